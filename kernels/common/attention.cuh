@@ -1,0 +1,78 @@
+// What every stage shares: the problem as the launcher passes it, and the compile-time choices it makes.
+//
+// Compile-time (-D): HEAD_DIM, CAUSAL (0 or 1), ELEMENT (__half or __nv_bfloat16), ALIGNED (1: every row starts on a
+// 16-byte boundary, so rows may be read 16 bytes at a time), and the stage's own tunables.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#if !defined(HEAD_DIM) || !defined(CAUSAL) || !defined(ELEMENT) || !defined(ALIGNED)
+#error "A stage is compiled with -DHEAD_DIM=…, -DCAUSAL=…, -DELEMENT=… and -DALIGNED=…; src/flashlab/compiler.py does it."
+#endif
+
+using element = ELEMENT;
+
+constexpr int WARP = 32;                      // threads a warp
+constexpr unsigned FULL_WARP = 0xffffffffu;   // lane mask: all of it
+constexpr float LOG2_E = 1.4426950408889634f;
+constexpr float LN_2 = 0.6931471805599453f;
+constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
+
+// A (batch, head, row, HEAD_DIM) tensor in global memory; strides in elements, the last dimension contiguous.
+struct TensorView {
+  void* data;
+  long long batch_stride;
+  long long head_stride;
+  long long row_stride;
+};
+
+// src/flashlab/attention.py mirrors this layout, field by field.
+struct AttentionParams {
+  TensorView Q;        // (batch, q_heads, q_len, HEAD_DIM)
+  TensorView K;        // (batch, kv_heads, kv_len, HEAD_DIM)
+  TensorView V;        // (batch, kv_heads, kv_len, HEAD_DIM)
+  TensorView O;        // (batch, q_heads, q_len, HEAD_DIM)
+  float* LSE;          // (batch, q_heads, q_len) contiguous, natural log; null where the caller wants none
+  int q_heads;
+  int kv_heads;        // divides q_heads
+  int q_len;
+  int kv_len;
+  float scale_log2;    // scale · log2(e): scores are exponentiated in base 2
+};
+
+// What the launcher needs to know of a compiled kernel; it reads the constant out of the machine code.
+// The grid is (ceil(q_len / tile_q), q_heads, batch).
+struct LaunchShape {
+  int threads;      // a block
+  int smem_bytes;   // dynamic shared memory a block
+  int tile_q;       // query rows a block
+};
+
+// First row of one head.
+__device__ __forceinline__ element* head_of(const TensorView& tensor, int batch, int head) {
+  return static_cast<element*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;
+}
+
+// The key/value head that a query head reads (grouped-query attention; the same head where their numbers agree).
+__device__ __forceinline__ int kv_head_of(const AttentionParams& p, int q_head) {
+  return q_head / (p.q_heads / p.kv_heads);
+}
+
+// Keys that query `q_row` sees: [0, result). The causal diagonal is aligned bottom right, so this can be 0.
+__device__ __forceinline__ int visible_keys(const AttentionParams& p, int q_row) {
+  return CAUSAL ? max(0, min(p.kv_len, q_row + 1 + p.kv_len - p.q_len)) : p.kv_len;
+}
+
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}

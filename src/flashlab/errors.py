@@ -1,0 +1,119 @@
+"""Every error flashlab raises on purpose.
+
+    FlashlabError
+    ├── InputError (ValueError)      the caller's arguments are off
+    │   ├── ShapeError                   shapes disagree, are empty or out of range
+    │   ├── DTypeError                   an element type no stage takes, or mixed types
+    │   ├── LayoutError                  strides or alignment a kernel cannot read
+    │   ├── DeviceError                  tensors on different devices, or on the wrong kind of device
+    │   ├── UnknownStageError            no stage of that id
+    │   └── ParameterError               a tunable, option or notebook parameter that does not exist or does not fit
+    ├── UnsupportedError             the stage exists and the input is sound, but not together, or not on this GPU
+    ├── MissingError                 something this machine lacks
+    │   ├── NoGpuError                   no CUDA GPU or no driver
+    │   └── MissingPackageError          a Python package or program that is not installed
+    ├── CompileError                 NVRTC or ptxas refused the source
+    │   └── PerformanceWarningError      it compiled, with a warning that means lost performance
+    ├── LaunchError                  the driver refused or broke off a launch
+    ├── CheckFailedError             a result that the oracle rejects
+    ├── DataError                    committed data is missing or damaged
+    │   ├── NoDataError                  nothing recorded for that GPU, shape or run
+    │   └── DamagedRecordError           a line that is not a record, or a file that is not what CHECKSUMS says
+    └── OutputError                  a folder or file that cannot be written
+
+A message says what was wanted, what came, and what works.
+"""
+
+from __future__ import annotations
+
+
+class FlashlabError(Exception):
+    """The root: catching it catches everything flashlab raises on purpose."""
+
+
+class InputError(FlashlabError, ValueError):
+    """The caller's arguments are off."""
+
+
+class ShapeError(InputError):
+    """Shapes disagree, are empty, or are out of a stage's range."""
+
+
+class DTypeError(InputError):
+    """An element type that no stage takes, or tensors of mixed types."""
+
+
+class LayoutError(InputError):
+    """Strides or alignment that a kernel cannot read."""
+
+
+class DeviceError(InputError):
+    """Tensors on different devices, or on the wrong kind of device."""
+
+
+class UnknownStageError(InputError):
+    """No stage has that id."""
+
+
+class ParameterError(InputError):
+    """A tunable, option or notebook parameter that does not exist or does not fit."""
+
+
+class UnsupportedError(FlashlabError):
+    """The stage exists and the input is sound, but not together, or not on this GPU."""
+
+
+class MissingError(FlashlabError):
+    """Something this machine lacks."""
+
+
+class NoGpuError(MissingError):
+    """No CUDA GPU, or no driver for it."""
+
+
+class MissingPackageError(MissingError):
+    """A Python package or program that is not installed; the message has the command that installs it."""
+
+
+class CompileError(FlashlabError):
+    """NVRTC or ptxas refused the source.
+
+    Attributes:
+        command: the equivalent command line.
+        log: the compiler's whole log.
+        source_line: `file:line: text` of the first error, or None where the log names none.
+    """
+
+    def __init__(self, message: str, *, command: str, log: str, source_line: str | None = None) -> None:
+        super().__init__(message)
+        self.command = command
+        self.log = log
+        self.source_line = source_line
+
+
+class PerformanceWarningError(CompileError):
+    """The source compiled, with a warning that means lost performance (spills, serialised wgmma, dropped setmaxnreg)."""
+
+
+class LaunchError(FlashlabError):
+    """The driver refused a launch or broke it off."""
+
+
+class CheckFailedError(FlashlabError):
+    """A result that the oracle rejects."""
+
+
+class DataError(FlashlabError):
+    """Committed data is missing or damaged."""
+
+
+class NoDataError(DataError):
+    """Nothing is recorded for that GPU, shape or run."""
+
+
+class DamagedRecordError(DataError):
+    """A line that is not a record, or a file that is not what CHECKSUMS says."""
+
+
+class OutputError(FlashlabError):
+    """A folder or file that cannot be written."""

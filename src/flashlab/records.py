@@ -1,0 +1,454 @@
+"""Append-only data: one schema, one JSON line a (stage or peer, problem), and the files that hold them.
+
+    data/<gpu>/machine.json         the machine the runs were made on
+    data/<gpu>/runs/<run>.jsonl     records of one run; never rewritten
+    data/<gpu>/checks/              comparisons that are not timings
+    data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
+
+A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources, clocks,
+software versions, the commit and whether the tree differed from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from flashlab.errors import DamagedRecordError, NoDataError
+from flashlab.paths import DATA, writable_dir
+from flashlab.problem import DType, Mask, Problem
+
+SCHEMA_VERSION = 1
+
+Regime = Literal["burst", "sustained"]
+"""burst: short samples with idle gaps, the SM clock at its maximum. sustained: continuous work, power-limited."""
+Cache = Literal["hot", "cold"]
+"""hot: calls back to back. cold: L2 overwritten before every call."""
+Status = Literal["ok", "wrong", "unsupported", "missing", "crashed", "timeout", "error"]
+"""ok: checked and timed. wrong: the oracle rejected it. unsupported: cannot do this problem. missing: not installed.
+crashed, timeout: took its worker process down or had to be stopped. error: raised an error. Only `ok` has samples."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ProblemFields(_Model):
+    """A `problem.Problem` as data."""
+
+    batch: int = Field(ge=1)
+    q_heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    q_len: int = Field(ge=1)
+    kv_len: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    dtype: DType
+    mask: Mask
+
+    @classmethod
+    def of(cls, problem: Problem) -> ProblemFields:
+        return cls.model_validate({name: getattr(problem, name) for name in cls.model_fields})
+
+    def problem(self) -> Problem:
+        return Problem(**self.model_dump())
+
+
+class Samples(_Model):
+    """Times of one regime and cache state, in the order they were taken."""
+
+    regime: Regime
+    cache: Cache
+    calls: int = Field(ge=1)
+    """Calls between the two timing events of one sample."""
+    time_us: tuple[float, ...] = Field(min_length=1)
+    """Time of one call, microseconds, one entry a sample."""
+    sm_clock_mhz: tuple[float, ...]
+    """SM clock beside each sample, from on-chip counters; empty where it was not measured."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> Samples:
+        if any(not t > 0 for t in self.time_us):
+            raise ValueError("time_us: wanted positive times")
+        if self.sm_clock_mhz and len(self.sm_clock_mhz) != len(self.time_us):
+            raise ValueError("sm_clock_mhz: wanted one entry a sample, or none")
+        return self
+
+    @property
+    def median_us(self) -> float:
+        return median(self.time_us)
+
+    @property
+    def cv_percent(self) -> float:
+        """Standard deviation over mean, percent."""
+        return 100 * stdev(self.time_us) / fmean(self.time_us) if len(self.time_us) > 1 else 0.0
+
+
+class Verdict(_Model):
+    """What the checker said; see check.py for the rule."""
+
+    passed: bool
+    reason: str
+    """Empty when passed, else the first thing wrong."""
+    max_abs_error: float | None
+    max_abs_limit: float | None
+    rms_error: float | None
+    rms_limit: float | None
+    lse_error: float | None
+    """Largest error of the log-sum-exp; None where the implementation gives none."""
+    lse_limit: float | None
+
+
+class CubinFields(_Model):
+    """The machine code that was launched."""
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    arch: str
+    compiler: str
+    parameters: dict[str, int]
+    options: tuple[str, ...]
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    static_smem_bytes: int
+    dynamic_smem_bytes: int
+    threads: int
+    blocks_per_sm: int | None
+    """Blocks resident on an SM, from the driver's occupancy calculation."""
+    sass: dict[str, int]
+    """Static instruction counts by class; see sass.py."""
+
+
+class Conditions(_Model):
+    """The GPU's state around this implementation's samples, from NVML."""
+
+    sm_clock_mhz_min: float | None
+    sm_clock_mhz_max: float | None
+    power_w_max: float | None
+    temperature_c_max: float | None
+    throttle_reasons: tuple[str, ...]
+    """NVML's names of every reason seen, for example `sw_power_cap`."""
+    energy_j_per_call: float | None
+    """From NVML's energy counter over the sustained samples."""
+
+
+class Gpu(_Model):
+    """Identity of a GPU."""
+
+    slug: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    """Folder name under data/: `nvidia-h200`."""
+    name: str
+    compute_capability: tuple[int, int]
+    sm_count: int
+    max_sm_clock_mhz: float | None
+    memory_bytes: int
+    l2_bytes: int
+    power_limit_w: float | None
+    driver: str
+    fingerprint: str
+    """First 12 hex digits of the sha256 of its UUID: tells two GPUs apart without publishing the UUID."""
+
+
+class Source(_Model):
+    """Which code made a record."""
+
+    commit: str
+    """Full hash, or `unknown`."""
+    dirty: bool
+    """True when kernels, package or notebooks differed from the commit, or could not be compared with it."""
+
+
+class _Base(_Model):
+    schema_version: Literal[1] = 1
+    run: str = Field(pattern=r"^[0-9]{8}T[0-9]{6}Z-[0-9a-f]{7,}(-dirty)?$")
+    """UTC start time and commit: `20261121T054500Z-0123abc`."""
+    time: str
+    """UTC time of this record, ISO 8601."""
+    gpu: Gpu
+    source: Source
+    software: dict[str, str]
+
+
+class Measurement(_Base):
+    """One stage or peer on one problem."""
+
+    kind: Literal["stage", "peer"]
+    name: str
+    """A stage id, or a peer's name."""
+    problem: ProblemFields
+    status: Status
+    reason: str
+    """Empty when ok, else why there is no time."""
+    verdict: Verdict | None
+    samples: tuple[Samples, ...]
+    conditions: Conditions | None
+    cubin: CubinFields | None
+
+    @model_validator(mode="after")
+    def _timed_only_when_right(self) -> Measurement:
+        if self.samples and self.status != "ok":
+            raise ValueError(f"status {self.status} must have no samples")
+        if self.status == "ok" and (self.verdict is None or not self.verdict.passed):
+            raise ValueError("status ok needs a passed verdict")
+        if (self.status == "ok") == bool(self.reason):
+            raise ValueError("reason: wanted one exactly when the status is not ok")
+        return self
+
+    def samples_of(self, regime: Regime = "burst", cache: Cache = "hot") -> Samples | None:
+        return next((s for s in self.samples if s.regime == regime and s.cache == cache), None)
+
+
+class Ceiling(_Base):
+    """One measured limit of the GPU."""
+
+    kind: Literal["ceiling"]
+    name: str
+    """`copy`, `tensor_float16`, `fp32_fma`, `exp2`, …; see roofline.py."""
+    unit: str
+    """Unit of `value`: `TB/s`, `TFLOP/s`, `Tex2/s`."""
+    value: float
+    """From the median time."""
+    samples: Samples
+    how: str
+    """What was run."""
+
+
+Record = Annotated[Measurement | Ceiling, Field(discriminator="kind")]
+_ADAPTER: TypeAdapter[Measurement | Ceiling] = TypeAdapter(Record)
+
+
+class Machine(_Model):
+    """data/<gpu>/machine.json: what the runs were made on."""
+
+    gpu: Gpu
+    host: dict[str, str]
+    """Processor, cores, memory, operating system; no host name."""
+
+
+def slug(gpu_name: str) -> str:
+    """Folder name for a GPU's product name: `NVIDIA H200` is `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A line or file that cannot be trusted."""
+
+    path: Path
+    line: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        where = f"{self.path}:{self.line}" if self.line else str(self.path)
+        return f"{where}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one run file, with what could not be read."""
+
+    path: Path
+    records: tuple[Measurement | Ceiling, ...]
+    damage: tuple[Damage, ...]
+
+    @property
+    def id(self) -> str:
+        return self.path.stem
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        return tuple(r for r in self.records if isinstance(r, Measurement))
+
+    @property
+    def ceilings(self) -> tuple[Ceiling, ...]:
+        return tuple(r for r in self.records if isinstance(r, Ceiling))
+
+
+def to_line(record: Measurement | Ceiling) -> str:
+    """One line of JSON, newline included."""
+    return record.model_dump_json() + "\n"
+
+
+def parse_line(line: str) -> Measurement | Ceiling:
+    """The record in one line.
+
+    Raises:
+        pydantic.ValidationError: it is none.
+    """
+    return _ADAPTER.validate_json(line)
+
+
+def append(path: Path, record: Measurement | Ceiling) -> None:
+    """Append one record to a run file and flush it to disk, so that a crash later loses nothing."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(to_line(record))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_run(path: Path) -> Run:
+    """A run file; damaged lines are reported in `damage` and every sound one is kept."""
+    records: list[Measurement | Ceiling] = []
+    damage: list[Damage] = []
+    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        try:
+            records.append(parse_line(raw.decode("utf-8")))
+        except (ValidationError, UnicodeDecodeError) as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            what = f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}" if first else str(error)
+            damage.append(Damage(path, number, what))
+    return Run(path, tuple(records), tuple(damage))
+
+
+def gpus(data: Path = DATA) -> tuple[str, ...]:
+    """GPUs that have at least one run file."""
+    if not data.is_dir():
+        return ()
+    return tuple(sorted(p.name for p in data.iterdir() if any((p / "runs").glob("*.jsonl"))))
+
+
+def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
+    """Every run of a GPU, oldest first.
+
+    Raises:
+        NoDataError: there is none.
+    """
+    files = sorted((data / gpu / "runs").glob("*.jsonl"))
+    if not files:
+        known = ", ".join(gpus(data)) or "none yet"
+        raise NoDataError(
+            f"wanted recorded runs of GPU {gpu!r} under {data}, found none. GPUs with data: {known}. "
+            "`flashlab bench` on such a GPU makes some."
+        )
+    return tuple(read_run(path) for path in files)
+
+
+def newest_run(gpu: str, data: Path = DATA) -> Run:
+    """The newest run that holds a measurement."""
+    with_rows = [run for run in runs(gpu, data) if run.measurements]
+    if not with_rows:
+        raise NoDataError(f"wanted a run of GPU {gpu!r} with measurements, found none under {data / gpu / 'runs'}")
+    return with_rows[-1]
+
+
+def newest_ceilings(gpu: str, data: Path = DATA) -> dict[str, Ceiling]:
+    """The newest reading of each ceiling."""
+    return {ceiling.name: ceiling for run in runs(gpu, data) for ceiling in run.ceilings}
+
+
+def rows(
+    measurements: Iterable[Measurement], problem: Problem | None = None, *, ok_only: bool = False
+) -> Iterator[Measurement]:
+    """Those of `problem` (any, where None), in their order."""
+    for row in measurements:
+        if (problem is None or row.problem.problem() == problem) and (row.status == "ok" or not ok_only):
+            yield row
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "CHECKSUMS")
+
+
+def write_checksums(gpu: str, data: Path = DATA) -> Path:
+    """Write data/<gpu>/CHECKSUMS anew, in the format of `sha256sum`."""
+    folder = writable_dir(data / gpu, "records")
+    lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(folder).as_posix()}\n" for p in _data_files(folder)]
+    path = folder / "CHECKSUMS"
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
+    """Everything wrong with a GPU's data: checksums that differ, files missing or unlisted, lines that are no records."""
+    folder = data / gpu
+    damage: list[Damage] = []
+    listed: dict[str, str] = {}
+    checksums = folder / "CHECKSUMS"
+    if not checksums.is_file():
+        damage.append(Damage(checksums, None, "missing"))
+    else:
+        for number, line in enumerate(checksums.read_text(encoding="utf-8").splitlines(), start=1):
+            match = re.fullmatch(r"([0-9a-f]{64})  (\S+)", line)
+            if match:
+                listed[match[2]] = match[1]
+            else:
+                damage.append(Damage(checksums, number, "not a checksum line"))
+    present = {p.relative_to(folder).as_posix(): p for p in _data_files(folder)} if folder.is_dir() else {}
+    for name in sorted(listed.keys() | present.keys()):
+        if name not in present:
+            damage.append(Damage(folder / name, None, "listed in CHECKSUMS, missing"))
+        elif name not in listed:
+            damage.append(Damage(folder / name, None, "not listed in CHECKSUMS"))
+        elif hashlib.sha256(present[name].read_bytes()).hexdigest() != listed[name]:
+            damage.append(Damage(folder / name, None, "differs from CHECKSUMS"))
+    for path in sorted((folder / "runs").glob("*.jsonl")):
+        damage.extend(read_run(path).damage)
+    machine = folder / "machine.json"
+    try:
+        Machine.model_validate_json(machine.read_bytes())
+    except FileNotFoundError:
+        damage.append(Damage(machine, None, "missing"))
+    except ValidationError as error:
+        damage.append(Damage(machine, None, str(error.errors()[0]["msg"])))
+    return tuple(damage)
+
+
+def require_sound(gpu: str, data: Path = DATA) -> None:
+    """Raises `DamagedRecordError` naming every damaged file and line, where there is any."""
+    damage = verify(gpu, data)
+    if damage:
+        raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {d}" for d in damage))
+
+
+def write_machine(machine: Machine, data: Path = DATA) -> Path:
+    """Write data/<gpu>/machine.json."""
+    folder = writable_dir(data / machine.gpu.slug, "records")
+    path = folder / "machine.json"
+    path.write_text(json.dumps(machine.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def flat(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, object]:
+    """One row of `flashlab results`: the headline numbers of a measurement, None where it has no time."""
+    samples = row.samples_of(regime, cache)
+    problem = row.problem.problem()
+    return {
+        "name": row.name,
+        "kind": row.kind,
+        "shape": problem.shape,
+        "dtype": problem.dtype,
+        "mask": problem.mask,
+        "status": row.status,
+        "reason": row.reason,
+        "median_us": samples.median_us if samples else None,
+        "tflops": problem.tflops(samples.median_us) if samples else None,
+        "cv_percent": samples.cv_percent if samples else None,
+        "samples": len(samples.time_us) if samples else 0,
+        "regime": regime,
+        "cache": cache,
+        "run": row.run,
+        "commit": row.source.commit,
+        "dirty": row.source.dirty,
+    }
+
+
+def speedup(row: Measurement, over: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
+    """How many times faster `row` is than `over`: the ratio of their medians; None where either has no time."""
+    a, b = row.samples_of(regime, cache), over.samples_of(regime, cache)
+    return b.median_us / a.median_us if a and b else None
+
+
+def by_name(measurements: Sequence[Measurement]) -> dict[str, Measurement]:
+    """Measurements of one problem by name."""
+    return {row.name: row for row in measurements}

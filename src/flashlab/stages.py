@@ -1,0 +1,211 @@
+"""The registry: every kernel, what it asks, and what it takes. Tests, CLI, notebooks and figures iterate `STAGES`.
+
+Adding a stage is one file in `kernels/`, one entry here and one page in `site/stages/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flashlab.errors import ParameterError, UnknownStageError, UnsupportedError
+from flashlab.paths import KERNELS
+from flashlab.problem import DType, Problem
+
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
+"""The architectures flashlab compiles for, oldest first."""
+
+
+def capability(arch: str) -> tuple[int, int]:
+    """Compute capability of an architecture: `sm_90a` is (9, 0)."""
+    digits = arch.removeprefix("sm_").rstrip("af")
+    return int(digits[:-1]), int(digits[-1])
+
+
+def arch_for(compute_capability: tuple[int, int]) -> str:
+    """The newest of `ARCHS` whose machine code a GPU of that compute capability runs.
+
+    Machine code runs on the same major version and an equal or higher minor one; `a` targets on exactly theirs.
+
+    Raises:
+        UnsupportedError: none does.
+    """
+    fitting = [
+        arch
+        for arch in ARCHS
+        if capability(arch)[0] == compute_capability[0]
+        and (capability(arch)[1] == compute_capability[1] if arch.endswith("a") else capability(arch)[1] <= compute_capability[1])
+    ]
+    if not fitting:
+        raise UnsupportedError(
+            f"wanted a GPU that runs code for one of {', '.join(ARCHS)}; "
+            f"this one has compute capability {compute_capability[0]}.{compute_capability[1]}"
+        )
+    return fitting[-1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Param:
+    """A tunable that reaches the kernel as a `-D` macro of the same name."""
+
+    default: int
+    choices: tuple[int, ...]
+    """Values known to compile for some head dim; others may fail a static_assert, which names the reason."""
+    meaning: str
+    by_head_dim: Mapping[int, int] = field(default_factory=dict)
+    """Defaults for a head dim, where `default` does not suit."""
+
+    def default_for(self, head_dim: int) -> int:
+        return self.by_head_dim.get(head_dim, self.default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One kernel of the ladder."""
+
+    id: str
+    title: str
+    parent: str | None
+    question: str
+    change: str
+    """The one idea that separates it from its parent."""
+    prediction: str
+    """What was expected of it before it ran."""
+    min_arch: str = "sm_75"
+    dtypes: tuple[DType, ...] = ("float16",)
+    head_dims: tuple[int, ...] = (64, 128)
+    params: Mapping[str, Param] = field(default_factory=dict)
+    may_spill: tuple[int, ...] = ()
+    """Head dims at which registers may spill to local memory; anywhere else a spill fails the build."""
+
+    @property
+    def source(self) -> Path:
+        return KERNELS / f"{self.id}.cu"
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name in the machine code."""
+        return f"attention_{self.id}"
+
+    @property
+    def archs(self) -> tuple[str, ...]:
+        return ARCHS[ARCHS.index(self.min_arch) :]
+
+    def parameters(self, head_dim: int, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
+        """Every tunable's value: the default for `head_dim`, replaced by `overrides`.
+
+        Raises:
+            ParameterError: an override that is no tunable of this stage, or no integer.
+        """
+        values = {name: param.default_for(head_dim) for name, param in self.params.items()}
+        for name, value in (overrides or {}).items():
+            if name not in values:
+                raise ParameterError(
+                    f"Stage {self.id} has no parameter {name!r}; it has {', '.join(values) or 'none'}"
+                )
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ParameterError(f"Stage {self.id}, {name}: wanted a non-negative integer, got {value!r}")
+            values[name] = value
+        return values
+
+    def why_not(self, problem: Problem, arch: str | None = None) -> str | None:
+        """Why this stage cannot run `problem` (on `arch`, where given); None when it can."""
+        if problem.dtype not in self.dtypes:
+            return f"Stage {self.id} takes {' or '.join(self.dtypes)}, got {problem.dtype}. {_runnable(dtype=problem.dtype)}"
+        if problem.head_dim not in self.head_dims:
+            return f"Stage {self.id} takes head dim {' or '.join(map(str, self.head_dims))}, got {problem.head_dim}."
+        if arch is not None and capability(arch) < capability(self.min_arch):
+            return f"Stage {self.id} needs {self.min_arch} or newer; this GPU is {arch}. {_runnable(arch=arch)}"
+        return None
+
+    def require(self, problem: Problem, arch: str | None = None) -> None:
+        """Raises `UnsupportedError` with the reason where this stage cannot run `problem` on `arch`."""
+        reason = self.why_not(problem, arch)
+        if reason:
+            raise UnsupportedError(reason)
+
+
+def _runnable(*, dtype: DType | None = None, arch: str | None = None) -> str:
+    ids = [
+        stage.id
+        for stage in STAGES.values()
+        if (dtype is None or dtype in stage.dtypes) and (arch is None or capability(arch) >= capability(stage.min_arch))
+    ]
+    return f"Runnable: {', '.join(ids)}." if ids else "No stage is runnable."
+
+
+def get(stage_id: str) -> Stage:
+    """The stage of that id.
+
+    Raises:
+        UnknownStageError: there is none.
+    """
+    try:
+        return STAGES[stage_id]
+    except KeyError:
+        raise UnknownStageError(f"stage: wanted one of {', '.join(STAGES)}, got {stage_id!r}") from None
+
+
+def best(problem: Problem, arch: str) -> Stage:
+    """The last rung of the ladder that runs `problem` on `arch`.
+
+    Raises:
+        UnsupportedError: none does; the message has each stage's reason.
+    """
+    for stage in reversed(STAGES.values()):
+        if stage.why_not(problem, arch) is None:
+            return stage
+    reasons = " ".join(stage.why_not(problem, arch) or "" for stage in STAGES.values())
+    raise UnsupportedError(f"no stage runs {problem.label} on {arch}. {reasons}")
+
+
+_THREADS = Param(default=128, choices=(64, 128, 256), meaning="threads a block; each owns one query row")
+_TILE_KV = Param(default=64, choices=(32, 64, 128), meaning="keys a shared-memory tile")
+_WARPS = Param(default=4, choices=(2, 4, 8), meaning="warps a block")
+_PADDING = Param(default=8, choices=(0, 8, 16), meaning="elements added to each shared-memory row, against bank conflicts")
+
+STAGES: Mapping[str, Stage] = {
+    stage.id: stage
+    for stage in (
+        Stage(
+            id="00_naive",
+            title="A thread per query row",
+            parent=None,
+            question="What does the textbook loop reach: one thread per query row, scalar FP32, online softmax?",
+            change="The starting point.",
+            prediction=(
+                "Every multiply-add needs its own broadcast load and conversion, so the load unit, one warp load a clock "
+                "and SM, bounds it at 64 FLOP a clock and SM: under 17 TFLOP/s on an H200, and a few in practice."
+            ),
+            params={"THREADS": _THREADS},
+            may_spill=(128,),
+        ),
+        Stage(
+            id="01_coalesced",
+            title="Shared-memory tiles, 128-bit loads",
+            parent="00_naive",
+            question="Is it the loads? Let the block fetch each key and value once, coalesced and 16 bytes a thread.",
+            change="Keys and values are staged in shared memory by whole-block 128-bit loads and read back 8 elements at a time.",
+            prediction=(
+                "One 128-bit shared load now feeds eight multiply-adds instead of one, so the load unit stops being the "
+                "bound and FP32 arithmetic with its conversions takes over: 2 to 4 times the parent."
+            ),
+            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV},
+            may_spill=(128,),
+        ),
+        Stage(
+            id="02_half2",
+            title="Packed fp16 arithmetic",
+            parent="01_coalesced",
+            question="Is it the arithmetic? Multiply two fp16 pairs per instruction and drop the conversions.",
+            change="Both products use half2 multiply-adds, flushed to FP32 every few terms to keep the error bounded.",
+            prediction=(
+                "HFMA2 does twice the multiply-adds of FFMA and needs no conversion of its operands: 1.5 to 2.5 times the "
+                "parent, less what the flushes to FP32 cost."
+            ),
+            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV},
+            may_spill=(128,),
+        ),
+    )
+}
