@@ -19,7 +19,8 @@
     ├── DataError                    committed data is missing or damaged
     │   ├── NoDataError                  nothing recorded for that GPU, shape or run
     │   └── DamagedRecordError           a line that is not a record, or a file that is not what CHECKSUMS says
-    └── OutputError                  a folder or file that cannot be written
+    ├── OutputError                  a folder or file that cannot be written
+    └── ReportError                  a notebook did not finish, or the site did not build
 
 A message says what was wanted, what came, and what works.
 """
@@ -117,3 +118,7 @@ class DamagedRecordError(DataError):
 
 class OutputError(FlashlabError):
     """A folder or file that cannot be written."""
+
+
+class ReportError(FlashlabError):
+    """A notebook did not finish, or the site did not build."""

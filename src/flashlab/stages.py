@@ -162,6 +162,9 @@ def best(problem: Problem, arch: str) -> Stage:
 
 _THREADS = Param(default=128, choices=(64, 128, 256), meaning="threads a block; each owns one query row")
 _TILE_KV = Param(default=64, choices=(32, 64, 128), meaning="keys a shared-memory tile")
+_TILE_KV_WMMA = Param(default=64, choices=(32, 64, 128), by_head_dim={128: 32}, meaning="keys a shared-memory tile")
+_KEYS = Param(default=8, choices=(4, 8, 16), by_head_dim={128: 4}, meaning="keys between two rescales, scored in registers")
+_ROWS_PER_WARP = Param(default=8, choices=(8, 16), meaning="query rows a warp owns")
 _WARPS = Param(default=4, choices=(2, 4, 8), meaning="warps a block")
 _PADDING = Param(default=8, choices=(0, 8, 16), meaning="elements added to each shared-memory row, against bank conflicts")
 
@@ -191,7 +194,7 @@ STAGES: Mapping[str, Stage] = {
                 "One 128-bit shared load now feeds eight multiply-adds instead of one, so the load unit stops being the "
                 "bound and FP32 arithmetic with its conversions takes over: 2 to 4 times the parent."
             ),
-            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV},
+            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS},
             may_spill=(128,),
         ),
         Stage(
@@ -204,8 +207,51 @@ STAGES: Mapping[str, Stage] = {
                 "HFMA2 does twice the multiply-adds of FFMA and needs no conversion of its operands: 1.5 to 2.5 times the "
                 "parent, less what the flushes to FP32 cost."
             ),
-            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV},
-            may_spill=(128,),
+            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS},
+        ),
+        Stage(
+            id="03_warp_rows",
+            title="A warp shares its rows",
+            parent="02_half2",
+            question="Is it one thread's long row of registers, and the few threads that makes?",
+            change="A warp owns its rows together: lanes split the keys, then the output columns; maxima travel by shuffle.",
+            prediction="placeholder",
+            params={"WARPS": _WARPS, "ROWS_PER_WARP": _ROWS_PER_WARP, "TILE_KV": _TILE_KV, "PADDING": _PADDING},
+        ),
+        Stage(
+            id="04_wmma_qk",
+            title="Tensor cores for Q·K",
+            parent="03_warp_rows",
+            question="What do tensor cores buy when they get half of the arithmetic?",
+            change="Q·K by WMMA, its scores handed to the softmax through shared memory.",
+            prediction="placeholder",
+            params={"WARPS": _WARPS, "TILE_KV": _TILE_KV_WMMA, "PADDING": _PADDING},
+        ),
+        Stage(
+            id="05_wmma",
+            title="Tensor cores for both products",
+            parent="04_wmma_qk",
+            question="And when they get all of it?",
+            change="P·V by WMMA too; the output stays in accumulator fragments, rescaled there.",
+            prediction="placeholder",
+            params={"WARPS": _WARPS, "TILE_KV": _TILE_KV_WMMA, "PADDING": _PADDING},
+        ),
+        Stage(
+            id="06_cp_async",
+            title="Tiles arrive behind the arithmetic",
+            parent="05_wmma",
+            question="How much of the time was waiting for memory?",
+            change="K and V pass through a ring of buffers filled by cp.async; several warps may share 16 rows.",
+            prediction="placeholder",
+            min_arch="sm_80",
+            dtypes=("float16", "bfloat16"),
+            params={
+                "TILE_Q": Param(default=64, choices=(32, 64, 128), meaning="query rows a block"),
+                "TILE_KV": _TILE_KV_WMMA,
+                "WARPS": Param(default=8, choices=(2, 4, 8), meaning="warps a block"),
+                "PADDING": _PADDING,
+                "PIPELINE_STAGES": Param(default=2, choices=(1, 2, 3, 4), meaning="buffers in the ring of K and V tiles"),
+            },
         ),
     )
 }

@@ -1,0 +1,209 @@
+// 05_wmma: tensor cores for both products, fused. Parent: 04_wmma_qk.
+// Question: and when they get all of it?
+// Change: P·V by WMMA too. The output stays in accumulator fragments; a rescaling factor a row reaches them as a 16 × 16
+//         tile of equal columns, loaded as a fragment of the same type, in which element i belongs to the same row.
+// Layout: warp w of block x owns rows (x·WARPS + w)·16 onwards; for the softmax 8 lanes share a row.
+#include <mma.h>
+
+#include "attention.cuh"
+#include "ptx.cuh"
+#include "tile.cuh"
+
+namespace wmma = nvcuda::wmma;
+
+constexpr int WMMA_TILE = 16;                     // a WMMA product is 16 × 16 × 16
+constexpr int ROWS_PER_WARP = WMMA_TILE;
+constexpr int THREADS = WARPS * WARP;
+constexpr int TILE_Q = WARPS * ROWS_PER_WARP;
+constexpr int ROW_LANES = 8;                      // lanes that share a row in the softmax
+constexpr int PASSES = ROWS_PER_WARP * ROW_LANES / WARP;   // rows that a lane meets
+constexpr int QUAD = 4;                           // scores a lane reads at once: 16 bytes
+constexpr int LANE_QUADS = TILE_KV / (ROW_LANES * QUAD);
+constexpr int STRIDE = HEAD_DIM + PADDING;        // of Q, K and V rows: WMMA loads read many rows at once, padding spreads them over the banks
+constexpr int P_STRIDE = TILE_KV + PADDING;       // of probability rows, for the same reason
+constexpr int S_STRIDE = TILE_KV + 8;             // of score rows, in floats: 4 rows of 4 lanes' pairs then fill all 32 banks
+static_assert(TILE_KV % (ROW_LANES * QUAD) == 0, "TILE_KV must be a multiple of 32: 8 lanes read 4 scores each at a time");
+static_assert(STRIDE % 8 == 0, "WMMA loads need rows that start on 16-byte boundaries");
+
+struct SharedStorage {
+  alignas(32) element Q[TILE_Q * STRIDE];
+  alignas(32) element K[TILE_KV * STRIDE];
+  alignas(32) element V[TILE_KV * STRIDE];
+  alignas(32) float S[WARPS][ROWS_PER_WARP * S_STRIDE];       // per warp, (ROWS_PER_WARP, S_STRIDE)
+  alignas(32) element P[WARPS][ROWS_PER_WARP * P_STRIDE];     // per warp, (ROWS_PER_WARP, P_STRIDE)
+  alignas(32) float row_factor[WARPS][ROWS_PER_WARP * WMMA_TILE];   // per warp, (ROWS_PER_WARP, WMMA_TILE), columns equal
+};
+
+extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
+
+struct alignas(8) Quad {
+  element x[QUAD];
+};
+
+using FragA = wmma::fragment<wmma::matrix_a, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::row_major>;
+using FragBT = wmma::fragment<wmma::matrix_b, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::col_major>;   // read transposed
+using FragB = wmma::fragment<wmma::matrix_b, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::row_major>;
+using FragC = wmma::fragment<wmma::accumulator, WMMA_TILE, WMMA_TILE, WMMA_TILE, float>;
+
+// Over the 8 neighbouring lanes that share a row.
+__device__ __forceinline__ float row_max_of(float x) {
+#pragma unroll
+  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
+  return x;
+}
+
+__device__ __forceinline__ float row_sum_of(float x) {
+#pragma unroll
+  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
+  return x;
+}
+
+// Multiply each row of the output by its factor.
+__device__ __forceinline__ void scale_rows(FragC (&O_frag)[HEAD_DIM / WMMA_TILE], const float* row_factor_smem) {
+  FragC factor;
+  wmma::load_matrix_sync(factor, row_factor_smem, WMMA_TILE, wmma::mem_row_major);
+#pragma unroll
+  for (int j = 0; j < HEAD_DIM / WMMA_TILE; ++j) {
+#pragma unroll
+    for (int i = 0; i < factor.num_elements; ++i) O_frag[j].x[i] *= factor.x[i];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __grid_constant__ AttentionParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const int warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % WARP;
+  const int first_q_row = blockIdx.x * TILE_Q;
+  const int warp_q_row = first_q_row + warp * ROWS_PER_WARP;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
+
+  const element* Q_gmem = head_of(p.Q, batch, head);                  // (q_len, HEAD_DIM)
+  const element* K_gmem = head_of(p.K, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
+  const element* V_gmem = head_of(p.V, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
+  const element* Q_smem = smem.Q + warp * ROWS_PER_WARP * STRIDE;     // (ROWS_PER_WARP, STRIDE)
+  float* S_smem = smem.S[warp];                                       // (ROWS_PER_WARP, S_STRIDE)
+  element* P_smem = smem.P[warp];                                     // (ROWS_PER_WARP, P_STRIDE)
+  float* row_factor_smem = smem.row_factor[warp];                     // (ROWS_PER_WARP, WMMA_TILE)
+
+  // In pass i of the softmax this lane works on row i + 4·(lane / 8): the rows that a half warp writes at once are then
+  // 4 apart, which with PADDING 8 puts them in different banks.
+  const int lane_row = lane / ROW_LANES * PASSES;
+  const int lane_col = lane % ROW_LANES * QUAD;
+
+  load_tile<TILE_Q, STRIDE, THREADS>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);
+
+  FragC O_frag[HEAD_DIM / WMMA_TILE];
+#pragma unroll
+  for (int j = 0; j < HEAD_DIM / WMMA_TILE; ++j) wmma::fill_fragment(O_frag[j], 0.0f);
+  float row_max[PASSES];        // largest score so far, in units of log2; the same in the 8 lanes of a row
+  float row_sum[PASSES] = {};   // this lane's share of the sum of 2^(score - row_max)
+#pragma unroll
+  for (int i = 0; i < PASSES; ++i) row_max[i] = NEG_INF;
+
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
+    __syncthreads();   // everyone is done with the previous tile
+    load_tile<TILE_KV, STRIDE, THREADS>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
+    load_tile<TILE_KV, STRIDE, THREADS>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
+    __syncthreads();   // the tile is complete; the first time, Q too
+
+#pragma unroll
+    for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
+      FragC S_frag;
+      wmma::fill_fragment(S_frag, 0.0f);
+#pragma unroll
+      for (int d = 0; d < HEAD_DIM; d += WMMA_TILE) {
+        FragA Q_frag;
+        FragBT K_frag;
+        wmma::load_matrix_sync(Q_frag, Q_smem + d, STRIDE);
+        wmma::load_matrix_sync(K_frag, smem.K + k0 * STRIDE + d, STRIDE);
+        wmma::mma_sync(S_frag, Q_frag, K_frag, S_frag);
+      }
+      wmma::store_matrix_sync(S_smem + k0, S_frag, S_STRIDE, wmma::mem_row_major);
+    }
+    __syncwarp();   // the warp's scores are complete
+
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i) {
+      const int row = lane_row + i;
+      const int num_keys = visible_keys(p, warp_q_row + row) - tile_key;   // of this tile
+      float4 score[LANE_QUADS];
+      float lane_max = NEG_INF;
+#pragma unroll
+      for (int q = 0; q < LANE_QUADS; ++q) {
+        const int col = lane_col + q * ROW_LANES * QUAD;
+        score[q] = *reinterpret_cast<const float4*>(S_smem + row * S_STRIDE + col);
+        score[q].x = col + 0 < num_keys ? score[q].x * p.scale_log2 : NEG_INF;
+        score[q].y = col + 1 < num_keys ? score[q].y * p.scale_log2 : NEG_INF;
+        score[q].z = col + 2 < num_keys ? score[q].z * p.scale_log2 : NEG_INF;
+        score[q].w = col + 3 < num_keys ? score[q].w * p.scale_log2 : NEG_INF;
+        lane_max = fmaxf(lane_max, fmaxf(fmaxf(score[q].x, score[q].y), fmaxf(score[q].z, score[q].w)));
+      }
+      const float new_max = fmaxf(row_max[i], row_max_of(lane_max));
+      const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no key seen yet: -inf - -inf would be NaN
+      const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 at the first keys
+      row_max[i] = new_max;
+      row_sum[i] *= rescale;
+#pragma unroll
+      for (int q = 0; q < LANE_QUADS; ++q) {
+        const float prob[QUAD] = {ptx::ex2_approx_ftz(score[q].x - reference), ptx::ex2_approx_ftz(score[q].y - reference),
+                                  ptx::ex2_approx_ftz(score[q].z - reference), ptx::ex2_approx_ftz(score[q].w - reference)};
+        row_sum[i] += prob[0] + prob[1] + prob[2] + prob[3];
+        Quad rounded;
+#pragma unroll
+        for (int c = 0; c < QUAD; ++c) rounded.x[c] = from_float<element>(prob[c]);
+        *reinterpret_cast<Quad*>(P_smem + row * P_STRIDE + lane_col + q * ROW_LANES * QUAD) = rounded;
+      }
+      const int factor_col = lane % ROW_LANES * 2;
+      *reinterpret_cast<float2*>(row_factor_smem + row * WMMA_TILE + factor_col) = make_float2(rescale, rescale);
+    }
+    __syncwarp();   // the warp's probabilities and factors are complete
+
+    scale_rows(O_frag, row_factor_smem);
+#pragma unroll
+    for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
+      FragA P_frag;
+      wmma::load_matrix_sync(P_frag, P_smem + k0, P_STRIDE);
+#pragma unroll
+      for (int j = 0; j < HEAD_DIM / WMMA_TILE; ++j) {
+        FragB V_frag;
+        wmma::load_matrix_sync(V_frag, smem.V + k0 * STRIDE + j * WMMA_TILE, STRIDE);
+        wmma::mma_sync(O_frag[j], P_frag, V_frag, O_frag[j]);
+      }
+    }
+    __syncwarp();   // the warp is done with its scores, probabilities and factors
+  }
+
+#pragma unroll
+  for (int i = 0; i < PASSES; ++i) {
+    const int row = lane_row + i;
+    const float sum = row_sum_of(row_sum[i]);
+    const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+    const int factor_col = lane % ROW_LANES * 2;
+    *reinterpret_cast<float2*>(row_factor_smem + row * WMMA_TILE + factor_col) = make_float2(inv_sum, inv_sum);
+    if (p.LSE && lane % ROW_LANES == 0 && warp_q_row + row < p.q_len) {
+      const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + warp_q_row + row;
+      p.LSE[lse_row] = sum > 0.0f ? row_max[i] * LN_2 + logf(sum) : NEG_INF;
+    }
+  }
+  __syncwarp();   // the warp's factors are complete
+  scale_rows(O_frag, row_factor_smem);
+
+  // The output leaves 16 columns at a time through the warp's score buffer: a lane takes 8 columns of one row.
+  element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
+  const int q_row = warp_q_row + lane / 2;
+#pragma unroll
+  for (int j = 0; j < HEAD_DIM / WMMA_TILE; ++j) {
+    wmma::store_matrix_sync(S_smem, O_frag[j], S_STRIDE, wmma::mem_row_major);
+    __syncwarp();   // the 16 columns are complete
+    const float* source = S_smem + lane / 2 * S_STRIDE + lane % 2 * CHUNK;
+    Chunk chunk;
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) chunk.x[i] = from_float<element>(source[i]);
+    if (q_row < p.q_len) write_chunk(O_gmem + q_row * p.O.row_stride + j * WMMA_TILE + lane % 2 * CHUNK, chunk);
+    __syncwarp();   // the buffer is free again
+  }
+}

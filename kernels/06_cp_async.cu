@@ -1,0 +1,269 @@
+// 06_cp_async: the next tiles arrive while this one is worked on. Parent: 05_wmma.
+// Question: how much of the time was waiting for memory?
+// Change: K and V go through a ring of PIPELINE_STAGES shared-memory buffers filled by cp.async; and a row block of 16 rows
+//         may be shared by several warps (each takes every n-th 16-column block), so that more warps can hide latency.
+// Layout: warp w of block x works on row block w / GROUP of rows x·TILE_Q onwards; for the softmax 8 lanes share a row.
+#include <mma.h>
+
+#include "attention.cuh"
+#include "ptx.cuh"
+#include "tile.cuh"
+
+namespace wmma = nvcuda::wmma;
+
+constexpr int WMMA_TILE = 16;                     // a WMMA product is 16 × 16 × 16
+constexpr int THREADS = WARPS * WARP;
+constexpr int ROW_BLOCKS = TILE_Q / WMMA_TILE;
+constexpr int GROUP = WARPS / ROW_BLOCKS;         // warps that share a row block
+constexpr int WARP_O_BLOCKS = HEAD_DIM / WMMA_TILE / GROUP;   // output column blocks a warp owns
+constexpr int ROW_LANES = 8;                      // lanes that share a row in the softmax
+constexpr int PASSES = WMMA_TILE * ROW_LANES / WARP / GROUP;   // rows that a lane meets
+constexpr int QUAD = 4;                           // scores a lane reads at once: 16 bytes
+constexpr int LANE_QUADS = TILE_KV / (ROW_LANES * QUAD);
+constexpr int STRIDE = HEAD_DIM + PADDING;        // of Q, K and V rows: WMMA loads read many rows at once, padding spreads them over the banks
+constexpr int P_STRIDE = TILE_KV + PADDING;       // of probability rows, for the same reason
+constexpr int S_STRIDE = TILE_KV + 8;             // of score rows, in floats: 4 rows of 4 lanes' pairs then fill all 32 banks
+static_assert(TILE_Q % WMMA_TILE == 0 && WARPS % ROW_BLOCKS == 0 && GROUP <= 4,
+              "TILE_Q must be a multiple of 16, and 1, 2 or 4 warps must share each 16 rows");
+static_assert(TILE_KV / WMMA_TILE % GROUP == 0 && HEAD_DIM / WMMA_TILE % GROUP == 0,
+              "the warps of a group must share the key and the output column blocks evenly");
+static_assert(PIPELINE_STAGES >= 1, "there must be a buffer");
+static_assert(TILE_KV % (ROW_LANES * QUAD) == 0, "TILE_KV must be a multiple of 32: 8 lanes read 4 scores each at a time");
+static_assert(STRIDE % 8 == 0, "WMMA loads need rows that start on 16-byte boundaries");
+
+struct SharedStorage {
+  alignas(32) element Q[TILE_Q * STRIDE];
+  alignas(32) element K[PIPELINE_STAGES][TILE_KV * STRIDE];
+  alignas(32) element V[PIPELINE_STAGES][TILE_KV * STRIDE];
+  alignas(32) float S[ROW_BLOCKS][WMMA_TILE * S_STRIDE];              // per row block, (16, S_STRIDE)
+  alignas(32) element P[ROW_BLOCKS][WMMA_TILE * P_STRIDE];            // per row block, (16, P_STRIDE)
+  alignas(32) float row_factor[ROW_BLOCKS][WMMA_TILE * WMMA_TILE];    // per row block, (16, 16), columns equal
+};
+
+extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
+
+struct alignas(8) Quad {
+  element x[QUAD];
+};
+
+using FragA = wmma::fragment<wmma::matrix_a, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::row_major>;
+using FragBT = wmma::fragment<wmma::matrix_b, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::col_major>;   // read transposed
+using FragB = wmma::fragment<wmma::matrix_b, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::row_major>;
+using FragC = wmma::fragment<wmma::accumulator, WMMA_TILE, WMMA_TILE, WMMA_TILE, float>;
+
+// `load_tile` by cp.async: returns at once, the caller commits the group and waits for it. Unaligned rows cannot be copied
+// 16 bytes at a time; they are loaded and stored before it returns, which no wait and barrier of the caller minds.
+template <int ROWS>
+__device__ __forceinline__ void load_tile_async(element* tile_smem, const element* head_gmem, long long row_stride,
+                                                int first_row, int num_rows) {
+  if constexpr (ALIGNED) {
+    constexpr int CHUNKS_PER_ROW = HEAD_DIM / CHUNK;
+#pragma unroll
+    for (int i = threadIdx.x; i < ROWS * CHUNKS_PER_ROW; i += THREADS) {
+      const int row = i / CHUNKS_PER_ROW;
+      const int d = i % CHUNKS_PER_ROW * CHUNK;
+      const bool exists = first_row + row < num_rows;
+      const element* source = head_gmem + (exists ? (first_row + row) * row_stride + d : 0);
+      ptx::cp_async_cg_16(tile_smem + row * STRIDE + d, source, exists ? sizeof(Chunk) : 0);
+    }
+  } else {
+    load_tile<ROWS, STRIDE, THREADS>(tile_smem, head_gmem, row_stride, first_row, num_rows);
+  }
+}
+
+// Between the warps of a row block.
+__device__ __forceinline__ void group_sync() {
+  if constexpr (GROUP == 1) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+// Over the 8 neighbouring lanes that share a row.
+__device__ __forceinline__ float row_max_of(float x) {
+#pragma unroll
+  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
+  return x;
+}
+
+__device__ __forceinline__ float row_sum_of(float x) {
+#pragma unroll
+  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
+  return x;
+}
+
+// Multiply each row of the output by its factor.
+__device__ __forceinline__ void scale_rows(FragC (&O_frag)[WARP_O_BLOCKS], const float* row_factor_smem) {
+  FragC factor;
+  wmma::load_matrix_sync(factor, row_factor_smem, WMMA_TILE, wmma::mem_row_major);
+#pragma unroll
+  for (int j = 0; j < WARP_O_BLOCKS; ++j) {
+#pragma unroll
+    for (int i = 0; i < factor.num_elements; ++i) O_frag[j].x[i] *= factor.x[i];
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(const __grid_constant__ AttentionParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const int warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % WARP;
+  const int first_q_row = blockIdx.x * TILE_Q;
+  const int row_block = warp / GROUP;
+  const int part = warp % GROUP;   // of the row block's columns, and of its rows in the softmax
+  const int block_q_row = first_q_row + row_block * WMMA_TILE;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
+
+  const element* Q_gmem = head_of(p.Q, batch, head);                  // (q_len, HEAD_DIM)
+  const element* K_gmem = head_of(p.K, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
+  const element* V_gmem = head_of(p.V, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
+  const element* Q_smem = smem.Q + row_block * WMMA_TILE * STRIDE;    // (16, STRIDE)
+  float* S_smem = smem.S[row_block];                                  // (16, S_STRIDE)
+  element* P_smem = smem.P[row_block];                                // (16, P_STRIDE)
+  float* row_factor_smem = smem.row_factor[row_block];                // (16, 16)
+
+  // In pass i of the softmax this lane works on row PASSES·part + i + 4·(lane / 8): the rows that a half warp writes at
+  // once are then 4 apart, which with PADDING 8 puts them in different banks.
+  const int lane_row = part * PASSES + lane / ROW_LANES * (WMMA_TILE * ROW_LANES / WARP);
+  const int lane_col = lane % ROW_LANES * QUAD;
+
+  FragC O_frag[WARP_O_BLOCKS];
+#pragma unroll
+  for (int j = 0; j < WARP_O_BLOCKS; ++j) wmma::fill_fragment(O_frag[j], 0.0f);
+  float row_max[PASSES];        // largest score so far, in units of log2; the same in the 8 lanes of a row
+  float row_sum[PASSES] = {};   // this lane's share of the sum of 2^(score - row_max)
+#pragma unroll
+  for (int i = 0; i < PASSES; ++i) row_max[i] = NEG_INF;
+
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  const int num_tiles = (block_keys + TILE_KV - 1) / TILE_KV;
+  // Fetch one tile into its buffer of the ring. Always commits, so that the number of groups is the number of tiles.
+  const auto fetch = [&](int tile) {
+    if (tile < num_tiles) {
+      const int buffer = tile % PIPELINE_STAGES;
+      load_tile_async<TILE_KV>(smem.K[buffer], K_gmem, p.K.row_stride, tile * TILE_KV, p.kv_len);
+      load_tile_async<TILE_KV>(smem.V[buffer], V_gmem, p.V.row_stride, tile * TILE_KV, p.kv_len);
+    }
+    ptx::cp_async_commit_group();
+  };
+
+  load_tile_async<TILE_Q>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);   // in the first tile's group
+  for (int tile = 0; tile < PIPELINE_STAGES - 1; ++tile) fetch(tile);
+
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const int tile_key = tile * TILE_KV;
+    const element* K_smem = smem.K[tile % PIPELINE_STAGES];   // (TILE_KV, STRIDE)
+    const element* V_smem = smem.V[tile % PIPELINE_STAGES];   // (TILE_KV, STRIDE)
+    if constexpr (PIPELINE_STAGES == 1) {
+      __syncthreads();   // everyone is done with the previous tile, which the only buffer holds
+      fetch(tile);
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();   // everyone's copies have landed
+    } else {
+      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this tile's own copies have landed; younger tiles may be under way
+      __syncthreads();   // everyone's have; and everyone is done with the previous tile, whose buffer is next to be filled
+      fetch(tile + PIPELINE_STAGES - 1);
+    }
+
+#pragma unroll
+    for (int k0 = part * WMMA_TILE; k0 < TILE_KV; k0 += GROUP * WMMA_TILE) {
+      FragC S_frag;
+      wmma::fill_fragment(S_frag, 0.0f);
+#pragma unroll
+      for (int d = 0; d < HEAD_DIM; d += WMMA_TILE) {
+        FragA Q_frag;
+        FragBT K_frag;
+        wmma::load_matrix_sync(Q_frag, Q_smem + d, STRIDE);
+        wmma::load_matrix_sync(K_frag, K_smem + k0 * STRIDE + d, STRIDE);
+        wmma::mma_sync(S_frag, Q_frag, K_frag, S_frag);
+      }
+      wmma::store_matrix_sync(S_smem + k0, S_frag, S_STRIDE, wmma::mem_row_major);
+    }
+    group_sync();   // the row block's scores are complete; and its probabilities of the previous tile are used up
+
+#pragma unroll
+    for (int i = 0; i < PASSES; ++i) {
+      const int row = lane_row + i;
+      const int num_keys = visible_keys(p, block_q_row + row) - tile_key;   // of this tile
+      float4 score[LANE_QUADS];
+      float lane_max = NEG_INF;
+#pragma unroll
+      for (int q = 0; q < LANE_QUADS; ++q) {
+        const int col = lane_col + q * ROW_LANES * QUAD;
+        score[q] = *reinterpret_cast<const float4*>(S_smem + row * S_STRIDE + col);
+        score[q].x = col + 0 < num_keys ? score[q].x * p.scale_log2 : NEG_INF;
+        score[q].y = col + 1 < num_keys ? score[q].y * p.scale_log2 : NEG_INF;
+        score[q].z = col + 2 < num_keys ? score[q].z * p.scale_log2 : NEG_INF;
+        score[q].w = col + 3 < num_keys ? score[q].w * p.scale_log2 : NEG_INF;
+        lane_max = fmaxf(lane_max, fmaxf(fmaxf(score[q].x, score[q].y), fmaxf(score[q].z, score[q].w)));
+      }
+      const float new_max = fmaxf(row_max[i], row_max_of(lane_max));
+      const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no key seen yet: -inf - -inf would be NaN
+      const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 at the first keys
+      row_max[i] = new_max;
+      row_sum[i] *= rescale;
+#pragma unroll
+      for (int q = 0; q < LANE_QUADS; ++q) {
+        const float prob[QUAD] = {ptx::ex2_approx_ftz(score[q].x - reference), ptx::ex2_approx_ftz(score[q].y - reference),
+                                  ptx::ex2_approx_ftz(score[q].z - reference), ptx::ex2_approx_ftz(score[q].w - reference)};
+        row_sum[i] += prob[0] + prob[1] + prob[2] + prob[3];
+        Quad rounded;
+#pragma unroll
+        for (int c = 0; c < QUAD; ++c) rounded.x[c] = from_float<element>(prob[c]);
+        *reinterpret_cast<Quad*>(P_smem + row * P_STRIDE + lane_col + q * ROW_LANES * QUAD) = rounded;
+      }
+      const int factor_col = lane % ROW_LANES * 2;
+      *reinterpret_cast<float2*>(row_factor_smem + row * WMMA_TILE + factor_col) = make_float2(rescale, rescale);
+    }
+    group_sync();   // the row block's probabilities and factors are complete; and its scores are used up
+
+    scale_rows(O_frag, row_factor_smem);
+#pragma unroll
+    for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
+      FragA P_frag;
+      wmma::load_matrix_sync(P_frag, P_smem + k0, P_STRIDE);
+#pragma unroll
+      for (int j = 0; j < WARP_O_BLOCKS; ++j) {
+        FragB V_frag;
+        wmma::load_matrix_sync(V_frag, V_smem + k0 * STRIDE + (part + j * GROUP) * WMMA_TILE, STRIDE);
+        wmma::mma_sync(O_frag[j], P_frag, V_frag, O_frag[j]);
+      }
+    }
+  }
+  group_sync();   // the row block is done with its factors
+
+#pragma unroll
+  for (int i = 0; i < PASSES; ++i) {
+    const int row = lane_row + i;
+    const float sum = row_sum_of(row_sum[i]);
+    const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+    const int factor_col = lane % ROW_LANES * 2;
+    *reinterpret_cast<float2*>(row_factor_smem + row * WMMA_TILE + factor_col) = make_float2(inv_sum, inv_sum);
+    if (p.LSE && lane % ROW_LANES == 0 && block_q_row + row < p.q_len) {
+      const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + block_q_row + row;
+      p.LSE[lse_row] = sum > 0.0f ? row_max[i] * LN_2 + logf(sum) : NEG_INF;
+    }
+  }
+  group_sync();   // the row block's factors are complete
+  scale_rows(O_frag, row_factor_smem);
+
+  // The output leaves 16 columns at a time through the warp's part of the score buffer: a lane takes 8 columns of one row.
+  static_assert(GROUP * WMMA_TILE <= S_STRIDE, "each warp of a group needs 16 columns of the score buffer");
+  element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
+  const int q_row = block_q_row + lane / 2;
+#pragma unroll
+  for (int j = 0; j < WARP_O_BLOCKS; ++j) {
+    wmma::store_matrix_sync(S_smem + part * WMMA_TILE, O_frag[j], S_STRIDE, wmma::mem_row_major);
+    __syncwarp();   // the 16 columns are complete
+    const float* source = S_smem + lane / 2 * S_STRIDE + part * WMMA_TILE + lane % 2 * CHUNK;
+    Chunk chunk;
+#pragma unroll
+    for (int i = 0; i < CHUNK; ++i) chunk.x[i] = from_float<element>(source[i]);
+    const int d = (part + j * GROUP) * WMMA_TILE + lane % 2 * CHUNK;
+    if (q_row < p.q_len) write_chunk(O_gmem + q_row * p.O.row_stride + d, chunk);
+    __syncwarp();   // the columns are free again
+  }
+}

@@ -1,0 +1,24 @@
+// fp32_fma: independent chains of FFMA. Each thread does CHAINS · UNROLL · repeats of them.
+#include "micro.cuh"
+
+static_assert(CHAINS % 4 == 0, "an arithmetic unit needs several independent chains a thread to stay busy");
+
+extern "C" __global__ void __launch_bounds__(512) micro_fp32_fma(const __grid_constant__ MicroParams p) {
+  const float* in = static_cast<const float*>(p.in);
+  const float a = in[threadIdx.x];
+  const float b = in[threadIdx.x + blockDim.x];
+  float chain[CHAINS];
+#pragma unroll
+  for (int c = 0; c < CHAINS; ++c) chain[c] = a + c;
+  for (long long repeat = 0; repeat < p.repeats; ++repeat) {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+      for (int c = 0; c < CHAINS; ++c) chain[c] = fmaf(chain[c], a, b);
+    }
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int c = 0; c < CHAINS; ++c) sum += chain[c];
+  keep(p, sum, p.count < 0);
+}
