@@ -31,7 +31,6 @@ struct SharedStorage {
   alignas(32) element V[TILE_KV * STRIDE];
   alignas(32) float S[WARPS][ROWS_PER_WARP * S_STRIDE];       // per warp, (ROWS_PER_WARP, S_STRIDE)
   alignas(32) element P[WARPS][ROWS_PER_WARP * P_STRIDE];     // per warp, (ROWS_PER_WARP, P_STRIDE)
-  alignas(32) float row_factor[WARPS][ROWS_PER_WARP * WMMA_TILE];   // per warp, (ROWS_PER_WARP, WMMA_TILE), columns equal
 };
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
@@ -58,10 +57,10 @@ __device__ __forceinline__ float row_sum_of(float x) {
   return x;
 }
 
-// Multiply each row of the output by its factor.
-__device__ __forceinline__ void scale_rows(FragC (&O_frag)[HEAD_DIM / WMMA_TILE], const float* row_factor_smem) {
+// Multiply each row of the output by its factor: (16, 16) with equal columns, in rows of S_STRIDE floats.
+__device__ __forceinline__ void scale_rows(FragC (&O_frag)[HEAD_DIM / WMMA_TILE], const float* factor_smem) {
   FragC factor;
-  wmma::load_matrix_sync(factor, row_factor_smem, WMMA_TILE, wmma::mem_row_major);
+  wmma::load_matrix_sync(factor, factor_smem, S_STRIDE, wmma::mem_row_major);
 #pragma unroll
   for (int j = 0; j < HEAD_DIM / WMMA_TILE; ++j) {
 #pragma unroll
@@ -86,7 +85,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
   const element* Q_smem = smem.Q + warp * ROWS_PER_WARP * STRIDE;     // (ROWS_PER_WARP, STRIDE)
   float* S_smem = smem.S[warp];                                       // (ROWS_PER_WARP, S_STRIDE)
   element* P_smem = smem.P[warp];                                     // (ROWS_PER_WARP, P_STRIDE)
-  float* row_factor_smem = smem.row_factor[warp];                     // (ROWS_PER_WARP, WMMA_TILE)
 
   // In pass i of the softmax this lane works on row i + 4·(lane / 8): the rows that a half warp writes at once are then
   // 4 apart, which with PADDING 8 puts them in different banks.
@@ -142,6 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
         score[q].w = col + 3 < num_keys ? score[q].w * p.scale_log2 : NEG_INF;
         lane_max = fmaxf(lane_max, fmaxf(fmaxf(score[q].x, score[q].y), fmaxf(score[q].z, score[q].w)));
       }
+      __syncwarp();   // the row's scores are in registers: its factor may take their place
       const float new_max = fmaxf(row_max[i], row_max_of(lane_max));
       const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no key seen yet: -inf - -inf would be NaN
       const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 at the first keys
@@ -157,12 +156,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
         for (int c = 0; c < QUAD; ++c) rounded.x[c] = from_float<element>(prob[c]);
         *reinterpret_cast<Quad*>(P_smem + row * P_STRIDE + lane_col + q * ROW_LANES * QUAD) = rounded;
       }
-      const int factor_col = lane % ROW_LANES * 2;
-      *reinterpret_cast<float2*>(row_factor_smem + row * WMMA_TILE + factor_col) = make_float2(rescale, rescale);
+      *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(rescale, rescale);
     }
     __syncwarp();   // the warp's probabilities and factors are complete
 
-    scale_rows(O_frag, row_factor_smem);
+    scale_rows(O_frag, S_smem);
 #pragma unroll
     for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
       FragA P_frag;
@@ -182,15 +180,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
     const int row = lane_row + i;
     const float sum = row_sum_of(row_sum[i]);
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
-    const int factor_col = lane % ROW_LANES * 2;
-    *reinterpret_cast<float2*>(row_factor_smem + row * WMMA_TILE + factor_col) = make_float2(inv_sum, inv_sum);
+    *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(inv_sum, inv_sum);
     if (p.LSE && lane % ROW_LANES == 0 && warp_q_row + row < p.q_len) {
       const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + warp_q_row + row;
       p.LSE[lse_row] = sum > 0.0f ? row_max[i] * LN_2 + logf(sum) : NEG_INF;
     }
   }
   __syncwarp();   // the warp's factors are complete
-  scale_rows(O_frag, row_factor_smem);
+  scale_rows(O_frag, S_smem);
+  __syncwarp();   // the factors are used up: their buffer may carry the output
 
   // The output leaves 16 columns at a time through the warp's score buffer: a lane takes 8 columns of one row.
   element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)

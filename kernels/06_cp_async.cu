@@ -37,7 +37,6 @@ struct SharedStorage {
   alignas(32) element V[PIPELINE_STAGES][TILE_KV * STRIDE];
   alignas(32) float S[ROW_BLOCKS][WMMA_TILE * S_STRIDE];              // per row block, (16, S_STRIDE)
   alignas(32) element P[ROW_BLOCKS][WMMA_TILE * P_STRIDE];            // per row block, (16, P_STRIDE)
-  alignas(32) float row_factor[ROW_BLOCKS][WMMA_TILE * WMMA_TILE];    // per row block, (16, 16), columns equal
 };
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
@@ -93,10 +92,10 @@ __device__ __forceinline__ float row_sum_of(float x) {
   return x;
 }
 
-// Multiply each row of the output by its factor.
-__device__ __forceinline__ void scale_rows(FragC (&O_frag)[WARP_O_BLOCKS], const float* row_factor_smem) {
+// Multiply each row of the output by its factor: (16, 16) with equal columns, in rows of S_STRIDE floats.
+__device__ __forceinline__ void scale_rows(FragC (&O_frag)[WARP_O_BLOCKS], const float* factor_smem) {
   FragC factor;
-  wmma::load_matrix_sync(factor, row_factor_smem, WMMA_TILE, wmma::mem_row_major);
+  wmma::load_matrix_sync(factor, factor_smem, S_STRIDE, wmma::mem_row_major);
 #pragma unroll
   for (int j = 0; j < WARP_O_BLOCKS; ++j) {
 #pragma unroll
@@ -123,7 +122,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
   const element* Q_smem = smem.Q + row_block * WMMA_TILE * STRIDE;    // (16, STRIDE)
   float* S_smem = smem.S[row_block];                                  // (16, S_STRIDE)
   element* P_smem = smem.P[row_block];                                // (16, P_STRIDE)
-  float* row_factor_smem = smem.row_factor[row_block];                // (16, 16)
 
   // In pass i of the softmax this lane works on row PASSES·part + i + 4·(lane / 8): the rows that a half warp writes at
   // once are then 4 apart, which with PADDING 8 puts them in different banks.
@@ -200,6 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
         score[q].w = col + 3 < num_keys ? score[q].w * p.scale_log2 : NEG_INF;
         lane_max = fmaxf(lane_max, fmaxf(fmaxf(score[q].x, score[q].y), fmaxf(score[q].z, score[q].w)));
       }
+      __syncwarp();   // the row's scores are in registers: its factor may take their place
       const float new_max = fmaxf(row_max[i], row_max_of(lane_max));
       const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no key seen yet: -inf - -inf would be NaN
       const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 at the first keys
@@ -215,12 +214,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
         for (int c = 0; c < QUAD; ++c) rounded.x[c] = from_float<element>(prob[c]);
         *reinterpret_cast<Quad*>(P_smem + row * P_STRIDE + lane_col + q * ROW_LANES * QUAD) = rounded;
       }
-      const int factor_col = lane % ROW_LANES * 2;
-      *reinterpret_cast<float2*>(row_factor_smem + row * WMMA_TILE + factor_col) = make_float2(rescale, rescale);
+      *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(rescale, rescale);
     }
     group_sync();   // the row block's probabilities and factors are complete; and its scores are used up
 
-    scale_rows(O_frag, row_factor_smem);
+    scale_rows(O_frag, S_smem);
 #pragma unroll
     for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
       FragA P_frag;
@@ -240,15 +238,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
     const int row = lane_row + i;
     const float sum = row_sum_of(row_sum[i]);
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
-    const int factor_col = lane % ROW_LANES * 2;
-    *reinterpret_cast<float2*>(row_factor_smem + row * WMMA_TILE + factor_col) = make_float2(inv_sum, inv_sum);
+    *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(inv_sum, inv_sum);
     if (p.LSE && lane % ROW_LANES == 0 && block_q_row + row < p.q_len) {
       const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + block_q_row + row;
       p.LSE[lse_row] = sum > 0.0f ? row_max[i] * LN_2 + logf(sum) : NEG_INF;
     }
   }
   group_sync();   // the row block's factors are complete
-  scale_rows(O_frag, row_factor_smem);
+  scale_rows(O_frag, S_smem);
+  group_sync();   // the factors are used up: their buffer may carry the output
 
   // The output leaves 16 columns at a time through the warp's part of the score buffer: a lane takes 8 columns of one row.
   static_assert(GROUP * WMMA_TILE <= S_STRIDE, "each warp of a group needs 16 columns of the score buffer");

@@ -7,6 +7,7 @@ files a user reads and edits, so they are not copied into the package.
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -45,3 +46,8 @@ def writable_dir(path: Path, purpose: str) -> Path:
             "Name one that you may write to, for example one under your home folder."
         ) from error
     return path
+
+
+def slug(gpu_name: str) -> str:
+    """Folder name under data/ for a GPU's product name: `NVIDIA H200` is `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")

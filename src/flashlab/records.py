@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 
 from flashlab.errors import DamagedRecordError, NoDataError
 from flashlab.paths import DATA, writable_dir
+from flashlab.paths import slug as slug
 from flashlab.problem import DType, Mask, Problem
 
 SCHEMA_VERSION = 1
@@ -39,7 +40,7 @@ crashed, timeout: took its worker process down or had to be stopped. error: rais
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
 class ProblemFields(_Model):
@@ -234,11 +235,6 @@ class Machine(_Model):
     """Processor, cores, memory, operating system; no host name."""
 
 
-def slug(gpu_name: str) -> str:
-    """Folder name for a GPU's product name: `NVIDIA H200` is `nvidia-h200`."""
-    return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
-
-
 @dataclass(frozen=True)
 class Damage:
     """A line or file that cannot be trusted."""
@@ -363,7 +359,10 @@ def _data_files(folder: Path) -> list[Path]:
 def write_checksums(gpu: str, data: Path = DATA) -> Path:
     """Write data/<gpu>/CHECKSUMS anew, in the format of `sha256sum`."""
     folder = writable_dir(data / gpu, "records")
-    lines = [f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(folder).as_posix()}\n" for p in _data_files(folder)]
+    lines = [
+        f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(folder).as_posix()}\n"
+        for p in _data_files(folder)
+    ]
     path = folder / "CHECKSUMS"
     path.write_text("".join(lines), encoding="utf-8")
     return path

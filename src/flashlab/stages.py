@@ -35,7 +35,11 @@ def arch_for(compute_capability: tuple[int, int]) -> str:
         arch
         for arch in ARCHS
         if capability(arch)[0] == compute_capability[0]
-        and (capability(arch)[1] == compute_capability[1] if arch.endswith("a") else capability(arch)[1] <= compute_capability[1])
+        and (
+            capability(arch)[1] == compute_capability[1]
+            if arch.endswith("a")
+            else capability(arch)[1] <= compute_capability[1]
+        )
     ]
     if not fitting:
         raise UnsupportedError(
@@ -101,9 +105,7 @@ class Stage:
         values = {name: param.default_for(head_dim) for name, param in self.params.items()}
         for name, value in (overrides or {}).items():
             if name not in values:
-                raise ParameterError(
-                    f"Stage {self.id} has no parameter {name!r}; it has {', '.join(values) or 'none'}"
-                )
+                raise ParameterError(f"Stage {self.id} has no parameter {name!r}; it has {', '.join(values) or 'none'}")
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ParameterError(f"Stage {self.id}, {name}: wanted a non-negative integer, got {value!r}")
             values[name] = value
@@ -163,10 +165,13 @@ def best(problem: Problem, arch: str) -> Stage:
 _THREADS = Param(default=128, choices=(64, 128, 256), meaning="threads a block; each owns one query row")
 _TILE_KV = Param(default=64, choices=(32, 64, 128), meaning="keys a shared-memory tile")
 _TILE_KV_WMMA = Param(default=64, choices=(32, 64, 128), by_head_dim={128: 32}, meaning="keys a shared-memory tile")
-_KEYS = Param(default=8, choices=(4, 8, 16), by_head_dim={128: 4}, meaning="keys between two rescales, scored in registers")
-_ROWS_PER_WARP = Param(default=8, choices=(8, 16), meaning="query rows a warp owns")
+_KEYS = Param(
+    default=8, choices=(4, 8, 16), by_head_dim={128: 4}, meaning="keys between two rescales, scored in registers"
+)
 _WARPS = Param(default=4, choices=(2, 4, 8), meaning="warps a block")
-_PADDING = Param(default=8, choices=(0, 8, 16), meaning="elements added to each shared-memory row, against bank conflicts")
+_PADDING = Param(
+    default=8, choices=(0, 8, 16), meaning="elements added to each shared-memory row, against bank conflicts"
+)
 
 STAGES: Mapping[str, Stage] = {
     stage.id: stage
@@ -215,8 +220,20 @@ STAGES: Mapping[str, Stage] = {
             parent="02_half2",
             question="Is it one thread's long row of registers, and the few threads that makes?",
             change="A warp owns its rows together: lanes split the keys, then the output columns; maxima travel by shuffle.",
-            prediction="placeholder",
-            params={"WARPS": _WARPS, "ROWS_PER_WARP": _ROWS_PER_WARP, "TILE_KV": _TILE_KV, "PADDING": _PADDING},
+            prediction=(
+                "Little at the sources' shape, which has threads enough: per multiply-add the shared-memory traffic and the "
+                "arithmetic stay about balanced. Two to three times the parent where one thread a row leaves most of the "
+                "GPU idle, a single sequence of 512 for example, and a gain at D=128, whose rows no longer fill a thread's "
+                "registers."
+            ),
+            params={
+                "WARPS": _WARPS,
+                "ROWS_PER_WARP": Param(
+                    default=16, choices=(8, 16), by_head_dim={128: 8}, meaning="query rows that a warp owns together"
+                ),
+                "TILE_KV": _TILE_KV,
+                "PADDING": _PADDING,
+            },
         ),
         Stage(
             id="04_wmma_qk",
@@ -224,7 +241,10 @@ STAGES: Mapping[str, Stage] = {
             parent="03_warp_rows",
             question="What do tensor cores buy when they get half of the arithmetic?",
             change="Q·K by WMMA, its scores handed to the softmax through shared memory.",
-            prediction="placeholder",
+            prediction=(
+                "Half of the multiply-adds become nearly free, the other half and the softmax stay: at most twice the "
+                "parent (Amdahl), less a round trip of the scores through shared memory: 1.3 to 1.8 times."
+            ),
             params={"WARPS": _WARPS, "TILE_KV": _TILE_KV_WMMA, "PADDING": _PADDING},
         ),
         Stage(
@@ -232,8 +252,11 @@ STAGES: Mapping[str, Stage] = {
             title="Tensor cores for both products",
             parent="04_wmma_qk",
             question="And when they get all of it?",
-            change="P·V by WMMA too; the output stays in accumulator fragments, rescaled there.",
-            prediction="placeholder",
+            change="P·V by WMMA too; the output stays in accumulator fragments and is rescaled there.",
+            prediction=(
+                "No scalar multiply-adds are left, only the softmax and shared-memory traffic: about twice the parent. "
+                "Then shared memory, through which scores, probabilities and every fragment pass, is what is left to bound it."
+            ),
             params={"WARPS": _WARPS, "TILE_KV": _TILE_KV_WMMA, "PADDING": _PADDING},
         ),
         Stage(
@@ -241,16 +264,25 @@ STAGES: Mapping[str, Stage] = {
             title="Tiles arrive behind the arithmetic",
             parent="05_wmma",
             question="How much of the time was waiting for memory?",
-            change="K and V pass through a ring of buffers filled by cp.async; several warps may share 16 rows.",
-            prediction="placeholder",
+            change=(
+                "K and V pass through a ring of buffers filled by cp.async, the next tile arriving while this one is used; "
+                "several warps may share 16 rows."
+            ),
+            prediction=(
+                "Shared-memory wavefronts, counted, allow about 1,100 FLOP a clock and SM at D=64: under 300 TFLOP/s on an "
+                "H200, and, with barriers and the softmax between the products, 120 to 150. A second buffer costs shared "
+                "memory: it pays only while as many blocks stay resident."
+            ),
             min_arch="sm_80",
             dtypes=("float16", "bfloat16"),
             params={
                 "TILE_Q": Param(default=64, choices=(32, 64, 128), meaning="query rows a block"),
                 "TILE_KV": _TILE_KV_WMMA,
-                "WARPS": Param(default=8, choices=(2, 4, 8), meaning="warps a block"),
+                "WARPS": Param(default=8, choices=(2, 4, 8), by_head_dim={128: 4}, meaning="warps a block"),
                 "PADDING": _PADDING,
-                "PIPELINE_STAGES": Param(default=2, choices=(1, 2, 3, 4), meaning="buffers in the ring of K and V tiles"),
+                "PIPELINE_STAGES": Param(
+                    default=2, choices=(1, 2, 3, 4), meaning="buffers in the ring of K and V tiles"
+                ),
             },
         ),
     )
