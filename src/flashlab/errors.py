@@ -93,7 +93,7 @@ class CompileError(FlashlabError):
 
 
 class PerformanceWarningError(CompileError):
-    """The source compiled, with a warning that means lost performance (spills, serialised wgmma, dropped setmaxnreg)."""
+    """It compiled, with a warning that means lost performance: spills, serialised wgmma, dropped setmaxnreg."""
 
 
 class LaunchError(FlashlabError):

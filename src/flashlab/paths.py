@@ -1,7 +1,7 @@
 """Where things are: the checkout's folders and the cache.
 
-flashlab works on its checkout (an editable install, which is what `make` sets up): kernels, notebooks, data and site are
-files a user reads and edits, so they are not copied into the package.
+flashlab works on its checkout (an editable install, which is what `make` sets up): kernels, notebooks, data and site
+are files a user reads and edits, so they are not copied into the package.
 """
 
 from __future__ import annotations

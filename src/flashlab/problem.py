@@ -64,13 +64,15 @@ class Problem:
             numbers = [batch, heads, heads, length, length, head_dim]
         if len(numbers) != 6:
             raise ShapeError(
-                f"shape: wanted BxHxSxD or BxHxHkvxSqxSkxD, for example 16x16x2048x64 or 2x32x8x1024x8192x128, got {shape!r}"
+                "shape: wanted BxHxSxD or BxHxHkvxSqxSkxD, for example 16x16x2048x64 or 2x32x8x1024x8192x128, "
+                f"got {shape!r}"
             )
         names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")
         return cls(**dict(zip(names, numbers, strict=True)), dtype=dtype, mask=mask)  # type: ignore[arg-type]
 
     @property
     def causal(self) -> bool:
+        """Whether the mask is causal."""
         return self.mask == "causal"
 
     @property
@@ -91,8 +93,8 @@ class Problem:
     def visible_scores(self) -> float:
         """Scores a head needs: q_len · kv_len, under a causal mask the area below the diagonal.
 
-        The area, not the count of cells, so that a square causal problem is exactly half of the full one: the convention
-        of every published benchmark.
+        The area, not the count of cells, so that a square causal problem is exactly half of the full one: the
+        convention of every published benchmark.
         """
         if not self.causal:
             return float(self.q_len * self.kv_len)
@@ -136,6 +138,8 @@ _SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
     "first": ((FIRST_SHAPE, ("float16",)),),
     "standard": tuple((shape, DTYPES if "x2048x" in shape else ("float16",)) for shape in STANDARD_SHAPES),
 }
+
+SUITES = tuple(_SUITE_CELLS)
 
 
 def suite(name: str) -> tuple[Problem, ...]:

@@ -5,8 +5,8 @@
     data/<gpu>/checks/              comparisons that are not timings
     data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
 
-A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources, clocks,
-software versions, the commit and whether the tree differed from it.
+A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources,
+clocks, software versions, the commit and whether the tree differed from it.
 """
 
 from __future__ import annotations
@@ -57,9 +57,11 @@ class ProblemFields(_Model):
 
     @classmethod
     def of(cls, problem: Problem) -> ProblemFields:
+        """The fields of `problem`."""
         return cls.model_validate({name: getattr(problem, name) for name in cls.model_fields})
 
     def problem(self) -> Problem:
+        """The problem with these fields."""
         return Problem(**self.model_dump())
 
 
@@ -85,6 +87,7 @@ class Samples(_Model):
 
     @property
     def median_us(self) -> float:
+        """Median time of one call, microseconds."""
         return median(self.time_us)
 
     @property
@@ -205,6 +208,7 @@ class Measurement(_Base):
         return self
 
     def samples_of(self, regime: Regime = "burst", cache: Cache = "hot") -> Samples | None:
+        """The samples of that regime and cache state; None where none were taken."""
         return next((s for s in self.samples if s.regime == regime and s.cache == cache), None)
 
 
@@ -258,14 +262,17 @@ class Run:
 
     @property
     def id(self) -> str:
+        """The run's name: the file's, without its suffix."""
         return self.path.stem
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
+        """Its stages and peers."""
         return tuple(r for r in self.records if isinstance(r, Measurement))
 
     @property
     def ceilings(self) -> tuple[Ceiling, ...]:
+        """Its readings of the GPU's limits."""
         return tuple(r for r in self.records if isinstance(r, Ceiling))
 
 
@@ -369,7 +376,7 @@ def write_checksums(gpu: str, data: Path = DATA) -> Path:
 
 
 def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
-    """Everything wrong with a GPU's data: checksums that differ, files missing or unlisted, lines that are no records."""
+    """All that is wrong with a GPU's data: wrong checksums, files missing or unlisted, lines that are no records."""
     folder = data / gpu
     damage: list[Damage] = []
     listed: dict[str, str] = {}

@@ -61,6 +61,7 @@ class Param:
     """Defaults for a head dim, where `default` does not suit."""
 
     def default_for(self, head_dim: int) -> int:
+        """The default at `head_dim`."""
         return self.by_head_dim.get(head_dim, self.default)
 
 
@@ -85,6 +86,7 @@ class Stage:
 
     @property
     def source(self) -> Path:
+        """Its CUDA C++ file."""
         return KERNELS / f"{self.id}.cu"
 
     @property
@@ -94,6 +96,7 @@ class Stage:
 
     @property
     def archs(self) -> tuple[str, ...]:
+        """The architectures it compiles for."""
         return ARCHS[ARCHS.index(self.min_arch) :]
 
     def parameters(self, head_dim: int, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -114,7 +117,8 @@ class Stage:
     def why_not(self, problem: Problem, arch: str | None = None) -> str | None:
         """Why this stage cannot run `problem` (on `arch`, where given); None when it can."""
         if problem.dtype not in self.dtypes:
-            return f"Stage {self.id} takes {' or '.join(self.dtypes)}, got {problem.dtype}. {_runnable(dtype=problem.dtype)}"
+            works = _runnable(dtype=problem.dtype)
+            return f"Stage {self.id} takes {' or '.join(self.dtypes)}, got {problem.dtype}. {works}"
         if problem.head_dim not in self.head_dims:
             return f"Stage {self.id} takes head dim {' or '.join(map(str, self.head_dims))}, got {problem.head_dim}."
         if arch is not None and capability(arch) < capability(self.min_arch):
@@ -183,8 +187,9 @@ STAGES: Mapping[str, Stage] = {
             question="What does the textbook loop reach: one thread per query row, scalar FP32, online softmax?",
             change="The starting point.",
             prediction=(
-                "Every multiply-add needs its own broadcast load and conversion, so the load unit, one warp load a clock "
-                "and SM, bounds it at 64 FLOP a clock and SM: under 17 TFLOP/s on an H200, and a few in practice."
+                "Every multiply-add needs its own broadcast load and conversion, so the load unit, one warp load a "
+                "clock and SM, bounds it at 64 FLOP a clock and SM: under 17 TFLOP/s on an H200, and a few in "
+                "practice."
             ),
             params={"THREADS": _THREADS},
             may_spill=(128,),
@@ -194,10 +199,13 @@ STAGES: Mapping[str, Stage] = {
             title="Shared-memory tiles, 128-bit loads",
             parent="00_naive",
             question="Is it the loads? Let the block fetch each key and value once, coalesced and 16 bytes a thread.",
-            change="Keys and values are staged in shared memory by whole-block 128-bit loads and read back 8 elements at a time.",
+            change=(
+                "Keys and values are staged in shared memory by whole-block 128-bit loads and read back 8 elements "
+                "at a time."
+            ),
             prediction=(
-                "One 128-bit shared load now feeds eight multiply-adds instead of one, so the load unit stops being the "
-                "bound and FP32 arithmetic with its conversions takes over: 2 to 4 times the parent."
+                "One 128-bit shared load now feeds eight multiply-adds instead of one, so the load unit stops being "
+                "the bound and FP32 arithmetic with its conversions takes over: 2 to 4 times the parent."
             ),
             params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS},
             may_spill=(128,),
@@ -209,8 +217,8 @@ STAGES: Mapping[str, Stage] = {
             question="Is it the arithmetic? Multiply two fp16 pairs per instruction and drop the conversions.",
             change="Both products use half2 multiply-adds, flushed to FP32 every few terms to keep the error bounded.",
             prediction=(
-                "HFMA2 does twice the multiply-adds of FFMA and needs no conversion of its operands: 1.5 to 2.5 times the "
-                "parent, less what the flushes to FP32 cost."
+                "HFMA2 does twice the multiply-adds of FFMA and needs no conversion of its operands: 1.5 to 2.5 "
+                "times the parent, less what the flushes to FP32 cost."
             ),
             params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS},
         ),
@@ -219,12 +227,15 @@ STAGES: Mapping[str, Stage] = {
             title="A warp shares its rows",
             parent="02_half2",
             question="Is it one thread's long row of registers, and the few threads that makes?",
-            change="A warp owns its rows together: lanes split the keys, then the output columns; maxima travel by shuffle.",
+            change=(
+                "A warp owns its rows together: lanes split the keys, then the output columns; maxima travel by "
+                "shuffle."
+            ),
             prediction=(
-                "Little at the sources' shape, which has threads enough: per multiply-add the shared-memory traffic and the "
-                "arithmetic stay about balanced. Two to three times the parent where one thread a row leaves most of the "
-                "GPU idle, a single sequence of 512 for example, and a gain at D=128, whose rows no longer fill a thread's "
-                "registers."
+                "Little at the sources' shape, which has threads enough: per multiply-add the shared-memory traffic "
+                "and the arithmetic stay about balanced. Two to three times the parent where one thread a row "
+                "leaves most of the GPU idle, a single sequence of 512 for example, and a gain at D=128, whose rows "
+                "no longer fill a thread's registers."
             ),
             params={
                 "WARPS": _WARPS,
@@ -242,8 +253,8 @@ STAGES: Mapping[str, Stage] = {
             question="What do tensor cores buy when they get half of the arithmetic?",
             change="Q·K by WMMA, its scores handed to the softmax through shared memory.",
             prediction=(
-                "Half of the multiply-adds become nearly free, the other half and the softmax stay: at most twice the "
-                "parent (Amdahl), less a round trip of the scores through shared memory: 1.3 to 1.8 times."
+                "Half of the multiply-adds become nearly free, the other half and the softmax stay: at most twice "
+                "the parent (Amdahl), less a round trip of the scores through shared memory: 1.3 to 1.8 times."
             ),
             params={"WARPS": _WARPS, "TILE_KV": _TILE_KV_WMMA, "PADDING": _PADDING},
         ),
@@ -254,8 +265,9 @@ STAGES: Mapping[str, Stage] = {
             question="And when they get all of it?",
             change="P·V by WMMA too; the output stays in accumulator fragments and is rescaled there.",
             prediction=(
-                "No scalar multiply-adds are left, only the softmax and shared-memory traffic: about twice the parent. "
-                "Then shared memory, through which scores, probabilities and every fragment pass, is what is left to bound it."
+                "No scalar multiply-adds are left, only the softmax and shared-memory traffic: about twice the "
+                "parent. Then shared memory, through which scores, probabilities and every fragment pass, is what "
+                "is left to bound it."
             ),
             params={"WARPS": _WARPS, "TILE_KV": _TILE_KV_WMMA, "PADDING": _PADDING},
         ),
@@ -265,13 +277,13 @@ STAGES: Mapping[str, Stage] = {
             parent="05_wmma",
             question="How much of the time was waiting for memory?",
             change=(
-                "K and V pass through a ring of buffers filled by cp.async, the next tile arriving while this one is used; "
-                "several warps may share 16 rows."
+                "K and V pass through a ring of buffers filled by cp.async, the next tile arriving while this one "
+                "is used; several warps may share 16 rows."
             ),
             prediction=(
-                "Shared-memory wavefronts, counted, allow about 1,100 FLOP a clock and SM at D=64: under 300 TFLOP/s on an "
-                "H200, and, with barriers and the softmax between the products, 120 to 150. A second buffer costs shared "
-                "memory: it pays only while as many blocks stay resident."
+                "Shared-memory wavefronts, counted, allow about 1,100 FLOP a clock and SM at D=64: under 300 "
+                "TFLOP/s on an H200, and, with barriers and the softmax between the products, 120 to 150. A second "
+                "buffer costs shared memory: it pays only while as many blocks stay resident."
             ),
             min_arch="sm_80",
             dtypes=("float16", "bfloat16"),
