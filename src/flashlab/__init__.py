@@ -2,4 +2,7 @@
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+from flashlab._version import __version__ as __version__
+
+# Light: torch, CuPy and the driver are imported by the call, not by this.
+from flashlab.attention import attention as attention

@@ -40,7 +40,8 @@ crashed, timeout: took its worker process down or had to be stopped. error: rais
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    # JSON has no NaN or infinity; pydantic would write null and the line would not read back.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class ProblemFields(_Model):
@@ -292,8 +293,13 @@ def parse_line(line: str) -> Measurement | Ceiling:
 
 def append(path: Path, record: Measurement | Ceiling) -> None:
     """Append one record to a run file and flush it to disk, so that a crash later loses nothing."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(to_line(record))
+    with path.open("a+b") as file:
+        # A line cut short by a crash must cost itself only, not the record after it.
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(to_line(record).encode("utf-8"))
         file.flush()
         os.fsync(file.fileno())
 
@@ -384,7 +390,7 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
     if not checksums.is_file():
         damage.append(Damage(checksums, None, "missing"))
     else:
-        for number, line in enumerate(checksums.read_text(encoding="utf-8").splitlines(), start=1):
+        for number, line in enumerate(checksums.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
             match = re.fullmatch(r"([0-9a-f]{64})  (\S+)", line)
             if match:
                 listed[match[2]] = match[1]

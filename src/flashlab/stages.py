@@ -81,8 +81,9 @@ class Stage:
     dtypes: tuple[DType, ...] = ("float16",)
     head_dims: tuple[int, ...] = (64, 128)
     params: Mapping[str, Param] = field(default_factory=dict)
-    may_spill: tuple[int, ...] = ()
-    """Head dims at which registers may spill to local memory; anywhere else a spill fails the build."""
+    spills: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Head dim to the architectures on which some registers may spill to local memory; anywhere else a spill fails the
+    build."""
 
     @property
     def source(self) -> Path:
@@ -98,6 +99,10 @@ class Stage:
     def archs(self) -> tuple[str, ...]:
         """The architectures it compiles for."""
         return ARCHS[ARCHS.index(self.min_arch) :]
+
+    def may_spill(self, head_dim: int, arch: str) -> bool:
+        """Whether registers may spill to local memory there."""
+        return arch in self.spills.get(head_dim, ())
 
     def parameters(self, head_dim: int, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
         """Every tunable's value: the default for `head_dim`, replaced by `overrides`.
@@ -159,7 +164,7 @@ def best(problem: Problem, arch: str) -> Stage:
     Raises:
         UnsupportedError: none does; the message has each stage's reason.
     """
-    for stage in reversed(STAGES.values()):
+    for stage in reversed(tuple(STAGES.values())):
         if stage.why_not(problem, arch) is None:
             return stage
     reasons = " ".join(stage.why_not(problem, arch) or "" for stage in STAGES.values())
@@ -176,7 +181,6 @@ _WARPS = Param(default=4, choices=(2, 4, 8), meaning="warps a block")
 _PADDING = Param(
     default=8, choices=(0, 8, 16), meaning="elements added to each shared-memory row, against bank conflicts"
 )
-
 STAGES: Mapping[str, Stage] = {
     stage.id: stage
     for stage in (
@@ -192,7 +196,7 @@ STAGES: Mapping[str, Stage] = {
                 "practice."
             ),
             params={"THREADS": _THREADS},
-            may_spill=(128,),
+            spills={128: ARCHS},
         ),
         Stage(
             id="01_coalesced",
@@ -208,7 +212,7 @@ STAGES: Mapping[str, Stage] = {
                 "the bound and FP32 arithmetic with its conversions takes over: 2 to 4 times the parent."
             ),
             params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS},
-            may_spill=(128,),
+            spills={128: ARCHS},
         ),
         Stage(
             id="02_half2",
@@ -221,6 +225,7 @@ STAGES: Mapping[str, Stage] = {
                 "times the parent, less what the flushes to FP32 cost."
             ),
             params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS},
+            spills={128: ("sm_75",)},
         ),
         Stage(
             id="03_warp_rows",
@@ -270,6 +275,7 @@ STAGES: Mapping[str, Stage] = {
                 "is left to bound it."
             ),
             params={"WARPS": _WARPS, "TILE_KV": _TILE_KV_WMMA, "PADDING": _PADDING},
+            spills={64: ("sm_100a",), 128: ("sm_100a",)},
         ),
         Stage(
             id="06_cp_async",
@@ -290,12 +296,13 @@ STAGES: Mapping[str, Stage] = {
             params={
                 "TILE_Q": Param(default=64, choices=(32, 64, 128), meaning="query rows a block"),
                 "TILE_KV": _TILE_KV_WMMA,
-                "WARPS": Param(default=8, choices=(2, 4, 8), by_head_dim={128: 4}, meaning="warps a block"),
+                "WARPS": Param(default=8, choices=(4, 8), by_head_dim={128: 4}, meaning="warps a block"),
                 "PADDING": _PADDING,
                 "PIPELINE_STAGES": Param(
                     default=2, choices=(1, 2, 3, 4), meaning="buffers in the ring of K and V tiles"
                 ),
             },
+            spills={64: ("sm_100a",), 128: ("sm_100a", "sm_120")},
         ),
     )
 }

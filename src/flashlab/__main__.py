@@ -1,0 +1,8 @@
+"""`python -m flashlab` is `flashlab`."""
+
+from __future__ import annotations
+
+from flashlab.cli import main
+
+if __name__ == "__main__":
+    main()

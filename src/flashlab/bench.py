@@ -1,0 +1,1246 @@
+"""Measure and check in a worker process, and record what it says.
+
+The parent never touches CUDA. It starts a worker, which says what it is about to do before it does it, one JSON line at
+a time over a pipe of its own. A crash (an illegal address poisons the whole process's CUDA context), a kill or a hang
+then costs the implementation in hand: the parent records it as crashed or timed out, starts another worker without it,
+and goes on with what is left. What was recorded stays recorded: every row is on disk before the next is asked for.
+
+In the worker, for each problem: make inputs, check every implementation against the float64 oracle with its output
+poisoned beforehand, and time those that passed, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib
+import json
+import math
+import os
+import platform
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from flashlab import errors, gpu, peers, provenance, records, roofline, sass, stages, timing
+from flashlab.attention import Prepared, prepare
+from flashlab.check import HOSTILE, POISON_WORD, Guarded, Sample, check, strides_of
+from flashlab.check import Verdict as CheckVerdict
+from flashlab.errors import (
+    FlashlabError,
+    LaunchError,
+    MissingError,
+    MissingPackageError,
+    NoGpuError,
+    OutputError,
+    ParameterError,
+    UnsupportedError,
+)
+from flashlab.paths import DATA, writable_dir
+from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, FIRST_SHAPE, MASKS, Problem
+from flashlab.records import Ceiling, CubinFields, Gpu, Machine, Measurement, ProblemFields, Verdict
+from flashlab.reference import Shape, make_inputs
+
+WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
+_CHECKED_SCORES = 1 << 30
+"""Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`check.Sample`)."""
+_REASON_CHARS = 2000
+_LOG_CHARS = 1500
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a run is."""
+
+    done: int
+    total: int
+    """Rows and ceilings of the whole run."""
+    text: str
+    """What happens now."""
+
+
+Report = Callable[[Progress], None]
+
+
+@dataclass
+class _Cell:
+    """A problem (or a checked layout of one) and the implementations still to come."""
+
+    problem: Problem
+    pending: list[str]
+    layout: str = ""
+
+    def to_job(self, index: int) -> Message:
+        return {"index": index, "problem": asdict(self.problem), "names": list(self.pending), "layout": self.layout}
+
+
+# --- The parent: a worker, its messages, its deaths -------------------------------------------------------------------
+
+
+class _WorkerDiedError(Exception):
+    """The worker ended, hung or spoke nonsense; the message says how."""
+
+    def __init__(self, status: Literal["crashed", "timeout"], reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class _Process:
+    """A worker process, and the JSON lines that come out of it."""
+
+    def __init__(self, command: Sequence[str], job: Message) -> None:
+        reader, writer = os.pipe()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            self._process = subprocess.Popen(
+                [*command, "--fd", str(writer)],
+                stdin=subprocess.PIPE,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                pass_fds=(writer,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
+        self._reader = reader
+        self._buffer = b""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(reader, selectors.EVENT_READ)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(job).encode())
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass  # It is dead already, and `read` will say so.
+
+    def read(self, timeout_s: float) -> Message:
+        """The next message.
+
+        Raises:
+            _WorkerDiedError: none came in time, the worker ended, or what came is no message.
+        """
+        deadline = time.monotonic() + timeout_s
+        while b"\n" not in self._buffer:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise _WorkerDiedError("timeout", f"no answer within {timeout_s:g} s; stopped")
+            ended = self._process.poll() is not None
+            if not self._selector.select(min(left, 1.0)):
+                if ended:  # A process that it started may still hold the pipe open.
+                    raise _WorkerDiedError("crashed", self._how_it_ended())
+                continue
+            data = os.read(self._reader, 1 << 16)
+            if not data:
+                raise _WorkerDiedError("crashed", self._how_it_ended())
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+            raise _WorkerDiedError("crashed", f"the worker said something that is no message: {line[:80]!r}")
+        return message
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            return "the worker closed its pipe"
+        if code < 0:
+            how = (
+                f"killed by {signal.Signals(-code).name}"
+                if -code in list(signal.Signals)
+                else f"killed by signal {-code}"
+            )
+        else:
+            how = f"exit status {code}"
+        tail = self.log_tail()
+        return f"the worker ended: {how}" + (f"; its last words: {tail}" if tail else "")
+
+    def log_tail(self) -> str:
+        """The end of what it printed, on one line."""
+        self._log.flush()
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(0, size - _LOG_CHARS))
+        return " | ".join(self._log.read().decode(errors="replace").split("\n")).strip(" |")
+
+    def stop(self) -> None:
+        """End it and everything it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # A driver takes its time to tear down a context with a kernel still running in it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=60)
+        self._selector.close()
+        os.close(self._reader)
+        self._log.close()
+
+
+@dataclass
+class _Handlers:
+    """What to do with what a worker says."""
+
+    hello: Callable[[Message], None]
+    row: Callable[[_Cell, Message], str]
+    """Takes a row and returns its name; ValidationError, KeyError or TypeError where it is none."""
+    lost: Callable[[_Cell, str, Literal["crashed", "timeout", "error"], str], None]
+    """An implementation that will give no row of its own."""
+    ceiling: Callable[[Message], str]
+    note: Callable[[str], None]
+
+
+class _Supervisor:
+    """Runs a job to its end, however many workers that takes."""
+
+    def __init__(
+        self,
+        job: Message,
+        cells: Sequence[_Cell],
+        ceilings: Sequence[str],
+        handlers: _Handlers,
+        *,
+        command: Sequence[str],
+        timeout_s: float,
+        startup_s: float,
+        report: Report,
+    ) -> None:
+        self._job = job
+        self._cells = list(cells)
+        self._left = {index: cell for index, cell in enumerate(self._cells) if cell.pending}
+        self._ceilings = list(ceilings)
+        self._handlers = handlers
+        self._command = command
+        self._timeout_s = timeout_s
+        self._startup_s = startup_s
+        self._report = report
+        self._total = sum(len(cell.pending) for cell in self._cells) + len(ceilings)
+        self._step: Message | None = None
+        self._greeted = False
+
+    @property
+    def _done(self) -> int:
+        return self._total - sum(len(cell.pending) for cell in self._left.values()) - len(self._ceilings)
+
+    def run(self) -> None:
+        """Until every row is there.
+
+        Raises:
+            MissingError, UnsupportedError: the worker says that it cannot work here.
+            LaunchError: it dies before it has begun.
+        """
+        while self._left or self._ceilings:
+            job = {
+                **self._job,
+                "ceilings": self._ceilings,
+                "cells": [cell.to_job(index) for index, cell in self._left.items()],
+            }
+            self._step = None
+            self._greeted = False
+            process = _Process(self._command, job)
+            try:
+                while self._left or self._ceilings:
+                    limit = self._startup_s if not self._greeted else self._limit_s()
+                    if not self._take(process.read(limit)):
+                        break
+            except _WorkerDiedError as death:
+                self._bury(death)
+            finally:
+                process.stop()
+
+    def _limit_s(self) -> float:
+        extra = self._step.get("extra_s", 0) if self._step else 0
+        return self._timeout_s + (float(extra) if isinstance(extra, int | float) else 0)
+
+    def _take(self, message: Message) -> bool:
+        """Act on a message; False when the worker has nothing more to say."""
+        kind = message["type"]
+        if kind == "refused":
+            raise _refusal(message)
+        try:
+            if kind == "hello":
+                self._handlers.hello(message)
+                self._greeted = True
+            elif kind == "fatal":
+                raise _WorkerDiedError("crashed", str(message["reason"]))
+            elif kind == "note":
+                self._handlers.note(str(message["text"]))
+            elif kind == "step":
+                self._take_step(message)
+            elif kind == "row":
+                cell = self._left[message["cell"]]
+                cell.pending.remove(self._handlers.row(cell, message["row"]))
+            elif kind == "ceiling":
+                self._ceilings.remove(self._handlers.ceiling(message["ceiling"]))
+            elif kind == "no_ceiling":
+                self._ceilings.remove(message["name"])
+                self._handlers.note(f"ceiling {message['name']} not measured: {message['reason']}")
+            elif kind == "cell_done":
+                self._close_cell(message["cell"], "error", "the worker gave no result")
+            elif kind == "done":
+                for index in list(self._left):
+                    self._close_cell(index, "error", "the worker gave no result")
+                self._ceilings.clear()
+                return False
+            else:
+                raise KeyError(kind)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            # ValueError covers pydantic's ValidationError: a row that is none.
+            raise _WorkerDiedError(
+                "crashed", f"the worker said something that is no message: {error}"[:_REASON_CHARS]
+            ) from error
+        return True
+
+    def _take_step(self, message: Message) -> None:
+        index, name, what = message["cell"], message["name"], message["what"]
+        if index is not None and name and name not in self._left[index].pending:
+            raise KeyError(f"step of {name!r}, which is not pending")
+        self._step = message
+        where = (
+            "ceilings"
+            if index is None
+            else " ".join(filter(None, (self._left[index].problem.label, self._left[index].layout)))
+        )
+        self._report(Progress(self._done, self._total, " · ".join(filter(None, (where, name, what)))))
+
+    def _close_cell(self, index: int, status: Literal["crashed", "timeout", "error"], reason: str) -> None:
+        cell = self._left.pop(index)
+        for name in cell.pending:
+            self._handlers.lost(cell, name, status, reason)
+
+    def _bury(self, death: _WorkerDiedError) -> None:
+        """Charge a death to what was in hand, so that the next worker leaves it out."""
+        step = self._step
+        if not self._greeted or step is None:
+            raise LaunchError(f"wanted a worker process that starts, got: {death.reason}") from death
+        index, name = step["cell"], step["name"]
+        reason = f"{step['what']}: {death.reason}"[:_REASON_CHARS]
+        if index is None:
+            if name in self._ceilings:
+                self._ceilings.remove(name)
+                self._handlers.note(f"ceiling {name} not measured: {reason}")
+            return
+        cell = self._left.get(index)
+        if cell is None:
+            return  # It died between two problems, and there is nobody to charge.
+        if not name:
+            self._close_cell(index, death.status, reason)
+        elif name in cell.pending:
+            cell.pending.remove(name)
+            self._handlers.lost(cell, name, death.status, reason)
+            if not cell.pending:
+                del self._left[index]
+
+
+def _refusal(message: Message) -> FlashlabError:
+    """The error that a worker could not go past, as it was raised there."""
+    kind = getattr(errors, str(message["error"]), None)
+    simple = (NoGpuError, MissingPackageError, MissingError, UnsupportedError, ParameterError, OutputError)
+    return (kind if kind in simple else LaunchError)(str(message["message"]))
+
+
+# --- The parent: a run ------------------------------------------------------------------------------------------------
+
+
+def host() -> dict[str, str]:
+    """What the host is; no host name."""
+
+    def first(path: str, key: str) -> str | None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return None
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
+
+    facts = {
+        "processor": first("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "machine": platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "system": platform.system(),
+    }
+    memory_kib = first("/proc/meminfo", "MemTotal")
+    if memory_kib:
+        facts["memory_gib"] = f"{int(memory_kib.split()[0]) / 2**20:.0f}"
+    return facts
+
+
+def _run_id(source: records.Source, now: datetime) -> str:
+    commit = source.commit[:7] if source.commit != "unknown" else "0000000"
+    return f"{now:%Y%m%dT%H%M%SZ}-{commit}{'-dirty' if source.dirty else ''}"
+
+
+@dataclass
+class _Book:
+    """A run's identity, and where its records go."""
+
+    data: Path
+    folder: Literal["runs", "checks"]
+    source: records.Source
+    started: datetime
+    gpu: Gpu | None = None
+    software: dict[str, str] = field(default_factory=dict)
+    path: Path | None = None
+
+    def hello(self, message: Message) -> None:
+        """Learn the GPU from a worker; every worker must have the same."""
+        found = Gpu.model_validate(message["gpu"])
+        if self.gpu is not None and found.fingerprint != self.gpu.fingerprint:
+            raise LaunchError(f"wanted the GPU this run began on ({self.gpu.fingerprint}), got {found.fingerprint}")
+        self.gpu = found
+        self.software = {str(k): str(v) for k, v in message["software"].items()}
+        if self.path is None:
+            folder = writable_dir(self.data / found.slug / self.folder, "records")
+            self.path = folder / f"{_run_id(self.source, self.started)}.jsonl"
+
+    def base(self) -> dict[str, Any]:
+        """The fields every record has."""
+        assert self.gpu is not None
+        return {
+            "run": _run_id(self.source, self.started),
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "gpu": self.gpu,
+            "source": self.source,
+            "software": self.software,
+        }
+
+    def close(self) -> Path:
+        """Write machine.json and CHECKSUMS; the file of this run."""
+        assert self.gpu is not None
+        assert self.path is not None
+        records.write_machine(Machine(gpu=self.gpu, host=host()), self.data)
+        records.write_checksums(self.gpu.slug, self.data)
+        return self.path
+
+
+def _open_book(data: Path, folder: Literal["runs", "checks"]) -> _Book:
+    # Before any GPU work: an hour of measuring must not end at a folder that cannot be written.
+    writable_dir(data, "records")
+    commit, dirty = provenance.source()
+    return _Book(data, folder, records.Source(commit=commit, dirty=dirty), datetime.now(UTC))
+
+
+def implementation_name(stage_id: str, source: Path | None) -> str:
+    """How a stage's record is named: its id, and with another source file `id@file`."""
+    return stage_id if source is None else f"{stage_id}@{source.stem}"
+
+
+def run(
+    problems: Sequence[Problem],
+    *,
+    stages: Sequence[str] | None = None,
+    peers: Sequence[str] | None = None,
+    sources: Mapping[str, Path] | None = None,
+    data: Path = DATA,
+    device: int = 0,
+    samples: int = 40,
+    cold_samples: int = 15,
+    cap_s: float = 3.0,
+    sustained_seconds: float = 2.0,
+    sustained_shapes: Collection[str] = (FIRST_SHAPE,),
+    ceilings: bool | Sequence[str] = True,
+    seed: int = 0,
+    timeout_s: float = 180.0,
+    startup_s: float = 300.0,
+    progress: Report | None = None,
+    note: Callable[[str], None] | None = None,
+    worker: Sequence[str] = WORKER,
+) -> Path:
+    """Check and time stages and peers on each problem, and append the records to data/<gpu>/runs/<run>.jsonl.
+
+    Args:
+        problems: what to compute; see `problem.suite`.
+        stages: ids; all where None, none where empty.
+        peers: names; all where None, none where empty.
+        sources: an edited copy of a stage's file, by stage id: measured beside it, under the name `id@file`.
+        data: the folder that holds data/<gpu>.
+        device: CUDA device index.
+        samples: hot burst samples to aim for; `cold_samples` cold ones, none where 0.
+        cap_s: host time after which a slow implementation takes no more than the least number of samples.
+        sustained_seconds: of continuous calls for each implementation at `sustained_shapes`; none where 0.
+        ceilings: measure them all, none, or those named.
+        seed: of the inputs and of the order of samples.
+        timeout_s: for one step (a compilation and check, a sample); `startup_s` for a worker to start.
+        progress: told of every step.
+        note: told of what is worth a line in a log, such as a ceiling that could not be measured.
+        worker: the command that starts a worker.
+
+    Returns:
+        The run's file. machine.json and CHECKSUMS beside it are up to date, even when this raises half-way.
+
+    Raises:
+        OutputError: `data` cannot be written; before any GPU work.
+        UnknownStageError, ParameterError: names or numbers that make no sense; before any GPU work.
+        NoGpuError, MissingPackageError, UnsupportedError: the worker cannot work here.
+        LaunchError: the worker does not start.
+    """
+    names = _names(stages, peers, sources or {})
+    wanted = list(roofline.CEILINGS) if ceilings is True else list(ceilings or ())
+    for name in wanted:
+        if name not in roofline.CEILINGS:
+            raise ParameterError(f"ceiling: wanted one of {', '.join(roofline.CEILINGS)}, got {name!r}")
+    if not problems and not wanted:
+        raise ParameterError("wanted at least one problem or ceiling to measure, got none")
+    if not names and problems:
+        raise ParameterError("wanted at least one stage or peer to measure, got none")
+    _positive(samples=samples, timeout_s=timeout_s, startup_s=startup_s)
+    _not_negative(cold_samples=cold_samples, cap_s=cap_s, sustained_seconds=sustained_seconds, device=device)
+    book = _open_book(data, "runs")
+    kinds = {name: kind for name, kind, _, _ in names}
+
+    def row(cell: _Cell, message: Message) -> str:
+        record = _measurement(book, cell.problem, kinds, message)
+        assert book.path is not None
+        records.append(book.path, record)
+        return record.name
+
+    def lost(cell: _Cell, name: str, status: Literal["crashed", "timeout", "error"], reason: str) -> None:
+        row(cell, {"name": name, "status": status, "reason": reason})
+
+    def ceiling(message: Message) -> str:
+        record = Ceiling.model_validate({**book.base(), "kind": "ceiling", **message})
+        assert book.path is not None
+        records.append(book.path, record)
+        return record.name
+
+    supervisor = _Supervisor(
+        {
+            "kind": "bench",
+            "device": device,
+            "seed": seed,
+            "implementations": {
+                name: {"kind": kind, "id": identity, "source": None if source is None else str(source)}
+                for name, kind, identity, source in names
+            },
+            "samples": samples,
+            "cold_samples": cold_samples,
+            "cap_s": cap_s,
+            "sustained_seconds": sustained_seconds,
+            "sustained_shapes": sorted(sustained_shapes),
+        },
+        [_Cell(problem, list(kinds)) for problem in problems],
+        wanted,
+        _Handlers(hello=book.hello, row=row, lost=lost, ceiling=ceiling, note=note or _ignore),
+        command=worker,
+        timeout_s=timeout_s,
+        startup_s=startup_s,
+        report=progress or _ignore,
+    )
+    try:
+        supervisor.run()
+    finally:
+        if book.path is not None and book.path.exists():
+            book.close()
+    assert book.path is not None
+    return book.path
+
+
+def _ignore(_: object) -> None:
+    return
+
+
+def _positive(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value > 0:
+            raise ParameterError(f"{name}: wanted a positive number, got {value!r}")
+
+
+def _not_negative(**numbers: float) -> None:
+    for name, value in numbers.items():
+        if not value >= 0:
+            raise ParameterError(f"{name}: wanted 0 or more, got {value!r}")
+
+
+def _names(
+    stage_ids: Sequence[str] | None, peer_names: Sequence[str] | None, sources: Mapping[str, Path]
+) -> list[tuple[str, Literal["stage", "peer"], str, Path | None]]:
+    """(record name, kind, stage id or peer name, source file) of everything to measure, each once."""
+    found: list[tuple[str, Literal["stage", "peer"], str, Path | None]] = []
+    for stage_id in dict.fromkeys(stages.STAGES if stage_ids is None else stage_ids):
+        found.append((stages.get(stage_id).id, "stage", stage_id, None))
+    for stage_id, source in sources.items():
+        stages.get(stage_id)
+        if not source.is_file():
+            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
+        found.append((implementation_name(stage_id, source), "stage", stage_id, source.resolve()))
+    for name in dict.fromkeys(peers.PEERS if peer_names is None else peer_names):
+        found.append((peers.get(name).name, "peer", name, None))
+    return found
+
+
+def _measurement(book: _Book, problem: Problem, kinds: Mapping[str, str], row: Message) -> Measurement:
+    return Measurement.model_validate(
+        {
+            **book.base(),
+            "verdict": None,
+            "samples": (),
+            "conditions": None,
+            "cubin": None,
+            **row,
+            "kind": kinds[row["name"]],
+            "problem": ProblemFields.of(problem),
+        }
+    )
+
+
+# --- The parent: checks -----------------------------------------------------------------------------------------------
+
+LAYOUTS: dict[str, str] = {
+    "contiguous": "batch, heads, length, head_dim without gaps",
+    "bshd": "heads side by side in a token, as a projection writes them",
+    "padded": "a gap of 8 elements after every row",
+    "misaligned": "rows of odd length that start at any element: nothing is 16-byte aligned",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRow:
+    """One stage on one problem in one layout."""
+
+    stage: str
+    problem: Problem
+    layout: str
+    status: str
+    """As `records.Status`; `ok` is passed."""
+    reason: str
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True)
+class CheckRun:
+    """Every verdict, and the file that holds them."""
+
+    path: Path | None
+    rows: tuple[CheckRow, ...]
+
+    @property
+    def failures(self) -> tuple[CheckRow, ...]:
+        """What is wrong; a stage that cannot do a problem is not."""
+        return tuple(row for row in self.rows if row.status not in ("ok", "unsupported"))
+
+
+def check_stages(
+    stage_ids: Sequence[str] | None = None,
+    *,
+    lengths: Sequence[tuple[int, int]] = HOSTILE,
+    dtypes: Sequence[str] = DTYPES,
+    masks: Sequence[str] = MASKS,
+    layouts: Sequence[str] = tuple(LAYOUTS),
+    head_dims: Sequence[int] | None = None,
+    sources: Mapping[str, Path] | None = None,
+    data: Path | None = DATA,
+    device: int = 0,
+    seed: int = 0,
+    timeout_s: float = 120.0,
+    startup_s: float = 300.0,
+    progress: Report | None = None,
+    worker: Sequence[str] = WORKER,
+) -> CheckRun:
+    """Compare stages with the oracle on the GPU, over lengths, masks, types and layouts that break kernels.
+
+    Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
+    the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere where `data` is None.
+
+    Raises:
+        As `run`.
+    """
+    names = _names(stage_ids, (), sources or {})
+    for wanted, known, what in ((layouts, LAYOUTS, "layout"), (masks, MASKS, "mask"), (dtypes, DTYPES, "dtype")):
+        for value in wanted:
+            if value not in known:
+                raise ParameterError(f"{what}: wanted one of {', '.join(known)}, got {value!r}")
+    _positive(timeout_s=timeout_s, startup_s=startup_s)
+    chosen = [stages.get(identity) for _, _, identity, _ in names]
+    dims = sorted({dim for stage in chosen for dim in stage.head_dims}) if head_dims is None else list(head_dims)
+    cells: list[_Cell] = []
+    for head_dim in dims:
+        for dtype in dtypes:
+            for mask in masks:
+                for q_len, kv_len in lengths:
+                    problem = Problem(
+                        batch=2,
+                        q_heads=4,
+                        kv_heads=2,
+                        q_len=q_len,
+                        kv_len=kv_len,
+                        head_dim=head_dim,
+                        dtype=dtype,  # type: ignore[arg-type]
+                        mask=mask,  # type: ignore[arg-type]
+                    )
+                    able = [
+                        name
+                        for (name, _, _, _), stage in zip(names, chosen, strict=True)
+                        if stage.why_not(problem) is None
+                    ]
+                    cells.extend(_Cell(problem, list(able), layout) for layout in layouts if able)
+    if not cells:
+        raise ParameterError("wanted at least one stage that takes one of those types and head dims, got none")
+    with tempfile.TemporaryDirectory() as nowhere:
+        book = _open_book(Path(nowhere) if data is None else data, "checks")
+        rows: list[CheckRow] = []
+
+        def row(cell: _Cell, message: Message) -> str:
+            verdict = message.get("verdict")
+            found = CheckRow(
+                stage=str(message["name"]),
+                problem=cell.problem,
+                layout=cell.layout,
+                status=str(message["status"]),
+                reason=str(message["reason"]),
+                verdict=None if verdict is None else Verdict.model_validate(verdict),
+            )
+            rows.append(found)
+            assert book.path is not None
+            with book.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(_check_line(book, found)) + "\n")
+            return found.stage
+
+        def lost(cell: _Cell, name: str, status: Literal["crashed", "timeout", "error"], reason: str) -> None:
+            row(cell, {"name": name, "status": status, "reason": reason})
+
+        supervisor = _Supervisor(
+            {
+                "kind": "check",
+                "device": device,
+                "seed": seed,
+                "implementations": {
+                    name: {"kind": kind, "id": identity, "source": None if source is None else str(source)}
+                    for name, kind, identity, source in names
+                },
+            },
+            cells,
+            (),
+            _Handlers(hello=book.hello, row=row, lost=lost, ceiling=lambda _: "", note=_ignore),
+            command=worker,
+            timeout_s=timeout_s,
+            startup_s=startup_s,
+            report=progress or _ignore,
+        )
+        try:
+            supervisor.run()
+        finally:
+            if data is not None and book.path is not None and book.path.exists():
+                book.close()
+    return CheckRun(None if data is None else book.path, tuple(rows))
+
+
+def _check_line(book: _Book, row: CheckRow) -> Message:
+    base = book.base()
+    return {
+        "run": base["run"],
+        "time": base["time"],
+        "gpu": book.gpu.model_dump(mode="json") if book.gpu else None,
+        "source": book.source.model_dump(mode="json"),
+        "software": book.software,
+        "stage": row.stage,
+        "problem": asdict(row.problem),
+        "layout": row.layout,
+        "status": row.status,
+        "reason": row.reason,
+        "verdict": None if row.verdict is None else row.verdict.model_dump(mode="json"),
+    }
+
+
+# --- The worker -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Candidate:
+    """An implementation that passed its check."""
+
+    run: timing.Run
+    verdict: Message
+    cubin: Message | None
+    keep: tuple[Any, ...]
+
+
+class _RefusedError(Exception):
+    """An implementation that gives no time: its row's status and reason."""
+
+    def __init__(self, status: str, reason: str, verdict: Message | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.verdict = verdict
+
+
+class _Worker:
+    """What a worker process does. Talks through `send`."""
+
+    def __init__(self, job: Message, send: Callable[[Message], None]) -> None:
+        self._job = job
+        self._send = send
+        self._device = int(job["device"])
+        self._implementations = job["implementations"]
+
+    def start(self) -> None:
+        """Take hold of the GPU and greet.
+
+        Raises:
+            MissingError, UnsupportedError: it cannot work here.
+        """
+        gpu.require()
+        found = gpu.info(self._device)
+        self.torch, self.cupy = _need("torch"), _need("cupy")
+        self.torch.cuda.set_device(self._device)
+        self.cupy.cuda.Device(self._device).use()
+        self.torch.zeros(1, device="cuda")
+        self._info = found
+        fields = {name: getattr(found, name) for name in Gpu.model_fields}
+        self._send({"type": "hello", "gpu": fields, "software": provenance.software()})
+
+    def step(self, cell: int | None, name: str, what: str, extra_s: float = 0.0) -> None:
+        """Say what comes next: should this process die of it, the parent knows."""
+        self._send({"type": "step", "cell": cell, "name": name, "what": what, "extra_s": extra_s})
+
+    def work(self) -> None:
+        """Do the job."""
+        if self._job["kind"] == "bench":
+            stream = int(self.torch.cuda.current_stream(self._device).cuda_stream)
+            self._backend = timing.CudaBackend(self._device, stream)
+            self._ceilings(stream)
+            for cell in self._job["cells"]:
+                self._bench_cell(cell)
+        else:
+            for cell in self._job["cells"]:
+                self._check_cell(cell)
+        self._send({"type": "done"})
+
+    # -- bench
+
+    def _ceilings(self, stream: int) -> None:
+        for name in self._job["ceilings"]:
+            self.step(None, name, "measure")
+            try:
+                timer = timing.Timer(self._backend, seed=self._job["seed"])
+                reading = next(iter(roofline.measure(timer, self._device, stream, [name])))
+            except Exception as error:
+                self._survive(error)
+                self._send({"type": "no_ceiling", "name": name, "reason": _words(error)})
+                continue
+            self._send(
+                {
+                    "type": "ceiling",
+                    "ceiling": {
+                        "name": reading.name,
+                        "unit": reading.unit,
+                        "value": reading.value,
+                        "how": reading.how,
+                        "samples": asdict(reading.series),
+                    },
+                }
+            )
+            self._free()
+
+    def _free(self) -> None:
+        gc.collect()
+        self.torch.cuda.empty_cache()
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+    def _bench_cell(self, cell: Message) -> None:
+        index, problem = cell["index"], Problem(**cell["problem"])
+        self.step(index, "", "make inputs")
+        self._free()
+        q, k, v = self._inputs(problem)
+        ready: dict[str, _Candidate] = {}
+        for name in cell["names"]:
+            self.step(index, name, "build and check")
+            try:
+                ready[name] = self._candidate(name, problem, q, k, v)
+            except _RefusedError as refused:
+                self._row(index, name, refused.status, refused.reason, verdict=refused.verdict)
+            except Exception as error:
+                self._survive(error)
+                self._row(index, name, *_classify(error))
+        self._time(index, problem, ready)
+        self._send({"type": "cell_done", "cell": index})
+
+    def _inputs(self, problem: Problem) -> tuple[Any, Any, Any]:
+        torch = self.torch
+        generator = torch.Generator(device="cuda").manual_seed(self._job["seed"])
+        q_shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
+        kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
+        q, k, v = (
+            torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
+            for shape in (q_shape, kv_shape, kv_shape)
+        )
+        return q, k, v
+
+    def _for_oracle(self, tensor: Any) -> Any:
+        """A CuPy view of a torch tensor; bfloat16 as its bits, since CuPy need not know the type."""
+        if str(tensor.dtype) == "torch.bfloat16":
+            return self.cupy.from_dlpack(tensor.view(self.torch.int16)).view(self.cupy.uint16)
+        return self.cupy.from_dlpack(tensor)
+
+    def _poisoned(self, like: Any) -> Any:
+        out = self.torch.empty_like(like)
+        out.view(self.torch.int16).fill_(POISON_WORD)
+        return out
+
+    def _candidate(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
+        which = self._implementations[name]
+        if which["kind"] == "peer":
+            return self._peer(which["id"], problem, q, k, v)
+        return self._stage(which["id"], which["source"], problem, q, k, v)
+
+    def _judge(self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any) -> Message:
+        shape = Shape(
+            batch=problem.batch,
+            q_heads=problem.q_heads,
+            kv_heads=problem.kv_heads,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            head_dim=problem.head_dim,
+        )
+        verdict = check(
+            self._for_oracle(out),
+            None if lse is None else self._for_oracle(lse),
+            *(self._for_oracle(x) for x in (q, k, v)),
+            causal=problem.causal,
+            dtype=problem.dtype,
+            sample=Sample.of(shape, max_scores=_CHECKED_SCORES, seed=self._job["seed"]),
+            xp=self.cupy,
+        )
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        said = _finite(verdict)
+        if not verdict.passed:
+            raise _RefusedError("wrong", verdict.reason, said)
+        return said
+
+    def _stage(self, stage_id: str, source: str | None, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
+        reason = stages.get(stage_id).why_not(problem, self._info.arch)
+        if reason:
+            raise _RefusedError("unsupported", reason)
+        path = None if source is None else Path(source)
+        out = self._poisoned(q)
+        lse = self.torch.empty(q.shape[:3], dtype=self.torch.float32, device=q.device)
+        lse.view(self.torch.int32).fill_(POISON_WORD << 16 | POISON_WORD)
+        with_lse = prepare(q, k, v, causal=problem.causal, stage=stage_id, out=out, lse=lse, source=path)
+        with_lse()
+        gpu.synchronize(self._device)
+        verdict = self._judge(out, lse, problem, q, k, v)
+        # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
+        first = out.clone()
+        out.view(self.torch.int16).fill_(POISON_WORD)
+        timed = prepare(q, k, v, causal=problem.causal, stage=stage_id, out=out, source=path)
+        timed()
+        gpu.synchronize(self._device)
+        if not self.torch.equal(first.view(self.torch.int16), out.view(self.torch.int16)):
+            self._judge(out, None, problem, q, k, v)
+        return _Candidate(timed, verdict, _cubin_fields(timed), (out,))
+
+    def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
+        peer = peers.get(name)
+        why_not = peer.why_not(
+            problem,
+            compute_capability=self._info.compute_capability,
+            free_bytes=gpu.memory_free_bytes(self._device)
+            + self.torch.cuda.memory_reserved()
+            - self.torch.cuda.memory_allocated(),
+        )
+        if why_not:
+            raise _RefusedError(why_not.kind, why_not.reason)
+        with self.torch.no_grad():
+            attend = peer.build(problem)
+            out = attend(q, k, v)
+            gpu.synchronize(self._device)
+            verdict = self._judge(out, None, problem, q, k, v)
+        del out
+
+        def run() -> None:
+            attend(q, k, v)
+
+        return _Candidate(run, verdict, None, (attend,))
+
+    def _time(self, index: int, problem: Problem, ready: Mapping[str, _Candidate]) -> None:
+        if not ready:
+            return
+        job = self._job
+        runs = {name: candidate.run for name, candidate in ready.items()}
+        timer = timing.Timer(self._backend, seed=job["seed"])
+        series: dict[str, list[Message]] = {name: [] for name in ready}
+        energy: dict[str, float | None] = {}
+        summaries: dict[str, timing.Summary] = {}
+        with self.torch.no_grad():
+            hot = timer.burst(
+                runs,
+                samples=job["samples"],
+                min_samples=min(7, job["samples"]),
+                cap_s=job["cap_s"],
+                announce=lambda name: self.step(index, name, "time, hot"),
+            )
+            for name, found in hot.items():
+                series[name].append(asdict(found))
+                summaries[name] = timer.summary(name)
+            if job["cold_samples"]:
+                cold = timer.burst(
+                    runs,
+                    cold=True,
+                    samples=job["cold_samples"],
+                    min_samples=min(3, job["cold_samples"]),
+                    cap_s=job["cap_s"] / 2,
+                    announce=lambda name: self.step(index, name, "time, cold"),
+                )
+                for name, found in cold.items():
+                    series[name].append(asdict(found))
+            if job["sustained_seconds"] and problem.shape in job["sustained_shapes"]:
+                for name, run in runs.items():
+                    self.step(index, name, "time, sustained", extra_s=2 * job["sustained_seconds"])
+                    long = timer.sustained(run, seconds=job["sustained_seconds"], call_us=hot[name].median_us)
+                    series[name].append(asdict(long.series))
+                    summaries[name] = _merge(summaries[name], long.summary)
+                    energy[name] = long.energy_j_per_call
+        for name, candidate in ready.items():
+            self._row(
+                index,
+                name,
+                "ok",
+                "",
+                verdict=candidate.verdict,
+                samples=series[name],
+                conditions={**asdict(summaries[name]), "energy_j_per_call": energy.get(name)},
+                cubin=candidate.cubin,
+            )
+
+    def _row(
+        self,
+        index: int,
+        name: str,
+        status: str,
+        reason: str,
+        *,
+        verdict: Message | None = None,
+        samples: Sequence[Message] = (),
+        conditions: Message | None = None,
+        cubin: Message | None = None,
+    ) -> None:
+        row = {
+            "name": name,
+            "status": status,
+            "reason": reason[:_REASON_CHARS],
+            "verdict": verdict,
+            "samples": list(samples),
+            "conditions": conditions,
+            "cubin": cubin,
+        }
+        self._send({"type": "row", "cell": index, "row": row})
+
+    def _survive(self, error: Exception) -> None:
+        """Return when the CUDA context outlived an error, end the process when it did not: it never recovers."""
+        try:
+            gpu.synchronize(self._device)
+        except LaunchError as broken:
+            self._send({"type": "fatal", "reason": f"{_words(error)} (then {broken})"[:_REASON_CHARS]})
+            # No clean-up: every destructor would meet the broken context.
+            os._exit(3)
+
+    # -- check
+
+    def _check_cell(self, cell: Message) -> None:
+        index, problem, layout = cell["index"], Problem(**cell["problem"]), cell["layout"]
+        self.step(index, "", "make inputs")
+        values = make_inputs(problem, seed=self._job["seed"], xp=self.cupy)
+        for name in cell["names"]:
+            self.step(index, name, "check")
+            try:
+                verdict = self._check_stage(name, problem, layout, values)
+            except Exception as error:
+                self._survive(error)
+                self._send_check(index, name, *_classify(error), None)
+                continue
+            status = "ok" if verdict["passed"] else "wrong"
+            self._send_check(index, name, status, verdict["reason"], verdict)
+        self._send({"type": "cell_done", "cell": index})
+
+    def _send_check(self, index: int, name: str, status: str, reason: str, verdict: Message | None) -> None:
+        row = {"name": name, "status": status, "reason": reason[:_REASON_CHARS], "verdict": verdict}
+        self._send({"type": "row", "cell": index, "row": row})
+
+    def _check_stage(self, name: str, problem: Problem, layout: str, values: tuple[Any, Any, Any]) -> Message:
+        which = self._implementations[name]
+        stages.get(which["id"]).require(problem, self._info.arch)
+        source = None if which["source"] is None else Path(which["source"])
+        return _finite(guarded_verdict(which["id"], problem, values, layout=layout, source=source))
+
+
+def _finite(verdict: CheckVerdict) -> Message:
+    """A verdict as JSON has it: a number that is not finite is none."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(verdict).items()
+    }
+
+
+def _placement(shape: Sequence[int], layout: str) -> dict[str, Any]:
+    """How `Guarded` lays out a tensor of that shape."""
+    if layout == "bshd":
+        return {"strides": strides_of(shape, order="bshd")}
+    if layout == "padded":
+        return {"strides": strides_of(shape, row_padding=16 // BYTES_PER_ELEMENT)}
+    if layout == "misaligned":
+        return {"strides": strides_of(shape, row_padding=1), "offset_words": 1}
+    return {}
+
+
+def guarded_verdict(
+    stage_id: str,
+    problem: Problem,
+    values: tuple[Any, Any, Any],
+    *,
+    layout: str = "contiguous",
+    source: Path | None = None,
+) -> CheckVerdict:
+    """Run a stage once on the current GPU between guards and say what is wrong with it.
+
+    `values` are q, k, v as `reference.make_inputs(problem, xp=cupy)` gives them, `layout` is one of `LAYOUTS`.
+
+    Raises:
+        What `attention.prepare` raises; LaunchError where the kernel breaks off.
+    """
+    cupy = _need("cupy")
+    inputs = [Guarded.holding(x, xp=cupy, **_placement(x.shape, layout)) for x in values]
+    out_shape = values[0].shape
+    out = Guarded.output(out_shape, problem.dtype, xp=cupy, **_placement(out_shape, layout))
+    lse = Guarded.output(out_shape[:3], "float32", xp=cupy)
+    views = [_for_kernel(buffer.array, problem) for buffer in (*inputs, out)]
+    prepared = prepare(
+        *views[:3],
+        causal=problem.causal,
+        stage=stage_id,
+        out=views[3],
+        lse=lse.array,
+        source=source,
+        stream=cupy.cuda.get_current_stream(),
+    )
+    prepared()
+    gpu.synchronize(prepared.plan.device)
+    for what, buffer in (("out", out), ("lse", lse), *zip("qkv", inputs, strict=True)):
+        damage = buffer.why_damaged()
+        if damage:
+            return CheckVerdict(passed=False, reason=f"{what}: {damage}")
+    return check(out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype, xp=cupy)
+
+
+def _for_kernel(array: Any, problem: Problem) -> Any:
+    """A CuPy array as `attention` takes it: bfloat16, which arrives as bits, as a torch view."""
+    if problem.dtype == "float16":
+        return array
+    torch = _need("torch")
+    return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
+
+
+def _need(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"wanted the Python package {module} to measure on a GPU, got: {error}. "
+            "`pip install 'flashlab[gpu]'` installs it."
+        ) from error
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:_REASON_CHARS]
+
+
+def _classify(error: Exception) -> tuple[str, str]:
+    """A row's status and reason for an error that the worker survived."""
+    text = str(error)
+    if isinstance(error, UnsupportedError):
+        return "unsupported", text or "unsupported"
+    if isinstance(error, MissingError):
+        return "missing", text or "missing"
+    # torch's words for a pinned SDPA backend that does not take the problem, and for too little memory.
+    if "No available kernel" in text or type(error).__name__ == "OutOfMemoryError":
+        return "unsupported", _words(error)
+    return "error", _words(error)
+
+
+@lru_cache(maxsize=256)
+def _sass_mix(sha256: str, entry: str, code: bytes) -> dict[str, int]:
+    return sass.mix(code, entry)
+
+
+def _cubin_fields(prepared: Prepared) -> Message:
+    cubin, shape = prepared.cubin, prepared.launch_shape
+    fields = CubinFields(
+        sha256=cubin.sha256,
+        arch=cubin.arch,
+        compiler=cubin.compiler,
+        parameters=cubin.parameters,
+        options=cubin.options,
+        registers=cubin.resources.registers,
+        spill_store_bytes=cubin.resources.spill_store_bytes,
+        spill_load_bytes=cubin.resources.spill_load_bytes,
+        stack_bytes=cubin.resources.stack_bytes,
+        static_smem_bytes=cubin.resources.static_smem_bytes,
+        dynamic_smem_bytes=shape.smem_bytes,
+        threads=shape.threads,
+        blocks_per_sm=prepared.blocks_per_sm(),
+        sass=_sass_mix(cubin.sha256, cubin.entry, cubin.code),
+    )
+    return fields.model_dump(mode="json")
+
+
+def _merge(a: timing.Summary, b: timing.Summary) -> timing.Summary:
+    """What NVML said around two sets of samples."""
+
+    def pick(best: Callable[[Iterator[float]], float], x: float | None, y: float | None) -> float | None:
+        both = [value for value in (x, y) if value is not None]
+        return best(iter(both)) if both else None
+
+    return timing.Summary(
+        sm_clock_mhz_min=pick(min, a.sm_clock_mhz_min, b.sm_clock_mhz_min),
+        sm_clock_mhz_max=pick(max, a.sm_clock_mhz_max, b.sm_clock_mhz_max),
+        power_w_max=pick(max, a.power_w_max, b.power_w_max),
+        temperature_c_max=pick(max, a.temperature_c_max, b.temperature_c_max),
+        throttle_reasons=tuple(sorted({*a.throttle_reasons, *b.throttle_reasons})),
+    )
+
+
+def _worker_main(fd: int) -> int:
+    # What the worker starts, such as a compiler's own processes, must not keep the pipe open when it dies.
+    os.set_inheritable(fd, False)
+    with os.fdopen(fd, "w", encoding="utf-8", buffering=1) as pipe:
+
+        def send(message: Message) -> None:
+            pipe.write(json.dumps(message, allow_nan=False) + "\n")
+            pipe.flush()
+
+        worker = _Worker(json.load(sys.stdin), send)
+        try:
+            worker.start()
+        except FlashlabError as error:
+            send({"type": "refused", "error": type(error).__name__, "message": str(error)})
+            return 1
+        try:
+            worker.work()
+        except Exception as error:
+            send({"type": "fatal", "reason": _words(error)})
+            raise
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The worker's entry point; `flashlab bench` is the one for people."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flashlab.bench", description="Internal: the worker of `flashlab bench`."
+    )
+    parser.add_argument("--worker", action="store_true", required=True)
+    parser.add_argument("--fd", type=int, required=True, help="where to write messages")
+    return _worker_main(parser.parse_args(arguments).fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,613 @@
+"""The command line: tables and JSON to stdout, messages and progress to stderr, a non-zero exit on failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from flashlab import __version__, records
+from flashlab import stages as registry
+from flashlab.errors import (
+    CheckFailedError,
+    CompileError,
+    DamagedRecordError,
+    FlashlabError,
+    NoDataError,
+    ParameterError,
+)
+from flashlab.paths import BUILD, DATA
+from flashlab.problem import DTYPES, MASKS, SUITES, DType, Mask, Problem
+from flashlab.problem import suite as suite_of
+from flashlab.records import Cache, Regime
+
+if TYPE_CHECKING:
+    from flashlab.bench import Progress as BenchProgress
+
+app = typer.Typer(
+    name="flashlab",
+    help="How an attention kernel gets fast on a GPU, and what each step really buys.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+StageIds = Annotated[list[str] | None, typer.Argument(metavar="[STAGE]...", help="Stage ids; all where none is given.")]
+Archs = Annotated[list[str] | None, typer.Option("--arch", help="Architecture, such as sm_90a; may be repeated.")]
+Gpu = Annotated[str | None, typer.Option(help="Folder under data/, such as nvidia-h200; the first if not given.")]
+OneDType = Annotated[DType | None, typer.Option(help="Element type; all if not given.")]
+OneMask = Annotated[Mask | None, typer.Option(help="Mask; both if not given.")]
+Shape = Annotated[str | None, typer.Option(help="BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64.")]
+HeadDim = Annotated[int | None, typer.Option(help="The stage's first if not given.")]
+Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
+Source = Annotated[list[str] | None, typer.Option(help="STAGE=FILE: an edited copy of a stage's kernel, beside it.")]
+Data = Annotated[Path, typer.Option(help="Folder of recorded data.", show_default=False)]
+
+PIPED_WIDTH = 200
+"""Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
+
+
+def _out() -> Console:
+    return Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+
+
+def _err() -> Console:
+    return Console(stderr=True)
+
+
+def _emit_json(value: object) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+
+
+def _emit_table(header: Sequence[str], rows: Iterable[Sequence[object]], *, title: str | None = None) -> None:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    cells = [[_cell(value) for value in row] for row in rows]
+    for index, name in enumerate(header):
+        numeric = bool(cells) and all(_is_number(row[index]) for row in cells)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(escape(cell) for cell in row))
+    _out().print(table)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
+
+
+def _is_number(text: str) -> bool:
+    return text == "–" or text.replace(".", "", 1).replace("e-", "", 1).isdigit()
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=_err(), transient=True, disable=not sys.stderr.isatty())
+
+
+def _choose_stages(ids: Sequence[str] | None) -> tuple[registry.Stage, ...]:
+    return tuple(registry.get(stage_id) for stage_id in ids) if ids else tuple(registry.STAGES.values())
+
+
+def _choose_archs(archs: Sequence[str] | None) -> tuple[str, ...]:
+    for arch in archs or ():
+        if arch not in registry.ARCHS:
+            raise ParameterError(f"arch: wanted one of {', '.join(registry.ARCHS)}, got {arch!r}")
+    return tuple(archs) if archs else registry.ARCHS
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"flashlab {__version__}")
+        raise typer.Exit
+
+
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+
+
+@app.callback()
+def _root(version: Version = False) -> None:
+    pass
+
+
+@app.command()
+def doctor(*, data: Data = DATA, as_json: Json = False) -> None:
+    """Say what this machine has of what flashlab uses, and the command that puts right what is missing."""
+    from flashlab import doctor as module
+
+    findings = module.examine(data)
+    if as_json:
+        _emit_json([asdict(finding) for finding in findings])
+    else:
+        _emit_table(("", "state", "found"), [(f.name, f.state, f.detail) for f in findings])
+        for finding in findings:
+            if finding.fix:
+                _say(f"{finding.name}: {finding.fix}")
+    if any(finding.state == "broken" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def stages(*, as_json: Json = False) -> None:
+    """List the stages: what each changes, where it runs, what can be tuned."""
+    rows = [
+        {
+            "id": stage.id,
+            "title": stage.title,
+            "parent": stage.parent,
+            "question": stage.question,
+            "change": stage.change,
+            "prediction": stage.prediction,
+            "archs": stage.archs,
+            "dtypes": stage.dtypes,
+            "head_dims": stage.head_dims,
+            "params": {
+                name: {"default": param.default, "choices": param.choices, "by_head_dim": dict(param.by_head_dim)}
+                for name, param in stage.params.items()
+            },
+        }
+        for stage in registry.STAGES.values()
+    ]
+    if as_json:
+        _emit_json(rows)
+        return
+    _emit_table(
+        ("stage", "title", "parent", "from", "dtypes", "head dims", "tunables"),
+        [
+            (
+                stage.id,
+                stage.title,
+                stage.parent,
+                stage.min_arch,
+                " ".join(stage.dtypes),
+                " ".join(map(str, stage.head_dims)),
+                " ".join(f"{name}={param.default}" for name, param in stage.params.items()) or None,
+            )
+            for stage in registry.STAGES.values()
+        ],
+    )
+
+
+@app.command(name="compile")
+def compile_(stage_ids: StageIds = None, *, arch: Archs = None, as_json: Json = False) -> None:
+    """Compile stages for architectures, no GPU needed, and show what ptxas says of each."""
+    from flashlab import compiler
+
+    work = compiler.jobs(_choose_stages(stage_ids), _choose_archs(arch))
+    if not work:
+        raise ParameterError(f"arch: {', '.join(stage_ids or ())} cannot be compiled for {', '.join(arch or ())}")
+    with _progress() as progress:
+        task = progress.add_task("compiling", total=len(work))
+
+        def step(job: compiler.Job, _: object) -> None:
+            progress.update(task, advance=1, description=job.label)
+
+        results = compiler.compile_many(work, progress=step)
+    rows: list[dict[str, Any]] = []
+    failures: list[CompileError] = []
+    for job, result in zip(work, results, strict=True):
+        row: dict[str, Any] = {
+            "stage": job.stage.id,
+            "arch": job.arch,
+            "head_dim": job.head_dim,
+            "dtype": job.dtype,
+            "mask": "causal" if job.causal else "full",
+        }
+        if isinstance(result, CompileError):
+            failures.append(result)
+            row["error"] = str(result)
+        else:
+            row |= asdict(result.resources)
+            row["dynamic_smem_bytes"] = result.launch_shape.smem_bytes if result.launch_shape else None
+            row["threads"] = result.launch_shape.threads if result.launch_shape else None
+            row["seconds"] = round(result.compile_seconds, 3)
+            row["cached"] = result.cached
+            row["sha256"] = result.sha256
+        rows.append(row)
+    if as_json:
+        _emit_json(rows)
+    else:
+        columns = {
+            "stage": "stage",
+            "arch": "arch",
+            "head_dim": "D",
+            "dtype": "dtype",
+            "mask": "mask",
+            "registers": "registers",
+            "spill_store_bytes": "spilled B",
+            "stack_bytes": "stack B",
+            "static_smem_bytes": "static B",
+            "dynamic_smem_bytes": "dynamic B",
+            "threads": "threads",
+            "seconds": "seconds",
+            "cached": "cached",
+        }
+        _emit_table(tuple(columns.values()), [[row.get(name) for name in columns] for row in rows])
+    for failure in failures:
+        _report(failure)
+    if failures:
+        _say(f"{len(failures)} of {len(work)} failed")
+        raise typer.Exit(1)
+
+
+@app.command()
+def sass(
+    stage_id: Annotated[str, typer.Argument(metavar="STAGE", help="A stage's id.")],
+    *,
+    arch: Annotated[str, typer.Option(help="Architecture.")] = "sm_90a",
+    head_dim: HeadDim = None,
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float16",
+    mask: Annotated[str, typer.Option(help=f"One of {', '.join(MASKS)}.")] = "full",
+    listing: Annotated[bool, typer.Option("--listing", help="Print every instruction.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Count a stage's machine instructions by class, or list them; no GPU needed."""
+    from flashlab import compiler
+    from flashlab import sass as module
+
+    stage = registry.get(stage_id)
+    _choose_archs([arch])
+    # A problem of one query checks head dim, element type and mask the way every other command does.
+    problem = Problem.parse(f"1x1x1x{stage.head_dims[0] if head_dim is None else head_dim}", dtype=dtype, mask=mask)
+    cubin = compiler.compile_stage(
+        stage, head_dim=problem.head_dim, dtype=problem.dtype, causal=problem.causal, arch=arch
+    )
+    if listing:
+        instructions = module.disassemble(cubin.code, cubin.entry)
+        if as_json:
+            _emit_json([asdict(instruction) | {"class": module.classify(instruction)} for instruction in instructions])
+        else:
+            for instruction in instructions:
+                sys.stdout.write(f"{instruction.address:6x}  {instruction.text}\n")
+        return
+    counts = module.mix(cubin.code, cubin.entry)
+    if as_json:
+        _emit_json({"stage": stage.id, "arch": arch, "sha256": cubin.sha256, "counts": counts})
+        return
+    total = counts["total"] or 1
+    _emit_table(
+        ("class", "count", "%", "what it holds"),
+        [(name, count, f"{100 * count / total:.1f}", module.CLASSES[name]) for name, count in counts.items()],
+        title=f"{stage.id} D{problem.head_dim} {problem.mask} {problem.dtype} on {arch}",
+    )
+
+
+@app.command()
+def check(
+    stage_ids: StageIds = None,
+    *,
+    length: Annotated[list[str] | None, typer.Option(help="SQxSK, such as 113x203; hostile ones if not given.")] = None,
+    dtype: OneDType = None,
+    mask: OneMask = None,
+    source: Source = None,
+    record: Annotated[bool, typer.Option("--record", help="Append the verdicts to data/<gpu>/checks/.")] = False,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Compare stages with the float64 oracle on the GPU, over lengths, layouts, types and masks that break kernels."""
+    from flashlab import bench as module
+    from flashlab.check import HOSTILE
+
+    with _progress() as progress:
+        found = module.check_stages(
+            [stage.id for stage in _choose_stages(stage_ids)],
+            lengths=[_length(text) for text in length] if length else HOSTILE,
+            dtypes=(dtype,) if dtype else DTYPES,
+            masks=(mask,) if mask else MASKS,
+            sources=_sources(source),
+            data=data if record else None,
+            device=device,
+            progress=_follow(progress, "checking"),
+        )
+    if as_json:
+        _emit_json(
+            [
+                {
+                    "stage": row.stage,
+                    "shape": row.problem.shape,
+                    "dtype": row.problem.dtype,
+                    "mask": row.problem.mask,
+                    "layout": row.layout,
+                    "status": row.status,
+                    "reason": row.reason,
+                    "verdict": row.verdict.model_dump() if row.verdict else None,
+                }
+                for row in found.rows
+            ]
+        )
+    else:
+        counts: dict[str, Counter[str]] = {}
+        for row in found.rows:
+            counts.setdefault(row.stage, Counter())[row.status] += 1
+        _emit_table(
+            ("stage", "passed", "failed", "unsupported"),
+            [
+                (name, count["ok"], count.total() - count["ok"] - count["unsupported"], count["unsupported"])
+                for name, count in counts.items()
+            ],
+        )
+    if found.path:
+        _say(f"recorded in {found.path}")
+    for failure in found.failures:
+        _say(f"{failure.stage}, {failure.problem.label}, {failure.layout}: {failure.status}: {failure.reason}")
+    if found.failures:
+        raise CheckFailedError(f"{len(found.failures)} of {len(found.rows)} checks failed")
+
+
+@app.command()
+def bench(
+    *,
+    suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "first",
+    shape: Annotated[list[str] | None, typer.Option(help="BxHxSxD or BxHxHkvxSqxSkxD, in place of a suite.")] = None,
+    dtype: OneDType = None,
+    mask: OneMask = None,
+    stage_ids: Annotated[
+        str | None, typer.Option("--stages", help="Ids joined by commas, or none; all if not given.")
+    ] = None,
+    peers: Annotated[str | None, typer.Option(help="Names joined by commas, or none; all if not given.")] = None,
+    source: Source = None,
+    ceilings: Annotated[bool, typer.Option(help="Measure the GPU's own limits too.")] = True,
+    samples: Annotated[int, typer.Option(help="Hot burst samples to aim for.")] = 40,
+    sustained: Annotated[float, typer.Option(help="Seconds of continuous calls at the first shape; 0 for none.")] = 2.0,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Check and time stages and libraries on the GPU, in turn, and append a run to data/<gpu>/runs/."""
+    from flashlab import bench as module
+
+    problems = (
+        [
+            Problem.parse(text, dtype=one_dtype, mask=one_mask)
+            for text in shape
+            for one_dtype in ((dtype,) if dtype else DTYPES)
+            for one_mask in ((mask,) if mask else MASKS)
+        ]
+        if shape
+        else [problem for problem in suite_of(suite) if dtype in (None, problem.dtype) and mask in (None, problem.mask)]
+    )
+    with _progress() as progress:
+        path = module.run(
+            problems,
+            stages=_names(stage_ids),
+            peers=_names(peers),
+            sources=_sources(source),
+            data=data,
+            device=device,
+            samples=samples,
+            sustained_seconds=sustained,
+            ceilings=ceilings,
+            progress=_follow(progress, "measuring"),
+            note=_say,
+        )
+    rows = records.read_run(path).measurements
+    flat = [records.flat(row) for row in rows]
+    if as_json:
+        _emit_json(flat)
+    else:
+        _emit_rows(flat, title=f"{path.stem}, burst, hot L2")
+    _say(f"recorded in {path}")
+    failures = [row for row in rows if row.status not in ("ok", "missing", "unsupported")]
+    if failures:
+        raise CheckFailedError(
+            f"{len(failures)} of {len(rows)} rows have no time: "
+            + "; ".join(f"{row.name} at {row.problem.problem().label}: {row.status}: {row.reason}" for row in failures)
+        )
+
+
+@app.command()
+def results(
+    *,
+    gpu: Gpu = None,
+    shape: Shape = None,
+    dtype: OneDType = None,
+    mask: OneMask = None,
+    regime: Annotated[Regime, typer.Option(help="burst: clock at its maximum; sustained: power-limited.")] = "burst",
+    cache: Annotated[Cache, typer.Option(help="hot: calls back to back; cold: L2 overwritten before each.")] = "hot",
+    verify: Annotated[bool, typer.Option("--verify", help="Check checksums and every line instead.")] = False,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Show the newest recorded run, or what is left of it after the filters."""
+    name = _gpu_with_data(gpu, data)
+    if verify:
+        _verify(name, data, as_json)
+        return
+    wanted = Problem.parse(shape).shape if shape else None
+
+    def fits(row: records.Measurement) -> bool:
+        problem = row.problem
+        return (
+            (wanted is None or problem.problem().shape == wanted)
+            and (dtype is None or problem.dtype == dtype)
+            and (mask is None or problem.mask == mask)
+        )
+
+    runs = records.runs(name, data)
+    chosen = next(
+        (rows for run in reversed(runs) if (rows := [row for row in run.measurements if fits(row)])),
+        None,
+    )
+    for run in runs:
+        for damage in run.damage:
+            _say(f"damaged, left out: {damage}")
+    if chosen is None:
+        known = sorted({row.problem.problem().label for run in runs for row in run.measurements})
+        what = " ".join(filter(None, (wanted, dtype, mask)))
+        raise NoDataError(f"wanted rows of {what or 'any problem'} on {name}, found none. Recorded: {'; '.join(known)}")
+    flat = [records.flat(row, regime, cache) for row in chosen]
+    if as_json:
+        _emit_json(flat)
+        return
+    _emit_rows(flat, title=f"{name}, run {flat[0]['run']}, {regime}, {cache} L2")
+
+
+@app.command()
+def report(
+    *,
+    source: Annotated[str, typer.Option(help="auto, measure or replay; auto measures where there is a GPU.")] = "auto",
+    gpu: Annotated[str, typer.Option(help="Folder under data/ to show; the one at hand if not given.")] = "",
+    stage_ids: Annotated[str, typer.Option("--stages", help="Stage ids joined by commas; all if not given.")] = "",
+    suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "standard",
+    out: Annotated[Path, typer.Option(help="Folder for notebooks and site.", show_default=False)] = BUILD,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Run every notebook and build the report site; with an NVIDIA GPU, measure it first."""
+    from flashlab import report as module
+
+    index = module.run(
+        source=source,
+        gpu=gpu,
+        stages=stage_ids,
+        suite=suite,
+        data=data.resolve(),
+        out=out.resolve(),
+        progress=_say,
+    )
+    if as_json:
+        _emit_json({"index": str(index)})
+    else:
+        typer.echo(f"The report is in {index.parent}: open {index}, or serve it with `make serve`.")
+
+
+def _emit_rows(flat: Sequence[Mapping[str, object]], *, title: str) -> None:
+    columns = {
+        "name": "name",
+        "kind": "kind",
+        "shape": "shape",
+        "dtype": "dtype",
+        "mask": "mask",
+        "median_us": "median µs",
+        "tflops": "TFLOP/s",
+        "cv_percent": "CV %",
+        "samples": "samples",
+    }
+    _emit_table(
+        (*columns.values(), "status"),
+        [
+            [
+                *(row[key] for key in columns),
+                row["status"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}",
+            ]
+            for row in flat
+        ],
+        title=title,
+    )
+
+
+def _names(text: str | None) -> list[str] | None:
+    """Names joined by commas; None for all, empty for `none`."""
+    if text is None:
+        return None
+    return [] if text.strip() == "none" else [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _sources(texts: Sequence[str] | None) -> dict[str, Path]:
+    """Edited copies of stages, by stage id."""
+    found = {}
+    for text in texts or ():
+        stage_id, equals, file = text.partition("=")
+        if not equals or not Path(file).is_file():
+            raise ParameterError(f"source: wanted STAGE=FILE with a file that exists, got {text!r}")
+        found[registry.get(stage_id).id] = Path(file).resolve()
+    return found
+
+
+def _length(text: str) -> tuple[int, int]:
+    """Query and key length from `SQxSK`."""
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
+        raise ParameterError(f"length: wanted SQxSK, two positive integers such as 113x203, got {text!r}")
+    return int(parts[0]), int(parts[1])
+
+
+def _follow(progress: Progress, what: str) -> Callable[[BenchProgress], None]:
+    """Shows a run's steps: on a bar at a terminal, else a line each."""
+    task = progress.add_task(what, total=None)
+
+    def step(now: BenchProgress) -> None:
+        progress.update(task, completed=now.done, total=now.total, description=now.text)
+        if progress.disable:
+            _say(f"[{now.done}/{now.total}] {now.text}")
+
+    return step
+
+
+def _gpu_with_data(gpu: str | None, data: Path) -> str:
+    known = records.gpus(data)
+    if gpu is None and not known:
+        raise NoDataError(
+            f"wanted recorded runs under {data}, found none. "
+            "`flashlab bench` on a machine with an NVIDIA GPU makes some."
+        )
+    if gpu is None:
+        return known[0]
+    if gpu not in known:
+        raise NoDataError(
+            f"gpu: wanted one with recorded runs under {data}, got {gpu!r}. "
+            f"GPUs with data: {', '.join(known) or 'none yet'}."
+        )
+    return gpu
+
+
+def _verify(gpu: str, data: Path, as_json: bool) -> None:
+    damage = records.verify(gpu, data)
+    if as_json:
+        _emit_json([{"path": str(d.path), "line": d.line, "reason": d.reason} for d in damage])
+        if damage:
+            raise typer.Exit(1)
+        return
+    if damage:
+        raise DamagedRecordError(f"data/{gpu}: wanted sound records, found:\n" + "\n".join(f"  {d}" for d in damage))
+    runs = records.runs(gpu, data)
+    _out().print(f"data/{gpu} is sound: {sum(len(run.records) for run in runs)} records in {len(runs)} runs")
+
+
+def _say(line: str) -> None:
+    """A message for people, on stderr."""
+    _err().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _report(error: FlashlabError) -> None:
+    """One clear message on stderr."""
+    text = str(error)
+    if isinstance(error, CompileError):
+        text += f"\n{error.source_line or ''}\ncommand: {error.command}\n{error.log}".rstrip()
+    _err().print(
+        f"flashlab: {text}", markup=False, highlight=False, soft_wrap=True, style="red" if sys.stderr.isatty() else ""
+    )
+
+
+def main() -> None:
+    """Entry point of the `flashlab` program."""
+    try:
+        app(prog_name="flashlab")
+    except FlashlabError as error:
+        _report(error)
+        sys.exit(1)
+    except BrokenPipeError:
+        # The reader (`head`, a pager) left early; keep the interpreter from complaining about it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        _say(f"flashlab: {error}")
+        sys.exit(1)

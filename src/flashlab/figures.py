@@ -1,0 +1,974 @@
+"""Figures drawn from records: every one in a wide and a narrow layout, each recoloured for light and dark pages.
+
+A `Chart` is what a figure is outside matplotlib: SVG text, an alternative text, a caption and where its numbers come
+from. JupyterLab shows it by itself; report.py writes its variants beside the site.
+
+Colours are Okabe and Ito's, which stay apart for every common colour blindness; shape or a label says the same again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any, Literal
+
+from flashlab import results, stages
+from flashlab import roofline as roofline_model
+from flashlab.errors import NoDataError
+from flashlab.problem import Problem
+from flashlab.records import Cache, Measurement, Regime
+from flashlab.tables import number, peer_title
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from flashlab.results import Results
+
+Layout = Literal["wide", "narrow"]
+Theme = Literal["light", "dark"]
+LAYOUTS: tuple[Layout, ...] = ("wide", "narrow")
+THEMES: tuple[Theme, ...] = ("light", "dark")
+MIME = "application/vnd.flashlab.chart+json"
+"""A notebook output of this type is a whole `Chart`; report.py turns it into the page's figure."""
+
+_INCHES: dict[Layout, float] = {"wide": 7.6, "narrow": 3.7}
+
+INK, MUTED, GRID, SURFACE = "#1f2430", "#5b6472", "#d5dae1", "#fdfefe"
+STAGE, PEER, ACCENT, LOSS, FAINT = "#0070b0", "#c65d00", "#007a5a", "#b3331a", "#9fb4c4"
+_CATEGORIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#a89f2c", "#7a8290", "#b9c0ca")
+_DARK: dict[str, str] = {
+    INK: "#e8ecf1",
+    MUTED: "#a3adba",
+    GRID: "#3a424e",
+    STAGE: "#62b8ef",
+    PEER: "#f5a04c",
+    ACCENT: "#3fc79c",
+    LOSS: "#ff8a6b",
+    FAINT: "#5a7385",
+}
+_PAGE: dict[Theme, str] = {"light": "#ffffff", "dark": "#1e2229"}
+"""A page's ground, for gaps between areas."""
+_FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', Arial, sans-serif"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A figure, ready to show."""
+
+    name: str
+    """File name stem, unique within a report."""
+    alt: str
+    """What a reader who does not see it needs to know."""
+    caption: str
+    """One sentence: what is drawn."""
+    provenance: str
+    """GPU, clocks, problem, regime, date, commit; empty where nothing was measured."""
+    data_files: tuple[str, ...]
+    """Raw data behind it, relative to data/."""
+    svg: Mapping[Layout, str]
+    """SVG in the light theme on a solid ground."""
+
+    def themed(self, layout: Layout, theme: Theme) -> str:
+        """The SVG for a page of that theme, with a transparent ground."""
+        text = self.svg[layout].replace(f"fill: {SURFACE}", "fill: none").replace(SURFACE, _PAGE[theme])
+        if theme == "dark":
+            text = re.sub("|".join(_DARK), lambda match: _DARK[match[0]], text)
+        return text
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
+        whole = {
+            "name": self.name,
+            "alt": self.alt,
+            "caption": self.caption,
+            "provenance": self.provenance,
+            "data_files": list(self.data_files),
+            "svg": dict(self.svg),
+        }
+        return {
+            "image/svg+xml": self.svg["wide"],
+            "text/plain": f"{self.caption} {self.provenance}".strip(),
+            MIME: whole,
+        }
+
+    @classmethod
+    def from_mime(cls, payload: str | Mapping[str, Any]) -> Chart:
+        """The chart in a notebook's output."""
+        whole = dict(json.loads(payload) if isinstance(payload, str) else payload)
+        whole["data_files"] = tuple(whole["data_files"])
+        return cls(**whole)
+
+
+def _settings(layout: Layout) -> Any:
+    size = 9.5 if layout == "wide" else 8.8
+    return {
+        "svg.fonttype": "none",  # text stays text: sharp, small, in the reader's own font
+        "svg.hashsalt": "flashlab",  # the same data gives the same bytes
+        "font.family": "DejaVu Sans",  # wider than any system font, so what fits here fits there
+        "font.size": size,
+        "axes.labelsize": size,
+        "axes.titlesize": size + 0.5,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "xtick.labelsize": size - 0.7,
+        "ytick.labelsize": size,
+        "legend.fontsize": size - 0.7,
+        "legend.frameon": False,
+        "text.color": INK,
+        "axes.labelcolor": MUTED,
+        "axes.titlecolor": INK,
+        "xtick.color": MUTED,
+        "ytick.color": INK,
+        "xtick.labelcolor": MUTED,
+        "ytick.labelcolor": INK,
+        "axes.edgecolor": GRID,
+        "axes.facecolor": "none",
+        "figure.facecolor": SURFACE,
+        "grid.color": GRID,
+        "grid.linewidth": 0.7,
+        "patch.linewidth": 0,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "xtick.major.size": 0,
+        "xtick.minor.size": 0,
+        "ytick.major.size": 0,
+        "ytick.minor.size": 0,
+    }
+
+
+def _chart(
+    draw: Callable[[Figure, Layout], None],
+    *,
+    name: str,
+    heights: Mapping[Layout, float],
+    alt: str,
+    caption: str,
+    provenance: str = "",
+    data_files: tuple[str, ...] = (),
+) -> Chart:
+    """Draw both layouts; `heights` in inches."""
+    import matplotlib as mpl
+    import seaborn as sns
+    from matplotlib.figure import Figure
+
+    svg: dict[Layout, str] = {}
+    for layout in LAYOUTS:
+        with sns.axes_style("white"), mpl.rc_context(rc=_settings(layout)):
+            figure = Figure(figsize=(_INCHES[layout], heights[layout]), layout="constrained")
+            draw(figure, layout)
+            buffer = StringIO()
+            figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        text = buffer.getvalue()
+        text = text[text.index("<svg") :].replace("'DejaVu Sans'", _FONT)
+        svg[layout] = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+    return Chart(name=name, alt=alt, caption=caption, provenance=provenance, data_files=data_files, svg=svg)
+
+
+def _label(row: Measurement) -> str:
+    return row.name if row.kind == "stage" else peer_title(row.name)
+
+
+def _spread(row: Measurement, regime: Regime, cache: Cache) -> tuple[float, float, float]:
+    """Rate at the 95th percentile of the times, at the median, and at the 5th."""
+    import numpy as np
+
+    samples = row.samples_of(regime, cache)
+    if samples is None:
+        raise NoDataError(f"{row.name}: no {regime} {cache} samples")
+    problem = row.problem.problem()
+    slow, mid, fast = (problem.tflops(float(t)) for t in np.percentile(samples.time_us, (95, 50, 5)))
+    return slow, mid, fast
+
+
+def _height(rows: int, *, extra: float) -> dict[Layout, float]:
+    """Inches for so many named rows (see `_name_rows`) and what stands above and below them."""
+    return {"wide": extra + 0.27 * rows, "narrow": extra + 0.37 * rows}
+
+
+def _name_rows(
+    axes: Axes,
+    positions: Sequence[float],
+    names: Sequence[str],
+    layout: Layout,
+    *,
+    bold: str | None = None,
+    bars: bool = False,
+) -> None:
+    """Name the rows of a horizontal chart: beside them where there is width, above each where there is not."""
+    room = 0.7 if layout == "wide" else 1.0
+    axes.set_ylim(positions[-1] + 0.7, positions[0] - room)
+    if layout == "wide":
+        axes.set_yticks(positions, names)
+        for tick, name in zip(axes.get_yticklabels(), names, strict=True):
+            tick.set_fontweight("bold" if name == bold else "normal")
+        return
+    axes.set_yticks([])
+    for y, name in zip(positions, names, strict=True):
+        axes.annotate(
+            name,
+            (0, y),
+            xycoords=("axes fraction", "data"),
+            xytext=(0, 7 if bars else 5),
+            textcoords="offset points",
+            va="bottom",
+            weight="bold" if name == bold else "normal",
+        )
+
+
+def _plain_log_ticks(axis: Any, layout: Layout = "wide") -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    decades = math.log10(high / low)
+    subs = (1.0,) if decades > (3.5 if layout == "wide" else 1.6) else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(base=10, subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _require_timed(rows: Sequence[Measurement], regime: Regime, cache: Cache) -> list[Measurement]:
+    timed = [row for row in rows if row.samples_of(regime, cache)]
+    if not timed:
+        raise NoDataError(f"wanted at least one row with {regime} {cache} samples, found none among {len(rows)} rows")
+    return timed
+
+
+def ladder(
+    rows: Sequence[Measurement],
+    *,
+    name: str = "ladder",
+    highlight: str | None = None,
+    regime: Regime = "burst",
+    cache: Cache = "hot",
+) -> Chart:
+    """Every stage and every library at one problem, TFLOP/s on a logarithmic axis, with the 5th to 95th percentile.
+
+    A logarithmic axis, because rates span orders of magnitude and equal steps then mean equal factors; marks rather
+    than bars, because a bar's length would mean nothing there. Rows without a time stay, with the reason.
+
+    Raises:
+        NoDataError: no row has a time.
+    """
+    timed = _require_timed(rows, regime, cache)
+    rates = {row.name: _spread(row, regime, cache) for row in timed}
+    peer = results.fastest_peer(rows, regime, cache)
+    stage = results.fastest_stage(rows, regime, cache)
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        low, high = min(r[0] for r in rates.values()), max(r[2] for r in rates.values())
+        left, right = low / 1.7, high * (3.0 if layout == "wide" else 4.5)
+        axes.set_xscale("log")
+        axes.set_xlim(left, right)
+        gap = 0.0
+        positions: list[float] = []
+        for index, row in enumerate(rows):
+            if row.kind == "peer" and index and rows[index - 1].kind == "stage":
+                gap = 0.6
+            y = index + gap
+            positions.append(y)
+            colour = PEER if row.kind == "peer" else ACCENT if row.name == highlight else STAGE
+            if row.name not in rates:
+                axes.text(left * 1.06, y, f"{row.status}", va="center", color=MUTED, style="italic")
+                continue
+            slow, mid, fast = rates[row.name]
+            axes.plot([left, mid], [y, y], color=GRID, linewidth=1.2, solid_capstyle="butt", zorder=1)
+            axes.plot([slow, fast], [y, y], color=colour, linewidth=5, alpha=0.35, solid_capstyle="round", zorder=2)
+            axes.plot([mid], [y], marker="D" if row.kind == "peer" else "o", markersize=6, color=colour, zorder=3)
+            factor = ""
+            parent = results.parent_of(row, rows)
+            if parent is not None and parent.name in rates:
+                factor = f"×{number(mid / rates[parent.name][1])}"
+            bold = "bold" if row.name == highlight else "normal"
+            axes.annotate(
+                number(mid), (max(mid, fast), y), xytext=(7, 0), textcoords="offset points", va="center", weight=bold
+            )
+            if factor:
+                axes.text(right, y, factor, va="center", ha="right", color=MUTED)
+        if peer is not None:
+            axes.axvline(rates[peer.name][1], color=PEER, linewidth=1, linestyle=(0, (3, 3)), alpha=0.8, zorder=0)
+        axes.annotate(
+            "× parent",
+            (1, 1),
+            xycoords="axes fraction",
+            xytext=(0, 2),
+            textcoords="offset points",
+            ha="right",
+            color=MUTED,
+        )
+        _name_rows(axes, positions, [_label(row) for row in rows], layout, bold=highlight)
+        _plain_log_ticks(axes.xaxis, layout)
+        axes.grid(axis="x")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel("TFLOP/s, logarithmic")
+
+    best = (
+        f"The fastest stage, {stage.name}, reaches {number(rates[stage.name][1])} TFLOP/s"
+        if stage
+        else "No stage has a time"
+    )
+    library = (
+        f"the fastest library, {peer_title(peer.name)}, {number(rates[peer.name][1])}"
+        if peer
+        else "no library has a time"
+    )
+    return _chart(
+        draw,
+        name=name,
+        heights=_height(len(rows) + 1, extra=0.65),
+        alt=f"Throughput of {len(timed)} stages and libraries on a logarithmic axis. {best}; {library}.",
+        caption="Throughput of each stage (circles) and library (diamonds): median, with the 5th to 95th percentile as a "
+        "band. The dashed line is the fastest library.",
+        provenance=results.provenance(timed, regime, cache),
+        data_files=results.run_files(timed),
+    )
+
+
+def waterfall(
+    rows: Sequence[Measurement], *, name: str = "waterfall", regime: Regime = "burst", cache: Cache = "hot"
+) -> Chart:
+    """What each step multiplied: a bar from the parent's rate to the child's on a logarithmic axis.
+
+    Raises:
+        NoDataError: no stage and its parent both have times.
+    """
+    steps = [
+        (row, results.rate(parent, regime, cache) or 0.0, results.rate(row, regime, cache) or 0.0)
+        for row in rows
+        if (parent := results.parent_of(row, rows))
+        and results.rate(parent, regime, cache)
+        and results.rate(row, regime, cache)
+    ]
+    if not steps:
+        raise NoDataError("wanted a stage and its parent, both with times, found none")
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        axes.set_xscale("log")
+        ends = [value for _, a, b in steps for value in (a, b)]
+        axes.set_xlim(min(ends) / 1.6, max(ends) * (1.9 if layout == "wide" else 3.0))
+        for y, (_, before, after) in enumerate(steps):
+            gain = after >= before
+            colour = STAGE if gain else LOSS
+            axes.barh(y, after - before, left=before, height=0.5 if layout == "wide" else 0.36, color=colour, alpha=0.9)
+            axes.annotate(
+                f"×{number(after / before)}" + ("" if gain else " slower"),
+                (max(before, after), y),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+            )
+            if y:
+                axes.plot([before, before], [y - 0.75, y - 0.25], color=MUTED, linewidth=0.8)
+        _name_rows(axes, range(len(steps)), [row.name for row, _, _ in steps], layout, bars=True)
+        _plain_log_ticks(axes.xaxis, layout)
+        axes.grid(axis="x")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel("TFLOP/s, logarithmic")
+
+    told = ", ".join(f"{row.name} ×{number(after / before)}" for row, before, after in steps)
+    return _chart(
+        draw,
+        name=name,
+        heights=_height(len(steps), extra=0.75),
+        alt=f"What each step multiplied over its parent: {told}.",
+        caption="What each step bought: a bar runs from its parent's rate to its own, so equal lengths are equal factors.",
+        provenance=results.provenance([row for row, _, _ in steps], regime, cache),
+        data_files=results.run_files([row for row, _, _ in steps]),
+    )
+
+
+def shape_label(problem: Problem) -> str:
+    """A problem for a chart's axis: what differs between problems of a chart, on two lines."""
+    heads = f"H{problem.q_heads}" if problem.q_heads == problem.kv_heads else f"H{problem.q_heads}/{problem.kv_heads}"
+    length = f"S{problem.q_len}" if problem.q_len == problem.kv_len else f"S{problem.q_len}/{problem.kv_len}"
+    return f"B{problem.batch} {heads}\n{length} D{problem.head_dim}"
+
+
+def scaling(
+    shown: Results,
+    *,
+    mask: str,
+    dtype: str = "float16",
+    name: str = "scaling",
+    stage_ids: Sequence[str] | None = None,
+    regime: Regime = "burst",
+    cache: Cache = "hot",
+) -> Chart:
+    """Every shape at once: rate as a percentage of the fastest library at that shape, in the same run.
+
+    Raises:
+        NoDataError: no problem of that mask and element type has a time.
+    """
+    problems = [
+        p
+        for p, rows in shown.problems.items()
+        if p.mask == mask and p.dtype == dtype and results.fastest_peer(rows, regime, cache) is not None
+    ]
+    if not problems:
+        raise NoDataError(f"wanted {mask} {dtype} problems with a library's time on {shown.gpu}, found none")
+    cells: dict[str, dict[Problem, float]] = {}
+    used: list[Measurement] = []
+    kinds: dict[str, str] = {}
+    for problem in problems:
+        rows = shown.rows(problem, stage_ids=stage_ids)
+        best = results.fastest_peer(rows, regime, cache)
+        top = results.rate(best, regime, cache) if best else None
+        for row in rows:
+            kinds[row.name] = row.kind
+            value = results.rate(row, regime, cache)
+            cells.setdefault(row.name, {})
+            if value and top:
+                cells[row.name][problem] = 100 * value / top
+                used.append(row)
+    stage_names = [name for name, kind in kinds.items() if kind == "stage" and cells[name]]
+    peer_names = [name for name, kind in kinds.items() if kind == "peer" and cells[name]]
+    names = stage_names + peer_names
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        import numpy as np
+        import seaborn as sns
+        from matplotlib.colors import LinearSegmentedColormap
+
+        table = np.array([[cells[name].get(problem, math.nan) for problem in problems] for name in names])
+        ramp = LinearSegmentedColormap.from_list("rate", ["#f2f5f7", "#9cc9e6", "#2a7fb8", "#0b4a78"])
+        axes: Axes = figure.subplots()
+        sns.heatmap(
+            table,
+            ax=axes,
+            cmap=ramp,
+            vmin=0,
+            vmax=100,
+            annot=np.array(
+                [["" if math.isnan(v) else f"{v:.0f}" if v >= 9.5 else f"{v:.1f}" for v in line] for line in table]
+            ),
+            fmt="",
+            cbar=False,
+            linewidths=1.5,
+            linecolor=SURFACE,
+            annot_kws={"size": 9 if layout == "wide" else 7.2},
+        )
+        axes.axhline(len(stage_names), color=MUTED, linewidth=1)
+        axes.set_yticks(
+            [i + 0.5 for i in range(len(names))],
+            [n if kinds[n] == "stage" else peer_title(n) for n in names],
+            rotation=0,
+        )
+        labels = [shape_label(p) for p in problems]
+        axes.set_xticks([i + 0.5 for i in range(len(problems))], labels, rotation=0 if layout == "wide" else 90)
+        axes.tick_params(labelsize=8 if layout == "wide" else 7.2)
+        axes.set_xlabel(
+            "percent of the fastest library's rate at that shape" if layout == "wide" else "% of the fastest library"
+        )
+
+    height = 0.95 + 0.25 * len(names)
+    return _chart(
+        draw,
+        name=name,
+        heights={"wide": height, "narrow": height + 0.35},
+        alt=f"Rate of {len(names)} stages and libraries at {len(problems)} {mask} {dtype} shapes, "
+        "as a percentage of the fastest library at each shape. The same numbers stand in the tables of this page.",
+        caption=f"Every {mask} {dtype} shape: percent of the fastest library at that shape in the same run. "
+        "Blank: no time, see the tables.",
+        provenance=results.provenance(used, regime, cache),
+        data_files=results.run_files(used),
+    )
+
+
+def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
+    """Cold cache and sustained load as a percentage of the burst rate with a hot L2.
+
+    Raises:
+        NoDataError: no row has a burst time.
+    """
+    timed = _require_timed(rows, "burst", "hot")
+    looks: dict[tuple[Regime, Cache], tuple[str, str, str]] = {
+        ("burst", "cold"): ("s", STAGE, "burst, cold L2"),
+        ("sustained", "hot"): ("D", PEER, "sustained"),
+    }
+    shares = {
+        (row.name, state): 100 * rate / (results.rate(row) or rate)
+        for row in timed
+        for state in looks
+        if (rate := results.rate(row, *state))
+    }
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        axes.axvline(100, color=MUTED, linewidth=1)
+        for y, row in enumerate(timed):
+            for state, (marker, colour, label) in looks.items():
+                if (row.name, state) in shares:
+                    share = shares[row.name, state]
+                    axes.plot([100, share], [y, y], color=GRID, linewidth=1.2, zorder=1)
+                    axes.plot(
+                        [share], [y], marker, color=colour, markersize=6, label=label if not y else None, zorder=2
+                    )
+        _name_rows(axes, range(len(timed)), [_label(row) for row in timed], layout)
+        axes.grid(axis="x")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel("percent of the burst rate with a hot L2")
+        if shares:
+            figure.legend(loc="outside upper left", ncols=2)
+
+    clock = {state: results.clocks(timed, *state) for state in results.STATES}
+    told = "; ".join(
+        f"{_label(row)} {number(shares[row.name, ('sustained', 'hot')])} %"
+        for row in timed
+        if (row.name, ("sustained", "hot")) in shares
+    )
+    return _chart(
+        draw,
+        name=name,
+        heights=_height(len(timed), extra=0.95),
+        alt=f"Rate under sustained load as a percentage of the burst rate: {told or 'not measured'}.",
+        caption="What a cold cache and sustained load leave of the burst rate. "
+        f"SM clock: burst {clock['burst', 'hot']}, sustained {clock['sustained', 'hot']}.",
+        provenance=results.provenance(timed, "burst", "hot").replace("burst, hot L2", "all regimes"),
+        data_files=results.run_files(timed),
+    )
+
+
+def samples(row: Measurement, *, name: str = "samples") -> Chart:
+    """Every sample of one row in the order taken, with the clock beside it where it was recorded.
+
+    Raises:
+        NoDataError: the row has no samples.
+    """
+    states = [(state, taken) for state in results.STATES if (taken := row.samples_of(*state))]
+    if not states:
+        raise NoDataError(f"wanted samples of {row.name}, its status is {row.status}: {row.reason}")
+    with_clock = any(taken.sm_clock_mhz for _, taken in states)
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        import numpy as np
+
+        rows_of_axes = 2 if with_clock else 1
+        grid = figure.subplots(
+            rows_of_axes, len(states), squeeze=False, sharey="row", sharex="col", height_ratios=[3, 2][:rows_of_axes]
+        )
+        for column, ((regime, cache), taken) in enumerate(states):
+            top: Axes = grid[0][column]
+            index = np.arange(len(taken.time_us))
+            top.plot(index, taken.time_us, ".", color=STAGE, markersize=3.5, alpha=0.7)
+            top.axhline(taken.median_us, color=INK, linewidth=1)
+            title = f"{regime}, {cache} L2" if regime == "burst" else regime
+            top.set_title(title if layout == "wide" else title.replace(", ", "\n").removesuffix(" L2"))
+            top.grid(axis="y")
+            if with_clock:
+                bottom: Axes = grid[1][column]
+                if taken.sm_clock_mhz:
+                    bottom.plot(index, taken.sm_clock_mhz, ".", color=PEER, markersize=3.5, alpha=0.7)
+                bottom.grid(axis="y")
+            grid[-1][column].set_xlabel("sample")
+        grid[0][0].set_ylabel("time, µs")
+        if with_clock:
+            grid[1][0].set_ylabel("SM, MHz")
+
+    told = "; ".join(
+        f"{regime} {cache}: median {number(t.median_us)} µs, deviation {number(t.cv_percent)} %"
+        for (regime, cache), t in states
+    )
+    return _chart(
+        draw,
+        name=name,
+        heights={"wide": 3.0 if with_clock else 2.1, "narrow": 3.1 if with_clock else 2.2},
+        alt=f"Every sample of {row.name} in the order taken. {told}.",
+        caption=f"Every sample of {_label(row)} in the order taken; the line is the median.",
+        provenance=results.provenance([row]).replace("burst, hot L2", "all regimes"),
+        data_files=results.run_files([row]),
+    )
+
+
+def errors(rows: Sequence[Measurement], *, name: str = "errors") -> Chart:
+    """Largest error of each row as a fraction of its limit: left of one passes.
+
+    Raises:
+        NoDataError: no row has a verdict with an error.
+    """
+    judged = [(row, v) for row in rows if (v := row.verdict) and v.max_abs_error is not None and v.max_abs_limit]
+    if not judged:
+        raise NoDataError("wanted rows with a verdict, found none")
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        axes.set_xscale("log")
+        for y, (row, verdict) in enumerate(judged):
+            worst = (verdict.max_abs_error or 0.0) / (verdict.max_abs_limit or 1.0)
+            colour = LOSS if not verdict.passed else PEER if row.kind == "peer" else STAGE
+            axes.plot([max(worst, 1e-3)], [y], "D" if row.kind == "peer" else "o", color=colour, markersize=6)
+            if verdict.rms_error is not None and verdict.rms_limit:
+                axes.plot(
+                    [max(verdict.rms_error / verdict.rms_limit, 1e-3)], [y], "|", color=MUTED, markersize=9, mew=1.6
+                )
+        axes.axvline(1.0, color=LOSS, linewidth=1.2)
+        _name_rows(axes, range(len(judged)), [_label(row) for row, _ in judged], layout)
+        _plain_log_ticks(axes.xaxis, layout)
+        axes.grid(axis="x")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel("error ÷ limit, logarithmic")
+
+    passed = sum(v.passed for _, v in judged)
+    return _chart(
+        draw,
+        name=name,
+        heights=_height(len(judged), extra=0.65),
+        alt=f"Error over its limit for {len(judged)} stages and libraries; {passed} of them pass.",
+        caption="Largest error (mark) and root-mean-square error (bar), each over its limit. "
+        "Left of the line passes. The limit is twice the error of the same computation done plainly, plus rounding "
+        "slack.",
+        provenance=results.provenance([row for row, _ in judged]).replace(" · burst, hot L2", ""),
+        data_files=results.run_files([row for row, _ in judged]),
+    )
+
+
+SASS_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "tensor": ("tensor",),
+    "exponential": ("mufu",),
+    "FP32": ("fma",),
+    "fp16": ("half",),
+    "shared, shuffle": ("shared_load", "shared_store", "shuffle"),
+    "global": ("global_load", "global_store", "async_copy", "local"),
+    "convert": ("convert",),
+    "integer, move": ("integer", "move"),
+    "control, rest": ("branch", "branch_predicated", "converge", "barrier", "other"),
+}
+"""Instruction classes as a chart shows them: few enough to tell apart."""
+
+
+def sass_mix(mixes: Mapping[str, Mapping[str, int]], *, name: str = "sass-mix", note: str = "") -> Chart:
+    """The instruction mix of each kernel's machine code: static counts, each bar one kernel's whole.
+
+    Args:
+        mixes: counts by class (see sass.py) for each label.
+        note: what was compiled: architecture, head dim, element type.
+
+    Raises:
+        NoDataError: `mixes` is empty.
+    """
+    if not mixes:
+        raise NoDataError("wanted the instruction mix of at least one kernel, got none")
+    totals = {
+        label: sum(mix.get(c, 0) for group in SASS_GROUPS.values() for c in group) or 1 for label, mix in mixes.items()
+    }
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        for y, (label, mix) in enumerate(mixes.items()):
+            left = 0.0
+            for (group, classes), colour in zip(SASS_GROUPS.items(), _CATEGORIES, strict=True):
+                share = 100 * sum(mix.get(c, 0) for c in classes) / totals[label]
+                if share:
+                    axes.barh(
+                        y,
+                        share,
+                        left=left,
+                        height=0.66 if layout == "wide" else 0.4,
+                        color=colour,
+                        edgecolor=SURFACE,
+                        linewidth=1,
+                        label=group,
+                    )
+                left += share
+            axes.text(101.5, y, f"{totals[label]:,}", va="center", color=MUTED)
+        axes.set_xlim(0, 112 if layout == "wide" else 122)
+        axes.set_xticks([0, 25, 50, 75, 100])
+        _name_rows(axes, range(len(mixes)), list(mixes), layout, bars=True)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel("percent of the kernel's instructions")
+        axes.annotate(
+            "number",
+            (1, 1),
+            xycoords="axes fraction",
+            xytext=(0, 1),
+            textcoords="offset points",
+            ha="right",
+            color=MUTED,
+        )
+        handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
+        shown = {group: handles[group] for group in SASS_GROUPS if group in handles}
+        figure.legend(shown.values(), shown.keys(), loc="outside upper left", ncols=9 if layout == "wide" else 3,
+                      handlelength=0.9, handletextpad=0.4, columnspacing=0.9)  # fmt: skip
+
+    with_tensor = [label for label, mix in mixes.items() if mix.get("tensor")]
+    return _chart(
+        draw,
+        name=name,
+        heights={"wide": 0.9 + 0.3 * len(mixes), "narrow": 1.2 + 0.4 * len(mixes)},
+        alt=f"Instruction mix of {len(mixes)} kernels. With tensor-core instructions: "
+        f"{', '.join(with_tensor) or 'none'}.",
+        caption="Static instruction mix of the machine code: what is in the kernel, not how often it runs.",
+        provenance=note,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Point:
+    """A stage or library under a roof."""
+
+    label: str
+    is_stage: bool
+    intensity: float
+    """Operations a byte."""
+    tflops: float
+    solid: bool = True
+    """False: another head dim than the first problem's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Roof:
+    """A ceiling: flat in TFLOP/s, a slope in TB/s."""
+
+    label: str
+    value: float
+    is_slope: bool
+    measured: bool
+    """False: from a data sheet."""
+
+
+def _roofs(shown: Results, problem: Problem, bandwidth: str) -> list[_Roof]:
+    """The ceilings that `problem` meets: products on each unit, exponentials, and the memory called `bandwidth`."""
+    flops_per_score = 4 * problem.head_dim
+    flat = {
+        f"tensor_{problem.dtype}": "tensor cores, cuBLAS",
+        f"mma_sync_{problem.dtype}": "tensor cores, mma.sync",
+        "half2_fma": "fp16 arithmetic",
+        "fp32_fma": "FP32 arithmetic",
+    }
+    found = [
+        _Roof(label=label, value=shown.ceilings[name].value, is_slope=False, measured=True)
+        for name, label in flat.items()
+        if name in shown.ceilings
+    ]
+    if "exp2" in shown.ceilings:
+        value = shown.ceilings["exp2"].value * flops_per_score
+        found.append(_Roof(label=f"exponentials at D{problem.head_dim}", value=value, is_slope=False, measured=True))
+    if bandwidth in shown.ceilings:
+        label = {"copy": "device memory", "l2_read": "L2"}[bandwidth]
+        found.append(_Roof(label=label, value=shown.ceilings[bandwidth].value, is_slope=True, measured=True))
+    sheet = roofline_model.datasheet(shown.gpu)
+    if sheet:
+        for name, label, is_slope in (
+            (f"tensor_{problem.dtype}", "tensor cores", False),
+            (bandwidth, "device memory", True),
+        ):
+            peak = sheet.peak(name)
+            if peak:
+                found.append(_Roof(label=label, value=peak.value, is_slope=is_slope, measured=False))
+    return found
+
+
+def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str | None = None) -> Chart:
+    """Rates against arithmetic intensity under the GPU's ceilings.
+
+    At `dram` each mark is a problem: the fastest stage and the fastest library at it, over the bytes that must cross
+    device memory. At `l2` each mark is a stage at the first problem, over the bytes that its tiles fetch from L2.
+
+    Raises:
+        NoDataError: no bandwidth or compute ceiling was measured (a GPU without has no roof), or nothing has a time.
+    """
+    first = shown.first
+    if first is None:
+        raise NoDataError(f"wanted measurements of {shown.gpu}, found none")
+    roofs = _roofs(shown, first, "copy" if level == "dram" else "l2_read")
+    flat = [roof for roof in roofs if not roof.is_slope]
+    slopes = [roof for roof in roofs if roof.is_slope]
+    if not any(r.measured for r in flat) or not any(r.measured for r in slopes):
+        raise NoDataError(
+            f"wanted a measured bandwidth and compute ceiling of {shown.gpu}, found none. "
+            "`flashlab bench --ceilings` makes them"
+        )
+    points, rows = _dram_points(shown, first) if level == "dram" else _l2_points(shown, first)
+    if not points:
+        raise NoDataError(f"wanted a stage with a time at {first.label} on {shown.gpu}, found none")
+    top, slope = max(roof.value for roof in flat), max(roof.value for roof in slopes)
+    ridge = top / slope
+    columns: dict[str, float] = {}
+    for row in rows if level == "dram" else ():
+        problem = row.problem.problem()
+        intensity = problem.flops / problem.compulsory_bytes
+        if all(abs(other / intensity - 1) > 0.1 for other in columns.values()):
+            columns[f"S{problem.q_len}"] = intensity
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        left = min([*(p.intensity for p in points), ridge]) / (4 if level == "dram" else 8)
+        right = max([*(p.intensity for p in points), ridge]) * 4
+        low = min([*(p.tflops for p in points), *(roof.value for roof in flat)]) / 3
+        high = top * 1.6
+        axes.set_xlim(left, right)
+        axes.set_ylim(low, high)
+        colours = iter(_CATEGORIES[i] for i in (2, 3, 4, 6, 7))
+        for roof in sorted(slopes, key=lambda r: (not r.measured, -r.value)) + sorted(
+            flat, key=lambda r: (not r.measured, -r.value)
+        ):
+            unit = "TB/s" if roof.is_slope else "TFLOP/s"
+            colour = MUTED if roof.is_slope or not roof.measured else next(colours)
+            ends = (
+                ([left, top / roof.value], [left * roof.value, top])
+                if roof.is_slope
+                else ([roof.value / slope, right], [roof.value] * 2)
+            )
+            axes.plot(
+                *ends,
+                color=colour,
+                linewidth=1.8 if roof.measured else 1.2,
+                linestyle="-" if roof.measured else (0, (4, 3)),
+                label=f"{roof.label}, {number(roof.value)} {unit}{'' if roof.measured else ' (data sheet)'}",
+            )
+        for point in points:
+            axes.plot(
+                [point.intensity],
+                [point.tflops],
+                "o" if point.is_stage else "D",
+                color=STAGE if point.is_stage else PEER,
+                markerfacecolor=(STAGE if point.is_stage else PEER) if point.solid else "none",
+                markersize=6,
+                markeredgewidth=1.6,
+            )
+        for length, intensity in columns.items():
+            axes.annotate(
+                length, (intensity, 0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
+                ha="center", color=MUTED, size="small",
+            )  # fmt: skip
+        decade = axes.get_window_extent().height / figure.dpi * 72 / math.log10(high / low)
+        for point, shift in _spread_labels([p for p in points if p.label], points_per_decade=decade):
+            axes.annotate(
+                point.label, (point.intensity, point.tflops), xytext=(9, shift), textcoords="offset points",
+                va="center", size="small", color=STAGE,
+            )  # fmt: skip
+        _plain_log_ticks(axes.xaxis, "narrow")
+        _plain_log_ticks(axes.yaxis, "narrow")
+        axes.tick_params(axis="y", labelcolor=MUTED)
+        axes.grid()
+        axes.set_xlabel(
+            "operations per byte of device memory" if level == "dram" else "operations per byte read from L2"
+        )
+        axes.set_ylabel("TFLOP/s")
+        figure.legend(loc="outside lower left", ncols=2 if layout == "wide" else 1)
+
+    caption = {
+        "dram": "Each full problem's fastest stage (circles) and fastest library (diamonds), over the bytes that must "
+        "cross device memory. "
+        f"Filled: head dim {first.head_dim}, hollow: another.",
+        "l2": f"Each stage at {first.label}, over the bytes its tiles fetch from L2, counted from its tile size.",
+    }[level]
+    told = "; ".join(
+        f"{row.name} at {row.problem.problem().label} {number(p.tflops)}" for p, row in zip(points, rows, strict=True)
+    )
+    return _chart(
+        draw,
+        name=name or f"roofline-{level}",
+        heights={"wide": 5.0, "narrow": 6.0},
+        alt=f"Roofline. Compute ceilings, TFLOP/s: {', '.join(f'{r.label} {number(r.value)}' for r in flat)}. "
+        f"Marks, TFLOP/s: {told}.",
+        caption=f"{caption} Solid ceilings were measured here, dashed ones are the data sheet's.",
+        provenance=results.provenance(rows),
+        data_files=results.run_files([*rows, *shown.ceilings.values()]),
+    )
+
+
+def _dram_points(shown: Results, first: Problem) -> tuple[list[_Point], list[Measurement]]:
+    points: list[_Point] = []
+    used: list[Measurement] = []
+    for problem, rows in shown.problems.items():
+        if problem.dtype != first.dtype or problem.mask != "full":
+            continue
+        for row in (results.fastest_stage(rows), results.fastest_peer(rows)):
+            rate = results.rate(row) if row else None
+            if row is None or rate is None:
+                continue
+            points.append(
+                _Point(
+                    label="",
+                    is_stage=row.kind == "stage",
+                    intensity=problem.flops / problem.compulsory_bytes,
+                    tflops=rate,
+                    solid=problem.head_dim == first.head_dim,
+                )
+            )
+            used.append(row)
+    return points, used
+
+
+def _l2_points(shown: Results, problem: Problem) -> tuple[list[_Point], list[Measurement]]:
+    from flashlab import compiler
+
+    points: list[_Point] = []
+    used: list[Measurement] = []
+    for row in shown.rows(problem):
+        rate, stage = results.rate(row), stages.STAGES.get(row.name)
+        if rate is None or stage is None or row.cubin is None:
+            continue
+        cubin = compiler.compile_stage(
+            stage,
+            head_dim=problem.head_dim,
+            dtype=problem.dtype,
+            causal=problem.causal,
+            arch=row.cubin.arch,
+            overrides=row.cubin.parameters,
+        )
+        if cubin.launch_shape is None:
+            continue
+        intensity = problem.flops / roofline_model.l2_bytes(problem, cubin.launch_shape.tile_q)
+        points.append(_Point(label=row.name, is_stage=True, intensity=intensity, tflops=rate))
+        used.append(row)
+    return points, used
+
+
+def _spread_labels(points: Sequence[_Point], *, points_per_decade: float) -> list[tuple[_Point, float]]:
+    """Vertical shifts, in points, that keep the labels of neighbouring marks from covering each other."""
+    placed: list[tuple[_Point, float, float]] = []
+    for point in sorted(points, key=lambda p: p.tflops):
+        natural = math.log10(point.tflops) * points_per_decade
+        near = [at for other, at, _ in placed if abs(math.log10(other.intensity / point.intensity)) < 0.6]
+        position = max([natural, *(at + 11.5 for at in near)])
+        placed.append((point, position, position - natural))
+    return [(point, shift) for point, _, shift in placed]
+
+
+def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
+    """Measured ceilings as a percentage of the data sheet's.
+
+    Raises:
+        NoDataError: nothing measured has a data sheet's value beside it.
+    """
+    sheet = roofline_model.datasheet(shown.gpu)
+    found = [(c, peak) for c in shown.ceilings.values() if sheet and (peak := sheet.peak(c.name))]
+    if not found:
+        raise NoDataError(f"wanted measured ceilings of {shown.gpu} with a data sheet's value beside them, found none")
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        thickness = 0.56 if layout == "wide" else 0.36
+        for y, (ceiling, peak) in enumerate(found):
+            share = 100 * ceiling.value / peak.value
+            axes.barh(y, 100, height=thickness, color=GRID, alpha=0.6)
+            axes.barh(y, share, height=thickness, color=STAGE)
+            of = f" of {number(peak.value)}" if layout == "wide" else ""
+            axes.text(max(share, 100) + 2, y, f"{number(ceiling.value)}{of} {ceiling.unit}", va="center")
+        axes.set_xlim(0, 165)
+        axes.set_xticks([0, 25, 50, 75, 100])
+        _name_rows(axes, range(len(found)), [c.name for c, _ in found], layout, bars=True)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel("percent of the data sheet's peak")
+
+    first = found[0][0]
+    told = "; ".join(f"{c.name} {number(c.value)} of {number(p.value)} {c.unit}" for c, p in found)
+    return _chart(
+        draw,
+        name=name,
+        heights=_height(len(found), extra=0.75),
+        alt=f"Measured ceilings beside the data sheet's: {told}.",
+        caption="What the GPU at hand delivers of what its data sheet says (dense products).",
+        provenance=f"{first.gpu.name} · burst · {results.date(first.run)} · "
+        f"commit {results.commit_label(first.run, first.source.dirty)}",
+        data_files=results.run_files([c for c, _ in found]),
+    )

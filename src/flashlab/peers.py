@@ -1,0 +1,301 @@
+"""The libraries measured beside the stages, in the same run and on the same tensors.
+
+A peer takes torch tensors Q (batch, q_heads, q_len, head_dim), K and V (batch, kv_heads, kv_len, head_dim), contiguous,
+and returns O like Q. Each says why it cannot do a problem, so that a missing one is named and never silently dropped.
+
+Causal masks: flashlab aligns them bottom right (as FlashAttention does); torch's `is_causal` aligns top left. They
+agree for square problems alone, so where q_len and kv_len differ a peer gets an explicit bottom-right mask, or says no.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flashlab.errors import ParameterError
+from flashlab.problem import Problem
+
+Attention = Callable[[Any, Any, Any], Any]
+"""(q, k, v) -> out, torch tensors; enqueues on torch's current stream."""
+Kind = Literal["missing", "unsupported"]
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """Why a peer is not measured: `missing` (not installed) or `unsupported` (cannot do this problem here)."""
+
+    kind: Kind
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A library's attention."""
+
+    name: str
+    title: str
+    how: str
+    """The call, for people."""
+    packages: tuple[tuple[str, str], ...]
+    """(module, what to `pip install` for it)."""
+    build: Callable[[Problem], Attention]
+    """Makes the callable for one problem. May compile; imports what it needs."""
+    limits: Callable[[Problem], str | None] = lambda problem: None
+    """Why this problem is beyond it, from the problem alone; None when it is not."""
+    min_capability: tuple[int, int] = (7, 5)
+    max_capability: tuple[int, int] | None = None
+    needs_memory: bool = False
+    """True where it holds all scores at once."""
+
+    def why_not(
+        self, problem: Problem, *, compute_capability: tuple[int, int] | None = None, free_bytes: int | None = None
+    ) -> WhyNot | None:
+        """Why this peer cannot do `problem` here; None when it can.
+
+        `compute_capability` and `free_bytes` (device memory) are checked where given.
+        """
+        for module, requirement in self.packages:
+            if importlib.util.find_spec(module) is None:
+                return WhyNot(
+                    "missing",
+                    f"{self.name} needs the Python package {module}; `pip install '{requirement}'` installs it",
+                )
+        if compute_capability is not None:
+            have = ".".join(map(str, compute_capability))
+            if compute_capability < self.min_capability or (
+                self.max_capability is not None and compute_capability > self.max_capability
+            ):
+                low = ".".join(map(str, self.min_capability))
+                high = f" to {'.'.join(map(str, self.max_capability))}" if self.max_capability else " or newer"
+                return WhyNot("unsupported", f"{self.name} needs compute capability {low}{high}; this GPU has {have}")
+            if problem.dtype == "bfloat16" and compute_capability < (8, 0):
+                return WhyNot("unsupported", f"bfloat16 needs compute capability 8.0 or newer; this GPU has {have}")
+        limit = self.limits(problem)
+        if limit:
+            return WhyNot("unsupported", f"{self.name}: {limit}")
+        if self.needs_memory and free_bytes is not None:
+            wanted = score_bytes(problem)
+            if wanted > free_bytes:
+                return WhyNot(
+                    "unsupported",
+                    f"{self.name} holds all scores in memory: about {wanted / 1e9:.1f} GB for {problem.label}; "
+                    f"{free_bytes / 1e9:.1f} GB are free",
+                )
+        return None
+
+
+def score_bytes(problem: Problem) -> int:
+    """Memory an unfused attention needs: scores and probabilities, with one temporary, and two float32 copies of a
+    softmax
+    that is done in float32."""
+    scores = problem.batch * problem.q_heads * problem.q_len * problem.kv_len
+    return scores * (3 * 2 + 2 * 4)
+
+
+def _bottom_right_mask(problem: Problem) -> Any:
+    """True where query i sees key j. (q_len, kv_len) on the current GPU."""
+    torch = importlib.import_module("torch")
+    ones = torch.ones(problem.q_len, problem.kv_len, dtype=torch.bool, device="cuda")
+    return ones.tril(problem.kv_len - problem.q_len)
+
+
+def _square_causal(problem: Problem) -> str | None:
+    if problem.causal and problem.q_len != problem.kv_len:
+        return "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len"
+    return None
+
+
+def _no_blind_rows(problem: Problem) -> str | None:
+    if problem.causal and problem.q_len > problem.kv_len:
+        return "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask"
+    return None
+
+
+def _sdpa(backend: str | None) -> Callable[[Problem], Attention]:
+    def build(problem: Problem) -> Attention:
+        torch = importlib.import_module("torch")
+        attend = torch.nn.functional.scaled_dot_product_attention
+        square = problem.q_len == problem.kv_len
+        mask = _bottom_right_mask(problem) if problem.causal and not square else None
+        is_causal = problem.causal and square
+        grouped = problem.q_heads != problem.kv_heads
+        if backend is None:
+
+            def default(q: Any, k: Any, v: Any) -> Any:
+                return attend(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
+
+            return default
+        kernel = importlib.import_module("torch.nn.attention")
+        choice = getattr(kernel.SDPBackend, backend)
+
+        def chosen(q: Any, k: Any, v: Any) -> Any:
+            with kernel.sdpa_kernel(choice):
+                return attend(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
+
+        return chosen
+
+    return build
+
+
+def _cublas_unfused(problem: Problem) -> Attention:
+    torch = importlib.import_module("torch")
+    mask = _bottom_right_mask(problem) if problem.causal else None
+    scale = problem.head_dim**-0.5
+    group = problem.q_heads // problem.kv_heads
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if group > 1:
+            k = k.repeat_interleave(group, dim=1)
+            v = v.repeat_interleave(group, dim=1)
+        scores = torch.matmul(q * scale, k.transpose(-2, -1))
+        if mask is not None:
+            scores.masked_fill_(~mask, float("-inf"))
+        return torch.matmul(torch.softmax(scores, dim=-1), v)
+
+    return attend
+
+
+def _flex(problem: Problem) -> Attention:
+    torch = importlib.import_module("torch")
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    # Every problem is a compilation of its own; past its limit of them dynamo would run the unfused fallback unasked.
+    torch._dynamo.reset()
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    mask = None
+    if problem.causal:
+        shift = problem.kv_len - problem.q_len
+
+        def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return query + shift >= key
+
+        mask = flex.create_block_mask(sees, None, None, problem.q_len, problem.kv_len, device="cuda")
+    grouped = problem.q_heads != problem.kv_heads
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+    return attend
+
+
+def _fa3(problem: Problem) -> Attention:
+    interface = importlib.import_module("fa3_fwd_interface")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        # It wants (batch, length, heads, head_dim) in any strides: views, not copies.
+        out = interface.flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=problem.causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attend
+
+
+def _fa3_limits(problem: Problem) -> str | None:
+    if problem.dtype != "bfloat16":
+        return f"the published wheel holds bfloat16 and fp8 kernels alone; got {problem.dtype}"
+    return None
+
+
+def _flash_limits(problem: Problem) -> str | None:
+    if problem.causal and problem.q_len != problem.kv_len:
+        return "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left"
+    return None
+
+
+def _efficient_limits(problem: Problem) -> str | None:
+    if problem.q_heads != problem.kv_heads:
+        return "torch's memory-efficient kernel takes no grouped-query heads"
+    return _no_blind_rows(problem)
+
+
+_TORCH = (("torch", "flashlab[gpu]"),)
+
+PEERS: Mapping[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            name="sdpa",
+            title="PyTorch SDPA (its own choice)",
+            how="torch.nn.functional.scaled_dot_product_attention",
+            packages=_TORCH,
+            build=_sdpa(None),
+            limits=_no_blind_rows,
+        ),
+        Peer(
+            name="sdpa_cudnn",
+            title="cuDNN (SDPA)",
+            how="SDPBackend.CUDNN_ATTENTION",
+            packages=_TORCH,
+            build=_sdpa("CUDNN_ATTENTION"),
+            limits=_square_causal,
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="sdpa_flash",
+            title="FlashAttention-2 (SDPA)",
+            how="SDPBackend.FLASH_ATTENTION",
+            packages=_TORCH,
+            build=_sdpa("FLASH_ATTENTION"),
+            limits=_flash_limits,
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="sdpa_efficient",
+            title="memory-efficient (SDPA)",
+            how="SDPBackend.EFFICIENT_ATTENTION",
+            packages=_TORCH,
+            build=_sdpa("EFFICIENT_ATTENTION"),
+            limits=_efficient_limits,
+        ),
+        Peer(
+            name="sdpa_math",
+            title="unfused (SDPA math)",
+            how="SDPBackend.MATH",
+            packages=_TORCH,
+            build=_sdpa("MATH"),
+            limits=_no_blind_rows,
+            needs_memory=True,
+        ),
+        Peer(
+            name="cublas_unfused",
+            title="cuBLAS, unfused",
+            how="torch.matmul, softmax, torch.matmul",
+            packages=_TORCH,
+            build=_cublas_unfused,
+            limits=_no_blind_rows,
+            needs_memory=True,
+        ),
+        Peer(
+            name="flex",
+            title="FlexAttention",
+            how="torch.compile(flex_attention, dynamic=False)",
+            packages=(*_TORCH, ("triton", "flashlab[gpu]")),
+            build=_flex,
+            limits=_no_blind_rows,
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="fa3",
+            title="FlashAttention-3",
+            how="fa3_fwd_interface.flash_attn_func",
+            packages=(*_TORCH, ("fa3_fwd_interface", "fa3-fwd")),
+            build=_fa3,
+            limits=_fa3_limits,
+            min_capability=(9, 0),
+            max_capability=(9, 0),
+        ),
+    )
+}
+
+
+def get(name: str) -> Peer:
+    """The peer of that name.
+
+    Raises:
+        ParameterError: there is none.
+    """
+    try:
+        return PEERS[name]
+    except KeyError:
+        raise ParameterError(f"peer: wanted one of {', '.join(PEERS)}, got {name!r}") from None

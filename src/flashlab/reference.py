@@ -1,0 +1,297 @@
+"""The oracle: attention in float64, and the same computation done plainly at the precision of its inputs.
+
+Both walk the problem in tiles of query rows, so memory stays bounded whatever the lengths, and both run on NumPy or,
+handed `xp=cupy`, on a GPU. Layouts are those of `problem.Problem`: Q and O (batch, q_heads, q_len, head_dim), K and
+V (batch, kv_heads, kv_len, head_dim), log-sum-exp (batch, q_heads, q_len), natural logarithm.
+
+float16 arrives as float16. NumPy and CuPy have no bfloat16 of their own, so it may come as any of
+
+- `ml_dtypes.bfloat16`, where the array library takes it (NumPy does);
+- uint16: its raw bits (`torch_tensor.view(torch.uint16)` crosses to CuPy without a copy);
+- float32 that holds only values bfloat16 can represent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flashlab.errors import DTypeError, ParameterError, ShapeError
+from flashlab.problem import DTYPES, DType, Problem
+
+Array = Any
+"""A NumPy or CuPy array."""
+
+UNIT_ROUNDOFF: dict[DType, float] = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Largest relative error of rounding a number to the nearest of that type."""
+
+_SCORES_PER_TILE = 1 << 22
+"""Scores held at once: 32 MiB in float64 for each of the few temporaries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of one call, checked."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, q: Array, k: Array, v: Array) -> Shape:
+        """The sizes of Q, K and V.
+
+        Raises:
+            ShapeError: they are no attention problem.
+        """
+        shapes = {name: tuple(int(n) for n in x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+        got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        if any(len(shape) != 4 for shape in shapes.values()) or any(0 in shape for shape in shapes.values()):
+            raise ShapeError(f"wanted non-empty q, k, v of four dimensions (batch, heads, length, head_dim), got {got}")
+        (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = shapes["q"], shapes["k"]
+        if shapes["k"] != (batch, kv_heads, kv_len, head_dim) or shapes["v"] != shapes["k"] or q_heads % kv_heads:
+            raise ShapeError(
+                "wanted k and v of one shape, q's batch and head_dim, and heads that divide q's, "
+                f"for example q (2, 8, 128, 64) with k, v (2, 4, 256, 64), got {got}"
+            )
+        return cls(batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Every (batch, query head)."""
+        return tuple((b, h) for b in range(self.batch) for h in range(self.q_heads))
+
+    def visible_keys(self, rows: Array, causal: bool) -> Array:
+        """How many keys each query row sees: the first so many. `rows` int64, on the host."""
+        if not causal:
+            return np.full(len(rows), self.kv_len, dtype=np.int64)
+        return np.clip(rows + 1 + self.kv_len - self.q_len, 0, self.kv_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """Some query rows of one head."""
+
+    batch: int
+    q_head: int
+    kv_head: int
+    pair: int
+    """Position of (batch, q_head) in the pairs asked for."""
+    span: slice
+    """Positions of these rows in the rows asked for."""
+    rows: Array
+    """Query rows, int64 on the host."""
+    visible: Array
+    """Keys each of them sees, int64 on the host."""
+
+
+def tiles(
+    shape: Shape,
+    *,
+    causal: bool,
+    pairs: Iterable[tuple[int, int]] | None = None,
+    rows: Sequence[int] | None = None,
+) -> Iterator[Tile]:
+    """The problem, or those (batch, query head) `pairs` and query `rows` of it, in tiles whose scores fit in memory."""
+    wanted = np.asarray(range(shape.q_len) if rows is None else rows, dtype=np.int64)
+    visible = shape.visible_keys(wanted, causal)
+    step = max(1, _SCORES_PER_TILE // shape.kv_len)
+    for pair, (batch, q_head) in enumerate(shape.pairs if pairs is None else pairs):
+        for start in range(0, len(wanted), step):
+            span = slice(start, min(start + step, len(wanted)))
+            yield Tile(
+                batch=batch,
+                q_head=q_head,
+                kv_head=q_head // (shape.q_heads // shape.kv_heads),
+                pair=pair,
+                span=span,
+                rows=wanted[span],
+                visible=visible[span],
+            )
+
+
+def dtype_of(x: Array) -> DType | None:
+    """The element type an array holds, None for one that no stage takes. float32 counts as neither."""
+    name = str(x.dtype)
+    return "bfloat16" if name == "uint16" else next((d for d in DTYPES if d == name), None)
+
+
+def to_float(x: Array, xp: Any = np, dtype: type[np.floating[Any]] = np.float32) -> Array:
+    """The values of float16, bfloat16 (in any of its guises) or float32 as float32 or float64, exactly.
+
+    Raises:
+        DTypeError: another element type.
+    """
+    name = str(x.dtype)
+    if name == "uint16":
+        return (x.astype(xp.uint32) << 16).view(xp.float32).astype(dtype)
+    if name not in ("float16", "bfloat16", "float32"):
+        raise DTypeError(f"wanted float16, or bfloat16 as itself, as uint16 bits or as float32, got {name}")
+    return x.astype(dtype)
+
+
+def round_to(x: Array, dtype: DType, xp: Any = np) -> Array:
+    """float32 values rounded to the nearest of `dtype`, ties to even, still as float32."""
+    if dtype == "float16":
+        return x.astype(xp.float16).astype(xp.float32)
+    # bfloat16 is the upper half of float32; done on the bits so that no array library needs to know the type.
+    bits = xp.ascontiguousarray(x).view(xp.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return xp.where(xp.isnan(x), x, rounded.astype(xp.uint32).view(xp.float32))
+
+
+def pack(x: Array, dtype: DType, xp: Any = np) -> Array:
+    """float32 values rounded to `dtype` and stored as float16, or bfloat16 (uint16 bits where `xp` is not numpy)."""
+    if dtype == "float16":
+        return x.astype(xp.float16)
+    bits = (round_to(x, dtype, xp).view(xp.uint32) >> 16).astype(xp.uint16)
+    return bits.view(ml_dtypes.bfloat16) if xp is np else bits
+
+
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(head_dim)."""
+    return 1.0 / math.sqrt(head_dim)
+
+
+def _tile_operands(q: Array, k: Array, v: Array, tile: Tile, xp: Any, dtype: Any) -> tuple[Array, Array, Array]:
+    """Q rows (rows, head_dim), K and V (keys, head_dim) of a tile; keys that no row of it sees are left out."""
+    keys = int(tile.visible.max())
+    return (
+        to_float(q[tile.batch, tile.q_head][xp.asarray(tile.rows)], xp, dtype),
+        to_float(k[tile.batch, tile.kv_head, :keys], xp, dtype),
+        to_float(v[tile.batch, tile.kv_head, :keys], xp, dtype),
+    )
+
+
+def _hide(scores: Array, tile: Tile, xp: Any) -> Array:
+    """Scores (rows, keys) with -inf where the row does not see the key."""
+    keys = scores.shape[1]
+    if int(tile.visible.min()) == keys:
+        return scores
+    return xp.where(xp.arange(keys)[None, :] < xp.asarray(tile.visible)[:, None], scores, -xp.inf)
+
+
+def _softmax_parts(scores: Array, xp: Any) -> tuple[Array, Array, Array]:
+    """exp(score - max) in place of the scores, its sum (1 where no key is seen) and the log-sum-exp, (rows, 1) each."""
+    largest = scores.max(axis=1, keepdims=True)
+    seen = largest > -xp.inf
+    scores -= xp.where(seen, largest, 0)
+    xp.exp(scores, out=scores)
+    total = xp.where(seen, scores.sum(axis=1, keepdims=True), 1)
+    return scores, total, xp.where(seen, largest + xp.log(total), -xp.inf)
+
+
+def exact_tile(q: Array, k: Array, v: Array, tile: Tile, *, scale: float, xp: Any = np) -> tuple[Array, Array, Array]:
+    """One tile in float64.
+
+    Returns:
+        Output (rows, head_dim), log-sum-exp (rows,) and the norm of the probabilities sqrt(sum p²) (rows,): what
+        independent relative errors of the probabilities are multiplied by in a sum over them.
+    """
+    q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float64)
+    if len(keys) == 0:
+        none = xp.zeros(len(q_rows))
+        return xp.zeros_like(q_rows), none - xp.inf, none
+    q_rows *= scale
+    weights, total, lse = _softmax_parts(_hide(q_rows @ keys.T, tile, xp), xp)
+    out = weights @ values / total
+    weights *= weights
+    return out, lse[:, 0], xp.sqrt(weights.sum(axis=1)) / total[:, 0]
+
+
+def plain_tile(
+    q: Array, k: Array, v: Array, tile: Tile, *, scale: float, dtype: DType, xp: Any = np
+) -> tuple[Array, Array]:
+    """One tile at input precision, float32 holding `dtype` values: output (rows, head_dim), log-sum-exp (rows,)."""
+    q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float32)
+    if len(keys) == 0:
+        return xp.zeros_like(q_rows), xp.zeros(len(q_rows), dtype=xp.float32) - xp.float32(xp.inf)
+    scores = round_to((q_rows @ keys.T) * xp.float32(scale), dtype, xp)
+    weights, total, lse = _softmax_parts(_hide(scores, tile, xp), xp)
+    weights /= total
+    return round_to(round_to(weights, dtype, xp) @ values, dtype, xp), lse[:, 0]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    rows: Sequence[int] | None = None,
+    xp: Any = np,
+) -> tuple[Array, Array]:
+    """softmax(scale · Q Kᵀ) V in float64.
+
+    Args:
+        q: (batch, q_heads, q_len, head_dim), float16, bfloat16 (see the module) or float32, any strides.
+        k, v: (batch, kv_heads, kv_len, head_dim), likewise.
+        causal: bottom-right aligned: query i sees key j when j - i <= kv_len - q_len.
+        scale: 1 / sqrt(head_dim) where None.
+        rows: only these query rows, in this order; all where None.
+        xp: numpy, or cupy where q, k and v are CuPy arrays.
+
+    Returns:
+        The output (batch, q_heads, rows, head_dim) and the log-sum-exp (batch, q_heads, rows), natural logarithm, both
+        float64. A row that sees no key has output 0 and log-sum-exp -inf.
+
+    Raises:
+        ShapeError, DTypeError: q, k, v are no attention problem.
+    """
+    shape = Shape.of(q, k, v)
+    rows = _known_rows(rows, shape)
+    scale = default_scale(shape.head_dim) if scale is None else scale
+    num_rows = shape.q_len if rows is None else len(rows)
+    out = xp.empty((shape.batch, shape.q_heads, num_rows, shape.head_dim), dtype=xp.float64)
+    lse = xp.empty(out.shape[:3], dtype=xp.float64)
+    for tile in tiles(shape, causal=causal, rows=rows):
+        at = (tile.batch, tile.q_head, tile.span)
+        out[at], lse[at], _ = exact_tile(q, k, v, tile, scale=scale, xp=xp)
+    return out, lse
+
+
+def plain(
+    q: Array, k: Array, v: Array, *, causal: bool, dtype: DType, scale: float | None = None, xp: Any = np
+) -> Array:
+    """Attention as one would write it at input precision; its error is the yardstick for a kernel's.
+
+    Scores are summed in float32 and rounded to `dtype`, the softmax is float32, the probabilities are rounded to
+    `dtype`, the output is summed in float32 and rounded to `dtype`.
+
+    Returns:
+        The output (batch, q_heads, q_len, head_dim), stored as `pack` does.
+    """
+    shape = Shape.of(q, k, v)
+    scale = default_scale(shape.head_dim) if scale is None else scale
+    out = xp.empty((shape.batch, shape.q_heads, shape.q_len, shape.head_dim), dtype=xp.float32)
+    for tile in tiles(shape, causal=causal):
+        out[tile.batch, tile.q_head, tile.span], _ = plain_tile(q, k, v, tile, scale=scale, dtype=dtype, xp=xp)
+    return pack(out, dtype, xp)
+
+
+def make_inputs(problem: Problem, seed: int = 0, xp: Any = np) -> tuple[Array, Array, Array]:
+    """Q, K, V of a problem, standard normal, stored as `pack` does. The same for the same seed and `xp`."""
+    rng = xp.random.default_rng(seed)
+    q_shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
+    kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
+    q, k, v = (
+        pack(rng.standard_normal(shape, dtype=xp.float32), problem.dtype, xp) for shape in (q_shape, kv_shape, kv_shape)
+    )
+    return q, k, v
+
+
+def _known_rows(rows: Sequence[int] | None, shape: Shape) -> Sequence[int] | None:
+    if rows is None:
+        return None
+    if len(rows) == 0 or min(rows) < 0 or max(rows) >= shape.q_len:
+        raise ParameterError(f"rows: wanted query rows from 0 to {shape.q_len - 1}, got {list(rows)[:8]}")
+    return rows

@@ -1,0 +1,665 @@
+"""Execute the notebooks, draw what the pages need from data/, and build the site.
+
+    notebooks/*.ipynb ──papermill──▶ build/notebooks/*.ipynb, *.json ──nbconvert──┐
+    data/<gpu>/ ──────────────────── figures, tables, downloads ──────────────────┼▶ site/generated/ ──mkdocs──▶ build/site/
+    kernels/*.cu ─────────────────── diffs against the parent ────────────────────┘
+
+site/ holds hand-written Markdown that takes in snippets from site/generated/snippets/; no number is written by hand.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import hashlib
+import html
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, get_args
+
+from flashlab import figures, records, results, tables
+from flashlab import stages as registry
+from flashlab.errors import NoDataError, ParameterError, ReportError
+from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
+from flashlab.notebook import NOTHING_YET, Outcome, read_outcome, settings
+from flashlab.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
+from flashlab.results import Results
+from flashlab.stages import Stage
+
+PAGE_OF: Mapping[str, str] = {
+    "00_hardware": "hardware.md",
+    "01_correctness": "correctness.md",
+    "02_ladder": "stages/index.md",
+    "03_anatomy": "anatomy.md",
+    "04_roofline": "roofline.md",
+}
+"""The page each notebook is shown on, in the order in which notebooks that measure must run."""
+
+REPLAY_TIMEOUT_S = 300.0
+MEASURE_TIMEOUT_S = 3600.0
+_SITE_TIMEOUT_S = 180.0
+
+Say = Callable[[str], None]
+
+
+# --- Notebooks --------------------------------------------------------------------------------------------------------
+
+
+def execute(notebook: Path, out: Path, parameters: Mapping[str, str], timeout_s: float = REPLAY_TIMEOUT_S) -> Outcome:
+    """Execute a notebook through papermill into `out`, and read its result file.
+
+    papermill's exit status alone does not prove success: a cell that exits and a mistyped parameter leave it at 0, and
+    a killed kernel leaves no trace in the notebook. So parameters are checked by name first, and afterwards no cell may
+    be pending and the result file must be there and valid.
+
+    Args:
+        out: folder for the executed notebook and its result file.
+        parameters: values by name; `out` is set here.
+        timeout_s: for the whole notebook; the kernel is stopped when it is over.
+
+    Raises:
+        ParameterError: a name that the notebook has no parameter for.
+        ReportError: it failed, ran out of time or did not come to its end.
+        OutputError: `out` cannot be written.
+    """
+    import nbformat
+    import papermill
+
+    name = notebook.stem
+    known = papermill.inspect_notebook(str(notebook))
+    unknown = [p for p in parameters if p not in known]
+    if unknown or not known:
+        raise ParameterError(
+            f"notebook {name}: wanted parameters among {', '.join(known) or 'none (it has no parameters cell)'}, "
+            f"got {', '.join(unknown) or 'none'}"
+        )
+    folder = writable_dir(out, "executed notebooks")
+    executed, result = folder / notebook.name, folder / f"{name}.json"
+    result.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        "-m",
+        "papermill",
+        str(notebook),
+        str(executed),
+        "--kernel",
+        "python3",
+        "--no-progress-bar",
+    ]
+    command += ["--log-level", "ERROR", "--execution-timeout", str(int(timeout_s))]
+    for key, value in {**parameters, "out": str(folder)}.items():
+        command += ["-r", key, value]
+    status, log = _run(command, timeout_s + 10)
+    cells = nbformat.read(executed, as_version=4).cells if executed.is_file() else []  # type: ignore[no-untyped-call]
+    failure = _failure(cells)
+    if status != 0 or failure:
+        what = failure or ("ran out of time" if status is None else f"papermill ended with status {status}")
+        raise ReportError(f"notebook {name}: {what}\n{_tail(log)}".rstrip())
+    return read_outcome(result, name)
+
+
+def _failure(cells: Iterable[Any]) -> str:
+    """What went wrong according to an executed notebook; empty where nothing did."""
+    for number, cell in enumerate(cells, start=1):
+        if cell.cell_type != "code":
+            continue
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                return f"cell {number}: {output.ename}: {output.evalue}"
+        if cell.metadata.get("papermill", {}).get("status") == "pending":
+            return f"cell {number} never ran"
+    return ""
+
+
+def _run(command: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
+    """Exit status (None: stopped at the timeout) and output of a command that reads nothing and runs at the root."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+    ) as process:
+        try:
+            log, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            # A kernel ends by itself when its parent is gone.
+            os.killpg(process.pid, signal.SIGKILL)
+            log, _ = process.communicate()
+            return None, log
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    return process.returncode, log
+
+
+def _tail(log: str, lines: int = 30) -> str:
+    return "\n".join(log.strip().splitlines()[-lines:])
+
+
+def execute_all(
+    out: Path,
+    parameters: Mapping[str, str],
+    *,
+    measuring: bool,
+    notebooks: Path = NOTEBOOKS,
+    timeout_s: float | None = None,
+    say: Say = lambda _: None,
+) -> dict[str, Outcome]:
+    """Execute every notebook: two at a time, or one when measuring, because they would disturb each other.
+
+    Raises:
+        As `execute`.
+    """
+    limit = timeout_s or (MEASURE_TIMEOUT_S if measuring else REPLAY_TIMEOUT_S)
+    names = [*PAGE_OF, *sorted(p.stem for p in notebooks.glob("*.ipynb") if p.stem not in PAGE_OF)]
+    outcomes: dict[str, Outcome] = {}
+    # A notebook is a process of its own; threads only wait for them.
+    with ThreadPoolExecutor(1 if measuring else 2) as pool:
+        jobs = {name: pool.submit(execute, notebooks / f"{name}.ipynb", out, parameters, limit) for name in names}
+        try:
+            for name, job in jobs.items():
+                outcomes[name] = job.result()
+                say(f"{name} done")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return outcomes
+
+
+# --- What the pages take in -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Output:
+    """Writes what is generated, below site/generated/."""
+
+    root: Path
+
+    def text(self, path: str, content: str) -> None:
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
+
+    def snippet(self, path: str, content: str) -> None:
+        self.text(f"snippets/{path}", content)
+
+    def chart(self, chart: Chart, page: str) -> str:
+        """Write a chart's variants, and return the Markdown that shows the fitting one on `page` (relative to docs_dir)."""
+        up = _up(page)
+        alt = chart.alt.replace("[", "(").replace("]", ")").replace("\n", " ")
+        images = []
+        for layout in LAYOUTS:
+            for theme in THEMES:
+                name = f"figures/{chart.name}.{layout}.{theme}.svg"
+                self.text(name, chart.themed(layout, theme))
+                images.append(f"![{alt}]({up}generated/{name}#only-{theme}){{ .{layout} loading=lazy }}")
+        links = [f"[data]({up}generated/data/{file})" for file in chart.data_files]
+        source = " · ".join([html.escape(chart.provenance, quote=False), *links] if chart.provenance else links)
+        return (
+            f'<figure class="chart" markdown>\n{"".join(images)}\n'
+            f'<figcaption markdown="span">{chart.caption}'
+            f"{f' <small>{source}</small>' if source else ''}</figcaption>\n</figure>\n"
+        )
+
+
+def _up(page: str) -> str:
+    """From a page's folder to docs_dir: `../` for each folder it lies in."""
+    return "../" * page.count("/")
+
+
+def generate(
+    data: Path = DATA, *, site: Path = SITE, executed: Path | None = None, gpu: str = "", notebooks: Path = NOTEBOOKS
+) -> Path:
+    """Write everything the pages take in below `site`/generated/, anew; that folder.
+
+    Args:
+        data: folder of the records.
+        site: the pages' folder.
+        executed: folder of executed notebooks; pages say that they were not executed, where None.
+        gpu: the GPU that pages about the ladder show; empty: the one measured last.
+
+    Raises:
+        NoDataError: `gpu` has no records.
+        OutputError: site/generated/ cannot be written.
+    """
+    if gpu:
+        records.runs(gpu, data)
+    shutil.rmtree(site / "generated", ignore_errors=True)
+    out = _Output(root=writable_dir(site / "generated", "generated pages"))
+    everything = results.load_all(data)
+    shown = next((r for r in everything if r.gpu == gpu), everything[0] if everything else None)
+
+    for name, page in PAGE_OF.items():
+        out.snippet(f"notebooks/{name}.md", _notebook_page(out, name, page, executed, notebooks))
+    _generate_front(out, shown)
+    # Drawing is most of the work, and independent from stage to stage.
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(_generate_stage, out, stage, shown) for stage in registry.STAGES.values()]
+        jobs += [pool.submit(_generate_results, out, found) for found in everything]
+        for job in jobs:
+            job.result()
+    _generate_stage_list(out)
+    _generate_results_index(out, everything)
+    _generate_data(out, everything, data)
+    out.text("nav.json", json.dumps([[r.name, f"generated/results/{r.gpu}.md"] for r in everything]))
+    return out.root
+
+
+def _notebook_page(out: _Output, name: str, page: str, executed: Path | None, notebooks: Path) -> str:
+    """An executed notebook as Markdown, its charts as figures."""
+    import nbformat
+    from nbconvert import MarkdownExporter
+
+    source = (executed or notebooks) / f"{name}.ipynb"
+    if not source.is_file():
+        raise ReportError(
+            f"notebook {name}: wanted it executed in {source.parent}, found none; report.execute makes it"
+        )
+    notebook = nbformat.read(source, as_version=4)  # type: ignore[no-untyped-call]
+    hidden = {"parameters", "injected-parameters", "hide"}
+    notebook.cells = [cell for cell in notebook.cells if not hidden & set(cell.metadata.get("tags", []))]
+    for cell in notebook.cells:
+        if cell.cell_type != "code":
+            continue
+        kept = []
+        for output in cell.get("outputs", []):
+            if output.output_type == "stream" and output.name == "stderr":
+                continue  # progress bars
+            if MIME in output.get("data", {}):
+                output["data"] = {"text/markdown": out.chart(Chart.from_mime(output["data"][MIME]), page)}
+            kept.append(output)
+        cell["outputs"] = kept
+    text, _ = MarkdownExporter().from_notebook_node(notebook)  # type: ignore[no-untyped-call]
+    target = out.root / "notebooks" / source.name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
+    state = "executed for this page" if executed else "not executed for this page, so it shows no results"
+    note = (
+        '<p class="source" markdown="span">This page is the notebook '
+        f"[`notebooks/{name}.ipynb`]({_up(page)}generated/notebooks/{name}.ipynb), {state}.</p>\n"
+    )
+    return f"{text.strip()}\n\n{note}"
+
+
+def _generate_front(out: _Output, shown: Results | None) -> None:
+    if shown is None or shown.first is None:
+        out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
+        out.snippet("front-numbers.md", "")
+        return
+    rows = shown.rows()
+    stage, peer = results.fastest_stage(rows), results.fastest_peer(rows)
+    try:
+        out.snippet("front-chart.md", out.chart(figures.ladder(rows, name="front"), "index.md"))
+    except NoDataError as error:
+        out.snippet("front-chart.md", f'!!! note ""\n    {error}\n')
+    cards: list[tuple[str, str]] = []
+    if stage:
+        cards.append((f"{tables.number(results.rate(stage))} TFLOP/s", f"fastest stage, {stage.name}"))
+        first = next((r for r in rows if r.kind == "stage" and results.rate(r)), stage)
+        if first is not stage:
+            factor = (results.rate(stage) or 0.0) / (results.rate(first) or 1.0)
+            cards.append((f"×{tables.number(factor)}", f"over {first.name}"))
+        if peer:
+            share = 100 * (results.rate(stage) or 0.0) / (results.rate(peer) or 1.0)
+            cards.append((f"{tables.number(share)} %", f"of the fastest library, {tables.peer_title(peer.name)}"))
+    timed = sum(row.status == "ok" for found in shown.problems.values() for row in found)
+    cards.append((str(timed), f"checked and timed rows over {len(shown.problems)} problems"))
+    items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
+    out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n')
+
+
+def _generate_stage_list(out: _Output) -> None:
+    lines = [(f"[`{s.id}`]({s.id}.md)", s.title, s.change) for s in registry.STAGES.values()]
+    out.snippet("stages.md", tables.markdown(("stage", "idea", "change"), lines, left=3))
+
+
+def _section(name: str, content: str) -> str:
+    return f"<!-- --8<-- [start:{name}] -->\n{content.strip()}\n<!-- --8<-- [end:{name}] -->\n"
+
+
+def diff_against_parent(stage: Stage) -> str:
+    """Unified diff of a stage's kernel against its parent's; empty at the ladder's foot."""
+    if stage.parent is None:
+        return ""
+    parent = registry.get(stage.parent)
+    before, after = (s.source.read_text(encoding="utf-8").splitlines() for s in (parent, stage))
+    return "\n".join(difflib.unified_diff(before, after, parent.source.name, stage.source.name, lineterm="", n=3))
+
+
+def _generate_stage(out: _Output, stage: Stage, shown: Results | None) -> None:
+    page = f"stages/{stage.id}.md"
+    diff = diff_against_parent(stage)
+    added = sum(line.startswith("+") and not line.startswith("+++") for line in diff.splitlines())
+    removed = sum(line.startswith("-") and not line.startswith("---") for line in diff.splitlines())
+    source = stage.source.read_text(encoding="utf-8")
+    whole = f'??? abstract "The whole kernel, {stage.source.name}"\n\n' + _indent(
+        f"``` {{ .cuda .kernel }}\n{source.rstrip()}\n```"
+    )
+    if diff:
+        heading = f"{stage.parent} → {stage.id}: {added} lines added, {removed} removed"
+        shown_diff = f'``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```\n'
+        change = f"{stage.change}\n\n{shown_diff}\n{whole}"
+    else:
+        change = f"{stage.change}\n\n" + whole.replace("??? abstract", "???+ abstract", 1)
+    needs = tables.markdown(
+        ("", ""),
+        [
+            ("Parent", f"[`{stage.parent}`]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"),
+            ("Architectures", f"`{stage.min_arch}` and newer"),
+            ("Element types", ", ".join(stage.dtypes)),
+            ("Head dims", ", ".join(map(str, stage.head_dims))),
+            *((f"`{n}`", f"{p.meaning}; {_defaults(p)}") for n, p in stage.params.items()),
+        ],
+        left=2,
+    )
+    out.snippet(
+        f"stages/{stage.id}.md",
+        _section("title", f"# {stage.id}: {stage.title}")
+        + _section("question", stage.question)
+        + _section("change", change)
+        + _section("needs", needs)
+        + _section("prediction", stage.prediction)
+        + _section("result", _stage_result(out, stage, shown, page)),
+    )
+
+
+def _defaults(param: registry.Param) -> str:
+    special = "".join(f", {value} at head dim {dim}" for dim, value in param.by_head_dim.items())
+    return f"default {param.default}{special}"
+
+
+def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str) -> str:
+    """The Result section: the stage on the ladder, against its parent everywhere, its samples and its resources."""
+    if shown is None or shown.first is None:
+        return NOTHING_YET
+    rows = shown.rows()
+    row = next((r for r in rows if r.name == stage.id), None)
+    if row is None:
+        return f"*This stage was not measured in the run that is shown ({results.date(shown.newest)}).*"
+    if row.status != "ok":
+        return f"**No time at {shown.first.label}: {row.status}.** {row.reason}"
+    parent = results.parent_of(row, rows)
+    peer = results.fastest_peer(rows)
+    rate, parent_rate, peer_rate = (
+        results.rate(row),
+        results.rate(parent) if parent else None,
+        results.rate(peer) if peer else None,
+    )
+    told = f"**{tables.number(rate)} TFLOP/s** at {shown.first.label} on one {shown.name}"
+    if rate and parent and parent_rate:
+        factor = rate / parent_rate
+        told += f": **×{tables.number(factor)}** over `{parent.name}`" + (
+            "" if factor >= 1 else ", slower than its parent"
+        )
+    if rate and peer and peer_rate:
+        told += f", {tables.number(100 * rate / peer_rate)} % of {tables.peer_title(peer.name)}"
+    parts = [told + ".", out.chart(figures.ladder(rows, name=f"ladder-{stage.id}", highlight=stage.id), page)]
+    lines: list[Sequence[tables.Cell]] = []
+    for problem, found in shown.problems.items():
+        mine = next((r for r in found if r.name == stage.id), None)
+        if mine is None:
+            continue
+        if mine.status != "ok":
+            lines.append((problem.label, mine.status, None, None, None))
+            continue
+        before, best = results.parent_of(mine, found), results.fastest_peer(found)
+        value, base, top = (
+            results.rate(mine),
+            results.rate(before) if before else None,
+            results.rate(best) if best else None,
+        )
+        lines.append(
+            (
+                problem.label,
+                value,
+                results.rate(mine, "sustained", "hot"),
+                f"×{tables.number(value / base)}" if value and base else None,
+                f"{tables.number(100 * value / top)} %" if value and top else None,
+            )
+        )
+    header = ("problem", "burst TFLOP/s", "sustained TFLOP/s", "over parent", "of the fastest library")
+    parts.append(f"### Every problem\n\n{tables.markdown(header, lines)}")
+    parts.append(f"### Samples\n\n{out.chart(figures.samples(row, name=f'samples-{stage.id}'), page)}")
+    if row.cubin:
+        resources = {stage.id: row.cubin} | ({parent.name: parent.cubin} if parent else {})
+        parts.append(f"### What it takes of an SM\n\n{tables.resources(resources)}")
+    return "\n\n".join(parts)
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines()) + "\n"
+
+
+def _generate_results(out: _Output, shown: Results) -> None:
+    """The page of one GPU: every problem, stage, library, regime, and what has no time."""
+    page = f"generated/results/{shown.gpu}.md"
+    everything = [row for rows in shown.problems.values() for row in rows]
+    parts = [
+        f"# Results: {shown.name}",
+        "Every row passed the checker before it was timed; a row without a time says why. "
+        "Rates count 4·B·H·Sq·Sk·D operations, half of that under a square causal mask. "
+        "[How it is measured](../../method.md).",
+    ]
+    if shown.damage:
+        listed = "\n".join(f"    - {html.escape(str(d).replace(str(ROOT), '.'))}" for d in shown.damage)
+        parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
+    for mask in ("full", "causal"):
+        for dtype in ("float16", "bfloat16"):
+            try:
+                chart = figures.scaling(shown, mask=mask, dtype=dtype, name=f"scaling-{shown.gpu}-{mask}-{dtype}")
+            except NoDataError:
+                continue
+            parts.append(f"## All shapes, {mask}, {dtype}\n\n{out.chart(chart, page)}")
+    if shown.first:
+        rows = shown.rows()
+        if any(row.samples for row in rows):
+            chart = figures.regimes(rows, name=f"regimes-{shown.gpu}")
+            parts.append(
+                f"## Burst, cold and sustained\n\n{out.chart(chart, page)}\n\n"
+                "A burst is short enough for the clock to stay at its maximum; kept busy, a GPU meets its power limit and "
+                "slows down. "
+                "Both are true, of different uses. A cold cache means that L2 was overwritten before every call."
+            )
+    missing = tables.untimed(everything)
+    parts.append("## Rows without a time\n\n" + (missing or "Every stage and library has a time at every problem."))
+    parts.append("## Every problem")
+    for number, (problem, rows) in enumerate(shown.problems.items()):
+        file = results.run_files(rows)[0]
+        table = (
+            f"{tables.rates(rows)}\n{tables.states(rows)}\n"
+            f'<p class="source" markdown="span">{results.provenance(rows)} · [data](../data/{file})</p>\n'
+        )
+        parts.append(f'???{"" if number else "+"} abstract "{problem.label}"\n\n{_indent(table)}')
+    if shown.ceilings:
+        parts.append(f"## Ceilings\n\n{tables.ceilings(shown)}")
+    if shown.machine:
+        parts.append(f"## Machine\n\n{tables.machine(shown)}")
+    if everything:
+        parts.append(f"## Software\n\n{tables.software(shown)}")
+    out.text(f"results/{shown.gpu}.md", "\n\n".join(parts))
+
+
+def _generate_results_index(out: _Output, everything: Sequence[Results]) -> None:
+    lines = []
+    for shown in everything:
+        rows = [row for found in shown.problems.values() for row in found]
+        best = results.fastest_stage(shown.rows()) if shown.first else None
+        lines.append(
+            (
+                f"[{shown.name}](generated/results/{shown.gpu}.md)",
+                len(shown.problems),
+                sum(row.status == "ok" for row in rows),
+                sum(row.status != "ok" for row in rows),
+                f"{tables.number(results.rate(best))} (`{best.name}`)" if best else None,
+                results.date(shown.newest),
+            )
+        )
+    header = (
+        "GPU",
+        "problems",
+        "rows with a time",
+        "rows without",
+        "fastest stage at the first problem, TFLOP/s",
+        "measured",
+    )
+    out.snippet("results.md", tables.markdown(header, lines) if lines else NOTHING_YET)
+
+
+def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> None:
+    """Copies of the raw data, the flattened tables, and what every field means."""
+    listed = []
+    for shown in everything:
+        folder = out.root / "data" / shown.gpu
+        shutil.copytree(data / shown.gpu, folder, dirs_exist_ok=True)
+        rows = [row for run in records.runs(shown.gpu, data) for row in run.measurements]
+        _write_csv(folder / "measurements.csv", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
+        _write_csv(folder / "samples.csv", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            name = path.relative_to(out.root / "data").as_posix()
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            listed.append((f"[{name}](generated/data/{name})", f"{path.stat().st_size:,}", f"`{digest[:12]}…`"))
+    out.snippet("downloads.md", tables.markdown(("file", "bytes", "sha256"), listed) if listed else NOTHING_YET)
+    for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
+        lines = [(f"`{column}`", meaning) for column, meaning in columns.items()]
+        out.snippet(f"dictionary-{name}.md", tables.markdown(("column", "meaning"), lines, left=2))
+    models = (
+        records.Measurement,
+        records.Ceiling,
+        records.Samples,
+        records.Verdict,
+        records.CubinFields,
+        records.Conditions,
+    )
+    schema = [
+        f"### {model.__name__}\n\n{(model.__doc__ or '').strip()}\n\n"
+        + tables.markdown(
+            ("field", "type", "meaning"),
+            [
+                (f"`{n}`", f"`{_type_name(f.annotation)}`", " ".join((f.description or "").replace("`", "").split()))
+                for n, f in model.model_fields.items()
+            ],
+            left=3,
+        )
+        for model in (*models, records.Gpu, records.Source)
+    ]
+    out.snippet("dictionary-records.md", "\n\n".join(schema))
+
+
+def _type_name(annotation: object) -> str:
+    """A field's type for people: `float | None`, `tuple[Samples, ...]`."""
+    text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
+    return re.sub(r"(?:\w+\.)+(?=\w)", "", text)
+
+
+def _write_csv(path: Path, columns: Mapping[str, str], lines: Iterable[Mapping[str, object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(columns))
+        writer.writeheader()
+        writer.writerows(lines)
+
+
+# --- The site ---------------------------------------------------------------------------------------------------------
+
+
+def build_site(out: Path = BUILD, *, site: Path = SITE, config: Path = ROOT / "mkdocs.yml") -> Path:
+    """Build the site, strictly, into `out`/site; its index.html.
+
+    The configuration that is built, `out`/mkdocs.yml, is the repository's with absolute paths and with the pages that
+    depend on the registry and on data/ in its navigation: one a stage, one a GPU.
+
+    Raises:
+        ReportError: site/generated/ was not generated, or a page, link or snippet is broken.
+        OutputError: `out` cannot be written.
+    """
+    import yaml
+
+    folder = writable_dir(out, "the site")
+    listing = site / "generated" / "nav.json"
+    if not listing.is_file():
+        raise ReportError(f"wanted generated pages in {site / 'generated'}, found none; report.generate makes them")
+    configuration = yaml.safe_load(config.read_text(encoding="utf-8"))
+    after: dict[str, list[dict[str, str]]] = {
+        "stages/index.md": [{stage_id: f"stages/{stage_id}.md"} for stage_id in registry.STAGES],
+        "results.md": [{name: page} for name, page in json.loads(listing.read_text(encoding="utf-8"))],
+    }
+    configuration["nav"] = _expanded(configuration["nav"], after)
+    configuration["docs_dir"], configuration["site_dir"] = str(site.resolve()), str(folder.resolve() / "site")
+    for extension in configuration["markdown_extensions"]:
+        if isinstance(extension, dict) and "pymdownx.snippets" in extension:
+            extension["pymdownx.snippets"]["base_path"] = [str(site.resolve() / "generated" / "snippets")]
+    written = folder / "mkdocs.yml"
+    written.write_text(yaml.safe_dump(configuration, allow_unicode=True, sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--clean", "--config-file", str(written)]
+    status, log = _run(command, _SITE_TIMEOUT_S)
+    index = folder / "site" / "index.html"
+    if status != 0 or not index.is_file():
+        what = "ran out of time" if status is None else f"ended with status {status}"
+        raise ReportError(f"mkdocs {what}\n{_tail(log)}")
+    return index
+
+
+def _expanded(nav: Sequence[Any], after: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Any]:
+    """A navigation with more entries after those pages."""
+    expanded: list[Any] = []
+    for entry in nav:
+        if isinstance(entry, dict):
+            ((title, target),) = entry.items()
+            expanded.append({title: _expanded(target, after) if isinstance(target, list) else target})
+        else:
+            target = entry
+            expanded.append(entry)
+        if isinstance(target, str):
+            expanded += after.get(target, ())
+    return expanded
+
+
+def run(
+    *,
+    source: str = "auto",
+    gpu: str = "",
+    stages: str = "",
+    suite: str = "standard",
+    data: Path = DATA,
+    out: Path = BUILD,
+    site: Path = SITE,
+    timeout_s: float | None = None,
+    progress: Say = lambda _: None,
+) -> Path:
+    """The whole report: execute every notebook, generate, build; path of the built index.html.
+
+    Args:
+        source, gpu, stages, suite: the notebooks' parameters, see `notebook.settings`.
+        data: folder of the records; measuring appends to it.
+        out: folder for everything built: `notebooks/` and `site/`.
+        timeout_s: for one notebook.
+        progress: told what is done, a line at a time.
+
+    Raises:
+        ParameterError, UnknownStageError, NoGpuError, NoDataError, OutputError: as `notebook.settings`, and before
+            anything runs.
+        ReportError: a notebook or the site's build failed.
+    """
+    executed = out / "notebooks"
+    lab = settings(source=source, gpu=gpu, stages=stages, suite=suite, out=executed, data=data)
+    progress(str(lab))
+    parameters = {"source": lab.source, "gpu": lab.gpu or "", "stages": stages, "suite": suite, "data": str(data)}
+    execute_all(executed, parameters, measuring=lab.source == "measure", timeout_s=timeout_s, say=progress)
+    generate(data, site=site, executed=executed, gpu=lab.gpu or "")
+    progress("pages generated")
+    index = build_site(out, site=site)
+    progress(f"site built: {index}")
+    return index

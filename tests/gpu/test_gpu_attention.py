@@ -1,0 +1,237 @@
+"""Stages on a GPU: against the oracle, between guards, on every library's arrays and streams."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wrong.cuda import PATCHES, Patch
+
+import flashlab
+from flashlab import bench, errors, gpu, stages
+from flashlab.attention import prepare
+from flashlab.problem import Problem
+from flashlab.reference import make_inputs
+
+# The libraries' own warnings are not under test here.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(scope="module")
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+
+
+@pytest.fixture(scope="module")
+def cupy() -> Any:
+    return pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
+
+
+@pytest.fixture(scope="module")
+def checked(torch: Any, cupy: Any) -> bench.CheckRun:
+    return bench.check_stages(data=None)
+
+
+@pytest.mark.parametrize("stage", stages.STAGES)
+def test_every_hostile_length_mask_type_and_layout(stage: str, checked: bench.CheckRun) -> None:
+    mine = [row for row in checked.rows if row.stage == stage]
+    assert mine
+    wrong = [row for row in mine if row.status not in ("ok", "unsupported")]
+    assert not wrong, "\n".join(f"{row.problem.label} {row.layout}: {row.status} {row.reason}" for row in wrong[:20])
+    if stages.get(stage).why_not(mine[0].problem, gpu.info().arch) is None:
+        assert Counter(row.status for row in mine)["ok"] == len(mine)
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
+def test_wrong_kernels_are_rejected_for_the_right_reason(patch: Patch, cupy: Any, tmp_path: Path) -> None:
+    source = tmp_path / f"{patch.name}.cu"
+    source.write_text(patch.source(), encoding="utf-8")
+    q, k, v = make_inputs(patch.problem, xp=cupy)
+    q, k = (x * cupy.float16(patch.amplitude) for x in (q, k))
+    verdict = bench.guarded_verdict(patch.stage, patch.problem, (q, k, v), source=source)
+    assert not verdict.passed
+    import re
+
+    assert re.match(patch.reason, verdict.reason), verdict.reason
+
+
+def test_the_kernels_those_were_made_from_pass(cupy: Any) -> None:
+    for patch in PATCHES:
+        values = make_inputs(patch.problem, xp=cupy)
+        assert bench.guarded_verdict(patch.stage, patch.problem, values).reason == ""
+
+
+def _close(torch: Any, got: Any, q: Any, k: Any, v: Any, **options: Any) -> None:
+    wanted = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), **options)
+    torch.testing.assert_close(got.float(), wanted, atol=2e-2, rtol=2e-2)
+
+
+def _random(torch: Any, *shape: int, dtype: str = "float16") -> Any:
+    return torch.randn(*shape, device="cuda").to(getattr(torch, dtype))
+
+
+def test_torch_tensors_and_log_sum_exp(torch: Any) -> None:
+    q, k, v = (_random(torch, 2, 3, 77, 64) for _ in range(3))
+    out, lse = flashlab.attention(q, k, v, causal=True, return_lse=True)
+    _close(torch, out, q, k, v, is_causal=True)
+    scores = (q.float() @ k.float().transpose(-2, -1)) * 64**-0.5
+    scores.masked_fill_(~torch.ones(77, 77, dtype=torch.bool, device="cuda").tril(), float("-inf"))
+    torch.testing.assert_close(lse, scores.logsumexp(-1), atol=5e-3, rtol=1e-3)
+    assert out.dtype == q.dtype
+    assert out.is_contiguous()
+
+
+def test_views_of_a_packed_projection_are_read_in_place(torch: Any) -> None:
+    packed = _random(torch, 2, 50, 3, 4, 64)
+    q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
+    out = torch.empty(2, 50, 4, 64, device="cuda", dtype=torch.float16).transpose(1, 2)
+    assert flashlab.attention(q, k, v, out=out) is out
+    _close(torch, out, q, k, v)
+
+
+def test_keys_shared_by_expanding(torch: Any) -> None:
+    q = _random(torch, 2, 4, 33, 64)
+    k, v = (_random(torch, 1, 1, 65, 64).expand(2, 4, 65, 64) for _ in range(2))
+    _close(torch, flashlab.attention(q, k, v), q, k, v)
+
+
+def test_bfloat16_by_a_stage_that_takes_it(torch: Any) -> None:
+    problem = Problem.parse("1x2x65x64", dtype="bfloat16")
+    try:
+        stages.best(problem, gpu.info().arch)
+    except errors.UnsupportedError as error:
+        pytest.skip(str(error))
+    q, k, v = (_random(torch, 1, 2, 65, 64, dtype="bfloat16") for _ in range(3))
+    _close(torch, flashlab.attention(q, k, v), q, k, v)
+
+
+def test_cupy_arrays_on_cupys_stream(torch: Any, cupy: Any) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        q, k, v = (cupy.random.standard_normal((1, 2, 65, 64)).astype(cupy.float16) for _ in range(3))
+        out = flashlab.attention(q, k, v)
+    stream.synchronize()
+    assert isinstance(out, cupy.ndarray)
+    _close(torch, *(torch.from_dlpack(x) for x in (out, q, k, v)))
+
+
+class _Dlpack:
+    """Any library's array: it has DLPack and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.array.__dlpack_device__()
+
+
+class _Interface:
+    """Any library's array: it has `__cuda_array_interface__` and nothing else."""
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        return self.array.__cuda_array_interface__
+
+
+@pytest.mark.parametrize("wrapper", [_Dlpack, _Interface])
+def test_other_libraries_arrays(wrapper: Any, torch: Any, cupy: Any) -> None:
+    q, k, v, out = (_random(torch, 1, 2, 65, 64) for _ in range(4))
+    arrays = [cupy.from_dlpack(x) for x in (q, k, v, out)]
+    wrapped = [wrapper(x) for x in arrays]
+    with pytest.raises(errors.ParameterError, match="out"):
+        flashlab.attention(*wrapped[:3])
+    flashlab.attention(*wrapped[:3], out=wrapped[3])
+    torch.cuda.synchronize()
+    _close(torch, out, q, k, v)
+
+
+def test_runs_on_the_current_and_on_the_named_stream(torch: Any) -> None:
+    q, k, v = (_random(torch, 4, 8, 512, 64) for _ in range(3))
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    out = torch.full_like(q, float("nan"))
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        flashlab.attention(q, k, v, out=out)
+    # The default stream does not wait for `side`, where the kernel is queued behind the sleep.
+    assert not side.query()
+    side.synchronize()
+    _close(torch, out, q, k, v)
+    named = torch.full_like(q, float("nan"))
+    torch.cuda.synchronize()
+    for stream in (side, side.cuda_stream):
+        flashlab.attention(q, k, v, out=named, stream=stream)
+        side.synchronize()
+        _close(torch, named, q, k, v)
+
+
+def test_prepared_calls_can_be_repeated(torch: Any) -> None:
+    q, k, v = (_random(torch, 1, 2, 130, 64) for _ in range(3))
+    prepared = prepare(q, k, v)
+    prepared()
+    first = prepared.out.clone()
+    prepared.out.fill_(float("nan"))
+    prepared()
+    assert torch.equal(first, prepared.out)
+    assert prepared.blocks_per_sm() >= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda q, k, v: (q.cpu(), k, v), errors.DeviceError, "cpu"),
+        (lambda q, k, v: (q.float(), k, v), errors.DTypeError, "float32"),
+        (lambda q, k, v: (q, k.bfloat16(), v), errors.DTypeError, "one type"),
+        (lambda q, k, v: (q[..., ::2], k[..., ::2], v[..., ::2]), errors.LayoutError, "contiguous"),
+        (lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), errors.ShapeError, "at least one"),
+        (lambda q, k, v: (q, k, v[:, :, 1:]), errors.ShapeError, "shape of k"),
+        (lambda q, k, v: (q[..., :40].contiguous(), k[..., :40].contiguous(), v[..., :40].contiguous()),
+         errors.UnsupportedError, "head dim"),
+        (lambda q, k, v: (q.requires_grad_(), k, v), errors.InputError, "no_grad"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_named(change: Any, error: type[Exception], words: str, torch: Any) -> None:
+    q, k, v = change(*(_random(torch, 1, 2, 65, 64) for _ in range(3)))
+    with pytest.raises(error, match=words):
+        flashlab.attention(q, k, v)
+
+
+def test_more_shared_memory_than_there_is_is_refused(torch: Any) -> None:
+    q, k, v = (_random(torch, 1, 2, 65, 128) for _ in range(3))
+    stage = next((s for s in stages.STAGES.values() if "TILE_KV" in s.params), None)
+    assert stage is not None
+    with pytest.raises((errors.UnsupportedError, errors.CompileError)):
+        flashlab.attention(q, k, v, stage=stage.id, params={"TILE_KV": 4096})
+
+
+def test_two_gpus_are_told_apart(torch: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    q, k, v = (_random(torch, 1, 2, 65, 64) for _ in range(3))
+    with pytest.raises(errors.DeviceError, match="GPU 1"):
+        flashlab.attention(q, k.to("cuda:1"), v)
+    others = [x.to("cuda:1") for x in (q, k, v)]
+    out = flashlab.attention(*others)
+    assert torch.cuda.current_device() == 0
+    _close(torch, out, *others)
+
+
+def test_identity_of_the_gpu() -> None:
+    info = gpu.info()
+    assert info.sm_count > 0
+    assert info.memory_bytes > 1 << 30
+    assert info.l2_bytes > 0
+    assert info.max_smem_bytes >= 48 << 10
+    assert len(info.fingerprint) == 12
+    assert stages.capability(info.arch) <= info.compute_capability
+    with pytest.raises(errors.NoGpuError, match="GPU 99"):
+        gpu.info(99)

@@ -1,0 +1,207 @@
+"""Measuring on a GPU: clocks, spread, ceilings, and what a broken kernel costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashlab import bench, gpu, peers, records, roofline, stages, timing
+from flashlab.problem import FIRST_SHAPE, Problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+SMALL = Problem.parse("1x2x130x64")
+ENDLESS = "while (p.q_len > 0) __nanosleep(1000u);\n  if (q_row >= p.q_len) return;"
+ILLEGAL = "if (q_row >= p.q_len) return;\n  *reinterpret_cast<volatile int*>(0x10) = 1;"
+
+
+@pytest.fixture(scope="module")
+def backend() -> timing.CudaBackend:
+    return timing.CudaBackend(0)
+
+
+def _broken(folder: Path, name: str, replacement: str) -> Path:
+    text = stages.get("00_naive").source.read_text(encoding="utf-8")
+    line = "if (q_row >= p.q_len) return;"
+    assert text.count(line) == 1
+    path = folder / f"{name}.cu"
+    path.write_text(text.replace(line, replacement), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def broken_run(tmp_path_factory: pytest.TempPathFactory) -> records.Run:
+    """A kernel that crashes, among some that do not."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+    pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
+    folder = tmp_path_factory.mktemp("broken")
+    first = bench.run(
+        [SMALL],
+        stages=["00_naive"],
+        peers=["sdpa", "sdpa_math", "fa3"],
+        sources={"00_naive": _broken(folder, "illegal", ILLEGAL)},
+        data=folder / "data",
+        samples=7,
+        cold_samples=3,
+        ceilings=["launch"],
+        timeout_s=60,
+    )
+    return records.read_run(first)
+
+
+def test_an_illegal_address_costs_its_own_row_only(broken_run: records.Run) -> None:
+    rows = records.by_name(broken_run.measurements)
+    assert rows["00_naive@illegal"].status == "crashed"
+    assert "ILLEGAL_ADDRESS" in rows["00_naive@illegal"].reason
+    assert rows["00_naive"].status == "ok", rows["00_naive"].reason
+    assert rows["sdpa"].status == "ok", rows["sdpa"].reason
+    assert rows["sdpa_math"].status == "ok", rows["sdpa_math"].reason
+    assert not broken_run.damage
+
+
+def test_a_missing_or_unfit_peer_is_named(broken_run: records.Run) -> None:
+    row = records.by_name(broken_run.measurements)["fa3"]
+    assert row.status in ("missing", "unsupported")
+    assert "fa3" in row.reason
+
+
+def test_a_run_carries_what_it_takes_to_judge_it(broken_run: records.Run) -> None:
+    row = records.by_name(broken_run.measurements)["00_naive"]
+    assert row.cubin is not None
+    assert row.cubin.registers > 0
+    assert row.cubin.sass["total"] > 0
+    assert row.cubin.blocks_per_sm
+    assert row.conditions is not None
+    assert {s.cache for s in row.samples} == {"hot", "cold"}
+    assert all(s.sm_clock_mhz for s in row.samples)
+    assert [c.name for c in broken_run.ceilings] == ["launch"]
+    data = broken_run.path.parents[2]
+    assert records.verify(row.gpu.slug, data) == ()
+
+
+def test_an_endless_kernel_costs_its_own_row_only(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+    path = bench.run(
+        [SMALL],
+        stages=["00_naive"],
+        peers=[],
+        sources={"00_naive": _broken(tmp_path, "endless", ENDLESS)},
+        data=tmp_path / "data",
+        samples=7,
+        cold_samples=0,
+        ceilings=False,
+        timeout_s=30,
+    )
+    rows = records.by_name(records.read_run(path).measurements)
+    assert rows["00_naive@endless"].status == "timeout"
+    assert rows["00_naive"].status == "ok", rows["00_naive"].reason
+
+
+def test_spread_at_the_first_shape(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+    problem = Problem.parse(FIRST_SHAPE)
+    fastest = stages.best(problem, gpu.info().arch).id
+    path = bench.run([problem], stages=[fastest], peers=["sdpa"], data=tmp_path, ceilings=False, sustained_seconds=1.0)
+    rows = records.by_name(records.read_run(path).measurements)
+    row = rows[fastest]
+    assert row.status == "ok", row.reason
+    hot, sustained = row.samples_of(), row.samples_of("sustained")
+    assert hot is not None
+    assert sustained is not None
+    assert len(hot.time_us) >= 30
+    assert hot.cv_percent < 2, hot
+    cold = row.samples_of("burst", "cold")
+    assert cold is not None
+    assert cold.median_us > 0.9 * hot.median_us
+
+
+def test_the_clock_on_the_chip(backend: timing.CudaBackend) -> None:
+    reading = backend.sample(lambda: None, calls=1, spin_us=500, cold=False)
+    limit = gpu.info().max_sm_clock_mhz
+    assert limit is not None
+    assert 100 < reading.sm_clock_mhz <= 1.05 * limit
+    assert not reading.starved
+
+
+def test_a_host_that_is_late_is_noticed(backend: timing.CudaBackend) -> None:
+    import time
+
+    late = backend.sample(lambda: time.sleep(0.02), calls=1, spin_us=100, cold=False)
+    assert late.starved
+    assert late.enqueue_us > 10_000
+
+
+def test_two_spins_take_twice_as_long_as_one(backend: timing.CudaBackend) -> None:
+    # Known durations, to judge the timer by: spins on the chip's nanosecond timer.
+    def spin(nanoseconds: int) -> timing.Run:
+        buffer = timing.Buffer.new(16)
+        launch = gpu.Launch(
+            timing.micro("spin", 0),
+            grid=(1, 1, 1),
+            block=(1, 1, 1),
+            smem_bytes=0,
+            params=timing.MicroParams(buffer.pointer, None, nanoseconds, 1),
+            stream=0,
+        )
+
+        def run() -> Any:
+            assert buffer
+            launch()
+
+        return run
+
+    found = timing.Timer(backend).burst({"one": spin(100_000), "two": spin(200_000)}, samples=9)
+    assert found["one"].median_us == pytest.approx(100, rel=0.06)
+    assert found["two"].median_us == pytest.approx(200, rel=0.04)
+
+
+def test_ceilings_are_plausible(backend: timing.CudaBackend) -> None:
+    pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+    found = {r.name: r for r in roofline.measure(timing.Timer(backend), 0, 0, samples=7)}
+    assert set(found) == set(roofline.CEILINGS)
+    sheet = roofline.datasheet(gpu.info().slug)
+    for name, reading in found.items():
+        assert reading.value > 0
+        peak = sheet.peak(name) if sheet else None
+        if peak:
+            # The clock may pass the sheet's boost clock a little.
+            assert 0.3 * peak.value < reading.value < 1.15 * peak.value, (name, reading.value, peak)
+    assert found["l2_read"].value > found["copy"].value / 2
+    assert found["half2_fma"].value > found["fp32_fma"].value
+
+
+@pytest.mark.parametrize("name", peers.PEERS)
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem.parse("2x4x256x64", dtype="bfloat16", mask="causal"),
+        Problem.parse("1x4x2x128x256x64", mask="causal"),
+        Problem.parse("1x4x4x128x256x64", dtype="bfloat16"),
+    ],
+    ids=lambda problem: problem.label,
+)
+def test_peers_agree_with_torchs_unfused_answer(name: str, problem: Problem) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+    peer = peers.get(name)
+    capability, free_bytes = gpu.info().compute_capability, gpu.memory_free_bytes(0)
+    why_not = peer.why_not(problem, compute_capability=capability, free_bytes=free_bytes)
+    if why_not:
+        pytest.skip(why_not.reason)
+    dtype = getattr(torch, problem.dtype)
+    q = torch.randn(problem.batch, problem.q_heads, problem.q_len, problem.head_dim, device="cuda").to(dtype)
+    k, v = (
+        torch.randn(problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim, device="cuda").to(dtype)
+        for _ in range(2)
+    )
+    with torch.no_grad():
+        got = peer.build(problem)(q, k, v)
+    group = problem.q_heads // problem.kv_heads
+    keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = q.float() @ keys.transpose(-2, -1) * problem.head_dim**-0.5
+    if problem.causal:
+        seen = torch.ones(problem.q_len, problem.kv_len, dtype=torch.bool, device="cuda")
+        scores.masked_fill_(~seen.tril(problem.kv_len - problem.q_len), float("-inf"))
+    wanted = torch.softmax(scores, dim=-1) @ values
+    torch.testing.assert_close(got.float(), wanted, atol=3e-2, rtol=3e-2)

@@ -1,0 +1,203 @@
+"""Made-up records, valid by the schema, for tests of what reads and shows data. Never written under data/."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+
+from flashlab import peers, records, sass, stages
+from flashlab.paths import DATA
+from flashlab.problem import Problem, suite
+from flashlab.records import (
+    Cache,
+    Ceiling,
+    Conditions,
+    CubinFields,
+    Gpu,
+    Machine,
+    Measurement,
+    ProblemFields,
+    Regime,
+    Samples,
+    Source,
+    Verdict,
+)
+
+COMMIT = "0123abcdef0123abcdef0123abcdef0123abcdef"
+RUN = "20260102T030405Z-0123abc"
+MISSING_PEER_REASON = "made up: its package is not installed"
+
+_STAGE_TFLOPS = (2.6, 7.4, 13.1, 21.0, 17.5, 64.0, 118.0, 205.0, 230.0, 380.0, 440.0, 470.0, 490.0, 510.0)
+_PEER_TFLOPS = (441.0, 457.0, 289.0, 124.0, 41.0, 61.0, 378.0, 489.0)
+_SOFTWARE = {"flashlab": "0.1.0", "numpy": "2.4.6", "torch": "2.11.0"}
+
+
+def gpu(slug: str = "nvidia-h200") -> Gpu:
+    return Gpu(
+        slug=slug,
+        name=slug.replace("-", " ").upper(),
+        compute_capability=(9, 0),
+        sm_count=132,
+        max_sm_clock_mhz=1980.0,
+        memory_bytes=150 * 10**9,
+        l2_bytes=50 * 2**20,
+        power_limit_w=700.0,
+        driver="580.00",
+        fingerprint="0123456789ab",
+    )
+
+
+def _tflops(name: str, problem: Problem) -> float:
+    if name in stages.STAGES:
+        peak = _STAGE_TFLOPS[list(stages.STAGES).index(name) % len(_STAGE_TFLOPS)]
+    else:
+        peak = _PEER_TFLOPS[list(peers.PEERS).index(name) % len(_PEER_TFLOPS)]
+    size = problem.flops / (problem.flops + 2e10)
+    return peak * size * (0.8 if problem.causal else 1.0) * (1.25 if problem.head_dim == 128 else 1.0)
+
+
+def _samples(rng: np.random.Generator, time_us: float, regime: Regime, cache: Cache) -> Samples:
+    clock = 1980.0 if regime == "burst" else 1740.0
+    slower = {"hot": 1.0, "cold": 1.08}[cache] * 1980.0 / clock
+    times = time_us * slower * (1 + rng.gamma(2.0, 0.003, size=40))
+    return Samples(
+        regime=regime,
+        cache=cache,
+        calls=10,
+        time_us=tuple(float(t) for t in times),
+        sm_clock_mhz=tuple(float(c) for c in clock - rng.integers(0, 3, size=40) * 15),
+    )
+
+
+def _cubin(name: str, problem: Problem) -> CubinFields:
+    position = list(stages.STAGES).index(name)
+    mix = {kind: 10 + 7 * i for i, kind in enumerate(sass.CLASSES) if kind != "total"}
+    mix["tensor"] = 0 if position < 4 else 64
+    return CubinFields(
+        sha256=hashlib.sha256(f"{name} {problem.label}".encode()).hexdigest(),
+        arch="sm_90a",
+        compiler="NVRTC 13.0",
+        parameters=stages.STAGES[name].parameters(problem.head_dim),
+        options=("--std=c++17",),
+        registers=64 + 8 * position,
+        spill_store_bytes=0,
+        spill_load_bytes=0,
+        stack_bytes=0,
+        static_smem_bytes=0,
+        dynamic_smem_bytes=4096 * position,
+        threads=128,
+        blocks_per_sm=4,
+        sass=mix | {"total": sum(mix.values())},
+    )
+
+
+def measurement(
+    name: str, problem: Problem, *, run: str = RUN, slug: str = "nvidia-h200", seed: int = 0
+) -> Measurement:
+    """A sound record of a stage or peer; one that cannot do the problem says so, the last peer is not installed."""
+    is_stage = name in stages.STAGES
+    base = {
+        "run": run,
+        "time": "2026-01-02T03:04:05Z",
+        "gpu": gpu(slug),
+        "source": Source(commit=COMMIT, dirty=False),
+        "software": _SOFTWARE,
+        "kind": "stage" if is_stage else "peer",
+        "name": name,
+        "problem": ProblemFields.of(problem),
+    }
+    nothing = {"verdict": None, "samples": (), "conditions": None, "cubin": None}
+    if not is_stage and name == list(peers.PEERS)[-1]:
+        return Measurement(**base, **nothing, status="missing", reason=MISSING_PEER_REASON)
+    if is_stage and (reason := stages.STAGES[name].why_not(problem)):
+        return Measurement(**base, **nothing, status="unsupported", reason=reason)
+    rng = np.random.default_rng([seed, *name.encode(), *problem.label.encode()])
+    time_us = problem.flops / _tflops(name, problem) / 1e6
+    return Measurement(
+        **base,
+        status="ok",
+        reason="",
+        verdict=Verdict(
+            passed=True,
+            reason="",
+            max_abs_error=float(rng.uniform(1e-4, 4e-4)),
+            max_abs_limit=1e-3,
+            rms_error=1e-5,
+            rms_limit=4e-5,
+            lse_error=1e-6 if is_stage else None,
+            lse_limit=1e-4 if is_stage else None,
+        ),
+        samples=(
+            _samples(rng, time_us, "burst", "hot"),
+            _samples(rng, time_us, "burst", "cold"),
+            _samples(rng, time_us, "sustained", "hot"),
+        ),
+        conditions=Conditions(
+            sm_clock_mhz_min=1485.0,
+            sm_clock_mhz_max=1980.0,
+            power_w_max=698.0,
+            temperature_c_max=61.0,
+            throttle_reasons=("sw_power_cap",) if time_us > 1000 else (),
+            energy_j_per_call=6.5e-4 * time_us,
+        ),
+        cubin=_cubin(name, problem) if is_stage else None,
+    )
+
+
+def _ceilings(slug: str) -> tuple[Ceiling, ...]:
+    rng = np.random.default_rng(7)
+    values = (
+        ("launch", "us", 2.3),
+        ("copy", "TB/s", 4.2),
+        ("l2_read", "TB/s", 9.1),
+        ("fp32_fma", "TFLOP/s", 61.0),
+        ("half2_fma", "TFLOP/s", 121.0),
+        ("exp2", "Tex2/s", 4.1),
+        ("mma_sync_float16", "TFLOP/s", 630.0),
+        ("tensor_float16", "TFLOP/s", 735.0),
+        ("tensor_bfloat16", "TFLOP/s", 745.0),
+    )
+    return tuple(
+        Ceiling(
+            kind="ceiling",
+            run=RUN,
+            time="2026-01-02T03:04:05Z",
+            gpu=gpu(slug),
+            source=Source(commit=COMMIT, dirty=False),
+            software=_SOFTWARE,
+            name=name,
+            unit=unit,
+            value=value,
+            samples=_samples(rng, 100.0, "burst", "hot"),
+            how="made up",
+        )
+        for name, unit, value in values
+    )
+
+
+def write_synthetic(data: Path, slug: str = "nvidia-h200", *, problems: Iterable[Problem] | None = None) -> Path:
+    """Write one made-up run of every stage and peer over `problems` (the standard suite, where None); its file.
+
+    Raises:
+        ValueError: `data` lies in the repository's data folder, where only measurements belong.
+    """
+    if data.resolve().is_relative_to(DATA):
+        raise ValueError(f"wanted a folder outside {DATA}, got {data}: made-up records stay out of the committed data")
+    path = data / slug / "runs" / f"{RUN}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        measurement(name, problem, slug=slug)
+        for problem in (suite("standard") if problems is None else problems)
+        for name in (*stages.STAGES, *peers.PEERS)
+    ]
+    # One write rather than records.append for each: that flushes every line to disk.
+    path.write_text("".join(map(records.to_line, [*rows, *_ceilings(slug)])), encoding="utf-8")
+    records.write_machine(
+        Machine(gpu=gpu(slug), host={"processor": "made up", "cores": "32", "memory": "256 GiB", "system": "Linux"}),
+        data,
+    )
+    records.write_checksums(slug, data)
+    return path

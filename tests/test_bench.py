@@ -1,0 +1,291 @@
+"""The worker protocol with real processes that crash, hang and talk nonsense; no GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flashlab import bench, errors, records, stages
+from flashlab.problem import Problem
+
+PROBLEMS = [Problem.parse("1x2x64x64"), Problem.parse("1x2x64x64", mask="causal")]
+GPU = {
+    "slug": "test-gpu", "name": "Test GPU", "compute_capability": [9, 0], "sm_count": 4, "max_sm_clock_mhz": 1000.0,
+    "memory_bytes": 1 << 30, "l2_bytes": 1 << 20, "power_limit_w": None, "driver": "1", "fingerprint": "0123456789ab",
+}  # fmt: skip
+
+FAKE = """
+import json, os, signal, subprocess, sys, time
+gpu, plan = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+fd = int(sys.argv[sys.argv.index("--fd") + 1])
+job = json.load(sys.stdin)
+with open(plan["log"], "a") as log:
+    log.write(json.dumps(job) + "\\n")
+
+def send(message):
+    os.write(fd, (json.dumps(message) + "\\n").encode())
+
+def act(what):
+    print("about to", what, file=sys.stderr, flush=True)
+    if what == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "exit": sys.exit(7)
+    if what == "hang": time.sleep(600)
+    if what == "garbage": os.write(fd, b"\\x00\\xff not json\\n"); time.sleep(600)
+    if what == "fatal": send({"type": "fatal", "reason": "CUDA_ERROR_ILLEGAL_ADDRESS"}); sys.exit(3)
+    if what == "bad_row": send({"type": "row", "cell": 0, "row": {"name": 5}}); time.sleep(600)
+    if what == "unknown": send({"type": "dance"}); time.sleep(600)
+    if what == "orphan": # dies, while a process that it started lives on and holds the pipe
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(fd,)); os._exit(5)
+
+if plan.get("refuse"):
+    send({"type": "refused", "error": plan["refuse"], "message": "wanted a GPU, got none"}); sys.exit(1)
+if plan.get("start"):
+    act(plan["start"])
+send({"type": "hello", "gpu": gpu, "software": {"python": "3"}})
+series = {"regime": "burst", "cache": "hot", "calls": 1, "time_us": [1.0, 1.1], "sm_clock_mhz": [900.0, 901.0]}
+for name in job.get("ceilings", []):
+    send({"type": "step", "cell": None, "name": name, "what": "measure"})
+    if name in plan: act(plan[name])
+    send({"type": "ceiling", "ceiling": {"name": name, "unit": "us", "value": 1.0, "how": "fake", "samples": series}})
+verdict = {"passed": True, "reason": "", "max_abs_error": 0.0, "max_abs_limit": 1.0, "rms_error": 0.0, "rms_limit": 1.0,
+           "lse_error": None, "lse_limit": None}
+for cell in job["cells"]:
+    send({"type": "step", "cell": cell["index"], "name": "", "what": "make inputs"})
+    if "inputs" in plan: act(plan["inputs"])
+    for name in cell["names"]:
+        send({"type": "step", "cell": cell["index"], "name": name, "what": "check"})
+        if name in plan: act(plan[name])
+    for name in cell["names"]:
+        if name in plan.get("forget", []): continue
+        row = {"name": name, "status": "ok", "reason": "", "verdict": verdict}
+        if job["kind"] == "bench":
+            row.update(samples=[series], conditions=None, cubin=None)
+        send({"type": "row", "cell": cell["index"], "row": row})
+    send({"type": "cell_done", "cell": cell["index"]})
+send({"type": "done"})
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Any:
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE, encoding="utf-8")
+
+    def command(**plan: Any) -> list[str]:
+        plan["log"] = str(tmp_path / "jobs.jsonl")
+        return [sys.executable, str(script), json.dumps(GPU), json.dumps(plan)]
+
+    return command
+
+
+def _run(tmp_path: Path, worker: list[str], **options: Any) -> records.Run:
+    options = {"stages": ["00_naive", "01_coalesced"], "peers": ["sdpa"], "ceilings": ["launch"], **options}
+    path = bench.run(PROBLEMS, data=tmp_path / "data", worker=worker, timeout_s=2.0, startup_s=20.0, **options)
+    assert records.verify("test-gpu", tmp_path / "data") == ()
+    return records.read_run(path)
+
+
+def _statuses(run: records.Run) -> dict[tuple[str, str], str]:
+    return {(row.problem.mask, row.name): row.status for row in run.measurements}
+
+
+def _jobs(tmp_path: Path) -> list[Any]:
+    return [json.loads(line) for line in (tmp_path / "jobs.jsonl").read_text().splitlines()]
+
+
+def test_every_row_is_recorded_and_the_data_is_sound(tmp_path: Path, fake: Any) -> None:
+    told: list[bench.Progress] = []
+    run = _run(tmp_path, fake(), progress=told.append)
+    assert set(_statuses(run).values()) == {"ok"}
+    assert len(run.measurements) == 6
+    assert [c.name for c in run.ceilings] == ["launch"]
+    assert {row.kind for row in run.measurements if row.name == "sdpa"} == {"peer"}
+    assert run.path.parent == tmp_path / "data" / "test-gpu" / "runs"
+    assert told[-1].total == 7
+    assert [p.done for p in told] == sorted(p.done for p in told)
+    assert (tmp_path / "data" / "test-gpu" / "machine.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("death", "status", "words"),
+    [
+        ("segfault", "crashed", "killed by SIGSEGV.*about to segfault"),
+        ("exit", "crashed", "exit status 7"),
+        ("hang", "timeout", "no answer within 2 s"),
+        ("garbage", "crashed", "no message"),
+        ("fatal", "crashed", "ILLEGAL_ADDRESS"),
+        ("bad_row", "crashed", "no message"),
+        ("unknown", "crashed", "dance"),
+        ("orphan", "crashed", "exit status 5"),
+    ],
+)
+def test_a_death_costs_the_implementation_in_hand_only(
+    death: str, status: str, words: str, tmp_path: Path, fake: Any
+) -> None:
+    run = _run(tmp_path, fake(**{"01_coalesced": death}))
+    found = _statuses(run)
+    assert {name: s for name, s in found.items() if name[1] == "01_coalesced"} == {
+        ("full", "01_coalesced"): status,
+        ("causal", "01_coalesced"): status,
+    }
+    assert {s for name, s in found.items() if name[1] != "01_coalesced"} == {"ok"}
+    assert len(found) == len(run.measurements) == 6
+    reasons = " ".join(row.reason for row in run.measurements if row.name == "01_coalesced")
+    import re
+
+    assert re.search(words, reasons), reasons
+    assert len(run.ceilings) == 1
+    # Each restart leaves out what is done: the second worker has no ceiling left, the third not the first problem.
+    jobs = _jobs(tmp_path)
+    assert [job["ceilings"] for job in jobs] == [["launch"], [], []]
+    assert [len(job["cells"]) for job in jobs] == [2, 2, 1]
+
+
+def test_a_death_before_any_implementation_is_charged_to_the_problem(tmp_path: Path, fake: Any) -> None:
+    run = _run(tmp_path, fake(inputs="exit"))
+    assert set(_statuses(run).values()) == {"crashed"}
+    assert len(run.measurements) == 6
+    assert all("make inputs" in row.reason for row in run.measurements)
+
+
+def test_a_ceiling_that_kills_its_worker_is_left_out(tmp_path: Path, fake: Any) -> None:
+    notes: list[str] = []
+    run = _run(tmp_path, fake(copy="segfault"), ceilings=["launch", "copy", "exp2"], note=notes.append)
+    assert [c.name for c in run.ceilings] == ["launch", "exp2"]
+    assert len(notes) == 1
+    assert "copy not measured" in notes[0]
+    assert set(_statuses(run).values()) == {"ok"}
+
+
+def test_a_forgotten_implementation_gets_a_row(tmp_path: Path, fake: Any) -> None:
+    run = _run(tmp_path, fake(forget=["sdpa"]))
+    assert _statuses(run)["full", "sdpa"] == "error"
+    assert len(run.measurements) == 6
+
+
+def test_a_worker_that_never_starts(tmp_path: Path, fake: Any) -> None:
+    with pytest.raises(errors.LaunchError, match=r"exit status 7.*about to exit"):
+        _run(tmp_path, fake(start="exit"))
+    with pytest.raises(errors.LaunchError, match="exit status"):
+        _run(tmp_path, [sys.executable, "-c", "raise SystemExit(9)"])
+
+
+@pytest.mark.parametrize("error", ["NoGpuError", "MissingPackageError", "UnsupportedError"])
+def test_a_refusal_is_raised_as_what_it_is(error: str, tmp_path: Path, fake: Any) -> None:
+    with pytest.raises(getattr(errors, error), match="wanted a GPU"):
+        _run(tmp_path, fake(refuse=error))
+    assert not (tmp_path / "data" / "test-gpu").exists()
+
+
+def test_the_real_worker_says_that_there_is_no_gpu(tmp_path: Path) -> None:
+    from flashlab import gpu
+
+    if gpu.available() is None:
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(errors.NoGpuError, match="wanted a CUDA GPU"):
+        bench.run(PROBLEMS, data=tmp_path)
+
+
+def test_an_unwritable_folder_is_found_before_any_work(read_only_dir: Path, fake: Any, tmp_path: Path) -> None:
+    with pytest.raises(errors.OutputError, match="writable folder"):
+        bench.run(PROBLEMS, data=read_only_dir, worker=fake())
+    assert not (tmp_path / "jobs.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"stages": ["99_none"]}, errors.UnknownStageError, "99_none"),
+        ({"peers": ["cublas"]}, errors.ParameterError, "cublas_unfused"),
+        ({"ceilings": ["speed"]}, errors.ParameterError, "smem_read"),
+        ({"stages": [], "peers": []}, errors.ParameterError, "at least one stage or peer"),
+        ({"samples": 0}, errors.ParameterError, "samples"),
+        ({"cap_s": -1.0}, errors.ParameterError, "cap_s"),
+        ({"sources": {"00_naive": Path("/no/such.cu")}}, errors.ParameterError, "such.cu"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_work(
+    options: Any, error: type[Exception], words: str, tmp_path: Path, fake: Any
+) -> None:
+    with pytest.raises(error, match=words):
+        bench.run(PROBLEMS, data=tmp_path / "data", worker=fake(), **options)
+    assert not (tmp_path / "jobs.jsonl").exists()
+
+
+def test_an_edited_copy_is_measured_beside_the_stage(tmp_path: Path, fake: Any) -> None:
+    copy = tmp_path / "mine.cu"
+    copy.write_text(stages.get("00_naive").source.read_text(encoding="utf-8"), encoding="utf-8")
+    run = _run(tmp_path, fake(), sources={"00_naive": copy})
+    assert {row.name for row in run.measurements} == {"00_naive", "01_coalesced", "sdpa", "00_naive@mine"}
+    assert _jobs(tmp_path)[0]["implementations"]["00_naive@mine"] == {
+        "kind": "stage",
+        "id": "00_naive",
+        "source": str(copy),
+    }
+
+
+def test_a_hanging_worker_is_ended_with_all_it_started(tmp_path: Path, fake: Any) -> None:
+    begin = time.monotonic()
+    _run(tmp_path, fake(sdpa="hang"))
+    assert time.monotonic() - begin < 30
+
+
+def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: Any) -> None:
+    found = bench.check_stages(
+        ["00_naive", "01_coalesced"],
+        lengths=[(1, 1), (65, 17)],
+        masks=["causal"],
+        dtypes=["float16"],
+        head_dims=[64],
+        data=tmp_path / "data",
+        worker=fake(**{"00_naive": "segfault"}),
+        timeout_s=2.0,
+    )
+    assert len(found.rows) == 2 * 2 * len(bench.LAYOUTS)
+    assert {row.status for row in found.rows if row.stage == "01_coalesced"} == {"ok"}
+    assert {row.status for row in found.failures} == {"crashed"}
+    assert {row.stage for row in found.failures} == {"00_naive"}
+    assert found.path is not None
+    lines = [json.loads(line) for line in found.path.read_text().splitlines()]
+    assert len(lines) == len(found.rows)
+    assert {line["layout"] for line in lines} == set(bench.LAYOUTS)
+    assert records.verify("test-gpu", tmp_path / "data") == ()
+
+
+def test_checks_without_a_folder_leave_nothing_behind(tmp_path: Path, fake: Any) -> None:
+    found = bench.check_stages(["00_naive"], lengths=[(1, 1)], data=None, worker=fake())
+    assert found.path is None
+    assert found.rows
+    assert not found.failures
+
+
+def test_checks_refuse_what_does_not_exist(fake: Any) -> None:
+    with pytest.raises(errors.ParameterError, match="bshd"):
+        bench.check_stages(["00_naive"], layouts=["diagonal"], data=None, worker=fake())
+    with pytest.raises(errors.ParameterError, match="at least one stage"):
+        bench.check_stages(["00_naive"], dtypes=["bfloat16"], data=None, worker=fake())
+
+
+def test_the_host_is_described_without_its_name() -> None:
+    import platform
+
+    facts = bench.host()
+    assert facts["cores"].isdigit()
+    assert platform.node() not in facts.values()
+
+
+def test_errors_become_statuses() -> None:
+    class OutOfMemoryError(RuntimeError):
+        pass
+
+    assert bench._classify(errors.UnsupportedError("too old"))[0] == "unsupported"
+    assert bench._classify(errors.MissingPackageError("no torch"))[0] == "missing"
+    assert bench._classify(RuntimeError("No available kernel. Aborting execution."))[0] == "unsupported"
+    assert bench._classify(OutOfMemoryError("CUDA out of memory"))[0] == "unsupported"
+    assert bench._classify(ZeroDivisionError("oh"))[0] == "error"
+    assert bench._classify(ZeroDivisionError("oh"))[1] == "ZeroDivisionError: oh"

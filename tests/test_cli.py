@@ -1,0 +1,395 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import RUN, measurement, write_synthetic
+
+from flashlab import bench, cli, doctor, gpu, records, report
+from flashlab.errors import CompileError
+from flashlab.problem import FIRST_SHAPE, suite
+from flashlab.stages import ARCHS, STAGES
+
+FIRST_STAGE = next(iter(STAGES))
+
+
+class Result:
+    """What one run of the program left."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the program in this process, through the same `main` as the installed script."""
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["flashlab", *map(str, arguments)])
+        code: object = 0
+        try:
+            cli.main()
+        except SystemExit as exit_:
+            code = exit_.code
+        captured = capsys.readouterr()
+        return Result(code if isinstance(code, int) else int(code is not None), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_synthetic(tmp_path / "data", problems=(*suite("smoke"), *suite("first")))
+    return tmp_path / "data"
+
+
+def test_help_lists_every_command(run: Run) -> None:
+    result = run("--help")
+    assert result.code == 0
+    for command in ("doctor", "stages", "compile", "sass", "check", "bench", "results", "report"):
+        assert f" {command} " in result.out
+
+
+@pytest.mark.parametrize("arguments", [("nope",), ("results", "--nope"), ("sass",), ("results", "--dtype", "float8")])
+def test_wrong_usage_exits_2(run: Run, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.code == 2
+    assert "Usage" in result.err
+    assert result.out == ""
+
+
+def test_stages(run: Run) -> None:
+    table = run("stages").out
+    rows = run("stages", "--json").json
+    assert [row["id"] for row in rows] == list(STAGES)
+    for stage in STAGES.values():
+        assert stage.id in table
+        assert stage.title in table
+
+
+def test_compile(run: Run) -> None:
+    result = run("compile", FIRST_STAGE, "--arch", "sm_80", "--json")
+    assert result.code == 0
+    rows = result.json
+    stage = STAGES[FIRST_STAGE]
+    assert len(rows) == 2 * len(stage.head_dims) * len(stage.dtypes)
+    assert all(row["registers"] > 0 and row["arch"] == "sm_80" and len(row["sha256"]) == 64 for row in rows)
+    table = run("compile", FIRST_STAGE, "--arch", "sm_80")
+    assert table.code == 0
+    assert "registers" in table.out
+
+
+def test_compile_failure_shows_source_line_command_and_log(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashlab import compiler
+
+    error = CompileError(
+        "a.cu: refused", command="nvrtc a.cu", log="a.cu(3): error: what", source_line="a.cu:3: what()"
+    )
+    monkeypatch.setattr(compiler, "compile_many", lambda work, progress: tuple(error for _ in work))
+    result = run("compile", FIRST_STAGE, "--arch", "sm_80")
+    assert result.code == 1
+    for part in ("a.cu: refused", "a.cu:3: what()", "nvrtc a.cu", "error: what"):
+        assert part in result.err
+
+
+def test_a_stage_newer_than_the_architecture_is_said(run: Run) -> None:
+    newer = [stage.id for stage in STAGES.values() if stage.min_arch != ARCHS[0]]
+    if not newer:
+        pytest.skip("every stage runs on the oldest architecture")
+    result = run("compile", newer[0], "--arch", ARCHS[0])
+    assert result.code == 1
+    assert ARCHS[0] in result.err
+
+
+def test_sass(run: Run) -> None:
+    counts = run("sass", FIRST_STAGE, "--arch", "sm_80", "--json").json["counts"]
+    assert counts["total"] == sum(count for name, count in counts.items() if name != "total") > 0
+    assert "what it holds" in run("sass", FIRST_STAGE, "--arch", "sm_80").out
+
+
+def test_sass_listing(run: Run) -> None:
+    listing = run("sass", FIRST_STAGE, "--arch", "sm_80", "--listing").out
+    instructions = run("sass", FIRST_STAGE, "--arch", "sm_80", "--listing", "--json").json
+    assert len(listing.splitlines()) == len(instructions)
+    assert any(instruction["opcode"] == "EXIT" for instruction in instructions)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("sass", "99_none"), FIRST_STAGE),
+        (("compile", "99_none"), FIRST_STAGE),
+        (("sass", FIRST_STAGE, "--arch", "sm_10"), "sm_75"),
+        (("compile", "--arch", "sm_10"), "sm_75"),
+        (("sass", FIRST_STAGE, "--head-dim", "96"), "64"),
+        (("sass", FIRST_STAGE, "--head-dim", "0"), "positive"),
+        (("sass", FIRST_STAGE, "--dtype", "float8"), "float16"),
+        (("sass", FIRST_STAGE, "--mask", "sparse"), "causal"),
+        (("results", "--shape", "16x16"), "BxHxSxD"),
+        (("results", "--gpu", "none-such"), "nvidia-h200"),
+    ],
+)
+def test_bad_input_is_named_with_what_works(run: Run, data: Path, arguments: tuple[str, ...], wanted: str) -> None:
+    if arguments[0] == "results":
+        arguments = (*arguments, "--data", str(data))
+    result = run(*arguments)
+    assert result.code == 1
+    assert result.out == ""
+    assert result.err.startswith("flashlab: ")
+    assert wanted in result.err
+    assert "Traceback" not in result.err
+
+
+def test_results_have_the_promised_fields(run: Run, data: Path) -> None:
+    arguments = ("--gpu", "nvidia-h200", "--shape", FIRST_SHAPE, "--dtype", "float16", "--mask", "causal")
+    rows = run("results", *arguments, "--data", data, "--json").json
+    assert {row["name"] for row in rows} >= set(STAGES)
+    for row in rows:
+        assert row.keys() >= {"name", "kind", "median_us", "tflops", "cv_percent", "samples", "run", "commit"}
+        assert row["kind"] in ("stage", "peer")
+        assert (row["shape"], row["dtype"], row["mask"], row["run"]) == (FIRST_SHAPE, "float16", "causal", RUN)
+        assert (row["median_us"] is None) == (row["status"] != "ok")
+        assert (row["samples"] > 0) == (row["status"] == "ok")
+
+
+def test_results_filter(run: Run, data: Path) -> None:
+    everything = run("results", "--data", data, "--json").json
+    full = run("results", "--data", data, "--mask", "full", "--json").json
+    assert 2 * len(full) == len(everything)
+    long_form = FIRST_SHAPE.replace("16x16x2048", "16x16x16x2048x2048", 1)
+    assert run("results", "--data", data, "--shape", long_form, "--json").json == [
+        row for row in everything if row["shape"] == FIRST_SHAPE
+    ]
+    sustained = run("results", "--data", data, "--regime", "sustained", "--json").json
+    assert {row["regime"] for row in sustained} == {"sustained"}
+
+
+def test_results_table_names_run_and_reasons(run: Run, data: Path) -> None:
+    table = run("results", "--data", data).out
+    assert RUN in table
+    assert "missing: " in table
+
+
+def test_an_older_run_answers_where_the_newest_has_no_such_row(run: Run, data: Path) -> None:
+    runs = data / "nvidia-h200" / "runs"
+    lines = (runs / f"{RUN}.jsonl").read_text(encoding="utf-8").splitlines()
+    newer = "20270102T030405Z-0123abc"
+    line = next(line for line in lines if FIRST_STAGE in line).replace(RUN, newer)
+    (runs / f"{newer}.jsonl").write_text(line + "\n", encoding="utf-8")
+    assert {row["run"] for row in run("results", "--data", data, "--json").json} == {newer}
+    assert {row["run"] for row in run("results", "--data", data, "--shape", FIRST_SHAPE, "--json").json} == {RUN}
+
+
+def test_no_matching_rows_lists_what_there_is(run: Run, data: Path) -> None:
+    result = run("results", "--data", data, "--shape", "1x1x7x64")
+    assert result.code == 1
+    assert "1x1x7x64" in result.err
+    assert "B16 H16 S2048 D64" in result.err
+
+
+def test_no_data_says_how_to_make_some(run: Run, tmp_path: Path) -> None:
+    result = run("results", "--data", tmp_path)
+    assert result.code == 1
+    assert "flashlab bench" in result.err
+
+
+def test_verify(run: Run, data: Path) -> None:
+    sound = run("results", "--verify", "--data", data)
+    assert sound.code == 0
+    assert "sound" in sound.out
+    assert run("results", "--verify", "--data", data, "--json").json == []
+
+
+def test_a_damaged_line_is_named_and_the_rest_still_shown(run: Run, data: Path) -> None:
+    path = data / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:40], *lines[2:]]) + "\n", encoding="utf-8")
+    verified = run("results", "--verify", "--data", data)
+    assert verified.code == 1
+    assert f"{path}:2:" in verified.err
+    assert run("results", "--verify", "--data", data, "--json").code == 1
+    shown = run("results", "--data", data, "--json")
+    assert shown.code == 0
+    assert f"{path}:2:" in shown.err
+    assert len(shown.json) > 1
+
+
+def test_doctor(run: Run, tmp_path: Path) -> None:
+    result = run("doctor", "--data", tmp_path)
+    assert result.code == 0
+    assert "compiler" in result.out
+    assert {finding["state"] for finding in run("doctor", "--data", tmp_path, "--json").json} <= {"ok", "absent"}
+
+
+def test_doctor_fails_and_prints_the_fix_where_something_is_broken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = doctor.Finding(name="compiler", state="broken", detail="no NVRTC", fix="pip install it")
+    monkeypatch.setattr(doctor, "examine", lambda data: (broken,))
+    result = run("doctor")
+    assert result.code == 1
+    assert "no NVRTC" in result.out
+    assert "pip install it" in result.err
+
+
+@pytest.mark.parametrize("command", ["bench", "check"])
+def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, command: str) -> None:
+    if gpu.available() is None:
+        pytest.skip("there is a GPU")
+    result = run(command, "--data", tmp_path)
+    assert result.code == 1
+    assert "wanted a CUDA GPU" in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("bench", "--suite", "none-such"), "smoke, first, standard"),
+        (("bench", "--shape", "16x16"), "BxHxSxD"),
+        (("bench", "--stages", "99_none"), FIRST_STAGE),
+        (("bench", "--peers", "none-such"), "sdpa"),
+        (("bench", "--stages", "none", "--peers", "none"), "at least one stage or peer"),
+        (("bench", "--samples", "0"), "samples"),
+        (("bench", "--source", FIRST_STAGE), "STAGE=FILE"),
+        (("bench", "--source", f"{FIRST_STAGE}=/none/such.cu"), "a file that exists"),
+        (("check", "99_none"), FIRST_STAGE),
+        (("check", "--length", "113"), "SQxSK"),
+        (("check", "--length", "0x5"), "positive"),
+        (("report", "--source", "guess"), "replay"),
+        (("report", "--suite", "none-such"), "smoke, first, standard"),
+        (("report", "--stages", "99_none"), FIRST_STAGE),
+        (("report", "--source", "replay", "--gpu", "none-such"), "GPUs with data"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], wanted: str
+) -> None:
+    result = run(*arguments, "--data", tmp_path)
+    assert result.code == 1
+    assert result.out == ""
+    assert wanted in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("command", ["bench", "report"])
+def test_an_unwritable_folder_is_said(run: Run, read_only_dir: Path, tmp_path: Path, command: str) -> None:
+    place = ("--data", read_only_dir) if command == "bench" else ("--out", read_only_dir, "--data", tmp_path)
+    result = run(command, *place)
+    assert result.code == 1
+    assert "writable folder" in result.err
+
+
+def test_bench_hands_on_what_was_asked_and_shows_the_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(problems: Any, **options: Any) -> Path:
+        asked.update(options, problems=list(problems))
+        options["progress"](bench.Progress(1, 2, "timing"))
+        return write_synthetic(options["data"], problems=problems)
+
+    monkeypatch.setattr(bench, "run", measure)
+    result = run("bench", "--shape", "1x2x130x64", "--dtype", "float16", "--mask", "full", "--peers", "none",
+                 "--stages", FIRST_STAGE, "--data", tmp_path, "--json")  # fmt: skip
+    assert result.code == 0
+    assert [problem.label for problem in asked["problems"]] == ["B1 H2 S130 D64 full float16"]
+    assert (asked["stages"], asked["peers"]) == ([FIRST_STAGE], [])
+    assert {row["name"] for row in result.json} >= set(STAGES)
+    assert "[1/2] timing" in result.err
+    assert f"recorded in {tmp_path}" in result.err
+    assert "TFLOP/s" in run("bench", "--suite", "smoke", "--data", tmp_path).out
+    assert {problem.mask for problem in asked["problems"]} == {"full", "causal"}
+    assert (asked["stages"], asked["peers"]) == (None, None)
+
+
+def test_bench_fails_where_a_row_failed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(problems: Any, **options: Any) -> Path:
+        row = measurement(FIRST_STAGE, next(iter(problems)))
+        lost = {"status": "crashed", "reason": "illegal address", "samples": (), "verdict": None}
+        path = tmp_path / f"{RUN}.jsonl"
+        path.write_text(records.to_line(row.model_copy(update=lost)), encoding="utf-8")
+        return path
+
+    monkeypatch.setattr(bench, "run", measure)
+    result = run("bench", "--suite", "smoke", "--data", tmp_path)
+    assert result.code == 1
+    assert "crashed: illegal address" in result.out
+    assert f"{FIRST_STAGE} at B1 H2 S130 D64 full float16: crashed" in result.err
+
+
+def test_check_counts_and_names_failures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = next(iter(suite("smoke")))
+
+    def row(status: str, reason: str) -> bench.CheckRow:
+        return bench.CheckRow(
+            stage=FIRST_STAGE, problem=problem, layout="padded", status=status, reason=reason, verdict=None
+        )
+
+    def checks(*rows: bench.CheckRow) -> None:
+        monkeypatch.setattr(bench, "check_stages", lambda *_, **options: bench.CheckRun(options["data"], rows))
+
+    checks(row("ok", ""), row("unsupported", "too old"))
+    assert run("check").code == 0
+    checks(row("ok", ""), row("wrong", "output: NaN at (0, 0, 0, 0)"))
+    result = run("check")
+    assert result.code == 1
+    assert FIRST_STAGE in result.out
+    assert "padded: wrong: output: NaN" in result.err
+    assert "1 of 2 checks failed" in result.err
+    assert [found["status"] for found in run("check", "--json").json] == ["ok", "wrong"]
+
+
+def test_report_says_where_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = tmp_path / "site" / "index.html"
+    monkeypatch.setattr(report, "run", lambda **options: index)
+    shown = run("report", "--out", tmp_path)
+    assert shown.code == 0
+    assert str(index) in shown.out
+    assert run("report", "--out", tmp_path, "--json").json == {"index": str(index)}
+
+
+def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flashlab", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, timeout=120, check=False
+    )
+
+
+def test_the_module_runs_as_the_program() -> None:
+    result = program("stages", "--json")
+    assert result.returncode == 0
+    assert [row["id"] for row in json.loads(result.stdout)] == list(STAGES)
+
+
+def test_an_unwritable_cache_is_said_without_a_traceback(read_only_dir: Path) -> None:
+    result = program("compile", FIRST_STAGE, "--arch", "sm_80", FLASHLAB_CACHE=str(read_only_dir))
+    assert result.returncode == 1
+    assert str(read_only_dir) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_fault() -> None:
+    command = f"'{sys.executable}' -m flashlab sass {FIRST_STAGE} --arch sm_80 --listing | head -n 1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert len(result.stdout.splitlines()) == 1
+    assert result.stderr == ""
+
+
+def test_starting_imports_nothing_heavy() -> None:
+    heavy = ("torch", "cupy", "cuda.bindings", "numpy", "pandas", "seaborn", "matplotlib", "pynvml")
+    code = f"import sys, flashlab.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

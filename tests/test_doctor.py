@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from synthetic import write_synthetic
+
+from flashlab import compiler, doctor, gpu, sass
+from flashlab.errors import MissingPackageError
+from flashlab.problem import suite
+
+
+def by_name(data: Path) -> dict[str, doctor.Finding]:
+    return {finding.name: finding for finding in doctor.examine(data)}
+
+
+def test_looks_at_everything(tmp_path: Path) -> None:
+    found = by_name(tmp_path)
+    for name in ("python", "compiler", "disassembler", "gpu", "torch", "cupy", "triton", "flash-attention-3"):
+        assert name in found
+    for name in ("git", "g++", "chromium", "Python.h", "cache", "build", "data"):
+        assert name in found
+    assert found["python"].state == found["compiler"].state == found["disassembler"].state == "ok"
+
+
+def test_what_is_broken_has_a_fix(tmp_path: Path) -> None:
+    for finding in doctor.examine(tmp_path):
+        assert finding.detail
+        assert finding.state != "broken" or finding.fix
+
+
+def test_no_gpu_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "available", lambda: "wanted a CUDA GPU, got no driver.")
+    found = by_name(tmp_path)
+    assert found["gpu"].state == "absent"
+    assert "no driver" in found["gpu"].detail
+    assert found["torch"].state in ("ok", "absent")
+    assert not found["torch"].fix
+
+
+def test_a_gpu_without_its_packages_gets_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "available", lambda: None)
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    found = by_name(tmp_path)["cupy"]
+    assert found.state == "absent"
+    assert "[gpu]" in found.fix
+    assert "constraints.txt" in found.fix
+
+
+def test_a_missing_compiler_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise MissingPackageError("wanted NVRTC, got nothing")
+
+    monkeypatch.setattr(compiler, "compile_stage", refuse)
+    found = by_name(tmp_path)["compiler"]
+    assert (found.state, found.detail) == ("broken", "wanted NVRTC, got nothing")
+    assert "pip install" in found.fix
+
+
+def test_a_missing_disassembler_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise MissingPackageError("wanted nvdisasm, got nothing")
+
+    monkeypatch.setattr(sass, "mix", refuse)
+    assert by_name(tmp_path)["disassembler"].state == "broken"
+
+
+def test_an_unwritable_cache_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_only_dir: Path) -> None:
+    monkeypatch.setenv("FLASHLAB_CACHE", str(read_only_dir))
+    found = by_name(tmp_path)["cache"]
+    assert found.state == "broken"
+    assert str(read_only_dir) in found.detail
+    assert "FLASHLAB_CACHE" in found.fix
+
+
+def test_missing_programs_come_with_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    found = by_name(tmp_path)
+    for name in ("git", "g++", "chromium"):
+        assert found[name].state == "absent"
+        assert found[name].fix.endswith(f"apt-get install {name}")
+
+
+def test_data_is_verified(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path, problems=suite("smoke"))
+    assert by_name(tmp_path)["data/nvidia-h200"].state == "ok"
+    path.write_text(path.read_text(encoding="utf-8") + "{}\n", encoding="utf-8")
+    found = by_name(tmp_path)["data/nvidia-h200"]
+    assert found.state == "broken"
+    assert "differs from CHECKSUMS" in found.detail
+    assert "git checkout" in found.fix

@@ -1,0 +1,329 @@
+"""pyproject.toml, constraints.txt, environment.yml, Makefile, Dockerfile and the documents say the same."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import flashlab
+from flashlab import records
+from flashlab.paths import ROOT
+from flashlab.stages import STAGES
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def requirements(*extras: str) -> list[Requirement]:
+    """What the project itself asks for, with those extras."""
+    project = PROJECT["project"]
+    lines = [*project["dependencies"], *(line for extra in extras for line in project["optional-dependencies"][extra])]
+    return [Requirement(line) for line in lines]
+
+
+def pins() -> dict[str, Version]:
+    """The lock."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [line.split("==") for line in lines if line and not line.startswith("#")]
+    assert all(len(parts) == 2 for parts in found), "constraints.txt holds something else than name==version"
+    return {canonicalize_name(name): Version(version) for name, version in found}
+
+
+def make_targets() -> list[str]:
+    """Targets that `make help` lists."""
+    return re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def tracked() -> list[Path]:
+    """Files in git, new ones included."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+def test_every_requirement_is_pinned_at_a_version_it_allows() -> None:
+    locked = pins()
+    for requirement in requirements(*PROJECT["project"]["optional-dependencies"]):
+        version = locked.get(canonicalize_name(requirement.name))
+        assert version is not None, f"{requirement.name} is not in constraints.txt; `make lock` resolves it"
+        assert version in requirement.specifier, f"{requirement} and constraints.txt ({version}) disagree: `make lock`"
+
+
+def test_everything_installed_for_flashlab_is_pinned() -> None:
+    """The whole tree of what is installed here, not only what pyproject.toml names."""
+    from importlib import metadata
+
+    locked = pins()
+    todo = [
+        (canonicalize_name(r.name), frozenset(r.extras)) for r in requirements() if not r.marker or r.marker.evaluate()
+    ]
+    seen = set(todo)
+    while todo:
+        name, extras = todo.pop()
+        assert name in locked, f"{name} is installed for flashlab and not in constraints.txt"
+        for line in metadata.requires(name) or ():
+            needed = Requirement(line)
+            wanted = any(needed.marker.evaluate({"extra": extra}) for extra in extras | {""}) if needed.marker else True
+            item = (canonicalize_name(needed.name), frozenset(needed.extras))
+            if wanted and item not in seen:
+                seen.add(item)
+                todo.append(item)
+
+
+def test_cuda_wheels_share_one_minor_release() -> None:
+    locked = pins()
+    wheels = (
+        "nvidia-cuda-nvrtc",
+        "nvidia-cuda-runtime",
+        "nvidia-cuda-crt",
+        "nvidia-cuda-cccl",
+        "cuda-bindings",
+        "cuda-toolkit",
+    )
+    assert {locked[name].release[:2] for name in wheels} == {(13, 0)}
+
+
+def test_the_base_install_has_no_gpu_frameworks() -> None:
+    heavy = {"torch", "triton", "cupy-cuda13x", "fa3-fwd", "ray"}
+    assert not heavy & {canonicalize_name(requirement.name) for requirement in requirements("lab", "dev")}
+
+
+def test_the_bundle_names_pinned_packages() -> None:
+    lines = (ROOT / "scripts" / "bundle.txt").read_text(encoding="utf-8").splitlines()
+    names = [line for line in lines if line and not line.startswith("#")]
+    assert len(names) == len(set(names))
+    assert not {canonicalize_name(name) for name in names} - pins().keys()
+
+
+def test_environment_installs_the_project_through_the_lock() -> None:
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
+    *conda, last = environment["dependencies"]
+    named = {re.split(r"[=<>]", entry)[0]: entry for entry in conda}
+    assert named.keys() == {"python", "pip", "git", "make", "gxx"}, "Python packages belong in pyproject.toml"
+    python = Version(named["python"].split("=")[1])
+    assert python in Requirement(f"python{PROJECT['project']['requires-python']}").specifier
+    assert last["pip"][0] == "-c constraints.txt"
+    (project,) = last["pip"][1:]
+    extras = re.fullmatch(r"-e \.\[([a-z,]+)\]", project)
+    assert extras is not None
+    assert set(extras[1].split(",")) <= PROJECT["project"]["optional-dependencies"].keys()
+
+
+def test_installs_go_through_the_lock() -> None:
+    assert "--constraint constraints.txt" in (ROOT / "scripts" / "install.sh").read_text(encoding="utf-8")
+    for name in ("Makefile", "Dockerfile", ".ci/run"):
+        assert "pip install" not in (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_makefile_installs_the_extras_that_exist() -> None:
+    extras = PROJECT["project"]["optional-dependencies"].keys()
+    used = set(
+        re.findall(r"scripts/install\.sh ([a-z]+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    assert used == {"dev", "lab"}
+    assert used | {"gpu"} == extras
+
+
+def test_readme_and_help_name_every_target() -> None:
+    targets = make_targets()
+    assert {"report", "test", "lab", "serve", "lint", "lock", "bundle", "clean"} <= set(targets)
+    shown = subprocess.run(
+        ["make", "-C", str(ROOT), "--no-print-directory"], capture_output=True, text=True, check=True
+    )
+    for target in targets:
+        assert f"make {target}" in shown.stdout
+        assert target == "help" or f"make {target}" in README
+
+
+def test_readme_paths_and_links_exist() -> None:
+    # Before the first run is recorded there is no chart to show.
+    recorded = bool(records.gpus())
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    links = [link for link in links if "://" not in link and (recorded or not link.startswith("data"))]
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+    tree = README.split("## Folders")[1].split("```")[1]
+    folders = re.findall(r"^(?:  )?([a-z]+)/ ", tree, re.MULTILINE)
+    assert {"kernels", "notebooks", "tests", "scripts", "site", "common", "micro"} <= set(folders)
+    for folder in folders:
+        assert (ROOT / folder).is_dir() or (ROOT / "kernels" / folder).is_dir(), folder
+
+
+def test_readme_folder_map_names_every_module() -> None:
+    tree = README.split("## Folders")[1].split("```")[1]
+    words = set(re.findall(r"[a-z_]+", tree))
+    modules = {path.stem for path in (ROOT / "src" / "flashlab").glob("*.py")} - {"__init__", "__main__", "_version"}
+    assert modules <= words
+
+
+def test_readme_stages_and_commands_exist() -> None:
+    assert set(re.findall(r"\b\d\d_[a-z_]+\b", README.replace("02_ladder", ""))) <= STAGES.keys()
+    from typer.main import get_command
+
+    from flashlab.cli import app
+
+    commands = get_command(app).commands.keys()  # type: ignore[attr-defined]
+    listed = README.split("## The command line")[1].split("```")[1]
+    assert set(re.findall(r"^flashlab (\w+)", listed, re.MULTILINE)) == commands
+
+
+def test_layers_name_every_module() -> None:
+    (contract,) = PROJECT["tool"]["importlinter"]["contracts"]
+    layers = {name.strip() for layer in contract["layers"] for name in layer.split("|")}
+    modules = {path.stem for path in (ROOT / "src" / "flashlab").glob("*.py")} - {"__init__", "__main__"}
+    assert layers == modules
+
+
+def test_what_is_made_is_ignored() -> None:
+    made = (
+        ".venv/x",
+        "build/site/index.html",
+        "site/generated/a.md",
+        "src/flashlab/__pycache__/a.pyc",
+        ".mypy_cache/a",
+    )
+    for name in made:
+        subprocess.run(["git", "-C", str(ROOT), "check-ignore", "--quiet", name], check=True)
+    kept = ("site/index.md", "data/nvidia-h200/runs/a.jsonl", "notebooks/a.ipynb")
+    for name in kept:
+        assert subprocess.run(["git", "-C", str(ROOT), "check-ignore", "--quiet", name], check=False).returncode == 1
+
+
+def test_dockerfile_lints_clean() -> None:
+    hadolint = Path(sys.executable).parent / "hadolint"
+    result = subprocess.run([str(hadolint), str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+def test_dockerfile_ends_unprivileged_in_jupyterlab() -> None:
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users
+    assert users[-1] not in ("root", "0")
+    (command,) = (line for line in lines if line.startswith("CMD "))
+    assert '"jupyter", "lab"' in command
+    for source in re.findall(r"^COPY --chown=\S+ (.+) \S+$", "\n".join(lines), re.MULTILINE):
+        for name in source.split():
+            assert (ROOT / name).exists(), name
+
+
+def test_citation_and_license_are_those_of_the_package() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation.keys() >= {"cff-version", "message", "title", "authors", "version", "license"}
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == flashlab.__version__
+    assert citation["license"] == PROJECT["project"]["license"] == "Apache-2.0"
+    assert all(author.keys() & {"name", "family-names"} for author in citation["authors"])
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_nothing_names_one_machine() -> None:
+    """No home folder, checkout or package index of the machine a file was written on."""
+    forbidden = re.compile(
+        r"/root/|/home/(?!ubuntu/)\w+/|(?<![\w.])/work/|index-url\s*=|extra-index|files\.python"
+        + r"hosted|py"
+        + r"pi\.org"
+    )
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if path == Path(__file__):
+            continue
+        found = forbidden.search(text)
+        assert found is None, f"{path.relative_to(ROOT)}: {found and found.group()}"
+
+
+def test_scripts_can_be_run() -> None:
+    for name in (".ci/run", "scripts/install.sh", "scripts/lock.sh"):
+        path = ROOT / name
+        assert path.stat().st_mode & stat.S_IXUSR, name
+        assert path.read_text(encoding="utf-8").startswith("#!")
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+# --- What a missing prerequisite says ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """A checkout without .venv, in a folder with a space, beside a `bin` that holds basic tools and no Python."""
+    tree = tmp_path / "my tree"
+    (tree / "scripts").mkdir(parents=True)
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "scripts/install.sh"):
+        shutil.copy(ROOT / name, tree / name)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("sh", "bash", "make", "dirname", "id", "tr", "rm", "mkdir", "touch", "awk"):
+        found = shutil.which(name)
+        assert found, name
+        (programs / name).symlink_to(found)
+    return tree
+
+
+def make(tree: Path, target: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": str(tree.parent / "bin"), "HOME": os.environ.get("HOME", "/")}
+    return subprocess.run(
+        ["make", "-C", str(tree), target], env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def fake_python(tree: Path, name: str, body: str) -> None:
+    path = tree.parent / "bin" / name
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+def test_no_python_is_named_with_the_command(bare: Path) -> None:
+    result = make(bare, "report")
+    assert result.returncode != 0
+    assert "missing: Python 3.11 or newer, found: none" in result.stderr
+    assert "apt-get install python3 python3-venv" in result.stderr
+
+
+def test_an_old_python_is_named_with_its_version(bare: Path) -> None:
+    fake_python(bare, "python3", 'if [ "$1" = --version ]; then echo Python 3.9.2; else exit 1; fi')
+    result = make(bare, "test")
+    assert result.returncode != 0
+    assert "found: Python 3.9.2" in result.stderr
+
+
+def test_a_python_without_venv_is_named_with_its_package(bare: Path) -> None:
+    fake_python(bare, "python3", 'case "$2" in *ensurepip*) exit 1;; *print*) echo python3.12-venv;; *) exit 0;; esac')
+    result = make(bare, "report")
+    assert result.returncode != 0
+    assert re.search(r"venv module\. Install it with: .*apt-get install python3\.12-venv", result.stderr)
+
+
+def test_nothing_to_serve_says_how_to_build_it(bare: Path) -> None:
+    fake_python(bare, "python3", "exit 1")
+    stamps = bare / ".venv" / ".installed"
+    stamps.mkdir(parents=True)
+    for name in ("base", "base-gpu"):
+        (stamps / name).touch()
+    result = make(bare, "serve")
+    assert result.returncode != 0
+    assert "make report" in result.stderr

@@ -1,0 +1,343 @@
+"""Records: what may be written, that it reads back, and that damage is found and costs only itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from flashlab import records
+from flashlab.errors import DamagedRecordError, NoDataError
+from flashlab.problem import DTYPES, Problem
+from flashlab.records import (
+    Ceiling,
+    Damage,
+    Gpu,
+    Machine,
+    Measurement,
+    ProblemFields,
+    Samples,
+    Source,
+    Verdict,
+    append,
+    parse_line,
+    read_run,
+    to_line,
+)
+
+SLUG = "made-up-gpu"
+EARLY, LATE = "20260101T000000Z-0123abc", "20260102T000000Z-0123abc-dirty"
+GPU = Gpu(
+    slug=SLUG, name="Made-Up GPU", compute_capability=(9, 0), sm_count=1, max_sm_clock_mhz=None, memory_bytes=1,
+    l2_bytes=1, power_limit_w=None, driver="1", fingerprint="0123456789ab",
+)  # fmt: skip
+PASSED = Verdict(
+    passed=True, reason="", max_abs_error=1e-4, max_abs_limit=1e-3, rms_error=1e-5, rms_limit=1e-4, lse_error=None,
+    lse_limit=None,
+)  # fmt: skip
+PROBLEM = Problem.parse("1x2x1x64x65x64", mask="causal")
+
+
+def samples(*time_us: float, **changes: Any) -> Samples:
+    return Samples(**{"regime": "burst", "cache": "hot", "calls": 3, "time_us": time_us, "sm_clock_mhz": (), **changes})
+
+
+def measurement(**changes: Any) -> Measurement:
+    fields: dict[str, Any] = {
+        "run": EARLY, "time": "2026-01-01T00:00:00Z", "gpu": GPU, "source": Source(commit="0123abc", dirty=False),
+        "software": {"numpy": "2"}, "kind": "stage", "name": "00_naive", "problem": ProblemFields.of(PROBLEM),
+        "status": "ok", "reason": "", "verdict": PASSED, "samples": (samples(2.0, 1.0, 3.0),), "conditions": None,
+        "cubin": None,
+    }  # fmt: skip
+    return Measurement(**{**fields, **changes})
+
+
+def ceiling(**changes: Any) -> Ceiling:
+    fields: dict[str, Any] = {
+        "run": EARLY, "time": "2026-01-01T00:00:00Z", "gpu": GPU, "source": Source(commit="0123abc", dirty=False),
+        "software": {}, "kind": "ceiling", "name": "copy", "unit": "TB/s", "value": 1.5, "samples": samples(1.0),
+        "how": "copied",
+    }  # fmt: skip
+    return Ceiling(**{**fields, **changes})
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two runs of one GPU, sealed."""
+    runs = tmp_path / SLUG / "runs"
+    runs.mkdir(parents=True)
+    append(runs / f"{EARLY}.jsonl", measurement())
+    append(runs / f"{EARLY}.jsonl", ceiling())
+    append(runs / f"{LATE}.jsonl", measurement(run=LATE, name="01_coalesced"))
+    records.write_machine(Machine(gpu=GPU, host={"cores": "2"}), tmp_path)
+    records.write_checksums(SLUG, tmp_path)
+    return tmp_path
+
+
+# --- One record -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "record", [measurement(), measurement(kind="peer", name="torch"), ceiling()], ids=["stage", "peer", "ceiling"]
+)
+def test_a_record_is_one_line_and_reads_back(record: Measurement | Ceiling) -> None:
+    line = to_line(record)
+    assert line.endswith("\n")
+    assert line.count("\n") == 1
+    assert parse_line(line) == record
+
+
+def test_line_breaks_inside_a_record_do_not_break_its_line() -> None:
+    record = measurement(status="error", reason="first\nsecond\u2028third", samples=(), verdict=None)
+    assert to_line(record).count("\n") == 1
+    assert parse_line(to_line(record)) == record
+
+
+def test_a_problem_survives_as_data() -> None:
+    for dtype in DTYPES:
+        problem = Problem.parse("2x8x2x7x9x128", dtype=dtype)
+        assert ProblemFields.of(problem).problem() == problem
+
+
+def test_median_and_spread() -> None:
+    taken = samples(2.0, 1.0, 4.0)
+    assert taken.median_us == 2.0
+    assert taken.cv_percent == pytest.approx(100 * math.sqrt(7 / 3) / (7 / 3))
+    assert samples(5.0).cv_percent == 0.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": "wrong", "reason": "it is"},
+        {"verdict": None},
+        {"verdict": PASSED.model_copy(update={"passed": False})},
+        {"reason": "no reason needed"},
+        {"status": "timeout", "samples": ()},
+        {"status": "fine"},
+        {"run": "yesterday"},
+        {"kind": "kernel"},
+        {"unknown": 1},
+    ],
+)
+def test_a_measurement_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        measurement(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"time_us": ()},
+        {"time_us": (1.0, 0.0)},
+        {"time_us": (-1.0,)},
+        {"time_us": (math.nan,)},
+        {"time_us": (math.inf,)},
+        {"sm_clock_mhz": (1980.0, 1980.0)},
+        {"calls": 0},
+        {"regime": "idle"},
+    ],
+)
+def test_samples_are_positive_finite_times(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        samples(*changes.pop("time_us", (1.0,)), **changes)
+
+
+def test_numbers_that_json_cannot_hold_are_refused_when_written() -> None:
+    with pytest.raises(ValidationError):
+        PASSED.model_validate({**PASSED.model_dump(), "max_abs_error": math.nan})
+    with pytest.raises(ValidationError):
+        ceiling(value=math.inf)
+
+
+def test_samples_are_found_by_regime_and_cache() -> None:
+    cold, sustained = samples(1.0, cache="cold"), samples(1.0, regime="sustained")
+    record = measurement(samples=(cold, sustained))
+    assert record.samples_of() is None
+    assert record.samples_of(cache="cold") == cold
+    assert record.samples_of("sustained") == sustained
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
+        ("  A100-SXM4 (80GB) ", "a100-sxm4-80gb"),
+    ],
+)
+def test_a_gpu_name_makes_a_folder_name(name: str, expected: str) -> None:
+    assert records.slug(name) == expected
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_reads_back_in_order(data: Path) -> None:
+    run = read_run(data / SLUG / "runs" / f"{EARLY}.jsonl")
+    assert run.id == EARLY
+    assert run.measurements == (measurement(),)
+    assert run.ceilings == (ceiling(),)
+    assert run.damage == ()
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"not json", b"\xff\xfe", b"[]", b'{"kind": "stage"}', to_line(measurement()).encode()[:-20]]
+)
+def test_a_damaged_line_is_named_and_costs_only_itself(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / f"{EARLY}.jsonl"
+    append(path, measurement())
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+    append(path, ceiling())
+    run = read_run(path)
+    assert run.records == (measurement(), ceiling())
+    assert [(d.path, d.line) for d in run.damage] == [(path, 2)]
+    assert str(run.damage[0]).startswith(f"{path}:2: ")
+
+
+def test_a_line_cut_short_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / f"{EARLY}.jsonl"
+    append(path, measurement())
+    with path.open("ab") as file:
+        file.write(to_line(measurement()).encode()[:50])
+    append(path, ceiling())
+    run = read_run(path)
+    assert run.records == (measurement(), ceiling())
+    assert [d.line for d in run.damage] == [2]
+
+
+def test_appending_never_rewrites(tmp_path: Path) -> None:
+    path = tmp_path / f"{EARLY}.jsonl"
+    append(path, measurement())
+    before = path.read_bytes()
+    append(path, ceiling())
+    assert path.read_bytes().startswith(before)
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_an_empty_run_has_no_records_and_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / f"{EARLY}.jsonl"
+    path.write_bytes(b"\n\n")
+    assert (read_run(path).records, read_run(path).damage) == ((), ())
+
+
+def test_runs_are_oldest_first_and_the_newest_with_rows_wins(data: Path) -> None:
+    assert [run.id for run in records.runs(SLUG, data)] == [EARLY, LATE]
+    assert records.newest_run(SLUG, data).id == LATE
+    append(data / SLUG / "runs" / "20260103T000000Z-0123abc.jsonl", ceiling(value=2.0))
+    assert records.newest_run(SLUG, data).id == LATE
+    assert records.newest_ceilings(SLUG, data)["copy"].value == 2.0
+
+
+def test_gpus_are_those_with_runs(data: Path) -> None:
+    (data / "empty-gpu" / "runs").mkdir(parents=True)
+    (data / "claims.csv").write_text("", encoding="utf-8")
+    assert records.gpus(data) == (SLUG,)
+    assert records.gpus(data / "nowhere") == ()
+
+
+def test_a_gpu_without_data_is_refused_with_those_that_have_some(data: Path) -> None:
+    with pytest.raises(NoDataError, match=f"GPU 'other-gpu' .* GPUs with data: {SLUG}"):
+        records.runs("other-gpu", data)
+    with pytest.raises(NoDataError, match="GPUs with data: none yet"):
+        records.newest_run("other-gpu", data / "nowhere")
+
+
+def test_a_run_of_ceilings_alone_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / SLUG / "runs").mkdir(parents=True)
+    append(tmp_path / SLUG / "runs" / f"{EARLY}.jsonl", ceiling())
+    with pytest.raises(NoDataError, match="with measurements"):
+        records.newest_run(SLUG, tmp_path)
+
+
+def test_rows_are_chosen_by_problem_and_status() -> None:
+    other = measurement(problem=ProblemFields.of(Problem.parse("1x1x8x64")))
+    failed = measurement(status="crashed", reason="it did", samples=(), verdict=None)
+    everything = (measurement(), other, failed)
+    assert list(records.rows(everything)) == [*everything]
+    assert list(records.rows(everything, PROBLEM)) == [measurement(), failed]
+    assert list(records.rows(everything, PROBLEM, ok_only=True)) == [measurement()]
+
+
+# --- Checksums --------------------------------------------------------------------------------------------------------
+
+
+def test_sound_data_has_nothing_wrong(data: Path) -> None:
+    assert records.verify(SLUG, data) == ()
+    records.require_sound(SLUG, data)
+
+
+def test_sha256sum_agrees(data: Path) -> None:
+    command = ["sha256sum", "--check", "--strict", "CHECKSUMS"]
+    assert subprocess.run(command, cwd=data / SLUG, capture_output=True, check=False).returncode == 0
+
+
+def _change(folder: Path) -> None:
+    path = folder / "runs" / f"{EARLY}.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"numpy":"2"', b'"numpy":"3"'))
+
+
+def _break_line(folder: Path) -> None:
+    path = folder / "runs" / f"{EARLY}.jsonl"
+    path.write_bytes(b"{\n" + path.read_bytes())
+    records.write_checksums(SLUG, folder.parent)
+
+
+def _remove_run(folder: Path) -> None:
+    (folder / "runs" / f"{EARLY}.jsonl").unlink()
+
+
+def _add_file(folder: Path) -> None:
+    (folder / "runs" / "stray.txt").write_text("", encoding="utf-8")
+
+
+def _remove_checksums(folder: Path) -> None:
+    (folder / "CHECKSUMS").unlink()
+
+
+def _spoil_checksums(folder: Path) -> None:
+    with (folder / "CHECKSUMS").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+
+
+def _remove_machine(folder: Path) -> None:
+    (folder / "machine.json").unlink()
+    records.write_checksums(SLUG, folder.parent)
+
+
+def _spoil_machine(folder: Path) -> None:
+    (folder / "machine.json").write_text(json.dumps({"gpu": {}}), encoding="utf-8")
+    records.write_checksums(SLUG, folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("harm", "place", "reason"),
+    [
+        (_change, f"runs/{EARLY}.jsonl", "differs from CHECKSUMS"),
+        (_break_line, f"runs/{EARLY}.jsonl:1", "line: Invalid JSON"),
+        (_remove_run, f"runs/{EARLY}.jsonl", "listed in CHECKSUMS, missing"),
+        (_add_file, "runs/stray.txt", "not listed in CHECKSUMS"),
+        (_remove_checksums, "CHECKSUMS", "missing"),
+        (_spoil_checksums, "CHECKSUMS:4", "not a checksum line"),
+        (_remove_machine, "machine.json", "missing"),
+        (_spoil_machine, "machine.json", "Field required"),
+    ],
+)
+def test_damage_is_found_and_named(data: Path, harm: Any, place: str, reason: str) -> None:
+    harm(data / SLUG)
+    found = [str(damage) for damage in records.verify(SLUG, data)]
+    assert any(line.startswith(f"{data / SLUG / place}: {reason}") for line in found), found
+    with pytest.raises(DamagedRecordError, match="wanted sound records, found:") as caught:
+        records.require_sound(SLUG, data)
+    assert all(line in str(caught.value) for line in found)
+
+
+def test_damage_names_the_line_where_there_is_one() -> None:
+    assert str(Damage(Path("a/b"), 3, "bad")) == "a/b:3: bad"
+    assert str(Damage(Path("a/b"), None, "bad")) == "a/b: bad"

@@ -1,0 +1,164 @@
+"""PATCHES: mistakes as edits of a real kernel's source, to be compiled and run where there is a GPU.
+
+Write `patch.source()` to a file and hand it to `compile_stage(stages.get(patch.stage), source=…)`. Launched into
+guarded buffers (`check.Guarded`) on `patch.problem`, the reason for rejecting it must match `patch.reason` from its
+start. Reads and writes outside stay within a row of the buffer, inside the guard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flashlab import stages
+from flashlab.problem import Problem
+from wrong.catalogue import BLIND, CAUSAL, OUTPUT, SQUARE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patch:
+    """One mistake: `old`, which occurs exactly once in the stage's source, becomes `new`."""
+
+    name: str
+    stage: str = "00_naive"
+    problem: Problem
+    reason: str
+    """A regular expression that the reason matches from its start."""
+    old: str
+    new: str
+    amplitude: float = 1.0
+    """Q and K are multiplied by it."""
+
+    def source(self) -> str:
+        """The stage's source with the mistake in it.
+
+        Raises:
+            ValueError: the text to replace is not there exactly once; the kernel has changed and this list must follow.
+        """
+        text = stages.get(self.stage).source.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: wanted once in {self.stage}.cu, found {text.count(self.old)}: {self.old}")
+        return text.replace(self.old, self.new)
+
+
+PATCHES: tuple[Patch, ...] = (
+    Patch(
+        name="zeros",
+        problem=SQUARE,
+        reason=OUTPUT,
+        old="from_float<element>(O_reg[d] * inv_sum)",
+        new="from_float<element>(0.0f)",
+    ),
+    Patch(
+        name="nan",
+        problem=SQUARE,
+        reason=r"NaN in output: ",
+        old="num_keys > 0 ? 1.0f / row_sum : 0.0f",
+        new="__int_as_float(0x7fffffff)",
+    ),
+    Patch(
+        name="last_row_unwritten",
+        problem=SQUARE,
+        reason=r"output unwritten: 512 of 66560 elements, row 129,",
+        old="if (q_row >= p.q_len) return;",
+        new="if (q_row >= p.q_len - 1) return;",
+    ),
+    Patch(
+        name="row_past_the_end",
+        problem=SQUARE,
+        reason=r"(out|lse): write outside the array",
+        old="if (q_row >= p.q_len) return;",
+        new="if (q_row > p.q_len) return;",
+    ),
+    Patch(
+        name="last_tile_skipped",
+        problem=SQUARE,
+        reason=OUTPUT,
+        old="key < num_keys; ++key",
+        new="key < num_keys / 64 * 64; ++key",
+    ),
+    Patch(
+        name="key_read_past_the_end",
+        problem=SQUARE,
+        reason=r"NaN in output: ",
+        old="const int num_keys = visible_keys(p, q_row);",
+        new="const int num_keys = visible_keys(p, q_row) + 1;",
+    ),
+    Patch(
+        name="causal_one_key_too_many",
+        problem=CAUSAL,
+        reason=OUTPUT,
+        old="const int num_keys = visible_keys(p, q_row);",
+        new="const int num_keys = min(p.kv_len, visible_keys(p, q_row) + 1);",
+    ),
+    Patch(
+        name="causal_aligned_top_left",
+        problem=CAUSAL,
+        reason=OUTPUT,
+        old="const int num_keys = visible_keys(p, q_row);",
+        new="const int num_keys = min(p.kv_len, q_row + 1);",
+    ),
+    Patch(
+        name="scale_one_percent_off",
+        problem=SQUARE,
+        reason=OUTPUT,
+        old="score *= p.scale_log2;",
+        new="score *= p.scale_log2 * 1.01f;",
+    ),
+    Patch(
+        name="base_two_exponential_of_natural_scores",
+        problem=SQUARE,
+        reason=OUTPUT,
+        old="score *= p.scale_log2;",
+        new="score *= p.scale_log2 / LOG2_E;",
+    ),
+    Patch(
+        name="accumulator_not_rescaled",
+        problem=SQUARE,
+        reason=OUTPUT,
+        old="O_reg[d] = O_reg[d] * rescale + prob",
+        new="O_reg[d] = O_reg[d] + prob",
+    ),
+    Patch(
+        name="maximum_not_subtracted",
+        problem=SQUARE,
+        reason=r"(NaN|infinity) in output: ",
+        old="fmaxf(row_max, score)",
+        new="0.0f",
+        amplitude=4.0,
+    ),
+    Patch(
+        name="heads_interleaved",
+        problem=SQUARE,
+        reason=r"max abs error .* in 12 of 24 bands of rows, worst at batch \d, head [12],",
+        old="head_of(p.K, batch, kv_head_of(p, head))",
+        new="head_of(p.K, batch, head % p.kv_heads)",
+    ),
+    Patch(
+        name="first_batch_everywhere",
+        problem=SQUARE,
+        reason=r"max abs error .* in 12 of 24 bands of rows, worst at batch 1,",
+        old="head_of(p.V, batch, kv_head_of(p, head))",
+        new="head_of(p.V, 0, kv_head_of(p, head))",
+    ),
+    Patch(
+        name="queries_modified",
+        problem=SQUARE,
+        reason=r"q: input modified",
+        old="    Q_reg[d] = Q_gmem[d];",
+        new="    Q_reg[d] = Q_gmem[d];\n    const_cast<element*>(Q_gmem)[d] = from_float<element>(0.0f);",
+    ),
+    Patch(
+        name="lse_in_log2",
+        problem=SQUARE,
+        reason=r"LSE error",
+        old="row_max * LN_2 + logf(row_sum)",
+        new="row_max + log2f(row_sum)",
+    ),
+    Patch(
+        name="blind_rows_divided_by_zero",
+        problem=BLIND,
+        reason=r"NaN in output: .* rows 0\.\.89,",
+        old="num_keys > 0 ? 1.0f / row_sum : 0.0f",
+        new="1.0f / row_sum",
+    ),
+)
