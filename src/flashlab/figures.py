@@ -169,6 +169,12 @@ def _chart(
     return Chart(name=name, alt=alt, caption=caption, provenance=provenance, data_files=data_files, svg=svg)
 
 
+def size_px(svg: str) -> tuple[int, int]:
+    """Width and height of an SVG of this module in CSS pixels."""
+    width, height = (float(re.findall(rf'<svg[^>]*? {side}="([0-9.]+)pt"', svg)[0]) for side in ("width", "height"))
+    return round(width * 4 / 3), round(height * 4 / 3)
+
+
 def _label(row: Measurement) -> str:
     return row.name if row.kind == "stage" else peer_title(row.name)
 
@@ -322,8 +328,8 @@ def ladder(
         name=name,
         heights=_height(len(rows) + 1, extra=0.65),
         alt=f"Throughput of {len(timed)} stages and libraries on a logarithmic axis. {best}; {library}.",
-        caption="Throughput of each stage (circles) and library (diamonds): median, with the 5th to 95th percentile as a "
-        "band. The dashed line is the fastest library.",
+        caption="Throughput of each stage (circles) and library (diamonds): median, with the 5th to 95th percentile as "
+        "a band. The dashed line is the fastest library.",
         provenance=results.provenance(timed, regime, cache),
         data_files=results.run_files(timed),
     )
@@ -377,7 +383,7 @@ def waterfall(
         name=name,
         heights=_height(len(steps), extra=0.75),
         alt=f"What each step multiplied over its parent: {told}.",
-        caption="What each step bought: a bar runs from its parent's rate to its own, so equal lengths are equal factors.",
+        caption="What each step bought, from the parent's rate to the stage's: equal lengths are equal factors.",
         provenance=results.provenance([row for row, _, _ in steps], regime, cache),
         data_files=results.run_files([row for row, _, _ in steps]),
     )

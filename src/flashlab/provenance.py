@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashlab._version import __version__
-from flashlab._version import __version__
 from flashlab.errors import OutputError
 from flashlab.paths import ROOT
 

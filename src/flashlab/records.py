@@ -202,8 +202,8 @@ class Measurement(_Base):
     def _timed_only_when_right(self) -> Measurement:
         if self.samples and self.status != "ok":
             raise ValueError(f"status {self.status} must have no samples")
-        if self.status == "ok" and (self.verdict is None or not self.verdict.passed):
-            raise ValueError("status ok needs a passed verdict")
+        if self.status == "ok" and (self.verdict is None or not self.verdict.passed or not self.samples):
+            raise ValueError("status ok needs a passed verdict and samples")
         if (self.status == "ok") == bool(self.reason):
             raise ValueError("reason: wanted one exactly when the status is not ok")
         return self

@@ -1,8 +1,8 @@
 """Execute the notebooks, draw what the pages need from data/, and build the site.
 
-    notebooks/*.ipynb ──papermill──▶ build/notebooks/*.ipynb, *.json ──nbconvert──┐
-    data/<gpu>/ ──────────────────── figures, tables, downloads ──────────────────┼▶ site/generated/ ──mkdocs──▶ build/site/
-    kernels/*.cu ─────────────────── diffs against the parent ────────────────────┘
+    notebooks/*.ipynb ──papermill──▶ build/notebooks/*.ipynb, *.json ─nbconvert─┐
+    data/<gpu>/ ──────────────────── figures, tables, downloads ────────────────┼▶ site/generated/ ─mkdocs▶ build/site/
+    kernels/*.cu ─────────────────── diffs against the parent ──────────────────┘
 
 site/ holds hand-written Markdown that takes in snippets from site/generated/snippets/; no number is written by hand.
 """
@@ -198,15 +198,18 @@ class _Output:
         self.text(f"snippets/{path}", content)
 
     def chart(self, chart: Chart, page: str) -> str:
-        """Write a chart's variants, and return the Markdown that shows the fitting one on `page` (relative to docs_dir)."""
+        """Write a chart's variants; the Markdown that shows the fitting one on `page` (relative to docs_dir)."""
         up = _up(page)
         alt = chart.alt.replace("[", "(").replace("]", ")").replace("\n", " ")
         images = []
         for layout in LAYOUTS:
+            # With its size known the browser keeps the room, and nothing jumps when a figure arrives.
+            width, height = figures.size_px(chart.svg[layout])
             for theme in THEMES:
                 name = f"figures/{chart.name}.{layout}.{theme}.svg"
                 self.text(name, chart.themed(layout, theme))
-                images.append(f"![{alt}]({up}generated/{name}#only-{theme}){{ .{layout} loading=lazy }}")
+                attributes = f".{layout} loading=lazy width={width} height={height}"
+                images.append(f"![{alt}]({up}generated/{name}#only-{theme}){{ {attributes} }}")
         links = [f"[data]({up}generated/data/{file})" for file in chart.data_files]
         source = " · ".join([html.escape(chart.provenance, quote=False), *links] if chart.provenance else links)
         return (
@@ -470,8 +473,8 @@ def _generate_results(out: _Output, shown: Results) -> None:
             chart = figures.regimes(rows, name=f"regimes-{shown.gpu}")
             parts.append(
                 f"## Burst, cold and sustained\n\n{out.chart(chart, page)}\n\n"
-                "A burst is short enough for the clock to stay at its maximum; kept busy, a GPU meets its power limit and "
-                "slows down. "
+                "A burst is short enough for the clock to stay at its maximum; kept busy, a GPU meets its power limit "
+                "and slows down. "
                 "Both are true, of different uses. A cold cache means that L2 was overwritten before every call."
             )
     missing = tables.untimed(everything)
@@ -603,7 +606,7 @@ def build_site(out: Path = BUILD, *, site: Path = SITE, config: Path = ROOT / "m
             extension["pymdownx.snippets"]["base_path"] = [str(site.resolve() / "generated" / "snippets")]
     written = folder / "mkdocs.yml"
     written.write_text(yaml.safe_dump(configuration, allow_unicode=True, sort_keys=False), encoding="utf-8")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--clean", "--config-file", str(written)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "--config-file", str(written)]
     status, log = _run(command, _SITE_TIMEOUT_S)
     index = folder / "site" / "index.html"
     if status != 0 or not index.is_file():

@@ -76,12 +76,16 @@ def _run(
         params=MicroParams(buffers[0].pointer, buffers[1].pointer, count, repeats),
         stream=stream,
     )
-    # The launch knows addresses alone.
-    return partial(_call_holding, launch, buffers)
+    return _holding(launch, *buffers)
 
 
-def _call_holding(launch: gpu.Launch, buffers: tuple[Buffer, Buffer]) -> None:
-    launch()
+def _holding(run: Run, *buffers: Buffer) -> Run:
+    """`run`, which knows addresses alone, with the buffers that they belong to."""
+
+    def held(_: tuple[Buffer, ...] = buffers) -> object:
+        return run()
+
+    return held
 
 
 def _small() -> tuple[Buffer, Buffer]:
@@ -96,22 +100,12 @@ def _empty(device: int, stream: int) -> Workload:
 
 def _copy(device: int, stream: int) -> Workload:
     info = gpu.info(device)
-    threads, blocks, in_flight = 512, 4 * info.sm_count, 4
-    step_bytes = 16 * threads * blocks * in_flight
     # Far beyond L2, well within memory.
-    wanted = min(max(1 << 30, 8 * info.l2_bytes), info.memory_bytes // 8)
-    size = max(1, wanted // step_bytes) * step_bytes
-    run = _run(
-        "copy",
-        device,
-        stream,
-        blocks=blocks,
-        threads=threads,
-        buffers=(Buffer.new(size), Buffer.new(size)),
-        count=size // 16,
-    )
-    how = f"copies {size} bytes of device memory, 16 bytes an access; bytes read plus bytes written"
-    return Workload(run=run, amount=2.0 * size, unit="TB/s", how=how)
+    size = min(max(1 << 30, 8 * info.l2_bytes), info.memory_bytes // 8)
+    source, target = Buffer.new(size), Buffer.new(size)
+    run = partial(gpu.call, "cuMemcpyDtoDAsync", target.pointer, source.pointer, size, stream)
+    how = f"the driver's copy of {size} bytes of device memory; bytes read plus bytes written"
+    return Workload(run=_holding(run, source, target), amount=2.0 * size, unit="TB/s", how=how)
 
 
 def _l2_read(device: int, stream: int) -> Workload:

@@ -124,7 +124,7 @@ PATCHES: tuple[Patch, ...] = (
         reason=r"(NaN|infinity) in output: ",
         old="fmaxf(row_max, score)",
         new="0.0f",
-        amplitude=4.0,
+        amplitude=8.0,
     ),
     Patch(
         name="heads_interleaved",

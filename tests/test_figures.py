@@ -1,0 +1,136 @@
+"""Charts say what the records say, in every layout and theme."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from synthetic import measurement, write_synthetic
+
+from flashlab import figures, results, sass, tables
+from flashlab.errors import NoDataError
+from flashlab.figures import LAYOUTS, THEMES, Chart
+from flashlab.problem import FIRST_SHAPE, Problem, suite
+from flashlab.results import Results
+from flashlab.stages import STAGES
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    data = tmp_path_factory.mktemp("data")
+    write_synthetic(data, problems=(*suite("first"), Problem.parse("16x16x2048x128"), Problem.parse("32x8x128x64")))
+    return results.load("nvidia-h200", data)
+
+
+CHARTS: dict[str, Callable[[Results], Chart]] = {
+    "ladder": lambda r: figures.ladder(r.rows(), highlight="01_coalesced"),
+    "waterfall": lambda r: figures.waterfall(r.rows()),
+    "scaling": lambda r: figures.scaling(r, mask="full"),
+    "regimes": lambda r: figures.regimes(r.rows()),
+    "samples": lambda r: figures.samples(r.rows()[0]),
+    "errors": lambda r: figures.errors(r.rows()),
+    "sass_mix": lambda r: figures.sass_mix({row.name: row.cubin.sass for row in r.rows() if row.cubin}),
+    "roofline": lambda r: figures.roofline(r),
+    "ceilings": lambda r: figures.ceilings(r),
+}
+
+
+def _text(svg: str) -> str:
+    return " ".join(
+        "".join(element.itertext()) for element in ET.fromstring(svg).iter() if element.tag.endswith("text")
+    )
+
+
+@pytest.mark.parametrize("name", CHARTS)
+def test_chart_is_complete_in_every_variant(name: str, shown: Results) -> None:
+    chart = CHARTS[name](shown)
+    assert len(chart.alt) > 20
+    assert chart.caption.endswith(".")
+    for layout in LAYOUTS:
+        for theme in THEMES:
+            svg = chart.themed(layout, theme)
+            root = ET.fromstring(svg)
+            assert root.attrib["width"].endswith("pt")
+            assert _text(svg).strip(), "text must stay text"
+            assert "DejaVu" not in svg
+            assert not re.search(r"""(?:href|src|url)\s*[=(]\s*["']?https?:""", svg), "a figure may fetch nothing"
+            assert figures.SURFACE not in svg, "the ground must be the page's"
+        light, dark = chart.themed(layout, "light"), chart.themed(layout, "dark")
+        assert figures.INK in light
+        assert figures.INK not in dark
+    assert float(root.attrib["width"].removesuffix("pt")) < 300, "a phone is narrow"
+
+
+def test_same_records_give_the_same_bytes(shown: Results) -> None:
+    assert figures.ladder(shown.rows()).svg == figures.ladder(shown.rows()).svg
+
+
+def test_ladder_shows_every_row_value_and_gain(shown: Results) -> None:
+    rows = shown.rows()
+    chart = figures.ladder(rows)
+    for layout in LAYOUTS:
+        text = _text(chart.svg[layout])
+        for row in rows:
+            assert (row.name if row.kind == "stage" else tables.peer_title(row.name)) in text
+            rate = results.rate(row)
+            if rate:
+                assert tables.number(rate) in text
+        assert "missing" in text
+        assert "× parent" in text
+    assert rows[0].gpu.name in chart.provenance
+    assert "MHz" in chart.provenance
+    assert "2026-01-02" in chart.provenance
+    assert "0123abc" in chart.provenance
+    assert chart.data_files == (f"nvidia-h200/runs/{rows[0].run}.jsonl",)
+
+
+def test_a_chart_survives_a_notebook(shown: Results) -> None:
+    chart = figures.ladder(shown.rows())
+    bundle = chart._repr_mimebundle_()
+    assert str(bundle["image/svg+xml"]).startswith("<svg")
+    assert Chart.from_mime(bundle[figures.MIME]) == chart  # type: ignore[arg-type]
+
+
+def test_sass_groups_cover_every_class() -> None:
+    grouped = [kind for kinds in figures.SASS_GROUPS.values() for kind in kinds]
+    assert sorted(grouped) == sorted(kind for kind in sass.CLASSES if kind != "total")
+
+
+def test_nothing_to_draw_is_said() -> None:
+    problem = Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    row = measurement("00_naive", problem)
+    assert row.status == "unsupported"
+    for draw in (figures.ladder, figures.waterfall, figures.regimes, figures.errors):
+        with pytest.raises(NoDataError, match="wanted"):
+            draw([row])
+    with pytest.raises(NoDataError, match="unsupported"):
+        figures.samples(row)
+
+
+def test_an_unknown_gpu_has_no_percentage_of_peak(tmp_path: Path) -> None:
+    write_synthetic(tmp_path, "nvidia-unheard-of", problems=suite("first"))
+    shown = results.load("nvidia-unheard-of", tmp_path)
+    with pytest.raises(NoDataError, match="data sheet"):
+        figures.ceilings(shown)
+    assert "data sheet)" not in _text(figures.roofline(shown).svg["wide"])
+
+
+def test_the_shown_run_is_the_one_that_tells_most_of_the_ladder(tmp_path: Path) -> None:
+    problem = Problem.parse(FIRST_SHAPE)
+    write_synthetic(tmp_path, problems=[problem])
+    later = measurement("00_naive", problem, run="20270102T030405Z-fedcba9")
+    path = tmp_path / "nvidia-h200" / "runs" / f"{later.run}.jsonl"
+    path.write_text(later.model_dump_json() + "\n", encoding="utf-8")
+    rows = results.load("nvidia-h200", tmp_path).rows()
+    assert {row.name for row in rows} >= set(STAGES)
+    assert {row.run for row in rows} == {"20260102T030405Z-0123abc"}
+
+
+def test_rows_stand_in_the_ladders_order_then_peers_by_rate(shown: Results) -> None:
+    rows = shown.rows()
+    assert [row.name for row in rows if row.kind == "stage"] == list(STAGES)
+    rates = [results.rate(row) or 0.0 for row in rows if row.kind == "peer"]
+    assert rates == sorted(rates, reverse=True)

@@ -1,0 +1,160 @@
+"""What the report generates, and that it is generated from the records."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from synthetic import MISSING_PEER_REASON, RUN, write_synthetic
+
+from flashlab import records, report, results, tables
+from flashlab.errors import NoDataError, OutputError, ParameterError, ReportError
+from flashlab.notebook import NOTHING_YET
+from flashlab.paths import NOTEBOOKS, SITE
+from flashlab.problem import FIRST_SHAPE, Problem, suite
+from flashlab.records import Status
+from flashlab.stages import STAGES
+
+SECTIONS = ("Question", "Change", "Prediction", "Result", "Why", "Next")
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """site/ with everything generated from made-up records; the notebooks are not executed for it."""
+    root = tmp_path_factory.mktemp("report")
+    write_synthetic(root / "data", problems=(*suite("first"), Problem.parse(FIRST_SHAPE, dtype="bfloat16")))
+    site = root / "site"
+    shutil.copytree(SITE, site, ignore=shutil.ignore_patterns("generated"))
+    report.generate(root / "data", site=site, executed=NOTEBOOKS)
+    return site
+
+
+def test_every_stage_has_one_page_with_every_section() -> None:
+    written = {path.stem for path in (SITE / "stages").glob("*.md")} - {"index"}
+    assert written == set(STAGES)
+    for stage_id in STAGES:
+        text = (SITE / "stages" / f"{stage_id}.md").read_text(encoding="utf-8")
+        assert tuple(re.findall(r"^## (.+)$", text, re.MULTILINE)) == SECTIONS
+        for section in ("title", "question", "change", "prediction", "result"):
+            assert f'--8<-- "stages/{stage_id}.md:{section}"' in text
+
+
+def test_no_measured_number_is_written_by_hand() -> None:
+    for path in SITE.rglob("*.md"):
+        if "generated" not in path.relative_to(SITE).parts:
+            found = re.findall(
+                r"\d[\d.,]*\s*(?:TFLOP|TB/s|GB/s|µs|us\b|ms\b|MHz|W\b|%|times\b)", path.read_text(encoding="utf-8")
+            )
+            assert not found, f"{path}: {found}"
+
+
+def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:
+    shown = results.load("nvidia-h200", pages.parent / "data")
+    for stage in STAGES.values():
+        text = (pages / "generated" / "snippets" / "stages" / f"{stage.id}.md").read_text(encoding="utf-8")
+        for section in ("title", "question", "change", "needs", "prediction", "result"):
+            assert text.count(f"[start:{section}]") == text.count(f"[end:{section}]") == 1
+        assert stage.question in text
+        assert stage.prediction in text
+        assert (stage.parent is None) == ("lines added" not in text)
+        row = next(row for row in shown.rows() if row.name == stage.id)
+        assert f"**{tables.number(results.rate(row))} TFLOP/s**" in text
+        assert f"../generated/data/nvidia-h200/runs/{RUN}.jsonl" in text
+        assert re.search(r"SM [\d–]+ MHz · B16 H16 S2048 D64 full float16 · burst, hot L2 · 2026-01-02 · commit", text)
+
+
+def test_diff_turns_the_parent_into_the_stage() -> None:
+    for stage in STAGES.values():
+        diff = report.diff_against_parent(stage).splitlines()
+        if stage.parent is None:
+            assert not diff
+            continue
+        source = set(stage.source.read_text(encoding="utf-8").splitlines())
+        assert {line[1:] for line in diff[2:] if line.startswith("+")} <= source
+
+
+def test_what_has_no_time_is_named_with_its_reason(pages: Path) -> None:
+    text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    assert MISSING_PEER_REASON in text
+    assert "Stage 00_naive takes float16, got bfloat16" in text
+
+
+def test_every_status_has_words() -> None:
+    assert set(tables._STATUS_WORDS) == set(Status.__args__)  # type: ignore[attr-defined]
+
+
+def test_downloads_are_the_data(pages: Path) -> None:
+    copied, original = pages / "generated" / "data" / "nvidia-h200", pages.parent / "data" / "nvidia-h200"
+    for line in (original / "CHECKSUMS").read_text(encoding="utf-8").splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((copied / name).read_bytes()).hexdigest() == digest
+    listing = (pages / "generated" / "snippets" / "downloads.md").read_text(encoding="utf-8")
+    for name in ("measurements.csv", "samples.csv", "machine.json", "CHECKSUMS", f"runs/{RUN}.jsonl"):
+        assert f"[nvidia-h200/{name}]" in listing
+
+
+def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) -> None:
+    (run,) = records.runs("nvidia-h200", pages.parent / "data")
+    folder = pages / "generated" / "data" / "nvidia-h200"
+    with (folder / "measurements.csv").open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == sum(max(1, len(row.samples)) for row in run.measurements)
+    assert {line["status"] for line in lines} == {"ok", "missing", "unsupported"}
+    first = next(row for row in run.measurements if row.name == "00_naive")
+    line = next(x for x in lines if x["name"] == "00_naive" and x["regime"] == "burst" and x["cache"] == "hot")
+    assert float(line["median_us"]) == first.samples[0].median_us
+    with (folder / "samples.csv").open(encoding="utf-8", newline="") as file:
+        samples = list(csv.DictReader(file))
+    assert len(samples) == sum(len(s.time_us) for row in run.measurements for s in row.samples)
+    assert list(samples[0]) == list(tables.SAMPLE_COLUMNS)
+    for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
+        text = (pages / "generated" / "snippets" / f"dictionary-{name}.md").read_text(encoding="utf-8")
+        assert all(f"| `{column}` |" in text for column in columns)
+
+
+def test_before_anything_was_measured_every_page_says_so(tmp_path: Path) -> None:
+    shutil.copytree(SITE, tmp_path / "site", ignore=shutil.ignore_patterns("generated"))
+    out = report.generate(tmp_path / "data", site=tmp_path / "site", executed=NOTEBOOKS)
+    for name in ("front-chart.md", "results.md", "downloads.md", "stages/00_naive.md"):
+        assert NOTHING_YET in (out / "snippets" / name).read_text(encoding="utf-8")
+
+
+def test_damage_is_shown_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path / "data", problems=[Problem.parse(FIRST_SHAPE)])
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text(lines[0] + "{broken\n" + "".join(lines[1:]), encoding="utf-8")
+    shutil.copytree(SITE, tmp_path / "site", ignore=shutil.ignore_patterns("generated"))
+    out = report.generate(tmp_path / "data", site=tmp_path / "site", executed=NOTEBOOKS)
+    text = (out / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    assert f"{RUN}.jsonl:2" in text
+    assert all(f"`{stage_id}`" in text for stage_id in STAGES)
+
+
+def test_generate_refuses_an_unknown_gpu(tmp_path: Path) -> None:
+    with pytest.raises(NoDataError, match="GPUs with data: none yet"):
+        report.generate(tmp_path, site=tmp_path / "site", gpu="nvidia-abacus")
+
+
+def test_run_refuses_wrong_parameters_before_anything_runs(tmp_path: Path, read_only_dir: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ParameterError, match="suite"):
+        report.run(suite="huge", out=out)
+    assert not out.exists()
+    with pytest.raises(OutputError):
+        report.run(source="replay", out=read_only_dir)
+
+
+def test_site_needs_generated_pages(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"report\.generate makes them"):
+        report.build_site(tmp_path / "out", site=tmp_path)
+
+
+def test_a_broken_link_fails_the_build(pages: Path, tmp_path: Path) -> None:
+    shutil.copytree(pages, tmp_path / "site")
+    (tmp_path / "site" / "method.md").write_text("# Method\n\n[nowhere](nowhere.md)\n", encoding="utf-8")
+    with pytest.raises(ReportError, match=r"nowhere\.md"):
+        report.build_site(tmp_path / "out", site=tmp_path / "site")
