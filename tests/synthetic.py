@@ -69,6 +69,14 @@ def _samples(rng: np.random.Generator, time_us: float, regime: Regime, cache: Ca
         calls=10,
         time_us=tuple(float(t) for t in times),
         sm_clock_mhz=tuple(float(c) for c in clock - rng.integers(0, 3, size=40) * 15),
+        conditions=Conditions(
+            sm_clock_mhz_min=clock - 30,
+            sm_clock_mhz_max=clock,
+            power_w_max=698.0 if regime == "sustained" else 240.0,
+            temperature_c_max=61.0,
+            throttle_reasons=("sw_power_cap",) if regime == "sustained" and time_us > 1000 else (),
+            energy_j_per_call=6.5e-4 * time_us if regime == "sustained" else None,
+        ),
     )
 
 
@@ -89,6 +97,7 @@ def _cubin(name: str, problem: Problem) -> CubinFields:
         static_smem_bytes=0,
         dynamic_smem_bytes=4096 * position,
         threads=128,
+        tile_q=64,
         blocks_per_sm=4,
         sass=mix | {"total": sum(mix.values())},
     )
@@ -109,7 +118,7 @@ def measurement(
         "name": name,
         "problem": ProblemFields.of(problem),
     }
-    nothing = {"verdict": None, "samples": (), "conditions": None, "cubin": None}
+    nothing = {"verdict": None, "samples": (), "cubin": None}
     if not is_stage and name == list(peers.PEERS)[-1]:
         return Measurement(**base, **nothing, status="missing", reason=MISSING_PEER_REASON)
     if is_stage and (reason := stages.STAGES[name].why_not(problem)):
@@ -134,14 +143,6 @@ def measurement(
             _samples(rng, time_us, "burst", "hot"),
             _samples(rng, time_us, "burst", "cold"),
             _samples(rng, time_us, "sustained", "hot"),
-        ),
-        conditions=Conditions(
-            sm_clock_mhz_min=1485.0,
-            sm_clock_mhz_max=1980.0,
-            power_w_max=698.0,
-            temperature_c_max=61.0,
-            throttle_reasons=("sw_power_cap",) if time_us > 1000 else (),
-            energy_j_per_call=6.5e-4 * time_us,
         ),
         cubin=_cubin(name, problem) if is_stage else None,
     )

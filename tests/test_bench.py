@@ -64,7 +64,7 @@ for cell in job["cells"]:
         if name in plan.get("forget", []): continue
         row = {"name": name, "status": "ok", "reason": "", "verdict": verdict}
         if job["kind"] == "bench":
-            row.update(samples=[series], conditions=None, cubin=None)
+            row.update(samples=[series], cubin=None)
         send({"type": "row", "cell": cell["index"], "row": row})
     send({"type": "cell_done", "cell": cell["index"]})
 send({"type": "done"})

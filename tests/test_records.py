@@ -51,7 +51,7 @@ def measurement(**changes: Any) -> Measurement:
     fields: dict[str, Any] = {
         "run": EARLY, "time": "2026-01-01T00:00:00Z", "gpu": GPU, "source": Source(commit="0123abc", dirty=False),
         "software": {"numpy": "2"}, "kind": "stage", "name": "00_naive", "problem": ProblemFields.of(PROBLEM),
-        "status": "ok", "reason": "", "verdict": PASSED, "samples": (samples(2.0, 1.0, 3.0),), "conditions": None,
+        "status": "ok", "reason": "", "verdict": PASSED, "samples": (samples(2.0, 1.0, 3.0),),
         "cubin": None,
     }  # fmt: skip
     return Measurement(**{**fields, **changes})

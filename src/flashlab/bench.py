@@ -25,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -585,7 +585,6 @@ def _measurement(book: _Book, problem: Problem, kinds: Mapping[str, str], row: M
             **book.base(),
             "verdict": None,
             "samples": (),
-            "conditions": None,
             "cubin": None,
             **row,
             "kind": kinds[row["name"]],
@@ -970,8 +969,11 @@ class _Worker:
         runs = {name: candidate.run for name, candidate in ready.items()}
         timer = timing.Timer(self._backend, seed=job["seed"])
         series: dict[str, list[Message]] = {name: [] for name in ready}
-        energy: dict[str, float | None] = {}
-        summaries: dict[str, timing.Summary] = {}
+
+        def keep(burst: Mapping[str, timing.Series]) -> None:
+            for name, found in burst.items():
+                series[name].append(_samples(found, timer.summary(name)))
+
         with self.torch.no_grad():
             hot = timer.burst(
                 runs,
@@ -980,9 +982,7 @@ class _Worker:
                 cap_s=job["cap_s"],
                 announce=lambda name: self.step(index, name, "time, hot"),
             )
-            for name, found in hot.items():
-                series[name].append(asdict(found))
-                summaries[name] = timer.summary(name)
+            keep(hot)
             if job["cold_samples"]:
                 cold = timer.burst(
                     runs,
@@ -992,15 +992,12 @@ class _Worker:
                     cap_s=job["cap_s"] / 2,
                     announce=lambda name: self.step(index, name, "time, cold"),
                 )
-                for name, found in cold.items():
-                    series[name].append(asdict(found))
+                keep(cold)
             if job["sustained_seconds"] and problem.shape in job["sustained_shapes"]:
                 for name, run in runs.items():
                     self.step(index, name, "time, sustained", extra_s=2 * job["sustained_seconds"])
                     long = timer.sustained(run, seconds=job["sustained_seconds"], call_us=hot[name].median_us)
-                    series[name].append(asdict(long.series))
-                    summaries[name] = _merge(summaries[name], long.summary)
-                    energy[name] = long.energy_j_per_call
+                    series[name].append(_samples(long.series, long.summary, long.energy_j_per_call))
         for name, candidate in ready.items():
             self._row(
                 index,
@@ -1009,7 +1006,6 @@ class _Worker:
                 "",
                 verdict=candidate.verdict,
                 samples=series[name],
-                conditions={**asdict(summaries[name]), "energy_j_per_call": energy.get(name)},
                 cubin=candidate.cubin,
             )
 
@@ -1022,7 +1018,6 @@ class _Worker:
         *,
         verdict: Message | None = None,
         samples: Sequence[Message] = (),
-        conditions: Message | None = None,
         cubin: Message | None = None,
     ) -> None:
         row = {
@@ -1031,7 +1026,6 @@ class _Worker:
             "reason": reason[:_REASON_CHARS],
             "verdict": verdict,
             "samples": list(samples),
-            "conditions": conditions,
             "cubin": cubin,
         }
         self._send({"type": "row", "cell": index, "row": row})
@@ -1187,26 +1181,16 @@ def _cubin_fields(prepared: Prepared) -> Message:
         static_smem_bytes=cubin.resources.static_smem_bytes,
         dynamic_smem_bytes=shape.smem_bytes,
         threads=shape.threads,
+        tile_q=shape.tile_q,
         blocks_per_sm=prepared.blocks_per_sm(),
         sass=_sass_mix(cubin.sha256, cubin.entry, cubin.code),
     )
     return fields.model_dump(mode="json")
 
 
-def _merge(a: timing.Summary, b: timing.Summary) -> timing.Summary:
-    """What NVML said around two sets of samples."""
-
-    def pick(best: Callable[[Iterator[float]], float], x: float | None, y: float | None) -> float | None:
-        both = [value for value in (x, y) if value is not None]
-        return best(iter(both)) if both else None
-
-    return timing.Summary(
-        sm_clock_mhz_min=pick(min, a.sm_clock_mhz_min, b.sm_clock_mhz_min),
-        sm_clock_mhz_max=pick(max, a.sm_clock_mhz_max, b.sm_clock_mhz_max),
-        power_w_max=pick(max, a.power_w_max, b.power_w_max),
-        temperature_c_max=pick(max, a.temperature_c_max, b.temperature_c_max),
-        throttle_reasons=tuple(sorted({*a.throttle_reasons, *b.throttle_reasons})),
-    )
+def _samples(series: timing.Series, summary: timing.Summary, energy_j_per_call: float | None = None) -> Message:
+    """`records.Samples` as data."""
+    return {**asdict(series), "conditions": {**asdict(summary), "energy_j_per_call": energy_j_per_call}}
 
 
 def _worker_main(fd: int) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashlab import results, stages
+from flashlab import results
 from flashlab import roofline as roofline_model
 from flashlab.errors import NoDataError
 from flashlab.problem import Problem
@@ -905,25 +905,13 @@ def _dram_points(shown: Results, first: Problem) -> tuple[list[_Point], list[Mea
 
 
 def _l2_points(shown: Results, problem: Problem) -> tuple[list[_Point], list[Measurement]]:
-    from flashlab import compiler
-
     points: list[_Point] = []
     used: list[Measurement] = []
     for row in shown.rows(problem):
-        rate, stage = results.rate(row), stages.STAGES.get(row.name)
-        if rate is None or stage is None or row.cubin is None:
+        rate = results.rate(row)
+        if rate is None or row.cubin is None:
             continue
-        cubin = compiler.compile_stage(
-            stage,
-            head_dim=problem.head_dim,
-            dtype=problem.dtype,
-            causal=problem.causal,
-            arch=row.cubin.arch,
-            overrides=row.cubin.parameters,
-        )
-        if cubin.launch_shape is None:
-            continue
-        intensity = problem.flops / roofline_model.l2_bytes(problem, cubin.launch_shape.tile_q)
+        intensity = problem.flops / roofline_model.l2_bytes(problem, row.cubin.tile_q)
         points.append(_Point(label=row.name, is_stage=True, intensity=intensity, tflops=rate))
         used.append(row)
     return points, used

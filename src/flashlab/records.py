@@ -66,6 +66,23 @@ class ProblemFields(_Model):
         return Problem(**self.model_dump())
 
 
+class Conditions(_Model):
+    """The GPU's state around some samples, from NVML; None where it does not say."""
+
+    sm_clock_mhz_min: float | None
+    """Lowest SM clock seen, MHz."""
+    sm_clock_mhz_max: float | None
+    """Highest SM clock seen, MHz."""
+    power_w_max: float | None
+    """Highest power seen, W. NVML averages over tens of milliseconds, so bursts read low."""
+    temperature_c_max: float | None
+    """Highest temperature seen, °C."""
+    throttle_reasons: tuple[str, ...]
+    """NVML's names of every reason seen for holding the clock back, for example `sw_power_cap`."""
+    energy_j_per_call: float | None
+    """Joules a call from NVML's energy counter; None for bursts, which are mostly gaps."""
+
+
 class Samples(_Model):
     """Times of one regime and cache state, in the order they were taken."""
 
@@ -77,6 +94,8 @@ class Samples(_Model):
     """Time of one call, microseconds, one entry a sample."""
     sm_clock_mhz: tuple[float, ...]
     """SM clock beside each sample, from on-chip counters; empty where it was not measured."""
+    conditions: Conditions | None = None
+    """The GPU's state while they were taken; None where it was not read."""
 
     @model_validator(mode="after")
     def _sound(self) -> Samples:
@@ -127,23 +146,12 @@ class CubinFields(_Model):
     static_smem_bytes: int
     dynamic_smem_bytes: int
     threads: int
+    tile_q: int
+    """Query rows a block."""
     blocks_per_sm: int | None
     """Blocks resident on an SM, from the driver's occupancy calculation."""
     sass: dict[str, int]
     """Static instruction counts by class; see sass.py."""
-
-
-class Conditions(_Model):
-    """The GPU's state around this implementation's samples, from NVML."""
-
-    sm_clock_mhz_min: float | None
-    sm_clock_mhz_max: float | None
-    power_w_max: float | None
-    temperature_c_max: float | None
-    throttle_reasons: tuple[str, ...]
-    """NVML's names of every reason seen, for example `sw_power_cap`."""
-    energy_j_per_call: float | None
-    """From NVML's energy counter over the sustained samples."""
 
 
 class Gpu(_Model):
@@ -195,7 +203,6 @@ class Measurement(_Base):
     """Empty when ok, else why there is no time."""
     verdict: Verdict | None
     samples: tuple[Samples, ...]
-    conditions: Conditions | None
     cubin: CubinFields | None
 
     @model_validator(mode="after")

@@ -37,13 +37,13 @@ from flashlab.results import Results
 from flashlab.stages import Stage
 
 PAGE_OF: Mapping[str, str] = {
-    "00_hardware": "hardware.md",
-    "01_correctness": "correctness.md",
     "02_ladder": "stages/index.md",
-    "03_anatomy": "anatomy.md",
     "04_roofline": "roofline.md",
+    "01_correctness": "correctness.md",
+    "00_hardware": "hardware.md",
+    "03_anatomy": "anatomy.md",
 }
-"""The page each notebook is shown on, in the order in which notebooks that measure must run."""
+"""The page each notebook is shown on, those that measure before those that show what was measured."""
 
 REPLAY_TIMEOUT_S = 300.0
 MEASURE_TIMEOUT_S = 3600.0

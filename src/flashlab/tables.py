@@ -103,7 +103,7 @@ def states(rows: Sequence[Measurement]) -> str:
         if row.status != "ok":
             continue
         sustained = row.samples_of("sustained", "hot")
-        conditions = row.conditions
+        conditions = sustained.conditions if sustained else None
         lines.append(
             [
                 title(row),
@@ -212,7 +212,7 @@ def machine(shown: Results) -> str:
         "Driver": gpu.driver,
         "Fingerprint": f"`{gpu.fingerprint}`",
     }
-    facts.update({name.replace("_", " ").capitalize(): value for name, value in shown.machine.host.items()})
+    facts.update({f"Host {name.replace('_', ' ')}": value for name, value in shown.machine.host.items()})
     return markdown(("measured on", ""), facts.items(), left=2)
 
 

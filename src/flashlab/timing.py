@@ -248,6 +248,7 @@ class Timer:
                 f"got min_samples {min_samples}, samples {samples}, cap_s {cap_s}"
             )
         going: dict[str, _Progress] = {}
+        self._states.clear()
         for name, run in implementations.items():
             announce(name)
             going[name] = self._start(run, cold)
@@ -276,7 +277,7 @@ class Timer:
         }
 
     def summary(self, name: str) -> Summary:
-        """What NVML said around the burst samples of an implementation."""
+        """What NVML said around an implementation's samples of the last burst."""
         return Summary.of(self._states.get(name, []))
 
     def sustained(self, run: Run, *, seconds: float = 5.0, call_us: float | None = None) -> Sustained:
