@@ -45,8 +45,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_01_coalesced(con
   const int block_keys = visible_keys(p, min(first_q_row + THREADS, p.q_len) - 1);   // the last row sees the most
   for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
     __syncthreads();   // everyone is done with the previous tile
-    load_tile<TILE_KV, HEAD_DIM, THREADS>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
-    load_tile<TILE_KV, HEAD_DIM, THREADS>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
+    load_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
+    load_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
     __syncthreads();   // the tile is complete
 
 #pragma unroll 1

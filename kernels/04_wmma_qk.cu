@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
   float* S_smem = smem.S[warp];                                       // (ROWS_PER_WARP, S_STRIDE)
   element* P_smem = smem.P[warp];                                     // (TILE_KV, ROWS_PER_WARP)
 
-  load_tile<TILE_Q, STRIDE, THREADS>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);
+  load_tile<TILE_Q, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);
 
   float O_reg[ROWS_PER_WARP][LANE_PAIRS][2] = {};
   float row_max[ROWS_PER_WARP];        // largest score so far, in units of log2; the same in all lanes
@@ -75,8 +75,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
   const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
   for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
     __syncthreads();   // everyone is done with the previous tile
-    load_tile<TILE_KV, STRIDE, THREADS>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
-    load_tile<TILE_KV, HEAD_DIM, THREADS>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
+    load_tile<TILE_KV, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
+    load_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
     __syncthreads();   // the tile is complete; the first time, Q too
 
 #pragma unroll

@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
   const int lane_row = lane / ROW_LANES * PASSES;
   const int lane_col = lane % ROW_LANES * QUAD;
 
-  load_tile<TILE_Q, STRIDE, THREADS>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);
+  load_tile<TILE_Q, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);
 
   FragC O_frag[HEAD_DIM / WMMA_TILE];
 #pragma unroll
@@ -104,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
   const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
   for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
     __syncthreads();   // everyone is done with the previous tile
-    load_tile<TILE_KV, STRIDE, THREADS>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
-    load_tile<TILE_KV, STRIDE, THREADS>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
+    load_tile<TILE_KV, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
+    load_tile<TILE_KV, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
     __syncthreads();   // the tile is complete; the first time, Q too
 
 #pragma unroll

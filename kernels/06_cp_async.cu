@@ -56,17 +56,17 @@ template <int ROWS>
 __device__ __forceinline__ void load_tile_async(element* tile_smem, const element* head_gmem, long long row_stride,
                                                 int first_row, int num_rows) {
   if constexpr (ALIGNED) {
-    constexpr int CHUNKS_PER_ROW = HEAD_DIM / CHUNK;
+    using Share = TileShare<ROWS, THREADS>;
+    const Share share;
+    const element* source = head_gmem + (first_row + share.row) * row_stride + share.d;
+    element* target = tile_smem + share.row * STRIDE + share.d;
 #pragma unroll
-    for (int i = threadIdx.x; i < ROWS * CHUNKS_PER_ROW; i += THREADS) {
-      const int row = i / CHUNKS_PER_ROW;
-      const int d = i % CHUNKS_PER_ROW * CHUNK;
-      const bool exists = first_row + row < num_rows;
-      const element* source = head_gmem + (exists ? (first_row + row) * row_stride + d : 0);
-      ptx::cp_async_cg_16(tile_smem + row * STRIDE + d, source, exists ? sizeof(Chunk) : 0);
+    for (int row = 0; row < ROWS; row += Share::ROWS_PER_STEP) {
+      const bool exists = first_row + share.row + row < num_rows;
+      ptx::cp_async_cg_16(target + row * STRIDE, exists ? source + row * row_stride : head_gmem, exists ? sizeof(Chunk) : 0);
     }
   } else {
-    load_tile<ROWS, STRIDE, THREADS>(tile_smem, head_gmem, row_stride, first_row, num_rows);
+    load_tile<ROWS, STRIDE, THREADS, 1>(tile_smem, head_gmem, row_stride, first_row, num_rows);
   }
 }
 

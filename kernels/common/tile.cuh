@@ -29,19 +29,35 @@ __device__ __forceinline__ void write_chunk(element* target, const Chunk& chunk)
   }
 }
 
-// The whole block copies rows [first_row, first_row + ROWS) of a head into shared memory rows of STRIDE elements.
-// Neighbouring threads take neighbouring chunks, so a warp reads whole 128-byte lines. Rows past `num_rows` are not read;
-// they become 0, because a key that is masked still meets the product with V, and 0 · garbage may be NaN.
-template <int ROWS, int STRIDE, int NUM_THREADS>
+// A thread's share of copying a tile: a chunk of every ROWS_PER_STEP-th row. Neighbouring threads take neighbouring chunks, so
+// a warp touches whole 128-byte lines. The number of steps is a compile-time constant, which the usual loop from threadIdx.x
+// in steps of the block's size hides from the compiler: it cannot know that threadIdx.x is less than that size.
+template <int ROWS, int NUM_THREADS>
+struct TileShare {
+  static constexpr int CHUNKS_PER_ROW = HEAD_DIM / CHUNK;
+  static constexpr int ROWS_PER_STEP = NUM_THREADS / CHUNKS_PER_ROW;
+  static_assert(NUM_THREADS % CHUNKS_PER_ROW == 0 && ROWS % ROWS_PER_STEP == 0,
+                "a step must cover whole rows of the tile, and the steps all of it");
+
+  int row = threadIdx.x / CHUNKS_PER_ROW;   // of the first chunk
+  int d = threadIdx.x % CHUNKS_PER_ROW * CHUNK;
+};
+
+// The whole block copies rows [first_row, first_row + ROWS) of a head into shared memory rows of STRIDE elements, each thread
+// with IN_FLIGHT loads under way before it stores the first. Rows past `num_rows` are not read; they become 0, because a key
+// that is masked still meets the product with V, and 0 · garbage may be NaN.
+template <int ROWS, int STRIDE, int NUM_THREADS, int IN_FLIGHT>
 __device__ __forceinline__ void load_tile(element* tile_smem, const element* head_gmem, long long row_stride,
                                           int first_row, int num_rows) {
   static_assert(STRIDE % CHUNK == 0, "a shared-memory row must be a whole number of 16-byte chunks");
-  constexpr int CHUNKS_PER_ROW = HEAD_DIM / CHUNK;
-  for (int i = threadIdx.x; i < ROWS * CHUNKS_PER_ROW; i += NUM_THREADS) {
-    const int row = i / CHUNKS_PER_ROW;
-    const int d = i % CHUNKS_PER_ROW * CHUNK;
+  using Share = TileShare<ROWS, NUM_THREADS>;
+  const Share share;
+  const element* source = head_gmem + (first_row + share.row) * row_stride + share.d;
+  element* target = tile_smem + share.row * STRIDE + share.d;
+#pragma unroll IN_FLIGHT
+  for (int row = 0; row < ROWS; row += Share::ROWS_PER_STEP) {
     Chunk chunk = {};
-    if (first_row + row < num_rows) chunk = read_chunk(head_gmem + (first_row + row) * row_stride + d);
-    *reinterpret_cast<Chunk*>(tile_smem + row * STRIDE + d) = chunk;
+    if (first_row + share.row + row < num_rows) chunk = read_chunk(source + row * row_stride);
+    *reinterpret_cast<Chunk*>(target + row * STRIDE) = chunk;
   }
 }

@@ -177,6 +177,14 @@ _TILE_KV_WMMA = Param(default=64, choices=(32, 64, 128), by_head_dim={128: 32}, 
 _KEYS = Param(
     default=8, choices=(4, 8, 16), by_head_dim={128: 4}, meaning="keys between two rescales, scored in registers"
 )
+
+
+def _in_flight(default: int) -> Param:
+    return Param(
+        default=default, choices=(1, 2, 4), meaning="16-byte loads a thread has under way while a tile is filled"
+    )
+
+
 _WARPS = Param(default=4, choices=(2, 4, 8), meaning="warps a block")
 _PADDING = Param(
     default=8, choices=(0, 8, 16), meaning="elements added to each shared-memory row, against bank conflicts"
@@ -211,7 +219,7 @@ STAGES: Mapping[str, Stage] = {
                 "One 128-bit shared load now feeds eight multiply-adds instead of one, so the load unit stops being "
                 "the bound and FP32 arithmetic with its conversions takes over: 2 to 4 times the parent."
             ),
-            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS},
+            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS, "LOADS_IN_FLIGHT": _in_flight(4)},
             spills={128: ARCHS},
         ),
         Stage(
@@ -224,8 +232,7 @@ STAGES: Mapping[str, Stage] = {
                 "HFMA2 does twice the multiply-adds of FFMA and needs no conversion of its operands: 1.5 to 2.5 "
                 "times the parent, less what the flushes to FP32 cost."
             ),
-            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS},
-            spills={128: ("sm_75",)},
+            params={"THREADS": _THREADS, "TILE_KV": _TILE_KV, "KEYS": _KEYS, "LOADS_IN_FLIGHT": _in_flight(1)},
         ),
         Stage(
             id="03_warp_rows",
@@ -249,6 +256,7 @@ STAGES: Mapping[str, Stage] = {
                 ),
                 "TILE_KV": _TILE_KV,
                 "PADDING": _PADDING,
+                "LOADS_IN_FLIGHT": _in_flight(2),
             },
         ),
         Stage(
@@ -261,7 +269,12 @@ STAGES: Mapping[str, Stage] = {
                 "Half of the multiply-adds become nearly free, the other half and the softmax stay: at most twice "
                 "the parent (Amdahl), less a round trip of the scores through shared memory: 1.3 to 1.8 times."
             ),
-            params={"WARPS": _WARPS, "TILE_KV": _TILE_KV_WMMA, "PADDING": _PADDING},
+            params={
+                "WARPS": _WARPS,
+                "TILE_KV": _TILE_KV_WMMA,
+                "PADDING": _PADDING,
+                "LOADS_IN_FLIGHT": _in_flight(2),
+            },
         ),
         Stage(
             id="05_wmma",
@@ -274,8 +287,12 @@ STAGES: Mapping[str, Stage] = {
                 "parent. Then shared memory, through which scores, probabilities and every fragment pass, is what "
                 "is left to bound it."
             ),
-            params={"WARPS": _WARPS, "TILE_KV": _TILE_KV_WMMA, "PADDING": _PADDING},
-            spills={64: ("sm_100a",), 128: ("sm_100a",)},
+            params={
+                "WARPS": _WARPS,
+                "TILE_KV": _TILE_KV_WMMA,
+                "PADDING": _PADDING,
+                "LOADS_IN_FLIGHT": _in_flight(4),
+            },
         ),
         Stage(
             id="06_cp_async",
@@ -296,13 +313,13 @@ STAGES: Mapping[str, Stage] = {
             params={
                 "TILE_Q": Param(default=64, choices=(32, 64, 128), meaning="query rows a block"),
                 "TILE_KV": _TILE_KV_WMMA,
-                "WARPS": Param(default=8, choices=(4, 8), by_head_dim={128: 4}, meaning="warps a block"),
+                "WARPS": Param(default=8, choices=(4, 8), meaning="warps a block"),
                 "PADDING": _PADDING,
                 "PIPELINE_STAGES": Param(
                     default=2, choices=(1, 2, 3, 4), meaning="buffers in the ring of K and V tiles"
                 ),
             },
-            spills={64: ("sm_100a",), 128: ("sm_100a", "sm_120")},
+            spills={64: ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"), 128: ("sm_100a",)},
         ),
     )
 }
