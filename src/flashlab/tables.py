@@ -325,7 +325,7 @@ def classes(groups: Mapping[str, Sequence[str]]) -> str:
 
 
 def placement(shown: Results) -> str:
-    """Where each full problem stands under the roof that bounds it: device memory or the tensor cores, as measured.
+    """Where each full problem stands under the roof that bounds it: the tensor cores or, said so, device memory.
 
     Raises:
         NoDataError: no bandwidth or no tensor-core ceiling was measured.
@@ -343,8 +343,8 @@ def placement(shown: Results) -> str:
             continue
         place = roofline.place(problem, compute_tflops=tensor.value, bandwidth_tb_s=copy.value)
         roof = place.attainable_tflops
-        bound = "tensor" if place.bound == "compute" else "memory"
-        line: list[Cell] = [shape_of(problem), place.intensity, f"{number(roof)} {bound}"]
+        bound = "" if place.bound == "compute" else " (memory)"
+        line: list[Cell] = [shape_of(problem), place.intensity, f"{number(roof)}{bound}"]
         for row in (results.fastest_stage(rows), results.fastest_peer(rows)):
             rate = results.rate(row) if row else None
             name = title(row).split(" (")[0] if row else None
