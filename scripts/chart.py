@@ -16,7 +16,8 @@ def main(gpus: list[str]) -> int:
     """Exit status 0 when every chart was drawn."""
     try:
         for gpu in gpus or records.gpus():
-            chart = figures.ladder(results.load(gpu).rows())
+            shown = results.load(gpu)
+            chart = figures.ladder(shown.rows(), beside=shown.beside())
             path = writable_dir(DATA / gpu / "figures", "charts") / f"{chart.name}.svg"
             # On a solid ground: a README is shown on light and on dark pages, and cannot know which.
             path.write_text(chart.svg["wide"], encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from synthetic import measurement, write_synthetic
 
-from flashlab import figures, results, sass, tables
+from flashlab import figures, records, results, sass, tables
 from flashlab.errors import NoDataError
 from flashlab.figures import LAYOUTS, THEMES, Chart
 from flashlab.problem import FIRST_SHAPE, Problem, suite
@@ -85,6 +86,67 @@ def test_ladder_shows_every_row_value_and_gain(shown: Results) -> None:
     assert "2026-01-02" in chart.provenance
     assert "0123abc" in chart.provenance
     assert chart.data_files == (f"nvidia-h200/runs/{rows[0].run}.jsonl",)
+
+
+@pytest.fixture(scope="module")
+def two_types(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A library that takes bfloat16 alone, and every other in both types, in one run."""
+    data = tmp_path_factory.mktemp("two-types")
+    half, other = Problem.parse(FIRST_SHAPE), Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    causal = Problem.parse(FIRST_SHAPE, mask="causal")
+    path = write_synthetic(data, problems=[half, other, causal])
+    rows = [row for run in records.runs("nvidia-h200", data) for row in run.measurements]
+    lacking = {"status": "unsupported", "reason": "bfloat16 alone", "verdict": None, "samples": ()}
+    changed = [
+        row.model_copy(update=lacking) if row.name == "sdpa_cudnn" and row.problem.dtype == "float16" else row
+        for row in rows
+    ]
+    path.write_text("".join(map(records.to_line, changed)), encoding="utf-8")
+    return results.load("nvidia-h200", data)
+
+
+def test_a_library_without_the_type_stands_beside_in_another_and_counts_for_no_percentage(two_types: Results) -> None:
+    rows, beside = two_types.rows(), two_types.beside()
+    assert [(row.name, row.problem.dtype, row.problem.mask) for row in beside] == [("sdpa_cudnn", "bfloat16", "full")]
+    rate = tables.number(results.rate(beside[0]))
+    alone, chart = figures.ladder(rows), figures.ladder(rows, beside=beside)
+    best = results.fastest_peer(rows)
+    assert best is not None
+    assert best.name != "sdpa_cudnn"
+    assert "Hollow" not in alone.caption
+    assert "does not take float16" in chart.caption
+    assert f"{rate} TFLOP/s" in chart.caption
+    assert "fastest library in float16" in chart.caption
+    for layout in LAYOUTS:
+        assert "cuDNN (SDPA) (bfloat16)" in _text(chart.svg[layout])
+        assert "unsupported" in _text(alone.svg[layout])
+        assert "unsupported" not in _text(chart.svg[layout])
+        assert figures.PAPER in chart.svg[layout]
+        assert figures.PAPER not in chart.themed(layout, "dark")
+    assert chart.provenance == alone.provenance
+    line = next(x for x in tables.rates(rows, beside=beside).splitlines() if "(bfloat16)" in x)
+    assert rate in line
+    assert "%" not in line
+
+
+def test_beside_keeps_to_one_run_shape_and_mask(two_types: Results) -> None:
+    assert two_types.beside(Problem.parse(FIRST_SHAPE, mask="causal")) == ()
+    assert two_types.beside(Problem.parse(FIRST_SHAPE, dtype="bfloat16")) == ()
+    first, other = two_types.first, Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    assert first is not None
+    later = tuple(row.model_copy(update={"run": "20270102T030405Z-fedcba9"}) for row in two_types.problems[other])
+    moved = dataclasses.replace(two_types, problems={**two_types.problems, other: later})
+    assert moved.beside() == ()
+
+
+def test_numbers_keep_their_digits_across_a_power_of_ten() -> None:
+    assert [tables.number(value) for value in (99.97, 100.0, 0.9996, 1234.5, 6.342)] == [
+        "100",
+        "100",
+        "1.00",
+        "1,234",
+        "6.34",
+    ]
 
 
 def test_a_chart_survives_a_notebook(shown: Results) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -81,6 +82,44 @@ def test_what_has_no_time_is_named_with_its_reason(pages: Path) -> None:
     text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
     assert MISSING_PEER_REASON in text
     assert "Stage 00_naive takes float16, got bfloat16" in text
+
+
+def test_every_problem_has_its_own_section_and_a_place_in_the_index(pages: Path) -> None:
+    shown = results.load("nvidia-h200", pages.parent / "data")
+    text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    for problem in shown.problems:
+        anchor = problem.label.lower().replace(" ", "-")
+        assert f"[{problem.label}](#{anchor})" in text
+        assert text.count(f"#{anchor} }}") == 1
+
+
+def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "data", problems=[Problem.parse(FIRST_SHAPE)])
+    line = {
+        "gpu": {"name": "NVIDIA H200"},
+        "time": "2026-01-02T03:04:05Z",
+        "problem": {"batch": 1},
+        "status": "ok",
+        "reason": "",
+    }
+    lines = [line | {"stage": stage, "layout": layout} for stage in STAGES for layout in ("contiguous", "padded")]
+    lines[-1] |= {"status": "wrong", "reason": "made up"}
+    path = tmp_path / "data" / "nvidia-h200" / "checks" / f"{RUN}.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+    shutil.copytree(SITE, tmp_path / "site", ignore=shutil.ignore_patterns("generated"))
+    out = report.generate(tmp_path / "data", site=tmp_path / "site", executed=NOTEBOOKS)
+    text = (out / "snippets" / "checks.md").read_text(encoding="utf-8")
+    assert f"{len(lines)} comparisons of {len(STAGES)} stages, over 1 problems" in text
+    assert f"{len(lines) - 1} passed, 1 failed" in text
+    assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl" in text
+
+
+def test_plumbing_is_left_out_and_its_output_kept(pages: Path) -> None:
+    folder = pages / "generated" / "snippets" / "notebooks"
+    ladder = (folder / "02_ladder.md").read_text(encoding="utf-8")
+    assert "lab." not in ladder
+    assert "reference.attention(" in (folder / "01_correctness.md").read_text(encoding="utf-8")
 
 
 def test_every_status_has_words() -> None:

@@ -21,7 +21,7 @@ from flashlab import roofline as roofline_model
 from flashlab.errors import NoDataError
 from flashlab.problem import Problem
 from flashlab.records import Cache, Measurement, Regime
-from flashlab.tables import number, peer_title
+from flashlab.tables import beside_note, beside_title, number, peer_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,6 +53,8 @@ _DARK: dict[str, str] = {
 }
 _PAGE: dict[Theme, str] = {"light": "#ffffff", "dark": "#1e2229"}
 """A page's ground, for gaps between areas."""
+PAPER = "#fefdfe"
+"""Filled with the page's ground: inside a hollow mark and behind a label. (A fill of SURFACE is left out.)"""
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', Arial, sans-serif"
 
 
@@ -75,7 +77,8 @@ class Chart:
 
     def themed(self, layout: Layout, theme: Theme) -> str:
         """The SVG for a page of that theme, with a transparent ground."""
-        text = self.svg[layout].replace(f"fill: {SURFACE}", "fill: none").replace(SURFACE, _PAGE[theme])
+        text = self.svg[layout].replace(f"fill: {SURFACE}", "fill: none")
+        text = text.replace(SURFACE, _PAGE[theme]).replace(PAPER, _PAGE[theme])
         if theme == "dark":
             text = re.sub("|".join(_DARK), lambda match: _DARK[match[0]], text)
         return text
@@ -248,6 +251,7 @@ def ladder(
     rows: Sequence[Measurement],
     *,
     name: str = "ladder",
+    beside: Sequence[Measurement] = (),
     highlight: str | None = None,
     regime: Regime = "burst",
     cache: Cache = "hot",
@@ -257,11 +261,17 @@ def ladder(
     A logarithmic axis, because rates span orders of magnitude and equal steps then mean equal factors; marks rather
     than bars, because a bar's length would mean nothing there. Rows without a time stay, with the reason.
 
+    Args:
+        beside: as `Results.beside` gives them, shown hollow in place of the same libraries' rows without a time.
+
     Raises:
         NoDataError: no row has a time.
     """
     timed = _require_timed(rows, regime, cache)
-    rates = {row.name: _spread(row, regime, cache) for row in timed}
+    beside = [row for row in beside if row.samples_of(regime, cache)]
+    hollow = {row.name for row in beside}
+    lines = results.with_beside(rows, beside)
+    rates = {row.name: _spread(row, regime, cache) for row in (*timed, *beside)}
     peer = results.fastest_peer(rows, regime, cache)
     stage = results.fastest_stage(rows, regime, cache)
 
@@ -273,8 +283,8 @@ def ladder(
         axes.set_xlim(left, right)
         gap = 0.0
         positions: list[float] = []
-        for index, row in enumerate(rows):
-            if row.kind == "peer" and index and rows[index - 1].kind == "stage":
+        for index, row in enumerate(lines):
+            if row.kind == "peer" and index and lines[index - 1].kind == "stage":
                 gap = 0.6
             y = index + gap
             positions.append(y)
@@ -285,7 +295,16 @@ def ladder(
             slow, mid, fast = rates[row.name]
             axes.plot([left, mid], [y, y], color=GRID, linewidth=1.2, solid_capstyle="butt", zorder=1)
             axes.plot([slow, fast], [y, y], color=colour, linewidth=5, alpha=0.35, solid_capstyle="round", zorder=2)
-            axes.plot([mid], [y], marker="D" if row.kind == "peer" else "o", markersize=6, color=colour, zorder=3)
+            axes.plot(
+                [mid],
+                [y],
+                marker="D" if row.kind == "peer" else "o",
+                markersize=6,
+                color=colour,
+                markerfacecolor=PAPER if row.name in hollow else colour,
+                markeredgewidth=1.4,
+                zorder=3,
+            )
             factor = ""
             parent = results.parent_of(row, rows)
             if parent is not None and parent.name in rates:
@@ -307,19 +326,21 @@ def ladder(
             ha="right",
             color=MUTED,
         )
-        _name_rows(axes, positions, [_label(row) for row in rows], layout, bold=highlight)
+        names = [beside_title(row) if row.name in hollow else _label(row) for row in lines]
+        _name_rows(axes, positions, names, layout, bold=highlight)
         _plain_log_ticks(axes.xaxis, layout)
         axes.grid(axis="x")
         axes.spines[["left", "bottom"]].set_visible(False)
         axes.set_xlabel("TFLOP/s, logarithmic")
 
+    note = beside_note(rows, beside, regime, cache)
     best = (
         f"The fastest stage, {stage.name}, reaches {number(rates[stage.name][1])} TFLOP/s"
         if stage
         else "No stage has a time"
     )
     library = (
-        f"the fastest library, {peer_title(peer.name)}, {number(rates[peer.name][1])}"
+        f"the fastest library in {peer.problem.dtype}, {peer_title(peer.name)}, {number(rates[peer.name][1])}"
         if peer
         else "no library has a time"
     )
@@ -327,9 +348,11 @@ def ladder(
         draw,
         name=name,
         heights=_height(len(rows) + 1, extra=0.65),
-        alt=f"Throughput of {len(timed)} stages and libraries on a logarithmic axis. {best}; {library}.",
+        alt=f"Throughput of {len(timed)} stages and libraries on a logarithmic axis. {best}; {library}."
+        + (f" {note}" if note else ""),
         caption="Throughput of each stage (circles) and library (diamonds): median, with the 5th to 95th percentile as "
-        "a band. The dashed line is the fastest library.",
+        f"a band, often narrower than the mark. The dashed line is the fastest library in {rows[0].problem.dtype}."
+        + (f" Hollow: {note}" if note else ""),
         provenance=results.provenance(timed, regime, cache),
         data_files=results.run_files(timed),
     )
@@ -577,15 +600,16 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
             grid[1][0].set_ylabel("SM, MHz")
 
     told = "; ".join(
-        f"{regime} {cache}: median {number(t.median_us)} µs, deviation {number(t.cv_percent)} %"
+        f"{regime} {cache}: median {number(t.median_us)} µs, standard deviation {number(t.cv_percent)} %"
         for (regime, cache), t in states
     )
     return _chart(
         draw,
         name=name,
-        heights={"wide": 3.0 if with_clock else 2.1, "narrow": 3.1 if with_clock else 2.2},
+        heights={"wide": 3.6 if with_clock else 2.4, "narrow": 3.6 if with_clock else 2.4},
         alt=f"Every sample of {row.name} in the order taken. {told}.",
-        caption=f"Every sample of {_label(row)} in the order taken; the line is the median.",
+        caption=f"Every sample of {_label(row)} in the order taken: the time of one call"
+        f"{', and below it the SM clock' if with_clock else ''}. The line is the median; the axes do not start at 0.",
         provenance=results.provenance([row]).replace("burst, hot L2", "all regimes"),
         data_files=results.run_files([row]),
     )
@@ -718,6 +742,7 @@ class _Point:
     """A stage or library under a roof."""
 
     label: str
+    """Empty: it shares the label of the mark above or below it."""
     is_stage: bool
     intensity: float
     """Operations a byte."""
@@ -800,18 +825,19 @@ def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str
         intensity = problem.flops / problem.compulsory_bytes
         if all(abs(other / intensity - 1) > 0.1 for other in columns.values()):
             columns[f"S{problem.q_len}"] = intensity
+    always = {row.name for row in rows if row.kind == "stage"}
 
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
         axes.set_xscale("log")
         axes.set_yscale("log")
-        left = min([*(p.intensity for p in points), ridge]) / (4 if level == "dram" else 8)
+        left = min([*(p.intensity for p in points), ridge]) / (3 if level == "dram" else 8)
         right = max([*(p.intensity for p in points), ridge]) * 4
         low = min([*(p.tflops for p in points), *(roof.value for roof in flat)]) / 3
         high = top * 1.6
         axes.set_xlim(left, right)
         axes.set_ylim(low, high)
-        colours = iter(_CATEGORIES[i] for i in (2, 3, 4, 6, 7))
+        colours = iter(("#009e73", "#cc79a7", "#8a6fd1", "#a89f2c", "#8c6d4f"))
         for roof in sorted(slopes, key=lambda r: (not r.measured, -r.value)) + sorted(
             flat, key=lambda r: (not r.measured, -r.value)
         ):
@@ -835,7 +861,7 @@ def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str
                 [point.tflops],
                 "o" if point.is_stage else "D",
                 color=STAGE if point.is_stage else PEER,
-                markerfacecolor=(STAGE if point.is_stage else PEER) if point.solid else "none",
+                markerfacecolor=(STAGE if point.is_stage else PEER) if point.solid else PAPER,
                 markersize=6,
                 markeredgewidth=1.6,
             )
@@ -846,10 +872,19 @@ def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str
             )  # fmt: skip
         decade = axes.get_window_extent().height / figure.dpi * 72 / math.log10(high / low)
         for point, shift in _spread_labels([p for p in points if p.label], points_per_decade=decade):
+            # Towards the side where no other mark's label begins.
+            leftwards = any(0.1 < math.log10(p.intensity / point.intensity) < 0.58 for p in points)
             axes.annotate(
-                point.label, (point.intensity, point.tflops), xytext=(9, shift), textcoords="offset points",
-                va="center", size="small", color=STAGE,
-            )  # fmt: skip
+                point.label,
+                (point.intensity, point.tflops),
+                xytext=(-7 if leftwards else 7, shift),
+                textcoords="offset points",
+                ha="right" if leftwards else "left",
+                va="center",
+                size=8 if layout == "wide" else 7,
+                color=STAGE if point.is_stage else PEER,
+                bbox={"facecolor": PAPER, "alpha": 0.8, "pad": 0.6},
+            )
         _plain_log_ticks(axes.xaxis, "narrow")
         _plain_log_ticks(axes.yaxis, "narrow")
         axes.tick_params(axis="y", labelcolor=MUTED)
@@ -861,8 +896,9 @@ def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str
         figure.legend(loc="outside lower left", ncols=2 if layout == "wide" else 1)
 
     caption = {
-        "dram": "Each full problem's fastest stage (circles) and fastest library (diamonds), over the bytes that must "
-        "cross device memory. "
+        "dram": f"Each full {first.dtype} problem's fastest stage (circles"
+        f"{f', {next(iter(always))} at each' if len(always) == 1 else ''}) and fastest library (diamonds), over the "
+        "bytes that must cross device memory. A column is one sequence length S, a label names batch and head dim. "
         f"Filled: head dim {first.head_dim}, hollow: another.",
         "l2": f"Each stage at {first.label}, over the bytes its tiles fetch from L2, counted from its tile size.",
     }[level]
@@ -872,7 +908,7 @@ def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str
     return _chart(
         draw,
         name=name or f"roofline-{level}",
-        heights={"wide": 5.0, "narrow": 6.0},
+        heights={"wide": 6.2, "narrow": 7.0},
         alt=f"Roofline. Compute ceilings, TFLOP/s: {', '.join(f'{r.label} {number(r.value)}' for r in flat)}. "
         f"Marks, TFLOP/s: {told}.",
         caption=f"{caption} Solid ceilings were measured here, dashed ones are the data sheet's.",
@@ -893,7 +929,7 @@ def _dram_points(shown: Results, first: Problem) -> tuple[list[_Point], list[Mea
                 continue
             points.append(
                 _Point(
-                    label="",
+                    label=f"B{problem.batch} D{problem.head_dim}",
                     is_stage=row.kind == "stage",
                     intensity=problem.flops / problem.compulsory_bytes,
                     tflops=rate,

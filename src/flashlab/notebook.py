@@ -131,6 +131,10 @@ class Lab:
         except NoDataError:
             return ()
 
+    def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
+        """Libraries that lack the element type of `problem`, in another; see `Results.beside`. May be empty."""
+        return self.results.beside(problem) if self.results else ()
+
     def show(self, draw: Callable[..., Chart | str], problem: Problem | None = None, **options: Any) -> None:
         """Show `draw(rows, **options)`, or say that there are no rows to draw."""
         rows = self.rows(problem)

@@ -33,6 +33,8 @@ from flashlab.errors import NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
 from flashlab.notebook import NOTHING_YET, Outcome, read_outcome, settings
 from flashlab.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
+from flashlab.problem import Problem
+from flashlab.records import Measurement
 from flashlab.results import Results
 from flashlab.stages import Stage
 
@@ -257,6 +259,7 @@ def generate(
             job.result()
     _generate_stage_list(out)
     _generate_results_index(out, everything)
+    _generate_check_records(out, everything, data)
     _generate_data(out, everything, data)
     out.text("nav.json", json.dumps([[r.name, f"generated/results/{r.gpu}.md"] for r in everything]))
     return out.root
@@ -278,6 +281,8 @@ def _notebook_page(out: _Output, name: str, page: str, executed: Path | None, no
     for cell in notebook.cells:
         if cell.cell_type != "code":
             continue
+        if "hide-input" in cell.metadata.get("tags", []):
+            cell.metadata["transient"] = {"remove_source": True}  # what nbconvert's templates look for
         kept = []
         for output in cell.get("outputs", []):
             if output.output_type == "stream" and output.name == "stderr":
@@ -293,7 +298,8 @@ def _notebook_page(out: _Output, name: str, page: str, executed: Path | None, no
     state = "executed for this page" if executed else "not executed for this page, so it shows no results"
     note = (
         '<p class="source" markdown="span">This page is the notebook '
-        f"[`notebooks/{name}.ipynb`]({_up(page)}generated/notebooks/{name}.ipynb), {state}.</p>\n"
+        f"[`notebooks/{name}.ipynb`]({_up(page)}generated/notebooks/{name}.ipynb), {state}. "
+        "The notebook holds the code of every figure and table.</p>\n"
     )
     return f"{text.strip()}\n\n{note}"
 
@@ -303,10 +309,10 @@ def _generate_front(out: _Output, shown: Results | None) -> None:
         out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
         out.snippet("front-numbers.md", "")
         return
-    rows = shown.rows()
+    rows, beside = shown.rows(), shown.beside()
     stage, peer = results.fastest_stage(rows), results.fastest_peer(rows)
     try:
-        out.snippet("front-chart.md", out.chart(figures.ladder(rows, name="front"), "index.md"))
+        out.snippet("front-chart.md", out.chart(figures.ladder(rows, name="front", beside=beside), "index.md"))
     except NoDataError as error:
         out.snippet("front-chart.md", f'!!! note ""\n    {error}\n')
     cards: list[tuple[str, str]] = []
@@ -318,7 +324,11 @@ def _generate_front(out: _Output, shown: Results | None) -> None:
             cards.append((f"×{tables.number(factor)}", f"over {first.name}"))
         if peer:
             share = 100 * (results.rate(stage) or 0.0) / (results.rate(peer) or 1.0)
-            cards.append((f"{tables.number(share)} %", f"of the fastest library, {tables.peer_title(peer.name)}"))
+            said = f"of the fastest library in {peer.problem.dtype}, {tables.peer_title(peer.name)}"
+            faster = results.fastest_peer([peer, *beside])
+            if faster is not None and faster is not peer:
+                said += f"; {tables.beside_title(faster)} reaches {tables.number(results.rate(faster))} TFLOP/s"
+            cards.append((f"{tables.number(share)} %", said))
     timed = sum(row.status == "ok" for found in shown.problems.values() for row in found)
     cards.append((str(timed), f"checked and timed rows over {len(shown.problems)} problems"))
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
@@ -389,7 +399,7 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str) 
     """The Result section: the stage on the ladder, against its parent everywhere, its samples and its resources."""
     if shown is None or shown.first is None:
         return NOTHING_YET
-    rows = shown.rows()
+    rows, beside = shown.rows(), shown.beside()
     row = next((r for r in rows if r.name == stage.id), None)
     if row is None:
         return f"*This stage was not measured in the run that is shown ({results.date(shown.newest)}).*"
@@ -409,8 +419,12 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str) 
             "" if factor >= 1 else ", slower than its parent"
         )
     if rate and peer and peer_rate:
-        told += f", {tables.number(100 * rate / peer_rate)} % of {tables.peer_title(peer.name)}"
-    parts = [told + ".", out.chart(figures.ladder(rows, name=f"ladder-{stage.id}", highlight=stage.id), page)]
+        told += (
+            f", {tables.number(100 * rate / peer_rate)} % of {tables.peer_title(peer.name)}, "
+            f"the fastest library in {peer.problem.dtype}"
+        )
+    chart = figures.ladder(rows, name=f"ladder-{stage.id}", beside=beside, highlight=stage.id)
+    parts = [told + ".", out.chart(chart, page)]
     lines: list[Sequence[tables.Cell]] = []
     for problem, found in shown.problems.items():
         mine = next((r for r in found if r.name == stage.id), None)
@@ -435,7 +449,11 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str) 
             )
         )
     header = ("problem", "burst TFLOP/s", "sustained TFLOP/s", "over parent", "of the fastest library")
-    parts.append(f"### Every problem\n\n{tables.markdown(header, lines)}")
+    parts.append(
+        f"### Every problem\n\n{tables.markdown(header, lines)}\n\n"
+        "The fastest library is the one of the same problem, element type included. "
+        "Sustained load is measured at the first shape alone."
+    )
     parts.append(f"### Samples\n\n{out.chart(figures.samples(row, name=f'samples-{stage.id}'), page)}")
     if row.cubin:
         resources = {stage.id: row.cubin} | ({parent.name: parent.cubin} if parent else {})
@@ -456,7 +474,15 @@ def _generate_results(out: _Output, shown: Results) -> None:
         "Every row passed the checker before it was timed; a row without a time says why. "
         "Rates count 4·B·H·Sq·Sk·D operations, half of that under a square causal mask. "
         "[How it is measured](../../method.md).",
+        "A percentage of the fastest library keeps to one problem: shape, mask and element type. "
+        "Rows of another element type are a problem of their own.",
     ]
+    beside = [f"{tables.peer_title(row.name)}: {row.problem.dtype}" for row in shown.beside()]
+    if beside:
+        parts.append(
+            f"Not every library takes every type. Measured in one type alone: {', '.join(beside)}; "
+            f"look for it there, and not among the {shown.rows()[0].problem.dtype} percentages."
+        )
     if shown.damage:
         listed = "\n".join(f"    - {html.escape(str(d).replace(str(ROOT), '.'))}" for d in shown.damage)
         parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
@@ -478,15 +504,26 @@ def _generate_results(out: _Output, shown: Results) -> None:
                 "Both are true, of different uses. A cold cache means that L2 was overwritten before every call."
             )
     missing = tables.untimed(everything)
-    parts.append("## Rows without a time\n\n" + (missing or "Every stage and library has a time at every problem."))
-    parts.append("## Every problem")
+    index = [
+        (
+            f"[{problem.label}](#{_anchor(problem)})",
+            *_best(results.fastest_stage(rows)),
+            *_best(results.fastest_peer(rows)),
+        )
+        for problem, rows in shown.problems.items()
+    ]
+    header = ("problem", "fastest stage", "TFLOP/s", "fastest library", "TFLOP/s")
+    parts.append(f"## Every problem\n\n{tables.markdown(header, index)}")
     for number, (problem, rows) in enumerate(shown.problems.items()):
         file = results.run_files(rows)[0]
-        table = (
-            f"{tables.rates(rows)}\n{tables.states(rows)}\n"
-            f'<p class="source" markdown="span">{results.provenance(rows)} · [data](../data/{file})</p>\n'
+        # The anchor lies inside: following a link to it opens the section.
+        section = (
+            f"{results.provenance(rows)} · [data](../data/{file})\n{{ .source #{_anchor(problem)} }}\n\n"
+            f"{tables.rates(rows, beside=shown.beside(problem))}\n"
+            f"**Burst and sustained, hot and cold L2**, with clock, power and energy:\n\n{tables.states(rows)}"
         )
-        parts.append(f'???{"" if number else "+"} abstract "{problem.label}"\n\n{_indent(table)}')
+        parts.append(f'???{"" if number else "+"} abstract "{problem.label}"\n\n{_indent(section)}')
+    parts.append("## Rows without a time\n\n" + (missing or "Every stage and library has a time at every problem."))
     if shown.ceilings:
         parts.append(f"## Ceilings\n\n{tables.ceilings(shown)}")
     if shown.machine:
@@ -494,6 +531,14 @@ def _generate_results(out: _Output, shown: Results) -> None:
     if everything:
         parts.append(f"## Software\n\n{tables.software(shown)}")
     out.text(f"results/{shown.gpu}.md", "\n\n".join(parts))
+
+
+def _anchor(problem: Problem) -> str:
+    return problem.label.lower().replace(" ", "-").replace("/", "-")
+
+
+def _best(row: Measurement | None) -> tuple[tables.Cell, tables.Cell]:
+    return (tables.title(row), results.rate(row)) if row else (None, None)
 
 
 def _generate_results_index(out: _Output, everything: Sequence[Results]) -> None:
@@ -520,6 +565,20 @@ def _generate_results_index(out: _Output, everything: Sequence[Results]) -> None
         "measured",
     )
     out.snippet("results.md", tables.markdown(header, lines) if lines else NOTHING_YET)
+
+
+def _generate_check_records(out: _Output, everything: Sequence[Results], data: Path) -> None:
+    """The newest comparisons on record of each GPU, for the Method page."""
+    said = []
+    for shown in everything:
+        try:
+            lines = results.checks(shown.gpu, data)
+        except NoDataError:
+            continue
+        if lines:
+            folder = f"generated/data/{shown.gpu}/{results.checks_file(shown.gpu, data).relative_to(data / shown.gpu)}"
+            said.append(f"- {tables.check_record(lines)} [Data]({folder})")
+    out.snippet("checks.md", "\n".join(said) if said else "*No such comparison is on record yet.*")
 
 
 def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> None:

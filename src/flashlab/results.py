@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,6 +74,24 @@ class Results:
         rows = self.problems[wanted]
         return rows if stage_ids is None else tuple(r for r in rows if r.kind == "peer" or r.name in stage_ids)
 
+    def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
+        """Libraries that do not take the element type of `problem` (of `first`, where None), timed in another.
+
+        At the same shape and mask and in the same run, so that the rates may stand side by side. They are never the
+        fastest library that percentages refer to: a percentage keeps to one element type.
+        """
+        wanted = problem or self.first
+        rows = self.problems.get(wanted, ()) if wanted else ()
+        lacking = {(row.run, row.name) for row in rows if row.kind == "peer" and row.status == "unsupported"}
+        found: dict[str, Measurement] = {}
+        for other, theirs in self.problems.items():
+            if wanted is None or other == wanted or replace(other, dtype=wanted.dtype) != wanted:
+                continue
+            for row in theirs:
+                if (row.run, row.name) in lacking and rate(row) is not None:
+                    found.setdefault(row.name, row)
+        return ordered(found.values())
+
 
 def rate(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
     """TFLOP/s at the median time; None where the row has no such time."""
@@ -91,6 +109,12 @@ def ordered(rows: Iterable[Measurement]) -> tuple[Measurement, ...]:
         return (1, -(rate(row) or 0.0), row.name)
 
     return tuple(sorted(rows, key=key))
+
+
+def with_beside(rows: Iterable[Measurement], beside: Iterable[Measurement]) -> tuple[Measurement, ...]:
+    """`rows` in `ordered` order, with those of `Results.beside` in place of the same libraries' rows without a time."""
+    others = {row.name: row for row in beside}
+    return ordered(others.get(row.name, row) if row.kind == "peer" else row for row in rows)
 
 
 def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
@@ -147,8 +171,8 @@ def load(gpu: str, data: Path = DATA) -> Results:
     )
 
 
-def checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
-    """Lines of the newest comparison of stages over hostile lengths and layouts (`bench.check_stages`).
+def checks_file(gpu: str, data: Path = DATA) -> Path:
+    """The file of the newest comparison of stages over hostile lengths and layouts.
 
     Raises:
         NoDataError: there is none.
@@ -158,7 +182,16 @@ def checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
         raise NoDataError(
             f"wanted checks of {gpu}, found none in data/{gpu}/checks. `flashlab check` on such a GPU makes some"
         )
-    lines = files[-1].read_text(encoding="utf-8").splitlines()
+    return files[-1]
+
+
+def checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
+    """Lines of the newest comparison of stages over hostile lengths and layouts (`bench.check_stages`).
+
+    Raises:
+        NoDataError: there is none.
+    """
+    lines = checks_file(gpu, data).read_text(encoding="utf-8").splitlines()
     return tuple(json.loads(line) for line in lines if line.strip())
 
 

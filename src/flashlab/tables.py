@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from flashlab import check, peers, results, sass, stages
+from flashlab import check, peers, results, roofline, sass, stages
 from flashlab.compiler import Cubin
 from flashlab.errors import CompileError, NoDataError
+from flashlab.problem import Problem
 from flashlab.records import Cache, CubinFields, Measurement, Regime, Status, flat
 from flashlab.results import Results
 from flashlab.sass import Instruction
@@ -27,13 +28,26 @@ _STATUS_WORDS: Mapping[Status, str] = {
 }
 
 
+_HELD_BACK: Mapping[str, str] = {
+    "sw_power_cap": "power limit",
+    "hw_power_brake": "power brake",
+    "sw_thermal": "temperature",
+    "hw_thermal": "temperature",
+    "hw_slowdown": "hardware slowdown",
+}
+"""NVML's reasons for holding a clock back, for people; others keep NVML's name."""
+_LONG = 48
+"""Characters from which a cell is prose: on a phone it keeps a width to read it at."""
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """A number for people: `digits` significant ones, never in powers of ten, thousands apart; a dash for None."""
     if value is None or math.isnan(value):
         return "–"
     if value == 0:
         return "0"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    rounded = float(f"{value:.{digits - 1}e}")  # 99.97 has three significant digits as 100
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
     return f"{value:,.{min(decimals, 6)}f}"
 
 
@@ -48,9 +62,43 @@ def peer_title(name: str) -> str:
     return peer.title if peer else name
 
 
+def shape_of(problem: Problem) -> str:
+    """The shape in a problem's label: `B16 H16 S2048 D64`."""
+    return problem.label.removesuffix(f" {problem.mask} {problem.dtype}")
+
+
 def title(row: Measurement) -> str:
     """A row's name for people."""
     return f"`{row.name}`" if row.kind == "stage" else peer_title(row.name)
+
+
+def beside_title(row: Measurement) -> str:
+    """The name of a library that is shown in another element type than the rows around it."""
+    return f"{peer_title(row.name)} ({row.problem.dtype})"
+
+
+def beside_note(
+    rows: Sequence[Measurement], beside: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot"
+) -> str:
+    """What must be said where `rows` and those of `Results.beside` stand together; empty where there are none."""
+    best = max((results.rate(row, regime, cache) or 0.0 for row in rows if row.kind == "peer"), default=0.0)
+    said = []
+    for row in beside:
+        rate = results.rate(row, regime, cache)
+        if rate is None:
+            continue
+        dtype = rows[0].problem.dtype
+        verdict = f"faster than every library in {dtype}" if rate > best else f"no faster than the best in {dtype}"
+        said.append(
+            f"{peer_title(row.name)} does not take {dtype}: it stands here in {row.problem.dtype}, at the same shape "
+            f"in the same run, where its {number(rate)} TFLOP/s are {verdict}. Percentages keep to one element type."
+        )
+    return " ".join(said)
+
+
+def _cell(text: str) -> str:
+    text = text.replace("|", "\\|").replace("\n", " ")
+    return f'<span class="prose">{text}</span>' if len(text) >= _LONG and not text.startswith("[") else text
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: int = 1) -> str:
@@ -61,18 +109,29 @@ def markdown(header: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: int
     ]
     for row in rows:
         cells = [number(c) if isinstance(c, float) else "–" if c is None else str(c) for c in row]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
+        lines.append("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def rates(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:
-    """Every row of one problem: rate, time, spread, gain over its parent, share of the fastest library; or why not."""
+def rates(
+    rows: Sequence[Measurement],
+    *,
+    beside: Sequence[Measurement] = (),
+    regime: Regime = "burst",
+    cache: Cache = "hot",
+) -> str:
+    """Every row of one problem: rate, time, spread, gain over its parent, share of the fastest library; or why not.
+
+    Args:
+        beside: as `Results.beside` gives them; they have no share.
+    """
     by_name = {row.name: row for row in rows}
     peer = results.fastest_peer(rows, regime, cache)
     best = results.rate(peer, regime, cache) if peer else None
     lines: list[list[Cell]] = []
-    for row in rows:
+    for row in results.with_beside(rows, beside):
         facts = flat(row, regime, cache)
+        other = row in beside
         rate = results.rate(row, regime, cache)
         if rate is None:
             why = _STATUS_WORDS[row.status] if row.status != "ok" else "not taken"
@@ -83,17 +142,18 @@ def rates(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = 
         samples = row.samples_of(regime, cache)
         lines.append(
             [
-                title(row),
+                beside_title(row) if other else title(row),
                 rate,
                 samples.median_us if samples else None,
                 samples.cv_percent if samples else None,
                 facts["samples"] if isinstance(facts["samples"], int) else None,
                 number(rate / parent) if parent else None,
-                f"{number(100 * rate / best)} %" if best else None,
+                f"{number(100 * rate / best)} %" if best and not other else None,
             ]
         )
-    header = ("", "TFLOP/s", "median, µs", "deviation, %", "samples", "× parent", "of best library")
-    return markdown(header, lines)
+    header = ("", "TFLOP/s", "median, µs", "std dev, %", "samples", "× parent", "of best library")
+    note = beside_note(rows, beside, regime, cache)
+    return markdown(header, lines) + (f"\n*{note}*\n" if note else "")
 
 
 def states(rows: Sequence[Measurement]) -> str:
@@ -111,15 +171,17 @@ def states(rows: Sequence[Measurement]) -> str:
                 number(median(sustained.sm_clock_mhz), 4) if sustained and sustained.sm_clock_mhz else None,
                 number(conditions.power_w_max) if conditions and conditions.power_w_max else None,
                 conditions.energy_j_per_call * 1e3 if conditions and conditions.energy_j_per_call else None,
-                ", ".join(conditions.throttle_reasons) or "none" if conditions else None,
+                ", ".join(_HELD_BACK.get(why, why) for why in conditions.throttle_reasons) or "nothing"
+                if conditions
+                else None,
             ]
         )
     header = (
         "",
         "burst, hot L2, TFLOP/s",
-        "burst, cold L2",
-        "sustained",
-        "SM, MHz",
+        "burst, cold L2, TFLOP/s",
+        "sustained, TFLOP/s",
+        "sustained: SM, MHz",
         "power, W",
         "mJ a call",
         "clock held back by",
@@ -252,6 +314,73 @@ def mixes(counts: Mapping[str, Mapping[str, int]]) -> str:
     )
 
 
+def classes(groups: Mapping[str, Sequence[str]]) -> str:
+    """What each class of instructions holds, and the group that charts show it in."""
+    of = {kind: group for group, kinds in groups.items() for kind in kinds}
+    return markdown(
+        ("class", "in charts", "what it holds"),
+        [(k.replace("_", " "), of.get(k, "–"), meaning) for k, meaning in sass.CLASSES.items()],
+        left=3,
+    )
+
+
+def placement(shown: Results) -> str:
+    """Where each full problem stands under the roof that bounds it: the tensor cores or, said so, device memory.
+
+    Raises:
+        NoDataError: no bandwidth or no tensor-core ceiling was measured.
+    """
+    copy, first = shown.ceilings.get("copy"), shown.first
+    tensor = shown.ceilings.get(f"tensor_{first.dtype}") if first else None
+    if copy is None or tensor is None or first is None:
+        raise NoDataError(
+            f"wanted the ceilings copy and tensor of {shown.gpu}, found {', '.join(shown.ceilings) or 'none'}. "
+            "`flashlab bench --ceilings` makes them"
+        )
+    lines: list[list[Cell]] = []
+    for problem, rows in shown.problems.items():
+        if problem.dtype != first.dtype or problem.mask != "full":
+            continue
+        place = roofline.place(problem, compute_tflops=tensor.value, bandwidth_tb_s=copy.value)
+        roof = place.attainable_tflops
+        bound = "" if place.bound == "compute" else " (memory)"
+        line: list[Cell] = [shape_of(problem), place.intensity, f"{number(roof)}{bound}"]
+        for row in (results.fastest_stage(rows), results.fastest_peer(rows)):
+            rate = results.rate(row) if row else None
+            name = title(row).split(" (")[0] if row else None
+            line += [name, rate, f"{number(100 * rate / roof)} %"] if rate else [None, None, None]
+        lines.append(line)
+    return markdown(
+        (
+            f"{first.dtype}, full",
+            "operations a byte",
+            "roof, TFLOP/s",
+            "fastest stage",
+            "TFLOP/s",
+            "of roof",
+            "fastest library",
+            "TFLOP/s",
+            "of roof",
+        ),
+        lines,
+    )
+
+
+def check_record(lines: Sequence[Mapping[str, Any]]) -> str:
+    """What a comparison on record holds, as a sentence."""
+    count = len(lines)
+    stage_count = len({line["stage"] for line in lines})
+    problems = len({str(line["problem"]) for line in lines})
+    layouts = sorted({str(line["layout"]) for line in lines})
+    passed = sum(line["status"] == "ok" for line in lines)
+    apart = sum(line["status"] == "unsupported" for line in lines)
+    return (
+        f"{lines[0]['gpu']['name']}, {lines[0]['time'][:10]}: {count:,} comparisons of {stage_count} stages, over "
+        f"{problems} problems in the layouts {', '.join(layouts)}. {passed:,} passed, "
+        f"{count - passed - apart:,} failed, {apart:,} were not for the stage."
+    )
+
+
 def excerpt(instructions: Sequence[Instruction], opcode: str, *, lines: int = 16) -> str:
     """Machine code from the densest stretch of instructions whose opcode starts with `opcode`, as a code block."""
     starts = range(max(1, len(instructions) - lines + 1))
@@ -304,8 +433,11 @@ def ceilings(shown: Results) -> str:
             f"wanted measured ceilings of {shown.gpu}, found none. `flashlab bench --ceilings` makes them"
         )
     return markdown(
-        ("ceiling", "how", "value", "unit", "deviation, %"),
-        [(f"`{c.name}`", c.how, c.value, c.unit, c.samples.cv_percent) for c in shown.ceilings.values()],
+        ("ceiling", "how", "value", "unit", "std dev, %"),
+        [
+            (f"`{c.name}`", c.how, c.value, c.unit.replace("us", "µs"), c.samples.cv_percent)
+            for c in shown.ceilings.values()
+        ],
         left=2,
     )
 
@@ -327,7 +459,7 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
     "samples": "number of samples",
     "calls": "calls between the two timing events of one sample",
     "median_us": "median time of one call, microseconds",
-    "cv_percent": "standard deviation over mean, percent",
+    "cv_percent": "standard deviation over mean, percent; std dev in the tables",
     "tflops": "rate at the median time; 4·B·H·Sq·Sk·D operations, half for a square causal mask",
     "sm_clock_mhz": "median SM clock beside the samples; empty where not recorded",
     "max_abs_error": "largest absolute error against the float64 oracle",
