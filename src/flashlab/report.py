@@ -10,6 +10,7 @@ site/ holds hand-written Markdown that takes in snippets from site/generated/sni
 from __future__ import annotations
 
 import csv
+import dataclasses
 import difflib
 import hashlib
 import html
@@ -455,9 +456,18 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str) 
         "Sustained load is measured at the first shape alone."
     )
     parts.append(f"### Samples\n\n{out.chart(figures.samples(row, name=f'samples-{stage.id}'), page)}")
-    if row.cubin:
-        resources = {stage.id: row.cubin} | ({parent.name: parent.cubin} if parent else {})
-        parts.append(f"### What it takes of an SM\n\n{tables.resources(resources)}")
+    cubins = {r.name: r.cubin for r in (row, parent) if r and r.cubin}
+    for problem, found in shown.problems.items():
+        # The same source in another element type is other machine code.
+        if dataclasses.replace(problem, dtype=shown.first.dtype) == shown.first and problem != shown.first:
+            cubins |= {f"{r.name} {problem.dtype}": r.cubin for r in found if r.name == stage.id and r.cubin}
+    if cubins:
+        parts.append(f"### What it takes of an SM\n\n{tables.resources(cubins)}")
+        mixes = tables.mixes({name: cubin.sass for name, cubin in cubins.items()})
+        parts.append(
+            f"### What it is made of\n\n{mixes}\n\nInstructions in the machine code by class, counted once each: "
+            "[Anatomy](../anatomy.md) says what the classes hold."
+        )
     return "\n\n".join(parts)
 
 
