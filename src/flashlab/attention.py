@@ -10,6 +10,7 @@ import ctypes
 import importlib
 import math
 import numbers
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -343,16 +344,6 @@ def _refuse_gradients(*arrays: tuple[str, Any]) -> None:
             )
 
 
-class _ForeignStream:
-    """A stream by its handle, in the CUDA stream protocol."""
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._handle
-
-
 def _new(like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> Any:
     """A new array of the caller's library beside `like`; `dtype` None means that of `like`."""
     library = gpu.library_of(like)
@@ -362,7 +353,12 @@ def _new(like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> A
     if library == "cupy":
         cupy = importlib.import_module("cupy")
         # CuPy's pool hands memory back to the stream that allocated it, so allocate on the one that will write it.
-        with like.device, cupy.cuda.Stream.from_external(_ForeignStream(stream)):
+        # ExternalStream is deprecated for Stream.from_external, but what that returns destroys the stream when it is
+        # collected, and this one is the caller's.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            callers = cupy.cuda.ExternalStream(stream)
+        with like.device, callers:
             return cupy.empty(shape, dtype=like.dtype if dtype is None else dtype)
     raise ParameterError(
         "out and return_lse: wanted torch or CuPy arrays, whose library can make a new one, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,9 @@ def test_cupy_arrays_on_cupys_stream(torch: Any, cupy: Any) -> None:
     stream.synchronize()
     assert isinstance(out, cupy.ndarray)
     _close(torch, *(torch.from_dlpack(x) for x in (out, q, k, v)))
+    gc.collect()
+    with stream:  # still alive: nothing of ours owned it
+        assert bool((flashlab.attention(q, k, v) == out).all())
 
 
 class _Dlpack:
