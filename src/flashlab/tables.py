@@ -104,7 +104,7 @@ def _cell(text: str) -> str:
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: int = 1) -> str:
     """A Markdown table; the first `left` columns are left-aligned, the others right."""
     lines = [
-        f"| {' | '.join(header)} |",
+        "| " + " | ".join(title.replace("|", "\\|") for title in header) + " |",
         "|" + "|".join(":--" if i < left else "--:" for i in range(len(header))) + "|",
     ]
     for row in rows:
