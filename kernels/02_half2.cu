@@ -4,17 +4,13 @@
 //         bit or two every few terms, so it is added to an FP32 one after at most FLUSH_TERMS terms a lane of the pair.
 // Layout: thread t of block x owns row x·THREADS + t; its query row and its output row live in registers.
 #include "attention.cuh"
+#include "half2.cuh"
 #include "ptx.cuh"
 #include "tile.cuh"
 
 constexpr int FLUSH_TERMS = 8;   // of Q·K; P·V flushes after KEYS
 static_assert(TILE_KV % KEYS == 0, "TILE_KV must be a multiple of KEYS");
 static_assert(HEAD_DIM % (2 * FLUSH_TERMS) == 0, "HEAD_DIM must be a whole number of flushes");
-
-// Pair `i` of a chunk.
-__device__ __forceinline__ __half2 pair_of(const Chunk& chunk, int i) {
-  return __halves2half2(chunk.x[2 * i], chunk.x[2 * i + 1]);
-}
 
 struct SharedStorage {
   alignas(16) element K[TILE_KV * HEAD_DIM];

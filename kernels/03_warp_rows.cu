@@ -4,7 +4,9 @@
 //         of every 64 of the output row; maxima are exchanged by shuffles, probabilities through shared memory.
 // Layout: warp w of block x owns rows (x·WARPS + w)·ROWS_PER_WARP onwards.
 #include "attention.cuh"
+#include "half2.cuh"
 #include "ptx.cuh"
+#include "reduce.cuh"
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
@@ -25,23 +27,6 @@ struct SharedStorage {
 };
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
-
-// Pair `i` of a chunk.
-__device__ __forceinline__ __half2 pair_of(const Chunk& chunk, int i) {
-  return __halves2half2(chunk.x[2 * i], chunk.x[2 * i + 1]);
-}
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int distance = WARP / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
-  return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int distance = WARP / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
-  return x;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_03_warp_rows(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -116,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_03_warp_rows(con
           score[r][k] = tile_key + lane + k * WARP < num_keys ? score[r][k] * p.scale_log2 : NEG_INF;
           lane_max = fmaxf(lane_max, score[r][k]);
         }
-        const float new_max = fmaxf(row_max[r], warp_max(lane_max));
+        const float new_max = fmaxf(row_max[r], lanes_max<WARP>(lane_max));
         const float reference = new_max == NEG_INF ? 0.0f : new_max;   // no key seen yet: -inf - -inf would be NaN
         rescale[r] = ptx::ex2_approx_ftz(row_max[r] - reference);      // 0 at the first keys
         row_max[r] = new_max;
@@ -181,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_03_warp_rows(con
 #pragma unroll
   for (int r = 0; r < ROWS_PER_WARP; ++r) {
     const int q_row = warp_q_row + r;
-    const float sum = warp_sum(row_sum[r]);
+    const float sum = lanes_sum<WARP>(row_sum[r]);
     if (q_row >= p.q_len) continue;   // the same in all lanes
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
 #pragma unroll

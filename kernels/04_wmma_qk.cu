@@ -3,15 +3,12 @@
 // Change: a warp multiplies its 16 rows with the tile's keys by WMMA and passes the FP32 scores to the softmax through
 //         shared memory, because which lane holds which element of a WMMA fragment is not specified.
 // Layout: warp w of block x owns rows (x·WARPS + w)·16 onwards.
-#include <mma.h>
-
 #include "attention.cuh"
 #include "ptx.cuh"
+#include "reduce.cuh"
 #include "tile.cuh"
+#include "wmma.cuh"
 
-namespace wmma = nvcuda::wmma;
-
-constexpr int WMMA_TILE = 16;                  // a WMMA product is 16 × 16 × 16
 constexpr int ROWS_PER_WARP = WMMA_TILE;
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE_Q = WARPS * ROWS_PER_WARP;
@@ -33,18 +30,6 @@ struct SharedStorage {
 };
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int distance = WARP / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
-  return x;
-}
-
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-  for (int distance = WARP / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
-  return x;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -81,12 +66,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
 
 #pragma unroll
     for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
-      wmma::fragment<wmma::accumulator, WMMA_TILE, WMMA_TILE, WMMA_TILE, float> S_frag;
+      FragC S_frag;
       wmma::fill_fragment(S_frag, 0.0f);
 #pragma unroll
       for (int d = 0; d < HEAD_DIM; d += WMMA_TILE) {
-        wmma::fragment<wmma::matrix_a, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::row_major> Q_frag;
-        wmma::fragment<wmma::matrix_b, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::col_major> K_frag;   // K transposed
+        FragA Q_frag;
+        FragBT K_frag;
         wmma::load_matrix_sync(Q_frag, Q_smem + d, STRIDE);
         wmma::load_matrix_sync(K_frag, smem.K + k0 * STRIDE + d, STRIDE);
         wmma::mma_sync(S_frag, Q_frag, K_frag, S_frag);
@@ -111,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
           score[k] = tile_key + lane + k * WARP < num_keys ? raw_score * p.scale_log2 : NEG_INF;
           lane_max = fmaxf(lane_max, score[k]);
         }
-        const float new_max = fmaxf(row_max[r], warp_max(lane_max));
+        const float new_max = fmaxf(row_max[r], lanes_max<WARP>(lane_max));
         const float reference = new_max == NEG_INF ? 0.0f : new_max;   // no key seen yet: -inf - -inf would be NaN
         rescale[r] = ptx::ex2_approx_ftz(row_max[r] - reference);      // 0 at the first keys
         row_max[r] = new_max;
@@ -176,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
 #pragma unroll
   for (int r = 0; r < ROWS_PER_WARP; ++r) {
     const int q_row = warp_q_row + r;
-    const float sum = warp_sum(row_sum[r]);
+    const float sum = lanes_sum<WARP>(row_sum[r]);
     if (q_row >= p.q_len) continue;   // the same in all lanes
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
 #pragma unroll

@@ -3,15 +3,12 @@
 // Change: P·V by WMMA too. The output stays in accumulator fragments; a rescaling factor a row reaches them as a 16 × 16
 //         tile of equal columns, loaded as a fragment of the same type, in which element i belongs to the same row.
 // Layout: warp w of block x owns rows (x·WARPS + w)·16 onwards; for the softmax 8 lanes share a row.
-#include <mma.h>
-
 #include "attention.cuh"
 #include "ptx.cuh"
+#include "reduce.cuh"
 #include "tile.cuh"
+#include "wmma.cuh"
 
-namespace wmma = nvcuda::wmma;
-
-constexpr int WMMA_TILE = 16;                     // a WMMA product is 16 × 16 × 16
 constexpr int ROWS_PER_WARP = WMMA_TILE;
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE_Q = WARPS * ROWS_PER_WARP;
@@ -38,35 +35,6 @@ extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedSt
 struct alignas(8) Quad {
   element x[QUAD];
 };
-
-using FragA = wmma::fragment<wmma::matrix_a, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::row_major>;
-using FragBT = wmma::fragment<wmma::matrix_b, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::col_major>;   // read transposed
-using FragB = wmma::fragment<wmma::matrix_b, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::row_major>;
-using FragC = wmma::fragment<wmma::accumulator, WMMA_TILE, WMMA_TILE, WMMA_TILE, float>;
-
-// Over the 8 neighbouring lanes that share a row.
-__device__ __forceinline__ float row_max_of(float x) {
-#pragma unroll
-  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
-  return x;
-}
-
-__device__ __forceinline__ float row_sum_of(float x) {
-#pragma unroll
-  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
-  return x;
-}
-
-// Multiply each row of the output by its factor: (16, 16) with equal columns, in rows of S_STRIDE floats.
-__device__ __forceinline__ void scale_rows(FragC (&O_frag)[HEAD_DIM / WMMA_TILE], const float* factor_smem) {
-  FragC factor;
-  wmma::load_matrix_sync(factor, factor_smem, S_STRIDE, wmma::mem_row_major);
-#pragma unroll
-  for (int j = 0; j < HEAD_DIM / WMMA_TILE; ++j) {
-#pragma unroll
-    for (int i = 0; i < factor.num_elements; ++i) O_frag[j].x[i] *= factor.x[i];
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
@@ -141,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
         lane_max = fmaxf(lane_max, fmaxf(fmaxf(score[q].x, score[q].y), fmaxf(score[q].z, score[q].w)));
       }
       __syncwarp();   // the row's scores are in registers: its factor may take their place
-      const float new_max = fmaxf(row_max[i], row_max_of(lane_max));
+      const float new_max = fmaxf(row_max[i], lanes_max<ROW_LANES>(lane_max));
       const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no key seen yet: -inf - -inf would be NaN
       const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 at the first keys
       row_max[i] = new_max;
@@ -160,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
     }
     __syncwarp();   // the warp's probabilities and factors are complete
 
-    scale_rows(O_frag, S_smem);
+    scale_rows<HEAD_DIM / WMMA_TILE, S_STRIDE>(O_frag, S_smem);
 #pragma unroll
     for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
       FragA P_frag;
@@ -178,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
 #pragma unroll
   for (int i = 0; i < PASSES; ++i) {
     const int row = lane_row + i;
-    const float sum = row_sum_of(row_sum[i]);
+    const float sum = lanes_sum<ROW_LANES>(row_sum[i]);
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
     *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(inv_sum, inv_sum);
     if (p.LSE && lane % ROW_LANES == 0 && warp_q_row + row < p.q_len) {
@@ -187,7 +155,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
     }
   }
   __syncwarp();   // the warp's factors are complete
-  scale_rows(O_frag, S_smem);
+  scale_rows<HEAD_DIM / WMMA_TILE, S_STRIDE>(O_frag, S_smem);
   __syncwarp();   // the factors are used up: their buffer may carry the output
 
   // The output leaves 16 columns at a time through the warp's score buffer: a lane takes 8 columns of one row.

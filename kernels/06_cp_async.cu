@@ -3,15 +3,12 @@
 // Change: K and V go through a ring of PIPELINE_STAGES shared-memory buffers filled by cp.async; and a row block of 16 rows
 //         may be shared by several warps (each takes every n-th 16-column block), so that more warps can hide latency.
 // Layout: warp w of block x works on row block w / GROUP of rows x·TILE_Q onwards; for the softmax 8 lanes share a row.
-#include <mma.h>
-
 #include "attention.cuh"
 #include "ptx.cuh"
+#include "reduce.cuh"
 #include "tile.cuh"
+#include "wmma.cuh"
 
-namespace wmma = nvcuda::wmma;
-
-constexpr int WMMA_TILE = 16;                     // a WMMA product is 16 × 16 × 16
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROW_BLOCKS = TILE_Q / WMMA_TILE;
 constexpr int GROUP = WARPS / ROW_BLOCKS;         // warps that share a row block
@@ -45,11 +42,6 @@ struct alignas(8) Quad {
   element x[QUAD];
 };
 
-using FragA = wmma::fragment<wmma::matrix_a, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::row_major>;
-using FragBT = wmma::fragment<wmma::matrix_b, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::col_major>;   // read transposed
-using FragB = wmma::fragment<wmma::matrix_b, WMMA_TILE, WMMA_TILE, WMMA_TILE, element, wmma::row_major>;
-using FragC = wmma::fragment<wmma::accumulator, WMMA_TILE, WMMA_TILE, WMMA_TILE, float>;
-
 // `load_tile` by cp.async: returns at once, the caller commits the group and waits for it. Unaligned rows cannot be copied
 // 16 bytes at a time; they are loaded and stored before it returns, which no wait and barrier of the caller minds.
 template <int ROWS>
@@ -76,30 +68,6 @@ __device__ __forceinline__ void group_sync() {
     __syncwarp();
   } else {
     __syncthreads();
-  }
-}
-
-// Over the 8 neighbouring lanes that share a row.
-__device__ __forceinline__ float row_max_of(float x) {
-#pragma unroll
-  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, distance));
-  return x;
-}
-
-__device__ __forceinline__ float row_sum_of(float x) {
-#pragma unroll
-  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(FULL_WARP, x, distance);
-  return x;
-}
-
-// Multiply each row of the output by its factor: (16, 16) with equal columns, in rows of S_STRIDE floats.
-__device__ __forceinline__ void scale_rows(FragC (&O_frag)[WARP_O_BLOCKS], const float* factor_smem) {
-  FragC factor;
-  wmma::load_matrix_sync(factor, factor_smem, S_STRIDE, wmma::mem_row_major);
-#pragma unroll
-  for (int j = 0; j < WARP_O_BLOCKS; ++j) {
-#pragma unroll
-    for (int i = 0; i < factor.num_elements; ++i) O_frag[j].x[i] *= factor.x[i];
   }
 }
 
@@ -199,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
         lane_max = fmaxf(lane_max, fmaxf(fmaxf(score[q].x, score[q].y), fmaxf(score[q].z, score[q].w)));
       }
       __syncwarp();   // the row's scores are in registers: its factor may take their place
-      const float new_max = fmaxf(row_max[i], row_max_of(lane_max));
+      const float new_max = fmaxf(row_max[i], lanes_max<ROW_LANES>(lane_max));
       const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no key seen yet: -inf - -inf would be NaN
       const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 at the first keys
       row_max[i] = new_max;
@@ -218,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
     }
     group_sync();   // the row block's probabilities and factors are complete; and its scores are used up
 
-    scale_rows(O_frag, S_smem);
+    scale_rows<WARP_O_BLOCKS, S_STRIDE>(O_frag, S_smem);
 #pragma unroll
     for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
       FragA P_frag;
@@ -236,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
 #pragma unroll
   for (int i = 0; i < PASSES; ++i) {
     const int row = lane_row + i;
-    const float sum = row_sum_of(row_sum[i]);
+    const float sum = lanes_sum<ROW_LANES>(row_sum[i]);
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
     *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(inv_sum, inv_sum);
     if (p.LSE && lane % ROW_LANES == 0 && block_q_row + row < p.q_len) {
@@ -245,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
     }
   }
   group_sync();   // the row block's factors are complete
-  scale_rows(O_frag, S_smem);
+  scale_rows<WARP_O_BLOCKS, S_STRIDE>(O_frag, S_smem);
   group_sync();   // the factors are used up: their buffer may carry the output
 
   // The output leaves 16 columns at a time through the warp's part of the score buffer: a lane takes 8 columns of one row.
