@@ -93,11 +93,34 @@ def test_every_peak_has_a_source_and_makes_sense(slug: str) -> None:
     assert sheet.tensor_tflops > 1.9 * sheet.fp32_tflops or "GeForce" in sheet.title
 
 
-def test_the_dense_tensor_peak_follows_from_its_clock() -> None:
-    # 132 SMs, 4096 operations a clock each.
-    sheet = DATASHEETS["nvidia-h200"]
-    assert sheet.boost_mhz is not None
-    assert sheet.tensor_tflops == pytest.approx(132 * 4096 * sheet.boost_mhz * 1e6 / 1e12, rel=0.001)
+SMS_AND_RATES = {
+    "nvidia-h200": (132, 4096, 256),
+    "nvidia-h100-80gb-hbm3": (132, 4096, 256),
+    "nvidia-h100-pcie": (114, 4096, 256),
+    "nvidia-a100-sxm4-40gb": (108, 2048, 128),
+    "nvidia-a100-sxm4-80gb": (108, 2048, 128),
+    "nvidia-a100-80gb-pcie": (108, 2048, 128),
+    "nvidia-l4": (58, 1024, 256),
+    "nvidia-l40s": (142, 1024, 256),
+    "tesla-t4": (40, 1024, 128),
+    "nvidia-geforce-rtx-3090": (82, 512, 256),
+    "nvidia-geforce-rtx-4090": (128, 512, 256),
+    "nvidia-geforce-rtx-5090": (170, 512, 256),
+}
+"""SMs, and operations a clock and SM: dense 16-bit tensor with float32 sums, FP32."""
+
+
+@pytest.mark.parametrize("slug", DATASHEETS)
+def test_every_peak_follows_from_its_clock(slug: str) -> None:
+    sheet = DATASHEETS[slug]
+    if slug not in SMS_AND_RATES:
+        assert sheet.tensor_mhz is sheet.fp32_mhz is None
+        return
+    sms, tensor, fp32 = SMS_AND_RATES[slug]
+    assert sheet.tensor_mhz is not None
+    assert sheet.fp32_mhz is not None
+    assert sheet.tensor_tflops == pytest.approx(sms * tensor * sheet.tensor_mhz / 1e6, rel=0.01)
+    assert sheet.fp32_tflops == pytest.approx(sms * fp32 * sheet.fp32_mhz / 1e6, rel=0.01)
 
 
 def test_the_ceilings_that_figures_draw_are_there() -> None:

@@ -259,28 +259,33 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Datasheet:
-    """A GPU's data sheet: dense peaks at boost clock."""
+    """A GPU's data sheet: dense peaks."""
 
     title: str
     tensor_tflops: float
     """float16 or bfloat16 in, float32 accumulation."""
     fp32_tflops: float
     memory_tb_s: float
-    boost_mhz: float | None
+    tensor_mhz: float | None
+    """SM clock that `tensor_tflops` assumes; a sheet may take another for each rate."""
+    fp32_mhz: float | None
+    """SM clock that `fp32_tflops` assumes."""
     source: str
 
     def peak(self, ceiling: str) -> Peak | None:
         """The peak that stands beside a measured ceiling, None where the sheet has none."""
+        value: float
+        unit: Unit
+        clock_mhz: float | None
         if ceiling.startswith(("tensor_", "mma_sync_")):
-            value, unit = self.tensor_tflops, "TFLOP/s"
+            value, unit, clock_mhz = self.tensor_tflops, "TFLOP/s", self.tensor_mhz
         elif ceiling == "fp32_fma":
-            value, unit = self.fp32_tflops, "TFLOP/s"
+            value, unit, clock_mhz = self.fp32_tflops, "TFLOP/s", self.fp32_mhz
         elif ceiling == "copy":
-            value, unit = self.memory_tb_s, "TB/s"
+            value, unit, clock_mhz = self.memory_tb_s, "TB/s", None
         else:
             return None
-        clock = None if ceiling == "copy" else self.boost_mhz
-        return Peak(value=value, unit=unit, clock_mhz=clock, sparsity=False, source=self.source)  # type: ignore[arg-type]
+        return Peak(value=value, unit=unit, clock_mhz=clock_mhz, sparsity=False, source=self.source)
 
 
 _HOPPER = "https://resources.nvidia.com/en-us-tensor-core"
@@ -296,8 +301,9 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=989.4,
         fp32_tflops=66.9,
         memory_tb_s=4.8,
-        boost_mhz=1830,
-        source="NVIDIA H200 data sheet, dense = half of the sparse 1979 TFLOPS; clock from the H100 white paper, "
+        tensor_mhz=1830,
+        fp32_mhz=1980,
+        source="NVIDIA H200 data sheet, dense = half of the sparse 1979 TFLOPS; clocks as in the H100 white paper, "
         f"{_HOPPER}",
     ),
     "nvidia-h100-80gb-hbm3": Datasheet(
@@ -305,7 +311,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=989.4,
         fp32_tflops=66.9,
         memory_tb_s=3.35,
-        boost_mhz=1830,
+        tensor_mhz=1830,
+        fp32_mhz=1980,
         source=f"NVIDIA H100 Tensor Core GPU Architecture white paper, table 'H100 SXM5', {_HOPPER}",
     ),
     "nvidia-h100-pcie": Datasheet(
@@ -313,7 +320,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=756.0,
         fp32_tflops=51.2,
         memory_tb_s=2.0,
-        boost_mhz=1620,
+        tensor_mhz=1620,
+        fp32_mhz=1755,
         source=f"NVIDIA H100 Tensor Core GPU Architecture white paper, table 'H100 PCIe', {_HOPPER}",
     ),
     "nvidia-a100-sxm4-40gb": Datasheet(
@@ -321,7 +329,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=312.0,
         fp32_tflops=19.5,
         memory_tb_s=1.555,
-        boost_mhz=1410,
+        tensor_mhz=1410,
+        fp32_mhz=1410,
         source="NVIDIA A100 Tensor Core GPU Architecture white paper, https://images.nvidia.com/aem-dam/en-zz/Solutions/"
         "data-center/nvidia-ampere-architecture-whitepaper.pdf",
     ),
@@ -330,7 +339,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=312.0,
         fp32_tflops=19.5,
         memory_tb_s=2.039,
-        boost_mhz=1410,
+        tensor_mhz=1410,
+        fp32_mhz=1410,
         source="NVIDIA A100 80GB data sheet, https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
         "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
@@ -339,7 +349,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=312.0,
         fp32_tflops=19.5,
         memory_tb_s=1.935,
-        boost_mhz=1410,
+        tensor_mhz=1410,
+        fp32_mhz=1410,
         source="NVIDIA A100 80GB data sheet, https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/"
         "nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf",
     ),
@@ -348,7 +359,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=121.0,
         fp32_tflops=30.3,
         memory_tb_s=0.3,
-        boost_mhz=None,
+        tensor_mhz=2040,
+        fp32_mhz=2040,
         source="NVIDIA L4 data sheet, dense = half of the sparse 242 TFLOPS, https://www.nvidia.com/en-us/data-center/l4/",
     ),
     "nvidia-l40s": Datasheet(
@@ -356,7 +368,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=362.05,
         fp32_tflops=91.6,
         memory_tb_s=0.864,
-        boost_mhz=None,
+        tensor_mhz=2490,
+        fp32_mhz=2520,
         source="NVIDIA L40S data sheet, https://www.nvidia.com/en-us/data-center/l40s/",
     ),
     "tesla-t4": Datasheet(
@@ -364,7 +377,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=65.0,
         fp32_tflops=8.1,
         memory_tb_s=0.32,
-        boost_mhz=1590,
+        tensor_mhz=1590,
+        fp32_mhz=1590,
         source="NVIDIA T4 data sheet and Turing architecture white paper, https://www.nvidia.com/en-us/data-center/tesla-t4/",
     ),
     "nvidia-geforce-rtx-3090": Datasheet(
@@ -372,7 +386,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=71.2,
         fp32_tflops=35.6,
         memory_tb_s=0.936,
-        boost_mhz=1695,
+        tensor_mhz=1695,
+        fp32_mhz=1695,
         source=f"NVIDIA Ampere GA102 GPU Architecture white paper, float32 accumulation, {_AMPERE_CONSUMER}",
     ),
     "nvidia-geforce-rtx-4090": Datasheet(
@@ -380,7 +395,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=165.2,
         fp32_tflops=82.6,
         memory_tb_s=1.008,
-        boost_mhz=2520,
+        tensor_mhz=2520,
+        fp32_mhz=2520,
         source=f"NVIDIA Ada GPU Architecture white paper, float32 accumulation, {_ADA}",
     ),
     "nvidia-geforce-rtx-5090": Datasheet(
@@ -388,7 +404,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=209.5,
         fp32_tflops=104.8,
         memory_tb_s=1.792,
-        boost_mhz=2407,
+        tensor_mhz=2407,
+        fp32_mhz=2407,
         source=f"NVIDIA RTX Blackwell GPU Architecture white paper, float32 accumulation, {_BLACKWELL_CONSUMER}",
     ),
     "nvidia-b200": Datasheet(
@@ -396,7 +413,8 @@ DATASHEETS: Mapping[str, Datasheet] = {
         tensor_tflops=2250.0,
         fp32_tflops=75.0,
         memory_tb_s=7.7,
-        boost_mhz=None,
+        tensor_mhz=None,
+        fp32_mhz=None,
         source="NVIDIA HGX platform page, an eighth of HGX B200's 36 PFLOPS sparse, halved, "
         "https://www.nvidia.com/en-us/data-center/hgx/",
     ),
