@@ -1,6 +1,8 @@
 // PTX instructions, one wrapper each, named after them. Section numbers are those of the PTX ISA 9.0.
-// Nothing outside this folder contains assembly: a CPU backend gives the same names C++ bodies.
-#pragma once
+// Nothing outside this folder contains assembly: kernels/emulation/ptx.cuh gives the same names C++ bodies, behind the same
+// include guard, so that on a CPU this file is empty.
+#ifndef FLASHLAB_PTX
+#define FLASHLAB_PTX
 
 namespace ptx {
 
@@ -18,12 +20,32 @@ __device__ __forceinline__ unsigned long long globaltimer() {
   return nanoseconds;
 }
 
+// 9.7.13.1 bar.sync: wait until `threads` threads (a multiple of 32) have come to barrier `id` (0 to 15; __syncthreads is 0),
+// counting those that only arrive. What any of them wrote before is then visible to those that waited.
+__device__ __forceinline__ void bar_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// 9.7.13.1 bar.arrive: be counted at the barrier, and wait for nobody.
+__device__ __forceinline__ void bar_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // 9.7.9.25.3.1 cp.async: copy 16 bytes from global to shared memory without passing through registers. Only the first
 // `valid_bytes` (0 to 16) are read, the rest of the 16 is written as 0. Both addresses are 16-byte aligned. The copy
 // belongs to the group that this thread commits next.
 __device__ __forceinline__ void cp_async_cg_16(void* target_smem, const void* source_gmem, int valid_bytes) {
   const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(target_smem));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source_gmem), "r"(valid_bytes) : "memory");
+}
+
+// 9.7.9.25.3.1 cp.async through the first-level cache: the same for BYTES of 4, 8 or 16, each aligned to its size.
+template <int BYTES>
+__device__ __forceinline__ void cp_async_ca(void* target_smem, const void* source_gmem, int valid_bytes) {
+  static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
+  const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(target_smem));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(target), "l"(source_gmem), "n"(BYTES), "r"(valid_bytes)
+               : "memory");
 }
 
 // 9.7.9.25.3.2 cp.async.commit_group: the copies this thread issued since the last commit become one group (empty if none).
@@ -36,4 +58,92 @@ __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(NUM_PENDING) : "memory");
 }
 
+// 9.7.9.25.3.3 cp.async.wait_all: wait for all of this thread's copies, committed or not.
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// 9.7.14.5.15 ldmatrix: the warp loads 1, 2 or 4 matrices of 8×8 16-bit elements from shared memory. Lane 8 · i + j gives the
+// address of row j of matrix i, 16 bytes on a 16-byte boundary; the other lanes' addresses are not used. r[i] of lane l gets
+// elements 2 · (l % 4), in its lower half, and 2 · (l % 4) + 1 of row l / 4 of matrix i; with _trans, of the matrix transposed.
+// It orders no memory accesses between the lanes.
+__device__ __forceinline__ void ldmatrix_x1(unsigned (&r)[1], const void* row_smem) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(row) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x2(unsigned (&r)[2], const void* row_smem) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(row) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4(unsigned (&r)[4], const void* row_smem) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x1_trans(unsigned (&r)[1], const void* row_smem) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.trans.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(row) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x2_trans(unsigned (&r)[2], const void* row_smem) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]), "=r"(r[1]) : "r"(row) : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* row_smem) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(row)
+               : "memory");
+}
+
+// 9.7.14.5.16 stmatrix (sm_90): the reverse, from the same layout of registers.
+__device__ __forceinline__ void stmatrix_x1(void* row_smem, const unsigned (&r)[1]) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(row), "r"(r[0]) : "memory");
+}
+__device__ __forceinline__ void stmatrix_x2(void* row_smem, const unsigned (&r)[2]) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(r[0]), "r"(r[1]) : "memory");
+}
+__device__ __forceinline__ void stmatrix_x4(void* row_smem, const unsigned (&r)[4]) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+__device__ __forceinline__ void stmatrix_x1_trans(void* row_smem, const unsigned (&r)[1]) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(row), "r"(r[0]) : "memory");
+}
+__device__ __forceinline__ void stmatrix_x2_trans(void* row_smem, const unsigned (&r)[2]) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(row), "r"(r[0]), "r"(r[1]) : "memory");
+}
+__device__ __forceinline__ void stmatrix_x4_trans(void* row_smem, const unsigned (&r)[4]) {
+  const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// 9.7.14.5.14 mma.m16n8k16: the warp adds the product of a (16, 16) and b (16, 8) to d (16, 8), FP32. With g = lane / 4 and
+// t = lane % 4 (9.7.14.5.8):
+//   a[0], a[1]: columns 2 · t and 2 · t + 1 of rows g and g + 8; a[2], a[3]: the same, 8 columns further on
+//   b[0], b[1]: rows 2 · t and 2 · t + 1 of column g; 8 rows further on
+//   d[0], d[1]: columns 2 · t and 2 · t + 1 of row g; d[2], d[3]: of row g + 8
+// So ldmatrix loads a from row-major memory, and b from memory where columns are contiguous (_trans where rows are).
+__device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
 }  // namespace ptx
+#endif  // FLASHLAB_PTX

@@ -1,0 +1,339 @@
+// PTX instructions of Hopper GPUs, one wrapper each, named after them: mbarrier, bulk and tensor copies, clusters. wgmma.cuh
+// beside this has the matrix instructions. Section numbers are those of the PTX ISA 9.0. Compile for sm_90a.
+//
+// Shared memory is given by ordinary pointers. kernels/emulation/ptx_sm90.cuh gives the same names C++ bodies.
+#ifndef FLASHLAB_PTX_SM90
+#define FLASHLAB_PTX_SM90
+
+namespace ptx {
+
+// A barrier in shared memory that also counts bytes; opaque.
+struct alignas(8) Mbarrier {
+  unsigned long long state;
+};
+
+// A CUtensorMap: cuTensorMapEncodeTiled fills it, a kernel takes it as `const __grid_constant__ ptx::TensorMap`.
+struct alignas(64) TensorMap {
+  unsigned char bytes[128];
+};
+
+using CachePolicy = unsigned long long;
+
+__device__ __forceinline__ unsigned smem_address(const void* pointer) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
+}
+
+// --- 9.7.13.15 mbarrier ------------------------------------------------------------------------------------------------------
+
+// 9.7.13.15.9 mbarrier.init: a phase will be complete after `count` arrivals and as many bytes as were expected in it.
+__device__ __forceinline__ void mbarrier_init(Mbarrier* barrier, unsigned count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count) : "memory");
+}
+
+// 9.7.13.15.10 mbarrier.inval: the memory may serve something else.
+__device__ __forceinline__ void mbarrier_inval(Mbarrier* barrier) {
+  asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
+// 9.7.13.15.11 mbarrier.expect_tx: the current phase waits for this many bytes more.
+__device__ __forceinline__ void mbarrier_expect_tx(Mbarrier* barrier, unsigned bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
+}
+
+// 9.7.13.15.13 mbarrier.arrive (release): `count` arrivals at once. Gives the state before, whose phase test_wait can ask for.
+__device__ __forceinline__ unsigned long long mbarrier_arrive(Mbarrier* barrier, unsigned count = 1) {
+  unsigned long long state;
+  asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 %0, [%1], %2;"
+               : "=l"(state) : "r"(smem_address(barrier)), "r"(count) : "memory");
+  return state;
+}
+
+// 9.7.13.15.13 mbarrier.arrive.expect_tx: mbarrier_expect_tx, then one arrival.
+__device__ __forceinline__ unsigned long long mbarrier_arrive_expect_tx(Mbarrier* barrier, unsigned bytes) {
+  unsigned long long state;
+  asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 %0, [%1], %2;"
+               : "=l"(state) : "r"(smem_address(barrier)), "r"(bytes) : "memory");
+  return state;
+}
+
+// 9.7.13.15.16 mbarrier.test_wait (acquire): whether the phase of `state`, from an arrival, has completed. Does not wait.
+__device__ __forceinline__ bool mbarrier_test_wait(Mbarrier* barrier, unsigned long long state) {
+  unsigned complete;
+  asm volatile("{\n.reg .pred complete;\nmbarrier.test_wait.acquire.cta.shared::cta.b64 complete, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, complete;\n}" : "=r"(complete) : "r"(smem_address(barrier)), "l"(state) : "memory");
+  return complete;
+}
+
+// 9.7.13.15.16 mbarrier.test_wait.parity: whether the phase of this parity has completed, either the current one or the last.
+// Phases count from 0: the first has parity 0, and the one before it, parity 1, counts as complete.
+__device__ __forceinline__ bool mbarrier_test_wait_parity(Mbarrier* barrier, unsigned parity) {
+  unsigned complete;
+  asm volatile("{\n.reg .pred complete;\nmbarrier.test_wait.parity.acquire.cta.shared::cta.b64 complete, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, complete;\n}" : "=r"(complete) : "r"(smem_address(barrier)), "r"(parity) : "memory");
+  return complete;
+}
+
+// 9.7.13.15.16 mbarrier.try_wait.parity: the same, but may suspend the thread for a while first.
+__device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier* barrier, unsigned parity) {
+  unsigned complete;
+  asm volatile("{\n.reg .pred complete;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 complete, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, complete;\n}" : "=r"(complete) : "r"(smem_address(barrier)), "r"(parity) : "memory");
+  return complete;
+}
+
+// mbarrier_try_wait_parity until it says yes.
+__device__ __forceinline__ void mbarrier_wait_parity(Mbarrier* barrier, unsigned parity) {
+  while (!mbarrier_try_wait_parity(barrier, parity)) {
+  }
+}
+
+// The same where threads of other blocks of the cluster arrive: what they wrote before is seen after.
+__device__ __forceinline__ bool mbarrier_try_wait_parity_cluster(Mbarrier* barrier, unsigned parity) {
+  unsigned complete;
+  asm volatile("{\n.reg .pred complete;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], %2;\n"
+               "selp.u32 %0, 1, 0, complete;\n}" : "=r"(complete) : "r"(smem_address(barrier)), "r"(parity) : "memory");
+  return complete;
+}
+__device__ __forceinline__ void mbarrier_wait_parity_cluster(Mbarrier* barrier, unsigned parity) {
+  while (!mbarrier_try_wait_parity_cluster(barrier, parity)) {
+  }
+}
+
+// 9.7.9.23 mapa: the address, in the shared::cluster window, of the same place in another block of the cluster.
+__device__ __forceinline__ unsigned mapa_shared(unsigned address, unsigned rank) {
+  unsigned mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+// 9.7.9.23 mapa: the same as a generic pointer, for plain loads, stores and atomics.
+template <typename T>
+__device__ __forceinline__ T* mapa(T* mine, unsigned rank) {
+  T* mapped;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(mapped) : "l"(mine), "r"(rank));
+  return mapped;
+}
+
+// 9.7.13.15.13 mbarrier.arrive on the barrier at the same place in block `rank` of the cluster.
+__device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier* barrier, unsigned rank, unsigned count = 1) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;"
+               ::"r"(mapa_shared(smem_address(barrier), rank)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(Mbarrier* barrier, unsigned bytes, unsigned rank) {
+  asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;"
+               ::"r"(mapa_shared(smem_address(barrier), rank)), "r"(bytes) : "memory");
+}
+
+// 9.7.13.15.15 cp.async.mbarrier.arrive.noinc: one of the phase's arrivals, when all cp.async that this thread issued are done.
+__device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(Mbarrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
+// Without .noinc it is an arrival more than the barrier was initialised for.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(Mbarrier* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
+}
+
+// --- 9.7.13.4 fences ---------------------------------------------------------------------------------------------------------
+
+// fence.mbarrier_init: barriers that this thread initialised are so for the cluster, after a barrier of the cluster.
+__device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// fence.proxy.async: orders this thread's plain accesses and those of the copy engine and the tensor cores.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Of shared memory alone.
+__device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// --- 9.7.9.25.4 bulk copies --------------------------------------------------------------------------------------------------
+// Addresses and sizes are multiples of 16.
+
+// 9.7.9.25.4.1 cp.async.bulk, global to shared: the barrier counts the bytes.
+__device__ __forceinline__ void cp_async_bulk_load(void* target_smem, const void* source_gmem, unsigned bytes,
+                                                   Mbarrier* barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(smem_address(target_smem)), "l"(source_gmem), "r"(bytes), "r"(smem_address(barrier)) : "memory");
+}
+// To the same place in every block of `cta_mask`, each counted by the barrier at the same place there.
+__device__ __forceinline__ void cp_async_bulk_load_multicast(void* target_smem, const void* source_gmem, unsigned bytes,
+                                                             Mbarrier* barrier, unsigned short cta_mask) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+               ::"r"(smem_address(target_smem)), "l"(source_gmem), "r"(bytes), "r"(smem_address(barrier)), "h"(cta_mask)
+               : "memory");
+}
+// Shared to global, in a bulk group of this thread.
+__device__ __forceinline__ void cp_async_bulk_store(void* target_gmem, const void* source_smem, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               ::"l"(target_gmem), "r"(smem_address(source_smem)), "r"(bytes) : "memory");
+}
+// To block `rank` of the cluster: the places of `target` and `barrier` there.
+__device__ __forceinline__ void cp_async_bulk_to_block(void* target, const void* source_smem, unsigned bytes, Mbarrier* barrier,
+                                                       unsigned rank) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(mapa_shared(smem_address(target), rank)), "r"(smem_address(source_smem)), "r"(bytes),
+               "r"(mapa_shared(smem_address(barrier), rank)) : "memory");
+}
+
+// 9.7.9.25.4.3 cp.async.bulk.prefetch: into the L2 cache.
+__device__ __forceinline__ void cp_async_bulk_prefetch(const void* source_gmem, unsigned bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source_gmem), "r"(bytes) : "memory");
+}
+
+// 9.7.9.25.6.1 cp.async.bulk.commit_group: this thread's bulk stores since the last commit become one group.
+__device__ __forceinline__ void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// 9.7.9.25.6.2 cp.async.bulk.wait_group: until at most NUM_PENDING of this thread's newest groups are under way.
+template <int NUM_PENDING>
+__device__ __forceinline__ void cp_async_bulk_wait_group() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(NUM_PENDING) : "memory");
+}
+// Until the others have read their shared memory, at least: it may be written again.
+template <int NUM_PENDING>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(NUM_PENDING) : "memory");
+}
+
+// 9.7.9.12 st.async: a value into block `rank` of the cluster, counted by the barrier there.
+__device__ __forceinline__ void st_async(unsigned* target, unsigned value, Mbarrier* barrier, unsigned rank) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
+               ::"r"(mapa_shared(smem_address(target), rank)), "r"(value), "r"(mapa_shared(smem_address(barrier), rank))
+               : "memory");
+}
+__device__ __forceinline__ void st_async(float* target, float value, Mbarrier* barrier, unsigned rank) {
+  st_async(reinterpret_cast<unsigned*>(target), __float_as_uint(value), barrier, rank);
+}
+
+// --- 9.7.9.25.5 tensor copies: boxes of tensors of 2 to 5 dimensions ---------------------------------------------------------
+// Coordinates are elements, the contiguous dimension first; what lies outside of the tensor is read as 0 and not written.
+
+// 9.7.9.18 prefetch.tensormap
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// 9.7.9.19 createpolicy: how long lines should stay in the L2 cache, for the wrappers that end in _hint.
+__device__ __forceinline__ CachePolicy createpolicy_evict_first() {
+  CachePolicy policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ CachePolicy createpolicy_evict_last() {
+  CachePolicy policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// For each number of dimensions: the parameters, the coordinates' places in the assembly, which come after 5 operands or as
+// many as there are, and the operands themselves.
+#define FLASHLAB_COORDINATES_2 int x0, int x1
+#define FLASHLAB_COORDINATES_3 int x0, int x1, int x2
+#define FLASHLAB_COORDINATES_4 int x0, int x1, int x2, int x3
+#define FLASHLAB_COORDINATES_5 int x0, int x1, int x2, int x3, int x4
+#define FLASHLAB_PLACES_2 "{%0, %1}"
+#define FLASHLAB_PLACES_3 "{%0, %1, %2}"
+#define FLASHLAB_PLACES_4 "{%0, %1, %2, %3}"
+#define FLASHLAB_PLACES_5 "{%0, %1, %2, %3, %4}"
+#define FLASHLAB_OPERANDS_2 "r"(x0), "r"(x1)
+#define FLASHLAB_OPERANDS_3 "r"(x0), "r"(x1), "r"(x2)
+#define FLASHLAB_OPERANDS_4 "r"(x0), "r"(x1), "r"(x2), "r"(x3)
+#define FLASHLAB_OPERANDS_5 "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+
+// D dimensions; the operands after the coordinates are %D, %E, %F, %G, %H.
+#define FLASHLAB_TENSOR_COPIES(D, E, F, G, H)                                                                                  \
+  /* 9.7.9.25.5.2 cp.async.bulk.tensor, global to shared: the barrier counts the bytes of the whole box. */                   \
+  __device__ __forceinline__ void cp_async_bulk_tensor_##D##d_load(void* target_smem, const TensorMap* map, Mbarrier* barrier, \
+                                                                   FLASHLAB_COORDINATES_##D) {                                \
+    asm volatile("cp.async.bulk.tensor." #D "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "                     \
+                 "[%" #D "], [%" #E ", " FLASHLAB_PLACES_##D "], [%" #F "];" ::FLASHLAB_OPERANDS_##D,                         \
+                 "r"(smem_address(target_smem)), "l"(map), "r"(smem_address(barrier)) : "memory");                            \
+  }                                                                                                                           \
+  __device__ __forceinline__ void cp_async_bulk_tensor_##D##d_load_hint(                                                      \
+      void* target_smem, const TensorMap* map, Mbarrier* barrier, FLASHLAB_COORDINATES_##D, CachePolicy policy) {             \
+    asm volatile("cp.async.bulk.tensor." #D "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "      \
+                 "[%" #D "], [%" #E ", " FLASHLAB_PLACES_##D "], [%" #F "], %" #G ";" ::FLASHLAB_OPERANDS_##D,                \
+                 "r"(smem_address(target_smem)), "l"(map), "r"(smem_address(barrier)), "l"(policy) : "memory");               \
+  }                                                                                                                           \
+  /* To the same place in every block of `cta_mask`, each counted by the barrier at the same place there. */                  \
+  __device__ __forceinline__ void cp_async_bulk_tensor_##D##d_load_multicast(                                                 \
+      void* target_smem, const TensorMap* map, Mbarrier* barrier, unsigned short cta_mask, FLASHLAB_COORDINATES_##D) {        \
+    asm volatile("cp.async.bulk.tensor." #D "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "  \
+                 "[%" #D "], [%" #E ", " FLASHLAB_PLACES_##D "], [%" #F "], %" #G ";" ::FLASHLAB_OPERANDS_##D,                \
+                 "r"(smem_address(target_smem)), "l"(map), "r"(smem_address(barrier)), "h"(cta_mask) : "memory");             \
+  }                                                                                                                           \
+  __device__ __forceinline__ void cp_async_bulk_tensor_##D##d_load_multicast_hint(                                            \
+      void* target_smem, const TensorMap* map, Mbarrier* barrier, unsigned short cta_mask, FLASHLAB_COORDINATES_##D,          \
+      CachePolicy policy) {                                                                                                   \
+    asm volatile("cp.async.bulk.tensor." #D "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"   \
+                 ".L2::cache_hint [%" #D "], [%" #E ", " FLASHLAB_PLACES_##D "], [%" #F "], %" #G ", %" #H ";"                \
+                 ::FLASHLAB_OPERANDS_##D, "r"(smem_address(target_smem)), "l"(map), "r"(smem_address(barrier)),               \
+                 "h"(cta_mask), "l"(policy) : "memory");                                                                      \
+  }                                                                                                                           \
+  /* 9.7.9.25.5.2 cp.async.bulk.tensor, shared to global, in a bulk group of this thread. */                                  \
+  __device__ __forceinline__ void cp_async_bulk_tensor_##D##d_store(const TensorMap* map, const void* source_smem,            \
+                                                                    FLASHLAB_COORDINATES_##D) {                               \
+    asm volatile("cp.async.bulk.tensor." #D "d.global.shared::cta.tile.bulk_group [%" #D ", " FLASHLAB_PLACES_##D             \
+                 "], [%" #E "];" ::FLASHLAB_OPERANDS_##D, "l"(map), "r"(smem_address(source_smem)) : "memory");               \
+  }                                                                                                                           \
+  /* 9.7.9.25.5.3 cp.reduce.async.bulk.tensor: adds to what is there, element by element. */                                  \
+  __device__ __forceinline__ void cp_reduce_async_bulk_tensor_##D##d_add(const TensorMap* map, const void* source_smem,       \
+                                                                         FLASHLAB_COORDINATES_##D) {                          \
+    asm volatile("cp.reduce.async.bulk.tensor." #D "d.global.shared::cta.add.tile.bulk_group [%" #D ", " FLASHLAB_PLACES_##D  \
+                 "], [%" #E "];" ::FLASHLAB_OPERANDS_##D, "l"(map), "r"(smem_address(source_smem)) : "memory");               \
+  }                                                                                                                           \
+  /* 9.7.9.25.5.4 cp.async.bulk.prefetch.tensor: into the L2 cache. */                                                        \
+  __device__ __forceinline__ void cp_async_bulk_prefetch_tensor_##D##d(const TensorMap* map, FLASHLAB_COORDINATES_##D) {      \
+    asm volatile("cp.async.bulk.prefetch.tensor." #D "d.L2.global.tile [%" #D ", " FLASHLAB_PLACES_##D "];"                   \
+                 ::FLASHLAB_OPERANDS_##D, "l"(map) : "memory");                                                               \
+  }
+FLASHLAB_TENSOR_COPIES(2, 3, 4, 5, 6)
+FLASHLAB_TENSOR_COPIES(3, 4, 5, 6, 7)
+FLASHLAB_TENSOR_COPIES(4, 5, 6, 7, 8)
+FLASHLAB_TENSOR_COPIES(5, 6, 7, 8, 9)
+
+// --- clusters, grids, registers ----------------------------------------------------------------------------------------------
+
+// 9.7.13.3 barrier.cluster.arrive (release) and .wait (acquire): all threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// 10.15 %cluster_ctarank: the block's rank in its cluster, and 10.16 %cluster_nctarank: how many blocks are in it.
+__device__ __forceinline__ unsigned cluster_ctarank() {
+  unsigned rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ unsigned cluster_nctarank() {
+  unsigned size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// 9.7.13.14 elect.sync: true for one lane of `mask`, always the same one.
+__device__ __forceinline__ bool elect_sync(unsigned mask = 0xffffffffu) {
+  unsigned elected;
+  asm volatile("{\n.reg .pred elected;\nelect.sync _|elected, %1;\nselp.u32 %0, 1, 0, elected;\n}" : "=r"(elected) : "r"(mask));
+  return elected;
+}
+
+// 9.7.13.13 griddepcontrol.launch_dependents: the next grid may start; .wait: the grids before have ended.
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// 9.7.19.5 setmaxnreg: the warpgroup's registers a thread; more of them wait until others have given theirs back.
+template <int REGISTERS>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "a multiple of 8 from 24 to 256");
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "a multiple of 8 from 24 to 256");
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+}  // namespace ptx
+
+#include "wgmma.cuh"
+
+#endif

@@ -1,0 +1,933 @@
+// Copies that land late, and the barriers that count them. async.h says what is promised.
+#include "../async.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <iterator>
+#include <string>
+
+#include "../narrow.h"
+#include "async_state.h"
+
+namespace emu {
+
+namespace {
+
+constexpr unsigned BULK_ALIGNMENT = 16;
+constexpr unsigned TENSOR_SMEM_ALIGNMENT = 128;
+constexpr unsigned MAX_BOX = 256;
+constexpr std::uint64_t MAX_STRIDE = std::uint64_t{1} << 40;
+constexpr int REGISTER_FILE = 64 * 1024;   // registers of a multiprocessor (sm_90)
+constexpr int FEWEST_REGISTERS = 24;       // that setmaxnreg can leave a thread
+
+Thread& current() { return *the_block->current; }
+
+Block* owner_of(const void* pointer) {
+  if (the_block->owns_shared(pointer)) return the_block;
+  for (Block* other : the_block->team->blocks) {
+    if (other->owns_shared(pointer)) return other;
+  }
+  return nullptr;
+}
+
+unsigned shared_offset(const void* pointer) {
+  const Block* owner = owner_of(pointer);
+  return owner ? owner->offset_of(pointer) : 0;
+}
+
+bool aligned(const void* pointer, unsigned alignment) { return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0; }
+
+ThreadAsync& my_copies() { return state_of(*the_block).threads[static_cast<std::size_t>(current().id)]; }
+
+void want_shared(const void* pointer, std::uint32_t bytes, unsigned alignment, Place place, const char* name) {
+  if (!is_shared(pointer)) misuse(place, "%s: wanted shared memory, got %p, which is not", name, pointer);
+  if (!aligned(pointer, alignment)) {
+    misuse(place, "%s: wanted a shared-memory address that is a multiple of %u, got offset %u", name, alignment,
+           shared_offset(pointer));
+  }
+  const unsigned left = shared_bytes_left(pointer);
+  if (left < bytes) {
+    misuse(place, "%s: wanted %u bytes of shared memory from offset %u, got %u up to its end", name, bytes,
+           shared_offset(pointer), left);
+  }
+}
+
+void want_global(const void* pointer, unsigned alignment, Place place, const char* name) {
+  if (is_shared(pointer))
+    misuse(place, "%s: wanted global memory, got shared memory at offset %u", name, shared_offset(pointer));
+  if (!aligned(pointer, alignment)) {
+    misuse(place, "%s: wanted a global address that is a multiple of %u, got %p", name, alignment, pointer);
+  }
+}
+
+}   // namespace
+
+// --- for async.cpp and wgmma.cpp --------------------------------------------------------------------------------------------
+
+void misuse(Place place, const char* format, ...) {
+  char text[1024];
+  va_list values;
+  va_start(values, format);
+  std::vsnprintf(text, sizeof text, format, values);
+  va_end(values);
+  fail_at(place, "misuse", text);
+}
+
+void misuse_of(int thread, Place place, const std::string& text) {
+  Thread* const caller = the_block->current;
+  the_block->current = &the_block->threads[static_cast<std::size_t>(thread)];
+  try {
+    fail_at(place, "misuse", text);
+  } catch (const Failure&) {
+    the_block->current = caller;
+    throw;
+  }
+}
+
+void wait_at(Place place, bool (*ready)(void*), void* state, const char* what) {
+  Block& block = *the_block;
+  Thread& thread = *block.current;
+  thread.place = place;
+  thread.waits_in = nullptr;
+  std::snprintf(thread.what, sizeof thread.what, "%s", what);
+  if (ready(state)) return;
+  thread.ready = ready;
+  thread.ready_state = state;
+  thread.state = Thread::State::waiting;
+  switch_fiber(thread.fiber, block.scheduler);
+  if (block.team->failed) throw Failure{};
+}
+
+AsyncState& state_of(Block& block) {
+  if (!block.async) {
+    block.async = new AsyncState;
+    block.async->threads.resize(static_cast<std::size_t>(block.num_threads));
+    block.async->max_registers.resize(static_cast<std::size_t>((block.num_threads + WARP - 1) / WARP));
+  }
+  return *block.async;
+}
+
+// --- cp.async ---------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// `into` null: the thread itself waited, and is the current one.
+void land(const Copy& copy, Clock* into) {
+  std::memcpy(copy.target, copy.source, copy.valid_bytes);
+  std::memset(copy.target + copy.valid_bytes, 0, static_cast<std::size_t>(copy.bytes - copy.valid_bytes));
+  async_write_end(copy.target, copy.bytes, copy.place, into);
+}
+
+void arrive_deferred(MbarrierState& barrier, Place place);
+
+// The thread's own wait: everything before copy number `end` lands.
+void land_own(ThreadAsync& mine, std::uint64_t end) {
+  if (mine.copies_landed >= end) return;
+  while (mine.copies_landed < end) {
+    const Copy copy = mine.copies.front();
+    mine.copies.pop_front();
+    ++mine.copies_landed;
+    land(copy, nullptr);
+  }
+  // Barriers that were to be told of copies that this wait has taken from them are told by this thread.
+  for (const auto& barrier : state_of(*the_block).barriers) {
+    const bool told = std::any_of(barrier->deferred.begin(), barrier->deferred.end(), [&](const MbarrierState::Deferred& one) {
+      return one.thread == current().id && one.copy <= mine.copies_landed;
+    });
+    if (told) release(barrier->clock[barrier->phase & 1]);
+  }
+}
+
+}   // namespace
+
+void cp_async(void* target_smem, const void* source, int bytes, int valid_bytes, Place place) {
+  if (!place) place = EMULATION_HERE();
+  const char* name = "cp.async";
+  if (bytes != 4 && bytes != 8 && bytes != 16) misuse(place, "cp.async: wanted 4, 8 or 16 bytes, got %d", bytes);
+  if (valid_bytes < 0 || valid_bytes > bytes)
+    misuse(place, "cp.async: wanted 0 to %d bytes to read, got %d", bytes, valid_bytes);
+  want_shared(target_smem, static_cast<std::uint32_t>(bytes), static_cast<unsigned>(bytes), place, name);
+  want_global(source, static_cast<unsigned>(bytes), place, name);
+  ThreadAsync& mine = my_copies();
+  mine.copies.push_back({static_cast<unsigned char*>(target_smem), static_cast<const unsigned char*>(source),
+                         static_cast<std::uint8_t>(bytes), static_cast<std::uint8_t>(valid_bytes), mine.group, place});
+  ++mine.copies_issued;
+  if (detecting()) {
+    check_access(source, static_cast<unsigned>(valid_bytes), Act::read, Kind::copy, place);
+    the_block->counters.access(current().id, place, shared_offset(target_smem), static_cast<unsigned>(bytes), Space::shared,
+                               true, Kind::copy);
+  }
+  async_write_begin(target_smem, static_cast<unsigned>(bytes), place, name);
+}
+
+void cp_async_commit() { ++my_copies().group; }
+
+void cp_async_wait(int pending) {
+  ThreadAsync& mine = my_copies();
+  if (pending == WAIT_ALL) return land_own(mine, mine.copies_issued);
+  // Groups before this one must be done: the newest `pending` of those committed may be under way.
+  if (mine.group <= static_cast<std::uint64_t>(pending)) return;
+  const std::uint64_t first_kept = mine.group - static_cast<std::uint64_t>(pending);
+  const auto end =
+      std::find_if(mine.copies.begin(), mine.copies.end(), [&](const Copy& copy) { return copy.group >= first_kept; });
+  land_own(mine, mine.copies_landed + static_cast<std::uint64_t>(std::distance(mine.copies.begin(), end)));
+}
+
+// --- mbarrier ---------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Any use of a barrier is like an atomic access, and comes after mbarrier_init in an order that something has made.
+void note(const MbarrierState& barrier, Place place) {
+  if (!detecting()) return;
+  Block& block = *the_block;
+  const std::vector<std::uint32_t>& seen = current().clock.seen;
+  if (static_cast<std::size_t>(block.slot_of(current())) != barrier.init_slot &&
+      seen[barrier.init_slot] < barrier.init_moment) {
+    const Block& owner = *owner_of(barrier.word);
+    block.findings.add({"race",
+                        "shared",
+                        "",
+                        owner.offset_of(barrier.word),
+                        sizeof *barrier.word,
+                        1,
+                        {owner.index.x, owner.index.y, owner.index.z},
+                        {barrier.init_thread, static_cast<int>(owner.rank), Act::write, offset_in_image(barrier.place)},
+                        {current().id, static_cast<int>(block.rank), Act::atomic, offset_in_image(place)}});
+  }
+  check_access(barrier.word, sizeof *barrier.word, Act::atomic, Kind::bulk, place);
+}
+
+MbarrierState& barrier_at(void* pointer, Place place, const char* name) {
+  Block* owner = owner_of(pointer);
+  if (!owner) misuse(place, "%s: wanted an mbarrier in shared memory, got %p, which is not shared", name, pointer);
+  if (owner->live == 0)
+    misuse(place, "%s: wanted a barrier of a block that runs, got one of block %u of the cluster, which has returned", name,
+           owner->rank);
+  for (const auto& one : state_of(*owner).barriers) {
+    if (one->word != pointer) continue;
+    if (*one->word != one->pack()) {
+      misuse(place, "%s: wanted the mbarrier at shared offset %u, got other bytes there: something has written over it", name,
+             owner->offset_of(pointer));
+    }
+    return *one;
+  }
+  misuse(place, "%s: wanted an mbarrier at shared offset %u, got memory that mbarrier_init has not made one%s", name,
+         owner->offset_of(pointer), owner == the_block ? "" : " in the other block");
+}
+
+void store(MbarrierState& barrier) {
+  *barrier.word = barrier.pack();
+  the_block->moved = true;
+}
+
+// True where the phase flipped.
+bool flip(MbarrierState& barrier, Place place) {
+  if (barrier.pending != 0) return false;
+  if (barrier.tx < 0) {
+    misuse(place,
+           "mbarrier at shared offset %u: wanted as many bytes as were expected (expect_tx) in phase %llu, got %lld more",
+           shared_offset(barrier.word), static_cast<unsigned long long>(barrier.phase), static_cast<long long>(-barrier.tx));
+  }
+  if (barrier.tx != 0) return false;
+  ++barrier.phase;
+  barrier.pending = barrier.expected;
+  return true;
+}
+
+// `place`: of the arrival.
+bool count_down(MbarrierState& barrier, unsigned count, Place place, const char* name) {
+  if (count == 0) misuse(place, "%s: wanted at least one arrival, got 0", name);
+  if (count > barrier.pending) {
+    misuse(place, "%s at shared offset %u: wanted at most the %u of %u arrivals that phase %llu still misses%s, got %u", name,
+           shared_offset(barrier.word), barrier.pending, barrier.expected, static_cast<unsigned long long>(barrier.phase),
+           barrier.pending == 0 ? " (it waits for bytes alone)" : "", count);
+  }
+  barrier.pending -= count;
+  return flip(barrier, place);
+}
+
+void expect(MbarrierState& barrier, std::int64_t bytes, Place place, const char* name) {
+  barrier.tx += bytes;
+  if (barrier.tx > static_cast<std::int64_t>(MBARRIER_MAX_COUNT) ||
+      -barrier.tx > static_cast<std::int64_t>(MBARRIER_MAX_COUNT)) {
+    misuse(place, "%s: wanted at most %u outstanding bytes, got %lld", name, MBARRIER_MAX_COUNT,
+           static_cast<long long>(barrier.tx));
+  }
+}
+
+void land(const Transfer& transfer, Clock* into);
+
+// A thread waits for the phase under way: what only it can be waiting for happens. True where the phase has flipped.
+bool land_for(MbarrierState& barrier, Place place) {
+  const std::uint64_t phase = barrier.phase;
+  if (!barrier.deferred.empty()) arrive_deferred(barrier, place);
+  // While arrivals are missing nobody goes on, whatever lands: later is as good, and shows more.
+  while (barrier.phase == phase && barrier.pending == 0 && !barrier.landings.empty()) {
+    const auto at = barrier.landings.begin() + choose(static_cast<unsigned>(barrier.landings.size()));
+    const Transfer transfer = std::move(*at);
+    barrier.landings.erase(at);
+    land(transfer, barrier.clock[barrier.phase & 1]);
+    barrier.tx -= transfer.bytes;
+    flip(barrier, transfer.place);
+    store(barrier);
+  }
+  return barrier.phase != phase;
+}
+
+void arrive_deferred(MbarrierState& barrier, Place place) {
+  std::vector<MbarrierState::Deferred> waiting;
+  waiting.swap(barrier.deferred);
+  for (const auto& [thread, end] : waiting) {
+    ThreadAsync& theirs = state_of(*the_block).threads[static_cast<std::size_t>(thread)];
+    while (theirs.copies_landed < end) {
+      const Copy copy = theirs.copies.front();
+      theirs.copies.pop_front();
+      ++theirs.copies_landed;
+      land(copy, barrier.clock[barrier.phase & 1]);
+    }
+    count_down(barrier, 1, place, "cp.async.mbarrier.arrive");
+    store(barrier);
+  }
+}
+
+void describe(const MbarrierState& barrier, unsigned parity, char (&text)[sizeof(Thread::what)]) {
+  std::snprintf(text, sizeof text, "mbarrier wait, parity %u, phase %llu, %u of %u arrivals pending, %lld bytes outstanding",
+                parity, static_cast<unsigned long long>(barrier.phase), barrier.pending, barrier.expected,
+                static_cast<long long>(barrier.tx));
+}
+
+// Whether the phase of this parity has completed; if not, its copies land first, because someone waits for them.
+bool complete(MbarrierState& barrier, unsigned parity, Place place) {
+  return (barrier.phase & 1) != parity || land_for(barrier, place);
+}
+
+MbarrierState& barrier_to_wait_for(void* pointer, unsigned parity, Place place, const char* name) {
+  if (parity > 1) misuse(place, "%s: wanted a parity, 0 or 1, got %u", name, parity);
+  Block* owner = owner_of(pointer);
+  if (owner && owner != the_block)
+    misuse(place, "%s: wanted a barrier of this block, got one of block %u of the cluster", name, owner->rank);
+  return barrier_at(pointer, place, name);
+}
+
+void* of_rank(void* pointer, unsigned rank) { return rank == THIS_BLOCK ? pointer : shared_of_rank(pointer, rank); }
+
+}   // namespace
+
+void mbarrier_init(void* barrier, unsigned count) {
+  const Place place = EMULATION_HERE();
+  const char* name = "mbarrier_init";
+  want_shared(barrier, sizeof(std::uint64_t), alignof(std::uint64_t), place, name);
+  if (!the_block->owns_shared(barrier)) misuse(place, "%s: wanted shared memory of this block, got another's", name);
+  if (count == 0 || count > MBARRIER_MAX_COUNT)
+    misuse(place, "%s: wanted a count from 1 to %u, got %u", name, MBARRIER_MAX_COUNT, count);
+  AsyncState& state = state_of(*the_block);
+  auto* word = static_cast<std::uint64_t*>(barrier);
+  const auto old =
+      std::find_if(state.barriers.begin(), state.barriers.end(), [&](const auto& one) { return one->word == word; });
+  if (old != state.barriers.end()) {
+    if (*word == (*old)->pack())
+      misuse(place, "%s: wanted memory that is not a barrier, got one in use at shared offset %u: mbarrier_inval it first",
+             name, shared_offset(barrier));
+    state.barriers.erase(old);
+  }
+  if (detecting()) check_access(barrier, sizeof *word, Act::write, Kind::bulk, place);
+  auto made = std::make_unique<MbarrierState>();
+  made->word = word;
+  made->expected = made->pending = count;
+  made->tx = 0;
+  made->phase = 0;
+  made->clock[0] = new_clock();
+  made->clock[1] = new_clock();
+  made->place = place;
+  made->init_thread = current().id;
+  if (detecting()) {
+    made->init_slot = static_cast<std::size_t>(the_block->slot_of(current()));
+    made->init_moment = current().clock.seen[made->init_slot];
+  }
+  store(*made);
+  state.barriers.push_back(std::move(made));
+}
+
+void mbarrier_inval(void* barrier) {
+  const Place place = EMULATION_HERE();
+  MbarrierState& it = barrier_to_wait_for(barrier, 0, place, "mbarrier_inval");
+  if (!it.landings.empty())
+    misuse(place, "mbarrier_inval: wanted no copy under way, got %zu that this barrier counts", it.landings.size());
+  if (detecting()) check_access(barrier, sizeof(std::uint64_t), Act::write, Kind::bulk, place);
+  *it.word = ~std::uint64_t{0};
+  std::erase_if(state_of(*the_block).barriers, [&](const auto& one) { return one.get() == &it; });
+}
+
+std::uint64_t mbarrier_arrive(void* barrier, unsigned count, std::uint32_t expect_bytes, bool expects, unsigned rank) {
+  const Place place = EMULATION_HERE();
+  const char* name = expects ? "mbarrier_arrive_expect_tx" : "mbarrier_arrive";
+  void* at = of_rank(barrier, rank);
+  MbarrierState& it = barrier_at(at, place, name);
+  note(it, place);
+  const std::uint64_t before = it.pack();
+  expect(it, expect_bytes, place, name);
+  release(it.clock[it.phase & 1]);
+  const bool flipped = count_down(it, count, place, name);
+  store(it);
+  if (flipped) hold_back();
+  return before;
+}
+
+void mbarrier_expect_tx(void* barrier, std::uint32_t bytes, unsigned rank) {
+  const Place place = EMULATION_HERE();
+  void* at = of_rank(barrier, rank);
+  MbarrierState& it = barrier_at(at, place, "mbarrier_expect_tx");
+  note(it, place);
+  expect(it, bytes, place, "mbarrier_expect_tx");
+  store(it);
+}
+
+void mbarrier_complete_tx(void* barrier, std::uint32_t bytes, unsigned rank) {
+  const Place place = EMULATION_HERE();
+  void* at = of_rank(barrier, rank);
+  MbarrierState& it = barrier_at(at, place, "mbarrier_complete_tx");
+  note(it, place);
+  expect(it, -static_cast<std::int64_t>(bytes), place, "mbarrier_complete_tx");
+  flip(it, place);
+  store(it);
+}
+
+bool mbarrier_test(void* barrier, unsigned parity) {
+  const Place place = EMULATION_HERE();
+  MbarrierState& it = barrier_to_wait_for(barrier, parity, place, "mbarrier_test_wait");
+  note(it, place);
+  if (complete(it, parity, place)) {
+    acquire(it.clock[parity]);
+    return true;
+  }
+  Block& block = *the_block;
+  Thread& thread = *block.current;
+  thread.place = place;
+  thread.waits_in = nullptr;
+  describe(it, parity, thread.what);
+  thread.held_until = block.round + 1;
+  switch_fiber(thread.fiber, block.scheduler);
+  if (block.team->failed) throw Failure{};
+  return false;
+}
+
+void mbarrier_wait(void* barrier, unsigned parity) {
+  const Place place = EMULATION_HERE();
+  const char* name = "mbarrier_wait";
+  MbarrierState& it = barrier_to_wait_for(barrier, parity, place, name);
+  note(it, place);
+  if (!complete(it, parity, place)) {
+    std::uint64_t seen = 0;
+    // Another thread may invalidate the barrier meanwhile: it is looked for anew.
+    wait_at(
+        place,
+        [&] {
+          MbarrierState& now = barrier_at(barrier, place, name);
+          if (complete(now, parity, place)) return true;
+          if (seen != now.pack()) describe(now, parity, current().what);
+          seen = now.pack();
+          return false;
+        },
+        "");
+  }
+  acquire(it.clock[parity]);
+}
+
+void cp_async_mbarrier_arrive(void* barrier, bool noinc) {
+  const Place place = EMULATION_HERE();
+  const char* name = noinc ? "cp_async_mbarrier_arrive_noinc" : "cp_async_mbarrier_arrive";
+  MbarrierState& it = barrier_to_wait_for(barrier, 0, place, name);
+  note(it, place);
+  if (!noinc) {
+    if (it.pending == MBARRIER_MAX_COUNT)
+      misuse(place, "%s: wanted at most %u arrivals pending, got one more", name, MBARRIER_MAX_COUNT);
+    ++it.pending;
+  } else if (it.pending <= it.deferred.size()) {
+    misuse(place, "%s: wanted at most the %u arrivals that phase %llu still misses, got %zu from cp.async alone", name,
+           it.pending, static_cast<unsigned long long>(it.phase), it.deferred.size() + 1);
+  }
+  const ThreadAsync& mine = my_copies();
+  if (mine.copies_landed == mine.copies_issued) release(it.clock[it.phase & 1]);   // this thread has waited itself
+  it.deferred.push_back({current().id, mine.copies_issued});
+  store(it);
+}
+
+// --- tensors ----------------------------------------------------------------------------------------------------------------
+
+namespace {
+
+unsigned bytes_of(TensorType type) {
+  switch (type) {
+    case TensorType::u8: return 1;
+    case TensorType::u16:
+    case TensorType::f16:
+    case TensorType::bf16: return 2;
+    case TensorType::u32:
+    case TensorType::i32:
+    case TensorType::f32: return 4;
+    case TensorType::u64:
+    case TensorType::i64:
+    case TensorType::f64: return 8;
+  }
+  return 0;
+}
+
+bool is_floating(TensorType type) {
+  return type == TensorType::f16 || type == TensorType::bf16 || type == TensorType::f32 || type == TensorType::f64;
+}
+
+unsigned swizzle_bits(TensorSwizzle swizzle) { return static_cast<unsigned>(swizzle); }   // 32, 64, 128 bytes: 1, 2, 3
+unsigned swizzle_span(TensorSwizzle swizzle) { return 16u << swizzle_bits(swizzle); }
+
+// cuTensorMapEncodeTiled's rules (CUDA Driver API, "Tensor Map Object Management"), and the instruction's.
+void check_map(const TensorMap* map, unsigned rank, Place place, const char* name) {
+  if (is_shared(map))
+    misuse(place, "%s: wanted a tensor map in parameters, constant or global memory, got shared memory", name);
+  if (!aligned(map, alignof(TensorMap)))
+    misuse(place, "%s: wanted a tensor map at a multiple of %zu bytes, got %p", name, alignof(TensorMap),
+           static_cast<const void*>(map));
+  if (map->mark != TENSOR_MAP_MARK) misuse(place, "%s: wanted a tensor map, got 128 bytes that are none", name);
+  if (map->rank < 1 || map->rank > MAX_RANK)
+    misuse(place, "tensor map: wanted 1 to %u dimensions, got %u", MAX_RANK, map->rank);
+  if (rank && map->rank != rank)
+    misuse(place, "%s: wanted a tensor map of %u dimensions, got one of %u", name, rank, map->rank);
+  const unsigned element = bytes_of(map->type);
+  if (element == 0)
+    misuse(place, "tensor map: wanted an element type that is emulated (8 to 64 bits), got CUtensorMapDataType %u",
+           static_cast<unsigned>(map->type));
+  if (static_cast<unsigned>(map->swizzle) > 3)
+    misuse(place, "tensor map: wanted a swizzle of 0, 32, 64 or 128 bytes, got CUtensorMapSwizzle %u",
+           static_cast<unsigned>(map->swizzle));
+  if (map->nan_fill > 1 || (map->nan_fill && !is_floating(map->type)))
+    misuse(place, "tensor map: wanted a fill of 0 (or NaN for floating-point elements), got %u", map->nan_fill);
+  if (!aligned(map->base, BULK_ALIGNMENT))
+    misuse(place, "tensor map: wanted a global address that is a multiple of %u, got %p", BULK_ALIGNMENT,
+           static_cast<const void*>(map->base));
+  for (unsigned d = 0; d < map->rank; ++d) {
+    if (map->dims[d] == 0) misuse(place, "tensor map: wanted at least one element in dimension %u, got 0", d);
+    if (map->box[d] == 0 || map->box[d] > MAX_BOX)
+      misuse(place, "tensor map: wanted a box of 1 to %u elements in dimension %u, got %u", MAX_BOX, d, map->box[d]);
+    if (map->element_strides[d] != 1)
+      misuse(place, "tensor map: wanted element strides of 1, which alone are emulated, got %u in dimension %u",
+             map->element_strides[d], d);
+    if (d + 1 < map->rank && (map->strides[d] % BULK_ALIGNMENT || map->strides[d] >= MAX_STRIDE)) {
+      misuse(place, "tensor map: wanted a stride that is a multiple of %u and less than 2^40 bytes in dimension %u, got %llu",
+             BULK_ALIGNMENT, d + 1, static_cast<unsigned long long>(map->strides[d]));
+    }
+  }
+  const unsigned inner = map->box[0] * element;
+  if (inner % BULK_ALIGNMENT)
+    misuse(place, "tensor map: wanted boxes of a multiple of %u bytes in dimension 0, got %u", BULK_ALIGNMENT, inner);
+  if (map->swizzle != TensorSwizzle::none && inner > swizzle_span(map->swizzle)) {
+    misuse(place, "tensor map: wanted boxes of at most %u bytes in dimension 0 for a %u-byte swizzle, got %u",
+           swizzle_span(map->swizzle), swizzle_span(map->swizzle), inner);
+  }
+}
+
+std::uint32_t box_bytes(const TensorMap& map) {
+  std::uint32_t bytes = bytes_of(map.type);
+  for (unsigned d = 0; d < map.rank; ++d) bytes *= map.box[d];
+  return bytes;
+}
+
+// Calls row(first byte in the packed box, global address of its first element, elements before the tensor, elements inside) for
+// each row of the box along dimension 0. No element is inside where another dimension is out of bounds.
+template <typename F>
+void for_each_row(const TensorMap& map, const int* coordinates, F row) {
+  const unsigned element = bytes_of(map.type);
+  const std::int64_t first = coordinates[0], size = map.dims[0], wanted = map.box[0];
+  const std::int64_t before = std::clamp<std::int64_t>(-first, 0, wanted);
+  const std::int64_t after = std::clamp<std::int64_t>(first + wanted - size, 0, wanted);
+  const std::int64_t inside = std::max<std::int64_t>(0, wanted - before - after);
+  std::uint32_t at[MAX_RANK] = {};
+  for (std::uint32_t offset = 0;; offset += map.box[0] * element) {
+    bool exists = true;
+    std::int64_t address = (first + before) * element;
+    for (unsigned d = 1; d < map.rank; ++d) {
+      const std::int64_t x = std::int64_t{coordinates[d]} + at[d];
+      exists &= x >= 0 && x < std::int64_t{map.dims[d]};
+      address += x * static_cast<std::int64_t>(map.strides[d - 1]);
+    }
+    const bool any = exists && inside > 0;
+    row(offset, any ? map.base + address : nullptr, static_cast<unsigned>(any ? before : wanted),
+        static_cast<unsigned>(any ? inside : 0));
+    unsigned d = 1;
+    while (d < map.rank && ++at[d] == map.box[d]) at[d++] = 0;
+    if (d >= map.rank) return;
+  }
+}
+
+// Where byte `offset` of the packed box lies; whole 16-byte pieces stay together.
+unsigned char* piece_at(const Transfer& transfer, std::uint32_t offset) {
+  const auto address = reinterpret_cast<std::uintptr_t>(transfer.shared) + offset;
+  return reinterpret_cast<unsigned char*>(
+      transfer.map.swizzle == TensorSwizzle::none ? address : swizzled(address, swizzle_bits(transfer.map.swizzle)));
+}
+
+void fill_outside(const TensorMap& map, unsigned char* row, unsigned elements) {
+  const unsigned element = bytes_of(map.type);
+  if (!map.nan_fill) {
+    std::memset(row, 0, elements * element);
+    return;
+  }
+  const std::uint64_t nan = map.type == TensorType::f64   ? 0x7fffffffffffffffull
+                            : map.type == TensorType::f32 ? 0x7fffffffull
+                                                          : 0x7fffull;
+  for (unsigned i = 0; i < elements; ++i) std::memcpy(row + i * element, &nan, element);
+}
+
+// --- a bulk copy lands -------------------------------------------------------------------------------------------------------
+
+void land_tensor_load(const Transfer& transfer) {
+  const TensorMap& map = transfer.map;
+  const unsigned element = bytes_of(map.type), row_bytes = map.box[0] * element;
+  unsigned char row[MAX_BOX * sizeof(std::uint64_t)];
+  for_each_row(map, transfer.coordinates,
+               [&](std::uint32_t offset, const unsigned char* source, unsigned before, unsigned inside) {
+                 fill_outside(map, row, map.box[0]);
+                 if (inside) std::memcpy(row + before * element, source, inside * element);
+                 for (unsigned i = 0; i < row_bytes; i += BULK_ALIGNMENT)
+                   std::memcpy(piece_at(transfer, offset + i), row + i, BULK_ALIGNMENT);
+               });
+}
+
+template <typename T, typename F>
+void atomically(unsigned char* pointer, F next) {
+  auto* at = reinterpret_cast<T*>(pointer);
+  T old = __atomic_load_n(at, __ATOMIC_RELAXED);
+  while (!__atomic_compare_exchange_n(at, &old, next(old), false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+void add_element(TensorType type, unsigned char* target, const unsigned char* source) {
+  switch (type) {
+    case TensorType::u32:
+    case TensorType::i32: {
+      const auto value = *reinterpret_cast<const std::uint32_t*>(source);
+      return atomically<std::uint32_t>(target, [&](std::uint32_t old) { return old + value; });
+    }
+    case TensorType::u64:
+    case TensorType::i64: {
+      const auto value = *reinterpret_cast<const std::uint64_t*>(source);
+      return atomically<std::uint64_t>(target, [&](std::uint64_t old) { return old + value; });
+    }
+    case TensorType::f32: {
+      const auto value = bits_as<float>(*reinterpret_cast<const std::uint32_t*>(source));
+      return atomically<std::uint32_t>(target,
+                                       [&](std::uint32_t old) { return bits_as<std::uint32_t>(bits_as<float>(old) + value); });
+    }
+    case TensorType::f16: {
+      const float value = Fp16::to_float(*reinterpret_cast<const std::uint16_t*>(source));
+      return atomically<std::uint16_t>(
+          target, [&](std::uint16_t old) { return static_cast<std::uint16_t>(Fp16::from(Fp16::to_float(old) + value)); });
+    }
+    case TensorType::bf16: {
+      const float value = Bf16::to_float(*reinterpret_cast<const std::uint16_t*>(source));
+      return atomically<std::uint16_t>(
+          target, [&](std::uint16_t old) { return static_cast<std::uint16_t>(Bf16::from(Bf16::to_float(old) + value)); });
+    }
+    default: return;   // refused when it was issued
+  }
+}
+
+// The packed box, or the bytes, out of shared memory.
+std::vector<unsigned char> read_shared(const Transfer& transfer) {
+  std::vector<unsigned char> data(transfer.bytes);
+  if (transfer.kind == Transfer::Kind::bytes) {
+    std::memcpy(data.data(), transfer.shared, transfer.bytes);
+  } else {
+    for (std::uint32_t i = 0; i < transfer.bytes; i += BULK_ALIGNMENT)
+      std::memcpy(data.data() + i, piece_at(transfer, i), BULK_ALIGNMENT);
+  }
+  return data;
+}
+
+// Into shared memory; the barrier's clock learns of it.
+void land(const Transfer& transfer, Clock* into) {
+  switch (transfer.kind) {
+    case Transfer::Kind::tensor: land_tensor_load(transfer); break;
+    case Transfer::Kind::bytes: std::memcpy(transfer.shared, transfer.global, transfer.bytes); break;
+    case Transfer::Kind::value: std::memcpy(transfer.shared, transfer.data.data(), transfer.bytes); break;
+  }
+  async_write_end(transfer.shared, transfer.bytes, transfer.place, into);
+}
+
+// Out of shared memory, in the thread that issued it.
+void land_store(const Transfer& transfer) {
+  async_read_end(transfer.shared, transfer.bytes, transfer.place, "a bulk store");
+  const std::vector<unsigned char> data = transfer.data.empty() ? read_shared(transfer) : transfer.data;
+  if (transfer.kind == Transfer::Kind::bytes) {
+    check_access(transfer.global, transfer.bytes, Act::async_write, Kind::bulk, transfer.place);
+    std::memcpy(transfer.global, data.data(), transfer.bytes);
+    return;
+  }
+  const unsigned element = bytes_of(transfer.map.type);
+  for_each_row(
+      transfer.map, transfer.coordinates, [&](std::uint32_t offset, unsigned char* target, unsigned before, unsigned inside) {
+        if (!inside) return;
+        const unsigned char* row = data.data() + offset + before * element;
+        check_access(target, inside * element, transfer.reduce ? Act::atomic : Act::async_write, Kind::bulk, transfer.place);
+        if (!transfer.reduce) {
+          std::memcpy(target, row, inside * element);
+        } else {
+          for (unsigned i = 0; i < inside; ++i) add_element(transfer.map.type, target + i * element, row + i * element);
+        }
+      });
+}
+
+// --- a bulk copy is issued ---------------------------------------------------------------------------------------------------
+
+Transfer make_transfer(Transfer::Kind kind, const void* shared, const void* global, std::uint32_t bytes, Place place) {
+  Transfer transfer{};
+  transfer.kind = kind;
+  transfer.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
+  transfer.global = static_cast<unsigned char*>(const_cast<void*>(global));
+  transfer.bytes = bytes;
+  transfer.place = place;
+  transfer.thread = current().id;
+  transfer.rank = the_block->rank;
+  return transfer;
+}
+
+Transfer make_tensor_transfer(const TensorMap* map, const void* shared, const int* coordinates, Place place) {
+  Transfer transfer = make_transfer(Transfer::Kind::tensor, shared, nullptr, box_bytes(*map), place);
+  transfer.map = *map;
+  std::copy(coordinates, coordinates + map->rank, transfer.coordinates);
+  return transfer;
+}
+
+// A copy into shared memory begins: to `transfer.shared`, counted by `barrier`, both of one block of the cluster.
+void begin_load(Transfer transfer, void* barrier, Place place, const char* name) {
+  MbarrierState& it = barrier_at(barrier, place, name);
+  note(it, place);
+  async_write_begin(transfer.shared, transfer.bytes, place, name);
+  it.landings.push_back(std::move(transfer));
+}
+
+// To this block, or to all that the mask names.
+void begin_loads(const Transfer& transfer, void* barrier, unsigned cta_mask, Place place, const char* name) {
+  if (!the_block->owns_shared(transfer.shared)) misuse(place, "%s: wanted shared memory of this block, got another's", name);
+  if (cta_mask == 0) return begin_load(transfer, barrier, place, name);
+  const unsigned mask = cta_mask & 0xffff, size = cluster_size();
+  if (mask == 0 || mask >> size)
+    misuse(place, "%s: wanted a mask of blocks of the cluster, which has %u, got %#x", name, size, mask);
+  for (unsigned rank = 0; rank < size; ++rank) {
+    if (!(mask >> rank & 1)) continue;
+    if (the_block->team->blocks[rank]->live == 0)
+      misuse(place, "%s: wanted blocks that run, got block %u of the cluster, which has returned", name, rank);
+    Transfer one = transfer;
+    one.shared = static_cast<unsigned char*>(shared_of_rank(transfer.shared, rank));
+    begin_load(std::move(one), shared_of_rank(barrier, rank), place, name);
+  }
+}
+
+void begin_store(Transfer transfer, const char* name) {
+  async_read_begin(transfer.shared, transfer.bytes, transfer.place, name);
+  if (choose(2)) transfer.data = read_shared(transfer);   // read at once, else when it is waited for
+  my_copies().open_stores.push_back(std::move(transfer));
+}
+
+void want_bulk_bytes(std::uint32_t bytes, Place place, const char* name) {
+  if (bytes == 0 || bytes % BULK_ALIGNMENT)
+    misuse(place, "%s: wanted a multiple of %u bytes, got %u", name, BULK_ALIGNMENT, bytes);
+}
+
+}   // namespace
+
+void tensor_load(void* target_smem, const TensorMap* map, void* barrier, unsigned rank, const int* coordinates,
+                 unsigned cta_mask) {
+  const Place place = EMULATION_HERE();
+  const char* name = "cp.async.bulk.tensor load";
+  check_map(map, rank, place, name);
+  want_shared(target_smem, box_bytes(*map), TENSOR_SMEM_ALIGNMENT, place, name);
+  const Transfer transfer = make_tensor_transfer(map, target_smem, coordinates, place);
+  if (detecting()) {
+    for_each_row(*map, coordinates, [&](std::uint32_t, const unsigned char* source, unsigned, unsigned inside) {
+      if (inside) check_access(source, inside * bytes_of(map->type), Act::async_read, Kind::bulk, place);
+    });
+  }
+  begin_loads(transfer, barrier, cta_mask, place, name);
+}
+
+void tensor_store(const TensorMap* map, const void* source_smem, unsigned rank, const int* coordinates) {
+  const Place place = EMULATION_HERE();
+  const char* name = "cp.async.bulk.tensor store";
+  check_map(map, rank, place, name);
+  want_shared(source_smem, box_bytes(*map), TENSOR_SMEM_ALIGNMENT, place, name);
+  begin_store(make_tensor_transfer(map, source_smem, coordinates, place), name);
+}
+
+void tensor_reduce_add(const TensorMap* map, const void* source_smem, unsigned rank, const int* coordinates) {
+  const Place place = EMULATION_HERE();
+  const char* name = "cp.reduce.async.bulk.tensor.add";
+  check_map(map, rank, place, name);
+  if (map->type == TensorType::u8 || map->type == TensorType::u16 || map->type == TensorType::f64) {
+    misuse(place, "%s: wanted elements of u32, i32, u64, i64, f16, bf16 or f32, got CUtensorMapDataType %u", name,
+           static_cast<unsigned>(map->type));
+  }
+  want_shared(source_smem, box_bytes(*map), TENSOR_SMEM_ALIGNMENT, place, name);
+  Transfer transfer = make_tensor_transfer(map, source_smem, coordinates, place);
+  transfer.reduce = true;
+  begin_store(std::move(transfer), name);
+}
+
+void tensor_prefetch(const TensorMap* map, unsigned rank, const int*) {
+  check_map(map, rank, EMULATION_HERE(), "cp.async.bulk.prefetch.tensor");
+}
+void tensor_map_prefetch(const TensorMap* map) { check_map(map, 0, EMULATION_HERE(), "prefetch.tensormap"); }
+
+void bulk_load(void* target_smem, const void* source, std::uint32_t bytes, void* barrier, unsigned cta_mask) {
+  const Place place = EMULATION_HERE();
+  const char* name = "cp.async.bulk load";
+  want_bulk_bytes(bytes, place, name);
+  want_shared(target_smem, bytes, BULK_ALIGNMENT, place, name);
+  want_global(source, BULK_ALIGNMENT, place, name);
+  check_access(source, bytes, Act::async_read, Kind::bulk, place);
+  begin_loads(make_transfer(Transfer::Kind::bytes, target_smem, source, bytes, place), barrier, cta_mask, place, name);
+}
+
+void bulk_store(void* target, const void* source_smem, std::uint32_t bytes) {
+  const Place place = EMULATION_HERE();
+  const char* name = "cp.async.bulk store";
+  want_bulk_bytes(bytes, place, name);
+  want_shared(source_smem, bytes, BULK_ALIGNMENT, place, name);
+  want_global(target, BULK_ALIGNMENT, place, name);
+  begin_store(make_transfer(Transfer::Kind::bytes, source_smem, target, bytes, place), name);
+}
+
+void bulk_to_block(void* target_of_rank, const void* source_smem, std::uint32_t bytes, void* barrier_of_rank) {
+  const Place place = EMULATION_HERE();
+  const char* name = "cp.async.bulk to another block";
+  want_bulk_bytes(bytes, place, name);
+  want_shared(source_smem, bytes, BULK_ALIGNMENT, place, name);
+  want_shared(target_of_rank, bytes, BULK_ALIGNMENT, place, name);
+  if (owner_of(target_of_rank) != owner_of(barrier_of_rank))
+    misuse(place, "%s: wanted the target and the barrier in one block, got two", name);
+  Transfer transfer = make_transfer(Transfer::Kind::value, target_of_rank, nullptr, bytes, place);
+  async_read_begin(source_smem, bytes, place, name);
+  // Its waiters are in another block, and nothing tells this one that the source has been read: it is read at once.
+  transfer.data.assign(static_cast<const unsigned char*>(source_smem), static_cast<const unsigned char*>(source_smem) + bytes);
+  async_read_end(source_smem, bytes, place, name);
+  begin_load(std::move(transfer), barrier_of_rank, place, name);
+}
+
+void bulk_prefetch(const void* source, std::uint32_t bytes) {
+  const Place place = EMULATION_HERE();
+  want_bulk_bytes(bytes, place, "cp.async.bulk.prefetch");
+  want_global(source, BULK_ALIGNMENT, place, "cp.async.bulk.prefetch");
+}
+
+void store_async(void* target_of_rank, const void* value, unsigned bytes, void* barrier_of_rank) {
+  const Place place = EMULATION_HERE();
+  const char* name = "st.async";
+  want_shared(target_of_rank, bytes, bytes, place, name);
+  if (owner_of(target_of_rank) != owner_of(barrier_of_rank))
+    misuse(place, "%s: wanted the target and the barrier in one block, got two", name);
+  Transfer transfer = make_transfer(Transfer::Kind::value, target_of_rank, nullptr, bytes, place);
+  transfer.data.assign(static_cast<const unsigned char*>(value), static_cast<const unsigned char*>(value) + bytes);
+  begin_load(std::move(transfer), barrier_of_rank, place, name);
+}
+
+void bulk_commit() {
+  ThreadAsync& mine = my_copies();
+  mine.store_groups.emplace_back(std::move(mine.open_stores));
+  mine.open_stores.clear();
+}
+
+// `read_only` promises less: only that shared memory has been read. The rest happens at the same time here.
+void bulk_wait(int pending, bool) {
+  ThreadAsync& mine = my_copies();
+  while (mine.store_groups.size() > static_cast<std::size_t>(pending)) {
+    const std::vector<Transfer> group = std::move(mine.store_groups.front());
+    mine.store_groups.pop_front();
+    for (const Transfer& transfer : group) land_store(transfer);
+  }
+}
+
+// --- the rest ---------------------------------------------------------------------------------------------------------------
+
+void set_max_registers(int registers, bool more) {
+  const Place place = EMULATION_HERE();
+  const char* name = more ? "setmaxnreg.inc" : "setmaxnreg.dec";
+  warp_collective(FULL_WARP, nullptr, nullptr, name);
+  auto& of_warp = state_of(*the_block).max_registers;
+  const int warp = current().id / WARP;
+  if (lane_id() == 0) of_warp[static_cast<std::size_t>(warp)].push_back(registers);
+  // A warpgroup that asks for more waits until others have given theirs back: it never gets what the file does not hold.
+  // Which of them comes last is the schedule's; those that have not asked yet will keep at least the fewest.
+  int total = 0;
+  for (const auto& asked : of_warp) total += WARP * (asked.empty() ? FEWEST_REGISTERS : asked.back());
+  if (total > REGISTER_FILE) {
+    misuse(place, "%s %d: wanted at most %d registers for all threads of the block, got %d: a warpgroup would wait for ever", name,
+           registers, REGISTER_FILE, total);
+  }
+}
+
+bool elect(unsigned mask) {
+  ballot(mask, 1, "elect.sync");
+  return lane_id() == __builtin_ctz(mask);
+}
+
+// --- a block ends -----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+void check_nothing_left(AsyncState& state) {
+  for (const auto& barrier : state.barriers) {
+    if (*barrier->word != barrier->pack()) continue;   // its memory has become something else
+    if (!barrier->landings.empty()) {
+      const Transfer& transfer = barrier->landings.front();
+      misuse_of(transfer.rank == the_block->rank ? transfer.thread : 0, transfer.place,
+                "the block ends while a copy of " + std::to_string(transfer.bytes) +
+                    " bytes into its shared memory is under way: nobody has waited for it");
+    }
+    if (barrier->tx != 0) {
+      misuse_of(0, barrier->place,
+                "the block ends while the mbarrier at shared offset " + std::to_string(shared_offset(barrier->word)) +
+                    " still expects " + std::to_string(barrier->tx) + " bytes in phase " + std::to_string(barrier->phase));
+    }
+  }
+  for (std::size_t id = 0; id < state.threads.size(); ++id) {
+    const ThreadAsync& thread = state.threads[id];
+    // Plain cp.async that nobody waited for is no misuse: hardware lets them land before it gives the memory away.
+    if (!thread.open_stores.empty()) {
+      misuse_of(static_cast<int>(id), thread.open_stores.front().place,
+                "the block ends with a bulk store that was not committed: wanted cp_async_bulk_commit_group, then "
+                "cp_async_bulk_wait_group_read");
+    }
+    for (const auto& group : thread.store_groups) {
+      if (!group.empty())
+        misuse_of(
+            static_cast<int>(id), group.front().place,
+            "the block ends while a bulk store may still read its shared memory: wanted cp_async_bulk_wait_group_read before");
+    }
+  }
+  const auto& registers = state.max_registers;
+  constexpr std::size_t WARPGROUP = 4;
+  for (std::size_t warp = 0; warp < registers.size(); ++warp) {
+    const std::size_t first = warp / WARPGROUP * WARPGROUP;
+    if (registers[warp] != registers[first]) {
+      misuse_of(static_cast<int>(warp) * WARP, nullptr,
+                "setmaxnreg: wanted the same in all four warps of a warpgroup, got " + std::to_string(registers[warp].size()) +
+                    " in warp " + std::to_string(warp) + " and " + std::to_string(registers[first].size()) +
+                    " others in warp " + std::to_string(first));
+    }
+  }
+  if (state.wgmma) wgmma_block_end(*state.wgmma);
+}
+
+}   // namespace
+
+void async_block_end() {
+  if (!the_block->async) return;
+  const std::unique_ptr<AsyncState> state(the_block->async);
+  struct Forget {
+    ~Forget() { the_block->async = nullptr; }
+  } forget;
+  check_nothing_left(*state);
+}
+
+}   // namespace emu

@@ -1,0 +1,187 @@
+// A block, its threads and its cluster, as the scheduler sees them.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "../emulation_types.h"
+#include "../runtime.h"
+#include "detector.h"
+#include "fiber.h"
+
+namespace emu {
+
+constexpr std::size_t DYNAMIC_BYTES = 227 * 1024;     // the most that a block may ask for on any GPU so far (sm_90)
+constexpr std::size_t WINDOW_BYTES = 256 * 1024;      // what a matrix descriptor's 14-bit address, in 16 bytes, can reach
+constexpr unsigned RANK_SHIFT = 24;                   // a shared::cluster address: the block's rank above, its offset below
+constexpr std::size_t STACK_BYTES = 128 * 1024;       // a thread
+constexpr int NUM_BARRIERS = 16;
+
+enum class Schedule { ascending, descending, seeded };
+
+struct Launch {
+  dim3 grid, block, cluster;
+  std::size_t smem_bytes = 0;
+  std::vector<void*> arguments;
+  std::uintptr_t arguments_low = 0, arguments_high = 0;
+  GlobalMemory memory;
+  Schedule schedule = Schedule::ascending;
+  std::uint64_t seed = 0;
+  unsigned max_threads = 0;
+  std::uint64_t max_blocks = ~std::uint64_t{0};
+  bool detect = false;
+};
+
+// Thrown where a kernel cannot go on; caught at the bottom of a fiber or in the scheduler.
+struct Failure {};
+
+struct Trouble {
+  std::string status, message;
+  bool somewhere = false;
+  unsigned block[3] = {}, thread[3] = {};
+  std::uint32_t place = 0;
+};
+
+struct Thread {
+  enum class State : std::uint8_t { runnable, waiting, done };
+  Fiber fiber;
+  uint3 index{};
+  int id = 0;
+  State state = State::runnable;
+  std::uint64_t held_until = 0;      // round of the block before which it does not run
+  bool (*ready)(void*) = nullptr;
+  void* ready_state = nullptr;
+  // What it waits for: said only in a report, so put into words only there.
+  const char* waits_in = nullptr;    // a collective's or a barrier's name
+  unsigned waits_mask = 0;           // of the collective's lanes; 0: a barrier
+  int waits_id = 0, waits_count = 0; // of the barrier
+  char what[120] = {};               // where neither: the caller's words
+  Place place = nullptr;             // of the wait
+  bool cluster_arrived = false;
+  std::uint64_t cluster_generation = 0;
+  Clock clock;                       // with hooks
+};
+
+// Lanes of a warp that have come to a collective.
+struct Rendezvous {
+  unsigned mask = 0, arrived = 0;
+  std::uint64_t generation = 0;
+  const char* name = nullptr;
+  void* slot[WARP] = {};
+};
+
+struct Barrier {
+  int arrived = 0, expected = 0;
+  std::uint64_t generation = 0;
+  std::vector<int> waiters;          // threads that get the barrier's clock when it completes
+  Clock clock;
+  Place first_place = nullptr;
+  int first_thread = -1;
+  int predicates = 0;
+  Reduction reduction{};
+};
+
+struct Team;
+
+struct Block {
+  Team* team = nullptr;
+  const Launch* launch = nullptr;
+  unsigned rank = 0;                 // in the cluster
+  uint3 index{};
+  std::uint64_t linear = 0;
+  int num_threads = 0, live = 0;
+  std::vector<Thread> threads;
+  unsigned char* stacks = nullptr;
+  Fiber scheduler;
+  Thread* current = nullptr;
+  std::uint64_t round = 0;
+  bool moved = false;
+  int idle_rounds = 0;
+  std::uint64_t random = 0;
+  std::vector<int> warp_order;
+  std::vector<std::vector<Rendezvous>> rendezvous;   // per warp
+  Barrier barriers[NUM_BARRIERS];
+  unsigned char* smem = nullptr;     // dynamic shared memory
+  unsigned char* tls_low = nullptr;  // the thread-local block that holds static shared memory
+  std::size_t tls_bytes = 0;
+  AsyncState* async = nullptr;
+  std::vector<std::unique_ptr<Clock>> clocks;
+
+  // with hooks
+  bool detect = false;
+  std::uint32_t full_barriers = 0;
+  Shadow shared, global;
+  struct Flight {
+    std::uint32_t low, high, place;
+    int thread;
+  };
+  std::vector<Flight> flights;       // asynchronous writes under way, in this block's shared memory
+  struct Remote {
+    std::uint16_t slot;
+    std::uint32_t clock, place;
+    unsigned offset, bytes;
+    Act act;
+  };
+  std::vector<Remote> remote;        // other blocks' accesses to this one's shared memory
+  Clock exited;                      // of threads that returned
+  Findings findings;
+  Counters counters;
+
+  ~Block();
+  void open(Team& team, const Launch& launch, unsigned rank);   // on the thread that will run it
+  void start(std::uint64_t linear, uint3 index);
+  bool run_round();                  // true: something moved
+  void finish();                     // every thread has returned
+  void run_thread(Thread& thread);
+  unsigned draw(unsigned n);
+  std::uint32_t copies_landed = 0;   // bulk copies: one more participant in the clocks, after the cluster's threads
+  int copy_slot() const;
+  int slot_of(const Thread& thread) const { return static_cast<int>(rank) * num_threads + thread.id; }
+  bool owns_shared(const void* pointer) const;
+  unsigned offset_of(const void* pointer) const;   // in the shared window
+  void complete(Barrier& barrier);
+  void thread_returned(Thread& thread);
+};
+
+// The blocks of one cluster, each on an operating-system thread of its own, of which one runs at a time.
+struct Team {
+  std::mutex mutex;
+  std::condition_variable changed;
+  unsigned size = 1, turn = 0, stalled = 0, finished = 0;
+  bool failed = false, all_done = false;
+  unsigned started = 0;
+  std::vector<char> done_blocks;
+  std::vector<Block*> blocks;
+  std::uint64_t cluster = 0;         // the one being run
+  std::uint64_t generation = 0;
+  bool over = false;
+  // the cluster's barrier
+  int arrived = 0, alive = 0;
+  std::uint64_t barrier_generation = 0;
+  Clock barrier_clock, last_clock;
+  Trouble trouble;
+};
+
+extern thread_local Block* the_block;        // that this operating-system thread runs
+
+std::uint32_t offset_in_image(Place place);
+bool in_image(const void* pointer);
+Place kernel_place(Place fallback);      // the innermost return address on the calling stack that lies in the kernel's own code
+[[noreturn]] void fail_at(Place place, const char* status, const std::string& message);   // throws Failure
+std::string what_of(const Thread& thread);
+std::string who_waits(const Block& block);
+
+// detector.cpp
+void detect_start(Block& block);
+void detect_finish(Block& block);
+void detect_returned(Block& block);      // every thread of it has
+void join(Clock& into, const Clock& from);
+void release_thread(Block& block, Thread& thread, Clock& into);
+void acquire_thread(Block& block, Thread& thread, const Clock& from);
+void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place place);
+
+}  // namespace emu
