@@ -6,14 +6,14 @@
 
 namespace ptx {
 
-// 9.7.3.22 ex2: 2^x, about 2 ulp; 2^-inf = 0; results below 2^-126 are flushed to 0.
+// 9.7.3.21 ex2: 2^x, about 2 ulp; 2^-inf = 0; results below 2^-126 are flushed to 0.
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// 10.29 %globaltimer: nanoseconds since a fixed moment, the same counter on every SM. It may step by a microsecond.
+// 10.28 %globaltimer: nanoseconds since a fixed moment, the same counter on every SM. It may step by a microsecond.
 __device__ __forceinline__ unsigned long long globaltimer() {
   unsigned long long nanoseconds;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds)::"memory");

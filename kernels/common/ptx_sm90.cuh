@@ -205,12 +205,12 @@ __device__ __forceinline__ void st_async(float* target, float value, Mbarrier* b
 // --- 9.7.9.25.5 tensor copies: boxes of tensors of 2 to 5 dimensions ---------------------------------------------------------
 // Coordinates are elements, the contiguous dimension first; what lies outside of the tensor is read as 0 and not written.
 
-// 9.7.9.18 prefetch.tensormap
+// 9.7.9.15 prefetch.tensormap
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// 9.7.9.19 createpolicy: how long lines should stay in the L2 cache, for the wrappers that end in _hint.
+// 9.7.9.18 createpolicy: how long lines should stay in the L2 cache, for the wrappers that end in _hint.
 __device__ __forceinline__ CachePolicy createpolicy_evict_first() {
   CachePolicy policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -295,7 +295,7 @@ FLASHLAB_TENSOR_COPIES(5, 6, 7, 8, 9)
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// 10.15 %cluster_ctarank: the block's rank in its cluster, and 10.16 %cluster_nctarank: how many blocks are in it.
+// 10.16 %cluster_ctarank: the block's rank in its cluster, and 10.17 %cluster_nctarank: how many blocks are in it.
 __device__ __forceinline__ unsigned cluster_ctarank() {
   unsigned rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -103,14 +103,14 @@ EMULATED inline void mma_of_warp(void* const (&of_lane)[WARP]) {
 
 namespace ptx {
 
-// 9.7.3.22 ex2: 2^x, about 2 ulp; 2^-inf = 0; results below 2^-126 are flushed to 0.
+// 9.7.3.21 ex2: 2^x, about 2 ulp; 2^-inf = 0; results below 2^-126 are flushed to 0.
 __forceinline__ float ex2_approx_ftz(float x) {
   constexpr float SMALLEST_NORMAL = 1.17549435e-38f;   // 2^-126
   const float y = ::exp2f(x);
   return y < SMALLEST_NORMAL ? 0.0f : y;
 }
 
-// 10.29 %globaltimer: nanoseconds since a fixed moment.
+// 10.28 %globaltimer: nanoseconds since a fixed moment.
 __forceinline__ unsigned long long globaltimer() { return emu::nanoseconds(); }
 
 // 9.7.13.1 bar.sync, bar.arrive: barrier `id` (0 to 15) for `threads` threads, a multiple of 32.

@@ -107,7 +107,7 @@ __forceinline__ void st_async(float* target, float value, Mbarrier* barrier, uns
 // --- 9.7.9.25.5 tensor copies ------------------------------------------------------------------------------------------------
 __forceinline__ void prefetch_tensormap(const TensorMap* map) { emu::tensor_map_prefetch(map); }
 
-// 9.7.9.19 createpolicy: there are no caches here, a policy is nothing.
+// 9.7.9.18 createpolicy: there are no caches here, a policy is nothing.
 __forceinline__ CachePolicy createpolicy_evict_first() { return 0; }
 __forceinline__ CachePolicy createpolicy_evict_last() { return 0; }
 

@@ -737,12 +737,30 @@ void want_bulk_bytes(std::uint32_t bytes, Place place, const char* name) {
 
 }   // namespace
 
+namespace {
+
+// What an H200 does not do: it stops with an illegal instruction. A box starts on a multiple of 16 bytes in its contiguous
+// dimension; one that is read may start before the tensor, one that is written may not. (Past its end both may be.)
+void check_start(const TensorMap& map, const int* coordinates, bool writes, Place place, const char* name) {
+  const std::int64_t start_bytes = std::int64_t{coordinates[0]} * bytes_of(map.type);
+  if (start_bytes % BULK_ALIGNMENT) {
+    misuse(place, "%s: wanted a first coordinate at a multiple of %u bytes, got %d, which is byte %lld", name,
+           static_cast<unsigned>(BULK_ALIGNMENT), coordinates[0], static_cast<long long>(start_bytes));
+  }
+  for (unsigned d = 0; writes && d < map.rank; ++d) {
+    if (coordinates[d] < 0) misuse(place, "%s: wanted coordinates from 0 on, got %d in dimension %u", name, coordinates[d], d);
+  }
+}
+
+}   // namespace
+
 void tensor_load(void* target_smem, const TensorMap* map, void* barrier, unsigned rank, const int* coordinates,
                  unsigned cta_mask) {
   const Place place = EMULATION_HERE();
   const char* name = "cp.async.bulk.tensor load";
   check_map(map, rank, place, name);
   want_shared(target_smem, box_bytes(*map), TENSOR_SMEM_ALIGNMENT, place, name);
+  check_start(*map, coordinates, false, place, name);
   const Transfer transfer = make_tensor_transfer(map, target_smem, coordinates, place);
   if (detecting()) {
     for_each_row(*map, coordinates, [&](std::uint32_t, const unsigned char* source, unsigned, unsigned inside) {
@@ -757,6 +775,7 @@ void tensor_store(const TensorMap* map, const void* source_smem, unsigned rank, 
   const char* name = "cp.async.bulk.tensor store";
   check_map(map, rank, place, name);
   want_shared(source_smem, box_bytes(*map), TENSOR_SMEM_ALIGNMENT, place, name);
+  check_start(*map, coordinates, true, place, name);
   begin_store(make_tensor_transfer(map, source_smem, coordinates, place), name);
 }
 
@@ -769,6 +788,7 @@ void tensor_reduce_add(const TensorMap* map, const void* source_smem, unsigned r
            static_cast<unsigned>(map->type));
   }
   want_shared(source_smem, box_bytes(*map), TENSOR_SMEM_ALIGNMENT, place, name);
+  check_start(*map, coordinates, true, place, name);
   Transfer transfer = make_tensor_transfer(map, source_smem, coordinates, place);
   transfer.reduce = true;
   begin_store(std::move(transfer), name);

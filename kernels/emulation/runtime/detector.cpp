@@ -422,7 +422,7 @@ void async_write_begin(void* pointer, unsigned bytes, Place place, const char* w
   Block* owner = shared_owner(pointer);
   if (owner) std::memset(pointer, 0xff, bytes);   // NaN, until it has landed
   if (!the_block->detect) return;
-  // cp.async is asynchronous, but of the generic proxy (PTX ISA 9.0, 9.7.9.25.3): no fence is asked of it.
+  // cp.async is asynchronous, but of the generic proxy (PTX ISA 9.0, 9.7.9.25.2): no fence is asked of it.
   const bool generic = std::strncmp(what, "cp.async", 8) == 0 && std::strncmp(what, "cp.async.bulk", 13) != 0;
   check_access(pointer, bytes, generic ? Act::write : Act::async_write, Kind::bulk, place);
   if (!owner) return;

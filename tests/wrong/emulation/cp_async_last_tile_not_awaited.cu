@@ -1,0 +1,37 @@
+// bug: the last round commits no group, so a wait that leaves one under way leaves the last tile itself.
+// mechanism: cp.async, double buffer
+// caught by: in flight
+// needs: hooks
+// launch: grid=1 block=32 smem=0
+// parameter: keys f32[5,128] normal
+// parameter: out f32[128] written
+// parameter: num_tiles int 5
+// expect: out = keys[:, ::-1].sum(0)
+// tolerance: 1e-5
+#include "ptx.cuh"
+
+constexpr int COLS = 128;
+constexpr int CHUNK = 4;   // floats in 16 bytes
+constexpr int BUFFERS = 2;
+
+extern "C" __global__ void cp_async_last_tile_not_awaited(const float* keys, float* out, int num_tiles) {
+  __shared__ __align__(16) float K_smem[BUFFERS][COLS];
+  const int first_col = threadIdx.x * CHUNK;   // that this thread copies
+  const auto fetch = [&](int tile) {
+    ptx::cp_async_cg_16(K_smem[tile % BUFFERS] + first_col, keys + tile * COLS + first_col, 16);   // here: first
+    ptx::cp_async_commit_group();
+  };
+  float sum[CHUNK] = {};
+  fetch(0);
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    if (tile + 1 < num_tiles) fetch(tile + 1);
+#if !BUG
+    if (tile + 1 == num_tiles) ptx::cp_async_wait_group<0>();   // there is no younger group
+#endif
+    ptx::cp_async_wait_group<1>();   // this tile has landed; the next may be under way
+    __syncthreads();   // everyone's part of the tile has landed
+    for (int i = 0; i < CHUNK; ++i) sum[i] += K_smem[tile % BUFFERS][COLS - 1 - (threadIdx.x * CHUNK + i)];   // here: second
+    __syncthreads();   // everyone is done with the tile, whose buffer is next to be filled
+  }
+  for (int i = 0; i < CHUNK; ++i) out[threadIdx.x * CHUNK + i] = sum[i];
+}

@@ -1,0 +1,64 @@
+// bug: each thread makes its own stores visible and multiplies without waiting for the others'.
+// mechanism: wgmma, block barrier
+// caught by: race
+// needs: hooks
+// launch: grid=1 block=128 smem=16384
+// parameter: Q f16[64,64] normal
+// parameter: K f16[64,64] normal
+// parameter: out f32[64,64] written
+// expect: out = Q.astype(np.float32) @ K.astype(np.float32).T
+// tolerance: 2e-2
+#include <cuda_fp16.h>
+
+#include "ptx_sm90.cuh"
+
+constexpr int ROWS = 64;                        // queries
+constexpr int COLS = 64;                        // keys
+constexpr int HEAD_DIM = 64;                    // 128 bytes a row: one period of the swizzle
+constexpr int WGMMA_K = 16;                     // of HEAD_DIM, an instruction
+constexpr int GROUP_BYTES = 8 * HEAD_DIM * sizeof(__half);   // 8 rows
+constexpr int UNUSED = 1;                       // the leading offset says nothing where a row is one period of the swizzle
+constexpr int TILE_BYTES = ROWS * HEAD_DIM * sizeof(__half);
+
+// Where the 128-byte swizzle wants an element: its 16-byte chunk's number exclusive or the row's in 8.
+__device__ __forceinline__ int swizzled(int row, int col) { return row * HEAD_DIM + ((col / 8) ^ (row % 8)) * 8 + col % 8; }
+
+extern "C" __global__ void __launch_bounds__(128) wgmma_missing_barrier(const __half* Q, const __half* K, float* out) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  __half* Q_smem = reinterpret_cast<__half*>(shared_bytes);                // (ROWS, HEAD_DIM), swizzled
+  __half* K_smem = reinterpret_cast<__half*>(shared_bytes + TILE_BYTES);   // (COLS, HEAD_DIM), swizzled
+  __shared__ ptx::Mbarrier full;
+  if (threadIdx.x == 0) {
+    ptx::mbarrier_init(&full, 1);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();   // the barrier is there
+  for (int i = threadIdx.x; i < ROWS * HEAD_DIM; i += blockDim.x) {
+    Q_smem[swizzled(i / HEAD_DIM, i % HEAD_DIM)] = Q[i];   // here: first
+    K_smem[swizzled(i / HEAD_DIM, i % HEAD_DIM)] = K[i];   // here: first
+  }
+  ptx::fence_proxy_async_shared();   // this thread's stores are visible to the tensor cores
+#if !BUG
+  __syncthreads();   // everyone's are
+#endif
+
+  float S_reg[COLS / 2];   // this thread's part of the (ROWS, COLS) products
+  ptx::wgmma_fence();   // the registers are the tensor cores' from here on
+#pragma unroll
+  for (int k = 0; k < HEAD_DIM / WGMMA_K; ++k) {
+    const unsigned long long Q_desc = ptx::make_descriptor(Q_smem + k * WGMMA_K, UNUSED, GROUP_BYTES, ptx::Swizzle::b128);
+    const unsigned long long K_desc = ptx::make_descriptor(K_smem + k * WGMMA_K, UNUSED, GROUP_BYTES, ptx::Swizzle::b128);
+    ptx::wgmma_ss<COLS, __half>(S_reg, Q_desc, K_desc, k > 0);   // here: second
+  }
+  ptx::wgmma_commit_group();
+  ptx::wgmma_wait_group<0>();   // the products are in the registers
+
+  const int warp = threadIdx.x / 32;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < COLS / 2; ++i) {
+    const int row = warp * 16 + lane / 4 + i / 2 % 2 * 8;
+    const int col = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    out[row * COLS + col] = S_reg[i];
+  }
+}
