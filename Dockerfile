@@ -29,4 +29,4 @@ COPY --chown=1000:1000 . .
 
 ENV PATH="/home/ubuntu/flashlab/.venv/bin:${PATH}"
 EXPOSE 8888
-CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser", "--notebook-dir=notebooks"]
+CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser", "--notebook-dir=.", "--LabApp.default_url=/lab/tree/notebooks"]

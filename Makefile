@@ -43,7 +43,7 @@ strip: $(STAMPS)/dev ## take outputs and execution traces out of the notebooks, 
 	$(STRIP) notebooks/*.ipynb
 
 lab: $(STAMPS)/lab ## JupyterLab on the notebooks, on localhost with its token
-	@$(PYTHON) -m jupyterlab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --notebook-dir=notebooks
+	@$(PYTHON) -m jupyterlab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks
 
 serve: $(BASE) ## serve build/site on localhost (PORT=8000)
 	@if [ ! -f build/site/index.html ]; then echo 'build/site holds no site yet; build it with: make report' >&2; exit 1; fi

@@ -5,19 +5,22 @@ from __future__ import annotations
 import ctypes
 import io
 import struct
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from elftools.elf.elffile import ELFFile
 
 import flashlab
-from flashlab import attention, errors, gpu, stages
+from flashlab import attention, emulator, errors, gpu, stages
 from flashlab.attention import AttentionParams, TensorView, grid_for, params_for, plan
+from flashlab.check import check
 from flashlab.compiler import LaunchShape, compile_file
 from flashlab.gpu import DeviceArray
-from flashlab.problem import Problem
+from flashlab.problem import DTYPES, DType, Problem
+from flashlab.reference import make_inputs
 from flashlab.timing import MicroParams
 
 ARCH = "sm_90a"
@@ -72,6 +75,136 @@ def test_the_package_exports_the_call() -> None:
     assert flashlab.attention is attention
     with pytest.raises((errors.NoGpuError, errors.DeviceError)):
         flashlab.attention(np.zeros((1, 1, 1, 64), np.float16), None, None)
+
+
+# --- on the CPU ---
+
+
+@pytest.fixture
+def compiler_here() -> None:
+    try:
+        emulator.cxx()
+    except errors.MissingPackageError as error:
+        pytest.skip(str(error))
+
+
+HOST_PROBLEM = Problem(batch=2, q_heads=4, kv_heads=2, q_len=33, kv_len=50, head_dim=64, mask="causal")
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numpy_arrays_run_on_the_cpu(dtype: DType) -> None:
+    problem = replace(HOST_PROBLEM, dtype=dtype)
+    q, k, v = make_inputs(problem)
+    kept = [x.copy() for x in (q, k, v)]
+    out, lse = flashlab.attention(q, k, v, causal=True, return_lse=True)
+    assert (out.shape, out.dtype, lse.dtype) == (q.shape, q.dtype, np.float32)
+    assert check(out, lse, q, k, v, causal=True, dtype=dtype).reason == ""
+    assert all((x.view(np.uint16) == y.view(np.uint16)).all() for x, y in zip((q, k, v), kept, strict=True))
+    named = flashlab.attention(q, k, v, causal=True, device="cpu", stage="06_cp_async")
+    assert (named.view(np.uint16) == out.view(np.uint16)).all()
+
+
+@pytest.mark.usefixtures("compiler_here")
+def test_any_strides_scale_params_and_an_output_of_the_callers() -> None:
+    packed = make_inputs(replace(HOST_PROBLEM, q_heads=3, kv_heads=3, q_len=50))[0].transpose(0, 2, 1, 3)
+    packed = np.ascontiguousarray(np.concatenate([packed, packed[:, ::-1], packed[::-1]], axis=2))
+    q, k, v = (packed[:, :, i : i + 3].transpose(0, 2, 1, 3) for i in (0, 3, 6))
+    out = np.zeros((2, 3, 50, 65), np.float16)
+    given = flashlab.attention(
+        q, k, v, scale=0.5, out=out[..., :64], stage="01_coalesced", params={"TILE_KV": 32}, device="cpu"
+    )
+    assert np.shares_memory(given, out)
+    assert (out[..., 64] == 0).all()
+    assert check(given, None, q, k, v, causal=False, dtype="float16", scale=0.5).reason == ""
+    reversed_rows = flashlab.attention(q[:, :, ::-1], k, v, scale=0.5)
+    assert check(reversed_rows[:, :, ::-1], None, q, k, v, causal=False, dtype="float16", scale=0.5).reason == ""
+
+
+@pytest.mark.usefixtures("compiler_here")
+def test_other_libraries_hand_over_host_memory_through_dlpack() -> None:
+    class Foreign:
+        def __init__(self, values: Any) -> None:
+            self.values = values
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.values.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return (1, 0)
+
+    q, k, v = make_inputs(HOST_PROBLEM)
+    out = flashlab.attention(Foreign(q), Foreign(k), Foreign(v), causal=True)
+    assert isinstance(out, np.ndarray)
+    assert (out == flashlab.attention(q, k, v, causal=True)).all()
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("schedule", ["descending", "seeded:3"])
+def test_emulate_reports(schedule: str) -> None:
+    q, k, v = make_inputs(HOST_PROBLEM)
+    ran = flashlab.emulate(q, k, v, causal=True, stage="05_wmma", schedule=schedule, races=True)
+    assert ran.report.status == "ok"
+    assert ran.report.findings == ()
+    assert {str(counter.place).partition(":")[0] for counter in ran.report.counters} >= {"kernels/05_wmma.cu"}
+    assert ran.kernel.hooks
+    assert check(ran.out, ran.lse, q, k, v, causal=True, dtype="float16").reason == ""
+
+
+def test_too_much_for_a_cpu_is_refused_with_an_estimate(compiler_here: None) -> None:
+    q = np.zeros((1, 1, 1, 64), np.float16)
+    long = np.broadcast_to(q, (64, 32, 8192, 64))
+    with pytest.raises(
+        errors.TooLargeError, match=r"would take about \d+ (hours|minutes) on .* timeout_s=None"
+    ) as caught:
+        flashlab.attention(long, long, long)
+    assert caught.value.seconds > 600
+
+
+class _OnGpu:
+    """A stand-in for what cannot be had here: an array on a GPU."""
+
+    __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"device": "tpu"}, errors.ParameterError, "device: wanted cpu, gpu, cuda"),
+        ({"q": _OnGpu(), "device": "cpu"}, errors.DeviceError, r"q: wanted NumPy .* on a GPU.*cupy.asnumpy\(q\)"),
+        ({"k": _OnGpu()}, errors.DeviceError, r"k: wanted NumPy .* on a GPU"),
+        ({"v": [1.0]}, errors.DeviceError, "v: wanted NumPy .*, got list"),
+        ({"v": None}, errors.DeviceError, "v: wanted NumPy .*, got NoneType"),
+        ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
+        ({"stage": "99_none"}, errors.UnknownStageError, "00_naive"),
+        ({"params": {"NONE": 1}}, errors.ParameterError, "no parameter"),
+        ({"q": np.zeros((1, 1, 1, 64), np.float32)}, errors.DTypeError, "float16 or bfloat16, got float32"),
+        ({"q": np.zeros((1, 1, 1, 64), ">f2")}, errors.DTypeError, "byte order"),
+        ({"q": np.zeros((1, 1, 64), np.float16)}, errors.ShapeError, "4 dimensions"),
+        ({"out": np.zeros((1, 1, 1, 64), np.float32)}, errors.DTypeError, "out: wanted the type of q"),
+        ({"q": np.zeros((1, 1, 1, 96), np.float16)}, errors.ShapeError, "head dim"),
+    ],
+)
+def test_bad_input_on_the_cpu_is_refused(changes: dict[str, Any], error: type[Exception], words: str) -> None:
+    one = np.zeros((1, 1, 1, 64), np.float16)
+    call: dict[str, Any] = {"q": one, "k": one, "v": one, **changes}
+    with pytest.raises(error, match=words):
+        flashlab.attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+
+
+def test_a_read_only_output_is_refused() -> None:
+    one = np.zeros((1, 1, 1, 64), np.float16)
+    out = one.copy()
+    out.flags.writeable = False
+    with pytest.raises(errors.LayoutError, match="read-only"):
+        flashlab.attention(one, one, one, out=out)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda"])
+def test_host_memory_is_refused_where_a_gpu_was_asked_for(device: str) -> None:
+    one = np.zeros((1, 1, 1, 64), np.float16)
+    with pytest.raises((errors.NoGpuError, errors.DeviceError)):
+        flashlab.attention(one, one, one, device=device)
 
 
 @pytest.mark.parametrize(

@@ -319,7 +319,7 @@ def test_a_guarded_output_starts_poisoned_and_may_be_written_whole(dtype: str, l
 )
 def test_a_write_outside_is_found_and_placed(index: int, place: str) -> None:
     out = Guarded.output((2, 3, 5, 8), "float16", strides=LAYOUTS["padded"])
-    out._buffer[index] ^= 1
+    out.buffer[index] ^= 1
     assert out.why_damaged() == f"write outside the array: 2 bytes, {place}"
 
 
@@ -341,7 +341,7 @@ def test_a_changed_sign_of_zero_is_a_change() -> None:
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_guarded_array_is_aligned_unless_told_otherwise(offset: int) -> None:
     out = Guarded.output((1, 1, 4, 8), "float16", offset_words=offset)
-    assert (out.array.ctypes.data - out._buffer.ctypes.data) % 256 == 2 * offset
+    assert (out.array.ctypes.data - out.buffer.ctypes.data) % 256 == 2 * offset
 
 
 def test_a_layout_that_is_none_is_refused() -> None:

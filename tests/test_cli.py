@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from synthetic import RUN, measurement, write_synthetic
 
-from flashlab import bench, cli, doctor, gpu, records, report
-from flashlab.errors import CompileError
+from flashlab import bench, checks, cli, doctor, emulator, gpu, records, report
+from flashlab.errors import CompileError, MissingPackageError
 from flashlab.problem import FIRST_SHAPE, suite
 from flashlab.stages import ARCHS, STAGES
 
@@ -243,11 +243,13 @@ def test_doctor_fails_and_prints_the_fix_where_something_is_broken(run: Run, mon
     assert "pip install it" in result.err
 
 
-@pytest.mark.parametrize("command", ["bench", "check"])
+@pytest.mark.parametrize(
+    "command", ["bench", "check --on gpu", "check 00_naive --on both --length 1x1", "check --record"]
+)
 def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, command: str) -> None:
     if gpu.available() is None:
         pytest.skip("there is a GPU")
-    result = run(command, "--data", tmp_path)
+    result = run(*command.split(), "--data", tmp_path)
     assert result.code == 1
     assert "wanted a CUDA GPU" in result.err
     assert result.out == ""
@@ -267,6 +269,9 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("check", "99_none"), FIRST_STAGE),
         (("check", "--length", "113"), "SQxSK"),
         (("check", "--length", "0x5"), "positive"),
+        (("check", "--on", "cpu", "--schedule", "random"), "seeded:7"),
+        (("check", "--on", "cpu", "--record"), "--on gpu or both"),
+        (("check", "--on", "gpu", "--races"), "--on cpu"),
         (("report", "--source", "guess"), "replay"),
         (("report", "--suite", "none-such"), "smoke, first, standard"),
         (("report", "--stages", "99_none"), FIRST_STAGE),
@@ -338,18 +343,76 @@ def test_check_counts_and_names_failures(run: Run, monkeypatch: pytest.MonkeyPat
             stage=FIRST_STAGE, problem=problem, layout="padded", status=status, reason=reason, verdict=None
         )
 
-    def checks(*rows: bench.CheckRow) -> None:
+    def found(*rows: bench.CheckRow) -> None:
         monkeypatch.setattr(bench, "check_stages", lambda *_, **options: bench.CheckRun(options["data"], rows))
 
-    checks(row("ok", ""), row("unsupported", "too old"))
-    assert run("check").code == 0
-    checks(row("ok", ""), row("wrong", "output: NaN at (0, 0, 0, 0)"))
-    result = run("check")
+    found(row("ok", ""), row("unsupported", "too old"))
+    assert run("check", "--on", "gpu").code == 0
+    found(row("ok", ""), row("wrong", "output: NaN at (0, 0, 0, 0)"))
+    result = run("check", "--on", "gpu")
     assert result.code == 1
     assert FIRST_STAGE in result.out
     assert "padded: wrong: output: NaN" in result.err
     assert "1 of 2 checks failed" in result.err
-    assert [found["status"] for found in run("check", "--json").json] == ["ok", "wrong"]
+    assert [shown["status"] for shown in run("check", "--on", "gpu", "--json").json] == ["ok", "wrong"]
+
+
+CPU_CHECK = ("check", FIRST_STAGE, "--length", "65x66", "--mask", "causal")
+
+
+def _needs_a_compiler() -> None:
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+
+
+def test_check_runs_on_the_cpu(run: Run) -> None:
+    _needs_a_compiler()
+    result = run(*CPU_CHECK, "--on", "cpu", "--schedule", "descending", "--schedule", "seeded:7", "--races", "--json")
+    assert result.code == 0, result.err
+    rows = result.json
+    assert {row["status"] for row in rows} == {"ok"}
+    assert {row["schedule"] for row in rows} == {"descending", "seeded:7"}
+    assert {row["layout"] for row in rows} == set(checks.LAYOUTS)
+    assert all(row["findings"] == [] and row["verdict"]["passed"] for row in rows)
+    if gpu.available() is not None:
+        result = run(*CPU_CHECK)
+        assert result.code == 0
+        assert "on the CPU, since there is no GPU" in result.err
+        assert FIRST_STAGE in result.out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("q_row >= p.q_len", "q_row + 1 >= p.q_len", "unwritten"),
+        ("const int q_row", "const int oops q_row", "wanted code for the CPU"),
+    ],
+)
+def test_check_on_the_cpu_says_what_is_wrong_with_an_edited_kernel(
+    run: Run, tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    _needs_a_compiler()
+    source = tmp_path / "edited.cu"
+    text = STAGES[FIRST_STAGE].source.read_text(encoding="utf-8")
+    assert old in text
+    source.write_text(text.replace(old, new), encoding="utf-8")
+    result = run(*CPU_CHECK, "--on", "cpu", "--source", f"{FIRST_STAGE}={source}")
+    assert result.code == 1
+    assert f"{FIRST_STAGE}@edited" in result.err
+    assert words in result.err
+    assert "8 of 16 checks failed" in result.err
+
+
+def test_check_on_the_cpu_without_a_compiler_names_the_package(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = run(*CPU_CHECK, "--on", "cpu")
+    assert result.code == 1
+    assert emulator.install_command() in result.err
+    assert "Traceback" not in result.err
 
 
 def test_report_says_where_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

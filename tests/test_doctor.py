@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from synthetic import write_synthetic
 
-from flashlab import compiler, doctor, gpu, sass
+from flashlab import compiler, doctor, emulator, gpu, sass
 from flashlab.errors import MissingPackageError
 from flashlab.problem import suite
 
@@ -16,7 +16,7 @@ def by_name(data: Path) -> dict[str, doctor.Finding]:
 
 def test_looks_at_everything(tmp_path: Path) -> None:
     found = by_name(tmp_path)
-    for name in ("python", "compiler", "disassembler", "gpu", "torch", "cupy", "triton", "flash-attention-3"):
+    for name in ("python", "compiler", "disassembler", "cpu", "gpu", "torch", "cupy", "triton", "flash-attention-3"):
         assert name in found
     for name in ("git", "g++", "chromium", "Python.h", "cache", "build", "data"):
         assert name in found
@@ -74,11 +74,22 @@ def test_an_unwritable_cache_is_broken(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_missing_programs_come_with_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, **_: None)
     found = by_name(tmp_path)
     for name in ("git", "g++", "chromium"):
         assert found[name].state == "absent"
         assert found[name].fix.endswith(f"apt-get install {name}")
+
+
+def test_the_cpu_runs_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = by_name(tmp_path)["cpu"]
+    assert found.state in ("ok", "absent")
+    assert found.state == "absent" or "runs kernels on" in found.detail
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = by_name(tmp_path)["cpu"]
+    assert found.state == "absent"
+    assert "GPU alone" in found.detail
+    assert found.fix == emulator.install_command()
 
 
 def test_data_is_verified(tmp_path: Path) -> None:

@@ -196,3 +196,13 @@ def test_rows_stand_in_the_ladders_order_then_peers_by_rate(shown: Results) -> N
     assert [row.name for row in rows if row.kind == "stage"] == list(STAGES)
     rates = [results.rate(row) or 0.0 for row in rows if row.kind == "peer"]
     assert rates == sorted(rates, reverse=True)
+
+
+def test_rows_that_are_not_finite_stay_in_sight() -> None:
+    chart = figures.row_errors(
+        {"as it is": [1e-4, 2e-4], "edited": [float("nan"), 0.0]}, rows=16, limit=1e-3, note="made up", name="rows"
+    )
+    assert "edited: not finite" in chart.alt
+    assert all("NaN" in chart.svg[layout] and "16–31" in chart.svg[layout] for layout in figures.LAYOUTS)
+    with pytest.raises(NoDataError):
+        figures.row_errors({"edited": [float("nan")], "gone": []}, rows=16, name="rows")

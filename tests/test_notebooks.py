@@ -11,15 +11,28 @@ import nbformat
 import pytest
 from synthetic import write_synthetic
 
-from flashlab import gpu, notebook, records, report
-from flashlab.errors import NoDataError, NoGpuError, OutputError, ParameterError, ReportError, UnknownStageError
-from flashlab.notebook import settings
+from flashlab import emulator, gpu, notebook, records, report, tables
+from flashlab.errors import (
+    MissingPackageError,
+    NoDataError,
+    NoGpuError,
+    OutputError,
+    ParameterError,
+    ReportError,
+    UnknownStageError,
+)
+from flashlab.notebook import attempt, compare, compare_rows, count_accesses, edited, own_copy, settings
 from flashlab.paths import DATA, NOTEBOOKS
 from flashlab.problem import suite
 from flashlab.stages import STAGES
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 PARAMETERS = {"source", "gpu", "stages", "suite", "out", "data"}
+MORE_PARAMETERS = {"edit_a_kernel": {"stage", "old", "new", "shape", "mask", "schedule"}}
+NO_COMPILER = notebook.no_compiler()
+needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
+HIDDEN_RACE = "__syncwarp();   // the row's scores are in registers"
+"""A barrier of 05_wmma without which the numbers are right all the same."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +59,8 @@ def test_form(name: str) -> None:
     tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
     assert len(tagged) == 1
     declared = ast.parse(tagged[0].source).body
-    assert {node.target.id for node in declared if isinstance(node, ast.AnnAssign)} == PARAMETERS  # type: ignore[union-attr]
+    names = {node.target.id for node in declared if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    assert names == PARAMETERS | MORE_PARAMETERS.get(name, set())
     assert all("  # " in line for line in tagged[0].source.splitlines())
     for cell in cells:
         if cell.cell_type == "code":
@@ -63,7 +77,14 @@ def test_replay(name: str, data: Path, tmp_path: Path) -> None:
     assert outcome.gpu == "nvidia-h200"
     assert outcome.numbers
     if name == "01_correctness":
-        assert [kind for kind, passed in outcome.numbers.items() if passed] == ["sound"]
+        assert [kind for kind, passed in outcome.numbers["outputs"].items() if passed] == ["sound"]
+        assert outcome.numbers["emulated"] == ({} if NO_COMPILER else dict.fromkeys(STAGES, True))
+    if name == "edit_a_kernel" and not NO_COMPILER:
+        assert outcome.numbers["right"] == {"as it is": True, "edited": True}
+        assert (outcome.numbers["before"], outcome.numbers["after"]) == (True, False)
+        (race,) = outcome.numbers["findings"]
+        assert race.count("build/edits/05_wmma-edited.cu:") == 2
+        assert outcome.numbers["early"] == {"ascending": False, "descending": False}
     if name == "03_anatomy":
         assert set(outcome.numbers["sass"]) == set(STAGES)
         assert outcome.numbers["compiled"] == sum(len(stage.archs) for stage in STAGES.values())
@@ -74,7 +95,7 @@ def test_before_anything_was_measured(name: str, tmp_path: Path) -> None:
     empty = tmp_path / "data"
     outcome = report.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path / "out", {"source": "replay", "data": str(empty)})
     assert outcome.gpu is None
-    if name != "03_anatomy":
+    if name not in ("03_anatomy", "edit_a_kernel"):
         text = (tmp_path / "out" / f"{name}.ipynb").read_text(encoding="utf-8")
         assert "Nothing has been measured yet" in text
 
@@ -175,3 +196,202 @@ def test_a_result_file_of_another_notebook_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"notebook": 3}), encoding="utf-8")
     with pytest.raises(ReportError, match="no result file"):
         notebook.read_outcome(path, "00_hardware")
+
+
+# --- Kernels on this machine's CPU ---
+
+
+@pytest.fixture
+def edits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(notebook, "EDITS", tmp_path / "edits")
+    return tmp_path / "edits"
+
+
+def test_an_edit_is_a_copy_with_one_change(edits: Path) -> None:
+    source = STAGES["05_wmma"].source
+    before = source.read_bytes()
+    path = edited("05_wmma", HIDDEN_RACE, "//")
+    assert path == edits / "05_wmma-edited.cu"
+    assert path.read_text(encoding="utf-8") == before.decode().replace(HIDDEN_RACE, "//")
+    assert source.read_bytes() == before
+    assert [child.name for child in edits.iterdir()] == [path.name]
+    diff = tables.diff(source, path)
+    assert [line[0] for line in diff.splitlines() if HIDDEN_RACE in line] == ["-"]
+    assert "no line is changed" in tables.diff(source, source)
+
+
+@pytest.mark.parametrize(
+    ("old", "words"),
+    [
+        (
+            "__syncwarp();",
+            r"once in kernels/05_wmma\.cu, got '__syncwarp\(\);', which occurs \d times, in lines \d+, .*;",
+        ),
+        ("__syncwrap();", "which occurs 0 times$"),
+        ("", "which occurs 0 times$"),
+    ],
+)
+def test_an_edit_of_what_is_not_there_once_is_refused(old: str, words: str, edits: Path) -> None:
+    with pytest.raises(ParameterError, match=words):
+        edited("05_wmma", old, "")
+    with pytest.raises(UnknownStageError):
+        edited("05_wma", "a", "b")
+    assert not edits.exists()
+
+
+def test_an_own_copy_follows_the_stage_until_it_is_edited(edits: Path) -> None:
+    path = own_copy("00_naive")
+    assert path == edits / "00_naive.cu"
+    assert path.read_bytes() == STAGES["00_naive"].source.read_bytes()
+    for copy in (path, edits / "original" / path.name):
+        copy.write_text("the stage as it was", encoding="utf-8")
+    assert own_copy("00_naive").read_bytes() == STAGES["00_naive"].source.read_bytes()
+    path.write_text("mine", encoding="utf-8")
+    assert own_copy("00_naive").read_text(encoding="utf-8") == "mine"
+
+
+@needs_compiler
+def test_a_race_is_found_where_the_numbers_are_right(edits: Path) -> None:
+    copy = edited("05_wmma", HIDDEN_RACE, "//")
+    before, after = attempt("05_wmma", shape="1x1x64x64"), attempt("05_wmma", copy, shape="1x1x64x64")
+    assert before.passed
+    assert not after.passed
+    assert after.verdict is not None
+    assert after.verdict.passed
+    assert len(after.errors) == 64 // notebook.ROWS
+    table = compare({"as it is": before, "edited": after})
+    assert "| right |" in table
+    assert "1 × race" in table
+    found = tables.findings(after.report)
+    assert found.count("05_wmma-edited.cu:") == 2
+    assert "make&#95;float2(rescale, rescale)" in found
+    chart = compare_rows({"as it is": before, "edited": after}, name="rows")
+    assert not isinstance(chart, str)
+    assert "05_wmma" in chart.provenance
+
+
+@needs_compiler
+def test_padding_is_what_keeps_lanes_out_of_each_others_banks() -> None:
+    padded = attempt("03_warp_rows", shape="1x1x64x64")
+    plain = attempt("03_warp_rows", shape="1x1x64x64", params={"PADDING": 0})
+    assert padded.report is not None
+    assert plain.report is not None
+    lines = tables.conflicts({"padded": padded.report, "plain": plain.report}).splitlines()
+    line = next(line for line in lines if "(K&#95;row);" in line)
+    assert "×1.0 |" in line
+    assert "×8.0 |" in line
+    assert "p.LSE" in tables.sectors({"padded": padded.report})
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("tile_key += TILE_KV", "tile_key += 0", "not done after 1 seconds"),
+        ("float lane_max = NEG_INF;", "float lane_max = NEG_INF", "wanted code for the CPU, got an error"),
+        ("smem.K + k0 * STRIDE", "(element*)16 + k0 * STRIDE", "on the CPU: "),
+    ],
+    ids=["endless", "does not compile", "a wild pointer"],
+)
+def test_what_goes_wrong_comes_back_as_text(old: str, new: str, words: str, edits: Path) -> None:
+    trial = attempt("05_wmma", edited("05_wmma", old, new), timeout_s=1)
+    assert words in trial.error
+    assert "05_wmma-edited.cu:" in trial.error
+    assert "Command:" not in trial.error
+    assert not trial.passed
+    assert "no result" in compare({"edited": trial})
+    assert isinstance(compare_rows({"edited": trial}, name="rows"), str)
+    assert trial.error in notebook.said(trial)
+    tables.findings(trial.report)
+    tables.conflicts({"edited": trial.report})
+
+
+@needs_compiler
+def test_sectors_do_not_depend_on_where_numpy_puts_an_array() -> None:
+    counted = {
+        tuple((c.space, c.access, c.requests, c.sectors, c.wavefronts) for c in report.counters)
+        for report in (count_accesses("05_wmma", "1x1x64x64") for _ in range(3))
+    }
+    assert len(counted) == 1
+    # One block: Q, K and V come once and the output goes once, all in whole sectors of 32 bytes.
+    assert sum(sectors for space, access, _, sectors, _ in counted.pop() if space == "global") == 4 * 64 * 64 * 2 // 32
+
+
+@needs_compiler
+def test_counters_are_compared_where_some_are_on_record(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "data", problems=suite("first"))
+    lab = settings(source="replay", data=tmp_path / "data", out=tmp_path, stages="00_naive,01_coalesced")
+    assert "wanted Nsight Compute's counters" in str(lab.counters())
+    line = {
+        "stage": "01_coalesced",
+        "shape": "1x1x64x64",
+        "gpu": "NVIDIA H200",
+        "commit": "0123abcdef0123abcdef0123abcdef0123abcdef",
+        "dirty": False,
+        "metrics": {
+            "smsp__sass_inst_executed_op_global_st.sum": 16,
+            "smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_st.sum": 2048,
+            "something__new.avg": 0.5,
+        },
+    }
+    folder = tmp_path / "data" / "nvidia-h200" / "counters"
+    folder.mkdir()
+    (folder / "20260102T030405Z-0123abc.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    counted = lab.counters()
+    assert set(counted.compared) == {"01_coalesced"}
+    assert set(counted.compared["01_coalesced"]) == {"global stores"}
+    assert counted.equal == ()
+    assert "NVIDIA H200 · 1x1x64x64 full float16 · commit 0123abc" in str(counted)
+    assert not settings(source="replay", data=tmp_path / "data", out=tmp_path, stages="00_naive").counters().compared
+
+
+def test_chip_and_emulator_are_shown_where_they_are_on_record(data: Path, tmp_path: Path) -> None:
+    assert settings(source="replay", data=data, out=tmp_path).beside_emulator() == ""
+    write_synthetic(tmp_path / "data", problems=suite("first"))
+    verdict = {"passed": True, "reason": "", "max_abs_error": 1e-4, "max_abs_limit": 1e-3}
+    run = "20260102T030405Z-0123abc"
+    line = {
+        "run": run,
+        "gpu": {"name": "NVIDIA H200"},
+        "stage": "05_wmma",
+        "status": "ok",
+        "emulator": {"status": "ok", "reason": "", "shape": "1x2x1x64", "verdict": verdict, "agreement": verdict},
+    }
+    folder = tmp_path / "data" / "nvidia-h200" / "checks"
+    folder.mkdir()
+    (folder / f"{run}.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    lab = settings(source="replay", data=tmp_path / "data", out=tmp_path)
+    assert "| `05_wmma` | 1 | 1 | 1 | 1 | 10.0 % |" in lab.beside_emulator()
+    # A later comparison without the emulator does not hide it.
+    without = {key: value for key, value in line.items() if key != "emulator"}
+    (folder / "20260103T030405Z-0123abc.jsonl").write_text(json.dumps(without) + "\n", encoding="utf-8")
+    assert "commit 0123abc" in lab.beside_emulator()
+
+
+def test_without_a_compiler_both_notebooks_say_so_and_finish(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A PATH on which no compiler is: the kernel's own, for the notebook's process."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    with pytest.raises(MissingPackageError):
+        emulator.cxx()
+    assert "Install one" in notebook.no_compiler()
+    trial = attempt("00_naive")
+    assert "wanted a C++20 compiler" in trial.error
+    for name in ("01_correctness", "edit_a_kernel"):
+        outcome = report.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path / name, {"source": "replay", "data": str(data)})
+        assert outcome.numbers
+        text = (tmp_path / name / f"{name}.ipynb").read_text(encoding="utf-8")
+        assert emulator.install_command() in text
+
+
+@needs_compiler
+def test_an_edit_may_come_as_parameters(data: Path, tmp_path: Path) -> None:
+    parameters = {"source": "replay", "data": str(data), "stage": "00_naive", "shape": "1x1x32x64", "mask": "causal"}
+    change = {"old": "row_sum = row_sum * rescale + prob;", "new": "row_sum = row_sum + prob;  // forgets to rescale"}
+    outcome = report.execute(NOTEBOOKS / "edit_a_kernel.ipynb", tmp_path, parameters | change)
+    assert outcome.numbers["before"]
+    assert not outcome.numbers["after"]
+    assert outcome.numbers["right"] == {"as it is": True, "edited": False}

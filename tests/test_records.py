@@ -341,3 +341,64 @@ def test_damage_is_found_and_named(data: Path, harm: Any, place: str, reason: st
 def test_damage_names_the_line_where_there_is_one() -> None:
     assert str(Damage(Path("a/b"), 3, "bad")) == "a/b:3: bad"
     assert str(Damage(Path("a/b"), None, "bad")) == "a/b: bad"
+
+
+# --- What Nsight Compute counted ---
+
+_STAGE_LINE: dict[str, Any] = {
+    "stage": "00_naive",
+    "shape": "1x2x128x64",
+    "gpu": "Made-Up GPU",
+    "commit": "0123abc",
+    "dirty": False,
+    "metrics": {"smsp__inst_executed.sum": 3, "a_metric_of_tomorrow.avg": 0.5},
+}
+_PATTERN_LINE: dict[str, Any] = {key: _STAGE_LINE[key] for key in ("gpu", "commit", "dirty", "metrics")} | {
+    "pattern": "one for all",
+    "kernel": "pattern_load_4",
+    "offsets": [0] * 31 + [-1],
+}
+
+
+def write_counters(folder: Path, *lines: dict[str, Any]) -> Path:
+    path = folder / "counters" / f"{EARLY}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_counters_read_back_whatever_their_metrics(tmp_path: Path) -> None:
+    found = records.read_counters(write_counters(tmp_path, _STAGE_LINE, _PATTERN_LINE))
+    assert found.damage == ()
+    (stage,) = found.stages
+    (pattern,) = found.patterns
+    assert stage.metrics == _STAGE_LINE["metrics"]
+    assert pattern.offsets[-1] == -1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {key: value for key, value in _STAGE_LINE.items() if key != "metrics"},
+        {**_STAGE_LINE, "metrics": {"x": "many"}},
+        {**_PATTERN_LINE, "offsets": [0]},
+        {"gpu": "Made-Up GPU"},
+    ],
+    ids=["no metrics", "no number", "too few lanes", "neither stage nor pattern"],
+)
+def test_a_damaged_line_of_counters_costs_itself(line: dict[str, Any], tmp_path: Path) -> None:
+    path = write_counters(tmp_path, line, _STAGE_LINE)
+    found = records.read_counters(path)
+    assert len(found.lines) == 1
+    assert [(damage.path, damage.line) for damage in found.damage] == [(path, 1)]
+
+
+def test_checksums_cover_counters(data: Path) -> None:
+    path = write_counters(data / SLUG, _STAGE_LINE)
+    assert [str(damage) for damage in records.verify(SLUG, data)] == [f"{path}: not listed in CHECKSUMS"]
+    records.write_checksums(SLUG, data)
+    assert records.verify(SLUG, data) == ()
+    path.write_text("{broken\n", encoding="utf-8")
+    records.write_checksums(SLUG, data)
+    (damage,) = records.verify(SLUG, data)
+    assert (damage.path, damage.line) == (path, 1)

@@ -15,7 +15,7 @@ from urllib.parse import urljoin, urlparse
 import pytest
 from synthetic import write_synthetic
 
-from flashlab import report
+from flashlab import notebook, report
 from flashlab.paths import SITE
 from flashlab.stages import STAGES
 
@@ -43,6 +43,8 @@ PAGES = (
     "hardware/",
     "anatomy/",
     "correctness/",
+    "emulation/",
+    "edit/",
     "method/",
     "glossary/",
     "data/",
@@ -56,6 +58,7 @@ WITH_FIGURES = (
     "roofline/",
     "hardware/",
     "anatomy/",
+    *(() if notebook.no_compiler() else ("edit/",)),
 )
 SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from synthetic import measurement
 
 from flashlab import stages, tables
+from flashlab.checks import CheckRow
+from flashlab.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.problem import FIRST_SHAPE, Problem
+from flashlab.records import StageCounters
+from flashlab.symbols import Frame
 
 FIRST = Problem.parse(FIRST_SHAPE)
 
@@ -47,3 +53,155 @@ def test_csv_lines_hold_every_sample_and_state() -> None:
     assert {line["commit"] for line in lines} == {row.source.commit}
     samples = tables.sample_lines([row])
     assert [line["time_us"] for line in samples] == [t for s in row.samples for t in s.time_us]
+
+
+# --- what the emulator says ---
+
+
+def _place(folder: Path, line: int, name: str = "kernel.cu") -> Place:
+    return Place((Frame("kernel", folder / name, line),))
+
+
+def _counter(place: Place, *, space: str = "shared", access: str = "read", passes: int, ideal: int) -> Counter:
+    waves = (passes, ideal) if space == "shared" else (0, 0)
+    sectors = (passes, ideal) if space == "global" else (0, 0)
+    return Counter(
+        place=place,
+        space=space,
+        access=access,
+        kind="plain",
+        bytes=4,
+        requests=2,
+        wavefronts=waves[0],
+        ideal_wavefronts=waves[1],
+        sectors=sectors[0],
+        ideal_sectors=sectors[1],
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "kernel.cu").write_text("a[i] = x | y;\nb[i] = a[i * 8];\n", encoding="utf-8")
+    (tmp_path / "edited.cu").write_text("// a line more\na[i] = x | y;\nb[i] = a[i * 8];\n", encoding="utf-8")
+    return tmp_path
+
+
+def test_a_line_keeps_its_row_when_an_edit_moves_it(folder: Path) -> None:
+    before = Report(
+        status="ok",
+        message="",
+        seconds=1,
+        counters=(
+            _counter(_place(folder, 1), access="write", passes=4, ideal=4),
+            _counter(_place(folder, 2), passes=10, ideal=8),
+            _counter(_place(folder, 2), passes=22, ideal=8),
+            _counter(_place(folder, 2), space="global", passes=3, ideal=2),
+        ),
+    )
+    after = Report(
+        status="ok", message="", seconds=1, counters=(_counter(_place(folder, 3, "edited.cu"), passes=16, ideal=16),)
+    )
+    table = tables.conflicts({"before": before, "after": after}).splitlines()
+    assert len(table) == 2 + 2 + 1
+    assert "| 32 | ×2.0 | 16 | ×1.0 |" in table[3]
+    assert table[2].endswith("| 4 | ×1.0 | – | – |")
+    assert table[-1].startswith("| in all |")
+    assert "a&#91;i&#93; = x &#124; y;" in table[2]
+    assert "×1.5" in tables.sectors({"before": before})
+    assert "global memory" in tables.sectors({"after": after})
+    assert tables.conflicts({"gone": None}) == tables.NO_REPORT
+
+
+def test_findings_quote_both_lines_and_say_when_there_are_none(folder: Path) -> None:
+    first = Actor(thread=3, block=0, access="write", place=_place(folder, 1))
+    second = Actor(thread=40, block=0, access="read", place=_place(folder, 2))
+    found = Finding(
+        kind="race",
+        space="shared",
+        array="",
+        offset=0,
+        bytes=4,
+        count=1200,
+        block=(0, 0, 0),
+        first=first,
+        second=second,
+    )
+    table = tables.findings(Report(status="ok", message="", seconds=1, findings=(found,)))
+    assert "**race**, shared memory, 1,200 times | thread\N{NO-BREAK SPACE}3 writes |" in table
+    assert '<code class="place">kernel.cu:1</code><br><code>a&#91;i&#93; = x &#124; y;</code>' in table
+    assert '<code class="place">kernel.cu:2</code><br><code>b&#91;i&#93; = a' in table
+    assert "found nothing" in tables.findings(Report(status="ok", message="", seconds=1))
+    assert "Up to where it stopped" in tables.findings(Report(status="timeout", message="", seconds=1))
+    assert tables.findings(None) == tables.NO_REPORT
+
+
+def test_counters_beside_nsight_computes_tell_equal_from_near(folder: Path) -> None:
+    report = Report(
+        status="ok",
+        message="",
+        seconds=1,
+        counters=(
+            _counter(_place(folder, 1), passes=8, ideal=8),
+            _counter(_place(folder, 2), space="global", passes=6, ideal=2),
+        ),
+    )
+    line = StageCounters(
+        stage="00_naive",
+        shape="1x1x64x64",
+        gpu="GPU",
+        commit="unknown",
+        dirty=False,
+        metrics={
+            "smsp__sass_inst_executed_op_shared_ld.sum": 2,
+            "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld.sum": 4,
+            "smsp__sass_inst_executed_op_shared_st.sum": 0,
+            "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_st.sum": 0,
+            "smsp__sass_inst_executed_op_global_ld.sum": 2,
+        },
+    )
+    counted = tables.counted(report, line)
+    assert counted == {"shared loads": (2, 2, 8, 4)}  # no metric for global sectors, and no stores at all
+    assert "| 2 | 2 | equal | wavefronts | 8 | 4 | ×2.00 |" in tables.counters({"00_naive": counted})
+
+
+def test_runs_on_the_cpu_are_summed_up_a_stage() -> None:
+    rows = [
+        CheckRow(
+            stage="00_naive",
+            problem=FIRST,
+            layout="contiguous",
+            status=status,
+            reason=reason,
+            verdict=None,
+            schedule=schedule,
+            findings=("race",) if reason else (),
+        )
+        for status, reason, schedule in (("ok", "", "ascending"), ("wrong", "race in shared memory", "descending"))
+    ]
+    table = tables.emulated(rows, {"00_naive": 0.25})
+    assert "| `00_naive` | ascending, descending | 2 | 1 | 1 | 0.250 |" in table
+    assert f"| `00_naive` | {FIRST.label} | descending | race in shared memory |" in table
+
+
+def test_chip_and_emulator_that_disagree_are_named() -> None:
+    passed = {"passed": True, "reason": "", "max_abs_error": 1e-4, "max_abs_limit": 1e-3}
+    apart = {"passed": False, "reason": "max abs error", "max_abs_error": 2e-3, "max_abs_limit": 1e-3}
+    crashed = {"status": "crashed", "reason": "deadlock", "shape": "1x2x1x64", "verdict": None, "agreement": None}
+    lines = [
+        {
+            "stage": "05_wmma",
+            "status": "ok",
+            "emulator": {"status": "ok", "reason": "", "shape": "a", "verdict": passed, "agreement": passed},
+        },
+        {
+            "stage": "05_wmma",
+            "status": "ok",
+            "emulator": {"status": "wrong", "reason": "apart", "shape": "b", "verdict": passed, "agreement": apart},
+        },
+        {"stage": "06_cp_async", "status": "ok", "emulator": crashed},
+    ]
+    table = tables.agreement(lines)
+    assert "| `05_wmma` | 2 | 2 | 2 | 1 | 200 % |" in table
+    assert "| `05_wmma` | b | apart |" in table
+    assert "| `06_cp_async` | 1 | 1 | 0 | 0 | – |" in table
+    assert "| `06_cp_async` | 1x2x1x64 | deadlock |" in table

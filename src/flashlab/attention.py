@@ -1,7 +1,8 @@
 """The public call: `attention(q, k, v)` on the caller's arrays and stream, by the best stage the GPU runs.
 
 Validation (`plan`) is a pure function of array descriptions, so that every refusal is tested without a GPU; `prepare`
-compiles and loads what a plan needs and gives a callable that only enqueues, which is what gets timed.
+compiles and loads what a plan needs and gives a callable that only enqueues, which is what gets timed. Arrays in host
+memory run on the CPU: `emulate`, which also says what the kernel did wrong.
 """
 
 from __future__ import annotations
@@ -10,15 +11,25 @@ import ctypes
 import importlib
 import math
 import numbers
+import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flashlab import gpu, stages
-from flashlab.errors import DeviceError, DTypeError, InputError, LayoutError, ParameterError, ShapeError
+from flashlab import emulator, gpu, stages
+from flashlab.errors import (
+    DeviceError,
+    DTypeError,
+    EmulationError,
+    InputError,
+    LayoutError,
+    ParameterError,
+    ShapeError,
+    TooLargeError,
+)
 from flashlab.gpu import DeviceArray
 from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, DType, Problem
 from flashlab.stages import Stage
@@ -30,6 +41,19 @@ ROW_ALIGNMENT_BYTES = 16
 """What ALIGNED=1 promises a kernel of every row's address: the width of its widest access."""
 _MAX_GRID_YZ = 65535
 _MAX_LENGTH = 2**31 - 1
+HOST = -1
+"""`DeviceArray.device` of an array in host memory."""
+DEVICES = ("cpu", "gpu", "cuda")
+_SMALL_FLOPS = 1e9
+"""Up to here a CPU is not asked how long it will take."""
+_ASSUMED_FLOPS_PER_S = 2e8
+"""What a core is taken to do where not even a block's time can be taken first."""
+_HOOKS_COST = 10.0
+"""How many times longer a kernel is taken to run with hooks."""
+_CLEARLY = 20.0
+"""How many times over its limit a problem must be for the assumption to be enough."""
+_TRIAL_S = 5.0
+"""How long running a few blocks, to say how long all would take, may itself take."""
 
 
 class TensorView(ctypes.Structure):
@@ -70,6 +94,11 @@ class Plan:
     aligned: bool
     """Every row of Q, K, V and O starts on a 16-byte boundary."""
     device: int
+    """CUDA device index, or `HOST`."""
+
+
+def _device_name(device: int) -> str:
+    return "host memory" if device == HOST else f"GPU {device}"
 
 
 def _extent(array: DeviceArray) -> tuple[int, int]:
@@ -169,7 +198,7 @@ def _check_lse(lse: DeviceArray, q: DeviceArray) -> None:
     if lse.dtype != "float32":
         raise DTypeError(f"lse: wanted float32, got {lse.dtype}")
     if lse.device != q.device:
-        raise DeviceError(f"lse: wanted the device of q, GPU {q.device}, got GPU {lse.device}")
+        raise DeviceError(f"lse: wanted the device of q, {_device_name(q.device)}, got {_device_name(lse.device)}")
     expected = gpu.contiguous_strides(lse.shape)
     if any(n > 1 and a != b for n, a, b in zip(lse.shape, lse.strides, expected, strict=True)):
         raise LayoutError(f"lse: wanted a contiguous array, got strides {lse.strides} over shape {lse.shape}")
@@ -180,13 +209,15 @@ def plan(
     k: DeviceArray,
     v: DeviceArray,
     *,
-    arch: str,
+    arch: str | None,
     out: DeviceArray | None = None,
     causal: bool = False,
     scale: float | None = None,
     stage: str | None = None,
 ) -> Plan:
     """What a call would run, once its arguments are found sound. Needs no GPU. `out` None means an aligned new tensor.
+
+    `arch` None is a CPU, which runs every stage.
 
     Raises:
         ShapeError, DTypeError, LayoutError, DeviceError, ParameterError, UnknownStageError: the arguments are off.
@@ -200,12 +231,13 @@ def plan(
     for name, array in (*inputs, *([("out", out)] if out is not None else [])):
         if array.device != q.device:
             raise DeviceError(
-                f"{name}: wanted the device of q, GPU {q.device}, got GPU {array.device}. Moving one of them works."
+                f"{name}: wanted the device of q, {_device_name(q.device)}, got {_device_name(array.device)}. "
+                "Moving one of them works."
             )
         if len(array.shape) == 4 and array.strides[3] != 1 and array.shape[3] > 1:
             raise LayoutError(
-                f"{name}: wanted a contiguous last dimension, got strides {array.strides} (elements); the others "
-                f"may be anything. `{name}.contiguous()` (torch) or `cupy.ascontiguousarray({name})` makes one."
+                f"{name}: wanted a contiguous last dimension, got strides {array.strides} (elements); the others may "
+                f"be anything. `{name}.contiguous()` (torch) or `ascontiguousarray({name})` (NumPy, CuPy) makes one."
             )
         if array.pointer % BYTES_PER_ELEMENT:
             raise LayoutError(
@@ -432,6 +464,256 @@ def prepare(
     )
 
 
+# --- on the CPU -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulation:
+    """What a call on the CPU gave."""
+
+    out: Any
+    """Of the caller's library."""
+    lse: Any
+    """The log-sum-exp, float32 (batch, q_heads, q_len), of the caller's library."""
+    report: emulator.Report
+    """Findings and counters where `races` were looked for, and what the kernel printed."""
+    kernel: emulator.Emulated
+    plan: Plan
+
+
+def _is_numpy(obj: Any) -> bool:
+    """Whether it is a NumPy array, without importing NumPy."""
+    return any(cls.__module__ == "numpy" and cls.__name__ == "ndarray" for cls in type(obj).__mro__)
+
+
+def _memory_of(obj: Any) -> str | None:
+    """`cpu` or `gpu`, where an array lies; None where that is not said."""
+    if _is_numpy(obj):
+        return "cpu"
+    library = gpu.library_of(obj)
+    if library == "torch" and hasattr(obj, "device"):
+        return "cpu" if obj.device.type == "cpu" else "gpu"
+    if library == "cupy" or hasattr(obj, "__cuda_array_interface__"):
+        return "gpu"
+    if hasattr(obj, "__dlpack_device__"):
+        return "cpu" if int(obj.__dlpack_device__()[0]) == 1 else "gpu"  # kDLCPU
+    return None
+
+
+def _runs_on(q: Any, device: str | None) -> str:
+    """`cpu` or `gpu`: as told, or where q is. Whether the arrays are there is for whoever reads them to say."""
+    if device is not None and device not in DEVICES:
+        raise ParameterError(f"device: wanted {', '.join(DEVICES)}, or None for where the arrays are, got {device!r}")
+    if device is None:
+        return _memory_of(q) or "gpu"
+    return "cpu" if device == "cpu" else "gpu"
+
+
+def _host_view(obj: Any, name: str) -> DeviceArray:
+    """An array in host memory, copying nothing; `owner` is a NumPy view of it."""
+    works = "NumPy arrays, torch CPU tensors or anything with DLPack in host memory"
+    if _memory_of(obj) == "gpu":
+        raise DeviceError(
+            f"{name}: wanted {works} for a run on the CPU, got {type(obj).__name__} on a GPU. "
+            f"`{name}.cpu()` (torch) or `cupy.asnumpy({name})` brings it here; without device='cpu', arrays on a GPU "
+            "run there."
+        )
+    import numpy as np
+
+    library = gpu.library_of(obj)
+    if not (_is_numpy(obj) or hasattr(obj, "__dlpack__")):
+        raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__}")
+    dtype = None
+    try:
+        if _is_numpy(obj):
+            array = obj
+        elif library == "torch":
+            torch = importlib.import_module("torch")
+            dtype = str(obj.dtype).removeprefix("torch.")
+            # NumPy has no bfloat16 of its own: the bits pass as integers.
+            array = (obj.detach().view(torch.int16) if dtype == "bfloat16" else obj.detach()).numpy()
+        else:
+            array = np.from_dlpack(obj)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise DTypeError(
+            f"{name}: wanted {works}, of float16 or bfloat16, got {type(obj).__name__}, which NumPy cannot read: "
+            f"{error}. `numpy.asarray` of it, with ml_dtypes.bfloat16 as the type where it is bfloat16, works."
+        ) from error
+    if array.dtype.byteorder not in "=|" and not array.dtype.isnative:
+        raise DTypeError(f"{name}: wanted this machine's byte order, got {array.dtype}")
+    if any(stride % array.itemsize for stride in array.strides):
+        raise LayoutError(f"{name}: wanted strides of whole elements, got {array.strides} bytes")
+    return DeviceArray(
+        pointer=int(array.ctypes.data),
+        shape=tuple(array.shape),
+        strides=tuple(stride // array.itemsize for stride in array.strides),
+        dtype=dtype or array.dtype.name,
+        device=HOST,
+        owner=array,
+        library=library,
+        readonly=not array.flags.writeable,
+    )
+
+
+def _new_on_host(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    if gpu.library_of(like) == "torch":
+        torch = importlib.import_module("torch")
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    import numpy as np
+
+    if dtype == "bfloat16":
+        import ml_dtypes
+
+        return np.empty(shape, dtype=ml_dtypes.bfloat16)
+    return np.empty(shape, dtype=dtype)
+
+
+def emulate(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    stage: str | None = None,
+    out: Any | None = None,
+    lse: Any | None = None,
+    params: Mapping[str, int] | None = None,
+    source: Path | None = None,
+    schedule: str = "ascending",
+    races: bool = False,
+    timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
+    threads: int | None = None,
+    cancel: threading.Event | None = None,
+    surroundings: Mapping[str, Any] | None = None,
+) -> Emulation:
+    """`attention` on the CPU: the stage's own file, thread for thread, in a worker process.
+
+    Args:
+        q, k, v, causal, scale, stage, out, params: as `attention` takes them, in host memory.
+        lse: where to write the log-sum-exp; a new array where None.
+        source: compile an edited copy of the stage's file instead.
+        schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
+        races: look for races, uninitialised reads and accesses out of bounds, and count bank conflicts and sectors:
+            the report's `findings` and `counters`. Many times slower.
+        timeout_s: how long it may take: refused beforehand where it would clearly take longer, stopped when it does.
+            None for as long as it takes.
+        threads: operating-system threads; one for each core where None.
+        cancel: set from another thread, it stops the run as Ctrl-C does.
+        surroundings: for `q`, `k`, `v`, `out` or `lse`, the contiguous NumPy array that it is a view into, which the
+            kernel then finds around it and may damage.
+
+    Raises:
+        What `attention` raises of bad input; TooLargeError, EmulationError, CompileError, MissingPackageError.
+    """
+    emulator.schedule_item(schedule)
+    _refuse_gradients(("q", q), ("k", k), ("v", v), ("out", out))
+    first, second, third = _host_view(q, "q"), _host_view(k, "k"), _host_view(v, "v")
+    target = None if out is None else _host_view(out, "out")
+    found = plan(first, second, third, arch=None, out=target, causal=causal, scale=scale, stage=stage)
+    if target is None:
+        out = _new_on_host(q, first.shape, first.dtype)
+        target = _host_view(out, "out")
+    if lse is None:
+        lse = _new_on_host(q, first.shape[:3], "float32")
+    lse_view = _host_view(lse, "lse")
+    _check_lse(lse_view, first)
+    problem = found.problem
+    kernel = emulator.build_stage(
+        found.stage,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        causal=problem.causal,
+        aligned=found.aligned,
+        overrides=params,
+        source=source,
+        hooks=races,
+    )
+    assert kernel.launch_shape is not None
+    around = surroundings or {}
+    views = {"Q": first, "K": second, "V": third, "O": target}
+    names = {"Q": "q", "K": "k", "V": "v", "O": "out"}
+    pointers = {
+        getattr(AttentionParams, name).offset + TensorView.data.offset: emulator.Pointer(
+            array=view.owner, access="w" if name == "O" else "r", name=name, surroundings=around.get(names[name])
+        )
+        for name, view in views.items()
+    }
+    pointers[AttentionParams.LSE.offset] = emulator.Pointer(
+        array=lse_view.owner, access="w", name="LSE", surroundings=around.get("lse")
+    )
+    structure = emulator.Structure(value=params_for(found, first, second, third, target, None), pointers=pointers)
+    grid = grid_for(problem, kernel.launch_shape)
+
+    def launch(limit_s: float | None, blocks: int | None = None) -> emulator.Report:
+        return emulator.launch(
+            kernel,
+            [structure],
+            grid=grid,
+            schedule=schedule,
+            threads=threads,
+            blocks=blocks,
+            timeout_s=limit_s,
+            cancel=cancel,
+        )
+
+    if timeout_s is not None:
+        _refuse_too_large(found, kernel.launch_shape, launch, timeout_s=timeout_s, races=races, threads=threads)
+    return Emulation(out=out, lse=lse, report=launch(timeout_s), kernel=kernel, plan=found)
+
+
+def _refuse_too_large(
+    found: Plan,
+    shape: LaunchShape,
+    launch: Callable[[float | None, int | None], emulator.Report],
+    *,
+    timeout_s: float,
+    races: bool,
+    threads: int | None,
+) -> None:
+    problem = found.problem
+    cost = _HOOKS_COST if races else 1.0
+    if problem.flops * cost <= _SMALL_FLOPS:
+        return
+    cores = threads or emulator.cores()
+    # The first blocks are the first query rows of the first head: as many as run at once.
+    tiles, _, _ = grid_for(problem, shape)
+    blocks = min(tiles, cores)
+    rows = min(blocks * shape.tile_q, problem.q_len)
+    keys = problem.kv_len
+    if problem.causal:
+        keys = max(0, min(problem.kv_len, rows + problem.kv_len - problem.q_len))
+    trial_flops = (
+        4.0 * problem.head_dim * rows * keys / (2 if problem.causal and problem.q_len >= problem.kv_len else 1)
+    )
+    seconds = problem.flops * cost / (_ASSUMED_FLOPS_PER_S * cores)
+    # A trial is better than any assumption, where it is not itself too long, and the answer not clear anyway.
+    trial_s = trial_flops * cost / (_ASSUMED_FLOPS_PER_S * blocks)
+    if 0 < trial_s < _TRIAL_S and seconds < _CLEARLY * timeout_s:
+        try:
+            trial = launch(2 * _TRIAL_S, blocks)
+        except EmulationError as error:
+            if error.report is None or error.report.status != "timeout":
+                raise
+        else:
+            seconds = trial.seconds * (problem.flops / trial_flops) * (blocks / cores)
+    if seconds > timeout_s:
+        raise TooLargeError(
+            f"{problem.label} by stage {found.stage.id} would take about {_duration(seconds)} on {cores} "
+            f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works, and "
+            "`flashlab.emulate(…, timeout_s=None)` runs it for as long as it takes.",
+            seconds=seconds,
+        )
+
+
+def _duration(seconds: float) -> str:
+    """For people: `14 minutes`."""
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
 def attention(
     q: Any,
     k: Any,
@@ -444,22 +726,28 @@ def attention(
     return_lse: bool = False,
     stream: Any | None = None,
     params: Mapping[str, int] | None = None,
+    device: str | None = None,
 ) -> Any:
-    """softmax(scale · Q Kᵀ) V on the GPU, enqueued on the caller's stream; no copies, no synchronisation.
+    """softmax(scale · Q Kᵀ) V where the arrays are.
+
+    On a GPU: enqueued on the caller's stream; no copies, no synchronisation. In host memory: the same kernel on the
+    CPU, done when this returns (`emulate` has more to ask and to tell).
 
     Args:
-        q: (batch, q_heads, q_len, head_dim), float16 or bfloat16, on a CUDA GPU: a torch tensor, a CuPy array, or
-            anything with DLPack or `__cuda_array_interface__`. Any strides, the last dimension contiguous.
+        q: (batch, q_heads, q_len, head_dim), float16 or bfloat16. On a CUDA GPU: a torch tensor, a CuPy array, or
+            anything with DLPack or `__cuda_array_interface__`. In host memory: a NumPy array (ml_dtypes.bfloat16), a
+            torch tensor, or anything with DLPack. Any strides, the last dimension contiguous.
         k: (batch, kv_heads, kv_len, head_dim); kv_heads divides q_heads (grouped-query attention).
         v: as `k`.
         causal: query i sees key j when j - i ≤ kv_len - q_len (aligned bottom right). A query that sees none gets 0.
         scale: finite; 1/sqrt(head_dim) where None.
-        stage: a stage's id; the last rung of the ladder that runs this on this GPU where None.
+        stage: a stage's id; the last rung of the ladder that runs this here where None.
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: an integer or a stream object; the library's current stream on that device where None. With another
             stream than the current one, keeping the arrays alive until it is done is the caller's part.
         params: the stage's tunables, by name, where not the defaults.
+        device: `cpu` or `gpu`, to be sure of it; where the arrays are, where None. It moves nothing.
 
     Returns:
         The output, or (output, lse).
@@ -467,9 +755,14 @@ def attention(
     Raises:
         InputError: arguments are off (ShapeError, DTypeError, LayoutError, DeviceError, UnknownStageError,
             ParameterError).
-        UnsupportedError: no stage, or not the named one, runs this here.
-        NoGpuError, MissingPackageError, CompileError, LaunchError: as they say.
+        UnsupportedError: no stage, or not the named one, runs this here; TooLargeError on a CPU that would take long.
+        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
+    if _runs_on(q, device) == "cpu":
+        if stream is not None:
+            raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
+        ran = emulate(q, k, v, causal=causal, scale=scale, stage=stage, out=out, params=params)
+        return (ran.out, ran.lse) if return_lse else ran.out
     prepared = prepare(
         q, k, v, causal=causal, scale=scale, stage=stage, out=out, return_lse=return_lse, stream=stream, params=params
     )

@@ -16,7 +16,6 @@ import contextlib
 import gc
 import importlib
 import json
-import math
 import os
 import platform
 import selectors
@@ -32,10 +31,16 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+import ml_dtypes
+
 from flashlab import errors, gpu, peers, provenance, records, roofline, sass, stages, timing
 from flashlab.attention import Prepared, prepare
-from flashlab.check import HOSTILE, POISON_WORD, Guarded, Sample, check, strides_of
+from flashlab.check import HOSTILE, POISON_WORD, Guarded, Sample, check
 from flashlab.check import Verdict as CheckVerdict
+from flashlab.checks import LAYOUTS as LAYOUTS
+from flashlab.checks import CheckRow as CheckRow
+from flashlab.checks import CheckRun as CheckRun
+from flashlab.checks import EmulatorVerdict, build_all, cases, damage, emulate_beside, finite, placement
 from flashlab.errors import (
     FlashlabError,
     LaunchError,
@@ -47,7 +52,7 @@ from flashlab.errors import (
     UnsupportedError,
 )
 from flashlab.paths import DATA, writable_dir
-from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, FIRST_SHAPE, MASKS, Problem
+from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Problem
 from flashlab.records import Ceiling, CubinFields, Gpu, Machine, Measurement, ProblemFields, Verdict
 from flashlab.reference import Shape, make_inputs
 
@@ -595,39 +600,6 @@ def _measurement(book: _Book, problem: Problem, kinds: Mapping[str, str], row: M
 
 # --- The parent: checks -----------------------------------------------------------------------------------------------
 
-LAYOUTS: dict[str, str] = {
-    "contiguous": "batch, heads, length, head_dim without gaps",
-    "bshd": "heads side by side in a token, as a projection writes them",
-    "padded": "a gap of 8 elements after every row",
-    "misaligned": "rows of odd length that start at any element: nothing is 16-byte aligned",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckRow:
-    """One stage on one problem in one layout."""
-
-    stage: str
-    problem: Problem
-    layout: str
-    status: str
-    """As `records.Status`; `ok` is passed."""
-    reason: str
-    verdict: Verdict | None
-
-
-@dataclass(frozen=True)
-class CheckRun:
-    """Every verdict, and the file that holds them."""
-
-    path: Path | None
-    rows: tuple[CheckRow, ...]
-
-    @property
-    def failures(self) -> tuple[CheckRow, ...]:
-        """What is wrong; a stage that cannot do a problem is not."""
-        return tuple(row for row in self.rows if row.status not in ("ok", "unsupported"))
-
 
 def check_stages(
     stage_ids: Sequence[str] | None = None,
@@ -639,6 +611,7 @@ def check_stages(
     head_dims: Sequence[int] | None = None,
     sources: Mapping[str, Path] | None = None,
     data: Path | None = DATA,
+    emulate: bool = False,
     device: int = 0,
     seed: int = 0,
     timeout_s: float = 120.0,
@@ -651,40 +624,19 @@ def check_stages(
     Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
     the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere where `data` is None.
 
+    `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two.
+
     Raises:
         As `run`.
     """
     names = _names(stage_ids, (), sources or {})
-    for wanted, known, what in ((layouts, LAYOUTS, "layout"), (masks, MASKS, "mask"), (dtypes, DTYPES, "dtype")):
-        for value in wanted:
-            if value not in known:
-                raise ParameterError(f"{what}: wanted one of {', '.join(known)}, got {value!r}")
     _positive(timeout_s=timeout_s, startup_s=startup_s)
-    chosen = [stages.get(identity) for _, _, identity, _ in names]
-    dims = sorted({dim for stage in chosen for dim in stage.head_dims}) if head_dims is None else list(head_dims)
-    cells: list[_Cell] = []
-    for head_dim in dims:
-        for dtype in dtypes:
-            for mask in masks:
-                for q_len, kv_len in lengths:
-                    problem = Problem(
-                        batch=2,
-                        q_heads=4,
-                        kv_heads=2,
-                        q_len=q_len,
-                        kv_len=kv_len,
-                        head_dim=head_dim,
-                        dtype=dtype,  # type: ignore[arg-type]
-                        mask=mask,  # type: ignore[arg-type]
-                    )
-                    able = [
-                        name
-                        for (name, _, _, _), stage in zip(names, chosen, strict=True)
-                        if stage.why_not(problem) is None
-                    ]
-                    cells.extend(_Cell(problem, list(able), layout) for layout in layouts if able)
-    if not cells:
-        raise ParameterError("wanted at least one stage that takes one of those types and head dims, got none")
+    able = {name: stages.get(identity) for name, _, identity, _ in names}
+    wanted = cases(able, lengths=lengths, dtypes=dtypes, masks=masks, layouts=layouts, head_dims=head_dims)
+    if emulate:
+        # Here, several at once: the worker would compile one after the other.
+        build_all({name: (identity, source) for name, _, identity, source in names}, wanted)
+    cells = [_Cell(case.problem, list(case.names), case.layout) for case in wanted]
     with tempfile.TemporaryDirectory() as nowhere:
         book = _open_book(Path(nowhere) if data is None else data, "checks")
         rows: list[CheckRow] = []
@@ -698,6 +650,7 @@ def check_stages(
                 status=str(message["status"]),
                 reason=str(message["reason"]),
                 verdict=None if verdict is None else Verdict.model_validate(verdict),
+                emulator=_emulator_verdict(message.get("emulator")),
             )
             rows.append(found)
             assert book.path is not None
@@ -713,6 +666,7 @@ def check_stages(
                 "kind": "check",
                 "device": device,
                 "seed": seed,
+                "emulate": emulate,
                 "implementations": {
                     name: {"kind": kind, "id": identity, "source": None if source is None else str(source)}
                     for name, kind, identity, source in names
@@ -734,6 +688,25 @@ def check_stages(
     return CheckRun(None if data is None else book.path, tuple(rows))
 
 
+def _emulator_verdict(message: Message | None) -> EmulatorVerdict | None:
+    if message is None:
+        return None
+    verdicts = {
+        key: None if message[key] is None else Verdict.model_validate(message[key]) for key in ("verdict", "agreement")
+    }
+    return EmulatorVerdict(status=message["status"], reason=message["reason"], shape=message["shape"], **verdicts)
+
+
+def _emulator_message(found: EmulatorVerdict) -> Message:
+    return {
+        "status": found.status,
+        "reason": found.reason,
+        "shape": found.shape,
+        "verdict": None if found.verdict is None else found.verdict.model_dump(mode="json"),
+        "agreement": None if found.agreement is None else found.agreement.model_dump(mode="json"),
+    }
+
+
 def _check_line(book: _Book, row: CheckRow) -> Message:
     base = book.base()
     return {
@@ -748,6 +721,7 @@ def _check_line(book: _Book, row: CheckRow) -> Message:
         "status": row.status,
         "reason": row.reason,
         "verdict": None if row.verdict is None else row.verdict.model_dump(mode="json"),
+        **({} if row.emulator is None else {"emulator": _emulator_message(row.emulator)}),
     }
 
 
@@ -912,7 +886,7 @@ class _Worker:
             xp=self.cupy,
         )
         self.cupy.get_default_memory_pool().free_all_blocks()
-        said = _finite(verdict)
+        said = finite(verdict)
         if not verdict.passed:
             raise _RefusedError("wrong", verdict.reason, said)
         return said
@@ -1047,44 +1021,52 @@ class _Worker:
         values = make_inputs(problem, seed=self._job["seed"], xp=self.cupy)
         for name in cell["names"]:
             self.step(index, name, "check")
+            beside = None
             try:
-                verdict = self._check_stage(name, problem, layout, values)
+                verdict, out, lse = self._check_stage(name, problem, layout, values)
+                if self._job.get("emulate") and verdict["passed"]:
+                    self.step(index, name, "emulate")
+                    beside = self._emulate_beside(name, problem, layout, values, out, lse)
             except Exception as error:
                 self._survive(error)
                 self._send_check(index, name, *_classify(error), None)
                 continue
-            status = "ok" if verdict["passed"] else "wrong"
-            self._send_check(index, name, status, verdict["reason"], verdict)
+            status, reason = "ok" if verdict["passed"] else "wrong", verdict["reason"]
+            if beside is not None and beside["status"] != "ok":
+                status, reason = beside["status"], f"emulator: {beside['reason']}"
+            self._send_check(index, name, status, reason, verdict, beside)
         self._send({"type": "cell_done", "cell": index})
 
-    def _send_check(self, index: int, name: str, status: str, reason: str, verdict: Message | None) -> None:
+    def _send_check(
+        self, index: int, name: str, status: str, reason: str, verdict: Message | None, beside: Message | None = None
+    ) -> None:
         row = {"name": name, "status": status, "reason": reason[:_REASON_CHARS], "verdict": verdict}
+        if beside is not None:
+            row["emulator"] = beside
         self._send({"type": "row", "cell": index, "row": row})
 
-    def _check_stage(self, name: str, problem: Problem, layout: str, values: tuple[Any, Any, Any]) -> Message:
+    def _check_stage(
+        self, name: str, problem: Problem, layout: str, values: tuple[Any, Any, Any]
+    ) -> tuple[Message, Any, Any]:
         which = self._implementations[name]
         stages.get(which["id"]).require(problem, self._info.arch)
         source = None if which["source"] is None else Path(which["source"])
-        return _finite(guarded_verdict(which["id"], problem, values, layout=layout, source=source))
+        verdict, out, lse = _guarded_run(which["id"], problem, values, layout=layout, source=source)
+        return finite(verdict), out, lse
 
+    def _emulate_beside(
+        self, name: str, problem: Problem, layout: str, values: tuple[Any, Any, Any], out: Any, lse: Any
+    ) -> Message:
+        which = self._implementations[name]
+        source = None if which["source"] is None else Path(which["source"])
 
-def _finite(verdict: CheckVerdict) -> Message:
-    """A verdict as JSON has it: a number that is not finite is none."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(verdict).items()
-    }
+        def on_host(array: Any) -> Any:
+            host = array.get()
+            return host.view(ml_dtypes.bfloat16) if str(host.dtype) == "uint16" else host
 
-
-def _placement(shape: Sequence[int], layout: str) -> dict[str, Any]:
-    """How `Guarded` lays out a tensor of that shape."""
-    if layout == "bshd":
-        return {"strides": strides_of(shape, order="bshd")}
-    if layout == "padded":
-        return {"strides": strides_of(shape, row_padding=16 // BYTES_PER_ELEMENT)}
-    if layout == "misaligned":
-        return {"strides": strides_of(shape, row_padding=1), "offset_words": 1}
-    return {}
+        q, k, v, out, lse = (on_host(array) for array in (*values, out, lse))
+        found = emulate_beside(which["id"], problem, (q, k, v), out, lse, layout=layout, source=source)
+        return _emulator_message(found)
 
 
 def guarded_verdict(
@@ -1102,10 +1084,17 @@ def guarded_verdict(
     Raises:
         What `attention.prepare` raises; LaunchError where the kernel breaks off.
     """
+    return _guarded_run(stage_id, problem, values, layout=layout, source=source)[0]
+
+
+def _guarded_run(
+    stage_id: str, problem: Problem, values: tuple[Any, Any, Any], *, layout: str, source: Path | None
+) -> tuple[CheckVerdict, Any, Any]:
+    """The verdict, and the output and log-sum-exp it is on."""
     cupy = _need("cupy")
-    inputs = [Guarded.holding(x, xp=cupy, **_placement(x.shape, layout)) for x in values]
+    inputs = [Guarded.holding(x, xp=cupy, **placement(x.shape, layout)) for x in values]
     out_shape = values[0].shape
-    out = Guarded.output(out_shape, problem.dtype, xp=cupy, **_placement(out_shape, layout))
+    out = Guarded.output(out_shape, problem.dtype, xp=cupy, **placement(out_shape, layout))
     lse = Guarded.output(out_shape[:3], "float32", xp=cupy)
     views = [_for_kernel(buffer.array, problem) for buffer in (*inputs, out)]
     prepared = prepare(
@@ -1119,11 +1108,10 @@ def guarded_verdict(
     )
     prepared()
     gpu.synchronize(prepared.plan.device)
-    for what, buffer in (("out", out), ("lse", lse), *zip("qkv", inputs, strict=True)):
-        damage = buffer.why_damaged()
-        if damage:
-            return CheckVerdict(passed=False, reason=f"{what}: {damage}")
-    return check(out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype, xp=cupy)
+    verdict = damage(out, lse, inputs) or check(
+        out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype, xp=cupy
+    )
+    return verdict, out.array, lse.array
 
 
 def _for_kernel(array: Any, problem: Problem) -> Any:

@@ -159,6 +159,7 @@ def check(
     dtype: DType,
     scale: float | None = None,
     sample: Sample | None = None,
+    against: tuple[Array, Array | None] | None = None,
     xp: Any = np,
 ) -> Verdict:
     """Judge an attention output.
@@ -170,6 +171,8 @@ def check(
         causal, scale: as the implementation was told; scale None is 1 / sqrt(head_dim).
         dtype: the type the implementation computes in.
         sample: compare only that part with the oracle. Shape, type, poison and finiteness are checked throughout.
+        against: another output and log-sum-exp of the same problem, to be compared with in place of the oracle, within
+            the same limits: two machines that run the same kernel agree.
         xp: numpy, or cupy where the arrays are CuPy arrays.
 
     Raises:
@@ -189,7 +192,20 @@ def check(
     if wrong:
         return Verdict(passed=False, reason=wrong)
     return _judge(
-        _compare(out, lse, q, k, v, causal=causal, dtype=dtype, scale=scale, sample=sample, shape=shape, xp=xp),
+        _compare(
+            out,
+            lse,
+            q,
+            k,
+            v,
+            causal=causal,
+            dtype=dtype,
+            scale=scale,
+            sample=sample,
+            against=against,
+            shape=shape,
+            xp=xp,
+        ),
         has_lse=lse is not None,
         unit=_SUMMED_IN[dtype] * UNIT_ROUNDOFF[dtype],
     )
@@ -317,6 +333,7 @@ def _compare(
     dtype: DType,
     scale: float,
     sample: Sample | None,
+    against: tuple[Array, Array | None] | None,
     shape: Shape,
     xp: Any,
 ) -> _Comparison:
@@ -333,21 +350,26 @@ def _compare(
         exact, exact_lse, weight_norm = reference.exact_tile(q, k, v, tile, scale=scale, xp=xp)
         plain, plain_lse = reference.plain_tile(q, k, v, tile, scale=scale, dtype=dtype, xp=xp)
         got = reference.to_float(out[tile.batch, tile.q_head][tile_rows], xp, xp.float64)
-        for name, values in (("error", got - exact), ("plain", plain - exact), ("out", exact)):
+        # Rows that see no key were checked exactly and have nothing to compare.
+        seen = xp.asarray(tile.visible > 0)
+        finite_lse = xp.where(seen, exact_lse, 0)
+        wanted, wanted_lse = exact, finite_lse
+        if against is not None:
+            wanted = reference.to_float(against[0][tile.batch, tile.q_head][tile_rows], xp, xp.float64)
+            if against[1] is not None:
+                wanted_lse = xp.where(seen, against[1][tile.batch, tile.q_head][tile_rows].astype(xp.float64), 0)
+        for name, values in (("error", got - wanted), ("plain", plain - exact), ("out", exact)):
             stats[f"{name}_max"][at] = xp.abs(values).max(axis=1)
             stats[f"{name}_squares"][at] = (values * values).sum(axis=1)
         stats["weight_norm"][at] = weight_norm
         q_norm = xp.sqrt((reference.to_float(q[tile.batch, tile.q_head][tile_rows], xp, xp.float64) ** 2).sum(axis=1))
         k_norm = xp.sqrt((reference.to_float(k[tile.batch, tile.kv_head], xp, xp.float64) ** 2).sum(axis=1).max())
         stats["score_size"][at] = abs(scale) * q_norm * k_norm / math.sqrt(shape.head_dim)
-        # Rows that see no key were checked exactly and have nothing to compare.
-        seen = xp.asarray(tile.visible > 0)
-        finite_lse = xp.where(seen, exact_lse, 0)
         stats["lse"][at] = xp.abs(finite_lse)
         stats["plain_lse_error"][at] = xp.abs(xp.where(seen, plain_lse, 0) - finite_lse)
         if lse is not None:
             got_lse = lse[tile.batch, tile.q_head][tile_rows].astype(xp.float64)
-            stats["lse_error"][at] = xp.abs(xp.where(seen, got_lse, 0) - finite_lse)
+            stats["lse_error"][at] = xp.abs(xp.where(seen, got_lse, 0) - wanted_lse)
     on_host = {name: _to_host(values) for name, values in stats.items()}
     if not np.isfinite(on_host["plain_max"]).all():
         raise InputError(f"wanted q and k whose scores fit in {dtype}, got some that overflow it")
@@ -435,6 +457,7 @@ class Guarded:
 
     Attributes:
         array: what a kernel is handed. bfloat16 is ml_dtypes.bfloat16 on NumPy, uint16 bits elsewhere.
+        buffer: everything, guards and all: 16-bit words, contiguous.
     """
 
     def __init__(
@@ -468,10 +491,10 @@ class Guarded:
         self._shape, self._strides = tuple(shape), tuple(strides)
         self._span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         self._before = guard_words + offset_words
-        self._buffer = xp.full(self._before + self._span * self._words + guard_words, GUARD_WORD, dtype=xp.uint16)
-        self._inside(self._buffer)[...] = _poison(2 * self._words)
+        self.buffer = xp.full(self._before + self._span * self._words + guard_words, GUARD_WORD, dtype=xp.uint16)
+        self._inside(self.buffer)[...] = _poison(2 * self._words)
         self._expected: Array | None = None
-        bits = self._inside(self._buffer)
+        bits = self._inside(self.buffer)
         if dtype == "bfloat16":
             self.array: Array = bits.view(ml_dtypes.bfloat16) if xp is np else bits
         else:
@@ -489,7 +512,7 @@ class Guarded:
         dtype = reference.dtype_of(values) or str(values.dtype)
         guarded = cls(values.shape, dtype, **layout)
         guarded._expected = _bits(values.copy(), xp)
-        guarded._inside(guarded._buffer)[...] = guarded._expected
+        guarded._inside(guarded.buffer)[...] = guarded._expected
         return guarded
 
     def _inside(self, buffer: Array) -> Array:
@@ -504,10 +527,10 @@ class Guarded:
         """What was written that must not be: outside of an output, or anywhere of an input. None where nothing was."""
         xp = self._xp
         if self._expected is not None:
-            changed = self._inside(self._buffer) != self._expected
+            changed = self._inside(self.buffer) != self._expected
             if bool(changed.any()):
                 return f"input modified: {int(changed.sum())} of {changed.size} elements"
-        around = self._buffer.copy()
+        around = self.buffer.copy()
         self._inside(around)[...] = GUARD_WORD << 16 | GUARD_WORD if self._words == 2 else GUARD_WORD
         written = xp.flatnonzero(around != GUARD_WORD)
         if len(written) == 0:

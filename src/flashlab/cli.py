@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -54,6 +54,7 @@ Shape = Annotated[str | None, typer.Option(help="BxHxSxD or BxHxHkvxSqxSkxD, suc
 HeadDim = Annotated[int | None, typer.Option(help="The stage's first if not given.")]
 Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
 Source = Annotated[list[str] | None, typer.Option(help="STAGE=FILE: an edited copy of a stage's kernel, beside it.")]
+Where = Literal["gpu", "cpu", "both"]
 Data = Annotated[Path, typer.Option(help="Folder of recorded data.", show_default=False)]
 
 PIPED_WIDTH = 200
@@ -297,26 +298,70 @@ def check(
     dtype: OneDType = None,
     mask: OneMask = None,
     source: Source = None,
+    on: Annotated[
+        Where | None, typer.Option(help="gpu, cpu, or both and compare them; gpu where there is one if not given.")
+    ] = None,
+    schedule: Annotated[
+        list[str] | None,
+        typer.Option(help="On the CPU, the order of warps: ascending, descending or seeded:N; may be repeated."),
+    ] = None,
+    races: Annotated[
+        bool, typer.Option("--races", help="On the CPU, look for races and bad accesses too; slower.")
+    ] = False,
+    insist: Annotated[bool, typer.Option("--insist", help="On the CPU, however long it takes.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Append the verdicts to data/<gpu>/checks/.")] = False,
     device: Device = 0,
     data: Data = DATA,
     as_json: Json = False,
 ) -> None:
-    """Compare stages with the float64 oracle on the GPU, over lengths, layouts, types and masks that break kernels."""
-    from flashlab import bench as module
-    from flashlab.check import HOSTILE
+    """Compare stages with the float64 oracle, over lengths, layouts, types and masks that break kernels.
 
+    Runs on the GPU, or on the CPU, where every stage runs on any machine.
+    """
+    from flashlab import bench as module
+    from flashlab import checks, gpu
+    from flashlab.check import HOSTILE
+    from flashlab.emulator import DEFAULT_TIMEOUT_S
+
+    chosen = [stage.id for stage in _choose_stages(stage_ids)]
+    lengths = [_length(text) for text in length] if length else HOSTILE
+    dtypes, masks = (dtype,) if dtype else DTYPES, (mask,) if mask else MASKS
+    sources = _sources(source)
+    if on is None:
+        no_gpu = gpu.available()
+        on = "cpu" if no_gpu and not record else "gpu"
+        if on == "cpu":
+            _say(f"on the CPU, since there is no GPU: {no_gpu}")
+    if on != "cpu" and (schedule or races or insist):
+        raise ParameterError("--schedule, --races and --insist: wanted --on cpu, which they are for, got --on " + on)
+    if on == "cpu" and record:
+        raise ParameterError("--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu")
     with _progress() as progress:
-        found = module.check_stages(
-            [stage.id for stage in _choose_stages(stage_ids)],
-            lengths=[_length(text) for text in length] if length else HOSTILE,
-            dtypes=(dtype,) if dtype else DTYPES,
-            masks=(mask,) if mask else MASKS,
-            sources=_sources(source),
-            data=data if record else None,
-            device=device,
-            progress=_follow(progress, "checking"),
-        )
+        follow = _follow(progress, "checking")
+        if on == "cpu":
+            found = checks.check_on_cpu(
+                chosen,
+                lengths=lengths,
+                dtypes=dtypes,
+                masks=masks,
+                sources=sources,
+                schedules=schedule or ("ascending",),
+                races=races,
+                timeout_s=None if insist else DEFAULT_TIMEOUT_S,
+                follow=lambda *step: follow(module.Progress(*step)),
+            )
+        else:
+            found = module.check_stages(
+                chosen,
+                lengths=lengths,
+                dtypes=dtypes,
+                masks=masks,
+                sources=sources,
+                data=data if record else None,
+                emulate=on == "both",
+                device=device,
+                progress=follow,
+            )
     if as_json:
         _emit_json(
             [
@@ -329,6 +374,9 @@ def check(
                     "status": row.status,
                     "reason": row.reason,
                     "verdict": row.verdict.model_dump() if row.verdict else None,
+                    "schedule": row.schedule or None,
+                    "findings": row.findings,
+                    "emulator": asdict(row.emulator) if row.emulator else None,
                 }
                 for row in found.rows
             ]
@@ -347,7 +395,8 @@ def check(
     if found.path:
         _say(f"recorded in {found.path}")
     for failure in found.failures:
-        _say(f"{failure.stage}, {failure.problem.label}, {failure.layout}: {failure.status}: {failure.reason}")
+        how = " ".join(filter(None, (failure.layout, failure.schedule)))
+        _say(f"{failure.stage}, {failure.problem.label}, {how}: {failure.status}: {failure.reason}")
     if found.failures:
         raise CheckFailedError(f"{len(found.failures)} of {len(found.rows)} checks failed")
 

@@ -15,8 +15,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from flashlab import compiler, gpu, records, sass
-from flashlab.errors import FlashlabError
+import numpy
+
+from flashlab import compiler, emulator, gpu, records, sass, symbols
+from flashlab.attention import emulate
+from flashlab.errors import FlashlabError, MissingPackageError
 from flashlab.paths import BUILD, DATA, ROOT, cache_dir, writable_dir
 from flashlab.stages import ARCHS, STAGES
 
@@ -24,6 +27,7 @@ State = Literal["ok", "absent", "broken"]
 """absent: not there, and flashlab does without, as `detail` says. broken: something flashlab needs does not work."""
 
 OLDEST_PYTHON = (3, 11)
+_LOG_BEGINS = "\nCommand:"
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -88,6 +92,29 @@ def _compile_and_read(_: Path) -> Iterator[Finding]:
         yield Finding(name="disassembler", state="broken", detail=str(error), fix=_pip("-e", str(ROOT)))
     else:
         yield Finding(name="disassembler", state="ok", detail=f"read {total} instructions of stage {stage.id}")
+
+
+def _cpu(_: Path) -> Iterator[Finding]:
+    """Compiles the first stage for the CPU and runs it."""
+    try:
+        found = emulator.cxx()
+    except MissingPackageError as error:
+        yield Finding(
+            name="cpu", state="absent", detail=f"{error}. Kernels run on a GPU alone", fix=emulator.install_command()
+        )
+        return
+    stage = next(iter(STAGES.values()))
+    q = numpy.ones((1, 1, 1, stage.head_dims[0]), numpy.float16)
+    try:
+        emulate(q, q, q, stage=stage.id)
+    except FlashlabError as error:
+        detail = f"{found.banner}: {str(error).partition(_LOG_BEGINS)[0]}"
+        yield Finding(name="cpu", state="broken", detail=detail, fix="see the message")
+        return
+    yield Finding(name="cpu", state="ok", detail=f"{found.banner}, runs kernels on {emulator.machine()}")
+    reason = symbols.missing()
+    if reason:
+        yield Finding(name="source lines", state="absent", detail=reason, fix=apt("binutils"))
 
 
 def _gpu(_: Path) -> Iterator[Finding]:
@@ -180,4 +207,4 @@ def _data(data: Path) -> Iterator[Finding]:
         )
 
 
-_LOOKS = (_python, _compile_and_read, _gpu, _gpu_packages, _programs, _folders, _data)
+_LOOKS = (_python, _compile_and_read, _cpu, _gpu, _gpu_packages, _programs, _folders, _data)

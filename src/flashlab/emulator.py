@@ -429,6 +429,9 @@ def _runtime(compiler: Cxx) -> tuple[Path, ...]:
     # boundary.cpp first: code that lies before it is the kernel's.
     sources = sorted(RUNTIME.glob("*.cpp"), key=lambda path: (path.name != "boundary.cpp", path.name))
     options = [*_LANGUAGE, "-O2", "-g1", f"-I{EMULATION}"]
+    if compiler.family == "g++":
+        # Nothing of the runtime moves ahead of boundary.cpp, into a section for rarely called code.
+        options += ["-fno-reorder-functions", "-fno-reorder-blocks-and-partition"]
     key = _digest(json.dumps((_CACHE_FORMAT, _contents(EMULATION), options, compiler.identity)).encode())
     folder = cache_dir() / "emulated" / f"runtime-{key}"
     objects = tuple(f"{path.stem}.o" for path in sources)

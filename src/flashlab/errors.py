@@ -9,12 +9,14 @@
     │   ├── UnknownStageError            no stage of that id
     │   └── ParameterError               a tunable, option or notebook parameter that does not exist or does not fit
     ├── UnsupportedError             the stage exists and the input is sound, but not together, or not on this GPU
+    │   └── TooLargeError                it would take a CPU longer than allowed
     ├── MissingError                 something this machine lacks
     │   ├── NoGpuError                   no CUDA GPU or no driver
     │   └── MissingPackageError          a Python package or program that is not installed
-    ├── CompileError                 NVRTC or ptxas refused the source
+    ├── CompileError                 NVRTC, ptxas or the C++ compiler refused the source
     │   └── PerformanceWarningError      it compiled, with a warning that means lost performance
     ├── LaunchError                  the driver refused or broke off a launch
+    ├── EmulationError               a kernel that ran on the CPU did not come to its end
     ├── CheckFailedError             a result that the oracle rejects
     ├── DataError                    committed data is missing or damaged
     │   ├── NoDataError                  nothing recorded for that GPU, shape or run
@@ -26,6 +28,8 @@ A message says what was wanted, what came, and what works.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class FlashlabError(Exception):
@@ -64,6 +68,18 @@ class UnsupportedError(FlashlabError):
     """The stage exists and the input is sound, but not together, or not on this GPU."""
 
 
+class TooLargeError(UnsupportedError):
+    """A CPU would take longer over it than allowed.
+
+    Attributes:
+        seconds: about how long it would take.
+    """
+
+    def __init__(self, message: str, *, seconds: float) -> None:
+        super().__init__(message)
+        self.seconds = seconds
+
+
 class MissingError(FlashlabError):
     """Something this machine lacks."""
 
@@ -77,7 +93,7 @@ class MissingPackageError(MissingError):
 
 
 class CompileError(FlashlabError):
-    """NVRTC or ptxas refused the source.
+    """NVRTC, ptxas or, for a run on the CPU, the C++ compiler refused the source.
 
     Attributes:
         command: the equivalent command line.
@@ -98,6 +114,18 @@ class PerformanceWarningError(CompileError):
 
 class LaunchError(FlashlabError):
     """The driver refused a launch or broke it off."""
+
+
+class EmulationError(FlashlabError):
+    """A kernel that ran on the CPU deadlocked, crashed, misused the machine or took too long.
+
+    Attributes:
+        report: how far it came, `emulator.Report`; None where the worker process said nothing.
+    """
+
+    def __init__(self, message: str, *, report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class CheckFailedError(FlashlabError):

@@ -964,6 +964,79 @@ def _spread_labels(points: Sequence[_Point], *, points_per_decade: float) -> lis
     return [(point, shift) for point, _, shift in placed]
 
 
+def row_errors(
+    errors: Mapping[str, Sequence[float]], *, rows: int, limit: float | None = None, note: str = "", name: str
+) -> Chart:
+    """The largest error of each block of query rows, for several runs of one problem, on a logarithmic axis.
+
+    Args:
+        errors: by the run's name; what is not finite is shown at the top.
+        rows: rows in a block.
+        limit: the largest error that passes, where known.
+        note: where they come from.
+
+    Raises:
+        NoDataError: no run has an error to draw.
+    """
+    found = {title: [float(value) for value in values] for title, values in errors.items() if len(values)}
+    sizes = [value for values in found.values() for value in values if math.isfinite(value) and value > 0]
+    if not sizes:
+        raise NoDataError("wanted at least one finite error, found none")
+    low, high = min(sizes) / 2, max([*sizes, limit or 0.0]) * 3
+    blocks = max(map(len, found.values()))
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        axes.set_yscale("log")
+        axes.set_ylim(low, high)
+        shift = 0.24 / max(1, len(found) - 1)
+        for index, (title, values) in enumerate(found.items()):
+            colour = (STAGE, PEER, ACCENT, LOSS)[index % 4]
+            places = [position + (index - (len(found) - 1) / 2) * shift for position in range(len(values))]
+            heights = [min(max(value, low), high) if math.isfinite(value) else high for value in values]
+            axes.plot(
+                places,
+                heights,
+                linestyle="none",
+                marker="oDsv"[index % 4],
+                markersize=6,
+                color=colour,
+                label=title,
+                clip_on=False,
+                zorder=3,
+            )
+            for place, value in zip(places, values, strict=True):
+                if not math.isfinite(value):
+                    axes.annotate(
+                        "NaN", (place, high), xytext=(0, 6), textcoords="offset points", ha="center", color=colour
+                    )
+        if limit:
+            axes.axhline(limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), label="largest error that passes")
+        axes.set_xticks(range(blocks), [f"{block * rows}–{(block + 1) * rows - 1}" for block in range(blocks)])
+        axes.set_xlim(-0.5, blocks - 0.5)
+        if layout == "narrow" or blocks > 8:
+            axes.tick_params(axis="x", labelrotation=60)
+        axes.tick_params(axis="y", labelcolor=MUTED)
+        axes.grid(axis="y")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel("query rows")
+        axes.set_ylabel("largest error")
+        figure.legend(loc="outside upper left", ncols=3 if layout == "wide" else 1)
+
+    worst = "; ".join(
+        f"{title}: {max(values):.1e}" if all(map(math.isfinite, values)) else f"{title}: not finite"
+        for title, values in found.items()
+    )
+    return _chart(
+        draw,
+        name=name,
+        heights={"wide": 3.0, "narrow": 3.6},
+        alt=f"Largest error of each block of {rows} query rows against the float64 oracle. The worst block of {worst}.",
+        caption=f"Largest error of each block of {rows} query rows, over all heads, against the float64 oracle.",
+        provenance=note,
+    )
+
+
 def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
     """Measured ceilings as a percentage of the data sheet's.
 

@@ -4,34 +4,68 @@ lab = settings(source=source, gpu=gpu, stages=stages, suite=suite, out=out, data
 lab.measure()                      appends to data/ where the source is `measure`
 lab.show(figures.ladder)           a chart or table of the newest rows, or that there are none yet
 lab.write("02_ladder", numbers)    the result file, which says that the notebook came to its end
+
+On this machine's CPU, without a GPU:
+
+here = lab.check_here()            the stages, against the oracle
+copy = edited("05_wmma", old, new) a stage with one change, in a file of its own
+before = attempt("05_wmma")        a run whose races were looked for; an error comes back as text
+after = attempt("05_wmma", copy)
+show(compare({"as it is": before, "edited": after}))
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
+import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from flashlab import checks, emulator, provenance, records, results
 from flashlab import gpu as gpus
-from flashlab import provenance, records, results
 from flashlab import stages as registry
-from flashlab.errors import NoDataError, ParameterError, ReportError
+from flashlab.attention import AttentionParams, TensorView, emulate, grid_for
+from flashlab.check import Verdict, check
+from flashlab.checks import CheckRow
+from flashlab.errors import (
+    CompileError,
+    EmulationError,
+    FlashlabError,
+    MissingPackageError,
+    NoDataError,
+    OutputError,
+    ParameterError,
+    ReportError,
+)
 from flashlab.figures import Chart
-from flashlab.paths import BUILD, DATA, writable_dir
+from flashlab.paths import BUILD, DATA, ROOT, writable_dir
 from flashlab.problem import Problem
 from flashlab.problem import suite as problems_of
-from flashlab.records import Measurement
+from flashlab.records import Measurement, StageCounters
 from flashlab.results import Results
 
 Source = Literal["measure", "replay"]
 SOURCES = ("auto", *get_args(Source))
+SCHEDULES = ("ascending", "descending", "seeded:1")
+"""The orders of warps that the notebooks run."""
+LENGTHS = ((1, 1), (113, 203), (239, 1))
+"""Queries and keys of the notebooks' problems on a CPU: one of each, around every tile, more queries than keys."""
+HEAD_DIM = 64
+ROWS = 16
+"""Query rows whose errors are shown as one."""
+EDITS = BUILD / "edits"
+"""Where edited kernels are written; kernels/ stays as it is."""
+_CUDA_ALIGNMENT = 256
+"""Bytes: where CUDA's allocators put arrays, and so what sectors are counted from."""
 NOTHING_YET = (
     "**Nothing has been measured yet.** "
     "No GPU has records in `data/`. `make report` on a machine with an NVIDIA GPU measures it and fills this in."
@@ -114,6 +148,73 @@ class Lab:
         except NoDataError as error:
             return NOTHING_YET if self.results is None else f"*{error}*"
 
+    def check_here(self) -> Here:
+        """Compare the chosen stages with the oracle on this machine's CPU, under every schedule, and look for races.
+
+        Small problems of hostile lengths under both masks. Without a C++ compiler nothing runs, and it says so.
+
+        Raises:
+            OutputError: the compile cache cannot be written.
+        """
+        missing = no_compiler()
+        if missing:
+            return Here(missing=missing)
+        options: dict[str, Any] = {"lengths": LENGTHS, "head_dims": (HEAD_DIM,), "dtypes": ("float16",)}
+        options |= {"layouts": ("contiguous",)}
+        able = {stage_id: registry.get(stage_id) for stage_id in self.stages}
+        wanted = checks.cases(able, heads=checks.CPU_HEADS, **options)
+        # First all of them, side by side, so that the seconds of a stage are those of its runs.
+        checks.build_all(checks.implementations(self.stages, None), wanted, hooks=True)
+        rows: list[CheckRow] = []
+        seconds: dict[str, float] = {}
+        for stage_id in self.stages:
+            began = time.perf_counter()
+            rows += checks.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
+            seconds[stage_id] = time.perf_counter() - began
+        return Here(rows=tuple(rows), seconds=seconds)
+
+    def beside_emulator(self) -> str:
+        """What chip and emulator made of the same inputs, from the records, as a Markdown table; empty where none is.
+
+        Where something is on record, with the run that made it.
+        """
+        from flashlab import tables
+
+        try:
+            lines = results.emulated_checks(self.gpu or "", self.data)
+        except NoDataError:
+            return ""
+        chosen = [line for line in lines if line["stage"] in self.stages]
+        if not chosen:
+            return ""
+        run = str(chosen[0]["run"])
+        came = f"{chosen[0]['gpu']['name']} · {results.date(run)} · commit {results.commit_label(run)}"
+        return f"{tables.agreement(chosen)}\n*{came}*\n"
+
+    def counters(self) -> Counted:
+        """The emulator's counters beside Nsight Compute's of the same launches, for the chosen stages."""
+        try:
+            found = results.counters(self.gpu or "", self.data)
+        except NoDataError as error:
+            return Counted(missing=f"*{error}*")
+        missing = no_compiler()
+        if missing:
+            return Counted(missing=missing)
+        from flashlab import tables
+
+        lines: dict[str, StageCounters] = {}
+        for line in found.stages:  # of each stage the first shape, which is the smallest
+            if line.stage in self.stages:
+                lines.setdefault(line.stage, line)
+        compared = {
+            stage_id: tables.counted(count_accesses(stage_id, line.shape), line) for stage_id, line in lines.items()
+        }
+        return Counted(
+            compared={stage_id: compared[stage_id] for stage_id in self.stages if stage_id in compared},
+            lines=tuple(lines.values()),
+            patterns=len(found.patterns),
+        )
+
     @cached_property
     def results(self) -> Results | None:
         """What is recorded of the GPU; None where nothing is."""
@@ -180,6 +281,74 @@ class Lab:
     def __str__(self) -> str:
         where = "measuring on this machine's GPU" if self.source == "measure" else "showing what is recorded in data/"
         return f"{where}: {self.gpu or 'no GPU yet'}; {len(self.stages)} stages, suite {self.suite}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Here:
+    """What the stages did on this machine's CPU."""
+
+    rows: tuple[CheckRow, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each stage's runs took."""
+    missing: str = ""
+    """Why nothing ran, for people; empty where it did."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no run failed; also where none was possible."""
+        return all(row.status == "ok" for row in self.rows)
+
+    @property
+    def outcomes(self) -> dict[str, bool]:
+        """Whether all runs of a stage passed, by its id."""
+        return {stage: all(row.status == "ok" for row in self.rows if row.stage == stage) for stage in self.seconds}
+
+    def __str__(self) -> str:
+        from flashlab import tables
+
+        return self.missing or tables.emulated(self.rows, self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """The emulator's counters beside Nsight Compute's."""
+
+    compared: Mapping[str, Mapping[str, tuple[int, int, int, int]]] = field(default_factory=dict)
+    """By stage, as `tables.counted` gives them."""
+    lines: tuple[StageCounters, ...] = ()
+    patterns: int = 0
+    """Single accesses that are on record beside the stages."""
+    missing: str = ""
+    """Why there is nothing to compare, for people."""
+
+    @property
+    def equal(self) -> tuple[str, ...]:
+        """Stages of which every count is the same."""
+        return tuple(
+            stage
+            for stage, found in self.compared.items()
+            if all(counts[0] == counts[1] and counts[2] == counts[3] for counts in found.values())
+        )
+
+    def __str__(self) -> str:
+        from flashlab import tables
+
+        if self.missing or not self.compared:
+            return self.missing or "*No stage that is shown here is among the recorded counters.*"
+        shapes = ", ".join(dict.fromkeys(line.shape for line in self.lines))
+        commits = ", ".join(
+            dict.fromkeys(line.commit[:7] + (" + changes" if line.dirty else "") for line in self.lines)
+        )
+        equal = f"Every count of {', '.join(f'`{stage}`' for stage in self.equal)} is the same." if self.equal else ""
+        if self.patterns:
+            equal += (
+                f" On record beside the stages are {self.patterns} single accesses to shared memory, which tests hold "
+                "the model of bank conflicts against."
+            )
+        return (
+            f"{tables.counters(self.compared)}\n{equal.strip()}\n\n"
+            f"*{self.lines[0].gpu} · {shapes} full float16 · commit {commits}*\n"
+        )
 
 
 def settings(
@@ -261,6 +430,262 @@ def _progress_bar() -> Iterator[Callable[[Any], None]]:
         yield report
 
 
+# --- A kernel on this machine's CPU -----------------------------------------------------------------------------------
+
+
+def no_compiler() -> str:
+    """Why kernels cannot run on this machine's CPU and the command that helps, as Markdown; empty where they can."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        return f"**No kernel runs on this machine's CPU yet.** {error}"
+    return ""
+
+
+def own_copy(stage: str) -> Path:
+    """`build/edits/<stage>.cu`: a copy of a stage's file to edit. Once edited it is never overwritten.
+
+    Raises:
+        UnknownStageError: no such stage.
+        OutputError: it cannot be written.
+    """
+    found = registry.get(stage)
+    text = found.source.read_text(encoding="utf-8")
+    path = writable_dir(EDITS, "edited kernels") / f"{found.id}.cu"
+    # What it was made from: a copy that nobody has edited follows the stage.
+    original = writable_dir(EDITS / "original", "edited kernels") / path.name
+    untouched = path.is_file() and original.is_file() and path.read_bytes() == original.read_bytes()
+    if untouched or not path.exists():
+        _write(original, text)
+        _write(path, text)
+    return path
+
+
+def edited(stage: str, old: str, new: str, *, name: str = "edited") -> Path:
+    """A copy of a stage's file in which `old` has become `new`: `build/edits/<stage>-<name>.cu`.
+
+    Raises:
+        UnknownStageError: no such stage.
+        ParameterError: `old` does not occur exactly once.
+        OutputError: it cannot be written.
+    """
+    found = registry.get(stage)
+    text = found.source.read_text(encoding="utf-8")
+    count = text.count(old) if old else 0
+    if count != 1:
+        lines = [number for number, line in enumerate(text.splitlines(), 1) if old and old in line]
+        where = f", in lines {', '.join(map(str, lines))}; more of the line around it says which" if lines else ""
+        raise ParameterError(
+            f"old: wanted text that occurs once in {found.source.relative_to(ROOT)}, got {old!r}, "
+            f"which occurs {count} times{where}"
+        )
+    path = writable_dir(EDITS, "edited kernels") / f"{found.id}-{name}.cu"
+    _write(path, text.replace(old, new))
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: another notebook may be compiling the file."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
+        whole = Path(folder) / path.name
+        whole.write_text(text, encoding="utf-8")
+        whole.replace(path)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trial:
+    """One run of a kernel on the CPU, and what is to be said of it."""
+
+    stage: str
+    source: Path
+    """The file that was compiled."""
+    problem: Problem
+    schedule: str
+    verdict: Verdict | None
+    """On the numbers alone; None where there are none."""
+    report: emulator.Report | None
+    """Findings and counters, of one that was stopped as far as it came; None where it did not run."""
+    errors: tuple[float, ...]
+    """The largest error of every `ROWS` query rows, over all heads; NaN where one is NaN."""
+    error: str
+    """Why there is no result, for people; empty where there is one."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the result is right and the detector found nothing."""
+        return self.verdict is not None and self.verdict.passed and not (self.report and self.report.findings)
+
+    @property
+    def limit(self) -> float | None:
+        """The largest error that passes, where known."""
+        return self.verdict.max_abs_limit if self.verdict else None
+
+
+def attempt(
+    stage: str,
+    source: Path | None = None,
+    *,
+    shape: str = "1x2x128x64",
+    mask: str = "full",
+    schedule: str = "ascending",
+    params: Mapping[str, int] | None = None,
+    timeout_s: float = 20.0,
+) -> Trial:
+    """Run a stage, or `source` in its place, once on the CPU, looking for races; a failure is in what comes back.
+
+    Args:
+        shape, mask: the problem, float16.
+        schedule: `ascending`, `descending` or `seeded:N`.
+        params: tunables that differ from their defaults.
+        timeout_s: after so long it is stopped.
+
+    Raises:
+        UnknownStageError, ParameterError, UnsupportedError: what was asked for does not exist.
+        OutputError: the compile cache cannot be written.
+    """
+    import numpy as np
+
+    from flashlab import reference
+
+    found = registry.get(stage)
+    problem = Problem.parse(shape, mask=mask)
+    found.require(problem)
+    q, k, v = (_as_cuda_places(values) for values in reference.make_inputs(problem))
+    out = _as_cuda_places(np.zeros_like(q))
+    verdict = report = None
+    errors: tuple[float, ...] = ()
+    error = ""
+    try:
+        ran = emulate(
+            q,
+            k,
+            v,
+            causal=problem.causal,
+            stage=found.id,
+            out=out,
+            params=params,
+            source=source,
+            schedule=schedule,
+            races=True,
+            timeout_s=timeout_s,
+        )
+    except (ParameterError, OutputError):
+        raise
+    except CompileError as failed:
+        error = str(failed).partition("\nCommand:")[0]
+    except EmulationError as failed:
+        error, report = str(failed), failed.report
+    except FlashlabError as failed:
+        error = str(failed)
+    else:
+        report = ran.report
+        verdict = check(ran.out, ran.lse, q, k, v, causal=problem.causal, dtype=problem.dtype)
+        exact, _ = reference.attention(q, k, v, causal=problem.causal)
+        apart = np.abs(ran.out.astype(np.float64) - exact).max(axis=(0, 1, 3))
+        errors = tuple(float(apart[row : row + ROWS].max()) for row in range(0, problem.q_len, ROWS))
+    return Trial(
+        stage=found.id,
+        source=source or found.source,
+        problem=problem,
+        schedule=schedule,
+        verdict=verdict,
+        report=report,
+        errors=errors,
+        error=error,
+    )
+
+
+def _as_cuda_places(values: Any) -> Any:
+    """A copy at an address like CUDA's: sectors are counted from it, and NumPy's addresses differ from run to run."""
+    import numpy as np
+
+    room = np.zeros(values.nbytes + _CUDA_ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _CUDA_ALIGNMENT
+    placed = room[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    placed[...] = values
+    return placed
+
+
+def count_accesses(stage: str, shape: str) -> emulator.Report:
+    """Run a stage on the CPU as scripts/counters_ncu.py does on a GPU, full, float16, no log-sum-exp, and count.
+
+    Raises:
+        UnknownStageError, ParameterError, UnsupportedError, MissingPackageError, CompileError, EmulationError.
+    """
+    import numpy as np
+
+    from flashlab.reference import make_inputs
+
+    found = registry.get(stage)
+    problem = Problem.parse(shape)
+    found.require(problem)
+    inputs = [_as_cuda_places(values) for values in make_inputs(problem)]
+    arrays = dict(zip("QKVO", (*inputs, _as_cuda_places(np.zeros_like(inputs[0]))), strict=True))
+    kernel = emulator.build_stage(found, head_dim=problem.head_dim, dtype=problem.dtype, causal=False, hooks=True)
+    assert kernel.launch_shape is not None
+    views = [TensorView(0, *(stride // array.itemsize for stride in array.strides[:3])) for array in arrays.values()]
+    scale_log2 = problem.head_dim**-0.5 * math.log2(math.e)
+    sizes = (problem.q_heads, problem.kv_heads, problem.q_len, problem.kv_len)
+    pointers = {
+        getattr(AttentionParams, name).offset + TensorView.data.offset: emulator.Pointer(
+            array=array, access="w" if name == "O" else "r", name=name
+        )
+        for name, array in arrays.items()
+    }
+    structure = emulator.Structure(value=AttentionParams(*views, None, *sizes, scale_log2), pointers=pointers)
+    return emulator.launch(kernel, [structure], grid=grid_for(problem, kernel.launch_shape))
+
+
+def compare(trials: Mapping[str, Trial]) -> str:
+    """Runs side by side, as a Markdown table: verdict, error, findings."""
+    from flashlab import tables
+
+    lines: list[list[tables.Cell]] = []
+    for title, trial in trials.items():
+        verdict, report = trial.verdict, trial.report
+        if verdict is None or report is None:
+            lines.append([title, "no result", trial.error.partition("\n")[0], None, None, None])
+            continue
+        kinds = [finding.kind for finding in report.findings]
+        found = ", ".join(f"{kinds.count(kind)} × {kind}" for kind in dict.fromkeys(kinds)) or "none"
+        lines.append(
+            [
+                title,
+                "right" if verdict.passed else "wrong",
+                verdict.reason or None,
+                tables.tiny(verdict.max_abs_error),
+                tables.tiny(verdict.max_abs_limit),
+                found,
+            ]
+        )
+    return tables.markdown(("", "result", "why", "largest error", "limit", "findings"), lines, left=3)
+
+
+def compare_rows(trials: Mapping[str, Trial], *, name: str) -> Chart | str:
+    """The runs' errors block by block of query rows, as a figure; a sentence where no run has a finite one."""
+    from flashlab import figures
+
+    runs = list(trials.values())
+    limit = next((trial.limit for trial in runs if trial.limit is not None), None)
+    schedules = " and ".join(dict.fromkeys(run.schedule for run in runs))
+    note = f"{runs[0].stage} · {runs[0].problem.label} · {schedules} · on a CPU"
+    try:
+        errors = {title: trial.errors for title, trial in trials.items()}
+        return figures.row_errors(errors, rows=ROWS, limit=limit, note=note, name=name)
+    except NoDataError:
+        return "*No run has a number to draw.*"
+
+
+def said(trial: Trial) -> str:
+    """An error in full, as a code block; or that there was none."""
+    if not trial.error:
+        return "*It ran to its end.*"
+    return f"```text\n{trial.error}\n```\n"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
 def machine_here() -> str:
     """This machine's GPU as a Markdown table, or why there is none."""
     from flashlab import tables
@@ -273,9 +698,11 @@ def machine_here() -> str:
 
 
 def show(item: Chart | str) -> None:
-    """Show a chart, or Markdown, in a notebook."""
+    """Show a chart, or Markdown, in a notebook; nothing where that is empty."""
     from IPython.display import Markdown, display
 
+    if item == "":
+        return
     display(Markdown(item) if isinstance(item, str) else item)  # type: ignore[no-untyped-call]
 
 

@@ -3,6 +3,7 @@
     data/<gpu>/machine.json         the machine the runs were made on
     data/<gpu>/runs/<run>.jsonl     records of one run; never rewritten
     data/<gpu>/checks/              comparisons that are not timings
+    data/<gpu>/counters/            what Nsight Compute counted, scripts/counters_ncu.py
     data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
 
 A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources,
@@ -15,11 +16,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -29,6 +30,7 @@ from flashlab.paths import slug as slug
 from flashlab.problem import DType, Mask, Problem
 
 SCHEMA_VERSION = 1
+T = TypeVar("T")
 
 Regime = Literal["burst", "sustained"]
 """burst: short samples with idle gaps, the SM clock at its maximum. sustained: continuous work, power-limited."""
@@ -247,6 +249,42 @@ class Machine(_Model):
     """Processor, cores, memory, operating system; no host name."""
 
 
+class _Counted(_Model):
+    """A launch under Nsight Compute."""
+
+    gpu: str
+    """Product name of the GPU."""
+    commit: str
+    """Full hash of the code that was launched, or `unknown`."""
+    dirty: bool
+    """True when that code differed from the commit."""
+    metrics: dict[str, float]
+    """Nsight Compute's metrics by their names; which there are depends on the GPU and on its version."""
+
+
+class StageCounters(_Counted):
+    """What Nsight Compute counted in one launch of a stage: full mask, float16, no log-sum-exp asked for."""
+
+    stage: str
+    """Its id."""
+    shape: str
+    """BxHxSxD."""
+
+
+class PatternCounters(_Counted):
+    """What Nsight Compute counted in a single access to shared memory by one warp."""
+
+    pattern: str
+    """Name of how the lanes' addresses lie."""
+    kernel: str
+    """Name of the access: its instruction and width."""
+    offsets: tuple[int, ...] = Field(min_length=32, max_length=32)
+    """Byte offset of each lane's address; negative where the lane takes no part."""
+
+
+_COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
+
+
 @dataclass(frozen=True)
 class Damage:
     """A line or file that cannot be trusted."""
@@ -284,6 +322,25 @@ class Run:
         return tuple(r for r in self.records if isinstance(r, Ceiling))
 
 
+@dataclass(frozen=True)
+class Counters:
+    """The lines of one file of Nsight Compute's counters, with what could not be read."""
+
+    path: Path
+    lines: tuple[StageCounters | PatternCounters, ...]
+    damage: tuple[Damage, ...]
+
+    @property
+    def stages(self) -> tuple[StageCounters, ...]:
+        """Launches of stages."""
+        return tuple(line for line in self.lines if isinstance(line, StageCounters))
+
+    @property
+    def patterns(self) -> tuple[PatternCounters, ...]:
+        """Single accesses."""
+        return tuple(line for line in self.lines if isinstance(line, PatternCounters))
+
+
 def to_line(record: Measurement | Ceiling) -> str:
     """One line of JSON, newline included."""
     return record.model_dump_json() + "\n"
@@ -313,18 +370,31 @@ def append(path: Path, record: Measurement | Ceiling) -> None:
 
 def read_run(path: Path) -> Run:
     """A run file; damaged lines are reported in `damage` and every sound one is kept."""
-    records: list[Measurement | Ceiling] = []
+    return Run(path, *_read_lines(path, parse_line))
+
+
+def read_counters(path: Path) -> Counters:
+    """A file of Nsight Compute's counters; damaged lines are reported in `damage` and every sound one is kept."""
+    return Counters(path, *_read_lines(path, _counters_of))
+
+
+def _counters_of(line: str) -> StageCounters | PatternCounters:
+    return _COUNTERS.validate_json(line)
+
+
+def _read_lines(path: Path, parse: Callable[[str], T]) -> tuple[tuple[T, ...], tuple[Damage, ...]]:
+    found: list[T] = []
     damage: list[Damage] = []
     for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not raw.strip():
             continue
         try:
-            records.append(parse_line(raw.decode("utf-8")))
+            found.append(parse(raw.decode("utf-8")))
         except (ValidationError, UnicodeDecodeError) as error:
             first = error.errors()[0] if isinstance(error, ValidationError) else None
             what = f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}" if first else str(error)
             damage.append(Damage(path, number, what))
-    return Run(path, tuple(records), tuple(damage))
+    return tuple(found), tuple(damage)
 
 
 def gpus(data: Path = DATA) -> tuple[str, ...]:
@@ -413,6 +483,8 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
             damage.append(Damage(folder / name, None, "differs from CHECKSUMS"))
     for path in sorted((folder / "runs").glob("*.jsonl")):
         damage.extend(read_run(path).damage)
+    for path in sorted((folder / "counters").glob("*.jsonl")):
+        damage.extend(read_counters(path).damage)
     machine = folder / "machine.json"
     try:
         Machine.model_validate_json(machine.read_bytes())

@@ -45,6 +45,7 @@ PAGE_OF: Mapping[str, str] = {
     "01_correctness": "correctness.md",
     "00_hardware": "hardware.md",
     "03_anatomy": "anatomy.md",
+    "edit_a_kernel": "edit.md",
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
 
@@ -615,6 +616,8 @@ def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> N
         records.Verdict,
         records.CubinFields,
         records.Conditions,
+        records.StageCounters,
+        records.PatternCounters,
     )
     schema = [
         f"### {model.__name__}\n\n{(model.__doc__ or '').strip()}\n\n"

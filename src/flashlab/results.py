@@ -191,8 +191,42 @@ def checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
     Raises:
         NoDataError: there is none.
     """
-    lines = checks_file(gpu, data).read_text(encoding="utf-8").splitlines()
-    return tuple(json.loads(line) for line in lines if line.strip())
+    return _json_lines(checks_file(gpu, data))
+
+
+def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+
+
+def emulated_checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
+    """Lines of the newest comparison whose inputs the emulator was given too (`flashlab check --on both --record`).
+
+    Raises:
+        NoDataError: there is none.
+    """
+    for path in sorted((data / gpu / "checks").glob("*.jsonl"), reverse=True):
+        lines = tuple(line for line in _json_lines(path) if line.get("emulator"))
+        if lines:
+            return lines
+    raise NoDataError(
+        f"wanted checks of {gpu} beside the emulator, found none in data/{gpu}/checks. "
+        "`flashlab check --on both --record` on such a GPU makes some"
+    )
+
+
+def counters(gpu: str, data: Path = DATA) -> records.Counters:
+    """The newest file of what Nsight Compute counted on that GPU; its lines that could not be read are in `damage`.
+
+    Raises:
+        NoDataError: there is none.
+    """
+    files = sorted((data / gpu / "counters").glob("*.jsonl"))
+    if not files:
+        raise NoDataError(
+            f"wanted Nsight Compute's counters of {gpu}, found none in data/{gpu}/counters. "
+            "`scripts/counters_ncu.py` on such a GPU makes some"
+        )
+    return records.read_counters(files[-1])
 
 
 def load_all(data: Path = DATA) -> tuple[Results, ...]:

@@ -158,8 +158,8 @@ def get(stage_id: str) -> Stage:
         raise UnknownStageError(f"stage: wanted one of {', '.join(STAGES)}, got {stage_id!r}") from None
 
 
-def best(problem: Problem, arch: str) -> Stage:
-    """The last rung of the ladder that runs `problem` on `arch`.
+def best(problem: Problem, arch: str | None) -> Stage:
+    """The last rung of the ladder that runs `problem` on `arch`; None is a CPU, which runs every stage.
 
     Raises:
         UnsupportedError: none does; the message has each stage's reason.
@@ -168,7 +168,7 @@ def best(problem: Problem, arch: str) -> Stage:
         if stage.why_not(problem, arch) is None:
             return stage
     reasons = " ".join(stage.why_not(problem, arch) or "" for stage in STAGES.values())
-    raise UnsupportedError(f"no stage runs {problem.label} on {arch}. {reasons}")
+    raise UnsupportedError(f"no stage runs {problem.label} on {arch or 'a CPU'}. {reasons}")
 
 
 _THREADS = Param(default=128, choices=(64, 128, 256), meaning="threads a block; each owns one query row")

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import difflib
+import html
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from flashlab import check, peers, results, roofline, sass, stages
+from flashlab.checks import CheckRow
 from flashlab.compiler import Cubin
+from flashlab.emulator import Actor, Counter, Place, Report
 from flashlab.errors import CompileError, NoDataError
 from flashlab.problem import Problem
-from flashlab.records import Cache, CubinFields, Measurement, Regime, Status, flat
+from flashlab.records import Cache, CubinFields, Measurement, Regime, StageCounters, Status, flat
 from flashlab.results import Results
 from flashlab.sass import Instruction
 
@@ -36,6 +44,7 @@ _HELD_BACK: Mapping[str, str] = {
     "hw_slowdown": "hardware slowdown",
 }
 """NVML's reasons for holding a clock back, for people; others keep NVML's name."""
+NO_REPORT = "*There is nothing to say of its accesses: it did not run.*"
 _LONG = 48
 """Characters from which a cell is prose: on a phone it keeps a width to read it at."""
 
@@ -98,7 +107,8 @@ def beside_note(
 
 def _cell(text: str) -> str:
     text = text.replace("|", "\\|").replace("\n", " ")
-    return f'<span class="prose">{text}</span>' if len(text) >= _LONG and not text.startswith("[") else text
+    shown = html.unescape(re.sub(r"<[^>]+>", "", text))
+    return f'<span class="prose">{text}</span>' if len(shown) >= _LONG and not text.startswith("[") else text
 
 
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: int = 1) -> str:
@@ -420,6 +430,352 @@ def checks(lines: Iterable[Mapping[str, Any]]) -> str:
             for stage, found in by_stage.items()
         ],
     )
+
+
+def emulated(rows: Iterable[CheckRow], seconds: Mapping[str, float]) -> str:
+    """Runs on the CPU, summed up a stage.
+
+    Args:
+        seconds: how long each stage's runs took, by its id.
+    """
+    by_stage: dict[str, list[CheckRow]] = {}
+    for row in rows:
+        by_stage.setdefault(row.stage, []).append(row)
+    table = markdown(
+        ("", "schedules", "runs", "passed", "findings", "seconds"),
+        [
+            (
+                f"`{stage}`",
+                ", ".join(dict.fromkeys(row.schedule for row in found)),
+                len(found),
+                sum(row.status == "ok" for row in found),
+                sum(len(row.findings) for row in found),
+                seconds.get(stage),
+            )
+            for stage, found in by_stage.items()
+        ],
+        left=2,
+    )
+    failed = [
+        (f"`{row.stage}`", row.problem.label, row.schedule, row.reason)
+        for found in by_stage.values()
+        for row in found
+        if row.status not in ("ok", "unsupported")
+    ]
+    if failed:
+        table += "\n" + markdown(("what failed", "problem", "schedule", "why"), failed, left=4)
+    return table
+
+
+def agreement(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Chip and emulator on the same inputs (`results.emulated_checks`), summed up a stage."""
+    by_stage: dict[str, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        by_stage.setdefault(str(line["stage"]), []).append(line)
+    table: list[list[Cell]] = []
+    for stage, found in by_stage.items():
+        said = [line["emulator"] for line in found]
+        apart = [pair["agreement"] for pair in said if pair["agreement"] is not None]
+        shares = [
+            verdict["max_abs_error"] / verdict["max_abs_limit"]
+            for verdict in apart
+            if verdict["max_abs_error"] is not None and verdict["max_abs_limit"]
+        ]
+        table.append(
+            [
+                f"`{stage}`",
+                len(found),
+                sum(line["status"] == "ok" for line in found),
+                sum(pair["verdict"] is not None and pair["verdict"]["passed"] for pair in said),
+                sum(verdict["passed"] for verdict in apart),
+                f"{number(100 * max(shares))} %" if shares else None,
+            ]
+        )
+    header = ("", "inputs", "chip passed", "emulator passed", "agree", "largest difference, of its limit")
+    failed = [
+        (f"`{stage}`", line["emulator"]["shape"], line["emulator"]["reason"])
+        for stage, found in by_stage.items()
+        for line in found
+        if line["emulator"]["status"] != "ok"
+    ]
+    return markdown(header, table) + (
+        "\n" + markdown(("what failed", "shape", "why"), failed, left=3) if failed else ""
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Metrics:
+    """What the emulator counts of one kind of access, and Nsight Compute's names for it."""
+
+    space: str
+    access: str
+    kind: str
+    passes: Literal["sectors", "wavefronts"]
+    requests_metric: str
+    passes_metric: str
+
+
+_METRICS: Mapping[str, _Metrics] = {
+    "global loads": _Metrics(
+        space="global",
+        access="read",
+        kind="plain",
+        passes="sectors",
+        requests_metric="smsp__sass_inst_executed_op_global_ld",
+        passes_metric="smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_ld",
+    ),
+    "global stores": _Metrics(
+        space="global",
+        access="write",
+        kind="plain",
+        passes="sectors",
+        requests_metric="smsp__sass_inst_executed_op_global_st",
+        passes_metric="smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_st",
+    ),
+    "cp.async": _Metrics(
+        space="global",
+        access="read",
+        kind="async copy",
+        passes="sectors",
+        requests_metric="smsp__sass_inst_executed_op_ldgsts",
+        passes_metric="smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_ldgsts",
+    ),
+    "shared loads": _Metrics(
+        space="shared",
+        access="read",
+        kind="plain",
+        passes="wavefronts",
+        requests_metric="smsp__sass_inst_executed_op_shared_ld",
+        passes_metric="smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ld",
+    ),
+    "ldmatrix": _Metrics(
+        space="shared",
+        access="read",
+        kind="matrix",
+        passes="wavefronts",
+        requests_metric="smsp__sass_inst_executed_op_ldsm",
+        passes_metric="smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_ldsm",
+    ),
+    "shared stores": _Metrics(
+        space="shared",
+        access="write",
+        kind="plain",
+        passes="wavefronts",
+        requests_metric="smsp__sass_inst_executed_op_shared_st",
+        passes_metric="smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_st",
+    ),
+}
+"""Nsight Compute counts these by patched instructions; what the hardware's own counters add is arbitration."""
+
+
+def counted(report: Report, line: StageCounters) -> dict[str, tuple[int, int, int, int]]:
+    """For each kind of access: the emulator's requests and Nsight Compute's, the emulator's passes and the other's.
+
+    Kinds that neither saw, or that this version of Nsight Compute has no metric for, are left out.
+    """
+    found: dict[str, tuple[int, int, int, int]] = {}
+    for what, metrics in _METRICS.items():
+        ours = [
+            counter
+            for counter in report.counters
+            if (counter.space, counter.access, counter.kind) == (metrics.space, metrics.access, metrics.kind)
+        ]
+        requests, passes = (
+            line.metrics.get(f"{name}.sum") for name in (metrics.requests_metric, metrics.passes_metric)
+        )
+        if requests is None or passes is None:
+            continue
+        mine = sum(counter.requests for counter in ours), sum(getattr(counter, metrics.passes) for counter in ours)
+        if any((*mine, requests, passes)):
+            found[what] = (mine[0], round(requests), mine[1], round(passes))
+    return found
+
+
+def _ratio(ours: int, theirs: int) -> str:
+    if ours == theirs:
+        return "equal"
+    return f"×{number(ours / theirs)}" if theirs else "–"
+
+
+def counters(compared: Mapping[str, Mapping[str, tuple[int, int, int, int]]]) -> str:
+    """The emulator's counters beside Nsight Compute's.
+
+    Args:
+        compared: by stage, as `counted` gives them.
+    """
+    table: list[list[Cell]] = []
+    for stage, found in compared.items():
+        for what, (requests, their_requests, passes, their_passes) in found.items():
+            table.append(
+                [
+                    f"`{stage}`",
+                    what.replace(" ", "\N{NO-BREAK SPACE}"),
+                    f"{requests:,}",
+                    f"{their_requests:,}",
+                    _ratio(requests, their_requests),
+                    _METRICS[what].passes,
+                    f"{passes:,}",
+                    f"{their_passes:,}",
+                    _ratio(passes, their_passes),
+                ]
+            )
+    header = (
+        "",
+        "access",
+        "requests, emulator",
+        "Nsight Compute",
+        "ratio",
+        "passes",
+        "emulator",
+        "Nsight Compute",
+        "ratio",
+    )
+    return markdown(header, table, left=2)
+
+
+def _code(text: str) -> str:
+    """Source for a table's cell: a code span whose characters no Markdown reads as its own."""
+    return f"<code>{''.join(c if c.isalnum() or c in ' .,:;=+-/()' else f'&#{ord(c)};' for c in text)}</code>"
+
+
+def _line_of(place: Place) -> str:
+    """File and line, short enough to keep in view: `05_wmma.cu:120`."""
+    frame = place.frame
+    return f'<code class="place">{html.escape(frame.file.name)}:{frame.line}</code>' if frame else "unknown"
+
+
+def _source_of(place: Place) -> str:
+    frame = place.frame
+    return _code(frame.text) if frame and frame.text else ""
+
+
+_ACCESSES: Mapping[str, str] = {
+    "read": "reads",
+    "write": "writes",
+    "atomic": "updates",
+    "async read": "has it read",
+    "async write": "has it written",
+}
+
+
+def findings(report: Report | None) -> str:
+    """What the detector found, with the source of both accesses; a sentence where it found nothing or did not run."""
+    if report is None:
+        return NO_REPORT
+    if not report.findings:
+        if report.status != "ok":
+            return "*Up to where it stopped, the detector found nothing.*"
+        return "*No race, no uninitialised read, no access out of bounds: the detector found nothing.*"
+    table: list[list[Cell]] = []
+    for finding in report.findings:
+        where = ", ".join(filter(None, (f"{finding.space} memory", finding.array)))
+        times = f", {finding.count:,} times" if finding.count > 1 else ""
+        actors: list[Actor] = [actor for actor in (finding.first, finding.second) if actor]
+        for position, actor in enumerate(actors):
+            table.append(
+                [
+                    "" if position else f"**{finding.kind}**, {where}{times}",
+                    f"thread\N{NO-BREAK SPACE}{actor.thread} {_ACCESSES.get(actor.access, actor.access)}",
+                    f"{_line_of(actor.place)}<br>{_source_of(actor.place)}",
+                ]
+            )
+        if not actors:
+            table.append([f"**{finding.kind}**, {where}{times}", None, None])
+    return markdown(("finding", "first seen", "at"), table, left=3)
+
+
+@dataclass(kw_only=True)
+class _Asked:
+    """What one line of source asked of one memory."""
+
+    place: Place
+    passes: int = 0
+    ideal: int = 0
+
+
+_Line = tuple[str, str, int, str]
+
+
+def _per_line(
+    counters: Iterable[Counter], space: str, passes: Callable[[Counter], tuple[int, int]]
+) -> dict[tuple[_Line, int], _Asked]:
+    """By source text, access, kind and width, and how many such lines came before: what survives an edit elsewhere."""
+    lines: dict[tuple[str, int, _Line], _Asked] = {}
+    for counter in counters:
+        frame = counter.place.frame
+        if counter.space != space or frame is None:
+            continue
+        line = (counter.access, counter.kind, counter.bytes, frame.text)
+        asked = lines.setdefault((frame.file.name, frame.line, line), _Asked(place=counter.place))
+        took, ideal = passes(counter)
+        asked.passes += took
+        asked.ideal += ideal
+    seen: Tally[_Line] = Tally()
+    found: dict[tuple[_Line, int], _Asked] = {}
+    # The kernel's own file first, then the headers.
+    for (_, _, line), asked in sorted(lines.items(), key=lambda item: (item[0][0].endswith("h"), item[0])):
+        found[line, seen[line]] = asked
+        seen[line] += 1
+    return found
+
+
+def _asked_of(
+    space: str,
+    passes: Callable[[Counter], tuple[int, int]],
+    name: str,
+    reports: Mapping[str, Report | None],
+) -> str:
+    sides = {title: _per_line(report.counters, space, passes) for title, report in reports.items() if report}
+    if not sides:
+        return NO_REPORT
+    keys = list(dict.fromkeys(key for side in sides.values() for key in side))
+    if not keys:
+        return f"*No line asks anything of {space} memory.*"
+    table: list[list[Cell]] = []
+    for key in keys:
+        (access, kind, width, _), _ = key
+        shown = next(side[key] for side in sides.values() if key in side)
+        how = {"matrix": "matrix ", "async copy": "copy, "}.get(kind, "") + access
+        cells: list[Cell] = [_line_of(shown.place), _source_of(shown.place), f"{how}, {width} B a lane"]
+        cells += [part for side in sides.values() for part in _asked_cells([side[key]] if key in side else [])]
+        table.append(cells)
+    table.append(["in all", None, None, *(c for side in sides.values() for c in _asked_cells(list(side.values())))])
+    header = ["line", "source", "access"]
+    for title in sides:
+        header += [f"{title}: {name}" if len(reports) > 1 else name, "over ideal"]
+    return markdown(header, table, left=3)
+
+
+def _asked_cells(asked: Sequence[_Asked]) -> tuple[Cell, Cell]:
+    took, ideal = sum(one.passes for one in asked), sum(one.ideal for one in asked)
+    return (f"{took:,}", f"×{number(took / ideal, 2)}") if ideal else (None, None)
+
+
+def conflicts(reports: Mapping[str, Report | None]) -> str:
+    """Shared memory's wavefronts, line by line, and how many times what they would be without bank conflicts.
+
+    Args:
+        reports: by name, runs to stand side by side; the same line of source is one row.
+    """
+    return _asked_of("shared", lambda counter: (counter.wavefronts, counter.ideal_wavefronts), "wavefronts", reports)
+
+
+def sectors(reports: Mapping[str, Report | None]) -> str:
+    """Global memory's 32-byte sectors, line by line, and how many times what side-by-side bytes would take.
+
+    Args:
+        reports: as for `conflicts`.
+    """
+    return _asked_of("global", lambda counter: (counter.sectors, counter.ideal_sectors), "sectors", reports)
+
+
+def diff(before: Path, after: Path) -> str:
+    """What turns one file into another, as a code block; a sentence where nothing does."""
+    old, new = (path.read_text(encoding="utf-8").splitlines() for path in (before, after))
+    lines = list(difflib.unified_diff(old, new, before.name, after.name, n=2, lineterm=""))
+    if not lines:
+        return "*The two files are the same: no line is changed.*"
+    return "```diff\n" + "\n".join(lines) + "\n```\n"
 
 
 def ceilings(shown: Results) -> str:

@@ -1,0 +1,462 @@
+"""The comparison of stages with the oracle, over what breaks kernels: which cases there are, and running them on a CPU.
+
+bench.py runs the same cases on a GPU. Every buffer lies between guards of NaN, outputs are poisoned, inputs compared
+afterwards; grouped-query heads and the log-sum-exp are always on.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from flashlab import emulator, stages
+from flashlab.attention import Emulation, emulate
+from flashlab.check import HOSTILE, Guarded, check, strides_of
+from flashlab.check import Verdict as CheckVerdict
+from flashlab.errors import CompileError, EmulationError, FlashlabError, ParameterError, UnsupportedError
+from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, Problem
+from flashlab.records import Verdict
+from flashlab.reference import make_inputs
+from flashlab.stages import Stage
+
+LAYOUTS: dict[str, str] = {
+    "contiguous": "batch, heads, length, head_dim without gaps",
+    "bshd": "heads side by side in a token, as a projection writes them",
+    "padded": "a gap of 8 elements after every row",
+    "misaligned": "rows of odd length that start at any element: nothing is 16-byte aligned",
+}
+GPU_HEADS = (2, 4, 2)
+"""Batch, query heads and key heads of a case on a GPU."""
+CPU_HEADS = (1, 2, 1)
+"""The least that has grouped-query heads: a CPU's time goes by them."""
+CPU_LONG_HEADS = (1, 1, 1)
+"""Of a long problem."""
+MANY_SCORES = 1 << 16
+"""A head with more scores makes a problem long: on a CPU it goes through the first layout alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatorVerdict:
+    """What the emulator says of the inputs a GPU was given."""
+
+    status: str
+    """As `records.Status`: `ok` where the emulator passes the check and agrees with the chip."""
+    reason: str
+    shape: str
+    """What was emulated: the problem, or of a large one some of its heads."""
+    verdict: Verdict | None
+    """The emulator's output against the oracle."""
+    agreement: Verdict | None
+    """The chip's output against the emulator's, within the same limits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRow:
+    """One stage on one problem in one layout."""
+
+    stage: str
+    problem: Problem
+    layout: str
+    status: str
+    """As `records.Status`; `ok` is passed."""
+    reason: str
+    verdict: Verdict | None
+    schedule: str = ""
+    """On a CPU: the order in which warps took their turns."""
+    findings: tuple[str, ...] = ()
+    """On a CPU, where races were looked for: everything found."""
+    emulator: EmulatorVerdict | None = None
+    """On a GPU, where the emulator was asked too."""
+
+
+@dataclass(frozen=True)
+class CheckRun:
+    """Every verdict, and the file that holds them."""
+
+    path: Path | None
+    rows: tuple[CheckRow, ...]
+
+    @property
+    def failures(self) -> tuple[CheckRow, ...]:
+        """What is wrong; a stage that cannot do a problem is not."""
+        return tuple(row for row in self.rows if row.status not in ("ok", "unsupported"))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem in one layout, and the implementations that take it."""
+
+    problem: Problem
+    layout: str
+    names: tuple[str, ...]
+
+
+def cases(
+    able: Mapping[str, Stage],
+    *,
+    lengths: Sequence[tuple[int, int]] = HOSTILE,
+    dtypes: Sequence[str] = DTYPES,
+    masks: Sequence[str] = MASKS,
+    layouts: Sequence[str] = tuple(LAYOUTS),
+    head_dims: Sequence[int] | None = None,
+    heads: tuple[int, int, int] = GPU_HEADS,
+) -> list[Case]:
+    """Every combination that at least one implementation takes. `able` is the stage of each name.
+
+    Raises:
+        ParameterError: an unknown layout, mask or type, or nothing is left.
+    """
+    for wanted, known, what in ((layouts, LAYOUTS, "layout"), (masks, MASKS, "mask"), (dtypes, DTYPES, "dtype")):
+        for value in wanted:
+            if value not in known:
+                raise ParameterError(f"{what}: wanted one of {', '.join(known)}, got {value!r}")
+    dims = sorted({dim for stage in able.values() for dim in stage.head_dims}) if head_dims is None else head_dims
+    batch, q_heads, kv_heads = heads
+    found: list[Case] = []
+    for head_dim in dims:
+        for dtype in dtypes:
+            for mask in masks:
+                for q_len, kv_len in lengths:
+                    problem = Problem(
+                        batch=batch,
+                        q_heads=q_heads,
+                        kv_heads=kv_heads,
+                        q_len=q_len,
+                        kv_len=kv_len,
+                        head_dim=head_dim,
+                        dtype=dtype,  # type: ignore[arg-type]
+                        mask=mask,  # type: ignore[arg-type]
+                    )
+                    names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
+                    found.extend(Case(problem, layout, names) for layout in layouts if names)
+    if not found:
+        raise ParameterError("wanted at least one stage that takes one of those types and head dims, got none")
+    return found
+
+
+def placement(shape: Sequence[int], layout: str) -> dict[str, Any]:
+    """How `Guarded` lays out a tensor of that shape."""
+    if layout == "bshd":
+        return {"strides": strides_of(shape, order="bshd")}
+    if layout == "padded":
+        return {"strides": strides_of(shape, row_padding=16 // BYTES_PER_ELEMENT)}
+    if layout == "misaligned":
+        return {"strides": strides_of(shape, row_padding=1), "offset_words": 1}
+    return {}
+
+
+def finite(verdict: CheckVerdict) -> dict[str, Any]:
+    """A verdict as JSON has it: a number that is not finite is none."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in asdict(verdict).items()
+    }
+
+
+def damage(out: Guarded, lse: Guarded, inputs: Sequence[Guarded]) -> CheckVerdict | None:
+    """The verdict on a call that wrote where it must not; None where it did not."""
+    for what, buffer in (("out", out), ("lse", lse), *zip("qkv", inputs, strict=True)):
+        why = buffer.why_damaged()
+        if why:
+            return CheckVerdict(passed=False, reason=f"{what}: {why}")
+    return None
+
+
+# --- on a CPU ---------------------------------------------------------------------------------------------------------
+
+
+def emulated_verdict(
+    stage_id: str,
+    problem: Problem,
+    values: tuple[Any, Any, Any],
+    *,
+    layout: str = "contiguous",
+    source: Path | None = None,
+    schedule: str = "ascending",
+    races: bool = False,
+    threads: int | None = None,
+    timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
+    cancel: threading.Event | None = None,
+    judge: Callable[..., CheckVerdict] = check,
+) -> tuple[CheckVerdict, Emulation]:
+    """Run a stage once on the CPU between guards and say what is wrong with it.
+
+    `values` are q, k, v as `reference.make_inputs(problem)` gives them, `layout` is one of `LAYOUTS`. A finding of the
+    detector fails the verdict where the output passes. `judge` stands in for `check.check`.
+
+    Raises:
+        What `attention.emulate` raises.
+    """
+    inputs = [Guarded.holding(x, **placement(x.shape, layout)) for x in values]
+    out_shape = values[0].shape
+    out = Guarded.output(out_shape, problem.dtype, **placement(out_shape, layout))
+    lse = Guarded.output(out_shape[:3], "float32")
+    buffers = dict(zip(("q", "k", "v", "out", "lse"), (*inputs, out, lse), strict=True))
+    ran = emulate(
+        *(buffer.array for buffer in inputs),
+        causal=problem.causal,
+        stage=stage_id,
+        out=out.array,
+        lse=lse.array,
+        source=source,
+        schedule=schedule,
+        races=races,
+        threads=threads,
+        timeout_s=timeout_s,
+        cancel=cancel,
+        surroundings={name: buffer.buffer for name, buffer in buffers.items()},
+    )
+    verdict = damage(out, lse, inputs) or judge(
+        out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype
+    )
+    if verdict.passed and ran.report.findings:
+        more = len(ran.report.findings) - 1
+        verdict = CheckVerdict(
+            **asdict(verdict)
+            | {"passed": False, "reason": f"{ran.report.findings[0]}{f', and {more} more' if more else ''}"}
+        )
+    return verdict, ran
+
+
+@dataclass(frozen=True)
+class _Build:
+    """What decides an executable."""
+
+    stage: str
+    source: Path | None
+    head_dim: int
+    dtype: str
+    causal: bool
+    aligned: bool
+    hooks: bool
+
+    @classmethod
+    def of(cls, stage_id: str, source: Path | None, case: Case, *, hooks: bool) -> _Build:
+        problem = case.problem
+        aligned = case.layout != "misaligned"
+        return cls(stage_id, source, problem.head_dim, problem.dtype, problem.causal, aligned, hooks)
+
+    def __call__(self) -> None:
+        emulator.build_stage(
+            stages.get(self.stage),
+            head_dim=self.head_dim,
+            dtype=self.dtype,  # type: ignore[arg-type]
+            causal=self.causal,
+            aligned=self.aligned,
+            source=self.source,
+            hooks=self.hooks,
+        )
+
+
+Implementations = Mapping[str, tuple[str, Path | None]]
+"""By the name in a row: a stage's id, and the file that stands in for its own."""
+Follow = Callable[[int, int, str], None]
+"""Told of every step: how many are done, of how many, and what it was."""
+
+
+def implementations(stage_ids: Sequence[str] | None, sources: Mapping[str, Path] | None) -> Implementations:
+    """Stages by the names their rows have: an edited copy is `id@file`.
+
+    Raises:
+        UnknownStageError, ParameterError: a stage or file that is not there.
+    """
+    found: dict[str, tuple[str, Path | None]] = {
+        stages.get(stage_id).id: (stage_id, None)
+        for stage_id in dict.fromkeys(stages.STAGES if stage_ids is None else stage_ids)
+    }
+    for stage_id, source in (sources or {}).items():
+        if not source.is_file():
+            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
+        found[f"{stages.get(stage_id).id}@{source.stem}"] = (stage_id, source.resolve())
+    return found
+
+
+def build_all(
+    which: Implementations, wanted: Sequence[Case], *, hooks: bool = False, follow: Follow | None = None
+) -> dict[_Build, CompileError]:
+    """Compile what those cases run, several at once; those that the compiler refuses come back with its error.
+
+    Raises:
+        MissingPackageError, OutputError: no compiler, or nowhere to keep what it makes.
+    """
+    emulator.cxx()
+    builds = list(dict.fromkeys(_Build.of(*which[name], case, hooks=hooks) for case in wanted for name in case.names))
+    refused: dict[_Build, CompileError] = {}
+    with ThreadPoolExecutor(emulator.cores()) as pool:
+        futures = {pool.submit(build): build for build in builds}
+        try:
+            for done, future in enumerate(as_completed(futures), 1):
+                build = futures[future]
+                try:
+                    future.result()
+                except CompileError as error:
+                    refused[build] = error
+                if follow:
+                    follow(done, len(builds), f"compile {build.stage} D{build.head_dim} {build.dtype} for the CPU")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return refused
+
+
+def check_on_cpu(
+    stage_ids: Sequence[str] | None = None,
+    *,
+    lengths: Sequence[tuple[int, int]] = HOSTILE,
+    dtypes: Sequence[str] = DTYPES,
+    masks: Sequence[str] = MASKS,
+    layouts: Sequence[str] = tuple(LAYOUTS),
+    head_dims: Sequence[int] | None = None,
+    sources: Mapping[str, Path] | None = None,
+    schedules: Sequence[str] = ("ascending",),
+    races: bool = False,
+    seed: int = 0,
+    timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
+    follow: Follow | None = None,
+) -> CheckRun:
+    """Compare stages with the oracle on the CPU, over lengths, masks, types, layouts and schedules that break kernels.
+
+    Long problems go through the first of the layouts alone. `races` also looks for races, uninitialised reads and
+    accesses out of bounds; a finding is a failure.
+
+    Raises:
+        InputError: what was asked for does not exist.
+        MissingPackageError: no C++ compiler.
+        OutputError: the cache cannot be written.
+        KeyboardInterrupt: every worker is gone.
+    """
+    for schedule in schedules:
+        emulator.schedule_item(schedule)
+    which = implementations(stage_ids, sources)
+    able = {name: stages.get(stage_id) for name, (stage_id, _) in which.items()}
+    if not lengths or not layouts:
+        raise ParameterError(f"wanted at least one length and layout, got {lengths} and {layouts}")
+    wanted: list[Case] = []
+    for long, heads, through in ((False, CPU_HEADS, layouts), (True, CPU_LONG_HEADS, layouts[:1])):
+        of_this = [(q_len, kv_len) for q_len, kv_len in lengths if (q_len * kv_len > MANY_SCORES) == long]
+        if of_this:
+            what: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims, "heads": heads}
+            wanted += cases(able, lengths=of_this, layouts=through, **what)
+    refused = build_all(which, wanted, hooks=races, follow=follow)
+    cancel = threading.Event()
+    inputs = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
+    verdicts: dict[tuple[Problem, bytes, bytes], CheckVerdict] = {}
+
+    def judge(case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> CheckVerdict:
+        """`check`, once for the same bits: another schedule or layout rarely changes any."""
+        key = (case.problem, sha256(out.tobytes()).digest(), sha256(lse.tobytes()).digest())
+        if key not in verdicts:
+            verdicts[key] = check(out, lse, *values, **options)
+        return verdicts[key]
+
+    def run(name: str, case: Case, schedule: str) -> CheckRow:
+        stage_id, source = which[name]
+        error: FlashlabError | None = refused.get(_Build.of(stage_id, source, case, hooks=races))
+        verdict = None
+        findings: tuple[str, ...] = ()
+        if error is None:
+            try:
+                verdict, ran = emulated_verdict(
+                    stage_id,
+                    case.problem,
+                    inputs(case.problem),
+                    layout=case.layout,
+                    source=source,
+                    schedule=schedule,
+                    races=races,
+                    threads=1,
+                    timeout_s=timeout_s,
+                    cancel=cancel,
+                    judge=partial(judge, case),
+                )
+                findings = tuple(str(finding) for finding in ran.report.findings)
+            except FlashlabError as caught:
+                error = caught
+        status, reason = ("ok" if verdict.passed else "wrong", verdict.reason) if verdict else status_of(error)
+        return CheckRow(
+            stage=name,
+            problem=case.problem,
+            layout=case.layout,
+            status=status,
+            reason=reason,
+            verdict=None if verdict is None else Verdict.model_validate(finite(verdict)),
+            schedule=schedule,
+            findings=findings,
+        )
+
+    todo = [(name, case, schedule) for case in wanted for name in case.names for schedule in schedules]
+    # The long ones first, so that none is left alone at the end.
+    order = sorted(range(len(todo)), key=lambda index: -todo[index][1].problem.flops)
+    futures: dict[Future[CheckRow], int] = {}
+    rows: list[CheckRow | None] = [None] * len(todo)
+    with ThreadPoolExecutor(emulator.cores()) as pool:
+        try:
+            futures = {pool.submit(run, *todo[index]): index for index in order}
+            for done, future in enumerate(as_completed(futures), 1):
+                row = rows[futures[future]] = future.result()
+                if follow:
+                    follow(done, len(todo), f"{row.stage} {row.problem.label} {row.layout} {row.schedule}")
+        except BaseException:
+            cancel.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return CheckRun(None, tuple(row for row in rows if row is not None))
+
+
+def status_of(error: FlashlabError | None) -> tuple[str, str]:
+    """A row's status and reason for an error on the CPU."""
+    if isinstance(error, UnsupportedError):
+        return "unsupported", str(error)
+    if isinstance(error, EmulationError):
+        late = error.report is not None and error.report.status == "timeout"
+        return "timeout" if late else "crashed", str(error)
+    if isinstance(error, CompileError):
+        return "error", str(error).partition("\nCommand:")[0]
+    return "error", str(error)
+
+
+def emulate_beside(
+    stage_id: str,
+    problem: Problem,
+    values: tuple[Any, Any, Any],
+    out: Any,
+    lse: Any,
+    *,
+    layout: str,
+    source: Path | None = None,
+) -> EmulatorVerdict:
+    """Run on the CPU what a GPU ran, and compare the two within the checker's limits.
+
+    Of a large problem the first group of query heads is run, on the very same numbers.
+
+    Args:
+        values: q, k, v on the host, as `reference.make_inputs` gives them.
+        out, lse: what the GPU made of them, on the host.
+    """
+    if problem.q_len * problem.kv_len > MANY_SCORES:
+        group = problem.q_heads // problem.kv_heads
+        values = (values[0][:1, :group], values[1][:1, :1], values[2][:1, :1])
+        out, lse = out[:1, :group], lse[:1, :group]
+        sizes = asdict(problem) | {"batch": 1, "q_heads": group, "kv_heads": 1}
+        problem = Problem(**sizes)
+    try:
+        verdict, ran = emulated_verdict(stage_id, problem, values, layout=layout, source=source)
+    except FlashlabError as error:
+        status, reason = status_of(error)
+        return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=None, agreement=None)
+    agreement = check(out, lse, *values, causal=problem.causal, dtype=problem.dtype, against=(ran.out, ran.lse))
+    reason = verdict.reason or (agreement.reason and f"chip and emulator: {agreement.reason}")
+    return EmulatorVerdict(
+        status="wrong" if reason else "ok",
+        reason=reason,
+        shape=problem.shape,
+        verdict=Verdict.model_validate(finite(verdict)),
+        agreement=Verdict.model_validate(finite(agreement)),
+    )

@@ -1,0 +1,316 @@
+"""Kernels on the CPU: building, launching, and every way in which either goes wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from flashlab import emulator
+from flashlab.emulator import Pointer, Structure, build_file, launch
+from flashlab.errors import CompileError, EmulationError, MissingPackageError, OutputError, ParameterError
+from flashlab.stages import STAGES
+
+try:
+    emulator.cxx()
+    NO_COMPILER = ""
+except MissingPackageError as missing:
+    NO_COMPILER = str(missing)
+needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
+THREADS = 64
+
+
+def kernel(folder: Path, body: str, *, parameters: str = "float* out", before: str = "", hooks: bool = False) -> Any:
+    source = folder / "kernel.cu"
+    source.write_text(f'{before}\nextern "C" __global__ void kernel({parameters}) {{\n{body}\n}}\n', encoding="utf-8")
+    return build_file(source, entry="kernel", hooks=hooks)
+
+
+def line_of(folder: Path, words: str) -> int:
+    lines = (folder / "kernel.cu").read_text(encoding="utf-8").splitlines()
+    return next(number for number, line in enumerate(lines, 1) if words in line)
+
+
+# --- launching ---
+
+
+@needs_compiler
+def test_arrays_of_any_strides_scalars_and_structures_reach_the_kernel(tmp_path: Path) -> None:
+    built = kernel(
+        tmp_path,
+        """
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < count) out[i] = view.data[i * view.step] * scale + half_scale + (nothing == nullptr ? 0.5f : 0.0f);""",
+        parameters="float* out, View view, int count, float scale, double half_scale, const float* nothing",
+        before="struct View { const float* data; long long step; };",
+    )
+
+    class View(ctypes.Structure):
+        _fields_ = (("data", ctypes.c_void_p), ("step", ctypes.c_longlong))
+
+    values = np.arange(300, dtype=np.float32)[::-3]
+    out = np.full(100, -1, np.float32)
+    view = Structure(value=View(0, values.strides[0] // 4), pointers={0: Pointer(array=values, access="r")})
+    report = launch(built, [out, view, 97, np.float32(2), 1.0, None], grid=[2], block=[THREADS])
+    assert report.status == "ok"
+    assert report.findings == ()
+    np.testing.assert_array_equal(out[:97], 2 * values[:97] + 1.5)
+    assert (out[97:] == -1).all()
+    assert (values == np.arange(300, dtype=np.float32)[::-3]).all()
+
+
+@needs_compiler
+def test_dynamic_shared_memory_under_any_name_and_printf(tmp_path: Path) -> None:
+    built = kernel(
+        tmp_path,
+        """
+  extern __shared__ float tile[];
+  tile[threadIdx.x] = threadIdx.x;
+  __syncthreads();
+  out[threadIdx.x] = tile[blockDim.x - 1 - threadIdx.x];
+  if (threadIdx.x == 0) printf("hello from block %d\\n", (int)blockIdx.x);""",
+    )
+    out = np.zeros(THREADS, np.float32)
+    for schedule in ("ascending", "descending", "seeded:3"):
+        report = launch(built, [out], grid=[1], block=[THREADS], smem_bytes=4 * THREADS, schedule=schedule)
+        np.testing.assert_array_equal(out, np.arange(THREADS)[::-1])
+        assert report.printed == "hello from block 0\n"
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"arguments": []}, "takes 1, got 0"),
+        ({"arguments": ["text"]}, "argument 0: wanted a NumPy array"),
+        ({"arguments": [np.float32(1)]}, "takes 8 bytes, got 4"),
+        ({"grid": [0]}, "grid: wanted"),
+        ({"block": [1, 1, 1, 1]}, "block: wanted"),
+        ({"block": None}, "defines no launch_shape"),
+        ({"schedule": "random"}, "schedule: wanted ascending"),
+        ({"schedule": "seeded:x"}, "schedule: wanted ascending"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    built = kernel(tmp_path, "  out[0] = 1;")
+    options: dict[str, Any] = {"arguments": [np.zeros(1, np.float32)], "grid": [1], "block": [1], **changes}
+    with pytest.raises(ParameterError, match=words.replace("(", r"\(")):
+        launch(built, options.pop("arguments"), **options)
+
+
+@needs_compiler
+def test_only_what_was_asked_to_is_written(tmp_path: Path) -> None:
+    built = kernel(tmp_path, "  out[threadIdx.x] = in[threadIdx.x]; out[4] = 9;", parameters="float* out, float* in")
+    buffer, values = np.full(8, 7, np.float32), np.arange(4, dtype=np.float32)
+    launch(built, [Pointer(array=buffer[:4], access="w"), Pointer(array=values, access="r")], grid=[1], block=[4])
+    assert buffer.tolist() == [0, 1, 2, 3, 7, 7, 7, 7]
+    around = Pointer(array=buffer[:4], access="w", surroundings=buffer)
+    launch(built, [around, values], grid=[1], block=[4])
+    assert buffer.tolist() == [0, 1, 2, 3, 9, 7, 7, 7]
+
+
+# --- what goes wrong while it runs ---
+
+
+@needs_compiler
+def test_a_crash_names_its_line_and_leaves_this_process_alone(tmp_path: Path) -> None:
+    built = kernel(tmp_path, "  if (threadIdx.x == 5)\n    *(volatile int*)16 = 1;  // here\n  out[0] = 1;")
+    out = np.zeros(1, np.float32)
+    with pytest.raises(EmulationError, match="segmentation fault") as caught:
+        launch(built, [out], grid=[1], block=[32])
+    assert f"kernel.cu:{line_of(tmp_path, '// here')}" in str(caught.value)
+    assert "thread 5, 0, 0" in str(caught.value)
+    assert caught.value.report.status == "crash"
+    assert out[0] == 0
+
+
+@needs_compiler
+def test_an_endless_loop_is_stopped_and_says_where(tmp_path: Path) -> None:
+    built = kernel(tmp_path, "  volatile float* spin = out;\n  while (spin[0] == 0) { }  // here")
+    begin = time.monotonic()
+    with pytest.raises(EmulationError, match="not done after 1 seconds") as caught:
+        launch(built, [np.zeros(1, np.float32)], grid=[1], block=[32], timeout_s=1)
+    assert time.monotonic() - begin < 10
+    assert f"kernel.cu:{line_of(tmp_path, '// here')}" in str(caught.value)
+    assert caught.value.report.status == "timeout"
+
+
+@needs_compiler
+def test_a_deadlock_says_who_waits_where(tmp_path: Path) -> None:
+    built = kernel(
+        tmp_path, "  if (threadIdx.x < 32)\n    while (true) __syncwarp(threadIdx.x == 0 ? 3u : 1u);  // here"
+    )
+    with pytest.raises(EmulationError) as caught:
+        launch(built, [np.zeros(1, np.float32)], grid=[1], block=[32], timeout_s=5)
+    assert f"kernel.cu:{line_of(tmp_path, '// here')}" in str(caught.value)
+
+
+@needs_compiler
+def test_a_race_is_told_with_both_lines(tmp_path: Path) -> None:
+    built = kernel(
+        tmp_path,
+        """
+  __shared__ float tile[64];
+  tile[threadIdx.x] = out[threadIdx.x];  // writes
+  out[threadIdx.x] = tile[63 - threadIdx.x];  // reads""",
+        hooks=True,
+    )
+    report = launch(built, [np.ones(64, np.float32)], grid=[1], block=[64])
+    races = [finding for finding in report.findings if finding.kind == "race"]
+    assert races
+    said = str(races[0])
+    assert said.startswith("race in shared memory (")
+    assert f"kernel.cu:{line_of(tmp_path, '// writes')}" in said
+    assert f"kernel.cu:{line_of(tmp_path, '// reads')}" in said
+    assert "with no barrier between" in said
+    assert any(counter.space == "shared" for counter in report.counters)
+
+
+@needs_compiler
+def test_what_lies_out_of_bounds_and_what_was_never_written_is_told(tmp_path: Path) -> None:
+    built = kernel(
+        tmp_path, "  out[threadIdx.x] = in[threadIdx.x + 1] + out[0];", parameters="float* out, float* in", hooks=True
+    )
+    out, values = np.zeros(32, np.float32), np.zeros(32, np.float32)
+    report = launch(
+        built,
+        [Pointer(array=out, access="w", name="out"), Pointer(array=values, access="r", name="in")],
+        grid=[1],
+        block=[32],
+    )
+    kinds = {finding.kind for finding in report.findings}
+    assert {"out of bounds", "uninitialised"} <= kinds
+
+
+@needs_compiler
+def test_ctrl_c_ends_the_worker(tmp_path: Path) -> None:
+    built = kernel(tmp_path, "  volatile float* spin = out;\n  while (spin[0] == 0) { }")
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        launch(built, [np.zeros(1, np.float32)], grid=[1], block=[32])
+    assert time.monotonic() - begin < 10
+    cancel = threading.Event()
+    threading.Timer(0.2, cancel.set).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(built, [np.zeros(1, np.float32)], grid=[1], block=[32], cancel=cancel)
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    if children.exists():
+        running = [Path(f"/proc/{pid}/exe") for pid in children.read_text().split()]
+        assert built.executable not in [exe.resolve() for exe in running]
+
+
+# --- what goes wrong before ---
+
+
+@needs_compiler
+def test_a_syntax_error_names_its_line(tmp_path: Path) -> None:
+    with pytest.raises(CompileError) as caught:
+        kernel(tmp_path, "  out[0] = 1\n  out[1] = 2;")
+    assert caught.value.source_line is not None
+    assert "kernel.cu:" in caught.value.source_line
+    assert "expected" in str(caught.value)
+    assert caught.value.log
+    assert "kernel.cu" in caught.value.command
+
+
+@needs_compiler
+def test_inline_assembly_is_refused_by_name_and_line(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="inline PTX cannot run on a CPU") as caught:
+        kernel(tmp_path, '  asm volatile("bar.sync 0;");  // here')
+    assert caught.value.source_line is not None
+    assert f"kernel.cu:{line_of(tmp_path, '// here')}" in caught.value.source_line
+
+
+@needs_compiler
+def test_an_unknown_function_is_named_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(CompileError, match="__no_such_intrinsic") as caught:
+        kernel(tmp_path, "  out[0] = __no_such_intrinsic(1.0f);  // here")
+    assert f"kernel.cu:{line_of(tmp_path, '// here')}" in (caught.value.source_line or "")
+
+
+def test_a_file_without_the_kernel_says_what_it_has(tmp_path: Path) -> None:
+    if NO_COMPILER:
+        pytest.skip(NO_COMPILER)
+    source = tmp_path / "other.cu"
+    source.write_text('extern "C" __global__ void __launch_bounds__(64) other(int* p) { *p = 1; }\n', encoding="utf-8")
+    with pytest.raises(CompileError, match="wanted the kernel 'kernel', the file defines other"):
+        build_file(source, entry="kernel")
+    with pytest.raises(ParameterError, match="wanted a CUDA C"):
+        build_file(tmp_path / "none.cu", entry="kernel")
+
+
+def test_no_compiler_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingPackageError, match=r"C\+\+20 compiler .* found none on PATH. Install one: ") as caught:
+        build_file(STAGES["00_naive"].source, entry="attention_00_naive")
+    assert emulator.install_command() in str(caught.value)
+
+
+def test_an_old_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    old = tmp_path / "g++"
+    old.write_text(
+        '#!/bin/sh\ncase "$1" in -dM) echo "#define __GNUC__ 9";; --version) echo "g++ 9";; *) echo machine;; esac\n',
+        encoding="utf-8",
+    )
+    old.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingPackageError, match=r"got .*/g\+\+, g\+\+ 9"):
+        emulator.cxx()
+
+
+# --- the cache ---
+
+
+@needs_compiler
+def test_a_build_is_kept_and_a_damaged_one_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = kernel(tmp_path, "  out[0] = 1;")
+    again = kernel(tmp_path, "  out[0] = 1;")
+    assert again.cached
+    assert again.executable == first.executable
+    with first.executable.open("r+b") as file:
+        file.write(b"damaged")
+    anew = kernel(tmp_path, "  out[0] = 1;")
+    assert not anew.cached
+    out = np.zeros(1, np.float32)
+    launch(anew, [out], grid=[1], block=[1])
+    assert out[0] == 1
+    (tmp_path / "kernel.cu").write_text(
+        '#include "own.cuh"\nextern "C" __global__ void kernel(float* out) { out[0] = VALUE; }\n', encoding="utf-8"
+    )
+    for value in (2, 3):
+        (tmp_path / "own.cuh").write_text(f"#define VALUE {value}\n", encoding="utf-8")
+        launch(build_file(tmp_path / "kernel.cu", entry="kernel"), [out], grid=[1], block=[1])
+        assert out[0] == value
+
+
+@needs_compiler
+def test_threads_that_want_the_same_build_it_once(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text(
+        f'// {time.time_ns()}\nextern "C" __global__ void kernel(int* p) {{ *p = 1; }}\n', encoding="utf-8"
+    )
+    found: list[emulator.Emulated] = []
+    threads = [threading.Thread(target=lambda: found.append(build_file(source, entry="kernel"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(built.cached for built in found) == [False, True, True, True]
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_said(
+    tmp_path: Path, read_only_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHLAB_CACHE", str(read_only_dir))
+    with pytest.raises(OutputError, match="FLASHLAB_CACHE"):
+        kernel(tmp_path, "  out[0] = 1;")
