@@ -13,7 +13,8 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
-// 10.28 %globaltimer: nanoseconds since a fixed moment, the same counter on every SM. It may step by a microsecond.
+// 10.28 %globaltimer: nanoseconds since a fixed moment, the same counter on every SM. Its resolution is not
+// specified.
 __device__ __forceinline__ unsigned long long globaltimer() {
   unsigned long long nanoseconds;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(nanoseconds)::"memory");
@@ -21,7 +22,8 @@ __device__ __forceinline__ unsigned long long globaltimer() {
 }
 
 // 9.7.13.1 bar.sync: wait until `threads` threads (a multiple of 32) have come to barrier `id` (0 to 15; __syncthreads is 0),
-// counting those that only arrive. What any of them wrote before is then visible to those that waited.
+// counting those that only arrive. What any of them wrote before is then visible to those that waited. With a count these are
+// .aligned: all threads of a warp must execute the same one together.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -55,6 +57,7 @@ __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async
 // It says nothing of other threads' copies: a barrier must follow before their bytes are read.
 template <int NUM_PENDING>
 __device__ __forceinline__ void cp_async_wait_group() {
+  static_assert(NUM_PENDING >= 0, "a number of groups");
   asm volatile("cp.async.wait_group %0;" ::"n"(NUM_PENDING) : "memory");
 }
 
@@ -133,16 +136,16 @@ __device__ __forceinline__ void stmatrix_x4_trans(void* row_smem, const unsigned
 //   d[0], d[1]: columns 2 · t and 2 · t + 1 of row g; d[2], d[3]: of row g + 8
 // So ldmatrix loads a from row-major memory, and b from memory where columns are contiguous (_trans where rows are).
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
 }  // namespace ptx

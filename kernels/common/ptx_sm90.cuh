@@ -129,7 +129,7 @@ __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(Mbarrier* barrier
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
-// Without .noinc it is an arrival more than the barrier was initialised for.
+// Without .noinc the pending count is raised by one first, so the net change is zero and the initial count need not include it.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(Mbarrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
@@ -184,15 +184,18 @@ __device__ __forceinline__ void cp_async_bulk_commit_group() { asm volatile("cp.
 // 9.7.9.25.6.2 cp.async.bulk.wait_group: until at most NUM_PENDING of this thread's newest groups are under way.
 template <int NUM_PENDING>
 __device__ __forceinline__ void cp_async_bulk_wait_group() {
+  static_assert(NUM_PENDING >= 0, "a number of groups");
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(NUM_PENDING) : "memory");
 }
 // Until the others have read their shared memory, at least: it may be written again.
 template <int NUM_PENDING>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  static_assert(NUM_PENDING >= 0, "a number of groups");
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(NUM_PENDING) : "memory");
 }
 
-// 9.7.9.12 st.async: a value into block `rank` of the cluster, counted by the barrier there.
+// 9.7.9.12 st.async: a value into block `rank` of the cluster, counted by the barrier there. Of the generic proxy: no
+// fence.proxy.async is needed between plain accesses and it.
 __device__ __forceinline__ void st_async(unsigned* target, unsigned value, Mbarrier* barrier, unsigned rank) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
                ::"r"(mapa_shared(smem_address(target), rank)), "r"(value), "r"(mapa_shared(smem_address(barrier), rank))
@@ -288,6 +291,19 @@ FLASHLAB_TENSOR_COPIES(2, 3, 4, 5, 6)
 FLASHLAB_TENSOR_COPIES(3, 4, 5, 6, 7)
 FLASHLAB_TENSOR_COPIES(4, 5, 6, 7, 8)
 FLASHLAB_TENSOR_COPIES(5, 6, 7, 8, 9)
+#undef FLASHLAB_COORDINATES_2
+#undef FLASHLAB_COORDINATES_3
+#undef FLASHLAB_COORDINATES_4
+#undef FLASHLAB_COORDINATES_5
+#undef FLASHLAB_PLACES_2
+#undef FLASHLAB_PLACES_3
+#undef FLASHLAB_PLACES_4
+#undef FLASHLAB_PLACES_5
+#undef FLASHLAB_OPERANDS_2
+#undef FLASHLAB_OPERANDS_3
+#undef FLASHLAB_OPERANDS_4
+#undef FLASHLAB_OPERANDS_5
+#undef FLASHLAB_TENSOR_COPIES
 
 // --- clusters, grids, registers ----------------------------------------------------------------------------------------------
 
@@ -314,13 +330,17 @@ __device__ __forceinline__ bool elect_sync(unsigned mask = 0xffffffffu) {
   return elected;
 }
 
-// 9.7.13.13 griddepcontrol.launch_dependents: the next grid may start; .wait: the grids before have ended.
+// 9.7.13.13 griddepcontrol.launch_dependents: the next grid may start once all blocks have called it or ended; .wait: the grids
+// before have ended and their writes are visible.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// 9.7.19.5 setmaxnreg: the warpgroup's registers a thread; more of them wait until others have given theirs back.
+// 9.7.19.5 setmaxnreg: the warpgroup's registers a thread; more of them wait until others have given theirs back. The block has
+// what its launch was given, and no more: threads · (65536 / threads, rounded down to a multiple of 8, 256 at most). ptxas must
+// know how many that is at the kernel's entry, by `__launch_bounds__(threads, 1)`: otherwise it ignores the instruction with
+// advisory C7508, which flashlab's compiler treats as an error.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
   static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "a multiple of 8 from 24 to 256");

@@ -27,8 +27,8 @@ enum class Swizzle { none = 0, b128 = 1, b64 = 2, b32 = 3 };
 //   MN-major: piece (c, 8·i + r), of rows 8·c to 8·c + 7 (16 bytes) and k = 8·i + r, at
 //             none:    r · 16 + i · leading_bytes + c · stride_bytes
 //             swizzle: r · swizzle span + i · stride_bytes + (c % pieces a span) · 16 + c / pieces a span · leading_bytes
-// and a swizzle exchanges, by address bits: bits 4… ^= bits 7…, as many as span / 16 has. Patterns of 1024, 512 or 256 bytes
-// start at multiples of their size.
+// and a swizzle exchanges pieces by their address: the lowest log2(span / 16) bits from bit 4 are XORed with as many from bit 7
+// (3, 2, 1 for 128, 64, 32 bytes). Patterns of 1024, 512 or 256 bytes start at multiples of their size.
 __device__ __forceinline__ unsigned long long make_descriptor(const void* smem, unsigned leading_bytes, unsigned stride_bytes,
                                                               Swizzle swizzle) {
   constexpr unsigned ADDRESS_BITS = 0x3ffff;
@@ -50,7 +50,18 @@ __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commi
 // be touched again, and their shared memory.
 template <int NUM_PENDING>
 __device__ __forceinline__ void wgmma_wait_group() {
+  static_assert(NUM_PENDING >= 0 && NUM_PENDING <= 7, "wgmma.wait_group takes 0 to 7");
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NUM_PENDING) : "memory");
+}
+
+// Pins accumulators to a place in the program. wgmma_wait_group does not name the registers that it waits for, so to a compiler
+// a use of them after it does not depend on it, and may move ahead of it: a memory clobber holds back accesses to memory, not
+// to registers. This names them: an instruction that is none, that reads and writes each. So: after a wait, before the first use
+// of what it waited for.
+template <int N>
+__device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 namespace wgmma_detail {
@@ -212,6 +223,72 @@ FLASHLAB_WGMMA_SHAPE(232, 116, 117, 118, 119, 120, 121, 122, 123, 124)
 FLASHLAB_WGMMA_SHAPE(240, 120, 121, 122, 123, 124, 125, 126, 127, 128)
 FLASHLAB_WGMMA_SHAPE(248, 124, 125, 126, 127, 128, 129, 130, 131, 132)
 FLASHLAB_WGMMA_SHAPE(256, 128, 129, 130, 131, 132, 133, 134, 135, 136)
+#undef FLASHLAB_NAMES_8
+#undef FLASHLAB_NAMES_16
+#undef FLASHLAB_NAMES_24
+#undef FLASHLAB_NAMES_32
+#undef FLASHLAB_NAMES_40
+#undef FLASHLAB_NAMES_48
+#undef FLASHLAB_NAMES_56
+#undef FLASHLAB_NAMES_64
+#undef FLASHLAB_NAMES_72
+#undef FLASHLAB_NAMES_80
+#undef FLASHLAB_NAMES_88
+#undef FLASHLAB_NAMES_96
+#undef FLASHLAB_NAMES_104
+#undef FLASHLAB_NAMES_112
+#undef FLASHLAB_NAMES_120
+#undef FLASHLAB_NAMES_128
+#undef FLASHLAB_NAMES_136
+#undef FLASHLAB_NAMES_144
+#undef FLASHLAB_NAMES_152
+#undef FLASHLAB_NAMES_160
+#undef FLASHLAB_NAMES_168
+#undef FLASHLAB_NAMES_176
+#undef FLASHLAB_NAMES_184
+#undef FLASHLAB_NAMES_192
+#undef FLASHLAB_NAMES_200
+#undef FLASHLAB_NAMES_208
+#undef FLASHLAB_NAMES_216
+#undef FLASHLAB_NAMES_224
+#undef FLASHLAB_NAMES_232
+#undef FLASHLAB_NAMES_240
+#undef FLASHLAB_NAMES_248
+#undef FLASHLAB_NAMES_256
+#undef FLASHLAB_D_8
+#undef FLASHLAB_D_16
+#undef FLASHLAB_D_24
+#undef FLASHLAB_D_32
+#undef FLASHLAB_D_40
+#undef FLASHLAB_D_48
+#undef FLASHLAB_D_56
+#undef FLASHLAB_D_64
+#undef FLASHLAB_D_72
+#undef FLASHLAB_D_80
+#undef FLASHLAB_D_88
+#undef FLASHLAB_D_96
+#undef FLASHLAB_D_104
+#undef FLASHLAB_D_112
+#undef FLASHLAB_D_120
+#undef FLASHLAB_D_128
+#undef FLASHLAB_D_136
+#undef FLASHLAB_D_144
+#undef FLASHLAB_D_152
+#undef FLASHLAB_D_160
+#undef FLASHLAB_D_168
+#undef FLASHLAB_D_176
+#undef FLASHLAB_D_184
+#undef FLASHLAB_D_192
+#undef FLASHLAB_D_200
+#undef FLASHLAB_D_208
+#undef FLASHLAB_D_216
+#undef FLASHLAB_D_224
+#undef FLASHLAB_D_232
+#undef FLASHLAB_D_240
+#undef FLASHLAB_D_248
+#undef FLASHLAB_D_256
+#undef FLASHLAB_WGMMA
+#undef FLASHLAB_WGMMA_SHAPE
 
 template <class In, Major A, Major B, int SCALE_A, int SCALE_B>
 __device__ constexpr void check() {
@@ -224,7 +301,9 @@ __device__ constexpr void check() {
 
 }  // namespace wgmma_detail
 
-// 9.7.15.5.2 wgmma.mma_async, A and B in shared memory: D = scale A · B, plus D where `accumulate`.
+// 9.7.15.5.2 wgmma.mma_async, A and B in shared memory: D = scale A · B, plus D where `accumulate`. It reads memory, and yet
+// its assembly has no memory clobber, which would keep the compiler from working between two of them: wgmma_fence before it and
+// wgmma_commit_group after it have one, and accesses to its operands must stay outside of the two anyway.
 template <int N, class In, Major A = Major::K, Major B = Major::K, int SCALE_A = 1, int SCALE_B = 1>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], unsigned long long desc_a, unsigned long long desc_b,
                                          bool accumulate) {

@@ -129,6 +129,7 @@ __forceinline__ void cp_async_ca(void* target_smem, const void* source_gmem, int
 __forceinline__ void cp_async_commit_group() { emu::cp_async_commit(); }
 template <int NUM_PENDING>
 __forceinline__ void cp_async_wait_group() {
+  static_assert(NUM_PENDING >= 0, "a number of groups");
   emu::cp_async_wait(NUM_PENDING);
 }
 __forceinline__ void cp_async_wait_all() {

@@ -160,6 +160,15 @@ FLASHLAB_TENSOR_COPIES(2)
 FLASHLAB_TENSOR_COPIES(3)
 FLASHLAB_TENSOR_COPIES(4)
 FLASHLAB_TENSOR_COPIES(5)
+#undef FLASHLAB_COORDINATES_2
+#undef FLASHLAB_COORDINATES_3
+#undef FLASHLAB_COORDINATES_4
+#undef FLASHLAB_COORDINATES_5
+#undef FLASHLAB_ARRAY_2
+#undef FLASHLAB_ARRAY_3
+#undef FLASHLAB_ARRAY_4
+#undef FLASHLAB_ARRAY_5
+#undef FLASHLAB_TENSOR_COPIES
 
 // --- clusters, grids, registers ----------------------------------------------------------------------------------------------
 __forceinline__ void cluster_arrive() { emu::cluster_arrive(); }
@@ -201,6 +210,9 @@ __forceinline__ void wgmma_wait_group() {
   static_assert(NUM_PENDING >= 0 && NUM_PENDING <= 7, "wgmma.wait_group takes 0 to 7");
   emu::wgmma_wait(NUM_PENDING);
 }
+// Nothing to do: accumulators are memory here, whose address wgmma was given, so no access to them moves past a call.
+template <int N>
+__forceinline__ void wgmma_pin(float (&)[N]) {}
 
 namespace wgmma_detail {
 template <class In>

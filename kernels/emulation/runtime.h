@@ -105,11 +105,14 @@ Clock* new_clock();
 void release(Clock* into);
 void acquire(const Clock* from);
 
-// An asynchronous write (cp.async, a bulk copy). `begin`: the bytes now belong to the copy: they are filled with poison, and
-// any access before `end` is a race. `end`: the bytes are there, written by the calling thread's past (cp.async: `into` null),
-// or for those who acquire `into`.
-void async_write_begin(void* pointer, unsigned bytes, Place place, const char* what);
-void async_write_end(void* pointer, unsigned bytes, Place place, Clock* into);
+// An asynchronous write (cp.async, st.async, a bulk copy). `begin`: the bytes now belong to the copy: they are filled with
+// poison, and any access before `end` is a race. `end`: the bytes are there, written by the calling thread's past (cp.async:
+// `into` null), or for those who acquire `into`. Bulk copies are of the asynchronous proxy. cp.async and st.async are of the
+// generic one (PTX ISA 9.0, 9.7.9.25.2 names cp.async.bulk and cp.reduce.async.bulk alone): no proxy fence is asked between
+// plain accesses and theirs.
+enum class Proxy : std::uint8_t { generic, async };
+void async_write_begin(void* pointer, unsigned bytes, Place place, Proxy proxy);
+void async_write_end(void* pointer, unsigned bytes, Place place, Clock* into, Proxy proxy);
 // An asynchronous read (wgmma operands, a bulk store's source) by the calling thread. Called when it is issued and again when
 // it has completed: a write in between, or one not ordered before it, is a race. A plain write that no fence.proxy.async
 // orders before is reported as such.

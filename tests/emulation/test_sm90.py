@@ -79,7 +79,7 @@ MISUSE = {
     "WARP_DIFFERS": "in all four warps of the warpgroup",
     "TOUCHED_WITHOUT_FENCE": "with element 3 written after the last one",
     "STORE_NOT_READ": "wanted cp_async_bulk_wait_group_read",
-    "TOO_MANY_REGISTERS": "wanted at most 65536 registers for all threads of the block, got",
+    "TOO_MANY_REGISTERS": "wanted at most the 64512 registers of the block's 384 threads, 168 each at launch",
     "COPY_NOT_WAITED": "nobody has waited for it",
     "ODD_BULK_BYTES": "wanted a multiple of 16 bytes, got 24",
     "NEVER_EXPECTED": "nobody has waited for it",

@@ -21,6 +21,8 @@ constexpr unsigned MAX_BOX = 256;
 constexpr std::uint64_t MAX_STRIDE = std::uint64_t{1} << 40;
 constexpr int REGISTER_FILE = 64 * 1024;   // registers of a multiprocessor (sm_90)
 constexpr int FEWEST_REGISTERS = 24;       // that setmaxnreg can leave a thread
+constexpr int MOST_REGISTERS = 256;        // that a thread can have, as they are given out
+constexpr int REGISTER_UNIT = 8;           // they are given out in multiples of
 
 Thread& current() { return *the_block->current; }
 
@@ -117,7 +119,7 @@ namespace {
 void land(const Copy& copy, Clock* into) {
   std::memcpy(copy.target, copy.source, copy.valid_bytes);
   std::memset(copy.target + copy.valid_bytes, 0, static_cast<std::size_t>(copy.bytes - copy.valid_bytes));
-  async_write_end(copy.target, copy.bytes, copy.place, into);
+  async_write_end(copy.target, copy.bytes, copy.place, into, Proxy::generic);
 }
 
 void arrive_deferred(MbarrierState& barrier, Place place);
@@ -159,7 +161,7 @@ void cp_async(void* target_smem, const void* source, int bytes, int valid_bytes,
     the_block->counters.access(current().id, place, shared_offset(target_smem), static_cast<unsigned>(bytes), Space::shared,
                                true, Kind::copy);
   }
-  async_write_begin(target_smem, static_cast<unsigned>(bytes), place, name);
+  async_write_begin(target_smem, static_cast<unsigned>(bytes), place, Proxy::generic);
 }
 
 void cp_async_commit() { ++my_copies().group; }
@@ -652,7 +654,7 @@ void land(const Transfer& transfer, Clock* into) {
     case Transfer::Kind::bytes: std::memcpy(transfer.shared, transfer.global, transfer.bytes); break;
     case Transfer::Kind::value: std::memcpy(transfer.shared, transfer.data.data(), transfer.bytes); break;
   }
-  async_write_end(transfer.shared, transfer.bytes, transfer.place, into);
+  async_write_end(transfer.shared, transfer.bytes, transfer.place, into, transfer.proxy);
 }
 
 // Out of shared memory, in the thread that issued it.
@@ -683,6 +685,7 @@ void land_store(const Transfer& transfer) {
 Transfer make_transfer(Transfer::Kind kind, const void* shared, const void* global, std::uint32_t bytes, Place place) {
   Transfer transfer{};
   transfer.kind = kind;
+  transfer.proxy = Proxy::async;
   transfer.shared = static_cast<unsigned char*>(const_cast<void*>(shared));
   transfer.global = static_cast<unsigned char*>(const_cast<void*>(global));
   transfer.bytes = bytes;
@@ -703,7 +706,7 @@ Transfer make_tensor_transfer(const TensorMap* map, const void* shared, const in
 void begin_load(Transfer transfer, void* barrier, Place place, const char* name) {
   MbarrierState& it = barrier_at(barrier, place, name);
   note(it, place);
-  async_write_begin(transfer.shared, transfer.bytes, place, name);
+  async_write_begin(transfer.shared, transfer.bytes, place, transfer.proxy);
   it.landings.push_back(std::move(transfer));
 }
 
@@ -847,6 +850,7 @@ void store_async(void* target_of_rank, const void* value, unsigned bytes, void* 
   if (owner_of(target_of_rank) != owner_of(barrier_of_rank))
     misuse(place, "%s: wanted the target and the barrier in one block, got two", name);
   Transfer transfer = make_transfer(Transfer::Kind::value, target_of_rank, nullptr, bytes, place);
+  transfer.proxy = Proxy::generic;
   transfer.data.assign(static_cast<const unsigned char*>(value), static_cast<const unsigned char*>(value) + bytes);
   begin_load(std::move(transfer), barrier_of_rank, place, name);
 }
@@ -876,13 +880,20 @@ void set_max_registers(int registers, bool more) {
   auto& of_warp = state_of(*the_block).max_registers;
   const int warp = current().id / WARP;
   if (lane_id() == 0) of_warp[static_cast<std::size_t>(warp)].push_back(registers);
-  // A warpgroup that asks for more waits until others have given theirs back: it never gets what the file does not hold.
-  // Which of them comes last is the schedule's; those that have not asked yet will keep at least the fewest.
+  // A warpgroup that asks for more waits until others have given theirs back. They share what the launch gave the block, which
+  // for a kernel compiled with __launch_bounds__(threads, 1) is what as many threads can have of the register file at most:
+  // what is left of the file is nobody's. Which of them comes last is the schedule's; those that have not asked yet will keep at
+  // least the fewest.
+  const int threads = the_block->num_threads;
+  const int at_launch = std::min(MOST_REGISTERS, REGISTER_FILE / threads / REGISTER_UNIT * REGISTER_UNIT);
+  const int pool = at_launch * threads;
   int total = 0;
   for (const auto& asked : of_warp) total += WARP * (asked.empty() ? FEWEST_REGISTERS : asked.back());
-  if (total > REGISTER_FILE) {
-    misuse(place, "%s %d: wanted at most %d registers for all threads of the block, got %d: a warpgroup would wait for ever", name,
-           registers, REGISTER_FILE, total);
+  if (total > pool) {
+    misuse(place,
+           "%s %d: wanted at most the %d registers of the block's %d threads, %d each at launch (__launch_bounds__(%d, 1)), got "
+           "%d: a warpgroup would wait for ever",
+           name, registers, pool, threads, at_launch, threads, total);
   }
 }
 

@@ -24,6 +24,7 @@ struct Copy {
 struct Transfer {
   enum class Kind : std::uint8_t { tensor, bytes, value };
   Kind kind;
+  Proxy proxy;
   bool reduce;
   unsigned char* shared;   // target of a load, source of a store
   unsigned char* global;   // of kind bytes
@@ -66,7 +67,6 @@ struct ThreadAsync {
   std::uint64_t group = 0;             // that the next cp.async belongs to
   std::vector<Transfer> open_stores;   // bulk stores that were not committed
   std::deque<std::vector<Transfer>> store_groups;
-  bool stores_committed = false;
 };
 
 struct WgmmaState;

@@ -299,12 +299,15 @@ void arrive(int id, int count, const char* name, bool waits, int predicate, Plac
     fail_at(place, "misuse", text);
   }
   Barrier& barrier = b.barriers[id];
-  if (barrier.arrived && barrier.expected != count) {
+  // __syncthreads and bar.sync 0 with the number of the block's threads are the same barrier.
+  const auto number_of = [&](int threads) { return threads == ALL_THREADS ? b.num_threads : threads; };
+  if (barrier.arrived && number_of(barrier.expected) != number_of(count)) {
     std::snprintf(text, sizeof text, "%s %d: wanted one number of threads for a barrier, got %d here and %d from those already there", name, id,
-                  count == ALL_THREADS ? b.num_threads : count, barrier.expected == ALL_THREADS ? b.num_threads : barrier.expected);
+                  number_of(count), number_of(barrier.expected));
     fail_at(place, "misuse", text);
   }
-  barrier.expected = count;
+  // Where one thread has named the number, threads that returned are not made up for.
+  if (barrier.arrived == 0 || count != ALL_THREADS) barrier.expected = count;
   if (b.detect && count == ALL_THREADS) {
     if (!barrier.first_place) {
       barrier.first_place = place;
@@ -321,7 +324,7 @@ void arrive(int id, int count, const char* name, bool waits, int predicate, Plac
   ++barrier.arrived;
   b.moved = true;
   const std::uint64_t generation = barrier.generation;
-  if (barrier.arrived == (count == ALL_THREADS ? b.live : count)) b.complete(barrier);
+  if (barrier.arrived == (barrier.expected == ALL_THREADS ? b.live : barrier.expected)) b.complete(barrier);
   if (!waits || barrier.generation != generation) return;
   struct State {
     Barrier* barrier;
@@ -356,33 +359,37 @@ void Block::thread_returned(Thread& t) {
   for (Barrier& barrier : barriers) {
     if (barrier.arrived && barrier.expected == ALL_THREADS && barrier.arrived == live) complete(barrier);
   }
-  if (team->size == 1) return;
-  --team->alive;
-  if (detect) release_thread(*this, t, team->barrier_clock);
-  if (team->arrived && team->arrived == team->alive) {
-    team->arrived = 0;
-    ++team->barrier_generation;
-    team->last_clock = team->barrier_clock;
-    team->barrier_clock = {};
+  // A thread that has arrived at the cluster's barrier in the phase under way stays counted on both sides until it completes.
+  if (t.cluster_arrived && t.cluster_generation == team->barrier_generation) {
+    ++team->left;
+  } else {
+    --team->alive;
   }
+  team->complete_if_all_arrived();
 }
 
 // --- a cluster's barrier: only one block of the cluster runs at a time, so its state needs no lock --------------------------
+
+void Team::complete_if_all_arrived() {
+  if (arrived == 0 || arrived != alive) return;
+  for (const Block* block : blocks) join(barrier_clock, block->exited);
+  alive -= left;
+  arrived = left = 0;
+  ++barrier_generation;
+  last_clock = barrier_clock;
+  barrier_clock = {};
+}
 
 void cluster_arrive() {
   Block& b = block();
   Team& team = *b.team;
   if (b.detect) release_thread(b, thread(), team.barrier_clock);
   b.moved = true;
-  // Where this thread waits for is the generation it arrived in; a thread arrives once before it waits.
-  if (++team.arrived == (team.size == 1 ? b.live : team.alive)) {
-    team.arrived = 0;
-    ++team.barrier_generation;
-    team.last_clock = team.barrier_clock;
-    team.barrier_clock = {};
-  }
-  thread().cluster_generation = team.arrived == 0 ? team.barrier_generation - 1 : team.barrier_generation;
+  // What this thread waits for is the generation it arrived in; a thread arrives once before it waits.
+  thread().cluster_generation = team.barrier_generation;
   thread().cluster_arrived = true;
+  ++team.arrived;
+  team.complete_if_all_arrived();
 }
 
 void cluster_wait() {

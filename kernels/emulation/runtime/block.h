@@ -160,9 +160,11 @@ struct Team {
   std::uint64_t generation = 0;
   bool over = false;
   // the cluster's barrier
-  int arrived = 0, alive = 0;
+  int arrived = 0, alive = 0;        // of this phase; threads that count in it
+  int left = 0;                      // of these, those that returned after they had arrived
   std::uint64_t barrier_generation = 0;
   Clock barrier_clock, last_clock;
+  void complete_if_all_arrived();
   Trouble trouble;
 };
 

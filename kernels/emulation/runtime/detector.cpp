@@ -292,13 +292,13 @@ void shared_access(const By& by, Block& owner, const void* pointer, unsigned byt
 }
 
 // Another block's shared memory is gone when its threads have returned: an access must be ordered before that.
-void note_remote(const By& by, Block& owner, const void* pointer, unsigned bytes, Act act) {
+void note_remote(const By& by, Block& owner, const void* pointer, unsigned bytes, Act act, Kind kind) {
   const unsigned offset = owner.offset_of(pointer);
   if (owner.live == 0) {
     report(by, "race", "shared", owner, "of a block that has returned", offset, bytes, {}, act);
     return;
   }
-  if (act == Act::atomic || act == Act::async_write) return;   // the copy engine's doing: what it leaves unfinished is found at the block's end
+  if (act == Act::atomic || kind == Kind::bulk) return;   // asynchronous: what is left unfinished is found at the block's end
   const std::uint32_t now = by.thread.clock.seen[by.slot];
   if (!owner.remote.empty() && owner.remote.back().slot == by.slot && owner.remote.back().place == by.place && owner.remote.back().clock == now) return;
   owner.remote.push_back({by.slot, now, by.place, offset, bytes, act});
@@ -366,7 +366,7 @@ void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place
   for (Block* other : block->team->blocks) {
     if (other->owns_shared(pointer)) {
       shared_access(by, *other, pointer, bytes, act);
-      note_remote(by, *other, pointer, bytes, act);
+      note_remote(by, *other, pointer, bytes, act, kind);
       return;
     }
   }
@@ -418,20 +418,18 @@ void mark_in_flight(Block& owner, unsigned low, unsigned high, bool flying) {
 
 }  // namespace
 
-void async_write_begin(void* pointer, unsigned bytes, Place place, const char* what) {
+void async_write_begin(void* pointer, unsigned bytes, Place place, Proxy proxy) {
   Block* owner = shared_owner(pointer);
   if (owner) std::memset(pointer, 0xff, bytes);   // NaN, until it has landed
   if (!the_block->detect) return;
-  // cp.async is asynchronous, but of the generic proxy (PTX ISA 9.0, 9.7.9.25.2): no fence is asked of it.
-  const bool generic = std::strncmp(what, "cp.async", 8) == 0 && std::strncmp(what, "cp.async.bulk", 13) != 0;
-  check_access(pointer, bytes, generic ? Act::write : Act::async_write, Kind::bulk, place);
+  check_access(pointer, bytes, proxy == Proxy::generic ? Act::write : Act::async_write, Kind::bulk, place);
   if (!owner) return;
   const unsigned offset = owner->offset_of(pointer);
   mark_in_flight(*owner, offset, offset + bytes, true);
   owner->flights.push_back({offset, offset + bytes, offset_in_image(place), the_block->current->id});
 }
 
-void async_write_end(void* pointer, unsigned bytes, Place place, Clock* into) {
+void async_write_end(void* pointer, unsigned bytes, Place place, Clock* into, Proxy proxy) {
   if (!the_block->detect) return;
   Block* owner = shared_owner(pointer);
   if (!owner) return;
@@ -465,7 +463,7 @@ void async_write_end(void* pointer, unsigned bytes, Place place, Clock* into) {
     }
     granule.initialised |= mask;
     granule.writes = owner->shared.push(kept, {0, now, offset_in_image(place), static_cast<std::uint16_t>(slot), mask,
-                                               into ? Act::async_write : Act::write});
+                                               proxy == Proxy::generic ? Act::write : Act::async_write});
   }
 }
 

@@ -436,7 +436,7 @@ void run_member(Grid& grid, Team& team, Block& block, unsigned rank) {
       team.started = 0;
       team.turn = 0;
       team.stalled = 0;
-      team.arrived = 0;
+      team.arrived = team.left = 0;
       team.alive = static_cast<int>(team.size) * block.num_threads;
       team.barrier_clock = {};
       team.changed.notify_all();

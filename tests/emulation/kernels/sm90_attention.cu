@@ -65,6 +65,7 @@ __device__ void consume(SharedStorage& s, __half* O_gmem, int length, float scal
     }
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(S_reg);
 
     float old_max[2] = {row_max[0], row_max[1]};
 #pragma unroll
@@ -99,6 +100,7 @@ __device__ void consume(SharedStorage& s, __half* O_gmem, int length, float scal
     }
     ptx::wgmma_commit_group();
     ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(O_reg);
     if (lane == 0) ptx::mbarrier_arrive(&s.empty[stage]);   // this warp is done with both tiles
   }
 

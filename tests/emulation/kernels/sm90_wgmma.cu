@@ -90,6 +90,7 @@ __device__ void run(unsigned char* smem, const unsigned char* A_gmem, const unsi
   }
   ptx::wgmma_commit_group();
   ptx::wgmma_wait_group<0>();
+  ptx::wgmma_pin(d);
 #pragma unroll
   for (int i = 0; i < N / 2; ++i) D_gmem[(row + i / 2 % 2 * 8) * MAX_N + i / 4 * 8 + column + i % 2] = d[i];
 }

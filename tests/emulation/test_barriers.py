@@ -1,0 +1,80 @@
+"""Barriers that threads meet in different ways: legal uses are silent, others are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulation import kernel_file
+
+from flashlab import emulator
+from flashlab.errors import EmulationError, MissingPackageError
+from flashlab.paths import ROOT
+
+CONFORMANCE = ROOT / "tests/emulation/conformance"
+SCHEDULES = ("ascending", "descending", "seeded:7")
+
+
+@pytest.fixture(autouse=True)
+def _compiler() -> None:
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("name", ["cluster_early_exit", "barrier_zero"])
+def test_legal_use_is_silent(name: str, schedule: str) -> None:
+    file = kernel_file.read(CONFORMANCE / f"{name}.cu")
+    emulated = emulator.build_file(file.path, entry=file.entry, hooks=True)
+    report, arrays = kernel_file.emulate(file, emulated, schedule)
+    assert report.status == "ok", report.message
+    assert [str(finding) for finding in report.findings] == []
+    assert kernel_file.difference(file, arrays, file.expected()) == ""
+
+
+def launch(
+    tmp_path: Path, body: str, *, threads: int = 64, cluster: int = 1, schedule: str = "ascending"
+) -> emulator.Report:
+    """One cluster of a kernel with that body, and `int* out` with an element for each thread of a block."""
+    source = tmp_path / "barriers.cu"
+    head = '#include "ptx.cuh"\n#include "ptx_sm90.cuh"\n'
+    source.write_text(f'{head}extern "C" __global__ void barriers(int* out) {{\n{body}\n}}\n')
+    built = emulator.build_file(source, entry="barriers", hooks=True)
+    out = np.zeros(threads, np.int32)
+    return emulator.launch(
+        built,
+        [out],
+        grid=(cluster,),
+        block=(threads,),
+        cluster=(cluster,),
+        smem_bytes=0,
+        schedule=schedule,
+        timeout_s=20,
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_an_early_exit_does_not_stand_for_one_that_has_not_arrived(tmp_path: Path, cluster: int, schedule: str) -> None:
+    body = """
+      if (threadIdx.x >= 32) { ptx::cluster_arrive(); return; }
+      if (threadIdx.x == 0) { __syncwarp(3); return; }   // lane 1 does not come there: it waits for ever
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+      out[threadIdx.x] = 1;"""
+    with pytest.raises(EmulationError) as caught:
+        launch(tmp_path, body, cluster=cluster, schedule=schedule)
+    report = caught.value.report
+    assert report is not None
+    assert report.status == "deadlock"
+    assert "barrier.cluster.wait" in {waiting.what for waiting in report.waiting}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_barrier_zero_with_another_number_is_misuse(tmp_path: Path, schedule: str) -> None:
+    body = "if (threadIdx.x < 64) { __syncthreads(); } else { ptx::bar_sync(0, 64); }"
+    with pytest.raises(EmulationError, match="wanted one number of threads for a barrier"):
+        launch(tmp_path, body, threads=96, schedule=schedule)
