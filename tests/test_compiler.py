@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -439,6 +440,22 @@ def test_the_current_folder_does_not_matter(tmp_path: Path, empty_cache: Path, m
     again = naive()
     assert not again.cached
     assert again.sha256 == expected
+
+
+@pytest.mark.parametrize("package", ["torch", "cupy"])
+def test_a_process_that_has_loaded_a_gpu_library_compiles_in_another(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    here = compiler.compile_stage(NAIVE, head_dim=64, dtype="float16", causal=True, arch="sm_90a")
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path / "another"))
+    monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    monkeypatch.setattr(compiler, "_run_here", None)  # not in this process
+    there = compiler.compile_stage(NAIVE, head_dim=64, dtype="float16", causal=True, arch="sm_90a")
+    assert not there.cached
+    assert (there.code, there.resources) == (here.code, here.resources)
+    with pytest.raises(CompileError) as caught:
+        build(tmp_path, KERNEL.replace("VALUE", "undeclared"))
+    assert "undeclared" in (caught.value.source_line or "")
 
 
 def test_a_copy_elsewhere_makes_the_same_machine_code(tmp_path: Path, empty_cache: Path) -> None:

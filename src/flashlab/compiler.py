@@ -12,9 +12,11 @@ import hashlib
 import io
 import json
 import os
+import pickle
 import re
 import shlex
 import struct
+import subprocess
 import sys
 import tempfile
 import threading
@@ -38,7 +40,7 @@ ELEMENTS: Mapping[DType, str] = {"float16": "__half", "bfloat16": "__nv_bfloat16
 _STD = "c++17"
 _IMPORTING = threading.Lock()
 """cuda.core swaps its modules while it is first imported: two threads must not do it at once."""
-_CACHE_FORMAT = 1
+_CACHE_FORMAT = 2
 _HEADER_WHEELS = {
     "nvidia-cuda-runtime": ("", "cuda_fp16.h"),
     "nvidia-cuda-crt": ("", "crt/mma.h"),
@@ -490,8 +492,47 @@ def _nvrtc(request: _Request) -> tuple[bytes, str]:
     )
 
 
+_ALTERS_NVRTC = ("torch", "cupy")
+"""Packages after whose work in a process the same NVRTC makes other code of the same source: seen after torch 2.11 had
+run a scaled_dot_product_attention, with NVRTC 13.0.88. A process that has loaded one compiles in another."""
+_ELSEWHERE = (
+    "import pickle, sys; path, request = pickle.load(sys.stdin.buffer); sys.path[:] = path; "
+    "from flashlab import compiler; compiler._serve(*pickle.loads(request))"
+)
+
+
 def _run_nvrtc(request: _Request, *, lineinfo: bool = False) -> tuple[bytes | None, str]:
     """Machine code (None on an error) and log."""
+    if any(name in sys.modules for name in _ALTERS_NVRTC):
+        return _run_elsewhere(request, lineinfo)
+    return _run_here(request, lineinfo)
+
+
+def _run_elsewhere(request: _Request, lineinfo: bool) -> tuple[bytes | None, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", _ELSEWHERE],
+        input=pickle.dumps((sys.path, pickle.dumps((request, lineinfo)))),
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        raise _error(
+            CompileError,
+            f"{request.display}: wanted a process of its own for the compiler, it ended with {done.returncode}",
+            command=request.command,
+            log=done.stderr.decode(errors="replace"),
+        )
+    code: bytes | None
+    code, log = pickle.loads(done.stdout)
+    return code, log
+
+
+def _serve(request: _Request, lineinfo: bool) -> None:
+    """The other process's part."""
+    sys.stdout.buffer.write(pickle.dumps(_run_here(request, lineinfo)))
+
+
+def _run_here(request: _Request, lineinfo: bool) -> tuple[bytes | None, str]:
     with _IMPORTING:
         from cuda.core import Program, ProgramOptions
 

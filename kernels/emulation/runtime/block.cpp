@@ -299,15 +299,14 @@ void arrive(int id, int count, const char* name, bool waits, int predicate, Plac
     fail_at(place, "misuse", text);
   }
   Barrier& barrier = b.barriers[id];
-  // __syncthreads and bar.sync 0 with the number of the block's threads are the same barrier.
-  const auto number_of = [&](int threads) { return threads == ALL_THREADS ? b.num_threads : threads; };
-  if (barrier.arrived && number_of(barrier.expected) != number_of(count)) {
-    std::snprintf(text, sizeof text, "%s %d: wanted one number of threads for a barrier, got %d here and %d from those already there", name, id,
-                  number_of(count), number_of(barrier.expected));
-    fail_at(place, "misuse", text);
+  // Also where the numbers agree: an H200 stops with an illegal instruction when __syncthreads meets bar.sync 0 with a number.
+  if (barrier.arrived && barrier.expected != count) {
+    const auto number_of = [](int threads) { return threads == ALL_THREADS ? std::string("no number") : std::to_string(threads); };
+    fail_at(place, "misuse",
+            std::string(name) + ", barrier " + std::to_string(id) + ": wanted one number of threads for a barrier, got " + number_of(count) +
+                " here and " + number_of(barrier.expected) + " from those already there");
   }
-  // Where one thread has named the number, threads that returned are not made up for.
-  if (barrier.arrived == 0 || count != ALL_THREADS) barrier.expected = count;
+  barrier.expected = count;
   if (b.detect && count == ALL_THREADS) {
     if (!barrier.first_place) {
       barrier.first_place = place;
@@ -324,7 +323,7 @@ void arrive(int id, int count, const char* name, bool waits, int predicate, Plac
   ++barrier.arrived;
   b.moved = true;
   const std::uint64_t generation = barrier.generation;
-  if (barrier.arrived == (barrier.expected == ALL_THREADS ? b.live : barrier.expected)) b.complete(barrier);
+  if (barrier.arrived == (count == ALL_THREADS ? b.live : count)) b.complete(barrier);
   if (!waits || barrier.generation != generation) return;
   struct State {
     Barrier* barrier;
