@@ -287,7 +287,7 @@ def tensor_case(
     wanted_target = target.copy()
     fill: Any = 0
     if nan_fill and np.dtype(dtype).kind == "f":
-        fill = np.uint32(0x7FFFFFFF).view(np.float32) if itemsize == 4 else np.uint16(0x7FFF).view(np.float16)
+        fill = np.uint32(0x7FFFFFFF).view(np.float32) if itemsize == 4 else np.uint16(0x7FF7).view(np.float16)
     tile = np.full(box, fill, dtype)
     inside = tuple(slice(max(0, -x), max(0, min(b, n - x))) for x, b, n in zip(at, box, shape, strict=True))
     there = tuple(slice(max(0, x), max(0, min(n, x + b))) for x, b, n in zip(at, box, shape, strict=True))

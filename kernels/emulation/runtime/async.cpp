@@ -577,7 +577,7 @@ void fill_outside(const TensorMap& map, unsigned char* row, unsigned elements) {
   }
   const std::uint64_t nan = map.type == TensorType::f64   ? 0x7fffffffffffffffull
                             : map.type == TensorType::f32 ? 0x7fffffffull
-                                                          : 0x7fffull;
+                                                          : 0x7ff7ull;   // what an H200 fills f16 with; the wider types' bits are a guess
   for (unsigned i = 0; i < elements; ++i) std::memcpy(row + i * element, &nan, element);
 }
 
