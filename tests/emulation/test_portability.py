@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
 from dataclasses import replace
@@ -57,7 +58,7 @@ def test_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, races: bool) -> 
 def build_by_hand(folder: Path, compiler: str, *options: str) -> Path:
     """The stage's executable, with the commands that emulator.py runs, and `options` besides."""
     built = emulator.build_stage(get(STAGE), head_dim=64, dtype="float16", causal=True, hooks=False)
-    words = built.command.split()
+    words = shlex.split(built.command)
     unit = folder / "unit.cpp"
     unit.write_text(
         f'#include "{built.source}"\nEMULATE({built.entry}, &launch_shape)\n',
