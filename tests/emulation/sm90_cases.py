@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashlab import compiler, emulator, gpu
+from flashlab import emulator
 
 Array = npt.NDArray[Any]
 
@@ -68,36 +68,6 @@ class Map:
         )
         return (head + body).ljust(MAP_BYTES, b"\0")
 
-    def encoded(self, address: int) -> bytes:
-        """The driver's own tensor map, for an array at that address."""
-        from cuda.bindings import driver
-
-        dims, strides, box = self.fields
-        filled = "NAN_REQUEST_ZERO_FMA" if self.nan_fill else "NONE"
-        tensor_map = gpu.call(
-            "cuTensorMapEncodeTiled",
-            driver.CUtensorMapDataType(self.data_type),
-            len(dims),
-            address,
-            [driver.cuuint64_t(n) for n in dims],
-            [driver.cuuint64_t(n) for n in strides],
-            [driver.cuuint32_t(n) for n in box],
-            [driver.cuuint32_t(1) for _ in dims],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle(self.swizzle),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
-            getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{filled}"),
-        )
-        return ctypes.string_at(tensor_map.getPtr(), MAP_BYTES)
-
-
-def _storage(array: Array) -> Array:
-    """The contiguous memory of an array, or of the one that it is the left part of."""
-    base = array if array.flags.c_contiguous else array.base
-    assert isinstance(base, np.ndarray)
-    assert base.ctypes.data == array.ctypes.data
-    return base
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
@@ -142,47 +112,6 @@ class Case:
             schedule=schedule,
             timeout_s=30,
         )
-
-    def run_on_gpu(self, arch: str = "sm_90a") -> None:
-        """The same on the first GPU; arrays are written in place.
-
-        Raises:
-            CompileError: the file does not compile.
-            LaunchError: the driver refused the launch or broke it off.
-        """
-        cubin = compiler.compile_file(
-            self.source, entry=self.file, arch=arch, defines=self.defines, may_spill=self.file == "sm90_wgmma"
-        )
-        with gpu.context(0):
-            memories: list[tuple[Array, int]] = []  # arrays, and where each lies on the GPU
-            try:
-                values = [self._gpu_argument(argument, memories) for argument in self.arguments]
-                pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-                function = gpu.load(cubin, 0, smem_bytes=self.smem_bytes)
-                grid, block = ((*size, 1, 1)[:3] for size in (self.grid, self.block))
-                launch = (function.handle, *grid, *block, self.smem_bytes, 0, ctypes.addressof(pointers), 0)
-                gpu.call("cuLaunchKernel", *launch)
-                gpu.call("cuCtxSynchronize")
-                for array, address in memories:
-                    storage = _storage(array)
-                    gpu.call("cuMemcpyDtoH", storage.ctypes.data, address, storage.nbytes)
-            finally:
-                for _, address in memories:
-                    gpu.call("cuMemFree", address)
-
-    def _gpu_argument(self, argument: Any, memories: list[tuple[Array, int]]) -> Any:
-        if isinstance(argument, (Map, np.ndarray)):
-            array = argument.array if isinstance(argument, Map) else argument
-            storage = _storage(array)
-            address = int(gpu.call("cuMemAlloc", storage.nbytes))
-            memories.append((array, address))
-            gpu.call("cuMemcpyHtoD", address, storage.ctypes.data, storage.nbytes)
-            raw = argument.encoded(address) if isinstance(argument, Map) else struct.pack("<Q", address)
-        elif isinstance(argument, np.generic):
-            raw = argument.tobytes()
-        else:
-            raw = argument if isinstance(argument, bytes) else struct.pack("<i", argument)
-        return (ctypes.c_ubyte * len(raw)).from_buffer_copy(raw)
 
     def difference(self) -> str:
         """Empty where every array holds what it must."""
