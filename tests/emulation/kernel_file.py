@@ -18,10 +18,10 @@ The same description runs a file on the CPU emulation and on a GPU.
 
 from __future__ import annotations
 
-import ctypes
 import re
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from emulation import on_gpu
+from emulation.tensor_map import TensorMap
 
 from flashlab import emulator
 from flashlab.emulator import Access, Emulated, Report
@@ -339,8 +340,7 @@ def emulate(file: KernelFile, emulated: Emulated, schedule: str = "ascending") -
         spec = parameter.array if isinstance(parameter, MapSpec) else parameter
         pointer = emulator.Pointer(array=arrays[spec.name], access=spec.access, name=spec.name)
         if isinstance(parameter, MapSpec):
-            raw: Any = (ctypes.c_ubyte * MAP_BYTES).from_buffer_copy(emulated_map(parameter))
-            arguments.append(emulator.Structure(value=raw, pointers={0: pointer}))
+            arguments.append(tensor_map(parameter, arrays).emulated(pointer))
         else:
             arguments.append(pointer)
     try:
@@ -361,21 +361,17 @@ def emulate(file: KernelFile, emulated: Emulated, schedule: str = "ascending") -
     return report, arrays
 
 
-MAP_BYTES = 128
-_MAP_MARK = 0x50414D54  # "TMAP"
-
-
-def emulated_map(spec: MapSpec) -> bytes:
-    """What kernels/emulation/async.h calls a TensorMap; its address, the first 8 bytes, is filled in by the worker."""
+def tensor_map(spec: MapSpec, arrays: Mapping[str, Array]) -> TensorMap:
+    """The map of its array."""
     dims, strides, box = spec.innermost_first()
-    rank = len(dims)
-
-    def padded(values: tuple[int, ...], length: int) -> list[int]:
-        return [*values, *[0] * (length - len(values))]
-
-    head = struct.pack("<QIBBBB", 0, _MAP_MARK, TENSOR_TYPES[spec.array.type], rank, SWIZZLES[spec.swizzle], 0)
-    body = struct.pack("<4Q15I", *padded(strides, 4), *padded(dims, 5), *padded(box, 5), *padded((1,) * rank, 5))
-    return (head + body).ljust(MAP_BYTES, b"\0")
+    return TensorMap(
+        array=arrays[spec.array.name],
+        data_type=TENSOR_TYPES[spec.array.type],
+        dims=dims,
+        strides=strides,
+        box=box,
+        swizzle=SWIZZLES[spec.swizzle],
+    )
 
 
 # --- on a GPU ---
@@ -394,17 +390,7 @@ def run_on_gpu(file: KernelFile, arch: str) -> dict[str, Array]:
         if isinstance(parameter, Number):
             arguments.append(parameter.raw)
         elif isinstance(parameter, MapSpec):
-            dims, strides, box = parameter.innermost_first()
-            arguments.append(
-                on_gpu.TensorMap(
-                    array=arrays[parameter.array.name],
-                    data_type=TENSOR_TYPES[parameter.array.type],
-                    dims=dims,
-                    strides=strides,
-                    box=box,
-                    swizzle=SWIZZLES[parameter.swizzle],
-                )
-            )
+            arguments.append(tensor_map(parameter, arrays))
         else:
             arguments.append(arrays[parameter.name])
     on_gpu.launch(

@@ -6,60 +6,23 @@ import ctypes
 import importlib
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from emulation.tensor_map import TensorMap
 
 from flashlab import compiler, gpu
 from flashlab.errors import LaunchError
 
 Array = npt.NDArray[Any]
 
-MAP_BYTES = 128
 DEVICE = 0
 _HANG_S = 20.0
 """These kernels take microseconds."""
 _hung: list[str] = []
 """A kernel that never ended: the GPU takes no other from this process."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TensorMap:
-    """The arguments of cuTensorMapEncodeTiled; everything innermost first."""
-
-    array: Array
-    data_type: int
-    """CUtensorMapDataType."""
-    dims: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In bytes; that of the innermost dimension, an element, left out."""
-    box: tuple[int, ...]
-    swizzle: int
-    """CUtensorMapSwizzle."""
-    nan_fill: bool = False
-
-    def encoded(self, address: int) -> bytes:
-        """For the array at that address of the GPU."""
-        driver = importlib.import_module("cuda.bindings.driver")
-        fill = "NAN_REQUEST_ZERO_FMA" if self.nan_fill else "NONE"
-        tensor_map = gpu.call(
-            "cuTensorMapEncodeTiled",
-            driver.CUtensorMapDataType(self.data_type),
-            len(self.dims),
-            address,
-            [driver.cuuint64_t(n) for n in self.dims],
-            [driver.cuuint64_t(n) for n in self.strides],
-            [driver.cuuint32_t(n) for n in self.box],
-            [driver.cuuint32_t(1) for _ in self.dims],
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle(self.swizzle),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
-            getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
-        )
-        return ctypes.string_at(tensor_map.getPtr(), MAP_BYTES)
 
 
 def launch(

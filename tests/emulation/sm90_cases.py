@@ -5,7 +5,6 @@ Inputs are small integers where sums are compared, so that no order of adding th
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,15 +13,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from emulation.tensor_map import MAX_RANK, TensorMap
 
 from flashlab import emulator
 
 Array = npt.NDArray[Any]
 
 KERNELS = Path(__file__).parent / "kernels"
-MAP_BYTES = 128
-MAP_MARK = 0x50414D54  # "TMAP"
-MAX_RANK = 5
 SPANS = (0, 32, 64, 128)
 """Bytes of each CUtensorMapSwizzle."""
 DATA_TYPES: dict[Any, int] = {np.uint8: 0, np.uint16: 1, np.uint32: 2, np.int32: 3, np.float16: 6, np.float32: 7}
@@ -51,22 +48,18 @@ class Map:
     def data_type(self) -> int:
         return DATA_TYPES[self.array.dtype.type]
 
-    def emulated(self) -> bytes:
-        """What kernels/emulation/async.h calls a TensorMap, its address left 0."""
+    @property
+    def tensor_map(self) -> TensorMap:
         dims, strides, box = self.fields
-
-        def padded(values: tuple[int, ...], length: int) -> list[int]:
-            return [*values, *[0] * (length - len(values))]
-
-        head = struct.pack("<QIBBBB", 0, MAP_MARK, self.data_type, len(dims), self.swizzle, self.nan_fill)
-        body = struct.pack(
-            "<4Q15I",
-            *padded(strides, MAX_RANK - 1),
-            *padded(dims, MAX_RANK),
-            *padded(box, MAX_RANK),
-            *padded((1,) * len(dims), MAX_RANK),
+        return TensorMap(
+            array=self.array,
+            data_type=self.data_type,
+            dims=dims,
+            strides=strides,
+            box=box,
+            swizzle=self.swizzle,
+            nan_fill=self.nan_fill,
         )
-        return (head + body).ljust(MAP_BYTES, b"\0")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,8 +91,7 @@ class Case:
         for argument in self.arguments:
             if isinstance(argument, Map):
                 pointer = emulator.Pointer(array=argument.array, access=argument.access)
-                raw: Any = (ctypes.c_ubyte * MAP_BYTES).from_buffer_copy(argument.emulated())
-                arguments.append(emulator.Structure(value=raw, pointers={0: pointer}))
+                arguments.append(argument.tensor_map.emulated(pointer))
             else:
                 arguments.append(argument)
         return emulator.launch(

@@ -70,7 +70,9 @@ def test_tensor_copies_and_products_on_the_chip(case: sm90_cases.Case) -> None:
     arch = gpu.info(0).arch
     if arch != "sm_90a":
         pytest.skip(f"needs sm_90a; this GPU is {arch}")
-    arguments = [_on_gpu(argument) if isinstance(argument, sm90_cases.Map) else argument for argument in case.arguments]
+    arguments = [
+        argument.tensor_map if isinstance(argument, sm90_cases.Map) else argument for argument in case.arguments
+    ]
     on_gpu.launch(
         case.source,
         arguments,
@@ -82,16 +84,3 @@ def test_tensor_copies_and_products_on_the_chip(case: sm90_cases.Case) -> None:
         defines=case.defines,
     )
     assert not case.difference()
-
-
-def _on_gpu(tensor_map: sm90_cases.Map) -> on_gpu.TensorMap:
-    dims, strides, box = tensor_map.fields
-    return on_gpu.TensorMap(
-        array=tensor_map.array,
-        data_type=tensor_map.data_type,
-        dims=dims,
-        strides=strides,
-        box=box,
-        swizzle=tensor_map.swizzle,
-        nan_fill=tensor_map.nan_fill,
-    )

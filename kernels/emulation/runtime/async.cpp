@@ -88,20 +88,6 @@ void misuse_of(int thread, Place place, const std::string& text) {
   }
 }
 
-void wait_at(Place place, bool (*ready)(void*), void* state, const char* what) {
-  Block& block = *the_block;
-  Thread& thread = *block.current;
-  thread.place = place;
-  thread.waits_in = nullptr;
-  std::snprintf(thread.what, sizeof thread.what, "%s", what);
-  if (ready(state)) return;
-  thread.ready = ready;
-  thread.ready_state = state;
-  thread.state = Thread::State::waiting;
-  switch_fiber(thread.fiber, block.scheduler);
-  if (block.team->failed) throw Failure{};
-}
-
 AsyncState& state_of(Block& block) {
   if (!block.async) {
     block.async = new AsyncState;

@@ -115,18 +115,22 @@ void fail(const char* format, ...) {
 
 void progress() { block().moved = true; }
 
-void wait_until(bool (*ready)(void*), void* state, const char* what) {
+void wait_at(Place place, bool (*ready)(void*), void* state, const char* what) {
   Block& b = block();
   Thread& t = thread();
-  if (ready(state)) return;
-  t.place = kernel_place(EMULATION_HERE());
+  t.place = place;
   t.waits_in = nullptr;
   std::snprintf(t.what, sizeof t.what, "%s", what);
+  if (ready(state)) return;
   t.ready = ready;
   t.ready_state = state;
   t.state = Thread::State::waiting;
   leave();
   if (b.team->failed) throw Failure{};
+}
+
+void wait_until(bool (*ready)(void*), void* state, const char* what) {
+  wait_at(kernel_place(EMULATION_HERE()), ready, state, what);
 }
 
 void yield() {

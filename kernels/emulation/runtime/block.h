@@ -174,6 +174,8 @@ std::uint32_t offset_in_image(Place place);
 bool in_image(const void* pointer);
 Place kernel_place(Place fallback);      // the innermost return address on the calling stack that lies in the kernel's own code
 [[noreturn]] void fail_at(Place place, const char* status, const std::string& message);   // throws Failure
+// wait_until, where the place in the kernel is known.
+void wait_at(Place place, bool (*ready)(void*), void* state, const char* what);
 std::string what_of(const Thread& thread);
 std::string who_waits(const Block& block);
 
