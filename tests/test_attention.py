@@ -5,22 +5,26 @@ from __future__ import annotations
 import ctypes
 import io
 import struct
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from elftools.elf.elffile import ELFFile
+from emulation import hopper_sum
 
 import flashlab
-from flashlab import attention, emulator, errors, gpu, stages
-from flashlab.attention import AttentionParams, TensorView, grid_for, params_for, plan
+from flashlab import attention, emulator, errors, gpu, stages, tuned
+from flashlab.attention import AttentionMaps, AttentionParams, TensorView, grid_for, params_for, plan, prepare, tile_map
 from flashlab.check import check
 from flashlab.compiler import LaunchShape, compile_file
 from flashlab.gpu import DeviceArray
 from flashlab.problem import DTYPES, DType, Problem
 from flashlab.reference import make_inputs
+from flashlab.tensor_map import TensorMap
 from flashlab.timing import MicroParams
 
 ARCH = "sm_90a"
@@ -266,8 +270,7 @@ def test_any_outer_strides_are_taken() -> None:
     expanded = array(2, 4, 8, 64, strides=(0, 0, 64, 1), pointer=1 << 24)
     reversed_rows = array(2, 4, 8, 64, strides=(2048, 512, -64, 1), pointer=(1 << 25) + 7 * 128)
     out = array(2, 4, 8, 64, strides=bshd, pointer=OUT)
-    found = plan(q, expanded, reversed_rows, out=out, arch=ARCH)
-    assert found.aligned
+    assert plan(q, expanded, reversed_rows, out=out, arch=ARCH, stage="06_cp_async").aligned
 
 
 @pytest.mark.parametrize("which", range(4))
@@ -277,14 +280,16 @@ def test_any_outer_strides_are_taken() -> None:
 def test_one_misaligned_row_makes_the_call_misaligned(which: int, strides: tuple[int, ...] | None, offset: int) -> None:
     arrays = [*qkv(), array(2, 4, 8, 64, pointer=OUT)]
     arrays[which] = array(2, 4, 8, 64, strides=strides, pointer=arrays[which].pointer + offset)
-    assert not plan(*arrays[:3], out=arrays[3], arch=ARCH).aligned
+    assert not plan(*arrays[:3], out=arrays[3], arch=ARCH, stage="06_cp_async").aligned
 
 
 def test_strides_of_single_elements_do_not_matter() -> None:
     odd = array(1, 1, 1, 64, strides=(13, 7, 3, 1))
     k, v = (array(1, 1, 8, 64, strides=(5, 3, 64, 1), pointer=p) for p in (1 << 24, 1 << 25))
-    assert plan(odd, k, v, arch=ARCH).aligned
-    assert plan(odd, k, v, out=array(1, 1, 1, 64, strides=(0, 0, 0, 1), pointer=OUT), arch=ARCH).aligned
+    for stage in stages.STAGES:
+        assert plan(odd, k, v, arch=ARCH, stage=stage).aligned
+        out = array(1, 1, 1, 64, strides=(0, 0, 0, 1), pointer=OUT)
+        assert plan(odd, k, v, out=out, arch=ARCH, stage=stage).aligned
 
 
 def test_a_stage_that_lacks_the_type_names_those_that_have_it() -> None:
@@ -303,7 +308,175 @@ def test_what_the_kernel_is_told() -> None:
     assert (told.O.data, told.O.batch_stride, told.O.head_stride, told.O.row_stride) == (OUT, 4096, 64, 256)
     assert (told.K.data, told.K.batch_stride) == (1 << 24, 2 * 5 * 64)
     assert params_for(found, q, k, v, out, 4096).LSE == 4096
+    assert params_for(found, q, k, v, out, None).work is None
+    assert (told.batch, params_for(found, q, k, v, out, None, 8192).work) == (2, 8192)
     assert grid_for(found.problem, LaunchShape(threads=128, smem_bytes=0, tile_q=4)) == (3, 4, 2)
+
+
+# --- stages with tensor maps, and persistent ones ---
+
+
+@pytest.fixture
+def sum_stage(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(stages.STAGES, hopper_sum.STAGE.id, hopper_sum.STAGE)
+    return hopper_sum.STAGE.id
+
+
+def test_a_persistent_grid_is_what_is_resident_and_at_most_the_tiles() -> None:
+    shape = LaunchShape(threads=384, smem_bytes=0, tile_q=64, persistent=True)
+    problem = Problem(batch=2, q_heads=3, kv_heads=3, q_len=65, kv_len=9, head_dim=64)
+    assert grid_for(problem, shape, 132) == (12, 1, 1)
+    assert grid_for(problem, shape, 7) == (7, 1, 1)
+    assert grid_for(problem, shape) == (3, 1, 1)
+    assert grid_for(replace(problem, batch=1, q_heads=1, kv_heads=1), shape) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(("head_dim", "panels"), [(64, 1), (128, 2)])
+def test_a_tensor_map_of_a_tile(head_dim: int, panels: int) -> None:
+    bshd = array(2, 4, 100, head_dim, strides=(100 * 4 * head_dim, head_dim, 4 * head_dim, 1))
+    found = tile_map(bshd, "float16", 80)
+    assert found.dims == (64, 100, panels, 4, 2)
+    assert found.strides == (4 * head_dim * 2, 128, head_dim * 2, 100 * 4 * head_dim * 2)
+    assert found.box == (64, 80, panels, 1, 1)
+    assert (found.data_type, found.swizzle, found.nan_fill) == (6, 3, False)
+    assert tile_map(bshd, "bfloat16", 80).data_type == 9
+
+
+def test_a_tensor_map_has_sound_strides_where_there_is_one_element() -> None:
+    odd = array(1, 1, 1, 64, strides=(13, -7, 0, 1))
+    assert tile_map(odd, "float16", 64).strides == (128, 128, 128, 128)
+    assert tile_map(array(1, 3, 1, 64, strides=(13, 72, 0, 1)), "float16", 64).strides == (128, 128, 144, 128)
+
+
+@pytest.mark.usefixtures("sum_stage")
+@pytest.mark.parametrize(
+    ("strides", "offset", "mappable"),
+    [
+        (None, 0, True),
+        ((8 * 4 * 64, 64, 4 * 64, 1), 0, True),
+        ((2080, 520, 72, 1), 0, True),
+        (None, 8, False),
+        ((2080, 520, 65, 1), 0, False),
+        ((2048, 0, 64, 1), 0, False),
+        ((2048, 512, -64, 1), 1024, False),
+        ((2**39, 512, 64, 1), 0, False),
+        ((2**38, 512, 64, 1), 0, True),
+    ],
+)
+def test_what_a_tensor_map_can_describe(strides: tuple[int, ...] | None, offset: int, mappable: bool) -> None:
+    k = array(2, 4, 8, 64, strides=strides, pointer=(1 << 24) + offset)
+    q, _, v = qkv()
+    assert plan(q, k, v, arch=ARCH, stage=hopper_sum.STAGE.id).aligned is mappable
+    one = array(1, 1, 1, 64, strides=(0, -1, 3, 1))
+    assert plan(one, one, one, arch=ARCH, stage=hopper_sum.STAGE.id).aligned
+
+
+def _sum(q: Any, k: Any, v: Any) -> Any:
+    group = q.shape[1] // k.shape[1]
+    return q + np.repeat(k, group, axis=1) + np.repeat(v, group, axis=1)
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("races", [False, True], ids=["fast", "hooks"])
+@pytest.mark.parametrize(("head_dim", "length"), [(64, 203), (128, 65), (128, 1)])
+def test_tensor_maps_and_counters_reach_the_kernel(sum_stage: str, head_dim: int, length: int, races: bool) -> None:
+    rng = np.random.default_rng(1)
+    q = rng.integers(-3, 4, (2, 4, length, head_dim)).astype(np.float16)
+    k, v = (rng.integers(-3, 4, (2, length, 2, head_dim)).astype(np.float16).transpose(0, 2, 1, 3) for _ in range(2))
+    ran = flashlab.emulate(q, k, v, stage=sum_stage, source=hopper_sum.SOURCE, races=races)
+    shape = ran.kernel.launch_shape
+    assert ran.plan.aligned
+    assert shape is not None
+    assert (shape.box_q, shape.box_kv, shape.persistent) == (64, 32, True)
+    assert ran.report.findings == ()
+    assert (ran.out == _sum(q, k, v)).all()
+    back = (slice(None), slice(None), slice(None, None, -1))
+    ran = flashlab.emulate(q[back], k[back], v[back], stage=sum_stage, source=hopper_sum.SOURCE, races=races)
+    assert ran.plan.aligned is (length == 1)
+    assert ran.report.findings == ()
+    assert (ran.out == _sum(q, k, v)[back]).all()
+
+
+@pytest.mark.usefixtures("compiler_here")
+def test_counters_that_are_left_behind_are_an_error(sum_stage: str, tmp_path: Path) -> None:
+    text = hopper_sum.SOURCE.read_text(encoding="utf-8")
+    assert text.count("atomicExch(&p.work[0], 0u);") == 1
+    edited = tmp_path / "edited.cu"
+    edited.write_text(text.replace("atomicExch(&p.work[0], 0u);", ""), encoding="utf-8")
+    q = np.zeros((1, 1, 65, 64), np.float16)
+    with pytest.raises(errors.EmulationError, match=r"wanted the counters of its work back at 0 .*, got \[4, 0\]"):
+        flashlab.emulate(q, q, q, stage=sum_stage, source=edited)
+
+
+class _Launches:
+    """A GPU of 4 SMs, two blocks each, as far as `prepare` asks it; launches are noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[dict[str, Any]] = []
+        self.maps: list[tuple[str, tuple[Any, ...]]] = []
+        self.counters = 1 << 30
+        for name in ("require", "load"):
+            monkeypatch.setattr(gpu, name, lambda *_, **__: None)
+        monkeypatch.setattr(gpu, "as_device_array", lambda obj, *_: obj)
+        monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch=ARCH, sm_count=4, slug="nobody"))
+        monkeypatch.setattr(gpu, "blocks_per_sm", lambda *_: 2)
+        monkeypatch.setattr(gpu, "context", lambda _: nullcontext())
+        monkeypatch.setattr(gpu, "Zeroed", self.zeroed)
+        monkeypatch.setattr(gpu, "Launch", lambda _, **how: self.made.append(how))
+        monkeypatch.setattr(TensorMap, "encoded", lambda _, address: struct.pack("<Q", address).ljust(128, b"m"))
+
+    def zeroed(self, device: int, size_bytes: int, stream: int) -> Any:
+        assert (device, size_bytes, stream) == (0, 8, 5)
+        self.counters += 512
+        return SimpleNamespace(pointer=self.counters)
+
+
+@pytest.mark.parametrize("mappable", [True, False])
+def test_what_a_gpu_is_asked_to_launch(monkeypatch: pytest.MonkeyPatch, sum_stage: str, mappable: bool) -> None:
+    there = _Launches(monkeypatch)
+    q, k, v = qkv(q_len=130, kv_len=130)
+    if not mappable:
+        k = array(2, 4, 130, 64, strides=(0, 0, 64, 1), pointer=k.pointer)
+    out = array(2, 4, 130, 64, pointer=OUT)
+    call: dict[str, Any] = {"stage": sum_stage, "source": hopper_sum.SOURCE, "out": out, "stream": 5}
+    prepared = prepare(q, k, v, **call)
+    assert prepared.plan.aligned is mappable
+    prepare(q, k, v, **call)
+    first, second = there.made
+    assert (first["grid"], first["block"], first["stream"]) == ((8, 1, 1), (128, 1, 1), 5)
+    params, maps = first["params"]
+    assert params.work == (1 << 30) + 512
+    assert second["params"][0].work == (1 << 30) + 1024
+    addresses = [struct.unpack("<Q", bytes(getattr(maps, name))[:8])[0] for name in "QKVO"]
+    assert addresses == ([q.pointer, k.pointer, v.pointer, out.pointer] if mappable else [0, 0, 0, 0])
+    assert any(bytes(maps)) is mappable
+
+
+def test_an_ordinary_stage_gets_no_maps_and_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = _Launches(monkeypatch)
+    q, k, v = qkv(q_len=130)
+    prepare(q, k, v, stage="01_coalesced", out=array(2, 4, 130, 64, pointer=OUT), stream=5)
+    (made,) = there.made
+    (params,) = made["params"]
+    assert params.work is None
+    assert made["grid"] == (2, 4, 2)
+
+
+def test_what_won_on_a_gpu_is_what_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = _Launches(monkeypatch)
+    stage = stages.get("01_coalesced")
+    choice = tuned.Choice({**stage.parameters(64), "THREADS": 64}, "20260101T000000Z-0000000", ("1x1x1x64",))
+    monkeypatch.setattr(
+        tuned, "table", lambda gpu, _: {tuned.Key(stage.id, 64, "causal", "float16"): choice} if gpu == "nobody" else {}
+    )
+    q, k, v = qkv(q_len=256)
+    call: dict[str, Any] = {"stage": stage.id, "out": array(2, 4, 256, 64, pointer=OUT), "stream": 5}
+    for options in ({"causal": True}, {}, {"causal": True, "params": {"THREADS": 256}}):
+        prepare(q, k, v, **call, **options)
+    assert [made["block"][0] for made in there.made] == [64, stage.parameters(64)["THREADS"], 256]
+
+
+# --- structures ---
 
 
 def _constants(source: str, tmp_path: Path, names: int) -> tuple[int, ...]:
@@ -329,6 +502,7 @@ def _fields(structure: type[ctypes.Structure]) -> dict[str, int]:
     [
         ("attention.cuh", "AttentionParams", AttentionParams),
         ("attention.cuh", "TensorView", TensorView),
+        ("hopper.cuh", "AttentionMaps", AttentionMaps),
         ("micro.cuh", "MicroParams", MicroParams),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ from flashlab.errors import (
     UnsupportedError,
 )
 from flashlab.paths import ROOT
-from flashlab.stages import ARCHS, STAGES, Stage
+from flashlab.stages import ARCHS, CUDA_STAGES, STAGES, Stage
 
 SMEM_KIB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120": 99}
 """Shared memory that a block may have, by the CUDA C++ Programming Guide, table of compute capabilities."""
@@ -102,7 +103,7 @@ def naive(source: Path | None = None, *, head_dim: int = 64, overrides: dict[str
 # --- every stage ---
 
 
-@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
 def test_every_variant_compiles_for_every_architecture(stage: Stage) -> None:
     work = compiler.jobs([stage])
     assert {job.arch for job in work} == set(stage.archs)
@@ -125,7 +126,7 @@ def test_every_variant_compiles_for_every_architecture(stage: Stage) -> None:
         assert shape.smem_bytes + cubin.resources.static_smem_bytes <= SMEM_KIB[job.arch] * 1024
 
 
-@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
 def test_rows_off_a_16_byte_boundary_have_code_too(stage: Stage) -> None:
     work = compiler.jobs([stage], [stage.archs[-1]], aligned=(False,))
     assert not [
@@ -133,7 +134,7 @@ def test_rows_off_a_16_byte_boundary_have_code_too(stage: Stage) -> None:
     ]
 
 
-@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
 def test_every_choice_of_a_tunable_compiles_for_some_head_dim(stage: Stage) -> None:
     left = {(name, choice) for name, param in stage.params.items() for choice in param.choices}
     refused: list[str] = []
@@ -333,6 +334,40 @@ def test_a_stage_without_a_launch_shape_is_refused(tmp_path: Path, empty_cache: 
     edited.write_text(text, encoding="utf-8")
     with pytest.raises(CompileError, match=re.escape(reason)):
         naive(edited)
+
+
+@pytest.mark.parametrize(
+    ("tensor_maps", "boxes", "reason"),
+    [
+        (True, "", "wanted launch_shape with a box_q and a box_kv of 1 to 256 rows"),
+        (True, ", 64", "box_kv=0"),
+        (True, ", 64, 512", "box_kv=512"),
+        (False, ", 64, 64", "the stage takes no tensor maps"),
+    ],
+)
+def test_tensor_maps_and_their_boxes_go_together(
+    tmp_path: Path, empty_cache: Path, tensor_maps: bool, boxes: str, reason: str
+) -> None:
+    text = NAIVE.source.read_text(encoding="utf-8")
+    assert text.count("0, THREADS};") == 1
+    edited = tmp_path / "edited.cu"
+    edited.write_text(text.replace("0, THREADS};", f"0, THREADS{boxes}}};"), encoding="utf-8")
+    stage = dataclasses.replace(NAIVE, tensor_maps=tensor_maps)
+    with pytest.raises(CompileError, match=re.escape(reason)):
+        compiler.compile_stage(stage, head_dim=64, dtype="float16", causal=True, arch="sm_90a", source=edited)
+
+
+def test_a_launch_shape_of_fewer_numbers_is_read() -> None:
+    numbers = struct.pack("<7i", 128, 4096, 64, 32, 80, 1, 99)
+    assert compiler._launch_shape(numbers) == LaunchShape(128, 4096, 64, 32, 80, True)
+    assert compiler._launch_shape(numbers[:12]) == LaunchShape(threads=128, smem_bytes=4096, tile_q=64)
+
+
+def test_a_stage_of_one_architecture_is_compiled_for_it_alone() -> None:
+    hopper = dataclasses.replace(NAIVE, min_arch="sm_90a", max_arch="sm_90a")
+    assert {job.arch for job in compiler.jobs([hopper])} == {"sm_90a"}
+    with pytest.raises(UnsupportedError, match="needs sm_90a; this GPU is sm_100a"):
+        compiler.compile_stage(hopper, head_dim=64, dtype="float16", causal=True, arch="sm_100a")
 
 
 def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:

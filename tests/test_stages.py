@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from flashlab import stages
 from flashlab.errors import ParameterError, UnknownStageError, UnsupportedError
 from flashlab.problem import DTYPES, FIRST_SHAPE, Problem
-from flashlab.stages import ARCHS, STAGES, Param, Stage, arch_for, best, capability, get
+from flashlab.stages import ARCHS, CUDA_STAGES, STAGES, Param, Stage, arch_for, best, capability, get
 
 every_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=lambda s: s.id)
 
@@ -28,6 +29,7 @@ def test_a_stage_is_whole(stage: Stage) -> None:
     assert set(stage.spills) <= set(stage.head_dims)
     assert {arch for archs in stage.spills.values() for arch in archs} <= set(stage.archs)
     assert stage.archs[0] == stage.min_arch
+    assert stage.archs[-1] == (stage.max_arch or ARCHS[-1])
 
 
 @every_stage
@@ -41,8 +43,9 @@ def test_a_stage_comes_after_its_parent(stage: Stage) -> None:
 
 @every_stage
 def test_a_source_opens_with_its_id_and_names_its_parent(stage: Stage) -> None:
-    header = stage.source.read_text(encoding="utf-8").split("#include")[0]
-    assert header.startswith(f"// {stage.id}: ")
+    mark, code = {"cuda": ("// ", "#include"), "triton": ('"""', "import triton")}[stage.language]
+    header = stage.source.read_text(encoding="utf-8").split(code)[0]
+    assert header.startswith(f"{mark}{stage.id}: ")
     assert header.count("\n") <= 8
     assert stage.parent is None or f"Parent: {stage.parent}" in header
 
@@ -50,8 +53,9 @@ def test_a_source_opens_with_its_id_and_names_its_parent(stage: Stage) -> None:
 @every_stage
 def test_a_source_reads_every_tunable_and_defines_its_entry(stage: Stage) -> None:
     text = stage.source.read_text(encoding="utf-8")
-    assert f" {stage.entry}(" in text
-    for name in stage.params:
+    assert re.search(rf"\s{stage.entry}\(", text)
+    options = {"WARPS", "PIPELINE_STAGES"} if stage.language == "triton" else set()  # which Triton reads itself
+    for name in stage.params.keys() - options:
         assert re.search(rf"\b{name}\b", text), name
 
 
@@ -65,7 +69,8 @@ def test_defaults_are_among_the_choices(stage: Stage) -> None:
 
 def test_every_kernel_is_a_stage() -> None:
     folder = next(iter(STAGES.values())).source.parent
-    assert {path.stem for path in folder.glob("*.cu")} == set(STAGES)
+    files = {path.name for path in folder.iterdir() if path.suffix in (".cu", ".py")}
+    assert files == {stage.source.name for stage in STAGES.values()}
 
 
 @every_stage
@@ -130,7 +135,7 @@ def test_the_best_stage_is_the_last_that_can() -> None:
     for dtype in DTYPES:
         for arch in ARCHS:
             problem = Problem.parse(FIRST_SHAPE, dtype=dtype)
-            able = [stage for stage in STAGES.values() if stage.why_not(problem, arch) is None]
+            able = [stage for stage in CUDA_STAGES.values() if stage.why_not(problem, arch) is None]
             if able:
                 assert best(problem, arch) is able[-1]
             else:
@@ -141,8 +146,34 @@ def test_the_best_stage_is_the_last_that_can() -> None:
 def test_where_no_stage_can_each_says_why() -> None:
     with pytest.raises(UnsupportedError, match="no stage runs B1 H1 S1 D80 full float16 on sm_90a") as caught:
         best(Problem.parse("1x1x1x80"), "sm_90a")
-    for stage_id in STAGES:
+    for stage_id in CUDA_STAGES:
         assert f"Stage {stage_id} takes head dim" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("newest", "archs", "needs"),
+    [
+        ("sm_90a", ("sm_90a",), "sm_90a"),
+        ("sm_100a", ("sm_90a", "sm_100a"), "sm_90a to sm_100a"),
+        (None, ("sm_90a", "sm_100a", "sm_120"), "sm_90a or newer"),
+    ],
+)
+def test_a_stage_may_end_with_an_architecture(
+    monkeypatch: pytest.MonkeyPatch, newest: str | None, archs: tuple[str, ...], needs: str
+) -> None:
+    old = Stage(id="00_old", title="", parent=None, question="", change="", prediction="")
+    some = Stage(id="01_some", title="", parent="00_old", question="", change="", prediction="", min_arch="sm_90a")
+    some = replace(some, max_arch=newest)
+    monkeypatch.setattr(stages, "STAGES", {stage.id: stage for stage in (old, some)})
+    problem = Problem.parse("1x1x8x64")
+    assert some.archs == archs
+    assert some.needs == needs
+    for arch in ARCHS:
+        assert best(problem, arch) is (some if arch in archs else old)
+    reason = some.why_not(problem, "sm_120")
+    assert (reason is None) is ("sm_120" in archs)
+    if reason:
+        assert reason == f"Stage 01_some needs {needs}; this GPU is sm_120. Runnable: 00_old."
 
 
 def test_a_refusal_names_what_works(monkeypatch: pytest.MonkeyPatch) -> None:

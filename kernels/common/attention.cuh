@@ -38,14 +38,21 @@ struct AttentionParams {
   int q_len;
   int kv_len;
   float scale_log2;    // scale · log2(e): scores are exponentiated in base 2
+  int batch;
+  unsigned* work;      // persistent stages: {next tile, blocks that are done}, both 0 at every launch, and the last block to end
+                       // puts both back to 0 (with atomicExch); null for other stages
 };
 
-// What the launcher needs to know of a compiled kernel; it reads the constant out of the machine code.
-// The grid is (ceil(q_len / tile_q), q_heads, batch).
+// What the launcher needs to know of a compiled kernel; it reads the constant out of the machine code. What is left out is 0.
+// The grid is (ceil(q_len / tile_q), q_heads, batch). That of a persistent kernel is (G, 1, 1), where G is as many blocks as are
+// resident at once, and at most the number of tiles, ceil(q_len / tile_q) · q_heads · batch.
 struct LaunchShape {
   int threads;      // a block
   int smem_bytes;   // dynamic shared memory a block
-  int tile_q;       // query rows a block
+  int tile_q;       // query rows a tile
+  int box_q;        // rows a copy of Q and O; not 0: the kernel takes AttentionMaps (hopper.cuh) as its second parameter
+  int box_kv;       // rows a copy of K and V
+  int persistent;   // 1: blocks take tiles until none is left
 };
 
 // First row of one head.

@@ -13,6 +13,13 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
+// 10.8 %smid: the SM that the thread runs on.
+__device__ __forceinline__ unsigned smid() {
+  unsigned id;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(id));
+  return id;
+}
+
 // 10.28 %globaltimer: nanoseconds since a fixed moment, the same counter on every SM. Its resolution is not
 // specified.
 __device__ __forceinline__ unsigned long long globaltimer() {

@@ -93,6 +93,17 @@ __forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int w
 __forceinline__ unsigned __ballot_sync(unsigned mask, int predicate) { return emu::ballot(mask, predicate, "__ballot_sync"); }
 __forceinline__ int __any_sync(unsigned mask, int predicate) { return emu::ballot(mask, predicate, "__any_sync") != 0; }
 __forceinline__ int __all_sync(unsigned mask, int predicate) { return emu::ballot(mask, predicate, "__all_sync") == mask; }
+// Of the lanes in `mask`.
+__forceinline__ int __reduce_max_sync(unsigned mask, int value) {
+  int most = value;
+  for (int lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1) {
+      const int other = emu::shuffle(mask, value, lane, "__reduce_max_sync");
+      most = other > most ? other : most;
+    }
+  }
+  return most;
+}
 __forceinline__ unsigned __activemask() { return 0xffffffffu; }
 
 // --- memory -----------------------------------------------------------------------------------------------------------------

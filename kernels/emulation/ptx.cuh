@@ -110,6 +110,9 @@ __forceinline__ float ex2_approx_ftz(float x) {
   return y < SMALLEST_NORMAL ? 0.0f : y;
 }
 
+// 10.8 %smid: as if there were one SM.
+__forceinline__ unsigned smid() { return 0; }
+
 // 10.28 %globaltimer: nanoseconds since a fixed moment.
 __forceinline__ unsigned long long globaltimer() { return emu::nanoseconds(); }
 

@@ -14,12 +14,13 @@ import numbers
 import threading
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flashlab import emulator, gpu, stages
+from flashlab import emulator, gpu, stages, triton_code, tuned
 from flashlab.errors import (
     DeviceError,
     DTypeError,
@@ -29,16 +30,22 @@ from flashlab.errors import (
     ParameterError,
     ShapeError,
     TooLargeError,
+    UnsupportedError,
 )
 from flashlab.gpu import DeviceArray
 from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, DType, Problem
 from flashlab.stages import Stage
+from flashlab.tensor_map import ALIGNMENT_BYTES, DATA_TYPES, MAP_BYTES, MAX_STRIDE_BYTES, SWIZZLE_128B, TensorMap
 
 if TYPE_CHECKING:
     from flashlab.compiler import Cubin, LaunchShape
 
 ROW_ALIGNMENT_BYTES = 16
 """What ALIGNED=1 promises a kernel of every row's address: the width of its widest access."""
+PANEL = 64
+"""Elements of a row in one panel of a tile: 128 bytes, the widest swizzle."""
+CPU_RESIDENT_BLOCKS = 3
+"""The grid of a persistent kernel on a CPU: few, so that each takes several tiles."""
 _MAX_GRID_YZ = 65535
 _MAX_LENGTH = 2**31 - 1
 HOST = -1
@@ -81,7 +88,15 @@ class AttentionParams(ctypes.Structure):
         ("q_len", ctypes.c_int),
         ("kv_len", ctypes.c_int),
         ("scale_log2", ctypes.c_float),
+        ("batch", ctypes.c_int),
+        ("work", ctypes.c_void_p),
     )
+
+
+class AttentionMaps(ctypes.Structure):
+    """kernels/common/hopper.cuh, `AttentionMaps`."""
+
+    _fields_ = tuple((name, ctypes.c_ubyte * MAP_BYTES) for name in "QKVO")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +107,8 @@ class Plan:
     stage: Stage
     scale: float
     aligned: bool
-    """Every row of Q, K, V and O starts on a 16-byte boundary."""
+    """Every row of Q, K, V and O starts on a 16-byte boundary; where the stage takes tensor maps, they can describe all
+    four."""
     device: int
     """CUDA device index, or `HOST`."""
 
@@ -109,10 +125,22 @@ def _extent(array: DeviceArray) -> tuple[int, int]:
     return array.pointer + low * BYTES_PER_ELEMENT, array.pointer + high * BYTES_PER_ELEMENT
 
 
+def _strides_of_use(array: DeviceArray) -> list[int]:
+    """In elements, of batch, heads and length where there is more than one."""
+    return [stride for length, stride in zip(array.shape[:3], array.strides[:3], strict=True) if length > 1]
+
+
 def _aligned(array: DeviceArray) -> bool:
-    strides = [stride for length, stride in zip(array.shape[:3], array.strides[:3], strict=True) if length > 1]
     return array.pointer % ROW_ALIGNMENT_BYTES == 0 and all(
-        stride * BYTES_PER_ELEMENT % ROW_ALIGNMENT_BYTES == 0 for stride in strides
+        stride * BYTES_PER_ELEMENT % ROW_ALIGNMENT_BYTES == 0 for stride in _strides_of_use(array)
+    )
+
+
+def _mappable(array: DeviceArray) -> bool:
+    """Whether a tensor map can describe it."""
+    strides = [stride * BYTES_PER_ELEMENT for stride in _strides_of_use(array)]
+    return array.pointer % ALIGNMENT_BYTES == 0 and all(
+        stride % ALIGNMENT_BYTES == 0 and 0 < stride < MAX_STRIDE_BYTES for stride in strides
     )
 
 
@@ -252,19 +280,26 @@ def plan(
     if chosen is None:
         chosen = stages.best(problem, arch)
     chosen.require(problem, arch)
+    readable = _mappable if chosen.tensor_maps else _aligned
     return Plan(
         problem=problem,
         stage=chosen,
         scale=float(scale),
-        aligned=all(_aligned(array) for array in (q, k, v, *([out] if out is not None else []))),
+        aligned=all(readable(array) for array in (q, k, v, *([out] if out is not None else []))),
         device=q.device,
     )
 
 
 def params_for(
-    found: Plan, q: DeviceArray, k: DeviceArray, v: DeviceArray, out: DeviceArray, lse_pointer: int | None
+    found: Plan,
+    q: DeviceArray,
+    k: DeviceArray,
+    v: DeviceArray,
+    out: DeviceArray,
+    lse_pointer: int | None,
+    work_pointer: int | None = None,
 ) -> AttentionParams:
-    """The kernel's argument."""
+    """The kernel's first argument."""
     views = [TensorView(a.pointer, *a.strides[:3]) for a in (q, k, v, out)]
     problem = found.problem
     return AttentionParams(
@@ -275,12 +310,74 @@ def params_for(
         problem.q_len,
         problem.kv_len,
         found.scale * math.log2(math.e),
+        problem.batch,
+        work_pointer,
     )
 
 
-def grid_for(problem: Problem, shape: LaunchShape) -> tuple[int, int, int]:
-    """Blocks: query tiles, query heads, batch."""
-    return (-(-problem.q_len // shape.tile_q), problem.q_heads, problem.batch)
+def tile_map(array: DeviceArray, dtype: DType, rows: int) -> TensorMap:
+    """A tensor map whose box is `rows` rows of one head, as kernels/common/hopper.cuh describes it."""
+    batch, heads, length, head_dim = array.shape
+    panel_bytes = PANEL * BYTES_PER_ELEMENT
+    # Nothing is ever `stride` away in a dimension of one, whose stride may be anything: the map wants a sound one.
+    batch_stride, head_stride, row_stride = (
+        stride * BYTES_PER_ELEMENT if n > 1 else panel_bytes
+        for n, stride in zip(array.shape[:3], array.strides[:3], strict=True)
+    )
+    return TensorMap(
+        data_type=DATA_TYPES[dtype],
+        dims=(PANEL, length, head_dim // PANEL, heads, batch),
+        strides=(row_stride, panel_bytes, head_stride, batch_stride),
+        box=(PANEL, rows, head_dim // PANEL, 1, 1),
+        swizzle=SWIZZLE_128B,
+        l2_promotion="L2_128B",
+    )
+
+
+def maps_for(
+    found: Plan,
+    shape: LaunchShape,
+    arrays: Mapping[str, DeviceArray],
+    encode: Callable[[TensorMap, DeviceArray], bytes],
+) -> AttentionMaps:
+    """The second argument of a kernel that takes tensor maps; zeros where they cannot describe `arrays`, Q, K, V, O."""
+    maps = AttentionMaps()
+    if found.aligned:
+        for name, array in arrays.items():
+            rows = shape.box_q if name in "QO" else shape.box_kv
+            getattr(maps, name)[:] = encode(tile_map(array, found.problem.dtype, rows), array)
+    return maps
+
+
+def triton_arguments(params: AttentionParams) -> dict[str, int | float]:
+    """The arguments of a kernel in Triton, by the names of `triton_code.ARGUMENTS`; null pointers are 0."""
+    views = {name: getattr(params, name) for name in "QKVO"}
+    strides = {
+        f"{name}_{step}": int(getattr(view, f"{step}_stride"))
+        for name, view in views.items()
+        for step in ("batch", "head", "row")
+    }
+    sizes = {name: int(getattr(params, name)) for name in ("q_heads", "kv_heads", "q_len", "kv_len")}
+    pointers = {name: int(view.data or 0) for name, view in views.items()} | {"LSE": int(params.LSE or 0)}
+    return {**pointers, **strides, **sizes, "wants_lse": int(bool(params.LSE)), "scale_log2": float(params.scale_log2)}
+
+
+_TRITON_TYPES: Mapping[str, Any] = {"i64": ctypes.c_longlong, "i32": ctypes.c_int, "fp32": ctypes.c_float}
+
+
+def _triton_parameters(params: AttentionParams) -> list[Any]:
+    values = triton_arguments(params)
+    of_type = {name: _TRITON_TYPES.get(kind, ctypes.c_void_p) for name, kind in triton_code.ARGUMENTS.items()}
+    hidden = [ctypes.c_void_p() for _ in range(triton_code.HIDDEN_POINTERS)]
+    return [*(kind(values[name]) for name, kind in of_type.items()), *hidden]
+
+
+def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RESIDENT_BLOCKS) -> tuple[int, int, int]:
+    """Blocks: query tiles, query heads, batch; of a persistent kernel no more than are resident at once."""
+    tiles = -(-problem.q_len // shape.tile_q)
+    if shape.persistent:
+        return (min(tiles * problem.q_heads * problem.batch, resident_blocks), 1, 1)
+    return (tiles, problem.q_heads, problem.batch)
 
 
 @lru_cache(maxsize=512)
@@ -330,7 +427,8 @@ def cubin_for(
 class Prepared:
     """A validated, compiled, loaded call: calling it enqueues the kernel and returns at once.
 
-    Holds its arrays; `out` and `lse` are the caller's library's.
+    Holds its arrays; `out` and `lse` are the caller's library's. Calls are ordered by the stream, and share the
+    counters of a persistent kernel.
     """
 
     __slots__ = ("_keep", "_launch", "cubin", "function", "launch_shape", "lse", "out", "plan")
@@ -376,6 +474,24 @@ def _refuse_gradients(*arrays: tuple[str, Any]) -> None:
             )
 
 
+def _cupy_stream(stream: int) -> Any:
+    """The caller's stream for CuPy, whose pool hands memory back to the stream that allocated it."""
+    # ExternalStream is deprecated for Stream.from_external, but what that returns destroys the stream when it is
+    # collected, and this one is the caller's.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return importlib.import_module("cupy").cuda.ExternalStream(stream)
+
+
+def _torch_stream(stream: int, device: Any) -> Any:
+    """A context in which the caller's stream is torch's current one on a device."""
+    cuda = importlib.import_module("torch").cuda
+    if cuda.current_stream(device).cuda_stream == stream:
+        return nullcontext()
+    # To ExternalStream, 0 is not the default stream but the wish for a new one.
+    return cuda.stream(cuda.ExternalStream(stream, device) if stream else cuda.default_stream(device))
+
+
 def _new(like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> Any:
     """A new array of the caller's library beside `like`; `dtype` None means that of `like`."""
     library = gpu.library_of(like)
@@ -384,18 +500,37 @@ def _new(like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> A
         return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
     if library == "cupy":
         cupy = importlib.import_module("cupy")
-        # CuPy's pool hands memory back to the stream that allocated it, so allocate on the one that will write it.
-        # ExternalStream is deprecated for Stream.from_external, but what that returns destroys the stream when it is
-        # collected, and this one is the caller's.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            callers = cupy.cuda.ExternalStream(stream)
-        with like.device, callers:
+        with like.device, _cupy_stream(stream):
             return cupy.empty(shape, dtype=like.dtype if dtype is None else dtype)
     raise ParameterError(
         "out and return_lse: wanted torch or CuPy arrays, whose library can make a new one, got "
         f"{type(like).__name__}. Pass `out=`, and leave return_lse False."
     )
+
+
+_COUNTERS = 2
+"""Unsigned integers that a persistent kernel counts its work in."""
+
+
+def _new_counters(like: Any, device: int, stream: int) -> tuple[Any, int]:
+    """A persistent kernel's counters, zero to whatever runs on `stream` after this, and their address.
+
+    The caller's library allocates them on that stream: it hands the memory on when the stream has done with it, so that
+    giving them up waits for nothing.
+    """
+    library = gpu.library_of(like)
+    if library == "torch":
+        torch = importlib.import_module("torch")
+        with _torch_stream(stream, like.device):
+            counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=like.device)
+        return counters, int(counters.data_ptr())
+    if library == "cupy":
+        cupy = importlib.import_module("cupy")
+        with like.device, _cupy_stream(stream):
+            counters = cupy.zeros(_COUNTERS, dtype="uint32")
+        return counters, int(counters.data.ptr)
+    zeroed = gpu.Zeroed(device, _COUNTERS * ctypes.sizeof(ctypes.c_uint), stream)
+    return zeroed, zeroed.pointer
 
 
 def prepare(
@@ -431,7 +566,8 @@ def prepare(
     handle = gpu.current_stream(library, first.device) if explicit is None else explicit
     second, third = gpu.as_device_array(k, "k", handle), gpu.as_device_array(v, "v", handle)
     target = None if out is None else gpu.as_device_array(out, "out", handle)
-    arch = gpu.info(first.device).arch
+    there = gpu.info(first.device)
+    arch = there.arch
     found = plan(first, second, third, arch=arch, out=target, causal=causal, scale=scale, stage=stage)
     if target is None:
         out = _new(q, first.shape, None, handle)
@@ -441,15 +577,36 @@ def prepare(
     lse_view = None if lse is None else gpu.as_device_array(lse, "lse", handle)
     if lse_view is not None:
         _check_lse(lse_view, first)
-    cubin = cubin_for(found, arch, overrides=params, source=source)
-    assert cubin.launch_shape is not None
+    problem = found.problem
+    chosen = tuned.parameters(
+        found.stage,
+        there.slug,
+        head_dim=problem.head_dim,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        overrides=params,
+    )
+    cubin = cubin_for(found, arch, overrides=chosen, source=source)
+    shape = cubin.launch_shape
+    assert shape is not None
     function = gpu.load(cubin, found.device)
-    arguments = params_for(found, first, second, third, target, None if lse_view is None else lse_view.pointer)
+    counters, work_pointer = _new_counters(q, found.device, handle) if shape.persistent else (None, None)
+    lse_pointer = None if lse_view is None else lse_view.pointer
+    params_struct = params_for(found, first, second, third, target, lse_pointer, work_pointer)
+    arguments = _triton_parameters(params_struct) if found.stage.language == "triton" else [params_struct]
+    if found.stage.tensor_maps:
+        views = {"Q": first, "K": second, "V": third, "O": target}
+        with gpu.context(found.device):
+            arguments.append(maps_for(found, shape, views, lambda tensor_map, view: tensor_map.encoded(view.pointer)))
+    resident = 1
+    if shape.persistent:
+        blocks = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes)
+        resident = max(1, there.sm_count * blocks)
     launch = gpu.Launch(
         function,
-        grid=grid_for(found.problem, cubin.launch_shape),
-        block=(cubin.launch_shape.threads, 1, 1),
-        smem_bytes=cubin.launch_shape.smem_bytes,
+        grid=grid_for(found.problem, shape, resident),
+        block=(shape.threads, 1, 1),
+        smem_bytes=shape.smem_bytes,
         params=arguments,
         stream=handle,
     )
@@ -460,7 +617,7 @@ def prepare(
         launch=launch,
         out=out,
         lse=lse,
-        keep=(first, second, third, target, lse_view, stream),
+        keep=(first, second, third, target, lse_view, counters, stream),
     )
 
 
@@ -474,7 +631,7 @@ class Emulation:
     out: Any
     """Of the caller's library."""
     lse: Any
-    """The log-sum-exp, float32 (batch, q_heads, q_len), of the caller's library."""
+    """The log-sum-exp, float32 (batch, q_heads, q_len), of the caller's library; None where none was asked for."""
     report: emulator.Report
     """Findings and counters where `races` were looked for, and what the kernel printed."""
     kernel: emulator.Emulated
@@ -578,6 +735,7 @@ def emulate(
     stage: str | None = None,
     out: Any | None = None,
     lse: Any | None = None,
+    return_lse: bool = True,
     params: Mapping[str, int] | None = None,
     source: Path | None = None,
     schedule: str = "ascending",
@@ -591,7 +749,8 @@ def emulate(
 
     Args:
         q, k, v, causal, scale, stage, out, params: as `attention` takes them, in host memory.
-        lse: where to write the log-sum-exp; a new array where None.
+        lse: where to write the log-sum-exp; a new array where None and `return_lse`.
+        return_lse: False: the kernel is not asked for it, unless `lse` is given.
         source: compile an edited copy of the stage's file instead.
         schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
         races: look for races, uninitialised reads and accesses out of bounds, and count bank conflicts and sectors:
@@ -614,41 +773,76 @@ def emulate(
     if target is None:
         out = _new_on_host(q, first.shape, first.dtype)
         target = _host_view(out, "out")
-    if lse is None:
+    if lse is None and return_lse:
         lse = _new_on_host(q, first.shape[:3], "float32")
-    lse_view = _host_view(lse, "lse")
-    _check_lse(lse_view, first)
+    lse_view = None if lse is None else _host_view(lse, "lse")
+    if lse_view is not None:
+        _check_lse(lse_view, first)
     problem = found.problem
-    kernel = emulator.build_stage(
-        found.stage,
-        head_dim=problem.head_dim,
-        dtype=problem.dtype,
-        causal=problem.causal,
-        aligned=found.aligned,
-        overrides=params,
-        source=source,
-        hooks=races,
-    )
-    assert kernel.launch_shape is not None
+    if found.stage.language == "triton":
+        if races or schedule != "ascending":
+            raise UnsupportedError(
+                f"Stage {found.stage.id} runs on a CPU by Triton's interpreter, one program after the other: there are "
+                "no races to look for and no schedule but ascending."
+            )
+        kernel = emulator.interpreted(
+            found.stage, head_dim=problem.head_dim, dtype=problem.dtype, overrides=params, source=source
+        )
+    else:
+        kernel = emulator.build_stage(
+            found.stage,
+            head_dim=problem.head_dim,
+            dtype=problem.dtype,
+            causal=problem.causal,
+            aligned=found.aligned,
+            overrides=params,
+            source=source,
+            hooks=races,
+        )
+    shape = kernel.launch_shape
+    assert shape is not None
+    import numpy as np
+
     around = surroundings or {}
     views = {"Q": first, "K": second, "V": third, "O": target}
     names = {"Q": "q", "K": "k", "V": "v", "O": "out"}
-    pointers = {
-        getattr(AttentionParams, name).offset + TensorView.data.offset: emulator.Pointer(
+    places = {
+        name: emulator.Pointer(
             array=view.owner, access="w" if name == "O" else "r", name=name, surroundings=around.get(names[name])
         )
         for name, view in views.items()
     }
-    pointers[AttentionParams.LSE.offset] = emulator.Pointer(
-        array=lse_view.owner, access="w", name="LSE", surroundings=around.get("lse")
-    )
-    structure = emulator.Structure(value=params_for(found, first, second, third, target, None), pointers=pointers)
-    grid = grid_for(problem, kernel.launch_shape)
+    pointers = {getattr(AttentionParams, name).offset + TensorView.data.offset: place for name, place in places.items()}
+    if lse_view is not None:
+        places["LSE"] = pointers[AttentionParams.LSE.offset] = emulator.Pointer(
+            array=lse_view.owner, access="w", name="LSE", surroundings=around.get("lse")
+        )
+    counters = np.zeros(_COUNTERS, np.uint32)
+    if shape.persistent:
+        pointers[AttentionParams.work.offset] = emulator.Pointer(array=counters, name="work")
+    told = params_for(found, first, second, third, target, None)
+    arguments = [emulator.Structure(value=told, pointers=pointers)]
+    if found.stage.tensor_maps:
+        maps = maps_for(found, shape, views, lambda tensor_map, _: tensor_map.emulated())
+        addresses = {getattr(AttentionMaps, name).offset: places[name] for name in "QKVO"}
+        arguments.append(emulator.Structure(value=maps, pointers=addresses if found.aligned else {}))
+    grid = grid_for(problem, shape)
 
     def launch(limit_s: float | None, blocks: int | None = None) -> emulator.Report:
+        if found.stage.language == "triton":
+            known = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **kernel.parameters}
+            return emulator.interpret(
+                kernel,
+                {**triton_arguments(told), "wants_lse": int("LSE" in places), **places},
+                constants={name: known[name] for name in triton_code.CONSTANTS},
+                dtype=problem.dtype,
+                grid=grid,
+                timeout_s=limit_s,
+                cancel=cancel,
+            )
         return emulator.launch(
             kernel,
-            [structure],
+            arguments,
             grid=grid,
             schedule=schedule,
             threads=threads,
@@ -658,8 +852,15 @@ def emulate(
         )
 
     if timeout_s is not None:
-        _refuse_too_large(found, kernel.launch_shape, launch, timeout_s=timeout_s, races=races, threads=threads)
-    return Emulation(out=out, lse=lse, report=launch(timeout_s), kernel=kernel, plan=found)
+        _refuse_too_large(found, shape, launch, timeout_s=timeout_s, races=races, threads=threads)
+    report = launch(timeout_s)
+    if counters.any():
+        raise EmulationError(
+            f"{found.stage.id} on the CPU: wanted the counters of its work back at 0 after the last block, for the "
+            f"launch after this one, got {counters.tolist()}",
+            report=report,
+        )
+    return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=found)
 
 
 def _refuse_too_large(
@@ -676,8 +877,9 @@ def _refuse_too_large(
     if problem.flops * cost <= _SMALL_FLOPS:
         return
     cores = threads or emulator.cores()
-    # The first blocks are the first query rows of the first head: as many as run at once.
-    tiles, _, _ = grid_for(problem, shape)
+    # The first blocks are the first query rows of the first head: as many as run at once. (Of a persistent kernel the
+    # first alone would do the work of all.)
+    tiles = -(-problem.q_len // shape.tile_q)
     blocks = min(tiles, cores)
     rows = min(blocks * shape.tile_q, problem.q_len)
     keys = problem.kv_len
@@ -689,7 +891,8 @@ def _refuse_too_large(
     seconds = problem.flops * cost / (_ASSUMED_FLOPS_PER_S * cores)
     # A trial is better than any assumption, where it is not itself too long, and the answer not clear anyway.
     trial_s = trial_flops * cost / (_ASSUMED_FLOPS_PER_S * blocks)
-    if 0 < trial_s < _TRIAL_S and seconds < _CLEARLY * timeout_s:
+    in_parts = not shape.persistent and found.stage.language == "cuda"
+    if in_parts and 0 < trial_s < _TRIAL_S and seconds < _CLEARLY * timeout_s:
         try:
             trial = launch(2 * _TRIAL_S, blocks)
         except EmulationError as error:
@@ -746,7 +949,8 @@ def attention(
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: an integer or a stream object; the library's current stream on that device where None. With another
             stream than the current one, keeping the arrays alive until it is done is the caller's part.
-        params: the stage's tunables, by name, where not the defaults.
+        params: the stage's tunables, by name. On a GPU those that are not named are what won there
+            (data/<gpu>/tuned.json), where something did, and else the stage's defaults.
         device: `cpu` or `gpu`, to be sure of it; where the arrays are, where None. It moves nothing.
 
     Returns:

@@ -8,6 +8,7 @@ Threads may compile at once (NVRTC runs outside Python's lock), and so may proce
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -28,10 +29,11 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 
+from flashlab import triton_code
 from flashlab.errors import CompileError, MissingPackageError, OutputError, ParameterError, PerformanceWarningError
 from flashlab.paths import KERNELS, ROOT, cache_dir, writable_dir
 from flashlab.problem import DTYPES, DType, Mask, Problem
-from flashlab.stages import ARCHS, STAGES, Stage
+from flashlab.stages import ARCHS, CUDA_STAGES, STAGES, Stage, capability
 
 COMMON = KERNELS / "common"
 ELEMENTS: Mapping[DType, str] = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -62,7 +64,18 @@ class LaunchShape:
     smem_bytes: int
     """Dynamic shared memory a block."""
     tile_q: int
-    """Query rows a block."""
+    """Query rows a tile."""
+    box_q: int = 0
+    """Rows that a tensor map's box of Q and O has; 0: the kernel takes no tensor maps."""
+    box_kv: int = 0
+    """Rows that a tensor map's box of K and V has."""
+    persistent: bool = False
+    """Whether blocks take tiles until none is left, instead of one each."""
+
+
+_MAX_THREADS = 1024
+_MAX_BOX = 256
+"""Rows: a tensor map's limit in every dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +109,7 @@ class Cubin:
     options: tuple[str, ...]
     """Every option that shapes the code; the folders of the header wheels are left out."""
     compiler: str
-    """As written in the machine code: `NVRTC 13.0.88`."""
+    """`NVRTC 13.0.88`, as written in the machine code; or `Triton 3.6.0`."""
     resources: Resources
     launch_shape: LaunchShape | None
     """None where the source defines none."""
@@ -225,6 +238,8 @@ def compile_stage(
     problem = Problem(batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=head_dim, dtype=dtype, mask=mask)
     stage.require(problem, arch)
     parameters = stage.parameters(head_dim, overrides)
+    if stage.language == "triton":
+        return _compile_triton(stage, problem, arch, parameters, aligned, source or stage.source)
     macros: dict[str, int | str] = {
         "HEAD_DIM": head_dim,
         "CAUSAL": int(causal),
@@ -235,18 +250,33 @@ def compile_stage(
     build = _build(source or stage.source, arch, macros)
     may_spill = stage.may_spill(head_dim, arch) or not aligned
     cubin = _cubin(build, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=may_spill)
-    shape = cubin.launch_shape
+    fault = launch_shape_fault(stage, cubin.launch_shape)
+    if fault:
+        raise build.error(f"{build.display}: {fault}")
+    return cubin
+
+
+def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
+    """What is wrong with the launch shape of a stage's kernel; None where it can be launched."""
     if shape is None:
-        raise build.error(
-            f"{build.display}: wanted the constant that says how to launch it, found none. Define: "
+        return (
+            "wanted the constant that says how to launch it, found none. Define: "
             'extern "C" __device__ const LaunchShape launch_shape = {THREADS, SMEM_BYTES, TILE_Q};'
         )
-    if not (0 < shape.threads <= 1024 and shape.smem_bytes >= 0 and shape.tile_q > 0):
-        raise build.error(
-            f"{build.display}: wanted launch_shape with 1 to 1024 threads, a size of shared memory and a positive "
-            f"tile_q, got {shape}"
+    if not (0 < shape.threads <= _MAX_THREADS and shape.smem_bytes >= 0 and shape.tile_q > 0):
+        return (
+            f"wanted launch_shape with 1 to {_MAX_THREADS} threads, a size of shared memory and a positive tile_q, "
+            f"got {shape}"
         )
-    return cubin
+    boxes = (shape.box_q, shape.box_kv)
+    if stage.tensor_maps and not all(0 < rows <= _MAX_BOX for rows in boxes):
+        return f"wanted launch_shape with a box_q and a box_kv of 1 to {_MAX_BOX} rows for its tensor maps, got {shape}"
+    if not stage.tensor_maps and any(boxes):
+        return (
+            f"wanted launch_shape without box_q and box_kv, got {shape}: the stage takes no tensor maps "
+            "(`Stage.tensor_maps` in src/flashlab/stages.py)"
+        )
+    return None
 
 
 def compile_file(
@@ -275,10 +305,15 @@ def compile_file(
 def jobs(
     stages: Iterable[Stage] | None = None, archs: Sequence[str] = ARCHS, *, aligned: Sequence[bool] = (True,)
 ) -> tuple[Job, ...]:
-    """Every variant of `stages` (default: all) that exists on `archs`: head dims, masks and element types."""
+    """Every variant of `stages` that exists on `archs`: head dims, masks and element types.
+
+    By default of all stages whose compiler is here.
+    """
+    if stages is None:
+        stages = CUDA_STAGES.values() if triton_code.missing() else STAGES.values()
     return tuple(
         Job(stage=stage, head_dim=head_dim, dtype=dtype, causal=causal, arch=arch, aligned=rows_aligned)
-        for stage in (STAGES.values() if stages is None else stages)
+        for stage in stages
         for arch in stage.archs
         if arch in archs
         for head_dim in stage.head_dims
@@ -303,7 +338,8 @@ def compile_many(
     Raises:
         As `compile_stage`, but for CompileError and PerformanceWarningError, which are returned.
     """
-    toolchain()
+    if any(job.stage.language == "cuda" for job in work):
+        toolchain()
     results: dict[int, Cubin | CompileError] = {}
     pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)))
     try:
@@ -379,10 +415,48 @@ class _Request:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _TritonRequest:
+    """Everything that decides the machine code of a stage in Triton."""
+
+    source: Path
+    display: str
+    text: str
+    entry: str
+    arch: str
+    dtype: DType
+    constants: tuple[tuple[str, int], ...]
+    warps: int
+    pipeline_stages: int
+    aligned: bool
+    version: str
+    """Triton's."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (
+            f"--target={self.arch}",
+            f"--num-warps={self.warps}",
+            f"--num-stages={self.pipeline_stages}",
+            f"--element={self.dtype}",
+            f"--aligned={int(self.aligned)}",
+            *(f"--constant={name}={value}" for name, value in self.constants),
+        )
+
+    @property
+    def command(self) -> str:
+        """What it comes to: Triton has no command line."""
+        return shlex.join(["triton.compile", self.display, *self.options])
+
+    def key(self) -> str:
+        content = (_CACHE_FORMAT, "triton", self.version, self.display, self.text, self.entry, self.options)
+        return _digest(json.dumps(content).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Build:
     """A compilation's outcome, fresh or from the cache."""
 
-    request: _Request
+    request: _Request | _TritonRequest
     code: bytes
     log: str
     compile_seconds: float
@@ -396,13 +470,17 @@ class _Build:
         return _error(kind, message, command=self.request.command, log=self.log)
 
 
+def _read(source: Path, what: str) -> str:
+    try:
+        return source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(f"source: wanted a {what} file, got {source}: {error}") from error
+
+
 def _build(source: Path, arch: str, macros: Mapping[str, int | str]) -> _Build:
     tools = toolchain()
     source = source.resolve()
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(f"source: wanted a CUDA C++ file, got {source}: {error}") from error
+    text = _read(source, "CUDA C++")
     request = _Request(
         source=source,
         display=_shown(source),
@@ -412,16 +490,77 @@ def _build(source: Path, arch: str, macros: Mapping[str, int | str]) -> _Build:
         include_dirs=(COMMON, *tools.include_dirs),
         tools=tools,
     )
+    return _cached(request, lambda: _nvrtc(request))
+
+
+def _cached(request: _Request | _TritonRequest, compile_it: Callable[[], tuple[bytes, str]]) -> _Build:
     entry = cache_dir() / "cubins" / request.key()
     found = _read_entry(entry)
     if found:
         code, log, seconds = found
         return _Build(request=request, code=code, log=log, compile_seconds=seconds, cached=True)
     start = time.perf_counter()
-    code, log = _nvrtc(request)
+    code, log = compile_it()
     seconds = time.perf_counter() - start
     _write_entry(entry, code, log, seconds)
     return _Build(request=request, code=code, log=log, compile_seconds=seconds, cached=False)
+
+
+def _compile_triton(
+    stage: Stage, problem: Problem, arch: str, parameters: dict[str, int], aligned: bool, source: Path
+) -> Cubin:
+    missing = triton_code.missing()
+    if missing:
+        raise MissingPackageError(f"wanted Triton to compile stage {stage.id}, found none. Install it: {missing}")
+    source = source.resolve()
+    known = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **parameters}
+    request = _TritonRequest(
+        source=source,
+        display=_shown(source),
+        text=_read(source, "Python"),
+        entry=stage.entry,
+        arch=arch,
+        dtype=problem.dtype,
+        constants=tuple((name, known[name]) for name in triton_code.CONSTANTS),
+        warps=parameters["WARPS"],
+        pipeline_stages=parameters["PIPELINE_STAGES"],
+        aligned=aligned,
+        version=triton_code.version(),
+    )
+    build = _cached(request, lambda: _triton(request))
+    made = _TRITON_MADE.search(build.log)
+    assert made is not None
+    shape = LaunchShape(threads=int(made[1]), smem_bytes=int(made[2]), tile_q=parameters["TILE_Q"])
+    cubin = _cubin(build, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=True)
+    return dataclasses.replace(cubin, launch_shape=shape)
+
+
+_TRITON_MADE = re.compile(r"^launched with (\d+) threads and (\d+) bytes of shared memory$", re.MULTILINE)
+"""Kept with ptxas's report: Triton says it beside the machine code, not in it."""
+
+
+def _triton(request: _TritonRequest) -> tuple[bytes, str]:
+    """Machine code and log."""
+    made = triton_code.compile_kernel(
+        request.source,
+        entry=request.entry,
+        dtype=request.dtype,
+        constants=dict(request.constants),
+        warps=request.warps,
+        pipeline_stages=request.pipeline_stages,
+        capability=capability(request.arch),
+        aligned=request.aligned,
+    )
+    log = _readable(made.log)
+    if made.code is None:
+        raise _error(
+            CompileError,
+            f"{request.display}: wanted machine code for {request.arch} from Triton {request.version}, got an error:",
+            command=request.command,
+            log=log,
+            source_line=log.strip().rpartition("\n")[2] or None,
+        )
+    return made.code, f"{log}launched with {made.threads} threads and {made.smem_bytes} bytes of shared memory\n"
 
 
 def _cubin(build: _Build, *, name: str, entry: str, parameters: dict[str, int], may_spill: bool) -> Cubin:
@@ -453,13 +592,19 @@ def _cubin(build: _Build, *, name: str, entry: str, parameters: dict[str, int], 
         sha256=_digest(build.code),
         parameters=parameters,
         options=build.request.options,
-        compiler=f"NVRTC {compiler or build.request.tools.nvrtc_version}",
+        compiler=_compiler_name(build.request, compiler),
         resources=resources,
         launch_shape=launch_shape,
         log=build.log,
         compile_seconds=build.compile_seconds,
         cached=build.cached,
     )
+
+
+def _compiler_name(request: _Request | _TritonRequest, in_code: str | None) -> str:
+    if isinstance(request, _TritonRequest):
+        return f"Triton {request.version}"
+    return f"NVRTC {in_code or request.tools.nvrtc_version}"
 
 
 def _error(
@@ -640,10 +785,17 @@ def _read_elf(code: bytes) -> tuple[tuple[str, ...], LaunchShape | None, str | N
             kernels.append(symbol.name)
         if symbol.name == "launch_shape":
             data = elf.get_section(section).data()
-            launch_shape = LaunchShape(*struct.unpack_from("<3i", data, symbol.entry.st_value))
+            launch_shape = _launch_shape(data[symbol.entry.st_value :][: symbol.entry.st_size])
     note = elf.get_section_by_name(".note.nv.tkinfo")
     version = re.search(rb"release [\d.]+, V([\d.]+)", note.data()) if note else None
     return tuple(kernels), launch_shape, version[1].decode() if version else None
+
+
+def _launch_shape(data: bytes) -> LaunchShape:
+    """From the constant's integers; those that it lacks are 0."""
+    whole = struct.Struct("<6i")
+    threads, smem_bytes, tile_q, box_q, box_kv, persistent = whole.unpack(data[: whole.size].ljust(whole.size, b"\0"))
+    return LaunchShape(threads, smem_bytes, tile_q, box_q, box_kv, bool(persistent))
 
 
 def _parse_resources(log: str, entry: str) -> Resources | None:

@@ -35,8 +35,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
-from flashlab import symbols
-from flashlab.compiler import COMMON, ELEMENTS, LaunchShape
+from flashlab import symbols, triton_code
+from flashlab.compiler import COMMON, ELEMENTS, LaunchShape, launch_shape_fault
 from flashlab.errors import (
     CompileError,
     EmulationError,
@@ -44,6 +44,7 @@ from flashlab.errors import (
     MissingPackageError,
     OutputError,
     ParameterError,
+    UnsupportedError,
 )
 from flashlab.paths import KERNELS, ROOT, cache_dir, writable_dir
 from flashlab.problem import DTYPES, DType, Mask, Problem
@@ -228,13 +229,9 @@ def build_stage(
     built = _build(
         source or stage.source, name=stage.id, entry=stage.entry, macros=macros, parameters=parameters, hooks=hooks
     )
-    if built.launch_shape is None:
-        raise CompileError(
-            f"{_shown(built.source)}: wanted the constant that says how to launch it, found none. Define: "
-            'extern "C" __device__ const LaunchShape launch_shape = {THREADS, SMEM_BYTES, TILE_Q};',
-            command=built.command,
-            log=built.log,
-        )
+    fault = launch_shape_fault(stage, built.launch_shape)
+    if fault:
+        raise CompileError(f"{_shown(built.source)}: {fault}", command=built.command, log=built.log)
     return built
 
 
@@ -1200,6 +1197,96 @@ def _work(
                 pipe.close()
     printed, errors = (bytes(kept[stream]).decode(errors="replace") for stream in (process.stdout, process.stderr))
     return code, printed + (f"\n… and {dropped} bytes more\n" if dropped else ""), errors
+
+
+# --- stages in Triton -------------------------------------------------------------------------------------------------
+
+
+def interpreted(
+    stage: Stage, *, head_dim: int, dtype: DType, overrides: Mapping[str, int] | None, source: Path | None
+) -> Emulated:
+    """A stage in Triton as its interpreter runs it: nothing is compiled.
+
+    Raises:
+        UnsupportedError: bfloat16, or Triton or torch is missing; the message has the command that installs them.
+        ParameterError: an unknown tunable.
+    """
+    missing = triton_code.missing(interpreter=True)
+    if missing:
+        raise UnsupportedError(
+            f"Stage {stage.id} runs on a CPU by Triton's interpreter, which needs Triton and torch. Install: {missing}"
+        )
+    if dtype == "bfloat16":
+        raise UnsupportedError(
+            f"Stage {stage.id} takes float16 on a CPU, got bfloat16: Triton's interpreter multiplies the bits of its "
+            "tiles (triton-lang/triton issue 11584). On a GPU it takes both."
+        )
+    parameters = stage.parameters(head_dim, overrides)
+    return Emulated(
+        name=stage.id,
+        entry=stage.entry,
+        source=(source or stage.source).resolve(),
+        executable=Path(sys.executable),
+        hooks=False,
+        parameters=parameters,
+        argument_sizes=(),
+        launch_shape=LaunchShape(threads=32 * parameters["WARPS"], smem_bytes=0, tile_q=parameters["TILE_Q"]),
+        compiler=f"Triton {triton_code.version()}, interpreted",
+        command="TRITON_INTERPRET=1",
+        log="",
+        compile_seconds=0.0,
+        cached=False,
+    )
+
+
+def interpret(
+    kernel: Emulated,
+    arguments: Mapping[str, Pointer | int | float],
+    *,
+    constants: Mapping[str, int],
+    dtype: DType,
+    grid: Sequence[int],
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    cancel: threading.Event | None = None,
+) -> Report:
+    """Run a kernel of `interpreted` in a process of its own and bring back what it wrote.
+
+    Args:
+        arguments: by the names of `triton_code.ARGUMENTS`.
+        constants: as `triton_code.CONSTANTS`.
+
+    Raises:
+        EmulationError: it failed or took too long. Arrays are left as they were.
+        KeyboardInterrupt: Ctrl-C, or `cancel`; the process is gone.
+    """
+    memory = _Memory()
+    values = {
+        name: memory.place(value, name) if isinstance(value, Pointer) else value for name, value in arguments.items()
+    }
+    with _mapped(memory.bytes) as (path, mapping):
+        memory.fill(mapping)
+        ran = triton_code.interpret(
+            kernel.source,
+            entry=kernel.entry,
+            dtype=dtype,
+            constants=constants,
+            grid=grid,
+            arguments=values,
+            memory=path,
+            timeout_s=timeout_s,
+            cancel=cancel,
+        )
+        status: Status = "ok" if ran.status == 0 else "timeout" if ran.status is None else "crash"
+        last = ran.printed.strip().rpartition("\n")[2]
+        message = {"ok": "", "timeout": f"not done after {timeout_s or 0:g} seconds"}.get(status, last)
+        report = Report(status=status, message=message, seconds=ran.seconds, printed=ran.printed)
+        if status != "ok":
+            raise EmulationError(
+                f"{kernel.name} in Triton's interpreter: {message}" + (f"\n{ran.printed}" if status == "crash" else ""),
+                report=report,
+            )
+        memory.take_back(mapping)
+    return report
 
 
 def machine() -> str:

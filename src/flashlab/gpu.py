@@ -9,8 +9,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -334,6 +334,25 @@ def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Functio
     return _load(cubin.sha256, cubin.entry, device, smem_bytes, _ByDigest(cubin))
 
 
+class Zeroed:
+    """Device memory of one's own, 0 to whatever runs on `stream` after this.
+
+    Freed when collected, which waits until all work on the device is done.
+    """
+
+    __slots__ = ("pointer",)
+
+    def __init__(self, device: int, size_bytes: int, stream: int) -> None:
+        with context(device):
+            self.pointer = int(call("cuMemAlloc", size_bytes))
+            call("cuMemsetD8Async", self.pointer, 0, size_bytes, _bindings().CUstream(stream))
+
+    def __del__(self) -> None:
+        # At exit, or after a kernel broke the context, the driver frees it; there is nobody to tell.
+        with suppress(Exception):
+            call("cuMemFree", self.pointer)
+
+
 def blocks_per_sm(function: Function, threads: int, smem_bytes: int) -> int:
     """Blocks resident on an SM, from the driver's occupancy calculation."""
     with context(function.device):
@@ -344,8 +363,8 @@ class Launch:
     """One launch with everything fixed: calling it enqueues the kernel and returns at once.
 
     cuda.core's `launch` takes scalars and pointers but no struct by value (NVIDIA/cuda-python issue 2343), and the
-    kernels take one struct, so this calls `cuLaunchKernel` of cuda.bindings with the address of the array of argument
-    addresses.
+    kernels take structs, so this calls `cuLaunchKernel` of cuda.bindings with the address of the array of argument
+    addresses. `params` are the kernel's parameters in order, ctypes values.
     """
 
     __slots__ = ("_args", "_driver", "_keep", "_ok", "device", "function", "params")
@@ -357,14 +376,14 @@ class Launch:
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
         smem_bytes: int,
-        params: ctypes.Structure,
+        params: Sequence[Any],
         stream: int,
     ) -> None:
         driver = _bindings()
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        pointers = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
         self.function = function
         self.device = function.device
-        self.params = params
+        self.params = tuple(params)
         self._keep = pointers
         self._driver = driver
         self._ok = driver.CUresult.CUDA_SUCCESS
@@ -388,10 +407,10 @@ def launch(
     grid: tuple[int, int, int],
     block: tuple[int, int, int],
     smem_bytes: int,
-    params: ctypes.Structure,
+    params: Sequence[Any],
     stream: int,
 ) -> None:
-    """Enqueue one launch on `stream` (a CUstream as an integer) and return at once. `params` is copied by the driver.
+    """Enqueue one launch on `stream` (a CUstream as an integer) and return at once. `params` are copied by the driver.
 
     Raises:
         LaunchError: the driver refuses.

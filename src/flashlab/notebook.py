@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from flashlab import checks, emulator, provenance, records, results
 from flashlab import gpu as gpus
 from flashlab import stages as registry
-from flashlab.attention import AttentionParams, TensorView, emulate, grid_for
+from flashlab.attention import emulate
 from flashlab.check import Verdict, check
 from flashlab.checks import CheckRow
 from flashlab.errors import (
@@ -51,7 +50,7 @@ from flashlab.paths import BUILD, DATA, ROOT, writable_dir
 from flashlab.problem import Problem
 from flashlab.problem import suite as problems_of
 from flashlab.records import Measurement, StageCounters
-from flashlab.results import Results
+from flashlab.results import AgainstPeers, Results
 
 Source = Literal["measure", "replay"]
 SOURCES = ("auto", *get_args(Source))
@@ -104,26 +103,36 @@ class Lab:
     data: Path
 
     @property
+    def cuda_stages(self) -> tuple[str, ...]:
+        """Those of the chosen stages that are CUDA C++: what compiles, and what the CPU emulation runs."""
+        return tuple(stage_id for stage_id in self.stages if stage_id in registry.CUDA_STAGES)
+
+    @property
     def problems(self) -> tuple[Problem, ...]:
         """The problems of the suite."""
         return problems_of(self.suite)
 
-    def measure(self, *, suite: bool = True, ceilings: bool = False) -> Path | None:
+    def measure(self, of: str = "", *, suite: bool = True, ceilings: bool = False) -> Path | None:
         """Measure the suite, the ceilings or both on this GPU and append a run to data/; None when replaying.
 
+        `of` names another suite than the notebook's.
+
         Raises:
-            NoGpuError: there is none.
+            ParameterError: no suite of that name.
+            NoGpuError: there is no GPU.
             OutputError: data/ cannot be written.
         """
+        problems = problems_of(of or self.suite)
         if self.source == "replay":
             return None
         from flashlab import bench
 
         with _progress_bar() as progress:
             run = bench.run(
-                self.problems if suite else (),
+                problems if suite else (),
                 stages=self.stages,
                 data=self.data,
+                plan=bench.plan_of(of or self.suite),
                 ceilings=ceilings,
                 progress=progress,
             )
@@ -159,15 +168,16 @@ class Lab:
         missing = no_compiler()
         if missing:
             return Here(missing=missing)
+        chosen = self.cuda_stages
         options: dict[str, Any] = {"lengths": LENGTHS, "head_dims": (HEAD_DIM,), "dtypes": ("float16",)}
         options |= {"layouts": ("contiguous",)}
-        able = {stage_id: registry.get(stage_id) for stage_id in self.stages}
+        able = {stage_id: registry.get(stage_id) for stage_id in chosen}
         wanted = checks.cases(able, heads=checks.CPU_HEADS, **options)
         # First all of them, side by side, so that the seconds of a stage are those of its runs.
-        checks.build_all(checks.implementations(self.stages, None), wanted, hooks=True)
+        checks.build_all(checks.implementations(chosen, None), wanted, hooks=True)
         rows: list[CheckRow] = []
         seconds: dict[str, float] = {}
-        for stage_id in self.stages:
+        for stage_id in chosen:
             began = time.perf_counter()
             rows += checks.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
             seconds[stage_id] = time.perf_counter() - began
@@ -231,6 +241,30 @@ class Lab:
             return self.results.rows(problem, stage_ids=self.stages) if self.results else ()
         except NoDataError:
             return ()
+
+    def against_peers(self) -> tuple[AgainstPeers, ...]:
+        """The best stage against the best library at every problem of the newest session; may be empty."""
+        try:
+            return results.against_peers(self.gpu, self.data) if self.gpu else ()
+        except NoDataError:
+            return ()
+
+    def ratios(self) -> dict[str, dict[str, float | None]]:
+        """How many times faster the best stage is, by problem and regime; None where not measured."""
+        return {
+            one.problem.label: {
+                "burst": one.burst.ratio if one.burst else None,
+                "sustained": one.sustained.ratio if one.sustained else None,
+            }
+            for one in self.against_peers()
+        }
+
+    def show_ratios(self) -> None:
+        """Show the best stage against the best library, or say that there is nothing to show."""
+        from flashlab import tables
+
+        found = self.against_peers()
+        show(tables.against(found) if found else NOTHING_YET)
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that lack the element type of `problem`, in another; see `Results.beside`. May be empty."""
@@ -451,7 +485,7 @@ def own_copy(stage: str) -> Path:
     """
     found = registry.get(stage)
     text = found.source.read_text(encoding="utf-8")
-    path = writable_dir(EDITS, "edited kernels") / f"{found.id}.cu"
+    path = writable_dir(EDITS, "edited kernels") / found.source.name
     # What it was made from: a copy that nobody has edited follows the stage.
     original = writable_dir(EDITS / "original", "edited kernels") / path.name
     untouched = path.is_file() and original.is_file() and path.read_bytes() == original.read_bytes()
@@ -479,7 +513,7 @@ def edited(stage: str, old: str, new: str, *, name: str = "edited") -> Path:
             f"old: wanted text that occurs once in {found.source.relative_to(ROOT)}, got {old!r}, "
             f"which occurs {count} times{where}"
         )
-    path = writable_dir(EDITS, "edited kernels") / f"{found.id}-{name}.cu"
+    path = writable_dir(EDITS, "edited kernels") / f"{found.id}-{name}{found.source.suffix}"
     _write(path, text.replace(old, new))
     return path
 
@@ -566,7 +600,7 @@ def attempt(
             params=params,
             source=source,
             schedule=schedule,
-            races=True,
+            races=found.language == "cuda",
             timeout_s=timeout_s,
         )
     except (ParameterError, OutputError):
@@ -620,20 +654,14 @@ def count_accesses(stage: str, shape: str) -> emulator.Report:
     problem = Problem.parse(shape)
     found.require(problem)
     inputs = [_as_cuda_places(values) for values in make_inputs(problem)]
-    arrays = dict(zip("QKVO", (*inputs, _as_cuda_places(np.zeros_like(inputs[0]))), strict=True))
-    kernel = emulator.build_stage(found, head_dim=problem.head_dim, dtype=problem.dtype, causal=False, hooks=True)
-    assert kernel.launch_shape is not None
-    views = [TensorView(0, *(stride // array.itemsize for stride in array.strides[:3])) for array in arrays.values()]
-    scale_log2 = problem.head_dim**-0.5 * math.log2(math.e)
-    sizes = (problem.q_heads, problem.kv_heads, problem.q_len, problem.kv_len)
-    pointers = {
-        getattr(AttentionParams, name).offset + TensorView.data.offset: emulator.Pointer(
-            array=array, access="w" if name == "O" else "r", name=name
-        )
-        for name, array in arrays.items()
-    }
-    structure = emulator.Structure(value=AttentionParams(*views, None, *sizes, scale_log2), pointers=pointers)
-    return emulator.launch(kernel, [structure], grid=grid_for(problem, kernel.launch_shape))
+    return emulate(
+        *inputs,
+        stage=found.id,
+        out=_as_cuda_places(np.zeros_like(inputs[0])),
+        return_lse=False,
+        races=True,
+        timeout_s=None,
+    ).report
 
 
 def compare(trials: Mapping[str, Trial]) -> str:

@@ -133,10 +133,18 @@ STANDARD_SHAPES = (
     "4x16x2039x64",
 )
 
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+"""Sequence lengths of the suite `lengths`, at a constant number of tokens."""
+TOKENS = 32768
+
 _SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
     "smoke": (("1x2x130x64", ("float16",)),),
     "first": ((FIRST_SHAPE, ("float16",)),),
     "standard": tuple((shape, DTYPES if "x2048x" in shape else ("float16",)) for shape in STANDARD_SHAPES),
+    "peers": tuple((f"16x16x2048x{head_dim}", DTYPES) for head_dim in (64, 128)),
+    "lengths": tuple(
+        (f"{TOKENS // length}x16x{length}x{head_dim}", DTYPES) for head_dim in (64, 128) for length in LENGTHS
+    ),
 }
 
 SUITES = tuple(_SUITE_CELLS)
@@ -145,7 +153,9 @@ SUITES = tuple(_SUITE_CELLS)
 def suite(name: str) -> tuple[Problem, ...]:
     """The problems of a suite, each full and causal.
 
-    `smoke` proves the way through, `first` is the sources' shape, `standard` is what the report shows.
+    `smoke` proves the way through, `first` is the sources' shape, `standard` is what the ladder is shown on, `peers` is
+    what is held against the libraries, in bursts and sustained, `lengths` is one number of tokens in sequences of many
+    lengths.
 
     Raises:
         ParameterError: no suite of that name.

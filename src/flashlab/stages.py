@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from flashlab.errors import ParameterError, UnknownStageError, UnsupportedError
 from flashlab.paths import KERNELS
 from flashlab.problem import DType, Problem
+
+Language = Literal["cuda", "triton"]
 
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 """The architectures flashlab compiles for, oldest first."""
@@ -77,18 +80,25 @@ class Stage:
     """The one idea that separates it from its parent."""
     prediction: str
     """What was expected of it before it ran."""
+    language: Language = "cuda"
+    """`cuda`: C++, compiled by NVRTC, and by a C++ compiler for the CPU. `triton`: Python, compiled by Triton, which
+    also interprets it on a CPU."""
     min_arch: str = "sm_75"
+    max_arch: str | None = None
+    """The last architecture that has its instructions; None where newer ones keep them."""
     dtypes: tuple[DType, ...] = ("float16",)
     head_dims: tuple[int, ...] = (64, 128)
     params: Mapping[str, Param] = field(default_factory=dict)
     spills: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Head dim to the architectures on which some registers may spill to local memory; anywhere else a spill fails the
     build."""
+    tensor_maps: bool = False
+    """Whether the kernel takes tensor maps (kernels/common/hopper.cuh) beside its parameters."""
 
     @property
     def source(self) -> Path:
-        """Its CUDA C++ file."""
-        return KERNELS / f"{self.id}.cu"
+        """Its CUDA C++ or Python file."""
+        return KERNELS / f"{self.id}.{'cu' if self.language == 'cuda' else 'py'}"
 
     @property
     def entry(self) -> str:
@@ -98,11 +108,19 @@ class Stage:
     @property
     def archs(self) -> tuple[str, ...]:
         """The architectures it compiles for."""
-        return ARCHS[ARCHS.index(self.min_arch) :]
+        last = ARCHS[-1] if self.max_arch is None else self.max_arch
+        return ARCHS[ARCHS.index(self.min_arch) : ARCHS.index(last) + 1]
+
+    @property
+    def needs(self) -> str:
+        """Its architectures for people: `sm_80 or newer`, `sm_90a`."""
+        if self.max_arch is None:
+            return f"{self.min_arch} or newer"
+        return self.min_arch if self.max_arch == self.min_arch else f"{self.min_arch} to {self.max_arch}"
 
     def may_spill(self, head_dim: int, arch: str) -> bool:
-        """Whether registers may spill to local memory there."""
-        return arch in self.spills.get(head_dim, ())
+        """Whether registers may spill to local memory there. What Triton does with them is its own affair."""
+        return self.language == "triton" or arch in self.spills.get(head_dim, ())
 
     def parameters(self, head_dim: int, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
         """Every tunable's value: the default for `head_dim`, replaced by `overrides`.
@@ -126,8 +144,8 @@ class Stage:
             return f"Stage {self.id} takes {' or '.join(self.dtypes)}, got {problem.dtype}. {works}"
         if problem.head_dim not in self.head_dims:
             return f"Stage {self.id} takes head dim {' or '.join(map(str, self.head_dims))}, got {problem.head_dim}."
-        if arch is not None and capability(arch) < capability(self.min_arch):
-            return f"Stage {self.id} needs {self.min_arch} or newer; this GPU is {arch}. {_runnable(arch=arch)}"
+        if arch is not None and arch not in self.archs:
+            return f"Stage {self.id} needs {self.needs}; this GPU is {arch}. {_runnable(arch=arch)}"
         return None
 
     def require(self, problem: Problem, arch: str | None = None) -> None:
@@ -141,7 +159,7 @@ def _runnable(*, dtype: DType | None = None, arch: str | None = None) -> str:
     ids = [
         stage.id
         for stage in STAGES.values()
-        if (dtype is None or dtype in stage.dtypes) and (arch is None or capability(arch) >= capability(stage.min_arch))
+        if (dtype is None or dtype in stage.dtypes) and (arch is None or arch in stage.archs)
     ]
     return f"Runnable: {', '.join(ids)}." if ids else "No stage is runnable."
 
@@ -161,13 +179,16 @@ def get(stage_id: str) -> Stage:
 def best(problem: Problem, arch: str | None) -> Stage:
     """The last rung of the ladder that runs `problem` on `arch`; None is a CPU, which runs every stage.
 
+    Stages in another language than C++ stand beside the ladder, and run where they are named.
+
     Raises:
         UnsupportedError: none does; the message has each stage's reason.
     """
-    for stage in reversed(tuple(STAGES.values())):
+    ladder = [stage for stage in STAGES.values() if stage.language == "cuda"]
+    for stage in reversed(ladder):
         if stage.why_not(problem, arch) is None:
             return stage
-    reasons = " ".join(stage.why_not(problem, arch) or "" for stage in STAGES.values())
+    reasons = " ".join(stage.why_not(problem, arch) or "" for stage in ladder)
     raise UnsupportedError(f"no stage runs {problem.label} on {arch or 'a CPU'}. {reasons}")
 
 
@@ -189,6 +210,21 @@ _WARPS = Param(default=4, choices=(2, 4, 8), meaning="warps a block")
 _PADDING = Param(
     default=8, choices=(0, 8, 16), meaning="elements added to each shared-memory row, against bank conflicts"
 )
+_NUM_CONSUMERS = Param(
+    default=3,
+    choices=(1, 2, 3),
+    by_head_dim={128: 2},
+    meaning="warpgroups a block that multiply, of 64 query rows each",
+)
+_TILE_KV_HOPPER = Param(default=128, choices=(64, 96, 112, 128, 176), meaning="keys a tile")
+_STAGES_HOPPER = Param(
+    default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and of V tiles"
+)
+_Q_IN_REGISTERS = Param(
+    default=0, choices=(0, 1), meaning="1: Q waits in registers for its products, 0: in shared memory"
+)
+_PINGPONG = Param(default=1, choices=(0, 1), meaning="1: consumers issue their products in turns")
+_OVERLAP = Param(default=1, choices=(0, 1), meaning="1: P·V is under way during the next tile's softmax")
 STAGES: Mapping[str, Stage] = {
     stage.id: stage
     for stage in (
@@ -321,5 +357,304 @@ STAGES: Mapping[str, Stage] = {
             },
             spills={64: ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"), 128: ("sm_100a",)},
         ),
+        Stage(
+            id="07_mma_registers",
+            title="Scores stay in registers",
+            parent="06_cp_async",
+            question="What did the scores' way through shared memory cost?",
+            change=(
+                "mma.sync, whose layout is documented, in place of WMMA: a warp owns whole rows, and scores, "
+                "probabilities and output never leave its registers."
+            ),
+            prediction=(
+                "Per score, the parent writes and reads 4 bytes of score and 2 of probability in shared memory and "
+                "loads every fragment for 16 rows alone. What is left are fragments of K and V, which 32 rows share, "
+                "about seven instructions a score for each lane, and the exponential unit's sixteenth of a clock. "
+                "Tensor cores, exponentials and loads now each allow over 500 TFLOP/s at D=64 on an H200, but a warp "
+                "still does one after the other, and two or three warps on a scheduler cover for it in part: 280 to "
+                "350, about torch's FlashAttention-2, which is built alike."
+            ),
+            min_arch="sm_80",
+            dtypes=("float16", "bfloat16"),
+            params={
+                "TILE_Q": Param(default=128, choices=(64, 128, 256), meaning="query rows a block"),
+                "TILE_KV": _TILE_KV_WMMA,
+                "WARPS": Param(default=4, choices=(4, 8), meaning="warps a block"),
+                "PADDING": _PADDING,
+                "Q_IN_REGISTERS": Param(
+                    default=1,
+                    choices=(0, 1),
+                    by_head_dim={128: 0},
+                    meaning="1: a warp's rows of Q stay in registers; 0: they are read again for every tile",
+                ),
+                "PIPELINE_STAGES": Param(
+                    default=2, choices=(1, 2, 3, 4), meaning="buffers in the ring of K and V tiles"
+                ),
+                "MIN_BLOCKS": Param(
+                    default=2,
+                    choices=(1, 2, 3, 4, 5),
+                    meaning="blocks that must fit on an SM at once, which bounds the registers",
+                ),
+            },
+        ),
+        Stage(
+            id="08_swizzle",
+            title="Swizzled tiles, scores a tile ahead",
+            parent="07_mma_registers",
+            question=("How far does mma.sync go when a warp's tensor cores and exponentials work at the same time?"),
+            change=(
+                "XOR-swizzled shared memory in place of padding, a deeper ring, and the next tile's scores computed "
+                "into the registers that exponentials have just left."
+            ),
+            prediction=(
+                "The swizzle itself gains next to nothing: padded rows had no conflicts either, and it only frees an "
+                "eighth of the shared memory. What gains is the order. In the parent, Q·K runs alone and half of the "
+                "products beside no exponential; here all of a tile's products stand beside all of its exponentials, "
+                "and only the maxima and their shuffles run alone: 1.15 to 1.3 times the parent at D=64, less at "
+                "D=128, where a score has twice the products and the exponentials mattered half as much."
+            ),
+            min_arch="sm_80",
+            dtypes=("float16", "bfloat16"),
+            params={
+                "TILE_Q": Param(default=128, choices=(64, 128, 256), meaning="query rows a block"),
+                "TILE_KV": Param(default=64, choices=(32, 64, 128), meaning="keys a shared-memory tile"),
+                "STEP_KEYS": Param(
+                    default=16, choices=(16, 32, 64), meaning="keys between two exchanges of exponentials and products"
+                ),
+                "WARPS": Param(default=4, choices=(4, 8), by_head_dim={128: 8}, meaning="warps a block"),
+                "Q_IN_REGISTERS": Param(
+                    default=1,
+                    choices=(0, 1),
+                    meaning="1: a warp's rows of Q stay in registers; 0: they are read again for every tile",
+                ),
+                "PIPELINE_STAGES": Param(
+                    default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the rings of K and V tiles"
+                ),
+                "MIN_BLOCKS": Param(
+                    default=2,
+                    choices=(1, 2, 3, 4),
+                    by_head_dim={128: 1},
+                    meaning="blocks that must fit on an SM at once, which bounds the registers",
+                ),
+                "LAZY_RESCALE": Param(
+                    default=8,
+                    choices=(0, 1, 4, 8),
+                    meaning=(
+                        "powers of two by which a maximum must grow before the output is rescaled; 0: rescale at "
+                        "every tile, without asking"
+                    ),
+                ),
+                "SUM_BY_MMA": Param(
+                    default=1,
+                    choices=(0, 1),
+                    meaning="1: the tensor cores sum the probabilities, by a column of ones beside V",
+                ),
+            },
+        ),
+        Stage(
+            id="t0_triton",
+            title="The same algorithm, in Triton",
+            parent="07_mma_registers",
+            question="How far does a compiler for tiles get on its own?",
+            change=(
+                "A tile is a value and a loop runs over tiles: layouts, copies, swizzles and barriers are Triton's to "
+                "choose, and so are the instructions. Block sizes, warps and pipeline depth are all that is left here."
+            ),
+            prediction=(
+                "On Hopper it takes wgmma and cp.async by itself, which none of the rungs up to 08 have, so it passes "
+                "all of them without a line about the machine: about 400 TFLOP/s at D=64 on an H200. It does not let "
+                "warps take different parts, so the softmax and the tensor cores take turns, and it stays behind the "
+                "libraries that overlap the two."
+            ),
+            language="triton",
+            min_arch="sm_80",
+            dtypes=("float16", "bfloat16"),
+            params={
+                "TILE_Q": Param(default=64, choices=(64, 128), meaning="query rows a program"),
+                "TILE_KV": Param(default=128, choices=(32, 64, 128), by_head_dim={128: 64}, meaning="keys a tile"),
+                "WARPS": Param(default=4, choices=(4, 8), meaning="warps a program (num_warps)"),
+                "PIPELINE_STAGES": Param(
+                    default=3, choices=(1, 2, 3, 4), meaning="buffers in the ring of K and V tiles (num_stages)"
+                ),
+            },
+        ),
+        Stage(
+            id="09_wgmma",
+            title="A warpgroup multiplies, a copy engine fetches",
+            parent="08_swizzle",
+            question="What do Hopper's own matrix instruction and tensor copies bring, in a loop otherwise the same?",
+            change=(
+                "wgmma multiplies 64 rows at once, its operands in shared memory but for the probabilities; one thread "
+                "starts a tensor copy per tile, and an mbarrier announces it."
+            ),
+            prediction=(
+                "The tensor cores now work at their full rate, twice that of mma.sync, and nothing is left of "
+                "fragments, addresses and copies but one instruction each: of about seven instructions a score five "
+                "stay. Inside a warpgroup the two products and the softmax still take turns: 64 × 128 scores need 512 "
+                "clocks of the tensor cores, as many of the exponential unit, and a few hundred of waiting. Three "
+                "blocks on an SM fill one another's gaps by chance: 350 to 400 TFLOP/s at D=64 on an H200."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            tensor_maps=True,
+            dtypes=("float16", "bfloat16"),
+            params={
+                "NUM_WARPGROUPS": Param(
+                    default=1,
+                    choices=(1, 2),
+                    by_head_dim={128: 2},
+                    meaning="warpgroups a block, of 64 query rows each",
+                ),
+                "TILE_KV": Param(default=128, choices=(64, 96, 128), by_head_dim={128: 64}, meaning="keys a tile"),
+                "PIPELINE_STAGES": Param(default=2, choices=(2, 3, 4), meaning="buffers in the ring of K and V tiles"),
+                "MIN_BLOCKS": Param(
+                    default=3,
+                    choices=(1, 2, 3),
+                    by_head_dim={128: 2},
+                    meaning="blocks that must fit on an SM at once, which bounds the registers",
+                ),
+            },
+        ),
+        Stage(
+            id="10_warp_specialized",
+            title="A warpgroup fetches, the others multiply",
+            parent="09_wgmma",
+            question="What did it cost that a block's warps met at every tile, and that those who multiply fetch too?",
+            change=(
+                "A producer warpgroup keeps the ring of tiles full and hands its registers to the consumers; mbarriers "
+                "in both directions replace the block's barrier."
+            ),
+            prediction=(
+                "Fetching was one thread's work already, so what goes is the meeting at every tile: consumers of a "
+                "block drift apart, as the parent's small blocks could, but they share each tile of K and V, a third "
+                "of the traffic, and have 160 or 240 registers each. A product and a softmax of the same rows still "
+                "never overlap: 400 to 450 TFLOP/s at D=64 on an H200, and the larger gain at D=128, where fewer "
+                "blocks of the parent fit."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            tensor_maps=True,
+            dtypes=("float16", "bfloat16"),
+            params={
+                "NUM_CONSUMERS": Param(
+                    default=2, choices=(1, 2), meaning="warpgroups a block that multiply, of 64 query rows each"
+                ),
+                "TILE_KV": Param(default=64, choices=(64, 96, 128, 176), by_head_dim={128: 128}, meaning="keys a tile"),
+                "PIPELINE_STAGES": _STAGES_HOPPER,
+                "MIN_BLOCKS": Param(
+                    default=2,
+                    choices=(1, 2),
+                    by_head_dim={128: 1},
+                    meaning="blocks that must fit on an SM at once, which bounds the registers",
+                ),
+            },
+        ),
+        Stage(
+            id="11_pingpong",
+            title="Products while others exponentiate",
+            parent="10_warp_specialized",
+            question=(
+                "How much of the tensor cores' time went by while warpgroups were in their softmax, and the other way "
+                "round?"
+            ),
+            change=(
+                "FlashAttention-3's two orders: consumers issue their products in turns, and P·V of a tile is issued "
+                "behind Q·K of the next one, to be under way during its softmax."
+            ),
+            prediction=(
+                "At D=64 a tile needs the tensor cores and the exponential unit for equally long, so two or three "
+                "consumers in step could keep both busy; they meet at the turn's barrier and at the end of each "
+                "product, and the rest of the softmax is a third as long again: 480 to 520 TFLOP/s on an H200, "
+                "FlashAttention-3's level, which is built so. The turns bring most of it at D=64, P·V under the "
+                "softmax at D=128."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            tensor_maps=True,
+            dtypes=("float16", "bfloat16"),
+            params={
+                "NUM_CONSUMERS": _NUM_CONSUMERS,
+                "TILE_KV": _TILE_KV_HOPPER,
+                "PIPELINE_STAGES": _STAGES_HOPPER,
+                "PINGPONG": _PINGPONG,
+                "OVERLAP": _OVERLAP,
+                "Q_IN_REGISTERS": _Q_IN_REGISTERS,
+            },
+        ),
+        Stage(
+            id="12_persistent",
+            title="Blocks that stay",
+            parent="11_pingpong",
+            question=(
+                "What do a block's start and end cost, the last wave of blocks, and scores that the mask throws away?"
+            ),
+            change=(
+                "As many blocks as fit take tiles of Q from a counter, the longest first, and fetch the next one's "
+                "while this one ends; each consumer stops at its own diagonal."
+            ),
+            prediction=(
+                "At S=2048 a block has 16 tiles of K, and starts with an empty ring and ends with a lonely product: "
+                "about an eighth of its time, of which half can be covered. Causal gains more: a tile of 192 rows "
+                "computes a sixth more scores than the mask keeps, one of 64 rows a twentieth, and the longest first "
+                "leave no long last wave. 500 to 530 TFLOP/s full and 430 to 460 causal at D=64 on an H200."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            tensor_maps=True,
+            dtypes=("float16", "bfloat16"),
+            params={
+                "NUM_CONSUMERS": _NUM_CONSUMERS,
+                "TILE_KV": Param(default=128, choices=(64, 96, 112, 128), meaning="keys a tile"),
+                "PIPELINE_STAGES": _STAGES_HOPPER,
+                "PINGPONG": _PINGPONG,
+                "OVERLAP": _OVERLAP,
+                "Q_IN_REGISTERS": _Q_IN_REGISTERS,
+                "Q_STAGES": Param(default=2, choices=(1, 2), meaning="buffers for tiles of Q"),
+            },
+        ),
+        Stage(
+            id="13_overlap",
+            title="A softmax that waits for nothing",
+            parent="12_persistent",
+            question=(
+                "What keeps the tensor cores and the exponential unit from working at the same time, and how far can "
+                "that be undone?"
+            ),
+            change=(
+                "Exponentials start at once, against the maximum of earlier tiles, and a sum that grows too large "
+                "tells when one must be redone; one work's last product runs beside the next one's first; Q may stay "
+                "in registers; descriptors are worked out once for a warp."
+            ),
+            prediction=(
+                "Without its maximum a softmax beside three busy warpgroups needs a tenth fewer clocks a score, and "
+                "the begin and end of a work, a twentieth of its time at S=2048 and a tenth causal, can be covered. "
+                "At D=128 the exponentials fit under the products, and Q in registers takes a third of Q·K's shared- "
+                "memory reads away: about FA3's rate. 560 to 590 TFLOP/s full at D=64 on an H200; the clock, which "
+                "falls as the tensor cores fill, takes part of every gain."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            tensor_maps=True,
+            dtypes=("float16", "bfloat16"),
+            params={
+                "NUM_CONSUMERS": _NUM_CONSUMERS,
+                "TILE_KV": Param(default=128, choices=(64, 96, 128), meaning="keys a tile"),
+                "PIPELINE_STAGES": Param(
+                    default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and V tiles"
+                ),
+                "PINGPONG": _PINGPONG,
+                "L2_SHARE_MB": Param(
+                    default=16,
+                    choices=(4, 8, 16, 32),
+                    by_head_dim={128: 8},
+                    meaning="L2 cache that heads worked on at the same time may fill",
+                ),
+                "Q_IN_REGISTERS": Param(
+                    default=0, choices=(0, 1), by_head_dim={128: 1}, meaning="1: Q is A of Q·K from registers"
+                ),
+            },
+        ),
     )
 }
+CUDA_STAGES: Mapping[str, Stage] = {name: stage for name, stage in STAGES.items() if stage.language == "cuda"}
+"""The ladder itself: what NVRTC and the CPU emulation compile."""

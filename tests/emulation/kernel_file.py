@@ -340,7 +340,7 @@ def emulate(file: KernelFile, emulated: Emulated, schedule: str = "ascending") -
         spec = parameter.array if isinstance(parameter, MapSpec) else parameter
         pointer = emulator.Pointer(array=arrays[spec.name], access=spec.access, name=spec.name)
         if isinstance(parameter, MapSpec):
-            arguments.append(tensor_map(parameter, arrays).emulated(pointer))
+            arguments.append(tensor_map(parameter, arrays).as_argument(pointer))
         else:
             arguments.append(pointer)
     try:

@@ -91,7 +91,7 @@ class Case:
         for argument in self.arguments:
             if isinstance(argument, Map):
                 pointer = emulator.Pointer(array=argument.array, access=argument.access)
-                arguments.append(argument.tensor_map.emulated(pointer))
+                arguments.append(argument.tensor_map.as_argument(pointer))
             else:
                 arguments.append(argument)
         return emulator.launch(

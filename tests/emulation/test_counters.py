@@ -403,30 +403,6 @@ def test_patterns_fit_their_kernels(script: ModuleType) -> None:
         assert all(at == -1 or (at % width == 0 and 0 <= at <= 8192 - width) for at in offsets), (kernel, name)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_what_ncu_writes(script: ModuleType, wide: bool) -> None:
-    rows = [
-        ("ID", "Kernel Name", "Metric Name", "Metric Unit", "Metric Value"),
-        ("10", "attention_b(AttentionParams)", "m__a.sum", "inst", "2"),
-        ("9", "attention_a", "m__a.sum", "inst", "1,234"),
-        ("9", "attention_a", "m__b.sum", "", "0.5"),
-        ("9", "attention_a", "m__c.sum", "", "n/a"),
-    ]
-    if wide:
-        rows = [
-            ("ID", "Kernel Name", "m__a.sum", "m__b.sum", "m__c.sum"),
-            ("", "", "inst", "", ""),
-            ("9", "attention_a", "1,234", "0.5", "n/a"),
-            ("10", "attention_b(AttentionParams)", "2", "", ""),
-        ]
-    text = "==PROF== Connected\n" + "".join(",".join(f'"{cell}"' for cell in row) + "\n" for row in rows)
-    assert script.parse(text) == [
-        ("attention_a", {"m__a.sum": 1234, "m__b.sum": 0.5}),
-        ("attention_b", {"m__a.sum": 2}),
-    ]
-    assert script.parse("==ERROR== none\n") == []
-
-
 def test_sources_stand_alone() -> None:
     """Nothing of the scheduler or detector is needed to count."""
     text = "".join((KERNELS / "emulation" / "runtime" / name).read_text() for name in ("counters.h", "counters.cpp"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emulation import hopper_sum
 from wrong.cuda import PATCHES, Patch
 
 import flashlab
@@ -239,3 +240,53 @@ def test_identity_of_the_gpu() -> None:
     assert stages.capability(info.arch) <= info.compute_capability
     with pytest.raises(errors.NoGpuError, match="GPU 99"):
         gpu.info(99)
+
+
+class _Foreign:
+    """An array of no library that flashlab knows."""
+
+    def __init__(self, values: Any) -> None:
+        self.__cuda_array_interface__ = values.__cuda_array_interface__
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy", "other"])
+@pytest.mark.parametrize(("head_dim", "length"), [(64, 1), (64, 203), (128, 65), (128, 2048)])
+def test_tensor_maps_and_counters(
+    monkeypatch: pytest.MonkeyPatch, torch: Any, cupy: Any, library: str, head_dim: int, length: int
+) -> None:
+    stage = hopper_sum.STAGE
+    if gpu.info().arch not in stage.archs:
+        pytest.skip(f"needs {stage.needs}, this GPU is {gpu.info().arch}")
+    monkeypatch.setitem(stages.STAGES, stage.id, stage)
+    given = {"torch": lambda x: x, "cupy": cupy.asarray, "other": _Foreign}[library]
+    heads, kv_heads = 8, 2
+    q = torch.randint(-3, 4, (4, heads, length, head_dim), device="cuda").half()
+    k, wide = (torch.randint(-3, 4, (4, kv_heads, length, head_dim + 1), device="cuda").half() for _ in range(2))
+    k, odd = k[..., :head_dim].contiguous(), wide[..., :head_dim]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for v, aligned in ((k.neg() + 1, True), (odd, False)):  # no tensor map describes rows of an odd length
+        outs = [torch.zeros_like(q) for _ in streams]
+        torch.cuda.synchronize()
+        prepared = [
+            prepare(
+                *(given(x) for x in (q, k, v)),
+                stage=stage.id,
+                source=hopper_sum.SOURCE,
+                out=given(out),
+                stream=stream.cuda_stream,
+            )
+            for out, stream in zip(outs, streams, strict=True)
+        ]
+        assert {each.plan.aligned for each in prepared} == {aligned}
+        for _ in range(20):  # in both streams at once, each with counters of its own
+            for each in prepared:
+                each()
+        torch.cuda.synchronize()
+        for out in outs:  # a launch that found no work would leave zeros
+            out.zero_()
+        torch.cuda.synchronize()
+        for each in prepared:
+            each()
+        torch.cuda.synchronize()
+        wanted = q + (k + v).repeat_interleave(heads // kv_heads, dim=1)
+        assert all(torch.equal(out, wanted) for out in outs)
