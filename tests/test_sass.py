@@ -10,7 +10,7 @@ from flashlab import compiler, sass
 from flashlab.compiler import Cubin
 from flashlab.errors import MissingPackageError, ParameterError
 from flashlab.sass import CLASSES, Instruction
-from flashlab.stages import ARCHS, STAGES, Stage, capability
+from flashlab.stages import ARCHS, CUDA_STAGES, Stage, capability
 
 EXPLAINED = {"NANOSLEEP", "USETMAXREG"}
 """Opcodes that are known and belong to no class of their own."""
@@ -160,7 +160,7 @@ def test_addresses_and_predicates_are_those_of_the_code(everything: Path, arch: 
     assert any(i.opcode == "EXIT" for i in kept)
 
 
-@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
+@pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
 def test_every_opcode_of_every_stage_has_a_class(stage: Stage) -> None:
     work = [job for job in compiler.jobs([stage]) if job.head_dim == stage.head_dims[0] and job.causal]
     for job, cubin in zip(work, compiler.compile_many(work), strict=True):

@@ -1,0 +1,378 @@
+// 08_swizzle: no padding, and scores a tile ahead of the output. Parent: 07_mma_registers.
+// Question: how far does mma.sync go when a warp's tensor cores and exponentials work at the same time?
+// Change: rows of shared memory lie without padding, their chunks of 16 bytes swapped instead, so that a deeper ring fits; and
+//         the next tile's scores are computed where this tile's have just been exponentiated, so that products which wait for
+//         nothing are always there to issue.
+// Layout: as the parent's; chunk c of row r of Q, K and V lies where chunk c ^ (r % 8) would.
+#include "attention.cuh"
+#include "mma.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+
+constexpr int THREADS = WARPS * WARP;
+constexpr int WARP_ROWS = TILE_Q / WARPS;
+constexpr int ROW_BLOCKS = WARP_ROWS / MMA_M;      // of 16 query rows
+constexpr int KEY_BLOCKS = TILE_KV / MMA_N;        // of 8 keys
+constexpr int KEY_STEPS = TILE_KV / STEP_KEYS;
+constexpr int STEP_BLOCKS = STEP_KEYS / MMA_N;     // of 8 keys in a step
+constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;       // of 8 output columns
+constexpr int SUM_BLOCK = COL_BLOCKS;              // with SUM_BY_MMA, the block of which every column is the sum of the row
+constexpr int O_BLOCKS = COL_BLOCKS + SUM_BY_MMA;
+constexpr int D_STEPS = HEAD_DIM / MMA_K;
+constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);   // of Q, K and V in shared memory
+constexpr int TILE_BYTES = TILE_KV * ROW_BYTES;         // of K or V
+constexpr float LOWEST = -0x1p100f;                // below every score: as a first maximum it saves asking whether there was a key
+static_assert(TILE_Q % (WARPS * MMA_M) == 0, "each warp must own a multiple of 16 query rows");
+static_assert(STEP_KEYS % MMA_K == 0 && TILE_KV % STEP_KEYS == 0, "STEP_KEYS must be a multiple of 16 and divide TILE_KV");
+static_assert(Q_IN_REGISTERS <= 1, "Q_IN_REGISTERS is 0 or 1");
+static_assert(PIPELINE_STAGES >= 2, "scores are a tile ahead of the output: there must be two buffers");
+static_assert(SUM_BY_MMA <= 1, "SUM_BY_MMA is 0 or 1");
+
+struct SharedStorage {
+  alignas(128) element Q[TILE_Q * HEAD_DIM];   // and, in the end, the output
+  alignas(128) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+  alignas(128) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+};
+
+// Where K and V start, in bytes: what ldmatrix reads is addressed by offsets.
+constexpr int K_START = TILE_Q * ROW_BYTES;
+constexpr int V_START = K_START + PIPELINE_STAGES * TILE_BYTES;
+static_assert(sizeof(SharedStorage) == V_START + PIPELINE_STAGES * TILE_BYTES, "tiles must follow one another without gaps");
+
+extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
+
+// Where chunk `chunk` of row `row` lies, in elements from the tile's first. 8 rows of one chunk, which ldmatrix reads at once,
+// are then in different banks.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return row * HEAD_DIM + (chunk ^ row % MATRIX) * CHUNK; }
+
+// This thread's chunks of one tile after another, down the rows of a head. A pointer that walks saves computing addresses,
+// which would cost more instructions than the copies. cp.async returns at once, the caller commits the group and waits for it.
+// Unaligned rows cannot be copied 16 bytes at a time; they are loaded and stored before `fetch` returns, which no wait and
+// barrier of the caller minds.
+template <int ROWS>
+struct TileCopy {
+  using Share = TileShare<ROWS, THREADS>;
+  static_assert(Share::ROWS_PER_STEP % MATRIX == 0, "a thread's rows must have their chunks swapped alike");
+  Share share;
+  const element* source;   // the thread's first chunk of the next tile
+  long long step;          // elements from a chunk to the next
+
+  __device__ __forceinline__ TileCopy(const element* head_gmem, long long row_stride, int first_row)
+      : source(head_gmem + (first_row + share.row) * row_stride + share.d), step(Share::ROWS_PER_STEP * row_stride) {}
+
+  // The next tile has `num_rows` rows, which may be none or more than ROWS. Past them nothing is read, and 0 is written: a key
+  // that is masked still meets the product with V, and 0 · garbage may be NaN.
+  __device__ __forceinline__ void fetch(element* tile_smem, int num_rows) {
+    element* target = tile_smem + swizzled(share.row, share.d / CHUNK);
+#pragma unroll
+    for (int row = 0; row < ROWS; row += Share::ROWS_PER_STEP) {
+      const bool exists = share.row + row < num_rows;
+      if constexpr (ALIGNED) {
+        ptx::cp_async_cg_16(target + row * HEAD_DIM, source, exists ? sizeof(Chunk) : 0);
+      } else {
+        Chunk chunk = {};
+        if (exists) chunk = read_chunk(source);
+        *reinterpret_cast<Chunk*>(target + row * HEAD_DIM) = chunk;
+      }
+      source += step;
+    }
+  }
+};
+
+// Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0. Tiles and rows start
+// on multiples of 128 bytes, so swapping the chunk changes three bits of the whole offset: one instruction.
+__device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
+  constexpr int SWAPPED = MATRIX * sizeof(Chunk);   // bytes within which chunks change places
+  const int distance = 2 * d * sizeof(Chunk);
+  return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+attention_08_swizzle(const __grid_constant__ AttentionParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // a shuffle tells the compiler that a warp has but one
+  const int lane = threadIdx.x % WARP;
+  const int first_q_row = blockIdx.x * TILE_Q;
+  const int warp_q_row = first_q_row + warp * WARP_ROWS;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
+
+  const element* Q_gmem = head_of(p.Q, batch, head);                  // (q_len, HEAD_DIM)
+  const element* K_gmem = head_of(p.K, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
+  const element* V_gmem = head_of(p.V, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
+  element* warp_smem = smem.Q + warp * WARP_ROWS * HEAD_DIM;          // this warp's rows of Q and of the output
+
+  const int lane_row = lane / ROW_LANES;              // of the two rows it holds of an accumulator, the first
+  const int lane_col = lane % ROW_LANES * 2;          // of the two columns, the first
+  // Where this lane's row of a 16 × 16 tile is, in bytes from the tile's first.
+  const unsigned of_rows = swizzled(lane_row_of_rows(lane), lane_chunk_of_rows(lane)) * sizeof(element);            // Q and V
+  const unsigned of_columns = swizzled(lane_row_of_columns(lane), lane_chunk_of_columns(lane)) * sizeof(element);   // K
+
+  float O_reg[ROW_BLOCKS][O_BLOCKS][4] = {};
+  float row_max[ROW_BLOCKS][HALVES];        // reference of the exponentials, in units of log2; the same in the 4 lanes of a row
+  float row_sum[ROW_BLOCKS][HALVES] = {};   // this lane's share of the sum of 2^(score - row_max)
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r) row_max[r][0] = row_max[r][1] = LOWEST;
+
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  const int num_tiles = (block_keys + TILE_KV - 1) / TILE_KV;
+  const int warp_keys = warp_q_row < p.q_len ? visible_keys(p, min(warp_q_row + WARP_ROWS, p.q_len) - 1) : 0;
+  const int warp_tiles = (warp_keys + TILE_KV - 1) / TILE_KV;
+  const int full_keys = visible_keys(p, warp_q_row);   // the first row sees the fewest: up to here nothing is masked
+  TileCopy<TILE_KV> K_copy(K_gmem, p.K.row_stride, 0);
+  TileCopy<TILE_KV> V_copy(V_gmem, p.V.row_stride, 0);
+  // Fetch the next tile of V into buffer `slot` of its ring, and of K the one after it into the next buffer of its own; past
+  // the last one 0, so that no branch parts a tile's instructions.
+  const auto fetch = [&](int tile, int slot, int next_slot) {
+    K_copy.fetch(smem.K[next_slot], block_keys - (tile + 1) * TILE_KV);
+    V_copy.fetch(smem.V[slot], block_keys - tile * TILE_KV);
+    ptx::cp_async_commit_group();
+  };
+
+  TileCopy<TILE_Q>(Q_gmem, p.Q.row_stride, first_q_row).fetch(smem.Q, p.q_len - first_q_row);
+  K_copy.fetch(smem.K[0], block_keys);
+  ptx::cp_async_commit_group();   // a group of its own, ahead of the tiles'
+  for (int tile = 0; tile < PIPELINE_STAGES - 1; ++tile) fetch(tile, tile, tile + 1);
+
+  ptx::cp_async_wait_group<PIPELINE_STAGES - 1>();   // this thread's rows of Q and of the first keys have landed
+  __syncthreads();                                   // everyone's have
+
+  // Maxima are taken of scores before they are scaled, so the scale must be positive: a negative one's sign goes into the
+  // warp's rows of Q, and where it is 0, they do.
+  const float scale_log2 = p.scale_log2 == 0.0f ? 1.0f : fabsf(p.scale_log2);
+  if (p.scale_log2 <= 0.0f) {
+    for (int row = 0; row < WARP_ROWS; ++row) {
+      for (int d = lane * 2; d < HEAD_DIM; d += WARP * 2) {
+        unsigned& pair = *reinterpret_cast<unsigned*>(warp_smem + row * HEAD_DIM + d);
+        pair = p.scale_log2 < 0.0f ? pair ^ 0x80008000u : 0u;
+      }
+    }
+    __syncwarp();   // the warp's rows have their signs
+  }
+  const unsigned Q_at = warp * WARP_ROWS * ROW_BYTES + of_rows;
+  unsigned Q_frag[Q_IN_REGISTERS ? D_STEPS : 1][ROW_BLOCKS][4];
+  const auto load_Q = [&](int d, unsigned (&frag)[ROW_BLOCKS][4]) {
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) ptx::ldmatrix_x4(frag[r], shared_bytes + chunks_at(Q_at, d) + r * MMA_M * ROW_BYTES);
+  };
+  if constexpr (Q_IN_REGISTERS) {
+#pragma unroll
+    for (int d = 0; d < D_STEPS; ++d) load_Q(d, Q_frag[d]);
+  }
+
+  float S_reg[ROW_BLOCKS][KEY_BLOCKS][4];
+  float tile_max[ROW_BLOCKS][HALVES];   // largest of the scores in S_reg, before they are scaled; of this lane's, then of the row's
+  // The scores of the keys of step `step` of the tile of K at K_at, in place of those that were there.
+  const auto multiply_QK = [&](int step, unsigned K_at) {
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) {
+#pragma unroll
+      for (int j = step * STEP_BLOCKS; j < (step + 1) * STEP_BLOCKS; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) S_reg[r][j][i] = 0.0f;
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < D_STEPS; ++d) {
+      unsigned(&Q)[ROW_BLOCKS][4] = Q_frag[Q_IN_REGISTERS ? d : 0];
+      if constexpr (!Q_IN_REGISTERS) load_Q(d, Q);
+#pragma unroll
+      for (int j = step * STEP_BLOCKS; j < (step + 1) * STEP_BLOCKS; j += 2) {
+        unsigned K_frag[2][2];
+        load_pair<false>(K_frag, shared_bytes + chunks_at(K_at, d) + j * MMA_N * ROW_BYTES);
+#pragma unroll
+        for (int r = 0; r < ROW_BLOCKS; ++r) {
+          mma(S_reg[r][j], Q[r], K_frag[0], element{});
+          mma(S_reg[r][j + 1], Q[r], K_frag[1], element{});
+        }
+      }
+    }
+  };
+  // These keys' scores count for the maximum; the first ones begin a new one.
+  const auto take_max = [&](int step) {
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) {
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) {
+#pragma unroll
+        for (int j = step * STEP_BLOCKS; j < (step + 1) * STEP_BLOCKS; ++j) {
+          const float larger = fmaxf(S_reg[r][j][2 * half], S_reg[r][j][2 * half + 1]);
+          tile_max[r][half] = j == 0 ? larger : fmaxf(tile_max[r][half], larger);
+        }
+      }
+    }
+  };
+  const auto share_max = [&] {
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) {
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) tile_max[r][half] = lanes_max<ROW_LANES>(tile_max[r][half]);
+    }
+  };
+  // Their probabilities: two blocks of 8 columns of an accumulator lie as one of 16 of the next product's first operand does.
+  const auto exponentiate = [&](int step, unsigned (&P_frag)[STEP_BLOCKS / 2][ROW_BLOCKS][4]) {
+#pragma unroll
+    for (int k = 0; k < STEP_BLOCKS / 2; ++k) {
+#pragma unroll
+      for (int r = 0; r < ROW_BLOCKS; ++r) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* S = S_reg[r][step * STEP_BLOCKS + 2 * k + i / 2] + i % 2 * 2;
+          const float low = ptx::ex2_approx_ftz(fmaf(S[0], scale_log2, -row_max[r][i % 2]));
+          const float high = ptx::ex2_approx_ftz(fmaf(S[1], scale_log2, -row_max[r][i % 2]));
+          if constexpr (!SUM_BY_MMA) row_sum[r][i % 2] += low + high;
+          P_frag[k][r][i] = pack(low, high, element{});
+        }
+      }
+    }
+  };
+  // Their part of the output, by the tile of V at V_at.
+  const auto multiply_PV = [&](int step, const unsigned (&P_frag)[STEP_BLOCKS / 2][ROW_BLOCKS][4], unsigned V_at) {
+#pragma unroll
+    for (int k = 0; k < STEP_BLOCKS / 2; ++k) {
+#pragma unroll
+      for (int d = 0; d < D_STEPS; ++d) {
+        unsigned V_frag[2][2];
+        load_pair<true>(V_frag, shared_bytes + chunks_at(V_at, d) + (step * STEP_KEYS + k * MMA_K) * ROW_BYTES);
+#pragma unroll
+        for (int r = 0; r < ROW_BLOCKS; ++r) {
+          mma(O_reg[r][2 * d], P_frag[k][r], V_frag[0], element{});
+          mma(O_reg[r][2 * d + 1], P_frag[k][r], V_frag[1], element{});
+        }
+      }
+      if constexpr (SUM_BY_MMA) {
+        const unsigned ones[2] = {pack(1.0f, 1.0f, element{}), pack(1.0f, 1.0f, element{})};
+#pragma unroll
+        for (int r = 0; r < ROW_BLOCKS; ++r) mma(O_reg[r][SUM_BLOCK], P_frag[k][r], ones, element{});
+      }
+    }
+  };
+  // Keys that a row does not see, in a tile where there are some.
+  const auto mask = [&](int tile_key) {
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int q_row = warp_q_row + r * MMA_M + i / 2 * MATRIX + lane_row;
+        const int num_keys = visible_keys(p, q_row) - tile_key - lane_col - i % 2;   // of this tile, from this column on
+#pragma unroll
+        for (int j = 0; j < KEY_BLOCKS; ++j) {
+          if (j * MMA_N >= num_keys) S_reg[r][j][i] = NEG_INF;
+        }
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < KEY_STEPS; ++step) take_max(step);
+    share_max();
+  };
+  // The rows' maxima; output and sums follow them.
+  const auto update_max = [&] {
+    float new_max[ROW_BLOCKS][HALVES];
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) {
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) {
+        new_max[r][half] = fmaxf(row_max[r][half], tile_max[r][half] * scale_log2);
+        grown |= new_max[r][half] > row_max[r][half] + LAZY_RESCALE;
+      }
+    }
+    if (LAZY_RESCALE > 0 && !__any_sync(FULL_WARP, grown)) return;   // the old reference will do
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) {
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) {
+        const float rescale = ptx::ex2_approx_ftz(row_max[r][half] - new_max[r][half]);   // 0 at the first keys
+        row_max[r][half] = new_max[r][half];
+        row_sum[r][half] *= rescale;
+#pragma unroll
+        for (int j = 0; j < O_BLOCKS; ++j) {
+          O_reg[r][j][2 * half] *= rescale;
+          O_reg[r][j][2 * half + 1] *= rescale;
+        }
+      }
+    }
+  };
+  // One tile, whose scores are in S_reg, becomes output, and the next one's scores take their place. A step has the products of
+  // its keys of both tiles and the exponentials of the next step's, which do not wait for one another. The compiler would put
+  // all of Q·K last; the branch between the steps, which a warp with keys left never takes, keeps them apart.
+  const auto work_on = [&](int tile, int slot, int next_slot, bool has_next) {
+    const int tile_key = tile * TILE_KV;
+    const unsigned K_at = K_START + next_slot * TILE_BYTES + of_columns;   // the next tile's
+    const unsigned V_at = V_START + slot * TILE_BYTES + of_rows;
+    if (tile_key + TILE_KV > full_keys) mask(tile_key);
+    update_max();
+    unsigned P_frag[2][STEP_BLOCKS / 2][ROW_BLOCKS][4];
+    exponentiate(0, P_frag[0]);
+#pragma unroll
+    for (int step = 0; step < KEY_STEPS; ++step) {
+      if (tile_key + step * STEP_KEYS >= warp_keys) break;
+      if (step + 1 < KEY_STEPS) exponentiate(step + 1, P_frag[(step + 1) % 2]);
+      if (has_next) multiply_QK(step, K_at);
+      multiply_PV(step, P_frag[step % 2], V_at);
+      if (has_next && step > 0) take_max(step - 1);
+      if (has_next && step + 1 == KEY_STEPS) {
+        take_max(step);
+        share_max();
+      }
+    }
+  };
+
+  if (warp_tiles > 0) {
+#pragma unroll
+    for (int step = 0; step < KEY_STEPS; ++step) {
+      multiply_QK(step, K_START + of_columns);
+      take_max(step);
+    }
+    share_max();
+  }
+  int slot = 0;   // tile % PIPELINE_STAGES, without the division
+  for (int tile = 0; tile < num_tiles; ++tile) {
+    const int next_slot = slot + 1 == PIPELINE_STAGES ? 0 : slot + 1;
+    const int free_slot = slot == 0 ? PIPELINE_STAGES - 1 : slot - 1;   // of V; of K it is `slot`
+    ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this thread's copies of this tile of V and the next of K have landed
+    __syncthreads();   // everyone's have; and everyone is done with the buffers that are next to be filled
+    fetch(tile + PIPELINE_STAGES - 1, free_slot, slot);
+    if (tile + 1 < warp_tiles) {
+      work_on(tile, slot, next_slot, true);
+    } else if (tile + 1 == warp_tiles) {
+      work_on(tile, slot, next_slot, false);
+    }
+    slot = next_slot;
+  }
+
+  // The output leaves through the warp's rows of Q, which nobody else reads, in chunks of 16 bytes and whole lines.
+  __syncwarp();   // the warp has read them
+#pragma unroll
+  for (int r = 0; r < ROW_BLOCKS; ++r) {
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      const int row = r * MMA_M + half * MATRIX + lane_row;
+      const int q_row = warp_q_row + row;
+      const float sum = SUM_BY_MMA ? O_reg[r][O_BLOCKS - 1][2 * half] : lanes_sum<ROW_LANES>(row_sum[r][half]);
+      const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+      if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
+        const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
+        p.LSE[lse_row] = sum > 0.0f ? row_max[r][half] * LN_2 + logf(sum) : NEG_INF;
+      }
+#pragma unroll
+      for (int j = 0; j < COL_BLOCKS; ++j) {
+        *reinterpret_cast<unsigned*>(warp_smem + swizzled(row, j) + lane_col) =
+            pack(O_reg[r][j][2 * half] * inv_sum, O_reg[r][j][2 * half + 1] * inv_sum, element{});
+      }
+    }
+  }
+  __syncwarp();   // the warp's rows of the output are complete
+  constexpr int CHUNKS = HEAD_DIM / CHUNK;   // of a row
+  element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
+#pragma unroll
+  for (int step = 0; step < WARP_ROWS * CHUNKS / WARP; ++step) {
+    const int row = step * (WARP / CHUNKS) + lane / CHUNKS;
+    const int chunk = lane % CHUNKS;
+    if (warp_q_row + row >= p.q_len) break;
+    write_chunk(O_gmem + (warp_q_row + row) * p.O.row_stride + chunk * CHUNK,
+                *reinterpret_cast<const Chunk*>(warp_smem + swizzled(row, chunk)));
+  }
+}
