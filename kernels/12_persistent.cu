@@ -1,0 +1,303 @@
+// 12_persistent: blocks stay, take tile after tile, and no warpgroup works above its own diagonal. Parent: 11_pingpong.
+// Question: what do a block's start and end cost, the last wave of blocks, and scores that the mask throws away?
+// Change: as many blocks as fit at once take tiles of Q from a counter, the longest first; the producer fetches the next one's while
+//         the consumers finish this one; each consumer stops at its own rows' diagonal, or at once where it has no rows.
+// Layout: warpgroup 0 fetches; consumer c works on rows 64·c onwards of the block's tile of Q.
+// Requires: sm_90a.
+#include "hopper.cuh"
+
+constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
+constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
+constexpr int MIN_BLOCKS = 1;   // on an SM: consumers of one block now do for one another what several blocks did
+constexpr bool TURNS = PINGPONG && NUM_CONSUMERS > 1;
+// A thread's registers: what a block is launched with, in eights for each thread, is dealt anew.
+constexpr int LAUNCH_REGISTERS = SM_REGISTERS / MIN_BLOCKS / THREADS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = MIN_BLOCKS == 1 ? 32 : 24;
+constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * (1 + NUM_CONSUMERS) - PRODUCER_REGISTERS) / NUM_CONSUMERS / 8 * 8;
+constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE < 240 ? CONSUMER_SHARE : 240;   // no thread can use more
+static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
+static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
+static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
+static_assert(Q_STAGES == 1 || Q_STAGES == 2, "Q_STAGES must be 1 or 2: nobody looks further ahead");
+
+// What a block works on: some rows of a head.
+struct Work {
+  int first_q_row;
+  int head;
+  int batch;
+  int num_tiles;   // of K and V; NO_MORE: the block is done
+};
+constexpr int NO_MORE = -1;
+
+struct SharedStorage {
+  alignas(PATTERN_BYTES) element Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own
+  alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+  alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+  alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];             // each warp's own 16 rows, on their way out
+  Work work[Q_STAGES];                                                                // what Q belongs to; comes and goes with it
+  ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
+  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
+  ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
+};
+static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or buffers");
+
+extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV, 1};
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier {
+  PRODUCER_BARRIER = 1,   // where copies are made by hand: all of the producer know what to fetch
+  TURN_BARRIER = 2,       // and 3, 4: a consumer's turn to issue products has come
+};
+
+// The same in all lanes of a warp, as ptxas cannot know of what comes from shared memory: descriptors made of it then stay in
+// uniform registers, where products want them.
+__device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(FULL_WARP, x); }
+
+// Keys that any of `num_rows` rows from `first_q_row` on sees, in tiles; 0 where there are no such rows.
+__device__ __forceinline__ int tiles_of_rows(const AttentionParams& p, int first_q_row, int num_rows) {
+  if (first_q_row >= p.q_len) return 0;
+  return (visible_keys(p, min(first_q_row + num_rows, p.q_len) - 1) + TILE_KV - 1) / TILE_KV;   // the last row sees the most
+}
+
+// The order in which tiles of Q are taken. Full: a head's one after another, which keeps its K and V in the L2 cache. Causal: the
+// longest first, so that the last to end are short; but only among as many heads as have room in the L2 cache.
+__device__ __forceinline__ Work work_at(const AttentionParams& p, int index) {
+  const int num_q_tiles = (p.q_len + TILE_Q - 1) / TILE_Q;
+  const int num_heads = p.q_heads * p.batch;
+  if (index >= num_q_tiles * num_heads) return {0, 0, 0, NO_MORE};
+  int q_tile = index % num_q_tiles, any_head = index / num_q_tiles;   // of all batches
+  if constexpr (CAUSAL) {
+    constexpr long long L2_SHARE_BYTES = 16 << 20;
+    const long long head_bytes = 2ll * p.kv_len * HEAD_DIM * sizeof(element) * p.kv_heads / p.q_heads;
+    const int section = static_cast<int>(max(1ll, min(static_cast<long long>(num_heads), L2_SHARE_BYTES / max(1ll, head_bytes))));
+    const int first_head = index / (section * num_q_tiles) * section;
+    const int section_heads = min(section, num_heads - first_head);   // the last section may be smaller
+    const int section_index = index - first_head * num_q_tiles;
+    q_tile = num_q_tiles - 1 - section_index / section_heads;
+    any_head = first_head + section_index % section_heads;
+  }
+  return {q_tile * TILE_Q, any_head % p.q_heads, any_head / p.q_heads, tiles_of_rows(p, q_tile * TILE_Q, TILE_Q)};
+}
+
+// The producer: fetches what the consumers need, as early as there is room for it.
+__device__ __forceinline__ void produce(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int thread) {
+  int fetched = 0;                // tiles of K and of V so far
+  int index = blockIdx.x;         // the first is given, the others come from the counter
+  for (int count = 0;; ++count) {
+    const int q_stage = count % Q_STAGES;
+    ptx::mbarrier_wait_parity(&smem.Q_empty[q_stage], count / Q_STAGES & 1 ^ 1);   // the consumers are done with the buffer's last Q
+    if (thread == 0) smem.work[q_stage] = work_at(p, index);
+    if constexpr (!ALIGNED) ptx::bar_sync(PRODUCER_BARRIER, WARPGROUP);   // all of the producer see it
+    const Work work = smem.work[q_stage];
+    if (work.num_tiles == NO_MORE) {
+      ptx::mbarrier_arrive(&smem.Q_full[q_stage]);
+      break;
+    }
+    const int kv_head = kv_head_of(p, work.head);
+    const Source Q_source = {&maps.Q, &p.Q, p.q_len, work.head, work.batch};
+    const Source K_source = {&maps.K, &p.K, p.kv_len, kv_head, work.batch};
+    const Source V_source = {&maps.V, &p.V, p.kv_len, kv_head, work.batch};
+
+    fill_begin(&smem.Q_full[q_stage], TILE_BYTES<TILE_Q>);
+    for (int i = 0; i < NUM_CONSUMERS; ++i) {
+      fill<WGMMA_ROWS, WARPGROUP>(smem.Q[q_stage][i], Q_source, work.first_q_row + i * WGMMA_ROWS, &smem.Q_full[q_stage], thread);
+    }
+    fill_end(&smem.Q_full[q_stage]);
+
+    if (thread == 0) index = gridDim.x + atomicAdd(&p.work[0], 1u);   // early: the answer takes as long as a copy
+
+    for (int tile = 0; tile < work.num_tiles; ++tile, ++fetched) {
+      const int stage = fetched % PIPELINE_STAGES;
+      const unsigned parity = fetched / PIPELINE_STAGES & 1;
+      ptx::mbarrier_wait_parity(&smem.K_empty[stage], parity ^ 1);   // the consumers are done with the buffer's last tile
+      fill_begin(&smem.K_full[stage], TILE_BYTES<TILE_KV>);
+      fill<TILE_KV, WARPGROUP>(smem.K[stage], K_source, tile * TILE_KV, &smem.K_full[stage], thread);
+      fill_end(&smem.K_full[stage]);
+      ptx::mbarrier_wait_parity(&smem.V_empty[stage], parity ^ 1);
+      fill_begin(&smem.V_full[stage], TILE_BYTES<TILE_KV>);
+      fill<TILE_KV, WARPGROUP>(smem.V[stage], V_source, tile * TILE_KV, &smem.V_full[stage], thread);
+      fill_end(&smem.V_full[stage]);
+    }
+  }
+  if (thread == 0) {
+    __threadfence();   // it has taken its last number before it counts as done
+    if (atomicAdd(&p.work[1], 1u) == gridDim.x - 1) {   // everyone has: the counters may be used again
+      atomicExch(&p.work[0], 0u);
+      atomicExch(&p.work[1], 0u);
+    }
+  }
+}
+
+// A consumer's turn to issue products comes when the one before it has issued its own. The last one starts by passing to the
+// first; whoever took the last turn leaves one that nobody needs, which `end_turns` takes.
+__device__ __forceinline__ void wait_for_turn(int consumer) {
+  if constexpr (TURNS) ptx::bar_sync(TURN_BARRIER + consumer, 2 * WARPGROUP);
+}
+__device__ __forceinline__ void pass_turn(int consumer) {
+  if constexpr (TURNS) ptx::bar_arrive(TURN_BARRIER + (consumer + 1) % NUM_CONSUMERS, 2 * WARPGROUP);
+}
+__device__ __forceinline__ void begin_turns(int consumer) {
+  if (consumer == NUM_CONSUMERS - 1) pass_turn(consumer);
+}
+__device__ __forceinline__ void end_turns(int consumer) {
+  if (consumer == 0) wait_for_turn(consumer);
+}
+
+// A consumer: 64 query rows of each tile.
+__device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage& smem, int consumer, int thread) {
+  const int warp = thread / WARP;
+  const int lane = thread % WARP;
+  const int lane_col = lane % ROW_LANES * 2;
+  int used = 0;   // tiles of K and of V of earlier work
+
+  const Descriptor K_desc = rows_descriptor(smem.K[0]);
+  const Descriptor V_desc = columns_descriptor<TILE_KV>(smem.V[0]);
+
+  begin_turns(consumer);
+  for (int count = 0;; ++count) {
+    const int q_stage = count % Q_STAGES;
+    ptx::mbarrier_wait_parity(&smem.Q_full[q_stage], count / Q_STAGES & 1);
+    const Work work = smem.work[q_stage];
+    __syncwarp();   // all lanes have read it before one says that Q's buffer is free
+    if (work.num_tiles == NO_MORE) break;
+    const int group_q_row = work.first_q_row + consumer * WGMMA_ROWS;
+    const int num_tiles = tiles_of_rows(p, group_q_row, WGMMA_ROWS);   // at most the block's
+    const int lane_row = group_q_row + warp * 16 + lane / ROW_LANES;
+    const int unmasked_keys = p.scale_log2 > 0.0f ? visible_keys(p, group_q_row) : 0;   // by all of the consumer's rows
+
+    const Descriptor Q_desc = rows_descriptor(smem.Q[q_stage][consumer]);
+    unsigned Q_reg[HEAD_DIM / WGMMA_STEP][4];
+    float O_reg[HEAD_DIM / 2] = {};
+    float S_reg[TILE_KV / 2];
+    unsigned P_reg[TILE_KV / WGMMA_STEP][4];
+    RowState rows;
+    float rescale[HALVES];
+
+    const auto stage_of = [&](int tile) { return (used + tile) % PIPELINE_STAGES; };
+    const auto parity_of = [&](int tile) { return (used + tile) / PIPELINE_STAGES & 1; };
+    const auto issue_QK = [&](int tile) {
+      const Descriptor desc = K_desc + descriptor_step(stage_of(tile) * TILE_BYTES<TILE_KV>);
+      if constexpr (Q_IN_REGISTERS) {
+        multiply_QK<TILE_KV>(S_reg, Q_reg, desc);
+      } else {
+        multiply_QK<TILE_KV>(S_reg, Q_desc, desc);
+      }
+      ptx::wgmma_commit_group();
+    };
+    const auto issue_PV = [&](int tile) {
+      multiply_PV<TILE_KV>(O_reg, P_reg, V_desc + descriptor_step(stage_of(tile) * TILE_BYTES<TILE_KV>));
+      ptx::wgmma_commit_group();
+    };
+    // Asking takes a while to answer: it is done early, and again, until the answer is yes, where the tile is needed.
+    const auto K_is_there = [&](int tile) { return ptx::mbarrier_test_wait_parity(&smem.K_full[stage_of(tile)], parity_of(tile)); };
+    const auto V_is_there = [&](int tile) { return ptx::mbarrier_test_wait_parity(&smem.V_full[stage_of(tile)], parity_of(tile)); };
+    const auto wait_for_K = [&](int tile) { ptx::mbarrier_wait_parity(&smem.K_full[stage_of(tile)], parity_of(tile)); };
+    const auto wait_for_V = [&](int tile) { ptx::mbarrier_wait_parity(&smem.V_full[stage_of(tile)], parity_of(tile)); };
+    // This warp is done with the buffer.
+    const auto release = [&](ptx::Mbarrier* empty) {
+      if (lane == 0) ptx::mbarrier_arrive(empty);
+    };
+    const auto softmax_of = [&](int tile) {
+      const int tile_key = tile * TILE_KV;
+      int num_keys[HALVES];
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) num_keys[h] = visible_keys(p, lane_row + 8 * h) - tile_key - lane_col;
+      softmax<TILE_KV>(S_reg, rows, rescale, p.scale_log2, tile_key + TILE_KV > unmasked_keys, num_keys);
+    };
+
+    if constexpr (Q_IN_REGISTERS) {
+      load_Q(Q_reg, smem.Q[q_stage][consumer], warp, lane);
+      __syncwarp();   // all lanes have theirs
+      release(&smem.Q_empty[q_stage]);
+    }
+    if (num_tiles > 0) {
+      wait_for_K(0);
+      wait_for_turn(consumer);
+      ptx::wgmma_fence();
+      issue_QK(0);
+      pass_turn(consumer);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(S_reg);
+      release(&smem.K_empty[stage_of(0)]);
+      softmax_of(0);
+      round_P<TILE_KV>(P_reg, S_reg);
+      wait_for_V(0);
+
+      bool K_came = false;
+      for (int tile = 1; tile < num_tiles; ++tile) {
+        if (!K_came) wait_for_K(tile);
+        wait_for_turn(consumer);
+        ptx::wgmma_fence();
+        issue_QK(tile);
+        issue_PV(tile - 1);
+        pass_turn(consumer);
+        ptx::wgmma_wait_group<OVERLAP ? 1 : 0>();   // Q·K is done; P·V may be under way
+        ptx::wgmma_pin(S_reg);
+        release(&smem.K_empty[stage_of(tile)]);
+        const bool V_came = V_is_there(tile);
+        softmax_of(tile);
+        K_came = K_is_there(tile + 1);
+        if (!V_came) wait_for_V(tile);
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_pin(O_reg);
+        release(&smem.V_empty[stage_of(tile - 1)]);
+        scale_O(O_reg, rescale);
+        round_P<TILE_KV>(P_reg, S_reg);
+      }
+      if constexpr (!Q_IN_REGISTERS) release(&smem.Q_empty[q_stage]);
+
+      ptx::wgmma_fence();
+      issue_PV(num_tiles - 1);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(O_reg);
+      release(&smem.V_empty[stage_of(num_tiles - 1)]);
+    } else if constexpr (!Q_IN_REGISTERS) {
+      release(&smem.Q_empty[q_stage]);
+    }
+    for (int tile = num_tiles; tile < work.num_tiles; ++tile) {   // what the other consumers need and this one does not
+      wait_for_K(tile);
+      wait_for_V(tile);
+      __syncwarp();   // all lanes have seen both come, before one says that they may go
+      release(&smem.K_empty[stage_of(tile)]);
+      release(&smem.V_empty[stage_of(tile)]);
+      wait_for_turn(consumer);
+      pass_turn(consumer);
+    }
+    used = uniform(used + work.num_tiles);
+
+    write_output(p, O_reg, rows, smem.O[consumer], warp, lane, group_q_row, work.head, work.batch);
+  }
+  end_turns(consumer);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+attention_12_persistent(const __grid_constant__ AttentionParams p, const __grid_constant__ AttentionMaps maps) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
+  const int thread = threadIdx.x % WARPGROUP;
+
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Q_STAGES; ++stage) {
+      ptx::mbarrier_init(&smem.Q_full[stage], FILL_ARRIVALS<WARPGROUP>);
+      ptx::mbarrier_init(&smem.Q_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
+    }
+    for (int stage = 0; stage < PIPELINE_STAGES; ++stage) {
+      ptx::mbarrier_init(&smem.K_full[stage], FILL_ARRIVALS<WARPGROUP>);
+      ptx::mbarrier_init(&smem.V_full[stage], FILL_ARRIVALS<WARPGROUP>);
+      ptx::mbarrier_init(&smem.K_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
+      ptx::mbarrier_init(&smem.V_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();   // the barriers exist
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (thread < FILL_ARRIVALS<WARPGROUP>) produce(p, maps, smem, thread);
+  } else {
+    ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+    consume(p, smem, warpgroup - 1, thread);
+  }
+}

@@ -1,0 +1,152 @@
+"""Hopper stages as machine code for sm_90a: what each claims of its instructions must be there. No GPU is needed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from flashlab import compiler, emulator, sass
+from flashlab.attention import emulate
+from flashlab.check import check
+from flashlab.compiler import Cubin, LaunchShape
+from flashlab.errors import CompileError, MissingPackageError
+from flashlab.problem import DType, Problem
+from flashlab.reference import make_inputs
+from flashlab.stages import STAGES, Stage
+
+ARCH = "sm_90a"
+HOPPER = tuple(stage for stage in STAGES.values() if stage.tensor_maps)
+SPECIALIZED = tuple(stage for stage in HOPPER if "NUM_CONSUMERS" in stage.params)
+SPECULATIVE = tuple(stage for stage in SPECIALIZED if stage.id == "13_overlap")
+"""Some of its scores are worked out again by mma.sync, and its exponentials wait for no maximum."""
+OVERLAPPING = tuple(stage for stage in SPECIALIZED if "OVERLAP" in stage.params or stage in SPECULATIVE)
+PERSISTENT = tuple(stage for stage in SPECIALIZED if {"Q_STAGES", "L2_SHARE_MB"} & set(stage.params))
+MASKS = (False, True)
+WARPGROUP = 128
+SM_REGISTERS = 65536
+
+
+def cubin(
+    stage: Stage,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    dtype: DType = "float16",
+    overrides: Mapping[str, int] | None = None,
+) -> Cubin:
+    return compiler.compile_stage(stage, head_dim=head_dim, dtype=dtype, causal=causal, arch=ARCH, overrides=overrides)
+
+
+def shape(built: Cubin) -> LaunchShape:
+    assert built.launch_shape is not None
+    return built.launch_shape
+
+
+def opcodes(built: Cubin) -> list[str]:
+    return [instruction.opcode for instruction in sass.without_padding(sass.disassemble(built.code, built.entry))]
+
+
+@pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
+def test_products_and_copies_are_hoppers_own(stage: Stage) -> None:
+    for head_dim, dtype, causal in itertools.product(stage.head_dims, stage.dtypes, MASKS):
+        built = cubin(stage, head_dim, causal=causal, dtype=dtype)
+        names = [opcode.split(".")[0] for opcode in opcodes(built)]
+        tile_kv = built.parameters["TILE_KV"]
+        assert names.count("HGMMA") >= head_dim // 16 + tile_kv // 16
+        assert names.count("UTMALDG") >= 3  # of Q, K and V
+        assert {"LDGSTS", "LDL", "STL"}.isdisjoint(names)
+        assert ("HMMA" in names) == (stage in SPECULATIVE)
+        assert built.resources.spill_store_bytes == built.resources.spill_load_bytes == 0
+        assert (shape(built).box_q, shape(built).box_kv) == (64, tile_kv)
+
+
+@pytest.mark.parametrize("stage", SPECIALIZED, ids=lambda stage: stage.id)
+def test_registers_are_dealt_anew(stage: Stage) -> None:
+    for head_dim, causal in itertools.product(stage.head_dims, MASKS):
+        built = cubin(stage, head_dim, causal=causal)
+        assert shape(built).threads == (1 + built.parameters["NUM_CONSUMERS"]) * WARPGROUP
+        blocks = built.parameters.get("MIN_BLOCKS", 1)
+        assert built.resources.registers == SM_REGISTERS // blocks // shape(built).threads // 8 * 8
+        assert sum(opcode.startswith("USETMAXREG") for opcode in opcodes(built)) == 2
+
+
+@pytest.mark.parametrize("stage", OVERLAPPING, ids=lambda stage: stage.id)
+def test_exponentials_come_before_the_wait_for_the_product_behind_them(stage: Stage) -> None:
+    """A compiler may move them behind it, as waits name no registers: then nothing overlaps, and nothing says so."""
+    for head_dim, causal in itertools.product(stage.head_dims, MASKS):
+        built = cubin(stage, head_dim, causal=causal)
+        instructions = sass.disassemble(built.code, built.entry)
+        waits = [
+            (i, instruction.operands.endswith("0x1"))
+            for i, instruction in enumerate(instructions)
+            if instruction.opcode.startswith("WARPGROUP.DEPBAR")
+        ]
+        spans = [(first, last) for (first, leaves_one), (last, _) in itertools.pairwise(waits) if leaves_one]
+        assert len(spans) == 1
+        (first, last) = spans[0]
+        exponentials = sum(instruction.opcode == "MUFU.EX2" for instruction in instructions[first:last])
+        scores = built.parameters["TILE_KV"] // 2  # a thread's
+        factors = 0 if stage in SPECULATIVE else 2  # one for each of its rows
+        assert exponentials == scores + factors
+
+
+@pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
+def test_tiles_that_do_not_fit_are_refused(stage: Stage) -> None:
+    with pytest.raises(CompileError, match="must fit into shared memory"):
+        cubin(stage, 128, overrides={"PIPELINE_STAGES": 16})
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+@pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
+def test_any_finite_scale(stage: Stage, scale: float) -> None:
+    """The fast path folds the scale into one multiply-add with the maximum, which a positive scale alone allows."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    problem = Problem(batch=1, q_heads=2, kv_heads=1, q_len=100, kv_len=300, head_dim=64)
+    q, k, v = make_inputs(problem, seed=0)
+    found = emulate(q, k, v, scale=scale, stage=stage.id)
+    verdict = check(np.asarray(found.out), found.lse, q, k, v, causal=False, dtype="float16", scale=scale)
+    assert verdict.reason == ""
+
+
+@pytest.mark.parametrize("stage", PERSISTENT, ids=lambda stage: stage.id)
+def test_lanes_stay_together_where_a_consumer_has_no_rows(stage: Stage) -> None:
+    """One lane says for its warp that a tile may go: ahead of others that still wait for it, it would leave them
+    a phase that never comes back. Some seeds would stop there."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    problem = Problem(batch=1, q_heads=2, kv_heads=1, q_len=130, kv_len=1000, head_dim=128)
+    given = []
+    for values in make_inputs(problem, seed=0):
+        padded = np.zeros((*values.shape[:-1], values.shape[-1] + 1), values.dtype)[..., :-1]  # copied by hand
+        padded[...] = values
+        given.append(padded)
+    for seed in range(30):
+        found = emulate(*given, stage=stage.id, schedule=f"seeded:{seed}")
+        assert check(np.asarray(found.out), found.lse, *given, causal=False, dtype="float16").reason == ""
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("stage", SPECULATIVE, ids=lambda stage: stage.id)
+def test_scores_far_above_the_old_maximum_are_noticed(stage: Stage, head_dim: int, dtype: DType) -> None:
+    """Tiles come from the last to the first: keys that grow towards the first let every speculation fail."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    problem = Problem(batch=1, q_heads=2, kv_heads=1, q_len=130, kv_len=900, head_dim=head_dim, dtype=dtype)
+    q, k, v = make_inputs(problem, seed=0)
+    growing = np.linspace(24.0, 0.1, problem.kv_len)[:, None] * np.sign(np.asarray(q, np.float64)[:, :1, :1])
+    k = (growing + 0.1 * np.asarray(k, np.float64)).astype(k.dtype)
+    for causal in MASKS:
+        found = emulate(q, k, v, stage=stage.id, causal=causal, races=True)
+        assert check(np.asarray(found.out), found.lse, q, k, v, causal=causal, dtype=dtype).reason == ""
+        assert not found.report.findings
