@@ -1,0 +1,532 @@
+// 13_overlap: the softmax waits for nothing that it can do without. Parent: 12_persistent.
+// Question: what keeps the tensor cores and the exponential unit from working at the same time, and how far can that be undone?
+// Change: exponentials start at once, against an old maximum, and a sum that grows too large tells when one must be redone; Q may
+//         stay in registers, which frees its buffer at once; descriptors are worked out once for a warp.
+// Layout: warpgroup 0 fetches; consumer c works on rows 64·c onwards of what the block has in hand. site/stages/13_overlap.md draws it.
+// Requires: sm_90a.
+#include "hopper.cuh"
+
+constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
+constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
+constexpr bool TURNS = PINGPONG && NUM_CONSUMERS > 1;
+// A thread's registers: the block's, 65536 / THREADS rounded down to a multiple of 8 for each thread, are dealt anew.
+constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
+constexpr int Q_STAGES = 2;                // the next Q comes while this one is in use
+constexpr int NUM_SCORES = TILE_KV / 2;   // of a tile, a thread
+constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
+static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
+static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
+static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
+
+// What a block works on: some rows of a head.
+struct Work {
+  int first_q_row;
+  int head;
+  int batch;
+  int num_tiles;   // of K and V; NO_MORE: the block is done
+};
+constexpr int NO_MORE = -1;
+
+struct SharedStorage {
+  alignas(PATTERN_BYTES) element Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own
+  alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+  alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+  alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];             // each warp's own 16 rows, on their way out
+  Work work[Q_STAGES];                                                                // what Q belongs to; comes and goes with it
+  ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
+  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
+  ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
+};
+static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or buffers");
+
+extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV, 1};
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier {
+  PRODUCER_BARRIER = 1,   // where copies are made by hand: all of the producer know what to fetch
+  TURN_BARRIER = 2,       // and 3, 4: a consumer's turn to issue products has come
+};
+
+// A place in a ring of SIZE buffers, and the parity of its full barrier there.
+template <int SIZE>
+struct Place {
+  int stage = 0;
+  unsigned parity = 0;
+
+  __device__ __forceinline__ Place next() const {
+    return stage + 1 == SIZE ? Place{0, parity ^ 1} : Place{stage + 1, parity};
+  }
+};
+using KvPlace = Place<PIPELINE_STAGES>;
+__device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same from one number, where registers are short
+  return {count % Q_STAGES, static_cast<unsigned>(count / Q_STAGES & 1)};
+}
+
+// The same number, which all lanes have, in a uniform register: ptxas then works out descriptors once for the warp. It does not see
+// by itself that lanes agree on what came through memory or a loop.
+__device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(FULL_WARP, x); }
+
+// Keys that any of `num_rows` rows from `first_q_row` on sees, in tiles; 0 where there are no such rows.
+__device__ __forceinline__ int tiles_of_rows(const AttentionParams& p, int first_q_row, int num_rows) {
+  if (first_q_row >= p.q_len) return 0;
+  return (visible_keys(p, min(first_q_row + num_rows, p.q_len) - 1) + TILE_KV - 1) / TILE_KV;   // the last row sees the most
+}
+
+// Hands a block its work, one after the other: tiles of Q from a counter, of as many heads at once as have room for their K and V in
+// a share of the L2 cache, and the longest of these heads first, so that the last to end are short. Where the mask does not make the
+// difference, the last tile of each head does, which may have fewer rows.
+struct Schedule {
+  int index = blockIdx.x;   // the first is given, the others come from the counter
+
+  __device__ __forceinline__ Work next(const AttentionParams& p) {
+    const int num_q_tiles = (p.q_len + TILE_Q - 1) / TILE_Q;
+    const int num_heads = p.q_heads * p.batch;
+    if (index >= num_q_tiles * num_heads) return {0, 0, 0, NO_MORE};
+    const long long head_bytes = 2ll * p.kv_len * HEAD_DIM * sizeof(element) * p.kv_heads / p.q_heads;
+    const int section = static_cast<int>(max(1ll, min(static_cast<long long>(num_heads), L2_SHARE_BYTES / max(1ll, head_bytes))));
+    const int first_head = index / (section * num_q_tiles) * section;
+    const int section_heads = min(section, num_heads - first_head);   // the last section may be smaller
+    const int section_index = index - first_head * num_q_tiles;
+    const int round = section_index / section_heads;
+    const int first_q_row = (CAUSAL ? num_q_tiles - 1 - round : round) * TILE_Q;
+    const int any_head = first_head + section_index % section_heads;   // of all batches
+    index = gridDim.x + atomicAdd(&p.work[0], 1u);                     // on its way while this one's tiles are fetched
+    return {first_q_row, any_head % p.q_heads, any_head / p.q_heads, tiles_of_rows(p, first_q_row, TILE_Q)};
+  }
+
+  // Leaves the counters as it found them.
+  static __device__ __forceinline__ void close(const AttentionParams& p) {
+    __threadfence();   // it has taken its last number before it counts as done
+    if (atomicAdd(&p.work[1], 1u) == gridDim.x - 1) {   // everyone has: the counters may be used again
+      atomicExch(&p.work[0], 0u);
+      atomicExch(&p.work[1], 0u);
+    }
+  }
+};
+
+// The producer: fetches what the consumers need, as early as there is room for it, and Q as soon as the work before is under way.
+// Tiles come from the last to the first, so that those that the mask cuts come first, when a maximum must be found anyway.
+__device__ __forceinline__ void produce(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int thread) {
+  KvPlace kv;
+  Schedule schedule;
+  int count = 0;   // of works
+  const auto fetch_Q = [&]() {
+    const Place<Q_STAGES> q = Q_place(count);
+    ++count;
+    ptx::mbarrier_wait_parity(&smem.Q_empty[q.stage], q.parity ^ 1);   // the consumers are done with the buffer's last work
+    if (thread == 0) smem.work[q.stage] = schedule.next(p);
+    if constexpr (!ALIGNED) ptx::bar_sync(PRODUCER_BARRIER, WARPGROUP);   // all of the producer see it
+    const Work work = smem.work[q.stage];
+    if (work.num_tiles == NO_MORE) {
+      ptx::mbarrier_arrive(&smem.Q_full[q.stage]);
+      return;
+    }
+    const Source source = {&maps.Q, &p.Q, p.q_len, work.head, work.batch};
+    fill_begin(&smem.Q_full[q.stage], TILE_BYTES<TILE_Q>);
+    for (int i = 0; i < NUM_CONSUMERS; ++i) {
+      fill<WGMMA_ROWS, WARPGROUP>(smem.Q[q.stage][i], source, work.first_q_row + i * WGMMA_ROWS, &smem.Q_full[q.stage], thread);
+    }
+    fill_end(&smem.Q_full[q.stage]);
+  };
+
+  fetch_Q();
+  for (;;) {
+    const Work work = smem.work[(count - 1) % Q_STAGES];
+    if (work.num_tiles == NO_MORE) break;
+    const int kv_head = kv_head_of(p, work.head);
+    const Source K_source = {&maps.K, &p.K, p.kv_len, kv_head, work.batch};
+    const Source V_source = {&maps.V, &p.V, p.kv_len, kv_head, work.batch};
+    const int next_at = max(0, work.num_tiles - PIPELINE_STAGES);   // when the ring is full
+    if (work.num_tiles == 0) fetch_Q();
+    for (int tile = work.num_tiles - 1; tile >= 0; --tile, kv = kv.next()) {
+      ptx::mbarrier_wait_parity(&smem.K_empty[kv.stage], kv.parity ^ 1);   // the consumers are done with the buffer's last tile
+      fill_begin(&smem.K_full[kv.stage], TILE_BYTES<TILE_KV>);
+      fill<TILE_KV, WARPGROUP>(smem.K[kv.stage], K_source, tile * TILE_KV, &smem.K_full[kv.stage], thread);
+      fill_end(&smem.K_full[kv.stage]);
+      ptx::mbarrier_wait_parity(&smem.V_empty[kv.stage], kv.parity ^ 1);
+      fill_begin(&smem.V_full[kv.stage], TILE_BYTES<TILE_KV>);
+      fill<TILE_KV, WARPGROUP>(smem.V[kv.stage], V_source, tile * TILE_KV, &smem.V_full[kv.stage], thread);
+      fill_end(&smem.V_full[kv.stage]);
+      if (tile == next_at) fetch_Q();
+    }
+  }
+  if (thread == 0) Schedule::close(p);
+}
+
+// A consumer's turn to issue products comes when the one before it has issued its own. The last one starts by passing to the
+// first; whoever took the last turn leaves one that nobody needs, which `end_turns` takes.
+__device__ __forceinline__ void wait_for_turn(int consumer) {
+  if constexpr (TURNS) ptx::bar_sync(TURN_BARRIER + consumer, 2 * WARPGROUP);
+}
+__device__ __forceinline__ void pass_turn(int consumer) {
+  if constexpr (TURNS) ptx::bar_arrive(TURN_BARRIER + (consumer + 1) % NUM_CONSUMERS, 2 * WARPGROUP);
+}
+__device__ __forceinline__ void begin_turns(int consumer) {
+  if (consumer == NUM_CONSUMERS - 1) pass_turn(consumer);
+}
+__device__ __forceinline__ void end_turns(int consumer) {
+  if (consumer == 0) wait_for_turn(consumer);
+}
+
+// A warp's 16 rows of Q as A of a product: for each 16 columns a fragment.
+struct QFragments {
+  unsigned x[HEAD_DIM / WGMMA_STEP][4];
+
+  __device__ __forceinline__ void load(const element* Q_smem, int warp, int lane) {
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / WGMMA_STEP; ++k) load_one(x[k], Q_smem, k, warp, lane);
+  }
+  static __device__ __forceinline__ void load_one(unsigned (&fragment)[4], const element* Q_smem, int k, int warp, int lane) {
+    ptx::ldmatrix_x4(fragment, Q_smem + tile_offset<WGMMA_ROWS>(warp * 16 + lane_row_of_rows(lane), 2 * k + lane_chunk_of_rows(lane)));
+  }
+};
+
+// A tile's scores become probabilities against its own maximum, with the mask, and `rescale` what earlier sums and outputs must be
+// multiplied by. Row h sees columns below num_keys[h], counted from this lane's first; no row of the warp sees more than warp_keys.
+// What the whole warp does not see costs nothing.
+__device__ __forceinline__ void exact_softmax(float (&S_reg)[NUM_SCORES], RowState& rows, float (&rescale)[HALVES], float scale_log2,
+                                              int warp_keys, const int (&num_keys)[HALVES]) {
+  constexpr int BLOCK = 8;   // scores of a lane in 16 columns
+  float lane_max[HALVES] = {NEG_INF, NEG_INF};
+#pragma unroll
+  for (int b = 0; b < NUM_SCORES; b += BLOCK) {
+    if (2 * b < warp_keys) {
+#pragma unroll
+      for (int i = b; i < b + BLOCK; ++i) {
+        S_reg[i] = i / 4 * 8 + i % 2 < num_keys[i / 2 % 2] ? S_reg[i] * scale_log2 : NEG_INF;
+        lane_max[i / 2 % 2] = fmaxf(lane_max[i / 2 % 2], S_reg[i]);
+      }
+    }
+  }
+  float minus_reference[HALVES];
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    const float new_max = fmaxf(rows.max[h], lanes_max<ROW_LANES>(lane_max[h]));
+    const float reference = new_max == NEG_INF ? 0.0f : new_max;   // no key seen yet: -inf - -inf would be NaN
+    rescale[h] = ptx::ex2_approx_ftz(rows.max[h] - reference);     // 0 at the first keys
+    rows.max[h] = new_max;
+    rows.sum[h] *= rescale[h];
+    minus_reference[h] = -reference;
+  }
+#pragma unroll
+  for (int b = 0; b < NUM_SCORES; b += BLOCK) {
+    const bool seen = 2 * b < warp_keys;
+#pragma unroll
+    for (int i = b; i < b + BLOCK; ++i) {
+      S_reg[i] = seen ? ptx::ex2_approx_ftz(S_reg[i] + minus_reference[i / 2 % 2]) : 0.0f;
+      rows.sum[i / 2 % 2] += S_reg[i];
+    }
+  }
+}
+
+// The exponentials of a tile's scores, 2^(scale · score - max), in their place, against maxima of earlier tiles; and this lane's
+// sums. Nothing here waits for another lane. Where a score is far above the old maximum, a sum says so: see SUM_LIMIT.
+__device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const RowState& rows, float scale_log2, float (&sum)[HALVES]) {
+  float part[HALVES][2] = {};   // two chains of additions for each row
+#pragma unroll
+  for (int i = 0; i < NUM_SCORES; ++i) {
+    const int h = i / 2 % 2;
+    S_reg[i] = ptx::ex2_approx_ftz(fmaf(S_reg[i], scale_log2, -rows.max[h]));
+    part[h][i % 2] += S_reg[i];
+  }
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) sum[h] = part[h][0] + part[h][1];
+}
+
+// While a lane's sum over a tile is below this, each of its exponentials can be rounded to 16 bits: they are not negative. It holds
+// for no NaN. 2^15 leaves fp16 a factor of two; bfloat16 has FP32's range, in which the output must find room too.
+template <typename T>
+constexpr float LARGEST_SUM = 1.0e18f;
+template <>
+constexpr float LARGEST_SUM<__half> = 32768.0f;
+constexpr float SUM_LIMIT = LARGEST_SUM<element>;
+
+// What `exponentials` did is void: some score is too far above the old maximum. The warp's scores are worked out again by mma.sync,
+// 8 keys at a time, whose accumulator has the layout of wgmma's, once for the maximum and once for the probabilities. K comes from
+// global memory: its buffer is not held back for what hardly ever happens.
+__device__ __forceinline__ void redo(unsigned (&P_reg)[TILE_KV / WGMMA_STEP][4], float (&O_reg)[HEAD_DIM / 2], RowState& rows,
+                                     const QFragments& Q_frag, const element* Q_smem, const AttentionParams& p, const Work& work,
+                                     int tile, int warp, int lane) {
+  const element* K_gmem = head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile * TILE_KV * p.K.row_stride;
+  const auto scores = [&](float (&S)[4], int j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) S[i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / WGMMA_STEP; ++k) {
+      unsigned K_part[2];   // as B: key lane / 4, and of the 16 columns 2 · (lane % 4) onwards and 8 further
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const element* source = K_gmem + (j * MATRIX + lane / ROW_LANES) * p.K.row_stride + k * WGMMA_STEP + 8 * i + lane % ROW_LANES * 2;
+        K_part[i] = pack(to_float(source[0]), to_float(source[1]), element{});   // exact: they are such elements
+      }
+      if constexpr (Q_IN_REGISTERS) {
+        mma(S, Q_frag.x[k], K_part, element{});
+      } else {
+        unsigned Q_part[4];
+        QFragments::load_one(Q_part, Q_smem, k, warp, lane);
+        mma(S, Q_part, K_part, element{});
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) S[i] *= p.scale_log2;
+  };
+  float lane_max[HALVES] = {NEG_INF, NEG_INF};
+#pragma unroll 1
+  for (int j = 0; j < TILE_KV / MATRIX; ++j) {
+    float S[4];
+    scores(S, j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) lane_max[i / 2] = fmaxf(lane_max[i / 2], S[i]);
+  }
+  float reference[HALVES], rescale[HALVES];
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    const float new_max = fmaxf(rows.max[h], lanes_max<ROW_LANES>(lane_max[h]));
+    reference[h] = new_max == NEG_INF ? 0.0f : new_max;
+    rescale[h] = ptx::ex2_approx_ftz(rows.max[h] - reference[h]);
+    rows.max[h] = new_max;
+    rows.sum[h] *= rescale[h];
+  }
+  scale_O(O_reg, rescale);
+#pragma unroll 1
+  for (int j = 0; j < TILE_KV / MATRIX; ++j) {
+    float S[4];
+    scores(S, j);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      S[i] = ptx::ex2_approx_ftz(S[i] - reference[i / 2]);
+      rows.sum[i / 2] += S[i];
+    }
+    const unsigned pairs[HALVES] = {pack(S[0], S[1], element{}), pack(S[2], S[3], element{})};
+#pragma unroll
+    for (int i = 0; i < TILE_KV / MATRIX; ++i) {   // registers have no index: all are visited, one is meant
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) P_reg[i / 2][i % 2 * 2 + h] = i == j ? pairs[h] : P_reg[i / 2][i % 2 * 2 + h];
+    }
+  }
+}
+
+// A consumer: up to 64 query rows of each work.
+__device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage& smem, int consumer, int thread) {
+  const int warp = thread / WARP;
+  const int lane = thread % WARP;
+  const int lane_col = lane % ROW_LANES * 2;
+  KvPlace kv;   // of the tile whose scores are next
+
+  const Descriptor K_desc = rows_descriptor(smem.K[0]);
+  const Descriptor V_desc = columns_descriptor<TILE_KV>(smem.V[0]);
+  // This warp is done with the buffer.
+  const auto release = [&](ptx::Mbarrier* empty) {
+    if (lane == 0) ptx::mbarrier_arrive(empty);
+  };
+
+  QFragments Q_frag;
+  float O_reg[HEAD_DIM / 2] = {};
+  float S_reg[NUM_SCORES];
+  unsigned P_reg[TILE_KV / WGMMA_STEP][4];
+  RowState rows;
+  KvPlace before;      // of the tile whose probabilities are in P_reg
+  int count = -1;      // of works before the current one
+  int num_tiles = 0;   // that this consumer's rows need of the current work: at most the block's
+  int not_mine = 0;    // tiles that the block needs and this consumer does not; they come first
+  float rescale[HALVES];
+
+  const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
+  const auto wait_for_V = [&](KvPlace at) { ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity); };
+  const auto current = [&]() -> const Work& { return smem.work[count % Q_STAGES]; };   // read again, rather than kept in registers
+  const auto issue_QK = [&]() {
+    const Descriptor desc = K_desc + descriptor_step(uniform(kv.stage) * TILE_BYTES<TILE_KV>);
+    if constexpr (Q_IN_REGISTERS) {
+      multiply_QK<TILE_KV>(S_reg, Q_frag.x, desc);
+    } else {
+      multiply_QK<TILE_KV>(S_reg, rows_descriptor(smem.Q[uniform(count % Q_STAGES)][consumer]), desc);
+    }
+    ptx::wgmma_commit_group();
+  };
+  const auto issue_PV = [&]() {
+    multiply_PV<TILE_KV>(O_reg, P_reg, V_desc + descriptor_step(uniform(before.stage) * TILE_BYTES<TILE_KV>));
+    ptx::wgmma_commit_group();
+  };
+  // Tiles that all of the consumer's rows see whole; none where the scale turns the largest product into the smallest score.
+  const auto whole_tiles = [&]() {
+    return p.scale_log2 > 0.0f ? visible_keys(p, current().first_q_row + consumer * WGMMA_ROWS) / TILE_KV : 0;
+  };
+  const auto exact_probabilities = [&](int tile) {
+    const int warp_row = current().first_q_row + consumer * WGMMA_ROWS + warp * 16;
+    const int lane_key = tile * TILE_KV + lane_col;
+    int num_keys[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) num_keys[h] = visible_keys(p, warp_row + lane / ROW_LANES + 8 * h) - lane_key;
+    exact_softmax(S_reg, rows, rescale, p.scale_log2, visible_keys(p, warp_row + 15) - tile * TILE_KV, num_keys);
+  };
+  // Takes the next work; false where there is none.
+  const auto take = [&]() {
+    ++count;
+    const Place<Q_STAGES> q = Q_place(count);
+    ptx::mbarrier_wait_parity(&smem.Q_full[q.stage], q.parity);
+    if (current().num_tiles == NO_MORE) return false;
+    num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
+    not_mine = current().num_tiles - num_tiles;
+    if constexpr (Q_IN_REGISTERS) Q_frag.load(smem.Q[q.stage][consumer], warp, lane);
+    return true;
+  };
+  // What a work's first tile needs once its scores are there. There is no maximum yet; and O is 0.
+  const auto first_probabilities = [&]() {
+    release(&smem.K_empty[kv.stage]);
+    exact_probabilities(num_tiles - 1);
+    round_P<TILE_KV>(P_reg, S_reg);
+    before = kv;
+    kv = kv.next();
+  };
+
+  begin_turns(consumer);
+  bool more = take(), begun = false;   // begun: the first tile's probabilities are there
+  while (more) {
+    if (!begun) {
+      for (; not_mine > 0; --not_mine, kv = kv.next()) {
+        wait_for_K();
+        __syncwarp();   // no lane still waits for a phase that an arrival could end for good
+        release(&smem.K_empty[kv.stage]);
+        wait_for_turn(consumer);
+        pass_turn(consumer);
+        wait_for_V(kv);
+        __syncwarp();
+        release(&smem.V_empty[kv.stage]);
+      }
+      if (num_tiles > 0) {
+        wait_for_K();
+        wait_for_turn(consumer);
+        ptx::wgmma_fence();
+        issue_QK();
+        pass_turn(consumer);
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_pin(S_reg);
+        first_probabilities();
+      }
+    }
+    int tile = num_tiles - 2;
+
+    // Further tiles that the mask cuts, if any.
+    for (const int first_whole = whole_tiles(); tile >= 0 && tile >= first_whole; --tile) {
+      wait_for_K();
+      wait_for_V(before);
+      wait_for_turn(consumer);
+      ptx::wgmma_fence();
+      issue_QK();
+      issue_PV();
+      pass_turn(consumer);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(S_reg);
+      ptx::wgmma_pin(O_reg);
+      release(&smem.K_empty[kv.stage]);
+      release(&smem.V_empty[before.stage]);
+      exact_probabilities(tile);
+      scale_O(O_reg, rescale);
+      round_P<TILE_KV>(P_reg, S_reg);
+      before = kv;
+      kv = kv.next();
+    }
+
+    bool K_came = false, V_came = false;   // asked before it must be known, because an answer takes a while
+    for (; tile >= 0; --tile) {
+      if (!K_came) wait_for_K();
+      if (!V_came) wait_for_V(before);
+      wait_for_turn(consumer);
+      ptx::wgmma_fence();
+      issue_QK();
+      issue_PV();
+      pass_turn(consumer);
+      ptx::wgmma_wait_group<1>();   // Q·K is done; P·V of the tile before is under way
+      ptx::wgmma_pin(S_reg);
+      release(&smem.K_empty[kv.stage]);
+      const KvPlace after = kv.next();
+      K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
+      V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
+      float sum[HALVES];
+      exponentials(S_reg, rows, p.scale_log2, sum);
+      // ptxas would move the exponentials behind the next wait, where nothing is left to overlap with. A barrier whose mask depends
+      // on the sums, as far as it can see, holds them here: a sum of exponentials is never that NaN.
+      __syncwarp(__float_as_uint(sum[0] + sum[1]) == 0x7fffffffu ? 1u : FULL_WARP);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(O_reg);
+      release(&smem.V_empty[before.stage]);
+      if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
+        redo(P_reg, O_reg, rows, Q_frag, smem.Q[count % Q_STAGES][consumer], p, current(), tile, warp, lane);
+      } else {
+        rows.sum[0] += sum[0];
+        rows.sum[1] += sum[1];
+        round_P<TILE_KV>(P_reg, S_reg);
+      }
+      before = kv;
+      kv = after;
+    }
+
+    // The last P·V, and beside it, where it may be, the next work's first Q·K: one's end covers the other's beginning.
+    const Work done = current();
+    __syncwarp();   // all lanes have read it, and Q
+    release(&smem.Q_empty[count % Q_STAGES]);
+    const bool any = num_tiles > 0;
+    const RowState done_rows = rows;
+    rows = {};
+    more = take();
+    begun = more && any && num_tiles > 0 && not_mine == 0;
+    if (begun) {
+      wait_for_K();
+      wait_for_V(before);
+      wait_for_turn(consumer);
+      ptx::wgmma_fence();
+      issue_QK();
+      issue_PV();
+      pass_turn(consumer);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(S_reg);
+      ptx::wgmma_pin(O_reg);
+      release(&smem.V_empty[before.stage]);
+      first_probabilities();
+    } else if (any) {
+      wait_for_V(before);
+      ptx::wgmma_fence();
+      issue_PV();
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(O_reg);
+      release(&smem.V_empty[before.stage]);
+    }
+    write_output(p, O_reg, done_rows, smem.O[consumer], warp, lane, done.first_q_row + consumer * WGMMA_ROWS, done.head, done.batch);
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) O_reg[i] = 0.0f;
+  }
+  end_turns(consumer);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_13_overlap(const __grid_constant__ AttentionParams p, const __grid_constant__ AttentionMaps maps) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  const int thread = threadIdx.x % WARPGROUP;
+
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Q_STAGES; ++stage) {
+      ptx::mbarrier_init(&smem.Q_full[stage], FILL_ARRIVALS<WARPGROUP>);
+      ptx::mbarrier_init(&smem.Q_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
+    }
+    for (int stage = 0; stage < PIPELINE_STAGES; ++stage) {
+      ptx::mbarrier_init(&smem.K_full[stage], FILL_ARRIVALS<WARPGROUP>);
+      ptx::mbarrier_init(&smem.V_full[stage], FILL_ARRIVALS<WARPGROUP>);
+      ptx::mbarrier_init(&smem.K_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
+      ptx::mbarrier_init(&smem.V_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();   // the barriers exist
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+    if (thread < FILL_ARRIVALS<WARPGROUP>) produce(p, maps, smem, thread);
+  } else {
+    ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+    consume(p, smem, warpgroup - 1, thread);
+  }
+}
