@@ -1,5 +1,6 @@
-// spin: one thread waits `count` nanoseconds, and reports SM clocks and nanoseconds that passed.
-// The host enqueues work behind it meanwhile, so that no sample waits for the host; clocks over time is the SM clock.
+// spin: one thread waits `count` nanoseconds, and reports its SM and the SM's clock and the time before and after.
+// The host enqueues work behind it meanwhile, so that no sample waits for the host. Clocks over time are the SM clock:
+// of one spin the unloaded one; from the end of one to the start of the next, on the same SM, that of the work between.
 #include "micro.cuh"
 #include "ptx.cuh"
 
@@ -12,11 +13,17 @@ extern "C" __global__ void micro_spin(const __grid_constant__ MicroParams p) {
   } while (start == before);
   const long long start_clock = clock64();
   unsigned long long now;
+  unsigned long long last = start;
   do {
     now = ptx::globaltimer();
-  } while (now - start < static_cast<unsigned long long>(p.count));
-  const long long clocks = clock64() - start_clock;
+    if (now - start >= static_cast<unsigned long long>(p.count) && now != last) break;
+    last = now;
+  } while (true);
+  const long long end_clock = clock64();
   long long* out = static_cast<long long*>(p.out);
-  out[0] = clocks;
-  out[1] = static_cast<long long>(now - start);
+  out[0] = start_clock;
+  out[1] = static_cast<long long>(start);
+  out[2] = end_clock;
+  out[3] = static_cast<long long>(now);
+  out[4] = ptx::smid();
 }

@@ -1,0 +1,61 @@
+// A warp's softmax of a tile of scores in registers, as the Hopper kernels have it: a thread holds SCORES of them, in pairs
+// that alternate between two rows.
+#pragma once
+
+#include "chip.cuh"
+
+// Scores become exponents, in place. With WITH_MAX the rows' maxima are taken, without it they stand still. SHUFFLE: the four
+// lanes of a row agree on its maximum.
+template <int SCORES, bool WITH_MAX, bool SHUFFLE>
+__device__ __forceinline__ void scale_scores(float (&s)[SCORES], float (&row_max)[2], float scale) {
+  if (WITH_MAX) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float part[2] = {row_max[row], s[2 * row]};   // two chains: a result is ready four clocks after it began
+#pragma unroll
+      for (int i = 0; i < SCORES / 4; ++i) {
+        part[0] = fmaxf(part[0], s[4 * i + 2 * row]);
+        part[1] = fmaxf(part[1], s[4 * i + 2 * row + 1]);
+      }
+      row_max[row] = fmaxf(part[0], part[1]);
+      if (SHUFFLE) {
+        row_max[row] = fmaxf(row_max[row], __shfl_xor_sync(0xffffffffu, row_max[row], 1));
+        row_max[row] = fmaxf(row_max[row], __shfl_xor_sync(0xffffffffu, row_max[row], 2));
+      }
+    }
+  }
+  const float shift[2] = {-row_max[0] * scale, -row_max[1] * scale};
+#pragma unroll
+  for (int i = 0; i < SCORES; ++i) s[i] = fmaf(s[i], scale, shift[i / 2 % 2]);
+}
+
+// Exponents become powers, in place. With WITH_SUM the rows' sums are kept. Every POLYNOMIAL-th exponential is a polynomial;
+// none where it is 0.
+template <int SCORES, bool WITH_SUM, int POLYNOMIAL>
+__device__ __forceinline__ void take_powers(float (&s)[SCORES], float (&row_sum)[2]) {
+  float part[4] = {row_sum[0], 0.0f, row_sum[1], 0.0f};
+#pragma unroll
+  for (int i = 0; i < SCORES; ++i) {
+    const bool polynomial = POLYNOMIAL > 0 && i % (POLYNOMIAL > 0 ? POLYNOMIAL : 1) == 0;
+    s[i] = polynomial ? exp2_polynomial(s[i]) : ptx::ex2_approx_ftz(s[i]);
+    if (WITH_SUM) part[i % 4] += s[i];
+  }
+  if (WITH_SUM) {
+    row_sum[0] = part[0] + part[1];
+    row_sum[1] = part[2] + part[3];
+  }
+}
+
+// Both.
+template <int SCORES, bool WITH_MAX, bool WITH_SUM, int POLYNOMIAL, bool SHUFFLE>
+__device__ __forceinline__ void softmax(float (&s)[SCORES], float (&row_max)[2], float (&row_sum)[2], float scale) {
+  scale_scores<SCORES, WITH_MAX, SHUFFLE>(s, row_max, scale);
+  take_powers<SCORES, WITH_SUM, POLYNOMIAL>(s, row_sum);
+}
+
+// Powers as the A operand of the next product, p[k] of its k-th step of 16 keys.
+template <int SCORES>
+__device__ __forceinline__ void pack_all(const float (&s)[SCORES], unsigned (&p)[SCORES / 8][4]) {
+#pragma unroll
+  for (int i = 0; i < SCORES / 2; ++i) p[i / 4][i % 4] = pack(s[2 * i], s[2 * i + 1]);
+}
