@@ -17,20 +17,18 @@ by patched instructions, the others by the hardware; they are read in runs of th
 from __future__ import annotations
 
 import argparse
-import csv
 import json
 import re
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from flashlab.stages import STAGES  # noqa: E402
+from flashlab import profiler  # noqa: E402
+from flashlab.stages import CUDA_STAGES  # noqa: E402
 
 SHAPES = ("1x2x128x64", "1x2x256x64")
 SEED = 0
@@ -58,7 +56,6 @@ SASS = (
     *(f"smsp__sass_l1tex_t_sectors_pipe_lsu_mem_global_op_{op}.sum" for op in _GLOBAL),
 )
 
-NCU = ("--clock-control", "none", "--csv", "--print-units", "base", "--kernel-name", "regex:^(attention|pattern)_")
 NCU_TIMEOUT_S = 150
 
 LANES = range(32)
@@ -191,78 +188,11 @@ def launch_patterns() -> None:
         cupy.cuda.Device().synchronize()
 
 
-def available() -> set[str]:
-    """The metrics that ncu knows for this GPU, without their `.sum`; empty where it does not say."""
-    try:
-        done = subprocess.run(["ncu", "--query-metrics"], capture_output=True, text=True, timeout=60, check=False)
-    except subprocess.TimeoutExpired:
-        return set()
-    return {line.split()[0] for line in done.stdout.splitlines() if re.match(r"[a-z0-9]+__\w+\s", line)}
-
-
-def parse(text: str) -> list[tuple[str, dict[str, float]]]:
-    """Kernel name and metrics of each profiled launch, in order, from what `ncu --csv` wrote, whichever its page."""
-    lines = [line for line in text.splitlines() if line.startswith('"')]
-    if not lines:
-        return []
-    rows = list(csv.DictReader(lines))
-    launches: dict[int, tuple[str, dict[str, float]]] = {}
-    for row in rows:
-        if not row["ID"].isdigit():
-            continue  # the row of units of a wide table
-        metrics = launches.setdefault(int(row["ID"]), (row["Kernel Name"].split("(")[0], {}))[1]
-        pairs = [(row["Metric Name"], row["Metric Value"])] if "Metric Name" in row else row.items()
-        for name, value in pairs:
-            number = _number(value)
-            if name is not None and "__" in name and number is not None:
-                metrics[name] = number
-    return [launches[number] for number in sorted(launches)]
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        value = float((text or "").replace(",", ""))
-    except ValueError:
-        return None
-    return int(value) if value == int(value) else value
-
-
-def profile(metrics: Iterable[str], arguments: Sequence[str]) -> list[tuple[str, dict[str, float]]]:
-    """One run under ncu; metrics that it refuses are dropped, and it is run again."""
-    wanted = list(metrics)
-    for _ in range(4):
-        if not wanted:
-            return []
-        with tempfile.TemporaryDirectory() as folder:
-            log = Path(folder) / "ncu.csv"
-            command = ["ncu", *NCU, "--metrics", ",".join(wanted), "--log-file", str(log), sys.executable, __file__]
-            try:
-                done = subprocess.run(
-                    [*command, *arguments], capture_output=True, text=True, timeout=NCU_TIMEOUT_S, check=False
-                )
-            except subprocess.TimeoutExpired:
-                print(f"ncu: no end within {NCU_TIMEOUT_S} s with {len(wanted)} metrics", file=sys.stderr)
-                return parse(log.read_text(encoding="utf-8")) if log.exists() else []
-            text = log.read_text(encoding="utf-8") if log.exists() else ""
-        said = text + done.stdout + done.stderr
-        refused = {
-            name for name in wanted if re.search(rf"Failed to find metric.*{re.escape(name.split('.')[0])}\b", said)
-        }
-        launches = parse(text)
-        if launches or not refused:
-            if not launches:
-                print(f"ncu: exit status {done.returncode}\n{said[-3000:]}", file=sys.stderr)
-            return launches
-        print(f"ncu has no {', '.join(sorted(refused))}", file=sys.stderr)
-        wanted = [name for name in wanted if name not in refused]
-    return []
-
-
 def main() -> int:
     """Exit status 0 when every launch was profiled."""
     parser = argparse.ArgumentParser(description="Nsight Compute's counters for the stages and the patterns.")
     parser.add_argument("--out", type=Path, help="where to write the JSON lines")
-    parser.add_argument("--stages", nargs="*", default=list(STAGES))
+    parser.add_argument("--stages", nargs="*", default=list(CUDA_STAGES))
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--launch", choices=("stages", "patterns"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -284,7 +214,7 @@ def main() -> int:
         (f"attention_{stage}", {"stage": stage, "shape": shape}) for shape in options.shapes for stage in options.stages
     ]
     singles = [(kernel, {"pattern": name, "kernel": kernel, "offsets": at}) for kernel, name, at in patterns()]
-    known = available()
+    known = profiler.available()
     print(f"ncu knows {len(known) or 'an untold number of'} metrics here", file=sys.stderr)
 
     complete = True
@@ -298,7 +228,13 @@ def main() -> int:
             there = [name for name in group if not known or name.split(".")[0] in known]
             print(f"unknown here: {', '.join(sorted(set(group) - set(there))) or 'none'}", file=sys.stderr)
             began = time.monotonic()
-            launches = profile(there, arguments)
+            launches = profiler.under_ncu(
+                there,
+                [sys.executable, __file__, *arguments],
+                kernels="^(attention|pattern)_",
+                timeout_s=NCU_TIMEOUT_S,
+                say=lambda line: print(line, file=sys.stderr),
+            )
             print(f"{len(launches)} of {len(expected)} launches, {time.monotonic() - began:.0f} s", file=sys.stderr)
             complete = complete and len(launches) == len(expected)
             # They come in the order of the launches; a run that was broken off has fewer.

@@ -69,14 +69,17 @@ def _samples(rng: np.random.Generator, time_us: float, regime: Regime, cache: Ca
         calls=10,
         time_us=tuple(float(t) for t in times),
         sm_clock_mhz=tuple(float(c) for c in clock - rng.integers(0, 3, size=40) * 15),
+        call_clock_mhz=tuple(float(c) for c in clock - rng.uniform(0, 200, size=40)),
         conditions=Conditions(
             sm_clock_mhz_min=clock - 30,
             sm_clock_mhz_max=clock,
             power_w_max=698.0 if regime == "sustained" else 240.0,
+            power_w_mean=650.0 if regime == "sustained" else 200.0,
             temperature_c_max=61.0,
             throttle_reasons=("sw_power_cap",) if regime == "sustained" and time_us > 1000 else (),
             energy_j_per_call=6.5e-4 * time_us if regime == "sustained" else None,
         ),
+        continuous_s=5.0 if regime == "sustained" else None,
     )
 
 

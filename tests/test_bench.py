@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from synthetic import measurement
+from test_timing import Fake as FakeGpu
 
-from flashlab import bench, errors, records, stages
-from flashlab.problem import Problem
+from flashlab import bench, checks, errors, records, stages
+from flashlab.problem import FIRST_SHAPE, Problem
 
 PROBLEMS = [Problem.parse("1x2x64x64"), Problem.parse("1x2x64x64", mask="causal")]
 GPU = {
@@ -47,7 +53,8 @@ if plan.get("refuse"):
 if plan.get("start"):
     act(plan["start"])
 send({"type": "hello", "gpu": gpu, "software": {"python": "3"}})
-series = {"regime": "burst", "cache": "hot", "calls": 1, "time_us": [1.0, 1.1], "sm_clock_mhz": [900.0, 901.0]}
+series = {"regime": "burst", "cache": "hot", "calls": 1, "time_us": [1.0, 1.1], "sm_clock_mhz": [900.0, 901.0],
+          "call_clock_mhz": [800.0, 801.0]}
 for name in job.get("ceilings", []):
     send({"type": "step", "cell": None, "name": name, "what": "measure"})
     if name in plan: act(plan[name])
@@ -204,8 +211,9 @@ def test_an_unwritable_folder_is_found_before_any_work(read_only_dir: Path, fake
         ({"peers": ["cublas"]}, errors.ParameterError, "cublas_unfused"),
         ({"ceilings": ["speed"]}, errors.ParameterError, "smem_read"),
         ({"stages": [], "peers": []}, errors.ParameterError, "at least one stage or peer"),
-        ({"samples": 0}, errors.ParameterError, "samples"),
-        ({"cap_s": -1.0}, errors.ParameterError, "cap_s"),
+        ({"plan": bench.Plan(samples=0)}, errors.ParameterError, "samples"),
+        ({"plan": bench.Plan(cap_s=-1.0)}, errors.ParameterError, "cap_s"),
+        ({"plan": bench.Plan(sustained_names=("fa4",))}, errors.ParameterError, "among 00_naive.*got fa4"),
         ({"sources": {"00_naive": Path("/no/such.cu")}}, errors.ParameterError, "such.cu"),
     ],
 )
@@ -227,6 +235,126 @@ def test_an_edited_copy_is_measured_beside_the_stage(tmp_path: Path, fake: Any) 
         "id": "00_naive",
         "source": str(copy),
     }
+
+
+def test_cycles_per_score_are_recorded(tmp_path: Path, fake: Any) -> None:
+    run = _run(tmp_path, fake())
+    row = next(row for row in run.measurements if row.problem.mask == "full")
+    # Four SMs, 800 and 801 MHz for 1.0 and 1.1 us, over 2 heads of 64 by 64 scores.
+    assert row.samples[0].cycles_per_score == pytest.approx(4 * (800.0 + 881.1) / 2 / (2 * 64 * 64))
+
+
+def test_the_plan_reaches_the_worker(tmp_path: Path, fake: Any) -> None:
+    plan = bench.Plan(samples=3, sustained_shapes=None, sustained_names=("sdpa",), checked_scores=5)
+    _run(tmp_path, fake(), plan=plan)
+    sent = bench.Plan(**_jobs(tmp_path)[0]["plan"])
+    assert (sent.samples, sent.checked_scores) == (3, 5)
+    assert sent.sustains(PROBLEMS[0], "sdpa")
+    assert not sent.sustains(PROBLEMS[0], "00_naive")
+    assert not bench.Plan().sustains(PROBLEMS[0], "sdpa")
+    assert bench.Plan().sustains(Problem.parse(FIRST_SHAPE), "sdpa")
+    assert not bench.Plan(sustained_seconds=0).sustains(Problem.parse(FIRST_SHAPE), "sdpa")
+
+
+def test_variants_become_tuning_records(tmp_path: Path, fake: Any) -> None:
+    variants = [{"THREADS": 64}, {"THREADS": 256}, {}]
+    path = bench.time_variants(
+        "00_naive",
+        variants,
+        PROBLEMS,
+        data=tmp_path / "data",
+        worker=fake(**{"00_naive[THREADS=64]": "segfault"}),
+        timeout_s=2.0,
+        startup_s=20.0,
+    )
+    assert path.parent == tmp_path / "data" / "test-gpu" / "tuning"
+    found = records.tunings("test-gpu", tmp_path / "data")
+    assert {record.stage for record in found} == {"00_naive"}
+    assert {(record.parameters["THREADS"], record.status) for record in found} == {
+        (64, "crashed"),
+        (128, "ok"),
+        (256, "ok"),
+    }
+    assert len(found) == 6
+    sent = _jobs(tmp_path)[0]["implementations"]
+    assert [one["params"] for one in sent.values()] == variants
+    assert records.verify("test-gpu", tmp_path / "data") == ()
+
+
+def test_variants_that_make_no_sense_are_refused_before_any_work(tmp_path: Path, fake: Any) -> None:
+    for variants, problems, words in (([{"TILE": 3}], PROBLEMS, "TILE"), ([], PROBLEMS, "variant"), ([{}], [], "0")):
+        with pytest.raises(errors.ParameterError, match=words):
+            bench.time_variants("00_naive", variants, problems, data=tmp_path, worker=fake())
+    assert not (tmp_path / "jobs.jsonl").exists()
+
+
+def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_fastest() -> None:
+    fake = FakeGpu({"fast": 100.0, "slow": 1000.0, "other": 500.0})
+    plan = bench.Plan(samples=5, min_samples=3, cold_samples=4, sustained_shapes=None, sustained_names=("fast", "slow"))
+    sent: list[Any] = []
+    # As the job arrives: through JSON, which knows no tuples.
+    worker = bench._Worker(
+        json.loads(json.dumps({"device": 0, "seed": 0, "implementations": {}, "plan": asdict(plan)})), sent.append
+    )
+    worker._backend = fake  # type: ignore[assignment]
+    worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext)
+    ready = {name: bench._Candidate(run, {"passed": True}, None, ()) for name, run in fake.runs().items()}
+    worker._time(0, PROBLEMS[0], ready)
+    steps = [(m["name"], m["what"]) for m in sent if m["type"] == "step" and "sustained" in m["what"]]
+    assert [name for name, _ in steps] == ["slow", "fast"]
+    assert all(m["extra_s"] > 2 * 5 for m in sent if m["type"] == "step" and "sustained" in m["what"])
+    rows = {m["row"]["name"]: m["row"] for m in sent if m["type"] == "row"}
+    assert set(rows) == {"fast", "slow", "other"}
+    for name, row in rows.items():
+        found = [records.Samples.model_validate(one) for one in row["samples"]]
+        wanted = [("burst", "hot"), ("burst", "cold"), *([("sustained", "hot")] if name != "other" else [])]
+        assert [(one.regime, one.cache) for one in found] == wanted
+        assert [len(one.time_us) for one in found[:2]] == [5, 4]
+        assert all(len(one.call_clock_mhz) == len(one.time_us) for one in found)
+        for one in found[2:]:
+            assert one.continuous_s is not None
+            assert one.continuous_s >= 5
+            assert one.conditions is not None
+            assert one.conditions.energy_j_per_call == pytest.approx(500.0 * one.median_us / 1e6, rel=0.05)
+
+
+# --- How long it will take --------------------------------------------------------------------------------------------
+
+
+def _seconds(problem: Problem, known: Sequence[records.Measurement] = (), **options: Any) -> bench.Estimate:
+    ((one,), total) = bench.estimate([problem], known=known, ceilings=False, **options)
+    assert total > one.seconds
+    return one
+
+
+def test_an_estimate_counts_what_is_taken() -> None:
+    first = Problem.parse(FIRST_SHAPE)
+    short = bench.Plan(sustained_seconds=0.0, cold_samples=0)
+    plain = _seconds(first, stages=["00_naive"], peers=["sdpa", "fa3"], plan=short)
+    assert (plain.implementations, plain.sustained) == (2, 0)  # fa3 takes no float16
+    long = _seconds(first, stages=["00_naive"], peers=["sdpa", "fa3"], plan=replace(short, sustained_seconds=5.0))
+    assert long.sustained == 2
+    assert 10 < long.seconds - plain.seconds < 14
+    only = replace(short, sustained_seconds=5.0, sustained_names=("sdpa",))
+    assert _seconds(first, stages=["00_naive"], peers=["sdpa", "fa3"], plan=only).sustained == 1
+    assert _seconds(first, stages=["00_naive"], peers=[], plan=replace(short, cold_samples=50)).seconds > (
+        _seconds(first, stages=["00_naive"], peers=[], plan=short).seconds
+    )
+
+
+def test_an_estimate_scales_what_is_on_record() -> None:
+    known = [measurement("00_naive", Problem.parse("16x16x2048x64"))]
+    slow = _seconds(Problem.parse("2x16x16384x64"), known, stages=["00_naive"], peers=[], plan=bench.plan_of("lengths"))
+    samples = known[0].samples_of()
+    assert samples is not None
+    # Eight times the operations; three samples, each after a gap, and five calls beside them.
+    assert slow.seconds > 8 * samples.median_us / 1e6 * 7
+    assert slow.seconds < 8 * samples.median_us / 1e6 * 7 + 3
+    # A stage that was never measured is taken to be like its parent.
+    child = _seconds(
+        Problem.parse("2x16x16384x64"), known, stages=["01_coalesced"], peers=[], plan=bench.plan_of("lengths")
+    )
+    assert child.seconds == pytest.approx(slow.seconds)
 
 
 def test_a_hanging_worker_is_ended_with_all_it_started(tmp_path: Path, fake: Any) -> None:
@@ -251,9 +379,12 @@ def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: 
     assert {row.status for row in found.failures} == {"crashed"}
     assert {row.stage for row in found.failures} == {"00_naive"}
     assert found.path is not None
-    lines = [json.loads(line) for line in found.path.read_text().splitlines()]
+    lines = checks.read_lines(found.path)
     assert len(lines) == len(found.rows)
     assert {line["layout"] for line in lines} == set(bench.LAYOUTS)
+    assert {line["gpu"]["name"] for line in lines} == {"Test GPU"}
+    # What holds for all of them stands there once.
+    assert found.path.read_text().count("Test GPU") == 1
     assert records.verify("test-gpu", tmp_path / "data") == ()
 
 

@@ -9,8 +9,10 @@ import pytest
 
 from flashlab import bench, checks, emulator, stages
 from flashlab.check import check
-from flashlab.errors import MissingPackageError, ParameterError
+from flashlab.errors import DamagedRecordError, MissingPackageError, ParameterError
+from flashlab.paths import DATA
 from flashlab.problem import Problem
+from flashlab.records import Verdict
 from flashlab.reference import attention, make_inputs, pack
 
 STAGE = stages.get("05_wmma")
@@ -95,3 +97,110 @@ def test_an_output_can_be_judged_against_another() -> None:
     assert "max abs error" in verdict.reason
     assert "batch 1, head 3, rows 64..64" in verdict.reason
     assert not check(out, lse, *values, **options, against=(out, lse + 1)).passed  # type: ignore[arg-type]
+
+
+# --- On record --------------------------------------------------------------------------------------------------------
+
+PASSED = Verdict(
+    passed=True, reason="", max_abs_error=1.23456e-3, max_abs_limit=2e-3, rms_error=1e-5, rms_limit=2e-5,
+    lse_error=None, lse_limit=None,
+)  # fmt: skip
+FAILED = PASSED.model_copy(update={"passed": False, "reason": "max |error|", "max_abs_error": None})
+ROWS = (
+    checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="ok", reason="", verdict=PASSED),
+    checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="wrong", reason="bad", verdict=FAILED),
+    checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="bshd", status="crashed", reason="gone", verdict=None),
+    checks.CheckRow(
+        stage="05_wmma",
+        problem=PROBLEM,
+        layout="bshd",
+        status="wrong",
+        reason="emulator: apart",
+        verdict=PASSED,
+        emulator=checks.EmulatorVerdict(
+            status="wrong", reason="apart", shape=PROBLEM.shape, verdict=PASSED, agreement=FAILED
+        ),
+    ),
+    checks.CheckRow(
+        stage="05_wmma",
+        problem=PROBLEM,
+        layout="bshd",
+        status="timeout",
+        reason="emulator: late",
+        verdict=PASSED,
+        emulator=checks.EmulatorVerdict(
+            status="timeout", reason="late", shape="1x1x1x64", verdict=None, agreement=None
+        ),
+    ),
+)
+
+
+def _written(path: Path) -> Path:
+    header = checks.header_line(
+        run="20260102T030405Z-0123abc", time="2026-01-02T03:04:05Z", gpu={"name": "G"}, source={"dirty": False},
+        software={"numpy": "2"},
+    )  # fmt: skip
+    path.write_text(
+        "".join(json.dumps(line) + "\n" for line in (header, *map(checks.row_line, ROWS))), encoding="utf-8"
+    )
+    return path
+
+
+def test_comparisons_on_record_read_back(tmp_path: Path) -> None:
+    lines = checks.read_lines(_written(tmp_path / "checks.jsonl"))
+    assert [line["status"] for line in lines] == [row.status for row in ROWS]
+    assert [line["reason"] for line in lines] == [row.reason for row in ROWS]
+    assert all(Problem(**line["problem"]) == PROBLEM for line in lines)
+    assert all(
+        (line["gpu"]["name"], line["time"][:4], line["software"]) == ("G", "2026", {"numpy": "2"}) for line in lines
+    )
+    for line, row in zip(lines, ROWS, strict=True):
+        assert (line["verdict"] is None) == (row.verdict is None)
+        if row.verdict is not None:
+            read = Verdict.model_validate(line["verdict"])
+            assert (read.passed, read.reason, read.lse_error) == (row.verdict.passed, row.verdict.reason, None)
+            for name in ("max_abs_error", "max_abs_limit", "rms_error", "rms_limit"):
+                wanted = getattr(row.verdict, name)
+                assert getattr(read, name) == (wanted if wanted is None else pytest.approx(wanted, rel=1e-3))
+    assert "emulator" not in lines[0]
+    assert Verdict.model_validate(lines[3]["emulator"]["agreement"]).reason == "max |error|"
+    assert lines[4]["emulator"] == {
+        "status": "timeout", "reason": "late", "shape": "1x1x1x64", "verdict": None, "agreement": None,
+    }  # fmt: skip
+
+
+def test_a_file_of_the_first_format_reads_alike_and_is_three_times_as_long(tmp_path: Path) -> None:
+    old = next(path for path in sorted(DATA.glob("*/checks/*.jsonl")) if '"format"' not in path.read_text()[:40])
+    lines = checks.read_lines(old)
+    assert {"run", "time", "gpu", "source", "software", "stage", "problem", "layout", "status"} <= set(lines[0])
+    rows = [
+        checks.CheckRow(
+            stage=line["stage"],
+            problem=Problem(**line["problem"]),
+            layout=line["layout"],
+            status=line["status"],
+            reason=line["reason"],
+            verdict=None if line["verdict"] is None else Verdict.model_validate(line["verdict"]),
+        )
+        for line in lines
+    ]
+    new = tmp_path / "new.jsonl"
+    same = {name: lines[0][name] for name in ("run", "time", "gpu", "source", "software")}
+    new.write_text(
+        "".join(json.dumps(x) + "\n" for x in (checks.header_line(**same), *map(checks.row_line, rows))),
+        encoding="utf-8",
+    )
+    again = checks.read_lines(new)
+    assert [{**line, "time": "", "verdict": None} for line in again] == [
+        {**line, "time": "", "verdict": None} for line in lines
+    ]
+    assert new.stat().st_size < old.stat().st_size / 3
+
+
+def test_a_damaged_comparison_is_named(tmp_path: Path) -> None:
+    path = _written(tmp_path / "checks.jsonl")
+    text = path.read_text(encoding="utf-8").splitlines()
+    for bad in ("{", "[]", '{"stage": "05_wmma"}', text[1].replace("x64", "x")):
+        path.write_text("\n".join([*text[:2], bad]), encoding="utf-8")
+        with pytest.raises(DamagedRecordError, match=r"checks\.jsonl:3"):
+            checks.read_lines(path)

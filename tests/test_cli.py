@@ -320,6 +320,61 @@ def test_bench_hands_on_what_was_asked_and_shows_the_run(
     assert (asked["stages"], asked["peers"]) == (None, None)
 
 
+def test_bench_takes_part_of_a_suite(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(problems: Any, **options: Any) -> Path:
+        asked.update(options, problems=list(problems))
+        return write_synthetic(options["data"], problems=problems)
+
+    monkeypatch.setattr(bench, "run", measure)
+    lengths = ("bench", "--suite", "lengths", "--dtype", "float16", "--mask", "full", "--data", tmp_path)
+    assert run(*lengths, "--head-dim", "64", "--length", "512", "--length", "16384").code == 0
+    assert [problem.shape for problem in asked["problems"]] == ["64x16x512x64", "2x16x16384x64"]
+    assert asked["plan"] == bench.plan_of("lengths")
+    run(*lengths, "--length", "512", "--sustained", "7", "--sustained-on", "sdpa,fa3", "--samples", "9", "--cold", "2")
+    plan = asked["plan"]
+    assert (plan.samples, plan.cold_samples, plan.sustained_seconds) == (9, 2, 7.0)
+    assert (plan.sustained_shapes, plan.sustained_names) == (None, ("sdpa", "fa3"))
+    refused = run(*lengths, "--length", "513")
+    assert refused.code == 1
+    assert "lengths 512, 1024, 2048, 4096, 8192, 16384" in refused.err
+    # A suite without a plan of its own is sustained at the first shape alone.
+    run("bench", "--suite", "first", "--data", tmp_path)
+    assert asked["plan"] == bench.Plan()
+
+
+def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("a dry run measures nothing"))
+    asked = ("bench", "--suite", "peers", "--dry-run", "--head-dim", "64", "--peers", "sdpa,fa3", "--stages", "none")
+    told = run(*asked)
+    assert told.code == 0
+    assert "minutes with the start; nothing was measured" in told.err
+    found = run(*asked, "--json").json
+    assert {one["problem"]["dtype"]: one["implementations"] for one in found["problems"]} == {
+        "float16": 1,
+        "bfloat16": 2,
+    }
+    assert all(one["sustained"] == one["implementations"] for one in found["problems"])
+    assert found["seconds"] > sum(one["seconds"] for one in found["problems"]) > 6 * 5
+
+
+def test_results_against_peers(run: Run, data: Path) -> None:
+    told = run("results", "--against-peers", "--data", data)
+    assert told.code == 0
+    assert "sustained ratio" in told.out
+    rows = run("results", "--against-peers", "--shape", FIRST_SHAPE, "--mask", "causal", "--json", "--data", data).json
+    assert [(row["shape"], row["dtype"], row["mask"]) for row in rows] == [(FIRST_SHAPE, "float16", "causal")]
+    (row,) = rows
+    assert row["ratio"] == pytest.approx(row["peer_median_us"] / row["stage_median_us"])
+    assert row["best_stage"] in STAGES
+    assert row["sustained"]["ratio"] > 0
+    assert row["against_named"]["burst"]["best_peer"] in ("fa3", "sdpa_cudnn")
+    refused = run("results", "--against-peers", "--shape", "1x1x7x64", "--data", data)
+    assert refused.code == 1
+    assert "newest session" in refused.err
+
+
 def test_bench_fails_where_a_row_failed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(problems: Any, **options: Any) -> Path:
         row = measurement(FIRST_STAGE, next(iter(problems)))

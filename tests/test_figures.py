@@ -14,7 +14,7 @@ from synthetic import measurement, write_synthetic
 from flashlab import figures, records, results, sass, tables
 from flashlab.errors import NoDataError
 from flashlab.figures import LAYOUTS, THEMES, Chart
-from flashlab.problem import FIRST_SHAPE, Problem, suite
+from flashlab.problem import FIRST_SHAPE, LENGTHS, Problem, suite
 from flashlab.results import Results
 from flashlab.stages import STAGES
 
@@ -22,7 +22,9 @@ from flashlab.stages import STAGES
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Results:
     data = tmp_path_factory.mktemp("data")
-    write_synthetic(data, problems=(*suite("first"), Problem.parse("16x16x2048x128"), Problem.parse("32x8x128x64")))
+    lengths = [problem for problem in suite("lengths") if problem.head_dim == 64 and problem.mask == "full"]
+    problems = (*suite("first"), Problem.parse("16x16x2048x128"), Problem.parse("32x8x128x64"), *lengths)
+    write_synthetic(data, problems=dict.fromkeys(problems))
     return results.load("nvidia-h200", data)
 
 
@@ -30,6 +32,8 @@ CHARTS: dict[str, Callable[[Results], Chart]] = {
     "ladder": lambda r: figures.ladder(r.rows(), highlight="01_coalesced"),
     "waterfall": lambda r: figures.waterfall(r.rows()),
     "scaling": lambda r: figures.scaling(r, mask="full"),
+    "lengths": lambda r: figures.lengths(r, head_dim=64, mask="full"),
+    "lengths sustained": lambda r: figures.lengths(r, head_dim=64, mask="full", dtype="bfloat16", regime="sustained"),
     "regimes": lambda r: figures.regimes(r.rows()),
     "samples": lambda r: figures.samples(r.rows()[0]),
     "errors": lambda r: figures.errors(r.rows()),
@@ -206,3 +210,35 @@ def test_rows_that_are_not_finite_stay_in_sight() -> None:
     assert all("NaN" in chart.svg[layout] and "16–31" in chart.svg[layout] for layout in figures.LAYOUTS)
     with pytest.raises(NoDataError):
         figures.row_errors({"edited": [float("nan")], "gone": []}, rows=16, name="rows")
+
+
+def test_lengths_show_the_fast_ones_over_every_length(shown: Results) -> None:
+    chart = figures.lengths(shown, head_dim=64, mask="full")
+    table = tables.lengths(shown, head_dim=64, mask="full")
+    peak = shown.ceilings["tensor_float16"].value
+    for layout in LAYOUTS:
+        text = _text(chart.svg[layout])
+        assert all(str(count) in text for count in LENGTHS)
+        assert "percent of the measured peak" in text
+        assert tables.peer_title("sdpa_cudnn") in text
+    # A scalar loop would lie on the axis: it is in the table alone, and the chart says so.
+    assert "00_naive" not in _text(chart.svg["wide"])
+    assert "stand in the table alone" in chart.caption
+    for name in ("00_naive", "05_wmma", "sdpa_cudnn"):
+        for problem in results.of_lengths(shown, head_dim=64, mask="full", dtype="float16"):
+            rate = next(results.rate(row) for row in shown.rows(problem) if row.name == name)
+            assert rate is not None
+            assert f"{tables.number(rate)} ({tables.number(100 * rate / peak, 2)} %)" in table
+    without = dataclasses.replace(shown, ceilings={})
+    assert "percent" not in _text(figures.lengths(without, head_dim=64, mask="full").svg["wide"])
+    assert "%" not in tables.lengths(without, head_dim=64, mask="full")
+
+
+def test_lengths_that_were_not_measured_are_named(shown: Results) -> None:
+    for draw in (figures.lengths, tables.lengths):
+        with pytest.raises(NoDataError, match=r"D128 full float16.*found 1.*--suite lengths"):
+            draw(shown, head_dim=128, mask="full")
+
+
+def test_lengths_have_a_figure_of_their_own(shown: Results) -> None:
+    assert "S16384" not in _text(figures.scaling(shown, mask="full").svg["wide"])

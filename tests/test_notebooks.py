@@ -24,7 +24,7 @@ from flashlab.errors import (
 from flashlab.notebook import attempt, compare, compare_rows, count_accesses, edited, own_copy, settings
 from flashlab.paths import DATA, NOTEBOOKS
 from flashlab.problem import suite
-from flashlab.stages import STAGES
+from flashlab.stages import CUDA_STAGES, STAGES
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 PARAMETERS = {"source", "gpu", "stages", "suite", "out", "data"}
@@ -78,7 +78,7 @@ def test_replay(name: str, data: Path, tmp_path: Path) -> None:
     assert outcome.numbers
     if name == "01_correctness":
         assert [kind for kind, passed in outcome.numbers["outputs"].items() if passed] == ["sound"]
-        assert outcome.numbers["emulated"] == ({} if NO_COMPILER else dict.fromkeys(STAGES, True))
+        assert outcome.numbers["emulated"] == ({} if NO_COMPILER else dict.fromkeys(CUDA_STAGES, True))
     if name == "edit_a_kernel" and not NO_COMPILER:
         assert outcome.numbers["right"] == {"as it is": True, "edited": True}
         assert (outcome.numbers["before"], outcome.numbers["after"]) == (True, False)
@@ -86,8 +86,8 @@ def test_replay(name: str, data: Path, tmp_path: Path) -> None:
         assert race.count("build/edits/05_wmma-edited.cu:") == 2
         assert outcome.numbers["early"] == {"ascending": False, "descending": False}
     if name == "03_anatomy":
-        assert set(outcome.numbers["sass"]) == set(STAGES)
-        assert outcome.numbers["compiled"] == sum(len(stage.archs) for stage in STAGES.values())
+        assert set(outcome.numbers["sass"]) == set(CUDA_STAGES)
+        assert outcome.numbers["compiled"] == sum(len(stage.archs) for stage in CUDA_STAGES.values())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashlab.errors import DTypeError, ParameterError, ShapeError
-from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, STANDARD_SHAPES, DType, Mask, Problem, suite
+from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, STANDARD_SHAPES, SUITES, DType, Mask, Problem, suite
 
 GOOD: dict[str, Any] = {"batch": 1, "q_heads": 4, "kv_heads": 2, "q_len": 8, "kv_len": 9, "head_dim": 64}
 sizes = st.integers(1, 300)
@@ -111,7 +111,7 @@ def test_grouped_heads_load_fewer_keys() -> None:
     assert own.flops == grouped.flops
 
 
-@pytest.mark.parametrize("name", ["smoke", "first", "standard"])
+@pytest.mark.parametrize("name", SUITES)
 def test_suites_hold_each_problem_once_full_and_causal(name: str) -> None:
     problems = suite(name)
     assert len(set(problems)) == len(problems)
@@ -126,8 +126,16 @@ def test_the_standard_suite_covers_the_standard_shapes_and_both_types_at_the_fir
     assert any(p.q_len % 2 for p in problems)
 
 
+def test_the_lengths_hold_one_number_of_tokens() -> None:
+    problems = suite("lengths")
+    assert {problem.batch * problem.q_len for problem in problems} == {32768}
+    assert {problem.q_len for problem in problems} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert {problem.head_dim for problem in problems} == {64, 128}
+    assert set(suite("peers")) < set(problems)
+
+
 def test_an_unknown_suite_is_refused_by_name() -> None:
-    with pytest.raises(ParameterError, match="wanted one of smoke, first, standard, got 'all'"):
+    with pytest.raises(ParameterError, match="wanted one of smoke, first, standard, peers, lengths, got 'all'"):
         suite("all")
 
 

@@ -16,6 +16,7 @@ from flashlab.errors import DamagedRecordError, NoDataError
 from flashlab.problem import DTYPES, Problem
 from flashlab.records import (
     Ceiling,
+    Conditions,
     Damage,
     Gpu,
     Machine,
@@ -23,6 +24,7 @@ from flashlab.records import (
     ProblemFields,
     Samples,
     Source,
+    Tuning,
     Verdict,
     append,
     parse_line,
@@ -41,6 +43,10 @@ PASSED = Verdict(
     lse_limit=None,
 )  # fmt: skip
 PROBLEM = Problem.parse("1x2x1x64x65x64", mask="causal")
+CONDITIONS = Conditions(
+    sm_clock_mhz_min=None, sm_clock_mhz_max=None, power_w_max=700.0, power_w_mean=650.0, temperature_c_max=None,
+    throttle_reasons=(), energy_j_per_call=0.5,
+)  # fmt: skip
 
 
 def samples(*time_us: float, **changes: Any) -> Samples:
@@ -92,6 +98,73 @@ def test_a_record_is_one_line_and_reads_back(record: Measurement | Ceiling) -> N
     assert parse_line(line) == record
 
 
+def test_a_record_of_the_first_schema_reads_on() -> None:
+    new = measurement(samples=(samples(2.0, sm_clock_mhz=(1000.0,), conditions=CONDITIONS),))
+    old = json.loads(to_line(new))
+    old["schema_version"] = 1
+    assert old["samples"][0]["conditions"].pop("power_w_mean") == 650.0
+    for one in old["samples"]:
+        del one["cycles_per_score"], one["continuous_s"], one["call_clock_mhz"]
+    read = parse_line(json.dumps(old))
+    assert isinstance(read, Measurement)
+    assert read.schema_version == 1
+    without = CONDITIONS.model_copy(update={"power_w_mean": None})
+    assert read.samples == (new.samples[0].model_copy(update={"conditions": without}),)
+    assert new.schema_version == records.SCHEMA_VERSION == 2
+
+
+def test_cycles_per_score_follow_from_clock_and_time() -> None:
+    # Two SMs at 1000 MHz for 3 us: 6000 clocks, over 2 batches, 4 heads and 30 scores.
+    full = Problem.parse("2x4x4x5x6x64")
+    taken = samples(1.0, 3.0, 100.0, call_clock_mhz=(1000.0, 1000.0, 1000.0))
+    assert records.cycles_per_score(taken, full, 2) == pytest.approx(6000 / (2 * 4 * 30))
+    half = Problem.parse("2x4x4x6x6x64", mask="causal")
+    assert records.cycles_per_score(taken, half, 2) == pytest.approx(6000 / (2 * 4 * 18))
+    slower = samples(6.0, call_clock_mhz=(500.0,))
+    assert records.cycles_per_score(slower, full, 2) == records.cycles_per_score(taken, full, 2)
+    # The clock after the calls says nothing of them.
+    assert records.cycles_per_score(samples(1.0, sm_clock_mhz=(1000.0,)), full, 2) is None
+
+
+def test_a_record_holds_the_cycles_that_its_samples_say() -> None:
+    taken = samples(2.0, call_clock_mhz=(1000.0,))
+    right = records.cycles_per_score(taken, PROBLEM, GPU.sm_count)
+    assert right is not None
+    kept = measurement(samples=(taken.model_copy(update={"cycles_per_score": right}),))
+    assert records.flat(kept)["cycles_per_score"] == pytest.approx(right)
+    with pytest.raises(ValidationError, match="cycles_per_score"):
+        measurement(samples=(taken.model_copy(update={"cycles_per_score": 2 * right}),))
+    with pytest.raises(ValidationError, match="cycles_per_score"):
+        measurement(samples=(samples(2.0, cycles_per_score=1.0),))
+
+
+def test_power_is_the_energy_counters_and_never_a_bursts() -> None:
+    long = samples(1000.0, regime="sustained", conditions=CONDITIONS)
+    assert records.power_w(long) == pytest.approx(500.0)
+    silent = CONDITIONS.model_copy(update={"energy_j_per_call": None})
+    assert records.power_w(long.model_copy(update={"conditions": silent})) == 650.0
+    assert records.power_w(samples(1000.0, conditions=silent)) is None
+    assert records.power_w(None) is None
+
+
+def test_a_tuning_is_a_record_of_its_own(tmp_path: Path) -> None:
+    fields = measurement().model_dump() | {"kind": "tuning", "stage": "00_naive", "parameters": {"THREADS": 64}}
+    del fields["name"]
+    tuning = Tuning(**fields)
+    folder = tmp_path / SLUG / "tuning"
+    folder.mkdir(parents=True)
+    append(folder / f"{EARLY}.jsonl", tuning)
+    with (folder / f"{EARLY}.jsonl").open("a", encoding="utf-8") as file:
+        file.write("{}\n")
+    assert records.tunings(SLUG, tmp_path) == (tuning,)
+    assert records.tunings("another", tmp_path) == ()
+    records.write_machine(Machine(gpu=GPU, host={}), tmp_path)
+    records.write_checksums(SLUG, tmp_path)
+    assert [damage.line for damage in records.verify(SLUG, tmp_path)] == [2]
+    with pytest.raises(ValidationError, match="samples"):
+        Tuning(**{**fields, "status": "error", "reason": "static_assert"})
+
+
 def test_line_breaks_inside_a_record_do_not_break_its_line() -> None:
     record = measurement(status="error", reason="first\nsecond\u2028third", samples=(), verdict=None)
     assert to_line(record).count("\n") == 1
@@ -139,6 +212,7 @@ def test_a_measurement_that_contradicts_itself_is_refused(changes: dict[str, Any
         {"time_us": (math.nan,)},
         {"time_us": (math.inf,)},
         {"sm_clock_mhz": (1980.0, 1980.0)},
+        {"call_clock_mhz": (1980.0, 1980.0)},
         {"calls": 0},
         {"regime": "idle"},
     ],

@@ -17,7 +17,7 @@ from flashlab.errors import NoDataError, OutputError, ParameterError, ReportErro
 from flashlab.notebook import NOTHING_YET
 from flashlab.paths import NOTEBOOKS, SITE
 from flashlab.problem import FIRST_SHAPE, Problem, suite
-from flashlab.records import Status
+from flashlab.records import ProblemFields, StageProfile, Status
 from flashlab.stages import STAGES
 
 SECTIONS = ("Question", "Change", "Prediction", "Result", "Why", "Next")
@@ -61,7 +61,8 @@ def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:
             assert text.count(f"[start:{section}]") == text.count(f"[end:{section}]") == 1
         assert stage.question in text
         assert stage.prediction in text
-        assert (stage.parent is None) == ("lines added" not in text)
+        of_one_language = stage.parent is not None and STAGES[stage.parent].language == stage.language
+        assert of_one_language == ("lines added" in text)
         row = next(row for row in shown.rows() if row.name == stage.id)
         assert f"**{tables.number(results.rate(row))} TFLOP/s**" in text
         assert f"../generated/data/nvidia-h200/runs/{RUN}.jsonl" in text
@@ -71,7 +72,7 @@ def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:
 def test_diff_turns_the_parent_into_the_stage() -> None:
     for stage in STAGES.values():
         diff = report.diff_against_parent(stage).splitlines()
-        if stage.parent is None:
+        if stage.parent is None or STAGES[stage.parent].language != stage.language:
             assert not diff
             continue
         source = set(stage.source.read_text(encoding="utf-8").splitlines())
@@ -91,6 +92,74 @@ def test_every_problem_has_its_own_section_and_a_place_in_the_index(pages: Path)
         anchor = problem.label.lower().replace(" ", "-")
         assert f"[{problem.label}](#{anchor})" in text
         assert text.count(f"#{anchor} }}") == 1
+
+
+@pytest.fixture(scope="module")
+def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pages generated from made-up records of two lengths, and of a profile."""
+    root = tmp_path_factory.mktemp("lengths")
+    lengths = [problem for problem in suite("lengths") if problem.shape in ("64x16x512x64", "16x16x2048x64")]
+    write_synthetic(root / "data", problems=lengths)
+    active = ".avg.pct_of_peak_sustained_active"
+    profile = StageProfile(
+        gpu="NVIDIA H200", commit="0123abcdef", dirty=False, stage="06_cp_async", time="2026-01-02T03:04:05Z",
+        problem=ProblemFields.of(Problem.parse(FIRST_SHAPE)),
+        metrics={
+            f"sm__pipe_tensor_cycles_active{active}": 61.25,
+            "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": 1.0,
+        },
+    )  # fmt: skip
+    folder = root / "data" / "nvidia-h200" / "profiles"
+    folder.mkdir()
+    records.append(folder / f"{RUN}.jsonl", profile)
+    records.write_checksums("nvidia-h200", root / "data")
+    site = root / "site"
+    shutil.copytree(SITE, site, ignore=shutil.ignore_patterns("generated"))
+    report.generate(root / "data", site=site, executed=NOTEBOOKS)
+    return site
+
+
+def test_the_results_page_shows_ratios_lengths_costs_and_profiles(long_pages: Path) -> None:
+    data = long_pages.parent / "data"
+    text = (long_pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    for one in results.against_peers("nvidia-h200", data):
+        assert one.burst is not None
+        assert f"| {one.problem.label} | ×{tables.number(one.burst.ratio)} |" in text
+    for dtype in ("float16", "bfloat16"):
+        for regime in ("burst", "sustained"):
+            name = f"lengths-nvidia-h200-D64-full-{dtype}-{regime}"
+            assert f"figures/{name}.wide.light.svg" in text
+            assert (long_pages / "generated" / "figures" / f"{name}.narrow.dark.svg").is_file()
+    shown = results.load("nvidia-h200", data)
+    assert tables.costs(shown.rows()) in text
+    assert "61.2 %" in text
+    assert "barrier 100 %" in text
+    assert f"profiles/{RUN}.jsonl" in text
+    assert not shown.damage
+
+
+def test_a_stage_page_names_sustained_rate_cycles_energy_and_its_profile(long_pages: Path) -> None:
+    shown = results.load("nvidia-h200", long_pages.parent / "data")
+    folder = long_pages / "generated" / "snippets" / "stages"
+    text = (folder / "06_cp_async.md").read_text(encoding="utf-8")
+    row = next(row for row in shown.rows() if row.name == "06_cp_async")
+    line = next(x for x in text.splitlines() if x.startswith(f"| {row.problem.problem().label} |"))
+    burst, sustained = records.flat(row), records.flat(row, "sustained")
+    energy = sustained["energy_j_per_call"]
+    assert isinstance(energy, float)
+    for value in (burst["tflops"], sustained["tflops"], burst["cycles_per_score"], 1e3 * energy):
+        assert isinstance(value, float)
+        assert f" {tables.number(value)} |" in line
+    assert "What the units did" in text
+    assert "61.2 %" in text
+    # A stage without a profile, and without one of its parent, says nothing of units.
+    assert "What the units did" not in (folder / "00_naive.md").read_text(encoding="utf-8")
+
+
+def test_what_was_not_measured_is_said(pages: Path) -> None:
+    text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    assert "Not measured on this GPU yet: `flashlab bench --suite lengths`" in text
+    assert "In the SM" not in text
 
 
 def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:

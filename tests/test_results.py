@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic import measurement, write_synthetic
@@ -71,3 +72,140 @@ def test_what_was_not_measured_is_named_with_what_was(data: Path) -> None:
     with pytest.raises(NoDataError, match="nvidia-unheard-of"):
         results.load("nvidia-unheard-of", data)
     assert [shown.gpu for shown in results.load_all(data)] == [GPU]
+
+
+# --- Sessions ---------------------------------------------------------------------------------------------------------
+
+
+def _write(data: Path, run: str, *rows: records.Measurement) -> None:
+    path = data / GPU / "runs" / f"{run}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        records.append(path, row)
+
+
+def _timed(name: str, problem: Problem, run: str, time_us: float, **states: float) -> records.Measurement:
+    """A row with one burst sample of `time_us`, and one sustained where `sustained` is given."""
+    row = measurement(name, problem, run=run)
+    taken: list[records.Samples] = []
+    for samples in row.samples:
+        wanted = {"burst": time_us, "sustained": states.get("sustained")}[samples.regime]
+        if wanted and samples.cache == "hot":
+            changes = {"time_us": (wanted,), "sm_clock_mhz": (1980.0,), "call_clock_mhz": (1700.0,)}
+            taken.append(samples.model_copy(update=changes))
+    return row.model_copy(update={"samples": tuple(taken)})
+
+
+def _runs(tmp_path: Path, *ids: str) -> dict[str, str]:
+    for run in ids:
+        _write(tmp_path, run, measurement("00_naive", FIRST, run=run))
+    return results.sessions_of(records.runs(GPU, tmp_path))
+
+
+def test_a_session_is_the_runs_of_one_commit_close_together(tmp_path: Path) -> None:
+    a, b, c, d, e = (
+        "20260102T030000Z-0123abc",
+        "20260102T035959Z-0123abc",
+        "20260102T040000Z-4567def",
+        "20260102T050000Z-0123abc-dirty",
+        "20260102T090000Z-0123abc",
+    )
+    f = "20260102T160000Z-0123abc"
+    assert _runs(tmp_path, a, b, c, d, e, f) == {a: a, b: a, c: c, d: d, e: a, f: f}
+
+
+def test_what_one_run_of_a_session_left_out_is_filled_in_from_another(tmp_path: Path) -> None:
+    first, second, older = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc", "20260101T030000Z-4567def"
+    _write(tmp_path, older, *(measurement(name, FIRST, run=older) for name in list(stages.STAGES)[:2]))
+    _write(tmp_path, first, *(measurement(name, FIRST, run=first) for name in ("00_naive", "01_coalesced", "sdpa")))
+    _write(tmp_path, second, *(measurement(name, FIRST, run=second) for name in ("00_naive", "02_half2")))
+    rows = {row.name: row.run for row in results.load(GPU, tmp_path).rows(FIRST)}
+    # The two runs tried equally many: the newer is the base.
+    assert rows == {"00_naive": second, "01_coalesced": first, "02_half2": second, "sdpa": first}
+
+
+def test_within_a_session_the_run_with_more_states_is_shown(tmp_path: Path) -> None:
+    full, bursts = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(tmp_path, full, measurement("00_naive", FIRST, run=full))
+    _write(tmp_path, bursts, _timed("00_naive", FIRST, bursts, 1.0))
+    assert {row.run for row in results.load(GPU, tmp_path).rows(FIRST)} == {full}
+
+
+def test_a_library_of_another_type_stands_beside_rows_of_its_session(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    bf16 = Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    unfit = measurement("sdpa_cudnn", FIRST, run=first).model_copy(
+        update={"status": "unsupported", "reason": "bfloat16 alone", "samples": (), "verdict": None}
+    )
+    _write(tmp_path, first, measurement("00_naive", FIRST, run=first), unfit)
+    _write(tmp_path, second, measurement("sdpa_cudnn", bf16, run=second))
+    shown = results.load(GPU, tmp_path)
+    assert [(row.name, row.run) for row in shown.beside(FIRST)] == [("sdpa_cudnn", second)]
+
+
+# --- Against the libraries --------------------------------------------------------------------------------------------
+
+
+def _against(data: Path, **filters: Any) -> dict[tuple[str, str], results.AgainstPeers]:
+    return {(one.problem.dtype, one.problem.mask): one for one in results.against_peers(GPU, data)}
+
+
+def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    bf16 = Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    able = next(stage.id for stage in stages.STAGES.values() if "bfloat16" in stage.dtypes)
+    _write(
+        tmp_path,
+        run,
+        _timed("00_naive", FIRST, run, 300.0, sustained=310.0),
+        _timed("01_coalesced", FIRST, run, 100.0, sustained=150.0),
+        _timed("sdpa_cudnn", FIRST, run, 130.0, sustained=140.0),
+        _timed("sdpa_flash", FIRST, run, 120.0, sustained=180.0),
+        _timed(able, bf16, run, 100.0),
+        _timed("sdpa_flash", bf16, run, 90.0),
+    )
+    found = _against(tmp_path)
+    fp16 = found["float16", "full"]
+    assert fp16.burst is not None
+    assert (fp16.burst.stage, fp16.burst.peer) == ("01_coalesced", "sdpa_flash")
+    assert fp16.burst.ratio == pytest.approx(1.2)
+    # Sustained: the same stage, and whichever library is the fastest there.
+    assert fp16.sustained is not None
+    assert (fp16.sustained.stage, fp16.sustained.peer) == ("01_coalesced", "sdpa_cudnn")
+    assert fp16.sustained.ratio == pytest.approx(140 / 150)
+    assert fp16.named is not None
+    assert (fp16.named.peer, fp16.named.ratio) == ("sdpa_cudnn", pytest.approx(1.3))
+    other = found["bfloat16", "full"]
+    assert other.burst is not None
+    assert other.burst.ratio == pytest.approx(0.9)
+    assert other.sustained is None
+    assert other.named is None
+    flat = other.flat()
+    assert flat["ratio"] == pytest.approx(0.9)
+    assert flat["sustained"] is None
+
+
+def test_a_ratio_is_of_two_rows_of_one_run_of_the_newest_session(tmp_path: Path) -> None:
+    old, both, alone = "20260101T030000Z-4567def", "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    causal = Problem.parse(FIRST_SHAPE, mask="causal")
+    _write(tmp_path, old, _timed("00_naive", FIRST, old, 1.0), _timed("sdpa", FIRST, old, 1.0))
+    _write(tmp_path, old, _timed("00_naive", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
+    _write(tmp_path, both, _timed("00_naive", FIRST, both, 50.0), _timed("sdpa", FIRST, both, 100.0))
+    _write(tmp_path, alone, _timed("01_coalesced", FIRST, alone, 10.0))
+    found = results.against_peers(GPU, tmp_path)
+    assert [(one.problem, one.run, one.burst.ratio if one.burst else None) for one in found] == [(FIRST, both, 2.0)]
+
+
+def test_an_edited_copy_is_no_stage_of_ours(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    copy = _timed("00_naive", FIRST, run, 1.0).model_copy(update={"name": "00_naive@mine"})
+    _write(tmp_path, run, copy, _timed("sdpa", FIRST, run, 100.0))
+    (found,) = results.against_peers(GPU, tmp_path)
+    assert found.burst is None
+    assert found.flat()["ratio"] is None
+    assert found.reason == "no stage has a time in that run"
+
+
+def test_there_is_no_ratio_without_data(tmp_path: Path) -> None:
+    with pytest.raises(NoDataError):
+        results.against_peers(GPU, tmp_path)

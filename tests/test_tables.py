@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 from synthetic import measurement
@@ -11,7 +13,8 @@ from flashlab import stages, tables
 from flashlab.checks import CheckRow
 from flashlab.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.problem import FIRST_SHAPE, Problem
-from flashlab.records import StageCounters
+from flashlab.records import ProblemFields, StageCounters, StageProfile, cycles_per_score
+from flashlab.results import AgainstPeers, Contest
 from flashlab.symbols import Frame
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -44,6 +47,61 @@ def test_rates_give_each_stage_its_gain_over_its_parent() -> None:
     rows = [measurement(stage_id, FIRST) for stage_id in stages.STAGES]
     table = tables.rates(rows)
     assert all(stage_id in table for stage_id in stages.STAGES)
+
+
+def test_costs_are_the_records(tmp_path: Path) -> None:
+    row = measurement("00_naive", FIRST)
+    burst, sustained = row.samples_of(), row.samples_of("sustained")
+    assert burst is not None
+    assert sustained is not None
+    assert sustained.conditions is not None
+    table = tables.costs([row])
+    for samples in (burst, sustained):
+        cycles = cycles_per_score(samples, FIRST, row.gpu.sm_count)
+        assert cycles is not None
+        assert f" {tables.number(cycles)} " in table
+        assert f" {tables.number(median(samples.call_clock_mhz), 4)} " in table
+    energy = sustained.conditions.energy_j_per_call
+    assert energy is not None
+    assert f" {tables.number(energy * 1e3)} |" in table
+    # An older record has no clock of the calls, and so no cycles: hollow, not nought.
+    old = [samples.model_copy(update={"call_clock_mhz": ()}) for samples in row.samples[:1]]
+    line = tables.costs([row.model_copy(update={"samples": tuple(old)})]).splitlines()[-1]
+    assert line.count("| –") == 6
+
+
+def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
+    contest = Contest(
+        regime="burst", stage="05_wmma", stage_us=100.0, stage_clock_mhz=None, peer="sdpa_cudnn", peer_us=130.0,
+        peer_clock_mhz=None,
+    )  # fmt: skip
+    none = AgainstPeers(
+        problem=FIRST, run="r", dirty=False, burst=None, sustained=None, named=None, named_sustained=None,
+        reason="no library has a time in that run",
+    )  # fmt: skip
+    won, lost = tables.against([replace(none, burst=contest, reason=""), none]).splitlines()[-2:]
+    assert f"`05_wmma` {tables.number(FIRST.tflops(100.0))} | cuDNN {tables.number(FIRST.tflops(130.0))} |" in won
+    assert "×1.30" in won
+    assert won.count("| –") == 3
+    assert "no library has a time" in lost
+    assert lost.count("| –") == 5
+
+
+def test_profiles_name_what_warps_waited_for() -> None:
+    active = ".avg.pct_of_peak_sustained_active"
+    stalled = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio".format
+    profile = StageProfile(
+        gpu="G", commit="unknown", dirty=True, stage="05_wmma", problem=ProblemFields.of(FIRST), time="",
+        metrics={
+            f"sm__pipe_tensor_cycles_active{active}": 61.0,
+            stalled("gmma"): 3.0,
+            stalled("made_up"): 1.0,
+        },
+    )  # fmt: skip
+    line = tables.profiles([profile]).splitlines()[-1]
+    assert "61.0 %" in line
+    assert "wgmma 75 %, made_up 25 %" in line
+    assert line.count("| –") == 4
 
 
 def test_csv_lines_hold_every_sample_and_state() -> None:

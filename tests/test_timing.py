@@ -22,10 +22,19 @@ MICRO_DEFINES: dict[str, dict[str, int | str]] = {
 class Fake:
     """A GPU on which a call takes as long as its name's entry in `call_us`."""
 
-    def __init__(self, call_us: dict[str, float], *, host_us: float = 5.0, always_late: bool = False) -> None:
+    def __init__(
+        self,
+        call_us: dict[str, float],
+        *,
+        host_us: float = 5.0,
+        always_late: bool = False,
+        clock_mhz: Callable[[str, int, float], float] = lambda name, calls, gap_s: 1000.0,
+    ) -> None:
         self.call_us = call_us
         self.host_us = host_us
         self.always_late = always_late
+        self.clock_mhz = clock_mhz
+        self.call_clock_mhz: float | None = 800.0
         self.time_s = 0.0
         self.log: list[tuple[str, int, bool]] = []
         self.gaps: list[float] = []
@@ -49,16 +58,23 @@ class Fake:
         self.spins.append(spin_us)
         self.time_s += (time_us * calls + spin_us) / 1e6
         late = self.always_late or self.host_us * calls > spin_us
-        return Reading(time_us=time_us, sm_clock_mhz=1000.0, enqueue_us=self.host_us * calls, starved=late)
+        clock_mhz = self.clock_mhz(self.last, calls, self.gaps[-1])
+        return Reading(
+            time_us=time_us,
+            sm_clock_mhz=clock_mhz,
+            call_clock_mhz=self.call_clock_mhz,
+            enqueue_us=self.host_us * calls,
+            starved=late,
+        )
 
-    def chunk(self, run: timing.Run, calls: int) -> Callable[[], tuple[float, float]]:
+    def chunk(self, run: timing.Run, calls: int) -> Callable[[], Reading]:
         run()
         time_us = self.call_us[self.last]
 
-        def wait() -> tuple[float, float]:
+        def wait() -> Reading:
             self.time_s += time_us * calls / 1e6
             self.joules += 500.0 * time_us * calls / 1e6
-            return time_us, 900.0
+            return Reading(time_us=time_us, sm_clock_mhz=900.0, call_clock_mhz=850.0, enqueue_us=5.0, starved=False)
 
         return wait
 
@@ -99,7 +115,7 @@ def test_implementations_take_turns_in_an_order_drawn_anew() -> None:
     names = dict.fromkeys("abcdef", 100.0)
     fake = Fake(dict(names))
     Timer(fake, seed=3).burst(fake.runs(), samples=20)
-    order = [name for name, _, _ in fake.log[len(names) :]]
+    order = [name for name, _, _ in fake.log[-20 * len(names) :]]
     rounds = [tuple(order[i : i + 6]) for i in range(0, len(order), 6)]
     assert all(Counter(r) == Counter(list(names)) for r in rounds)
     assert len(set(rounds)) > 10
@@ -152,6 +168,67 @@ def test_a_sample_that_waited_for_the_host_is_taken_again() -> None:
     assert all(spin > 300.0 * timing.MAX_CALLS for spin in fake.spins[-7:])
 
 
+def test_a_clock_that_is_held_back_gets_longer_gaps_before_anything_counts() -> None:
+    def clock_mhz(name: str, calls: int, gap_s: float) -> float:
+        return 900.0 if name == "hot" and gap_s < 6e-3 else 1000.0
+
+    fake = Fake({"cool": 1000.0, "hot": 500.0}, clock_mhz=clock_mhz)
+    series = Timer(fake).burst(fake.runs(), samples=20)
+    assert series["hot"].calls == 2
+    assert set(series["hot"].sm_clock_mhz) == set(series["cool"].sm_clock_mhz) == {1000.0}
+    # Only before the one that needs them.
+    assert len([gap for gap in fake.gaps[-40:] if gap < 6e-3]) == 20
+
+
+def test_a_clock_that_no_gap_keeps_up_gets_shorter_samples() -> None:
+    fake = Fake(
+        {"cool": 1000.0, "hot": 125.0},
+        clock_mhz=lambda name, calls, gap_s: 900.0 if name == "hot" and calls > 2 else 1000.0,
+    )
+    series = Timer(fake).burst(fake.runs(), samples=20)
+    assert series["hot"].calls == 2
+    assert set(series["hot"].sm_clock_mhz) == {1000.0}
+
+
+def test_a_clock_that_nothing_keeps_up_is_on_record() -> None:
+    fake = Fake(
+        {"cool": 1000.0, "hot": 500.0}, clock_mhz=lambda name, calls, gap_s: {"cool": 1000.0, "hot": 900.0}[name]
+    )
+    series = Timer(fake).burst(fake.runs(), samples=20)
+    assert series["hot"].calls == 1
+    assert len(series["hot"].time_us) == 20
+    assert set(series["hot"].sm_clock_mhz) == {900.0}
+
+
+def test_a_clock_that_falls_later_widens_the_gaps() -> None:
+    fake = Fake({"cool": 1000.0, "hot": 1000.0})
+    fake.clock_mhz = lambda name, calls, gap_s: (
+        900.0 if name == "hot" and len(fake.log) > 10 and gap_s < 7e-3 else 1000.0
+    )
+    series = Timer(fake).burst(fake.runs(), samples=20)
+    low = [clock for clock in series["hot"].sm_clock_mhz if clock < 1000.0]
+    assert 1 <= len(low) <= 3
+    assert set(series["hot"].sm_clock_mhz[-10:]) == {1000.0}
+
+
+def test_the_clock_of_the_calls_is_kept_whole_or_not_at_all() -> None:
+    fake = Fake({"a": 100.0, "b": 100.0})
+    assert set(Timer(fake).burst(fake.runs(), samples=7)["a"].call_clock_mhz) == {800.0}
+    fake.call_clock_mhz = None
+    assert Timer(fake).burst(fake.runs(), samples=7)["a"].call_clock_mhz == ()
+
+
+def test_the_clock_between_two_spins_is_that_of_one_sm() -> None:
+    first = timing._Mark(start_clock=0, start_ns=0, end_clock=20_000, end_ns=10_000, sm=3)
+    second = timing._Mark(start_clock=1_520_000, start_ns=1_010_000, end_clock=1_560_000, end_ns=1_030_000, sm=3)
+    assert first.clock_mhz == second.clock_mhz == 2000.0
+    assert second.clock_mhz_since(first) == 1500.0
+    second.sm = 4
+    assert second.clock_mhz_since(first) is None
+    second.sm = 3
+    assert first.clock_mhz_since(second) is None
+
+
 def test_an_implementation_that_always_waits_is_measured_all_the_same() -> None:
     fake = Fake({"syncs": 100.0}, always_late=True)
     series = Timer(fake).burst(fake.runs(), samples=7)
@@ -171,9 +248,12 @@ def test_sustained_runs_for_as_long_as_asked_after_its_warm_up() -> None:
     assert found.series.regime == "sustained"
     assert found.series.calls == 500
     counted = sum(t * found.series.calls for t in found.series.time_us) / 1e6
-    assert 2.0 <= counted < 2.2
-    assert fake.time_s > 2.2
+    assert 1.5 <= counted <= 1.6
+    assert 2.0 <= found.continuous_s < 2.1
+    assert fake.time_s >= found.continuous_s
     assert set(found.series.sm_clock_mhz) == {900.0}
+    assert set(found.series.call_clock_mhz) == {850.0}
+    assert len(found.series.call_clock_mhz) == len(found.series.time_us)
     assert found.energy_j_per_call == pytest.approx(500.0 * 100e-6, rel=0.05)
     with pytest.raises(errors.ParameterError, match="seconds"):
         Timer(fake).sustained(fake.run("a"), seconds=0)
@@ -183,15 +263,16 @@ def test_what_nvml_said_is_summed_up() -> None:
     fake = Fake({"a": 5000.0})
     timer = Timer(fake)
     timer.burst(fake.runs(), samples=7)
-    assert timer.summary("a").power_w_max == 300.0
+    assert timer.summary("a").power_w_max == timer.summary("a").power_w_mean == 300.0
     assert timer.summary("never") == Summary.of([])
     states = [
         State(sm_clock_mhz=900.0, power_w=None, temperature_c=40.0, throttle_reasons=("b",)),
         State(sm_clock_mhz=1000.0, power_w=5.0, temperature_c=None, throttle_reasons=("a", "b")),
+        State(sm_clock_mhz=None, power_w=4.0, temperature_c=None, throttle_reasons=()),
     ]
     assert Summary.of(states) == Summary(
-        sm_clock_mhz_min=900.0, sm_clock_mhz_max=1000.0, power_w_max=5.0, temperature_c_max=40.0,
-        throttle_reasons=("a", "b"),
+        sm_clock_mhz_min=900.0, sm_clock_mhz_max=1000.0, power_w_max=5.0, power_w_mean=4.5,
+        temperature_c_max=40.0, throttle_reasons=("a", "b"),
     )  # fmt: skip
 
 

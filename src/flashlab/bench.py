@@ -16,6 +16,7 @@ import contextlib
 import gc
 import importlib
 import json
+import math
 import os
 import platform
 import selectors
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -33,14 +34,27 @@ from typing import Any, Literal
 
 import ml_dtypes
 
-from flashlab import errors, gpu, peers, provenance, records, roofline, sass, stages, timing
+from flashlab import compiler, errors, gpu, peers, provenance, records, roofline, sass, stages, timing
 from flashlab.attention import Prepared, prepare
-from flashlab.check import HOSTILE, POISON_WORD, Guarded, Sample, check
+from flashlab.check import HOSTILE, POISON_WORD, Guarded, Oracle, Sample, check
 from flashlab.check import Verdict as CheckVerdict
 from flashlab.checks import LAYOUTS as LAYOUTS
+from flashlab.checks import (
+    TENSORS,
+    EmulatorVerdict,
+    build_all,
+    cases,
+    damage,
+    emulate_beside,
+    finite,
+    header_line,
+    laid_out,
+    placement,
+    random_cases,
+    row_line,
+)
 from flashlab.checks import CheckRow as CheckRow
 from flashlab.checks import CheckRun as CheckRun
-from flashlab.checks import EmulatorVerdict, build_all, cases, damage, emulate_beside, finite, placement
 from flashlab.errors import (
     FlashlabError,
     LaunchError,
@@ -53,15 +67,64 @@ from flashlab.errors import (
 )
 from flashlab.paths import DATA, writable_dir
 from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Problem
-from flashlab.records import Ceiling, CubinFields, Gpu, Machine, Measurement, ProblemFields, Verdict
+from flashlab.records import Ceiling, CubinFields, Gpu, Machine, Measurement, ProblemFields, Samples, Tuning, Verdict
 from flashlab.reference import Shape, make_inputs
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
-_CHECKED_SCORES = 1 << 30
-"""Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`check.Sample`)."""
+_HEAT_SECONDS = 2.0
+"""Of work before the first sustained measurement of a problem, so that all of them find a warm chip."""
 _REASON_CHARS = 2000
 _LOG_CHARS = 1500
 Message = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How much is measured of each problem."""
+
+    samples: int = 40
+    """Hot burst samples of each implementation to aim for."""
+    min_samples: int = 7
+    """What a slow one takes at least."""
+    cold_samples: int = 15
+    """Cold ones; none where 0."""
+    cap_s: float = 3.0
+    """Host time, in seconds, after which an implementation takes no more than the least number of samples."""
+    sustained_seconds: float = 5.0
+    """Of continuous calls for each implementation; none where 0."""
+    sustained_shapes: tuple[str, ...] | None = (FIRST_SHAPE,)
+    """Where they are taken; None: at every problem."""
+    sustained_names: tuple[str, ...] | None = None
+    """Of which implementations; None: of all."""
+    checked_scores: int = 1 << 30
+    """Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`check.Sample`)."""
+
+    def sustains(self, problem: Problem, name: str) -> bool:
+        """Whether that implementation is called for seconds at that problem."""
+        return (
+            self.sustained_seconds > 0
+            and (self.sustained_shapes is None or problem.shape in self.sustained_shapes)
+            and (self.sustained_names is None or name in self.sustained_names)
+        )
+
+    def require(self) -> None:
+        """Raises `ParameterError` where a number makes no sense."""
+        _positive(samples=self.samples, min_samples=self.min_samples, checked_scores=self.checked_scores)
+        _not_negative(cold_samples=self.cold_samples, cap_s=self.cap_s, sustained_seconds=self.sustained_seconds)
+
+
+PLANS: Mapping[str, Plan] = {
+    "peers": Plan(sustained_shapes=None, checked_scores=1 << 28),
+    "lengths": Plan(
+        samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=1 << 27
+    ),
+}
+"""Of the suites that want their own; `Plan()` of the others."""
+
+
+def plan_of(suite: str) -> Plan:
+    """How a suite is measured."""
+    return PLANS.get(suite, Plan())
 
 
 @dataclass(frozen=True)
@@ -76,6 +139,8 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+Folder = Literal["runs", "tuning", "checks", "random"]
+"""Below data/<gpu>/."""
 
 
 @dataclass
@@ -381,17 +446,12 @@ def host() -> dict[str, str]:
     return facts
 
 
-def _run_id(source: records.Source, now: datetime) -> str:
-    commit = source.commit[:7] if source.commit != "unknown" else "0000000"
-    return f"{now:%Y%m%dT%H%M%SZ}-{commit}{'-dirty' if source.dirty else ''}"
-
-
 @dataclass
 class _Book:
     """A run's identity, and where its records go."""
 
     data: Path
-    folder: Literal["runs", "checks"]
+    folder: Folder
     source: records.Source
     started: datetime
     gpu: Gpu | None = None
@@ -407,13 +467,13 @@ class _Book:
         self.software = {str(k): str(v) for k, v in message["software"].items()}
         if self.path is None:
             folder = writable_dir(self.data / found.slug / self.folder, "records")
-            self.path = folder / f"{_run_id(self.source, self.started)}.jsonl"
+            self.path = folder / f"{records.run_id(self.source, self.started)}.jsonl"
 
     def base(self) -> dict[str, Any]:
         """The fields every record has."""
         assert self.gpu is not None
         return {
-            "run": _run_id(self.source, self.started),
+            "run": records.run_id(self.source, self.started),
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "gpu": self.gpu,
             "source": self.source,
@@ -429,7 +489,7 @@ class _Book:
         return self.path
 
 
-def _open_book(data: Path, folder: Literal["runs", "checks"]) -> _Book:
+def _open_book(data: Path, folder: Folder) -> _Book:
     # Before any GPU work: an hour of measuring must not end at a folder that cannot be written.
     writable_dir(data, "records")
     commit, dirty = provenance.source()
@@ -449,11 +509,7 @@ def run(
     sources: Mapping[str, Path] | None = None,
     data: Path = DATA,
     device: int = 0,
-    samples: int = 40,
-    cold_samples: int = 15,
-    cap_s: float = 3.0,
-    sustained_seconds: float = 2.0,
-    sustained_shapes: Collection[str] = (FIRST_SHAPE,),
+    plan: Plan | None = None,
     ceilings: bool | Sequence[str] = True,
     seed: int = 0,
     timeout_s: float = 180.0,
@@ -471,9 +527,7 @@ def run(
         sources: an edited copy of a stage's file, by stage id: measured beside it, under the name `id@file`.
         data: the folder that holds data/<gpu>.
         device: CUDA device index.
-        samples: hot burst samples to aim for; `cold_samples` cold ones, none where 0.
-        cap_s: host time after which a slow implementation takes no more than the least number of samples.
-        sustained_seconds: of continuous calls for each implementation at `sustained_shapes`; none where 0.
+        plan: how much to measure; `Plan()` where None, see `plan_of`.
         ceilings: measure them all, none, or those named.
         seed: of the inputs and of the order of samples.
         timeout_s: for one step (a compilation and check, a sample); `startup_s` for a worker to start.
@@ -491,6 +545,7 @@ def run(
         LaunchError: the worker does not start.
     """
     names = _names(stages, peers, sources or {})
+    plan = plan or Plan()
     wanted = list(roofline.CEILINGS) if ceilings is True else list(ceilings or ())
     for name in wanted:
         if name not in roofline.CEILINGS:
@@ -499,43 +554,167 @@ def run(
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
     if not names and problems:
         raise ParameterError("wanted at least one stage or peer to measure, got none")
-    _positive(samples=samples, timeout_s=timeout_s, startup_s=startup_s)
-    _not_negative(cold_samples=cold_samples, cap_s=cap_s, sustained_seconds=sustained_seconds, device=device)
-    book = _open_book(data, "runs")
     kinds = {name: kind for name, kind, _, _ in names}
+    unknown = [name for name in plan.sustained_names or () if name not in kinds]
+    if unknown:
+        raise ParameterError(f"sustained: wanted names among {', '.join(kinds)}, got {', '.join(unknown)}")
+
+    def record(base: Message, problem: Problem, row: Message) -> Measurement:
+        return Measurement.model_validate(
+            {**base, **row, "kind": kinds[row["name"]], "problem": ProblemFields.of(problem)}
+        )
+
+    return _measure(
+        "runs",
+        problems,
+        {
+            name: {"kind": kind, "id": identity, "source": None if source is None else str(source)}
+            for name, kind, identity, source in names
+        },
+        record,
+        plan=plan,
+        ceilings=wanted,
+        data=data,
+        device=device,
+        seed=seed,
+        timeout_s=timeout_s,
+        startup_s=startup_s,
+        progress=progress,
+        note=note,
+        worker=worker,
+    )
+
+
+def time_variants(
+    stage_id: str,
+    variants: Sequence[Mapping[str, int]],
+    problems: Sequence[Problem],
+    *,
+    source: Path | None = None,
+    data: Path = DATA,
+    device: int = 0,
+    plan: Plan | None = None,
+    seed: int = 0,
+    timeout_s: float = 180.0,
+    startup_s: float = 300.0,
+    progress: Report | None = None,
+    worker: Sequence[str] = WORKER,
+) -> Path:
+    """Check and time a stage with several choices of its tunables, in turn; the records go to data/<gpu>/tuning/.
+
+    Args:
+        stage_id: the stage.
+        variants: values of tunables, as `attention.prepare` takes them; the defaults where one says nothing.
+        problems: what to compute; a record is one variant on one problem.
+        source: an edited copy of the stage's file, in place of it.
+        data, device, seed, timeout_s, startup_s, progress, worker: as `run` takes them.
+        plan: how much to measure; hot bursts alone where None.
+
+    Returns:
+        The file of `records.Tuning`. A variant that does not compile or run costs its own rows only.
+
+    Raises:
+        As `run`; ParameterError for a tunable that the stage lacks and where there is nothing to time.
+    """
+    stage = stages.get(stage_id)
+    if not variants or not problems:
+        raise ParameterError(f"wanted at least one variant and problem, got {len(variants)} and {len(problems)}")
+    if source is not None and not source.is_file():
+        raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
+    named = {variant_name(stage_id, variant): dict(variant) for variant in variants}
+    for variant in named.values():
+        stage.parameters(stage.head_dims[0], variant)
+
+    def record(base: Message, problem: Problem, row: Message) -> Tuning:
+        fields = {key: value for key, value in row.items() if key != "name"}
+        parameters = stage.parameters(problem.head_dim, named[row["name"]])
+        return Tuning.model_validate(
+            {**base, **fields, "stage": stage_id, "parameters": parameters, "problem": ProblemFields.of(problem)}
+        )
+
+    return _measure(
+        "tuning",
+        problems,
+        {
+            name: {
+                "kind": "stage",
+                "id": stage_id,
+                "source": None if source is None else str(source.resolve()),
+                "params": variant,
+            }
+            for name, variant in named.items()
+        },
+        record,
+        plan=plan
+        or Plan(samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=1 << 27),
+        ceilings=(),
+        data=data,
+        device=device,
+        seed=seed,
+        timeout_s=timeout_s,
+        startup_s=startup_s,
+        progress=progress,
+        note=None,
+        worker=worker,
+    )
+
+
+def variant_name(stage_id: str, variant: Mapping[str, int]) -> str:
+    """How a stage with those tunables is named while it is measured: `09_wgmma[STAGES=3]`."""
+    return f"{stage_id}[{','.join(f'{name}={value}' for name, value in sorted(variant.items()))}]"
+
+
+def _measure(
+    folder: Folder,
+    problems: Sequence[Problem],
+    implementations: Mapping[str, Message],
+    record: Callable[[Message, Problem, Message], Measurement | Tuning],
+    *,
+    plan: Plan,
+    ceilings: Sequence[str],
+    data: Path,
+    device: int,
+    seed: int,
+    timeout_s: float,
+    startup_s: float,
+    progress: Report | None,
+    note: Callable[[str], None] | None,
+    worker: Sequence[str],
+) -> Path:
+    """Measure implementations in worker processes and append what `record` makes of each row; the file."""
+    plan.require()
+    _positive(timeout_s=timeout_s, startup_s=startup_s)
+    _not_negative(device=device)
+    book = _open_book(data, folder)
 
     def row(cell: _Cell, message: Message) -> str:
-        record = _measurement(book, cell.problem, kinds, message)
+        name = message["name"]
+        samples = [_with_cycles(one, cell.problem, book.gpu) for one in message.get("samples", ())]
+        nothing: Message = {"verdict": None, "cubin": None}
+        found = record(book.base(), cell.problem, {**nothing, **message, "samples": samples})
         assert book.path is not None
-        records.append(book.path, record)
-        return record.name
+        records.append(book.path, found)
+        return str(name)
 
     def lost(cell: _Cell, name: str, status: Literal["crashed", "timeout", "error"], reason: str) -> None:
         row(cell, {"name": name, "status": status, "reason": reason})
 
     def ceiling(message: Message) -> str:
-        record = Ceiling.model_validate({**book.base(), "kind": "ceiling", **message})
+        found = Ceiling.model_validate({**book.base(), "kind": "ceiling", **message})
         assert book.path is not None
-        records.append(book.path, record)
-        return record.name
+        records.append(book.path, found)
+        return found.name
 
     supervisor = _Supervisor(
         {
             "kind": "bench",
             "device": device,
             "seed": seed,
-            "implementations": {
-                name: {"kind": kind, "id": identity, "source": None if source is None else str(source)}
-                for name, kind, identity, source in names
-            },
-            "samples": samples,
-            "cold_samples": cold_samples,
-            "cap_s": cap_s,
-            "sustained_seconds": sustained_seconds,
-            "sustained_shapes": sorted(sustained_shapes),
+            "implementations": dict(implementations),
+            "plan": asdict(plan),
         },
-        [_Cell(problem, list(kinds)) for problem in problems],
-        wanted,
+        [_Cell(problem, list(implementations)) for problem in problems],
+        ceilings,
         _Handlers(hello=book.hello, row=row, lost=lost, ceiling=ceiling, note=note or _ignore),
         command=worker,
         timeout_s=timeout_s,
@@ -549,6 +728,13 @@ def run(
             book.close()
     assert book.path is not None
     return book.path
+
+
+def _with_cycles(samples: Message, problem: Problem, found: Gpu | None) -> Message:
+    """A worker's samples with what follows from them, the problem and the GPU."""
+    assert found is not None
+    read = Samples.model_validate(samples)
+    return {**samples, "cycles_per_score": records.cycles_per_score(read, problem, found.sm_count)}
 
 
 def _ignore(_: object) -> None:
@@ -584,18 +770,96 @@ def _names(
     return found
 
 
-def _measurement(book: _Book, problem: Problem, kinds: Mapping[str, str], row: Message) -> Measurement:
-    return Measurement.model_validate(
-        {
-            **book.base(),
-            "verdict": None,
-            "samples": (),
-            "cubin": None,
-            **row,
-            "kind": kinds[row["name"]],
-            "problem": ProblemFields.of(problem),
-        }
-    )
+# --- The parent: how long it will take --------------------------------------------------------------------------------
+
+_STARTUP_S, _CEILING_S = 20.0, 2.0
+_BUILD_S, _CHECK_S_PER_SCORE = 0.4, 0.6 / (1 << 30)
+_COMPILING_PEERS: Mapping[str, float] = {"flex": 5.0}
+_UNKNOWN_TFLOPS = 300.0
+"""Assumptions of `estimate`: what a worker's start, a ceiling, a build and a check take, and an unmeasured rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """How long a problem may take."""
+
+    problem: Problem
+    implementations: int
+    """Those that take it."""
+    sustained: int
+    """Those of them that are called for seconds."""
+    seconds: float
+
+
+def estimate(
+    problems: Sequence[Problem],
+    *,
+    stages: Sequence[str] | None = None,
+    peers: Sequence[str] | None = None,
+    sources: Mapping[str, Path] | None = None,
+    plan: Plan | None = None,
+    ceilings: bool | Sequence[str] = True,
+    known: Sequence[Measurement] = (),
+) -> tuple[tuple[Estimate, ...], float]:
+    """How long each problem of a run may take, and the whole run, in seconds; nothing is run.
+
+    From what is recorded: the time of an implementation is taken from its row at the same head dim and mask that is
+    nearest in operations, and scaled by them. A stage without one is taken to be as fast as its parent.
+
+    Args:
+        problems, stages, peers, sources, plan, ceilings: as `run` takes them.
+        known: rows on record, the newest last.
+    """
+    names = _names(stages, peers, sources or {})
+    plan = plan or Plan()
+    plan.require()
+    found = []
+    for problem in problems:
+        able = [(name, kind, identity) for name, kind, identity, _ in names if _takes(kind, identity, problem)]
+        scores = min(plan.checked_scores, int(problem.batch * problem.q_heads * problem.visible_scores))
+        seconds, long = 0.0, 0
+        for name, kind, identity in able:
+            call_s = _guess_us(kind, identity, problem, known) / 1e6
+            seconds += _BUILD_S + _COMPILING_PEERS.get(identity, 0.0) + _CHECK_S_PER_SCORE * scores + 2 * call_s
+            seconds += _burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s
+            if plan.cold_samples:
+                seconds += _burst_s(call_s, plan.cold_samples, 3, plan.cap_s / 2) + 2 * call_s
+            if plan.sustains(problem, name):
+                seconds += plan.sustained_seconds + max(timing.CHUNK_S, call_s) * 2
+                long += 1
+        seconds += _HEAT_SECONDS if long else 0.0
+        found.append(Estimate(problem=problem, implementations=len(able), sustained=long, seconds=seconds))
+    num_ceilings = len(roofline.CEILINGS) if ceilings is True else len(ceilings or ())
+    return tuple(found), _STARTUP_S + num_ceilings * _CEILING_S + sum(one.seconds for one in found)
+
+
+def _takes(kind: str, identity: str, problem: Problem) -> bool:
+    if kind == "stage":
+        return stages.get(identity).why_not(problem) is None
+    return peers.get(identity).limits(problem) is None
+
+
+def _burst_s(call_s: float, samples: int, min_samples: int, cap_s: float) -> float:
+    sample_s = max(call_s, 1e-3)
+    each_s = sample_s + min(max(2 * sample_s, timing.MIN_GAP_S), timing.MAX_GAP_S) + 5e-4
+    return max(min(samples * each_s, cap_s), min_samples * each_s)
+
+
+def _guess_us(kind: str, identity: str, problem: Problem, known: Sequence[Measurement]) -> float:
+    name: str | None = identity
+    while name is not None:
+        alike = [
+            (row, samples)
+            for row in reversed(known)
+            if row.name == name
+            and (row.problem.head_dim, row.problem.mask) == (problem.head_dim, problem.mask)
+            and (samples := row.samples_of())
+        ]
+        if alike:
+            row, samples = min(alike, key=lambda pair: abs(math.log(pair[0].problem.problem().flops / problem.flops)))
+            return samples.median_us * problem.flops / row.problem.problem().flops
+        name = stages.get(name).parent if kind == "stage" else None
+    return problem.flops / _UNKNOWN_TFLOPS / 1e6
 
 
 # --- The parent: checks -----------------------------------------------------------------------------------------------
@@ -612,6 +876,7 @@ def check_stages(
     sources: Mapping[str, Path] | None = None,
     data: Path | None = DATA,
     emulate: bool = False,
+    random: int = 0,
     device: int = 0,
     seed: int = 0,
     timeout_s: float = 120.0,
@@ -624,7 +889,8 @@ def check_stages(
     Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
     the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere where `data` is None.
 
-    `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two.
+    `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two. `random` replaces
+    lengths, masks, types, layouts and head dims by so many `checks.random_cases`; their rows go to data/<gpu>/random/.
 
     Raises:
         As `run`.
@@ -632,13 +898,17 @@ def check_stages(
     names = _names(stage_ids, (), sources or {})
     _positive(timeout_s=timeout_s, startup_s=startup_s)
     able = {name: stages.get(identity) for name, _, identity, _ in names}
-    wanted = cases(able, lengths=lengths, dtypes=dtypes, masks=masks, layouts=layouts, head_dims=head_dims)
+    if random:
+        wanted = random_cases(able, random, seed=seed)
+        _compile_ahead(names, device)
+    else:
+        wanted = cases(able, lengths=lengths, dtypes=dtypes, masks=masks, layouts=layouts, head_dims=head_dims)
     if emulate:
         # Here, several at once: the worker would compile one after the other.
         build_all({name: (identity, source) for name, _, identity, source in names}, wanted)
     cells = [_Cell(case.problem, list(case.names), case.layout) for case in wanted]
     with tempfile.TemporaryDirectory() as nowhere:
-        book = _open_book(Path(nowhere) if data is None else data, "checks")
+        book = _open_book(Path(nowhere) if data is None else data, "random" if random else "checks")
         rows: list[CheckRow] = []
 
         def row(cell: _Cell, message: Message) -> str:
@@ -653,9 +923,7 @@ def check_stages(
                 emulator=_emulator_verdict(message.get("emulator")),
             )
             rows.append(found)
-            assert book.path is not None
-            with book.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(_check_line(book, found)) + "\n")
+            _append_check(book, found)
             return found.stage
 
         def lost(cell: _Cell, name: str, status: Literal["crashed", "timeout", "error"], reason: str) -> None:
@@ -688,6 +956,15 @@ def check_stages(
     return CheckRun(None if data is None else book.path, tuple(rows))
 
 
+def _compile_ahead(names: Sequence[tuple[str, str, str, Path | None]], device: int) -> None:
+    """Fill the cache with all that random cases may need, several at once; the worker compiles one after the other."""
+    if gpu.available():
+        return  # the worker says better why
+    arch = gpu.info(device).arch
+    chosen = [stages.get(identity) for _, _, identity, source in names if source is None]
+    compiler.compile_many(compiler.jobs(chosen, [arch] if arch else [], aligned=(True, False)))
+
+
 def _emulator_verdict(message: Message | None) -> EmulatorVerdict | None:
     if message is None:
         return None
@@ -707,22 +984,17 @@ def _emulator_message(found: EmulatorVerdict) -> Message:
     }
 
 
-def _check_line(book: _Book, row: CheckRow) -> Message:
-    base = book.base()
-    return {
-        "run": base["run"],
-        "time": base["time"],
-        "gpu": book.gpu.model_dump(mode="json") if book.gpu else None,
-        "source": book.source.model_dump(mode="json"),
-        "software": book.software,
-        "stage": row.stage,
-        "problem": asdict(row.problem),
-        "layout": row.layout,
-        "status": row.status,
-        "reason": row.reason,
-        "verdict": None if row.verdict is None else row.verdict.model_dump(mode="json"),
-        **({} if row.emulator is None else {"emulator": _emulator_message(row.emulator)}),
-    }
+def _append_check(book: _Book, row: CheckRow) -> None:
+    """Append a comparison to the run's file, which begins with what holds for all."""
+    assert book.path is not None
+    assert book.gpu is not None
+    lines = [row_line(row)]
+    if not book.path.exists():
+        base = book.base()
+        sources = {name: base[name].model_dump(mode="json") for name in ("gpu", "source")}
+        lines.insert(0, header_line(run=base["run"], time=base["time"], software=book.software, **sources))
+    with book.path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -865,7 +1137,7 @@ class _Worker:
         which = self._implementations[name]
         if which["kind"] == "peer":
             return self._peer(which["id"], problem, q, k, v)
-        return self._stage(which["id"], which["source"], problem, q, k, v)
+        return self._stage(which, problem, q, k, v)
 
     def _judge(self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any) -> Message:
         shape = Shape(
@@ -882,7 +1154,7 @@ class _Worker:
             *(self._for_oracle(x) for x in (q, k, v)),
             causal=problem.causal,
             dtype=problem.dtype,
-            sample=Sample.of(shape, max_scores=_CHECKED_SCORES, seed=self._job["seed"]),
+            sample=Sample.of(shape, max_scores=self._job["plan"]["checked_scores"], seed=self._job["seed"]),
             xp=self.cupy,
         )
         self.cupy.get_default_memory_pool().free_all_blocks()
@@ -891,22 +1163,28 @@ class _Worker:
             raise _RefusedError("wrong", verdict.reason, said)
         return said
 
-    def _stage(self, stage_id: str, source: str | None, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
+    def _stage(self, which: Message, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
+        stage_id: str = which["id"]
         reason = stages.get(stage_id).why_not(problem, self._info.arch)
         if reason:
             raise _RefusedError("unsupported", reason)
-        path = None if source is None else Path(source)
+        what: dict[str, Any] = {
+            "causal": problem.causal,
+            "stage": stage_id,
+            "source": None if which["source"] is None else Path(which["source"]),
+            "params": which.get("params"),
+        }
         out = self._poisoned(q)
         lse = self.torch.empty(q.shape[:3], dtype=self.torch.float32, device=q.device)
         lse.view(self.torch.int32).fill_(POISON_WORD << 16 | POISON_WORD)
-        with_lse = prepare(q, k, v, causal=problem.causal, stage=stage_id, out=out, lse=lse, source=path)
+        with_lse = prepare(q, k, v, out=out, lse=lse, **what)
         with_lse()
         gpu.synchronize(self._device)
         verdict = self._judge(out, lse, problem, q, k, v)
         # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
         first = out.clone()
         out.view(self.torch.int16).fill_(POISON_WORD)
-        timed = prepare(q, k, v, causal=problem.causal, stage=stage_id, out=out, source=path)
+        timed = prepare(q, k, v, out=out, **what)
         timed()
         gpu.synchronize(self._device)
         if not self.torch.equal(first.view(self.torch.int16), out.view(self.torch.int16)):
@@ -939,9 +1217,9 @@ class _Worker:
     def _time(self, index: int, problem: Problem, ready: Mapping[str, _Candidate]) -> None:
         if not ready:
             return
-        job = self._job
+        plan = Plan(**self._job["plan"])
         runs = {name: candidate.run for name, candidate in ready.items()}
-        timer = timing.Timer(self._backend, seed=job["seed"])
+        timer = timing.Timer(self._backend, seed=self._job["seed"])
         series: dict[str, list[Message]] = {name: [] for name in ready}
 
         def keep(burst: Mapping[str, timing.Series]) -> None:
@@ -951,27 +1229,39 @@ class _Worker:
         with self.torch.no_grad():
             hot = timer.burst(
                 runs,
-                samples=job["samples"],
-                min_samples=min(7, job["samples"]),
-                cap_s=job["cap_s"],
+                samples=plan.samples,
+                min_samples=min(plan.min_samples, plan.samples),
+                cap_s=plan.cap_s,
                 announce=lambda name: self.step(index, name, "time, hot"),
             )
             keep(hot)
-            if job["cold_samples"]:
+            if plan.cold_samples:
                 cold = timer.burst(
                     runs,
                     cold=True,
-                    samples=job["cold_samples"],
-                    min_samples=min(3, job["cold_samples"]),
-                    cap_s=job["cap_s"] / 2,
+                    samples=plan.cold_samples,
+                    min_samples=min(3, plan.cold_samples),
+                    cap_s=plan.cap_s / 2,
                     announce=lambda name: self.step(index, name, "time, cold"),
                 )
                 keep(cold)
-            if job["sustained_seconds"] and problem.shape in job["sustained_shapes"]:
-                for name, run in runs.items():
-                    self.step(index, name, "time, sustained", extra_s=2 * job["sustained_seconds"])
-                    long = timer.sustained(run, seconds=job["sustained_seconds"], call_us=hot[name].median_us)
-                    series[name].append(_samples(long.series, long.summary, long.energy_j_per_call))
+            # From the slowest to the fastest, without a pause between them: what is compared most closely runs one
+            # after the other, on a chip that the one before kept warm.
+            long = sorted(
+                (name for name in runs if plan.sustains(problem, name)), key=lambda name: -hot[name].median_us
+            )
+            for position, name in enumerate(long):
+                self.step(index, name, "time, sustained", extra_s=2 * plan.sustained_seconds + _HEAT_SECONDS)
+                call_us = hot[name].median_us
+                if not position:
+                    timer.sustained(runs[name], seconds=_HEAT_SECONDS, call_us=call_us)
+                found = timer.sustained(runs[name], seconds=plan.sustained_seconds, call_us=call_us)
+                series[name].append(
+                    {
+                        **_samples(found.series, found.summary, found.energy_j_per_call),
+                        "continuous_s": found.continuous_s,
+                    }
+                )
         for name, candidate in ready.items():
             self._row(
                 index,
@@ -1018,13 +1308,15 @@ class _Worker:
     def _check_cell(self, cell: Message) -> None:
         index, problem, layout = cell["index"], Problem(**cell["problem"]), cell["layout"]
         self.step(index, "", "make inputs")
-        values = make_inputs(problem, seed=self._job["seed"], xp=self.cupy)
+        values = laid_out(make_inputs(problem, seed=self._job["seed"], xp=self.cupy), layout, self.cupy)
+        oracle = Oracle()
         for name in cell["names"]:
             self.step(index, name, "check")
             beside = None
             try:
-                verdict, out, lse = self._check_stage(name, problem, layout, values)
-                if self._job.get("emulate") and verdict["passed"]:
+                verdict, out, lse = self._check_stage(name, problem, layout, values, oracle)
+                emulated = self._implementations[name]["id"] in stages.CUDA_STAGES
+                if self._job.get("emulate") and emulated and verdict["passed"]:
                     self.step(index, name, "emulate")
                     beside = self._emulate_beside(name, problem, layout, values, out, lse)
             except Exception as error:
@@ -1046,12 +1338,12 @@ class _Worker:
         self._send({"type": "row", "cell": index, "row": row})
 
     def _check_stage(
-        self, name: str, problem: Problem, layout: str, values: tuple[Any, Any, Any]
+        self, name: str, problem: Problem, layout: str, values: tuple[Any, Any, Any], oracle: Oracle
     ) -> tuple[Message, Any, Any]:
         which = self._implementations[name]
         stages.get(which["id"]).require(problem, self._info.arch)
         source = None if which["source"] is None else Path(which["source"])
-        verdict, out, lse = _guarded_run(which["id"], problem, values, layout=layout, source=source)
+        verdict, out, lse = _guarded_run(which["id"], problem, values, layout=layout, source=source, oracle=oracle)
         return finite(verdict), out, lse
 
     def _emulate_beside(
@@ -1088,11 +1380,19 @@ def guarded_verdict(
 
 
 def _guarded_run(
-    stage_id: str, problem: Problem, values: tuple[Any, Any, Any], *, layout: str, source: Path | None
+    stage_id: str,
+    problem: Problem,
+    values: tuple[Any, Any, Any],
+    *,
+    layout: str,
+    source: Path | None,
+    oracle: Oracle | None = None,
 ) -> tuple[CheckVerdict, Any, Any]:
     """The verdict, and the output and log-sum-exp it is on."""
     cupy = _need("cupy")
-    inputs = [Guarded.holding(x, xp=cupy, **placement(x.shape, layout)) for x in values]
+    inputs = [
+        Guarded.holding(x, xp=cupy, **placement(x.shape, layout, t)) for x, t in zip(values, TENSORS, strict=False)
+    ]
     out_shape = values[0].shape
     out = Guarded.output(out_shape, problem.dtype, xp=cupy, **placement(out_shape, layout))
     lse = Guarded.output(out_shape[:3], "float32", xp=cupy)
@@ -1109,7 +1409,7 @@ def _guarded_run(
     prepared()
     gpu.synchronize(prepared.plan.device)
     verdict = damage(out, lse, inputs) or check(
-        out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype, xp=cupy
+        out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype, oracle=oracle, xp=cupy
     )
     return verdict, out.array, lse.array
 

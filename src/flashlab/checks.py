@@ -6,7 +6,9 @@ afterwards; grouped-query heads and the log-sum-exp are always on.
 
 from __future__ import annotations
 
+import json
 import math
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
@@ -16,11 +18,20 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from flashlab import emulator, stages
 from flashlab.attention import Emulation, emulate
 from flashlab.check import HOSTILE, Guarded, check, strides_of
 from flashlab.check import Verdict as CheckVerdict
-from flashlab.errors import CompileError, EmulationError, FlashlabError, ParameterError, UnsupportedError
+from flashlab.errors import (
+    CompileError,
+    DamagedRecordError,
+    EmulationError,
+    FlashlabError,
+    ParameterError,
+    UnsupportedError,
+)
 from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, Problem
 from flashlab.records import Verdict
 from flashlab.reference import make_inputs
@@ -32,6 +43,10 @@ LAYOUTS: dict[str, str] = {
     "padded": "a gap of 8 elements after every row",
     "misaligned": "rows of odd length that start at any element: nothing is 16-byte aligned",
 }
+TENSORS = ("q", "k", "v", "out")
+_PLACE = re.compile(r"(?P<order>[bhs]{3}d)(\+(?P<gap>\d+))?(@(?P<offset>\d+))?(?P<shared>=)?")
+"""How one of `TENSORS` lies in a random layout, which has one such part for each, joined by slashes: `bshd+8@3=` is
+heads side by side in a token, a gap of 8 elements after each row, moved by 3 elements, one head that all share."""
 GPU_HEADS = (2, 4, 2)
 """Batch, query heads and key heads of a case on a GPU."""
 CPU_HEADS = (1, 2, 1)
@@ -141,8 +156,209 @@ def cases(
     return found
 
 
-def placement(shape: Sequence[int], layout: str) -> dict[str, Any]:
-    """How `Guarded` lays out a tensor of that shape."""
+_LONGEST = 1500
+_EDGES = (1, 2, 3, 7, 8, 9, *(n + d for n in (16, 32, 64, 128, 192, 256, 384, 512, 1024) for d in (-1, 0, 1)))
+"""Lengths at which tiles begin and end."""
+GPU_SCORES, CPU_SCORES = 1 << 22, 1 << 15
+"""Scores of a random problem at most: what a GPU checks in milliseconds, and a CPU emulates in a second."""
+
+
+def random_cases(able: Mapping[str, Stage], count: int, *, seed: int, max_scores: int = GPU_SCORES) -> list[Case]:
+    """`count` problems drawn with `seed`, each in a layout of its own, of `max_scores` scores at most.
+
+    Lengths are 1 to 1500, many of them at the edges of tiles, those of queries and keys independent of one another; so
+    are the places of the four tensors: order of the dimensions, gaps, addresses, heads that share their memory.
+
+    Raises:
+        ParameterError: no stage, or no case asked for.
+    """
+    if count < 1 or not able:
+        raise ParameterError(f"wanted at least one random case and one stage, got {count} and {len(able)}")
+    rng = np.random.default_rng(seed)
+    dtypes = sorted({dtype for stage in able.values() for dtype in stage.dtypes})
+    dims = sorted({dim for stage in able.values() for dim in stage.head_dims})
+    found: list[Case] = []
+    while len(found) < count:
+        q_len, kv_len = (_random_length(rng) for _ in range(2))
+        heads = [(b, g * h, h) for b in (1, 2, 3) for g in (1, 2, 3, 4) for h in (1, 2, 3)]
+        fitting = [one for one in heads if one[0] * one[1] * q_len * kv_len <= max_scores]
+        if not fitting:
+            continue
+        batch, q_heads, kv_heads = fitting[int(rng.integers(len(fitting)))]
+        problem = Problem(
+            batch=batch,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=int(rng.choice(dims)),
+            dtype=rng.choice(dtypes).item(),
+            mask=rng.choice(MASKS).item(),
+        )
+        names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
+        if names:
+            found.append(Case(problem, _random_layout(rng), names))
+    return found
+
+
+def _random_length(rng: np.random.Generator) -> int:
+    if rng.random() < 0.5:
+        return int(rng.choice(_EDGES))
+    return int(math.exp(rng.uniform(0, math.log(_LONGEST + 1))))
+
+
+def _random_layout(rng: np.random.Generator) -> str:
+    steps = ((0,), (0, 8, 16), (0, 1, 2, 3, 5, 8))[int(rng.integers(3))]  # no gaps, whole chunks, anything
+    places = []
+    for tensor in TENSORS:
+        order = "".join(rng.permutation(list("bhs"))) + "d"
+        gap, offset = (int(n) for n in rng.choice(steps, 2))
+        shared = "=" if tensor != "out" and rng.random() < 0.15 else ""
+        places.append(f"{order}{f'+{gap}' if gap else ''}{f'@{offset}' if offset else ''}{shared}")
+    return "/".join(places)
+
+
+# --- On record --------------------------------------------------------------------------------------------------------
+
+FORMAT = 2
+"""Of a file of comparisons: a first line with what holds for all of them, then a short line each. A file whose first
+line names no format is of the first one, in which each line held everything; `read_lines` reads both alike."""
+_DIGITS = 4
+_ERRORS = ("max_abs", "rms", "lse")
+
+
+def header_line(*, run: str, time: str, gpu: object, source: object, software: Mapping[str, str]) -> dict[str, Any]:
+    """The first line of a file: what holds for every comparison in it. `time` is UTC, ISO 8601."""
+    return {"format": FORMAT, "run": run, "time": time, "gpu": gpu, "source": source, "software": dict(software)}
+
+
+def row_line(row: CheckRow) -> dict[str, Any]:
+    """A comparison, short: errors and limits in the order of `_ERRORS` with few digits, no empty field."""
+    line: dict[str, Any] = {
+        "stage": row.stage,
+        "shape": row.problem.shape,
+        "dtype": row.problem.dtype,
+        "mask": row.problem.mask,
+        "layout": row.layout,
+        "status": row.status,
+    }
+    if row.reason:
+        line["reason"] = row.reason
+    if row.verdict is not None:
+        line["verdict"] = _short(row.verdict)
+    if row.emulator is not None:
+        beside: dict[str, Any] = {"status": row.emulator.status, "shape": row.emulator.shape}
+        if row.emulator.reason:
+            beside["reason"] = row.emulator.reason
+        for name in ("verdict", "agreement"):
+            verdict = getattr(row.emulator, name)
+            if verdict is not None:
+                beside[name] = _short(verdict)
+        line["emulator"] = beside
+    return line
+
+
+def _short(verdict: Verdict) -> dict[str, Any]:
+    def digits(value: float | None) -> float | None:
+        return None if value is None else float(f"{value:.{_DIGITS}g}")
+
+    short: dict[str, Any] = {
+        side: [digits(getattr(verdict, f"{name}_{side}")) for name in _ERRORS] for side in ("error", "limit")
+    }
+    return short if verdict.passed else {"failed": verdict.reason, **short}
+
+
+def _long(short: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if short is None:
+        return None
+    numbers = {
+        f"{name}_{side}": value for side in ("error", "limit") for name, value in zip(_ERRORS, short[side], strict=True)
+    }
+    return {"passed": "failed" not in short, "reason": short.get("failed", ""), **numbers}
+
+
+def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
+    """The comparisons in a file of either format.
+
+    Each has run, time, gpu, source, software, stage, problem (its fields), layout, status, reason, verdict and, where
+    the emulator was asked, emulator.
+
+    Raises:
+        DamagedRecordError: a line that is none.
+    """
+    found: list[dict[str, Any]] = []
+    header: dict[str, Any] = {}
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+            if "format" in line:
+                header = {key: value for key, value in line.items() if key != "format"}
+            else:
+                found.append({**header, **_expanded(line)} if header else line)
+        except (ValueError, KeyError, TypeError, FlashlabError) as error:
+            raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {error!r}") from error
+    return tuple(found)
+
+
+def _expanded(line: Mapping[str, Any]) -> dict[str, Any]:
+    problem = Problem.parse(line["shape"], dtype=line["dtype"], mask=line["mask"])
+    expanded = {
+        "stage": line["stage"],
+        "problem": asdict(problem),
+        "layout": line["layout"],
+        "status": line["status"],
+        "reason": line.get("reason", ""),
+        "verdict": _long(line.get("verdict")),
+    }
+    beside = line.get("emulator")
+    if beside is not None:
+        expanded["emulator"] = {
+            "status": beside["status"],
+            "reason": beside.get("reason", ""),
+            "shape": beside["shape"],
+            "verdict": _long(beside.get("verdict")),
+            "agreement": _long(beside.get("agreement")),
+        }
+    return expanded
+
+
+# --- What a call touched ----------------------------------------------------------------------------------------------
+
+
+def _place(layout: str, tensor: str) -> re.Match[str] | None:
+    """One tensor's part of a random layout; None where the layout is one of `LAYOUTS`."""
+    if layout in LAYOUTS:
+        return None
+    parts = [_PLACE.fullmatch(part) for part in layout.split("/")]
+    if len(parts) != len(TENSORS) or None in parts:
+        raise ParameterError(
+            f"layout: wanted one of {', '.join(LAYOUTS)}, or {len(TENSORS)} places such as bshd+8@3=, got {layout!r}"
+        )
+    return parts[TENSORS.index(tensor)]
+
+
+def laid_out(values: tuple[Any, Any, Any], layout: str, xp: Any = np) -> tuple[Any, Any, Any]:
+    """q, k and v, (batch, heads, length, head_dim) each, with one head for all where the layout has them share it."""
+
+    def shared(x: Any, tensor: str) -> Any:
+        place = _place(layout, tensor)
+        return x if place is None or not place["shared"] else xp.broadcast_to(x[:, :1], x.shape)
+
+    q, k, v = (shared(x, tensor) for x, tensor in zip(values, TENSORS, strict=False))
+    return q, k, v
+
+
+def placement(shape: Sequence[int], layout: str, tensor: str = "out") -> dict[str, Any]:
+    """How `Guarded` lays out one of `TENSORS`, of that shape."""
+    place = _place(layout, tensor)
+    if place is not None:
+        batch, heads, length, head_dim = shape
+        sizes = (batch, 1 if place["shared"] else heads, length, head_dim)
+        strides = list(strides_of(sizes, row_padding=int(place["gap"] or 0), order=place["order"]))
+        strides[1] = 0 if place["shared"] else strides[1]
+        return {"strides": tuple(strides), "offset_words": int(place["offset"] or 0)}
     if layout == "bshd":
         return {"strides": strides_of(shape, order="bshd")}
     if layout == "padded":
@@ -188,13 +404,14 @@ def emulated_verdict(
 ) -> tuple[CheckVerdict, Emulation]:
     """Run a stage once on the CPU between guards and say what is wrong with it.
 
-    `values` are q, k, v as `reference.make_inputs(problem)` gives them, `layout` is one of `LAYOUTS`. A finding of the
-    detector fails the verdict where the output passes. `judge` stands in for `check.check`.
+    `values` are q, k, v as `reference.make_inputs(problem)` gives them, `layout` is one of `LAYOUTS` or a random one,
+    for which `laid_out` has been asked. A finding of the detector fails the verdict where the output passes. `judge`
+    stands in for `check.check`.
 
     Raises:
         What `attention.emulate` raises.
     """
-    inputs = [Guarded.holding(x, **placement(x.shape, layout)) for x in values]
+    inputs = [Guarded.holding(x, **placement(x.shape, layout, t)) for x, t in zip(values, TENSORS, strict=False)]
     out_shape = values[0].shape
     out = Guarded.output(out_shape, problem.dtype, **placement(out_shape, layout))
     lse = Guarded.output(out_shape[:3], "float32")
@@ -240,7 +457,8 @@ class _Build:
     @classmethod
     def of(cls, stage_id: str, source: Path | None, case: Case, *, hooks: bool) -> _Build:
         problem = case.problem
-        aligned = case.layout != "misaligned"
+        odd = re.findall(r"[+@](\d+)", case.layout)  # of a random layout
+        aligned = case.layout != "misaligned" and all(int(n) * BYTES_PER_ELEMENT % 16 == 0 for n in odd)
         return cls(stage_id, source, problem.head_dim, problem.dtype, problem.causal, aligned, hooks)
 
     def __call__(self) -> None:
@@ -287,7 +505,14 @@ def build_all(
         MissingPackageError, OutputError: no compiler, or nowhere to keep what it makes.
     """
     emulator.cxx()
-    builds = list(dict.fromkeys(_Build.of(*which[name], case, hooks=hooks) for case in wanted for name in case.names))
+    builds = list(
+        dict.fromkeys(
+            _Build.of(*which[name], case, hooks=hooks)
+            for case in wanted
+            for name in case.names
+            if which[name][0] in stages.CUDA_STAGES
+        )
+    )
     refused: dict[_Build, CompileError] = {}
     with ThreadPoolExecutor(emulator.cores()) as pool:
         futures = {pool.submit(build): build for build in builds}
@@ -317,6 +542,7 @@ def check_on_cpu(
     sources: Mapping[str, Path] | None = None,
     schedules: Sequence[str] = ("ascending",),
     races: bool = False,
+    random: int = 0,
     seed: int = 0,
     timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
     follow: Follow | None = None,
@@ -324,7 +550,8 @@ def check_on_cpu(
     """Compare stages with the oracle on the CPU, over lengths, masks, types, layouts and schedules that break kernels.
 
     Long problems go through the first of the layouts alone. `races` also looks for races, uninitialised reads and
-    accesses out of bounds; a finding is a failure.
+    accesses out of bounds; a finding is a failure. `random` replaces lengths, masks, types, layouts and head dims by so
+    many `random_cases`.
 
     Raises:
         InputError: what was asked for does not exist.
@@ -338,20 +565,21 @@ def check_on_cpu(
     able = {name: stages.get(stage_id) for name, (stage_id, _) in which.items()}
     if not lengths or not layouts:
         raise ParameterError(f"wanted at least one length and layout, got {lengths} and {layouts}")
-    wanted: list[Case] = []
+    wanted = random_cases(able, random, seed=seed, max_scores=CPU_SCORES) if random else []
     for long, heads, through in ((False, CPU_HEADS, layouts), (True, CPU_LONG_HEADS, layouts[:1])):
         of_this = [(q_len, kv_len) for q_len, kv_len in lengths if (q_len * kv_len > MANY_SCORES) == long]
-        if of_this:
+        if of_this and not random:
             what: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims, "heads": heads}
             wanted += cases(able, lengths=of_this, layouts=through, **what)
     refused = build_all(which, wanted, hooks=races, follow=follow)
     cancel = threading.Event()
     inputs = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
-    verdicts: dict[tuple[Problem, bytes, bytes], CheckVerdict] = {}
+    verdicts: dict[tuple[Problem, str, bytes, bytes], CheckVerdict] = {}
 
     def judge(case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> CheckVerdict:
         """`check`, once for the same bits: another schedule or layout rarely changes any."""
-        key = (case.problem, sha256(out.tobytes()).digest(), sha256(lse.tobytes()).digest())
+        inputs = case.layout if "=" in case.layout else ""  # shared heads are other numbers
+        key = (case.problem, inputs, sha256(out.tobytes()).digest(), sha256(lse.tobytes()).digest())
         if key not in verdicts:
             verdicts[key] = check(out, lse, *values, **options)
         return verdicts[key]
@@ -366,7 +594,7 @@ def check_on_cpu(
                 verdict, ran = emulated_verdict(
                     stage_id,
                     case.problem,
-                    inputs(case.problem),
+                    laid_out(inputs(case.problem), case.layout),
                     layout=case.layout,
                     source=source,
                     schedule=schedule,

@@ -7,8 +7,9 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -28,7 +29,7 @@ from flashlab.errors import (
     ParameterError,
 )
 from flashlab.paths import BUILD, DATA
-from flashlab.problem import DTYPES, MASKS, SUITES, DType, Mask, Problem
+from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Mask, Problem
 from flashlab.problem import suite as suite_of
 from flashlab.records import Cache, Regime
 
@@ -170,13 +171,13 @@ def stages(*, as_json: Json = False) -> None:
         _emit_json(rows)
         return
     _emit_table(
-        ("stage", "title", "parent", "from", "dtypes", "head dims", "tunables"),
+        ("stage", "title", "parent", "architectures", "dtypes", "head dims", "tunables"),
         [
             (
                 stage.id,
                 stage.title,
                 stage.parent,
-                stage.min_arch,
+                stage.needs,
                 " ".join(stage.dtypes),
                 " ".join(map(str, stage.head_dims)),
                 " ".join(f"{name}={param.default}" for name, param in stage.params.items()) or None,
@@ -191,7 +192,7 @@ def compile_(stage_ids: StageIds = None, *, arch: Archs = None, as_json: Json = 
     """Compile stages for architectures, no GPU needed, and show what ptxas says of each."""
     from flashlab import compiler
 
-    work = compiler.jobs(_choose_stages(stage_ids), _choose_archs(arch))
+    work = compiler.jobs(_choose_stages(stage_ids) if stage_ids else None, _choose_archs(arch))
     if not work:
         raise ParameterError(f"arch: {', '.join(stage_ids or ())} cannot be compiled for {', '.join(arch or ())}")
     with _progress() as progress:
@@ -308,8 +309,14 @@ def check(
     races: Annotated[
         bool, typer.Option("--races", help="On the CPU, look for races and bad accesses too; slower.")
     ] = False,
+    random: Annotated[
+        int, typer.Option(min=0, help="So many random problems and layouts in place of lengths, types, masks, layouts.")
+    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the inputs, and of what --random draws.")] = 0,
     insist: Annotated[bool, typer.Option("--insist", help="On the CPU, however long it takes.")] = False,
-    record: Annotated[bool, typer.Option("--record", help="Append the verdicts to data/<gpu>/checks/.")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Append the verdicts to data/<gpu>/checks/, or random/.")
+    ] = False,
     device: Device = 0,
     data: Data = DATA,
     as_json: Json = False,
@@ -334,6 +341,8 @@ def check(
             _say(f"on the CPU, since there is no GPU: {no_gpu}")
     if on != "cpu" and (schedule or races or insist):
         raise ParameterError("--schedule, --races and --insist: wanted --on cpu, which they are for, got --on " + on)
+    if random and (length or dtype or mask):
+        raise ParameterError("--random: wanted no --length, --dtype or --mask beside it, since it draws them itself")
     if on == "cpu" and record:
         raise ParameterError("--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu")
     with _progress() as progress:
@@ -347,6 +356,8 @@ def check(
                 sources=sources,
                 schedules=schedule or ("ascending",),
                 races=races,
+                random=random,
+                seed=seed,
                 timeout_s=None if insist else DEFAULT_TIMEOUT_S,
                 follow=lambda *step: follow(module.Progress(*step)),
             )
@@ -359,6 +370,8 @@ def check(
                 sources=sources,
                 data=data if record else None,
                 emulate=on == "both",
+                random=random,
+                seed=seed,
                 device=device,
                 progress=follow,
             )
@@ -408,14 +421,27 @@ def bench(
     shape: Annotated[list[str] | None, typer.Option(help="BxHxSxD or BxHxHkvxSqxSkxD, in place of a suite.")] = None,
     dtype: OneDType = None,
     mask: OneMask = None,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Of the suite, only these head dims.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Of the suite, only these sequence lengths.")] = None,
     stage_ids: Annotated[
         str | None, typer.Option("--stages", help="Ids joined by commas, or none; all if not given.")
     ] = None,
     peers: Annotated[str | None, typer.Option(help="Names joined by commas, or none; all if not given.")] = None,
     source: Source = None,
     ceilings: Annotated[bool, typer.Option(help="Measure the GPU's own limits too.")] = True,
-    samples: Annotated[int, typer.Option(help="Hot burst samples to aim for.")] = 40,
-    sustained: Annotated[float, typer.Option(help="Seconds of continuous calls at the first shape; 0 for none.")] = 2.0,
+    samples: Annotated[int | None, typer.Option(help="Hot burst samples to aim for; the suite's if not given.")] = None,
+    cold: Annotated[int | None, typer.Option(help="Cold burst samples; the suite's if not given.")] = None,
+    sustained: Annotated[
+        float | None,
+        typer.Option(
+            help="Seconds of continuous calls at every problem, 0 for none; if not given the suite's, "
+            "which is at the first shape alone for smoke, first and standard."
+        ),
+    ] = None,
+    sustained_on: Annotated[
+        str | None, typer.Option(help="Stages and libraries to call for seconds, joined by commas; all if not given.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it may take, and measure nothing.")] = False,
     device: Device = 0,
     data: Data = DATA,
     as_json: Json = False,
@@ -433,17 +459,42 @@ def bench(
         if shape
         else [problem for problem in suite_of(suite) if dtype in (None, problem.dtype) and mask in (None, problem.mask)]
     )
+    chosen = [
+        problem
+        for problem in problems
+        if (not head_dim or problem.head_dim in head_dim) and (not length or problem.q_len in length)
+    ]
+    if not chosen:
+        raise ParameterError(
+            f"wanted problems of that kind in {' '.join(shape) if shape else f'suite {suite}'}, found none. It has "
+            f"head dims {', '.join(map(str, sorted({p.head_dim for p in problems})))} and lengths "
+            f"{', '.join(map(str, sorted({p.q_len for p in problems})))}"
+        )
+    plan = module.Plan(sustained_shapes=(FIRST_SHAPE,)) if shape else module.plan_of(suite)
+    if samples is not None:
+        plan = replace(plan, samples=samples)
+    if cold is not None:
+        plan = replace(plan, cold_samples=cold)
+    if sustained is not None:
+        plan = replace(plan, sustained_seconds=sustained, sustained_shapes=None)
+    if sustained_on is not None:
+        plan = replace(plan, sustained_names=tuple(_names(sustained_on) or ()))
+    what: dict[str, Any] = {
+        "stages": _names(stage_ids),
+        "peers": _names(peers),
+        "sources": _sources(source),
+        "plan": plan,
+        "ceilings": ceilings,
+    }
+    if dry_run:
+        _foretell(chosen, what, as_json)
+        return
     with _progress() as progress:
         path = module.run(
-            problems,
-            stages=_names(stage_ids),
-            peers=_names(peers),
-            sources=_sources(source),
+            chosen,
+            **what,
             data=data,
             device=device,
-            samples=samples,
-            sustained_seconds=sustained,
-            ceilings=ceilings,
             progress=_follow(progress, "measuring"),
             note=_say,
         )
@@ -462,6 +513,174 @@ def bench(
         )
 
 
+def _foretell(problems: Sequence[Problem], what: Mapping[str, Any], as_json: bool) -> None:
+    """How long a run may take, from what is recorded in the checkout."""
+    from flashlab import bench as module
+
+    known = [row for name in records.gpus() for run in records.runs(name) for row in run.measurements]
+    found, total_s = module.estimate(problems, **what, known=known)
+    if as_json:
+        _emit_json({"seconds": total_s, "problems": [asdict(one) for one in found]})
+        return
+    _emit_table(
+        ("problem", "implementations", "sustained", "seconds"),
+        [(one.problem.label, one.implementations, one.sustained, f"{one.seconds:.0f}") for one in found],
+    )
+    _say(f"about {total_s / 60:.1f} minutes with the start; nothing was measured")
+
+
+@app.command()
+def tune(
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage's id.")],
+    *,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Head dim; all of the stage's if not given.")] = None,
+    mask: OneMask = None,
+    dtype: Annotated[DType, typer.Option(help="Element type.")] = "float16",
+    param: Annotated[
+        list[str] | None, typer.Option(help="NAME=a,b,c: values of a tunable; if none is given, all choices of all.")
+    ] = None,
+    listed: Annotated[Path | None, typer.Option("--list", help="A JSON list of variants, in place of a grid.")] = None,
+    each: Annotated[bool, typer.Option("--each", help="Vary one tunable at a time, not all combinations.")] = False,
+    limit: Annotated[int, typer.Option(help="Refuse more combinations than these.", min=1)] = 256,
+    shape: Annotated[list[str] | None, typer.Option(help="BxHxSxD to tune on; the first shape if not given.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be tried, and try nothing.")] = False,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Try a stage's tunables on the GPU, and append every variant, losers too, to data/<gpu>/tuning/."""
+    from flashlab import tune as module
+
+    found = registry.get(stage)
+    grid = module.parse_grid(found, param) if param else None
+    done = []
+    for one_head_dim in head_dim or found.head_dims:
+        for one_mask in (mask,) if mask else MASKS:
+            variants = module.read_variants(listed, found, one_head_dim) if listed else None
+            if dry_run:
+                tried = variants or module.variants_of(found, one_head_dim, grid, each=each, limit=limit)
+                _say(f"{stage} D{one_head_dim} {one_mask} {dtype}: {len(tried)} variants")
+                continue
+            done.append(
+                module.tune(
+                    stage,
+                    head_dim=one_head_dim,
+                    mask=one_mask,
+                    dtype=dtype,
+                    variants=variants,
+                    grid=grid,
+                    each=each,
+                    limit=limit,
+                    shapes=shape,
+                    data=data,
+                    device=device,
+                    announce=_say,
+                )
+            )
+    if dry_run:
+        return
+    lines = []
+    for one in done:
+        trials, _ = records.read_tunings(one.rounds[-1])
+        for trial in module.trials(trials):
+            lines.append((one.key, trial, one.rounds[-1]))
+    lines.sort(key=lambda line: (line[0], line[1].median_us or float("inf")))
+    if as_json:
+        _emit_json([{**asdict(trial), "path": str(path)} for _, trial, path in lines])
+        return
+    _emit_table(
+        ("head dim", "mask", "dtype", "variant", "us", "defaults / it", "why not"),
+        [
+            (
+                key.head_dim,
+                key.mask,
+                key.dtype,
+                " ".join(f"{name}={value}" for name, value in trial.parameters.items()),
+                "" if trial.median_us is None else f"{trial.median_us:.1f}",
+                "" if trial.speedup is None else f"{trial.speedup:.3f}",
+                trial.reason[:80],
+            )
+            for key, trial, _ in lines
+        ],
+    )
+    for one in done:
+        _say(
+            f"{one.key.stage} D{one.key.head_dim} {one.key.mask} {one.key.dtype}: {one.refused} variants refused, "
+            f"{one.twins} left out as twins, {len(one.rounds)} rounds, the last in {one.rounds[-1]}"
+        )
+
+
+@app.command()
+def tuned(*, gpu: Gpu = None, data: Data = DATA, as_json: Json = False) -> None:
+    """Write data/<gpu>/tuned.json, the tunables that `flashlab.attention` takes there, from the tuning records."""
+    from flashlab import tune as module
+    from flashlab.tuned import table
+
+    name = _gpu_with_data(gpu, data)
+    path = module.write_table(name, data)
+    entries = [{**key._asdict(), **choice._asdict()} for key, choice in table(name, data).items()]
+    if as_json:
+        _emit_json(entries)
+        return
+    _emit_table(
+        ("stage", "head dim", "mask", "dtype", "tunables", "run"),
+        [
+            (
+                entry["stage"],
+                entry["head_dim"],
+                entry["mask"],
+                entry["dtype"],
+                " ".join(f"{name}={value}" for name, value in entry["parameters"].items()),
+                entry["run"],
+            )
+            for entry in entries
+        ],
+    )
+    _say(f"Written to {path}")
+
+
+@app.command()
+def chip(
+    cases: Annotated[
+        list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases or groups; all where none is given.")
+    ] = None,
+    *,
+    launches: Annotated[int, typer.Option(help="Of each case, on one SM and again on all.", min=1)] = 5,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Read what one Hopper SM does in a clock, and append the readings to data/<gpu>/chip/."""
+    from flashlab import chip as module
+
+    chosen = module.choose(cases or None)
+    with _progress() as progress:
+        task = progress.add_task("compiling", total=len(chosen))
+
+        def announce(name: str) -> None:
+            progress.update(task, description=name, advance=1)
+
+        path = module.measure(cases or None, data=data, device=device, launches=launches, announce=announce)
+    readings, _ = module.read(path)
+    if as_json:
+        _emit_json([reading.model_dump(mode="json") for reading in readings])
+        return
+    _emit_table(
+        ("case", "unit", "one SM", "all SMs", "beside"),
+        [
+            (
+                reading.name,
+                reading.unit,
+                f"{reading.value:.4g}",
+                f"{median(reading.all_sms):.4g}",
+                f"{median(reading.beside):.4g}" if reading.beside else "",
+            )
+            for reading in readings
+        ],
+    )
+    _say(f"Recorded in {path}")
+
+
 @app.command()
 def results(
     *,
@@ -471,6 +690,13 @@ def results(
     mask: OneMask = None,
     regime: Annotated[Regime, typer.Option(help="burst: clock at its maximum; sustained: power-limited.")] = "burst",
     cache: Annotated[Cache, typer.Option(help="hot: calls back to back; cold: L2 overwritten before each.")] = "hot",
+    against_peers: Annotated[
+        bool,
+        typer.Option(
+            "--against-peers",
+            help="Our best stage against the best library at every problem of the newest session instead.",
+        ),
+    ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Check checksums and every line instead.")] = False,
     data: Data = DATA,
     as_json: Json = False,
@@ -482,13 +708,19 @@ def results(
         return
     wanted = Problem.parse(shape).shape if shape else None
 
-    def fits(row: records.Measurement) -> bool:
-        problem = row.problem
+    def suits(problem: Problem) -> bool:
         return (
-            (wanted is None or problem.problem().shape == wanted)
+            (wanted is None or problem.shape == wanted)
             and (dtype is None or problem.dtype == dtype)
             and (mask is None or problem.mask == mask)
         )
+
+    def fits(row: records.Measurement) -> bool:
+        return suits(row.problem.problem())
+
+    if against_peers:
+        _against_peers(name, data, suits, as_json)
+        return
 
     runs = records.runs(name, data)
     chosen = next(
@@ -507,6 +739,36 @@ def results(
         _emit_json(flat)
         return
     _emit_rows(flat, title=f"{name}, run {flat[0]['run']}, {regime}, {cache} L2")
+
+
+def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], as_json: bool) -> None:
+    """Our best stage against the best library, a row a problem."""
+    from flashlab import results as module
+
+    found = [one for one in module.against_peers(gpu, data) if suits(one.problem)]
+    if not found:
+        raise NoDataError(f"wanted such problems in the newest session of {gpu}, found none")
+    if as_json:
+        _emit_json([one.flat() for one in found])
+        return
+    _emit_table(
+        ("problem", "stage", "µs", "library", "µs", "ratio", "of fa3 or cuDNN", "sustained ratio", "of fa3 or cuDNN"),
+        [
+            (
+                one.problem.label,
+                one.burst.stage if one.burst else one.reason,
+                one.burst.stage_us if one.burst else None,
+                one.burst.peer if one.burst else None,
+                one.burst.peer_us if one.burst else None,
+                *(
+                    f"{contest.ratio:.3f}" if contest else None
+                    for contest in (one.burst, one.named, one.sustained, one.named_sustained)
+                ),
+            )
+            for one in found
+        ],
+        title=f"{gpu}, session of {max(one.run for one in found)}: the library's median time over the stage's",
+    )
 
 
 @app.command()
@@ -549,6 +811,9 @@ def _emit_rows(flat: Sequence[Mapping[str, object]], *, title: str) -> None:
         "tflops": "TFLOP/s",
         "cv_percent": "CV %",
         "samples": "samples",
+        "call_clock_mhz": "MHz",
+        "cycles_per_score": "clocks/score",
+        "energy_j_per_call": "J/call",
     }
     _emit_table(
         (*columns.values(), "status"),

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Literal
 
-from flashlab import results
+from flashlab import peers, results, stages
 from flashlab import roofline as roofline_model
 from flashlab.errors import NoDataError
-from flashlab.problem import Problem
+from flashlab.problem import STANDARD_SHAPES, Problem, suite
 from flashlab.records import Cache, Measurement, Regime
 from flashlab.tables import beside_note, beside_title, number, peer_title
 
@@ -437,7 +437,10 @@ def scaling(
     problems = [
         p
         for p, rows in shown.problems.items()
-        if p.mask == mask and p.dtype == dtype and results.fastest_peer(rows, regime, cache) is not None
+        if p.mask == mask
+        and p.dtype == dtype
+        and (p.shape in STANDARD_SHAPES or p not in _OF_LENGTHS)
+        and results.fastest_peer(rows, regime, cache) is not None
     ]
     if not problems:
         raise NoDataError(f"wanted {mask} {dtype} problems with a library's time on {shown.gpu}, found none")
@@ -509,6 +512,115 @@ def scaling(
     )
 
 
+_OF_LENGTHS = frozenset(suite("lengths"))
+"""Problems that have a figure of their own."""
+_FAST = 0.15
+"""Of the fastest rate of a chart of lengths: what never reaches it has no line, and stands in the table alone."""
+
+
+def lengths(
+    shown: Results,
+    *,
+    head_dim: int,
+    mask: str,
+    dtype: str = "float16",
+    regime: Regime = "burst",
+    name: str | None = None,
+    stage_ids: Sequence[str] | None = None,
+) -> Chart:
+    """Rate over sequence length at a constant number of tokens, stages beside libraries; right, percent of the peak.
+
+    The peak is that of the tensor cores, measured on the same GPU. Libraries that lack the element type are hollow and
+    in their own (`Results.beside`).
+
+    Raises:
+        NoDataError: fewer than two lengths were measured.
+    """
+    problems = results.of_lengths(shown, head_dim=head_dim, mask=mask, dtype=dtype, regime=regime)
+    ceiling = shown.ceilings.get(f"tensor_{dtype}")
+    series: dict[str, dict[int, float]] = {}
+    looks: dict[str, tuple[str, bool]] = {}
+    used: list[Measurement] = []
+    for problem in problems:
+        for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem)):
+            rate = results.rate(row, regime)
+            if rate is None:
+                continue
+            other = row.problem.dtype != dtype
+            label = beside_title(row) if other else _label(row)
+            series.setdefault(label, {})[problem.q_len] = rate
+            looks[label] = (row.kind, other)
+            used.append(row)
+    top = max(rate for values in series.values() for rate in values.values())
+    fast = {label: values for label, values in series.items() if max(values.values()) >= _FAST * top}
+    order = sorted(fast, key=lambda label: (looks[label][0] == "peer", -max(fast[label].values())))
+    # By name, so that charts side by side agree: the ladder's last rungs differ from one another.
+    ranks = [*reversed(list(stages.STAGES)), *peers.PEERS]
+    ranked = {_label(row): ranks.index(row.name) for row in used if row.name in ranks}
+    ranked |= {beside_title(row): ranked[_label(row)] for row in used if _label(row) in ranked}
+    colours = {label: ranked.get(label, 0) - (len(stages.STAGES) if looks[label][0] == "peer" else 0) for label in fast}
+    counts = [problem.q_len for problem in problems]
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        for label in order:
+            kind, other = looks[label]
+            colour = _CATEGORIES[colours[label] % len(_CATEGORIES)]
+            axes.plot(
+                [counts.index(count) for count in fast[label]],
+                list(fast[label].values()),
+                color=colour,
+                linewidth=1.8 if kind == "stage" else 1.2,
+                linestyle="-" if kind == "stage" else (0, (4, 2)),
+                marker="o" if kind == "stage" else "D",
+                markersize=5,
+                markerfacecolor=PAPER if other else colour,
+                label=label,
+            )
+        axes.set_ylim(0, top * 1.08)
+        axes.set_xticks(range(len(counts)), [str(count) for count in counts])
+        axes.tick_params(axis="y", labelcolor=MUTED)
+        axes.grid(axis="y")
+        axes.set_xlabel("sequence length")
+        axes.set_ylabel("TFLOP/s")
+        if ceiling is not None:
+            right = axes.twinx()
+            right.set_ylim(0, 100 * top * 1.08 / ceiling.value)
+            right.set_ylabel("percent of the measured peak")
+            right.tick_params(axis="y", labelcolor=MUTED)
+        figure.legend(loc="outside lower left", ncols=3 if layout == "wide" else 1)
+
+    left_out = len(series) - len(fast)
+    best = {kind: next((label for label in order if looks[label] == (kind, False)), None) for kind in ("stage", "peer")}
+    told = "; ".join(
+        f"{label} {', '.join(f'S{count} {number(fast[label][count])}' for count in counts if count in fast[label])}"
+        for label in best.values()
+        if label
+    )
+    legend_rows = {"wide": math.ceil(len(order) / 3), "narrow": len(order)}
+    tokens = problems[0].batch * problems[0].q_len
+    return _chart(
+        draw,
+        name=name or f"lengths-D{head_dim}-{mask}-{dtype}-{regime}",
+        heights={
+            "wide": 3.3 + 0.19 * legend_rows["wide"],
+            "narrow": 2.7 + 0.17 * legend_rows["narrow"],
+        },
+        alt=f"Throughput in TFLOP/s over sequence length at {tokens:,} tokens, D{head_dim} {mask} {dtype}, {regime}. "
+        f"{told}.",
+        caption=f"D{head_dim}, {mask}, {dtype}, {regime}: {tokens:,} tokens in sequences of each length, "
+        "stages (circles, solid) and libraries (diamonds, dashed; hollow in another element type)."
+        + (
+            f" Right: percent of what a large {dtype} matrix product reaches on this GPU in a burst."
+            if ceiling is not None
+            else ""
+        )
+        + (f" {left_out} slower ones stand in the table alone." if left_out else ""),
+        provenance=results.provenance(used, regime),
+        data_files=results.run_files(used),
+    )
+
+
 def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
     """Cold cache and sustained load as a percentage of the burst rate with a hot L2.
 
@@ -573,6 +685,8 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
     if not states:
         raise NoDataError(f"wanted samples of {row.name}, its status is {row.status}: {row.reason}")
     with_clock = any(taken.sm_clock_mhz for _, taken in states)
+    over = any(taken.call_clock_mhz for _, taken in states)
+    below = f", and below it the SM clock {'over' if over else 'after'} the calls" if with_clock else ""
 
     def draw(figure: Figure, layout: Layout) -> None:
         import numpy as np
@@ -591,8 +705,9 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
             top.grid(axis="y")
             if with_clock:
                 bottom: Axes = grid[1][column]
-                if taken.sm_clock_mhz:
-                    bottom.plot(index, taken.sm_clock_mhz, ".", color=PEER, markersize=3.5, alpha=0.7)
+                if taken.call_clock_mhz or taken.sm_clock_mhz:
+                    read = taken.call_clock_mhz or taken.sm_clock_mhz
+                    bottom.plot(index, read, ".", color=PEER, markersize=3.5, alpha=0.7)
                 bottom.grid(axis="y")
             grid[-1][column].set_xlabel("sample")
         grid[0][0].set_ylabel("time, µs")
@@ -609,7 +724,7 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
         heights={"wide": 3.6 if with_clock else 2.4, "narrow": 3.6 if with_clock else 2.4},
         alt=f"Every sample of {row.name} in the order taken. {told}.",
         caption=f"Every sample of {_label(row)} in the order taken: the time of one call"
-        f"{', and below it the SM clock' if with_clock else ''}. The line is the median; the axes do not start at 0.",
+        f"{below}. The line is the median; the axes do not start at 0.",
         provenance=results.provenance([row]).replace("burst, hot L2", "all regimes"),
         data_files=results.run_files([row]),
     )

@@ -2,8 +2,14 @@
 
     data/<gpu>/machine.json         the machine the runs were made on
     data/<gpu>/runs/<run>.jsonl     records of one run; never rewritten
-    data/<gpu>/checks/              comparisons that are not timings
+    data/<gpu>/tuning/<run>.jsonl   stages with other values of their tunables, `flashlab tune`
+    data/<gpu>/tuned.json           the values of tunables that won, `flashlab tuned` (tune.py)
+    data/<gpu>/chip/<run>.jsonl     what one SM does in a clock, `flashlab chip` (chip.py)
+    data/<gpu>/checks/              comparisons that are not timings; see checks.py for the lines
+    data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
+    data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
     data/<gpu>/counters/            what Nsight Compute counted, scripts/counters_ncu.py
+    data/<gpu>/profiles/            what Nsight Compute saw the units do, scripts/profile_ncu.py
     data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
 
 A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources,
@@ -14,13 +20,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -29,7 +37,9 @@ from flashlab.paths import DATA, writable_dir
 from flashlab.paths import slug as slug
 from flashlab.problem import DType, Mask, Problem
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[2] = 2
+"""What is written. Version 1, which is read as well, lacks `call_clock_mhz`, `cycles_per_score`, `continuous_s` and
+`power_w_mean`."""
 T = TypeVar("T")
 
 Regime = Literal["burst", "sustained"]
@@ -77,6 +87,8 @@ class Conditions(_Model):
     """Highest SM clock seen, MHz."""
     power_w_max: float | None
     """Highest power seen, W. NVML averages over tens of milliseconds, so bursts read low."""
+    power_w_mean: float | None = None
+    """Mean of the powers seen, W."""
     temperature_c_max: float | None
     """Highest temperature seen, °C."""
     throttle_reasons: tuple[str, ...]
@@ -95,9 +107,15 @@ class Samples(_Model):
     time_us: tuple[float, ...] = Field(min_length=1)
     """Time of one call, microseconds, one entry a sample."""
     sm_clock_mhz: tuple[float, ...]
-    """SM clock beside each sample, from on-chip counters; empty where it was not measured."""
+    """SM clock right after each sample, without its load, from on-chip counters; empty where it was not measured."""
+    call_clock_mhz: tuple[float, ...] = ()
+    """Mean SM clock over each sample's calls, from on-chip counters; empty where it was not measured."""
     conditions: Conditions | None = None
     """The GPU's state while they were taken; None where it was not read."""
+    cycles_per_score: float | None = None
+    """Clocks of one SM a score: see `cycles_per_score`; None where the clock was not measured."""
+    continuous_s: float | None = None
+    """Sustained alone: seconds of uninterrupted work, of which the samples are the later part."""
 
     @model_validator(mode="after")
     def _sound(self) -> Samples:
@@ -105,6 +123,8 @@ class Samples(_Model):
             raise ValueError("time_us: wanted positive times")
         if self.sm_clock_mhz and len(self.sm_clock_mhz) != len(self.time_us):
             raise ValueError("sm_clock_mhz: wanted one entry a sample, or none")
+        if self.call_clock_mhz and len(self.call_clock_mhz) != len(self.time_us):
+            raise ValueError("call_clock_mhz: wanted one entry a sample, or none")
         return self
 
     @property
@@ -183,7 +203,7 @@ class Source(_Model):
 
 
 class _Base(_Model):
-    schema_version: Literal[1] = 1
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
     run: str = Field(pattern=r"^[0-9]{8}T[0-9]{6}Z-[0-9a-f]{7,}(-dirty)?$")
     """UTC start time and commit: `20261121T054500Z-0123abc`."""
     time: str
@@ -193,12 +213,22 @@ class _Base(_Model):
     software: dict[str, str]
 
 
-class Measurement(_Base):
-    """One stage or peer on one problem."""
+def cycles_per_score(samples: Samples, problem: Problem, sm_count: int) -> float | None:
+    """Clocks of one SM a score, from the median sample: SM clock over the calls · SMs · time of a call ÷ scores.
 
-    kind: Literal["stage", "peer"]
-    name: str
-    """A stage id, or a peer's name."""
+    Scores are what the softmax sees, batch · q_heads · q_len · kv_len, and under a causal mask those below the
+    diagonal, by area (`Problem.visible_scores`). It does not depend on the clock, so it says the same in a burst and
+    under sustained load. None where the clock was not measured.
+    """
+    if not samples.call_clock_mhz:
+        return None
+    clocks = median(mhz * time_us for mhz, time_us in zip(samples.call_clock_mhz, samples.time_us, strict=True))
+    return clocks * sm_count / (problem.batch * problem.q_heads * problem.visible_scores)
+
+
+class _Timed(_Base):
+    """What was run on one problem, and what came of it."""
+
     problem: ProblemFields
     status: Status
     reason: str
@@ -208,18 +238,69 @@ class Measurement(_Base):
     cubin: CubinFields | None
 
     @model_validator(mode="after")
-    def _timed_only_when_right(self) -> Measurement:
+    def _timed_only_when_right(self) -> Self:
         if self.samples and self.status != "ok":
             raise ValueError(f"status {self.status} must have no samples")
         if self.status == "ok" and (self.verdict is None or not self.verdict.passed or not self.samples):
             raise ValueError("status ok needs a passed verdict and samples")
         if (self.status == "ok") == bool(self.reason):
             raise ValueError("reason: wanted one exactly when the status is not ok")
+        for samples in self.samples:
+            if samples.cycles_per_score is not None:
+                wanted = cycles_per_score(samples, self.problem.problem(), self.gpu.sm_count)
+                if wanted is None or not math.isclose(samples.cycles_per_score, wanted, rel_tol=1e-6):
+                    raise ValueError(
+                        f"cycles_per_score: wanted {wanted} from clock and times, got {samples.cycles_per_score}"
+                    )
         return self
 
     def samples_of(self, regime: Regime = "burst", cache: Cache = "hot") -> Samples | None:
         """The samples of that regime and cache state; None where none were taken."""
         return next((s for s in self.samples if s.regime == regime and s.cache == cache), None)
+
+
+class Measurement(_Timed):
+    """One stage or peer on one problem."""
+
+    kind: Literal["stage", "peer"]
+    name: str
+    """A stage id, or a peer's name."""
+
+
+class Tuning(_Timed):
+    """One stage with one choice of its tunables on one problem; status `error` where it does not compile."""
+
+    kind: Literal["tuning"] = "tuning"
+    stage: str
+    """A stage id."""
+    parameters: dict[str, int]
+    """Every tunable of the stage and its value."""
+
+
+class Sanitized(_Base):
+    """What one of compute-sanitizer's tools found in one stage."""
+
+    tool: str
+    """memcheck, racecheck, initcheck or synccheck."""
+    version: str
+    """The tool's, as it says it."""
+    stage: str
+    """Its id."""
+    launches: int = Field(ge=0)
+    """How often it was launched under the tool."""
+    errors: int = Field(ge=0)
+    """Reports that name its kernel, and calls that failed."""
+    elsewhere: int = Field(ge=0)
+    """Errors in the tool's own count that name no stage's kernel; the same for every stage of the process."""
+    finished: bool
+    """Whether the process and the tool came to their end."""
+    findings: tuple[str, ...]
+    """The first line of some reports."""
+
+    @property
+    def clean(self) -> bool:
+        """Launched, watched to the end, and nothing found."""
+        return self.finished and self.launches > 0 and self.errors == 0 and self.elsewhere == 0
 
 
 class Ceiling(_Base):
@@ -282,6 +363,62 @@ class PatternCounters(_Counted):
     """Byte offset of each lane's address; negative where the lane takes no part."""
 
 
+class StageProfile(_Counted):
+    """What Nsight Compute saw the SM's units do in one launch of a stage; see profiler.py for what is asked."""
+
+    stage: str
+    """Its id."""
+    problem: ProblemFields
+    time: str
+    """UTC time of the record, ISO 8601."""
+
+    def _first(self, *names: str) -> float | None:
+        return next((self.metrics[name] for name in names if name in self.metrics), None)
+
+    @property
+    def tensor_percent(self) -> float | None:
+        """Cycles in which the tensor pipe was busy, percent of those in which the SM was."""
+        return self._first(*(f"sm__pipe_tensor_{part}cycles_active{_OF_ACTIVE}" for part in ("", "op_hmma_")))
+
+    @property
+    def exp_percent(self) -> float | None:
+        """Instructions of the unit that exponentiates and converts, percent of what it could issue."""
+        return self._first(f"sm__inst_executed_pipe_xu{_OF_ACTIVE}")
+
+    @property
+    def fma_percent(self) -> float | None:
+        """Instructions of the pipes that multiply and add FP32, percent of what they could issue."""
+        return self._first(f"sm__inst_executed_pipe_fma{_OF_ACTIVE}")
+
+    @property
+    def alu_percent(self) -> float | None:
+        """Instructions of the pipe for integers, comparisons and maxima, percent of what it could issue."""
+        return self._first(f"sm__inst_executed_pipe_alu{_OF_ACTIVE}")
+
+    @property
+    def issue_percent(self) -> float | None:
+        """Issue slots that were used, percent."""
+        return self._first(f"smsp__issue_active{_OF_ACTIVE}")
+
+    @property
+    def warps_percent(self) -> float | None:
+        """Warps that were resident, percent of what an SM holds."""
+        return self._first(f"sm__warps_active{_OF_ACTIVE}")
+
+    @property
+    def states(self) -> dict[str, float]:
+        """Where warps spent their time, in percent, the longest first: the reason a warp waited, or `selected`."""
+        found = {
+            match[1]: value
+            for name, value in self.metrics.items()
+            if value > 0 and (match := _WARP_STATE.fullmatch(name))
+        }
+        total = sum(found.values())
+        return {name: 100 * value / total for name, value in sorted(found.items(), key=lambda item: -item[1])}
+
+
+_OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
+_WARP_STATE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 
@@ -341,7 +478,13 @@ class Counters:
         return tuple(line for line in self.lines if isinstance(line, PatternCounters))
 
 
-def to_line(record: Measurement | Ceiling) -> str:
+def run_id(source: Source, start: datetime) -> str:
+    """The name of a run that starts then (UTC): `20261121T054500Z-0123abc`."""
+    commit = source.commit[:7] if source.commit != "unknown" else "0000000"
+    return f"{start:%Y%m%dT%H%M%SZ}-{commit}{'-dirty' if source.dirty else ''}"
+
+
+def to_line(record: Measurement | Ceiling | Tuning | StageProfile | Sanitized) -> str:
     """One line of JSON, newline included."""
     return record.model_dump_json() + "\n"
 
@@ -355,7 +498,7 @@ def parse_line(line: str) -> Measurement | Ceiling:
     return _ADAPTER.validate_json(line)
 
 
-def append(path: Path, record: Measurement | Ceiling) -> None:
+def append(path: Path, record: Measurement | Ceiling | Tuning | StageProfile | Sanitized) -> None:
     """Append one record to a run file and flush it to disk, so that a crash later loses nothing."""
     with path.open("a+b") as file:
         # A line cut short by a crash must cost itself only, not the record after it.
@@ -371,6 +514,29 @@ def append(path: Path, record: Measurement | Ceiling) -> None:
 def read_run(path: Path) -> Run:
     """A run file; damaged lines are reported in `damage` and every sound one is kept."""
     return Run(path, *_read_lines(path, parse_line))
+
+
+def read_tunings(path: Path) -> tuple[tuple[Tuning, ...], tuple[Damage, ...]]:
+    """A file of tunings: what is sound, and what could not be read."""
+    return _read_lines(path, Tuning.model_validate_json)
+
+
+def tunings(gpu: str, data: Path = DATA) -> tuple[Tuning, ...]:
+    """Every sound tuning record of a GPU, oldest file first; empty where there is none."""
+    files = sorted((data / gpu / "tuning").glob("*.jsonl"))
+    return tuple(record for path in files for record in read_tunings(path)[0])
+
+
+def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
+    """Every sound profile of a GPU, oldest file first; empty where there is none."""
+    files = sorted((data / gpu / "profiles").glob("*.jsonl"))
+    return tuple(found for path in files for found in _read_lines(path, StageProfile.model_validate_json)[0])
+
+
+def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
+    """The newest record of compute-sanitizer on a GPU, a line a tool and stage; empty where there is none."""
+    files = sorted((data / gpu / "sanitizer").glob("*.jsonl"))
+    return _read_lines(files[-1], Sanitized.model_validate_json)[0] if files else ()
 
 
 def read_counters(path: Path) -> Counters:
@@ -485,6 +651,12 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
         damage.extend(read_run(path).damage)
     for path in sorted((folder / "counters").glob("*.jsonl")):
         damage.extend(read_counters(path).damage)
+    for path in sorted((folder / "tuning").glob("*.jsonl")):
+        damage.extend(read_tunings(path)[1])
+    for path in sorted((folder / "sanitizer").glob("*.jsonl")):
+        damage.extend(_read_lines(path, Sanitized.model_validate_json)[1])
+    for path in sorted((folder / "profiles").glob("*.jsonl")):
+        damage.extend(_read_lines(path, StageProfile.model_validate_json)[1])
     machine = folder / "machine.json"
     try:
         Machine.model_validate_json(machine.read_bytes())
@@ -526,12 +698,30 @@ def flat(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> di
         "tflops": problem.tflops(samples.median_us) if samples else None,
         "cv_percent": samples.cv_percent if samples else None,
         "samples": len(samples.time_us) if samples else 0,
+        "sm_clock_mhz": median(samples.sm_clock_mhz) if samples and samples.sm_clock_mhz else None,
+        "call_clock_mhz": median(samples.call_clock_mhz) if samples and samples.call_clock_mhz else None,
+        "cycles_per_score": cycles_per_score(samples, problem, row.gpu.sm_count) if samples else None,
+        "power_w": power_w(samples),
+        "energy_j_per_call": samples.conditions.energy_j_per_call if samples and samples.conditions else None,
         "regime": regime,
         "cache": cache,
         "run": row.run,
         "commit": row.source.commit,
         "dirty": row.source.dirty,
     }
+
+
+def power_w(samples: Samples | None) -> float | None:
+    """Power under sustained load, W: from the energy counter, else NVML's mean, else its highest; None for bursts.
+
+    A burst is mostly gaps, and what NVML averages over them is not the power of the call.
+    """
+    conditions = samples.conditions if samples and samples.regime == "sustained" else None
+    if samples is None or conditions is None:
+        return None
+    if conditions.energy_j_per_call is not None:
+        return 1e6 * conditions.energy_j_per_call / fmean(samples.time_us)
+    return conditions.power_w_mean if conditions.power_w_mean is not None else conditions.power_w_max
 
 
 def speedup(row: Measurement, over: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:

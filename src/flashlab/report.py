@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from flashlab import figures, records, results, tables
 from flashlab import stages as registry
@@ -34,17 +34,20 @@ from flashlab.errors import NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
 from flashlab.notebook import NOTHING_YET, Outcome, read_outcome, settings
 from flashlab.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
-from flashlab.problem import Problem
+from flashlab.problem import DTYPES, MASKS, Problem
 from flashlab.records import Measurement
 from flashlab.results import Results
 from flashlab.stages import Stage
 
 PAGE_OF: Mapping[str, str] = {
     "02_ladder": "stages/index.md",
+    "07_against_peers": "against.md",
     "04_roofline": "roofline.md",
+    "06_cycle_model": "cycle_model.md",
     "01_correctness": "correctness.md",
     "00_hardware": "hardware.md",
     "03_anatomy": "anatomy.md",
+    "09_tuning": "tuning.md",
     "edit_a_kernel": "edit.md",
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
@@ -255,8 +258,8 @@ def generate(
     _generate_front(out, shown)
     # Drawing is most of the work, and independent from stage to stage.
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(_generate_stage, out, stage, shown) for stage in registry.STAGES.values()]
-        jobs += [pool.submit(_generate_results, out, found) for found in everything]
+        jobs = [pool.submit(_generate_stage, out, stage, shown, data) for stage in registry.STAGES.values()]
+        jobs += [pool.submit(_generate_results, out, found, data) for found in everything]
         for job in jobs:
             job.result()
     _generate_stage_list(out)
@@ -347,22 +350,22 @@ def _section(name: str, content: str) -> str:
 
 
 def diff_against_parent(stage: Stage) -> str:
-    """Unified diff of a stage's kernel against its parent's; empty at the ladder's foot."""
-    if stage.parent is None:
+    """Unified diff of a stage's kernel against its parent's; empty at the ladder's foot, and between languages."""
+    if stage.parent is None or registry.get(stage.parent).language != stage.language:
         return ""
     parent = registry.get(stage.parent)
     before, after = (s.source.read_text(encoding="utf-8").splitlines() for s in (parent, stage))
     return "\n".join(difflib.unified_diff(before, after, parent.source.name, stage.source.name, lineterm="", n=3))
 
 
-def _generate_stage(out: _Output, stage: Stage, shown: Results | None) -> None:
+def _generate_stage(out: _Output, stage: Stage, shown: Results | None, data: Path) -> None:
     page = f"stages/{stage.id}.md"
     diff = diff_against_parent(stage)
     added = sum(line.startswith("+") and not line.startswith("+++") for line in diff.splitlines())
     removed = sum(line.startswith("-") and not line.startswith("---") for line in diff.splitlines())
     source = stage.source.read_text(encoding="utf-8")
     whole = f'??? abstract "The whole kernel, {stage.source.name}"\n\n' + _indent(
-        f"``` {{ .cuda .kernel }}\n{source.rstrip()}\n```"
+        f"``` {{ .{'cuda' if stage.language == 'cuda' else 'python'} .kernel }}\n{source.rstrip()}\n```"
     )
     if diff:
         heading = f"{stage.parent} → {stage.id}: {added} lines added, {removed} removed"
@@ -374,7 +377,7 @@ def _generate_stage(out: _Output, stage: Stage, shown: Results | None) -> None:
         ("", ""),
         [
             ("Parent", f"[`{stage.parent}`]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"),
-            ("Architectures", f"`{stage.min_arch}` and newer"),
+            ("Architectures", stage.needs),
             ("Element types", ", ".join(stage.dtypes)),
             ("Head dims", ", ".join(map(str, stage.head_dims))),
             *((f"`{n}`", f"{p.meaning}; {_defaults(p)}") for n, p in stage.params.items()),
@@ -388,7 +391,7 @@ def _generate_stage(out: _Output, stage: Stage, shown: Results | None) -> None:
         + _section("change", change)
         + _section("needs", needs)
         + _section("prediction", stage.prediction)
-        + _section("result", _stage_result(out, stage, shown, page)),
+        + _section("result", _stage_result(out, stage, shown, page, data)),
     )
 
 
@@ -397,7 +400,7 @@ def _defaults(param: registry.Param) -> str:
     return f"default {param.default}{special}"
 
 
-def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str) -> str:
+def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str, data: Path) -> str:
     """The Result section: the stage on the ladder, against its parent everywhere, its samples and its resources."""
     if shown is None or shown.first is None:
         return NOTHING_YET
@@ -433,7 +436,7 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str) 
         if mine is None:
             continue
         if mine.status != "ok":
-            lines.append((problem.label, mine.status, None, None, None))
+            lines.append((problem.label, mine.status, *[None] * 6))
             continue
         before, best = results.parent_of(mine, found), results.fastest_peer(found)
         value, base, top = (
@@ -445,17 +448,35 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str) 
             (
                 problem.label,
                 value,
-                results.rate(mine, "sustained", "hot"),
                 f"×{tables.number(value / base)}" if value and base else None,
                 f"{tables.number(100 * value / top)} %" if value and top else None,
+                results.rate(mine, "sustained", "hot"),
+                _of_best(mine, found),
+                *_cycles_and_energy(mine),
             )
         )
-    header = ("problem", "burst TFLOP/s", "sustained TFLOP/s", "over parent", "of the fastest library")
+    header = (
+        "problem",
+        "burst TFLOP/s",
+        "over parent",
+        "of the fastest library",
+        "sustained TFLOP/s",
+        "of the fastest library",
+        "SM clocks a score",
+        "mJ a call",
+    )
     parts.append(
         f"### Every problem\n\n{tables.markdown(header, lines)}\n\n"
         "The fastest library is the one of the same problem, element type included. "
-        "Sustained load is measured at the first shape alone."
+        "A dash: not measured. Energy is that of sustained load, clocks a score are those of bursts."
     )
+    rivals = [r for r in (row, parent, peer) if r is not None and r.samples]
+    parts.append(
+        f"### Clocks, power and energy\n\n{tables.costs(rivals)}\n\nAt {shown.first.label}; a dash: not recorded. "
+        "[Method](../method.md#how-a-time-is-taken) says how the clock in the calls is read."
+    )
+    profiled = [one for one in results.profiles(shown.gpu, data) if one.stage in (stage.id, stage.parent)]
+    parts += _profiles(profiled, shown, data, page)
     parts.append(f"### Samples\n\n{out.chart(figures.samples(row, name=f'samples-{stage.id}'), page)}")
     cubins = {r.name: r.cubin for r in (row, parent) if r and r.cubin}
     for problem, found in shown.problems.items():
@@ -472,11 +493,43 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str) 
     return "\n\n".join(parts)
 
 
+def _of_best(mine: Measurement, rows: Sequence[Measurement]) -> str | None:
+    """Sustained, as a share of the library that is the fastest there."""
+    best = results.fastest_peer(rows, "sustained")
+    value, top = (results.rate(row, "sustained") if row else None for row in (mine, best))
+    return f"{tables.number(100 * value / top)} %" if value and top else None
+
+
+def _cycles_and_energy(row: Measurement) -> tuple[tables.Cell, tables.Cell]:
+    burst, sustained = records.flat(row), records.flat(row, "sustained")
+    cycles, energy = burst["cycles_per_score"], sustained["energy_j_per_call"]
+    return (
+        tables.number(cycles) if isinstance(cycles, float) else None,
+        1e3 * energy if isinstance(energy, float) else None,
+    )
+
+
+def _profiles(found: Sequence[records.StageProfile], shown: Results, data: Path, page: str) -> list[str]:
+    """What the SM's units did, a table a problem, with where it comes from; nothing where no profile is on record."""
+    parts = []
+    for problem in dict.fromkeys(one.problem.problem() for one in found):
+        those = [one for one in found if one.problem.problem() == problem]
+        files = sorted(path.name for path in (data / shown.gpu / "profiles").glob("*.jsonl"))
+        links = ", ".join(f"[{name}]({_up(page)}generated/data/{shown.gpu}/profiles/{name})" for name in files)
+        commits = sorted({f"{one.commit[:7]}{' + changes' if one.dirty else ''}" for one in those})
+        parts.append(
+            f"### What the units did: {problem.label}\n\n{tables.profiles(those)}\n"
+            f"Nsight Compute, one launch each, percent of the cycles in which the SM was busy. {those[0].gpu} · "
+            f"{those[-1].time[:10]} · commit {', '.join(commits)} · {links}"
+        )
+    return parts
+
+
 def _indent(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines()) + "\n"
 
 
-def _generate_results(out: _Output, shown: Results) -> None:
+def _generate_results(out: _Output, shown: Results, data: Path) -> None:
     """The page of one GPU: every problem, stage, library, regime, and what has no time."""
     page = f"generated/results/{shown.gpu}.md"
     everything = [row for rows in shown.problems.values() for row in rows]
@@ -497,6 +550,12 @@ def _generate_results(out: _Output, shown: Results) -> None:
     if shown.damage:
         listed = "\n".join(f"    - {html.escape(str(d).replace(str(ROOT), '.'))}" for d in shown.damage)
         parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
+    parts.append(
+        "## Against the libraries\n\n"
+        "The best stage of the newest session and the best library of the same element type, from one run in which "
+        "they took turns. Sustained is the same stage against the library that is the fastest there.\n\n"
+        f"{tables.against(results.against_peers(shown.gpu, data))}"
+    )
     for mask in ("full", "causal"):
         for dtype in ("float16", "bfloat16"):
             try:
@@ -504,6 +563,7 @@ def _generate_results(out: _Output, shown: Results) -> None:
             except NoDataError:
                 continue
             parts.append(f"## All shapes, {mask}, {dtype}\n\n{out.chart(chart, page)}")
+    parts += _lengths(out, shown, page)
     if shown.first:
         rows = shown.rows()
         if any(row.samples for row in rows):
@@ -514,6 +574,14 @@ def _generate_results(out: _Output, shown: Results) -> None:
                 "and slows down. "
                 "Both are true, of different uses. A cold cache means that L2 was overwritten before every call."
             )
+            parts.append(
+                f"## Clocks, power and energy\n\n{tables.costs(rows)}\n\nAt {shown.first.label}; a dash: not recorded. "
+                "Clocks a score do not depend on the clock and say most about a kernel; under sustained load the "
+                "currency is energy."
+            )
+    profiled = _profiles(results.profiles(shown.gpu, data), shown, data, page)
+    if profiled:
+        parts.append("## In the SM\n\n" + "\n\n".join(profiled))
     missing = tables.untimed(everything)
     index = [
         (
@@ -531,7 +599,8 @@ def _generate_results(out: _Output, shown: Results) -> None:
         section = (
             f"{results.provenance(rows)} · [data](../data/{file})\n{{ .source #{_anchor(problem)} }}\n\n"
             f"{tables.rates(rows, beside=shown.beside(problem))}\n"
-            f"**Burst and sustained, hot and cold L2**, with clock, power and energy:\n\n{tables.states(rows)}"
+            f"**Burst and sustained, hot and cold L2**:\n\n{tables.states(rows)}\n"
+            f"**Clocks, power and energy**:\n\n{tables.costs(rows)}"
         )
         parts.append(f'???{"" if number else "+"} abstract "{problem.label}"\n\n{_indent(section)}')
     parts.append("## Rows without a time\n\n" + (missing or "Every stage and library has a time at every problem."))
@@ -542,6 +611,25 @@ def _generate_results(out: _Output, shown: Results) -> None:
     if everything:
         parts.append(f"## Software\n\n{tables.software(shown)}")
     out.text(f"results/{shown.gpu}.md", "\n\n".join(parts))
+
+
+def _lengths(out: _Output, shown: Results, page: str) -> list[str]:
+    """Figures and tables over sequence length; a sentence where there are none."""
+    parts = []
+    for dtype in DTYPES:
+        for head_dim in (64, 128):
+            for mask in MASKS:
+                for regime in get_args(records.Regime):
+                    what: dict[str, Any] = {"head_dim": head_dim, "mask": mask, "dtype": dtype, "regime": regime}
+                    name = f"lengths-{shown.gpu}-D{head_dim}-{mask}-{dtype}-{regime}"
+                    try:
+                        chart, table = figures.lengths(shown, name=name, **what), tables.lengths(shown, **what)
+                    except NoDataError:
+                        continue
+                    title = f"D{head_dim}, {mask}, {dtype}, {regime}"
+                    parts.append(f'{out.chart(chart, page)}\n\n??? abstract "{title}: the numbers"\n\n{_indent(table)}')
+    missing = "*Not measured on this GPU yet: `flashlab bench --suite lengths` does it.*"
+    return ["## Over sequence length\n\n" + ("\n\n".join(parts) or missing)]
 
 
 def _anchor(problem: Problem) -> str:
@@ -579,17 +667,25 @@ def _generate_results_index(out: _Output, everything: Sequence[Results]) -> None
 
 
 def _generate_check_records(out: _Output, everything: Sequence[Results], data: Path) -> None:
-    """The newest comparisons on record of each GPU, for the Method page."""
-    said = []
+    """The newest comparisons on record of each GPU, and what compute-sanitizer found there."""
+    said, sanitized = [], []
     for shown in everything:
-        try:
-            lines = results.checks(shown.gpu, data)
-        except NoDataError:
-            continue
-        if lines:
-            folder = f"generated/data/{shown.gpu}/{results.checks_file(shown.gpu, data).relative_to(data / shown.gpu)}"
-            said.append(f"- {tables.check_record(lines)} [Data]({folder})")
+        kinds: tuple[Literal["checks", "random"], ...] = ("checks", "random")
+        for kind in kinds:
+            try:
+                path = results.checks_file(shown.gpu, data, kind)
+            except NoDataError:
+                continue
+            lines = results.checks(shown.gpu, data, kind)
+            if lines:
+                folder = f"generated/data/{shown.gpu}/{path.relative_to(data / shown.gpu)}"
+                said.append(f"- {tables.check_record(lines)} [Data]({folder})")
+        found = records.sanitized(shown.gpu, data)
+        if found:
+            folder = f"generated/data/{shown.gpu}/sanitizer/{found[0].run}.jsonl"
+            sanitized.append(f"{tables.sanitized(found)}\n[Data]({folder})")
     out.snippet("checks.md", "\n".join(said) if said else "*No such comparison is on record yet.*")
+    out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else "*No such run is on record yet.*")
 
 
 def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> None:
@@ -616,8 +712,10 @@ def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> N
         records.Verdict,
         records.CubinFields,
         records.Conditions,
+        records.Tuning,
         records.StageCounters,
         records.PatternCounters,
+        records.StageProfile,
     )
     schema = [
         f"### {model.__name__}\n\n{(model.__doc__ or '').strip()}\n\n"

@@ -1,25 +1,37 @@
-"""What is shown of a GPU's data: for every problem, the newest run that tells most of the ladder.
+"""What is shown of a GPU's data: for every problem, the newest session that tells most of the ladder.
 
-One chart is one run, because a ratio means something only between rows that were measured in turn. Among the runs of a
-problem the one that tried most stages wins, then the newest: a later run of a single stage does not hide the ladder.
+A session is the runs of one commit on one GPU, each begun within six hours of the one before: a measurement that takes
+longer than one command allows is split by head dim, element type or stages, and belongs together all the same.
+
+One chart is one session. Among the sessions that measured a problem the one that tried most stages wins, then the
+newest: a later run of a single stage does not hide the ladder. Within a session a problem's rows come from the run that
+tried most stages there, then from the one that took samples in most states, then from the newest; what that run did not
+try is filled in from the session's other runs, and `Results.beside` from other element types.
+
+A ratio means most between rows that were measured in turn: `against_peers` takes both of its rows from one run.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from flashlab import records, stages
+from flashlab.checks import read_lines as check_lines
 from flashlab.errors import NoDataError
 from flashlab.paths import DATA
-from flashlab.problem import FIRST_SHAPE, STANDARD_SHAPES, Problem
-from flashlab.records import Cache, Ceiling, Damage, Machine, Measurement, Regime
+from flashlab.problem import FIRST_SHAPE, STANDARD_SHAPES, Problem, suite
+from flashlab.records import Cache, Ceiling, Damage, Machine, Measurement, Regime, Run, StageProfile
 
+SESSION_GAP = timedelta(hours=6)
+"""Between the starts of two runs of one session, at most."""
+NAMED_PEERS = ("fa3", "sdpa_cudnn")
+"""The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
 STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
 """The ways a time is taken, as the report shows them: the headline first."""
 
@@ -33,8 +45,10 @@ class Results:
     machine: Machine | None
     """None where machine.json is missing or damaged."""
     problems: Mapping[Problem, tuple[Measurement, ...]]
-    """Rows of each problem, all of one run, in `ordered` order."""
+    """Rows of each problem, all of one session, in `ordered` order."""
     ceilings: Mapping[str, Ceiling]
+    sessions: Mapping[str, str] = field(default_factory=dict)
+    """The session of each run: the id of its first run."""
     damage: tuple[Damage, ...]
     """Files that differ from CHECKSUMS and lines that could not be read; what could is unharmed."""
 
@@ -74,23 +88,57 @@ class Results:
         rows = self.problems[wanted]
         return rows if stage_ids is None else tuple(r for r in rows if r.kind == "peer" or r.name in stage_ids)
 
+    def session(self, row: Measurement) -> str:
+        """The session that a row was measured in."""
+        return self.sessions.get(row.run, row.run)
+
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that do not take the element type of `problem` (of `first`, where None), timed in another.
 
-        At the same shape and mask and in the same run, so that the rates may stand side by side. They are never the
+        At the same shape and mask and in the same session, so that the rates may stand side by side. They are never the
         fastest library that percentages refer to: a percentage keeps to one element type.
         """
         wanted = problem or self.first
         rows = self.problems.get(wanted, ()) if wanted else ()
-        lacking = {(row.run, row.name) for row in rows if row.kind == "peer" and row.status == "unsupported"}
+        lacking = {(self.session(row), row.name) for row in rows if row.kind == "peer" and row.status == "unsupported"}
         found: dict[str, Measurement] = {}
         for other, theirs in self.problems.items():
             if wanted is None or other == wanted or replace(other, dtype=wanted.dtype) != wanted:
                 continue
             for row in theirs:
-                if (row.run, row.name) in lacking and rate(row) is not None:
+                if (self.session(row), row.name) in lacking and rate(row) is not None:
                     found.setdefault(row.name, row)
         return ordered(found.values())
+
+
+def of_lengths(
+    shown: Results, *, head_dim: int, mask: str, dtype: str, regime: Regime = "burst"
+) -> tuple[Problem, ...]:
+    """The problems of the suite `lengths` of that kind that have a time in that regime, the shortest first.
+
+    Raises:
+        NoDataError: fewer than two.
+    """
+    found = tuple(
+        problem
+        for problem in suite("lengths")
+        if (problem.head_dim, problem.mask, problem.dtype) == (head_dim, mask, dtype)
+        and any(row.samples_of(regime) for row in shown.problems.get(problem, ()))
+    )
+    if len(found) < 2:
+        raise NoDataError(
+            f"wanted {regime} times at several sequence lengths, D{head_dim} {mask} {dtype}, on {shown.gpu}, found "
+            f"{len(found)}. `flashlab bench --suite lengths` on such a GPU makes some"
+        )
+    return found
+
+
+def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
+    """The newest profile of each stage at each problem, the first problem first, in the ladder's order; may be none."""
+    newest = {(one.stage, one.problem.problem()): one for one in records.profiles(gpu, data)}
+    ladder = {stage_id: position for position, stage_id in enumerate(stages.STAGES)}
+    order = sorted(newest, key=lambda key: (_problem_order(key[1]), ladder.get(key[0], len(ladder))))
+    return tuple(newest[key] for key in order)
 
 
 def rate(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
@@ -129,16 +177,194 @@ def fastest_stage(rows: Iterable[Measurement], regime: Regime = "burst", cache: 
     return max(timed, key=lambda row: rate(row, regime, cache) or 0.0, default=None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """A stage and a library on one problem in one regime, rows of one run."""
+
+    regime: Regime
+    stage: str
+    stage_us: float
+    """Median time of one call."""
+    stage_clock_mhz: float | None
+    """Median SM clock beside the samples."""
+    peer: str
+    peer_us: float
+    peer_clock_mhz: float | None
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster the stage is: the ratio of the medians."""
+        return self.peer_us / self.stage_us
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgainstPeers:
+    """Our best stage and the best library on one problem."""
+
+    problem: Problem
+    run: str
+    """The run that both were measured in."""
+    dirty: bool
+    burst: Contest | None
+    """The fastest stage against the fastest library of the same element type; None where either has no time."""
+    sustained: Contest | None
+    """The same stage under continuous work, against the library that is the fastest there; None where not measured."""
+    named: Contest | None
+    """The fastest stage against the faster of `NAMED_PEERS`, burst."""
+    named_sustained: Contest | None
+    reason: str
+    """Why there is no ratio; empty where there is one."""
+
+    def flat(self) -> dict[str, object]:
+        """As `flashlab results --against-peers --json` prints it: None where there is nothing to say."""
+        problem = self.problem
+
+        def told(contest: Contest | None) -> dict[str, object] | None:
+            if contest is None:
+                return None
+            return {
+                "best_stage": contest.stage,
+                "stage_median_us": contest.stage_us,
+                "stage_tflops": problem.tflops(contest.stage_us),
+                "stage_sm_clock_mhz": contest.stage_clock_mhz,
+                "best_peer": contest.peer,
+                "peer_median_us": contest.peer_us,
+                "peer_tflops": problem.tflops(contest.peer_us),
+                "peer_sm_clock_mhz": contest.peer_clock_mhz,
+                "ratio": contest.ratio,
+            }
+
+        return {
+            "shape": problem.shape,
+            "dtype": problem.dtype,
+            "mask": problem.mask,
+            "run": self.run,
+            "dirty": self.dirty,
+            "reason": self.reason,
+            **(told(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None}),
+            "sustained": told(self.sustained),
+            "against_named": {
+                "peers": list(NAMED_PEERS),
+                "burst": told(self.named),
+                "sustained": told(self.named_sustained),
+            },
+        }
+
+
+def _contest(rows: Sequence[Measurement], stage: Measurement | None, regime: Regime) -> Contest | None:
+    peer = fastest_peer(rows, regime)
+    ours, theirs = (row.samples_of(regime) if row else None for row in (stage, peer))
+    if stage is None or peer is None or ours is None or theirs is None:
+        return None
+    return Contest(
+        regime=regime,
+        stage=stage.name,
+        stage_us=ours.median_us,
+        stage_clock_mhz=median(ours.sm_clock_mhz) if ours.sm_clock_mhz else None,
+        peer=peer.name,
+        peer_us=theirs.median_us,
+        peer_clock_mhz=median(theirs.sm_clock_mhz) if theirs.sm_clock_mhz else None,
+    )
+
+
+def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
+    """For each problem of the newest session: our best stage against the best library of the same element type.
+
+    Both rows come from one run, in which they were measured in turn: of the session's runs that timed a stage and a
+    library at the problem, the one that timed most of both, then the newest. The newest session is that of the newest
+    run that holds a measurement. Edited copies of a stage take no part.
+
+    Raises:
+        NoDataError: the GPU has no measurement.
+    """
+    records.newest_run(gpu, data)
+    runs = [run for run in records.runs(gpu, data) if run.measurements]
+    sessions = sessions_of(runs)
+    newest = sessions[runs[-1].id]
+    parts: dict[Problem, list[list[Measurement]]] = {}
+    for run in runs:
+        if sessions[run.id] != newest:
+            continue
+        by_problem: dict[Problem, dict[str, Measurement]] = {}
+        for row in run.measurements:
+            if row.kind == "peer" or row.name in stages.STAGES:
+                by_problem.setdefault(row.problem.problem(), {})[row.name] = row
+        for problem, rows in by_problem.items():
+            parts.setdefault(problem, []).append(list(rows.values()))
+    found = []
+    for problem in sorted(parts, key=_problem_order):
+        chosen = max(parts[problem], key=_rivals)
+        stage = fastest_stage(chosen)
+        named = [row for row in chosen if row.kind == "stage" or row.name in NAMED_PEERS]
+        burst = _contest(chosen, stage, "burst")
+        lacking = "stage" if stage is None else "library"
+        found.append(
+            AgainstPeers(
+                problem=problem,
+                run=chosen[0].run,
+                dirty=chosen[0].source.dirty,
+                burst=burst,
+                sustained=_contest(chosen, stage, "sustained"),
+                named=_contest(named, stage, "burst"),
+                named_sustained=_contest(named, stage, "sustained"),
+                reason="" if burst else f"no {lacking} has a time in that run",
+            )
+        )
+    return tuple(found)
+
+
+def _rivals(rows: Sequence[Measurement]) -> tuple[bool, int, str]:
+    timed = [row for row in rows if row.samples]
+    return {"stage", "peer"} <= {row.kind for row in timed}, len(timed), rows[0].run
+
+
 def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
     """The row of the stage that `row`'s stage was made from; None at the ladder's foot or where it was not measured."""
     stage = stages.STAGES.get(row.name)
     return next((r for r in rows if stage and r.kind == "stage" and r.name == stage.parent), None)
 
 
-def _problem_order(problem: Problem) -> tuple[int, bool, bool, Problem]:
+def _problem_order(problem: Problem) -> tuple[int, int, int, bool, bool, Problem]:
     shapes = (FIRST_SHAPE, *STANDARD_SHAPES)
     position = shapes.index(problem.shape) if problem.shape in shapes else len(shapes)
-    return (position, problem.dtype != "float16", problem.causal, problem)
+    return (position, problem.head_dim, problem.q_len, problem.dtype != "float16", problem.causal, problem)
+
+
+def sessions_of(runs: Iterable[Run]) -> dict[str, str]:
+    """The session of each run, by ids: see the module. A session has the id of its first run."""
+    last: dict[str, tuple[str, datetime]] = {}
+    found: dict[str, str] = {}
+    for run in sorted(runs, key=lambda run: run.id):
+        began, _, commit = run.id.partition("-")
+        fingerprint = next((record.gpu.fingerprint for record in run.records), "")
+        try:
+            start = datetime.strptime(began, "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        except ValueError:  # a file that somebody named
+            found[run.id] = run.id
+            continue
+        key = f"{commit} {fingerprint}"
+        first, before = last.get(key, (run.id, start))
+        session = first if start - before <= SESSION_GAP else run.id
+        last[key] = (session, start)
+        found[run.id] = session
+    return found
+
+
+def _tried(rows: Mapping[str, Measurement]) -> int:
+    return sum(name in stages.STAGES for name in rows)
+
+
+def _merged(parts: Sequence[Mapping[str, Measurement]]) -> dict[str, Measurement]:
+    """Rows of one problem from the runs of a session, by name; `parts` oldest first."""
+
+    def told(index: int) -> tuple[int, int, int]:
+        states = {(samples.regime, samples.cache) for row in parts[index].values() for samples in row.samples}
+        return _tried(parts[index]), len(states), index
+
+    rows: dict[str, Measurement] = {}
+    for index in sorted(range(len(parts)), key=told):
+        rows.update(parts[index])
+    return rows
 
 
 def load(gpu: str, data: Path = DATA) -> Results:
@@ -148,15 +374,19 @@ def load(gpu: str, data: Path = DATA) -> Results:
         NoDataError: it has no run.
     """
     runs = records.runs(gpu, data)
-    candidates: dict[Problem, list[tuple[int, str, tuple[Measurement, ...]]]] = {}
+    sessions = sessions_of(runs)
+    found: dict[Problem, dict[str, list[dict[str, Measurement]]]] = {}
     for run in runs:
         by_problem: dict[Problem, dict[str, Measurement]] = {}
         for row in run.measurements:
             by_problem.setdefault(row.problem.problem(), {})[row.name] = row
         for problem, rows in by_problem.items():
-            tried = sum(name in stages.STAGES for name in rows)
-            candidates.setdefault(problem, []).append((tried, run.id, tuple(rows.values())))
-    shown = {problem: ordered(max(found, key=lambda c: c[:2])[2]) for problem, found in candidates.items()}
+            found.setdefault(problem, {}).setdefault(sessions[run.id], []).append(rows)
+    shown: dict[Problem, tuple[Measurement, ...]] = {}
+    for problem, by_session in found.items():
+        merged = {session: _merged(parts) for session, parts in by_session.items()}
+        best = max(merged, key=lambda session: (_tried(merged[session]), session))
+        shown[problem] = ordered(merged[best].values())
     machine_file = data / gpu / "machine.json"
     try:
         machine = Machine.model_validate_json(machine_file.read_bytes())
@@ -167,35 +397,32 @@ def load(gpu: str, data: Path = DATA) -> Results:
         machine=machine,
         problems={problem: shown[problem] for problem in sorted(shown, key=_problem_order)},
         ceilings=records.newest_ceilings(gpu, data),
+        sessions=sessions,
         damage=records.verify(gpu, data),
     )
 
 
-def checks_file(gpu: str, data: Path = DATA) -> Path:
-    """The file of the newest comparison of stages over hostile lengths and layouts.
+def checks_file(gpu: str, data: Path = DATA, folder: Literal["checks", "random"] = "checks") -> Path:
+    """The file of the newest comparison of stages over hostile lengths and layouts, or over random ones.
 
     Raises:
         NoDataError: there is none.
     """
-    files = sorted((data / gpu / "checks").glob("*.jsonl"))
+    files = sorted((data / gpu / folder).glob("*.jsonl"))
     if not files:
         raise NoDataError(
-            f"wanted checks of {gpu}, found none in data/{gpu}/checks. `flashlab check` on such a GPU makes some"
+            f"wanted checks of {gpu}, found none in data/{gpu}/{folder}. `flashlab check` on such a GPU makes some"
         )
     return files[-1]
 
 
-def checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
-    """Lines of the newest comparison of stages over hostile lengths and layouts (`bench.check_stages`).
+def checks(gpu: str, data: Path = DATA, folder: Literal["checks", "random"] = "checks") -> tuple[dict[str, Any], ...]:
+    """Lines of the newest comparison of stages over hostile lengths and layouts, or random ones (`bench.check_stages`).
 
     Raises:
         NoDataError: there is none.
     """
-    return _json_lines(checks_file(gpu, data))
-
-
-def _json_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    return tuple(json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    return check_lines(checks_file(gpu, data, folder))
 
 
 def emulated_checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
@@ -205,7 +432,7 @@ def emulated_checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
         NoDataError: there is none.
     """
     for path in sorted((data / gpu / "checks").glob("*.jsonl"), reverse=True):
-        lines = tuple(line for line in _json_lines(path) if line.get("emulator"))
+        lines = tuple(line for line in check_lines(path) if line.get("emulator"))
         if lines:
             return lines
     raise NoDataError(
@@ -235,11 +462,13 @@ def load_all(data: Path = DATA) -> tuple[Results, ...]:
 
 
 def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:
-    """The SM clock while the samples were taken, for people: `1980 MHz`, `1485–1740 MHz`, `clock not recorded`."""
-    found = [
-        samples.sm_clock_mhz for row in rows if (samples := row.samples_of(regime, cache)) and samples.sm_clock_mhz
-    ]
-    medians = [round(median(values)) for values in found]
+    """The SM clock of the samples, for people: `1980 MHz`, `1485–1740 MHz`, `clock not recorded`.
+
+    Over the calls where that was read, else right after them.
+    """
+    taken = [samples for row in rows if (samples := row.samples_of(regime, cache))]
+    found = [samples.call_clock_mhz or samples.sm_clock_mhz for samples in taken]
+    medians = [round(median(values)) for values in found if values]
     if not medians:
         return "clock not recorded"
     return f"{medians[0]} MHz" if len(set(medians)) == 1 else f"{min(medians)}–{max(medians)} MHz"

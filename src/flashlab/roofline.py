@@ -73,7 +73,7 @@ def _run(
         grid=(blocks, 1, 1),
         block=(threads, 1, 1),
         smem_bytes=0,
-        params=MicroParams(buffers[0].pointer, buffers[1].pointer, count, repeats),
+        params=[MicroParams(buffers[0].pointer, buffers[1].pointer, count, repeats)],
         stream=stream,
     )
     return _holding(launch, *buffers)

@@ -19,7 +19,20 @@ from flashlab.compiler import Cubin
 from flashlab.emulator import Actor, Counter, Place, Report
 from flashlab.errors import CompileError, NoDataError
 from flashlab.problem import Problem
-from flashlab.records import Cache, CubinFields, Measurement, Regime, StageCounters, Status, flat
+from flashlab.records import (
+    Cache,
+    CubinFields,
+    Measurement,
+    Regime,
+    Samples,
+    Sanitized,
+    StageCounters,
+    StageProfile,
+    Status,
+    cycles_per_score,
+    flat,
+    power_w,
+)
 from flashlab.results import Results
 from flashlab.sass import Instruction
 
@@ -167,7 +180,7 @@ def rates(
 
 
 def states(rows: Sequence[Measurement]) -> str:
-    """Rates in each regime and cache state, with the clock, power and energy."""
+    """Rates in each regime and cache state, and what held the clock back."""
     lines: list[list[Cell]] = []
     for row in rows:
         if row.status != "ok":
@@ -178,9 +191,6 @@ def states(rows: Sequence[Measurement]) -> str:
             [
                 title(row),
                 *(results.rate(row, *state) for state in results.STATES),
-                number(median(sustained.sm_clock_mhz), 4) if sustained and sustained.sm_clock_mhz else None,
-                number(conditions.power_w_max) if conditions and conditions.power_w_max else None,
-                conditions.energy_j_per_call * 1e3 if conditions and conditions.energy_j_per_call else None,
                 ", ".join(_HELD_BACK.get(why, why) for why in conditions.throttle_reasons) or "nothing"
                 if conditions
                 else None,
@@ -191,10 +201,177 @@ def states(rows: Sequence[Measurement]) -> str:
         "burst, hot L2, TFLOP/s",
         "burst, cold L2, TFLOP/s",
         "sustained, TFLOP/s",
-        "sustained: SM, MHz",
-        "power, W",
+        "sustained: clock held back by",
+    )
+    return markdown(header, lines)
+
+
+def costs(rows: Sequence[Measurement]) -> str:
+    """What a call costs whatever the clock is: cycles a score, power and energy, burst and sustained; and clocks."""
+    lines: list[list[Cell]] = []
+    for row in rows:
+        if row.status != "ok":
+            continue
+        burst, sustained = row.samples_of("burst", "hot"), row.samples_of("sustained", "hot")
+        energy = sustained.conditions.energy_j_per_call if sustained and sustained.conditions else None
+        power = power_w(sustained)
+        lines.append(
+            [
+                title(row),
+                *(_cycles(row, samples) for samples in (burst, sustained)),
+                *(_clock(samples.call_clock_mhz if samples else ()) for samples in (burst, sustained)),
+                _clock(burst.sm_clock_mhz if burst else ()),
+                number(power) if power else None,
+                energy * 1e3 if energy else None,
+            ]
+        )
+    header = (
+        "",
+        "SM clocks a score, burst",
+        "sustained",
+        "MHz in the calls, burst",
+        "sustained",
+        "MHz after them, burst",
+        "sustained: power, W",
         "mJ a call",
-        "clock held back by",
+    )
+    return markdown(header, lines)
+
+
+def _cycles(row: Measurement, samples: Samples | None) -> str | None:
+    cycles = cycles_per_score(samples, row.problem.problem(), row.gpu.sm_count) if samples else None
+    return None if cycles is None else number(cycles)
+
+
+def _clock(clocks_mhz: Sequence[float]) -> str | None:
+    return number(median(clocks_mhz), 4) if clocks_mhz else None
+
+
+def against(found: Iterable[results.AgainstPeers]) -> str:
+    """Our best stage against the best library of the same element type, problem by problem."""
+    lines: list[list[Cell]] = []
+    for one in found:
+        burst = one.burst
+        contests = (burst, one.named, one.sustained, one.named_sustained)
+        lines.append(
+            [
+                one.problem.label,
+                *(f"×{number(contest.ratio)}" if contest else None for contest in contests),
+                f"`{burst.stage}` {number(one.problem.tflops(burst.stage_us))}" if burst else one.reason,
+                f"{_short_title(burst.peer)} {number(one.problem.tflops(burst.peer_us))}" if burst else None,
+            ]
+        )
+    alone = f"over {' and '.join('FA3' if name == 'fa3' else _short_title(name) for name in results.NAMED_PEERS)}"
+    header = (
+        "problem",
+        "burst, over every library",
+        alone,
+        "sustained, over every library",
+        alone,
+        "stage, TFLOP/s",
+        "library, TFLOP/s",
+    )
+    return markdown(header, lines)
+
+
+def _short_title(peer: str) -> str:
+    return peer_title(peer).split(" (")[0]
+
+
+def lengths(
+    shown: Results,
+    *,
+    head_dim: int,
+    mask: str,
+    dtype: str = "float16",
+    regime: Regime = "burst",
+    stage_ids: Sequence[str] | None = None,
+) -> str:
+    """TFLOP/s at each sequence length, and as a percentage of the measured peak of the tensor cores where it is known.
+
+    Libraries that lack the element type stand in their own (`Results.beside`).
+
+    Raises:
+        NoDataError: fewer than two lengths were measured.
+    """
+    problems = results.of_lengths(shown, head_dim=head_dim, mask=mask, dtype=dtype, regime=regime)
+    peak = shown.ceilings.get(f"tensor_{dtype}")
+    cells: dict[str, dict[int, str]] = {}
+    names: dict[str, None] = {}
+    for problem in problems:
+        rows = shown.rows(problem, stage_ids=stage_ids)
+        for row in (*rows, *shown.beside(problem)):
+            other = row.problem.dtype != dtype
+            name = beside_title(row) if other else title(row)
+            rate = results.rate(row, regime)
+            if rate:
+                names.setdefault(name)
+                share = f" ({number(100 * rate / peak.value, 2)} %)" if peak and not other else ""
+                cells.setdefault(name, {})[problem.q_len] = f"{number(rate)}{share}"
+    counts = [problem.q_len for problem in problems]
+    return markdown(
+        (f"D{head_dim}, {mask}, {dtype}, {regime}: TFLOP/s", *(f"S{count}" for count in counts)),
+        [(name, *(cells[name].get(count) for count in counts)) for name in _stages_first(names)],
+    )
+
+
+def _stages_first(names: Iterable[str]) -> list[str]:
+    listed = list(names)
+    ladder = [f"`{stage_id}`" for stage_id in stages.STAGES]
+    return [name for name in ladder if name in listed] + [name for name in listed if name not in ladder]
+
+
+_WARP_STATES: Mapping[str, str] = {
+    "selected": "issued",
+    "not_selected": "ready, another warp issued",
+    "wait": "fixed wait",
+    "gmma": "wgmma",
+    "barrier": "barrier",
+    "math_pipe_throttle": "unit busy",
+    "short_scoreboard": "shared memory or exponentials",
+    "long_scoreboard": "global memory",
+    "mio_throttle": "shared-memory queue",
+    "lg_throttle": "global-memory queue",
+    "no_instruction": "instruction cache",
+    "imc_miss": "constant cache",
+    "branch_resolving": "branch",
+    "dispatch_stall": "dispatch",
+    "membar": "memory barrier",
+    "sleeping": "sleep",
+    "drain": "stores at the end",
+}
+"""Nsight Compute's warp states, for people; others keep its name."""
+
+
+def profiles(found: Iterable[StageProfile]) -> str:
+    """How busy units and issue slots were in one launch of each stage, and what its warps spent their time on."""
+
+    def percent(value: float | None) -> str | None:
+        return None if value is None else f"{number(value)} %"
+
+    lines: list[list[Cell]] = [
+        [
+            f"`{one.stage}`",
+            percent(one.tensor_percent),
+            percent(one.exp_percent),
+            percent(one.fma_percent),
+            percent(one.alu_percent),
+            percent(one.issue_percent),
+            ", ".join(
+                f"{_WARP_STATES.get(name, name)} {number(share, 2)} %" for name, share in list(one.states.items())[:4]
+            )
+            or None,
+        ]
+        for one in found
+    ]
+    header = (
+        "",
+        "tensor pipe",
+        "exponential unit",
+        "FP32",
+        "integer, max",
+        "issue slots",
+        "where warps spent their time",
     )
     return markdown(header, lines)
 
@@ -382,13 +559,36 @@ def check_record(lines: Sequence[Mapping[str, Any]]) -> str:
     stage_count = len({line["stage"] for line in lines})
     problems = len({str(line["problem"]) for line in lines})
     layouts = sorted({str(line["layout"]) for line in lines})
+    drawn = any("/" in layout for layout in layouts)
+    through = f"{len(layouts)} random layouts" if drawn else f"the layouts {', '.join(layouts)}"
     passed = sum(line["status"] == "ok" for line in lines)
     apart = sum(line["status"] == "unsupported" for line in lines)
     return (
         f"{lines[0]['gpu']['name']}, {lines[0]['time'][:10]}: {count:,} comparisons of {stage_count} stages, over "
-        f"{problems} problems in the layouts {', '.join(layouts)}. {passed:,} passed, "
+        f"{problems:,} problems in {through}. {passed:,} passed, "
         f"{count - passed - apart:,} failed, {apart:,} were not for the stage."
     )
+
+
+def sanitized(found: Sequence[Sanitized]) -> str:
+    """What each of compute-sanitizer's tools found in each stage: a sentence and a table."""
+    first = found[0]
+    tools = list(dict.fromkeys(record.tool for record in found))
+    by_stage: dict[str, dict[str, Sanitized]] = {}
+    for record in found:
+        by_stage.setdefault(record.stage, {})[record.tool] = record
+
+    def cell(record: Sanitized | None) -> str:
+        if record is None:
+            return "–"
+        if not record.finished:
+            return "not finished"
+        elsewhere = f", {record.elsewhere} elsewhere" if record.elsewhere else ""
+        return f"{record.errors} errors in {record.launches} launches{elsewhere}"
+
+    lines = [(f"`{stage}`", *(cell(of_tool.get(tool)) for tool in tools)) for stage, of_tool in by_stage.items()]
+    clean = "Nothing was found." if all(record.clean for record in found) else "Something was found."
+    return f"{first.gpu.name}, {first.time[:10]}, {first.version}. {clean}\n\n{markdown(('stage', *tools), lines)}"
 
 
 def excerpt(instructions: Sequence[Instruction], opcode: str, *, lines: int = 16) -> str:
@@ -817,7 +1017,11 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
     "median_us": "median time of one call, microseconds",
     "cv_percent": "standard deviation over mean, percent; std dev in the tables",
     "tflops": "rate at the median time; 4·B·H·Sq·Sk·D operations, half for a square causal mask",
-    "sm_clock_mhz": "median SM clock beside the samples; empty where not recorded",
+    "sm_clock_mhz": "median SM clock right after the samples, without their load; empty where not recorded",
+    "call_clock_mhz": "median of the mean SM clock over each sample's calls; empty where not recorded",
+    "cycles_per_score": "clocks of one SM a score: SM clock over the calls, times SMs, times time, over scores",
+    "power_w": "power under sustained load, W; empty for bursts",
+    "energy_j_per_call": "joules a call from NVML's energy counter; empty for bursts",
     "max_abs_error": "largest absolute error against the float64 oracle",
     "max_abs_limit": "the limit it was held to",
     "registers": "registers a thread, from the machine code; empty for peers",
@@ -834,7 +1038,8 @@ SAMPLE_COLUMNS: Mapping[str, str] = {
 } | {
     "index": "position of the sample, from 0, in the order taken",
     "time_us": "time of one call, microseconds",
-    "sm_clock_mhz": "SM clock beside the sample; empty where not recorded",
+    "sm_clock_mhz": "SM clock right after the sample, without its load; empty where not recorded",
+    "call_clock_mhz": "mean SM clock over the sample's calls; empty where not recorded",
 }
 """Columns of samples.csv: one line a sample."""
 
@@ -875,6 +1080,10 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
                 "cv_percent": s.cv_percent,
                 "tflops": problem.tflops(s.median_us),
                 "sm_clock_mhz": median(s.sm_clock_mhz) if s.sm_clock_mhz else None,
+                "call_clock_mhz": median(s.call_clock_mhz) if s.call_clock_mhz else None,
+                "cycles_per_score": cycles_per_score(s, problem, row.gpu.sm_count),
+                "power_w": power_w(s),
+                "energy_j_per_call": s.conditions.energy_j_per_call if s.conditions else None,
             }
             for s in row.samples
         ]
@@ -897,6 +1106,7 @@ def sample_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
             "index": index,
             "time_us": time_us,
             "sm_clock_mhz": s.sm_clock_mhz[index] if s.sm_clock_mhz else None,
+            "call_clock_mhz": s.call_clock_mhz[index] if s.call_clock_mhz else None,
         }
         for row in rows
         for s in row.samples

@@ -9,15 +9,20 @@ One sample:
     idle gap  →  [cold: overwrite twice the L2]  →  spin  →  event  →  n calls  →  event  →  short spin
 
 - The gap, twice the sample before it, lets the average power fall, so that the clock stays at its maximum: regime
-  `burst`.
+  `burst`. Where the clock falls all the same, the implementation gets longer gaps, and where those do not help shorter
+  samples, until the clock stays up: tried out before the counted samples, and widened further among them.
 - The spin keeps the GPU busy while the host enqueues everything behind it, so that no sample contains the host. Whether
   it was long enough is checked, and the sample repeated with a longer one where it was not.
-- The short spin counts SM clocks against the chip's nanosecond timer, right after the calls: the clock they ran at.
-- n is chosen so that a sample takes about a millisecond, two thousand times the events' resolution.
+- Both spins read the SM's clock counter and the chip's nanosecond timer. From the end of the first to the start of the
+  second, on the same SM, they give the clock that the calls ran at; the second spin by itself gives the clock of the
+  chip without their load. The two differ: a kernel that works the tensor cores hard is slowed within microseconds.
+- n is chosen so that a sample takes about a millisecond, two thousand times the events' resolution, or less where the
+  power limit would hold the clock back within it.
 - Cold samples have one call; hot ones find in L2 what the call before left there.
 
-The regime `sustained` calls back to back for seconds instead, and meets the power limit. Nothing here changes a clock
-or a power setting: it reads them.
+The regime `sustained` calls back to back for seconds instead, and meets the power limit. The first fifth is not
+counted: whatever ran before, it brings the chip to the state that this implementation keeps it in. Nothing here changes
+a clock or a power setting: it reads them.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from statistics import median
+from statistics import fmean, median
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -51,8 +56,15 @@ _SAMPLE_US = 1000.0
 _CLOCK_SPIN_NS = 20_000
 _MAX_SPIN_US = 50_000.0
 _STARVED_TRIES = 5
-_CHUNK_S = 0.05
+CHUNK_S = 0.05
+"""How long the samples of a sustained measurement are about."""
 _MONITOR_PERIOD_S = 0.05
+FULL_CLOCK = 0.99
+"""A sample whose clock reads less than this share of the highest one seen was held back."""
+_GAP_FACTORS = (1, 4, 16)
+"""Tried in turn where the clock is held back: multiples of the plain gap."""
+WARM_UP_SHARE = 0.2
+"""Of the seconds of a sustained measurement, the part that comes first and is not counted."""
 
 
 class MicroParams(ctypes.Structure):
@@ -66,6 +78,30 @@ class MicroParams(ctypes.Structure):
     )
 
 
+class _Mark(ctypes.Structure):
+    """What kernels/micro/spin.cu writes: an SM's clock counter and the chip's timer when it began and when it ended."""
+
+    _fields_ = (
+        ("start_clock", ctypes.c_longlong),
+        ("start_ns", ctypes.c_longlong),
+        ("end_clock", ctypes.c_longlong),
+        ("end_ns", ctypes.c_longlong),
+        ("sm", ctypes.c_longlong),
+    )
+
+    @property
+    def clock_mhz(self) -> float:
+        """The SM clock during the spin."""
+        return float(1e3 * (self.end_clock - self.start_clock) / (self.end_ns - self.start_ns))
+
+    def clock_mhz_since(self, earlier: _Mark) -> float | None:
+        """The mean SM clock since an earlier spin ended; None where that was on another SM, which counts for itself."""
+        passed_ns = self.start_ns - earlier.end_ns
+        if self.sm != earlier.sm or passed_ns <= 0:
+            return None
+        return float(1e3 * (self.start_clock - earlier.end_clock) / passed_ns)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reading:
     """One sample."""
@@ -73,6 +109,9 @@ class Reading:
     time_us: float
     """Of one call."""
     sm_clock_mhz: float
+    """Right after the calls, without their load."""
+    call_clock_mhz: float | None
+    """Mean over the calls; None where it could not be read."""
     enqueue_us: float
     """Host time it took to enqueue the calls."""
     starved: bool
@@ -90,6 +129,9 @@ class Series:
     time_us: tuple[float, ...]
     """Of one call."""
     sm_clock_mhz: tuple[float, ...]
+    """Right after each sample's calls, without their load."""
+    call_clock_mhz: tuple[float, ...]
+    """Mean over each sample's calls; empty where it could not be read of one."""
 
     @property
     def median_us(self) -> float:
@@ -114,12 +156,13 @@ class Summary:
     sm_clock_mhz_min: float | None
     sm_clock_mhz_max: float | None
     power_w_max: float | None
+    power_w_mean: float | None
     temperature_c_max: float | None
     throttle_reasons: tuple[str, ...]
 
     @classmethod
     def of(cls, states: list[State]) -> Summary:
-        """Extremes and every throttle reason of some states; None where none of them says."""
+        """Extremes, mean power and every throttle reason of some states; None where none of them says."""
         clocks = [s.sm_clock_mhz for s in states if s.sm_clock_mhz is not None]
         powers = [s.power_w for s in states if s.power_w is not None]
         temperatures = [s.temperature_c for s in states if s.temperature_c is not None]
@@ -127,6 +170,7 @@ class Summary:
             sm_clock_mhz_min=min(clocks, default=None),
             sm_clock_mhz_max=max(clocks, default=None),
             power_w_max=max(powers, default=None),
+            power_w_mean=fmean(powers) if powers else None,
             temperature_c_max=max(temperatures, default=None),
             throttle_reasons=tuple(sorted({reason for s in states for reason in s.throttle_reasons})),
         )
@@ -138,8 +182,8 @@ class Backend(Protocol):
     def sample(self, run: Run, *, calls: int, spin_us: float, cold: bool) -> Reading:
         """Take one sample; returns when the GPU is idle again."""
 
-    def chunk(self, run: Run, calls: int) -> Callable[[], tuple[float, float]]:
-        """Enqueue calls between two events and return a wait for (time of one call in µs, SM clock in MHz)."""
+    def chunk(self, run: Run, calls: int) -> Callable[[], Reading]:
+        """Enqueue calls between two events and return a wait for what they took, to be called in the same order."""
 
     def warm_up(self, run: Run, calls: int) -> None:
         """Run and wait."""
@@ -164,8 +208,13 @@ class _Progress:
     run: Run
     calls: int
     spin_us: float
+    gap_factor: int = 1
+    """How many plain gaps come before its samples."""
+    probe_mhz: float | None = None
+    """The clock of a first sample that was like those to come; None where there was none."""
     time_us: list[float] = field(default_factory=list)
     clocks: list[float] = field(default_factory=list)
+    call_clocks: list[float | None] = field(default_factory=list)
     spent_s: float = 0.0
     last_state_s: float | None = None
 
@@ -181,6 +230,8 @@ class Sustained:
     series: Series
     summary: Summary
     energy_j_per_call: float | None
+    continuous_s: float
+    """How long it ran without a pause, the part that is not counted included."""
 
 
 class Timer:
@@ -190,14 +241,17 @@ class Timer:
         self._backend = backend
         self._random = random.Random(seed)
         self._busy_s = 0.0
+        self._top_mhz = 0.0
         self._states: dict[str, list[State]] = {}
 
     def _sample(self, progress: _Progress, cold: bool) -> Reading:
         backend = self._backend
         for _ in range(_STARVED_TRIES):
-            backend.sleep(min(max(2 * self._busy_s, MIN_GAP_S), MAX_GAP_S))
+            plain = min(max(2 * self._busy_s, MIN_GAP_S), MAX_GAP_S)
+            backend.sleep(min(progress.gap_factor * plain, MAX_GAP_S))
             reading = backend.sample(progress.run, calls=progress.calls, spin_us=progress.spin_us, cold=cold)
             self._busy_s = reading.time_us * progress.calls / 1e6
+            self._top_mhz = max(self._top_mhz, reading.sm_clock_mhz)
             if not reading.starved:
                 break
             # A library that waits for the GPU inside its call starves every time; its own time then includes that wait.
@@ -211,7 +265,24 @@ class Timer:
             first = self._sample(progress, cold=False)
             progress.calls = max(1, min(MAX_CALLS, round(_SAMPLE_US / first.time_us)))
             progress.spin_us = min(2 * first.enqueue_us * progress.calls + 50, _MAX_SPIN_US)
+            progress.probe_mhz = first.sm_clock_mhz if progress.calls == 1 else None
         return progress
+
+    def _held_back(self, sm_clock_mhz: float) -> bool:
+        return sm_clock_mhz < FULL_CLOCK * self._top_mhz
+
+    def _settle(self, progress: _Progress, cold: bool) -> None:
+        """Find gaps, and failing that a number of calls, with which the clock stays at its top."""
+        if progress.probe_mhz is not None and not self._held_back(progress.probe_mhz):
+            return  # A slow one: every sample counts.
+        while True:
+            for factor in _GAP_FACTORS:
+                progress.gap_factor = factor
+                if not self._held_back(self._sample(progress, cold).sm_clock_mhz):
+                    return
+            if progress.calls == 1:
+                return
+            progress.calls //= 2
 
     def _watch(self, name: str, progress: _Progress) -> None:
         now = self._backend.now()
@@ -252,6 +323,10 @@ class Timer:
         for name, run in implementations.items():
             announce(name)
             going[name] = self._start(run, cold)
+        # After all of them have run once: only then is there a highest clock to hold one against.
+        for name, progress in going.items():
+            announce(name)
+            self._settle(progress, cold)
         names = list(going)
         while names:
             self._random.shuffle(names)
@@ -262,6 +337,9 @@ class Timer:
                 reading = self._sample(progress, cold)
                 progress.time_us.append(reading.time_us)
                 progress.clocks.append(reading.sm_clock_mhz)
+                progress.call_clocks.append(reading.call_clock_mhz)
+                if self._held_back(reading.sm_clock_mhz):
+                    progress.gap_factor = min(2 * progress.gap_factor, _GAP_FACTORS[-1])
                 self._watch(name, progress)
                 progress.spent_s += self._backend.now() - start
             names = [name for name in going if going[name].wants_more(samples, min_samples, cap_s)]
@@ -272,6 +350,7 @@ class Timer:
                 calls=progress.calls,
                 time_us=tuple(progress.time_us),
                 sm_clock_mhz=tuple(progress.clocks),
+                call_clock_mhz=_all_or_none(progress.call_clocks),
             )
             for name, progress in going.items()
         }
@@ -283,19 +362,23 @@ class Timer:
     def sustained(self, run: Run, *, seconds: float = 5.0, call_us: float | None = None) -> Sustained:
         """Call back to back for at least `seconds`, in chunks of about 50 ms; the samples are the chunks.
 
-        The first tenth warms the chip to its steady state and is not counted. `call_us` is a known time of one call,
+        The first fifth brings the chip to its steady state and is not counted. `call_us` is a known time of one call,
         measured where None.
+
+        Raises:
+            ParameterError: `seconds` is no positive number.
         """
         if not seconds > 0:
             raise ParameterError(f"seconds: wanted a positive number, got {seconds!r}")
         backend = self._backend
         if call_us is None:
             call_us = self._sample(self._start(run, cold=False), cold=False).time_us
-        calls = max(1, round(_CHUNK_S * 1e6 / call_us))
-        readings: list[tuple[float, float]] = []
+        calls = max(1, round(CHUNK_S * 1e6 / call_us))
+        readings: list[Reading] = []
         with _Watcher(backend) as watcher:
             counting = False
             start = backend.now()
+            passed = 0.0
             began_j: float | None = None
             counted = 0
             pending = backend.chunk(run, calls)
@@ -309,9 +392,8 @@ class Timer:
                     counted += calls
                     if passed >= seconds:
                         break
-                elif passed >= seconds / 10:
+                elif passed >= WARM_UP_SHARE * seconds:
                     counting = True
-                    start = backend.now()
                     watcher.states.clear()
                     began_j = backend.energy_j()
             ended_j = backend.energy_j()
@@ -322,12 +404,18 @@ class Timer:
                 regime="sustained",
                 cache="hot",
                 calls=calls,
-                time_us=tuple(time_us for time_us, _ in readings),
-                sm_clock_mhz=tuple(clock for _, clock in readings),
+                time_us=tuple(reading.time_us for reading in readings),
+                sm_clock_mhz=tuple(reading.sm_clock_mhz for reading in readings),
+                call_clock_mhz=_all_or_none([reading.call_clock_mhz for reading in readings]),
             ),
             Summary.of(watcher.states),
             energy if energy and energy > 0 else None,
+            passed,
         )
+
+
+def _all_or_none(clocks: list[float | None]) -> tuple[float, ...]:
+    return () if None in clocks else tuple(clock for clock in clocks if clock is not None)
 
 
 class _Watcher:
@@ -431,13 +519,14 @@ class CudaBackend:
         self._spin_function = micro("spin", device)
         self._flush_bytes = 2 * self._info.l2_bytes
         self._flush_buffer = Buffer.new(self._flush_bytes)
-        self._clock_slots = [Buffer.new(16) for _ in range(3)]
+        self._slots = [Buffer.new(ctypes.sizeof(_Mark)) for _ in range(4)]
+        """Where spins write: the last is for the one before a sample."""
+        self._mark: _Mark | None = None
         self._events = (self._event(), self._event())
-        self._chunk_events = [(self._event(), self._event(), self._event()) for _ in self._clock_slots]
+        self._chunk_events = [(self._event(), self._event(), self._event()) for _ in self._slots[:-1]]
         self._copy_stream = gpu.call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value)
         self._next = 0
         self._nvml_handle = gpu.nvml_handle(device)
-        self._host = (ctypes.c_longlong * 2)()
         # The first launch of a kernel loads it; that must not happen inside a sample.
         self._spin(1000, 0)
         gpu.call("cuStreamSynchronize", self._stream)
@@ -447,20 +536,17 @@ class CudaBackend:
         return gpu.call("cuEventCreate", 0)
 
     def _spin(self, nanoseconds: float, slot: int) -> None:
-        params = MicroParams(self._clock_slots[slot].pointer, None, int(nanoseconds), 1)
+        params = [MicroParams(self._slots[slot].pointer, None, int(nanoseconds), 1)]
         gpu.Launch(
             self._spin_function, grid=(1, 1, 1), block=(1, 1, 1), smem_bytes=0, params=params, stream=self._stream_value
         )()
 
-    def _clock_mhz(self, slot: int) -> float:
+    def _read(self, slot: int) -> _Mark:
         # On a stream of its own: the caller knows that the spin is done, and other work may be queued by now.
-        host, stream = self._host, self._copy_stream
-        gpu.call(
-            "cuMemcpyDtoHAsync", ctypes.addressof(host), self._clock_slots[slot].pointer, ctypes.sizeof(host), stream
-        )
+        mark, stream = _Mark(), self._copy_stream
+        gpu.call("cuMemcpyDtoHAsync", ctypes.addressof(mark), self._slots[slot].pointer, ctypes.sizeof(mark), stream)
         gpu.call("cuStreamSynchronize", stream)
-        clocks, nanoseconds = host
-        return 1e3 * clocks / nanoseconds
+        return mark
 
     def sample(self, run: Run, *, calls: int, spin_us: float, cold: bool) -> Reading:
         """See `Backend`."""
@@ -468,7 +554,7 @@ class CudaBackend:
         stream = self._stream
         if cold:
             gpu.call("cuMemsetD8Async", self._flush_buffer.pointer, 0, self._flush_bytes, stream)
-        self._spin(spin_us * 1e3, 0)
+        self._spin(spin_us * 1e3, -1)
         gpu.call("cuEventRecord", start, stream)
         before = time.perf_counter()
         for _ in range(calls):
@@ -478,29 +564,40 @@ class CudaBackend:
         (status,) = self._driver.cuEventQuery(start)
         self._spin(_CLOCK_SPIN_NS, 0)
         gpu.call("cuStreamSynchronize", stream)
+        ahead, after = self._read(-1), self._read(0)
         return Reading(
             time_us=float(gpu.call("cuEventElapsedTime", start, end)) * 1e3 / calls,
-            sm_clock_mhz=self._clock_mhz(0),
+            sm_clock_mhz=after.clock_mhz,
+            call_clock_mhz=after.clock_mhz_since(ahead),
             enqueue_us=enqueue_us,
             starved=status == self._driver.CUresult.CUDA_SUCCESS,
         )
 
-    def chunk(self, run: Run, calls: int) -> Callable[[], tuple[float, float]]:
-        """See `Backend`. At most three chunks may be waiting."""
+    def chunk(self, run: Run, calls: int) -> Callable[[], Reading]:
+        """See `Backend`. At most three chunks may be waiting; the first of all knows no clock of its calls."""
         slot = self._next
         self._next = (slot + 1) % len(self._chunk_events)
         start, end, clock_read = self._chunk_events[slot]
         gpu.call("cuEventRecord", start, self._stream)
+        before = time.perf_counter()
         for _ in range(calls):
             run()
+        enqueue_us = (time.perf_counter() - before) * 1e6
         gpu.call("cuEventRecord", end, self._stream)
         self._spin(_CLOCK_SPIN_NS, slot)
         gpu.call("cuEventRecord", clock_read, self._stream)
 
-        def wait() -> tuple[float, float]:
+        def wait() -> Reading:
             gpu.call("cuEventSynchronize", clock_read)
-            time_us = float(gpu.call("cuEventElapsedTime", start, end)) * 1e3 / calls
-            return time_us, self._clock_mhz(slot)
+            earlier, mark = self._mark, self._read(slot)
+            self._mark = mark
+            return Reading(
+                time_us=float(gpu.call("cuEventElapsedTime", start, end)) * 1e3 / calls,
+                sm_clock_mhz=mark.clock_mhz,
+                call_clock_mhz=None if earlier is None else mark.clock_mhz_since(earlier),
+                enqueue_us=enqueue_us,
+                starved=False,
+            )
 
         return wait
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -43,8 +44,7 @@ def broken_run(tmp_path_factory: pytest.TempPathFactory) -> records.Run:
         peers=["sdpa", "sdpa_math", "fa3"],
         sources={"00_naive": _broken(folder, "illegal", ILLEGAL)},
         data=folder / "data",
-        samples=7,
-        cold_samples=3,
+        plan=bench.Plan(samples=7, cold_samples=3),
         ceilings=["launch"],
         timeout_s=60,
     )
@@ -89,8 +89,7 @@ def test_an_endless_kernel_costs_its_own_row_only(tmp_path: Path) -> None:
         peers=[],
         sources={"00_naive": _broken(tmp_path, "endless", ENDLESS)},
         data=tmp_path / "data",
-        samples=7,
-        cold_samples=0,
+        plan=bench.Plan(samples=7, cold_samples=0),
         ceilings=False,
         timeout_s=30,
     )
@@ -103,7 +102,8 @@ def test_spread_at_the_first_shape(tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
     problem = Problem.parse(FIRST_SHAPE)
     fastest = stages.best(problem, gpu.info().arch).id
-    path = bench.run([problem], stages=[fastest], peers=["sdpa"], data=tmp_path, ceilings=False, sustained_seconds=1.0)
+    plan = bench.Plan(sustained_seconds=1.0)
+    path = bench.run([problem], stages=[fastest], peers=["sdpa"], data=tmp_path, ceilings=False, plan=plan)
     rows = records.by_name(records.read_run(path).measurements)
     row = rows[fastest]
     assert row.status == "ok", row.reason
@@ -115,6 +115,30 @@ def test_spread_at_the_first_shape(tmp_path: Path) -> None:
     cold = row.samples_of("burst", "cold")
     assert cold is not None
     assert cold.median_us > 0.9 * hot.median_us
+    top = gpu.info().max_sm_clock_mhz
+    assert top is not None
+    assert median(hot.sm_clock_mhz) > timing.FULL_CLOCK * top, "a burst is measured at the highest clock"
+    assert sustained.continuous_s is not None
+    assert sustained.continuous_s >= 1.0
+    assert hot.cycles_per_score is not None
+    assert hot.cycles_per_score == pytest.approx(sustained.cycles_per_score, rel=0.1)
+    assert median(hot.call_clock_mhz) <= 1.01 * median(hot.sm_clock_mhz)
+
+
+def test_variants_are_tuning_records(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+    stage = next(stage for stage in stages.STAGES.values() if stage.params)
+    name, param = next(iter(stage.params.items()))
+    variants = [{name: value} for value in param.choices]
+    path = bench.time_variants(stage.id, variants, [SMALL], data=tmp_path)
+    assert path.parent.name == "tuning"
+    found = records.tunings(gpu.info().slug, tmp_path)
+    assert [record.parameters[name] for record in found if record.status == "ok"]
+    assert {record.parameters[name] for record in found} == set(param.choices)
+    for record in found:
+        if record.status == "ok":
+            assert record.cubin is not None
+            assert record.cubin.parameters == record.parameters
 
 
 def test_the_clock_on_the_chip(backend: timing.CudaBackend) -> None:
@@ -123,6 +147,20 @@ def test_the_clock_on_the_chip(backend: timing.CudaBackend) -> None:
     assert limit is not None
     assert 100 < reading.sm_clock_mhz <= 1.05 * limit
     assert not reading.starved
+
+
+def test_the_clock_of_the_calls_is_read_between_two_spins(backend: timing.CudaBackend) -> None:
+    limit = gpu.info().max_sm_clock_mhz
+    assert limit is not None
+    readings = [backend.sample(lambda: None, calls=1, spin_us=500, cold=False) for _ in range(5)]
+    for reading in readings:
+        assert reading.call_clock_mhz is not None, "the spins ran on two SMs"
+    # Work that draws little power runs at the clock of the spin beside it.
+    buffer = timing.Buffer.new(64)
+    params = [timing.MicroParams(buffer.pointer, None, 500_000, 1)]
+    quiet = gpu.Launch(timing.micro("spin", 0), grid=(1, 1, 1), block=(1, 1, 1), smem_bytes=0, params=params, stream=0)
+    reading = backend.sample(quiet, calls=2, spin_us=500, cold=False)
+    assert reading.call_clock_mhz == pytest.approx(reading.sm_clock_mhz, rel=0.01)
 
 
 def test_a_host_that_is_late_is_noticed(backend: timing.CudaBackend) -> None:
@@ -136,13 +174,13 @@ def test_a_host_that_is_late_is_noticed(backend: timing.CudaBackend) -> None:
 def test_two_spins_take_twice_as_long_as_one(backend: timing.CudaBackend) -> None:
     # Known durations, to judge the timer by: spins on the chip's nanosecond timer.
     def spin(nanoseconds: int) -> timing.Run:
-        buffer = timing.Buffer.new(16)
+        buffer = timing.Buffer.new(64)
         launch = gpu.Launch(
             timing.micro("spin", 0),
             grid=(1, 1, 1),
             block=(1, 1, 1),
             smem_bytes=0,
-            params=timing.MicroParams(buffer.pointer, None, nanoseconds, 1),
+            params=[timing.MicroParams(buffer.pointer, None, nanoseconds, 1)],
             stream=0,
         )
 

@@ -1,0 +1,124 @@
+"""Random problems in random places: what is drawn, and every stage over some of it on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flashlab import checks, emulator, records, results, tables
+from flashlab.check import Guarded, Oracle, check
+from flashlab.checks import CPU_SCORES, GPU_SCORES, TENSORS, laid_out, placement, random_cases
+from flashlab.errors import MissingPackageError, NoDataError, ParameterError
+from flashlab.paths import DATA
+from flashlab.problem import Problem
+from flashlab.reference import attention, make_inputs
+from flashlab.stages import CUDA_STAGES, STAGES
+
+MANY = random_cases(STAGES, 1000, seed=0)
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    assert random_cases(STAGES, 30, seed=3) == random_cases(STAGES, 30, seed=3) != random_cases(STAGES, 30, seed=4)
+    assert [case.problem for case in MANY[:30]] == [case.problem for case in random_cases(STAGES, 30, seed=0)]
+
+
+def test_what_is_drawn_is_spread_over_all_that_breaks_kernels() -> None:
+    problems = [case.problem for case in MANY]
+    assert len({(case.problem, case.layout) for case in MANY}) == len(MANY)
+    assert {(p.head_dim, p.dtype, p.mask) for p in problems} == {
+        (d, t, m) for d in (64, 128) for t in ("float16", "bfloat16") for m in ("full", "causal")
+    }
+    assert max(p.q_len for p in problems) > 1024 < max(p.kv_len for p in problems)
+    assert min(p.q_len for p in problems) == 1 == min(p.kv_len for p in problems)
+    assert all(p.batch * p.q_heads * p.q_len * p.kv_len <= GPU_SCORES for p in problems)
+    for what in (
+        [p for p in problems if p.mask == "causal" and p.q_len > p.kv_len],  # rows that see no key
+        [p for p in problems if p.q_heads > p.kv_heads],
+        [p for p in problems if p.batch > 1],
+        [case for case in MANY if "=" in case.layout],
+        [case for case in MANY if not any(mark in case.layout for mark in "+@=")],
+        [case for case in MANY if "@1" in case.layout],
+    ):
+        assert len(what) > 20
+    for stage in STAGES.values():
+        names = [case for case in MANY if stage.id in case.names]
+        assert len(names) >= 300
+        assert all(stage.why_not(case.problem) is None for case in names)
+
+
+def test_a_place_is_what_it_says() -> None:
+    layout = "bhsd/bshd+8@3/sbhd@1=/hbsd+1"
+    shape = (2, 3, 5, 64)
+    assert [placement(shape, layout, tensor) for tensor in TENSORS] == [
+        {"strides": (960, 320, 64, 1), "offset_words": 0},
+        {"strides": (1080, 72, 216, 1), "offset_words": 3},
+        {"strides": (64, 0, 128, 1), "offset_words": 1},
+        {"strides": (325, 650, 65, 1), "offset_words": 0},
+    ]
+
+
+@pytest.mark.parametrize("layout", ["dense", "bhsd", "bhsd/bhsd/bhsd", "bhsd/bhsd/bhsd/bhds", "bhsd/bhsd/bhsd/bhsd+"])
+def test_a_place_that_is_none_is_refused(layout: str) -> None:
+    with pytest.raises(ParameterError, match=r"layout: wanted one of contiguous, .*, or 4 places"):
+        placement((1, 1, 1, 64), layout)
+
+
+def test_nothing_to_draw_is_refused() -> None:
+    with pytest.raises(ParameterError, match="wanted at least one random case and one stage"):
+        random_cases({}, 3, seed=0)
+
+
+def test_shared_heads_share_their_memory_and_their_values() -> None:
+    values = make_inputs(Problem.parse("1x4x4x33x33x64"), seed=0)
+    layout = "bhsd/bshd=/bhsd+3/bhsd"
+    q, k, v = laid_out(values, layout)
+    assert (k == values[1][:, :1]).all()
+    assert (q is values[0], v is values[2]) == (True, True)
+    held = Guarded.holding(k, **placement(k.shape, layout, "k"))
+    assert held.array.strides[1] == 0
+    assert (held.array == k).all()
+    assert held.why_damaged() is None
+    assert laid_out(values, "padded") == values
+
+
+def test_an_oracle_is_asked_once_and_judges_every_output() -> None:
+    problem = Problem.parse("2x2x70x64", mask="causal")
+    q, k, v = make_inputs(problem, seed=0)
+    out, lse = attention(q, k, v, causal=True)
+    good, lse = out.astype(np.float16), lse.astype(np.float32)
+    bad = (good * np.float16(1.02)).astype(np.float16)
+    oracle = Oracle()
+    for candidate in (good, bad, good):
+        alone = check(candidate, lse, q, k, v, causal=True, dtype="float16")
+        assert check(candidate, lse, q, k, v, causal=True, dtype="float16", oracle=oracle) == alone
+    # That it does not look at q, k and v again is the point.
+    assert check(good, lse, 0 * q, 0 * k, 0 * v, causal=True, dtype="float16", oracle=oracle).passed
+
+
+def test_stages_pass_random_cases_on_the_cpu() -> None:
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    drawn = random_cases(CUDA_STAGES, 40, seed=1, max_scores=CPU_SCORES)
+    found = checks.check_on_cpu(random=40, seed=1)
+    assert [f"{row.stage} {row.problem.label} {row.layout}: {row.reason}" for row in found.failures] == []
+    assert len(found.rows) == sum(len(case.names) for case in drawn)
+
+
+def _on_record(slug: str, path: Path = DATA) -> tuple[dict[str, object], ...]:
+    try:
+        return results.checks(slug, path, "random")
+    except NoDataError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("slug", records.gpus() or ["none"])
+def test_what_is_on_record_passed_for_every_stage(slug: str) -> None:
+    lines = _on_record(slug)
+    assert [line for line in lines if line["status"] not in ("ok", "unsupported")] == []
+    assert {line["stage"] for line in lines if line["status"] == "ok"} >= set(STAGES)
+    assert len({(str(line["problem"]), line["layout"]) for line in lines}) >= 1000
+    assert "random layouts" in tables.check_record(lines)

@@ -1,0 +1,172 @@
+"""compute-sanitizer: what its tools write is read, what breaks is no clean record, and what is on record is clean."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+
+from flashlab import compiler, gpu, records, sanitizer, stages, tables
+from flashlab.errors import MissingError, ParameterError
+from flashlab.paths import DATA
+from flashlab.records import Sanitized
+
+SLUG = "nvidia-h200"
+CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
+OUT_OF_BOUNDS = """========= COMPUTE-SANITIZER
+========= Invalid __global__ read of size 2 bytes
+=========     at attention_05_wmma+0x1230 in 05_wmma.cu:77
+=========     by thread (3,0,0) in block (0,0,0)
+=========     Address 0x7f0000000000 is out of bounds
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: [0x2d1] in libcuda.so.1
+=========
+========= Invalid __global__ read of size 2 bytes
+=========     at attention_08_swizzle(AttentionParams)+0x20
+=========
+========= Invalid __shared__ write of size 4 bytes
+=========     at some_other_kernel+0x20
+=========
+========= ERROR SUMMARY: 3 errors
+"""
+RACES = """========= COMPUTE-SANITIZER
+========= Error: Race reported between Write access at attention_06_cp_async+0x100
+=========     and Read access at attention_06_cp_async+0x220 [1024 hazards]
+=========
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
+FAKE = """#!{python}
+import json, sys
+arguments = sys.argv[1:]
+if arguments == ["--version"]:
+    print("NVIDIA (R) Compute Sanitizer\\nVersion 2030.1.0.0 (build 1)")
+    sys.exit(0)
+tool = arguments[arguments.index("--tool") + 1]
+plan = json.load(open({plan!r}))
+job = json.loads(arguments[arguments.index("--launch") + 1])
+launches = {{stage: 8 for stage in job["stages"]}}
+report = {{"launches": launches, "failed": plan["failed"], "done": tool not in plan["dead"]}}
+json.dump(report, open(arguments[arguments.index("--report") + 1], "w"))
+log = plan["logs"].get(tool)
+if log is not None:
+    open(arguments[arguments.index("--log-file") + 1], "w").write(log)
+print("the end")
+sys.exit(0 if report["done"] else 9)
+"""
+
+
+def test_a_clean_log_says_so() -> None:
+    found = sanitizer.parse(CLEAN)
+    assert (found.total, dict(found.of_stage), dict(found.words)) == (0, {}, {})
+
+
+def test_reports_are_counted_for_the_kernel_they_name() -> None:
+    found = sanitizer.parse(OUT_OF_BOUNDS)
+    assert found.total == 3
+    assert found.of_stage == {"05_wmma": 1, "08_swizzle": 1}
+    assert found.words["05_wmma"] == ("Invalid __global__ read of size 2 bytes",)
+    assert found.words[""] == ("Invalid __shared__ write of size 4 bytes",)
+
+
+def test_races_are_counted_by_their_own_summary() -> None:
+    found = sanitizer.parse(RACES)
+    assert (found.total, found.of_stage) == (1, {"06_cp_async": 1})
+
+
+def test_a_log_without_a_summary_has_no_total() -> None:
+    assert sanitizer.parse("========= COMPUTE-SANITIZER\n").total is None
+    assert sanitizer.parse("").total is None
+
+
+@pytest.fixture
+def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A program named compute-sanitizer that follows a plan."""
+    folder, plan_file = tmp_path / "bin", tmp_path / "plan.json"
+    folder.mkdir()
+    program = folder / "compute-sanitizer"
+    program.write_text(FAKE.format(python=sys.executable, plan=str(plan_file)), encoding="utf-8")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    monkeypatch.setattr(gpu, "info", lambda device=0: synthetic.gpu(SLUG).model_copy(update={"arch": "sm_90a"}))
+    monkeypatch.setattr(compiler, "compile_many", lambda work: ())
+
+    def run(*stage_ids: str, **plan: Any) -> dict[tuple[str, str], Sanitized]:
+        whole = {"logs": dict.fromkeys(sanitizer.TOOLS, CLEAN), "failed": {}, "dead": []} | plan
+        plan_file.write_text(json.dumps(whole), encoding="utf-8")
+        path, found = sanitizer.sanitize(stage_ids, data=tmp_path / "data")
+        assert path.parent == tmp_path / "data" / SLUG / "sanitizer"
+        assert records.sanitized(SLUG, tmp_path / "data") == found
+        assert [d for d in records.verify(SLUG, tmp_path / "data") if "machine" not in str(d.path)] == []
+        return {(record.tool, record.stage): record for record in found}
+
+    return run
+
+
+def test_every_tool_and_stage_has_a_record(tool: Any) -> None:
+    found = tool("05_wmma", "08_swizzle")
+    assert set(found) == {(name, stage) for name in sanitizer.TOOLS for stage in ("05_wmma", "08_swizzle")}
+    assert all(record.clean and record.launches == 8 for record in found.values())
+    assert {record.version for record in found.values()} == {"Version 2030.1.0.0 (build 1)"}
+    text = tables.sanitized(tuple(found.values()))
+    assert "Nothing was found." in text
+    assert "| `05_wmma` | 0 errors in 8 launches |" in text
+
+
+def test_what_a_tool_finds_is_not_clean(tool: Any) -> None:
+    logs = dict.fromkeys(sanitizer.TOOLS, CLEAN) | {"memcheck": OUT_OF_BOUNDS, "racecheck": RACES}
+    found = tool("05_wmma", "06_cp_async", logs=logs)
+    assert (found["memcheck", "05_wmma"].errors, found["racecheck", "06_cp_async"].errors) == (1, 1)
+    # A report that names no stage that was asked for is everyone's.
+    assert found["memcheck", "06_cp_async"].errors == 0
+    assert not found["memcheck", "06_cp_async"].clean
+    assert found["racecheck", "05_wmma"].clean
+    assert "Something was found." in tables.sanitized(tuple(found.values()))
+
+
+def test_a_tool_that_breaks_off_is_not_clean(tool: Any) -> None:
+    found = tool("05_wmma", dead=["initcheck"], logs={"initcheck": CLEAN, "memcheck": CLEAN, "racecheck": CLEAN})
+    assert not found["initcheck", "05_wmma"].clean
+    assert "exit status 9" in found["initcheck", "05_wmma"].findings[-1]
+    assert not found["synccheck", "05_wmma"].clean  # no log at all
+    assert found["memcheck", "05_wmma"].clean
+
+
+def test_a_launch_that_fails_is_an_error(tool: Any) -> None:
+    found = tool("05_wmma", failed={"05_wmma": ["S1: refused"]})
+    assert all(record.errors == 1 and not record.clean for record in found.values())
+
+
+def test_what_cannot_be_run_is_refused(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="tools: wanted some of memcheck"):
+        sanitizer.sanitize(tools=("leakcheck",), data=tmp_path)
+    monkeypatch.setattr(gpu, "info", lambda device=0: synthetic.gpu(SLUG).model_copy(update={"arch": "sm_75"}))
+    with pytest.raises(ParameterError, match="wanted a stage that runs on sm_75"):
+        sanitizer.sanitize(["08_swizzle"], data=tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
+    with pytest.raises(MissingError, match="compute-sanitizer"):
+        sanitizer.program()
+
+
+@pytest.mark.parametrize("stage_id", stages.STAGES)
+def test_a_stage_is_launched_on_all_that_it_takes(stage_id: str) -> None:
+    stage = stages.get(stage_id)
+    found = sanitizer.problems(stage_id, sanitizer.LENGTHS)
+    assert len(set(found)) == len(stage.head_dims) * len(stage.dtypes) * 2 * len(sanitizer.LENGTHS)
+    assert all(stage.why_not(problem) is None for problem in found)
+
+
+@pytest.mark.parametrize("slug", records.gpus() or ["none"])
+def test_what_is_on_record_is_clean_and_covers_every_stage(slug: str) -> None:
+    found = records.sanitized(slug, DATA)
+    if not found:
+        pytest.skip(f"no run of compute-sanitizer on record for {slug}: scripts/sanitize.py makes one")
+    assert [f"{r.tool} {r.stage}: {r.errors} errors, {r.findings[:1]}" for r in found if not r.clean] == []
+    wanted = {(tool, stage_id) for tool in sanitizer.TOOLS for stage_id in stages.STAGES}
+    missing = wanted - {(record.tool, record.stage) for record in found}
+    assert missing == set()
