@@ -103,7 +103,7 @@ def test_stages_pass_random_cases_on_the_cpu() -> None:
     except MissingPackageError as error:
         pytest.skip(str(error))
     drawn = random_cases(CUDA_STAGES, 40, seed=1, max_scores=CPU_SCORES)
-    found = checks.check_on_cpu(random=40, seed=1)
+    found = checks.check_on_cpu(list(CUDA_STAGES), random=40, seed=1)
     assert [f"{row.stage} {row.problem.label} {row.layout}: {row.reason}" for row in found.failures] == []
     assert len(found.rows) == sum(len(case.names) for case in drawn)
 

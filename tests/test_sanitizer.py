@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import synthetic
 
-from flashlab import compiler, gpu, records, sanitizer, stages, tables
+from flashlab import compiler, gpu, records, report, sanitizer, stages, tables
 from flashlab.errors import MissingError, ParameterError
 from flashlab.paths import DATA
+from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.records import Sanitized
 
 SLUG = "nvidia-h200"
@@ -159,6 +160,19 @@ def test_a_stage_is_launched_on_all_that_it_takes(stage_id: str) -> None:
     found = sanitizer.problems(stage_id, sanitizer.LENGTHS)
     assert len(set(found)) == len(stage.head_dims) * len(stage.dtypes) * 2 * len(sanitizer.LENGTHS)
     assert all(stage.why_not(problem) is None for problem in found)
+
+
+def test_the_site_says_what_was_found(tool: Any, tmp_path: Path) -> None:
+    def page() -> str:
+        out = report.generate(tmp_path / "data", site=tmp_path / "site")
+        return (out / "snippets" / "sanitizer.md").read_text(encoding="utf-8")
+
+    synthetic.write_synthetic(tmp_path / "data", SLUG, problems=[Problem.parse(FIRST_SHAPE)])
+    assert "No such run is on record yet" in page()
+    run = next(iter(tool("05_wmma").values())).run
+    assert "| `05_wmma` | 0 errors in 8 launches |" in page()
+    assert f"(generated/data/{SLUG}/sanitizer/{run}.jsonl)" in page()
+    assert (tmp_path / "site" / "generated" / "data" / SLUG / "sanitizer" / f"{run}.jsonl").is_file()
 
 
 @pytest.mark.parametrize("slug", records.gpus() or ["none"])
