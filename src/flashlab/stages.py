@@ -404,7 +404,8 @@ STAGES: Mapping[str, Stage] = {
             question=("How far does mma.sync go when a warp's tensor cores and exponentials work at the same time?"),
             change=(
                 "XOR-swizzled shared memory in place of padding, a deeper ring, and the next tile's scores computed "
-                "into the registers that exponentials have just left; two options save instructions beside the products."
+                "into the registers that exponentials have just left; two options save instructions beside the "
+                "products."
             ),
             prediction=(
                 "The swizzle itself gains next to nothing: padded rows had no conflicts either, and it only frees an "
