@@ -446,8 +446,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       float sum[HALVES];
       exponentials(S_reg, rows, p.scale_log2, sum);
       // ptxas would move the exponentials behind the next wait, where nothing is left to overlap with. A barrier whose mask depends
-      // on the sums, as far as it can see, holds them here: a sum of exponentials is never that NaN.
-      __syncwarp(__float_as_uint(sum[0] + sum[1]) == 0x7fffffffu ? 1u : FULL_WARP);
+      // on the sums, as far as it can see, holds them here: no sum of exponentials is negative, and the NaN that it may be is not.
+      __syncwarp(sum[0] + sum[1] == -1.0f ? 1u : FULL_WARP);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[before.stage]);

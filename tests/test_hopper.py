@@ -150,3 +150,20 @@ def test_scores_far_above_the_old_maximum_are_noticed(stage: Stage, head_dim: in
         found = emulate(q, k, v, stage=stage.id, causal=causal, races=True)
         assert check(np.asarray(found.out), found.lse, q, k, v, causal=causal, dtype=dtype).reason == ""
         assert not found.report.findings
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
+def test_what_is_no_number_stays_none(stage: Stage, bad: float) -> None:
+    """One key of one head that is NaN or infinite: the kernel ends, rows that see it have no value, others theirs."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    problem = Problem(batch=1, q_heads=2, kv_heads=2, q_len=130, kv_len=500, head_dim=64)
+    q, k, v = make_inputs(problem, seed=0)
+    k[0, 1, 40, 3] = bad
+    found = emulate(q, k, v, stage=stage.id)
+    sound = check(np.asarray(found.out)[:, :1], None, q[:, :1], k[:, :1], v[:, :1], causal=False, dtype="float16")
+    assert sound.reason == ""
+    assert np.isnan(np.asarray(found.out, np.float64)[0, 1]).any(axis=-1).sum() >= problem.q_len // 3
