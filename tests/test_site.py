@@ -58,6 +58,7 @@ WITH_FIGURES = (
     "stages/",
     "stages/06_cp_async/",
     "generated/results/nvidia-h200/",
+    "against/",
     "roofline/",
     "hardware/",
     "anatomy/",
