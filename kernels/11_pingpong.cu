@@ -5,11 +5,11 @@
 // Layout: warpgroup 0 fetches; consumer c of block x works on rows x·TILE_Q + 64·c onwards.
 // Requires: sm_90a.
 #include "hopper.cuh"
+#include "turns.cuh"
 
 constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
 constexpr int MIN_BLOCKS = 1;   // on an SM: consumers of one block now do for one another what several blocks did
-constexpr bool TURNS = PINGPONG && NUM_CONSUMERS > 1;
 // A thread's registers: what a block is launched with, in eights for each thread, is dealt anew.
 constexpr int LAUNCH_REGISTERS = SM_REGISTERS / MIN_BLOCKS / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = MIN_BLOCKS == 1 ? 32 : 24;
@@ -36,6 +36,7 @@ enum NamedBarrier {
   CONSUMER_BARRIER = 1,   // and 2, 3: each consumer's own
   TURN_BARRIER = 4,       // and 5, 6: a consumer's turn to issue products has come
 };
+using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
 
 // What a block works on.
 struct Work {
@@ -77,21 +78,6 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const Attentio
     fill<TILE_KV, WARPGROUP>(smem.V[stage], V_source, tile * TILE_KV, &smem.V_full[stage], thread);
     fill_end(&smem.V_full[stage]);
   }
-}
-
-// A consumer's turn to issue products comes when the one before it has issued its own. The last one starts by passing to the
-// first; whoever took the last turn leaves one that nobody needs, which `end_turns` takes.
-__device__ __forceinline__ void wait_for_turn(int consumer) {
-  if constexpr (TURNS) ptx::bar_sync(TURN_BARRIER + consumer, 2 * WARPGROUP);
-}
-__device__ __forceinline__ void pass_turn(int consumer) {
-  if constexpr (TURNS) ptx::bar_arrive(TURN_BARRIER + (consumer + 1) % NUM_CONSUMERS, 2 * WARPGROUP);
-}
-__device__ __forceinline__ void begin_turns(int consumer) {
-  if (consumer == NUM_CONSUMERS - 1) pass_turn(consumer);
-}
-__device__ __forceinline__ void end_turns(int consumer) {
-  if (consumer == 0) wait_for_turn(consumer);
 }
 
 // A consumer: 64 query rows.
@@ -148,12 +134,12 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
   ptx::mbarrier_wait_parity(&smem.Q_full, 0);
   if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[consumer], warp, lane);
   if (work.num_tiles > 0) {
-    begin_turns(consumer);
+    ProductTurns::begin(consumer);
     wait_for_K(0);
-    wait_for_turn(consumer);
+    ProductTurns::wait(consumer);
     ptx::wgmma_fence();
     issue_QK(0);
-    pass_turn(consumer);
+    ProductTurns::pass(consumer);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(S_reg);
     release(&smem.K_empty[stage_of(0)]);
@@ -164,11 +150,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     bool K_came = false;
     for (int tile = 1; tile < work.num_tiles; ++tile) {
       if (!K_came) wait_for_K(tile);
-      wait_for_turn(consumer);
+      ProductTurns::wait(consumer);
       ptx::wgmma_fence();
       issue_QK(tile);
       issue_PV(tile - 1);
-      pass_turn(consumer);
+      ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<OVERLAP ? 1 : 0>();   // Q·K is done; P·V may be under way
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[stage_of(tile)]);
@@ -187,7 +173,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     issue_PV(work.num_tiles - 1);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(O_reg);
-    end_turns(consumer);
+    ProductTurns::end(consumer);
   }
   ptx::bar_sync(CONSUMER_BARRIER + consumer, WARPGROUP);   // its four warps are done with Q, whose place the output takes
 

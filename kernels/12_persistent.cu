@@ -5,11 +5,12 @@
 // Layout: warpgroup 0 fetches; consumer c works on rows 64·c onwards of the block's tile of Q.
 // Requires: sm_90a.
 #include "hopper.cuh"
+#include "turns.cuh"
+#include "works.cuh"
 
 constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
 constexpr int MIN_BLOCKS = 1;   // on an SM: consumers of one block now do for one another what several blocks did
-constexpr bool TURNS = PINGPONG && NUM_CONSUMERS > 1;
 // A thread's registers: what a block is launched with, in eights for each thread, is dealt anew.
 constexpr int LAUNCH_REGISTERS = SM_REGISTERS / MIN_BLOCKS / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = MIN_BLOCKS == 1 ? 32 : 24;
@@ -19,15 +20,6 @@ static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1
 static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
 static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
 static_assert(Q_STAGES == 1 || Q_STAGES == 2, "Q_STAGES must be 1 or 2: nobody looks further ahead");
-
-// What a block works on: some rows of a head.
-struct Work {
-  int first_q_row;
-  int head;
-  int batch;
-  int num_tiles;   // of K and V; NO_MORE: the block is done
-};
-constexpr int NO_MORE = -1;
 
 struct SharedStorage {
   alignas(PATTERN_BYTES) element Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own
@@ -48,16 +40,11 @@ enum NamedBarrier {
   PRODUCER_BARRIER = 1,   // where copies are made by hand: all of the producer know what to fetch
   TURN_BARRIER = 2,       // and 3, 4: a consumer's turn to issue products has come
 };
+using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
 
 // The same in all lanes of a warp, as ptxas cannot know of what comes from shared memory: descriptors made of it then stay in
 // uniform registers, where products want them.
 __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(FULL_WARP, x); }
-
-// Keys that any of `num_rows` rows from `first_q_row` on sees, in tiles; 0 where there are no such rows.
-__device__ __forceinline__ int tiles_of_rows(const AttentionParams& p, int first_q_row, int num_rows) {
-  if (first_q_row >= p.q_len) return 0;
-  return (visible_keys(p, min(first_q_row + num_rows, p.q_len) - 1) + TILE_KV - 1) / TILE_KV;   // the last row sees the most
-}
 
 // The order in which tiles of Q are taken. Full: a head's one after another, which keeps its K and V in the L2 cache. Causal: the
 // longest first, so that the last to end are short; but only among as many heads as have room in the L2 cache.
@@ -119,28 +106,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const Attentio
       fill_end(&smem.V_full[stage]);
     }
   }
-  if (thread == 0) {
-    __threadfence();   // it has taken its last number before it counts as done
-    if (atomicAdd(&p.work[1], 1u) == gridDim.x - 1) {   // everyone has: the counters may be used again
-      atomicExch(&p.work[0], 0u);
-      atomicExch(&p.work[1], 0u);
-    }
-  }
-}
-
-// A consumer's turn to issue products comes when the one before it has issued its own. The last one starts by passing to the
-// first; whoever took the last turn leaves one that nobody needs, which `end_turns` takes.
-__device__ __forceinline__ void wait_for_turn(int consumer) {
-  if constexpr (TURNS) ptx::bar_sync(TURN_BARRIER + consumer, 2 * WARPGROUP);
-}
-__device__ __forceinline__ void pass_turn(int consumer) {
-  if constexpr (TURNS) ptx::bar_arrive(TURN_BARRIER + (consumer + 1) % NUM_CONSUMERS, 2 * WARPGROUP);
-}
-__device__ __forceinline__ void begin_turns(int consumer) {
-  if (consumer == NUM_CONSUMERS - 1) pass_turn(consumer);
-}
-__device__ __forceinline__ void end_turns(int consumer) {
-  if (consumer == 0) wait_for_turn(consumer);
+  if (thread == 0) close_counters(p);
 }
 
 // A consumer: 64 query rows of each tile.
@@ -153,7 +119,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
   const Descriptor K_desc = rows_descriptor(smem.K[0]);
   const Descriptor V_desc = columns_descriptor<TILE_KV>(smem.V[0]);
 
-  begin_turns(consumer);
+  ProductTurns::begin(consumer);
   for (int count = 0;; ++count) {
     const int q_stage = count % Q_STAGES;
     ptx::mbarrier_wait_parity(&smem.Q_full[q_stage], count / Q_STAGES & 1);
@@ -212,10 +178,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     }
     if (num_tiles > 0) {
       wait_for_K(0);
-      wait_for_turn(consumer);
+      ProductTurns::wait(consumer);
       ptx::wgmma_fence();
       issue_QK(0);
-      pass_turn(consumer);
+      ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[stage_of(0)]);
@@ -226,11 +192,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       bool K_came = false;
       for (int tile = 1; tile < num_tiles; ++tile) {
         if (!K_came) wait_for_K(tile);
-        wait_for_turn(consumer);
+        ProductTurns::wait(consumer);
         ptx::wgmma_fence();
         issue_QK(tile);
         issue_PV(tile - 1);
-        pass_turn(consumer);
+        ProductTurns::pass(consumer);
         ptx::wgmma_wait_group<OVERLAP ? 1 : 0>();   // Q·K is done; P·V may be under way
         ptx::wgmma_pin(S_reg);
         release(&smem.K_empty[stage_of(tile)]);
@@ -260,14 +226,14 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       __syncwarp();   // all lanes have seen both come, before one says that they may go
       release(&smem.K_empty[stage_of(tile)]);
       release(&smem.V_empty[stage_of(tile)]);
-      wait_for_turn(consumer);
-      pass_turn(consumer);
+      ProductTurns::wait(consumer);
+      ProductTurns::pass(consumer);
     }
     used = uniform(used + work.num_tiles);
 
     write_output(p, O_reg, rows, smem.O[consumer], warp, lane, group_q_row, work.head, work.batch);
   }
-  end_turns(consumer);
+  ProductTurns::end(consumer);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)

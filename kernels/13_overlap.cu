@@ -5,10 +5,11 @@
 // Layout: warpgroup 0 fetches; consumer c works on rows 64·c onwards of what the block has in hand. site/stages/13_overlap.md draws it.
 // Requires: sm_90a.
 #include "hopper.cuh"
+#include "turns.cuh"
+#include "works.cuh"
 
 constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
-constexpr bool TURNS = PINGPONG && NUM_CONSUMERS > 1;
 // A thread's registers: the block's, 65536 / THREADS rounded down to a multiple of 8 for each thread, are dealt anew.
 constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
@@ -18,15 +19,6 @@ constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
 static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
 static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
 static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
-
-// What a block works on: some rows of a head.
-struct Work {
-  int first_q_row;
-  int head;
-  int batch;
-  int num_tiles;   // of K and V; NO_MORE: the block is done
-};
-constexpr int NO_MORE = -1;
 
 struct SharedStorage {
   alignas(PATTERN_BYTES) element Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own
@@ -47,6 +39,7 @@ enum NamedBarrier {
   PRODUCER_BARRIER = 1,   // where copies are made by hand: all of the producer know what to fetch
   TURN_BARRIER = 2,       // and 3, 4: a consumer's turn to issue products has come
 };
+using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
 
 // A place in a ring of SIZE buffers, and the parity of its full barrier there.
 template <int SIZE>
@@ -66,12 +59,6 @@ __device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same fr
 // The same number, which all lanes have, in a uniform register: ptxas then works out descriptors once for the warp. It does not see
 // by itself that lanes agree on what came through memory or a loop.
 __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(FULL_WARP, x); }
-
-// Keys that any of `num_rows` rows from `first_q_row` on sees, in tiles; 0 where there are no such rows.
-__device__ __forceinline__ int tiles_of_rows(const AttentionParams& p, int first_q_row, int num_rows) {
-  if (first_q_row >= p.q_len) return 0;
-  return (visible_keys(p, min(first_q_row + num_rows, p.q_len) - 1) + TILE_KV - 1) / TILE_KV;   // the last row sees the most
-}
 
 // Hands a block its work, one after the other: tiles of Q from a counter, of as many heads at once as have room for their K and V in
 // a share of the L2 cache, and the longest of these heads first, so that the last to end are short. Where the mask does not make the
@@ -93,15 +80,6 @@ struct Schedule {
     const int any_head = first_head + section_index % section_heads;   // of all batches
     index = gridDim.x + atomicAdd(&p.work[0], 1u);                     // on its way while this one's tiles are fetched
     return {first_q_row, any_head % p.q_heads, any_head / p.q_heads, tiles_of_rows(p, first_q_row, TILE_Q)};
-  }
-
-  // Leaves the counters as it found them.
-  static __device__ __forceinline__ void close(const AttentionParams& p) {
-    __threadfence();   // it has taken its last number before it counts as done
-    if (atomicAdd(&p.work[1], 1u) == gridDim.x - 1) {   // everyone has: the counters may be used again
-      atomicExch(&p.work[0], 0u);
-      atomicExch(&p.work[1], 0u);
-    }
   }
 };
 
@@ -151,36 +129,8 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const Attentio
       if (tile == next_at) fetch_Q();
     }
   }
-  if (thread == 0) Schedule::close(p);
+  if (thread == 0) close_counters(p);
 }
-
-// A consumer's turn to issue products comes when the one before it has issued its own. The last one starts by passing to the
-// first; whoever took the last turn leaves one that nobody needs, which `end_turns` takes.
-__device__ __forceinline__ void wait_for_turn(int consumer) {
-  if constexpr (TURNS) ptx::bar_sync(TURN_BARRIER + consumer, 2 * WARPGROUP);
-}
-__device__ __forceinline__ void pass_turn(int consumer) {
-  if constexpr (TURNS) ptx::bar_arrive(TURN_BARRIER + (consumer + 1) % NUM_CONSUMERS, 2 * WARPGROUP);
-}
-__device__ __forceinline__ void begin_turns(int consumer) {
-  if (consumer == NUM_CONSUMERS - 1) pass_turn(consumer);
-}
-__device__ __forceinline__ void end_turns(int consumer) {
-  if (consumer == 0) wait_for_turn(consumer);
-}
-
-// A warp's 16 rows of Q as A of a product: for each 16 columns a fragment.
-struct QFragments {
-  unsigned x[HEAD_DIM / WGMMA_STEP][4];
-
-  __device__ __forceinline__ void load(const element* Q_smem, int warp, int lane) {
-#pragma unroll
-    for (int k = 0; k < HEAD_DIM / WGMMA_STEP; ++k) load_one(x[k], Q_smem, k, warp, lane);
-  }
-  static __device__ __forceinline__ void load_one(unsigned (&fragment)[4], const element* Q_smem, int k, int warp, int lane) {
-    ptx::ldmatrix_x4(fragment, Q_smem + tile_offset<WGMMA_ROWS>(warp * 16 + lane_row_of_rows(lane), 2 * k + lane_chunk_of_rows(lane)));
-  }
-};
 
 // A tile's scores become probabilities against its own maximum, with the mask, and `rescale` what earlier sums and outputs must be
 // multiplied by. Row h sees columns below num_keys[h], counted from this lane's first; no row of the warp sees more than warp_keys.
@@ -246,7 +196,8 @@ constexpr float SUM_LIMIT = LARGEST_SUM<element>;
 // 8 keys at a time, whose accumulator has the layout of wgmma's, once for the maximum and once for the probabilities. K comes from
 // global memory: its buffer is not held back for what hardly ever happens.
 __device__ __forceinline__ void redo(unsigned (&P_reg)[TILE_KV / WGMMA_STEP][4], float (&O_reg)[HEAD_DIM / 2], RowState& rows,
-                                     const QFragments& Q_frag, const element* Q_smem, const AttentionParams& p, const Work& work,
+                                     const unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][4],
+                                     const element* Q_smem, const AttentionParams& p, const Work& work,
                                      int tile, int warp, int lane) {
   const element* K_gmem = head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile * TILE_KV * p.K.row_stride;
   const auto scores = [&](float (&S)[4], int j) {
@@ -261,10 +212,10 @@ __device__ __forceinline__ void redo(unsigned (&P_reg)[TILE_KV / WGMMA_STEP][4],
         K_part[i] = pack(to_float(source[0]), to_float(source[1]), element{});   // exact: they are such elements
       }
       if constexpr (Q_IN_REGISTERS) {
-        mma(S, Q_frag.x[k], K_part, element{});
+        mma(S, Q_reg[k], K_part, element{});
       } else {
         unsigned Q_part[4];
-        QFragments::load_one(Q_part, Q_smem, k, warp, lane);
+        load_Q_part(Q_part, Q_smem, k, warp, lane);
         mma(S, Q_part, K_part, element{});
       }
     }
@@ -321,7 +272,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     if (lane == 0) ptx::mbarrier_arrive(empty);
   };
 
-  QFragments Q_frag;
+  unsigned Q_reg[HEAD_DIM / WGMMA_STEP][4];
   float O_reg[HEAD_DIM / 2] = {};
   float S_reg[NUM_SCORES];
   unsigned P_reg[TILE_KV / WGMMA_STEP][4];
@@ -338,7 +289,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
   const auto issue_QK = [&]() {
     const Descriptor desc = K_desc + descriptor_step(uniform(kv.stage) * TILE_BYTES<TILE_KV>);
     if constexpr (Q_IN_REGISTERS) {
-      multiply_QK<TILE_KV>(S_reg, Q_frag.x, desc);
+      multiply_QK<TILE_KV>(S_reg, Q_reg, desc);
     } else {
       multiply_QK<TILE_KV>(S_reg, rows_descriptor(smem.Q[uniform(count % Q_STAGES)][consumer]), desc);
     }
@@ -368,7 +319,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
     not_mine = current().num_tiles - num_tiles;
-    if constexpr (Q_IN_REGISTERS) Q_frag.load(smem.Q[q.stage][consumer], warp, lane);
+    if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[q.stage][consumer], warp, lane);
     return true;
   };
   // What a work's first tile needs once its scores are there. There is no maximum yet; and O is 0.
@@ -380,7 +331,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     kv = kv.next();
   };
 
-  begin_turns(consumer);
+  ProductTurns::begin(consumer);
   bool more = take(), begun = false;   // begun: the first tile's probabilities are there
   while (more) {
     if (!begun) {
@@ -388,18 +339,18 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
         wait_for_K();
         __syncwarp();   // no lane still waits for a phase that an arrival could end for good
         release(&smem.K_empty[kv.stage]);
-        wait_for_turn(consumer);
-        pass_turn(consumer);
+        ProductTurns::wait(consumer);
+        ProductTurns::pass(consumer);
         wait_for_V(kv);
         __syncwarp();
         release(&smem.V_empty[kv.stage]);
       }
       if (num_tiles > 0) {
         wait_for_K();
-        wait_for_turn(consumer);
+        ProductTurns::wait(consumer);
         ptx::wgmma_fence();
         issue_QK();
-        pass_turn(consumer);
+        ProductTurns::pass(consumer);
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_pin(S_reg);
         first_probabilities();
@@ -411,11 +362,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     for (const int first_whole = whole_tiles(); tile >= 0 && tile >= first_whole; --tile) {
       wait_for_K();
       wait_for_V(before);
-      wait_for_turn(consumer);
+      ProductTurns::wait(consumer);
       ptx::wgmma_fence();
       issue_QK();
       issue_PV();
-      pass_turn(consumer);
+      ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(S_reg);
       ptx::wgmma_pin(O_reg);
@@ -432,11 +383,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     for (; tile >= 0; --tile) {
       if (!K_came) wait_for_K();
       if (!V_came) wait_for_V(before);
-      wait_for_turn(consumer);
+      ProductTurns::wait(consumer);
       ptx::wgmma_fence();
       issue_QK();
       issue_PV();
-      pass_turn(consumer);
+      ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<1>();   // Q·K is done; P·V of the tile before is under way
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[kv.stage]);
@@ -452,7 +403,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[before.stage]);
       if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
-        redo(P_reg, O_reg, rows, Q_frag, smem.Q[count % Q_STAGES][consumer], p, current(), tile, warp, lane);
+        redo(P_reg, O_reg, rows, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, warp, lane);
       } else {
         rows.sum[0] += sum[0];
         rows.sum[1] += sum[1];
@@ -474,11 +425,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     if (begun) {
       wait_for_K();
       wait_for_V(before);
-      wait_for_turn(consumer);
+      ProductTurns::wait(consumer);
       ptx::wgmma_fence();
       issue_QK();
       issue_PV();
-      pass_turn(consumer);
+      ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(S_reg);
       ptx::wgmma_pin(O_reg);
@@ -496,7 +447,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) O_reg[i] = 0.0f;
   }
-  end_turns(consumer);
+  ProductTurns::end(consumer);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -114,13 +114,14 @@ __device__ __forceinline__ void multiply_QK(float (&S_reg)[KEYS / 2], Descriptor
   }
 }
 
-// A warp's 16 rows of Q to its registers, a fragment for each 16 columns.
+// A warp's 16 rows of Q to its registers: a fragment for 16 columns from 16·k on, and one for each 16 columns.
+__device__ __forceinline__ void load_Q_part(unsigned (&fragment)[4], const element* tile_smem, int k, int warp, int lane) {
+  const int row = warp * 16 + lane_row_of_rows(lane), chunk = k * (WGMMA_STEP / CHUNK) + lane_chunk_of_rows(lane);
+  ptx::ldmatrix_x4(fragment, tile_smem + tile_offset<WGMMA_ROWS>(row, chunk));
+}
 __device__ __forceinline__ void load_Q(unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][4], const element* tile_smem, int warp, int lane) {
 #pragma unroll
-  for (int d = 0; d < HEAD_DIM; d += WGMMA_STEP) {
-    const int row = warp * 16 + lane_row_of_rows(lane), chunk = d / CHUNK + lane_chunk_of_rows(lane);
-    ptx::ldmatrix_x4(Q_reg[d / WGMMA_STEP], tile_smem + tile_offset<WGMMA_ROWS>(row, chunk));
-  }
+  for (int k = 0; k < HEAD_DIM / WGMMA_STEP; ++k) load_Q_part(Q_reg[k], tile_smem, k, warp, lane);
 }
 
 // The same with Q in registers, a fragment for each 16 columns.

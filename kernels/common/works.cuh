@@ -1,0 +1,27 @@
+// What a block that stays works on, piece after piece, and the counters that hand it out. TILE_KV is the stage's.
+#pragma once
+#include "hopper.cuh"
+
+// Some rows of a head.
+struct Work {
+  int first_q_row;
+  int head;
+  int batch;
+  int num_tiles;   // of K and V; NO_MORE: the block is done
+};
+constexpr int NO_MORE = -1;
+
+// Keys that any of `num_rows` rows from `first_q_row` on sees, in tiles; 0 where there are no such rows.
+__device__ __forceinline__ int tiles_of_rows(const AttentionParams& p, int first_q_row, int num_rows) {
+  if (first_q_row >= p.q_len) return 0;
+  return (visible_keys(p, min(first_q_row + num_rows, p.q_len) - 1) + TILE_KV - 1) / TILE_KV;   // the last row sees the most
+}
+
+// Leaves the counters as it found them. One thread of each block calls it, after it took its last number.
+__device__ __forceinline__ void close_counters(const AttentionParams& p) {
+  __threadfence();   // it has taken that number before it counts as done
+  if (atomicAdd(&p.work[1], 1u) == gridDim.x - 1) {   // everyone has: the counters may be used again
+    atomicExch(&p.work[0], 0u);
+    atomicExch(&p.work[1], 0u);
+  }
+}
