@@ -17,7 +17,10 @@ from flashlab.records import Machine
 
 FIRST = Problem.parse(FIRST_SHAPE)
 SLUG = "made-up-gpu"
-FAKE = """#!{python}
+# For the shell and for Python alike: a path with a space cannot stand after #!.
+FAKE = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
 import json, re, sys
 plan = json.load(open({plan!r}))
 arguments = sys.argv[1:]

@@ -41,7 +41,10 @@ RACES = """========= COMPUTE-SANITIZER
 =========
 ========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
-FAKE = """#!{python}
+# For the shell and for Python alike: a path with a space cannot stand after #!.
+FAKE = """#!/bin/sh
+'''exec' "{python}" "$0" "$@"
+' '''
 import json, sys
 arguments = sys.argv[1:]
 if arguments == ["--version"]:
