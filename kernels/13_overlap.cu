@@ -1,7 +1,7 @@
 // 13_overlap: the softmax waits for nothing that it can do without. Parent: 12_persistent.
 // Question: what keeps the tensor cores and the exponential unit from working at the same time, and how far can that be undone?
-// Change: exponentials start at once, against an old maximum, and a sum that grows too large tells when one must be redone; Q may
-//         stay in registers, which frees its buffer at once; descriptors are worked out once for a warp.
+// Change: exponentials start at once, against an old maximum, and a sum that grows too large tells when they must be redone; one
+//         work's last product runs beside the next one's first; descriptors are worked out once for a warp.
 // Layout: warpgroup 0 fetches; consumer c works on rows 64·c onwards of what the block has in hand. site/stages/13_overlap.md draws it.
 // Requires: sm_90a.
 #include "hopper.cuh"
@@ -61,8 +61,8 @@ __device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same fr
 __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(FULL_WARP, x); }
 
 // Hands a block its work, one after the other: tiles of Q from a counter, of as many heads at once as have room for their K and V in
-// a share of the L2 cache, and the longest of these heads first, so that the last to end are short. Where the mask does not make the
-// difference, the last tile of each head does, which may have fewer rows.
+// a share of the L2 cache. Of these heads the longest work comes first, so that the last to end is short: causal, the last rows',
+// which see most keys; full, the first rows', because a head's last tile may have fewer rows.
 struct Schedule {
   int index = blockIdx.x;   // the first is given, the others come from the counter
 
@@ -299,7 +299,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     multiply_PV<TILE_KV>(O_reg, P_reg, V_desc + descriptor_step(uniform(before.stage) * TILE_BYTES<TILE_KV>));
     ptx::wgmma_commit_group();
   };
-  // Tiles that all of the consumer's rows see whole; none where the scale turns the largest product into the smallest score.
+  // Tiles that all of the consumer's rows see whole; none where the scale is not positive, as in the stages before.
   const auto whole_tiles = [&]() {
     return p.scale_log2 > 0.0f ? visible_keys(p, current().first_q_row + consumer * WGMMA_ROWS) / TILE_KV : 0;
   };
