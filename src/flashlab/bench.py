@@ -139,7 +139,7 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
-Folder = Literal["runs", "tuning", "checks", "random"]
+Folder = Literal["runs", "tuning", "ablations", "parts", "readings", "checks", "random"]
 """Below data/<gpu>/."""
 
 

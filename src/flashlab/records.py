@@ -5,6 +5,9 @@
     data/<gpu>/tuning/<run>.jsonl   stages with other values of their tunables, `flashlab tune`
     data/<gpu>/tuned.json           the values of tunables that won, `flashlab tuned` (tune.py)
     data/<gpu>/chip/<run>.jsonl     what one SM does in a clock, `flashlab chip` (chip.py)
+    data/<gpu>/ablations/           stages with one tunable changed, `flashlab ablate`
+    data/<gpu>/parts/               stages with a part of their work left out, `flashlab split`
+    data/<gpu>/readings/            other timers, inputs and cache states beside ours, `flashlab method`
     data/<gpu>/checks/              comparisons that are not timings; see checks.py for the lines
     data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
     data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
@@ -277,6 +280,55 @@ class Tuning(_Timed):
     """Every tunable of the stage and its value."""
 
 
+class Ablation(_Timed):
+    """One level of an ablation: a stage with one tunable set, all others as they are; see ablate.py for the axes."""
+
+    kind: Literal["ablation"] = "ablation"
+    axis: str
+    """Name of the axis."""
+    level: str
+    """Name of the level on it."""
+    stage: str
+    """A stage id; an axis may cross from a stage to its child."""
+    parameters: dict[str, int]
+    """Every tunable of the stage and its value."""
+
+
+class Part(_Base):
+    """The time of a stage with a part of its work left out; its output is wrong by construction, and not judged."""
+
+    kind: Literal["part"] = "part"
+    stage: str
+    """A stage id."""
+    left_out: str
+    """`nothing`, `qk`, `softmax`, `pv` or `memory`."""
+    parameters: dict[str, int]
+    """Every tunable of the stage and its value."""
+    problem: ProblemFields
+    samples: Samples
+    cubin: CubinFields
+
+
+class Reading(_Base):
+    """One implementation on one problem by one timer, on one kind of input and cache state: it judges the method."""
+
+    kind: Literal["reading"] = "reading"
+    name: str
+    """A stage id, or a peer's name."""
+    problem: ProblemFields
+    timer: Literal["events", "cupti", "cuda-bench", "torch-profiler"]
+    """`events`: CUDA events, flashlab's own."""
+    inputs: Literal["normal", "zeros"]
+    """What Q, K and V hold: random normal numbers, or zeros."""
+    cache: Cache
+    calls: int = Field(ge=1)
+    """Calls that a sample is the mean of."""
+    time_us: tuple[float, ...] = Field(min_length=1)
+    """Microseconds a call, a number a sample."""
+    call_clock_mhz: tuple[float, ...] = ()
+    """SM clock inside the calls, a number a sample; empty where it was not read."""
+
+
 class Sanitized(_Base):
     """What one of compute-sanitizer's tools found in one stage."""
 
@@ -422,6 +474,18 @@ _WARP_STATE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_act
 _COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 
+AnyRecord = Measurement | Ceiling | Tuning | Ablation | Part | Reading | StageProfile | Sanitized
+_FOLDERS: dict[str, type[BaseModel]] = {
+    "tuning": Tuning,
+    "ablations": Ablation,
+    "parts": Part,
+    "readings": Reading,
+    "sanitizer": Sanitized,
+    "profiles": StageProfile,
+}
+"""Folders whose files hold lines of one kind each."""
+
+
 @dataclass(frozen=True)
 class Damage:
     """A line or file that cannot be trusted."""
@@ -484,7 +548,7 @@ def run_id(source: Source, start: datetime) -> str:
     return f"{start:%Y%m%dT%H%M%SZ}-{commit}{'-dirty' if source.dirty else ''}"
 
 
-def to_line(record: Measurement | Ceiling | Tuning | StageProfile | Sanitized) -> str:
+def to_line(record: AnyRecord) -> str:
     """One line of JSON, newline included."""
     return record.model_dump_json() + "\n"
 
@@ -498,7 +562,7 @@ def parse_line(line: str) -> Measurement | Ceiling:
     return _ADAPTER.validate_json(line)
 
 
-def append(path: Path, record: Measurement | Ceiling | Tuning | StageProfile | Sanitized) -> None:
+def append(path: Path, record: AnyRecord) -> None:
     """Append one record to a run file and flush it to disk, so that a crash later loses nothing."""
     with path.open("a+b") as file:
         # A line cut short by a crash must cost itself only, not the record after it.
@@ -525,6 +589,24 @@ def tunings(gpu: str, data: Path = DATA) -> tuple[Tuning, ...]:
     """Every sound tuning record of a GPU, oldest file first; empty where there is none."""
     files = sorted((data / gpu / "tuning").glob("*.jsonl"))
     return tuple(record for path in files for record in read_tunings(path)[0])
+
+
+def ablations(gpu: str, data: Path = DATA) -> tuple[Ablation, ...]:
+    """Every sound ablation record of a GPU, oldest file first; empty where there is none."""
+    files = sorted((data / gpu / "ablations").glob("*.jsonl"))
+    return tuple(found for path in files for found in _read_lines(path, Ablation.model_validate_json)[0])
+
+
+def parts(gpu: str, data: Path = DATA) -> tuple[Part, ...]:
+    """Every sound record of a stage with a part left out, oldest file first; empty where there is none."""
+    files = sorted((data / gpu / "parts").glob("*.jsonl"))
+    return tuple(found for path in files for found in _read_lines(path, Part.model_validate_json)[0])
+
+
+def readings(gpu: str, data: Path = DATA) -> tuple[Reading, ...]:
+    """Every sound reading that judges the method on a GPU, oldest file first; empty where there is none."""
+    files = sorted((data / gpu / "readings").glob("*.jsonl"))
+    return tuple(found for path in files for found in _read_lines(path, Reading.model_validate_json)[0])
 
 
 def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
@@ -651,12 +733,9 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
         damage.extend(read_run(path).damage)
     for path in sorted((folder / "counters").glob("*.jsonl")):
         damage.extend(read_counters(path).damage)
-    for path in sorted((folder / "tuning").glob("*.jsonl")):
-        damage.extend(read_tunings(path)[1])
-    for path in sorted((folder / "sanitizer").glob("*.jsonl")):
-        damage.extend(_read_lines(path, Sanitized.model_validate_json)[1])
-    for path in sorted((folder / "profiles").glob("*.jsonl")):
-        damage.extend(_read_lines(path, StageProfile.model_validate_json)[1])
+    for name, schema in _FOLDERS.items():
+        for path in sorted((folder / name).glob("*.jsonl")):
+            damage.extend(_read_lines(path, schema.model_validate_json)[1])
     machine = folder / "machine.json"
     try:
         Machine.model_validate_json(machine.read_bytes())
