@@ -1,8 +1,8 @@
 // 13_overlap: the softmax waits for nothing that it can do without. Parent: 12_persistent.
 // Question: what keeps the tensor cores and the exponential unit from working at the same time, and how far can that be undone?
 // Change: exponentials start at once, against an old maximum, and a sum that grows too large tells when they must be redone; one
-//         work's last product runs beside the next one's first; descriptors are worked out once for a warp.
-// Layout: warpgroup 0 fetches; consumer c works on rows 64·c onwards of what the block has in hand. site/stages/13_overlap.md draws it.
+//         work's last product runs beside the next one's first; a work is taken late; descriptors are worked out once for a warp.
+// Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/stages/13_overlap.md draws it.
 // Requires: sm_90a.
 #include "hopper.cuh"
 #include "turns.cuh"
@@ -13,7 +13,10 @@ constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
 // A thread's registers: the block's, 65536 / THREADS rounded down to a multiple of 8 for each thread, are dealt anew.
 constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
+constexpr int Q_THREADS = WARP;            // of the producer
+constexpr int KV_THREADS = WARPGROUP - WARP;
 constexpr int Q_STAGES = 2;                // the next Q comes while this one is in use
+constexpr int TAKE_AHEAD = 2;              // a work is taken when so many tiles are to follow the one at hand of the work before
 constexpr int NUM_SCORES = TILE_KV / 2;   // of a tile, a thread
 constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
 static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
@@ -27,6 +30,7 @@ struct SharedStorage {
   alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];             // each warp's own 16 rows, on their way out
   Work work[Q_STAGES];                                                                // what Q belongs to; comes and goes with it
   ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
+  ptx::Mbarrier end_near;                                            // the work at hand has few tiles left to fetch: TAKE_AHEAD
   ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
   ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
 };
@@ -36,8 +40,7 @@ extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedSt
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier {
-  PRODUCER_BARRIER = 1,   // where copies are made by hand: all of the producer know what to fetch
-  TURN_BARRIER = 2,       // and 3, 4: a consumer's turn to issue products has come
+  TURN_BARRIER = 1,   // and 2, 3: a consumer's turn to issue products has come
 };
 using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
 
@@ -63,73 +66,88 @@ __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(FULL_WA
 // Hands a block its work, one after the other: tiles of Q from a counter, of as many heads at once as have room for their K and V in
 // a share of the L2 cache. Of these heads the longest work comes first, so that the last to end is short: causal, the last rows',
 // which see most keys; full, the first rows', because a head's last tile may have fewer rows.
-struct Schedule {
-  int index = blockIdx.x;   // the first is given, the others come from the counter
-
-  __device__ __forceinline__ Work next(const AttentionParams& p) {
-    const int num_q_tiles = (p.q_len + TILE_Q - 1) / TILE_Q;
-    const int num_heads = p.q_heads * p.batch;
-    if (index >= num_q_tiles * num_heads) return {0, 0, 0, NO_MORE};
+class Schedule {
+ public:
+  // What takes long divisions is done once.
+  __device__ __forceinline__ explicit Schedule(const AttentionParams& p)
+      : num_q_tiles((p.q_len + TILE_Q - 1) / TILE_Q), num_heads(p.q_heads * p.batch) {
     const long long head_bytes = 2ll * p.kv_len * HEAD_DIM * sizeof(element) * p.kv_heads / p.q_heads;
-    const int section = static_cast<int>(max(1ll, min(static_cast<long long>(num_heads), L2_SHARE_BYTES / max(1ll, head_bytes))));
+    section = static_cast<int>(max(1ll, min(static_cast<long long>(num_heads), L2_SHARE_BYTES / max(1ll, head_bytes))));
+  }
+
+  // The first is given, the others come from the counter.
+  __device__ __forceinline__ Work next(const AttentionParams& p, bool first) {
+    const int index = first ? blockIdx.x : gridDim.x + atomicAdd(&p.work[0], 1u);
+    if (index >= num_q_tiles * num_heads) return {0, 0, 0, NO_MORE};
     const int first_head = index / (section * num_q_tiles) * section;
     const int section_heads = min(section, num_heads - first_head);   // the last section may be smaller
     const int section_index = index - first_head * num_q_tiles;
     const int round = section_index / section_heads;
     const int first_q_row = (CAUSAL ? num_q_tiles - 1 - round : round) * TILE_Q;
-    const int any_head = first_head + section_index % section_heads;   // of all batches
-    index = gridDim.x + atomicAdd(&p.work[0], 1u);                     // on its way while this one's tiles are fetched
-    return {first_q_row, any_head % p.q_heads, any_head / p.q_heads, tiles_of_rows(p, first_q_row, TILE_Q)};
+    const int any_head = first_head + section_index - round * section_heads;   // of all batches
+    const int batch = any_head / p.q_heads;
+    return {first_q_row, any_head - batch * p.q_heads, batch, tiles_of_rows(p, first_q_row, TILE_Q)};
   }
+
+ private:
+  int num_q_tiles;
+  int num_heads;
+  int section;   // heads worked on at the same time
 };
 
-// The producer: fetches what the consumers need, as early as there is room for it, and Q as soon as the work before is under way.
-// Tiles come from the last to the first, so that those that the mask cuts come first, when a maximum must be found anyway.
-__device__ __forceinline__ void produce(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int thread) {
-  KvPlace kv;
-  Schedule schedule;
-  int count = 0;   // of works
-  const auto fetch_Q = [&]() {
+// One part of the producer: takes works and fetches their Q. A work is taken as late as its Q can still come in time: whoever takes
+// early takes by its place in a queue and not by being free, and the last to end are late.
+__device__ __forceinline__ void fetch_Q(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int thread) {
+  Schedule schedule(p);
+  for (int count = 0;; ++count) {
     const Place<Q_STAGES> q = Q_place(count);
-    ++count;
     ptx::mbarrier_wait_parity(&smem.Q_empty[q.stage], q.parity ^ 1);   // the consumers are done with the buffer's last work
-    if (thread == 0) smem.work[q.stage] = schedule.next(p);
-    if constexpr (!ALIGNED) ptx::bar_sync(PRODUCER_BARRIER, WARPGROUP);   // all of the producer see it
+    if (count > 0) ptx::mbarrier_wait_parity(&smem.end_near, (count - 1) & 1);   // the work before will be done soon
+    if (thread == 0) smem.work[q.stage] = schedule.next(p, count == 0);
+    if constexpr (!ALIGNED) __syncwarp();   // the others see it
     const Work work = smem.work[q.stage];
     if (work.num_tiles == NO_MORE) {
       ptx::mbarrier_arrive(&smem.Q_full[q.stage]);
-      return;
+      break;
     }
     const Source source = {&maps.Q, &p.Q, p.q_len, work.head, work.batch};
     fill_begin(&smem.Q_full[q.stage], TILE_BYTES<TILE_Q>);
     for (int i = 0; i < NUM_CONSUMERS; ++i) {
-      fill<WGMMA_ROWS, WARPGROUP>(smem.Q[q.stage][i], source, work.first_q_row + i * WGMMA_ROWS, &smem.Q_full[q.stage], thread);
+      fill<WGMMA_ROWS, Q_THREADS>(smem.Q[q.stage][i], source, work.first_q_row + i * WGMMA_ROWS, &smem.Q_full[q.stage], thread);
     }
     fill_end(&smem.Q_full[q.stage]);
-  };
+  }
+  if (thread == 0) close_counters(p);
+}
 
-  fetch_Q();
-  for (;;) {
-    const Work work = smem.work[(count - 1) % Q_STAGES];
+// The other part: fetches K and V, as early as there is room for them, and says when a work comes to its end.
+// Tiles come from the last to the first, so that those that the mask cuts come first, when a maximum must be found anyway.
+__device__ __forceinline__ void fetch_KV(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int thread) {
+  KvPlace kv;
+  for (int count = 0;; ++count) {
+    const Place<Q_STAGES> q = Q_place(count);
+    ptx::mbarrier_wait_parity(&smem.Q_full[q.stage], q.parity);   // the work is known
+    const Work work = smem.work[q.stage];
+    if constexpr (!ALIGNED) __syncwarp();   // all lanes have read it: without tiles, consumers could be done with it at once
+    if (thread % WARP == 0) ptx::mbarrier_arrive(&smem.Q_empty[q.stage]);
     if (work.num_tiles == NO_MORE) break;
     const int kv_head = kv_head_of(p, work.head);
     const Source K_source = {&maps.K, &p.K, p.kv_len, kv_head, work.batch};
     const Source V_source = {&maps.V, &p.V, p.kv_len, kv_head, work.batch};
-    const int next_at = max(0, work.num_tiles - PIPELINE_STAGES);   // when the ring is full
-    if (work.num_tiles == 0) fetch_Q();
+    const int last_tiles = min(work.num_tiles - 1, TAKE_AHEAD);
+    if (work.num_tiles == 0 && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
     for (int tile = work.num_tiles - 1; tile >= 0; --tile, kv = kv.next()) {
+      if (tile == last_tiles && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
       ptx::mbarrier_wait_parity(&smem.K_empty[kv.stage], kv.parity ^ 1);   // the consumers are done with the buffer's last tile
       fill_begin(&smem.K_full[kv.stage], TILE_BYTES<TILE_KV>);
-      fill<TILE_KV, WARPGROUP>(smem.K[kv.stage], K_source, tile * TILE_KV, &smem.K_full[kv.stage], thread);
+      fill<TILE_KV, KV_THREADS>(smem.K[kv.stage], K_source, tile * TILE_KV, &smem.K_full[kv.stage], thread);
       fill_end(&smem.K_full[kv.stage]);
       ptx::mbarrier_wait_parity(&smem.V_empty[kv.stage], kv.parity ^ 1);
       fill_begin(&smem.V_full[kv.stage], TILE_BYTES<TILE_KV>);
-      fill<TILE_KV, WARPGROUP>(smem.V[kv.stage], V_source, tile * TILE_KV, &smem.V_full[kv.stage], thread);
+      fill<TILE_KV, KV_THREADS>(smem.V[kv.stage], V_source, tile * TILE_KV, &smem.V_full[kv.stage], thread);
       fill_end(&smem.V_full[kv.stage]);
-      if (tile == next_at) fetch_Q();
     }
   }
-  if (thread == 0) close_counters(p);
 }
 
 // A tile's scores become probabilities against its own maximum, with the mask, and `rescale` what earlier sums and outputs must be
@@ -459,13 +477,15 @@ attention_13_overlap(const __grid_constant__ AttentionParams p, const __grid_con
   const int thread = threadIdx.x % WARPGROUP;
 
   if (threadIdx.x == 0) {
+    constexpr int KV_WARPS = ALIGNED ? 1 : KV_THREADS / WARP;   // that read what the work is
+    ptx::mbarrier_init(&smem.end_near, 1);
     for (int stage = 0; stage < Q_STAGES; ++stage) {
-      ptx::mbarrier_init(&smem.Q_full[stage], FILL_ARRIVALS<WARPGROUP>);
-      ptx::mbarrier_init(&smem.Q_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
+      ptx::mbarrier_init(&smem.Q_full[stage], FILL_ARRIVALS<Q_THREADS>);
+      ptx::mbarrier_init(&smem.Q_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS + KV_WARPS);
     }
     for (int stage = 0; stage < PIPELINE_STAGES; ++stage) {
-      ptx::mbarrier_init(&smem.K_full[stage], FILL_ARRIVALS<WARPGROUP>);
-      ptx::mbarrier_init(&smem.V_full[stage], FILL_ARRIVALS<WARPGROUP>);
+      ptx::mbarrier_init(&smem.K_full[stage], FILL_ARRIVALS<KV_THREADS>);
+      ptx::mbarrier_init(&smem.V_full[stage], FILL_ARRIVALS<KV_THREADS>);
       ptx::mbarrier_init(&smem.K_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
       ptx::mbarrier_init(&smem.V_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
     }
@@ -475,7 +495,11 @@ attention_13_overlap(const __grid_constant__ AttentionParams p, const __grid_con
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
-    if (thread < FILL_ARRIVALS<WARPGROUP>) produce(p, maps, smem, thread);
+    if (thread < FILL_ARRIVALS<Q_THREADS>) {
+      fetch_Q(p, maps, smem, thread);
+    } else if (thread >= Q_THREADS && thread < Q_THREADS + FILL_ARRIVALS<KV_THREADS>) {
+      fetch_KV(p, maps, smem, thread - Q_THREADS);
+    }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
     consume(p, smem, warpgroup - 1, thread);

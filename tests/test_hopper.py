@@ -63,6 +63,14 @@ def test_products_and_copies_are_hoppers_own(stage: Stage) -> None:
         assert (shape(built).box_q, shape(built).box_kv) == (64, tile_kv)
 
 
+@pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
+def test_the_output_leaves_16_bytes_at_a_time(stage: Stage) -> None:
+    for head_dim, causal in itertools.product(stage.head_dims, MASKS):
+        stores = [name for name in opcodes(cubin(stage, head_dim, causal=causal)) if name.startswith("STG")]
+        assert stores.count("STG.E.128") >= 16 * head_dim // 8 // 32  # a warp's 16 rows, by its lanes
+        assert len(stores) - stores.count("STG.E.128") <= 2  # log-sum-exp, of a thread's two rows
+
+
 @pytest.mark.parametrize("stage", SPECIALIZED, ids=lambda stage: stage.id)
 def test_registers_are_dealt_anew(stage: Stage) -> None:
     for head_dim, causal in itertools.product(stage.head_dims, MASKS):

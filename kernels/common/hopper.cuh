@@ -237,8 +237,10 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, float (&O
 #pragma unroll
   for (int i = 0; i < 16; i += ROWS_AT_ONCE) {
     const int row = tile_row + i + lane / ROW_CHUNKS, chunk = lane % ROW_CHUNKS;
-    const Chunk copied = *reinterpret_cast<const Chunk*>(tile_smem + tile_offset<WGMMA_ROWS>(row, chunk));
-    if (first_q_row + row < p.q_len) write_chunk(O_gmem + (first_q_row + row) * p.O.row_stride + chunk * CHUNK, copied);
+    if (first_q_row + row < p.q_len) {   // read here, not before: else the compiler stores 4 bytes at a time
+      write_chunk(O_gmem + (first_q_row + row) * p.O.row_stride + chunk * CHUNK,
+                  *reinterpret_cast<const Chunk*>(tile_smem + tile_offset<WGMMA_ROWS>(row, chunk)));
+    }
   }
   __syncwarp();   // the rows are free again
 }

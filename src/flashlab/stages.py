@@ -623,8 +623,8 @@ STAGES: Mapping[str, Stage] = {
             ),
             change=(
                 "Exponentials start at once, against the maximum of earlier tiles, and a sum that grows too large "
-                "tells when one must be redone; one work's last product runs beside the next one's first; Q may stay "
-                "in registers; descriptors are worked out once for a warp."
+                "tells when one must be redone; one work's last product runs beside the next one's first; a work is "
+                "taken late; Q may stay in registers; descriptors are worked out once for a warp."
             ),
             prediction=(
                 "Without its maximum a softmax beside three busy warpgroups needs a tenth fewer clocks a score, and "
