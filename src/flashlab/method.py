@@ -1192,5 +1192,18 @@ def samples_line(gpu_slug: str, data: Path = DATA) -> str:
     return text
 
 
+def summary(gpu_slug: str | None, data: Path = DATA) -> dict[str, Any]:
+    """What the notebook found, in numbers: samples, agreement of timers, spread between starts."""
+    compared = comparisons(pool for pool in _pools(gpu_slug, data) if pool.inputs == "normal")
+    return {
+        "samples": sum(records.count_samples(gpu_slug, data).values()) if gpu_slug else 0,
+        "compared": len(compared),
+        "agreeing": sum(one.agrees for one in compared),
+        "between_starts_percent": {
+            f"{one.name} {one.problem.label}": one.between_percent for one in recorded_spreads(gpu_slug, data)
+        },
+    }
+
+
 if __name__ == "__main__":
     sys.exit(main())
