@@ -253,8 +253,8 @@ def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> Non
     assert by["13_overlap", FIRST, "torch-profiler", "hot"].why == ""
     short = by["13_overlap", SMALL, "torch-profiler", "hot"]
     assert not short.agrees
-    assert short.why.startswith("a launch: ours sees 1.2")
-    assert by["13_overlap", SMALL, "cuda-bench", "hot"].why.startswith("the host: it takes 20")
+    assert short.why.startswith("a launch: events see 1.2")
+    assert by["13_overlap", SMALL, "cuda-bench", "hot"].why.startswith("the host: 20.0 µs")
     assert by["13_overlap", SMALL, "cuda-bench", "cold"].agrees
     assert by["13_overlap", FIRST, "cuda-bench", "cold"].why.startswith("the clock: 1,810 MHz")
     assert by["13_overlap", FIRST, "cuda-bench", "hot"].why.startswith("not explained")
@@ -373,7 +373,7 @@ def test_pages_show_what_there_is(data: Path) -> None:
     table = method.timers_table(GPU, data)
     assert table.index(FIRST.label) < table.index(SMALL.label)
     assert "4 of 8 medians are within 2 %" in table
-    assert "the host: it takes 20" in table
+    assert "the host: 20.0 µs" in table
     assert method.missing_timers(GPU, data) == ""
     zeros = method.zeros_table(GPU, data)
     assert "sustained" in zeros
@@ -419,5 +419,5 @@ def test_pages_show_starts(data: Path) -> None:
     ],
 )
 def test_pages_say_that_nothing_is_there(draw: Any, tmp_path: Path) -> None:
-    assert draw(None, tmp_path).startswith("**Not measured yet.**")
-    assert draw(GPU, tmp_path).startswith("**Not measured yet.**")
+    assert draw(None, tmp_path).startswith("**Nothing has been measured yet.**")
+    assert draw(GPU, tmp_path).startswith("**Nothing has been measured yet.**")

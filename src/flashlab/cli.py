@@ -687,7 +687,7 @@ def method(
     stage_ids: Annotated[str | None, typer.Option("--stages", help="Ids joined by commas, or none.")] = None,
     peers: Annotated[str | None, typer.Option(help="Names joined by commas, or none.")] = None,
     shape: Annotated[list[str] | None, typer.Option(help="BxHxSxD; the first one is called for seconds too.")] = None,
-    samples: Annotated[int, typer.Option(help="Of each, by CUDA events.", min=4)] = 25,
+    samples: Annotated[int, typer.Option(help="Of each, by CUDA events.", min=4)] = 20,
     rounds: Annotated[int, typer.Option(help="Of NVBench's measurements.", min=1)] = 4,
     sustained: Annotated[float, typer.Option(help="Seconds of continuous calls, 0 for none.", min=0)] = 1.5,
     device: Device = 0,

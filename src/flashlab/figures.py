@@ -1188,13 +1188,14 @@ def differences(
         if within is not None:
             axes.axvspan(-within, within, color=FAINT, alpha=0.25, linewidth=0, zorder=0)
         axes.axvline(0, color=MUTED, linewidth=1, zorder=1)
-        step = 0.66 / len(names)
+        # Where names stand above their rows, the marks keep below them.
+        step, top = (0.66 / len(names), -0.33) if layout == "wide" else (0.56 / len(names), 0.06)
         for y, row in enumerate(series.values()):
             for index, title in enumerate(names):
                 if title not in row:
                     continue
                 low, middle, high = (min(max(value, -reach), reach) for value in row[title])
-                colour, place = _CATEGORIES[index % len(_CATEGORIES)], y + (index - (len(names) - 1) / 2) * step
+                colour, place = _CATEGORIES[index % len(_CATEGORIES)], y + top + (index + 0.5) * step
                 axes.plot([low, high], [place, place], color=colour, linewidth=3, alpha=0.4, solid_capstyle="round")
                 axes.plot(
                     [middle], [place], marker="oDsv^P"[index % 6], color=colour, markersize=5, clip_on=False, zorder=3

@@ -72,9 +72,9 @@ INSTALLS: Mapping[Timer, str] = {"torch-profiler": "torch", "cuda-bench": "cuda-
 INPUTS: tuple[Inputs, ...] = ("normal", "zeros")
 SHAPES = (FIRST_SHAPE, "1x8x512x64")
 """The sources' shape, and one so small that launching matters."""
-STAGES = ("00_naive", "06_cp_async", "08_swizzle", "13_overlap", "t0_triton")
-PEERS = ("sdpa_cudnn", "sdpa_flash")
-SUSTAINED = ("08_swizzle", "13_overlap", "sdpa_cudnn")
+STAGES = ("05_wmma", "08_swizzle", "13_overlap", "t0_triton")
+PEERS = ("sdpa_cudnn",)
+SUSTAINED = ("13_overlap", "sdpa_cudnn")
 """Of them, what is called for seconds at the first shape."""
 _WORKERS: tuple[tuple[str, ...], ...] = (("events", "torch-profiler", "sustained"), ("cuda-bench", "events"))
 """What each of the two workers reads with, in order."""
@@ -93,12 +93,13 @@ _PROFILED_CALLS = 20
 _LONG_SPIN_US = 100.0
 """The spin ahead of a sample is longer than this, the one after it shorter."""
 _SPIN = "micro_spin"
-_COOL_S = 0.05
+_COOL_S = 0.03
 """Idle before each of NVBench's measurements, so that it meets the clock of a burst."""
 _SLOW_US = 5000.0
-_MIN_SAMPLES, _SLOW_SAMPLES = 10, 3
-"""NVBench's cold samples of a measurement; the second number for calls that take longer than `_SLOW_US`."""
-_BATCH_S = 0.003
+_MIN_SAMPLES, _SLOW_SAMPLES = 5, 2
+"""NVBench's samples of a measurement; the second number for calls that take longer than `_SLOW_US`. Few, and its
+batches short, so that they meet the clock that our samples of about a millisecond meet."""
+_BATCH_S = 0.001
 """Of calls that NVBench measures in a batch, at least."""
 _STATE_TIMEOUT_S = 5.0
 _HEAT_S = 1.0
@@ -124,7 +125,7 @@ def measure(
     peer_names: Sequence[str] | None = None,
     shapes: Sequence[str] | None = None,
     *,
-    samples: int = 25,
+    samples: int = 20,
     rounds: int = 4,
     sustained_s: float = 1.5,
     data: Path = DATA,
@@ -776,21 +777,13 @@ class Comparison:
         enqueue = other.enqueue_us
         hot_batch = other.timer == "cuda-bench" and other.cache == "hot"
         if hot_batch and enqueue is not None and ours.median_us < enqueue and self.gap_us < 0:
-            return (
-                f"the host: it takes {tables.number(enqueue)} µs to enqueue a call, longer than the call runs, and "
-                "NVBench lets a batch start once two calls are queued"
-            )
+            return f"the host: {tables.number(enqueue)} µs to enqueue a call"
         if self.clock_ratio is not None and abs(self.clock_ratio - 1) <= AGREE:
-            return (
-                f"the clock: {tables.number(other.clock_mhz, 4)} MHz in the calls beside "
-                f"{tables.number(ours.clock_mhz, 4)}; in SM clocks the ratio is {self.clock_ratio:.3f}"
-            )
+            beside = f"{tables.number(other.clock_mhz, 4)} MHz beside {tables.number(ours.clock_mhz, 4)}"
+            return f"the clock: {beside}; in SM clocks {self.clock_ratio:.3f}"
         if abs(self.gap_us) <= LAUNCH_GAP_US:
-            longer = "ours sees" if self.gap_us > 0 else "NVBench sees" if other.timer == "cuda-bench" else "CUPTI sees"
-            return (
-                f"a launch: {longer} {tables.number(abs(self.gap_us))} µs more a call, which is what stands between a "
-                "kernel and the events or kernels around it"
-            )
+            more = "events see" if self.gap_us > 0 else f"{TIMERS[other.timer]} sees"
+            return f"a launch: {more} {tables.number(abs(self.gap_us))} µs more a call"
         return "not explained by host, clock or launch"
 
 
@@ -908,12 +901,16 @@ def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, .
 
 # --- Pages ------------------------------------------------------------------------------------------------------------
 
-NOTHING_YET = (
-    "**Not measured yet.** No reading by other timers is on record for this GPU; `flashlab method` on it makes some."
-)
+NOTHING_YET = "**Nothing has been measured yet.** No reading by other timers is on record for this GPU; `flashlab method` on it makes some."
 _NO_STARTS = (
-    "**Not measured yet.** No stage is on record from two separate starts of a machine with this GPU. "
+    "**Nothing has been measured yet.** No stage is on record from two separate starts of a machine with this GPU. "
     f"`flashlab bench --suite first`, with the same code once on each of {STARTS} starts, gives what lies between them."
+)
+
+
+_NO_CLOCKS = (
+    "**Nothing has been measured yet.** No row on record has the clock in its calls, in bursts and under sustained load. "
+    "`flashlab bench --suite peers` makes such rows."
 )
 
 
@@ -1079,7 +1076,7 @@ def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:
     try:
         shown = results.load(gpu_slug or "", data)
     except NoDataError:
-        return "**Not measured yet.**"
+        return _NO_CLOCKS
     text = []
     for problem, measured in shown.problems.items():
         rows: list[list[tables.Cell]] = []
@@ -1106,7 +1103,7 @@ def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:
                 *("W, sustained", "°C at most", "clock held back by"),
             )
             text.append(f"### {problem.label}\n\n{tables.markdown(header, rows)}")
-    return "\n".join(text) or "**Not measured yet.** No row on record has the clock in its calls in both regimes."
+    return "\n".join(text) or _NO_CLOCKS
 
 
 def spread_table(gpu_slug: str | None, data: Path = DATA) -> str:
@@ -1123,9 +1120,10 @@ def spread_table(gpu_slug: str | None, data: Path = DATA) -> str:
                 _title(one.name),
                 *(tables.number(value, 4) for value in one.medians_us),
                 *([None] * (columns - len(one.rows))),
-                one.within_percent,
-                one.between_percent,
-                one.between_clocks_percent,
+                *(
+                    None if percent is None else f"{percent:.2f}"
+                    for percent in (one.within_percent, one.between_percent, one.between_clocks_percent)
+                ),
             ]
             for one in mine
         ]
