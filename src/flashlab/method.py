@@ -901,16 +901,17 @@ def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, .
 
 # --- Pages ------------------------------------------------------------------------------------------------------------
 
-NOTHING_YET = "**Nothing has been measured yet.** No reading by other timers is on record for this GPU; `flashlab method` on it makes some."
+NOTHING_YET = (
+    "**Nothing has been measured yet.** No reading by other timers is on record for this GPU; "
+    "`flashlab method` on it makes some."
+)
 _NO_STARTS = (
     "**Nothing has been measured yet.** No stage is on record from two separate starts of a machine with this GPU. "
     f"`flashlab bench --suite first`, with the same code once on each of {STARTS} starts, gives what lies between them."
 )
-
-
 _NO_CLOCKS = (
-    "**Nothing has been measured yet.** No row on record has the clock in its calls, in bursts and under sustained load. "
-    "`flashlab bench --suite peers` makes such rows."
+    "**Nothing has been measured yet.** No row on record has the clock in its calls both in bursts and under sustained "
+    "load. `flashlab bench --suite peers` makes such rows."
 )
 
 
@@ -958,16 +959,16 @@ def timers_table(gpu_slug: str | None, data: Path = DATA) -> str:
                     _title(one.ours.name),
                     TIMERS[one.other.timer],
                     one.ours.cache,
+                    one.why or "agrees",
                     tables.number(one.ours.median_us, 4),
                     tables.number(one.other.median_us, 4),
                     str(one.ratio),
-                    one.why or "agrees",
                 ]
             )
-        header = ("", "other timer", "L2", "events, µs", "other, µs", "other / events (95 %)", "difference")
+        header = ("", "other timer", "L2", "difference", "events, µs", "other, µs", "other / events (95 %)")
         agreeing = sum(one.agrees for one in compared)
         said = f"{agreeing} of {len(compared)} medians are within {100 * AGREE:.0f} % of CUDA events.\n\n"
-        text.append(f"### {problem.label}\n\n{said}{tables.markdown(header, rows, left=3)}")
+        text.append(f"### {problem.label}\n\n{said}{tables.markdown(header, rows, left=4)}")
     return "\n".join([*text, _source(found)])
 
 
