@@ -322,7 +322,7 @@ class _Worker:
                 try:
                     steps[timer]()
                 except Exception as error:  # whatever it is, the other timers still have their turn
-                    self._missing(timer, f"{type(error).__name__}: {error}")
+                    self._missing(timer, _words(error))
 
     def _missing(self, what: str, reason: str, name: str | None = None) -> None:
         self._send({"kind": "missing", "what": what, "reason": reason[:_LOG_CHARS], "name": name})
@@ -355,7 +355,7 @@ class _Worker:
                     )
                     self._cases[case.label] = case
             except Exception as error:  # a library's own errors have no common class
-                self._missing(f"{name} at {problem.label}", f"{type(error).__name__}: {error}", name)
+                self._missing(f"{name} at {problem.label}", _words(error), name)
 
     def _run_of(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> timing.Run:
         """What enqueues one call on the stream."""
@@ -548,6 +548,11 @@ class _Worker:
             if len(samples["call_clock_mhz"]) != len(samples["time_us"]):
                 samples["call_clock_mhz"] = []
             self._keep(self._cases[label], "cuda-bench", samples)
+
+
+def _words(error: Exception) -> str:
+    """An error for people: ours say what they are."""
+    return str(error) if isinstance(error, FlashlabError) else f"{type(error).__name__}: {error}"
 
 
 def kernel_times(trace: Mapping[str, Any], calls: Sequence[int]) -> list[float]:
