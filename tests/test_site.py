@@ -49,6 +49,7 @@ PAGES = (
     "emulation/",
     "edit/",
     "method/",
+    "timers/",
     "glossary/",
     "data/",
     "reproduce/",

@@ -478,6 +478,7 @@ class _Book:
             "gpu": self.gpu,
             "source": self.source,
             "software": self.software,
+            "start": provenance.start(),
         }
 
     def close(self) -> Path:

@@ -682,6 +682,82 @@ def chip(
 
 
 @app.command()
+def method(
+    *,
+    stage_ids: Annotated[str | None, typer.Option("--stages", help="Ids joined by commas, or none.")] = None,
+    peers: Annotated[str | None, typer.Option(help="Names joined by commas, or none.")] = None,
+    shape: Annotated[list[str] | None, typer.Option(help="BxHxSxD; the first one is called for seconds too.")] = None,
+    samples: Annotated[int, typer.Option(help="Of each, by CUDA events.", min=4)] = 20,
+    rounds: Annotated[int, typer.Option(help="Of NVBench's measurements.", min=1)] = 4,
+    sustained: Annotated[float, typer.Option(help="Seconds of continuous calls, 0 for none.", min=0)] = 1.5,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Read the same kernels with CUDA events, CUPTI and NVBench, hot and cold, on random numbers and zeros.
+
+    The readings go to data/<gpu>/readings/. A timer that is not installed is named with what installs it.
+    """
+    from flashlab import method as module
+
+    measured = module.measure(
+        _names(stage_ids),
+        _names(peers),
+        shape,
+        samples=samples,
+        rounds=rounds,
+        sustained_s=sustained,
+        data=data,
+        device=device,
+        say=_say,
+    )
+    found = module.comparisons(module.pools(records.read_readings(measured.path)))
+    if as_json:
+        _emit_json(
+            {
+                "path": str(measured.path),
+                "missing": measured.missing,
+                "comparisons": [
+                    {
+                        "name": one.ours.name,
+                        "shape": one.ours.problem.shape,
+                        "inputs": one.ours.inputs,
+                        "cache": one.ours.cache,
+                        "timer": one.other.timer,
+                        "events_us": one.ours.median_us,
+                        "other_us": one.other.median_us,
+                        "ratio": asdict(one.ratio),
+                        "agrees": one.agrees,
+                        "why": one.why,
+                    }
+                    for one in found
+                ],
+            }
+        )
+    else:
+        _emit_table(
+            ("name", "shape", "inputs", "L2", "timer", "events µs", "other µs", "other / events", "difference"),
+            [
+                (
+                    one.ours.name,
+                    one.ours.problem.shape,
+                    one.ours.inputs,
+                    one.ours.cache,
+                    one.other.timer,
+                    one.ours.median_us,
+                    one.other.median_us,
+                    str(one.ratio),
+                    one.why or "agrees",
+                )
+                for one in found
+            ],
+        )
+    for line in measured.missing:
+        _say(f"no reading: {line}")
+    _say(f"Recorded in {measured.path}")
+
+
+@app.command()
 def results(
     *,
     gpu: Gpu = None,

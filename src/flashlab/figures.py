@@ -1152,6 +1152,95 @@ def row_errors(
     )
 
 
+_FARTHEST_PERCENT = 12.0
+
+
+def differences(
+    series: Mapping[str, Mapping[str, tuple[float, float, float]]],
+    *,
+    name: str,
+    axis: str,
+    within: float | None,
+    caption: str,
+    provenance: str,
+    data_files: tuple[str, ...],
+) -> Chart:
+    """Percent away from zero, with an interval, of several series in each row.
+
+    Args:
+        series: (low, middle, high) in percent by row and series. What lies beyond the axis stands at its end, in
+            numbers.
+        axis: what the percentages are of.
+        within: half width of a band around zero, percent; none where None.
+
+    Raises:
+        NoDataError: there is no row.
+    """
+    if not any(series.values()):
+        raise NoDataError("wanted at least one difference to draw, found none")
+    names = list(dict.fromkeys(title for row in series.values() for title in row))
+    sizes = [abs(value) for row in series.values() for values in row.values() for value in values]
+    reach = min(1.15 * max([*sizes, within or 0.0, 0.1]), _FARTHEST_PERCENT)
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        axes.set_xlim(-reach, reach)
+        if within is not None:
+            axes.axvspan(-within, within, color=FAINT, alpha=0.25, linewidth=0, zorder=0)
+        axes.axvline(0, color=MUTED, linewidth=1, zorder=1)
+        # Where names stand above their rows, the marks keep below them.
+        step, top = (0.66 / len(names), -0.33) if layout == "wide" else (0.56 / len(names), 0.06)
+        for y, row in enumerate(series.values()):
+            for index, title in enumerate(names):
+                if title not in row:
+                    continue
+                low, middle, high = (min(max(value, -reach), reach) for value in row[title])
+                colour, place = _CATEGORIES[index % len(_CATEGORIES)], y + top + (index + 0.5) * step
+                axes.plot([low, high], [place, place], color=colour, linewidth=3, alpha=0.4, solid_capstyle="round")
+                axes.plot(
+                    [middle], [place], marker="oDsv^P"[index % 6], color=colour, markersize=5, clip_on=False, zorder=3
+                )
+                if abs(row[title][1]) > reach:
+                    left = row[title][1] < 0
+                    axes.annotate(
+                        f"{row[title][1]:+.0f} %",
+                        (middle, place),
+                        xytext=(6 if left else -6, 0),
+                        textcoords="offset points",
+                        ha="left" if left else "right",
+                        va="center",
+                        color=MUTED,
+                        fontsize="small",
+                    )
+        for index, title in enumerate(names):
+            colour = _CATEGORIES[index % len(_CATEGORIES)]
+            axes.plot([], [], marker="oDsv^P"[index % 6], linestyle="none", color=colour, markersize=5, label=title)
+        _name_rows(axes, range(len(series)), list(series), layout)
+        axes.grid(axis="x")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel(axis)
+        figure.legend(loc="outside upper left", ncols=min(len(names), 4) if layout == "wide" else 1)
+
+    told = "; ".join(
+        f"{label}: " + ", ".join(f"{title} {values[1]:+.1f} %" for title, values in row.items())
+        for label, row in series.items()
+    )
+    rows_inches = {"wide": 0.13 * len(names) * len(series), "narrow": 0.15 * len(names) * len(series)}
+    plain = _height(len(series), extra=1.0)
+    return _chart(
+        draw,
+        name=name,
+        heights={
+            "wide": max(plain["wide"], 1.0 + rows_inches["wide"]),
+            "narrow": max(plain["narrow"] + 0.2 * len(names), 1.2 + rows_inches["narrow"] + 0.25 * len(series)),
+        },
+        alt=f"{axis[:1].upper()}{axis[1:]}. {told}.",
+        caption=caption,
+        provenance=provenance,
+        data_files=data_files,
+    )
+
+
 def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
     """Measured ceilings as a percentage of the data sheet's.
 

@@ -1,4 +1,4 @@
-"""Which code and which software made a record.
+"""Which code, which software and which start of a machine made a record.
 
 In a git checkout the commit comes from git. A copy without `.git` (a GPU machine that got the tree and a bundle of
 wheels) has it from `build/bundle/provenance.json`, which `make bundle` writes: the commit, and a digest of the files
@@ -12,6 +12,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +39,7 @@ PACKAGES = (
     "nvidia-cuda-cuobjdump",
     "nvidia-cudnn-cu13",
     "fa3-fwd",
+    "cuda-bench",
     "papermill",
 )
 """Distributions that a record names, where installed."""
@@ -97,6 +99,18 @@ def software() -> dict[str, str]:
             if name == "flashlab":
                 versions[name] = __version__  # a copy run with PYTHONPATH=src has no metadata of its own
     return versions
+
+
+def start(proc: Path = Path("/proc")) -> dict[str, str] | None:
+    """The start of this machine, as `records.Start` takes it; None where the system does not say. Never raises."""
+    try:
+        boot_id = (proc / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="utf-8").strip()
+        stat = (proc / "stat").read_text(encoding="utf-8").splitlines()
+        seconds = next(int(line.split()[1]) for line in stat if line.startswith("btime "))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    at = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    return {"boot": hashlib.sha256(boot_id.encode()).hexdigest()[:8], "at": at}
 
 
 def _deciding_files(root: Path) -> Iterable[Path]:

@@ -205,6 +205,24 @@ class Source(_Model):
     """True when kernels, package or notebooks differed from the commit, or could not be compared with it."""
 
 
+class Start(_Model):
+    """One start of a machine: tells runs on separate starts apart without naming the machine."""
+
+    boot: str = Field(pattern=r"^[0-9a-f]{8}$")
+    """First 8 hex digits of the sha256 of the kernel's boot id."""
+    at: str
+    """When the kernel started, UTC, ISO 8601. A machine resumed from an image keeps its boot id, but not this."""
+
+    def same_as(self, other: Start) -> bool:
+        """Whether both are the same start: one boot id, and times that differ by no more than clocks are set by."""
+        apart = datetime.fromisoformat(self.at) - datetime.fromisoformat(other.at)
+        return self.boot == other.boot and abs(apart.total_seconds()) <= _CLOCK_SET_S
+
+
+_CLOCK_SET_S = 60.0
+"""A kernel reckons its start from the clock of the day, which is set now and then."""
+
+
 class _Base(_Model):
     schema_version: Literal[1, 2] = SCHEMA_VERSION
     run: str = Field(pattern=r"^[0-9]{8}T[0-9]{6}Z-[0-9a-f]{7,}(-dirty)?$")
@@ -214,6 +232,8 @@ class _Base(_Model):
     gpu: Gpu
     source: Source
     software: dict[str, str]
+    start: Start | None = None
+    """The start of the machine it was made on; None in older records, and where the system does not say."""
 
 
 def cycles_per_score(samples: Samples, problem: Problem, sm_count: int) -> float | None:
@@ -310,23 +330,21 @@ class Part(_Base):
 
 
 class Reading(_Base):
-    """One implementation on one problem by one timer, on one kind of input and cache state: it judges the method."""
+    """One implementation on one problem by one timer, on one kind of input: it judges the method."""
 
     kind: Literal["reading"] = "reading"
     name: str
     """A stage id, or a peer's name."""
     problem: ProblemFields
-    timer: Literal["events", "cupti", "cuda-bench", "torch-profiler"]
-    """`events`: CUDA events, flashlab's own."""
+    timer: Literal["events", "torch-profiler", "cuda-bench"]
+    """`events`: CUDA events, flashlab's own. `torch-profiler`: durations of kernels by CUPTI, through torch.profiler.
+    `cuda-bench`: NVBench, through its Python package."""
     inputs: Literal["normal", "zeros"]
     """What Q, K and V hold: random normal numbers, or zeros."""
-    cache: Cache
-    calls: int = Field(ge=1)
-    """Calls that a sample is the mean of."""
-    time_us: tuple[float, ...] = Field(min_length=1)
-    """Microseconds a call, a number a sample."""
-    call_clock_mhz: tuple[float, ...] = ()
-    """SM clock inside the calls, a number a sample; empty where it was not read."""
+    samples: Samples
+    """By `cuda-bench`, those of a hot cache are means of a batch each, and the clock is its own reading."""
+    enqueue_us: float | None = None
+    """Host time to enqueue one call, microseconds; None where it was not measured."""
 
 
 class Sanitized(_Base):
@@ -603,10 +621,27 @@ def parts(gpu: str, data: Path = DATA) -> tuple[Part, ...]:
     return tuple(found for path in files for found in _read_lines(path, Part.model_validate_json)[0])
 
 
+def read_readings(path: Path) -> tuple[Reading, ...]:
+    """The sound readings of a file."""
+    return _read_lines(path, Reading.model_validate_json)[0]
+
+
 def readings(gpu: str, data: Path = DATA) -> tuple[Reading, ...]:
     """Every sound reading that judges the method on a GPU, oldest file first; empty where there is none."""
-    files = sorted((data / gpu / "readings").glob("*.jsonl"))
-    return tuple(found for path in files for found in _read_lines(path, Reading.model_validate_json)[0])
+    return tuple(found for path in sorted((data / gpu / "readings").glob("*.jsonl")) for found in read_readings(path))
+
+
+def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
+    """Raw samples of stages and libraries on record for a GPU, by folder; those of ceilings are not counted."""
+    found = {path: read_run(path).measurements for path in sorted((data / gpu / "runs").glob("*.jsonl"))}
+    several = {
+        "runs": [samples for rows in found.values() for row in rows for samples in row.samples],
+        "tuning": [samples for row in tunings(gpu, data) for samples in row.samples],
+        "ablations": [samples for row in ablations(gpu, data) for samples in row.samples],
+        "parts": [row.samples for row in parts(gpu, data)],
+        "readings": [row.samples for row in readings(gpu, data)],
+    }
+    return {folder: sum(len(samples.time_us) for samples in taken) for folder, taken in several.items()}
 
 
 def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:

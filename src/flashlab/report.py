@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flashlab import figures, records, results, tables
+from flashlab import figures, method, records, results, tables
 from flashlab import stages as registry
 from flashlab.errors import NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
@@ -48,6 +48,7 @@ PAGE_OF: Mapping[str, str] = {
     "00_hardware": "hardware.md",
     "03_anatomy": "anatomy.md",
     "09_tuning": "tuning.md",
+    "10_method": "timers.md",
     "edit_a_kernel": "edit.md",
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
@@ -265,6 +266,8 @@ def generate(
     _generate_stage_list(out)
     _generate_results_index(out, everything)
     _generate_check_records(out, everything, data)
+    lines = [f"- {method.samples_line(found.gpu, data)}" for found in everything]
+    out.snippet("samples.md", "\n".join(lines) if lines else NOTHING_YET)
     _generate_data(out, everything, data)
     out.text("nav.json", json.dumps([[r.name, f"generated/results/{r.gpu}.md"] for r in everything]))
     return out.root
@@ -713,6 +716,7 @@ def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> N
         records.CubinFields,
         records.Conditions,
         records.Tuning,
+        records.Reading,
         records.StageCounters,
         records.PatternCounters,
         records.StageProfile,
@@ -727,7 +731,7 @@ def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> N
             ],
             left=3,
         )
-        for model in (*models, records.Gpu, records.Source)
+        for model in (*models, records.Gpu, records.Source, records.Start)
     ]
     out.snippet("dictionary-records.md", "\n\n".join(schema))
 

@@ -73,6 +73,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{min(decimals, 6)}f}"
 
 
+def held_back(reasons: Iterable[str]) -> str:
+    """NVML's reasons for a lower clock, for people; `nothing` where there was none."""
+    return ", ".join(_HELD_BACK.get(why, why) for why in reasons) or "nothing"
+
+
 def tiny(value: float | None) -> str:
     """An error for people, in powers of ten; a dash for None."""
     return "–" if value is None else f"{value:.2e}"
@@ -191,9 +196,7 @@ def states(rows: Sequence[Measurement]) -> str:
             [
                 title(row),
                 *(results.rate(row, *state) for state in results.STATES),
-                ", ".join(_HELD_BACK.get(why, why) for why in conditions.throttle_reasons) or "nothing"
-                if conditions
-                else None,
+                held_back(conditions.throttle_reasons) if conditions else None,
             ]
         )
     header = (
