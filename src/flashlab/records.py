@@ -12,7 +12,7 @@
     data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
     data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
     data/<gpu>/counters/            what Nsight Compute counted, scripts/counters_ncu.py
-    data/<gpu>/profiles/            what Nsight Compute saw the units do, scripts/profile_ncu.py
+    data/<gpu>/profiles/            what Nsight Compute saw of each stage, `flashlab profile`
     data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
 
 A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources,
@@ -415,17 +415,60 @@ class PatternCounters(_Counted):
     """Byte offset of each lane's address; negative where the lane takes no part."""
 
 
+class LineStalls(_Model):
+    """Where warps were when they were sampled: a line of a stage's source, with all that is inlined there."""
+
+    file: str
+    """The file's name, without its folder."""
+    line: int
+    """From 1."""
+    text: str
+    """The line as it was, without its indent."""
+    samples: dict[str, int]
+    """Samples by warp state: the reason a warp waited, or `selected` where it did not."""
+
+    @property
+    def total(self) -> int:
+        """Samples of any state."""
+        return sum(self.samples.values())
+
+
 class StageProfile(_Counted):
-    """What Nsight Compute saw the SM's units do in one launch of a stage; see profiler.py for what is asked."""
+    """What Nsight Compute saw in one launch of a stage, from cold caches; see profiler.py for what is asked."""
 
     stage: str
     """Its id."""
     problem: ProblemFields
+    parameters: dict[str, int]
+    """Every tunable and its value."""
+    cubin_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Digest of the machine code that was launched: that of a measurement of the same kernel."""
+    ncu: str
+    """Version of Nsight Compute."""
+    samples: dict[str, int]
+    """Samples of the kernel's warps by warp state; empty where none were taken."""
+    lines: tuple[LineStalls, ...]
+    """The lines with the most samples, most first; empty where samples could not be traced to lines."""
     time: str
     """UTC time of the record, ISO 8601."""
 
     def _first(self, *names: str) -> float | None:
         return next((self.metrics[name] for name in names if name in self.metrics), None)
+
+    def _sum(self, *names: str) -> float | None:
+        """None where one of them is missing."""
+        return sum(self.metrics[name] for name in names) if all(name in self.metrics for name in names) else None
+
+    def _per(self, name: str, other: str) -> float | None:
+        """None where one of them is missing, or nothing was counted to divide by."""
+        below = self.metrics.get(other)
+        return self.metrics[name] / below if below and name in self.metrics else None
+
+    @property
+    def time_us(self) -> float | None:
+        """The launch's own time. The kernel ran alone, from cold caches: no measurement of its speed."""
+        time_ns = self._first("gpu__time_duration.sum")
+        return None if time_ns is None else time_ns / 1e3
 
     @property
     def tensor_percent(self) -> float | None:
@@ -454,21 +497,65 @@ class StageProfile(_Counted):
 
     @property
     def warps_percent(self) -> float | None:
-        """Warps that were resident, percent of what an SM holds."""
+        """Occupancy achieved: warps that were resident, percent of what an SM holds."""
         return self._first(f"sm__warps_active{_OF_ACTIVE}")
 
     @property
+    def warps_percent_limit(self) -> float | None:
+        """Theoretical occupancy: warps that registers, shared memory and block size let reside, percent."""
+        blocks = [value for name, value in self.metrics.items() if name.startswith("launch__occupancy_limit_")]
+        threads, warps = self._first("launch__block_size"), self._first("sm__warps_active.avg.peak_sustained")
+        return 100 * min(blocks) * math.ceil(threads / 32) / warps if blocks and threads and warps else None
+
+    @property
+    def dram_bytes(self) -> float | None:
+        """Bytes read from and written to device memory; not those that are still in L2 when the kernel ends."""
+        return self._sum("dram__bytes_read.sum", "dram__bytes_write.sum")
+
+    @property
+    def l2_bytes(self) -> float | None:
+        """Bytes that the SMs read from and wrote to L2."""
+        sectors = self._first("lts__t_sectors_srcunit_tex.sum")
+        return None if sectors is None else sectors * _SECTOR_BYTES
+
+    @property
+    def shared_wavefronts(self) -> float | None:
+        """Cycles of an SM's shared-memory pipe that loads, stores and copies of threads took, summed over SMs."""
+        return self._first("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")
+
+    @property
+    def bank_conflicts(self) -> float | None:
+        """Those of them that bank conflicts added."""
+        return self._first("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")
+
+    @property
+    def conflict_percent(self) -> float | None:
+        """Bank conflicts, percent of wavefronts; None where shared memory was not accessed by threads."""
+        share = self._per(
+            "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+        )
+        return None if share is None else 100 * share
+
+    @property
+    def load_sectors(self) -> float | None:
+        """32-byte sectors per request of a warp to load from global memory; None where threads loaded nothing."""
+        return self._per(*(f"l1tex__t_{what}_pipe_lsu_mem_global_op_ld.sum" for what in ("sectors", "requests")))
+
+    @property
     def states(self) -> dict[str, float]:
-        """Where warps spent their time, in percent, the longest first: the reason a warp waited, or `selected`."""
-        found = {
-            match[1]: value
-            for name, value in self.metrics.items()
-            if value > 0 and (match := _WARP_STATE.fullmatch(name))
-        }
+        """Where warps spent their time, in percent, the longest first: the reason a warp waited, or `selected`.
+
+        From the counters, else from the samples.
+        """
+        found: dict[str, float] = {
+            match[1]: value for name, value in self.metrics.items() if (match := _WARP_STATE.fullmatch(name))
+        } or {name: float(count) for name, count in self.samples.items()}
         total = sum(found.values())
-        return {name: 100 * value / total for name, value in sorted(found.items(), key=lambda item: -item[1])}
+        order = sorted(found.items(), key=lambda item: -item[1])
+        return {name: 100 * value / total for name, value in order if value > 0}
 
 
+_SECTOR_BYTES = 32
 _OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
 _WARP_STATE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
