@@ -693,7 +693,7 @@ def profile(
     data: Data = DATA,
     as_json: Json = False,
 ) -> None:
-    """Profile stages with Nsight Compute: units, bytes, what warps wait for and where; append to data/<gpu>/profiles/."""
+    """Profile stages with Nsight Compute, and append what units and warps did to data/<gpu>/profiles/."""
     from flashlab import profiler as module
 
     problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask)

@@ -89,7 +89,7 @@ METRICS = (
     *(f"smsp__average_warps_issue_stalled_{state}_per_issue_active.ratio" for state in _WARP_STATES),
 )
 """What is asked of Nsight Compute; which of it there is depends on the GPU and on its version."""
-SAMPLES = "group:smsp__pcsamp_warp_stall_reasons"
+SAMPLES = ("--section", "SourceCounters")
 """Asked beside them: each warp's state at regular times, with the instruction that it was at."""
 
 NCU = ("--clock-control", "none")
@@ -231,7 +231,7 @@ def parse_source(text: str) -> list[Launch]:
         if row[0] == "Kernel Name":
             finish()
             kernel, header, listing, samples = row[1].split("(")[0], [], [], {}
-        elif "Source" in row and "# Samples" in row:
+        elif row[0] == "Address":
             header = row
         elif header:
             cells = dict(zip(header, row, strict=True))
@@ -240,8 +240,8 @@ def parse_source(text: str) -> list[Launch]:
                 for column, value in cells.items()
                 if (match := _STATE_COLUMN.fullmatch(column)) and (count := _number(value))
             }
-            others = int(_number(cells["# Samples"]) or 0) - sum(states.values())
-            if others:
+            others = int(_number(cells.get("# Samples")) or 0) - sum(states.values())
+            if others > 0:
                 states["gmma" if "GMMA" in cells["Source"] else "other"] = others
             if states:
                 samples[len(listing)] = states
@@ -420,7 +420,8 @@ def profile(
         raise ParameterError(f"wanted a stage that takes {problem.label} on {found.arch}, got none")
     folder = writable_dir(data / found.slug / "profiles", "records")
     commit, dirty = provenance.source()
-    path = folder / f"{records.run_id(Source(commit=commit, dirty=dirty), datetime.now(UTC))}.jsonl"
+    run = records.run_id(Source(commit=commit, dirty=dirty), datetime.now(UTC))
+    path = folder / f"{run}.jsonl"
     say(f"compiling {len(able)} stages")
     plain, lined = (_compiled(able.values(), problem, found.arch, found.slug, line_info) for line_info in (False, True))
     known = available()
@@ -453,10 +454,12 @@ def profile(
             commit=commit,
             dirty=dirty,
             metrics=dict(launch.metrics),
+            run=run,
             stage=stage_id,
             problem=ProblemFields.of(problem),
             parameters=told["parameters"],
             cubin_sha256=told["sha256"],
+            tile_q=told["tile_q"],
             ncu=tool,
             samples=dict(totals.most_common()),
             lines=lines,
@@ -498,10 +501,10 @@ def _profiled(
         told = Path(folder) / "told.json"
         job = {"stages": list(stage_ids), "problem": asdict(problem), "device": device, "told": str(told)}
         launches = under_ncu(
-            [*metrics, SAMPLES],
+            metrics,
             [sys.executable, "-m", "flashlab.profiler", "--launch", json.dumps(job)],
             kernels="^attention_",
-            options=("--profile-from-start", "off"),
+            options=(*SAMPLES, "--profile-from-start", "off"),
             timeout_s=timeout_s,
             say=say,
         )
@@ -536,7 +539,12 @@ def _launch(job: dict[str, Any]) -> None:
             ready.pop(stage_id, None)
             print(f"{stage_id}: {error}", file=sys.stderr)
     told = {
-        stage_id: {"sha256": call.cubin.sha256, "parameters": call.cubin.parameters} for stage_id, call in ready.items()
+        stage_id: {
+            "sha256": call.cubin.sha256,
+            "parameters": call.cubin.parameters,
+            "tile_q": call.launch_shape.tile_q,
+        }
+        for stage_id, call in ready.items()
     }
     Path(job["told"]).write_text(json.dumps(told), encoding="utf-8")
     gpu.call("cuProfilerStart")

@@ -12,7 +12,7 @@
     data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
     data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
     data/<gpu>/counters/            what Nsight Compute counted, scripts/counters_ncu.py
-    data/<gpu>/profiles/            what Nsight Compute saw of each stage, `flashlab profile`
+    data/<gpu>/profiles/<run>.jsonl what Nsight Compute saw of each stage, `flashlab profile`
     data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
 
 A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources,
@@ -436,6 +436,8 @@ class LineStalls(_Model):
 class StageProfile(_Counted):
     """What Nsight Compute saw in one launch of a stage, from cold caches; see profiler.py for what is asked."""
 
+    run: str
+    """Id of the run, the name of its file."""
     stage: str
     """Its id."""
     problem: ProblemFields
@@ -443,6 +445,8 @@ class StageProfile(_Counted):
     """Every tunable and its value."""
     cubin_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Digest of the machine code that was launched: that of a measurement of the same kernel."""
+    tile_q: int
+    """Query rows a block."""
     ncu: str
     """Version of Nsight Compute."""
     samples: dict[str, int]

@@ -339,6 +339,7 @@ _WARP_STATES: Mapping[str, str] = {
     "membar": "memory barrier",
     "sleeping": "sleep",
     "drain": "stores at the end",
+    "tex_throttle": "texture queue",
 }
 """Nsight Compute's warp states, for people; others keep its name."""
 
@@ -374,6 +375,112 @@ def profiles(found: Iterable[StageProfile]) -> str:
         "where warps spent their time",
     )
     return markdown(header, lines)
+
+
+_OCCUPANCY_LIMITS: Mapping[str, str] = {
+    "launch__occupancy_limit_registers": "registers",
+    "launch__occupancy_limit_shared_mem": "shared memory",
+    "launch__occupancy_limit_warps": "threads",
+    "launch__occupancy_limit_blocks": "blocks",
+    "launch__occupancy_limit_barriers": "barriers",
+}
+
+
+def occupancy(found: Iterable[StageProfile]) -> str:
+    """Warps that could reside and did, and how threads went to memory, in one launch of each stage."""
+
+    def limit(one: StageProfile) -> str | None:
+        blocks = {words: one.metrics[name] for name, words in _OCCUPANCY_LIMITS.items() if name in one.metrics}
+        return ", ".join(words for words, value in blocks.items() if value == min(blocks.values())) or None
+
+    def percent(value: float | None) -> str | None:
+        return None if value is None else f"{number(value)} %"
+
+    return markdown(
+        (
+            "",
+            "registers a thread",
+            "held back by",
+            "occupancy, theoretical",
+            "achieved",
+            "wavefronts of shared memory, 10⁶",
+            "bank conflicts",
+            "sectors a load",
+        ),
+        [
+            (
+                f"`{one.stage}`",
+                one.metrics.get("launch__registers_per_thread"),
+                limit(one),
+                percent(one.warps_percent_limit),
+                percent(one.warps_percent),
+                None if one.shared_wavefronts is None else one.shared_wavefronts / 1e6,
+                percent(one.conflict_percent),
+                one.load_sectors,
+            )
+            for one in found
+        ],
+    )
+
+
+def traffic(found: Iterable[StageProfile]) -> str:
+    """Bytes that crossed device memory and L2 in one launch of each stage, beside what was counted from its tiles."""
+
+    def cells(counted: float, measured: float | None) -> list[Cell]:
+        ratio = None if measured is None else f"×{number(measured / counted)}"
+        return [counted / 1e6, None if measured is None else measured / 1e6, ratio]
+
+    lines: list[list[Cell]] = []
+    for one in found:
+        problem = one.problem.problem()
+        in_l2 = roofline.l2_bytes(problem, one.tile_q)
+        lines.append(
+            [
+                f"`{one.stage}`",
+                *cells(float(problem.compulsory_bytes), one.dram_bytes),
+                *cells(in_l2, one.l2_bytes),
+            ]
+        )
+    header = ("", "DRAM counted, MB", "measured", "ratio", "L2 counted, MB", "measured", "ratio")
+    return markdown(header, lines)
+
+
+def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | None = None) -> str:
+    """The source lines at which the warps of each stage were sampled most often, and in which states.
+
+    Args:
+        found: one launch of each stage.
+        lines: how many of each.
+        pages: folder of the stages' pages, to link them; None for no links.
+
+    Raises:
+        NoDataError: samples of none were traced to lines.
+    """
+    rows: list[list[Cell]] = []
+    for one in found:
+        total = sum(one.samples.values())
+        for position, line in enumerate(one.lines[:lines]):
+            name = f"`{one.stage}`" if pages is None else f"[`{one.stage}`]({pages}{one.stage}.md)"
+            states = ", ".join(
+                f"{_WARP_STATES.get(state, state)} {number(100 * count / line.total, 2)} %"
+                for state, count in list(line.samples.items())[:3]
+            )
+            where = f'<code class="place">{html.escape(line.file)}:{line.line}</code>'
+            rows.append(
+                [
+                    None if position else name,
+                    f"{where}<br>{_code(line.text)}",
+                    f"{number(100 * line.total / total, 2)} %",
+                    states,
+                ]
+            )
+    if not rows:
+        raise NoDataError("wanted profiles whose samples were traced to source lines, found none")
+    return markdown(
+        ("", "line", "of all samples", "where its warps were"),
+        [["" if cell is None else cell for cell in row] for row in rows],
+        left=2,
+    )
 
 
 def untimed(rows: Iterable[Measurement]) -> str:
