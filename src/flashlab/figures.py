@@ -1133,6 +1133,8 @@ def roofline(
                 size=8 if layout == "wide" else 7,
                 color=STAGE if point.is_stage else PEER,
                 bbox={"facecolor": PAPER, "alpha": 0.8, "pad": 0.6},
+                # Far from its mark a label needs a line to it.
+                arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7} if shift > _LABEL_POINTS else None,
             )
         _plain_log_ticks(axes.xaxis, "narrow")
         _plain_log_ticks(axes.yaxis, "narrow")
@@ -1220,13 +1222,17 @@ def _stage_points(
     return points, used
 
 
+_LABEL_POINTS = 11.5
+"""Height of a label."""
+
+
 def _spread_labels(points: Sequence[_Point], *, points_per_decade: float) -> list[tuple[_Point, float]]:
     """Vertical shifts, in points, that keep the labels of neighbouring marks from covering each other."""
     placed: list[tuple[_Point, float, float]] = []
     for point in sorted(points, key=lambda p: p.tflops):
         natural = math.log10(point.tflops) * points_per_decade
         near = [at for other, at, _ in placed if abs(math.log10(other.intensity / point.intensity)) < 0.6]
-        position = max([natural, *(at + 11.5 for at in near)])
+        position = max([natural, *(at + _LABEL_POINTS for at in near)])
         placed.append((point, position, position - natural))
     return [(point, shift) for point, _, shift in placed]
 
