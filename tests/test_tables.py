@@ -90,9 +90,9 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
 
 def test_profiles_name_what_warps_waited_for() -> None:
     active = ".avg.pct_of_peak_sustained_active"
-    stalled = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio".format
-    metrics = {f"sm__pipe_tensor_cycles_active{active}": 61.0, stalled("gmma"): 3.0, stalled("made_up"): 1.0}
-    line = tables.profiles([profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
+    metrics = {f"sm__pipe_tensor_cycles_active{active}": 61.0}
+    samples = {"gmma": 3, "made_up": 1}
+    line = tables.profiles([profile("05_wmma", FIRST, metrics=metrics, samples=samples)]).splitlines()[-1]
     assert "61.0 %" in line
     assert "wgmma 75 %, made_up 25 %" in line
     assert line.count("| –") == 4

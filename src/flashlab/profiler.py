@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,39 +36,14 @@ from flashlab.problem import Problem
 from flashlab.records import LineStalls, ProblemFields, Source, StageProfile
 from flashlab.stages import Stage
 
-_PIPES = ("alu", "fma", "fmaheavy", "fp16", "xu", "lsu", "uniform", "tensor_op_hmma", "tensor_op_gmma", "tma")
-_WARP_STATES = (
-    "barrier",
-    "branch_resolving",
-    "dispatch_stall",
-    "drain",
-    "gmma",
-    "imc_miss",
-    "lg_throttle",
-    "long_scoreboard",
-    "math_pipe_throttle",
-    "membar",
-    "mio_throttle",
-    "misc",
-    "no_instruction",
-    "not_selected",
-    "selected",
-    "short_scoreboard",
-    "sleeping",
-    "tex_throttle",
-    "wait",
-)
 METRICS = (
     "gpu__time_duration.sum",
     "sm__cycles_active.avg",
     "smsp__inst_executed.sum",
     # wgmma runs on the same pipe as mma.sync; ncu counts the cycles of both here.
     "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",
     "sm__inst_executed_pipe_tensor.sum",
-    "sm__inst_executed_pipe_tensor_op_gmma.sum",
-    "sm__inst_executed_pipe_tensor_op_hmma.sum",
-    *(f"sm__inst_executed_pipe_{pipe}.avg.pct_of_peak_sustained_active" for pipe in _PIPES),
+    *(f"sm__inst_executed_pipe_{pipe}.avg.pct_of_peak_sustained_active" for pipe in ("alu", "fma", "xu", "lsu")),
     "smsp__issue_active.avg.pct_of_peak_sustained_active",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
     "sm__warps_active.avg.peak_sustained",
@@ -79,14 +55,11 @@ METRICS = (
     "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_gmma.sum",
     "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
     *(f"l1tex__t_{what}_pipe_lsu_mem_global_op_{op}.sum" for what in ("requests", "sectors") for op in ("ld", "st")),
-    "lts__t_sectors.sum",
     "lts__t_sectors_srcunit_tex.sum",
     "lts__t_sectors_srcunit_tex_lookup_miss.sum",
     "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
     "dram__bytes_read.sum",
     "dram__bytes_write.sum",
-    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
-    *(f"smsp__average_warps_issue_stalled_{state}_per_issue_active.ratio" for state in _WARP_STATES),
 )
 """What is asked of Nsight Compute; which of it there is depends on the GPU and on its version."""
 SAMPLES = ("--section", "SourceCounters")
@@ -435,17 +408,25 @@ def profile(
         if stage_id not in launches:
             say(f"profiling {stage_id} in a process of its own")
             launches |= _profiled([stage_id], problem, device, there, timeout_s, say)
+
+    def traced(stage_id: str) -> tuple[LineStalls, ...] | str:
+        launch, told = launches[stage_id]
+        with_lines = lined.get(stage_id)
+        reason = why_no_lines(launch, told["sha256"], plain.get(stage_id), with_lines)
+        return trace(launch, able[stage_id], with_lines)[:LINES] if with_lines and not reason else reason or ""
+
+    with ThreadPoolExecutor() as pool:  # most of it is waiting for disassemblers
+        lines_of = dict(zip(launches, pool.map(traced, launches), strict=True))
     profiles = []
-    for stage_id, stage in able.items():
+    for stage_id in able:
         if stage_id not in launches:
             say(f"{stage_id}: not profiled")
             continue
         launch, told = launches[stage_id]
-        with_lines = lined.get(stage_id)
-        reason = why_no_lines(launch, told["sha256"], plain.get(stage_id), with_lines)
-        if reason:
-            say(f"{stage_id}: no lines: {reason}")
-        lines = () if reason or with_lines is None else trace(launch, stage, with_lines)[:LINES]
+        lines = lines_of[stage_id]
+        if isinstance(lines, str):
+            say(f"{stage_id}: no lines: {lines}")
+            lines = ()
         totals: Counter[str] = Counter()
         for states in launch.samples.values():
             totals.update(states)

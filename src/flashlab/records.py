@@ -456,9 +456,6 @@ class StageProfile(_Counted):
     time: str
     """UTC time of the record, ISO 8601."""
 
-    def _first(self, *names: str) -> float | None:
-        return next((self.metrics[name] for name in names if name in self.metrics), None)
-
     def _sum(self, *names: str) -> float | None:
         """None where one of them is missing."""
         return sum(self.metrics[name] for name in names) if all(name in self.metrics for name in names) else None
@@ -471,44 +468,44 @@ class StageProfile(_Counted):
     @property
     def time_us(self) -> float | None:
         """The launch's own time. The kernel ran alone, from cold caches: no measurement of its speed."""
-        time_ns = self._first("gpu__time_duration.sum")
+        time_ns = self.metrics.get("gpu__time_duration.sum")
         return None if time_ns is None else time_ns / 1e3
 
     @property
     def tensor_percent(self) -> float | None:
         """Cycles in which the tensor pipe was busy, percent of those in which the SM was."""
-        return self._first(*(f"sm__pipe_tensor_{part}cycles_active{_OF_ACTIVE}" for part in ("", "op_hmma_")))
+        return self.metrics.get(f"sm__pipe_tensor_cycles_active{_OF_ACTIVE}")
 
     @property
     def exp_percent(self) -> float | None:
         """Instructions of the unit that exponentiates and converts, percent of what it could issue."""
-        return self._first(f"sm__inst_executed_pipe_xu{_OF_ACTIVE}")
+        return self.metrics.get(f"sm__inst_executed_pipe_xu{_OF_ACTIVE}")
 
     @property
     def fma_percent(self) -> float | None:
         """Instructions of the pipes that multiply and add FP32, percent of what they could issue."""
-        return self._first(f"sm__inst_executed_pipe_fma{_OF_ACTIVE}")
+        return self.metrics.get(f"sm__inst_executed_pipe_fma{_OF_ACTIVE}")
 
     @property
     def alu_percent(self) -> float | None:
         """Instructions of the pipe for integers, comparisons and maxima, percent of what it could issue."""
-        return self._first(f"sm__inst_executed_pipe_alu{_OF_ACTIVE}")
+        return self.metrics.get(f"sm__inst_executed_pipe_alu{_OF_ACTIVE}")
 
     @property
     def issue_percent(self) -> float | None:
         """Issue slots that were used, percent."""
-        return self._first(f"smsp__issue_active{_OF_ACTIVE}")
+        return self.metrics.get(f"smsp__issue_active{_OF_ACTIVE}")
 
     @property
     def warps_percent(self) -> float | None:
         """Occupancy achieved: warps that were resident, percent of what an SM holds."""
-        return self._first(f"sm__warps_active{_OF_ACTIVE}")
+        return self.metrics.get(f"sm__warps_active{_OF_ACTIVE}")
 
     @property
     def warps_percent_limit(self) -> float | None:
         """Theoretical occupancy: warps that registers, shared memory and block size let reside, percent."""
         blocks = [value for name, value in self.metrics.items() if name.startswith("launch__occupancy_limit_")]
-        threads, warps = self._first("launch__block_size"), self._first("sm__warps_active.avg.peak_sustained")
+        threads, warps = self.metrics.get("launch__block_size"), self.metrics.get("sm__warps_active.avg.peak_sustained")
         return 100 * min(blocks) * math.ceil(threads / 32) / warps if blocks and threads and warps else None
 
     @property
@@ -519,22 +516,22 @@ class StageProfile(_Counted):
     @property
     def l2_bytes(self) -> float | None:
         """Bytes that the SMs read from and wrote to L2."""
-        sectors = self._first("lts__t_sectors_srcunit_tex.sum")
+        sectors = self.metrics.get("lts__t_sectors_srcunit_tex.sum")
         return None if sectors is None else sectors * _SECTOR_BYTES
 
     @property
     def shared_wavefronts(self) -> float | None:
-        """Cycles of an SM's shared-memory pipe that loads, stores and copies of threads took, summed over SMs."""
-        return self._first("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")
+        """Cycles of shared memory's pipe, summed over SMs: for loads, stores, copies, and operands of wgmma."""
+        return self.metrics.get("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")
 
     @property
     def bank_conflicts(self) -> float | None:
         """Those of them that bank conflicts added."""
-        return self._first("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")
+        return self.metrics.get("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")
 
     @property
     def conflict_percent(self) -> float | None:
-        """Bank conflicts, percent of wavefronts; None where shared memory was not accessed by threads."""
+        """Bank conflicts, percent of wavefronts; None where there are none of either."""
         share = self._per(
             "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
         )
@@ -547,21 +544,13 @@ class StageProfile(_Counted):
 
     @property
     def states(self) -> dict[str, float]:
-        """Where warps spent their time, in percent, the longest first: the reason a warp waited, or `selected`.
-
-        From the counters, else from the samples.
-        """
-        found: dict[str, float] = {
-            match[1]: value for name, value in self.metrics.items() if (match := _WARP_STATE.fullmatch(name))
-        } or {name: float(count) for name, count in self.samples.items()}
-        total = sum(found.values())
-        order = sorted(found.items(), key=lambda item: -item[1])
-        return {name: 100 * value / total for name, value in order if value > 0}
+        """Where warps spent their time, in percent, the longest first: the reason a warp waited, or `selected`."""
+        total = sum(self.samples.values())
+        return {name: 100 * count / total for name, count in sorted(self.samples.items(), key=lambda item: -item[1])}
 
 
 _SECTOR_BYTES = 32
 _OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
-_WARP_STATE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 
