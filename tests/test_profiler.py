@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from synthetic import profile as made_up
 
-from flashlab import compiler, gpu, profiler, records, sass, stages
+from flashlab import cli, compiler, gpu, profiler, records, sass, stages
 from flashlab.errors import LaunchError, MissingError, ParameterError
 from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.profiler import Launch
@@ -171,6 +171,29 @@ def test_metrics_that_are_not_there_are_dropped_and_named(tmp_path: Path, ncu: A
     assert {"dram__bytes_write", "lts__t_sectors", "gpu__time_duration"} <= {name.split(".")[0] for name in lost}
     assert any(re.match("unknown here: .*shared_op_gmma", line) for line in said)
     assert sum("ncu has no" in line for line in said) == 2
+
+
+def test_the_command_line_shows_units_and_lines(
+    tmp_path: Path, ncu: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, _ = _cubins("05_wmma")
+    ncu(listings={"05_wmma": _listing(plain)}, sha256={"05_wmma": plain.sha256}, **{"break": ["00_naive"]})
+    command = ["flashlab", "profile", "05_wmma", "--data", str(tmp_path / "data"), "--lines", "2"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main()
+    shown = capsys.readouterr()
+    (one,) = records.profiles(SLUG, tmp_path / "data")
+    assert "barrier 100 %" in shown.out
+    for line in one.lines[:2]:
+        assert f"{line.file}:{line.line} " in shown.out
+        assert line.text in shown.out
+    assert one.lines[2].text not in shown.out
+    assert f"profiles/{one.run}.jsonl" in shown.err
+    monkeypatch.setattr(sys, "argv", [*command, "00_naive", "--json"])
+    with pytest.raises(SystemExit, match="1"):  # one of the two could not be profiled
+        cli.main()
+    assert [line["stage"] for line in json.loads(capsys.readouterr().out)] == ["05_wmma"]
 
 
 def test_what_cannot_be_profiled_is_refused(tmp_path: Path, ncu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
