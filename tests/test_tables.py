@@ -117,7 +117,7 @@ def test_occupancy_names_what_holds_it_back() -> None:
         "sm__warps_active.avg.peak_sustained": 64.0,
     }
     line = tables.occupancy([profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
-    assert "| `05_wmma` | 80.0 | shared memory, threads | 25.0 % | – |" in line
+    assert "| `05_wmma` | shared memory, threads | 80.0 | 25.0 % | – |" in line
 
 
 def test_hot_lines_link_the_stage_and_name_the_states() -> None:

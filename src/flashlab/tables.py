@@ -353,28 +353,28 @@ def profiles(found: Iterable[StageProfile]) -> str:
     lines: list[list[Cell]] = [
         [
             f"`{one.stage}`",
+            ", ".join(
+                f"{_WARP_STATES.get(name, name)} {number(share, 2)} %" for name, share in list(one.states.items())[:3]
+            )
+            or None,
             percent(one.tensor_percent),
             percent(one.exp_percent),
             percent(one.fma_percent),
             percent(one.alu_percent),
             percent(one.issue_percent),
-            ", ".join(
-                f"{_WARP_STATES.get(name, name)} {number(share, 2)} %" for name, share in list(one.states.items())[:4]
-            )
-            or None,
         ]
         for one in found
     ]
     header = (
         "",
+        "where warps spent their time",
         "tensor pipe",
         "exponential unit",
         "FP32",
         "integer, max",
         "issue slots",
-        "where warps spent their time",
     )
-    return markdown(header, lines)
+    return markdown(header, lines, left=2)
 
 
 _OCCUPANCY_LIMITS: Mapping[str, str] = {
@@ -399,8 +399,8 @@ def occupancy(found: Iterable[StageProfile]) -> str:
     return markdown(
         (
             "",
-            "registers a thread",
             "held back by",
+            "registers a thread",
             "occupancy, theoretical",
             "achieved",
             "wavefronts of shared memory, 10⁶",
@@ -410,8 +410,8 @@ def occupancy(found: Iterable[StageProfile]) -> str:
         [
             (
                 f"`{one.stage}`",
-                one.metrics.get("launch__registers_per_thread"),
                 limit(one),
+                one.metrics.get("launch__registers_per_thread"),
                 percent(one.warps_percent_limit),
                 percent(one.warps_percent),
                 None if one.shared_wavefronts is None else one.shared_wavefronts / 1e6,
@@ -420,6 +420,7 @@ def occupancy(found: Iterable[StageProfile]) -> str:
             )
             for one in found
         ],
+        left=2,
     )
 
 
@@ -468,18 +469,18 @@ def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | Non
             where = f'<code class="place">{html.escape(line.file)}:{line.line}</code>'
             rows.append(
                 [
-                    None if position else name,
+                    "" if position else name,
                     f"{where}<br>{_code(line.text)}",
-                    f"{number(100 * line.total / total, 2)} %",
                     states,
+                    f"{number(100 * line.total / total, 2)} %",
                 ]
             )
     if not rows:
         raise NoDataError("wanted profiles whose samples were traced to source lines, found none")
     return markdown(
-        ("", "line", "of all samples", "where its warps were"),
-        [["" if cell is None else cell for cell in row] for row in rows],
-        left=2,
+        ("", "line", "where its warps were", "of all samples"),
+        rows,
+        left=3,
     )
 
 
