@@ -238,12 +238,12 @@ def main() -> int:
             print(f"{len(launches)} of {len(expected)} launches, {time.monotonic() - began:.0f} s", file=sys.stderr)
             complete = complete and len(launches) == len(expected)
             # They come in the order of the launches; a run that was broken off has fewer.
-            if any(found != wanted for (found, _), (wanted, _) in zip(launches, expected, strict=False)):
-                print(f"wanted the launches in order, got {[name for name, _ in launches]}", file=sys.stderr)
+            if any(found.kernel != wanted for found, (wanted, _) in zip(launches, expected, strict=False)):
+                print(f"wanted the launches in order, got {[found.kernel for found in launches]}", file=sys.stderr)
                 complete = False
                 continue
-            for into, (_, metrics) in zip(collected, launches, strict=False):
-                into.update(metrics)
+            for into, launch in zip(collected, launches, strict=False):
+                into.update(launch.metrics)
         lines += [
             {**what, **identity, "metrics": metrics}
             for (_, what), metrics in zip(expected, collected, strict=True)

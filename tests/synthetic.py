@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +11,21 @@ import numpy as np
 from flashlab import peers, records, sass, stages
 from flashlab.paths import DATA
 from flashlab.problem import Problem, suite
+from flashlab.profiler import METRICS
 from flashlab.records import (
     Cache,
     Ceiling,
     Conditions,
     CubinFields,
     Gpu,
+    LineStalls,
     Machine,
     Measurement,
     ProblemFields,
     Regime,
     Samples,
     Source,
+    StageProfile,
     Verdict,
 )
 
@@ -148,6 +151,37 @@ def measurement(
             _samples(rng, time_us, "sustained", "hot"),
         ),
         cubin=_cubin(name, problem) if is_stage else None,
+    )
+
+
+def profile(
+    name: str,
+    problem: Problem,
+    *,
+    metrics: Mapping[str, float] | None = None,
+    samples: Mapping[str, int] | None = None,
+    run: str = RUN,
+) -> StageProfile:
+    """A profile of a stage; with every metric that is asked for where `metrics` is None, else with those."""
+    states = {"wait": 60, "short_scoreboard": 30, "selected": 10} if samples is None else dict(samples)
+    line = LineStalls(file=f"{name}.cu", line=7, text="O[row] |= exp2f(S[row]);", samples=states)
+    cubin = _cubin(name, problem)
+    shares = {metric: 5.0 + 3 * position for position, metric in enumerate(METRICS)}
+    return StageProfile(
+        gpu="NVIDIA H200",
+        commit=COMMIT,
+        dirty=False,
+        metrics=shares if metrics is None else dict(metrics),
+        run=run,
+        stage=name,
+        problem=ProblemFields.of(problem),
+        parameters=cubin.parameters,
+        cubin_sha256=cubin.sha256,
+        tile_q=cubin.tile_q,
+        ncu="2025.3.1.0",
+        samples=states,
+        lines=(line,),
+        time="2026-01-02T03:04:05Z",
     )
 
 

@@ -18,7 +18,7 @@ def test_looks_at_everything(tmp_path: Path) -> None:
     found = by_name(tmp_path)
     for name in ("python", "compiler", "disassembler", "cpu", "gpu", "torch", "cupy", "triton", "flash-attention-3"):
         assert name in found
-    for name in ("git", "g++", "chromium", "Python.h", "cache", "build", "data"):
+    for name in ("git", "g++", "chromium", "Python.h", "ncu", "cache", "build", "data"):
         assert name in found
     assert found["python"].state == found["compiler"].state == found["disassembler"].state == "ok"
 

@@ -9,12 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from synthetic import measurement, write_synthetic
+from synthetic import RUN, measurement, profile, write_synthetic
 
 from flashlab import figures, records, results, sass, tables
 from flashlab.errors import NoDataError
 from flashlab.figures import LAYOUTS, THEMES, Chart
 from flashlab.problem import FIRST_SHAPE, LENGTHS, Problem, suite
+from flashlab.records import StageProfile
 from flashlab.results import Results
 from flashlab.stages import STAGES
 
@@ -28,6 +29,19 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return results.load("nvidia-h200", data)
 
 
+def _profiles(shown: Results) -> list[StageProfile]:
+    """Of every stage with a time at the first problem; twice its compulsory bytes crossed device memory."""
+    first = shown.first
+    assert first is not None
+    metrics = {
+        "dram__bytes_read.sum": 1.5 * first.compulsory_bytes,
+        "dram__bytes_write.sum": 0.5 * first.compulsory_bytes,
+        "lts__t_sectors_srcunit_tex.sum": 1e7,
+        "smsp__issue_active.avg.pct_of_peak_sustained_active": 40.0,
+    }
+    return [profile(row.name, first, metrics=metrics) for row in shown.rows() if row.kind == "stage" and row.samples]
+
+
 CHARTS: dict[str, Callable[[Results], Chart]] = {
     "ladder": lambda r: figures.ladder(r.rows(), highlight="01_coalesced"),
     "waterfall": lambda r: figures.waterfall(r.rows()),
@@ -39,6 +53,10 @@ CHARTS: dict[str, Callable[[Results], Chart]] = {
     "errors": lambda r: figures.errors(r.rows()),
     "sass_mix": lambda r: figures.sass_mix({row.name: row.cubin.sass for row in r.rows() if row.cubin}),
     "roofline": lambda r: figures.roofline(r),
+    "roofline measured": lambda r: figures.roofline(r, profiles=_profiles(r)),
+    "roofline l2": lambda r: figures.roofline(r, level="l2", profiles=_profiles(r)),
+    "stalls": lambda r: figures.stalls(_profiles(r)),
+    "busy": lambda r: figures.busy(_profiles(r)),
     "ceilings": lambda r: figures.ceilings(r),
 }
 
@@ -71,6 +89,31 @@ def test_chart_is_complete_in_every_variant(name: str, shown: Results) -> None:
 
 def test_same_records_give_the_same_bytes(shown: Results) -> None:
     assert figures.ladder(shown.rows()).svg == figures.ladder(shown.rows()).svg
+
+
+def test_measured_bytes_stand_beside_counted_ones(shown: Results) -> None:
+    first, profiles = shown.first, _profiles(shown)
+    assert first is not None
+    for level, profiled in (("dram", profiles), ("l2", profiles), ("l2", profiles[:1]), ("l2", [])):
+        chart = figures.roofline(shown, level=level, profiles=profiled)
+        for layout in LAYOUTS:
+            for one in profiles:
+                assert _text(chart.svg[layout]).count(one.stage) == 1, "two marks share one label"
+        hollow = chart.svg["wide"].count(f"fill: {figures.PAPER}; stroke: {figures.STAGE}")
+        assert ("Filled" in chart.caption) == bool(profiled)
+        assert (f"nvidia-h200/profiles/{RUN}.jsonl" in chart.data_files) == bool(profiled)
+        assert hollow >= len(profiles)
+    with pytest.raises(NoDataError, match="flashlab profile"):
+        figures.roofline(shown, profiles=[])
+
+
+def test_profiles_that_say_nothing_are_not_drawn(shown: Results) -> None:
+    first = shown.first
+    assert first is not None
+    silent = profile("00_naive", first, metrics={}, samples={})
+    for draw in (figures.stalls, figures.busy):
+        with pytest.raises(NoDataError, match="flashlab profile"):
+            draw([silent])
 
 
 def test_ladder_shows_every_row_value_and_gain(shown: Results) -> None:

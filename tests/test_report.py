@@ -10,14 +10,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from synthetic import MISSING_PEER_REASON, RUN, write_synthetic
+from synthetic import MISSING_PEER_REASON, RUN, profile, write_synthetic
 
 from flashlab import records, report, results, tables
 from flashlab.errors import NoDataError, OutputError, ParameterError, ReportError
 from flashlab.notebook import NOTHING_YET
 from flashlab.paths import NOTEBOOKS, SITE
 from flashlab.problem import FIRST_SHAPE, Problem, suite
-from flashlab.records import ProblemFields, StageProfile, Status
+from flashlab.records import Status
 from flashlab.stages import STAGES
 
 SECTIONS = ("Question", "Change", "Prediction", "Result", "Why", "Next")
@@ -100,18 +100,15 @@ def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("lengths")
     lengths = [problem for problem in suite("lengths") if problem.shape in ("64x16x512x64", "16x16x2048x64")]
     write_synthetic(root / "data", problems=lengths)
-    active = ".avg.pct_of_peak_sustained_active"
-    profile = StageProfile(
-        gpu="NVIDIA H200", commit="0123abcdef", dirty=False, stage="06_cp_async", time="2026-01-02T03:04:05Z",
-        problem=ProblemFields.of(Problem.parse(FIRST_SHAPE)),
-        metrics={
-            f"sm__pipe_tensor_cycles_active{active}": 61.25,
-            "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": 1.0,
-        },
-    )  # fmt: skip
+    metrics = {
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 61.25,
+        "dram__bytes_read.sum": 2e8,
+        "dram__bytes_write.sum": 1e8,
+    }
+    one = profile("06_cp_async", Problem.parse(FIRST_SHAPE), metrics=metrics, samples={"barrier": 5})
     folder = root / "data" / "nvidia-h200" / "profiles"
     folder.mkdir()
-    records.append(folder / f"{RUN}.jsonl", profile)
+    records.append(folder / f"{RUN}.jsonl", one)
     records.write_checksums("nvidia-h200", root / "data")
     site = root / "site"
     shutil.copytree(SITE, site, ignore=shutil.ignore_patterns("generated"))
@@ -152,6 +149,8 @@ def test_a_stage_page_names_sustained_rate_cycles_energy_and_its_profile(long_pa
         assert f" {tables.number(value)} |" in line
     assert "What the units did" in text
     assert "61.2 %" in text
+    assert "| 300 |" in text
+    assert "06_cp_async.cu:7" in text
     # A stage without a profile, and without one of its parent, says nothing of units.
     assert "What the units did" not in (folder / "00_naive.md").read_text(encoding="utf-8")
 

@@ -7,13 +7,14 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from synthetic import measurement
+from synthetic import measurement, profile
 
-from flashlab import stages, tables
+from flashlab import roofline, stages, tables
 from flashlab.checks import CheckRow
 from flashlab.emulator import Actor, Counter, Finding, Place, Report
+from flashlab.errors import NoDataError
 from flashlab.problem import FIRST_SHAPE, Problem
-from flashlab.records import ProblemFields, StageCounters, StageProfile, cycles_per_score
+from flashlab.records import StageCounters, cycles_per_score
 from flashlab.results import AgainstPeers, Contest
 from flashlab.symbols import Frame
 
@@ -89,19 +90,47 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
 
 def test_profiles_name_what_warps_waited_for() -> None:
     active = ".avg.pct_of_peak_sustained_active"
-    stalled = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio".format
-    profile = StageProfile(
-        gpu="G", commit="unknown", dirty=True, stage="05_wmma", problem=ProblemFields.of(FIRST), time="",
-        metrics={
-            f"sm__pipe_tensor_cycles_active{active}": 61.0,
-            stalled("gmma"): 3.0,
-            stalled("made_up"): 1.0,
-        },
-    )  # fmt: skip
-    line = tables.profiles([profile]).splitlines()[-1]
+    metrics = {f"sm__pipe_tensor_cycles_active{active}": 61.0}
+    samples = {"gmma": 3, "made_up": 1}
+    line = tables.profiles([profile("05_wmma", FIRST, metrics=metrics, samples=samples)]).splitlines()[-1]
     assert "61.0 %" in line
     assert "wgmma 75 %, made_up 25 %" in line
     assert line.count("| –") == 4
+
+
+def test_traffic_sets_measured_bytes_beside_counted_ones() -> None:
+    counted = FIRST.compulsory_bytes
+    metrics = {"dram__bytes_read.sum": 1.5 * counted, "dram__bytes_write.sum": 0.5 * counted}
+    line = tables.traffic([profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
+    assert f"| `05_wmma` | {tables.number(counted / 1e6)} | {tables.number(2 * counted / 1e6)} | ×2.00 |" in line
+    in_l2 = roofline.l2_bytes(FIRST, 64)
+    assert line.endswith(f"| {tables.number(in_l2 / 1e6)} | – | – |")
+
+
+def test_occupancy_names_what_holds_it_back() -> None:
+    metrics = {
+        "launch__occupancy_limit_registers": 3.0,
+        "launch__occupancy_limit_shared_mem": 2.0,
+        "launch__occupancy_limit_warps": 2.0,
+        "launch__block_size": 256.0,
+        "launch__registers_per_thread": 80.0,
+        "sm__warps_active.avg.peak_sustained": 64.0,
+    }
+    line = tables.occupancy([profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
+    assert "| `05_wmma` | shared memory, threads | 80.0 | 25.0 % | – |" in line
+
+
+def test_hot_lines_link_the_stage_and_name_the_states() -> None:
+    found = [profile("05_wmma", FIRST), profile("06_cp_async", FIRST)]
+    text = tables.hot_lines(found, pages="stages/")
+    first = text.splitlines()[2]
+    assert first.startswith("| [`05_wmma`](stages/05_wmma.md) |")
+    assert "05_wmma.cu:7" in first
+    assert "100 %" in first
+    assert "fixed wait 60 %, shared memory or exponentials 30 %, issued 10 %" in first
+    assert first.count(" | ") == 3  # the source's bar is no column
+    with pytest.raises(NoDataError, match="traced"):
+        tables.hot_lines([found[0].model_copy(update={"lines": ()})])
 
 
 def test_csv_lines_hold_every_sample_and_state() -> None:

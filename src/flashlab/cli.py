@@ -758,6 +758,70 @@ def method(
 
 
 @app.command()
+def profile(
+    stage_ids: StageIds = None,
+    *,
+    shape: Shape = None,
+    dtype: Annotated[DType, typer.Option(help="Element type.")] = "float16",
+    mask: Annotated[Mask, typer.Option(help="Mask.")] = "full",
+    lines: Annotated[int, typer.Option(help="Source lines to print of each stage; 0 for none.", min=0)] = 3,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Profile stages with Nsight Compute, and append what units and warps did to data/<gpu>/profiles/."""
+    from flashlab import profiler as module
+
+    problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask)
+    missed: list[str] = []
+
+    def say(line: str) -> None:
+        _say(line)
+        if line.endswith("not profiled"):
+            missed.append(line)
+
+    path, found = module.profile(stage_ids or None, problem, data=data, device=device, say=say)
+    if as_json:
+        _emit_json([one.model_dump(mode="json") for one in found])
+    else:
+        _emit_table(
+            ("stage", "tensor %", "issue %", "warps %", "DRAM MB", "L2 MB", "conflicts %", "warps"),
+            [
+                (
+                    one.stage,
+                    one.tensor_percent,
+                    one.issue_percent,
+                    one.warps_percent,
+                    None if one.dram_bytes is None else one.dram_bytes / 1e6,
+                    None if one.l2_bytes is None else one.l2_bytes / 1e6,
+                    one.conflict_percent,
+                    ", ".join(f"{state} {share:.0f} %" for state, share in list(one.states.items())[:3]),
+                )
+                for one in found
+            ],
+            title=f"{problem.label} on {found[0].gpu}",
+        )
+        hot = [(one, line) for one in found for line in one.lines[:lines]]
+        if hot:
+            _emit_table(
+                ("stage", "line", "samples %", "most", "source"),
+                [
+                    (
+                        one.stage,
+                        f"{line.file}:{line.line}",
+                        100 * line.total / sum(one.samples.values()),
+                        next(iter(line.samples)),
+                        line.text,
+                    )
+                    for one, line in hot
+                ],
+            )
+        _say(f"Recorded in {path}")
+    if missed:
+        raise typer.Exit(1)
+
+
+@app.command()
 def results(
     *,
     gpu: Gpu = None,

@@ -141,6 +141,7 @@ class Job:
     arch: str
     aligned: bool = True
     overrides: Mapping[str, int] = field(default_factory=dict)
+    line_info: bool = False
 
     @property
     def label(self) -> str:
@@ -214,6 +215,7 @@ def compile_stage(
     aligned: bool = True,
     overrides: Mapping[str, int] | None = None,
     source: Path | None = None,
+    line_info: bool = False,
 ) -> Cubin:
     """Compile a stage, or take it from the cache.
 
@@ -222,6 +224,8 @@ def compile_stage(
             to answer, not to be measured.
         overrides: tunables that differ from their defaults.
         source: a file to compile in place of the stage's own, for example an edited copy.
+        line_info: keep which source line each instruction is of, for `sass.lines`. The instructions are the same;
+            Triton keeps it always.
 
     Raises:
         UnsupportedError: the stage takes no such head dim or element type, or not on `arch`.
@@ -247,7 +251,7 @@ def compile_stage(
         "ELEMENT": ELEMENTS[dtype],
         **parameters,
     }
-    build = _build(source or stage.source, arch, macros)
+    build = _build(source or stage.source, arch, macros, line_info=line_info)
     may_spill = stage.may_spill(head_dim, arch) or not aligned
     cubin = _cubin(build, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=may_spill)
     fault = launch_shape_fault(stage, cubin.launch_shape)
@@ -364,6 +368,7 @@ def _compile_job(job: Job) -> Cubin | CompileError:
             arch=job.arch,
             aligned=job.aligned,
             overrides=job.overrides,
+            line_info=job.line_info,
         )
     except CompileError as error:
         return error
@@ -390,6 +395,7 @@ class _Request:
     include_dirs: tuple[Path, ...]
     """Searched in this order, after the source's own folder."""
     tools: Toolchain
+    line_info: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -398,6 +404,7 @@ class _Request:
             f"--gpu-architecture={self.arch}",
             f"--std={_STD}",
             "--ptxas-options=-v",
+            *(["-lineinfo"] if self.line_info else []),
             f"-I{_shown(COMMON)}",
             *defines,
         )
@@ -477,7 +484,7 @@ def _read(source: Path, what: str) -> str:
         raise ParameterError(f"source: wanted a {what} file, got {source}: {error}") from error
 
 
-def _build(source: Path, arch: str, macros: Mapping[str, int | str]) -> _Build:
+def _build(source: Path, arch: str, macros: Mapping[str, int | str], *, line_info: bool = False) -> _Build:
     tools = toolchain()
     source = source.resolve()
     text = _read(source, "CUDA C++")
@@ -489,6 +496,7 @@ def _build(source: Path, arch: str, macros: Mapping[str, int | str]) -> _Build:
         macros=tuple((name, str(int(value) if isinstance(value, bool) else value)) for name, value in macros.items()),
         include_dirs=(COMMON, *tools.include_dirs),
         tools=tools,
+        line_info=line_info,
     )
     return _cached(request, lambda: _nvrtc(request))
 
@@ -642,21 +650,21 @@ _ALTERS_NVRTC = ("torch", "cupy")
 run a scaled_dot_product_attention, with NVRTC 13.0.88. A process that has loaded one compiles in another."""
 _ELSEWHERE = (
     "import pickle, sys; path, request = pickle.load(sys.stdin.buffer); sys.path[:] = path; "
-    "from flashlab import compiler; compiler._serve(*pickle.loads(request))"
+    "from flashlab import compiler; compiler._serve(pickle.loads(request))"
 )
 
 
-def _run_nvrtc(request: _Request, *, lineinfo: bool = False) -> tuple[bytes | None, str]:
+def _run_nvrtc(request: _Request) -> tuple[bytes | None, str]:
     """Machine code (None on an error) and log."""
     if any(name in sys.modules for name in _ALTERS_NVRTC):
-        return _run_elsewhere(request, lineinfo)
-    return _run_here(request, lineinfo)
+        return _run_elsewhere(request)
+    return _run_here(request)
 
 
-def _run_elsewhere(request: _Request, lineinfo: bool) -> tuple[bytes | None, str]:
+def _run_elsewhere(request: _Request) -> tuple[bytes | None, str]:
     done = subprocess.run(
         [sys.executable, "-c", _ELSEWHERE],
-        input=pickle.dumps((sys.path, pickle.dumps((request, lineinfo)))),
+        input=pickle.dumps((sys.path, pickle.dumps(request))),
         capture_output=True,
         check=False,
     )
@@ -672,12 +680,12 @@ def _run_elsewhere(request: _Request, lineinfo: bool) -> tuple[bytes | None, str
     return code, log
 
 
-def _serve(request: _Request, lineinfo: bool) -> None:
+def _serve(request: _Request) -> None:
     """The other process's part."""
-    sys.stdout.buffer.write(pickle.dumps(_run_here(request, lineinfo)))
+    sys.stdout.buffer.write(pickle.dumps(_run_here(request)))
 
 
-def _run_here(request: _Request, lineinfo: bool) -> tuple[bytes | None, str]:
+def _run_here(request: _Request) -> tuple[bytes | None, str]:
     with _IMPORTING:
         from cuda.core import Program, ProgramOptions
 
@@ -688,7 +696,7 @@ def _run_here(request: _Request, lineinfo: bool) -> tuple[bytes | None, str]:
         define_macro=list(request.macros) or None,
         include_path=[str(path) for path in request.include_dirs],
         ptxas_options="-v",
-        lineinfo=lineinfo or None,
+        lineinfo=request.line_info or None,
         no_cache=True,  # where there is a driver, NVRTC keeps machine code by its PTX, and then ptxas reports nothing
     )
     log = io.StringIO()
@@ -740,7 +748,7 @@ def _ptx_source_line(request: _Request) -> str | None:
 
     ptxas counts lines of generated PTX; with line information on, that PTX says which source line each came from.
     """
-    _, log = _run_nvrtc(request, lineinfo=True)
+    _, log = _run_nvrtc(dataclasses.replace(request, line_info=True))
     match = re.search(r"ptxas .*?, line (\d+); error", log)
     text = _ptx(request)
     if match is None or text is None:
@@ -789,6 +797,14 @@ def _read_elf(code: bytes) -> tuple[tuple[str, ...], LaunchShape | None, str | N
     note = elf.get_section_by_name(".note.nv.tkinfo")
     version = re.search(rb"release [\d.]+, V([\d.]+)", note.data()) if note else None
     return tuple(kernels), launch_shape, version[1].decode() if version else None
+
+
+def instructions(code: bytes) -> dict[str, bytes]:
+    """The machine instructions of a cubin's functions, by section; empty where it holds none."""
+    from elftools.elf.elffile import ELFFile
+
+    sections = ELFFile(io.BytesIO(code)).iter_sections()
+    return {section.name: section.data() for section in sections if section.name.startswith(".text.")}
 
 
 def _launch_shape(data: bytes) -> LaunchShape:

@@ -17,9 +17,9 @@ from typing import Literal
 
 import numpy
 
-from flashlab import compiler, emulator, gpu, records, sass, symbols
+from flashlab import compiler, emulator, gpu, profiler, records, sass, symbols
 from flashlab.attention import emulate
-from flashlab.errors import FlashlabError, MissingPackageError
+from flashlab.errors import FlashlabError, MissingError, MissingPackageError
 from flashlab.paths import BUILD, DATA, ROOT, cache_dir, writable_dir
 from flashlab.stages import ARCHS, STAGES
 
@@ -173,6 +173,13 @@ def _programs(_: Path) -> Iterator[Finding]:
     )
 
 
+def _profiler(_: Path) -> Iterator[Finding]:
+    try:
+        yield Finding(name="ncu", state="ok", detail=f"Nsight Compute {profiler.version()}, {profiler.program()}")
+    except MissingError as error:
+        yield Finding(name="ncu", state="absent", detail=f"no profiling: {error}")
+
+
 def _folders(_: Path) -> Iterator[Finding]:
     for name, folder, fix in (
         ("cache", cache_dir(), "export FLASHLAB_CACHE=/a/folder/you/may/write"),
@@ -207,4 +214,4 @@ def _data(data: Path) -> Iterator[Finding]:
         )
 
 
-_LOOKS = (_python, _compile_and_read, _cpu, _gpu, _gpu_packages, _programs, _folders, _data)
+_LOOKS = (_python, _compile_and_read, _cpu, _gpu, _gpu_packages, _programs, _profiler, _folders, _data)

@@ -20,7 +20,7 @@ from flashlab import peers, results, stages
 from flashlab import roofline as roofline_model
 from flashlab.errors import NoDataError
 from flashlab.problem import STANDARD_SHAPES, Problem, suite
-from flashlab.records import Cache, Measurement, Regime
+from flashlab.records import Cache, Measurement, Regime, StageProfile
 from flashlab.tables import beside_note, beside_title, number, peer_title
 
 if TYPE_CHECKING:
@@ -852,6 +852,125 @@ def sass_mix(mixes: Mapping[str, Mapping[str, int]], *, name: str = "sass-mix", 
     )
 
 
+STATE_GROUPS: Mapping[str, tuple[str, ...]] = {
+    "issued": ("selected",),
+    "ready, not chosen": ("not_selected",),
+    "fixed wait": ("wait", "dispatch_stall", "branch_resolving"),
+    "unit busy": ("math_pipe_throttle",),
+    "wgmma": ("gmma",),
+    "shared memory, exp": ("short_scoreboard", "mio_throttle"),
+    "global memory": ("long_scoreboard", "lg_throttle", "tex_throttle"),
+    "barrier": ("barrier", "membar"),
+}
+"""Warp states as a chart shows them; the others are one more group."""
+
+
+def stalls(found: Sequence[StageProfile], *, name: str = "stalls") -> Chart:
+    """What the warps of each stage spent their time on, each bar one launch's whole.
+
+    Raises:
+        NoDataError: no profile names the states of warps.
+    """
+    shares: dict[str, dict[str, float]] = {}
+    for one in found:
+        states = one.states
+        if states:
+            grouped = {group: sum(states.get(state, 0) for state in those) for group, those in STATE_GROUPS.items()}
+            shares[one.stage] = grouped | {"other": max(0.0, 100 - sum(grouped.values()))}
+    if not shares:
+        raise NoDataError("wanted a profile that says what warps waited for, found none. `flashlab profile` makes them")
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        for y, groups in enumerate(shares.values()):
+            left = 0.0
+            for (group, share), colour in zip(groups.items(), _CATEGORIES, strict=True):
+                axes.barh(
+                    y,
+                    share,
+                    left=left,
+                    height=0.66 if layout == "wide" else 0.4,
+                    color=colour,
+                    edgecolor=SURFACE,
+                    linewidth=1,
+                    label=group if not y else None,
+                )
+                left += share
+        axes.set_xlim(0, 100)
+        axes.set_xticks([0, 25, 50, 75, 100])
+        _name_rows(axes, range(len(shares)), list(shares), layout, bars=True)
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel("percent of the warps' time")
+        figure.legend(loc="outside upper left", ncols=5 if layout == "wide" else 2,
+                      handlelength=0.9, handletextpad=0.4, columnspacing=0.9)  # fmt: skip
+
+    told = "; ".join(
+        f"{stage} {', '.join(f'{group} {number(share, 2)} %' for group, share in _largest(groups))}"
+        for stage, groups in shares.items()
+    )
+    return _chart(
+        draw,
+        name=name,
+        heights={"wide": 1.2 + 0.3 * len(shares), "narrow": 1.7 + 0.4 * len(shares)},
+        alt=f"What warps spent their time on, the most of each stage: {told}.",
+        caption="What the resident warps of each stage spent their time on: issuing, awaiting their turn, or waiting.",
+        provenance=results.profile_provenance(found),
+        data_files=results.profile_files(found),
+    )
+
+
+def _largest(groups: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(groups.items(), key=lambda item: -item[1])[:2]
+
+
+def busy(found: Sequence[StageProfile], *, name: str = "busy") -> Chart:
+    """How busy the tensor pipe, the exponential unit and the issue slots were in one launch of each stage.
+
+    Raises:
+        NoDataError: no profile says so.
+    """
+    looks: dict[str, tuple[str, str, Callable[[StageProfile], float | None]]] = {
+        "tensor pipe": ("o", STAGE, lambda one: one.tensor_percent),
+        "exponential unit": ("D", PEER, lambda one: one.exp_percent),
+        "issue slots": ("s", ACCENT, lambda one: one.issue_percent),
+    }
+    shares = {
+        (one.stage, unit): value
+        for one in found
+        for unit, (_, _, percent) in looks.items()
+        if (value := percent(one)) is not None
+    }
+    if not shares:
+        raise NoDataError("wanted a profile that says how busy units were, found none. `flashlab profile` makes them")
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        for y, one in enumerate(found):
+            axes.plot([0, 100], [y, y], color=GRID, linewidth=1.2, zorder=1)
+            for unit, (marker, colour, _) in looks.items():
+                if (one.stage, unit) in shares:
+                    axes.plot([shares[one.stage, unit]], [y], marker, color=colour, markersize=6, zorder=2)
+        for unit, (marker, colour, _) in looks.items():
+            axes.plot([], [], marker, color=colour, markersize=6, label=unit)
+        axes.set_xlim(0, 100)
+        _name_rows(axes, range(len(found)), [one.stage for one in found], layout)
+        axes.grid(axis="x")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel("percent of the cycles in which the SM was busy")
+        figure.legend(loc="outside upper left", ncols=3 if layout == "wide" else 2)
+
+    told = "; ".join(f"{stage} {unit} {number(share, 2)} %" for (stage, unit), share in shares.items())
+    return _chart(
+        draw,
+        name=name,
+        heights=_height(len(found), extra=1.0),
+        alt=f"How busy units were: {told}.",
+        caption="How busy the tensor pipe, the unit for exponentials and conversions, and the issue slots were.",
+        provenance=results.profile_provenance(found),
+        data_files=results.profile_files(found),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Point:
     """A stage or library under a roof."""
@@ -863,7 +982,7 @@ class _Point:
     """Operations a byte."""
     tflops: float
     solid: bool = True
-    """False: another head dim than the first problem's."""
+    """False: another head dim than the first problem's; of a stage, bytes that were counted, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -909,14 +1028,23 @@ def _roofs(shown: Results, problem: Problem, bandwidth: str) -> list[_Roof]:
     return found
 
 
-def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str | None = None) -> Chart:
+def roofline(
+    shown: Results,
+    *,
+    level: Literal["dram", "l2"] = "dram",
+    profiles: Sequence[StageProfile] | None = None,
+    name: str | None = None,
+) -> Chart:
     """Rates against arithmetic intensity under the GPU's ceilings.
 
     At `dram` each mark is a problem: the fastest stage and the fastest library at it, over the bytes that must cross
-    device memory. At `l2` each mark is a stage at the first problem, over the bytes that its tiles fetch from L2.
+    device memory; with `profiles`, it is a stage at the first problem. At `l2` each mark is a stage at the first
+    problem, over the bytes that its tiles fetch from L2. Where a stage was profiled there, a filled mark stands over
+    the bytes that did cross, beside the hollow one of those counted.
 
     Raises:
-        NoDataError: no bandwidth or compute ceiling was measured (a GPU without has no roof), or nothing has a time.
+        NoDataError: no bandwidth or compute ceiling was measured (a GPU without has no roof), nothing has a time, or
+            `profiles` are given and none is of a stage with a time at the first problem.
     """
     first = shown.first
     if first is None:
@@ -929,13 +1057,19 @@ def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str
             f"wanted a measured bandwidth and compute ceiling of {shown.gpu}, found none. "
             "`flashlab bench --ceilings` makes them"
         )
-    points, rows = _dram_points(shown, first) if level == "dram" else _l2_points(shown, first)
+    by_problem = level == "dram" and profiles is None
+    points, rows = _dram_points(shown, first) if by_problem else _stage_points(shown, first, level, profiles or ())
+    measured = [one for one in profiles or () if any(row.name == one.stage for row in rows)]
+    if profiles is not None and level == "dram" and not any(point.solid for point in points):
+        raise NoDataError(
+            f"wanted a profile of a stage at {first.label} on {shown.gpu}, found none. `flashlab profile` makes them"
+        )
     if not points:
         raise NoDataError(f"wanted a stage with a time at {first.label} on {shown.gpu}, found none")
     top, slope = max(roof.value for roof in flat), max(roof.value for roof in slopes)
     ridge = top / slope
     columns: dict[str, float] = {}
-    for row in rows if level == "dram" else ():
+    for row in rows if by_problem else ():
         problem = row.problem.problem()
         intensity = problem.flops / problem.compulsory_bytes
         if all(abs(other / intensity - 1) > 0.1 for other in columns.values()):
@@ -946,7 +1080,7 @@ def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str
         axes: Axes = figure.subplots()
         axes.set_xscale("log")
         axes.set_yscale("log")
-        left = min([*(p.intensity for p in points), ridge]) / (3 if level == "dram" else 8)
+        left = min([*(p.intensity for p in points), ridge]) / (3 if by_problem else 8)
         right = max([*(p.intensity for p in points), ridge]) * 4
         low = min([*(p.tflops for p in points), *(roof.value for roof in flat)]) / 3
         high = top * 1.6
@@ -999,36 +1133,43 @@ def roofline(shown: Results, *, level: Literal["dram", "l2"] = "dram", name: str
                 size=8 if layout == "wide" else 7,
                 color=STAGE if point.is_stage else PEER,
                 bbox={"facecolor": PAPER, "alpha": 0.8, "pad": 0.6},
+                # Far from its mark a label needs a line to it.
+                arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7} if shift > _LABEL_POINTS else None,
             )
         _plain_log_ticks(axes.xaxis, "narrow")
         _plain_log_ticks(axes.yaxis, "narrow")
         axes.tick_params(axis="y", labelcolor=MUTED)
         axes.grid()
-        axes.set_xlabel(
-            "operations per byte of device memory" if level == "dram" else "operations per byte read from L2"
-        )
+        axes.set_xlabel("operations per byte of device memory" if level == "dram" else "operations per byte of L2")
         axes.set_ylabel("TFLOP/s")
         figure.legend(loc="outside lower left", ncols=2 if layout == "wide" else 1)
 
-    caption = {
-        "dram": f"Each full {first.dtype} problem's fastest stage (circles"
-        f"{f', {next(iter(always))} at each' if len(always) == 1 else ''}) and fastest library (diamonds), over the "
-        "bytes that must cross device memory. A column is one sequence length S, a label names batch and head dim. "
-        f"Filled: head dim {first.head_dim}, hollow: another.",
-        "l2": f"Each stage at {first.label}, over the bytes its tiles fetch from L2, counted from its tile size.",
-    }[level]
+    if by_problem:
+        which = f", {next(iter(always))} at each" if len(always) == 1 else ""
+        caption = (
+            f"Each full {first.dtype} problem's fastest stage (circles{which}) and fastest library (diamonds), over "
+            "the bytes that must cross device memory. A column is one sequence length S, a label names batch and head "
+            f"dim. Filled: head dim {first.head_dim}, hollow: another."
+        )
+    else:
+        counted = (
+            "must cross device memory" if level == "dram" else "its tiles fetch from L2, counted from its tile size"
+        )
+        caption = f"Each stage at {first.label}. Hollow: over the bytes that {counted}."
+        if any(point.solid for point in points):
+            caption += " Filled: over those that Nsight Compute measured."
     told = "; ".join(
         f"{row.name} at {row.problem.problem().label} {number(p.tflops)}" for p, row in zip(points, rows, strict=True)
     )
     return _chart(
         draw,
-        name=name or f"roofline-{level}",
+        name=name or f"roofline-{level}{'' if by_problem or level == 'l2' else '-measured'}",
         heights={"wide": 6.2, "narrow": 7.0},
         alt=f"Roofline. Compute ceilings, TFLOP/s: {', '.join(f'{r.label} {number(r.value)}' for r in flat)}. "
         f"Marks, TFLOP/s: {told}.",
         caption=f"{caption} Solid ceilings were measured here, dashed ones are the data sheet's.",
         provenance=results.provenance(rows),
-        data_files=results.run_files([*rows, *shown.ceilings.values()]),
+        data_files=(*results.run_files([*rows, *shown.ceilings.values()]), *results.profile_files(measured)),
     )
 
 
@@ -1055,17 +1196,34 @@ def _dram_points(shown: Results, first: Problem) -> tuple[list[_Point], list[Mea
     return points, used
 
 
-def _l2_points(shown: Results, problem: Problem) -> tuple[list[_Point], list[Measurement]]:
+def _stage_points(
+    shown: Results, problem: Problem, level: Literal["dram", "l2"], profiles: Sequence[StageProfile]
+) -> tuple[list[_Point], list[Measurement]]:
+    """Of each stage with a time a hollow mark, over counted bytes, and a filled one over measured, where there are."""
     points: list[_Point] = []
     used: list[Measurement] = []
+    profiled = {one.stage: one for one in profiles if one.problem.problem() == problem}
     for row in shown.rows(problem):
         rate = results.rate(row)
         if rate is None or row.cubin is None:
             continue
-        intensity = problem.flops / roofline_model.l2_bytes(problem, row.cubin.tile_q)
-        points.append(_Point(label=row.name, is_stage=True, intensity=intensity, tflops=rate))
-        used.append(row)
+        one = profiled.get(row.name)
+        moved = None if one is None else one.dram_bytes if level == "dram" else one.l2_bytes
+        counted = (
+            float(problem.compulsory_bytes) if level == "dram" else roofline_model.l2_bytes(problem, row.cubin.tile_q)
+        )
+        for size, solid in ((counted, False), (moved, True)):
+            if size:
+                # One label a stage: the measured mark's where there is one.
+                label = row.name if solid or not moved else ""
+                intensity = problem.flops / size
+                points.append(_Point(label=label, is_stage=True, intensity=intensity, tflops=rate, solid=solid))
+                used.append(row)
     return points, used
+
+
+_LABEL_POINTS = 11.5
+"""Height of a label."""
 
 
 def _spread_labels(points: Sequence[_Point], *, points_per_decade: float) -> list[tuple[_Point, float]]:
@@ -1074,7 +1232,7 @@ def _spread_labels(points: Sequence[_Point], *, points_per_decade: float) -> lis
     for point in sorted(points, key=lambda p: p.tflops):
         natural = math.log10(point.tflops) * points_per_decade
         near = [at for other, at, _ in placed if abs(math.log10(other.intensity / point.intensity)) < 0.6]
-        position = max([natural, *(at + 11.5 for at in near)])
+        position = max([natural, *(at + _LABEL_POINTS for at in near)])
         placed.append((point, position, position - natural))
     return [(point, shift) for point, _, shift in placed]
 

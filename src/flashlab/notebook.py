@@ -47,9 +47,9 @@ from flashlab.errors import (
 )
 from flashlab.figures import Chart
 from flashlab.paths import BUILD, DATA, ROOT, writable_dir
-from flashlab.problem import Problem
+from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.problem import suite as problems_of
-from flashlab.records import Measurement, StageCounters
+from flashlab.records import Measurement, StageCounters, StageProfile
 from flashlab.results import AgainstPeers, Results
 
 Source = Literal["measure", "replay"]
@@ -68,6 +68,10 @@ _CUDA_ALIGNMENT = 256
 NOTHING_YET = (
     "**Nothing has been measured yet.** "
     "No GPU has records in `data/`. `make report` on a machine with an NVIDIA GPU measures it and fills this in."
+)
+NO_PROFILES = (
+    "**Nothing has been profiled yet** of these stages at this shape. "
+    "`flashlab profile` on such a GPU, with Nsight Compute, does it."
 )
 
 
@@ -248,6 +252,20 @@ class Lab:
             return results.against_peers(self.gpu, self.data) if self.gpu else ()
         except NoDataError:
             return ()
+
+    @cached_property
+    def profiles(self) -> tuple[StageProfile, ...]:
+        """Nsight Compute's newest profile of each chosen stage at the sources' shape; may be empty."""
+        first = Problem.parse(FIRST_SHAPE)
+        found = results.profiles(self.gpu, self.data) if self.gpu else ()
+        return tuple(one for one in found if one.stage in self.stages and one.problem.problem() == first)
+
+    def show_profiles(self, draw: Callable[..., Chart | str], **options: Any) -> None:
+        """Show `draw(profiles, **options)`, or say that there are none to draw."""
+        if self.results is not None and not self.profiles:
+            show(NO_PROFILES)
+            return
+        self._show_or_say(draw, self.profiles, bool(self.profiles), options)
 
     def ratios(self) -> dict[str, dict[str, float | None]]:
         """How many times faster the best stage is, by problem and regime; None where not measured."""

@@ -12,7 +12,7 @@
     data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
     data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
     data/<gpu>/counters/            what Nsight Compute counted, scripts/counters_ncu.py
-    data/<gpu>/profiles/            what Nsight Compute saw the units do, scripts/profile_ncu.py
+    data/<gpu>/profiles/<run>.jsonl what Nsight Compute saw of each stage, `flashlab profile`
     data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
 
 A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources,
@@ -433,62 +433,142 @@ class PatternCounters(_Counted):
     """Byte offset of each lane's address; negative where the lane takes no part."""
 
 
-class StageProfile(_Counted):
-    """What Nsight Compute saw the SM's units do in one launch of a stage; see profiler.py for what is asked."""
+class LineStalls(_Model):
+    """Where warps were when they were sampled: a line of a stage's source, with all that is inlined there."""
 
+    file: str
+    """The file's name, without its folder."""
+    line: int
+    """From 1."""
+    text: str
+    """The line as it was, without its indent."""
+    samples: dict[str, int]
+    """Samples by warp state: the reason a warp waited, or `selected` where it did not."""
+
+    @property
+    def total(self) -> int:
+        """Samples of any state."""
+        return sum(self.samples.values())
+
+
+class StageProfile(_Counted):
+    """What Nsight Compute saw in one launch of a stage, from cold caches; see profiler.py for what is asked."""
+
+    run: str
+    """Id of the run, the name of its file."""
     stage: str
     """Its id."""
     problem: ProblemFields
+    parameters: dict[str, int]
+    """Every tunable and its value."""
+    cubin_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Digest of the machine code that was launched: that of a measurement of the same kernel."""
+    tile_q: int
+    """Query rows a block."""
+    ncu: str
+    """Version of Nsight Compute."""
+    samples: dict[str, int]
+    """Samples of the kernel's warps by warp state; empty where none were taken."""
+    lines: tuple[LineStalls, ...]
+    """The lines with the most samples, most first; empty where samples could not be traced to lines."""
     time: str
     """UTC time of the record, ISO 8601."""
 
-    def _first(self, *names: str) -> float | None:
-        return next((self.metrics[name] for name in names if name in self.metrics), None)
+    def _sum(self, *names: str) -> float | None:
+        """None where one of them is missing."""
+        return sum(self.metrics[name] for name in names) if all(name in self.metrics for name in names) else None
+
+    def _per(self, name: str, other: str) -> float | None:
+        """None where one of them is missing, or nothing was counted to divide by."""
+        below = self.metrics.get(other)
+        return self.metrics[name] / below if below and name in self.metrics else None
+
+    @property
+    def time_us(self) -> float | None:
+        """The launch's own time. The kernel ran alone, from cold caches: no measurement of its speed."""
+        time_ns = self.metrics.get("gpu__time_duration.sum")
+        return None if time_ns is None else time_ns / 1e3
 
     @property
     def tensor_percent(self) -> float | None:
         """Cycles in which the tensor pipe was busy, percent of those in which the SM was."""
-        return self._first(*(f"sm__pipe_tensor_{part}cycles_active{_OF_ACTIVE}" for part in ("", "op_hmma_")))
+        return self.metrics.get(f"sm__pipe_tensor_cycles_active{_OF_ACTIVE}")
 
     @property
     def exp_percent(self) -> float | None:
         """Instructions of the unit that exponentiates and converts, percent of what it could issue."""
-        return self._first(f"sm__inst_executed_pipe_xu{_OF_ACTIVE}")
+        return self.metrics.get(f"sm__inst_executed_pipe_xu{_OF_ACTIVE}")
 
     @property
     def fma_percent(self) -> float | None:
         """Instructions of the pipes that multiply and add FP32, percent of what they could issue."""
-        return self._first(f"sm__inst_executed_pipe_fma{_OF_ACTIVE}")
+        return self.metrics.get(f"sm__inst_executed_pipe_fma{_OF_ACTIVE}")
 
     @property
     def alu_percent(self) -> float | None:
         """Instructions of the pipe for integers, comparisons and maxima, percent of what it could issue."""
-        return self._first(f"sm__inst_executed_pipe_alu{_OF_ACTIVE}")
+        return self.metrics.get(f"sm__inst_executed_pipe_alu{_OF_ACTIVE}")
 
     @property
     def issue_percent(self) -> float | None:
         """Issue slots that were used, percent."""
-        return self._first(f"smsp__issue_active{_OF_ACTIVE}")
+        return self.metrics.get(f"smsp__issue_active{_OF_ACTIVE}")
 
     @property
     def warps_percent(self) -> float | None:
-        """Warps that were resident, percent of what an SM holds."""
-        return self._first(f"sm__warps_active{_OF_ACTIVE}")
+        """Occupancy achieved: warps that were resident, percent of what an SM holds."""
+        return self.metrics.get(f"sm__warps_active{_OF_ACTIVE}")
+
+    @property
+    def warps_percent_limit(self) -> float | None:
+        """Theoretical occupancy: warps that registers, shared memory and block size let reside, percent."""
+        blocks = [value for name, value in self.metrics.items() if name.startswith("launch__occupancy_limit_")]
+        threads, warps = self.metrics.get("launch__block_size"), self.metrics.get("sm__warps_active.avg.peak_sustained")
+        return 100 * min(blocks) * math.ceil(threads / 32) / warps if blocks and threads and warps else None
+
+    @property
+    def dram_bytes(self) -> float | None:
+        """Bytes read from and written to device memory; not those that are still in L2 when the kernel ends."""
+        return self._sum("dram__bytes_read.sum", "dram__bytes_write.sum")
+
+    @property
+    def l2_bytes(self) -> float | None:
+        """Bytes that the SMs read from and wrote to L2."""
+        sectors = self.metrics.get("lts__t_sectors_srcunit_tex.sum")
+        return None if sectors is None else sectors * _SECTOR_BYTES
+
+    @property
+    def shared_wavefronts(self) -> float | None:
+        """Cycles of shared memory's pipe, summed over SMs: for loads, stores, copies, and operands of wgmma."""
+        return self.metrics.get("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")
+
+    @property
+    def bank_conflicts(self) -> float | None:
+        """Those of them that bank conflicts added."""
+        return self.metrics.get("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")
+
+    @property
+    def conflict_percent(self) -> float | None:
+        """Bank conflicts, percent of wavefronts; None where there are none of either."""
+        share = self._per(
+            "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+        )
+        return None if share is None else 100 * share
+
+    @property
+    def load_sectors(self) -> float | None:
+        """32-byte sectors per request of a warp to load from global memory; None where threads loaded nothing."""
+        return self._per(*(f"l1tex__t_{what}_pipe_lsu_mem_global_op_ld.sum" for what in ("sectors", "requests")))
 
     @property
     def states(self) -> dict[str, float]:
         """Where warps spent their time, in percent, the longest first: the reason a warp waited, or `selected`."""
-        found = {
-            match[1]: value
-            for name, value in self.metrics.items()
-            if value > 0 and (match := _WARP_STATE.fullmatch(name))
-        }
-        total = sum(found.values())
-        return {name: 100 * value / total for name, value in sorted(found.items(), key=lambda item: -item[1])}
+        total = sum(self.samples.values())
+        return {name: 100 * count / total for name, count in sorted(self.samples.items(), key=lambda item: -item[1])}
 
 
+_SECTOR_BYTES = 32
 _OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
-_WARP_STATE = re.compile(r"smsp__average_warps_issue_stalled_(\w+)_per_issue_active\.ratio")
 _COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 

@@ -479,7 +479,13 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str, 
         "[Method](../method.md#how-a-time-is-taken) says how the clock in the calls is read."
     )
     profiled = [one for one in results.profiles(shown.gpu, data) if one.stage in (stage.id, stage.parent)]
-    parts += _profiles(profiled, shown, data, page)
+    parts += _profiles(profiled, page)
+    traced = [one for one in profiled if one.stage == stage.id and one.lines][:1]
+    if traced:
+        parts.append(
+            f"### Where its warps were\n\n{tables.hot_lines(traced, lines=10)}\n"
+            f"Samples at regular times, {results.profile_provenance(traced)}. A line stands for what is inlined there."
+        )
     parts.append(f"### Samples\n\n{out.chart(figures.samples(row, name=f'samples-{stage.id}'), page)}")
     cubins = {r.name: r.cubin for r in (row, parent) if r and r.cubin}
     for problem, found in shown.problems.items():
@@ -512,18 +518,19 @@ def _cycles_and_energy(row: Measurement) -> tuple[tables.Cell, tables.Cell]:
     )
 
 
-def _profiles(found: Sequence[records.StageProfile], shown: Results, data: Path, page: str) -> list[str]:
+def _profiles(found: Sequence[records.StageProfile], page: str) -> list[str]:
     """What the SM's units did, a table a problem, with where it comes from; nothing where no profile is on record."""
     parts = []
     for problem in dict.fromkeys(one.problem.problem() for one in found):
         those = [one for one in found if one.problem.problem() == problem]
-        files = sorted(path.name for path in (data / shown.gpu / "profiles").glob("*.jsonl"))
-        links = ", ".join(f"[{name}]({_up(page)}generated/data/{shown.gpu}/profiles/{name})" for name in files)
-        commits = sorted({f"{one.commit[:7]}{' + changes' if one.dirty else ''}" for one in those})
+        links = ", ".join(
+            f"[{Path(name).name}]({_up(page)}generated/data/{name})" for name in results.profile_files(those)
+        )
         parts.append(
             f"### What the units did: {problem.label}\n\n{tables.profiles(those)}\n"
-            f"Nsight Compute, one launch each, percent of the cycles in which the SM was busy. {those[0].gpu} · "
-            f"{those[-1].time[:10]} · commit {', '.join(commits)} · {links}"
+            f"Percent of the cycles in which the SM was busy.\n\n{tables.traffic(those)}\n"
+            "Bytes of one launch. Counted: Q, K and V read and O written once, and from L2 what each tile fetches.\n\n"
+            f"{results.profile_provenance(those)} · {links}"
         )
     return parts
 
@@ -582,7 +589,7 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
                 "Clocks a score do not depend on the clock and say most about a kernel; under sustained load the "
                 "currency is energy."
             )
-    profiled = _profiles(results.profiles(shown.gpu, data), shown, data, page)
+    profiled = _profiles(results.profiles(shown.gpu, data), page)
     if profiled:
         parts.append("## In the SM\n\n" + "\n\n".join(profiled))
     missing = tables.untimed(everything)
@@ -720,6 +727,7 @@ def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> N
         records.StageCounters,
         records.PatternCounters,
         records.StageProfile,
+        records.LineStalls,
     )
     schema = [
         f"### {model.__name__}\n\n{(model.__doc__ or '').strip()}\n\n"

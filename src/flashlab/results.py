@@ -24,7 +24,7 @@ from typing import Any, Literal
 from flashlab import records, stages
 from flashlab.checks import read_lines as check_lines
 from flashlab.errors import NoDataError
-from flashlab.paths import DATA
+from flashlab.paths import DATA, slug
 from flashlab.problem import FIRST_SHAPE, STANDARD_SHAPES, Problem, suite
 from flashlab.records import Cache, Ceiling, Damage, Machine, Measurement, Regime, Run, StageProfile
 
@@ -139,6 +139,27 @@ def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
     ladder = {stage_id: position for position, stage_id in enumerate(stages.STAGES)}
     order = sorted(newest, key=lambda key: (_problem_order(key[1]), ladder.get(key[0], len(ladder))))
     return tuple(newest[key] for key in order)
+
+
+def profile_provenance(found: Sequence[StageProfile]) -> str:
+    """Where profiles come from, for a caption: GPU, problem, tool, date, commit."""
+    if not found:
+        return ""
+    labels = {one.problem.problem().label for one in found}
+    runs = sorted({one.run for one in found})
+    parts = [
+        found[0].gpu,
+        labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
+        f"Nsight Compute {', '.join(sorted({one.ncu for one in found}))}, one launch each from cold caches",
+        ", ".join(sorted({date(run) for run in runs})),
+        f"commit {', '.join(sorted({commit_label(one.run, one.dirty) for one in found}))}",
+    ]
+    return " · ".join(parts)
+
+
+def profile_files(found: Iterable[StageProfile]) -> tuple[str, ...]:
+    """The raw-data files of profiles, relative to data/: `nvidia-h200/profiles/….jsonl`."""
+    return tuple(sorted({f"{slug(one.gpu)}/profiles/{one.run}.jsonl" for one in found}))
 
 
 def rate(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:

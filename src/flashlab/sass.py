@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from flashlab.errors import MissingPackageError, ParameterError
 
@@ -75,7 +76,7 @@ _PATTERNS: tuple[tuple[str, str], ...] = (
 _CLASS_OF = re.compile("|".join(f"(?P<{name}>{pattern})(?=\\.|$)" for name, pattern in _PATTERNS))
 _ZEROING_HFMA2 = re.compile(r"U?R\d+,-RZ,RZ,")
 _CONDITION = re.compile(r"!?U?P\d\b|~?U?R")
-_BYTES_PER_INSTRUCTION = 16
+BYTES_PER_INSTRUCTION = 16
 _INSTALL = "Install it: pip install nvidia-cuda-nvdisasm"
 
 
@@ -113,6 +114,54 @@ def disassemble(code: bytes, entry: str | None = None) -> tuple[Instruction, ...
             )
         return functions[entry]
     return tuple(instruction for function in functions.values() for instruction in function)
+
+
+class Frame(NamedTuple):
+    """A line of source."""
+
+    file: Path
+    line: int
+    """From 1."""
+
+
+def lines(code: bytes, entry: str) -> dict[int, tuple[Frame, ...]]:
+    """Where the instructions of a kernel come from, by address: the line itself, then each line it was inlined at.
+
+    Empty for machine code without line information (`compile_stage(..., line_info=True)` makes it).
+
+    Raises:
+        MissingPackageError: no nvdisasm.
+        ParameterError: `code` is no cubin.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        run = subprocess.run(
+            [_nvdisasm(), "--print-code", "--print-line-info-inline", file.name],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if run.returncode:
+        raise ParameterError(f"code: wanted a cubin, nvdisasm refused it: {(run.stderr or run.stdout).strip()}")
+    section = run.stdout.partition(f".section\t.text.{entry},")[2].partition("\t.section\t")[0]
+    found: dict[int, tuple[Frame, ...]] = {}
+    frames: tuple[Frame, ...] = ()
+    chain: list[Frame] = []
+    for match in _LINE_OR_ADDRESS.finditer(section):
+        if match["file"]:  # a chain of calls takes a line each, before the instruction that it is of
+            chain.append(Frame(Path(match["file"]), int(match["line"])))
+            continue
+        if chain:
+            frames, chain = tuple(chain), []
+        if frames:
+            found[int(match["address"], 16)] = frames
+    return found
+
+
+_LINE_OR_ADDRESS = re.compile(
+    r'^\s*//## File "(?P<file>[^"]+)", line (?P<line>\d+)|^\s+/\*(?P<address>[0-9a-f]{4,})\*/', re.MULTILINE
+)
 
 
 def mix(code: bytes, entry: str | None = None) -> dict[str, int]:
@@ -165,7 +214,7 @@ def _functions(code: bytes) -> dict[str, tuple[Instruction, ...]]:
     return {
         function["function-name"]: tuple(
             Instruction(
-                address=function["start"] + index * _BYTES_PER_INSTRUCTION,
+                address=function["start"] + index * BYTES_PER_INSTRUCTION,
                 opcode=item["opcode"],
                 operands=item.get("operands", ""),
                 predicate=item.get("predicate"),

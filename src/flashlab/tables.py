@@ -342,6 +342,7 @@ _WARP_STATES: Mapping[str, str] = {
     "membar": "memory barrier",
     "sleeping": "sleep",
     "drain": "stores at the end",
+    "tex_throttle": "texture queue",
 }
 """Nsight Compute's warp states, for people; others keep its name."""
 
@@ -355,28 +356,135 @@ def profiles(found: Iterable[StageProfile]) -> str:
     lines: list[list[Cell]] = [
         [
             f"`{one.stage}`",
+            ", ".join(
+                f"{_WARP_STATES.get(name, name)} {number(share, 2)} %" for name, share in list(one.states.items())[:3]
+            )
+            or None,
             percent(one.tensor_percent),
             percent(one.exp_percent),
             percent(one.fma_percent),
             percent(one.alu_percent),
             percent(one.issue_percent),
-            ", ".join(
-                f"{_WARP_STATES.get(name, name)} {number(share, 2)} %" for name, share in list(one.states.items())[:4]
-            )
-            or None,
         ]
         for one in found
     ]
     header = (
         "",
+        "where warps spent their time",
         "tensor pipe",
         "exponential unit",
         "FP32",
         "integer, max",
         "issue slots",
-        "where warps spent their time",
     )
+    return markdown(header, lines, left=2)
+
+
+_OCCUPANCY_LIMITS: Mapping[str, str] = {
+    "launch__occupancy_limit_registers": "registers",
+    "launch__occupancy_limit_shared_mem": "shared memory",
+    "launch__occupancy_limit_warps": "threads",
+    "launch__occupancy_limit_blocks": "blocks",
+    "launch__occupancy_limit_barriers": "barriers",
+}
+
+
+def occupancy(found: Iterable[StageProfile]) -> str:
+    """Warps that could reside and did, and how threads went to memory, in one launch of each stage."""
+
+    def limit(one: StageProfile) -> str | None:
+        blocks = {words: one.metrics[name] for name, words in _OCCUPANCY_LIMITS.items() if name in one.metrics}
+        return ", ".join(words for words, value in blocks.items() if value == min(blocks.values())) or None
+
+    def percent(value: float | None) -> str | None:
+        return None if value is None else f"{number(value)} %"
+
+    return markdown(
+        (
+            "",
+            "held back by",
+            "registers a thread",
+            "occupancy, theoretical",
+            "achieved",
+            "wavefronts of shared memory, 10⁶",
+            "bank conflicts",
+            "sectors a load",
+        ),
+        [
+            (
+                f"`{one.stage}`",
+                limit(one),
+                one.metrics.get("launch__registers_per_thread"),
+                percent(one.warps_percent_limit),
+                percent(one.warps_percent),
+                None if one.shared_wavefronts is None else one.shared_wavefronts / 1e6,
+                percent(one.conflict_percent),
+                one.load_sectors,
+            )
+            for one in found
+        ],
+        left=2,
+    )
+
+
+def traffic(found: Iterable[StageProfile]) -> str:
+    """Bytes that crossed device memory and L2 in one launch of each stage, beside what was counted from its tiles."""
+
+    def cells(counted: float, measured: float | None) -> list[Cell]:
+        ratio = None if measured is None else f"×{number(measured / counted)}"
+        return [counted / 1e6, None if measured is None else measured / 1e6, ratio]
+
+    lines: list[list[Cell]] = []
+    for one in found:
+        problem = one.problem.problem()
+        in_l2 = roofline.l2_bytes(problem, one.tile_q)
+        lines.append(
+            [
+                f"`{one.stage}`",
+                *cells(float(problem.compulsory_bytes), one.dram_bytes),
+                *cells(in_l2, one.l2_bytes),
+            ]
+        )
+    header = ("", "DRAM counted, MB", "measured", "ratio", "L2 counted, MB", "measured", "ratio")
     return markdown(header, lines)
+
+
+def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | None = None) -> str:
+    """The source lines at which the warps of each stage were sampled most often, and in which states.
+
+    Args:
+        found: one launch of each stage.
+        lines: how many of each.
+        pages: folder of the stages' pages, to link them; None for no links.
+
+    Raises:
+        NoDataError: samples of none were traced to lines.
+    """
+    rows: list[list[Cell]] = []
+    for one in found:
+        total = sum(one.samples.values())
+        for position, line in enumerate(one.lines[:lines]):
+            name = f"`{one.stage}`" if pages is None else f"[`{one.stage}`]({pages}{one.stage}.md)"
+            states = ", ".join(
+                f"{_WARP_STATES.get(state, state)} {number(100 * count / line.total, 2)} %"
+                for state, count in list(line.samples.items())[:3]
+            )
+            where = f'<code class="place">{html.escape(line.file)}:{line.line}</code>'
+            rows.append(
+                [
+                    "" if position else name,
+                    f"{where}<br>{_code(line.text)}",
+                    states,
+                    f"{number(100 * line.total / total, 2)} %",
+                ]
+            )
+    if not rows:
+        raise NoDataError("wanted profiles whose samples were traced to source lines, found none")
+    return markdown(
+        ("", "line", "where its warps were", "of all samples"),
+        rows,
+        left=3,
+    )
 
 
 def untimed(rows: Iterable[Measurement]) -> str:
