@@ -141,6 +141,7 @@ class Job:
     arch: str
     aligned: bool = True
     overrides: Mapping[str, int] = field(default_factory=dict)
+    may_spill: bool = False
 
     @property
     def label(self) -> str:
@@ -214,6 +215,7 @@ def compile_stage(
     aligned: bool = True,
     overrides: Mapping[str, int] | None = None,
     source: Path | None = None,
+    may_spill: bool = False,
 ) -> Cubin:
     """Compile a stage, or take it from the cache.
 
@@ -222,6 +224,7 @@ def compile_stage(
             to answer, not to be measured.
         overrides: tunables that differ from their defaults.
         source: a file to compile in place of the stage's own, for example an edited copy.
+        may_spill: let registers spill to local memory, where that is what is asked about.
 
     Raises:
         UnsupportedError: the stage takes no such head dim or element type, or not on `arch`.
@@ -248,7 +251,7 @@ def compile_stage(
         **parameters,
     }
     build = _build(source or stage.source, arch, macros)
-    may_spill = stage.may_spill(head_dim, arch) or not aligned
+    may_spill = may_spill or stage.may_spill(head_dim, arch) or not aligned
     cubin = _cubin(build, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=may_spill)
     fault = launch_shape_fault(stage, cubin.launch_shape)
     if fault:
@@ -364,6 +367,7 @@ def _compile_job(job: Job) -> Cubin | CompileError:
             arch=job.arch,
             aligned=job.aligned,
             overrides=job.overrides,
+            may_spill=job.may_spill,
         )
     except CompileError as error:
         return error
