@@ -172,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
 #pragma unroll
   for (int r = 0; r < ROWS_PER_WARP; ++r) {
     const int q_row = warp_q_row + r;
-    const float sum = lanes_sum<WARP>(row_sum[r]);
+    const float sum = does(Part::SOFTMAX) ? lanes_sum<WARP>(row_sum[r]) : 1.0f;
     if (q_row >= p.q_len) continue;   // the same in all lanes
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
 #pragma unroll

@@ -146,41 +146,38 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
 
   const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
   const int num_tiles = (block_keys + TILE_KV - 1) / TILE_KV;
-  const auto first_key = [&](int tile) { return (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV; };
   // Fetch one tile into its buffer of the ring. Always commits, so that the number of groups is the number of tiles.
   const auto fetch = [&](int tile) {
     if (tile < num_tiles) {
       const int buffer = tile % PIPELINE_STAGES;
-      load_tile_async<TILE_KV>(smem.K[buffer], K_gmem, p.K.row_stride, first_key(tile), p.kv_len);
-      load_tile_async<TILE_KV>(smem.V[buffer], V_gmem, p.V.row_stride, first_key(tile), p.kv_len);
+      const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
+      load_tile_async<TILE_KV>(smem.K[buffer], K_gmem, p.K.row_stride, tile_key, p.kv_len);
+      load_tile_async<TILE_KV>(smem.V[buffer], V_gmem, p.V.row_stride, tile_key, p.kv_len);
     }
     ptx::cp_async_commit_group();
   };
 
   load_tile_async<TILE_Q>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);   // in the first tile's group
-  for (int tile = 0; tile < PIPELINE_STAGES - does(Part::MEMORY); ++tile) fetch(tile);
-  // And where there is a buffer for it, once the loop is on its way.
-  const auto fetch_next = [&](int tile) {
-    if constexpr (does(Part::MEMORY)) {
-      fetch(tile);
-    } else {
-      ptx::cp_async_commit_group();
-    }
-  };
+  for (int tile = 0; tile < PIPELINE_STAGES - 1; ++tile) fetch(tile);
+  if constexpr (!does(Part::MEMORY)) fetch(PIPELINE_STAGES - 1);
 
   for (int tile = 0; tile < num_tiles; ++tile) {
-    const int tile_key = first_key(tile);
+    const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
     const element* K_smem = smem.K[tile % PIPELINE_STAGES];   // (TILE_KV, STRIDE)
     const element* V_smem = smem.V[tile % PIPELINE_STAGES];   // (TILE_KV, STRIDE)
     if constexpr (PIPELINE_STAGES == 1) {
       __syncthreads();   // everyone is done with the previous tile, which the only buffer holds
-      fetch_next(tile);
+      if constexpr (does(Part::MEMORY)) fetch(tile);
       ptx::cp_async_wait_group<0>();
       __syncthreads();   // everyone's copies have landed
     } else {
       ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this tile's own copies have landed; younger tiles may be under way
       __syncthreads();   // everyone's have; and everyone is done with the previous tile, whose buffer is next to be filled
-      fetch_next(tile + PIPELINE_STAGES - 1);
+      if constexpr (does(Part::MEMORY)) {
+        fetch(tile + PIPELINE_STAGES - 1);
+      } else {
+        ptx::cp_async_commit_group();
+      }
     }
 
 #pragma unroll
@@ -263,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
 #pragma unroll
   for (int i = 0; i < PASSES; ++i) {
     const int row = lane_row + i;
-    const float sum = lanes_sum<ROW_LANES>(row_sum[i]);
+    const float sum = does(Part::SOFTMAX) ? lanes_sum<ROW_LANES>(row_sum[i]) : 1.0f;
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
     *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(inv_sum, inv_sum);
     if (p.LSE && lane % ROW_LANES == 0 && block_q_row + row < p.q_len) {

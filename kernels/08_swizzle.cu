@@ -385,7 +385,9 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
     for (int half = 0; half < HALVES; ++half) {
       const int row = r * MMA_M + half * MATRIX + lane_row;
       const int q_row = warp_q_row + row;
-      const float sum = SUM_BY_MMA ? O_reg[r][O_BLOCKS - 1][2 * half] : lanes_sum<ROW_LANES>(row_sum[r][half]);
+      const float sum = !does(Part::SOFTMAX) ? 1.0f
+                        : SUM_BY_MMA         ? O_reg[r][O_BLOCKS - 1][2 * half]
+                                             : lanes_sum<ROW_LANES>(row_sum[r][half]);
       const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
       if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
         const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;

@@ -79,21 +79,21 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
   __syncthreads();   // the barriers exist
 
   const bool fills = !ALIGNED || threadIdx.x == 0;
-  const auto first_key = [&](int tile) { return (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV; };
   // Fetch one tile into its buffer of the ring.
   const auto fetch = [&](int tile) {
+    const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
     if constexpr (BY_THREADS) {
       if (tile < num_tiles) {
-        fill_by_threads<TILE_KV>(smem.K[tile % PIPELINE_STAGES], K_source, first_key(tile));
-        fill_by_threads<TILE_KV>(smem.V[tile % PIPELINE_STAGES], V_source, first_key(tile));
+        fill_by_threads<TILE_KV>(smem.K[tile % PIPELINE_STAGES], K_source, tile_key);
+        fill_by_threads<TILE_KV>(smem.V[tile % PIPELINE_STAGES], V_source, tile_key);
       }
       ptx::cp_async_commit_group();   // empty past the last tile, so that the number of groups is the number of tiles
     } else if (fills && tile < num_tiles) {
       const int stage = tile % PIPELINE_STAGES;
       ptx::Mbarrier* full = &smem.KV_full[stage];
       fill_begin(full, 2 * TILE_BYTES<TILE_KV>);
-      fill<TILE_KV, THREADS>(smem.K[stage], K_source, first_key(tile), full, threadIdx.x);
-      fill<TILE_KV, THREADS>(smem.V[stage], V_source, first_key(tile), full, threadIdx.x);
+      fill<TILE_KV, THREADS>(smem.K[stage], K_source, tile_key, full, threadIdx.x);
+      fill<TILE_KV, THREADS>(smem.V[stage], V_source, tile_key, full, threadIdx.x);
       fill_end(full);
     }
   };
@@ -117,7 +117,7 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
 
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int stage = tile % PIPELINE_STAGES;
-    const int tile_key = first_key(tile);
+    const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
     if constexpr (BY_THREADS) {
       ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this thread's copies of the tile have landed
       ptx::fence_proxy_async_shared();                   // the tensor cores will read them

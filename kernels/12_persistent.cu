@@ -247,6 +247,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     }
     used = uniform(used + work.num_tiles);
     if constexpr (!does(Part::PV)) O_reg[0] += static_cast<float>(noted);
+    if constexpr (!does(Part::SOFTMAX)) rows.sum[0] = rows.sum[1] = 1.0f / ROW_LANES;
 
     write_output(p, O_reg, rows, smem.O[consumer], warp, lane, group_q_row, work.head, work.batch);
   }

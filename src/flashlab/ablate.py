@@ -30,7 +30,7 @@ from flashlab.records import Ablation, CubinFields, Part, ProblemFields, Samples
 CONFIDENCE = 0.95
 _RESAMPLES = 4999
 _SEED = 0
-PLAN = bench.Plan(samples=60, min_samples=9, cold_samples=0, cap_s=0.8, sustained_seconds=0.0, checked_scores=1 << 26)
+PLAN = bench.Plan(samples=40, min_samples=9, cold_samples=0, cap_s=0.6, sustained_seconds=0.0, checked_scores=1 << 26)
 """How much is measured of each level and part: hot bursts."""
 PARTS: Mapping[str, int] = {"nothing": 0, "qk": 1, "softmax": 2, "pv": 3, "memory": 4}
 """Values of LEAVE_OUT."""
