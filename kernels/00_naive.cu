@@ -4,9 +4,19 @@
 #include "attention.cuh"
 #include "ptx.cuh"
 
+// For an ablation: registers that a thread may have, 0 for as many as the compiler wants. The two bounds exclude each other.
+#ifndef MAX_REGISTERS
+#define MAX_REGISTERS 0
+#endif
+#if MAX_REGISTERS
+#define BOUNDS __maxnreg__(MAX_REGISTERS)
+#else
+#define BOUNDS __launch_bounds__(THREADS)
+#endif
+
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, 0, THREADS};
 
-extern "C" __global__ void __launch_bounds__(THREADS) attention_00_naive(const __grid_constant__ AttentionParams p) {
+extern "C" __global__ void BOUNDS attention_00_naive(const __grid_constant__ AttentionParams p) {
   const int q_row = blockIdx.x * THREADS + threadIdx.x;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;

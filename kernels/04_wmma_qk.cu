@@ -4,6 +4,7 @@
 //         shared memory, because which lane holds which element of a WMMA fragment is not specified.
 // Layout: warp w of block x owns rows (x·WARPS + w)·16 onwards.
 #include "attention.cuh"
+#include "parts.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
@@ -56,20 +57,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
   float row_sum[ROWS_PER_WARP] = {};   // this lane's share of the sum of 2^(score - row_max)
 #pragma unroll
   for (int r = 0; r < ROWS_PER_WARP; ++r) row_max[r] = NEG_INF;
+  if constexpr (!does(Part::PV)) stand_in<ROWS_PER_WARP * LANE_PAIRS * 2>(&O_reg[0][0][0]);
 
   const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
-  for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
-    __syncthreads();   // everyone is done with the previous tile
+  const auto fetch = [&](int tile_key) {
     load_tile<TILE_KV, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
     load_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
+  };
+  if constexpr (!does(Part::MEMORY)) fetch(0);
+  for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
+    __syncthreads();   // everyone is done with the previous tile
+    if constexpr (does(Part::MEMORY)) fetch(tile_key);
     __syncthreads();   // the tile is complete; the first time, Q too
 
 #pragma unroll
     for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
       FragC S_frag;
-      wmma::fill_fragment(S_frag, 0.0f);
+      wmma::fill_fragment(S_frag, does(Part::QK) ? 0.0f : static_cast<float>(lane));
 #pragma unroll
-      for (int d = 0; d < HEAD_DIM; d += WMMA_TILE) {
+      for (int d = 0; does(Part::QK) && d < HEAD_DIM; d += WMMA_TILE) {
         FragA Q_frag;
         FragBT K_frag;
         wmma::load_matrix_sync(Q_frag, Q_smem + d, STRIDE);
@@ -87,6 +93,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) {
         const int r = r0 + i;
+        if constexpr (!does(Part::SOFTMAX)) {
+#pragma unroll
+          for (int k = 0; k < LANE_KEYS; ++k) prob[k].x[i] = from_float<element>(S_smem[r * S_STRIDE + lane + k * WARP]);
+          continue;
+        }
         const int num_keys = visible_keys(p, warp_q_row + r);
         float score[LANE_KEYS];
         float lane_max = NEG_INF;
@@ -116,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
     __syncwarp();   // the warp's probabilities are complete
 
 #pragma unroll
-    for (int r = 0; r < ROWS_PER_WARP; ++r) {
+    for (int r = 0; does(Part::SOFTMAX) && r < ROWS_PER_WARP; ++r) {
 #pragma unroll
       for (int i = 0; i < LANE_PAIRS; ++i) {
         O_reg[r][i][0] *= rescale[r];
@@ -124,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
       }
     }
 #pragma unroll 1
-    for (int k0 = 0; k0 < TILE_KV; k0 += FLUSH_TERMS) {
+    for (int k0 = 0; does(Part::PV) && k0 < TILE_KV; k0 += FLUSH_TERMS) {
       __half2 pair_sum[ROWS_PER_WARP][LANE_PAIRS] = {};
 #pragma unroll
       for (int k = k0; k < k0 + FLUSH_TERMS; ++k) {
@@ -161,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
 #pragma unroll
   for (int r = 0; r < ROWS_PER_WARP; ++r) {
     const int q_row = warp_q_row + r;
-    const float sum = lanes_sum<WARP>(row_sum[r]);
+    const float sum = does(Part::SOFTMAX) ? lanes_sum<WARP>(row_sum[r]) : 1.0f;
     if (q_row >= p.q_len) continue;   // the same in all lanes
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
 #pragma unroll

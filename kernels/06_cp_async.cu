@@ -4,10 +4,20 @@
 //         may be shared by several warps (each takes every n-th 16-column block), so that more warps can hide latency.
 // Layout: warp w of block x works on row block w / GROUP of rows x·TILE_Q onwards; for the softmax 8 lanes share a row.
 #include "attention.cuh"
+#include "parts.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
 #include "wmma.cuh"
+
+// For ablations, what the stage does first. REDUCTION: maxima of a row by shuffles (0), or through shared memory, where each lane
+// reads all of them after a barrier of the warp (1), or in pairs with barriers of the block (2). DESCENDING: the last keys first.
+#ifndef REDUCTION
+#define REDUCTION 0
+#endif
+#ifndef DESCENDING
+#define DESCENDING 0
+#endif
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROW_BLOCKS = TILE_Q / WMMA_TILE;
@@ -25,6 +35,7 @@ static_assert(TILE_Q % WMMA_TILE == 0 && WARPS % ROW_BLOCKS == 0 && GROUP <= 4,
 static_assert(TILE_KV / WMMA_TILE % GROUP == 0 && HEAD_DIM / WMMA_TILE % GROUP == 0,
               "the warps of a group must share the key and the output column blocks evenly");
 static_assert(PIPELINE_STAGES >= 1, "there must be a buffer");
+static_assert(REDUCTION <= 2 && DESCENDING <= 1, "REDUCTION is 0, 1 or 2, DESCENDING 0 or 1");
 static_assert(TILE_KV % (ROW_LANES * QUAD) == 0, "TILE_KV must be a multiple of 32: 8 lanes read 4 scores each at a time");
 static_assert(STRIDE % 8 == 0, "WMMA loads need rows that start on 16-byte boundaries");
 
@@ -71,6 +82,32 @@ __device__ __forceinline__ void group_sync() {
   }
 }
 
+// The largest number of the lanes that share a row.
+template <int HOW>
+__device__ __forceinline__ float max_of_row(float x) {
+  if constexpr (HOW == 0) {
+    return lanes_max<ROW_LANES>(x);
+  } else {
+    __shared__ float shared_x[THREADS];
+    if constexpr (HOW == 1) {
+      shared_x[threadIdx.x] = x;
+      __syncwarp();   // the row's numbers are there
+#pragma unroll
+      for (int i = 1; i < ROW_LANES; ++i) x = fmaxf(x, shared_x[threadIdx.x ^ i]);
+      __syncwarp();   // the row's numbers are used up
+    } else {
+#pragma unroll
+      for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) {
+        shared_x[threadIdx.x] = x;
+        __syncthreads();   // the row's numbers are there
+        x = fmaxf(x, shared_x[threadIdx.x ^ distance]);
+        __syncthreads();   // the row's numbers are used up
+      }
+    }
+    return x;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
@@ -99,6 +136,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
   FragC O_frag[WARP_O_BLOCKS];
 #pragma unroll
   for (int j = 0; j < WARP_O_BLOCKS; ++j) wmma::fill_fragment(O_frag[j], 0.0f);
+  if constexpr (!does(Part::PV)) {
+    for (FragC& block : O_frag) stand_in<FragC::num_elements>(block.x);
+  }
   float row_max[PASSES];        // largest score so far, in units of log2; the same in the 8 lanes of a row
   float row_sum[PASSES] = {};   // this lane's share of the sum of 2^(score - row_max)
 #pragma unroll
@@ -110,36 +150,42 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
   const auto fetch = [&](int tile) {
     if (tile < num_tiles) {
       const int buffer = tile % PIPELINE_STAGES;
-      load_tile_async<TILE_KV>(smem.K[buffer], K_gmem, p.K.row_stride, tile * TILE_KV, p.kv_len);
-      load_tile_async<TILE_KV>(smem.V[buffer], V_gmem, p.V.row_stride, tile * TILE_KV, p.kv_len);
+      const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
+      load_tile_async<TILE_KV>(smem.K[buffer], K_gmem, p.K.row_stride, tile_key, p.kv_len);
+      load_tile_async<TILE_KV>(smem.V[buffer], V_gmem, p.V.row_stride, tile_key, p.kv_len);
     }
     ptx::cp_async_commit_group();
   };
 
   load_tile_async<TILE_Q>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);   // in the first tile's group
   for (int tile = 0; tile < PIPELINE_STAGES - 1; ++tile) fetch(tile);
+  if constexpr (!does(Part::MEMORY)) fetch(PIPELINE_STAGES - 1);
 
   for (int tile = 0; tile < num_tiles; ++tile) {
-    const int tile_key = tile * TILE_KV;
+    const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
     const element* K_smem = smem.K[tile % PIPELINE_STAGES];   // (TILE_KV, STRIDE)
     const element* V_smem = smem.V[tile % PIPELINE_STAGES];   // (TILE_KV, STRIDE)
     if constexpr (PIPELINE_STAGES == 1) {
       __syncthreads();   // everyone is done with the previous tile, which the only buffer holds
-      fetch(tile);
+      if constexpr (does(Part::MEMORY)) fetch(tile);
       ptx::cp_async_wait_group<0>();
       __syncthreads();   // everyone's copies have landed
     } else {
       ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this tile's own copies have landed; younger tiles may be under way
       __syncthreads();   // everyone's have; and everyone is done with the previous tile, whose buffer is next to be filled
-      fetch(tile + PIPELINE_STAGES - 1);
+      if constexpr (does(Part::MEMORY)) {
+        fetch(tile + PIPELINE_STAGES - 1);
+      } else {
+        ptx::cp_async_commit_group();
+      }
     }
 
 #pragma unroll
     for (int k0 = part * WMMA_TILE; k0 < TILE_KV; k0 += GROUP * WMMA_TILE) {
       FragC S_frag;
-      wmma::fill_fragment(S_frag, 0.0f);
+      wmma::fill_fragment(S_frag, does(Part::QK) ? 0.0f : static_cast<float>(lane));
 #pragma unroll
-      for (int d = 0; d < HEAD_DIM; d += WMMA_TILE) {
+      for (int d = 0; does(Part::QK) && d < HEAD_DIM; d += WMMA_TILE) {
         FragA Q_frag;
         FragBT K_frag;
         wmma::load_matrix_sync(Q_frag, Q_smem + d, STRIDE);
@@ -160,6 +206,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
       for (int q = 0; q < LANE_QUADS; ++q) {
         const int col = lane_col + q * ROW_LANES * QUAD;
         score[q] = *reinterpret_cast<const float4*>(S_smem + row * S_STRIDE + col);
+        if constexpr (!does(Part::SOFTMAX)) continue;
         score[q].x = col + 0 < num_keys ? score[q].x * p.scale_log2 : NEG_INF;
         score[q].y = col + 1 < num_keys ? score[q].y * p.scale_log2 : NEG_INF;
         score[q].z = col + 2 < num_keys ? score[q].z * p.scale_log2 : NEG_INF;
@@ -167,7 +214,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
         lane_max = fmaxf(lane_max, fmaxf(fmaxf(score[q].x, score[q].y), fmaxf(score[q].z, score[q].w)));
       }
       __syncwarp();   // the row's scores are in registers: its factor may take their place
-      const float new_max = fmaxf(row_max[i], lanes_max<ROW_LANES>(lane_max));
+      if constexpr (!does(Part::SOFTMAX)) {
+#pragma unroll
+        for (int q = 0; q < LANE_QUADS; ++q) {
+          const Quad rounded = {from_float<element>(score[q].x), from_float<element>(score[q].y), from_float<element>(score[q].z),
+                                from_float<element>(score[q].w)};
+          *reinterpret_cast<Quad*>(P_smem + row * P_STRIDE + lane_col + q * ROW_LANES * QUAD) = rounded;
+        }
+        continue;
+      }
+      const float new_max = fmaxf(row_max[i], max_of_row<REDUCTION>(lane_max));
       const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no key seen yet: -inf - -inf would be NaN
       const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 at the first keys
       row_max[i] = new_max;
@@ -186,9 +242,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
     }
     group_sync();   // the row block's probabilities and factors are complete; and its scores are used up
 
-    scale_rows<WARP_O_BLOCKS, S_STRIDE>(O_frag, S_smem);
+    if constexpr (does(Part::SOFTMAX)) scale_rows<WARP_O_BLOCKS, S_STRIDE>(O_frag, S_smem);
 #pragma unroll
-    for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
+    for (int k0 = 0; does(Part::PV) && k0 < TILE_KV; k0 += WMMA_TILE) {
       FragA P_frag;
       wmma::load_matrix_sync(P_frag, P_smem + k0, P_STRIDE);
 #pragma unroll
@@ -204,7 +260,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
 #pragma unroll
   for (int i = 0; i < PASSES; ++i) {
     const int row = lane_row + i;
-    const float sum = lanes_sum<ROW_LANES>(row_sum[i]);
+    const float sum = does(Part::SOFTMAX) ? lanes_sum<ROW_LANES>(row_sum[i]) : 1.0f;
     const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
     *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(inv_sum, inv_sum);
     if (p.LSE && lane % ROW_LANES == 0 && block_q_row + row < p.q_len) {

@@ -9,6 +9,12 @@
 #include "reduce.cuh"
 #include "tile.cuh"
 
+// For an ablation. EXPONENTIAL: 2^x by the chip's own instruction (0), scores being in units of log2; or e^x, by way of that
+// instruction (1, __expf) or with full accuracy (2, expf).
+#ifndef EXPONENTIAL
+#define EXPONENTIAL 0
+#endif
+
 constexpr int THREADS = WARPS * WARP;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
 constexpr int ROW_BLOCKS = WARP_ROWS / MMA_M;      // of 16 query rows
@@ -22,6 +28,8 @@ static_assert(TILE_KV % MMA_K == 0, "TILE_KV must be a multiple of 16");
 static_assert(Q_IN_REGISTERS <= 1, "Q_IN_REGISTERS is 0 or 1");
 static_assert(PIPELINE_STAGES >= 1, "there must be a buffer");
 static_assert(STRIDE % CHUNK == 0, "ldmatrix needs rows that start on 16-byte boundaries");
+static_assert(EXPONENTIAL <= 2, "EXPONENTIAL is 0, 1 or 2");
+constexpr float LN_BASE = EXPONENTIAL == 0 ? LN_2 : 1.0f;   // natural logarithm of what is raised to a power
 
 struct SharedStorage {
   alignas(16) element Q[TILE_Q * STRIDE];
@@ -63,6 +71,12 @@ struct TileCopy {
     }
   }
 };
+
+__device__ __forceinline__ float power(float x) {
+  if constexpr (EXPONENTIAL == 0) return ptx::ex2_approx_ftz(x);
+  if constexpr (EXPONENTIAL == 1) return __expf(x);
+  return expf(x);
+}
 
 // Two neighbouring elements of an output row, the first in the lower half of `pair`.
 __device__ __forceinline__ void write_pair(element* target, unsigned pair) {
@@ -127,7 +141,7 @@ attention_07_mma_registers(const __grid_constant__ AttentionParams p) {
 
   // Maxima are taken of scores before they are scaled, so the scale must be positive: a negative one's sign goes into the
   // warp's rows of Q, and where it is 0, they do.
-  const float scale_log2 = p.scale_log2 == 0.0f ? 1.0f : fabsf(p.scale_log2);
+  const float scale_log2 = p.scale_log2 == 0.0f ? 1.0f : fabsf(p.scale_log2) * (EXPONENTIAL == 0 ? 1.0f : LN_2);
   if (p.scale_log2 <= 0.0f) {
     for (int row = 0; row < WARP_ROWS; ++row) {
       for (int d = lane * 2; d < HEAD_DIM; d += WARP * 2) {
@@ -208,7 +222,7 @@ attention_07_mma_registers(const __grid_constant__ AttentionParams p) {
           lane_max = fmaxf(lane_max, fmaxf(S_reg[r][j][2 * half], S_reg[r][j][2 * half + 1]));
         }
         const float new_max = fmaxf(row_max[r][half], lanes_max<ROW_LANES>(lane_max) * scale_log2);
-        const float rescale = ptx::ex2_approx_ftz(row_max[r][half] - new_max);   // 0 at the first keys
+        const float rescale = power(row_max[r][half] - new_max);   // 0 at the first keys
         row_max[r][half] = new_max;
         row_sum[r][half] *= rescale;
 #pragma unroll
@@ -218,8 +232,8 @@ attention_07_mma_registers(const __grid_constant__ AttentionParams p) {
         }
 #pragma unroll
         for (int j = 0; j < KEY_BLOCKS; ++j) {
-          const float low = ptx::ex2_approx_ftz(fmaf(S_reg[r][j][2 * half], scale_log2, -new_max));
-          const float high = ptx::ex2_approx_ftz(fmaf(S_reg[r][j][2 * half + 1], scale_log2, -new_max));
+          const float low = power(fmaf(S_reg[r][j][2 * half], scale_log2, -new_max));
+          const float high = power(fmaf(S_reg[r][j][2 * half + 1], scale_log2, -new_max));
           row_sum[r][half] += low + high;
           // Two blocks of 8 columns of an accumulator lie as one block of 16 of the next product's first operand does.
           P_frag[r][j / 2][j % 2 * 2 + half] = pack(low, high, element{});
@@ -253,7 +267,7 @@ attention_07_mma_registers(const __grid_constant__ AttentionParams p) {
       if (q_row >= p.q_len) continue;
       if (p.LSE && lane % ROW_LANES == 0) {
         const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-        p.LSE[lse_row] = sum > 0.0f ? row_max[r][half] * LN_2 + logf(sum) : NEG_INF;
+        p.LSE[lse_row] = sum > 0.0f ? row_max[r][half] * LN_BASE + logf(sum) : NEG_INF;
       }
       element* target = O_gmem + q_row * p.O.row_stride + lane_col;
 #pragma unroll

@@ -6,8 +6,17 @@
 // Layout: as the parent's; chunk c of row r of Q, K and V lies where chunk c ^ (r % 8) would.
 #include "attention.cuh"
 #include "mma.cuh"
+#include "parts.cuh"
 #include "reduce.cuh"
 #include "tile.cuh"
+
+// For an ablation. SWIZZLE 0: chunks lie where they are, in rows that PADDING elements make longer.
+#ifndef SWIZZLE
+#define SWIZZLE 1
+#endif
+#ifndef PADDING
+#define PADDING 0
+#endif
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
@@ -19,7 +28,8 @@ constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;       // of 8 output columns
 constexpr int SUM_BLOCK = COL_BLOCKS;              // with SUM_BY_MMA, the block of which every column is the sum of the row
 constexpr int O_BLOCKS = COL_BLOCKS + SUM_BY_MMA;
 constexpr int D_STEPS = HEAD_DIM / MMA_K;
-constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);   // of Q, K and V in shared memory
+constexpr int STRIDE = HEAD_DIM + PADDING;              // of Q, K and V rows in shared memory
+constexpr int ROW_BYTES = STRIDE * sizeof(element);     // of Q, K and V in shared memory
 constexpr int TILE_BYTES = TILE_KV * ROW_BYTES;         // of K or V
 constexpr float LOWEST = -0x1p100f;                // below every score: as a first maximum it saves asking whether there was a key
 static_assert(TILE_Q % (WARPS * MMA_M) == 0, "each warp must own a multiple of 16 query rows");
@@ -27,11 +37,13 @@ static_assert(STEP_KEYS % MMA_K == 0 && TILE_KV % STEP_KEYS == 0, "STEP_KEYS mus
 static_assert(Q_IN_REGISTERS <= 1, "Q_IN_REGISTERS is 0 or 1");
 static_assert(PIPELINE_STAGES >= 2, "scores are a tile ahead of the output: there must be two buffers");
 static_assert(SUM_BY_MMA <= 1, "SUM_BY_MMA is 0 or 1");
+static_assert(SWIZZLE == 0 || SWIZZLE == 1 && PADDING == 0, "SWIZZLE is 0 or 1, and swizzled rows have no PADDING");
+static_assert(STRIDE % CHUNK == 0, "ldmatrix needs rows that start on 16-byte boundaries");
 
 struct SharedStorage {
-  alignas(128) element Q[TILE_Q * HEAD_DIM];   // and, in the end, the output
-  alignas(128) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
-  alignas(128) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+  alignas(128) element Q[TILE_Q * STRIDE];   // and, in the end, the output
+  alignas(128) element K[PIPELINE_STAGES][TILE_KV * STRIDE];
+  alignas(128) element V[PIPELINE_STAGES][TILE_KV * STRIDE];
 };
 
 // Where K and V start, in bytes: what ldmatrix reads is addressed by offsets.
@@ -43,7 +55,9 @@ extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedSt
 
 // Where chunk `chunk` of row `row` lies, in elements from the tile's first. 8 rows of one chunk, which ldmatrix reads at once,
 // are then in different banks.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return row * HEAD_DIM + (chunk ^ row % MATRIX) * CHUNK; }
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  return row * STRIDE + (SWIZZLE ? chunk ^ row % MATRIX : chunk) * CHUNK;
+}
 
 // This thread's chunks of one tile after another, down the rows of a head. A pointer that walks saves computing addresses,
 // which would cost more instructions than the copies. cp.async returns at once, the caller commits the group and waits for it.
@@ -68,11 +82,11 @@ struct TileCopy {
     for (int row = 0; row < ROWS; row += Share::ROWS_PER_STEP) {
       const bool exists = share.row + row < num_rows;
       if constexpr (ALIGNED) {
-        ptx::cp_async_cg_16(target + row * HEAD_DIM, source, exists ? sizeof(Chunk) : 0);
+        ptx::cp_async_cg_16(target + row * STRIDE, source, exists ? sizeof(Chunk) : 0);
       } else {
         Chunk chunk = {};
         if (exists) chunk = read_chunk(source);
-        *reinterpret_cast<Chunk*>(target + row * HEAD_DIM) = chunk;
+        *reinterpret_cast<Chunk*>(target + row * STRIDE) = chunk;
       }
       source += step;
     }
@@ -84,6 +98,7 @@ struct TileCopy {
 __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
   constexpr int SWAPPED = MATRIX * sizeof(Chunk);   // bytes within which chunks change places
   const int distance = 2 * d * sizeof(Chunk);
+  if constexpr (!SWIZZLE) return at + distance;
   return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
 }
 
@@ -102,7 +117,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   const element* Q_gmem = head_of(p.Q, batch, head);                  // (q_len, HEAD_DIM)
   const element* K_gmem = head_of(p.K, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
   const element* V_gmem = head_of(p.V, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
-  element* warp_smem = smem.Q + warp * WARP_ROWS * HEAD_DIM;          // this warp's rows of Q and of the output
+  element* warp_smem = smem.Q + warp * WARP_ROWS * STRIDE;            // this warp's rows of Q and of the output
 
   const int lane_row = lane / ROW_LANES;              // of the two rows it holds of an accumulator, the first
   const int lane_col = lane % ROW_LANES * 2;          // of the two columns, the first
@@ -135,6 +150,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   K_copy.fetch(smem.K[0], block_keys);
   ptx::cp_async_commit_group();   // a group of its own, ahead of the tiles'
   for (int tile = 0; tile < PIPELINE_STAGES - 1; ++tile) fetch(tile, tile, tile + 1);
+  if constexpr (!does(Part::MEMORY)) V_copy.fetch(smem.V[PIPELINE_STAGES - 1], block_keys - (PIPELINE_STAGES - 1) * TILE_KV);
 
   ptx::cp_async_wait_group<PIPELINE_STAGES - 1>();   // this thread's rows of Q and of the first keys have landed
   __syncthreads();                                   // everyone's have
@@ -145,7 +161,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   if (p.scale_log2 <= 0.0f) {
     for (int row = 0; row < WARP_ROWS; ++row) {
       for (int d = lane * 2; d < HEAD_DIM; d += WARP * 2) {
-        unsigned& pair = *reinterpret_cast<unsigned*>(warp_smem + row * HEAD_DIM + d);
+        unsigned& pair = *reinterpret_cast<unsigned*>(warp_smem + row * STRIDE + d);
         pair = p.scale_log2 < 0.0f ? pair ^ 0x80008000u : 0u;
       }
     }
@@ -161,11 +177,15 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
 #pragma unroll
     for (int d = 0; d < D_STEPS; ++d) load_Q(d, Q_frag[d]);
   }
+  if constexpr (!does(Part::PV)) stand_in<ROW_BLOCKS * O_BLOCKS * 4>(&O_reg[0][0][0]);
 
   float S_reg[ROW_BLOCKS][KEY_BLOCKS][4];
   float tile_max[ROW_BLOCKS][HALVES];   // largest of the scores in S_reg, before they are scaled; of this lane's, then of the row's
+  unsigned noted = 0;
+  if constexpr (!does(Part::QK)) stand_in<ROW_BLOCKS * KEY_BLOCKS * 4>(&S_reg[0][0][0]);
   // The scores of the keys of step `step` of the tile of K at K_at, in place of those that were there.
   const auto multiply_QK = [&](int step, unsigned K_at) {
+    if constexpr (!does(Part::QK)) return;
 #pragma unroll
     for (int r = 0; r < ROW_BLOCKS; ++r) {
 #pragma unroll
@@ -192,6 +212,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   };
   // These keys' scores count for the maximum; the first ones begin a new one.
   const auto take_max = [&](int step) {
+    if constexpr (!does(Part::SOFTMAX)) return;
 #pragma unroll
     for (int r = 0; r < ROW_BLOCKS; ++r) {
 #pragma unroll
@@ -205,6 +226,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
     }
   };
   const auto share_max = [&] {
+    if constexpr (!does(Part::SOFTMAX)) return;
 #pragma unroll
     for (int r = 0; r < ROW_BLOCKS; ++r) {
 #pragma unroll
@@ -220,6 +242,10 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* S = S_reg[r][step * STEP_BLOCKS + 2 * k + i / 2] + i % 2 * 2;
+          if constexpr (!does(Part::SOFTMAX)) {
+            P_frag[k][r][i] = pack(S[0], S[1], element{});
+            continue;
+          }
           const float low = ptx::ex2_approx_ftz(fmaf(S[0], scale_log2, -row_max[r][i % 2]));
           const float high = ptx::ex2_approx_ftz(fmaf(S[1], scale_log2, -row_max[r][i % 2]));
           if constexpr (!SUM_BY_MMA) row_sum[r][i % 2] += low + high;
@@ -232,8 +258,9 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   const auto multiply_PV = [&](int step, const unsigned (&P_frag)[STEP_BLOCKS / 2][ROW_BLOCKS][4], unsigned V_at) {
 #pragma unroll
     for (int k = 0; k < STEP_BLOCKS / 2; ++k) {
+      if constexpr (!does(Part::PV)) take_note<ROW_BLOCKS * 4>(noted, &P_frag[k][0][0]);
 #pragma unroll
-      for (int d = 0; d < D_STEPS; ++d) {
+      for (int d = 0; does(Part::PV) && d < D_STEPS; ++d) {
         unsigned V_frag[2][2];
         load_pair<true>(V_frag, shared_bytes + chunks_at(V_at, d) + (step * STEP_KEYS + k * MMA_K) * ROW_BYTES);
 #pragma unroll
@@ -242,7 +269,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
           mma(O_reg[r][2 * d + 1], P_frag[k][r], V_frag[1], element{});
         }
       }
-      if constexpr (SUM_BY_MMA) {
+      if constexpr (SUM_BY_MMA && does(Part::SOFTMAX)) {
         const unsigned ones[2] = {pack(1.0f, 1.0f, element{}), pack(1.0f, 1.0f, element{})};
 #pragma unroll
         for (int r = 0; r < ROW_BLOCKS; ++r) mma(O_reg[r][SUM_BLOCK], P_frag[k][r], ones, element{});
@@ -251,6 +278,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   };
   // Keys that a row does not see, in a tile where there are some.
   const auto mask = [&](int tile_key) {
+    if constexpr (!does(Part::SOFTMAX)) return;
 #pragma unroll
     for (int r = 0; r < ROW_BLOCKS; ++r) {
 #pragma unroll
@@ -269,6 +297,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   };
   // The rows' maxima; output and sums follow them.
   const auto update_max = [&] {
+    if constexpr (!does(Part::SOFTMAX)) return;
     float new_max[ROW_BLOCKS][HALVES];
     bool grown = false;
 #pragma unroll
@@ -334,7 +363,11 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
     const int free_slot = slot == 0 ? PIPELINE_STAGES - 1 : slot - 1;   // of V; of K it is `slot`
     ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this thread's copies of this tile of V and the next of K have landed
     __syncthreads();   // everyone's have; and everyone is done with the buffers that are next to be filled
-    fetch(tile + PIPELINE_STAGES - 1, free_slot, slot);
+    if constexpr (does(Part::MEMORY)) {
+      fetch(tile + PIPELINE_STAGES - 1, free_slot, slot);
+    } else {
+      ptx::cp_async_commit_group();
+    }
     if (tile + 1 < warp_tiles) {
       work_on(tile, slot, next_slot, true);
     } else if (tile + 1 == warp_tiles) {
@@ -343,6 +376,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
     slot = next_slot;
   }
 
+  if constexpr (!does(Part::PV)) O_reg[0][0][0] += static_cast<float>(noted);
   // The output leaves through the warp's rows of Q, which nobody else reads, in chunks of 16 bytes and whole lines.
   __syncwarp();   // the warp has read them
 #pragma unroll
@@ -351,7 +385,9 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
     for (int half = 0; half < HALVES; ++half) {
       const int row = r * MMA_M + half * MATRIX + lane_row;
       const int q_row = warp_q_row + row;
-      const float sum = SUM_BY_MMA ? O_reg[r][O_BLOCKS - 1][2 * half] : lanes_sum<ROW_LANES>(row_sum[r][half]);
+      const float sum = !does(Part::SOFTMAX) ? 1.0f
+                        : SUM_BY_MMA         ? O_reg[r][O_BLOCKS - 1][2 * half]
+                                             : lanes_sum<ROW_LANES>(row_sum[r][half]);
       const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
       if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
         const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;

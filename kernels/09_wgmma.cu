@@ -6,9 +6,19 @@
 // Requires: sm_90a.
 #include "hopper.cuh"
 
+// For ablations, what the stage does first. FEED: tiles by tensor copies (0), or by every thread's own cp.async, 16 bytes each (1).
+// DESCENDING: the last keys first.
+#ifndef FEED
+#define FEED 0
+#endif
+#ifndef DESCENDING
+#define DESCENDING 0
+#endif
+
 constexpr int THREADS = NUM_WARPGROUPS * WARPGROUP;
 constexpr int TILE_Q = NUM_WARPGROUPS * WGMMA_ROWS;
 static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
+static_assert(FEED <= 1 && DESCENDING <= 1, "FEED and DESCENDING are 0 or 1");
 static_assert(PIPELINE_STAGES >= 2, "one buffer must be free to be filled while another is in use");
 
 struct SharedStorage {
@@ -21,6 +31,22 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or buffers");
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV};
+
+constexpr bool BY_THREADS = FEED && ALIGNED;   // rows that are not aligned are copied by hand either way
+
+// `fill` by cp.async: all threads call it, commit the group and wait for it, each for its own copies.
+template <int ROWS>
+__device__ __forceinline__ void fill_by_threads(element* tile_smem, const Source& source, int first_row) {
+  using Share = TileShare<ROWS, THREADS>;
+  const Share share;
+  const element* head_gmem = head_of(*source.view, source.batch, source.head);
+#pragma unroll
+  for (int row = share.row; row < ROWS; row += Share::ROWS_PER_STEP) {
+    const bool exists = first_row + row < source.length;
+    const element* row_gmem = head_gmem + (exists ? first_row + row : 0) * source.view->row_stride;
+    ptx::cp_async_cg_16(tile_smem + tile_offset<ROWS>(row, share.d / CHUNK), row_gmem + share.d, exists ? sizeof(Chunk) : 0);
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_constant__ AttentionMaps maps) {
@@ -55,16 +81,25 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
   const bool fills = !ALIGNED || threadIdx.x == 0;
   // Fetch one tile into its buffer of the ring.
   const auto fetch = [&](int tile) {
-    if (fills && tile < num_tiles) {
+    const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
+    if constexpr (BY_THREADS) {
+      if (tile < num_tiles) {
+        fill_by_threads<TILE_KV>(smem.K[tile % PIPELINE_STAGES], K_source, tile_key);
+        fill_by_threads<TILE_KV>(smem.V[tile % PIPELINE_STAGES], V_source, tile_key);
+      }
+      ptx::cp_async_commit_group();   // empty past the last tile, so that the number of groups is the number of tiles
+    } else if (fills && tile < num_tiles) {
       const int stage = tile % PIPELINE_STAGES;
       ptx::Mbarrier* full = &smem.KV_full[stage];
       fill_begin(full, 2 * TILE_BYTES<TILE_KV>);
-      fill<TILE_KV, THREADS>(smem.K[stage], K_source, tile * TILE_KV, full, threadIdx.x);
-      fill<TILE_KV, THREADS>(smem.V[stage], V_source, tile * TILE_KV, full, threadIdx.x);
+      fill<TILE_KV, THREADS>(smem.K[stage], K_source, tile_key, full, threadIdx.x);
+      fill<TILE_KV, THREADS>(smem.V[stage], V_source, tile_key, full, threadIdx.x);
       fill_end(full);
     }
   };
-  if (fills) {
+  if constexpr (BY_THREADS) {
+    for (int i = 0; i < NUM_WARPGROUPS; ++i) fill_by_threads<WGMMA_ROWS>(smem.Q[i], Q_source, first_q_row + i * WGMMA_ROWS);
+  } else if (fills) {
     fill_begin(&smem.Q_full, TILE_BYTES<TILE_Q>);
     for (int i = 0; i < NUM_WARPGROUPS; ++i) {
       fill<WGMMA_ROWS, THREADS>(smem.Q[i], Q_source, first_q_row + i * WGMMA_ROWS, &smem.Q_full, threadIdx.x);
@@ -78,12 +113,17 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
   const Descriptor V_desc = columns_descriptor<TILE_KV>(smem.V[0]);
   float O_reg[HEAD_DIM / 2] = {};
   RowState rows;
-  ptx::mbarrier_wait_parity(&smem.Q_full, 0);
+  if constexpr (!BY_THREADS) ptx::mbarrier_wait_parity(&smem.Q_full, 0);   // else Q is in the first tile's group
 
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int stage = tile % PIPELINE_STAGES;
-    const int tile_key = tile * TILE_KV;
-    ptx::mbarrier_wait_parity(&smem.KV_full[stage], tile / PIPELINE_STAGES & 1);
+    const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
+    if constexpr (BY_THREADS) {
+      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this thread's copies of the tile have landed
+      ptx::fence_proxy_async_shared();                   // the tensor cores will read them
+    } else {
+      ptx::mbarrier_wait_parity(&smem.KV_full[stage], tile / PIPELINE_STAGES & 1);
+    }
     __syncthreads();   // everyone is done with the previous tile, whose buffer is next to be filled
     fetch(tile + PIPELINE_STAGES - 1);
 

@@ -5,6 +5,7 @@
 // Layout: warpgroup 0 fetches; consumer c works on rows 64·c onwards of the block's tile of Q.
 // Requires: sm_90a.
 #include "hopper.cuh"
+#include "parts.cuh"
 #include "turns.cuh"
 #include "works.cuh"
 
@@ -97,6 +98,12 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const Attentio
       const int stage = fetched % PIPELINE_STAGES;
       const unsigned parity = fetched / PIPELINE_STAGES & 1;
       ptx::mbarrier_wait_parity(&smem.K_empty[stage], parity ^ 1);   // the consumers are done with the buffer's last tile
+      if (!does(Part::MEMORY) && fetched >= PIPELINE_STAGES) {
+        ptx::mbarrier_arrive(&smem.K_full[stage]);
+        ptx::mbarrier_wait_parity(&smem.V_empty[stage], parity ^ 1);
+        ptx::mbarrier_arrive(&smem.V_full[stage]);
+        continue;
+      }
       fill_begin(&smem.K_full[stage], TILE_BYTES<TILE_KV>);
       fill<TILE_KV, WARPGROUP>(smem.K[stage], K_source, tile * TILE_KV, &smem.K_full[stage], thread);
       fill_end(&smem.K_full[stage]);
@@ -135,6 +142,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     unsigned Q_reg[HEAD_DIM / WGMMA_STEP][4];
     float O_reg[HEAD_DIM / 2] = {};
     float S_reg[TILE_KV / 2];
+    unsigned noted = 0;
+    if constexpr (!does(Part::QK)) stand_in<TILE_KV / 2>(S_reg);
+    if constexpr (!does(Part::PV)) stand_in<HEAD_DIM / 2>(O_reg);
     unsigned P_reg[TILE_KV / WGMMA_STEP][4];
     RowState rows;
     float rescale[HALVES];
@@ -143,6 +153,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     const auto parity_of = [&](int tile) { return (used + tile) / PIPELINE_STAGES & 1; };
     const auto issue_QK = [&](int tile) {
       const Descriptor desc = K_desc + descriptor_step(stage_of(tile) * TILE_BYTES<TILE_KV>);
+      if constexpr (!does(Part::QK)) return;
       if constexpr (Q_IN_REGISTERS) {
         multiply_QK<TILE_KV>(S_reg, Q_reg, desc);
       } else {
@@ -151,6 +162,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       ptx::wgmma_commit_group();
     };
     const auto issue_PV = [&](int tile) {
+      if constexpr (!does(Part::PV)) {
+        take_note<TILE_KV / WGMMA_STEP * 4>(noted, &P_reg[0][0]);
+        return;
+      }
       multiply_PV<TILE_KV>(O_reg, P_reg, V_desc + descriptor_step(stage_of(tile) * TILE_BYTES<TILE_KV>));
       ptx::wgmma_commit_group();
     };
@@ -164,6 +179,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       if (lane == 0) ptx::mbarrier_arrive(empty);
     };
     const auto softmax_of = [&](int tile) {
+      if constexpr (!does(Part::SOFTMAX)) return;
       const int tile_key = tile * TILE_KV;
       int num_keys[HALVES];
 #pragma unroll
@@ -197,7 +213,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
         issue_QK(tile);
         issue_PV(tile - 1);
         ProductTurns::pass(consumer);
-        ptx::wgmma_wait_group<OVERLAP ? 1 : 0>();   // Q·K is done; P·V may be under way
+        ptx::wgmma_wait_group<OVERLAP && does(Part::PV) ? 1 : 0>();   // Q·K is done; P·V may be under way
         ptx::wgmma_pin(S_reg);
         release(&smem.K_empty[stage_of(tile)]);
         const bool V_came = V_is_there(tile);
@@ -207,7 +223,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_pin(O_reg);
         release(&smem.V_empty[stage_of(tile - 1)]);
-        scale_O(O_reg, rescale);
+        if constexpr (does(Part::SOFTMAX)) scale_O(O_reg, rescale);
         round_P<TILE_KV>(P_reg, S_reg);
       }
       if constexpr (!Q_IN_REGISTERS) release(&smem.Q_empty[q_stage]);
@@ -230,6 +246,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       ProductTurns::pass(consumer);
     }
     used = uniform(used + work.num_tiles);
+    if constexpr (!does(Part::PV)) O_reg[0] += static_cast<float>(noted);
+    if constexpr (!does(Part::SOFTMAX)) rows.sum[0] = rows.sum[1] = 1.0f / ROW_LANES;
 
     write_output(p, O_reg, rows, smem.O[consumer], warp, lane, group_q_row, work.head, work.batch);
   }

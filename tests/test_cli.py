@@ -59,7 +59,9 @@ def data(tmp_path: Path) -> Path:
 def test_help_lists_every_command(run: Run) -> None:
     result = run("--help")
     assert result.code == 0
-    for command in ("doctor", "stages", "compile", "sass", "check", "bench", "results", "report"):
+    for command in (
+        *("doctor", "stages", "compile", "sass", "check", "bench", "tune", "ablate", "split", "results", "report"),
+    ):
         assert f" {command} " in result.out
 
 
@@ -511,3 +513,23 @@ def test_starting_imports_nothing_heavy() -> None:
     code = f"import sys, flashlab.cli; print([name for name in {heavy!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_ablate_lists_its_axes(run: Run) -> None:
+    table = run("ablate", "--list").out
+    listed = run("ablate", "--list", "tile", "exp", "--json").json
+    assert [axis["name"] for axis in listed] == ["tile", "exp"]
+    assert all(axis["prediction"] and axis["levels"] for axis in listed)
+    assert "64 × 64, 8 warps" in table
+    refused = run("ablate", "colour")
+    assert refused.code == 1
+    assert "tile" in refused.err
+
+
+@pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU")
+@pytest.mark.parametrize("command", ["ablate", "split"])
+def test_ablations_need_a_gpu_and_say_so(run: Run, command: str, tmp_path: Path) -> None:
+    result = run(command, "--data", tmp_path)
+    assert result.code == 1
+    assert "GPU" in result.err
+    assert not list(tmp_path.iterdir())

@@ -28,7 +28,10 @@ from flashlab.stages import CUDA_STAGES, STAGES
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 PARAMETERS = {"source", "gpu", "stages", "suite", "out", "data"}
-MORE_PARAMETERS = {"edit_a_kernel": {"stage", "old", "new", "shape", "mask", "schedule"}}
+MORE_PARAMETERS = {
+    "edit_a_kernel": {"stage", "old", "new", "shape", "mask", "schedule"},
+    "05_ablations": {"axis", "shape", "dtype", "mask"},
+}
 NO_COMPILER = notebook.no_compiler()
 needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 HIDDEN_RACE = "__syncwarp();   // the row's scores are in registers"

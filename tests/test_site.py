@@ -43,6 +43,7 @@ PAGES = (
     "roofline/",
     "cycle_model/",
     "tuning/",
+    "ablations/",
     "hardware/",
     "anatomy/",
     "correctness/",

@@ -391,6 +391,7 @@ def _compiled(
     overrides: tuple[tuple[str, int], ...],
     source: Path | None,
     modified_ns: int,
+    may_spill: bool,
 ) -> Cubin:
     from flashlab.compiler import compile_stage
 
@@ -403,11 +404,17 @@ def _compiled(
         aligned=aligned,
         overrides=dict(overrides),
         source=source,
+        may_spill=may_spill,
     )
 
 
 def cubin_for(
-    found: Plan, arch: str, *, overrides: Mapping[str, int] | None = None, source: Path | None = None
+    found: Plan,
+    arch: str,
+    *,
+    overrides: Mapping[str, int] | None = None,
+    source: Path | None = None,
+    may_spill: bool = False,
 ) -> Cubin:
     """The machine code of a plan, compiled once a process for each file as it stands."""
     problem = found.problem
@@ -421,6 +428,7 @@ def cubin_for(
         tuple(sorted((overrides or {}).items())),
         source,
         (source or found.stage.source).stat().st_mtime_ns,
+        may_spill,
     )
 
 
@@ -547,11 +555,13 @@ def prepare(
     stream: Any | None = None,
     params: Mapping[str, int] | None = None,
     source: Path | None = None,
+    may_spill: bool = False,
 ) -> Prepared:
     """`attention`, validated, compiled and loaded, but not launched: for repeated calls and for timing.
 
     `lse` is where to write the log-sum-exp, contiguous float32 (batch, q_heads, q_len); a new array where None and
-    `return_lse`. `source` compiles an edited copy of the stage's file instead. The stream is fixed here.
+    `return_lse`. `source` compiles an edited copy of the stage's file instead; `may_spill` lets registers spill where
+    the stage forbids it. The stream is fixed here.
 
     Raises:
         What `attention` raises.
@@ -586,7 +596,7 @@ def prepare(
         dtype=problem.dtype,
         overrides=params,
     )
-    cubin = cubin_for(found, arch, overrides=chosen, source=source)
+    cubin = cubin_for(found, arch, overrides=chosen, source=source, may_spill=may_spill)
     shape = cubin.launch_shape
     assert shape is not None
     function = gpu.load(cubin, found.device)

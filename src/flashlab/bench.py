@@ -67,7 +67,19 @@ from flashlab.errors import (
 )
 from flashlab.paths import DATA, writable_dir
 from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Problem
-from flashlab.records import Ceiling, CubinFields, Gpu, Machine, Measurement, ProblemFields, Samples, Tuning, Verdict
+from flashlab.records import (
+    Ablation,
+    Ceiling,
+    CubinFields,
+    Gpu,
+    Machine,
+    Measurement,
+    Part,
+    ProblemFields,
+    Samples,
+    Tuning,
+    Verdict,
+)
 from flashlab.reference import Shape, make_inputs
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
@@ -660,6 +672,86 @@ def time_variants(
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Variation:
+    """A stage with values of its tunables, as `time_groups` takes it."""
+
+    stage: str
+    """Its id."""
+    params: Mapping[str, int]
+    """By name, those of `Stage.ablations` too. What is not named is what `attention.prepare` takes."""
+    judged: bool = True
+    """Whether the oracle sees its output; False where that is wrong by construction."""
+
+
+def time_groups(
+    folder: Literal["ablations", "parts"],
+    groups: Sequence[Mapping[str, Variation]],
+    problems: Sequence[Problem],
+    record: Callable[[Message, Problem, Message], Ablation | Part | None],
+    *,
+    plan: Plan,
+    data: Path = DATA,
+    device: int = 0,
+    seed: int = 0,
+    timeout_s: float = 180.0,
+    startup_s: float = 300.0,
+    progress: Report | None = None,
+    note: Callable[[str], None] | None = None,
+    worker: Sequence[str] = WORKER,
+) -> Path:
+    """Check and time variations of stages, those of a group in turn; the records go to data/<gpu>/<folder>/<run>.jsonl.
+
+    Args:
+        folder: where to.
+        groups: variations by name; a name is in one group only.
+        problems: what to compute; a record is one variation on one problem.
+        record: makes a record of the fields that every one has, the problem, and the row: name, status, reason,
+            verdict, samples, cubin. None: there is none, which is noted with the row's reason.
+        plan: how much to measure.
+        data, device, seed, timeout_s, startup_s, progress, note, worker: as `run` takes them.
+
+    Raises:
+        As `run`; ParameterError for a tunable that a stage lacks.
+    """
+    every = {name: variation for group in groups for name, variation in group.items()}
+    if len(every) != sum(len(group) for group in groups):
+        raise ParameterError("groups: wanted every name once, got one twice")
+    if not every or not problems:
+        raise ParameterError(f"wanted at least one variation and problem, got {len(every)} and {len(problems)}")
+    for variation in every.values():
+        stage = stages.get(variation.stage)
+        stage.parameters(stage.head_dims[0], variation.params)
+    implementations = {
+        name: {
+            "kind": "stage",
+            "id": variation.stage,
+            "source": None,
+            "params": dict(variation.params),
+            "may_spill": True,
+            "judged": variation.judged,
+        }
+        for name, variation in every.items()
+    }
+    return _measure(
+        folder,
+        problems,
+        implementations,
+        record,
+        groups=[list(group) for group in groups],
+        plan=plan,
+        ceilings=(),
+        data=data,
+        device=device,
+        seed=seed,
+        timeout_s=timeout_s,
+        startup_s=startup_s,
+        progress=progress,
+        note=note,
+        worker=worker,
+    )
+
+
 def variant_name(stage_id: str, variant: Mapping[str, int]) -> str:
     """How a stage with those tunables is named while it is measured: `09_wgmma[STAGES=3]`."""
     return f"{stage_id}[{','.join(f'{name}={value}' for name, value in sorted(variant.items()))}]"
@@ -669,8 +761,9 @@ def _measure(
     folder: Folder,
     problems: Sequence[Problem],
     implementations: Mapping[str, Message],
-    record: Callable[[Message, Problem, Message], Measurement | Tuning],
+    record: Callable[[Message, Problem, Message], Measurement | Tuning | Ablation | Part | None],
     *,
+    groups: Sequence[Sequence[str]] | None = None,
     plan: Plan,
     ceilings: Sequence[str],
     data: Path,
@@ -682,7 +775,10 @@ def _measure(
     note: Callable[[str], None] | None,
     worker: Sequence[str],
 ) -> Path:
-    """Measure implementations in worker processes and append what `record` makes of each row; the file."""
+    """Measure implementations in worker processes and append what `record` makes of each row; the file.
+
+    Those of a group take turns; all of them where there are no `groups`.
+    """
     plan.require()
     _positive(timeout_s=timeout_s, startup_s=startup_s)
     _not_negative(device=device)
@@ -694,7 +790,10 @@ def _measure(
         nothing: Message = {"verdict": None, "cubin": None}
         found = record(book.base(), cell.problem, {**nothing, **message, "samples": samples})
         assert book.path is not None
-        records.append(book.path, found)
+        if found is None:
+            (note or _ignore)(f"{name} at {cell.problem.label}: {message['status']}: {message['reason']}")
+        else:
+            records.append(book.path, found)
         return str(name)
 
     def lost(cell: _Cell, name: str, status: Literal["crashed", "timeout", "error"], reason: str) -> None:
@@ -714,7 +813,7 @@ def _measure(
             "implementations": dict(implementations),
             "plan": asdict(plan),
         },
-        [_Cell(problem, list(implementations)) for problem in problems],
+        [_Cell(problem, list(group)) for problem in problems for group in groups or [list(implementations)]],
         ceilings,
         _Handlers(hello=book.hello, row=row, lost=lost, ceiling=ceiling, note=note or _ignore),
         command=worker,
@@ -1003,10 +1102,11 @@ def _append_check(book: _Book, row: CheckRow) -> None:
 
 @dataclass
 class _Candidate:
-    """An implementation that passed its check."""
+    """An implementation that is ready to be timed: it passed its check, or is not judged."""
 
     run: timing.Run
-    verdict: Message
+    verdict: Message | None
+    """None where it is not judged."""
     cubin: Message | None
     keep: tuple[Any, ...]
 
@@ -1174,8 +1274,14 @@ class _Worker:
             "stage": stage_id,
             "source": None if which["source"] is None else Path(which["source"]),
             "params": which.get("params"),
+            "may_spill": which.get("may_spill", False),
         }
         out = self._poisoned(q)
+        if not which.get("judged", True):
+            timed = prepare(q, k, v, out=out, **what)
+            timed()
+            gpu.synchronize(self._device)
+            return _Candidate(timed, None, _cubin_fields(timed), (out,))
         lse = self.torch.empty(q.shape[:3], dtype=self.torch.float32, device=q.device)
         lse.view(self.torch.int32).fill_(POISON_WORD << 16 | POISON_WORD)
         with_lse = prepare(q, k, v, out=out, lse=lse, **what)

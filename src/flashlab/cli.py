@@ -25,6 +25,7 @@ from flashlab.errors import (
     CompileError,
     DamagedRecordError,
     FlashlabError,
+    MissingPackageError,
     NoDataError,
     ParameterError,
 )
@@ -34,6 +35,7 @@ from flashlab.problem import suite as suite_of
 from flashlab.records import Cache, Regime
 
 if TYPE_CHECKING:
+    from flashlab.ablate import Effect
     from flashlab.bench import Progress as BenchProgress
 
 app = typer.Typer(
@@ -819,6 +821,115 @@ def profile(
         _say(f"Recorded in {path}")
     if missed:
         raise typer.Exit(1)
+
+
+@app.command()
+def ablate(
+    axes: Annotated[
+        list[str] | None, typer.Argument(metavar="[AXIS]...", help="Axes; all where none is given.")
+    ] = None,
+    *,
+    shape: Shape = None,
+    dtype: Annotated[DType, typer.Option(help="Element type.")] = "float16",
+    mask: Annotated[Mask, typer.Option(help="Mask.")] = "full",
+    samples: Annotated[int | None, typer.Option(help="Samples of each level to aim for.", min=2)] = None,
+    listed: Annotated[bool, typer.Option("--list", help="Say which axes there are, and measure nothing.")] = False,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Change one thing in a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/."""
+    from flashlab import ablate as module
+
+    chosen = module.choose(axes)
+    if listed:
+        rows = [
+            {**asdict(axis), "levels": {level.name: dict(level.params) for level in axis.levels}} for axis in chosen
+        ]
+        if as_json:
+            _emit_json(rows)
+        else:
+            _emit_table(
+                ("axis", "stage", "levels", "claims"),
+                [(a.name, a.stage, "; ".join(one.name for one in a.levels), " ".join(a.claims)) for a in chosen],
+            )
+        return
+    problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask)
+    plan = module.PLAN if samples is None else replace(module.PLAN, samples=samples)
+    with _progress() as progress:
+        path = module.measure(
+            [axis.name for axis in chosen],
+            problem=problem,
+            plan=plan,
+            data=data,
+            device=device,
+            announce=_say,
+            progress=_follow(progress, "measuring"),
+        )
+    found = module.effects(records.read_ablations(path)[0])
+    _emit_effects(found, path, as_json)
+    failures = [one for one in found if one.median_us is None]
+    if failures:
+        raise CheckFailedError(
+            f"{len(failures)} of {len(found)} levels have no time: "
+            + "; ".join(f"{one.group}, {one.name}: {one.reason}" for one in failures)
+        )
+
+
+@app.command()
+def split(
+    stage_ids: StageIds = None,
+    *,
+    shape: Annotated[list[str] | None, typer.Option(help="BxHxSxD; may be repeated.")] = None,
+    dtype: Annotated[DType, typer.Option(help="Element type.")] = "float16",
+    mask: Annotated[Mask, typer.Option(help="Mask.")] = "full",
+    samples: Annotated[int | None, typer.Option(help="Samples of each part to aim for.", min=2)] = None,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Leave out one part of a stage's work at a time, on the GPU, and append its times to data/<gpu>/parts/.
+
+    Q·K, the softmax, P·V, and the tiles of K and V. Without stages, all whose parts can be left out.
+    """
+    from flashlab import ablate as module
+
+    plan = module.PLAN if samples is None else replace(module.PLAN, samples=samples)
+    missing: list[str] = []
+    with _progress() as progress:
+        path = module.split(
+            stage_ids,
+            problems=[Problem.parse(one, dtype=dtype, mask=mask) for one in shape or module.SPLIT_SHAPES],
+            plan=plan,
+            data=data,
+            device=device,
+            announce=_say,
+            progress=_follow(progress, "measuring"),
+            note=missing.append,
+        )
+    _emit_effects(module.shares(records.read_parts(path)[0]) if path.is_file() else [], path, as_json)
+    if missing:
+        raise CheckFailedError(f"{len(missing)} parts have no time: {'; '.join(missing)}")
+
+
+def _emit_effects(found: Sequence[Effect], path: Path, as_json: bool) -> None:
+    """Levels or parts beside the first of their group."""
+    try:
+        rows = [one.flat() for one in found]
+    except MissingPackageError as error:  # The records are written: what is missing here can be drawn elsewhere.
+        _say(f"without intervals: {error}")
+        rows = [one.flat(intervals=False) for one in found]
+    if as_json:
+        _emit_json(rows)
+    else:
+        columns = ("group", "name", "shape", "median_us", "ratio", "interval", "verdict", "samples", "registers")
+        shown = (*columns, "spill_store_bytes", "blocks_per_sm", "reason")
+        _emit_table(shown, [[_effect_cell(row[key]) for key in shown] for row in rows])
+    _say(f"Recorded in {path}")
+
+
+def _effect_cell(value: object) -> object:
+    return " to ".join(f"{end:.4f}" for end in value) if isinstance(value, tuple) else value
 
 
 @app.command()

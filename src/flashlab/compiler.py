@@ -142,6 +142,7 @@ class Job:
     aligned: bool = True
     overrides: Mapping[str, int] = field(default_factory=dict)
     line_info: bool = False
+    may_spill: bool = False
 
     @property
     def label(self) -> str:
@@ -216,6 +217,7 @@ def compile_stage(
     overrides: Mapping[str, int] | None = None,
     source: Path | None = None,
     line_info: bool = False,
+    may_spill: bool = False,
 ) -> Cubin:
     """Compile a stage, or take it from the cache.
 
@@ -226,6 +228,7 @@ def compile_stage(
         source: a file to compile in place of the stage's own, for example an edited copy.
         line_info: keep which source line each instruction is of, for `sass.lines`. The instructions are the same;
             Triton keeps it always.
+        may_spill: let registers spill to local memory, where that is what is asked about.
 
     Raises:
         UnsupportedError: the stage takes no such head dim or element type, or not on `arch`.
@@ -252,7 +255,7 @@ def compile_stage(
         **parameters,
     }
     build = _build(source or stage.source, arch, macros, line_info=line_info)
-    may_spill = stage.may_spill(head_dim, arch) or not aligned
+    may_spill = may_spill or stage.may_spill(head_dim, arch) or not aligned
     cubin = _cubin(build, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=may_spill)
     fault = launch_shape_fault(stage, cubin.launch_shape)
     if fault:
@@ -369,6 +372,7 @@ def _compile_job(job: Job) -> Cubin | CompileError:
             aligned=job.aligned,
             overrides=job.overrides,
             line_info=job.line_info,
+            may_spill=job.may_spill,
         )
     except CompileError as error:
         return error

@@ -205,16 +205,17 @@ def _name_rows(
     names: Sequence[str],
     layout: Layout,
     *,
-    bold: str | None = None,
+    bold: str | Sequence[str] | None = None,
     bars: bool = False,
 ) -> None:
     """Name the rows of a horizontal chart: beside them where there is width, above each where there is not."""
+    strong = {bold} if isinstance(bold, str) else set(bold or ())
     room = 0.7 if layout == "wide" else 1.0
     axes.set_ylim(positions[-1] + 0.7, positions[0] - room)
     if layout == "wide":
         axes.set_yticks(positions, names)
         for tick, name in zip(axes.get_yticklabels(), names, strict=True):
-            tick.set_fontweight("bold" if name == bold else "normal")
+            tick.set_fontweight("bold" if name in strong else "normal")
         return
     axes.set_yticks([])
     for y, name in zip(positions, names, strict=True):
@@ -225,7 +226,7 @@ def _name_rows(
             xytext=(0, 7 if bars else 5),
             textcoords="offset points",
             va="bottom",
-            weight="bold" if name == bold else "normal",
+            weight="bold" if name in strong else "normal",
         )
 
 
@@ -1437,3 +1438,98 @@ def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
         f"commit {results.commit_label(first.run, first.source.dirty)}",
         data_files=results.run_files([c for c, _ in found]),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval:
+    """One row of `intervals`."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    """Ends of its interval; both the value where it has none."""
+    look: Literal["plain", "better", "worse", "first"] = "plain"
+
+
+_LOOKS = {"plain": (MUTED, "o"), "better": (ACCENT, "o"), "worse": (LOSS, "o"), "first": (INK, "|")}
+
+
+def intervals(
+    groups: Mapping[str, Sequence[Interval]],
+    *,
+    name: str,
+    xlabel: str,
+    reference: float,
+    ratio: bool,
+    alt: str,
+    caption: str,
+    provenance: str,
+    data_files: tuple[str, ...],
+) -> Chart:
+    """A forest plot: a value with its interval a row, in named groups, beside a line of reference.
+
+    Args:
+        groups: rows by the name that stands above them.
+        name, alt, caption, provenance, data_files: as `Chart` has them.
+        xlabel: what the values are.
+        reference: where the line is.
+        ratio: whether values are ratios, drawn on a logarithmic axis.
+
+    Raises:
+        NoDataError: there is no row.
+    """
+    rows: list[tuple[str, Interval | None]] = []
+    for heading, found in groups.items():
+        if found:
+            rows.append((heading, None))
+            rows += [(one.name, one) for one in found]
+    if not rows:
+        raise NoDataError(f"wanted at least one effect to draw, found none in {len(groups)} groups")
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        if ratio:
+            axes.set_xscale("log")
+        axes.axvline(reference, color=MUTED, linewidth=1, zorder=1)
+        for y, (_, one) in enumerate(rows):
+            if one is not None:
+                colour, marker = _LOOKS[one.look]
+                axes.plot([one.low, one.high], [y, y], color=colour, linewidth=1.6, zorder=2)
+                axes.plot([one.value], [y], marker, color=colour, markersize=5, zorder=3)
+        _name_rows(axes, range(len(rows)), [text for text, _ in rows], layout, bold=list(groups))
+        axes.grid(axis="x", which="both" if ratio else "major")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        if ratio:
+            _ratio_ticks(axes)
+        axes.set_xlabel(xlabel)
+
+    return _chart(
+        draw,
+        name=name,
+        heights=_height(len(rows), extra=0.75),
+        alt=alt,
+        caption=caption,
+        provenance=provenance,
+        data_files=data_files,
+    )
+
+
+_RATIO_STEPS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 20.0)
+_RATIO_TICKS = 8
+"""At most so many fit beside one another."""
+
+
+def _ratio_ticks(axes: Axes) -> None:
+    """Ticks at plain ratios, as dense as the axis's width allows, 1 always among them."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = axes.get_xlim()
+    apart = math.log(high / low) / _RATIO_TICKS
+    kept = [1.0]
+    for step in sorted(_RATIO_STEPS, key=lambda value: abs(math.log(value))):
+        if low <= step <= high and all(abs(math.log(step / other)) >= apart for other in kept):
+            kept.append(step)
+    axes.xaxis.set_major_locator(FixedLocator(sorted(kept)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())

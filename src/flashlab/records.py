@@ -689,16 +689,26 @@ def tunings(gpu: str, data: Path = DATA) -> tuple[Tuning, ...]:
     return tuple(record for path in files for record in read_tunings(path)[0])
 
 
+def read_ablations(path: Path) -> tuple[tuple[Ablation, ...], tuple[Damage, ...]]:
+    """A file of ablations: what is sound, and what could not be read."""
+    return _read_lines(path, Ablation.model_validate_json)
+
+
+def read_parts(path: Path) -> tuple[tuple[Part, ...], tuple[Damage, ...]]:
+    """A file of stages with a part left out: what is sound, and what could not be read."""
+    return _read_lines(path, Part.model_validate_json)
+
+
 def ablations(gpu: str, data: Path = DATA) -> tuple[Ablation, ...]:
     """Every sound ablation record of a GPU, oldest file first; empty where there is none."""
     files = sorted((data / gpu / "ablations").glob("*.jsonl"))
-    return tuple(found for path in files for found in _read_lines(path, Ablation.model_validate_json)[0])
+    return tuple(found for path in files for found in read_ablations(path)[0])
 
 
 def parts(gpu: str, data: Path = DATA) -> tuple[Part, ...]:
     """Every sound record of a stage with a part left out, oldest file first; empty where there is none."""
     files = sorted((data / gpu / "parts").glob("*.jsonl"))
-    return tuple(found for path in files for found in _read_lines(path, Part.model_validate_json)[0])
+    return tuple(found for path in files for found in read_parts(path)[0])
 
 
 def read_readings(path: Path) -> tuple[Reading, ...]:

@@ -49,6 +49,7 @@ PAGE_OF: Mapping[str, str] = {
     "03_anatomy": "anatomy.md",
     "09_tuning": "tuning.md",
     "10_method": "timers.md",
+    "05_ablations": "ablations.md",
     "edit_a_kernel": "edit.md",
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
@@ -384,6 +385,7 @@ def _generate_stage(out: _Output, stage: Stage, shown: Results | None, data: Pat
             ("Element types", ", ".join(stage.dtypes)),
             ("Head dims", ", ".join(map(str, stage.head_dims))),
             *((f"`{n}`", f"{p.meaning}; {_defaults(p)}") for n, p in stage.params.items()),
+            *((f"`{n}`", f"for ablations: {p.meaning}; {_defaults(p)}") for n, p in stage.ablations.items()),
         ],
         left=2,
     )

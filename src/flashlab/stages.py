@@ -89,6 +89,9 @@ class Stage:
     dtypes: tuple[DType, ...] = ("float16",)
     head_dims: tuple[int, ...] = (64, 128)
     params: Mapping[str, Param] = field(default_factory=dict)
+    ablations: Mapping[str, Param] = field(default_factory=dict)
+    """Macros that ablations set and nobody tunes (`ablate.py`). The kernel has their defaults itself, so that they
+    reach it only where they are named."""
     spills: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     """Head dim to the architectures on which some registers may spill to local memory; anywhere else a spill fails the
     build."""
@@ -123,19 +126,19 @@ class Stage:
         return self.language == "triton" or arch in self.spills.get(head_dim, ())
 
     def parameters(self, head_dim: int, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
-        """Every tunable's value: the default for `head_dim`, replaced by `overrides`.
+        """Every tunable's value: the default for `head_dim`, replaced by `overrides`; and of `ablations` those named.
 
         Raises:
             ParameterError: an override that is no tunable of this stage, or no integer.
         """
         values = {name: param.default_for(head_dim) for name, param in self.params.items()}
         for name, value in (overrides or {}).items():
-            if name not in values:
+            if name not in values and name not in self.ablations:
                 raise ParameterError(f"Stage {self.id} has no parameter {name!r}; it has {', '.join(values) or 'none'}")
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ParameterError(f"Stage {self.id}, {name}: wanted a non-negative integer, got {value!r}")
             values[name] = value
-        return values
+        return {name: values[name] for name in (*self.params, *self.ablations) if name in values}
 
     def why_not(self, problem: Problem, arch: str | None = None) -> str | None:
         """Why this stage cannot run `problem` (on `arch`, where given); None when it can."""
@@ -207,6 +210,15 @@ def _in_flight(default: int) -> Param:
 
 
 _WARPS = Param(default=4, choices=(2, 4, 8), meaning="warps a block")
+_LEAVE_OUT = Param(
+    default=0,
+    choices=(0, 1, 2, 3, 4),
+    meaning=(
+        "part of the work that is not done, and makes the output wrong; 1: Q·K, 2: the softmax, 3: P·V, 4: tiles of K "
+        "and V after the first"
+    ),
+)
+_DESCENDING = Param(default=0, choices=(0, 1), meaning="1: tiles of K and V are walked from the last to the first")
 _PADDING = Param(
     default=8, choices=(0, 8, 16), meaning="elements added to each shared-memory row, against bank conflicts"
 )
@@ -240,6 +252,13 @@ STAGES: Mapping[str, Stage] = {
                 "practice."
             ),
             params={"THREADS": _THREADS},
+            ablations={
+                "MAX_REGISTERS": Param(
+                    default=0,
+                    choices=(0, 32, 48, 64, 96, 128),
+                    meaning="registers a thread may have, 0: as many as the compiler wants",
+                )
+            },
             spills={128: ARCHS},
         ),
         Stage(
@@ -311,6 +330,7 @@ STAGES: Mapping[str, Stage] = {
                 "PADDING": _PADDING,
                 "LOADS_IN_FLIGHT": _in_flight(2),
             },
+            ablations={"LEAVE_OUT": _LEAVE_OUT},
         ),
         Stage(
             id="05_wmma",
@@ -355,6 +375,18 @@ STAGES: Mapping[str, Stage] = {
                     default=2, choices=(1, 2, 3, 4), meaning="buffers in the ring of K and V tiles"
                 ),
             },
+            ablations={
+                "REDUCTION": Param(
+                    default=0,
+                    choices=(0, 1, 2),
+                    meaning=(
+                        "how a row's maximum is found; 0: by shuffles, 1: through shared memory with barriers of the "
+                        "warp, 2: with barriers of the block"
+                    ),
+                ),
+                "DESCENDING": _DESCENDING,
+                "LEAVE_OUT": _LEAVE_OUT,
+            },
             spills={64: ("sm_80", "sm_86", "sm_89", "sm_100a", "sm_120"), 128: ("sm_100a",)},
         ),
         Stage(
@@ -395,6 +427,11 @@ STAGES: Mapping[str, Stage] = {
                     choices=(1, 2, 3, 4, 5),
                     meaning="blocks that must fit on an SM at once, which bounds the registers",
                 ),
+            },
+            ablations={
+                "EXPONENTIAL": Param(
+                    default=0, choices=(0, 1, 2), meaning="0: 2^x by the chip's instruction, 1: __expf, 2: expf"
+                )
             },
         ),
         Stage(
@@ -450,6 +487,13 @@ STAGES: Mapping[str, Stage] = {
                     choices=(0, 1),
                     meaning="1: the tensor cores sum the probabilities, by a column of ones beside V",
                 ),
+            },
+            ablations={
+                "SWIZZLE": Param(default=1, choices=(0, 1), meaning="0: chunks of shared memory lie unswapped"),
+                "PADDING": Param(
+                    default=0, choices=(0, 8, 16), meaning="elements added to each unswizzled shared-memory row"
+                ),
+                "LEAVE_OUT": _LEAVE_OUT,
             },
         ),
         Stage(
@@ -514,6 +558,10 @@ STAGES: Mapping[str, Stage] = {
                     by_head_dim={128: 2},
                     meaning="blocks that must fit on an SM at once, which bounds the registers",
                 ),
+            },
+            ablations={
+                "FEED": Param(default=0, choices=(0, 1), meaning="tiles come by 0: tensor copies, 1: cp.async"),
+                "DESCENDING": _DESCENDING,
             },
         ),
         Stage(
@@ -612,6 +660,7 @@ STAGES: Mapping[str, Stage] = {
                 "Q_IN_REGISTERS": _Q_IN_REGISTERS,
                 "Q_STAGES": Param(default=2, choices=(1, 2), meaning="buffers for tiles of Q"),
             },
+            ablations={"LEAVE_OUT": _LEAVE_OUT},
         ),
         Stage(
             id="13_overlap",
