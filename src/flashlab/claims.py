@@ -11,17 +11,29 @@ whom it flatters, compares the two. Of several numbers the least favourable verd
 from __future__ import annotations
 
 import csv
+import importlib
+import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from time import perf_counter_ns
+from typing import Any, Literal
 
-from flashlab.errors import ParameterError
-from flashlab.paths import DATA
+from pydantic import BaseModel, ConfigDict
+
+from flashlab import bench, peers, provenance, records, tables
+from flashlab import gpu as gpus
+from flashlab.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
+from flashlab.evidence import EVALUATORS, SINGLE, Estimate, Evidence, PendingError, concludes, kinship, shown_without
+from flashlab.paths import DATA, writable_dir
+from flashlab.problem import Problem, suite
+from flashlab.records import Call
 
 CLAIMS = DATA / "claims.csv"
+VERDICTS = "verdicts.json"
 
 Kind = Literal["confirmed", "off", "refuted", "not_comparable", "needs_hardware", "pending"]
 KINDS: Mapping[Kind, str] = {
@@ -130,16 +142,6 @@ ARITHMETIC = 0.01
 """What rounding explains where a number follows from others."""
 SHARE_POINTS = 5.0
 """Percentage points: the shares that the documents give are multiples of ten."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """Our number for one claimed number."""
-
-    value: float
-    low: float
-    """Lower end of its 95 % interval; the value itself where it is exact."""
-    high: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,3 +276,353 @@ def judge(rule: str, ours: Estimate, claimed: Range | None) -> Kind:
 def least_favourable(kinds: list[Kind]) -> Kind:
     """Of the verdicts on a claim's numbers, the one that counts."""
     return max(kinds, key=list(KINDS).index)
+
+
+# --- Verdicts ---------------------------------------------------------------------------------------------------------
+
+
+class Number(BaseModel):
+    """One claimed number beside ours."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    claimed: str
+    """Empty where the claim gives none."""
+    value: float
+    low: float
+    """Lower end of the 95 % interval of a median, or of a ratio of two; the value where it is exact."""
+    high: float
+    unit: str
+    verdict: Kind
+
+
+class Verdict(BaseModel):
+    """What the records say about one claim: an entry of data/<gpu>/verdicts.json."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    id: str
+    source: str
+    claim: str
+    claimed: str
+    gpu: str
+    """The model that the claim is about."""
+    rule: str
+    verdict: Kind
+    numbers: tuple[Number, ...]
+    """One for each claimed number; none where nothing is on record."""
+    measured_on: str
+    """Folder under data/ of the GPU whose records were asked."""
+    records: tuple[str, ...]
+    """File and line of each record under data/; none where the number was computed or compiled."""
+    stages: tuple[str, ...]
+    """Stages and dead ends that it is about."""
+    reason: str
+    """One sentence."""
+    conclusion: str
+    """What may be concluded for the model that the claim is about; empty where there is nothing to add."""
+
+    @property
+    def decisive(self) -> Number | None:
+        """The number that the verdict hangs on: of several the least favourable."""
+        return max(self.numbers, key=lambda one: list(KINDS).index(one.verdict), default=None)
+
+    def flat(self) -> dict[str, object]:
+        """As `flashlab claims --json` prints it."""
+        one = self.decisive
+        return {
+            "id": self.id,
+            "verdict": self.verdict,
+            "value": one.value if one else None,
+            "unit": one.unit if one else None,
+            "interval": [one.low, one.high] if one else None,
+            "record": self.records[0] if self.records else None,
+            "reason": self.reason,
+            **self.model_dump(mode="json", exclude={"id", "verdict", "reason"}),
+        }
+
+
+def _as_factors(rule: str, unit: str, ours: Estimate, claimed: Range | None) -> tuple[Estimate, Range | None]:
+    """Gains in percent as the factors that the rule takes."""
+    if rule != "gain" or unit != "%" or claimed is None:
+        return ours, claimed
+    return (
+        Estimate(value=1 + ours.value / 100, low=1 + ours.low / 100, high=1 + ours.high / 100),
+        Range(low=1 + claimed.low / 100, high=1 + claimed.high / 100),
+    )
+
+
+_WORDS: Mapping[Kind, str] = {
+    "confirmed": "confirmed",
+    "off": "off",
+    "refuted": "refuted",
+    "not_comparable": "not comparable",
+    "needs_hardware": "needs hardware",
+    "pending": "pending",
+}
+
+
+def words(kind: Kind) -> str:
+    """A verdict for people."""
+    return _WORDS[kind]
+
+
+def shown(number: Number) -> str:
+    """Our number with its interval and unit, for people."""
+    value = tables.tiny(number.value) if 0 < abs(number.value) < 1e-3 else tables.number(number.value)
+    unit = "" if number.unit in ("x", "abs") else f" {number.unit}"
+    sign = "×" if number.unit == "x" else ""
+    if number.low == number.high:
+        return f"{sign}{value}{unit}"
+    return f"{sign}{value} [{tables.number(number.low, 4)}, {tables.number(number.high, 4)}]{unit}"
+
+
+def _against(number: Number, claimed: Range | None) -> str:
+    """Our number beside the claimed one, for people."""
+    if claimed is None:
+        return shown(number)
+    told = f"{shown(number)} against {claimed}"
+    if number.verdict == "off" and number.unit != "%" and claimed.low > 0 and number.value > 0:
+        more = number.value > claimed.high
+        factor = number.value / claimed.high if more else claimed.low / number.value
+        told += f", {tables.number(factor)} times {'more' if more else 'less'}"
+    return told
+
+
+def evaluate(claim: Claim, evidence: Evidence) -> Verdict:
+    """The verdict on one claim from a GPU's records. Never raises for what is not on record: it is `pending` then."""
+    common: dict[str, Any] = {
+        "id": claim.id,
+        "source": claim.source,
+        "claim": claim.claim,
+        "claimed": claim.claimed,
+        "gpu": claim.gpu,
+        "rule": claim.rule,
+        "measured_on": evidence.gpu,
+    }
+    try:
+        finding = EVALUATORS[claim.id](evidence)
+    except PendingError as missing:
+        carries, why = concludes(claim.gpu, evidence.gpu, "time")
+        absolute = not carries and claim.rule == "near"
+        return Verdict(
+            **common,
+            verdict="needs_hardware" if absolute else "pending",
+            numbers=(),
+            records=(),
+            stages=(),
+            reason=f"What would tell is not on record: `{missing}` makes it.",
+            conclusion=why if absolute else "",
+        )
+    carries, conclusion = concludes(claim.gpu, evidence.gpu, finding.about, finding.demand_tb_s)
+    numbers, told = [], []
+    for ours, claimed, unit in zip(finding.estimates, claim.numbers, claim.units, strict=True):
+        kind: Kind = judge(claim.rule, *_as_factors(claim.rule, unit, ours, claimed))
+        if claim.rule == "same_problem" and len(set(finding.problems)) > 1:
+            kind = "not_comparable"
+        if not carries:
+            kind = "needs_hardware"
+        number = Number(
+            claimed="" if claimed is None else str(claimed),
+            value=ours.value,
+            low=ours.low,
+            high=ours.high,
+            unit=unit,
+            verdict=kind,
+        )
+        numbers.append(number)
+        told.append(_against(number, claimed))
+    if conclusion and not _carries_time(claim.gpu, evidence.gpu):
+        more = shown_without(claim.gpu, finding.stages, evidence.gpu, evidence.data)
+        conclusion = " ".join(filter(None, (conclusion, more)))
+    compared = f" (compared: {' with '.join(finding.problems)})" if finding.problems else ""
+    beside = f"; {finding.beside}" if finding.beside else ""
+    return Verdict(
+        **common,
+        verdict=least_favourable([number.verdict for number in numbers]),
+        numbers=tuple(numbers),
+        records=finding.places,
+        stages=tuple(name for name in finding.stages if name not in peers.PEERS),
+        reason=f"{_capital(finding.said)}: {'; '.join(told)}{compared}{beside}.",
+        conclusion=conclusion,
+    )
+
+
+def _carries_time(claimed: str, measured: str) -> bool:
+    kin = kinship(claimed, measured)
+    return kin is not None and kin.time
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def verdicts(gpu: str, data: Path = DATA, claims: Path = CLAIMS) -> tuple[Verdict, ...]:
+    """The verdict on every claim from a GPU's records, in the claims' order.
+
+    Raises:
+        NoDataError: the GPU has no run.
+        ParameterError: as `read`.
+    """
+    records.runs(gpu, data)
+    evidence = Evidence(gpu, data)
+    return tuple(evaluate(claim, evidence) for claim in read(claims))
+
+
+def write(found: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
+    """Write data/<gpu>/verdicts.json, and CHECKSUMS anew.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    path = writable_dir(data / gpu, "verdicts") / VERDICTS
+    text = json.dumps([one.model_dump(mode="json") for one in found], indent=1, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")
+    records.write_checksums(gpu, data)
+    return path
+
+
+def read_verdicts(path: Path) -> tuple[Verdict, ...]:
+    """Verdicts that `write` wrote.
+
+    Raises:
+        NoDataError: there is no such file.
+        DamagedRecordError: it holds something else.
+    """
+    try:
+        return tuple(Verdict.model_validate(entry) for entry in json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        raise NoDataError(f"wanted verdicts in {path}, found none; `flashlab claims --write` makes them") from None
+    except (ValueError, TypeError) as error:
+        raise DamagedRecordError(
+            f"wanted verdicts in {path}, got {error}; `flashlab claims --write` makes them"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A claim on which two sets of verdicts differ; None where one of them lacks it."""
+
+    id: str
+    here: Verdict | None
+    there: Verdict | None
+
+
+def differences(here: Sequence[Verdict], there: Sequence[Verdict]) -> tuple[Difference, ...]:
+    """The claims whose verdicts differ, whatever their numbers are."""
+    ours, theirs = ({one.id: one for one in found} for found in (here, there))
+    return tuple(
+        Difference(id=name, here=ours.get(name), there=theirs.get(name))
+        for name in dict.fromkeys([*ours, *theirs])
+        if _kind(ours.get(name)) != _kind(theirs.get(name))
+    )
+
+
+def _kind(one: Verdict | None) -> Kind | None:
+    return one.verdict if one else None
+
+
+# --- Measuring what nothing else measures -----------------------------------------------------------------------------
+
+LIBRARIES = ("sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+"""Libraries that the claims of the suite `claims` are about."""
+CEILINGS = ("launch", "copy", "mma_sync_float16", "tensor_float16")
+"""Limits that claims are held against."""
+SINGLE_CALLS = 300
+_WARM_UP_CALLS = 20
+
+
+def measure(
+    *,
+    data: Path = DATA,
+    device: int = 0,
+    stages: Sequence[str] | None = None,
+    calls: int = SINGLE_CALLS,
+    progress: Callable[[bench.Progress], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> tuple[Path, ...]:
+    """Measure what the claims need and no other command does: the suite `claims`, some limits, and single calls.
+
+    Args:
+        data: folder of the records.
+        device: CUDA device index.
+        stages: ids; all of the ladder where None.
+        calls: how many single calls are timed.
+        progress, note: as `bench.run` takes them.
+
+    Returns:
+        The files of the records.
+
+    Raises:
+        As `bench.run`.
+    """
+    problems = [problem for problem in suite("claims") if not problem.causal]
+    run = bench.run(
+        problems,
+        stages=stages,
+        peers=LIBRARIES,
+        plan=bench.plan_of("claims"),
+        ceilings=CEILINGS,
+        data=data,
+        device=device,
+        progress=progress,
+        note=note,
+    )
+    return run, time_calls("sdpa", SINGLE, data=data, device=device, calls=calls)
+
+
+def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:
+    """Time single calls of a library by the host's clock, launch and wait included; the file of data/<gpu>/calls.
+
+    Raises:
+        ParameterError: no such library, or no calls.
+        UnsupportedError: it cannot do the problem here.
+        NoGpuError, MissingPackageError, OutputError: as they say.
+    """
+    if calls < 1:
+        raise ParameterError(f"calls: wanted a positive number, got {calls}")
+    info = gpus.info(device)
+    peer = peers.get(name)
+    why_not = peer.why_not(problem, compute_capability=info.compute_capability)
+    if why_not:
+        raise UnsupportedError(why_not.reason)
+    writable_dir(data / info.slug / "calls", "records")
+    torch = importlib.import_module("torch")
+    torch.cuda.set_device(device)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
+    kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
+    q, k, v = (
+        torch.randn(one, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
+        for one in (shape, kv_shape, kv_shape)
+    )
+    times = []
+    with torch.no_grad():
+        attend = peer.build(problem)
+        for index in range(_WARM_UP_CALLS + calls):
+            torch.cuda.synchronize()
+            began = perf_counter_ns()
+            attend(q, k, v)
+            torch.cuda.synchronize()
+            if index >= _WARM_UP_CALLS:
+                times.append((perf_counter_ns() - began) / 1e3)
+    commit, dirty = provenance.source()
+    source = records.Source(commit=commit, dirty=dirty)
+    now = datetime.now(UTC)
+    run = records.run_id(source, now)
+    path = data / info.slug / "calls" / f"{run}.jsonl"
+    records.append(
+        path,
+        Call(
+            run=run,
+            time=now.isoformat(timespec="seconds"),
+            gpu=records.Gpu.model_validate({field: getattr(info, field) for field in records.Gpu.model_fields}),
+            source=source,
+            software=provenance.software(),
+            name=name,
+            problem=records.ProblemFields.of(problem),
+            time_us=tuple(times),
+        ),
+    )
+    records.write_checksums(info.slug, data)
+    return path
