@@ -11,6 +11,7 @@ whom it flatters, compares the two. Of several numbers the least favourable verd
 from __future__ import annotations
 
 import csv
+import dataclasses
 import importlib
 import json
 import math
@@ -27,9 +28,19 @@ from pydantic import BaseModel, ConfigDict
 from flashlab import bench, peers, provenance, records, tables
 from flashlab import gpu as gpus
 from flashlab.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
-from flashlab.evidence import EVALUATORS, SINGLE, Estimate, Evidence, PendingError, concludes, kinship, shown_without
+from flashlab.evidence import (
+    EVALUATORS,
+    KINSHIPS,
+    SINGLE,
+    Estimate,
+    Evidence,
+    PendingError,
+    concludes,
+    kinship,
+    shown_without,
+)
 from flashlab.paths import DATA, writable_dir
-from flashlab.problem import Problem, suite
+from flashlab.problem import FIRST_SHAPE, Problem, suite
 from flashlab.records import Call
 
 CLAIMS = DATA / "claims.csv"
@@ -370,6 +381,8 @@ def words(kind: Kind) -> str:
 def shown(number: Number) -> str:
     """Our number with its interval and unit, for people."""
     value = tables.tiny(number.value) if 0 < abs(number.value) < 1e-3 else tables.number(number.value)
+    if number.low == number.high and number.value == int(number.value):
+        value = f"{number.value:,.0f}"  # a count
     unit = "" if number.unit in ("x", "abs") else f" {number.unit}"
     sign = "×" if number.unit == "x" else ""
     if number.low == number.high:
@@ -383,9 +396,9 @@ def _against(number: Number, claimed: Range | None) -> str:
         return shown(number)
     told = f"{shown(number)} against {claimed}"
     if number.verdict == "off" and number.unit != "%" and claimed.low > 0 and number.value > 0:
-        more = number.value > claimed.high
-        factor = number.value / claimed.high if more else claimed.low / number.value
-        told += f", {tables.number(factor)} times {'more' if more else 'less'}"
+        above = number.value > claimed.high
+        factor = number.value / claimed.high if above else claimed.low / number.value
+        told += f", a factor of {tables.number(factor)} {'above' if above else 'below'}"
     return told
 
 
@@ -530,6 +543,8 @@ CEILINGS = ("launch", "copy", "mma_sync_float16", "tensor_float16")
 """Limits that claims are held against."""
 SINGLE_CALLS = 300
 _WARM_UP_CALLS = 20
+_CHECKED_SCORES = 1 << 27
+"""Of a problem at the first shape, compared with the oracle: enough to tell, in a fraction of the time."""
 
 
 def measure(
@@ -569,6 +584,37 @@ def measure(
         note=note,
     )
     return run, time_calls("sdpa", SINGLE, data=data, device=device, calls=calls)
+
+
+def reproduce(
+    *,
+    data: Path = DATA,
+    device: int = 0,
+    stages: Sequence[str] | None = None,
+    progress: Callable[[bench.Progress], None] | None = None,
+    note: Callable[[str], None] | None = None,
+) -> tuple[Path, ...]:
+    """Measure everything that judges the claims, in a few minutes: what `measure` does, and the first shape.
+
+    Args:
+        data, device, stages, progress, note: as `measure` takes them.
+
+    Returns:
+        The files of the records.
+
+    Raises:
+        As `bench.run`.
+    """
+    first = [problem for problem in suite("first") if problem.dtype == "float16"]
+    bfloat16 = [Problem.parse(FIRST_SHAPE, dtype="bfloat16")]
+    plan = dataclasses.replace(bench.plan_of("claims"), checked_scores=_CHECKED_SCORES)
+    what: dict[str, Any] = {"plan": plan, "ceilings": (), "data": data, "device": device}
+    what |= {"progress": progress, "note": note}
+    return (
+        bench.run(first, stages=stages, peers=LIBRARIES, **what),
+        bench.run(bfloat16, stages=(), peers=("fa3",), **what),
+        *measure(data=data, device=device, stages=stages, progress=progress, note=note),
+    )
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:
@@ -626,3 +672,137 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
     )
     records.write_checksums(info.slug, data)
     return path
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contradiction:
+    """Claims that cannot all hold."""
+
+    what: str
+    ids: tuple[str, ...]
+
+
+CONTRADICTIONS: tuple[Contradiction, ...] = (
+    Contradiction(what="One scalar baseline at one shape on one GPU has two rates.", ids=("A01", "B01")),
+    Contradiction(
+        what="The two rates lie a factor of hundreds apart, the latencies that are made of them one of thousands.",
+        ids=("A01", "A03", "A15"),
+    ),
+    Contradiction(what="The factor is not the ratio of the two latencies beside it.", ids=("C04", "C06", "C05")),
+    Contradiction(
+        what="A rate is called ambitious for a chip on which a library is measured at many times that rate.",
+        ids=("B17", "A03"),
+    ),
+    Contradiction(
+        what="A share of a batch is set against a whole call of a larger problem.", ids=("C07", "C06", "C09")
+    ),
+    Contradiction(what="A limit of shared memory is what a block gets unasked, not what the chip has.", ids=("D04",)),
+    Contradiction(
+        what="What Amdahl's law is said to allow was exceeded, and the formula is not the law.", ids=("D07", "D08")
+    ),
+    Contradiction(
+        what="A kernel is memory-bound in the text and far from the roof by its own shape and time.", ids=("D06", "B16")
+    ),
+)
+"""Where the documents contradict one another, themselves, or the chip."""
+
+NOTHING_YET = (
+    "**Nothing has been measured yet.** No GPU has records that could judge the claims; `flashlab bench` makes some."
+)
+
+
+def summary(found: Sequence[Verdict]) -> str:
+    """How many claims of each document got each verdict, as a Markdown table."""
+    documents = list(dict.fromkeys(_document(one) for one in found))
+    kinds = [kind for kind in KINDS if any(one.verdict == kind for one in found)]
+
+    def line(title: str, of: Sequence[Verdict]) -> list[tables.Cell]:
+        return [title, *(sum(one.verdict == kind for one in of) for kind in kinds), len(of)]
+
+    rows = [line(document, [one for one in found if _document(one) == document]) for document in documents]
+    return tables.markdown(("document", *map(words, kinds), "claims"), [*rows, line("all", found)])
+
+
+def _document(one: Verdict) -> str:
+    return one.source.partition(" § ")[0]
+
+
+def table(
+    found: Sequence[Verdict],
+    *,
+    record: Callable[[str], str] = "`{}`".format,
+    stage: Callable[[str], str] = "`{}`".format,
+) -> str:
+    """Every claim with its verdict, our number, where it comes from and why, as a Markdown table.
+
+    Args:
+        found: the verdicts.
+        record: makes a link of a record's place, `nvidia-h200/runs/….jsonl:12`.
+        stage: makes a link of the id of a stage or dead end.
+    """
+    rows: list[list[tables.Cell]] = []
+    for one in found:
+        links = ", ".join([*map(record, one.records), *map(stage, one.stages)])
+        told = " ".join(filter(None, (one.reason, one.conclusion, f"From {links}." if links else "")))
+        rows.append(
+            [
+                one.id,
+                f"{one.claim}<br><small>{one.source}</small>",
+                one.claimed or None,
+                words(one.verdict),
+                shown(one.decisive) if one.decisive else None,
+                told,
+                f"{one.gpu}, `{one.rule}`",
+            ]
+        )
+    header = ("id", "claim", "claimed", "verdict", "ours", "why", "on, rule")
+    return tables.markdown(header, rows, left=len(header))
+
+
+def rules_table() -> str:
+    """The rules, as a Markdown table."""
+    return tables.markdown(("rule", "what it says"), [(f"`{one.name}`", one.meaning) for one in RULES.values()], left=2)
+
+
+def kinds_table() -> str:
+    """The verdicts and what each means, as a Markdown table."""
+    return tables.markdown(("verdict", "meaning"), [(words(kind), text) for kind, text in KINDS.items()], left=2)
+
+
+def contradictions(found: Sequence[Verdict]) -> str:
+    """Where the claims contradict one another or the chip, and what we found, as a Markdown table."""
+    by_id = {one.id: one for one in found}
+    rows: list[list[tables.Cell]] = []
+    for one in CONTRADICTIONS:
+        these = [by_id[name] for name in one.ids if name in by_id]
+        rows.append(
+            [
+                ", ".join(each.id for each in these),
+                one.what,
+                "; ".join(f"{each.id}: {each.claimed or each.claim}" for each in these),
+                "; ".join(f"{each.id}: {shown(each.decisive)}" for each in these if each.decisive) or None,
+                ", ".join(f"{each.id} {words(each.verdict)}" for each in these),
+            ]
+        )
+    return tables.markdown(("claims", "contradiction", "claimed", "ours", "verdicts"), rows, left=5)
+
+
+def kinship_table() -> str:
+    """What a measurement on one GPU says of another, as a Markdown table."""
+    return tables.markdown(
+        ("claimed on", "measured on", "the same", "what differs", "what carries over"),
+        [
+            (
+                one.claimed,
+                f"`{one.measured}`",
+                one.same,
+                one.differs,
+                "ratios, and times that device memory does not bound" if one.time else "machine code; ratios as a hint",
+            )
+            for one in KINSHIPS
+        ],
+        left=5,
+    )

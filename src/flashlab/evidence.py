@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from flashlab import compiler, peers, records, results, roofline, sass, tables
 from flashlab import stages as registry
-from flashlab.errors import CompileError, NoDataError, UnknownStageError
+from flashlab.errors import CompileError, MissingPackageError, NoDataError, UnknownStageError
 from flashlab.paths import DATA, KERNELS
 from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.records import Ablation, Call, Ceiling, Measurement, Part, Samples, StageProfile, Tuning
@@ -104,23 +104,18 @@ def concludes(claimed: str, measured: str, about: About, demand_tb_s: float | No
     if about in ("arithmetic", "code", "numbers") or FOLDERS.get(claimed) == measured:
         return True, ""
     kin = kinship(claimed, measured)
+    carries = kin is not None and kin.time
     if about == "ratio":
-        told = f"what differs is {kin.differs}" if kin else "the two GPUs differ"
-        same = bool(kin and kin.time)
-        return True, (
-            "" if same else f"The ratio is that of {measured}; on an {claimed} it may be another, because {told}."
-        )
-    if kin is None or not kin.time:
-        differs = f": {kin.differs}" if kin else ""
-        return False, f"A time on {measured} does not carry over to an {claimed}{differs}."
+        return True, "" if carries else f"The ratio is that of {measured}; an {claimed} has other limits."
+    if not carries:
+        return False, f"A time on {measured} does not carry over to an {claimed}."
     sheet = roofline.datasheet(FOLDERS[claimed])
-    told = f"An {claimed} is {kin.same}; what differs is {kin.differs}."
+    same = f"An {claimed} is the same chip but for its memory"
     if demand_tb_s is None or sheet is None:
-        return True, told
+        return True, f"{same}."
     share = demand_tb_s / sheet.memory_tb_s
-    if share < _BANDWIDTH_SHARE:
-        return True, f"{told} This needs {100 * share:.0f} % of its bandwidth, so the time carries over."
-    return True, f"{told} This needs {100 * share:.0f} % of its bandwidth, so it may be slower there."
+    so = "so the time carries over" if share < _BANDWIDTH_SHARE else "so it may be slower there"
+    return True, f"{same}, of whose bandwidth this needs {_n(100 * share, 2)} %, {so}."
 
 
 ARCHS: Mapping[str, str] = {"L4": "sm_89", "H100": "sm_90a"}
@@ -322,12 +317,14 @@ class Evidence:
             PendingError: no run did.
         """
         wanted = [_with(stage, problem, choice) for choice in choices]
-        by_run: dict[str, dict[int, Found[Ablation | Tuning]]] = {}
+        by_run: dict[tuple[str, str], dict[int, Found[Ablation | Tuning]]] = {}
         for one in self.variants:
             if one.record.stage == stage and one.record.status == "ok" and one.record.problem.problem() == problem:
                 for index, parameters in enumerate(wanted):
                     if _same(one.record.parameters, parameters):
-                        by_run.setdefault(f"{one.path} {one.record.run}", {})[index] = one
+                        # Levels of one axis took turns; those of two axes did not.
+                        turns = one.record.axis if isinstance(one.record, Ablation) else ""
+                        by_run.setdefault((one.record.run, turns), {})[index] = one
         whole = [run for run, rows in by_run.items() if len(rows) == len(wanted)]
         if not whole:
             raise PendingError(f"flashlab ablate {axis}")
@@ -361,9 +358,16 @@ def interval(statistic: Callable[..., Any], *samples: Sequence[float]) -> Estima
     Args:
         statistic: takes arrays and `axis`.
         samples: of each thing that was measured; with one sample alone there is no interval to tell.
-    """
-    from scipy.stats import bootstrap
 
+    Raises:
+        MissingPackageError: SciPy is missing.
+    """
+    try:
+        from scipy.stats import bootstrap
+    except ImportError as error:
+        raise MissingPackageError(
+            f"wanted SciPy for confidence intervals, got: {error}. Install it: pip install 'scipy>=1.15'"
+        ) from error
     arrays = tuple(np.asarray(one, dtype=np.float64) for one in samples)
     value = float(statistic(*arrays, axis=-1))
     if any(len(one) < 2 for one in arrays):
@@ -554,7 +558,7 @@ def _in_percent(evaluate: Evaluator) -> Evaluator:
 
 
 def _all_at_once(evidence: Evidence) -> Finding:
-    finding = _variant_gain("06_cp_async", {}, EXPERT, axis="padding")(evidence)
+    finding = _variant_gain("06_cp_async", {}, EXPERT, axis="padding-wmma")(evidence)
     return replace(
         finding,
         said=(
@@ -751,13 +755,15 @@ def _spread(evidence: Evidence) -> Finding:
 
 
 def _latency_hidden(evidence: Evidence) -> Finding:
-    one, two = evidence.varied("06_cp_async", FIRST, {"PIPELINE_STAGES": 1}, {"PIPELINE_STAGES": 2}, axis="pipeline")
+    one, two = evidence.varied(
+        "06_cp_async", FIRST, {"PIPELINE_STAGES": 1}, {"PIPELINE_STAGES": 2}, axis="buffers-wmma"
+    )
     samples, cubin = two.record.samples_of(), two.record.cubin
     assert samples is not None
     assert cubin is not None
     clocks = samples.call_clock_mhz or samples.sm_clock_mhz
     if not clocks or not cubin.blocks_per_sm:
-        raise PendingError("flashlab ablate pipeline")
+        raise PendingError("flashlab ablate buffers-wmma")
     blocks = FIRST.batch * FIRST.q_heads * math.ceil(FIRST.q_len / cubin.tile_q)
     resident = cubin.blocks_per_sm * two.record.gpu.sm_count
     tiles = blocks / resident * math.ceil(FIRST.kv_len / cubin.parameters["TILE_KV"])
@@ -855,7 +861,7 @@ def _built(stage_id: str, arch: str = "sm_90a", overrides: Mapping[str, int] | N
 
 
 def _source(cubin: compiler.Cubin, stage_id: str) -> str:
-    return f"{registry.get(stage_id).source.name} for {cubin.arch}, sha256 {cubin.sha256[:12]}"
+    return f"{registry.get(stage_id).source.name} for {cubin.arch}"
 
 
 def _branches(stage_id: str, *, shared: bool = False, beside: str | None = None) -> Evaluator:
@@ -1099,7 +1105,7 @@ def _further_gains(evidence: Evidence) -> Finding:
         for pair in (("04_wmma_qk", "05_wmma"), ("05_wmma", "06_cp_async"), ("11_pingpong", "12_persistent"))
     ]
     pairs.append(
-        evidence.varied("09_wgmma", FIRST, {}, {"DESCENDING": 1}, axis="order")  # type: ignore[arg-type]
+        evidence.varied("09_wgmma", FIRST, {}, {"DESCENDING": 1}, axis="order-wgmma")  # type: ignore[arg-type]
     )
     return Finding(
         estimates=tuple(_percent(_gain_between(*pair)) for pair in pairs),
@@ -1192,11 +1198,13 @@ EVALUATORS: Mapping[str, Evaluator] = {
     "B03": _rate_of("cublaslt_unfused"),
     "B04": _rate_of("split_k"),
     "B05": _rate_of("05_wmma"),
-    "B06": _variant_rate("06_cp_async", EXPERT, axis="padding"),
-    "B07": _in_percent(_variant_gain("06_cp_async", {"TILE_Q": 32, "TILE_KV": 32}, {}, axis="tile")),
-    "B08": _in_percent(_variant_gain("06_cp_async", {"REDUCTION": 2}, {}, axis="reductions")),
+    "B06": _variant_rate("06_cp_async", EXPERT, axis="padding-wmma"),
+    "B07": _in_percent(
+        _variant_gain("06_cp_async", {"TILE_Q": 32, "TILE_KV": 32, "WARPS": 4}, {"WARPS": 4}, axis="tile")
+    ),
+    "B08": _in_percent(_variant_gain("06_cp_async", {"REDUCTION": 2}, {}, axis="reduction")),
     "B09": _in_percent(_variant_gain("06_cp_async", {"WARPS": 4}, {}, axis="warps")),
-    "B10": _variant_gain("06_cp_async", {}, EXPERT, axis="padding"),
+    "B10": _variant_gain("06_cp_async", {}, EXPERT, axis="padding-wmma"),
     "B11": _expert_resources,
     "B12": _latency_hidden,
     "B13": _all_at_once,

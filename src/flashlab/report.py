@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flashlab import figures, records, results, tables
+from flashlab import claims, figures, records, results, tables
 from flashlab import stages as registry
 from flashlab.errors import NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
@@ -48,6 +48,7 @@ PAGE_OF: Mapping[str, str] = {
     "00_hardware": "hardware.md",
     "03_anatomy": "anatomy.md",
     "09_tuning": "tuning.md",
+    "08_claims": "ledger.md",
     "edit_a_kernel": "edit.md",
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
@@ -265,6 +266,7 @@ def generate(
     _generate_stage_list(out)
     _generate_results_index(out, everything)
     _generate_check_records(out, everything, data)
+    _generate_ledger(out, shown, data)
     _generate_data(out, everything, data)
     out.text("nav.json", json.dumps([[r.name, f"generated/results/{r.gpu}.md"] for r in everything]))
     return out.root
@@ -688,6 +690,30 @@ def _generate_check_records(out: _Output, everything: Sequence[Results], data: P
     out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else "*No such run is on record yet.*")
 
 
+def _generate_ledger(out: _Output, shown: Results | None, data: Path) -> None:
+    """The claims with their verdicts, each with links to its records and to the pages of its stages."""
+    out.snippet("ledger-rules.md", claims.rules_table())
+    out.snippet("ledger-verdicts.md", claims.kinds_table())
+    out.snippet("ledger-gpus.md", claims.kinship_table())
+    out.text("data/claims.csv", claims.CLAIMS.read_text(encoding="utf-8"))
+    if shown is None:
+        out.snippet("ledger.md", NOTHING_YET)
+        return
+
+    def record(place: str) -> str:
+        file, _, line = place.rpartition(":")
+        return f"[{Path(file).parent.name}, line {line}](generated/data/{file})"
+
+    def stage(name: str) -> str:
+        if name not in registry.STAGES:
+            return f"`{name}`"
+        return f"[`{name}`](stages/{name}.md)"
+
+    found = claims.verdicts(shown.gpu, data)
+    table = claims.table(found, record=record, stage=stage)
+    out.snippet("ledger.md", f'<div class="ledger" markdown>\n\n{table}\n</div>\n')
+
+
 def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> None:
     """Copies of the raw data, the flattened tables, and what every field means."""
     listed = []
@@ -713,6 +739,9 @@ def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> N
         records.CubinFields,
         records.Conditions,
         records.Tuning,
+        records.Call,
+        claims.Verdict,
+        claims.Number,
         records.StageCounters,
         records.PatternCounters,
         records.StageProfile,
