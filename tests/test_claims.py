@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from synthetic import RUN, measurement, write_synthetic
 
-from flashlab import claims, records
+from flashlab import claims, gpu, records
 from flashlab.claims import Estimate, Kind, Range, judge
-from flashlab.errors import DamagedRecordError, NoDataError, ParameterError
+from flashlab.errors import DamagedRecordError, FlashlabError, NoDataError, NoGpuError, ParameterError
 from flashlab.evidence import EVALUATORS, FIRST, SINGLE, Evidence, concludes, interval
 from flashlab.paths import DATA
 from flashlab.problem import Problem, suite
@@ -144,14 +144,14 @@ def _part(left_out: str, time_us: float) -> records.Part:
     return records.Part.model_validate(fields)
 
 
-def _one(data: Path, name: str, gpu: str = "nvidia-h200") -> claims.Verdict:
+def _one(data: Path, name: str, slug: str = "nvidia-h200") -> claims.Verdict:
     claim = next(claim for claim in claims.read() if claim.id == name)
-    return claims.evaluate(claim, _evidence(data, gpu))
+    return claims.evaluate(claim, _evidence(data, slug))
 
 
 @cache
-def _evidence(data: Path, gpu: str) -> Evidence:
-    return Evidence(gpu, data)
+def _evidence(data: Path, slug: str) -> Evidence:
+    return Evidence(slug, data)
 
 
 def test_every_claim_has_an_evaluator_and_a_verdict(data: Path) -> None:
@@ -311,9 +311,23 @@ def test_tables_name_every_claim_and_contradiction(data: Path) -> None:
     assert {name for one in claims.CONTRADICTIONS for name in one.ids} <= {one.id for one in found}
 
 
-@pytest.mark.parametrize("gpu", records.gpus())
-def test_the_committed_verdicts_follow_from_the_committed_records(gpu: str) -> None:
-    committed = claims.read_verdicts(DATA / gpu / claims.VERDICTS)
-    found = claims.verdicts(gpu)
+@pytest.mark.parametrize("slug", records.gpus())
+def test_the_committed_verdicts_follow_from_the_committed_records(slug: str) -> None:
+    committed = claims.read_verdicts(DATA / slug / claims.VERDICTS)
+    found = claims.verdicts(slug)
     assert [(one.id, one.verdict) for one in committed] == [(one.id, one.verdict) for one in found]
     assert committed == found, "`flashlab claims --write` writes them anew"
+
+
+@pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU, where measuring is possible")
+def test_measuring_needs_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(NoGpuError):
+        claims.time_calls("sdpa", SINGLE, data=tmp_path)
+    with pytest.raises(FlashlabError, match="GPU|torch|package"):
+        claims.measure(data=tmp_path)
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+def test_no_calls_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="calls: wanted a positive number, got 0"):
+        claims.time_calls("sdpa", SINGLE, data=tmp_path, calls=0)
