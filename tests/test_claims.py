@@ -323,7 +323,7 @@ def test_the_committed_verdicts_follow_from_the_committed_records(slug: str) -> 
 def test_measuring_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(NoGpuError):
         claims.time_calls("sdpa", SINGLE, data=tmp_path)
-    with pytest.raises(FlashlabError, match="GPU|torch|package"):
+    with pytest.raises(FlashlabError, match=r"GPU|torch|package"):
         claims.measure(data=tmp_path)
     assert not list(tmp_path.rglob("*.jsonl"))
 
