@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import RUN, measurement, write_synthetic
+from synthetic import COMMIT, RUN, measurement, write_synthetic
 
 from flashlab import claims, gpu, records
 from flashlab.claims import Estimate, Kind, Range, judge
@@ -226,6 +227,44 @@ def test_a_single_call_is_wall_time(data: Path, tmp_path: Path) -> None:
     assert one.verdict == "confirmed"
     assert one.numbers[0].value == 25.0
     assert "the kernel itself takes" in one.reason
+
+
+def test_profiles_speak_to_utilisation_and_sectors(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    fastest = min(
+        (row for name in STAGES if (row := measurement(name, FIRST)).samples),
+        key=lambda row: row.samples[0].median_us,
+    ).name
+    sectors = {"l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum": 10.0}
+    time_ns = 500_000.0
+    unit = {
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 75.0,
+        "dram__bytes_read.sum": 0.048 * time_ns * 1e3,
+        "dram__bytes_write.sum": 0.048 * time_ns * 1e3,
+        "gpu__time_duration.sum": time_ns,
+    }
+    wanted = {
+        "00_naive": sectors | {"l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": 20.0},
+        "01_coalesced": sectors | {"l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": 160.0},
+    }
+    wanted[fastest] = wanted.get(fastest, {}) | unit
+    _add(tmp_path / "data", "profiles", *(_profile(name, metrics) for name, metrics in wanted.items()))
+    used = _one(tmp_path / "data", "B20")
+    assert [round(number.value, 6) for number in used.numbers] == [75.0, 2.0]
+    assert [number.verdict for number in used.numbers] == ["confirmed", "refuted"]
+    assert "2.00 and 16.0" in _one(tmp_path / "data", "A07").reason
+
+
+def _profile(stage: str, metrics: Mapping[str, float]) -> records.StageProfile:
+    return records.StageProfile(
+        gpu="NVIDIA H200",
+        commit=COMMIT,
+        dirty=False,
+        metrics=dict(metrics),
+        stage=stage,
+        problem=records.ProblemFields.of(FIRST),
+        time="2026-01-02T03:04:05Z",
+    )
 
 
 def test_a_time_on_another_chip_needs_that_chip_and_shows_what_can_be_shown(data: Path, tmp_path: Path) -> None:

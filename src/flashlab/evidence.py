@@ -830,23 +830,53 @@ def _causal_gain(evidence: Evidence) -> Finding:
     )
 
 
+_SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"
+_REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
+_DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+_DURATION_NS = "gpu__time_duration.sum"
+
+
+def _profile_of(evidence: Evidence, stage: str, *metrics: str) -> Found[StageProfile] | None:
+    """The newest profile of a stage at the first shape that has those metrics; None where there is none."""
+    for one in reversed(evidence.profiles):
+        whole = all(one.record.metrics.get(name) for name in metrics)
+        if whole and one.record.stage == stage and one.record.problem.problem() == FIRST:
+            return one
+    return None
+
+
 def _profiled(evidence: Evidence) -> Finding:
     fastest = _fastest(evidence, _any).record.name
-    for one in reversed(evidence.profiles):
-        tensor = one.record.tensor_percent
-        memory = one.record.metrics.get("dram__throughput.avg.pct_of_peak_sustained_elapsed")
-        if one.record.stage == fastest and one.record.problem.problem() == FIRST and None not in (tensor, memory):
-            assert tensor is not None
-            assert memory is not None
-            return Finding(
-                estimates=(exactly(tensor), exactly(memory)),
-                about="ratio",
-                said=f"Nsight Compute on `{fastest}` at {FIRST.label}",
-                beside="a problem that the tensor cores bound cannot fill device memory as well",
-                places=(one.place,),
-                stages=(fastest,),
-            )
-    raise PendingError(f"flashlab profile {fastest}")
+    found = _profile_of(evidence, fastest, *_DRAM, _DURATION_NS)
+    sheet = roofline.datasheet(evidence.gpu)
+    tensor = found.record.tensor_percent if found else None
+    if found is None or tensor is None or sheet is None:
+        raise PendingError(f"flashlab profile {fastest}")
+    metrics = found.record.metrics
+    tb_s = sum(metrics[name] for name in _DRAM) / metrics[_DURATION_NS] / 1e3
+    return Finding(
+        estimates=(exactly(tensor), exactly(100 * tb_s / sheet.memory_tb_s)),
+        about="ratio",
+        said=f"Nsight Compute on `{fastest}` at {FIRST.label}, which moves {_n(tb_s)} TB/s",
+        beside="a problem that the tensor cores bound cannot fill device memory as well",
+        places=(found.place,),
+        stages=(fastest,),
+    )
+
+
+def _coalesced(evidence: Evidence) -> Finding:
+    """Time first, which is what waste costs; and the sectors a request, where they were counted."""
+    slow, fast = "00_naive", "01_coalesced"
+    finding = _gain_of(slow, fast)(evidence)
+    before, after = (_profile_of(evidence, name, _SECTORS, _REQUESTS) for name in (slow, fast))
+    if before is None or after is None:
+        return finding
+    sectors = [one.record.metrics[_SECTORS] / one.record.metrics[_REQUESTS] for one in (before, after)]
+    return replace(
+        finding,
+        beside=f"sectors a request to load from global memory: {_n(sectors[0])} and {_n(sectors[1])}",
+        places=(*finding.places, before.place, after.place),
+    )
 
 
 def _built(stage_id: str, arch: str = "sm_90a", overrides: Mapping[str, int] | None = None) -> compiler.Cubin:
@@ -1184,7 +1214,7 @@ EVALUATORS: Mapping[str, Evaluator] = {
     "A04": _tensor_cores,
     "A05": _variant_gain("00_naive", {}, {"MAX_REGISTERS": 64}, axis="registers"),
     "A06": _residency,
-    "A07": _gain_of("00_naive", "01_coalesced"),
+    "A07": _coalesced,
     "A08": _gain_of("03_warp_rows", "05_wmma"),
     "A09": _gain_of("02_half2", "03_warp_rows", beside=("00_naive", "01_coalesced")),
     "A10": _gain_of("00_naive", "01_coalesced"),
