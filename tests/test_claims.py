@@ -304,7 +304,7 @@ def test_batched_work_is_not_compared_with_a_single_call(data: Path) -> None:
 def test_the_machine_code_is_compiled_on_the_spot(data: Path) -> None:
     one = _one(data, "D04")
     assert (one.verdict, one.numbers[0].value) == ("refuted", 99)
-    assert "06_cp_async.cu for sm_89" in one.reason
+    assert "`06_cp_async.cu` for sm_89" in one.reason
     assert _one(data, "B11").numbers[2].value == 0
 
 

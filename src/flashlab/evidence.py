@@ -893,7 +893,7 @@ def _built(stage_id: str, arch: str = "sm_90a", overrides: Mapping[str, int] | N
 
 
 def _source(cubin: compiler.Cubin, stage_id: str) -> str:
-    return f"{registry.get(stage_id).source.name} for {cubin.arch}"
+    return f"`{registry.get(stage_id).source.name}` for {cubin.arch}"
 
 
 def _branches(stage_id: str, *, shared: bool = False, beside: str | None = None) -> Evaluator:
@@ -1031,7 +1031,7 @@ def _rows_that_fit(evidence: Evidence) -> Finding:
         about="code",
         said=f"the limit of {arch} for a block that asks for it; {_DEFAULT_LIMIT_KB} KB is what it gets unasked",
         beside=(
-            f"{_source(cubin, '06_cp_async')}, has tiles of {cubin.launch_shape.tile_q} rows and takes {_n(used)} KB, "
+            f"{_source(cubin, '06_cp_async')} has tiles of {cubin.launch_shape.tile_q} rows and takes {_n(used)} KB, "
             f"{more} than {_DEFAULT_LIMIT_KB}"
         ),
         stages=("06_cp_async",),
