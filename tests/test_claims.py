@@ -289,6 +289,21 @@ def test_a_time_that_memory_bounds_is_said_to_carry_over_with_care() -> None:
     assert concludes("L4", "nvidia-l4", "time", 0.2) == (True, "")
 
 
+def test_a_verdict_says_where_its_record_is_older_than_the_rules(data: Path, tmp_path: Path) -> None:
+    assert RUN < claims.RULES_WRITTEN
+    old = _one(data, "A01")
+    assert old.older
+    assert not _one(data, "D07").older
+    path = tmp_path / "nvidia-h200" / "runs" / "20990101T000000Z-0123abc.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(records.to_line(measurement("00_naive", FIRST)), encoding="utf-8")
+    new = _one(tmp_path, "A01")
+    assert not new.older
+    assert "older than the rules" in claims.table([old])
+    assert "older than the rules" not in claims.table([new])
+    assert claims.standing([old, new]).startswith("1 of the 2 verdicts")
+
+
 def test_arithmetic_is_recomputed(data: Path) -> None:
     values = {name: _one(data, name).numbers[0].value for name in ("A06", "A14", "A15", "C05", "D07")}
     assert values == pytest.approx({"A06": 5, "A14": 4.886, "A15": 281.25, "C05": 1632.7, "D07": 1.2121}, rel=1e-3)

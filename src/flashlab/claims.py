@@ -1,11 +1,13 @@
 """The ledger: what the source documents claim, by which rule each claim is judged, and what the records say.
 
-    data/claims.csv               the claims, each with its rule; written before what judges them was measured
+    data/claims.csv               the claims, each with its rule
     data/<gpu>/verdicts.json      the verdicts, `flashlab claims --write`
 
 A claim names a number, or several joined by a slash, or none where it only says that one thing beats another. An
 evaluator finds our numbers for it, with the interval in which they lie; a rule, which knows neither the claim nor
 whom it flatters, compares the two. Of several numbers the least favourable verdict counts.
+
+Some records are older than the rules, and were known when those were written: a verdict says where it rests on one.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ from flashlab.records import Call
 
 CLAIMS = DATA / "claims.csv"
 VERDICTS = "verdicts.json"
+RULES_WRITTEN = "20261121T172456Z"
+"""When the rules were committed, UTC, as the name of a run begins. What was measured later could not shape them."""
 
 Kind = Literal["confirmed", "off", "refuted", "not_comparable", "needs_hardware", "pending"]
 KINDS: Mapping[Kind, str] = {
@@ -327,6 +331,8 @@ class Verdict(BaseModel):
     """File and line of each record under data/; none where the number was computed or compiled."""
     stages: tuple[str, ...]
     """Stages and dead ends that it is about."""
+    older: bool
+    """Whether a record that it rests on is older than the rules, so that its outcome could be known to their author."""
     reason: str
     """One sentence."""
     conclusion: str
@@ -423,6 +429,7 @@ def evaluate(claim: Claim, evidence: Evidence) -> Verdict:
             numbers=(),
             records=(),
             stages=(),
+            older=False,
             reason=f"What would tell is not on record: `{missing}` makes it.",
             conclusion=why if absolute else "",
         )
@@ -455,9 +462,15 @@ def evaluate(claim: Claim, evidence: Evidence) -> Verdict:
         numbers=tuple(numbers),
         records=finding.places,
         stages=tuple(name for name in finding.stages if name not in peers.PEERS),
+        older=any(_older(place) for place in finding.places),
         reason=f"{_capital(finding.said)}: {'; '.join(told)}{compared}{beside}.",
         conclusion=conclusion,
     )
+
+
+def _older(place: str) -> bool:
+    """Whether a record was made before the rules were."""
+    return Path(place).name < RULES_WRITTEN
 
 
 def _carries_time(claimed: str, measured: str) -> bool:
@@ -747,7 +760,8 @@ def table(
     rows: list[list[tables.Cell]] = []
     for one in found:
         links = ", ".join([*map(record, one.records), *map(stage, one.stages)])
-        told = " ".join(filter(None, (one.reason, one.conclusion, f"From {links}." if links else "")))
+        origin = f"From {links}{', older than the rules' if one.older else ''}." if links else ""
+        told = " ".join(filter(None, (one.reason, one.conclusion, origin)))
         rows.append(
             [
                 one.id,
@@ -761,6 +775,17 @@ def table(
         )
     header = ("id", "claim", "claimed", "verdict", "ours", "why", "on, rule")
     return tables.markdown(header, rows, left=len(header))
+
+
+def standing(found: Sequence[Verdict]) -> str:
+    """How many verdicts rest on records that are older than the rules, in a sentence."""
+    judged = [one for one in found if one.verdict != "pending"]
+    older = sum(one.older for one in judged)
+    return (
+        f"{older} of the {len(judged)} verdicts rest on records that are older than the rules: their outcome could be "
+        "known when the rules were written, and the table says which they are. The others were measured, computed or "
+        "compiled afterwards, or need no record."
+    )
 
 
 def rules_table() -> str:

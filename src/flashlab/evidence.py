@@ -1276,4 +1276,4 @@ EVALUATORS: Mapping[str, Evaluator] = {
     "E08": _wmma_saturates,
     "E09": _simulated_fp8,
 }
-"""What speaks to each claim: which stage is the comparable one, fixed like the rules before it is measured."""
+"""What speaks to each claim: which stage, library or machine code is the comparable one."""
