@@ -257,12 +257,19 @@ def test_profiles_speak_to_utilisation_and_sectors(data: Path, tmp_path: Path) -
 
 def _profile(stage: str, metrics: Mapping[str, float]) -> records.StageProfile:
     return records.StageProfile(
+        run=RUN,
+        tile_q=64,
         gpu="NVIDIA H200",
         commit=COMMIT,
         dirty=False,
         metrics=dict(metrics),
         stage=stage,
         problem=records.ProblemFields.of(FIRST),
+        parameters={},
+        cubin_sha256="0" * 64,
+        ncu="made up",
+        samples={},
+        lines=(),
         time="2026-01-02T03:04:05Z",
     )
 

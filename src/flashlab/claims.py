@@ -26,12 +26,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from flashlab import bench, peers, provenance, records, tables
+from flashlab import ablate, bench, peers, provenance, records, tables
 from flashlab import gpu as gpus
 from flashlab.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
 from flashlab.evidence import (
     EVALUATORS,
+    FIRST,
     KINSHIPS,
+    PAIR,
     SINGLE,
     Estimate,
     Evidence,
@@ -556,6 +558,16 @@ STAGES = (
     *("t0_triton", "11_pingpong", "12_persistent", "13_overlap"),
 )
 """Stages that claims of the suite `claims` are about."""
+DEAD_ENDS: tuple[tuple[Problem, tuple[str, ...]], ...] = (
+    (FIRST, ("00_naive", "branch_free", "cublaslt_unfused", "split_k")),
+    (SINGLE, ("wmma_no_smem", "fp8_simulated")),
+    (PAIR, ("tile48",)),
+)
+"""Dead ends that claims are about, where they are, with the stage that one of them is held against."""
+AXES = ("tile", "warps", "padding-wmma", "reduction", "buffers-wmma", "registers", "feed", "order-wgmma")
+"""Ablations that claims are about."""
+SPLIT = ("04_wmma_qk",)
+"""Stages whose time is split into parts for a claim."""
 CEILINGS = ("launch", "copy", "mma_sync_float16", "tensor_float16")
 """Limits that claims are held against."""
 SINGLE_CALLS = 300
@@ -609,7 +621,9 @@ def reproduce(
     progress: Callable[[bench.Progress], None] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> tuple[Path, ...]:
-    """Measure everything that judges the claims, in a few minutes: what `measure` does, and the first shape.
+    """Measure what judges the claims, in a few minutes: the first shape, dead ends, ablations, parts, and `measure`.
+
+    Profiles are not taken anew: Nsight Compute needs a permission that a rented GPU may refuse.
 
     Args:
         data, device, stages, progress, note: as `measure` takes them.
@@ -622,11 +636,14 @@ def reproduce(
     """
     first = [problem for problem in suite("first") if problem.dtype == "float16"]
     bfloat16 = [Problem.parse(FIRST_SHAPE, dtype="bfloat16")]
-    what: dict[str, Any] = {"plan": bench.plan_of("claims"), "ceilings": (), "data": data, "device": device}
-    what |= {"progress": progress, "note": note}
+    where: dict[str, Any] = {"data": data, "device": device, "progress": progress}
+    what: dict[str, Any] = {**where, "plan": bench.plan_of("claims"), "ceilings": (), "note": note}
     return (
         bench.run(first, stages=stages, peers=LIBRARIES, **what),
         bench.run(bfloat16, stages=(), peers=("fa3",), **what),
+        *(bench.run([problem], stages=ids, peers=("sdpa",), **what) for problem, ids in DEAD_ENDS),
+        ablate.measure(AXES, **where),
+        ablate.split(SPLIT, **where, note=note),
         *measure(data=data, device=device, stages=stages, progress=progress, note=note),
     )
 

@@ -702,12 +702,13 @@ def _generate_ledger(out: _Output, shown: Results | None, data: Path) -> None:
 
     def record(place: str) -> str:
         file, _, line = place.rpartition(":")
-        return f"[{Path(file).parent.name}, line {line}](generated/data/{file})"
+        folder = Path(file).parent.name
+        page = {"ablations": " ([page](ablations.md))"}.get(folder, "")
+        return f"[{folder}, line {line}](generated/data/{file}){page}"
 
     def stage(name: str) -> str:
-        if name not in registry.STAGES:
-            return f"`{name}`"
-        return f"[`{name}`](stages/{name}.md)"
+        folder = "stages" if name in registry.STAGES else "dead_ends"
+        return f"[`{name}`]({folder}/{name}.md)"
 
     found = claims.verdicts(shown.gpu, data)
     table = claims.table(found, record=record, stage=stage)
