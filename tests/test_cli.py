@@ -533,3 +533,30 @@ def test_ablations_need_a_gpu_and_say_so(run: Run, command: str, tmp_path: Path)
     assert result.code == 1
     assert "GPU" in result.err
     assert not list(tmp_path.iterdir())
+
+
+def test_claims_are_judged_written_and_compared(run: Run, data: Path) -> None:
+    shown = run("claims", "--data", data, "--json")
+    assert shown.code == 0
+    assert len(shown.json) == 65
+    first = shown.json[0]
+    assert (first["id"], first["unit"]) == ("A01", "TFLOP/s")
+    assert first["interval"][0] < first["value"] < first["interval"][1]
+    assert first["record"].startswith("nvidia-h200/runs/")
+    assert first["reason"]
+    written = run("claims", "--data", data, "--write")
+    assert written.code == 0
+    assert "A01" in written.out
+    path = data / "nvidia-h200" / "verdicts.json"
+    assert "pending" in written.err
+    same = run("claims", "--data", data, "--compare", path)
+    assert (same.code, same.out) == (0, "")
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    entries[0]["verdict"] = "needs_hardware"
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    other = run("claims", "--data", data, "--compare", path, "--json")
+    assert other.code == 1
+    assert [(one["id"], one["there"]["verdict"]) for one in other.json] == [("A01", "needs_hardware")]
+    assert "1 of 65 verdicts differ" in other.err
+    assert "A01" in run("claims", "--data", data, "--compare", path).out
+    assert "flashlab claims --write" in run("claims", "--data", data, "--compare", data / "none.json").err

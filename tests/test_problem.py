@@ -135,7 +135,7 @@ def test_the_lengths_hold_one_number_of_tokens() -> None:
 
 
 def test_an_unknown_suite_is_refused_by_name() -> None:
-    with pytest.raises(ParameterError, match="wanted one of smoke, first, standard, peers, lengths, got 'all'"):
+    with pytest.raises(ParameterError, match="wanted one of smoke, first, standard, peers, lengths, claims, got 'all'"):
         suite("all")
 
 

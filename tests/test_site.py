@@ -44,6 +44,7 @@ PAGES = (
     "cycle_model/",
     "tuning/",
     "ablations/",
+    "ledger/",
     "hardware/",
     "anatomy/",
     "correctness/",
@@ -216,3 +217,41 @@ def test_search_finds_a_stage(browser: Browser, address: str) -> None:
         assert not wrong
     finally:
         page.close()
+
+
+def test_the_ledger_sorts_and_filters_by_keyboard(browser: Browser, address: str) -> None:
+    page, wrong = _open(browser, address, "ledger/", "desktop", "light")
+    try:
+        rows = page.locator(".ledger tbody tr:visible")
+        total = rows.count()
+        assert total == 65
+        page.get_by_label("Document").select_option("Cycle 5: Full WMMA Results")
+        assert rows.count() == 9
+        assert page.get_by_role("status").first.inner_text() == "9 of 65 claims"
+        page.get_by_label("Words").fill("coalescing alone")
+        assert rows.count() == 1
+        page.get_by_label("Words").fill("")
+        page.get_by_label("Document").select_option("")
+        verdict = page.locator(".ledger tbody td:nth-child(4)").first.inner_text()
+        page.get_by_label("Verdict").select_option(verdict)
+        assert 0 < rows.count() <= total
+        page.get_by_label("Verdict").select_option("")
+        heading = page.locator(".ledger th").first
+        heading.get_by_role("button").focus()
+        page.keyboard.press("Enter")
+        assert heading.get_attribute("aria-sort") == "ascending"
+        assert rows.first.locator("td").first.inner_text() == "A01"
+        page.keyboard.press("Space")
+        assert heading.get_attribute("aria-sort") == "descending"
+        assert rows.first.locator("td").first.inner_text() == "E09"
+        assert not wrong
+    finally:
+        page.close()
+
+
+def test_the_ledger_is_a_plain_table_without_its_script(built: Path) -> None:
+    text = (built / "ledger" / "index.html").read_text(encoding="utf-8")
+    table = text.partition('class="ledger"')[2].partition("</table>")[0]
+    assert table.count("<tr>") == 66
+    assert "<button" not in table
+    assert re.search(r'href="../generated/data/nvidia-h200/runs/[^"]+\.jsonl"', table)

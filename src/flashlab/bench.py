@@ -130,6 +130,7 @@ PLANS: Mapping[str, Plan] = {
     "lengths": Plan(
         samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=1 << 27
     ),
+    "claims": Plan(samples=30, cold_samples=0, cap_s=0.4, sustained_seconds=0.0, checked_scores=1 << 27),
 }
 """Of the suites that want their own; `Plan()` of the others."""
 

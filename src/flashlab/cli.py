@@ -37,6 +37,7 @@ from flashlab.records import Cache, Regime
 if TYPE_CHECKING:
     from flashlab.ablate import Effect
     from flashlab.bench import Progress as BenchProgress
+    from flashlab.claims import Verdict
 
 app = typer.Typer(
     name="flashlab",
@@ -930,6 +931,90 @@ def _emit_effects(found: Sequence[Effect], path: Path, as_json: bool) -> None:
 
 def _effect_cell(value: object) -> object:
     return " to ".join(f"{end:.4f}" for end in value) if isinstance(value, tuple) else value
+
+
+@app.command()
+def claims(
+    *,
+    gpu: Gpu = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="First measure, on this GPU, what claims need and no other command does.")
+    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the verdicts to data/<gpu>/verdicts.json.")] = False,
+    compare: Annotated[
+        Path | None, typer.Option(help="A verdicts.json: list the claims whose verdict differs, and fail if any does.")
+    ] = None,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Judge the claims of data/claims.csv by a GPU's records: verdict, our number, its interval, record and reason."""
+    from flashlab import claims as module
+
+    if measure:
+        with _progress() as progress:
+            for path in module.measure(data=data, device=device, progress=_follow(progress, "measuring"), note=_say):
+                _say(f"recorded in {path}")
+    name = _gpu_with_data(gpu, data)
+    found = module.verdicts(name, data)
+    if write:
+        _say(f"written to {module.write(found, name, data)}")
+    if compare is not None:
+        _compare_verdicts(found, module.read_verdicts(compare), compare, as_json)
+        return
+    if as_json:
+        _emit_json([one.flat() for one in found])
+        return
+    _emit_table(
+        ("claim", "verdict", "ours", "claimed", "record", "reason"),
+        [
+            (
+                one.id,
+                module.words(one.verdict),
+                module.shown(one.decisive) if one.decisive else None,
+                one.claimed or None,
+                one.records[0] if one.records else None,
+                one.reason,
+            )
+            for one in found
+        ],
+        title=f"{len(found)} claims, judged by the records of {name}",
+    )
+    counts = Counter(one.verdict for one in found)
+    _say(", ".join(f"{counts[kind]} {module.words(kind)}" for kind in module.KINDS if counts[kind]))
+
+
+def _compare_verdicts(here: Sequence[Verdict], there: Sequence[Verdict], path: Path, as_json: bool) -> None:
+    """List the claims whose verdicts differ; an error where there are any."""
+    from flashlab import claims as module
+
+    found = module.differences(here, there)
+    if as_json:
+        _emit_json(
+            [
+                {
+                    "id": one.id,
+                    "here": one.here.flat() if one.here else None,
+                    "there": one.there.flat() if one.there else None,
+                }
+                for one in found
+            ]
+        )
+    elif found:
+        _emit_table(
+            ("claim", "here", "there", "reason here", "reason there"),
+            [
+                (
+                    one.id,
+                    *(module.words(side.verdict) if side else None for side in (one.here, one.there)),
+                    *(side.reason if side else None for side in (one.here, one.there)),
+                )
+                for one in found
+            ],
+        )
+    if found:
+        raise CheckFailedError(f"{len(found)} of {len(here)} verdicts differ from those in {path}")
+    _say(f"All {len(here)} verdicts are those in {path}")
 
 
 @app.command()

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -51,6 +51,9 @@ from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.problem import suite as problems_of
 from flashlab.records import Measurement, StageCounters, StageProfile
 from flashlab.results import AgainstPeers, Results
+
+if TYPE_CHECKING:
+    from flashlab.claims import Verdict as ClaimVerdict
 
 Source = Literal["measure", "replay"]
 SOURCES = ("auto", *get_args(Source))
@@ -276,6 +279,26 @@ class Lab:
             }
             for one in self.against_peers()
         }
+
+    def measure_claims(self) -> None:
+        """Measure on this GPU what the claims need and append it to data/; nothing when replaying.
+
+        Raises:
+            NoGpuError, OutputError: as `measure`.
+        """
+        if self.source == "replay":
+            return
+        from flashlab import claims
+
+        with _progress_bar() as progress:
+            claims.reproduce(data=self.data, stages=self.stages, progress=progress)
+        self.__dict__.pop("results", None)
+
+    def claims(self) -> tuple[ClaimVerdict, ...]:
+        """The verdicts on the claims of data/claims.csv from this GPU's records; empty where nothing is recorded."""
+        from flashlab import claims
+
+        return claims.verdicts(self.gpu, self.data) if self.gpu and self.results else ()
 
     def show_ratios(self) -> None:
         """Show the best stage against the best library, or say that there is nothing to show."""

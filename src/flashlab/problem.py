@@ -133,6 +133,9 @@ STANDARD_SHAPES = (
     "4x16x2039x64",
 )
 
+CLAIMS_SHAPES = ("1x32x2048x128", "1x8x512x64", "2x8x512x64", "32x8x128x64", "1x8x128x64")
+"""Where the sources' claims lie beside their first shape: a layer of LLaMA-7B, and short sequences."""
+
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths of the suite `lengths`, at a constant number of tokens."""
 TOKENS = 32768
@@ -145,6 +148,7 @@ _SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
     "lengths": tuple(
         (f"{TOKENS // length}x16x{length}x{head_dim}", DTYPES) for head_dim in (64, 128) for length in LENGTHS
     ),
+    "claims": tuple((shape, ("float16",)) for shape in CLAIMS_SHAPES),
 }
 
 SUITES = tuple(_SUITE_CELLS)
@@ -155,7 +159,7 @@ def suite(name: str) -> tuple[Problem, ...]:
 
     `smoke` proves the way through, `first` is the sources' shape, `standard` is what the ladder is shown on, `peers` is
     what is held against the libraries, in bursts and sustained, `lengths` is one number of tokens in sequences of many
-    lengths.
+    lengths, `claims` is where the sources' claims lie beside their first shape.
 
     Raises:
         ParameterError: no suite of that name.

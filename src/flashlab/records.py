@@ -8,6 +8,8 @@
     data/<gpu>/ablations/           stages with one tunable changed, `flashlab ablate`
     data/<gpu>/parts/               stages with a part of their work left out, `flashlab split`
     data/<gpu>/readings/            other timers, inputs and cache states beside ours, `flashlab method`
+    data/<gpu>/calls/               wall time of single calls, launch included, `flashlab claims --measure`
+    data/<gpu>/verdicts.json        what the records say of the claims in data/claims.csv, `flashlab claims --write`
     data/<gpu>/checks/              comparisons that are not timings; see checks.py for the lines
     data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
     data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
@@ -347,6 +349,17 @@ class Reading(_Base):
     """Host time to enqueue one call, microseconds; None where it was not measured."""
 
 
+class Call(_Base):
+    """Wall time of single calls, each from the host's call to the end of its kernel: launch and wait included."""
+
+    kind: Literal["call"] = "call"
+    name: str
+    """A peer's name."""
+    problem: ProblemFields
+    time_us: tuple[float, ...] = Field(min_length=1)
+    """Host time of one call, microseconds, one entry a call."""
+
+
 class Sanitized(_Base):
     """What one of compute-sanitizer's tools found in one stage."""
 
@@ -572,12 +585,13 @@ _OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
 _COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 
-AnyRecord = Measurement | Ceiling | Tuning | Ablation | Part | Reading | StageProfile | Sanitized
+AnyRecord = Measurement | Ceiling | Tuning | Ablation | Part | Reading | Call | StageProfile | Sanitized
 _FOLDERS: dict[str, type[BaseModel]] = {
     "tuning": Tuning,
     "ablations": Ablation,
     "parts": Part,
     "readings": Reading,
+    "calls": Call,
     "sanitizer": Sanitized,
     "profiles": StageProfile,
 }

@@ -28,7 +28,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flashlab import figures, method, records, results, tables
+from flashlab import claims, figures, method, records, results, tables
 from flashlab import stages as registry
 from flashlab.errors import NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
@@ -50,6 +50,7 @@ PAGE_OF: Mapping[str, str] = {
     "09_tuning": "tuning.md",
     "10_method": "timers.md",
     "05_ablations": "ablations.md",
+    "08_claims": "ledger.md",
     "edit_a_kernel": "edit.md",
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
@@ -269,6 +270,7 @@ def generate(
     _generate_check_records(out, everything, data)
     lines = [f"- {method.samples_line(found.gpu, data)}" for found in everything]
     out.snippet("samples.md", "\n".join(lines) if lines else NOTHING_YET)
+    _generate_ledger(out, shown, data)
     _generate_data(out, everything, data)
     out.text("nav.json", json.dumps([[r.name, f"generated/results/{r.gpu}.md"] for r in everything]))
     return out.root
@@ -700,6 +702,31 @@ def _generate_check_records(out: _Output, everything: Sequence[Results], data: P
     out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else "*No such run is on record yet.*")
 
 
+def _generate_ledger(out: _Output, shown: Results | None, data: Path) -> None:
+    """The claims with their verdicts, each with links to its records and to the pages of its stages."""
+    out.snippet("ledger-rules.md", claims.rules_table())
+    out.snippet("ledger-verdicts.md", claims.kinds_table())
+    out.snippet("ledger-gpus.md", claims.kinship_table())
+    out.text("data/claims.csv", claims.CLAIMS.read_text(encoding="utf-8"))
+    if shown is None:
+        out.snippet("ledger.md", NOTHING_YET)
+        return
+
+    def record(place: str) -> str:
+        file, _, line = place.rpartition(":")
+        folder = Path(file).parent.name
+        page = {"ablations": " ([page](ablations.md))"}.get(folder, "")
+        return f"[{folder}, line {line}](generated/data/{file}){page}"
+
+    def stage(name: str) -> str:
+        folder = "stages" if name in registry.STAGES else "dead_ends"
+        return f"[`{name}`]({folder}/{name}.md)"
+
+    found = claims.verdicts(shown.gpu, data)
+    table = claims.table(found, record=record, stage=stage)
+    out.snippet("ledger.md", f'<div class="ledger" markdown>\n\n{table}\n</div>\n')
+
+
 def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> None:
     """Copies of the raw data, the flattened tables, and what every field means."""
     listed = []
@@ -726,6 +753,9 @@ def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> N
         records.Conditions,
         records.Tuning,
         records.Reading,
+        records.Call,
+        claims.Verdict,
+        claims.Number,
         records.StageCounters,
         records.PatternCounters,
         records.StageProfile,
