@@ -66,7 +66,7 @@ from flashlab.errors import (
     UnsupportedError,
 )
 from flashlab.paths import DATA, writable_dir
-from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Problem
+from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Precision, Problem
 from flashlab.records import Ceiling, CubinFields, Gpu, Machine, Measurement, ProblemFields, Samples, Tuning, Verdict
 from flashlab.reference import Shape, make_inputs
 
@@ -621,7 +621,7 @@ def time_variants(
         raise ParameterError(f"wanted at least one variant and problem, got {len(variants)} and {len(problems)}")
     if source is not None and not source.is_file():
         raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
-    named = {variant_name(stage_id, variant): dict(variant) for variant in variants}
+    named = {stages.variant_name(stage_id, variant): dict(variant) for variant in variants}
     for variant in named.values():
         stage.parameters(stage.head_dims[0], variant)
 
@@ -657,11 +657,6 @@ def time_variants(
         note=None,
         worker=worker,
     )
-
-
-def variant_name(stage_id: str, variant: Mapping[str, int]) -> str:
-    """How a stage with those tunables is named while it is measured: `09_wgmma[STAGES=3]`."""
-    return f"{stage_id}[{','.join(f'{name}={value}' for name, value in sorted(variant.items()))}]"
 
 
 def _measure(
@@ -1139,7 +1134,9 @@ class _Worker:
             return self._peer(which["id"], problem, q, k, v)
         return self._stage(which, problem, q, k, v)
 
-    def _judge(self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any) -> Message:
+    def _judge(
+        self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any, precision: Precision = "input"
+    ) -> Message:
         shape = Shape(
             batch=problem.batch,
             q_heads=problem.q_heads,
@@ -1154,6 +1151,7 @@ class _Worker:
             *(self._for_oracle(x) for x in (q, k, v)),
             causal=problem.causal,
             dtype=problem.dtype,
+            precision=precision,
             sample=Sample.of(shape, max_scores=self._job["plan"]["checked_scores"], seed=self._job["seed"]),
             xp=self.cupy,
         )
@@ -1165,7 +1163,8 @@ class _Worker:
 
     def _stage(self, which: Message, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
         stage_id: str = which["id"]
-        reason = stages.get(stage_id).why_not(problem, self._info.arch)
+        stage = stages.get(stage_id)
+        reason = stage.why_not(problem, self._info.arch)
         if reason:
             raise _RefusedError("unsupported", reason)
         what: dict[str, Any] = {
@@ -1180,7 +1179,7 @@ class _Worker:
         with_lse = prepare(q, k, v, out=out, lse=lse, **what)
         with_lse()
         gpu.synchronize(self._device)
-        verdict = self._judge(out, lse, problem, q, k, v)
+        verdict = self._judge(out, lse, problem, q, k, v, stage.precision)
         # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
         first = out.clone()
         out.view(self.torch.int16).fill_(POISON_WORD)
@@ -1188,7 +1187,7 @@ class _Worker:
         timed()
         gpu.synchronize(self._device)
         if not self.torch.equal(first.view(self.torch.int16), out.view(self.torch.int16)):
-            self._judge(out, None, problem, q, k, v)
+            self._judge(out, None, problem, q, k, v, stage.precision)
         return _Candidate(timed, verdict, _cubin_fields(timed), (out,))
 
     def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
@@ -1315,7 +1314,7 @@ class _Worker:
             beside = None
             try:
                 verdict, out, lse = self._check_stage(name, problem, layout, values, oracle)
-                emulated = self._implementations[name]["id"] in stages.CUDA_STAGES
+                emulated = stages.get(self._implementations[name]["id"]).language == "cuda"
                 if self._job.get("emulate") and emulated and verdict["passed"]:
                     self.step(index, name, "emulate")
                     beside = self._emulate_beside(name, problem, layout, values, out, lse)
@@ -1409,7 +1408,14 @@ def _guarded_run(
     prepared()
     gpu.synchronize(prepared.plan.device)
     verdict = damage(out, lse, inputs) or check(
-        out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype, oracle=oracle, xp=cupy
+        out.array,
+        lse.array,
+        *values,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        precision=stages.get(stage_id).precision,
+        oracle=oracle,
+        xp=cupy,
     )
     return verdict, out.array, lse.array
 

@@ -431,7 +431,12 @@ def emulated_verdict(
         surroundings={name: buffer.buffer for name, buffer in buffers.items()},
     )
     verdict = damage(out, lse, inputs) or judge(
-        out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype
+        out.array,
+        lse.array,
+        *values,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        precision=stages.get(stage_id).precision,
     )
     if verdict.passed and ran.report.findings:
         more = len(ran.report.findings) - 1
@@ -510,7 +515,7 @@ def build_all(
             _Build.of(*which[name], case, hooks=hooks)
             for case in wanted
             for name in case.names
-            if which[name][0] in stages.CUDA_STAGES
+            if stages.get(which[name][0]).language == "cuda"
         )
     )
     refused: dict[_Build, CompileError] = {}
@@ -574,12 +579,12 @@ def check_on_cpu(
     refused = build_all(which, wanted, hooks=races, follow=follow)
     cancel = threading.Event()
     inputs = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
-    verdicts: dict[tuple[Problem, str, bytes, bytes], CheckVerdict] = {}
+    verdicts: dict[tuple[Problem, str, str, bytes, bytes], CheckVerdict] = {}
 
     def judge(case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> CheckVerdict:
         """`check`, once for the same bits: another schedule or layout rarely changes any."""
         inputs = case.layout if "=" in case.layout else ""  # shared heads are other numbers
-        key = (case.problem, inputs, sha256(out.tobytes()).digest(), sha256(lse.tobytes()).digest())
+        key = (case.problem, inputs, options["precision"], sha256(out.tobytes()).digest(), sha256(lse.tobytes()).digest())
         if key not in verdicts:
             verdicts[key] = check(out, lse, *values, **options)
         return verdicts[key]
@@ -679,7 +684,15 @@ def emulate_beside(
     except FlashlabError as error:
         status, reason = status_of(error)
         return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=None, agreement=None)
-    agreement = check(out, lse, *values, causal=problem.causal, dtype=problem.dtype, against=(ran.out, ran.lse))
+    agreement = check(
+        out,
+        lse,
+        *values,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        precision=stages.get(stage_id).precision,
+        against=(ran.out, ran.lse),
+    )
     reason = verdict.reason or (agreement.reason and f"chip and emulator: {agreement.reason}")
     return EmulatorVerdict(
         status="wrong" if reason else "ok",
