@@ -69,6 +69,7 @@ from flashlab.paths import DATA, writable_dir
 from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Precision, Problem
 from flashlab.records import Ceiling, CubinFields, Gpu, Machine, Measurement, ProblemFields, Samples, Tuning, Verdict
 from flashlab.reference import Shape, make_inputs
+from flashlab.stages import variant_in
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
 _HEAT_SECONDS = 2.0
@@ -522,7 +523,7 @@ def run(
 
     Args:
         problems: what to compute; see `problem.suite`.
-        stages: ids; all where None, none where empty.
+        stages: ids, or ids with tunables as `stages.parse` takes them; the ladder where None, none where empty.
         peers: names; all where None, none where empty.
         sources: an edited copy of a stage's file, by stage id: measured beside it, under the name `id@file`.
         data: the folder that holds data/<gpu>.
@@ -568,7 +569,12 @@ def run(
         "runs",
         problems,
         {
-            name: {"kind": kind, "id": identity, "source": None if source is None else str(source)}
+            name: {
+                "kind": kind,
+                "id": identity,
+                "source": None if source is None else str(source),
+                "params": variant_in(name),
+            }
             for name, kind, identity, source in names
         },
         record,
@@ -751,10 +757,16 @@ def _not_negative(**numbers: float) -> None:
 def _names(
     stage_ids: Sequence[str] | None, peer_names: Sequence[str] | None, sources: Mapping[str, Path]
 ) -> list[tuple[str, Literal["stage", "peer"], str, Path | None]]:
-    """(record name, kind, stage id or peer name, source file) of everything to measure, each once."""
+    """(record name, kind, stage id or peer name, source file) of everything to measure, each once.
+
+    A stage may be named with values of its tunables: `wmma_no_smem[COLUMN_LANES=32]`.
+    """
     found: list[tuple[str, Literal["stage", "peer"], str, Path | None]] = []
-    for stage_id in dict.fromkeys(stages.STAGES if stage_ids is None else stage_ids):
-        found.append((stages.get(stage_id).id, "stage", stage_id, None))
+    for text in stages.STAGES if stage_ids is None else stage_ids:
+        stage, variant = stages.parse(text)
+        name = stages.variant_name(stage.id, variant) if variant else stage.id
+        if name not in {one for one, *_ in found}:
+            found.append((name, "stage", stage.id, None))
     for stage_id, source in sources.items():
         stages.get(stage_id)
         if not source.is_file():
@@ -931,7 +943,12 @@ def check_stages(
                 "seed": seed,
                 "emulate": emulate,
                 "implementations": {
-                    name: {"kind": kind, "id": identity, "source": None if source is None else str(source)}
+                    name: {
+                        "kind": kind,
+                        "id": identity,
+                        "source": None if source is None else str(source),
+                        "params": variant_in(name),
+                    }
                     for name, kind, identity, source in names
                 },
             },
@@ -1342,7 +1359,9 @@ class _Worker:
         which = self._implementations[name]
         stages.get(which["id"]).require(problem, self._info.arch)
         source = None if which["source"] is None else Path(which["source"])
-        verdict, out, lse = _guarded_run(which["id"], problem, values, layout=layout, source=source, oracle=oracle)
+        verdict, out, lse = _guarded_run(
+            which["id"], problem, values, layout=layout, source=source, params=which["params"], oracle=oracle
+        )
         return finite(verdict), out, lse
 
     def _emulate_beside(
@@ -1356,7 +1375,9 @@ class _Worker:
             return host.view(ml_dtypes.bfloat16) if str(host.dtype) == "uint16" else host
 
         q, k, v, out, lse = (on_host(array) for array in (*values, out, lse))
-        found = emulate_beside(which["id"], problem, (q, k, v), out, lse, layout=layout, source=source)
+        found = emulate_beside(
+            which["id"], problem, (q, k, v), out, lse, layout=layout, source=source, params=which["params"]
+        )
         return _emulator_message(found)
 
 
@@ -1385,6 +1406,7 @@ def _guarded_run(
     *,
     layout: str,
     source: Path | None,
+    params: Mapping[str, int] | None = None,
     oracle: Oracle | None = None,
 ) -> tuple[CheckVerdict, Any, Any]:
     """The verdict, and the output and log-sum-exp it is on."""
@@ -1403,6 +1425,7 @@ def _guarded_run(
         out=views[3],
         lse=lse.array,
         source=source,
+        params=params,
         stream=cupy.cuda.get_current_stream(),
     )
     prepared()

@@ -1,7 +1,8 @@
 """The verdict on a kernel's output, and the buffers that show what it touched.
 
-The rule. Errors are against the float64 oracle; `plain` is the same computation done plainly at the same precision, that
-of the inputs for every rung of the ladder (`reference.plain`). An output passes when in every band of 64 query rows of every head
+The rule. Errors are against the float64 oracle; `plain` is the same computation done plainly at the same precision,
+for every rung of the ladder that of its inputs (`reference.plain`). An output passes when in every band of 64 query
+rows of every head
 
     max |error|  <=  2 · max |error of plain|  +  3 · slack · max |O|
     rms  error   <=  2 · rms  error of plain   +      slack · rms  O
