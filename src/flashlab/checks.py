@@ -491,7 +491,7 @@ Follow = Callable[[int, int, str], None]
 
 
 def implementations(stage_ids: Sequence[str] | None, sources: Mapping[str, Path] | None) -> Implementations:
-    """Stages by the names their rows have: an edited copy is `id@file`; tunables may stand behind an id (`stages.parse`).
+    """Stages by the names their rows have: an edited copy is `id@file`, and tunables may follow an id (`stages.parse`).
 
     Raises:
         UnknownStageError, ParameterError: a stage or file that is not there.

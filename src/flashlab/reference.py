@@ -236,9 +236,9 @@ def plain_tile(
 ) -> tuple[Array, Array]:
     """One tile at a precision, float32 holding its values: output (rows, head_dim), log-sum-exp (rows,).
 
-    `input`: scores and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they, after Q, K and V were rounded to
-    e4m3. `e4m3`: scores stay FP32, as they do between two products of FP8, and exp(score - max), not yet divided by its
-    sum, is rounded to e4m3.
+    `input`: scores and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they, after Q, K and V were rounded
+    to e4m3. `e4m3`: scores stay FP32, as they do between two products of FP8, and exp(score - max), not yet divided by
+    its sum, is rounded to e4m3.
     """
     q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float32)
     if len(keys) == 0:

@@ -1,13 +1,13 @@
-"""Attention in three passes: Q·K by cuBLASLt, a softmax kernel, P·V by cuBLASLt, with the scores in global memory between.
+"""Attention in three passes: Q·K by cuBLASLt, a softmax kernel, P·V by cuBLASLt; between them, scores in global memory.
 
 cuBLASLt is called through ctypes, because neither torch nor CuPy lets its algorithm be chosen. Its matrices are
-column-major, so that everything here is transposed: it computes Sᵀ = K · Qᵀ and Oᵀ = Vᵀ · Pᵀ, on the tensors as they lie.
+column-major, so that everything here is transposed: Sᵀ = K · Qᵀ and Oᵀ = Vᵀ · Pᵀ, on the tensors as they lie.
 
-A product's batch is a run of heads whose addresses are evenly spaced, in Q, K, V and O alike: all of them where tensors are
-contiguous, those that share keys under grouped-query attention, one where nothing is regular.
+A product's batch is a run of heads whose addresses are evenly spaced, in Q, K, V and O alike: all of them where tensors
+are contiguous, those that share keys under grouped-query attention, one where nothing is regular.
 
-The stage's tunables say how: `HEADS_A_CALL`, `SETUP_EACH_CALL`, `SCORES_FP32`, `SPLIT_K`. On a CPU, NumPy takes cuBLASLt's
-place (`Emulated`), and the softmax is the kernel's own code.
+The stage's tunables say how: `HEADS_A_CALL`, `SETUP_EACH_CALL`, `SCORES_FP32`, `SPLIT_K`. On a CPU, NumPy takes
+cuBLASLt's place (`Emulated`), and the softmax is the kernel's own code.
 """
 
 from __future__ import annotations
@@ -326,13 +326,12 @@ class Matmul:
     def _choose(self, product: Product) -> _Algorithm:
         wanted = _MANY_ALGORITHMS if product.split_k > 1 else 1
         found, count = (_Heuristic * wanted)(), ctypes.c_int(0)
-        none = UnsupportedError(
-            f"cuBLASLt has no algorithm for a product of {product.a.dtype} with a {product.d.dtype} result of "
-            f"{product.d.rows} x {product.d.columns}, columns {product.a.pitch}, {product.b.pitch} and "
-            f"{product.d.pitch} elements apart, aligned to {product.a.alignment_bytes}, {product.b.alignment_bytes} and "
-            f"{product.d.alignment_bytes} bytes"
-            + (f", its sum split in {product.split_k}" if product.split_k > 1 else "")
+        operands = ", ".join(
+            f"{name} {m.rows}x{m.columns} {m.dtype}, columns {m.pitch} apart, aligned to {m.alignment_bytes} bytes"
+            for name, m in (("a", product.a), ("b", product.b), ("d", product.d))
         )
+        split = f", its sum split in {product.split_k}" if product.split_k > 1 else ""
+        none = UnsupportedError(f"cuBLASLt has no algorithm for a product of {operands}{split}")
         try:
             _call(
                 "cublasLtMatmulAlgoGetHeuristic",
@@ -345,7 +344,7 @@ class Matmul:
             )
         except LaunchError as error:
             raise none from error
-        offered = [one.algorithm for one in found[: count.value] if one.state == 0]
+        offered: list[_Algorithm] = [one.algorithm for one in found[: count.value] if one.state == 0]
         if product.split_k == 1 and offered:
             return offered[0]
         for algorithm in offered:
