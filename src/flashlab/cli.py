@@ -106,10 +106,8 @@ def _progress() -> Progress:
 
 
 def _choose_stages(ids: Sequence[str] | None, dead_ends: bool = False) -> tuple[registry.Stage, ...]:
-    named = [registry.get(stage_id) for stage_id in ids or ()]
-    if dead_ends:
-        named += registry.DEAD_ENDS.values()
-    return tuple(dict.fromkeys(named)) or tuple(registry.STAGES.values())
+    named = dict.fromkeys([*(ids or ()), *(registry.DEAD_ENDS if dead_ends else ())])
+    return tuple(registry.get(stage_id) for stage_id in named or registry.STAGES)
 
 
 def _choose_archs(archs: Sequence[str] | None) -> tuple[str, ...]:

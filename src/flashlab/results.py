@@ -380,10 +380,11 @@ def dead_ends(gpu: str, data: Path = DATA) -> dict[Problem, tuple[Measurement, .
         for problem, rows in by_problem.items():
             if any(is_dead_end(row) for row in rows.values()):
                 found.setdefault(problem, []).append(list(rows.values()))
-    place = {stage_id: position for position, stage_id in enumerate((*stages.STAGES, *stages.DEAD_ENDS))}
+    dead = [name for stage in stages.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names)]
+    place = {name: position for position, name in enumerate((*stages.STAGES, *dead))}
 
     def position(row: Measurement) -> tuple[int, str]:
-        return place.get(row.name.partition("[")[0].partition("@")[0], len(place)), row.name
+        return place.get(row.name, len(place)), row.name
 
     shown = {}
     for problem in sorted(found, key=_problem_order):
