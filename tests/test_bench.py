@@ -234,6 +234,7 @@ def test_an_edited_copy_is_measured_beside_the_stage(tmp_path: Path, fake: Any) 
         "kind": "stage",
         "id": "00_naive",
         "source": str(copy),
+        "params": {},
     }
 
 

@@ -13,6 +13,28 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
+// 9.7.6.6 selp: `a` where the predicate holds, else `b`; both are worked out.
+__device__ __forceinline__ float selp_f32(float a, float b, bool predicate) {
+  float y;
+  asm("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}" : "=f"(y) : "f"(a), "f"(b), "r"(static_cast<int>(predicate)));
+  return y;
+}
+
+// 9.7.9.12 st.global under a predicate: 2 or 4 bytes, and nothing where it does not hold.
+template <typename T>
+__device__ __forceinline__ void st_global_if(T* target, T value, bool predicate) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "stores 2 or 4 bytes");
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p st.global.b16 [%0], %1;\n}" ::"l"(target),
+                 "h"(*reinterpret_cast<unsigned short*>(&value)), "r"(static_cast<int>(predicate))
+                 : "memory");
+  } else {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p st.global.b32 [%0], %1;\n}" ::"l"(target),
+                 "r"(*reinterpret_cast<unsigned*>(&value)), "r"(static_cast<int>(predicate))
+                 : "memory");
+  }
+}
+
 // 10.8 %smid: the SM that the thread runs on.
 __device__ __forceinline__ unsigned smid() {
   unsigned id;

@@ -110,6 +110,14 @@ __forceinline__ float ex2_approx_ftz(float x) {
   return y < SMALLEST_NORMAL ? 0.0f : y;
 }
 
+// 9.7.6.6 selp, 9.7.9.12 st.global under a predicate.
+__forceinline__ float selp_f32(float a, float b, bool predicate) { return predicate ? a : b; }
+template <typename T>
+__forceinline__ void st_global_if(T* target, T value, bool predicate) {
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "stores 2 or 4 bytes");
+  if (predicate) *target = value;
+}
+
 // 10.8 %smid: as if there were one SM.
 __forceinline__ unsigned smid() { return 0; }
 

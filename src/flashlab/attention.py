@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flashlab import emulator, gpu, stages, triton_code, tuned
+from flashlab import emulator, gpu, stages, triton_code, tuned, unfused
 from flashlab.errors import (
     DeviceError,
     DTypeError,
@@ -447,7 +447,7 @@ class Prepared:
         plan: Plan,
         cubin: Cubin,
         function: gpu.Function,
-        launch: gpu.Launch,
+        launch: Callable[[], None],
         out: Any,
         lse: Any,
         keep: tuple[Any, ...],
@@ -602,6 +602,27 @@ def prepare(
     function = gpu.load(cubin, found.device)
     counters, work_pointer = _new_counters(q, found.device, handle) if shape.persistent else (None, None)
     lse_pointer = None if lse_view is None else lse_view.pointer
+    if found.stage.unfused:
+        passes = unfused.Passes(
+            problem,
+            {"Q": first, "K": second, "V": third, "O": target},
+            lse_pointer=lse_pointer,
+            scale_log2=found.scale * math.log2(math.e),
+            parameters=found.stage.parameters(problem.head_dim, chosen),
+            function=function,
+            shape=shape,
+            device=found.device,
+            stream=handle,
+        )
+        return Prepared(
+            plan=found,
+            cubin=cubin,
+            function=function,
+            launch=passes,
+            out=out,
+            lse=lse,
+            keep=(first, second, third, target, lse_view, stream),
+        )
     params_struct = params_for(found, first, second, third, target, lse_pointer, work_pointer)
     arguments = _triton_parameters(params_struct) if found.stage.language == "triton" else [params_struct]
     if found.stage.tensor_maps:
@@ -837,6 +858,17 @@ def emulate(
         addresses = {getattr(AttentionMaps, name).offset: places[name] for name in "QKVO"}
         arguments.append(emulator.Structure(value=maps, pointers=addresses if found.aligned else {}))
     grid = grid_for(problem, shape)
+    passes = None
+    if found.stage.unfused:
+        passes = unfused.Emulated(
+            problem,
+            {name: view.owner for name, view in views.items()},
+            lse=places.get("LSE"),
+            scale_log2=found.scale * math.log2(math.e),
+            parameters=found.stage.parameters(problem.head_dim, params),
+            shape=shape,
+        )
+        arguments, grid = list(passes.arguments), passes.grid
 
     def launch(limit_s: float | None, blocks: int | None = None) -> emulator.Report:
         if found.stage.language == "triton":
@@ -861,9 +893,11 @@ def emulate(
             cancel=cancel,
         )
 
-    if timeout_s is not None:
+    if timeout_s is not None and passes is None:
         _refuse_too_large(found, shape, launch, timeout_s=timeout_s, races=races, threads=threads)
     report = launch(timeout_s)
+    if passes is not None:
+        passes.finish()
     if counters.any():
         raise EmulationError(
             f"{found.stage.id} on the CPU: wanted the counters of its work back at 0 after the last block, for the "

@@ -66,7 +66,7 @@ from flashlab.errors import (
     UnsupportedError,
 )
 from flashlab.paths import DATA, writable_dir
-from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Problem
+from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Precision, Problem
 from flashlab.records import (
     Ablation,
     Ceiling,
@@ -81,6 +81,7 @@ from flashlab.records import (
     Verdict,
 )
 from flashlab.reference import Shape, make_inputs
+from flashlab.stages import variant_in
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
 _HEAT_SECONDS = 2.0
@@ -536,7 +537,7 @@ def run(
 
     Args:
         problems: what to compute; see `problem.suite`.
-        stages: ids; all where None, none where empty.
+        stages: ids, or ids with tunables as `stages.parse` takes them; the ladder where None, none where empty.
         peers: names; all where None, none where empty.
         sources: an edited copy of a stage's file, by stage id: measured beside it, under the name `id@file`.
         data: the folder that holds data/<gpu>.
@@ -582,7 +583,12 @@ def run(
         "runs",
         problems,
         {
-            name: {"kind": kind, "id": identity, "source": None if source is None else str(source)}
+            name: {
+                "kind": kind,
+                "id": identity,
+                "source": None if source is None else str(source),
+                "params": variant_in(name),
+            }
             for name, kind, identity, source in names
         },
         record,
@@ -635,7 +641,7 @@ def time_variants(
         raise ParameterError(f"wanted at least one variant and problem, got {len(variants)} and {len(problems)}")
     if source is not None and not source.is_file():
         raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
-    named = {variant_name(stage_id, variant): dict(variant) for variant in variants}
+    named = {stages.variant_name(stage_id, variant): dict(variant) for variant in variants}
     for variant in named.values():
         stage.parameters(stage.head_dims[0], variant)
 
@@ -753,11 +759,6 @@ def time_groups(
     )
 
 
-def variant_name(stage_id: str, variant: Mapping[str, int]) -> str:
-    """How a stage with those tunables is named while it is measured: `09_wgmma[STAGES=3]`."""
-    return f"{stage_id}[{','.join(f'{name}={value}' for name, value in sorted(variant.items()))}]"
-
-
 def _measure(
     folder: Folder,
     problems: Sequence[Problem],
@@ -857,10 +858,16 @@ def _not_negative(**numbers: float) -> None:
 def _names(
     stage_ids: Sequence[str] | None, peer_names: Sequence[str] | None, sources: Mapping[str, Path]
 ) -> list[tuple[str, Literal["stage", "peer"], str, Path | None]]:
-    """(record name, kind, stage id or peer name, source file) of everything to measure, each once."""
+    """(record name, kind, stage id or peer name, source file) of everything to measure, each once.
+
+    A stage may be named with values of its tunables: `wmma_no_smem[COLUMN_LANES=32]`.
+    """
     found: list[tuple[str, Literal["stage", "peer"], str, Path | None]] = []
-    for stage_id in dict.fromkeys(stages.STAGES if stage_ids is None else stage_ids):
-        found.append((stages.get(stage_id).id, "stage", stage_id, None))
+    for text in stages.STAGES if stage_ids is None else stage_ids:
+        stage, variant = stages.parse(text)
+        name = stages.variant_name(stage.id, variant) if variant else stage.id
+        if name not in {one for one, *_ in found}:
+            found.append((name, "stage", stage.id, None))
     for stage_id, source in sources.items():
         stages.get(stage_id)
         if not source.is_file():
@@ -1037,7 +1044,12 @@ def check_stages(
                 "seed": seed,
                 "emulate": emulate,
                 "implementations": {
-                    name: {"kind": kind, "id": identity, "source": None if source is None else str(source)}
+                    name: {
+                        "kind": kind,
+                        "id": identity,
+                        "source": None if source is None else str(source),
+                        "params": variant_in(name),
+                    }
                     for name, kind, identity, source in names
                 },
             },
@@ -1241,7 +1253,9 @@ class _Worker:
             return self._peer(which["id"], problem, q, k, v)
         return self._stage(which, problem, q, k, v)
 
-    def _judge(self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any) -> Message:
+    def _judge(
+        self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any, precision: Precision = "input"
+    ) -> Message:
         shape = Shape(
             batch=problem.batch,
             q_heads=problem.q_heads,
@@ -1256,6 +1270,7 @@ class _Worker:
             *(self._for_oracle(x) for x in (q, k, v)),
             causal=problem.causal,
             dtype=problem.dtype,
+            precision=precision,
             sample=Sample.of(shape, max_scores=self._job["plan"]["checked_scores"], seed=self._job["seed"]),
             xp=self.cupy,
         )
@@ -1267,7 +1282,8 @@ class _Worker:
 
     def _stage(self, which: Message, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
         stage_id: str = which["id"]
-        reason = stages.get(stage_id).why_not(problem, self._info.arch)
+        stage = stages.get(stage_id)
+        reason = stage.why_not(problem, self._info.arch)
         if reason:
             raise _RefusedError("unsupported", reason)
         what: dict[str, Any] = {
@@ -1288,7 +1304,7 @@ class _Worker:
         with_lse = prepare(q, k, v, out=out, lse=lse, **what)
         with_lse()
         gpu.synchronize(self._device)
-        verdict = self._judge(out, lse, problem, q, k, v)
+        verdict = self._judge(out, lse, problem, q, k, v, stage.precision)
         # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
         first = out.clone()
         out.view(self.torch.int16).fill_(POISON_WORD)
@@ -1296,7 +1312,7 @@ class _Worker:
         timed()
         gpu.synchronize(self._device)
         if not self.torch.equal(first.view(self.torch.int16), out.view(self.torch.int16)):
-            self._judge(out, None, problem, q, k, v)
+            self._judge(out, None, problem, q, k, v, stage.precision)
         return _Candidate(timed, verdict, _cubin_fields(timed), (out,))
 
     def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
@@ -1423,7 +1439,7 @@ class _Worker:
             beside = None
             try:
                 verdict, out, lse = self._check_stage(name, problem, layout, values, oracle)
-                emulated = self._implementations[name]["id"] in stages.CUDA_STAGES
+                emulated = stages.get(self._implementations[name]["id"]).language == "cuda"
                 if self._job.get("emulate") and emulated and verdict["passed"]:
                     self.step(index, name, "emulate")
                     beside = self._emulate_beside(name, problem, layout, values, out, lse)
@@ -1451,7 +1467,9 @@ class _Worker:
         which = self._implementations[name]
         stages.get(which["id"]).require(problem, self._info.arch)
         source = None if which["source"] is None else Path(which["source"])
-        verdict, out, lse = _guarded_run(which["id"], problem, values, layout=layout, source=source, oracle=oracle)
+        verdict, out, lse = _guarded_run(
+            which["id"], problem, values, layout=layout, source=source, params=which["params"], oracle=oracle
+        )
         return finite(verdict), out, lse
 
     def _emulate_beside(
@@ -1465,7 +1483,9 @@ class _Worker:
             return host.view(ml_dtypes.bfloat16) if str(host.dtype) == "uint16" else host
 
         q, k, v, out, lse = (on_host(array) for array in (*values, out, lse))
-        found = emulate_beside(which["id"], problem, (q, k, v), out, lse, layout=layout, source=source)
+        found = emulate_beside(
+            which["id"], problem, (q, k, v), out, lse, layout=layout, source=source, params=which["params"]
+        )
         return _emulator_message(found)
 
 
@@ -1494,6 +1514,7 @@ def _guarded_run(
     *,
     layout: str,
     source: Path | None,
+    params: Mapping[str, int] | None = None,
     oracle: Oracle | None = None,
 ) -> tuple[CheckVerdict, Any, Any]:
     """The verdict, and the output and log-sum-exp it is on."""
@@ -1512,12 +1533,20 @@ def _guarded_run(
         out=views[3],
         lse=lse.array,
         source=source,
+        params=params,
         stream=cupy.cuda.get_current_stream(),
     )
     prepared()
     gpu.synchronize(prepared.plan.device)
     verdict = damage(out, lse, inputs) or check(
-        out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype, oracle=oracle, xp=cupy
+        out.array,
+        lse.array,
+        *values,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        precision=stages.get(stage_id).precision,
+        oracle=oracle,
+        xp=cupy,
     )
     return verdict, out.array, lse.array
 

@@ -1,7 +1,8 @@
 """The verdict on a kernel's output, and the buffers that show what it touched.
 
-The rule. Errors are against the float64 oracle; `plain` is the same computation done plainly at input precision
-(`reference.plain`). An output passes when in every band of 64 query rows of every head
+The rule. Errors are against the float64 oracle; `plain` is the same computation done plainly at the same precision,
+for every rung of the ladder that of its inputs (`reference.plain`). An output passes when in every band of 64 query
+rows of every head
 
     max |error|  <=  2 · max |error of plain|  +  3 · slack · max |O|
     rms  error   <=  2 · rms  error of plain   +      slack · rms  O
@@ -50,7 +51,7 @@ import numpy as np
 
 from flashlab import reference
 from flashlab.errors import DTypeError, InputError, ParameterError, ShapeError
-from flashlab.problem import DType
+from flashlab.problem import DType, Precision
 from flashlab.reference import UNIT_ROUNDOFF, Array, Shape
 
 HOSTILE: tuple[tuple[int, int], ...] = (
@@ -152,16 +153,19 @@ def _draw(total: int, count: int, rng: np.random.Generator) -> list[int]:
 class Oracle:
     """What is known of one problem, kept so that several outputs of it can be checked for little more than one.
 
-    Give the same to every `check` of the same q, k, v, mask, type, scale and sample, and to no other.
+    Give the same to every `check` of the same q, k, v, mask, type, scale and sample, and to no other. The precision may
+    differ.
     """
 
     def __init__(self) -> None:
         self.finite = False
-        self._parts: dict[tuple[int, int], tuple[Array, ...]] = {}
+        self._parts: dict[tuple[int, int, Precision], tuple[Array, ...]] = {}
 
-    def part(self, tile: reference.Tile, compute: Callable[[], tuple[Array, ...]]) -> tuple[Array, ...]:
-        """A tile's arrays, computed the first time."""
-        key = (tile.pair, tile.span.start)
+    def part(
+        self, tile: reference.Tile, precision: Precision, compute: Callable[[], tuple[Array, ...]]
+    ) -> tuple[Array, ...]:
+        """A tile's arrays at a precision, computed the first time."""
+        key = (tile.pair, tile.span.start, precision)
         if key not in self._parts:
             self._parts[key] = compute()
         return self._parts[key]
@@ -176,6 +180,7 @@ def check(
     *,
     causal: bool,
     dtype: DType,
+    precision: Precision = "input",
     scale: float | None = None,
     sample: Sample | None = None,
     against: tuple[Array, Array | None] | None = None,
@@ -189,7 +194,8 @@ def check(
         lse: (batch, q_heads, q_len) float32, natural logarithm; None where the implementation gives none.
         q, k, v: what it was computed from, finite; see `reference.attention`.
         causal, scale: as the implementation was told; scale None is 1 / sqrt(head_dim).
-        dtype: the type the implementation computes in.
+        dtype: the type of inputs and output.
+        precision: what the implementation rounds its numbers to; see `reference.plain_tile`.
         sample: compare only that part with the oracle. Shape, type, poison and finiteness are checked throughout.
         against: another output and log-sum-exp of the same problem, to be compared with in place of the oracle, within
             the same limits: two machines that run the same kernel agree.
@@ -223,6 +229,7 @@ def check(
             v,
             causal=causal,
             dtype=dtype,
+            precision=precision,
             scale=scale,
             sample=sample,
             against=against,
@@ -355,6 +362,7 @@ def _compare(
     *,
     causal: bool,
     dtype: DType,
+    precision: Precision,
     scale: float,
     sample: Sample | None,
     against: tuple[Array, Array | None] | None,
@@ -372,7 +380,7 @@ def _compare(
 
     def known(tile: reference.Tile) -> tuple[Array, ...]:
         exact, exact_lse, weight_norm = reference.exact_tile(q, k, v, tile, scale=scale, xp=xp)
-        plain, plain_lse = reference.plain_tile(q, k, v, tile, scale=scale, dtype=dtype, xp=xp)
+        plain, plain_lse = reference.plain_tile(q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp)
         rows = xp.asarray(tile.rows)
         q_norm = xp.sqrt((reference.to_float(q[tile.batch, tile.q_head][rows], xp, xp.float64) ** 2).sum(axis=1))
         k_norm = xp.sqrt((reference.to_float(k[tile.batch, tile.kv_head], xp, xp.float64) ** 2).sum(axis=1).max())
@@ -390,7 +398,7 @@ def _compare(
     for tile in reference.tiles(shape, causal=causal, pairs=pairs, rows=rows):
         at = (tile.pair, tile.span)
         exact, exact_lse, weight_norm, plain_error, plain_lse, norms, tile_rows, seen = oracle.part(
-            tile, partial(known, tile)
+            tile, precision, partial(known, tile)
         )
         got = reference.to_float(out[tile.batch, tile.q_head][tile_rows], xp, xp.float64)
         # Rows that see no key were checked exactly and have nothing to compare.

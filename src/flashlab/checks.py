@@ -395,6 +395,7 @@ def emulated_verdict(
     *,
     layout: str = "contiguous",
     source: Path | None = None,
+    params: Mapping[str, int] | None = None,
     schedule: str = "ascending",
     races: bool = False,
     threads: int | None = None,
@@ -423,6 +424,7 @@ def emulated_verdict(
         out=out.array,
         lse=lse.array,
         source=source,
+        params=params,
         schedule=schedule,
         races=races,
         threads=threads,
@@ -431,7 +433,12 @@ def emulated_verdict(
         surroundings={name: buffer.buffer for name, buffer in buffers.items()},
     )
     verdict = damage(out, lse, inputs) or judge(
-        out.array, lse.array, *values, causal=problem.causal, dtype=problem.dtype
+        out.array,
+        lse.array,
+        *values,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        precision=stages.get(stage_id).precision,
     )
     if verdict.passed and ran.report.findings:
         more = len(ran.report.findings) - 1
@@ -448,6 +455,7 @@ class _Build:
 
     stage: str
     source: Path | None
+    variant: tuple[tuple[str, int], ...]
     head_dim: int
     dtype: str
     causal: bool
@@ -455,11 +463,13 @@ class _Build:
     hooks: bool
 
     @classmethod
-    def of(cls, stage_id: str, source: Path | None, case: Case, *, hooks: bool) -> _Build:
+    def of(cls, name: str, which: tuple[str, Path | None], case: Case, *, hooks: bool) -> _Build:
+        stage_id, source = which
         problem = case.problem
         odd = re.findall(r"[+@](\d+)", case.layout)  # of a random layout
         aligned = case.layout != "misaligned" and all(int(n) * BYTES_PER_ELEMENT % 16 == 0 for n in odd)
-        return cls(stage_id, source, problem.head_dim, problem.dtype, problem.causal, aligned, hooks)
+        variant = tuple(stages.variant_in(name).items())
+        return cls(stage_id, source, variant, problem.head_dim, problem.dtype, problem.causal, aligned, hooks)
 
     def __call__(self) -> None:
         emulator.build_stage(
@@ -469,6 +479,7 @@ class _Build:
             causal=self.causal,
             aligned=self.aligned,
             source=self.source,
+            overrides=dict(self.variant),
             hooks=self.hooks,
         )
 
@@ -480,14 +491,14 @@ Follow = Callable[[int, int, str], None]
 
 
 def implementations(stage_ids: Sequence[str] | None, sources: Mapping[str, Path] | None) -> Implementations:
-    """Stages by the names their rows have: an edited copy is `id@file`.
+    """Stages by the names their rows have: an edited copy is `id@file`, and tunables may follow an id (`stages.parse`).
 
     Raises:
         UnknownStageError, ParameterError: a stage or file that is not there.
     """
     found: dict[str, tuple[str, Path | None]] = {
-        stages.get(stage_id).id: (stage_id, None)
-        for stage_id in dict.fromkeys(stages.STAGES if stage_ids is None else stage_ids)
+        name: (stages.parse(name)[0].id, None)
+        for name in dict.fromkeys(stages.STAGES if stage_ids is None else stage_ids)
     }
     for stage_id, source in (sources or {}).items():
         if not source.is_file():
@@ -507,10 +518,10 @@ def build_all(
     emulator.cxx()
     builds = list(
         dict.fromkeys(
-            _Build.of(*which[name], case, hooks=hooks)
+            _Build.of(name, which[name], case, hooks=hooks)
             for case in wanted
             for name in case.names
-            if which[name][0] in stages.CUDA_STAGES
+            if stages.get(which[name][0]).language == "cuda"
         )
     )
     refused: dict[_Build, CompileError] = {}
@@ -574,19 +585,25 @@ def check_on_cpu(
     refused = build_all(which, wanted, hooks=races, follow=follow)
     cancel = threading.Event()
     inputs = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
-    verdicts: dict[tuple[Problem, str, bytes, bytes], CheckVerdict] = {}
+    verdicts: dict[tuple[Problem, str, str, bytes, bytes], CheckVerdict] = {}
 
     def judge(case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> CheckVerdict:
         """`check`, once for the same bits: another schedule or layout rarely changes any."""
         inputs = case.layout if "=" in case.layout else ""  # shared heads are other numbers
-        key = (case.problem, inputs, sha256(out.tobytes()).digest(), sha256(lse.tobytes()).digest())
+        key = (
+            case.problem,
+            inputs,
+            options["precision"],
+            sha256(out.tobytes()).digest(),
+            sha256(lse.tobytes()).digest(),
+        )
         if key not in verdicts:
             verdicts[key] = check(out, lse, *values, **options)
         return verdicts[key]
 
     def run(name: str, case: Case, schedule: str) -> CheckRow:
         stage_id, source = which[name]
-        error: FlashlabError | None = refused.get(_Build.of(stage_id, source, case, hooks=races))
+        error: FlashlabError | None = refused.get(_Build.of(name, which[name], case, hooks=races))
         verdict = None
         findings: tuple[str, ...] = ()
         if error is None:
@@ -597,6 +614,7 @@ def check_on_cpu(
                     laid_out(inputs(case.problem), case.layout),
                     layout=case.layout,
                     source=source,
+                    params=stages.variant_in(name),
                     schedule=schedule,
                     races=races,
                     threads=1,
@@ -659,6 +677,7 @@ def emulate_beside(
     *,
     layout: str,
     source: Path | None = None,
+    params: Mapping[str, int] | None = None,
 ) -> EmulatorVerdict:
     """Run on the CPU what a GPU ran, and compare the two within the checker's limits.
 
@@ -675,11 +694,19 @@ def emulate_beside(
         sizes = asdict(problem) | {"batch": 1, "q_heads": group, "kv_heads": 1}
         problem = Problem(**sizes)
     try:
-        verdict, ran = emulated_verdict(stage_id, problem, values, layout=layout, source=source)
+        verdict, ran = emulated_verdict(stage_id, problem, values, layout=layout, source=source, params=params)
     except FlashlabError as error:
         status, reason = status_of(error)
         return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=None, agreement=None)
-    agreement = check(out, lse, *values, causal=problem.causal, dtype=problem.dtype, against=(ran.out, ran.lse))
+    agreement = check(
+        out,
+        lse,
+        *values,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        precision=stages.get(stage_id).precision,
+        against=(ran.out, ran.lse),
+    )
     reason = verdict.reason or (agreement.reason and f"chip and emulator: {agreement.reason}")
     return EmulatorVerdict(
         status="wrong" if reason else "ok",

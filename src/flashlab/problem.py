@@ -15,6 +15,9 @@ from flashlab.errors import DTypeError, ParameterError, ShapeError
 
 DType = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
+Precision = Literal["input", "e4m3_inputs", "e4m3"]
+"""What a computation's numbers are rounded to: its inputs' own type; Q, K and V to FP8 (e4m3); those and the
+probabilities. Sums are FP32, and the output is of the inputs' type, always."""
 DTYPES: tuple[DType, ...] = get_args(DType)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 BYTES_PER_ELEMENT = 2

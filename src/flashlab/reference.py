@@ -22,13 +22,21 @@ import ml_dtypes
 import numpy as np
 
 from flashlab.errors import DTypeError, ParameterError, ShapeError
-from flashlab.problem import DTYPES, DType, Problem
+from flashlab.problem import DTYPES, DType, Precision, Problem
 
 Array = Any
 """A NumPy or CuPy array."""
 
 UNIT_ROUNDOFF: dict[DType, float] = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 """Largest relative error of rounding a number to the nearest of that type."""
+
+_E4M3_MAX = 448.0
+_E4M3_DIGITS = 4
+"""Significant bits, the hidden one included."""
+_E4M3_MIN_EXPONENT = -6
+"""Below 2^-6 the distance between neighbours stays the same."""
+_E4M3_SCALE = 256.0
+"""Probabilities up to 1 are stored up to this, far from where e4m3 loses digits: they cover its range from the top."""
 
 _SCORES_PER_TILE = 1 << 22
 """Scores held at once: 32 MiB in float64 for each of the few temporaries."""
@@ -148,6 +156,14 @@ def round_to(x: Array, dtype: DType, xp: Any = np) -> Array:
     return xp.where(xp.isnan(x), x, rounded.astype(xp.uint32).view(xp.float32))
 
 
+def round_to_e4m3(x: Array, xp: Any = np) -> Array:
+    """float32 values rounded to the nearest of FP8 e4m3, ties to even, beyond 448 to 448; still as float32."""
+    _, exponent = xp.frexp(x)
+    exponent = xp.maximum(exponent - 1, _E4M3_MIN_EXPONENT) - (_E4M3_DIGITS - 1)
+    rounded = xp.ldexp(xp.rint(xp.ldexp(x, -exponent)), exponent)
+    return xp.clip(rounded, -_E4M3_MAX, _E4M3_MAX).astype(xp.float32)
+
+
 def pack(x: Array, dtype: DType, xp: Any = np) -> Array:
     """float32 values rounded to `dtype` and stored as float16, or bfloat16 (uint16 bits where `xp` is not numpy)."""
     if dtype == "float16":
@@ -208,16 +224,38 @@ def exact_tile(q: Array, k: Array, v: Array, tile: Tile, *, scale: float, xp: An
 
 
 def plain_tile(
-    q: Array, k: Array, v: Array, tile: Tile, *, scale: float, dtype: DType, xp: Any = np
+    q: Array,
+    k: Array,
+    v: Array,
+    tile: Tile,
+    *,
+    scale: float,
+    dtype: DType,
+    precision: Precision = "input",
+    xp: Any = np,
 ) -> tuple[Array, Array]:
-    """One tile at input precision, float32 holding `dtype` values: output (rows, head_dim), log-sum-exp (rows,)."""
+    """One tile at a precision, float32 holding its values: output (rows, head_dim), log-sum-exp (rows,).
+
+    `input`: scores and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they, after Q, K and V were rounded
+    to e4m3. `e4m3`: scores stay FP32, as they do between two products of FP8, and exp(score - max), not yet divided by
+    its sum, is rounded to e4m3.
+    """
     q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float32)
     if len(keys) == 0:
         return xp.zeros_like(q_rows), xp.zeros(len(q_rows), dtype=xp.float32) - xp.float32(xp.inf)
-    scores = round_to((q_rows @ keys.T) * xp.float32(scale), dtype, xp)
+    if precision != "input":
+        q_rows, keys, values = (round_to_e4m3(x, xp) for x in (q_rows, keys, values))
+    scores = (q_rows @ keys.T) * xp.float32(scale)
+    if precision != "e4m3":
+        scores = round_to(scores, dtype, xp)
     weights, total, lse = _softmax_parts(_hide(scores, tile, xp), xp)
-    weights /= total
-    return round_to(round_to(weights, dtype, xp) @ values, dtype, xp), lse[:, 0]
+    if precision == "e4m3":
+        weights *= xp.float32(_E4M3_SCALE)
+        out = (round_to_e4m3(weights, xp) @ values) / (total * xp.float32(_E4M3_SCALE))
+    else:
+        weights /= total
+        out = round_to(weights, dtype, xp) @ values
+    return round_to(out, dtype, xp), lse[:, 0]
 
 
 def attention(
@@ -260,12 +298,19 @@ def attention(
 
 
 def plain(
-    q: Array, k: Array, v: Array, *, causal: bool, dtype: DType, scale: float | None = None, xp: Any = np
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    dtype: DType,
+    precision: Precision = "input",
+    scale: float | None = None,
+    xp: Any = np,
 ) -> Array:
-    """Attention as one would write it at input precision; its error is the yardstick for a kernel's.
+    """Attention as one would write it at a precision (`plain_tile`); its error is the yardstick for a kernel's.
 
-    Scores are summed in float32 and rounded to `dtype`, the softmax is float32, the probabilities are rounded to
-    `dtype`, the output is summed in float32 and rounded to `dtype`.
+    Sums are float32, and the output is rounded to `dtype`.
 
     Returns:
         The output (batch, q_heads, q_len, head_dim), stored as `pack` does.
@@ -274,7 +319,9 @@ def plain(
     scale = default_scale(shape.head_dim) if scale is None else scale
     out = xp.empty((shape.batch, shape.q_heads, shape.q_len, shape.head_dim), dtype=xp.float32)
     for tile in tiles(shape, causal=causal):
-        out[tile.batch, tile.q_head, tile.span], _ = plain_tile(q, k, v, tile, scale=scale, dtype=dtype, xp=xp)
+        out[tile.batch, tile.q_head, tile.span], _ = plain_tile(
+            q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp
+        )
     return pack(out, dtype, xp)
 
 

@@ -28,9 +28,9 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flashlab import claims, figures, method, records, results, tables
+from flashlab import claims, compiler, figures, method, records, results, sass, tables
 from flashlab import stages as registry
-from flashlab.errors import NoDataError, ParameterError, ReportError
+from flashlab.errors import MissingPackageError, NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
 from flashlab.notebook import NOTHING_YET, Outcome, read_outcome, settings
 from flashlab.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
@@ -263,9 +263,12 @@ def generate(
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(_generate_stage, out, stage, shown, data) for stage in registry.STAGES.values()]
         jobs += [pool.submit(_generate_results, out, found, data) for found in everything]
+        told = results.dead_ends(shown.gpu, data) if shown else {}
+        jobs += [pool.submit(_generate_dead_end, out, stage, told) for stage in registry.DEAD_ENDS.values()]
         for job in jobs:
             job.result()
     _generate_stage_list(out)
+    _generate_dead_end_list(out, told)
     _generate_results_index(out, everything)
     _generate_check_records(out, everything, data)
     lines = [f"- {method.samples_line(found.gpu, data)}" for found in everything]
@@ -369,10 +372,7 @@ def _generate_stage(out: _Output, stage: Stage, shown: Results | None, data: Pat
     diff = diff_against_parent(stage)
     added = sum(line.startswith("+") and not line.startswith("+++") for line in diff.splitlines())
     removed = sum(line.startswith("-") and not line.startswith("---") for line in diff.splitlines())
-    source = stage.source.read_text(encoding="utf-8")
-    whole = f'??? abstract "The whole kernel, {stage.source.name}"\n\n' + _indent(
-        f"``` {{ .{'cuda' if stage.language == 'cuda' else 'python'} .kernel }}\n{source.rstrip()}\n```"
-    )
+    whole = _kernel_text(stage)
     if diff:
         heading = f"{stage.parent} → {stage.id}: {added} lines added, {removed} removed"
         shown_diff = f'``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```\n'
@@ -400,6 +400,84 @@ def _generate_stage(out: _Output, stage: Stage, shown: Results | None, data: Pat
         + _section("prediction", stage.prediction)
         + _section("result", _stage_result(out, stage, shown, page, data)),
     )
+
+
+def _kernel_text(stage: Stage) -> str:
+    source = stage.source.read_text(encoding="utf-8")
+    return f'??? abstract "The whole kernel, {stage.source.name}"\n\n' + _indent(
+        f"``` {{ .{'cuda' if stage.language == 'cuda' else 'python'} .kernel }}\n{source.rstrip()}\n```"
+    )
+
+
+def _generate_dead_end(out: _Output, stage: Stage, told: Mapping[Problem, Sequence[Measurement]]) -> None:
+    needs = [
+        ("Made from", f"`{stage.parent}`" if stage.parent else None),
+        ("Architectures", stage.needs),
+        ("Element types", ", ".join(stage.dtypes)),
+        ("Head dims", ", ".join(map(str, stage.head_dims))),
+        *((f"`{n}`", f"{p.meaning}; {_defaults(p)}") for n, p in stage.params.items()),
+    ]
+    out.snippet(
+        f"dead_ends/{stage.id}.md",
+        _section("title", f"# {stage.id}: {stage.title}")
+        + _section("question", stage.question)
+        + _section("built", f"{stage.change}\n\n{tables.markdown(('', ''), needs, left=2)}\n{_kernel_text(stage)}")
+        + _section("prediction", stage.prediction)
+        + _section("result", _dead_end_result(stage, told))
+        + _section("code", _dead_end_code(stage)),
+    )
+
+
+def _dead_end_result(stage: Stage, told: Mapping[Problem, Sequence[Measurement]]) -> str:
+    """A table a problem, with what was measured in turn, and why what has no time has none."""
+    own = {stage.id, *stage.variant_names}
+    parts = []
+    for problem, rows in told.items():
+        mine = [row for row in rows if row.name in own]
+        if not mine:
+            continue
+        beside = [row for row in rows if row.name in own or not results.is_dead_end(row) or row.name == stage.parent]
+        parts.append(f"### {problem.label}\n\n{tables.dead_ends(beside, own)}")
+        parts += [f"**{row.name}: {row.status}.** {row.reason}" for row in mine if row.status != "ok"]
+        page = f"dead_ends/{stage.id}.md"
+        links = ", ".join(f"[data]({_up(page)}generated/data/{file})" for file in results.run_files(mine))
+        parts.append(f"<small>{results.provenance(mine)} · {links}</small>")
+    return "\n\n".join(parts) or NOTHING_YET
+
+
+def _dead_end_code(stage: Stage) -> str:
+    """Branches and memory accesses of its machine code and its parent's, compiled here."""
+    found: dict[str, Sequence[sass.Instruction]] = {}
+    arch = "sm_90a"
+    try:
+        for name in (*([stage.parent] if stage.parent else ()), stage.id, *stage.variant_names):
+            one, variant = registry.parse(name)
+            cubin = compiler.compile_stage(
+                one, head_dim=one.head_dims[0], dtype="float16", causal=False, arch=arch, overrides=variant
+            )
+            found[name] = sass.without_padding(sass.disassemble(cubin.code, cubin.entry))
+    except MissingPackageError as error:
+        return f"*Not compiled for this page: {error}*"
+    return (
+        f"{tables.branches(found)}\nInstructions in the machine code for {arch}, head dim {stage.head_dims[0]}, full "
+        "mask, counted once each; `flashlab sass` lists them."
+    )
+
+
+def _generate_dead_end_list(out: _Output, told: Mapping[Problem, Sequence[Measurement]]) -> None:
+    first = next(iter(told), None)
+    rows = {row.name: row for row in told[first]} if first else {}
+
+    def came(stage: Stage) -> str | None:
+        row = rows.get(stage.id)
+        if row is None:
+            return None
+        rate = results.rate(row)
+        return f"{tables.number(rate)} TFLOP/s" if rate else f"no time: {row.status}"
+
+    lines = [(f"[`{s.id}`]({s.id}.md)", s.title, s.question, came(s)) for s in registry.DEAD_ENDS.values()]
+    header = ("", "what", "hypothesis, as a question", f"at {first.label}" if first else "measured")
+    out.snippet("dead_ends.md", tables.markdown(header, lines, left=3))
 
 
 def _defaults(param: registry.Param) -> str:
@@ -811,6 +889,7 @@ def build_site(out: Path = BUILD, *, site: Path = SITE, config: Path = ROOT / "m
     configuration = yaml.safe_load(config.read_text(encoding="utf-8"))
     after: dict[str, list[dict[str, str]]] = {
         "stages/index.md": [{stage_id: f"stages/{stage_id}.md"} for stage_id in registry.STAGES],
+        "dead_ends/index.md": [{stage_id: f"dead_ends/{stage_id}.md"} for stage_id in registry.DEAD_ENDS],
         "results.md": [{name: page} for name, page in json.loads(listing.read_text(encoding="utf-8"))],
     }
     configuration["nav"] = _expanded(configuration["nav"], after)

@@ -9,6 +9,8 @@ tried most stages there, then from the one that took samples in most states, the
 try is filled in from the session's other runs, and `Results.beside` from other element types.
 
 A ratio means most between rows that were measured in turn: `against_peers` takes both of its rows from one run.
+
+A run that measured a dead end tells of dead ends alone (`dead_ends`); the rungs in it are there to be compared with.
 """
 
 from __future__ import annotations
@@ -299,7 +301,9 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
         NoDataError: the GPU has no measurement.
     """
     records.newest_run(gpu, data)
-    runs = [run for run in records.runs(gpu, data) if run.measurements]
+    runs = [run for run in _of_the_ladder(records.runs(gpu, data)) if run.measurements]
+    if not runs:
+        return ()
     sessions = sessions_of(runs)
     newest = sessions[runs[-1].id]
     parts: dict[Problem, list[list[Measurement]]] = {}
@@ -371,6 +375,46 @@ def sessions_of(runs: Iterable[Run]) -> dict[str, str]:
     return found
 
 
+def is_dead_end(row: Measurement) -> bool:
+    """Whether a row is a dead end's, with its own tunables or others."""
+    return row.kind == "stage" and row.name.partition("[")[0] in stages.DEAD_ENDS
+
+
+def _of_the_ladder(runs: Iterable[Run]) -> list[Run]:
+    return [run for run in runs if not any(is_dead_end(row) for row in run.measurements)]
+
+
+def dead_ends(gpu: str, data: Path = DATA) -> dict[Problem, tuple[Measurement, ...]]:
+    """Dead ends and what was measured in turn with them, by problem; empty where none was measured.
+
+    A problem's rows are of one run: the one that tried most dead ends there, then the newest. Rungs of the ladder come
+    first, then dead ends, each before its variants, then libraries, the fastest first.
+
+    Raises:
+        NoDataError: the GPU has no run.
+    """
+    found: dict[Problem, list[list[Measurement]]] = {}
+    for run in records.runs(gpu, data):
+        by_problem: dict[Problem, dict[str, Measurement]] = {}
+        for row in run.measurements:
+            by_problem.setdefault(row.problem.problem(), {})[row.name] = row
+        for problem, rows in by_problem.items():
+            if any(is_dead_end(row) for row in rows.values()):
+                found.setdefault(problem, []).append(list(rows.values()))
+    dead = [name for stage in stages.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names)]
+    place = {name: position for position, name in enumerate((*stages.STAGES, *dead))}
+
+    def position(row: Measurement) -> tuple[int, str]:
+        return place.get(row.name, len(place)), row.name
+
+    shown = {}
+    for problem in sorted(found, key=_problem_order):
+        best = max(found[problem], key=lambda rows: (sum(map(is_dead_end, rows)), rows[0].run))
+        ours = sorted((row for row in best if row.kind == "stage"), key=position)
+        shown[problem] = (*ours, *ordered(row for row in best if row.kind == "peer"))
+    return shown
+
+
 def _tried(rows: Mapping[str, Measurement]) -> int:
     return sum(name in stages.STAGES for name in rows)
 
@@ -394,7 +438,7 @@ def load(gpu: str, data: Path = DATA) -> Results:
     Raises:
         NoDataError: it has no run.
     """
-    runs = records.runs(gpu, data)
+    runs = _of_the_ladder(records.runs(gpu, data))
     sessions = sessions_of(runs)
     found: dict[Problem, dict[str, list[dict[str, Measurement]]]] = {}
     for run in runs:
@@ -426,10 +470,16 @@ def load(gpu: str, data: Path = DATA) -> Results:
 def checks_file(gpu: str, data: Path = DATA, folder: Literal["checks", "random"] = "checks") -> Path:
     """The file of the newest comparison of stages over hostile lengths and layouts, or over random ones.
 
+    One of dead ends alone does not count.
+
     Raises:
         NoDataError: there is none.
     """
-    files = sorted((data / gpu / folder).glob("*.jsonl"))
+    files = [
+        path
+        for path in sorted((data / gpu / folder).glob("*.jsonl"))
+        if not all(line["stage"].partition("[")[0] in stages.DEAD_ENDS for line in check_lines(path))
+    ]
     if not files:
         raise NoDataError(
             f"wanted checks of {gpu}, found none in data/{gpu}/{folder}. `flashlab check` on such a GPU makes some"

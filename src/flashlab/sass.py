@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -190,6 +190,47 @@ def classify(instruction: Instruction) -> str:
         by_operand = instruction.opcode.split(".")[0] == "BRA" and _CONDITION.match(instruction.operands)
         return "branch_predicated" if instruction.predicate or by_operand else "branch"
     return kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Jumps of a kernel by kind; each instruction once."""
+
+    predicated: int
+    """Under a condition, in the kernel's own code: what a reader of the source would call a branch."""
+    predicated_exits: int
+    """EXIT under a condition: a thread that is done early."""
+    in_subroutines: int
+    """Under a condition, in what is called: the slow paths of divisions and roots."""
+    always: int
+    """The rest: jumps, calls and returns that are always taken."""
+
+
+def branches(instructions: Sequence[Instruction]) -> Branches:
+    """The jumps among a kernel's instructions (`disassemble` of one entry)."""
+    kept = without_padding(tuple(instructions))
+    # Subroutines lie behind the kernel's last EXIT, so that the code from there on is theirs.
+    last_exit = max((i.address for i in kept if i.opcode == "EXIT" and i.predicate is None), default=0)
+    jumps = [i for i in kept if classify(i).startswith("branch")]
+    conditional = [i for i in jumps if classify(i) == "branch_predicated"]
+    exits = [i for i in conditional if i.opcode == "EXIT"]
+    called = [i for i in conditional if i.address > last_exit and i.opcode != "EXIT"] if _calls(kept) else []
+    return Branches(
+        predicated=len(conditional) - len(exits) - len(called),
+        predicated_exits=len(exits),
+        in_subroutines=len(called),
+        always=len(jumps) - len(conditional),
+    )
+
+
+def _calls(instructions: Sequence[Instruction]) -> bool:
+    return any(i.opcode.split(".")[0] == "CALL" for i in instructions)
+
+
+def shared_memory(instructions: Sequence[Instruction]) -> int:
+    """How many of a kernel's instructions name shared memory: loads, stores, atomics, and copies into it."""
+    kinds = ("shared_load", "shared_store", "async_copy")
+    return sum(classify(i) in kinds for i in without_padding(tuple(instructions)))
 
 
 def without_padding(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:

@@ -1,10 +1,12 @@
 """The registry: every kernel, what it asks, and what it takes. Tests, CLI, notebooks and figures iterate `STAGES`.
 
-Adding a stage is one file in `kernels/`, one entry here and one page in `site/stages/`.
+Adding a stage is one file in `kernels/`, one entry here and one page in `site/stages/`. What was tried and led nowhere
+is a stage too, off the ladder: `DEAD_ENDS`, `kernels/dead_ends/` and `site/dead_ends/`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Literal
 
 from flashlab.errors import ParameterError, UnknownStageError, UnsupportedError
 from flashlab.paths import KERNELS
-from flashlab.problem import DType, Problem
+from flashlab.problem import DType, Precision, Problem
 
 Language = Literal["cuda", "triton"]
 
@@ -97,16 +99,34 @@ class Stage:
     build."""
     tensor_maps: bool = False
     """Whether the kernel takes tensor maps (kernels/common/hopper.cuh) beside its parameters."""
+    dead_end: bool = False
+    """Whether it is off the ladder: tried, and kept for what it shows."""
+    kernel: str | None = None
+    """The stage whose file it runs with other tunables; None: its own."""
+    unfused: bool = False
+    """Whether its file is the softmax alone, between two products by cuBLASLt: see unfused.py."""
+    precision: Precision = "input"
+    """What its numbers are rounded to; it is judged against the same computation at that precision."""
+    defect: str = ""
+    """Why its output is wrong, where it is kept for being wrong; empty where it is right."""
+    variants: tuple[Mapping[str, int], ...] = ()
+    """Values of tunables that are measured beside the defaults, because they show why it is a dead end."""
 
     @property
     def source(self) -> Path:
         """Its CUDA C++ or Python file."""
-        return KERNELS / f"{self.id}.{'cu' if self.language == 'cuda' else 'py'}"
+        folder = KERNELS / "dead_ends" if self.dead_end else KERNELS
+        return folder / f"{self.kernel or self.id}.{'cu' if self.language == 'cuda' else 'py'}"
 
     @property
     def entry(self) -> str:
         """The kernel's name in the machine code."""
-        return f"attention_{self.id}"
+        return f"attention_{self.kernel or self.id}"
+
+    @property
+    def variant_names(self) -> tuple[str, ...]:
+        """`variants` as they are named while they are measured."""
+        return tuple(variant_name(self.id, variant) for variant in self.variants)
 
     @property
     def archs(self) -> tuple[str, ...]:
@@ -168,15 +188,53 @@ def _runnable(*, dtype: DType | None = None, arch: str | None = None) -> str:
 
 
 def get(stage_id: str) -> Stage:
-    """The stage of that id.
+    """The stage of that id, on the ladder or off it.
 
     Raises:
         UnknownStageError: there is none.
     """
-    try:
-        return STAGES[stage_id]
-    except KeyError:
-        raise UnknownStageError(f"stage: wanted one of {', '.join(STAGES)}, got {stage_id!r}") from None
+    found = STAGES.get(stage_id) or DEAD_ENDS.get(stage_id)
+    if found is None:
+        raise UnknownStageError(
+            f"stage: wanted one of {', '.join(STAGES)}, got {stage_id!r}. Off the ladder: {', '.join(DEAD_ENDS)}"
+        )
+    return found
+
+
+def variant_name(stage_id: str, variant: Mapping[str, int]) -> str:
+    """How a stage with those tunables is named while it is measured: `09_wgmma[STAGES=3]`."""
+    return f"{stage_id}[{','.join(f'{name}={value}' for name, value in sorted(variant.items()))}]"
+
+
+_VARIANT = re.compile(r"\[(?P<values>[^\[\]]*)\]$")
+
+
+def variant_in(name: str) -> dict[str, int]:
+    """The tunables in a name that `variant_name` wrote; empty where it has none.
+
+    Raises:
+        ParameterError: something else stands in the brackets.
+    """
+    match = _VARIANT.search(name)
+    found: dict[str, int] = {}
+    for part in match["values"].split(",") if match else ():
+        tunable, _, value = part.partition("=")
+        if not value.isdecimal():
+            raise ParameterError(f"stage: wanted ID or ID[NAME=VALUE,…] with whole numbers, got {name!r}")
+        found[tunable.strip()] = int(value)
+    return found
+
+
+def parse(name: str) -> tuple[Stage, dict[str, int]]:
+    """The stage and the tunables in a name that `variant_name` wrote, or in an id alone.
+
+    Raises:
+        UnknownStageError, ParameterError: no such stage, or no such tunable of it.
+    """
+    variant = variant_in(name)
+    stage = get(_VARIANT.sub("", name))
+    stage.parameters(stage.head_dims[0], variant)
+    return stage, variant
 
 
 def best(problem: Problem, arch: str | None) -> Stage:
@@ -708,3 +766,227 @@ STAGES: Mapping[str, Stage] = {
 }
 CUDA_STAGES: Mapping[str, Stage] = {name: stage for name, stage in STAGES.items() if stage.language == "cuda"}
 """The ladder itself: what NVRTC and the CPU emulation compile."""
+
+_HEADS_A_CALL = "heads whose scores are in memory at once, multiplied by one call a product; 0: all"
+_SETUP_EACH_CALL = "1: every product makes its own handle, descriptions, workspace and choice of algorithm; 0: once"
+_SCORES_FP32 = "1: scores are stored in FP32; 0: in the inputs' type, and the probabilities take their place"
+_ROW_LANES = "threads that share a row of the softmax: 1, or a warp"
+_SPLIT_K = "parts that the sum over keys of P·V is split into; 1: not split"
+_ROW_LANES_CHOICES = (1, 32)
+_SPLITS = (1, 2, 4, 8, 16)
+
+
+def _unfused_params(*, heads: int, setup: int, fp32: int, lanes: int, split: int) -> dict[str, Param]:
+    return {
+        "HEADS_A_CALL": Param(default=heads, choices=(0, 1, 4, 16), meaning=_HEADS_A_CALL),
+        "SETUP_EACH_CALL": Param(default=setup, choices=(0, 1), meaning=_SETUP_EACH_CALL),
+        "SCORES_FP32": Param(default=fp32, choices=(0, 1), meaning=_SCORES_FP32),
+        "ROW_LANES": Param(default=lanes, choices=_ROW_LANES_CHOICES, meaning=_ROW_LANES),
+        "SPLIT_K": Param(default=split, choices=_SPLITS, meaning=_SPLIT_K),
+    }
+
+
+DEAD_ENDS: Mapping[str, Stage] = {
+    stage.id: stage
+    for stage in (
+        Stage(
+            id="branch_free",
+            title="Branches written as predicates",
+            parent="00_naive",
+            question="Do the textbook loop's few branches cost it anything, and does inline PTX remove them?",
+            change=(
+                "What depends on the row becomes a predicate: selects in PTX mask the scores, predicated stores "
+                "replace the early return, and the loop runs to the block's last visible key for every thread."
+            ),
+            prediction=(
+                "The parent branches once a key, around hundreds of instructions, and its warps hardly ever disagree. "
+                "So taking branches away gains nothing: between 0.95 and 1.05 times the parent under a full mask, and "
+                "less than the parent under a causal one, where rows that are done keep working. The loop's own branch "
+                "stays: no predicate removes a loop."
+            ),
+            params={"THREADS": _THREADS},
+            spills={128: ARCHS},
+            dead_end=True,
+        ),
+        Stage(
+            id="wmma_no_smem",
+            title="WMMA without shared memory",
+            parent="04_wmma_qk",
+            question="What makes an attention kernel on tensor cores take tens of milliseconds at one sequence of 512?",
+            change=(
+                "Fragments are read from global memory, and nothing is shared between threads: so each thread needs "
+                "all of its warp's scores, which arrive by shuffle in an array of its own, and each thread then does "
+                "the whole softmax and all of P·V. An output of 16 rows does not fit in one thread's registers, so it "
+                "lives in local memory, which is DRAM behind caches."
+            ),
+            prediction=(
+                "P·V of a 16 × 16 tile is 16,384 multiply-adds, and here each of 32 threads does all of them, each "
+                "with a load and a store of local memory: 524,288 steps a warp at S=512, at 60 to 200 clocks each. "
+                "That is 15 to 55 ms on an H200, where the sources report 40.5. With the columns split over the lanes "
+                "and the output in registers (COLUMN_LANES 32) it takes 0.5 to 1.5 ms; when besides one warp does a "
+                "whole head (WARP_A_HEAD 1), 15 to 40 ms again, which is the other way to get there."
+            ),
+            head_dims=(64,),
+            params={
+                "COLUMN_LANES": Param(
+                    default=1,
+                    choices=(1, 32),
+                    meaning="lanes that share the work after Q·K; 1: every lane does all of it",
+                ),
+                "WARP_A_HEAD": Param(
+                    default=0, choices=(0, 1), meaning="1: one warp does all rows of a head; 0: a warp does 16 rows"
+                ),
+            },
+            spills={64: ARCHS},
+            dead_end=True,
+            variants=({"COLUMN_LANES": 32}, {"COLUMN_LANES": 32, "WARP_A_HEAD": 1}),
+        ),
+        Stage(
+            id="cublaslt_unfused",
+            title="cuBLASLt, a head at a time",
+            parent="00_naive",
+            question="What do three passes through the best matrix library give, put together without much thought?",
+            change=(
+                "Q·K by cuBLASLt into FP32 scores in global memory, a softmax kernel with a thread a row, P·V by "
+                "cuBLASLt: one head after the other, and every product makes its handle, workspace and choice of "
+                "algorithm anew."
+            ),
+            prediction=(
+                "At the first shape 512 products cost the host 0.2 to 0.8 ms each before a tensor core moves, and a "
+                "thread that walks a row of 2048 scores reads 32 bytes for each 4 it uses: 150 to 450 ms, 0.3 to 0.9 "
+                "TFLOP/s on an H200, the sources' 0.45 inside. Making things once gains about 2 times (SETUP_EACH_CALL "
+                "0), a warp a row after that about 10 times (ROW_LANES 32): none of it is the library's doing."
+            ),
+            params=_unfused_params(heads=1, setup=1, fp32=1, lanes=1, split=1),
+            dtypes=("float16", "bfloat16"),
+            dead_end=True,
+            unfused=True,
+            variants=({"SETUP_EACH_CALL": 0}, {"ROW_LANES": 32, "SETUP_EACH_CALL": 0}),
+        ),
+        Stage(
+            id="cublaslt_batched",
+            title="cuBLASLt, done well",
+            parent="cublaslt_unfused",
+            question="And how far does the unfused way go when it is done well?",
+            change=(
+                "One strided-batched product for all heads, handle and algorithm made once, scores in the inputs' "
+                "type, and a softmax with a warp a row and 16 bytes an access, in place."
+            ),
+            prediction=(
+                "At the first shape the scores, 2.1 GB, cross device memory four times: about 2 ms, in which the "
+                "products themselves hide. 50 to 75 TFLOP/s on an H200, a hundred times the sources' number, level "
+                "with torch's own unfused path, and still a sixth of what the fused libraries do: a dead end for "
+                "memory's sake, not for the library's. With 4 heads at a time the scores stay in L2, for 1.2 to 2 "
+                "times that."
+            ),
+            params=_unfused_params(heads=0, setup=0, fp32=0, lanes=32, split=1),
+            dtypes=("float16", "bfloat16"),
+            dead_end=True,
+            kernel="cublaslt_unfused",
+            unfused=True,
+            variants=({"HEADS_A_CALL": 4}, {"SCORES_FP32": 1}),
+        ),
+        Stage(
+            id="split_k",
+            title="cuBLASLt with split-K",
+            parent="cublaslt_unfused",
+            question="Does splitting the sum over keys between blocks help a product whose output is small?",
+            change="P·V is told to split its sum over keys in 8 parts, which a second step adds up.",
+            prediction=(
+                "One head's P·V has 16 to 32 tiles of output for 132 SMs, so splitting it makes that product up to 3 "
+                "times faster; it is a tenth of the time or less, so the whole gains 0 to 10 %. The sources' 1.8 times "
+                "must have come from something else that changed. Where all heads go in one call there are tiles "
+                "enough, and splitting only adds traffic."
+            ),
+            params=_unfused_params(heads=1, setup=1, fp32=1, lanes=1, split=8),
+            dtypes=("float16", "bfloat16"),
+            dead_end=True,
+            kernel="cublaslt_unfused",
+            unfused=True,
+            variants=({"ROW_LANES": 32, "SETUP_EACH_CALL": 0},),
+        ),
+        Stage(
+            id="tile48",
+            title="48 rows on six warps",
+            parent="05_wmma",
+            question="Why did a tile of 48 rows give wrong answers, where 32 rows gave right ones?",
+            change=(
+                "The sources' V2: 32 keys a tile, both products by WMMA, scores and output in shared memory; each warp "
+                "takes a 16 × 16 block of scores. Which block was worked out for four warps and 2 × 2 blocks (warp % "
+                "2, warp / 2), and stayed so for six warps and 3 × 2."
+            ),
+            prediction=(
+                "Warps 4 and 5 work on a third block of keys that does not exist, and nobody on the third block of "
+                "rows: rows 32 to 47 of every tile come out of what shared memory happened to hold. The checker "
+                "rejects it at any length above 32, and the CPU's detector names the uninitialised read. With the "
+                "split taken from the tile (SPLIT_FROM_TILE 1) it is right, and within 20 % of the 32-row tile's "
+                "speed."
+            ),
+            head_dims=(64,),
+            params={
+                "TILE_Q": Param(default=48, choices=(32, 48), meaning="query rows a block; a warp for every 8"),
+                "SPLIT_FROM_TILE": Param(
+                    default=0,
+                    choices=(0, 1),
+                    meaning="1: a warp's block follows from the tile's size; 0: as written for four warps",
+                ),
+            },
+            spills={64: ("sm_75",)},
+            dead_end=True,
+            defect="six warps share 48 rows by a rule written for four: nobody computes the last 16",
+            variants=({"SPLIT_FROM_TILE": 1}, {"TILE_Q": 32}),
+        ),
+        Stage(
+            id="fp8_simulated",
+            title="FP8 values, fp16 arithmetic",
+            parent="04_wmma_qk",
+            question="What does FP8 bring when only the values are FP8?",
+            change=(
+                "Q, K and V are rounded to e4m3 on their way into shared memory, and back to fp16, in which all else "
+                "happens."
+            ),
+            prediction=(
+                "The same products, the same bytes, and two conversions a number more: 0.75 to 0.95 times the parent. "
+                "The error against exact attention is FP8's, ten times and more above the sources' 0.000294, which can "
+                "only have come from a reference that was handed the rounded values."
+            ),
+            min_arch="sm_89",
+            params={
+                "WARPS": _WARPS,
+                "TILE_KV": _TILE_KV_WMMA,
+                "PADDING": _PADDING,
+                "LOADS_IN_FLIGHT": _in_flight(2),
+            },
+            dead_end=True,
+            precision="e4m3_inputs",
+        ),
+        Stage(
+            id="fp8",
+            title="FP8 on the tensor cores",
+            parent="fp8_simulated",
+            question="And when the tensor cores take FP8?",
+            change=(
+                "wgmma on e4m3, for both products, probabilities too. K is rounded and V besides transposed on the way "
+                "into shared memory, because FP8 operands must be contiguous along the sum; V's keys are permuted "
+                "there so that the scores' registers are the second product's operand as they are."
+            ),
+            prediction=(
+                "The products take half the clocks of fp16, but at D=64 the exponentials already took as long as "
+                "those, and they stay. Every block rounds and transposes K and V again, a few instructions a number "
+                "for each tile of queries: 150 to 250 TFLOP/s on an H200, fewer than fp16 reaches on the ladder, at a "
+                "hundred times its error. FP8 pays where the inputs are stored so and D is 128 or more."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            params={
+                "NUM_WARPGROUPS": Param(
+                    default=2, choices=(1, 2), meaning="warpgroups a block, of 64 query rows each, that share K and V"
+                ),
+                "TILE_KV": Param(default=64, choices=(64, 128), meaning="keys a tile"),
+            },
+            dead_end=True,
+            precision="e4m3",
+        ),
+    )
+}
+"""What the sources tried and gave up, or should have: runnable like any stage, never part of the ladder."""

@@ -184,6 +184,66 @@ def rates(
     return markdown(header, lines) + (f"\n*{note}*\n" if note else "")
 
 
+def dead_ends(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
+    """Rows of one problem, those named `shown` in bold: time, rate, rate over the dead end's parent, error; or why not.
+
+    `rows` as `results.dead_ends` gives them.
+    """
+    by_name = {row.name: row for row in rows}
+    peer = results.fastest_peer(rows)
+    best = results.rate(peer) if peer else None
+    lines: list[list[Cell]] = []
+    for row in rows:
+        name = f"**{title(row)}**" if row.name in shown else title(row)
+        error = tiny(row.verdict.max_abs_error) if row.verdict else None
+        rate = results.rate(row)
+        if rate is None:
+            lines.append([name, _STATUS_WORDS[row.status], None, None, None, error])
+            continue
+        dead_end = stages.DEAD_ENDS.get(row.name.partition("[")[0])
+        parent = by_name.get(dead_end.parent) if dead_end and dead_end.parent else None
+        base = results.rate(parent) if parent else None
+        samples = row.samples_of()
+        lines.append(
+            [
+                name,
+                samples.median_us if samples else None,
+                rate,
+                number(rate / base) if base else None,
+                f"{number(100 * rate / best)} %" if best else None,
+                error,
+            ]
+        )
+    return markdown(("", "median, µs", "TFLOP/s", "× parent", "of best library", "largest error"), lines)
+
+
+def branches(found: Mapping[str, Sequence[Instruction]]) -> str:
+    """Jumps and accesses to shared and local memory in machine code, by a kernel's name."""
+    lines: list[list[Cell]] = []
+    for name, instructions in found.items():
+        jumps = sass.branches(instructions)
+        local = sum(sass.classify(one) == "local" for one in instructions)
+        lines.append(
+            [
+                f"`{name}`",
+                jumps.predicated,
+                jumps.predicated_exits,
+                jumps.in_subroutines,
+                sass.shared_memory(instructions),
+                local,
+            ]
+        )
+    header = (
+        "",
+        "branches under a condition",
+        "exits under one",
+        "in subroutines",
+        "on shared memory",
+        "on local memory",
+    )
+    return markdown(header, lines)
+
+
 def states(rows: Sequence[Measurement]) -> str:
     """Rates in each regime and cache state, and what held the clock back."""
     lines: list[list[Cell]] = []

@@ -6,8 +6,10 @@ import pytest
 
 from flashlab import checks, emulator
 from flashlab.errors import MissingPackageError
-from flashlab.stages import CUDA_STAGES
+from flashlab.stages import CUDA_STAGES, DEAD_ENDS, get
 
+STAGES = (*CUDA_STAGES, *(stage_id for stage_id, stage in DEAD_ENDS.items() if not stage.defect and not stage.kernel))
+"""Every kernel that ought to be right, on the ladder or off it."""
 SCHEDULES = ("ascending", "descending", "seeded:7")
 
 try:
@@ -16,15 +18,15 @@ except MissingPackageError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-@pytest.mark.parametrize("stage", CUDA_STAGES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_is_right_over_everything_that_breaks_kernels(stage: str) -> None:
     found = checks.check_on_cpu([stage], layouts=("contiguous",), schedules=SCHEDULES)
     assert [f"{row.problem.label}, {row.schedule}: {row.status}: {row.reason}" for row in found.failures] == []
-    taken = CUDA_STAGES[stage]
+    taken = get(stage)
     assert len(found.rows) == len(taken.head_dims) * len(taken.dtypes) * 2 * len(checks.HOSTILE) * len(SCHEDULES)
 
 
-@pytest.mark.parametrize("stage", CUDA_STAGES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_takes_any_layout(stage: str) -> None:
     found = checks.check_on_cpu(
         [stage], layouts=tuple(checks.LAYOUTS), masks=("causal",), lengths=[(65, 66), (113, 203)]
@@ -32,9 +34,9 @@ def test_a_stage_takes_any_layout(stage: str) -> None:
     assert [f"{row.problem.label}, {row.layout}: {row.status}: {row.reason}" for row in found.failures] == []
 
 
-@pytest.mark.parametrize("stage", CUDA_STAGES)
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_has_no_races(stage: str) -> None:
-    head_dim = CUDA_STAGES[stage].head_dims[0]
+    head_dim = get(stage).head_dims[0]
     found = checks.check_on_cpu(
         [stage], layouts=("contiguous",), lengths=[(65, 130)], head_dims=[head_dim], masks=("causal",), races=True
     )

@@ -1,0 +1,194 @@
+// fp8_simulated: FP8 values, fp16 arithmetic. Parent: 04_wmma_qk.
+// Question: what does FP8 bring when only the values are FP8?
+// Change: Q, K and V are rounded to e4m3 on their way into shared memory, and are fp16 from there on.
+// Layout: warp w of block x owns rows (x·WARPS + w)·16 onwards.
+#include "attention.cuh"
+#include "e4m3.cuh"
+#include "ptx.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+#include "wmma.cuh"
+
+constexpr int ROWS_PER_WARP = WMMA_TILE;
+constexpr int THREADS = WARPS * WARP;
+constexpr int TILE_Q = WARPS * ROWS_PER_WARP;
+constexpr int LANE_KEYS = TILE_KV / WARP;      // keys a lane scores: lane, lane + 32, …
+constexpr int LANE_PAIRS = HEAD_DIM / 2 / WARP;   // output pairs a lane owns: elements 2·lane, 2·lane + 1, then 64 further on
+constexpr int STRIDE = HEAD_DIM + PADDING;     // of Q and K rows: WMMA loads read many rows at once, padding spreads them over the banks
+constexpr int S_STRIDE = TILE_KV + 8;          // of score rows, in floats: 4 rows of 4 lanes' pairs then fill all 32 banks
+constexpr int FLUSH_TERMS = 8;                 // fp16 additions a lane of a pair before the sum goes to FP32
+static_assert(TILE_KV % WARP == 0, "TILE_KV must be a multiple of 32: a lane takes every 32nd key");
+static_assert(TILE_KV % FLUSH_TERMS == 0, "TILE_KV must be a whole number of flushes");
+static_assert(STRIDE % 8 == 0, "WMMA loads need rows that start on 16-byte boundaries");
+
+struct SharedStorage {
+  alignas(16) element Q[TILE_Q * STRIDE];
+  alignas(16) element K[TILE_KV * STRIDE];
+  alignas(16) element V[TILE_KV * HEAD_DIM];
+  alignas(16) float S[WARPS][ROWS_PER_WARP * S_STRIDE];    // per warp, (ROWS_PER_WARP, S_STRIDE)
+  alignas(16) element P[WARPS][TILE_KV * ROWS_PER_WARP];   // per warp, key by key: (TILE_KV, ROWS_PER_WARP)
+};
+
+// `load_tile` of numbers rounded to e4m3.
+template <int ROWS, int ROW_STRIDE, int NUM_THREADS, int IN_FLIGHT>
+__device__ __forceinline__ void load_e4m3_tile(element* tile_smem, const element* head_gmem, long long row_stride,
+                                               int first_row, int num_rows) {
+  using Share = TileShare<ROWS, NUM_THREADS>;
+  const Share share;
+  const element* source = head_gmem + (first_row + share.row) * row_stride + share.d;
+  element* target = tile_smem + share.row * ROW_STRIDE + share.d;
+#pragma unroll IN_FLIGHT
+  for (int row = 0; row < ROWS; row += Share::ROWS_PER_STEP) {
+    Chunk chunk = {};
+    if (first_row + share.row + row < num_rows) chunk = through_e4m3(read_chunk(source + row * row_stride));
+    *reinterpret_cast<Chunk*>(target + row * ROW_STRIDE) = chunk;
+  }
+}
+
+extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_fp8_simulated(const __grid_constant__ AttentionParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const int warp = threadIdx.x / WARP;
+  const int lane = threadIdx.x % WARP;
+  const int first_q_row = blockIdx.x * TILE_Q;
+  const int warp_q_row = first_q_row + warp * ROWS_PER_WARP;
+  const int head = blockIdx.y;
+  const int batch = blockIdx.z;
+
+  const element* Q_gmem = head_of(p.Q, batch, head);                  // (q_len, HEAD_DIM)
+  const element* K_gmem = head_of(p.K, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
+  const element* V_gmem = head_of(p.V, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
+  const element* Q_smem = smem.Q + warp * ROWS_PER_WARP * STRIDE;     // (ROWS_PER_WARP, STRIDE)
+  float* S_smem = smem.S[warp];                                       // (ROWS_PER_WARP, S_STRIDE)
+  element* P_smem = smem.P[warp];                                     // (TILE_KV, ROWS_PER_WARP)
+
+  load_e4m3_tile<TILE_Q, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);
+
+  float O_reg[ROWS_PER_WARP][LANE_PAIRS][2] = {};
+  float row_max[ROWS_PER_WARP];        // largest score so far, in units of log2; the same in all lanes
+  float row_sum[ROWS_PER_WARP] = {};   // this lane's share of the sum of 2^(score - row_max)
+#pragma unroll
+  for (int r = 0; r < ROWS_PER_WARP; ++r) row_max[r] = NEG_INF;
+
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
+    __syncthreads();   // everyone is done with the previous tile
+    load_e4m3_tile<TILE_KV, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
+    load_e4m3_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
+    __syncthreads();   // the tile is complete; the first time, Q too
+
+#pragma unroll
+    for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
+      FragC S_frag;
+      wmma::fill_fragment(S_frag, 0.0f);
+#pragma unroll
+      for (int d = 0; d < HEAD_DIM; d += WMMA_TILE) {
+        FragA Q_frag;
+        FragBT K_frag;
+        wmma::load_matrix_sync(Q_frag, Q_smem + d, STRIDE);
+        wmma::load_matrix_sync(K_frag, smem.K + k0 * STRIDE + d, STRIDE);
+        wmma::mma_sync(S_frag, Q_frag, K_frag, S_frag);
+      }
+      wmma::store_matrix_sync(S_smem + k0, S_frag, S_STRIDE, wmma::mem_row_major);
+    }
+    __syncwarp();   // the warp's scores are complete
+
+    float rescale[ROWS_PER_WARP];
+#pragma unroll
+    for (int r0 = 0; r0 < ROWS_PER_WARP; r0 += CHUNK) {
+      Chunk prob[LANE_KEYS];   // of 8 rows
+#pragma unroll
+      for (int i = 0; i < CHUNK; ++i) {
+        const int r = r0 + i;
+        const int num_keys = visible_keys(p, warp_q_row + r);
+        float score[LANE_KEYS];
+        float lane_max = NEG_INF;
+#pragma unroll
+        for (int k = 0; k < LANE_KEYS; ++k) {
+          const float raw_score = S_smem[r * S_STRIDE + lane + k * WARP];
+          score[k] = tile_key + lane + k * WARP < num_keys ? raw_score * p.scale_log2 : NEG_INF;
+          lane_max = fmaxf(lane_max, score[k]);
+        }
+        const float new_max = fmaxf(row_max[r], lanes_max<WARP>(lane_max));
+        const float reference = new_max == NEG_INF ? 0.0f : new_max;   // no key seen yet: -inf - -inf would be NaN
+        rescale[r] = ptx::ex2_approx_ftz(row_max[r] - reference);      // 0 at the first keys
+        row_max[r] = new_max;
+        row_sum[r] *= rescale[r];
+#pragma unroll
+        for (int k = 0; k < LANE_KEYS; ++k) {
+          const float exact_prob = ptx::ex2_approx_ftz(score[k] - reference);
+          row_sum[r] += exact_prob;
+          prob[k].x[i] = from_float<element>(exact_prob);
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < LANE_KEYS; ++k) {
+        *reinterpret_cast<Chunk*>(P_smem + (lane + k * WARP) * ROWS_PER_WARP + r0) = prob[k];
+      }
+    }
+    __syncwarp();   // the warp's probabilities are complete
+
+#pragma unroll
+    for (int r = 0; r < ROWS_PER_WARP; ++r) {
+#pragma unroll
+      for (int i = 0; i < LANE_PAIRS; ++i) {
+        O_reg[r][i][0] *= rescale[r];
+        O_reg[r][i][1] *= rescale[r];
+      }
+    }
+#pragma unroll 1
+    for (int k0 = 0; k0 < TILE_KV; k0 += FLUSH_TERMS) {
+      __half2 pair_sum[ROWS_PER_WARP][LANE_PAIRS] = {};
+#pragma unroll
+      for (int k = k0; k < k0 + FLUSH_TERMS; ++k) {
+        __half2 V_pair[LANE_PAIRS];
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) {
+          V_pair[i] = *reinterpret_cast<const __half2*>(smem.V + k * HEAD_DIM + 2 * (lane + i * WARP));
+        }
+#pragma unroll
+        for (int r0 = 0; r0 < ROWS_PER_WARP; r0 += CHUNK) {
+          const Chunk prob = *reinterpret_cast<const Chunk*>(P_smem + k * ROWS_PER_WARP + r0);   // a broadcast
+#pragma unroll
+          for (int r = 0; r < CHUNK; ++r) {
+#pragma unroll
+            for (int i = 0; i < LANE_PAIRS; ++i) {
+              pair_sum[r0 + r][i] = __hfma2(__half2half2(prob.x[r]), V_pair[i], pair_sum[r0 + r][i]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS_PER_WARP; ++r) {
+#pragma unroll
+        for (int i = 0; i < LANE_PAIRS; ++i) {
+          O_reg[r][i][0] += __low2float(pair_sum[r][i]);
+          O_reg[r][i][1] += __high2float(pair_sum[r][i]);
+        }
+      }
+    }
+    __syncwarp();   // the warp is done with its scores and probabilities
+  }
+
+  element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
+#pragma unroll
+  for (int r = 0; r < ROWS_PER_WARP; ++r) {
+    const int q_row = warp_q_row + r;
+    const float sum = lanes_sum<WARP>(row_sum[r]);
+    if (q_row >= p.q_len) continue;   // the same in all lanes
+    const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+#pragma unroll
+    for (int i = 0; i < LANE_PAIRS; ++i) {
+      element* target = O_gmem + q_row * p.O.row_stride + 2 * (lane + i * WARP);
+      target[0] = from_float<element>(O_reg[r][i][0] * inv_sum);
+      target[1] = from_float<element>(O_reg[r][i][1] * inv_sum);
+    }
+    if (p.LSE && lane == 0) {
+      const long long row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
+      p.LSE[row] = sum > 0.0f ? row_max[r] * LN_2 + logf(sum) : NEG_INF;
+    }
+  }
+}
