@@ -17,7 +17,7 @@ from synthetic import write_synthetic
 
 from flashlab import notebook, report
 from flashlab.paths import SITE
-from flashlab.stages import STAGES
+from flashlab.stages import DEAD_ENDS, STAGES
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -37,6 +37,8 @@ PAGES = (
     "",
     "stages/",
     "stages/06_cp_async/",
+    "dead_ends/",
+    "dead_ends/tile48/",
     "results/",
     "generated/results/nvidia-h200/",
     "against/",
@@ -90,7 +92,7 @@ def _pages(built: Path) -> list[Path]:
 
 
 def test_every_page_is_there_and_nothing_half_made(built: Path) -> None:
-    for page in (*PAGES, *(f"stages/{stage_id}/" for stage_id in STAGES)):
+    for page in (*PAGES, *(f"stages/{stage_id}/" for stage_id in STAGES), *(f"dead_ends/{one}/" for one in DEAD_ENDS)):
         text = (built / page / "index.html").read_text(encoding="utf-8")
         assert "--8&lt;--" not in text, page
         assert "<h1" in text, page

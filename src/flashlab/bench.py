@@ -1142,6 +1142,7 @@ class _Worker:
         self._send = send
         self._device = int(job["device"])
         self._implementations = job["implementations"]
+        self._oracle = Oracle()
 
     def start(self) -> None:
         """Take hold of the GPU and greet.
@@ -1210,6 +1211,7 @@ class _Worker:
     def _bench_cell(self, cell: Message) -> None:
         index, problem = cell["index"], Problem(**cell["problem"])
         self.step(index, "", "make inputs")
+        self._oracle = Oracle()  # of the problem before: its memory goes with it
         self._free()
         q, k, v = self._inputs(problem)
         ready: dict[str, _Candidate] = {}
@@ -1271,6 +1273,7 @@ class _Worker:
             causal=problem.causal,
             dtype=problem.dtype,
             precision=precision,
+            oracle=self._oracle,
             sample=Sample.of(shape, max_scores=self._job["plan"]["checked_scores"], seed=self._job["seed"]),
             xp=self.cupy,
         )
