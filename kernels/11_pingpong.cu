@@ -9,7 +9,6 @@
 
 constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
-constexpr int MIN_BLOCKS = 1;   // on an SM: consumers of one block now do for one another what several blocks did
 // A thread's registers: what a block is launched with, in eights for each thread, is dealt anew.
 constexpr int LAUNCH_REGISTERS = SM_REGISTERS / MIN_BLOCKS / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = MIN_BLOCKS == 1 ? 32 : 24;
@@ -18,6 +17,7 @@ constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE < 240 ? CONSUMER_SHARE : 240; 
 static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
 static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
 static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
+static_assert(MIN_BLOCKS >= 1, "a block must fit on an SM");
 
 struct SharedStorage {
   alignas(PATTERN_BYTES) element Q[NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own; then its output
@@ -153,8 +153,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       ProductTurns::wait(consumer);
       ptx::wgmma_fence();
       issue_QK(tile);
+      // The next one's Q·K may come before this one's P·V: nobody waits for P·V soon.
+      if constexpr (EARLY_TURN) ProductTurns::pass(consumer);
       issue_PV(tile - 1);
-      ProductTurns::pass(consumer);
+      if constexpr (!EARLY_TURN) ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<OVERLAP ? 1 : 0>();   // Q·K is done; P·V may be under way
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[stage_of(tile)]);
@@ -190,6 +192,11 @@ attention_11_pingpong(const __grid_constant__ AttentionParams p, const __grid_co
   const Work work = work_of_block(p);
 
   if (threadIdx.x == 0) {
+    if constexpr (ALIGNED && PREFETCH_MAPS) {
+      ptx::prefetch_tensormap(&maps.Q);
+      ptx::prefetch_tensormap(&maps.K);
+      ptx::prefetch_tensormap(&maps.V);
+    }
     ptx::mbarrier_init(&smem.Q_full, FILL_ARRIVALS<WARPGROUP>);
     for (int stage = 0; stage < PIPELINE_STAGES; ++stage) {
       ptx::mbarrier_init(&smem.K_full[stage], FILL_ARRIVALS<WARPGROUP>);

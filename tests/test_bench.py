@@ -12,12 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from synthetic import measurement
 from test_timing import Fake as FakeGpu
 
-from flashlab import bench, checks, errors, records, stages
+from flashlab import bench, checks, emulator, errors, records, stages
+from flashlab.check import Oracle
+from flashlab.check import Verdict as CheckVerdict
 from flashlab.problem import FIRST_SHAPE, Problem
+from flashlab.reference import make_inputs
 
 PROBLEMS = [Problem.parse("1x2x64x64"), Problem.parse("1x2x64x64", mask="causal")]
 GPU = {
@@ -421,3 +425,59 @@ def test_errors_become_statuses() -> None:
     assert bench._classify(OutOfMemoryError("CUDA out of memory"))[0] == "unsupported"
     assert bench._classify(ZeroDivisionError("oh"))[0] == "error"
     assert bench._classify(ZeroDivisionError("oh"))[1] == "ZeroDivisionError: oh"
+
+
+def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        emulator.cxx()
+    except errors.MissingPackageError as error:
+        pytest.skip(str(error))
+    problems = [Problem.parse("1x2x1x17x9x64", mask="causal"), Problem.parse("1x1x3x64")]
+    names = ["00_naive", "05_wmma"]
+    sent: list[Any] = []
+    job = {
+        "kind": "check",
+        "device": 0,
+        "seed": 0,
+        "emulate": True,
+        "implementations": {name: {"kind": "stage", "id": name, "source": None, "params": {}} for name in names},
+        "cells": [
+            {"index": index, "problem": asdict(problem), "names": names, "layout": "padded"}
+            for index, problem in enumerate(problems)
+        ],
+    }
+    worker = bench._Worker(job, sent.append)
+    worker._info = SimpleNamespace(arch="sm_90a")
+    worker.cupy = np
+    monkeypatch.setattr(worker, "_inputs", make_inputs)
+    monkeypatch.setattr(worker, "_for_oracle", lambda array: array)
+    monkeypatch.setattr(worker, "_on_host", lambda array: array)
+    monkeypatch.setattr(worker, "_survive", lambda error: None)
+    monkeypatch.setattr(bench, "_guarded_inputs", lambda values, layout: [])
+
+    def in_place_of_a_gpu(
+        stage_id: str, problem: Problem, values: Any, inputs: Any, *, oracle: Oracle, **options: Any
+    ) -> Any:
+        if (stage_id, problem) == ("00_naive", problems[1]):
+            return CheckVerdict(passed=False, reason="bad"), None, None
+        verdict, ran = checks.emulated_verdict(stage_id, problem, values, **options)
+        return verdict, ran.out, ran.lse
+
+    monkeypatch.setattr(bench, "_guarded_run", in_place_of_a_gpu)
+    worker.work()
+    kinds = [message["type"] for message in sent]
+    assert kinds.count("cell_done") == 2
+    assert kinds[-1] == "done"
+    for index in range(2):
+        of_cell = [message["type"] for message in sent if message.get("cell") == index and message["type"] != "step"]
+        assert of_cell == ["row", "row", "cell_done"]
+    rows = {(message["cell"], message["row"]["name"]): message["row"] for message in sent if message["type"] == "row"}
+    assert {key: row["status"] for key, row in rows.items()} == {
+        (0, "00_naive"): "ok", (0, "05_wmma"): "ok", (1, "00_naive"): "wrong", (1, "05_wmma"): "ok",
+    }  # fmt: skip
+    assert "emulator" not in rows[1, "00_naive"]
+    for key in ((0, "00_naive"), (0, "05_wmma"), (1, "05_wmma")):
+        found = bench._emulator_verdict(rows[key]["emulator"])
+        assert found is not None
+        assert found.agreement is not None
+        assert found.agreement.max_abs_error == 0

@@ -358,7 +358,7 @@ class CupyLike:
 
     names = (
         "abs arange asarray ascontiguousarray empty exp flatnonzero float16 float32 float64 full inf isfinite isinf "
-        "isnan lib log random sqrt uint16 uint32 where zeros zeros_like"
+        "isnan lib log random sqrt uint8 uint16 uint32 where zeros zeros_like"
     )
 
     def __getattr__(self, name: str) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,9 +107,11 @@ PASSED = Verdict(
     passed=True, reason="", max_abs_error=1.23456e-3, max_abs_limit=2e-3, rms_error=1e-5, rms_limit=2e-5,
     lse_error=None, lse_limit=None,
 )  # fmt: skip
+OTHER = PASSED.model_copy(update={"lse_error": 1e-6, "lse_limit": 3e-4})
 FAILED = PASSED.model_copy(update={"passed": False, "reason": "max |error|", "max_abs_error": None})
 ROWS = (
     checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="ok", reason="", verdict=PASSED),
+    checks.CheckRow(stage="06_cp_async", problem=PROBLEM, layout="padded", status="ok", reason="", verdict=PASSED),
     checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="wrong", reason="bad", verdict=FAILED),
     checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="bshd", status="crashed", reason="gone", verdict=None),
     checks.CheckRow(
@@ -132,7 +136,24 @@ ROWS = (
             status="timeout", reason="late", shape="1x1x1x64", verdict=None, agreement=None
         ),
     ),
+    checks.CheckRow(
+        stage="05_wmma",
+        problem=PROBLEM,
+        layout="contiguous",
+        status="ok",
+        reason="",
+        verdict=PASSED,
+        emulator=checks.EmulatorVerdict(status="ok", reason="", shape="1x1x1x64", verdict=OTHER, agreement=PASSED),
+    ),
 )
+
+
+def _lines(rows: Sequence[checks.CheckRow]) -> list[object]:
+    """A line for each problem in a layout, in their order."""
+    of_cases: dict[object, list[checks.CheckRow]] = {}
+    for row in rows:
+        of_cases.setdefault((row.problem, row.layout), []).append(row)
+    return [checks.case_line(of_case) for of_case in of_cases.values()]
 
 
 def _written(path: Path) -> Path:
@@ -140,9 +161,7 @@ def _written(path: Path) -> Path:
         run="20260102T030405Z-0123abc", time="2026-01-02T03:04:05Z", gpu={"name": "G"}, source={"dirty": False},
         software={"numpy": "2"},
     )  # fmt: skip
-    path.write_text(
-        "".join(json.dumps(line) + "\n" for line in (header, *map(checks.row_line, ROWS))), encoding="utf-8"
-    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in (header, *_lines(ROWS))), encoding="utf-8")
     return path
 
 
@@ -161,15 +180,19 @@ def test_comparisons_on_record_read_back(tmp_path: Path) -> None:
             assert (read.passed, read.reason, read.lse_error) == (row.verdict.passed, row.verdict.reason, None)
             for name in ("max_abs_error", "max_abs_limit", "rms_error", "rms_limit"):
                 wanted = getattr(row.verdict, name)
-                assert getattr(read, name) == (wanted if wanted is None else pytest.approx(wanted, rel=1e-3))
+                assert getattr(read, name) == (wanted if wanted is None else pytest.approx(wanted, rel=5e-3))
     assert "emulator" not in lines[0]
-    assert Verdict.model_validate(lines[3]["emulator"]["agreement"]).reason == "max |error|"
-    assert lines[4]["emulator"] == {
+    assert Verdict.model_validate(lines[4]["emulator"]["agreement"]).reason == "max |error|"
+    assert lines[6]["emulator"]["shape"] == "1x1x1x64"
+    assert Verdict.model_validate(lines[6]["emulator"]["verdict"]) == OTHER.model_copy(
+        update={"max_abs_error": 1.23e-3}
+    )
+    assert lines[5]["emulator"] == {
         "status": "timeout", "reason": "late", "shape": "1x1x1x64", "verdict": None, "agreement": None,
     }  # fmt: skip
 
 
-def test_a_file_of_the_first_format_reads_alike_and_is_three_times_as_long(tmp_path: Path) -> None:
+def test_a_file_of_the_first_format_reads_alike_and_is_ten_times_as_long(tmp_path: Path) -> None:
     old = next(path for path in sorted(DATA.glob("*/checks/*.jsonl")) if '"format"' not in path.read_text()[:40])
     lines = checks.read_lines(old)
     assert {"run", "time", "gpu", "source", "software", "stage", "problem", "layout", "status"} <= set(lines[0])
@@ -187,14 +210,15 @@ def test_a_file_of_the_first_format_reads_alike_and_is_three_times_as_long(tmp_p
     new = tmp_path / "new.jsonl"
     same = {name: lines[0][name] for name in ("run", "time", "gpu", "source", "software")}
     new.write_text(
-        "".join(json.dumps(x) + "\n" for x in (checks.header_line(**same), *map(checks.row_line, rows))),
+        "".join(json.dumps(x) + "\n" for x in (checks.header_line(**same), *_lines(rows))),
         encoding="utf-8",
     )
-    again = checks.read_lines(new)
-    assert [{**line, "time": "", "verdict": None} for line in again] == [
-        {**line, "time": "", "verdict": None} for line in lines
-    ]
-    assert new.stat().st_size < old.stat().st_size / 3
+
+    def known(found: Iterable[dict[str, Any]]) -> list[str]:
+        return sorted(json.dumps({**line, "time": "", "verdict": None}, sort_keys=True) for line in found)
+
+    assert known(checks.read_lines(new)) == known(lines)
+    assert new.stat().st_size < old.stat().st_size / 10
 
 
 def test_a_damaged_comparison_is_named(tmp_path: Path) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.machinery
 import importlib.util
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from flashlab import errors, peers
+from flashlab import errors, peers, triton_code
 from flashlab.problem import Problem
 
 FULL = Problem.parse("1x2x64x64")
@@ -28,7 +34,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_registry_has_what_the_lab_compares_with() -> None:
     assert list(peers.PEERS) == [
-        "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa_math", "cublas_unfused", "flex", "fa3",
+        "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa_math", "cublas_unfused", "flex",
+        "triton_fa2", "fa3",
     ]  # fmt: skip
     assert all(peer.title and peer.how for peer in peers.PEERS.values())
     with pytest.raises(errors.ParameterError, match="sdpa_cudnn"):
@@ -96,3 +103,87 @@ def test_what_a_peer_cannot_do_is_said(name: str, problem: Problem, options: Any
 )
 def test_what_a_peer_can_do_is_not_refused(name: str, problem: Problem, options: Any) -> None:
     assert peers.get(name).why_not(problem, **options) is None
+
+
+_INTERPRETED = """
+import sys
+import importlib.util
+import math
+import torch
+from flashlab.check import check
+from flashlab.paths import KERNELS
+from flashlab.problem import Problem
+from flashlab.reference import make_inputs
+
+spec = importlib.util.spec_from_file_location("triton_fa2", KERNELS / "peers" / "triton_fa2.py")
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+for shape, rows, keys in (("1x4x2x65x131x64", 64, 32), ("1x1x1x33x64x128", 128, 64), ("1x1x1x1x7x64", 64, 128)):
+    for mask in ("full", "causal"):
+        problem = Problem.parse(shape, mask=mask)
+        values = make_inputs(problem)
+        q, k, v = map(torch.from_numpy, values)
+        out = torch.full_like(q, float("nan"))
+        module.attend[(-(-problem.q_len // rows), problem.batch * problem.q_heads)](
+            q, k, v, out, problem.q_heads // problem.kv_heads, problem.q_len, problem.kv_len,
+            problem.head_dim**-0.5 * math.log2(math.e),
+            HEAD_DIM=problem.head_dim, CAUSAL=problem.causal, BLOCK_M=rows, BLOCK_N=keys,
+        )
+        verdict = check(out.numpy(), None, *values, causal=problem.causal, dtype=problem.dtype)
+        assert verdict.passed, (problem.label, verdict.reason)
+sizes = {(size.kwargs["BLOCK_M"], size.kwargs["BLOCK_N"], size.num_warps, size.num_stages) for size in module.SIZES}
+assert len(sizes) == len(module.SIZES) > 20
+print("all passed")
+"""
+
+
+@pytest.mark.skipif(
+    triton_code.missing(interpreter=True) is not None,
+    reason=f"needs Triton's interpreter: {triton_code.missing(interpreter=True)}",
+)
+def test_plain_triton_is_right_in_the_interpreter() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ran = subprocess.run(
+        [sys.executable, "-c", _INTERPRETED], env=environment, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert (ran.returncode, ran.stdout.strip()) == (0, "all passed"), ran.stderr
+
+
+def test_plain_triton_says_what_it_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, Any]] = []
+
+    class Size:
+        def all_kwargs(self) -> dict[str, int]:
+            return {"BLOCK_M": 64, "num_warps": 4}
+
+        def __str__(self) -> str:
+            return "BLOCK_M: 64, num_warps: 4"
+
+    class Kernel:
+        best_config = Size()
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def warmup(self, *arguments: Any, grid: Any, **constants: Any) -> None:
+            calls.append(("warmup", constants))
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **constants: calls.append((self.name, (grid({"BLOCK_M": 64}), constants)))
+
+    module = SimpleNamespace(tuned=Kernel("tuned"), attend=Kernel("attend"))
+    torch = SimpleNamespace(empty_like=lambda q: "out")
+    compilation = SimpleNamespace(AsyncCompileMode=lambda pool, ignore_errors: contextlib.nullcontext())
+    known = {"torch": torch, "triton.runtime._async_compile": compilation}
+    monkeypatch.setattr(peers, "_triton_fa2_module", lambda: module)
+    monkeypatch.setattr(importlib, "import_module", known.__getitem__)
+    attend = peers.get("triton_fa2").build(GROUPED)
+    assert attend.choice == ""  # type: ignore[attr-defined]
+    assert [attend("q", "k", "v") for _ in range(2)] == ["out", "out"]
+    assert attend.choice == "BLOCK_M: 64, num_warps: 4"  # type: ignore[attr-defined]
+    constants = {"HEAD_DIM": 64, "CAUSAL": False}
+    assert calls == [
+        ("warmup", constants),
+        ("tuned", ((1, 4), constants)),
+        ("attend", ((1, 4), {**constants, "BLOCK_M": 64, "num_warps": 4})),
+    ]

@@ -51,7 +51,7 @@ def test_a_kernel_takes_what_it_is_passed(stage: Stage) -> None:
     assert [argument.arg for argument in kernel.args.args] == [*triton_code.ARGUMENTS, *triton_code.CONSTANTS]
     constants = [argument.arg for argument in kernel.args.args if argument.annotation is not None]
     assert constants == list(triton_code.CONSTANTS)
-    assert {"TILE_Q", "TILE_KV", "WARPS", "PIPELINE_STAGES"} == set(stage.params)
+    assert {"TILE_Q", "TILE_KV", "WARPS", "PIPELINE_STAGES", "MAX_REGISTERS"} == set(stage.params)
 
 
 @pytest.mark.parametrize(

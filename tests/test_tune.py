@@ -12,9 +12,9 @@ import pytest
 import synthetic
 
 from flashlab import bench, compiler, records, stages, tune, tuned
-from flashlab.errors import CompileError, DamagedRecordError, NoDataError, ParameterError
-from flashlab.paths import DATA
-from flashlab.problem import Problem
+from flashlab.errors import CompileError, DamagedRecordError, FlashlabError, NoDataError, ParameterError
+from flashlab.paths import DATA, ROOT
+from flashlab.problem import MASKS, Problem
 from flashlab.records import Tuning
 
 STAGE = stages.STAGES["03_warp_rows"]
@@ -322,3 +322,85 @@ def test_pages_show_winners_levers_and_losers(tmp_path: Path) -> None:
     trials = tune.trials_table("nvidia-h200", tmp_path)
     assert "6 variants" in trials
     assert trials.count("| error: ") + trials.count(">error: ") == 3
+
+
+# --- Plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_committed_plan_names_what_there_is_and_tries_each_variant_once() -> None:
+    tasks = tune.read_plan(ROOT / "scripts" / "tuning.json")
+    assert len({task.key for task in tasks}) == len(tasks)
+    for task in tasks:
+        stage = stages.get(task.key.stage)
+        assert all(variant.keys() == stage.params.keys() for variant in task.variants)
+        assert stage.parameters(task.key.head_dim) not in task.variants, "the defaults take part anyway"
+        assert 1 <= len(task.variants) <= 20
+
+
+def test_a_plan_says_masks_and_type_or_means_all_masks_and_float16(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    short = {"stage": STAGE.id, "head_dim": 64, "variants": [{"WARPS": 2}, {"WARPS": 2}, {}]}
+    path.write_text(json.dumps([short]), encoding="utf-8")
+    variants = (STAGE.parameters(64, {"WARPS": 2}), STAGE.parameters(64))
+    assert tune.read_plan(path) == [
+        (tuned.Key(STAGE.id, 64, mask, "float16"), variants)
+        for mask in MASKS
+    ]  # fmt: skip
+    hopper = {"stage": "09_wgmma", "head_dim": 128, "masks": ["causal"], "dtype": "bfloat16", "variants": [{}]}
+    path.write_text(json.dumps([hopper]), encoding="utf-8")
+    assert [task.key for task in tune.read_plan(path)] == [tuned.Key("09_wgmma", 128, "causal", "bfloat16")]
+    for bad, words in (
+        ({"a": 1}, "--plan: wanted a JSON list"),
+        ([{"stage": STAGE.id}], "--plan: wanted a JSON list"),
+        ([{**short, "variants": [{"NOTHING": 1}]}], "no parameter 'NOTHING'"),
+        ([{**short, "masks": ["round"]}], "mask"),
+        ([{**short, "dtype": "bfloat16"}], "takes float16"),
+    ):
+        path.write_text(json.dumps(bad), encoding="utf-8")
+        with pytest.raises(FlashlabError, match=words):
+            tune.read_plan(path)
+
+
+def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(tmp_path: Path) -> None:
+    asked: list[list[bench.Task]] = []
+
+    def timing(tasks: list[bench.Task], *, data: Path, plan: bench.Plan, **_: Any) -> Path:
+        asked.append(tasks)
+        path = data / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl"
+        path.parent.mkdir(parents=True)
+        for task in tasks:
+            for variant in task.variants:
+                records.append(path, record(variant, speed_of(variant), problem=task.problems[0], stage=task.stage))
+        return path
+
+    variants = tuple(STAGE.parameters(64, {"WARPS": warps, "TILE_KV": keys}) for warps in (2, 8) for keys in (60, 64))
+    keys = [tuned.Key(STAGE.id, 64, mask, "float16") for mask in MASKS]
+    done = tune.tune_all(
+        [tune.Task(key, variants) for key in keys], data=tmp_path, arch="sm_90a", slug="nvidia-h200", timing=timing
+    )
+    (tasks,) = asked
+    assert [(task.stage, task.problems[0].mask) for task in tasks] == [(STAGE.id, mask) for mask in MASKS]
+    for task in tasks:
+        assert STAGE.parameters(64) in task.variants
+        assert {variant["TILE_KV"] for variant in task.variants} == {64}
+    assert [(one.key, one.refused) for one in done] == [(key, 2) for key in keys]
+    found, damage = records.read_tunings(done[0].rounds[0])
+    assert not damage
+    assert sum(row.status == "error" for row in found) == 4
+    choices = tune.choices("nvidia-h200", tmp_path)
+    assert {key: choice.parameters["WARPS"] for key, choice in choices.items()} == dict.fromkeys(keys, 8)
+
+
+def test_the_command_takes_a_stage_or_a_plan(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from flashlab.cli import app
+
+    plan = str(ROOT / "scripts" / "tuning.json")
+    shown = CliRunner().invoke(app, ["tune", "--plan", plan, "--head-dim", "64", "--mask", "full", "--dry-run"])
+    assert shown.exit_code == 0
+    assert "11_pingpong D64 full float16: 13 variants" in shown.stderr
+    assert "D128" not in shown.stderr
+    for what in ([], [STAGE.id, "--plan", plan]):
+        refused = CliRunner().invoke(app, ["tune", *what])
+        assert isinstance(refused.exception, ParameterError)

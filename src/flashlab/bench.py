@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import math
+import multiprocessing
 import os
 import platform
 import selectors
@@ -26,7 +27,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -34,24 +36,40 @@ from typing import Any, Literal
 
 import ml_dtypes
 
-from flashlab import compiler, errors, gpu, peers, provenance, records, roofline, sass, stages, timing
+from flashlab import (
+    compiler,
+    emulator,
+    errors,
+    gpu,
+    peers,
+    provenance,
+    records,
+    roofline,
+    sass,
+    stages,
+    timing,
+    triton_code,
+    tuned,
+)
 from flashlab.attention import Prepared, prepare
 from flashlab.check import HOSTILE, POISON_WORD, Guarded, Oracle, Sample, check
 from flashlab.check import Verdict as CheckVerdict
 from flashlab.checks import LAYOUTS as LAYOUTS
 from flashlab.checks import (
     TENSORS,
+    Case,
     EmulatorVerdict,
     build_all,
+    case_line,
     cases,
     damage,
     emulate_beside,
+    emulates,
     finite,
     header_line,
     laid_out,
     placement,
     random_cases,
-    row_line,
 )
 from flashlab.checks import CheckRow as CheckRow
 from flashlab.checks import CheckRun as CheckRun
@@ -80,7 +98,7 @@ from flashlab.records import (
     Tuning,
     Verdict,
 )
-from flashlab.reference import Shape, make_inputs
+from flashlab.reference import Shape
 from flashlab.stages import variant_in
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
@@ -88,6 +106,8 @@ _HEAT_SECONDS = 2.0
 """Of work before the first sustained measurement of a problem, so that all of them find a warm chip."""
 _REASON_CHARS = 2000
 _LOG_CHARS = 1500
+_WAITING_EMULATIONS = 256
+"""Runs of the emulator that may wait for a core, so that their arrays do not fill the memory."""
 Message = dict[str, Any]
 
 
@@ -636,35 +656,92 @@ def time_variants(
     Raises:
         As `run`; ParameterError for a tunable that the stage lacks and where there is nothing to time.
     """
-    stage = stages.get(stage_id)
-    if not variants or not problems:
-        raise ParameterError(f"wanted at least one variant and problem, got {len(variants)} and {len(problems)}")
-    if source is not None and not source.is_file():
-        raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
-    named = {stages.variant_name(stage_id, variant): dict(variant) for variant in variants}
-    for variant in named.values():
-        stage.parameters(stage.head_dims[0], variant)
+    return time_tasks(
+        [Task(stage_id, tuple(variants), tuple(problems))],
+        sources={} if source is None else {stage_id: source},
+        data=data,
+        device=device,
+        plan=plan,
+        seed=seed,
+        timeout_s=timeout_s,
+        startup_s=startup_s,
+        progress=progress,
+        worker=worker,
+    )
+
+
+@dataclass(frozen=True)
+class Task:
+    """Variants of a stage, to be compared on some problems."""
+
+    stage: str
+    variants: tuple[Mapping[str, int], ...]
+    problems: tuple[Problem, ...]
+
+
+def time_tasks(
+    tasks: Sequence[Task],
+    *,
+    sources: Mapping[str, Path] | None = None,
+    data: Path = DATA,
+    device: int = 0,
+    plan: Plan | None = None,
+    seed: int = 0,
+    timeout_s: float = 180.0,
+    startup_s: float = 300.0,
+    progress: Report | None = None,
+    worker: Sequence[str] = WORKER,
+) -> Path:
+    """`time_variants` for several tasks, one after the other in one worker; the file holds the records of all.
+
+    Args:
+        tasks: what to compare; only variants of one task on one problem take turns.
+        sources: an edited copy of a stage's file, by stage id, in place of it.
+        data, device, plan, seed, timeout_s, startup_s, progress, worker: as `time_variants` takes them.
+
+    Raises:
+        As `time_variants`.
+    """
+    named: dict[str, tuple[str, dict[str, int]]] = {}
+    cells = []
+    for task in tasks:
+        if not task.variants or not task.problems:
+            raise ParameterError(
+                f"wanted at least one variant and problem, got {len(task.variants)} and {len(task.problems)}"
+            )
+        stage = stages.get(task.stage)
+        of_task = {stages.variant_name(task.stage, variant): (task.stage, dict(variant)) for variant in task.variants}
+        for _, variant in of_task.values():
+            stage.parameters(stage.head_dims[0], variant)
+        named |= of_task
+        cells += [_Cell(problem, list(of_task)) for problem in task.problems]
+    sources = sources or {}
+    for stage_id, source in sources.items():
+        if not source.is_file():
+            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
 
     def record(base: Message, problem: Problem, row: Message) -> Tuning:
         fields = {key: value for key, value in row.items() if key != "name"}
-        parameters = stage.parameters(problem.head_dim, named[row["name"]])
+        stage_id, variant = named[row["name"]]
+        parameters = stages.get(stage_id).parameters(problem.head_dim, variant)
         return Tuning.model_validate(
             {**base, **fields, "stage": stage_id, "parameters": parameters, "problem": ProblemFields.of(problem)}
         )
 
     return _measure(
         "tuning",
-        problems,
+        (),
         {
             name: {
                 "kind": "stage",
                 "id": stage_id,
-                "source": None if source is None else str(source.resolve()),
+                "source": str(sources[stage_id].resolve()) if stage_id in sources else None,
                 "params": variant,
             }
-            for name, variant in named.items()
+            for name, (stage_id, variant) in named.items()
         },
         record,
+        cells=cells,
         plan=plan
         or Plan(samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=1 << 27),
         ceilings=(),
@@ -776,10 +853,11 @@ def _measure(
     progress: Report | None,
     note: Callable[[str], None] | None,
     worker: Sequence[str],
+    cells: Sequence[_Cell] | None = None,
 ) -> Path:
     """Measure implementations in worker processes and append what `record` makes of each row; the file.
 
-    Those of a group take turns; all of them where there are no `groups`.
+    Those of a group take turns; all of them where there are no `groups`; or what `cells` says.
     """
     plan.require()
     _positive(timeout_s=timeout_s, startup_s=startup_s)
@@ -815,7 +893,9 @@ def _measure(
             "implementations": dict(implementations),
             "plan": asdict(plan),
         },
-        [_Cell(problem, list(group)) for problem in problems for group in groups or [list(implementations)]],
+        [_Cell(problem, list(group)) for problem in problems for group in groups or [list(implementations)]]
+        if cells is None
+        else cells,
         ceilings,
         _Handlers(hello=book.hello, row=row, lost=lost, ceiling=ceiling, note=note or _ignore),
         command=worker,
@@ -882,7 +962,7 @@ def _names(
 
 _STARTUP_S, _CEILING_S = 20.0, 2.0
 _BUILD_S, _CHECK_S_PER_SCORE = 0.4, 0.6 / (1 << 30)
-_COMPILING_PEERS: Mapping[str, float] = {"flex": 5.0}
+_COMPILING_PEERS: Mapping[str, float] = {"flex": 5.0, "triton_fa2": 5.0}
 _UNKNOWN_TFLOPS = 300.0
 """Assumptions of `estimate`: what a worker's start, a ceiling, a build and a check take, and an unmeasured rate."""
 
@@ -1008,16 +1088,20 @@ def check_stages(
     able = {name: stages.get(identity) for name, _, identity, _ in names}
     if random:
         wanted = random_cases(able, random, seed=seed)
-        _compile_ahead(names, device)
     else:
         wanted = cases(able, lengths=lengths, dtypes=dtypes, masks=masks, layouts=layouts, head_dims=head_dims)
-    if emulate:
-        # Here, several at once: the worker would compile one after the other.
-        build_all({name: (identity, source) for name, _, identity, source in names}, wanted)
+    with ThreadPoolExecutor(1) as aside:
+        which = {name: (identity, source) for name, _, identity, source in names}
+        built = aside.submit(build_all, which, wanted) if emulate else None
+        _compile_ahead(names, wanted, device)
+        if built:
+            built.result()
     cells = [_Cell(case.problem, list(case.names), case.layout) for case in wanted]
     with tempfile.TemporaryDirectory() as nowhere:
         book = _open_book(Path(nowhere) if data is None else data, "random" if random else "checks")
         rows: list[CheckRow] = []
+        of_cases: dict[int, list[CheckRow]] = {}
+        due = {id(cell): len(cell.pending) for cell in cells}
 
         def row(cell: _Cell, message: Message) -> str:
             verdict = message.get("verdict")
@@ -1031,7 +1115,10 @@ def check_stages(
                 emulator=_emulator_verdict(message.get("emulator")),
             )
             rows.append(found)
-            _append_check(book, found)
+            of_case = of_cases.setdefault(id(cell), [])
+            of_case.append(found)
+            if len(of_case) == due[id(cell)]:
+                _append_case(book, of_cases.pop(id(cell)))
             return found.stage
 
         def lost(cell: _Cell, name: str, status: Literal["crashed", "timeout", "error"], reason: str) -> None:
@@ -1064,18 +1151,30 @@ def check_stages(
         try:
             supervisor.run()
         finally:
+            for of_case in of_cases.values():  # broken off
+                _append_case(book, of_case)
             if data is not None and book.path is not None and book.path.exists():
                 book.close()
     return CheckRun(None if data is None else book.path, tuple(rows))
 
 
-def _compile_ahead(names: Sequence[tuple[str, str, str, Path | None]], device: int) -> None:
-    """Fill the cache with all that random cases may need, several at once; the worker compiles one after the other."""
+def _compile_ahead(names: Sequence[tuple[str, str, str, Path | None]], wanted: Sequence[Case], device: int) -> None:
+    """Fill the cache with all that the cases may need, several at once; the worker compiles one after the other."""
     if gpu.available():
         return  # the worker says better why
-    arch = gpu.info(device).arch
-    chosen = [stages.get(identity) for _, _, identity, source in names if source is None]
-    compiler.compile_many(compiler.jobs(chosen, [arch] if arch else [], aligned=(True, False)))
+    found = gpu.info(device)
+    kinds = {(case.problem.head_dim, case.problem.dtype, case.problem.causal) for case in wanted}
+    jobs = []
+    for name, _, identity, source in names:
+        stage = stages.get(identity)
+        if source is not None or (stage.language == "triton" and triton_code.missing()):
+            continue
+        for job in compiler.jobs([stage], [found.arch], aligned=(True, False)):
+            if (job.head_dim, job.dtype, job.causal) in kinds:
+                what = {"head_dim": job.head_dim, "causal": job.causal, "dtype": job.dtype}
+                overrides = tuned.parameters(stage, found.slug, **what, overrides=variant_in(name))  # type: ignore[arg-type]
+                jobs.append(replace(job, overrides=overrides))
+    compiler.compile_many(jobs)
 
 
 def _emulator_verdict(message: Message | None) -> EmulatorVerdict | None:
@@ -1097,17 +1196,17 @@ def _emulator_message(found: EmulatorVerdict) -> Message:
     }
 
 
-def _append_check(book: _Book, row: CheckRow) -> None:
-    """Append a comparison to the run's file, which begins with what holds for all."""
+def _append_case(book: _Book, rows: Sequence[CheckRow]) -> None:
+    """Append a case's comparisons to the run's file, which begins with what holds for all."""
     assert book.path is not None
     assert book.gpu is not None
-    lines = [row_line(row)]
+    lines = [case_line(rows)]
     if not book.path.exists():
         base = book.base()
         sources = {name: base[name].model_dump(mode="json") for name in ("gpu", "source")}
         lines.insert(0, header_line(run=base["run"], time=base["time"], software=book.software, **sources))
     with book.path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -1122,6 +1221,7 @@ class _Candidate:
     """None where it is not judged."""
     cubin: Message | None
     keep: tuple[Any, ...]
+    choice: str = ""
 
 
 class _RefusedError(Exception):
@@ -1142,7 +1242,18 @@ class _Worker:
         self._send = send
         self._device = int(job["device"])
         self._implementations = job["implementations"]
+        # Processes, since most of what a run of the emulator costs is Python's; and new ones, since CUDA is not forked.
+        self._pool = (
+            ProcessPoolExecutor(emulator.cores(), mp_context=multiprocessing.get_context("spawn"))
+            if job.get("emulate")
+            else None
+        )
+        self._emulating: dict[Future[EmulatorVerdict], tuple[int, str, Message]] = {}
+        """Runs of the emulator under way: the cell, the name and the GPU's verdict of each."""
+        self._unfinished: dict[int, int] = {}
+        """Of each cell, how many of them are its own."""
         self._oracle = Oracle()
+        """Of the problem in hand."""
 
     def start(self) -> None:
         """Take hold of the GPU and greet.
@@ -1173,8 +1284,13 @@ class _Worker:
             for cell in self._job["cells"]:
                 self._bench_cell(cell)
         else:
-            for cell in self._job["cells"]:
-                self._check_cell(cell)
+            try:
+                for cell in self._job["cells"]:
+                    self._check_cell(cell)
+                self._collect(most=0)
+            finally:
+                if self._pool:
+                    self._pool.shutdown(wait=False, cancel_futures=True)
         self._send({"type": "done"})
 
     # -- bench
@@ -1273,8 +1389,8 @@ class _Worker:
             causal=problem.causal,
             dtype=problem.dtype,
             precision=precision,
-            oracle=self._oracle,
             sample=Sample.of(shape, max_scores=self._job["plan"]["checked_scores"], seed=self._job["seed"]),
+            oracle=self._oracle,
             xp=self.cupy,
         )
         self.cupy.get_default_memory_pool().free_all_blocks()
@@ -1339,7 +1455,7 @@ class _Worker:
         def run() -> None:
             attend(q, k, v)
 
-        return _Candidate(run, verdict, None, (attend,))
+        return _Candidate(run, verdict, None, (attend,), choice=getattr(attend, "choice", ""))
 
     def _time(self, index: int, problem: Problem, ready: Mapping[str, _Candidate]) -> None:
         if not ready:
@@ -1398,6 +1514,7 @@ class _Worker:
                 verdict=candidate.verdict,
                 samples=series[name],
                 cubin=candidate.cubin,
+                choice=candidate.choice,
             )
 
     def _row(
@@ -1410,6 +1527,7 @@ class _Worker:
         verdict: Message | None = None,
         samples: Sequence[Message] = (),
         cubin: Message | None = None,
+        choice: str = "",
     ) -> None:
         row = {
             "name": name,
@@ -1418,6 +1536,7 @@ class _Worker:
             "verdict": verdict,
             "samples": list(samples),
             "cubin": cubin,
+            **({"choice": choice} if choice else {}),
         }
         self._send({"type": "row", "cell": index, "row": row})
 
@@ -1435,26 +1554,76 @@ class _Worker:
     def _check_cell(self, cell: Message) -> None:
         index, problem, layout = cell["index"], Problem(**cell["problem"]), cell["layout"]
         self.step(index, "", "make inputs")
-        values = laid_out(make_inputs(problem, seed=self._job["seed"], xp=self.cupy), layout, self.cupy)
+        made = tuple(self._for_oracle(x) for x in self._inputs(problem))
+        values = laid_out(made, layout, self.cupy)
+        inputs = _guarded_inputs(values, layout)
         oracle = Oracle()
+        host: tuple[Any, ...] | None = None
         for name in cell["names"]:
             self.step(index, name, "check")
-            beside = None
+            which = self._implementations[name]
+            source = None if which["source"] is None else Path(which["source"])
             try:
-                verdict, out, lse = self._check_stage(name, problem, layout, values, oracle)
-                emulated = stages.get(self._implementations[name]["id"]).language == "cuda"
-                if self._job.get("emulate") and emulated and verdict["passed"]:
-                    self.step(index, name, "emulate")
-                    beside = self._emulate_beside(name, problem, layout, values, out, lse)
+                stages.get(which["id"]).require(problem, self._info.arch)
+                verdict, out, lse = _guarded_run(
+                    which["id"],
+                    problem,
+                    values,
+                    inputs,
+                    layout=layout,
+                    source=source,
+                    params=which["params"],
+                    oracle=oracle,
+                )
+                said = finite(verdict)
             except Exception as error:
                 self._survive(error)
                 self._send_check(index, name, *_classify(error), None)
                 continue
-            status, reason = "ok" if verdict["passed"] else "wrong", verdict["reason"]
-            if beside is not None and beside["status"] != "ok":
-                status, reason = beside["status"], f"emulator: {beside['reason']}"
-            self._send_check(index, name, status, reason, verdict, beside)
-        self._send({"type": "cell_done", "cell": index})
+            if not verdict.passed:
+                inputs = _guarded_inputs(values, layout)  # it may have written to them
+            elif self._pool and which["id"] in stages.CUDA_STAGES and emulates(problem, layout):
+                host = host or tuple(self._on_host(x) for x in values)
+                future = self._pool.submit(
+                    emulate_beside,
+                    which["id"],
+                    problem,
+                    host,
+                    self._on_host(out),
+                    self._on_host(lse),
+                    layout=layout,
+                    source=source,
+                    params=which["params"],
+                    threads=1,
+                )
+                self._emulating[future] = (index, name, said)
+                continue
+            self._send_check(index, name, "ok" if verdict.passed else "wrong", verdict.reason, said)
+        self._unfinished[index] = sum(of_cell == index for of_cell, _, _ in self._emulating.values())
+        if not self._unfinished[index]:
+            self._send({"type": "cell_done", "cell": index})
+        self._collect(most=_WAITING_EMULATIONS)
+
+    def _collect(self, most: int) -> None:
+        """Send what the emulator has said, and wait until no more than `most` of its runs are left."""
+        while self._emulating:
+            late = len(self._emulating) > most
+            if late:
+                self.step(*next(iter(self._emulating.values()))[:2], "emulate")
+            done, _ = wait(self._emulating, timeout=None if late else 0, return_when=FIRST_COMPLETED)
+            for future in done:
+                index, name, verdict = self._emulating.pop(future)
+                try:
+                    beside = future.result()
+                    status, reason = beside.status, beside.reason and f"emulator: {beside.reason}"
+                    self._send_check(index, name, status, reason, verdict, _emulator_message(beside))
+                except Exception as error:
+                    self._send_check(index, name, *_classify(error), verdict)
+                self._unfinished[index] -= 1
+                if not self._unfinished[index]:
+                    self._send({"type": "cell_done", "cell": index})
+            if not late:
+                return
 
     def _send_check(
         self, index: int, name: str, status: str, reason: str, verdict: Message | None, beside: Message | None = None
@@ -1464,32 +1633,9 @@ class _Worker:
             row["emulator"] = beside
         self._send({"type": "row", "cell": index, "row": row})
 
-    def _check_stage(
-        self, name: str, problem: Problem, layout: str, values: tuple[Any, Any, Any], oracle: Oracle
-    ) -> tuple[Message, Any, Any]:
-        which = self._implementations[name]
-        stages.get(which["id"]).require(problem, self._info.arch)
-        source = None if which["source"] is None else Path(which["source"])
-        verdict, out, lse = _guarded_run(
-            which["id"], problem, values, layout=layout, source=source, params=which["params"], oracle=oracle
-        )
-        return finite(verdict), out, lse
-
-    def _emulate_beside(
-        self, name: str, problem: Problem, layout: str, values: tuple[Any, Any, Any], out: Any, lse: Any
-    ) -> Message:
-        which = self._implementations[name]
-        source = None if which["source"] is None else Path(which["source"])
-
-        def on_host(array: Any) -> Any:
-            host = array.get()
-            return host.view(ml_dtypes.bfloat16) if str(host.dtype) == "uint16" else host
-
-        q, k, v, out, lse = (on_host(array) for array in (*values, out, lse))
-        found = emulate_beside(
-            which["id"], problem, (q, k, v), out, lse, layout=layout, source=source, params=which["params"]
-        )
-        return _emulator_message(found)
+    def _on_host(self, array: Any) -> Any:
+        host = array.get()
+        return host.view(ml_dtypes.bfloat16) if str(host.dtype) == "uint16" else host
 
 
 def guarded_verdict(
@@ -1507,24 +1653,28 @@ def guarded_verdict(
     Raises:
         What `attention.prepare` raises; LaunchError where the kernel breaks off.
     """
-    return _guarded_run(stage_id, problem, values, layout=layout, source=source)[0]
+    inputs = _guarded_inputs(values, layout)
+    return _guarded_run(stage_id, problem, values, inputs, layout=layout, source=source)[0]
+
+
+def _guarded_inputs(values: tuple[Any, Any, Any], layout: str) -> list[Guarded]:
+    cupy = _need("cupy")
+    return [Guarded.holding(x, xp=cupy, **placement(x.shape, layout, t)) for x, t in zip(values, TENSORS, strict=False)]
 
 
 def _guarded_run(
     stage_id: str,
     problem: Problem,
     values: tuple[Any, Any, Any],
+    inputs: Sequence[Guarded],
     *,
     layout: str,
     source: Path | None,
     params: Mapping[str, int] | None = None,
     oracle: Oracle | None = None,
 ) -> tuple[CheckVerdict, Any, Any]:
-    """The verdict, and the output and log-sum-exp it is on."""
+    """The verdict, and the output and log-sum-exp it is on; `inputs` are `_guarded_inputs` of the values."""
     cupy = _need("cupy")
-    inputs = [
-        Guarded.holding(x, xp=cupy, **placement(x.shape, layout, t)) for x, t in zip(values, TENSORS, strict=False)
-    ]
     out_shape = values[0].shape
     out = Guarded.output(out_shape, problem.dtype, xp=cupy, **placement(out_shape, layout))
     lse = Guarded.output(out_shape[:3], "float32", xp=cupy)

@@ -41,7 +41,7 @@ log-sum-exp -inf exactly, and -inf may appear nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -150,6 +150,20 @@ def _draw(total: int, count: int, rng: np.random.Generator) -> list[int]:
     return sorted({*ends, *(int(i) for i in rest)})
 
 
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a tile before any output: what outputs are compared with, and the yardstick."""
+
+    out: Array
+    """Exact, (heads, rows, head_dim) float64, where the arrays are; so are the next two."""
+    lse: Array
+    """(heads, rows) float64, 0 where the row sees no key."""
+    seen: Array
+    """(rows,): whether the row sees any key."""
+    stats: Mapping[str, Any]
+    """Fields of `_Comparison`, (heads, rows) float64 on the host."""
+
+
 class Oracle:
     """What is known of one problem, kept so that several outputs of it can be checked for little more than one.
 
@@ -159,13 +173,11 @@ class Oracle:
 
     def __init__(self) -> None:
         self.finite = False
-        self._parts: dict[tuple[int, int, Precision], tuple[Array, ...]] = {}
+        self._parts: dict[tuple[int, int, Precision], _Known] = {}
 
-    def part(
-        self, tile: reference.Tile, precision: Precision, compute: Callable[[], tuple[Array, ...]]
-    ) -> tuple[Array, ...]:
-        """A tile's arrays at a precision, computed the first time."""
-        key = (tile.pair, tile.span.start, precision)
+    def part(self, tile: reference.Tile, precision: Precision, compute: Callable[[], _Known]) -> _Known:
+        """What is known of a tile at a precision, computed the first time."""
+        key = (tile.pairs.start, tile.span.start, precision)
         if key not in self._parts:
             self._parts[key] = compute()
         return self._parts[key]
@@ -209,14 +221,16 @@ def check(
     scale = reference.default_scale(shape.head_dim) if scale is None else scale
     oracle = Oracle() if oracle is None else oracle
     for name, x in () if oracle.finite else (("q", q), ("k", k), ("v", v)):
-        if not bool(xp.isfinite(reference.to_float(x, xp)).all()):
+        if _any(~xp.isfinite(reference.to_float(x, xp)), xp):
             raise InputError(f"{name}: wanted finite values to judge an output by, got NaN or infinity")
     oracle.finite = True
     _known_sample(sample, shape)
+    # One copy without gaps, if there are any: what comes then needs no kernel of its own for every layout.
+    out = xp.ascontiguousarray(out)
     wrong = (
         _wrong_form(out, lse, shape, dtype, xp)
-        or _wrong_contents(out, "output", _bits(out, xp), shape, causal, xp)
-        or (lse is not None and _wrong_contents(lse, "LSE", _bits(lse, xp), shape, causal, xp))
+        or _wrong_contents(out, "output", shape, causal, xp)
+        or (lse is not None and _wrong_contents(lse, "LSE", shape, causal, xp))
     )
     if wrong:
         return Verdict(passed=False, reason=wrong)
@@ -282,31 +296,39 @@ def _poison(itemsize: int) -> int:
     return POISON_WORD if itemsize == 2 else POISON_WORD << 16 | POISON_WORD
 
 
-def _wrong_contents(x: Array, name: str, bits: Array, shape: Shape, causal: bool, xp: Any) -> str:
+def _any(flags: Array, xp: Any) -> bool:
+    """Whether a flag is set. For `any` CuPy compiles a kernel for each class of sizes; a maximum it has ready."""
+    return bool(xp.ascontiguousarray(flags).view(xp.uint8).max())
+
+
+def _wrong_contents(x: Array, name: str, shape: Shape, causal: bool, xp: Any) -> str:
     """Which elements are unwritten, NaN, infinite, or not at rest where the row sees no key; empty where none are."""
     values = reference.to_float(x, xp)
+    blind = shape.visible_keys(np.arange(shape.q_len), causal) == 0
+    if not blind.any() and not _any(~xp.isfinite(values), xp):
+        return ""  # poison is a NaN
+    bits = _bits(x, xp)
     unwritten = bits == _poison(x.dtype.itemsize)
     if str(x.dtype) == "float32":
         # A bfloat16 output handed over as float32 has the poison in its upper half.
         unwritten |= bits == POISON_WORD << 16
-    if bool(unwritten.any()):
+    if _any(unwritten, xp):
         return f"{name} unwritten: {_where(unwritten)}"
     nan = xp.isnan(values)
-    if bool(nan.any()):
+    if _any(nan, xp):
         return f"NaN in {name}: {_where(nan)}"
-    blind = shape.visible_keys(np.arange(shape.q_len), causal) == 0
     infinite = xp.isinf(values)
     at_rest = 0.0
     if name == "LSE":
         at_rest = -math.inf
         infinite &= ~((values == at_rest) & xp.asarray(blind))
-    if bool(infinite.any()):
+    if _any(infinite, xp):
         return f"infinity in {name}: {_where(infinite)}"
     if blind.any():
         blind_rows = int(blind.sum())  # They come first: the diagonal ends at the last query and the last key.
         restless = xp.zeros(values.shape, dtype=bool)
         restless[:, :, :blind_rows] = values[:, :, :blind_rows] != at_rest
-        if bool(restless.any()):
+        if _any(restless, xp):
             return f"{name} of rows that see no key not {at_rest:g}: {_where(restless)}"
     return ""
 
@@ -376,52 +398,52 @@ def _compare(
         "error_max", "error_squares", "plain_max", "plain_squares", "out_max", "out_squares",
         "score_size", "lse", "lse_error", "plain_lse_error", "weight_norm",
     )  # fmt: skip
-    stats = {name: xp.zeros((len(pairs), len(rows))) for name in names}
+    stats = {name: np.zeros((len(pairs), len(rows))) for name in names}
 
-    def known(tile: reference.Tile) -> tuple[Array, ...]:
+    def known(tile: reference.Tile) -> _Known:
         exact, exact_lse, weight_norm = reference.exact_tile(q, k, v, tile, scale=scale, xp=xp)
         plain, plain_lse = reference.plain_tile(q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp)
-        rows = xp.asarray(tile.rows)
-        q_norm = xp.sqrt((reference.to_float(q[tile.batch, tile.q_head][rows], xp, xp.float64) ** 2).sum(axis=1))
-        k_norm = xp.sqrt((reference.to_float(k[tile.batch, tile.kv_head], xp, xp.float64) ** 2).sum(axis=1).max())
-        return (
-            exact,
-            exact_lse,
-            weight_norm,
-            plain - exact,
-            plain_lse,
-            q_norm * k_norm,
-            rows,
-            xp.asarray(tile.visible > 0),
-        )
+        q_rows = reference.to_float(reference.heads_of(q, tile.q_heads, xp, tile.rows), xp, xp.float64)
+        keys = reference.to_float(reference.heads_of(k, tile.kv_heads, xp), xp, xp.float64)
+        norms = xp.sqrt((q_rows * q_rows).sum(axis=2) * (keys * keys).sum(axis=2).max(axis=1)[:, None])
+        seen = xp.asarray(tile.visible > 0)
+        # Rows that see no key were checked exactly and have nothing to compare.
+        lse = xp.where(seen, exact_lse, 0)
+        plain_error = plain - exact
+        of_tile = {
+            "plain_max": xp.abs(plain_error).max(axis=2),
+            "plain_squares": (plain_error * plain_error).sum(axis=2),
+            "out_max": xp.abs(exact).max(axis=2),
+            "out_squares": (exact * exact).sum(axis=2),
+            "score_size": abs(scale) / math.sqrt(shape.head_dim) * norms,
+            "lse": xp.abs(lse),
+            "plain_lse_error": xp.abs(xp.where(seen, plain_lse, 0) - lse),
+            "weight_norm": weight_norm,
+        }
+        return _Known(exact, lse, seen, {name: _to_host(values) for name, values in of_tile.items()})
 
     for tile in reference.tiles(shape, causal=causal, pairs=pairs, rows=rows):
-        at = (tile.pair, tile.span)
-        exact, exact_lse, weight_norm, plain_error, plain_lse, norms, tile_rows, seen = oracle.part(
-            tile, precision, partial(known, tile)
-        )
-        got = reference.to_float(out[tile.batch, tile.q_head][tile_rows], xp, xp.float64)
-        # Rows that see no key were checked exactly and have nothing to compare.
-        finite_lse = xp.where(seen, exact_lse, 0)
-        wanted, wanted_lse = exact, finite_lse
+        at = (tile.pairs, tile.span)
+        found = oracle.part(tile, precision, partial(known, tile))
+
+        def of_tile(x: Array, tile: reference.Tile = tile) -> Array:
+            return reference.to_float(reference.heads_of(x, tile.q_heads, xp, tile.rows), xp, xp.float64)
+
+        wanted, wanted_lse = found.out, found.lse
         if against is not None:
-            wanted = reference.to_float(against[0][tile.batch, tile.q_head][tile_rows], xp, xp.float64)
+            wanted = of_tile(against[0])
             if against[1] is not None:
-                wanted_lse = xp.where(seen, against[1][tile.batch, tile.q_head][tile_rows].astype(xp.float64), 0)
-        for name, values in (("error", got - wanted), ("plain", plain_error), ("out", exact)):
-            stats[f"{name}_max"][at] = xp.abs(values).max(axis=1)
-            stats[f"{name}_squares"][at] = (values * values).sum(axis=1)
-        stats["weight_norm"][at] = weight_norm
-        stats["score_size"][at] = abs(scale) * norms / math.sqrt(shape.head_dim)
-        stats["lse"][at] = xp.abs(finite_lse)
-        stats["plain_lse_error"][at] = xp.abs(xp.where(seen, plain_lse, 0) - finite_lse)
+                wanted_lse = xp.where(found.seen, of_tile(against[1]), 0)
+        for name, values in found.stats.items():
+            stats[name][at] = values
+        error = of_tile(out) - wanted
+        stats["error_max"][at] = _to_host(xp.abs(error).max(axis=2))
+        stats["error_squares"][at] = _to_host((error * error).sum(axis=2))
         if lse is not None:
-            got_lse = lse[tile.batch, tile.q_head][tile_rows].astype(xp.float64)
-            stats["lse_error"][at] = xp.abs(xp.where(seen, got_lse, 0) - wanted_lse)
-    on_host = {name: _to_host(values) for name, values in stats.items()}
-    if not np.isfinite(on_host["plain_max"]).all():
+            stats["lse_error"][at] = _to_host(xp.abs(xp.where(found.seen, of_tile(lse), 0) - wanted_lse))
+    if not np.isfinite(stats["plain_max"]).all():
         raise InputError(f"wanted q and k whose scores fit in {dtype}, got some that overflow it")
-    return _Comparison(pairs=pairs, rows=np.asarray(rows), head_dim=shape.head_dim, **on_host)
+    return _Comparison(pairs=pairs, rows=np.asarray(rows), head_dim=shape.head_dim, **stats)
 
 
 def _judge(seen: _Comparison, *, has_lse: bool, unit: float) -> Verdict:
@@ -541,7 +563,8 @@ class Guarded:
         self._before = guard_words + offset_words
         self.buffer = xp.full(self._before + self._span * self._words + guard_words, GUARD_WORD, dtype=xp.uint16)
         self._inside(self.buffer)[...] = _poison(2 * self._words)
-        self._expected: Array | None = None
+        self._outside = self.buffer == GUARD_WORD
+        self._given: Array | None = None
         bits = self._inside(self.buffer)
         if dtype == "bfloat16":
             self.array: Array = bits.view(ml_dtypes.bfloat16) if xp is np else bits
@@ -559,8 +582,8 @@ class Guarded:
         xp = layout.get("xp", np)
         dtype = reference.dtype_of(values) or str(values.dtype)
         guarded = cls(values.shape, dtype, **layout)
-        guarded._expected = _bits(values.copy(), xp)
-        guarded._inside(guarded.buffer)[...] = guarded._expected
+        guarded._inside(guarded.buffer)[...] = _bits(xp.ascontiguousarray(values), xp)
+        guarded._given = guarded.buffer.copy()
         return guarded
 
     def _inside(self, buffer: Array) -> Array:
@@ -574,15 +597,16 @@ class Guarded:
     def why_damaged(self) -> str | None:
         """What was written that must not be: outside of an output, or anywhere of an input. None where nothing was."""
         xp = self._xp
-        if self._expected is not None:
-            changed = self._inside(self.buffer) != self._expected
-            if bool(changed.any()):
+        if self._given is not None:
+            if not _any(self.buffer != self._given, xp):
+                return None
+            changed = self._inside(self.buffer) != self._inside(self._given)
+            if _any(changed, xp):
                 return f"input modified: {int(changed.sum())} of {changed.size} elements"
-        around = self.buffer.copy()
-        self._inside(around)[...] = GUARD_WORD << 16 | GUARD_WORD if self._words == 2 else GUARD_WORD
-        written = xp.flatnonzero(around != GUARD_WORD)
-        if len(written) == 0:
+        strange = self._outside & (self.buffer != GUARD_WORD)
+        if not _any(strange, xp):
             return None
+        written = xp.flatnonzero(strange)
         first, last = int(written[0]), int(written[-1])
         end = self._before + self._span * self._words
         places = [

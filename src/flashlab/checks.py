@@ -22,7 +22,7 @@ import numpy as np
 
 from flashlab import emulator, stages
 from flashlab.attention import Emulation, emulate
-from flashlab.check import HOSTILE, Guarded, check, strides_of
+from flashlab.check import HOSTILE, Guarded, Oracle, check, strides_of
 from flashlab.check import Verdict as CheckVerdict
 from flashlab.errors import (
     CompileError,
@@ -55,6 +55,8 @@ CPU_LONG_HEADS = (1, 1, 1)
 """Of a long problem."""
 MANY_SCORES = 1 << 16
 """A head with more scores makes a problem long: on a CPU it goes through the first layout alone."""
+MANY_SCORES_IN_ALL = 1 << 17
+"""Of a problem with more, a CPU runs beside a GPU the first group of query heads alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,11 +222,13 @@ def _random_layout(rng: np.random.Generator) -> str:
 
 # --- On record --------------------------------------------------------------------------------------------------------
 
-FORMAT = 2
-"""Of a file of comparisons: a first line with what holds for all of them, then a short line each. A file whose first
-line names no format is of the first one, in which each line held everything; `read_lines` reads both alike."""
-_DIGITS = 4
+FORMAT = 3
+"""Of a file of comparisons: a first line with what holds for all of them, then a line for each case, a problem in a
+layout. A file whose first line names no format is of the first one, a line for each comparison, in which each held
+everything; `read_lines` reads both alike."""
+_DIGITS = 3
 _ERRORS = ("max_abs", "rms", "lse")
+_SIDES = ("error", "limit")
 
 
 def header_line(*, run: str, time: str, gpu: object, source: object, software: Mapping[str, str]) -> dict[str, Any]:
@@ -232,16 +236,42 @@ def header_line(*, run: str, time: str, gpu: object, source: object, software: M
     return {"format": FORMAT, "run": run, "time": time, "gpu": gpu, "source": source, "software": dict(software)}
 
 
-def row_line(row: CheckRow) -> dict[str, Any]:
-    """A comparison, short: errors and limits in the order of `_ERRORS` with few digits, no empty field."""
+def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
+    """The comparisons of one case, short.
+
+    `ok` has the numbers of each stage that passed: errors, then limits, in the order of `_ERRORS`, with few digits;
+    where the emulator was asked, the same of its output, and of the two compared. `emulated` is what it ran. `other`
+    has what did not pass.
+    """
+    problem = rows[0].problem
     line: dict[str, Any] = {
-        "stage": row.stage,
-        "shape": row.problem.shape,
-        "dtype": row.problem.dtype,
-        "mask": row.problem.mask,
-        "layout": row.layout,
-        "status": row.status,
+        "shape": problem.shape,
+        "dtype": problem.dtype,
+        "mask": problem.mask,
+        "layout": rows[0].layout,
+        "ok": {row.stage: _numbers(row) for row in rows if _passed(row)},
     }
+    other = [_other_line(row) for row in rows if not _passed(row)]
+    if other:
+        line["other"] = other
+    emulated = [row.emulator.shape for row in rows if row.emulator is not None and _passed(row)]
+    if emulated:
+        line["emulated"] = emulated[0]
+    return line
+
+
+def _passed(row: CheckRow) -> bool:
+    return row.status == "ok" and row.verdict is not None and not row.reason
+
+
+def _numbers(row: CheckRow) -> list[float | None]:
+    verdicts = [row.verdict, *((row.emulator.verdict, row.emulator.agreement) if row.emulator else ())]
+    shorts = [_short(verdict) for verdict in verdicts if verdict is not None]
+    return [number for short in shorts for side in _SIDES for number in short[side]]
+
+
+def _other_line(row: CheckRow) -> dict[str, Any]:
+    line: dict[str, Any] = {"stage": row.stage, "status": row.status}
     if row.reason:
         line["reason"] = row.reason
     if row.verdict is not None:
@@ -262,18 +292,14 @@ def _short(verdict: Verdict) -> dict[str, Any]:
     def digits(value: float | None) -> float | None:
         return None if value is None else float(f"{value:.{_DIGITS}g}")
 
-    short: dict[str, Any] = {
-        side: [digits(getattr(verdict, f"{name}_{side}")) for name in _ERRORS] for side in ("error", "limit")
-    }
+    short: dict[str, Any] = {side: [digits(getattr(verdict, f"{name}_{side}")) for name in _ERRORS] for side in _SIDES}
     return short if verdict.passed else {"failed": verdict.reason, **short}
 
 
 def _long(short: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if short is None:
         return None
-    numbers = {
-        f"{name}_{side}": value for side in ("error", "limit") for name, value in zip(_ERRORS, short[side], strict=True)
-    }
+    numbers = {f"{name}_{side}": value for side in _SIDES for name, value in zip(_ERRORS, short[side], strict=True)}
     return {"passed": "failed" not in short, "reason": short.get("failed", ""), **numbers}
 
 
@@ -296,32 +322,51 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
             if "format" in line:
                 header = {key: value for key, value in line.items() if key != "format"}
             else:
-                found.append({**header, **_expanded(line)} if header else line)
+                found.extend([{**header, **one} for one in _expanded(line)] if header else [line])
         except (ValueError, KeyError, TypeError, FlashlabError) as error:
             raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {error!r}") from error
     return tuple(found)
 
 
-def _expanded(line: Mapping[str, Any]) -> dict[str, Any]:
-    problem = Problem.parse(line["shape"], dtype=line["dtype"], mask=line["mask"])
-    expanded = {
-        "stage": line["stage"],
-        "problem": asdict(problem),
-        "layout": line["layout"],
-        "status": line["status"],
-        "reason": line.get("reason", ""),
-        "verdict": _long(line.get("verdict")),
+def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The comparisons of a line of `case_line`."""
+    problem = asdict(Problem.parse(line["shape"], dtype=line["dtype"], mask=line["mask"]))
+    rows = [_passed_line(stage, numbers, line.get("emulated")) for stage, numbers in line["ok"].items()]
+    return [_full(row, problem, line["layout"]) for row in (*rows, *line.get("other", ()))]
+
+
+def _passed_line(stage: str, numbers: Sequence[float | None], emulated: str | None) -> dict[str, Any]:
+    """As `_other_line` has it."""
+    per_side, per_verdict = len(_ERRORS), len(_ERRORS) * len(_SIDES)
+    verdicts = [
+        {side: numbers[at + i * per_side : at + (i + 1) * per_side] for i, side in enumerate(_SIDES)}
+        for at in range(0, len(numbers), per_verdict)
+    ]
+    row: dict[str, Any] = {"stage": stage, "status": "ok", "verdict": verdicts[0]}
+    if len(verdicts) > 1:
+        row["emulator"] = {"status": "ok", "shape": emulated, "verdict": verdicts[1], "agreement": verdicts[2]}
+    return row
+
+
+def _full(row: Mapping[str, Any], problem: Mapping[str, Any], layout: str) -> dict[str, Any]:
+    full = {
+        "stage": row["stage"],
+        "problem": problem,
+        "layout": layout,
+        "status": row["status"],
+        "reason": row.get("reason", ""),
+        "verdict": _long(row.get("verdict")),
     }
-    beside = line.get("emulator")
+    beside = row.get("emulator")
     if beside is not None:
-        expanded["emulator"] = {
+        full["emulator"] = {
             "status": beside["status"],
             "reason": beside.get("reason", ""),
             "shape": beside["shape"],
             "verdict": _long(beside.get("verdict")),
             "agreement": _long(beside.get("agreement")),
         }
-    return expanded
+    return full
 
 
 # --- What a call touched ----------------------------------------------------------------------------------------------
@@ -668,6 +713,11 @@ def status_of(error: FlashlabError | None) -> tuple[str, str]:
     return "error", str(error)
 
 
+def emulates(problem: Problem, layout: str) -> bool:
+    """Whether a case of a GPU is run on the CPU too: long problems contiguous alone, or in a random layout."""
+    return problem.q_len * problem.kv_len <= MANY_SCORES or layout not in tuple(LAYOUTS)[1:]
+
+
 def emulate_beside(
     stage_id: str,
     problem: Problem,
@@ -678,6 +728,7 @@ def emulate_beside(
     layout: str,
     source: Path | None = None,
     params: Mapping[str, int] | None = None,
+    threads: int | None = None,
 ) -> EmulatorVerdict:
     """Run on the CPU what a GPU ran, and compare the two within the checker's limits.
 
@@ -686,19 +737,30 @@ def emulate_beside(
     Args:
         values: q, k, v on the host, as `reference.make_inputs` gives them.
         out, lse: what the GPU made of them, on the host.
+        threads: as `attention.emulate` takes it.
     """
-    if problem.q_len * problem.kv_len > MANY_SCORES:
+    if problem.batch * problem.q_heads * problem.q_len * problem.kv_len > MANY_SCORES_IN_ALL:
         group = problem.q_heads // problem.kv_heads
         values = (values[0][:1, :group], values[1][:1, :1], values[2][:1, :1])
         out, lse = out[:1, :group], lse[:1, :group]
         sizes = asdict(problem) | {"batch": 1, "q_heads": group, "kv_heads": 1}
         problem = Problem(**sizes)
+    judge = partial(check, oracle=Oracle())
     try:
-        verdict, ran = emulated_verdict(stage_id, problem, values, layout=layout, source=source, params=params)
+        verdict, ran = emulated_verdict(
+            stage_id,
+            problem,
+            values,
+            layout=layout,
+            source=source,
+            params=params,
+            threads=threads,
+            judge=judge,
+        )
     except FlashlabError as error:
         status, reason = status_of(error)
         return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=None, agreement=None)
-    agreement = check(
+    agreement = judge(
         out,
         lse,
         *values,

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from flashlab.ablate import Effect
     from flashlab.bench import Progress as BenchProgress
     from flashlab.claims import Verdict
+    from flashlab.tune import Tuned
 
 app = typer.Typer(
     name="flashlab",
@@ -574,8 +575,12 @@ def _foretell(problems: Sequence[Problem], what: Mapping[str, Any], as_json: boo
 
 @app.command()
 def tune(
-    stage: Annotated[str, typer.Argument(metavar="STAGE", help="A stage's id.")],
+    stage: Annotated[str | None, typer.Argument(metavar="[STAGE]", help="A stage's id; none with --plan.")] = None,
     *,
+    plan: Annotated[
+        Path | None,
+        typer.Option(help="A JSON list of stages, head dims and variants, such as scripts/tuning.json: all in one go."),
+    ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Head dim; all of the stage's if not given.")] = None,
     mask: OneMask = None,
     dtype: Annotated[DType, typer.Option(help="Element type.")] = "float16",
@@ -594,6 +599,25 @@ def tune(
     """Try a stage's tunables on the GPU, and append every variant, losers too, to data/<gpu>/tuning/."""
     from flashlab import tune as module
 
+    if (stage is None) == (plan is None):
+        raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
+    if plan is not None:
+        tasks = [
+            task
+            for task in module.read_plan(plan)
+            if (not head_dim or task.key.head_dim in head_dim) and mask in (None, task.key.mask)
+        ]
+        for task in tasks if dry_run else ():
+            key = task.key
+            _say(f"{key.stage} D{key.head_dim} {key.mask} {key.dtype}: {len(task.variants)} variants")
+        if not dry_run:
+            with _progress() as progress:
+                done = module.tune_all(
+                    tasks, data=data, device=device, announce=_say, progress=_follow(progress, "tuning")
+                )
+            _tell_tuned(done, as_json)
+        return
+    assert stage is not None
     found = registry.get(stage)
     grid = module.parse_grid(found, param) if param else None
     done = []
@@ -620,21 +644,29 @@ def tune(
                     announce=_say,
                 )
             )
-    if dry_run:
-        return
+    if not dry_run:
+        _tell_tuned(done, as_json)
+
+
+def _tell_tuned(done: Sequence[Tuned], as_json: bool) -> None:
+    """What the last round of each tuning gave."""
+    from flashlab import tune as module
+
     lines = []
     for one in done:
         trials, _ = records.read_tunings(one.rounds[-1])
         for trial in module.trials(trials):
-            lines.append((one.key, trial, one.rounds[-1]))
+            if trial.key == one.key:
+                lines.append((one.key, trial, one.rounds[-1]))
     lines.sort(key=lambda line: (line[0], line[1].median_us or float("inf")))
     if as_json:
         _emit_json([{**asdict(trial), "path": str(path)} for _, trial, path in lines])
         return
     _emit_table(
-        ("head dim", "mask", "dtype", "variant", "us", "defaults / it", "why not"),
+        ("stage", "head dim", "mask", "dtype", "variant", "us", "defaults / it", "why not"),
         [
             (
+                key.stage,
                 key.head_dim,
                 key.mask,
                 key.dtype,

@@ -438,6 +438,8 @@ class _TritonRequest:
     constants: tuple[tuple[str, int], ...]
     warps: int
     pipeline_stages: int
+    max_registers: int
+    """0: as many as ptxas wants."""
     aligned: bool
     version: str
     """Triton's."""
@@ -448,6 +450,7 @@ class _TritonRequest:
             f"--target={self.arch}",
             f"--num-warps={self.warps}",
             f"--num-stages={self.pipeline_stages}",
+            *((f"--maxnreg={self.max_registers}",) if self.max_registers else ()),
             f"--element={self.dtype}",
             f"--aligned={int(self.aligned)}",
             *(f"--constant={name}={value}" for name, value in self.constants),
@@ -536,6 +539,8 @@ def _compile_triton(
         constants=tuple((name, known[name]) for name in triton_code.CONSTANTS),
         warps=parameters["WARPS"],
         pipeline_stages=parameters["PIPELINE_STAGES"],
+        # Without 16-byte copies it takes registers that no bound foresaw; that code is there to answer.
+        max_registers=parameters["MAX_REGISTERS"] if aligned else 0,
         aligned=aligned,
         version=triton_code.version(),
     )
@@ -560,6 +565,7 @@ def _triton(request: _TritonRequest) -> tuple[bytes, str]:
         constants=dict(request.constants),
         warps=request.warps,
         pipeline_stages=request.pipeline_stages,
+        max_registers=request.max_registers,
         capability=capability(request.arch),
         aligned=request.aligned,
     )

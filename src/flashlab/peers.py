@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 from flashlab.errors import ParameterError
+from flashlab.paths import KERNELS
 from flashlab.problem import Problem
 
 Attention = Callable[[Any, Any, Any], Any]
@@ -42,7 +47,8 @@ class Peer:
     packages: tuple[tuple[str, str], ...]
     """(module, what to `pip install` for it)."""
     build: Callable[[Problem], Attention]
-    """Makes the callable for one problem. May compile; imports what it needs."""
+    """Makes the callable for one problem. May compile, then or at its first call; imports what it needs. One that
+    chooses among several ways says which in its attribute `choice`."""
     limits: Callable[[Problem], str | None] = lambda problem: None
     """Why this problem is beyond it, from the problem alone; None when it is not."""
     min_capability: tuple[int, int] = (7, 5)
@@ -180,6 +186,54 @@ def _flex(problem: Problem) -> Attention:
     return attend
 
 
+class _TritonFA2:
+    """kernels/peers/triton_fa2.py on one problem. Its first call finds the sizes: some seconds."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._sizes: Mapping[str, Any] | None = None
+        self.choice = ""
+        """The sizes, for people; empty before the first call."""
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        problem = self._problem
+        kernel = _triton_fa2_module()
+        out = importlib.import_module("torch").empty_like(q)
+        group, scale_log2 = problem.q_heads // problem.kv_heads, problem.head_dim**-0.5 * math.log2(math.e)
+        arguments = (q, k, v, out, group, problem.q_len, problem.kv_len, scale_log2)
+        constants = {"HEAD_DIM": problem.head_dim, "CAUSAL": problem.causal}
+        if self._sizes is None:
+            self._compile(kernel.tuned, arguments, constants)
+            kernel.tuned[self._grid](*arguments, **constants)
+            self._sizes, self.choice = kernel.tuned.best_config.all_kwargs(), str(kernel.tuned.best_config)
+        else:
+            kernel.attend[self._grid](*arguments, **constants, **self._sizes)
+        return out
+
+    def _grid(self, chosen: Mapping[str, Any]) -> tuple[int, int]:
+        return -(-self._problem.q_len // chosen["BLOCK_M"]), self._problem.batch * self._problem.q_heads
+
+    def _compile(self, tuned: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        """All sizes, several at once: the autotuner compiles one after the other what it does not find."""
+        compilation = importlib.import_module("triton.runtime._async_compile")
+        with (
+            ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+            compilation.AsyncCompileMode(pool, ignore_errors=True),
+        ):
+            tuned.warmup(*arguments, grid=self._grid, **constants)
+
+
+@cache
+def _triton_fa2_module() -> Any:
+    """The file as a module, once a process: it keeps what was compiled and chosen."""
+    spec = importlib.util.spec_from_file_location("flashlab_triton_fa2", KERNELS / "peers" / "triton_fa2.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _fa3(problem: Problem) -> Attention:
     interface = importlib.import_module("fa3_fwd_interface")
 
@@ -272,6 +326,15 @@ PEERS: Mapping[str, Peer] = {
             how="torch.compile(flex_attention, dynamic=False)",
             packages=(*_TORCH, ("triton", "flashlab[gpu]")),
             build=_flex,
+            limits=_no_blind_rows,
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="triton_fa2",
+            title="FlashAttention-2 in plain Triton",
+            how="kernels/peers/triton_fa2.py, by triton.autotune",
+            packages=(*_TORCH, ("triton", "flashlab[gpu]")),
+            build=_TritonFA2,
             limits=_no_blind_rows,
             min_capability=(8, 0),
         ),

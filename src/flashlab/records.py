@@ -290,6 +290,8 @@ class Measurement(_Timed):
     kind: Literal["stage", "peer"]
     name: str
     """A stage id, or a peer's name."""
+    choice: str = ""
+    """What a peer chose that tunes itself, in its own words."""
 
 
 class Tuning(_Timed):

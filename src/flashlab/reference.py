@@ -14,7 +14,7 @@ float16 arrives as float16. NumPy and CuPy have no bfloat16 of their own, so it 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,44 +86,57 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Some query rows of one head."""
+    """The same query rows of some heads. Every array is on the host."""
 
-    batch: int
-    q_head: int
-    kv_head: int
-    pair: int
-    """Position of (batch, q_head) in the pairs asked for."""
+    pairs: slice
+    """Positions of these (batch, query head) in the pairs asked for."""
+    q_heads: Array
+    """Where each of them lies among all batch · q_heads heads of Q, int64."""
+    kv_heads: Array
+    """And among all batch · kv_heads heads of K and V, int64."""
     span: slice
     """Positions of these rows in the rows asked for."""
     rows: Array
-    """Query rows, int64 on the host."""
+    """Query rows, int64."""
     visible: Array
-    """Keys each of them sees, int64 on the host."""
+    """Keys each of them sees, int64."""
 
 
 def tiles(
     shape: Shape,
     *,
     causal: bool,
-    pairs: Iterable[tuple[int, int]] | None = None,
+    pairs: Sequence[tuple[int, int]] | None = None,
     rows: Sequence[int] | None = None,
 ) -> Iterator[Tile]:
     """The problem, or those (batch, query head) `pairs` and query `rows` of it, in tiles whose scores fit in memory."""
     wanted = np.asarray(range(shape.q_len) if rows is None else rows, dtype=np.int64)
     visible = shape.visible_keys(wanted, causal)
+    batches, heads = np.asarray(shape.pairs if pairs is None else pairs, dtype=np.int64).T
     step = max(1, _SCORES_PER_TILE // shape.kv_len)
-    for pair, (batch, q_head) in enumerate(shape.pairs if pairs is None else pairs):
+    at_once = max(1, _SCORES_PER_TILE // (shape.kv_len * min(step, len(wanted))))
+    for first in range(0, len(heads), at_once):
+        some = slice(first, min(first + at_once, len(heads)))
         for start in range(0, len(wanted), step):
             span = slice(start, min(start + step, len(wanted)))
             yield Tile(
-                batch=batch,
-                q_head=q_head,
-                kv_head=q_head // (shape.q_heads // shape.kv_heads),
-                pair=pair,
+                pairs=some,
+                q_heads=batches[some] * shape.q_heads + heads[some],
+                kv_heads=batches[some] * shape.kv_heads + heads[some] // (shape.q_heads // shape.kv_heads),
                 span=span,
                 rows=wanted[span],
                 visible=visible[span],
             )
+
+
+def heads_of(x: Array, heads: Array, xp: Any = np, rows: Array | None = None) -> Array:
+    """Some heads, (heads, length, ...), of an array (batch, heads, length, ...), or those `rows` of them; a copy."""
+    found = x.reshape(-1, *x.shape[2:])[xp.asarray(heads)]
+    if rows is None or len(rows) == found.shape[1]:
+        return found
+    if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
+        return found[:, int(rows[0]) : int(rows[-1]) + 1]
+    return found[:, xp.asarray(rows)]
 
 
 def dtype_of(x: Array) -> DType | None:
@@ -178,30 +191,30 @@ def default_scale(head_dim: int) -> float:
 
 
 def _tile_operands(q: Array, k: Array, v: Array, tile: Tile, xp: Any, dtype: Any) -> tuple[Array, Array, Array]:
-    """Q rows (rows, head_dim), K and V (keys, head_dim) of a tile; keys that no row of it sees are left out."""
+    """Q rows (heads, rows, head_dim), K and V (heads, keys, head_dim) of a tile; keys that no row sees are left out."""
     keys = int(tile.visible.max())
     return (
-        to_float(q[tile.batch, tile.q_head][xp.asarray(tile.rows)], xp, dtype),
-        to_float(k[tile.batch, tile.kv_head, :keys], xp, dtype),
-        to_float(v[tile.batch, tile.kv_head, :keys], xp, dtype),
+        to_float(heads_of(q, tile.q_heads, xp, tile.rows), xp, dtype),
+        to_float(heads_of(k, tile.kv_heads, xp)[:, :keys], xp, dtype),
+        to_float(heads_of(v, tile.kv_heads, xp)[:, :keys], xp, dtype),
     )
 
 
 def _hide(scores: Array, tile: Tile, xp: Any) -> Array:
-    """Scores (rows, keys) with -inf where the row does not see the key."""
-    keys = scores.shape[1]
+    """Scores (heads, rows, keys) with -inf where the row does not see the key."""
+    keys = scores.shape[2]
     if int(tile.visible.min()) == keys:
         return scores
     return xp.where(xp.arange(keys)[None, :] < xp.asarray(tile.visible)[:, None], scores, -xp.inf)
 
 
 def _softmax_parts(scores: Array, xp: Any) -> tuple[Array, Array, Array]:
-    """exp(score - max) in place of the scores, its sum (1 where no key is seen) and the log-sum-exp, (rows, 1) each."""
-    largest = scores.max(axis=1, keepdims=True)
+    """exp(score - max) in place of the scores, its sum (1 where no key is seen), the log-sum-exp, (heads, rows, 1)."""
+    largest = scores.max(axis=2, keepdims=True)
     seen = largest > -xp.inf
     scores -= xp.where(seen, largest, 0)
     xp.exp(scores, out=scores)
-    total = xp.where(seen, scores.sum(axis=1, keepdims=True), 1)
+    total = xp.where(seen, scores.sum(axis=2, keepdims=True), 1)
     return scores, total, xp.where(seen, largest + xp.log(total), -xp.inf)
 
 
@@ -209,18 +222,18 @@ def exact_tile(q: Array, k: Array, v: Array, tile: Tile, *, scale: float, xp: An
     """One tile in float64.
 
     Returns:
-        Output (rows, head_dim), log-sum-exp (rows,) and the norm of the probabilities sqrt(sum p²) (rows,): what
-        independent relative errors of the probabilities are multiplied by in a sum over them.
+        Output (heads, rows, head_dim), log-sum-exp (heads, rows) and the norm of the probabilities sqrt(sum p²) (heads,
+        rows): what independent relative errors of the probabilities are multiplied by in a sum over them.
     """
     q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float64)
-    if len(keys) == 0:
-        none = xp.zeros(len(q_rows))
+    if keys.shape[1] == 0:
+        none = xp.zeros(q_rows.shape[:2])
         return xp.zeros_like(q_rows), none - xp.inf, none
     q_rows *= scale
-    weights, total, lse = _softmax_parts(_hide(q_rows @ keys.T, tile, xp), xp)
+    weights, total, lse = _softmax_parts(_hide(q_rows @ keys.transpose(0, 2, 1), tile, xp), xp)
     out = weights @ values / total
     weights *= weights
-    return out, lse[:, 0], xp.sqrt(weights.sum(axis=1)) / total[:, 0]
+    return out, lse[:, :, 0], xp.sqrt(weights.sum(axis=2)) / total[:, :, 0]
 
 
 def plain_tile(
@@ -234,18 +247,18 @@ def plain_tile(
     precision: Precision = "input",
     xp: Any = np,
 ) -> tuple[Array, Array]:
-    """One tile at a precision, float32 holding its values: output (rows, head_dim), log-sum-exp (rows,).
+    """One tile at a precision, float32 holding its values: output (heads, rows, head_dim), log-sum-exp (heads, rows).
 
     `input`: scores and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they, after Q, K and V were rounded
     to e4m3. `e4m3`: scores stay FP32, as they do between two products of FP8, and exp(score - max), not yet divided by
     its sum, is rounded to e4m3.
     """
     q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float32)
-    if len(keys) == 0:
-        return xp.zeros_like(q_rows), xp.zeros(len(q_rows), dtype=xp.float32) - xp.float32(xp.inf)
+    if keys.shape[1] == 0:
+        return xp.zeros_like(q_rows), xp.zeros(q_rows.shape[:2], dtype=xp.float32) - xp.float32(xp.inf)
     if precision != "input":
         q_rows, keys, values = (round_to_e4m3(x, xp) for x in (q_rows, keys, values))
-    scores = (q_rows @ keys.T) * xp.float32(scale)
+    scores = (q_rows @ keys.transpose(0, 2, 1)) * xp.float32(scale)
     if precision != "e4m3":
         scores = round_to(scores, dtype, xp)
     weights, total, lse = _softmax_parts(_hide(scores, tile, xp), xp)
@@ -255,7 +268,7 @@ def plain_tile(
     else:
         weights /= total
         out = round_to(weights, dtype, xp) @ values
-    return round_to(out, dtype, xp), lse[:, 0]
+    return round_to(out, dtype, xp), lse[:, :, 0]
 
 
 def attention(
@@ -291,9 +304,10 @@ def attention(
     num_rows = shape.q_len if rows is None else len(rows)
     out = xp.empty((shape.batch, shape.q_heads, num_rows, shape.head_dim), dtype=xp.float64)
     lse = xp.empty(out.shape[:3], dtype=xp.float64)
+    flat_out, flat_lse = out.reshape(-1, *out.shape[2:]), lse.reshape(-1, num_rows)
     for tile in tiles(shape, causal=causal, rows=rows):
-        at = (tile.batch, tile.q_head, tile.span)
-        out[at], lse[at], _ = exact_tile(q, k, v, tile, scale=scale, xp=xp)
+        at = (tile.pairs, tile.span)
+        flat_out[at], flat_lse[at], _ = exact_tile(q, k, v, tile, scale=scale, xp=xp)
     return out, lse
 
 
@@ -318,10 +332,9 @@ def plain(
     shape = Shape.of(q, k, v)
     scale = default_scale(shape.head_dim) if scale is None else scale
     out = xp.empty((shape.batch, shape.q_heads, shape.q_len, shape.head_dim), dtype=xp.float32)
+    flat = out.reshape(-1, *out.shape[2:])
     for tile in tiles(shape, causal=causal):
-        out[tile.batch, tile.q_head, tile.span], _ = plain_tile(
-            q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp
-        )
+        flat[tile.pairs, tile.span], _ = plain_tile(q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp)
     return pack(out, dtype, xp)
 
 

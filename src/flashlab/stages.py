@@ -579,6 +579,11 @@ STAGES: Mapping[str, Stage] = {
                 "PIPELINE_STAGES": Param(
                     default=3, choices=(1, 2, 3, 4), meaning="buffers in the ring of K and V tiles (num_stages)"
                 ),
+                "MAX_REGISTERS": Param(
+                    default=0,
+                    choices=(0, 96, 128, 168),
+                    meaning="registers a thread may have (maxnreg), so that more programs fit on an SM; 0: any number",
+                ),
             },
         ),
         Stage(
@@ -686,6 +691,17 @@ STAGES: Mapping[str, Stage] = {
                 "PINGPONG": _PINGPONG,
                 "OVERLAP": _OVERLAP,
                 "Q_IN_REGISTERS": _Q_IN_REGISTERS,
+                "MIN_BLOCKS": Param(
+                    default=1,
+                    choices=(1, 2, 3),
+                    meaning="blocks that must fit on an SM at once: one ends while another works, with fewer registers",
+                ),
+                "EARLY_TURN": Param(
+                    default=0, choices=(0, 1), meaning="1: a turn ends when Q·K is issued, 0: when P·V is issued too"
+                ),
+                "PREFETCH_MAPS": Param(
+                    default=0, choices=(0, 1), meaning="1: a block fetches its tensor maps before all else"
+                ),
             },
         ),
         Stage(

@@ -36,7 +36,8 @@ ARGUMENTS: Mapping[str, str] = {
 }
 """A kernel's parameters in order, by Triton's names of their types; constants come after them."""
 CONSTANTS = ("HEAD_DIM", "CAUSAL", "TILE_Q", "TILE_KV")
-"""What a kernel is compiled for. The tunables WARPS and PIPELINE_STAGES are Triton's num_warps and num_stages."""
+"""What a kernel is compiled for. The tunables WARPS, PIPELINE_STAGES and MAX_REGISTERS are Triton's num_warps,
+num_stages and maxnreg."""
 HIDDEN_POINTERS = 4
 """Pointers that Triton may add after the parameters, for memory of its own, and that must be null: room for a few."""
 _WARP = 32
@@ -90,17 +91,25 @@ def compile_kernel(
     constants: Mapping[str, int],
     warps: int,
     pipeline_stages: int,
+    max_registers: int,
     capability: tuple[int, int],
     aligned: bool,
 ) -> Compiled:
-    """Machine code of a kernel for an architecture. Needs Triton, and no GPU."""
+    """Machine code of a kernel for an architecture. Needs Triton, and no GPU.
+
+    `max_registers` bounds those of a thread; 0 does not.
+    """
     request = {
         "do": "compile",
         "source": str(source),
         "entry": entry,
         "signature": _signature(dtype) | dict.fromkeys(constants, "constexpr"),
         "constants": dict(constants),
-        "options": {"num_warps": warps, "num_stages": pipeline_stages},
+        "options": {
+            "num_warps": warps,
+            "num_stages": pipeline_stages,
+            **({"maxnreg": max_registers} if max_registers else {}),
+        },
         "capability": 10 * capability[0] + capability[1],
         "divisibility": _divisibility() if aligned else {},
     }

@@ -17,16 +17,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashlab import bench, compiler, gpu, records, tables, tuned
 from flashlab import stages as registry
 from flashlab.errors import CompileError, NoDataError, ParameterError
 from flashlab.paths import DATA, writable_dir
-from flashlab.problem import FIRST_SHAPE, DType, Mask, Problem
+from flashlab.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
 from flashlab.records import Tuning
 from flashlab.stages import Stage
 
@@ -42,6 +44,8 @@ _FINALISTS = 8
 _SAMPLES = (3, 7, 25)
 """Burst samples a round; the last number is the last round's."""
 _REASON_CHARS = 600
+_TASKS_AT_ONCE = 4
+"""Tasks of a plan that are compiled at once, so that the last variant of one leaves no core idle."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +94,42 @@ def read_variants(path: Path, stage: Stage, head_dim: int) -> list[Variant]:
     if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
         raise ParameterError(f'--list: wanted a list of objects such as {{"TILE_KV": 64}}, got {path}')
     return _unique(stage.parameters(head_dim, item) for item in listed)
+
+
+class Task(NamedTuple):
+    """An entry of a plan: what to tune, and what to try."""
+
+    key: tuned.Key
+    variants: tuple[Variant, ...]
+
+
+def read_plan(path: Path) -> list[Task]:
+    """Tasks from a file: a JSON list of objects with `stage`, `head_dim`, `variants` as in `read_variants`, and
+    `masks` and `dtype`, both masks and float16 where it names none.
+
+    Raises:
+        ParameterError: it cannot be read, or names what there is not.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        listed = [
+            (entry["stage"], int(entry["head_dim"]), entry["variants"], entry.get("masks", MASKS), entry.get("dtype"))
+            for entry in entries
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ParameterError(
+            f'--plan: wanted a JSON list of objects such as {{"stage": "09_wgmma", "head_dim": 64, "variants": '
+            f'[{{"TILE_KV": 64}}]}}, got {path}: {error!r}'
+        ) from error
+    tasks = []
+    for stage_id, head_dim, variants, masks, dtype in listed:
+        stage = registry.get(stage_id)
+        chosen = tuple(_unique(stage.parameters(head_dim, variant) for variant in variants))
+        for mask in masks:
+            (problem,) = problems_of(head_dim=head_dim, mask=mask, dtype=dtype or "float16")
+            stage.require(problem)
+            tasks.append(Task(tuned.Key(stage_id, head_dim, problem.mask, problem.dtype), chosen))
+    return tasks
 
 
 def variants_of(
@@ -248,12 +288,10 @@ def tune(
     for problem in problems:
         stage.require(problem, arch)
     causal = mask == "causal"
-    # Records may go elsewhere than the table comes from.
-    tables_in = data if tuned.path_of(slug, data).exists() else DATA
-    present = tuned.parameters(stage, slug, head_dim=head_dim, causal=causal, dtype=dtype, data=tables_in)
-    stay = _unique([stage.parameters(head_dim), stage.parameters(head_dim, present)])
+    key = tuned.Key(stage_id, head_dim, mask, dtype)
+    stay = _staying(key, slug, data)
     if variants is None:
-        variants = variants_of(stage, head_dim, grid, each=each, base=present, limit=limit)
+        variants = variants_of(stage, head_dim, grid, each=each, base=stay[-1], limit=limit)
     compiled = compile_variants(
         stage,
         _unique([*stay, *variants]),
@@ -281,14 +319,7 @@ def tune(
             problems,
             data=data,
             device=device,
-            plan=bench.Plan(
-                samples=samples,
-                min_samples=min(3, samples),
-                cold_samples=0,
-                cap_s=1.0,
-                sustained_seconds=0.0,
-                checked_scores=1 << 26,
-            ),
+            plan=_plan(samples),
             progress=progress,
         )
         found, _ = records.read_tunings(path)
@@ -302,11 +333,90 @@ def tune(
         kept = max(_FINALISTS, len(left) // _KEPT)
         left = _unique([*ranked[:kept], *(variant for variant in ranked if variant in stay)])
     return Tuned(
-        key=tuned.Key(stage_id, head_dim, mask, dtype),
+        key=key,
         refused=len(compiled.refused),
         twins=len(compiled.twins),
         rounds=tuple(rounds),
     )
+
+
+def _plan(samples: int) -> bench.Plan:
+    return bench.Plan(
+        samples=samples,
+        min_samples=min(3, samples),
+        cold_samples=0,
+        cap_s=1.0,
+        sustained_seconds=0.0,
+        checked_scores=1 << 26,
+    )
+
+
+def _staying(key: tuned.Key, slug: str, data: Path) -> list[Variant]:
+    """What takes part in every round: the defaults and the table's present choice, which comes last."""
+    stage = registry.get(key.stage)
+    # Records may go elsewhere than the table comes from.
+    tables_in = data if tuned.path_of(slug, data).exists() else DATA
+    present = tuned.parameters(
+        stage, slug, head_dim=key.head_dim, causal=key.mask == "causal", dtype=key.dtype, data=tables_in
+    )
+    return _unique([stage.parameters(key.head_dim), stage.parameters(key.head_dim, present)])
+
+
+def tune_all(
+    tasks: Sequence[Task],
+    *,
+    data: Path = DATA,
+    device: int = 0,
+    arch: str | None = None,
+    slug: str | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+    progress: bench.Report | None = None,
+    timing: Callable[..., Path] = bench.time_tasks,
+) -> list[Tuned]:
+    """`tune` for several short lists: everything is compiled first, then one worker times all, a single round each.
+
+    Args:
+        tasks: what to tune, each key once.
+        data, device, arch, slug, announce, progress: as `tune` takes them.
+        timing: in place of `bench.time_tasks`.
+
+    Raises:
+        As `tune`; a task of which nothing compiles is announced and left out.
+    """
+    if arch is None or slug is None:
+        info = gpu.info(device)
+        arch, slug = arch or info.arch, slug or info.slug
+    jobs = []
+    for key, variants in tasks:
+        stage = registry.get(key.stage)
+        problems = problems_of(head_dim=key.head_dim, mask=key.mask, dtype=key.dtype)
+        stage.require(problems[0], arch)
+        how: dict[str, Any] = {"head_dim": key.head_dim, "causal": key.mask == "causal", "dtype": key.dtype}
+        tried = _unique([*_staying(key, slug, data), *variants])
+        jobs.append((key, problems, partial(compile_variants, stage, tried, **how, arch=arch)))
+    found: list[tuple[tuned.Key, Compiled, tuple[Problem, ...]]] = []
+    with ThreadPoolExecutor(_TASKS_AT_ONCE) as pool:
+        for (key, problems, _), compiled in zip(jobs, pool.map(lambda job: job[2](), jobs), strict=True):
+            announce(f"{_title(key)}: {len(compiled.good)} variants, {len(compiled.refused)} refused")
+            if compiled.good:
+                found.append((key, compiled, problems))
+    if not found:
+        raise ParameterError("wanted at least one variant that compiles, got none")
+    path = timing(
+        [bench.Task(key.stage, compiled.good, problems) for key, compiled, problems in found],
+        data=data,
+        device=device,
+        plan=_plan(_SAMPLES[-1]),
+        progress=progress,
+    )
+    read, _ = records.read_tunings(path)
+    done = []
+    for key, compiled, problems in found:
+        own = [one for one in read if (one.stage, one.problem.problem()) == (key.stage, problems[0])]
+        _record_refused(path, own, compiled.refused, problems)
+        done.append(Tuned(key=key, refused=len(compiled.refused), twins=len(compiled.twins), rounds=(path,)))
+    records.write_checksums(slug, data)
+    return done
 
 
 def _record_refused(

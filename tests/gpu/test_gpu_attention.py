@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from emulation import hopper_sum
 from wrong.cuda import PATCHES, Patch
 
 import flashlab
-from flashlab import bench, errors, gpu, stages
+from flashlab import bench, compiler, errors, gpu, stages
 from flashlab.attention import prepare
 from flashlab.problem import Problem
 from flashlab.reference import make_inputs
@@ -46,13 +47,35 @@ def test_every_hostile_length_mask_type_and_layout(stage: str, checked: bench.Ch
         assert Counter(row.status for row in mine)["ok"] == len(mine)
 
 
+@pytest.fixture(scope="module")
+def wrong_sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The wrong kernels' files by name, compiled, on all cores."""
+    folder = tmp_path_factory.mktemp("wrong")
+    sources = {patch.name: folder / f"{patch.name}.cu" for patch in PATCHES}
+
+    def compile_one(patch: Patch) -> None:
+        sources[patch.name].write_text(patch.source(), encoding="utf-8")
+        compiler.compile_stage(
+            stages.get(patch.stage),
+            head_dim=patch.problem.head_dim,
+            dtype=patch.problem.dtype,
+            causal=patch.problem.causal,
+            arch=gpu.info().arch,
+            source=sources[patch.name],
+        )
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(compile_one, PATCHES))
+    return sources
+
+
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
-def test_wrong_kernels_are_rejected_for_the_right_reason(patch: Patch, cupy: Any, tmp_path: Path) -> None:
-    source = tmp_path / f"{patch.name}.cu"
-    source.write_text(patch.source(), encoding="utf-8")
+def test_wrong_kernels_are_rejected_for_the_right_reason(
+    patch: Patch, cupy: Any, wrong_sources: dict[str, Path]
+) -> None:
     q, k, v = make_inputs(patch.problem, xp=cupy)
     q, k = (x * cupy.float16(patch.amplitude) for x in (q, k))
-    verdict = bench.guarded_verdict(patch.stage, patch.problem, (q, k, v), source=source)
+    verdict = bench.guarded_verdict(patch.stage, patch.problem, (q, k, v), source=wrong_sources[patch.name])
     assert not verdict.passed
     import re
 
