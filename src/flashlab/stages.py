@@ -762,7 +762,7 @@ STAGES: Mapping[str, Stage] = {
             dtypes=("float16", "bfloat16"),
             params={
                 "NUM_CONSUMERS": _NUM_CONSUMERS,
-                "TILE_KV": Param(default=128, choices=(64, 96, 128), meaning="keys a tile"),
+                "TILE_KV": Param(default=128, choices=(48, 64, 80, 96, 128), meaning="keys a tile"),
                 "PIPELINE_STAGES": Param(
                     default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and V tiles"
                 ),
