@@ -224,8 +224,8 @@ def _random_layout(rng: np.random.Generator) -> str:
 
 FORMAT = 3
 """Of a file of comparisons: a first line with what holds for all of them, then a line for each case, a problem in a
-layout. A file whose first line names no format is of the first one, a line for each comparison, in which each held
-everything; `read_lines` reads both alike."""
+layout. In format 2 a line is a comparison; a file whose first line names no format is of the first one, in which each
+of them holds everything, too. `read_lines` reads all alike."""
 _DIGITS = 3
 _ERRORS = ("max_abs", "rms", "lse")
 _SIDES = ("error", "limit")
@@ -329,8 +329,10 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The comparisons of a line of `case_line`."""
+    """The comparisons of a line of `case_line`, or the one of a line of format 2."""
     problem = asdict(Problem.parse(line["shape"], dtype=line["dtype"], mask=line["mask"]))
+    if "stage" in line:
+        return [_full(line, problem, line["layout"])]
     rows = [_passed_line(stage, numbers, line.get("emulated")) for stage, numbers in line["ok"].items()]
     return [_full(row, problem, line["layout"]) for row in (*rows, *line.get("other", ()))]
 
