@@ -757,9 +757,11 @@ def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
 
 
 def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
-    """The newest record of compute-sanitizer on a GPU, a line a tool and stage; empty where there is none."""
-    files = sorted((data / gpu / "sanitizer").glob("*.jsonl"))
-    return _read_lines(files[-1], Sanitized.model_validate_json)[0] if files else ()
+    """The newest record of each of compute-sanitizer's tools and stage on a GPU; empty where there is none."""
+    newest: dict[tuple[str, str], Sanitized] = {}
+    for path in sorted((data / gpu / "sanitizer").glob("*.jsonl")):
+        newest |= {(one.tool, one.stage): one for one in _read_lines(path, Sanitized.model_validate_json)[0]}
+    return tuple(newest.values())
 
 
 def read_counters(path: Path) -> Counters:
