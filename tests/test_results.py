@@ -185,15 +185,32 @@ def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: P
     assert flat["sustained"] is None
 
 
-def test_a_ratio_is_of_two_rows_of_one_run_of_the_newest_session(tmp_path: Path) -> None:
+def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) -> None:
     old, both, alone = "20260101T030000Z-4567def", "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
     causal = Problem.parse(FIRST_SHAPE, mask="causal")
-    _write(tmp_path, old, _timed("00_naive", FIRST, old, 1.0), _timed("sdpa", FIRST, old, 1.0))
-    _write(tmp_path, old, _timed("00_naive", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
-    _write(tmp_path, both, _timed("00_naive", FIRST, both, 50.0), _timed("sdpa", FIRST, both, 100.0))
+    _write(
+        tmp_path,
+        old,
+        _timed("01_coalesced", FIRST, old, 1.0, sustained=2.0),
+        _timed("sdpa", FIRST, old, 1.0, sustained=3.0),
+    )
+    _write(tmp_path, old, _timed("01_coalesced", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
+    _write(tmp_path, both, _timed("01_coalesced", FIRST, both, 50.0), _timed("sdpa", FIRST, both, 100.0))
     _write(tmp_path, alone, _timed("01_coalesced", FIRST, alone, 10.0))
-    found = results.against_peers(GPU, tmp_path)
-    assert [(one.problem, one.run, one.burst.ratio if one.burst else None) for one in found] == [(FIRST, both, 2.0)]
+    found = {one.problem: one for one in results.against_peers(GPU, tmp_path)}
+    first = found[FIRST]
+    assert (first.run, first.burst and first.burst.ratio) == (both, 2.0)
+    assert (first.sustained_run, first.sustained and first.sustained.ratio) == (old, 1.5)
+    assert found[causal].run == old
+    assert found[causal].sustained_run is None
+
+
+def test_no_ratio_is_older_than_the_last_rung(tmp_path: Path) -> None:
+    old, new = "20260101T030000Z-4567def", "20260102T030000Z-0123abc"
+    causal = Problem.parse(FIRST_SHAPE, mask="causal")
+    _write(tmp_path, old, _timed("00_naive", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
+    _write(tmp_path, new, _timed("01_coalesced", FIRST, new, 1.0), _timed("sdpa", FIRST, new, 1.0))
+    assert [one.problem for one in results.against_peers(GPU, tmp_path)] == [FIRST]
 
 
 def test_an_edited_copy_is_no_stage_of_ours(tmp_path: Path) -> None:

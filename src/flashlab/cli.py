@@ -1155,7 +1155,7 @@ def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], as_js
 
     found = [one for one in module.against_peers(gpu, data) if suits(one.problem)]
     if not found:
-        raise NoDataError(f"wanted such problems in the newest session of {gpu}, found none")
+        raise NoDataError(f"wanted such problems among the records of {gpu}, found none")
     if as_json:
         _emit_json([one.flat() for one in found])
         return
@@ -1175,7 +1175,7 @@ def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], as_js
             )
             for one in found
         ],
-        title=f"{gpu}, session of {max(one.run for one in found)}: the library's median time over the stage's",
+        title=f"{gpu}, newest run {max(one.run for one in found)}: the library's median time over the stage's",
     )
 
 

@@ -644,8 +644,9 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
         parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
     parts.append(
         "## Against the libraries\n\n"
-        "The best stage of the newest session and the best library of the same element type, from one run in which "
-        "they took turns. Sustained is the same stage against the library that is the fastest there.\n\n"
+        "The best stage and the best library of the same element type, from the newest run in which they took turns. "
+        "Sustained is the best stage against the library that is the fastest there, from the newest run that kept both "
+        "busy.\n\n"
         f"{tables.against(results.against_peers(shown.gpu, data))}"
     )
     for mask in ("full", "causal"):

@@ -227,11 +227,13 @@ class AgainstPeers:
     problem: Problem
     run: str
     """The run that both were measured in."""
+    sustained_run: str | None
+    """The run that both were kept busy in; None where none was."""
     dirty: bool
     burst: Contest | None
     """The fastest stage against the fastest library of the same element type; None where either has no time."""
     sustained: Contest | None
-    """The same stage under continuous work, against the library that is the fastest there; None where not measured."""
+    """The fastest stage of `sustained_run` under continuous work, against the library that is the fastest there."""
     named: Contest | None
     """The fastest stage against the faster of `NAMED_PEERS`, burst."""
     named_sustained: Contest | None
@@ -262,6 +264,7 @@ class AgainstPeers:
             "dtype": problem.dtype,
             "mask": problem.mask,
             "run": self.run,
+            "sustained_run": self.sustained_run,
             "dirty": self.dirty,
             "reason": self.reason,
             **(told(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None}),
@@ -291,24 +294,27 @@ def _contest(rows: Sequence[Measurement], stage: Measurement | None, regime: Reg
 
 
 def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
-    """For each problem of the newest session: our best stage against the best library of the same element type.
+    """For each problem: our best stage against the best library of the same element type.
 
-    Both rows come from one run, in which they were measured in turn: of the session's runs that timed a stage and a
-    library at the problem, the one that timed most of both, then the newest. The newest session is that of the newest
-    run that holds a measurement. Edited copies of a stage take no part.
+    Both rows come from one run, in which they were measured in turn: of the newest session that timed a stage and a
+    library at the problem, the run that timed most of both, then the newest. Under continuous work, likewise, of the
+    newest run that measured it. Sessions from before the last rung that this GPU has measured take no part, nor do
+    edited copies of a stage.
 
     Raises:
         NoDataError: the GPU has no measurement.
     """
     records.newest_run(gpu, data)
     runs = [run for run in _of_the_ladder(records.runs(gpu, data)) if run.measurements]
-    if not runs:
-        return ()
     sessions = sessions_of(runs)
-    newest = sessions[runs[-1].id]
+    by_session: dict[str, set[str]] = {}
+    for run in runs:
+        by_session.setdefault(sessions[run.id], set()).update(row.name for row in run.measurements if row.samples)
+    timed = set().union(*by_session.values())
+    last_rung = next((stage for stage in reversed(list(stages.STAGES)) if stage in timed), None)
     parts: dict[Problem, list[list[Measurement]]] = {}
     for run in runs:
-        if sessions[run.id] != newest:
+        if last_rung and last_rung not in by_session[sessions[run.id]]:
             continue
         by_problem: dict[Problem, dict[str, Measurement]] = {}
         for row in run.measurements:
@@ -318,29 +324,36 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
             parts.setdefault(problem, []).append(list(rows.values()))
     found = []
     for problem in sorted(parts, key=_problem_order):
-        chosen = max(parts[problem], key=_rivals)
+        chosen = max(parts[problem], key=lambda rows: _rivals(rows, sessions))
         stage = fastest_stage(chosen)
-        named = [row for row in chosen if row.kind == "stage" or row.name in NAMED_PEERS]
         burst = _contest(chosen, stage, "burst")
+        kept_busy = [rows for rows in parts[problem] if _contest(rows, fastest_stage(rows), "sustained")]
+        busy = max(kept_busy, key=lambda rows: rows[0].run, default=chosen)
         lacking = "stage" if stage is None else "library"
         found.append(
             AgainstPeers(
                 problem=problem,
                 run=chosen[0].run,
-                dirty=chosen[0].source.dirty,
+                sustained_run=busy[0].run if kept_busy else None,
+                dirty=chosen[0].source.dirty or busy[0].source.dirty,
                 burst=burst,
-                sustained=_contest(chosen, stage, "sustained"),
-                named=_contest(named, stage, "burst"),
-                named_sustained=_contest(named, stage, "sustained"),
+                sustained=_contest(busy, fastest_stage(busy), "sustained"),
+                named=_contest(_named(chosen), stage, "burst"),
+                named_sustained=_contest(_named(busy), fastest_stage(busy), "sustained"),
                 reason="" if burst else f"no {lacking} has a time in that run",
             )
         )
     return tuple(found)
 
 
-def _rivals(rows: Sequence[Measurement]) -> tuple[bool, int, str]:
+def _named(rows: Sequence[Measurement]) -> list[Measurement]:
+    return [row for row in rows if row.kind == "stage" or row.name in NAMED_PEERS]
+
+
+def _rivals(rows: Sequence[Measurement], sessions: Mapping[str, str]) -> tuple[bool, str, int, str]:
     timed = [row for row in rows if row.samples]
-    return {"stage", "peer"} <= {row.kind for row in timed}, len(timed), rows[0].run
+    run = rows[0].run
+    return {"stage", "peer"} <= {row.kind for row in timed}, sessions[run], len(timed), run
 
 
 def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
