@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from synthetic import COMMIT, RUN, measurement, write_synthetic
 
-from flashlab import claims, gpu, records
+from flashlab import claims, compiler, gpu, records, sass
 from flashlab.claims import Estimate, Kind, Range, judge
 from flashlab.errors import DamagedRecordError, FlashlabError, NoDataError, NoGpuError, ParameterError
 from flashlab.evidence import EVALUATORS, FIRST, SINGLE, Evidence, concludes, interval
 from flashlab.paths import DATA
 from flashlab.problem import Problem, suite
-from flashlab.stages import STAGES
+from flashlab.stages import STAGES, get
 
 
 def exact(value: float) -> Estimate:
@@ -252,7 +252,9 @@ def test_profiles_speak_to_utilisation_and_sectors(data: Path, tmp_path: Path) -
     used = _one(tmp_path / "data", "B20")
     assert [round(number.value, 6) for number in used.numbers] == [75.0, 2.0]
     assert [number.verdict for number in used.numbers] == ["confirmed", "refuted"]
-    assert "2.00 and 16.0" in _one(tmp_path / "data", "A07").reason
+    reason = _one(tmp_path / "data", "A07").reason
+    assert "2.00 sectors in `00_naive`" in reason
+    assert "16.0 in `01_coalesced`" in reason
 
 
 def _profile(stage: str, metrics: Mapping[str, float]) -> records.StageProfile:
@@ -328,6 +330,15 @@ def test_the_machine_code_is_compiled_on_the_spot(data: Path) -> None:
     assert (one.verdict, one.numbers[0].value) == ("refuted", 99)
     assert "`06_cp_async.cu` for sm_89" in one.reason
     assert _one(data, "B11").numbers[2].value == 0
+
+
+@pytest.mark.parametrize(("claim", "stage_id"), [("C01", "00_naive"), ("C02", "branch_free"), ("C03", "wmma_no_smem")])
+def test_branches_are_those_of_the_kernels_own_code(claim: str, stage_id: str, data: Path) -> None:
+    cubin = compiler.compile_stage(get(stage_id), head_dim=64, dtype="float16", causal=False, arch="sm_90a")
+    every = sass.mix(cubin.code, cubin.entry)["branch_predicated"]
+    one = _one(data, claim)
+    assert one.numbers[0].value < every, "exits and slow paths are not counted"
+    assert f"it has {every}" in one.reason, "and are told"
 
 
 def test_an_interval_narrows_with_samples_and_is_the_same_each_time() -> None:

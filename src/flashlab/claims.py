@@ -116,7 +116,8 @@ class Claim:
     @property
     def claimed(self) -> str:
         """The numbers and their unit, for people; empty where there is none."""
-        return f"{self.value} {self.unit}".replace("-", "–").replace("e–", "e-") if self.value else ""
+        unit = "/".join(dict.fromkeys(self.unit.split("/"))) if len(self.numbers) > 1 else self.unit
+        return f"{self.value} {unit}".replace("-", "–").replace("e–", "e-") if self.value else ""
 
 
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"

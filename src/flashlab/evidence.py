@@ -108,7 +108,7 @@ def concludes(claimed: str, measured: str, about: About, demand_tb_s: float | No
     if about == "ratio":
         return True, "" if carries else f"The ratio is that of {measured}; an {claimed} has other limits."
     if not carries:
-        return False, f"A time on {measured} does not carry over to an {claimed}."
+        return False, f"What {measured} reaches does not carry over to an {claimed}."
     sheet = roofline.datasheet(FOLDERS[claimed])
     same = f"An {claimed} is the same chip but for its memory"
     if demand_tb_s is None or sheet is None:
@@ -442,8 +442,13 @@ def _named(*names: str) -> str:
 Evaluator = Callable[[Evidence], Finding]
 
 
-def _rate_of(name: str, problem: Problem = FIRST, *, beside: str = "", beside_dtype: str = "float16") -> Evaluator:
-    """The rate of a stage or library; `beside`: another one's, which is named too."""
+def _rate_of(
+    name: str, problem: Problem = FIRST, *, beside: str = "", beside_dtype: str = "float16", fused: bool = True
+) -> Evaluator:
+    """The rate of a stage or library; `beside`: another one's, which is named too.
+
+    `fused`: what is not moves its scores through memory, more bytes than the problem makes it move.
+    """
 
     def evaluate(evidence: Evidence) -> Finding:
         (row,) = evidence.timed(problem, name)
@@ -453,7 +458,8 @@ def _rate_of(name: str, problem: Problem = FIRST, *, beside: str = "", beside_dt
             other_problem = Problem.parse(problem.shape, dtype=beside_dtype, mask=problem.mask)
             try:
                 (other,) = evidence.timed(other_problem, beside)
-                told = f"{_named(beside)} in {beside_dtype}: {_n(_rate(other).value)} TFLOP/s"
+                kind = "" if beside_dtype == problem.dtype else f" in {beside_dtype}"
+                told = f"{_named(beside)}{kind}: {_n(_rate(other).value)} TFLOP/s"
                 places = (*places, other.place)
             except PendingError:
                 told = ""
@@ -464,7 +470,7 @@ def _rate_of(name: str, problem: Problem = FIRST, *, beside: str = "", beside_dt
             beside=told,
             places=places,
             stages=(name,),
-            demand_tb_s=_demand(row),
+            demand_tb_s=_demand(row) if fused else None,
         )
 
     return evaluate
@@ -547,6 +553,19 @@ def _variant_gain(stage: str, slow: Mapping[str, int], fast: Mapping[str, int], 
         )
 
     return evaluate
+
+
+def _fewer_registers(evidence: Evidence) -> Finding:
+    """The cap that the claim names, and the other caps beside it."""
+    stage, others = "00_naive", (128, 96, 48)
+    finding = _variant_gain(stage, {}, {"MAX_REGISTERS": 64}, axis="registers")(evidence)
+    try:
+        whole, *capped = evidence.varied(stage, FIRST, {}, *({"MAX_REGISTERS": n} for n in others), axis="registers")
+    except PendingError:
+        return finding
+    gains = (f"×{_n(_gain_between(whole, one).value)} at {n}" for n, one in zip(others, capped, strict=True))
+    places = (*finding.places, *(one.place for one in capped))
+    return replace(finding, beside=f"with other caps: {', '.join(gains)}", places=places)
 
 
 def _in_percent(evaluate: Evaluator) -> Evaluator:
@@ -677,7 +696,7 @@ def _llama_latency(evidence: Evidence) -> Finding:
         estimates=(exactly(LLAMA_LAYERS * layer_ms),),
         about="arithmetic",
         said=f"{LLAMA_LAYERS} layers of {LLAMA.flops / 1e9:.1f} GFLOP ({LLAMA.label}) at 450 TFLOP/s",
-        beside=f"one layer alone takes {_n(layer_ms)} ms, which the document sets against a whole model{told}",
+        beside=f"one layer alone takes {_n(layer_ms)} ms, so the claim is the time of about one layer{told}",
         places=places,
         stages=names,
     )
@@ -874,7 +893,10 @@ def _coalesced(evidence: Evidence) -> Finding:
     sectors = [one.record.metrics[_SECTORS] / one.record.metrics[_REQUESTS] for one in (before, after)]
     return replace(
         finding,
-        beside=f"sectors a request to load from global memory: {_n(sectors[0])} and {_n(sectors[1])}",
+        beside=(
+            f"a request to load from global memory takes {_n(sectors[0])} sectors in `{slow}`, whose lanes read the "
+            f"same K and V, and {_n(sectors[1])} in `{fast}`"
+        ),
         places=(*finding.places, before.place, after.place),
     )
 
@@ -897,27 +919,29 @@ def _source(cubin: compiler.Cubin, stage_id: str) -> str:
 
 
 def _branches(stage_id: str, *, shared: bool = False, beside: str | None = None) -> Evaluator:
-    """Predicated branches in a stage's machine code, and with `shared` its instructions on shared memory."""
+    """Branches under a condition in a stage's machine code, and with `shared` its instructions on shared memory."""
 
     def evaluate(evidence: Evidence) -> Finding:
         cubin = _built(stage_id)
-        mix = sass.mix(cubin.code, cubin.entry)
-        counts = [mix["branch_predicated"]]
+        instructions = sass.disassemble(cubin.code, cubin.entry)
+        found = sass.branches(instructions)
+        counts = [found.predicated]
         if shared:
-            counts.append(mix["shared_load"] + mix["shared_store"])
-        told = ""
+            counts.append(sass.shared_memory(instructions))
+        every = found.predicated + found.predicated_exits + found.in_subroutines
+        told = f"with exits under a condition and the slow paths of divisions and roots it has {every}"
         places: tuple[str, ...] = ()
         if beside:
             try:
                 one, other = evidence.timed(FIRST, beside, stage_id)
-                told = f"it is ×{_n(_gain_between(one, other).value)} as fast as `{beside}` at {FIRST.label}"
+                told += f"; it is ×{_n(_gain_between(one, other).value)} as fast as `{beside}` at {FIRST.label}"
                 places = (one.place, other.place)
             except PendingError as missing:
-                told = f"its time is not on record yet (`{missing}`)"
+                told += f"; its time is not on record yet (`{missing}`)"
         return Finding(
             estimates=tuple(exactly(count) for count in counts),
             about="code",
-            said=f"{_source(cubin, stage_id)}: {mix['total']} instructions",
+            said=f"{_source(cubin, stage_id)}, jumps under a condition in the kernel's own code",
             beside=told,
             places=places,
             stages=(stage_id,),
@@ -992,7 +1016,7 @@ def _batched_against_single(evidence: Evidence) -> Finding:
             same,
         ),
         about="ratio",
-        said=f"at the same batch, {BATCH.label}, SDPA takes ×{_n(same.value)} the time of `t0_triton`",
+        said=f"5 µs over the time of a sequence in `t0_triton`, and the time of SDPA over its, both at {BATCH.label}",
         beside=(
             f"the 33 come from setting a share of a batch of {BATCH.batch} against a whole call, of another shape: in "
             f"`t0_triton` a sequence of {BATCH.q_len} takes {_n(a_sequence.value)} µs of the batch's time and "
@@ -1194,15 +1218,27 @@ def _simulated_fp8(evidence: Evidence) -> Finding:
     if not rows:
         raise PendingError(f"flashlab bench --shape {SINGLE.shape} --stages {name} --peers none")
     row = max(rows, key=lambda one: (one.record.problem.problem() == SINGLE, one.record.run))
-    verdict = row.record.verdict
+    problem, verdict = row.record.problem.problem(), row.record.verdict
     assert verdict is not None
     assert verdict.max_abs_error is not None
+    told = f"the checker said: {row.record.reason}"
+    places: tuple[str, ...] = (row.place,)
+    if row.record.status == "ok":
+        told = "the error against attention on the rounded inputs is not on record"
+        parent = registry.get(name).parent
+        try:
+            (other,) = evidence.timed(problem, parent) if parent else ()
+        except (PendingError, ValueError):
+            other = None
+        if other and other.record.verdict and other.record.verdict.max_abs_error is not None:
+            told += f"; `{parent}`, which is the same without FP8, has {_n(other.record.verdict.max_abs_error)}"
+            places = (*places, other.place)
     return Finding(
         estimates=(exactly(verdict.max_abs_error),),
         about="numbers",
-        said=f"largest error of `{name}` at {row.record.problem.problem().label} against float64",
-        beside="" if row.record.status == "ok" else f"the checker said: {row.record.reason}",
-        places=(row.place,),
+        said=f"largest error of `{name}` at {problem.label} against attention in float64 on the inputs as they came",
+        beside=told,
+        places=places,
         stages=(name,),
     )
 
@@ -1212,7 +1248,7 @@ EVALUATORS: Mapping[str, Evaluator] = {
     "A02": _rate_of("t0_triton"),
     "A03": _rate_of("sdpa", beside="fa3", beside_dtype="bfloat16"),
     "A04": _tensor_cores,
-    "A05": _variant_gain("00_naive", {}, {"MAX_REGISTERS": 64}, axis="registers"),
+    "A05": _fewer_registers,
     "A06": _residency,
     "A07": _coalesced,
     "A08": _gain_of("03_warp_rows", "05_wmma"),
@@ -1228,9 +1264,9 @@ EVALUATORS: Mapping[str, Evaluator] = {
     "A18": _gain_of("00_naive", "t0_triton"),
     "B01": _rate_of("00_naive"),
     "B02": _rate_of("04_wmma_qk"),
-    "B03": _rate_of("cublaslt_unfused"),
-    "B04": _rate_of("split_k"),
-    "B05": _rate_of("05_wmma"),
+    "B03": _rate_of("cublaslt_unfused", beside="cublaslt_batched", fused=False),
+    "B04": _rate_of("split_k", beside="cublaslt_unfused", fused=False),
+    "B05": _rate_of("05_wmma", beside="00_naive"),
     "B06": _variant_rate("06_cp_async", EXPERT, axis="padding-wmma"),
     "B07": _in_percent(
         _variant_gain("06_cp_async", {"TILE_Q": 32, "TILE_KV": 32, "WARPS": 4}, {"WARPS": 4}, axis="tile")
