@@ -117,7 +117,10 @@ def test_occupancy_names_what_holds_it_back() -> None:
         "sm__warps_active.avg.peak_sustained": 64.0,
     }
     line = tables.occupancy([profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
-    assert "| `05_wmma` | shared memory, threads | 80.0 | 25.0 % | – |" in line
+    assert "| `05_wmma` | threads | 80.0 | 25.0 % | – |" in line, "shared memory follows what else holds back"
+    alone = metrics | {"launch__occupancy_limit_warps": 4.0}
+    line = tables.occupancy([profile("05_wmma", FIRST, metrics=alone)]).splitlines()[-1]
+    assert "| `05_wmma` | shared memory | 80.0 |" in line
 
 
 def test_hot_lines_link_the_stage_and_name_the_states() -> None:

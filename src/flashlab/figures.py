@@ -493,7 +493,7 @@ def scaling(
             rotation=0,
         )
         labels = [shape_label(p) for p in problems]
-        axes.set_xticks([i + 0.5 for i in range(len(problems))], labels, rotation=0 if layout == "wide" else 90)
+        axes.set_xticks([i + 0.5 for i in range(len(problems))], labels, rotation=90 if layout == "narrow" or len(problems) > _UPRIGHT else 0)
         axes.tick_params(labelsize=8 if layout == "wide" else 7.2)
         axes.set_xlabel(
             "percent of the fastest library's rate at that shape" if layout == "wide" else "% of the fastest library"
@@ -513,6 +513,8 @@ def scaling(
     )
 
 
+_UPRIGHT = 8
+"""Columns of a wide table of shapes whose names still stand side by side."""
 _OF_LENGTHS = frozenset(suite("lengths"))
 """Problems that have a figure of their own."""
 _FAST = 0.15
@@ -860,8 +862,8 @@ STATE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "unit busy": ("math_pipe_throttle",),
     "wgmma": ("gmma",),
     "shared memory, exp": ("short_scoreboard", "mio_throttle"),
-    "global memory": ("long_scoreboard", "lg_throttle", "tex_throttle"),
-    "barrier": ("barrier", "membar"),
+    "global memory, mbarrier": ("long_scoreboard", "lg_throttle", "tex_throttle"),
+    "barrier, end of wgmma": ("barrier", "membar"),
 }
 """Warp states as a chart shows them; the others are one more group."""
 
@@ -1076,6 +1078,7 @@ def roofline(
         if all(abs(other / intensity - 1) > 0.1 for other in columns.values()):
             columns[f"S{problem.q_len}"] = intensity
     always = {row.name for row in rows if row.kind == "stage"}
+    crowded = by_problem and len({row.problem.problem() for row in rows}) > _NAMED_PROBLEMS
 
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
@@ -1115,13 +1118,14 @@ def roofline(
                 markersize=6,
                 markeredgewidth=1.6,
             )
-        for length, intensity in columns.items():
+        for position, (length, intensity) in enumerate(sorted(columns.items(), key=lambda item: item[1])):
+            up = 4 + (_LABEL_POINTS if layout == "narrow" and position % 2 else 0)
             axes.annotate(
-                length, (intensity, 0), xycoords=("data", "axes fraction"), xytext=(0, 4), textcoords="offset points",
+                length, (intensity, 0), xycoords=("data", "axes fraction"), xytext=(0, up), textcoords="offset points",
                 ha="center", color=MUTED, size="small",
             )  # fmt: skip
         decade = axes.get_window_extent().height / figure.dpi * 72 / math.log10(high / low)
-        for point, shift in _spread_labels([p for p in points if p.label], points_per_decade=decade):
+        for point, shift in _spread_labels([p for p in points if p.label and not crowded], points_per_decade=decade):
             # Towards the side where no other mark's label begins.
             leftwards = any(0.1 < math.log10(p.intensity / point.intensity) < 0.58 for p in points)
             axes.annotate(
@@ -1149,8 +1153,9 @@ def roofline(
         which = f", {next(iter(always))} at each" if len(always) == 1 else ""
         caption = (
             f"Each full {first.dtype} problem's fastest stage (circles{which}) and fastest library (diamonds), over "
-            "the bytes that must cross device memory. A column is one sequence length S, a label names batch and head "
-            f"dim. Filled: head dim {first.head_dim}, hollow: another."
+            "the bytes that must cross device memory. A column is one sequence length S"
+            f"{'' if crowded else ', a label names batch and head dim'}. "
+            f"Filled: head dim {first.head_dim}, hollow: another."
         )
     else:
         counted = (
@@ -1225,6 +1230,8 @@ def _stage_points(
 
 _LABEL_POINTS = 11.5
 """Height of a label."""
+_NAMED_PROBLEMS = 8
+"""Problems of a roofline whose marks still have room for labels; more stand in the table beside it."""
 
 
 def _spread_labels(points: Sequence[_Point], *, points_per_decade: float) -> list[tuple[_Point, float]]:

@@ -389,10 +389,10 @@ _WARP_STATES: Mapping[str, str] = {
     "not_selected": "ready, another warp issued",
     "wait": "fixed wait",
     "gmma": "wgmma",
-    "barrier": "barrier",
+    "barrier": "barrier or end of wgmma",
     "math_pipe_throttle": "unit busy",
     "short_scoreboard": "shared memory or exponentials",
-    "long_scoreboard": "global memory",
+    "long_scoreboard": "global memory or mbarrier",
     "mio_throttle": "shared-memory queue",
     "lg_throttle": "global-memory queue",
     "no_instruction": "instruction cache",
@@ -404,7 +404,11 @@ _WARP_STATES: Mapping[str, str] = {
     "drain": "stores at the end",
     "tex_throttle": "texture queue",
 }
-"""Nsight Compute's warp states, for people; others keep its name."""
+"""Nsight Compute's warp states, for people; others keep its name.
+
+On Hopper a warp that waits at an mbarrier counts as one that waits for global memory, and one that waits for its
+products to be done as one at a barrier: the samples of lines that do nothing else say so.
+"""
 
 
 def profiles(found: Iterable[StageProfile]) -> str:
@@ -450,11 +454,16 @@ _OCCUPANCY_LIMITS: Mapping[str, str] = {
 
 
 def occupancy(found: Iterable[StageProfile]) -> str:
-    """Warps that could reside and did, and how threads went to memory, in one launch of each stage."""
+    """Warps that could reside and did, and how threads went to memory, in one launch of each stage.
+
+    Shared memory is named only where nothing else holds back as much: the driver takes from the L1 cache what the
+    blocks need that fit otherwise, so that its limit equals the lowest other one in nearly every launch.
+    """
 
     def limit(one: StageProfile) -> str | None:
         blocks = {words: one.metrics[name] for name, words in _OCCUPANCY_LIMITS.items() if name in one.metrics}
-        return ", ".join(words for words, value in blocks.items() if value == min(blocks.values())) or None
+        lowest = [words for words, value in blocks.items() if value == min(blocks.values())]
+        return ", ".join([words for words in lowest if words != "shared memory"] or lowest) or None
 
     def percent(value: float | None) -> str | None:
         return None if value is None else f"{number(value)} %"
