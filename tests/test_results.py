@@ -124,6 +124,16 @@ def test_what_one_run_of_a_session_left_out_is_filled_in_from_another(tmp_path: 
     assert rows == {"00_naive": second, "01_coalesced": first, "02_half2": second, "sdpa": first}
 
 
+def test_stages_that_do_not_take_a_problem_do_not_keep_a_later_run_from_view(tmp_path: Path) -> None:
+    problem = Problem.parse("16x16x2048x64", dtype="bfloat16")
+    unable = [name for name, stage in stages.STAGES.items() if stage.why_not(problem)]
+    older, newer = "20260101T030000Z-4567def", "20260102T030000Z-0123abc"
+    assert len(unable) > 1
+    _write(tmp_path, older, *(measurement(name, problem, run=older) for name in (*unable, "06_cp_async")))
+    _write(tmp_path, newer, *(measurement(name, problem, run=newer) for name in ("12_persistent", "13_overlap")))
+    assert [row.name for row in results.load(GPU, tmp_path).rows(problem)] == ["12_persistent", "13_overlap"]
+
+
 def test_within_a_session_the_run_with_more_states_is_shown(tmp_path: Path) -> None:
     full, bursts = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
     _write(tmp_path, full, measurement("00_naive", FIRST, run=full))

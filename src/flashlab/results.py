@@ -4,9 +4,10 @@ A session is the runs of one commit on one GPU, each begun within six hours of t
 longer than one command allows is split by head dim, element type or stages, and belongs together all the same.
 
 One chart is one session. Among the sessions that measured a problem the one that tried most stages wins, then the
-newest: a later run of a single stage does not hide the ladder. Within a session a problem's rows come from the run that
-tried most stages there, then from the one that took samples in most states, then from the newest; what that run did not
-try is filled in from the session's other runs, and `Results.beside` from other element types.
+newest: a later run of a single stage does not hide the ladder. A stage that does not take the problem was not tried.
+Within a session a problem's rows come from the run that tried most stages there, then from the one that took samples in
+most states, then from the newest; what that run did not try is filled in from the session's other runs, and
+`Results.beside` from other element types.
 
 A ratio means most between rows that were measured in turn: `against_peers` takes both of its rows from one run.
 
@@ -429,7 +430,7 @@ def dead_ends(gpu: str, data: Path = DATA) -> dict[Problem, tuple[Measurement, .
 
 
 def _tried(rows: Mapping[str, Measurement]) -> int:
-    return sum(name in stages.STAGES for name in rows)
+    return sum(name in stages.STAGES and row.status != "unsupported" for name, row in rows.items())
 
 
 def _merged(parts: Sequence[Mapping[str, Measurement]]) -> dict[str, Measurement]:
