@@ -231,6 +231,14 @@ def test_nothing_to_draw_is_said() -> None:
             draw([row])
     with pytest.raises(NoDataError, match="unsupported"):
         figures.samples(row)
+    timed = measurement("00_naive", Problem.parse(FIRST_SHAPE))
+    bursts = tuple(one for one in timed.samples if (one.regime, one.cache) == ("burst", "hot"))
+    alone = timed.model_copy(update={"samples": bursts})
+    with pytest.raises(NoDataError, match="bursts with a hot L2 alone"):
+        figures.regimes([alone])
+    assert "cold" in tables.states([timed])
+    assert "cold" not in tables.states([alone])
+    assert "burst, hot L2" in tables.states([alone])
 
 
 def test_an_unknown_gpu_has_no_percentage_of_peak(tmp_path: Path) -> None:

@@ -493,7 +493,11 @@ def scaling(
             rotation=0,
         )
         labels = [shape_label(p) for p in problems]
-        axes.set_xticks([i + 0.5 for i in range(len(problems))], labels, rotation=90 if layout == "narrow" or len(problems) > _UPRIGHT else 0)
+        axes.set_xticks(
+            [i + 0.5 for i in range(len(problems))],
+            labels,
+            rotation=90 if layout == "narrow" or len(problems) > _UPRIGHT else 0,
+        )
         axes.tick_params(labelsize=8 if layout == "wide" else 7.2)
         axes.set_xlabel(
             "percent of the fastest library's rate at that shape" if layout == "wide" else "% of the fastest library"
@@ -628,7 +632,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
     """Cold cache and sustained load as a percentage of the burst rate with a hot L2.
 
     Raises:
-        NoDataError: no row has a burst time.
+        NoDataError: no row has a burst time, or none has another.
     """
     timed = _require_timed(rows, "burst", "hot")
     looks: dict[tuple[Regime, Cache], tuple[str, str, str]] = {
@@ -641,6 +645,11 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         for state in looks
         if (rate := results.rate(row, *state))
     }
+    if not shares:
+        raise NoDataError(
+            f"wanted times with a cold L2 or under sustained load at {timed[0].problem.problem().label}, found bursts "
+            "with a hot L2 alone. `flashlab bench --suite first` makes all of them"
+        )
 
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
@@ -657,8 +666,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         axes.grid(axis="x")
         axes.spines[["left", "bottom"]].set_visible(False)
         axes.set_xlabel("percent of the burst rate with a hot L2")
-        if shares:
-            figure.legend(loc="outside upper left", ncols=2)
+        figure.legend(loc="outside upper left", ncols=2)
 
     clock = {state: results.clocks(timed, *state) for state in results.STATES}
     told = "; ".join(

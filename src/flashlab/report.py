@@ -9,6 +9,7 @@ site/ holds hand-written Markdown that takes in snippets from site/generated/sni
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import difflib
@@ -660,13 +661,13 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
     if shown.first:
         rows = shown.rows()
         if any(row.samples for row in rows):
-            chart = figures.regimes(rows, name=f"regimes-{shown.gpu}")
-            parts.append(
-                f"## Burst, cold and sustained\n\n{out.chart(chart, page)}\n\n"
-                "A burst is short enough for the clock to stay at its maximum; kept busy, a GPU meets its power limit "
-                "and slows down. "
-                "Both are true, of different uses. A cold cache means that L2 was overwritten before every call."
-            )
+            with contextlib.suppress(NoDataError):
+                chart = figures.regimes(rows, name=f"regimes-{shown.gpu}")
+                parts.append(
+                    f"## Burst, cold and sustained\n\n{out.chart(chart, page)}\n\n"
+                    "A burst is over before the GPU meets its power limit; kept busy, it does, and slows down. "
+                    "Both are true, of different uses. A cold cache means that L2 was overwritten before every call."
+                )
             parts.append(
                 f"## Clocks, power and energy\n\n{tables.costs(rows)}\n\nAt {shown.first.label}; a dash: not recorded. "
                 "Clocks a score do not depend on the clock and say most about a kernel; under sustained load the "

@@ -245,7 +245,7 @@ def branches(found: Mapping[str, Sequence[Instruction]]) -> str:
 
 
 def states(rows: Sequence[Measurement]) -> str:
-    """Rates in each regime and cache state, and what held the clock back."""
+    """Rates in each regime and cache state that one of the rows was measured in, and what held the clock back."""
     lines: list[list[Cell]] = []
     for row in rows:
         if row.status != "ok":
@@ -266,7 +266,8 @@ def states(rows: Sequence[Measurement]) -> str:
         "sustained, TFLOP/s",
         "sustained: clock held back by",
     )
-    return markdown(header, lines)
+    kept = [column for column in range(len(header)) if any(line[column] is not None for line in lines) or not column]
+    return markdown([header[column] for column in kept], [[line[column] for column in kept] for line in lines])
 
 
 def costs(rows: Sequence[Measurement]) -> str:
@@ -641,7 +642,12 @@ def machine(shown: Results) -> str:
         "Driver": gpu.driver,
         "Fingerprint": f"`{gpu.fingerprint}`",
     }
-    facts.update({f"Host {name.replace('_', ' ')}": value for name, value in shown.machine.host.items()})
+    facts.update(
+        {
+            f"Host {name.removesuffix('_gib').replace('_', ' ')}": f"{value} GiB" if name.endswith("_gib") else value
+            for name, value in shown.machine.host.items()
+        }
+    )
     return markdown(("measured on", ""), facts.items(), left=2)
 
 
@@ -751,7 +757,7 @@ def check_record(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sanitized(found: Sequence[Sanitized]) -> str:
-    """What each of compute-sanitizer's tools found in each stage: a sentence and a table."""
+    """What each of compute-sanitizer's tools found in each stage: a sentence, and a table of errors in launches."""
     first = found[0]
     tools = list(dict.fromkeys(record.tool for record in found))
     by_stage: dict[str, dict[str, Sanitized]] = {}
@@ -764,11 +770,14 @@ def sanitized(found: Sequence[Sanitized]) -> str:
         if not record.finished:
             return "not finished"
         elsewhere = f", {record.elsewhere} elsewhere" if record.elsewhere else ""
-        return f"{record.errors} errors in {record.launches} launches{elsewhere}"
+        return f"{record.errors} in {record.launches}{elsewhere}"
 
     lines = [(f"`{stage}`", *(cell(of_tool.get(tool)) for tool in tools)) for stage, of_tool in by_stage.items()]
     clean = "Nothing was found." if all(record.clean for record in found) else "Something was found."
-    return f"{first.gpu.name}, {first.time[:10]}, {first.version}. {clean}\n\n{markdown(('stage', *tools), lines)}"
+    return (
+        f"{first.gpu.name}, {first.time[:10]}, {first.version}. {clean} Errors, in so many launches:\n\n"
+        f"{markdown(('stage', *tools), lines)}"
+    )
 
 
 def excerpt(instructions: Sequence[Instruction], opcode: str, *, lines: int = 16) -> str:
