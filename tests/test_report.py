@@ -130,7 +130,7 @@ def test_the_results_page_shows_ratios_lengths_costs_and_profiles(long_pages: Pa
     shown = results.load("nvidia-h200", data)
     assert tables.costs(shown.rows()) in text
     assert "61.2 %" in text
-    assert "barrier 100 %" in text
+    assert "barrier or end of wgmma 100 %" in text
     assert f"profiles/{RUN}.jsonl" in text
     assert not shown.damage
 
