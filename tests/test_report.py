@@ -17,7 +17,7 @@ from flashlab.errors import NoDataError, OutputError, ParameterError, ReportErro
 from flashlab.notebook import NOTHING_YET
 from flashlab.paths import NOTEBOOKS, SITE
 from flashlab.problem import FIRST_SHAPE, Problem, suite
-from flashlab.records import Status
+from flashlab.records import ProblemFields, Status
 from flashlab.stages import STAGES
 
 SECTIONS = ("Question", "Change", "Prediction", "Result", "Why", "Next")
@@ -166,9 +166,10 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     line = {
         "gpu": {"name": "NVIDIA H200"},
         "time": "2026-01-02T03:04:05Z",
-        "problem": {"batch": 1},
+        "problem": ProblemFields.of(Problem.parse(FIRST_SHAPE)).model_dump(),
         "status": "ok",
         "reason": "",
+        "verdict": None,
     }
     lines = [line | {"stage": stage, "layout": layout} for stage in STAGES for layout in ("contiguous", "padded")]
     lines[-1] |= {"status": "wrong", "reason": "made up"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +271,8 @@ def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None) -> N
         assert choice.parameters.keys() == stage.params.keys(), f"{key}: tune it anew"
         run = records.runs(slug)[0].records[0]
         arch = stages.arch_for(run.gpu.compute_capability)
+        if stage.language == "triton" and find_spec("triton") is None:
+            continue  # Triton comes with the GPU extra alone
         for aligned in (True, False):
             compiler.compile_stage(
                 stage,

@@ -693,7 +693,7 @@ STAGES: Mapping[str, Stage] = {
                 "Q_IN_REGISTERS": _Q_IN_REGISTERS,
                 "MIN_BLOCKS": Param(
                     default=1,
-                    choices=(1, 2, 3),
+                    choices=(1,),
                     meaning="blocks that must fit on an SM at once: one ends while another works, with fewer registers",
                 ),
                 "EARLY_TURN": Param(
