@@ -197,3 +197,9 @@ def test_other_types_are_refused(dtype: Any) -> None:
     x = np.ones((1, 1, 2, 4), dtype)
     with pytest.raises(DTypeError, match="wanted float16, or bfloat16"):
         attention(x, x, x, causal=False)
+
+
+def test_a_problem_and_its_arrays_have_one_shape() -> None:
+    problem = Problem.parse("2x8x4x96x160x64")
+    arrays = make_inputs(problem, seed=0)
+    assert reference.Shape.of_problem(problem) == reference.Shape.of(*arrays)

@@ -1374,14 +1374,7 @@ class _Worker:
     def _judge(
         self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any, precision: Precision = "input"
     ) -> Message:
-        shape = Shape(
-            batch=problem.batch,
-            q_heads=problem.q_heads,
-            kv_heads=problem.kv_heads,
-            q_len=problem.q_len,
-            kv_len=problem.kv_len,
-            head_dim=problem.head_dim,
-        )
+        shape = Shape.of_problem(problem)
         verdict = check(
             self._for_oracle(out),
             None if lse is None else self._for_oracle(lse),

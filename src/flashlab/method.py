@@ -385,14 +385,7 @@ class _Worker:
         else:
             out = self._peer(name, problem)(q, k, v)
         gpu.synchronize(self._device)
-        shape = Shape(
-            batch=problem.batch,
-            q_heads=problem.q_heads,
-            kv_heads=problem.kv_heads,
-            q_len=problem.q_len,
-            kv_len=problem.kv_len,
-            head_dim=problem.head_dim,
-        )
+        shape = Shape.of_problem(problem)
         verdict = check(
             *(self._cupy.from_dlpack(out.contiguous()), None),
             *(self._cupy.from_dlpack(tensor) for tensor in (q, k, v)),

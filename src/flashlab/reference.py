@@ -54,6 +54,18 @@ class Shape:
     head_dim: int
 
     @classmethod
+    def of_problem(cls, problem: Problem) -> Shape:
+        """The sizes of a problem."""
+        return cls(
+            batch=problem.batch,
+            q_heads=problem.q_heads,
+            kv_heads=problem.kv_heads,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            head_dim=problem.head_dim,
+        )
+
+    @classmethod
     def of(cls, q: Array, k: Array, v: Array) -> Shape:
         """The sizes of Q, K and V.
 
