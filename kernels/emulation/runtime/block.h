@@ -186,6 +186,7 @@ void detect_returned(Block& block);      // every thread of it has
 void join(Clock& into, const Clock& from);
 void release_thread(Block& block, Thread& thread, Clock& into);
 void acquire_thread(Block& block, Thread& thread, const Clock& from);
-void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place place);
+// `over`: false at the beginning of what will end later, and stand for itself then.
+void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place place, bool over = true);
 
 }  // namespace emu

@@ -193,7 +193,7 @@ bool writes(Act act) { return act == Act::write || act == Act::atomic || act == 
 
 // The granules' bytes [low, high) of `shadow`, whose memory belongs to `owner`.
 void shadow_access(const By& by, Block& owner, Shadow& shadow, std::uint64_t low, std::uint64_t high, Act act, bool check_initialised, const char* space,
-                   const std::string& array, std::uint64_t array_offset) {
+                   const std::string& array, std::uint64_t array_offset, bool over = true) {
   const std::uint32_t now = by.thread.clock.seen[by.slot];
   for (std::uint64_t index = low / Shadow::GRANULE; index <= (high - 1) / Shadow::GRANULE; ++index) {
     const std::uint64_t first_byte = index * Shadow::GRANULE;
@@ -256,6 +256,7 @@ void shadow_access(const By& by, Block& owner, Shadow& shadow, std::uint64_t low
       granule.writes = shadow.push(granule.writes, {0, now, by.place, by.slot, mask, act});
       continue;
     }
+    if (!over) continue;
     // Reads. Those before a barrier of the whole block are ordered before all after it.
     if (granule.reads) {
       const Shadow::Entry& newest = shadow.entry(granule.reads);
@@ -281,14 +282,14 @@ void shadow_access(const By& by, Block& owner, Shadow& shadow, std::uint64_t low
   }
 }
 
-void shared_access(const By& by, Block& owner, const void* pointer, unsigned bytes, Act act) {
+void shared_access(const By& by, Block& owner, const void* pointer, unsigned bytes, Act act, bool over) {
   const unsigned offset = owner.offset_of(pointer);
   const std::size_t end = offset < DYNAMIC_BYTES ? owner.launch->smem_bytes : WINDOW_BYTES;
   if (offset + bytes > end) {
     report(by, "out of bounds", "shared", owner, "", offset, bytes, {}, act);
     return;
   }
-  shadow_access(by, owner, owner.shared, offset, offset + bytes, act, true, "shared", "", 0);
+  shadow_access(by, owner, owner.shared, offset, offset + bytes, act, true, "shared", "", 0, over);
 }
 
 // Another block's shared memory is gone when its threads have returned: an access must be ordered before that.
@@ -339,7 +340,7 @@ void global_access(const By& by, std::uint64_t offset, unsigned bytes, Act act) 
 
 }  // namespace
 
-void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place place) {
+void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place place, bool over) {
   Block* block = the_block;
   if (!block || !block->detect || !block->current || bytes == 0) return;
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
@@ -359,13 +360,13 @@ void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place
     return;
   }
   if (block->owns_shared(pointer)) {
-    shared_access(by, *block, pointer, bytes, act);
+    shared_access(by, *block, pointer, bytes, act, over);
     if (kind != Kind::bulk) block->counters.access(by.thread.id, place, block->offset_of(pointer), bytes, Space::shared, is_write, kind);
     return;
   }
   for (Block* other : block->team->blocks) {
     if (other->owns_shared(pointer)) {
-      shared_access(by, *other, pointer, bytes, act);
+      shared_access(by, *other, pointer, bytes, act, over);
       note_remote(by, *other, pointer, bytes, act, kind);
       return;
     }
@@ -485,7 +486,7 @@ void count_async_readers(const void* pointer, unsigned bytes, Place place, int c
 
 void async_read_begin(const void* pointer, unsigned bytes, Place place, const char*) {
   if (!the_block->detect) return;
-  check_access(pointer, bytes, Act::async_read, Kind::bulk, place);
+  check_access(pointer, bytes, Act::async_read, Kind::bulk, place, false);   // its end stands for it: a warp's last lane begins, any ends
   count_async_readers(pointer, bytes, place, 1);
 }
 
