@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, Literal
@@ -625,9 +626,10 @@ def reproduce(
 ) -> tuple[Path, ...]:
     """Measure what judges the claims, in a few minutes: the first shape, dead ends, ablations, parts, and `measure`.
 
-    Dead ends take turns with the stages at the same problem, in one worker. Axes and parts that this very code
-    measured since this machine's start are not measured again. Profiles are not taken anew: Nsight Compute needs a
-    permission that a rented GPU may refuse; nor is the comparison over hostile lengths, which `flashlab check` records.
+    One run holds stages and libraries, another one dead ends with what they are held against: a run with a dead end
+    tells of dead ends alone (`results`). Axes and parts that this very code measured since this machine's start are not
+    measured again. Profiles are not taken anew: Nsight Compute needs a permission that a rented GPU may refuse; nor is
+    the comparison over hostile lengths, which `flashlab check` records.
 
     Args:
         data, device, stages, progress, note: as `measure` takes them.
@@ -638,21 +640,22 @@ def reproduce(
     Raises:
         As `bench.run`.
     """
-    wanted = _wanted(stages)
-    names = list(dict.fromkeys(name for of_problem in wanted.values() for name in of_problem))
     where: dict[str, Any] = {"data": data, "device": device, "progress": progress}
-    made = [
-        bench.run(
-            list(wanted),
-            stages=[name for name in names if name not in peers.PEERS],
-            peers=[name for name in names if name in peers.PEERS],
-            only=lambda problem, name: name in wanted[problem],
-            plan=bench.plan_of("claims"),
-            ceilings=CEILINGS,
-            note=note,
-            **where,
+    made = []
+    for wanted, ceilings in zip(_wanted(stages), (CEILINGS, ()), strict=True):
+        names = dict.fromkeys(name for of_problem in wanted.values() for name in of_problem)
+        made.append(
+            bench.run(
+                list(wanted),
+                stages=[name for name in names if name not in peers.PEERS],
+                peers=[name for name in names if name in peers.PEERS],
+                only=partial(_is_in, wanted),
+                plan=bench.plan_of("claims"),
+                ceilings=ceilings,
+                note=note,
+                **where,
+            )
         )
-    ]
     slug = gpus.info(device).slug
     just_made = _just_made()
     levels = {
@@ -673,19 +676,20 @@ def reproduce(
     return (*made, time_calls("sdpa", SINGLE, data=data, device=device))
 
 
-def _wanted(stages: Sequence[str] | None) -> dict[Problem, list[str]]:
-    """What `reproduce` times at each problem, stages first; of the ladder only `stages`, where those are named."""
+def _wanted(stages: Sequence[str] | None) -> tuple[Mapping[Problem, Sequence[str]], Mapping[Problem, Sequence[str]]]:
+    """What `reproduce` times at each problem, of the ladder only `stages` where those are named; and the dead ends."""
 
     def chosen(ids: Iterable[str]) -> list[str]:
         return [name for name in ids if stages is None or name in stages]
 
-    found = {problem: chosen(registry.STAGES) for problem in suite("first") if problem.dtype == "float16"}
-    found |= {problem: chosen(STAGES) for problem in suite("claims") if not problem.causal}
-    for problem, ids in DEAD_ENDS:
-        found[problem] += [name for name in ids if name not in found[problem]]
-    for names in found.values():
-        names += LIBRARIES
-    return {**found, Problem.parse(FIRST_SHAPE, dtype="bfloat16"): ["fa3"]}
+    ladder = {problem: [*chosen(registry.STAGES), *LIBRARIES] for problem in suite("first")}
+    ladder |= {problem: [*chosen(STAGES), *LIBRARIES] for problem in suite("claims") if not problem.causal}
+    ladder[Problem.parse(FIRST_SHAPE, dtype="bfloat16")] = ["fa3"]
+    return ladder, {problem: [*ids, "sdpa"] for problem, ids in DEAD_ENDS}
+
+
+def _is_in(wanted: Mapping[Problem, Sequence[str]], problem: Problem, name: str) -> bool:
+    return name in wanted[problem]
 
 
 def _just_made() -> Callable[[records.Ablation | records.Part], bool]:
