@@ -122,6 +122,24 @@ def test_every_row_is_recorded_and_the_data_is_sound(tmp_path: Path, fake: Any) 
     assert (tmp_path / "data" / "test-gpu" / "machine.json").is_file()
 
 
+def test_a_problem_may_want_some_of_them_only(tmp_path: Path, fake: Any) -> None:
+    found = _statuses(_run(tmp_path, fake(), only=lambda problem, name: name == "sdpa" or not problem.causal))
+    assert set(found) == {("full", "00_naive"), ("full", "01_coalesced"), ("full", "sdpa"), ("causal", "sdpa")}
+
+
+def test_a_runs_machine_code_is_made_ahead(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(bench.gpu, "available", lambda: None)
+    monkeypatch.setattr(bench.gpu, "info", lambda _: SimpleNamespace(arch="sm_90a", slug="test-gpu"))
+    monkeypatch.setattr(bench.compiler, "compile_many", lambda jobs: made.extend(job.label for job in jobs))
+    _run(tmp_path, fake(), only=lambda problem, name: name == "00_naive" or problem.causal)
+    assert sorted(made) == [
+        "00_naive D64 causal float16 sm_90a",
+        "00_naive D64 full float16 sm_90a",
+        "01_coalesced D64 causal float16 sm_90a",
+    ]
+
+
 @pytest.mark.parametrize(
     ("death", "status", "words"),
     [

@@ -6,19 +6,20 @@ import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from synthetic import COMMIT, RUN, measurement, write_synthetic
 
-from flashlab import claims, compiler, gpu, records, sass
+from flashlab import ablate, claims, compiler, gpu, records, sass
 from flashlab.claims import Estimate, Kind, Range, judge
 from flashlab.errors import DamagedRecordError, FlashlabError, NoDataError, NoGpuError, ParameterError
 from flashlab.evidence import EVALUATORS, FIRST, SINGLE, Evidence, concludes, interval
 from flashlab.paths import DATA
 from flashlab.problem import Problem, suite
-from flashlab.stages import STAGES, get
+from flashlab.stages import DEAD_ENDS, STAGES, get
 
 
 def exact(value: float) -> Estimate:
@@ -398,6 +399,77 @@ def test_measuring_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(FlashlabError, match=r"GPU|torch|package"):
         claims.measure(data=tmp_path)
     assert not list(tmp_path.rglob("*.jsonl"))
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Nothing is measured; what would be is kept."""
+    asked: dict[str, Any] = {}
+
+    def run(problems: Any, **options: Any) -> Path:
+        names = (*options["stages"], *options["peers"])
+        at = {problem: [name for name in names if options["only"](problem, name)] for problem in problems}
+        asked.setdefault("runs", []).append(at)
+        return tmp_path / "run"
+
+    monkeypatch.setattr(claims.bench, "run", run)
+    monkeypatch.setattr(claims.gpus, "info", lambda _: SimpleNamespace(slug="nvidia-h200"))
+    monkeypatch.setattr(claims.ablate, "measure", lambda axes, **_: asked.update(axes=axes) or tmp_path / "axes")
+    monkeypatch.setattr(claims.ablate, "split", lambda ids, **_: asked.update(split=ids) or tmp_path / "split")
+    monkeypatch.setattr(claims, "time_calls", lambda *_, **__: tmp_path / "calls")
+    return asked
+
+
+def test_what_judges_the_claims_is_measured_in_turn(measuring: dict[str, Any], tmp_path: Path) -> None:
+    made = claims.reproduce(data=tmp_path)
+    assert [path.name for path in made] == ["run", "run", "axes", "split", "calls"]
+    ladder, dead = measuring["runs"]
+    assert {problem: set(names) for problem, names in dead.items()} == {
+        problem: {*names, "sdpa"} for problem, names in claims.DEAD_ENDS
+    }
+    # A run with a dead end is shown among the dead ends alone.
+    assert not any(name in DEAD_ENDS for names in ladder.values() for name in names)
+    assert ladder[Problem.parse("16x16x2048x64", dtype="bfloat16")] == ["fa3"]
+    for mask in ("full", "causal"):
+        assert set(ladder[Problem.parse("16x16x2048x64", mask=mask)]) == {*STAGES, *claims.LIBRARIES}
+    assert set(ladder) >= {problem for problem in suite("claims") if not problem.causal}
+    assert (measuring["axes"], measuring["split"]) == (list(claims.AXES), claims.SPLIT)
+
+
+def test_named_stages_alone_leave_dead_ends_their_parent(measuring: dict[str, Any], tmp_path: Path) -> None:
+    claims.reproduce(data=tmp_path, stages=["13_overlap"])
+    ladder, dead = measuring["runs"]
+    assert [name for name in ladder[FIRST] if name in STAGES] == ["13_overlap"]
+    assert "00_naive" in dead[FIRST]
+
+
+@pytest.mark.parametrize(
+    ("commit", "dirty", "again"), [(COMMIT, False, False), (COMMIT, True, True), ("0", False, True)]
+)
+def test_what_this_code_just_measured_is_not_measured_again(
+    commit: str, dirty: bool, again: bool, measuring: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = {"boot": "01234567", "at": "2026-01-02T03:00:00+00:00"}
+    monkeypatch.setattr(claims.provenance, "source", lambda: (commit, dirty))
+    monkeypatch.setattr(claims.provenance, "start", lambda: start)
+    row = measurement("04_wmma_qk", FIRST)
+    base = row.model_dump(include={"run", "time", "gpu", "software", "verdict"})
+    base |= {"source": {"commit": COMMIT, "dirty": dirty}, "start": start, "parameters": {}, "stage": "04_wmma_qk"}
+    folder = tmp_path / "nvidia-h200"
+    for name in ("ablations", "parts"):
+        (folder / name).mkdir(parents=True)
+    for axis in claims.AXES:
+        for level in ablate.AXES[axis].levels:
+            fields = {**base, "axis": axis, "level": level.name, "problem": records.ProblemFields.of(FIRST)}
+            fields |= {"status": "ok", "reason": "", "samples": row.samples, "cubin": row.cubin}
+            records.append(folder / "ablations" / f"{RUN}.jsonl", records.Ablation.model_validate(fields))
+    small = {**base, "problem": records.ProblemFields.of(SINGLE), "samples": row.samples[0], "cubin": row.cubin}
+    del small["verdict"]
+    for part in ablate.PARTS:
+        fields = {**small, "left_out": part}
+        records.append(folder / "parts" / f"{RUN}.jsonl", records.Part.model_validate(fields))
+    claims.reproduce(data=tmp_path)
+    assert ("axes" in measuring, "split" in measuring) == (again, again)
 
 
 def test_no_calls_are_refused(tmp_path: Path) -> None:

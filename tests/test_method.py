@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import struct
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +182,9 @@ with open(job["messages"], "a") as file:
         say(kind="refused", error="NoGpuError", message="wanted a CUDA GPU, got none")
     else:
         say(kind="hello", **hello)
-        if "cuda-bench" in job["timers"]:
+        second = "cuda-bench" in job["timers"]
+        {more}
+        if second:
             assert job["names"] == ["13_overlap"] and not job["check"], job
             print("its last words")
             os._exit(5)
@@ -189,12 +193,12 @@ with open(job["messages"], "a") as file:
 """
 
 
-def worker(tmp_path: Path, *, refuse: bool = False) -> list[str]:
+def worker(tmp_path: Path, *, refuse: bool = False, more: str = "pass") -> list[str]:
     one = reading("13_overlap", FIRST, "events", 500.0)
     fields = one.model_dump(mode="json", include={"name", "problem", "timer", "inputs", "samples", "enqueue_us"})
     hello = {"gpu": synthetic.gpu().model_dump(mode="json"), "software": {"torch": "2.11.0"}}
     script = tmp_path / "worker.py"
-    script.write_text(SCRIPT.format(hello=hello, reading=fields, refuse=refuse))
+    script.write_text(SCRIPT.format(hello=hello, reading=fields, refuse=refuse, more=more))
     return [sys.executable, str(script)]
 
 
@@ -213,9 +217,94 @@ def test_readings_outlive_a_worker_that_dies(tmp_path: Path) -> None:
     assert f"readings/{found.path.name}" in checksums
 
 
+def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
+    wait = (
+        "say(kind='reading', reading=reading)\n"
+        "        import glob, time\n"
+        f"        while not glob.glob({str(tmp_path)!r} + '/*/readings/*.jsonl'): time.sleep(0.05)\n"
+        "        os._exit(0)"
+    )
+    found = method.measure(["13_overlap"], [], data=tmp_path, worker=worker(tmp_path, more=wait), timeout_s=20)
+    assert found.missing == ()
+    assert len(records.read_readings(found.path)) == 2
+
+
+def test_what_both_workers_take_has_one_limit(tmp_path: Path) -> None:
+    hang = "say(kind='reading', reading=reading)\n        import time\n        time.sleep(60)"
+    began = time.monotonic()
+    found = method.measure(["13_overlap"], [], data=tmp_path, worker=worker(tmp_path, more=hang), timeout_s=4)
+    assert time.monotonic() - began < 6
+    assert len(records.read_readings(found.path)) == 2
+    assert [" had not ended after " in reason for reason in found.missing] == [True, True]
+
+
+def test_a_second_worker_that_cannot_work_costs_its_own_readings(tmp_path: Path) -> None:
+    no = "if second: say(kind='refused', error='MissingPackageError', message='no CuPy any more'); os._exit(0)"
+    found = method.measure(["13_overlap"], [], data=tmp_path, worker=worker(tmp_path, more=no))
+    assert len(records.read_readings(found.path)) == 1
+    assert "cuda-bench, events: no CuPy any more" in found.missing
+
+
+def test_an_unsound_reading_costs_itself(tmp_path: Path) -> None:
+    bad = "say(kind='reading', reading={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
+    found = method.measure(["00_naive", "13_overlap"], [], data=tmp_path, worker=worker(tmp_path, more=bad))
+    assert len(records.read_readings(found.path)) == 1
+    assert found.missing[0].startswith("13_overlap by events: no sound reading: ")
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_what_one_problem_or_timer_loses_is_not_the_others(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    problems = [vars(problem) for problem in (FIRST, SMALL)]
+    job = {
+        "device": 0,
+        "seed": 0,
+        "seconds": seconds,
+        "problems": problems,
+        "samples": 4,
+        "timers": list(method.TIMERS),
+    }
+    one = method._Worker(job, sent.append)
+    read: list[tuple[str, str]] = []
+
+    def events(problem: Problem) -> None:
+        read.append(("events", problem.shape))
+
+    def profiler(problem: Problem) -> None:
+        if problem == FIRST:
+            raise LaunchError("no kernels in the trace")
+        read.append(("torch-profiler", problem.shape))
+
+    monkeypatch.setattr(one, "_events", events)
+    monkeypatch.setattr(one, "_profiler", profiler)
+    monkeypatch.setitem(sys.modules, "cuda.bench", None)  # not installed
+    one._read()
+    lost = [message["what"] for message in sent]
+    if seconds:
+        assert lost == [f"torch-profiler at {FIRST.label}", "cuda-bench"]
+        assert "`pip install cuda-bench`" in sent[-1]["reason"]
+        assert read == [("events", FIRST.shape), ("events", SMALL.shape), ("torch-profiler", SMALL.shape)]
+    else:
+        assert (len(lost), read) == (5, [])
+        assert all("were over" in message["reason"] for message in sent)
+
+
+def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('scipy', 'pandas', 'seaborn', 'matplotlib', 'papermill', 'nbformat', 'tqdm'):\n"
+        "    sys.modules[name] = None\n"
+        "from flashlab import ablate, bench, chip, claims, cli, method, profiler, records\n"
+        f"found = method.measure(['13_overlap'], [], data=cli.Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
+        "print(len(method.comparisons(method.pools(records.read_readings(found.path)))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
+
+
 def test_a_worker_that_hangs_is_stopped(tmp_path: Path) -> None:
     script = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with pytest.raises(LaunchError, match=r"had not ended after 0\.5 s"):
+    with pytest.raises(LaunchError, match=r"had not ended after 0\.3 s"):
         method.measure(["13_overlap"], [], data=tmp_path, worker=script, timeout_s=0.5)
 
 

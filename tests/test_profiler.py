@@ -163,6 +163,33 @@ def test_a_launch_that_breaks_costs_itself(tmp_path: Path, ncu: Any) -> None:
         _profile(tmp_path, "01_coalesced")
 
 
+def test_what_was_profiled_is_kept_whatever_comes_after_it(
+    tmp_path: Path, ncu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = _cubins("05_wmma")
+    ncu(**{"break": ["01_coalesced"]}, listings={"05_wmma": _listing(plain)}, sha256={"05_wmma": plain.sha256})
+
+    def none(*_: object) -> Any:
+        raise MissingError("wanted nvdisasm, found none")
+
+    monkeypatch.setattr(profiler.sass, "disassemble", none)
+    found, said = _profile(tmp_path, "05_wmma")
+    assert (found[0].stage, found[0].lines) == ("05_wmma", ())
+    assert "05_wmma: no lines: wanted nvdisasm, found none" in said
+    profiled = profiler._profiled
+
+    def broken_off(stage_ids: Any, *rest: Any) -> Any:
+        if stage_ids == ["13_overlap"]:
+            raise KeyboardInterrupt
+        return {} if len(stage_ids) > 1 else profiled(stage_ids, *rest)
+
+    monkeypatch.setattr(profiler, "_profiled", broken_off)
+    with pytest.raises(KeyboardInterrupt):
+        profiler.profile(["00_naive", "05_wmma", "13_overlap"], FIRST, data=tmp_path / "other")
+    assert [one.stage for one in records.profiles(SLUG, tmp_path / "other")] == ["00_naive", "05_wmma"]
+    assert (tmp_path / "other" / SLUG / "CHECKSUMS").is_file()
+
+
 def test_metrics_that_are_not_there_are_dropped_and_named(tmp_path: Path, ncu: Any) -> None:
     known = [name.split(".")[0] for name in profiler.METRICS if "gmma" not in name]
     ncu(known=known, refuse=["dram__bytes_write", "lts__t_sectors"], nan=["gpu__time_duration.sum"])

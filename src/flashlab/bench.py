@@ -57,7 +57,6 @@ from flashlab.check import Verdict as CheckVerdict
 from flashlab.checks import LAYOUTS as LAYOUTS
 from flashlab.checks import (
     TENSORS,
-    Case,
     EmulatorVerdict,
     build_all,
     case_line,
@@ -542,6 +541,7 @@ def run(
     stages: Sequence[str] | None = None,
     peers: Sequence[str] | None = None,
     sources: Mapping[str, Path] | None = None,
+    only: Callable[[Problem, str], bool] | None = None,
     data: Path = DATA,
     device: int = 0,
     plan: Plan | None = None,
@@ -555,11 +555,14 @@ def run(
 ) -> Path:
     """Check and time stages and peers on each problem, and append the records to data/<gpu>/runs/<run>.jsonl.
 
+    What machine code that needs is made first, on all cores.
+
     Args:
         problems: what to compute; see `problem.suite`.
         stages: ids, or ids with tunables as `stages.parse` takes them; the ladder where None, none where empty.
         peers: names; all where None, none where empty.
         sources: an edited copy of a stage's file, by stage id: measured beside it, under the name `id@file`.
+        only: whether a problem wants what has that name; all at every problem where None.
         data: the folder that holds data/<gpu>.
         device: CUDA device index.
         plan: how much to measure; `Plan()` where None, see `plan_of`.
@@ -593,6 +596,7 @@ def run(
     unknown = [name for name in plan.sustained_names or () if name not in kinds]
     if unknown:
         raise ParameterError(f"sustained: wanted names among {', '.join(kinds)}, got {', '.join(unknown)}")
+    cells = [_Cell(problem, [name for name in kinds if only is None or only(problem, name)]) for problem in problems]
 
     def record(base: Message, problem: Problem, row: Message) -> Measurement:
         return Measurement.model_validate(
@@ -612,6 +616,8 @@ def run(
             for name, kind, identity, source in names
         },
         record,
+        cells=cells,
+        before=lambda: _compile_ahead(names, [(cell.problem, cell.pending) for cell in cells], device),
         plan=plan,
         ceilings=wanted,
         data=data,
@@ -854,15 +860,19 @@ def _measure(
     note: Callable[[str], None] | None,
     worker: Sequence[str],
     cells: Sequence[_Cell] | None = None,
+    before: Callable[[], None] | None = None,
 ) -> Path:
     """Measure implementations in worker processes and append what `record` makes of each row; the file.
 
-    Those of a group take turns; all of them where there are no `groups`; or what `cells` says.
+    Those of a group take turns; all of them where there are no `groups`; or what `cells` says. `before` is called once
+    it is known that the numbers make sense and the folder can be written.
     """
     plan.require()
     _positive(timeout_s=timeout_s, startup_s=startup_s)
     _not_negative(device=device)
     book = _open_book(data, folder)
+    if before:
+        before()
 
     def row(cell: _Cell, message: Message) -> str:
         name = message["name"]
@@ -1093,7 +1103,7 @@ def check_stages(
     with ThreadPoolExecutor(1) as aside:
         which = {name: (identity, source) for name, _, identity, source in names}
         built = aside.submit(build_all, which, wanted) if emulate else None
-        _compile_ahead(names, wanted, device)
+        _compile_ahead(names, [(case.problem, case.names) for case in wanted], device, aligned=(True, False))
         if built:
             built.result()
     cells = [_Cell(case.problem, list(case.names), case.layout) for case in wanted]
@@ -1158,23 +1168,38 @@ def check_stages(
     return CheckRun(None if data is None else book.path, tuple(rows))
 
 
-def _compile_ahead(names: Sequence[tuple[str, str, str, Path | None]], wanted: Sequence[Case], device: int) -> None:
-    """Fill the cache with all that the cases may need, several at once; the worker compiles one after the other."""
+def _compile_ahead(
+    names: Sequence[tuple[str, str, str, Path | None]],
+    wanted: Sequence[tuple[Problem, Sequence[str]]],
+    device: int,
+    *,
+    aligned: Sequence[bool] = (True,),
+) -> None:
+    """Fill the cache with all that the stages may need at their problems, on all cores; the worker compiles in turn.
+
+    What does not compile is the worker's to record.
+    """
     if gpu.available():
         return  # the worker says better why
     found = gpu.info(device)
-    kinds = {(case.problem.head_dim, case.problem.dtype, case.problem.causal) for case in wanted}
+    kinds: dict[str, set[tuple[int, str, bool]]] = {}
+    for problem, of_problem in wanted:
+        for name in of_problem:
+            kinds.setdefault(name, set()).add((problem.head_dim, problem.dtype, problem.causal))
     jobs = []
-    for name, _, identity, source in names:
+    for name, kind, identity, source in names:
+        if kind != "stage":
+            continue
         stage = stages.get(identity)
         if source is not None or (stage.language == "triton" and triton_code.missing()):
             continue
-        for job in compiler.jobs([stage], [found.arch], aligned=(True, False)):
-            if (job.head_dim, job.dtype, job.causal) in kinds:
+        for job in compiler.jobs([stage], [found.arch], aligned=aligned):
+            if (job.head_dim, job.dtype, job.causal) in kinds.get(name, ()):
                 what = {"head_dim": job.head_dim, "causal": job.causal, "dtype": job.dtype}
                 overrides = tuned.parameters(stage, found.slug, **what, overrides=variant_in(name))  # type: ignore[arg-type]
                 jobs.append(replace(job, overrides=overrides))
-    compiler.compile_many(jobs)
+    with contextlib.suppress(MissingPackageError):  # no compiler: the worker says so of every stage
+        compiler.compile_many(jobs)
 
 
 def _emulator_verdict(message: Message | None) -> EmulatorVerdict | None:

@@ -17,9 +17,10 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, Literal
@@ -28,6 +29,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flashlab import ablate, bench, peers, provenance, records, tables
 from flashlab import gpu as gpus
+from flashlab import stages as registry
 from flashlab.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
 from flashlab.evidence import (
     EVALUATORS,
@@ -624,7 +626,10 @@ def reproduce(
 ) -> tuple[Path, ...]:
     """Measure what judges the claims, in a few minutes: the first shape, dead ends, ablations, parts, and `measure`.
 
-    Profiles are not taken anew: Nsight Compute needs a permission that a rented GPU may refuse.
+    One run holds stages and libraries, another one dead ends with what they are held against: a run with a dead end
+    tells of dead ends alone (`results`). Axes and parts that this very code measured since this machine's start are not
+    measured again. Profiles are not taken anew: Nsight Compute needs a permission that a rented GPU may refuse; nor is
+    the comparison over hostile lengths, which `flashlab check` records.
 
     Args:
         data, device, stages, progress, note: as `measure` takes them.
@@ -635,18 +640,69 @@ def reproduce(
     Raises:
         As `bench.run`.
     """
-    first = [problem for problem in suite("first") if problem.dtype == "float16"]
-    bfloat16 = [Problem.parse(FIRST_SHAPE, dtype="bfloat16")]
     where: dict[str, Any] = {"data": data, "device": device, "progress": progress}
-    what: dict[str, Any] = {**where, "plan": bench.plan_of("claims"), "ceilings": (), "note": note}
-    return (
-        bench.run(first, stages=stages, peers=LIBRARIES, **what),
-        bench.run(bfloat16, stages=(), peers=("fa3",), **what),
-        *(bench.run([problem], stages=ids, peers=("sdpa",), **what) for problem, ids in DEAD_ENDS),
-        ablate.measure(AXES, **where),
-        ablate.split(SPLIT, **where, note=note),
-        *measure(data=data, device=device, stages=stages, progress=progress, note=note),
-    )
+    made = []
+    for wanted, ceilings in zip(_wanted(stages), (CEILINGS, ()), strict=True):
+        names = dict.fromkeys(name for of_problem in wanted.values() for name in of_problem)
+        made.append(
+            bench.run(
+                list(wanted),
+                stages=[name for name in names if name not in peers.PEERS],
+                peers=[name for name in names if name in peers.PEERS],
+                only=partial(_is_in, wanted),
+                plan=bench.plan_of("claims"),
+                ceilings=ceilings,
+                note=note,
+                **where,
+            )
+        )
+    slug = gpus.info(device).slug
+    just_made = _just_made()
+    levels = {
+        (one.axis, one.level)
+        for one in records.ablations(slug, data)
+        if one.problem.problem() == FIRST and just_made(one)
+    }
+    axes = [name for name in AXES if any((name, level.name) not in levels for level in ablate.AXES[name].levels)]
+    if axes:
+        made.append(ablate.measure(axes, **where))
+    parts = {
+        (one.stage, one.left_out)
+        for one in records.parts(slug, data)
+        if one.problem.problem() == SINGLE and just_made(one)
+    }
+    if any((stage, part) not in parts for stage in SPLIT for part in ablate.PARTS):
+        made.append(ablate.split(SPLIT, note=note, **where))
+    return (*made, time_calls("sdpa", SINGLE, data=data, device=device))
+
+
+def _wanted(stages: Sequence[str] | None) -> tuple[Mapping[Problem, Sequence[str]], Mapping[Problem, Sequence[str]]]:
+    """What `reproduce` times at each problem, of the ladder only `stages` where those are named; and the dead ends."""
+
+    def chosen(ids: Iterable[str]) -> list[str]:
+        return [name for name in ids if stages is None or name in stages]
+
+    ladder = {problem: [*chosen(registry.STAGES), *LIBRARIES] for problem in suite("first")}
+    ladder |= {problem: [*chosen(STAGES), *LIBRARIES] for problem in suite("claims") if not problem.causal}
+    ladder[Problem.parse(FIRST_SHAPE, dtype="bfloat16")] = ["fa3"]
+    return ladder, {problem: [*ids, "sdpa"] for problem, ids in DEAD_ENDS}
+
+
+def _is_in(wanted: Mapping[Problem, Sequence[str]], problem: Problem, name: str) -> bool:
+    return name in wanted[problem]
+
+
+def _just_made() -> Callable[[records.Ablation | records.Part], bool]:
+    """Says whether a record is of this code, unedited, and of this start of this machine."""
+    commit, dirty = provenance.source()
+    source = records.Source(commit=commit, dirty=dirty)
+    at = provenance.start()
+    start = records.Start.model_validate(at) if at and not dirty else None
+
+    def just_made(one: records.Ablation | records.Part) -> bool:
+        return start is not None and one.source == source and one.start is not None and one.start.same_as(start)
+
+    return just_made
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:

@@ -32,14 +32,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
 import numpy as np
+from pydantic import ValidationError
 
 from flashlab import errors, figures, gpu, peers, provenance, records, results, stages, tables, timing
 from flashlab.attention import prepare
@@ -103,6 +105,15 @@ _BATCH_S = 0.001
 """Of calls that NVBench measures in a batch, at least."""
 _STATE_TIMEOUT_S = 5.0
 _HEAT_S = 1.0
+LIMIT_S = 90.0
+"""What all of it may take: what does not fit is left out."""
+_FIRST_SHARE = 0.6
+"""Of it for the first worker, which compiles and checks."""
+_NVBENCH_SHARE = 0.75
+"""Of the second worker's time; the rest is for our events after it."""
+_STOPPING_S = 3.0
+"""A worker begins nothing in its last seconds."""
+_POLL_S = 0.1
 _LOG_CHARS = 1500
 _CHECKED_SCORES = 1 << 27
 
@@ -131,11 +142,13 @@ def measure(
     data: Path = DATA,
     device: int = 0,
     seed: int = 0,
-    timeout_s: float = 300.0,
+    timeout_s: float = LIMIT_S,
     say: Say = lambda _: None,
     worker: Sequence[str] = WORKER,
 ) -> Measured:
     """Read implementations with every timer that is installed and append the readings to data/<gpu>/readings.
+
+    A reading is on disk as soon as it is made: what ends this process early costs what was still to come.
 
     Args:
         stage_ids: `STAGES` where None.
@@ -147,7 +160,7 @@ def measure(
         data: folder of the records.
         device: CUDA device index.
         seed: of inputs and order.
-        timeout_s: for each of the two workers.
+        timeout_s: for all of it; what does not fit is left out, and is in `Measured.missing`.
         say: told what begins.
         worker: the command that starts a worker.
 
@@ -162,10 +175,12 @@ def measure(
     problems = [Problem.parse(shape) for shape in (SHAPES if shapes is None else shapes)]
     if not names or not problems:
         raise ParameterError(f"wanted at least one implementation and shape, got {len(names)} and {len(problems)}")
-    if samples < 4 or rounds < 1 or sustained_s < 0:
+    if samples < 4 or rounds < 1 or sustained_s < 0 or timeout_s <= 0:
         raise ParameterError(
-            f"wanted samples ≥ 4, rounds ≥ 1 and sustained ≥ 0, got {samples}, {rounds} and {sustained_s}"
+            "wanted samples ≥ 4, rounds ≥ 1, sustained ≥ 0 and a positive limit, "
+            f"got {samples}, {rounds}, {sustained_s} and {timeout_s}"
         )
+    ends = time.monotonic() + timeout_s
     commit, dirty = provenance.source()
     source = records.Source(commit=commit, dirty=dirty)
     started = datetime.now(UTC)
@@ -186,20 +201,32 @@ def measure(
         for timers in _WORKERS:
             say(f"{', '.join(timers)}: {len(names)} implementations, {len(problems)} shapes")
             hello: Message = {}
+            limit_s = (ends - time.monotonic()) * (_FIRST_SHARE if timers is _WORKERS[0] else 1)
             # The second worker's implementations are those of the first: the same code on the same inputs.
-            for message in _listen({**job, "timers": timers, "check": path is None}, worker, timeout_s):
-                kind = message["kind"]
-                if kind == "hello":
-                    hello = message
-                    slug = Gpu.model_validate(hello["gpu"]).slug
-                elif kind == "refused":
-                    raise getattr(errors, message["error"], LaunchError)(message["message"])
-                elif kind == "missing":
-                    missing.append(f"{message['what']}: {message['reason']}")
-                    job["names"] = [name for name in job["names"] if name != message.get("name")]
-                else:
-                    path = path or writable_dir(data / slug / "readings", "records") / f"{run}.jsonl"
-                    records.append(path, _reading(message["reading"], hello, run, source))
+            task = {**job, "timers": timers, "check": path is None}
+            with contextlib.closing(_listen(task, worker, limit_s)) as messages:
+                for message in messages:
+                    kind = message["kind"]
+                    if kind == "hello":
+                        hello = message
+                        slug = Gpu.model_validate(hello["gpu"]).slug
+                    elif kind == "refused" and path is None:
+                        raise getattr(errors, message["error"], LaunchError)(message["message"])
+                    elif kind == "refused":
+                        missing.append(f"{', '.join(timers)}: {message['message']}")
+                    elif kind == "missing":
+                        missing.append(f"{message['what']}: {message['reason']}")
+                        job["names"] = [name for name in job["names"] if name != message.get("name")]
+                    else:
+                        fields = message["reading"]
+                        try:
+                            reading = _reading(fields, hello, run, source)
+                        except ValidationError as error:
+                            what = f"{fields.get('name')} by {fields.get('timer')}"
+                            missing.append(f"{what}: no sound reading: {error.errors()[0]['msg']}")
+                            continue
+                        path = path or writable_dir(data / slug / "readings", "records") / f"{run}.jsonl"
+                        records.append(path, reading)
     finally:
         if path is not None:
             records.write_checksums(slug, data)
@@ -222,34 +249,45 @@ def _reading(fields: Message, hello: Message, run: str, source: records.Source) 
     )
 
 
-def _listen(job: Message, command: Sequence[str], timeout_s: float) -> Iterator[Message]:
-    """A worker's messages; how it ended comes as one more where that was not its own end."""
+def _listen(job: Message, command: Sequence[str], limit_s: float) -> Generator[Message, None, None]:
+    """A worker's messages as they come; how it ended comes as one more where that was not its own end."""
+    deadline = time.monotonic() + limit_s
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
         said = Path(folder) / "messages.jsonl"
         said.touch()
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-        ended = ""
+        assert process.stdin is not None
         try:
-            process.communicate(json.dumps({**job, "messages": str(said)}).encode(), timeout=timeout_s)
-            if process.returncode:
-                ended = f"the worker ended with status {process.returncode}"
-        except subprocess.TimeoutExpired:
-            ended = f"the worker had not ended after {timeout_s:g} s"
+            # What it does not read, as it has died, is of no use to it.
+            with contextlib.suppress(BrokenPipeError), process.stdin:
+                task = {**job, "messages": str(said), "seconds": max(0.0, limit_s - _STOPPING_S)}
+                process.stdin.write(json.dumps(task).encode())
+            with said.open("rb") as file:
+                pending = b""
+                ended = late = False
+                while not (ended or late):
+                    ended, late = process.poll() is not None, time.monotonic() > deadline
+                    pending += file.read()
+                    *lines, pending = pending.split(b"\n")
+                    for line in lines:
+                        # A worker that something else writes over may leave nonsense.
+                        with contextlib.suppress(ValueError):
+                            yield json.loads(line)
+                    if not (ended or late):
+                        with contextlib.suppress(subprocess.TimeoutExpired):
+                            process.wait(_POLL_S)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        lines = said.read_text(encoding="utf-8").splitlines()
-        for line in lines:
-            # A worker that was stopped may leave half a line.
-            with contextlib.suppress(ValueError):
-                yield json.loads(line)
-        if ended:
+        if not ended or process.returncode:
+            how = f"ended with status {process.returncode}" if ended else f"had not ended after {limit_s:.1f} s"
             tail = (Path(folder) / "log").read_text(encoding="utf-8", errors="replace")[-_LOG_CHARS:]
             words = " | ".join(filter(None, map(str.strip, tail.splitlines())))
-            yield {"kind": "missing", "what": ", ".join(job["timers"]), "reason": f"{ended}; its last words: {words}"}
+            reason = f"the worker {how}; its last words: {words}"
+            yield {"kind": "missing", "what": ", ".join(job["timers"]), "reason": reason}
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -294,6 +332,11 @@ class _Worker:
         self._problems = [Problem(**fields) for fields in job["problems"]]
         self._cases: dict[str, _Case] = {}
         self._calls: dict[str, int] = {}
+        self._began = time.monotonic()
+
+    def _left_s(self, share: float = 1.0) -> float:
+        """Seconds until that share of its time is over."""
+        return float(self._began + share * self._job["seconds"] - time.monotonic())
 
     def work(self) -> None:
         """All of the job."""
@@ -312,17 +355,25 @@ class _Worker:
             self._backend = timing.CudaBackend(self._device, self._stream)
             for problem in self._problems:
                 self._build(problem)
-            steps: Mapping[str, Callable[[], None]] = {
-                "events": self._events,
-                "torch-profiler": self._profiler,
-                "sustained": self._sustained,
-                "cuda-bench": self._cuda_bench,
-            }
-            for timer in self._job["timers"]:
-                try:
-                    steps[timer]()
-                except Exception as error:  # whatever it is, the other timers still have their turn
-                    self._missing(timer, _words(error))
+            self._read()
+
+    def _read(self) -> None:
+        for what, step in [step for timer in self._job["timers"] for step in self._steps(timer)]:
+            try:
+                if self._left_s() <= 0:
+                    raise LaunchError(f"the {self._job['seconds']:.3g} s for this were over")
+                step()
+            except Exception as error:  # whatever it is, the others still have their turn
+                self._missing(what, _words(error))
+
+    def _steps(self, timer: str) -> list[tuple[str, Callable[[], None]]]:
+        """What a timer reads, one after the other, each by itself: what one of them loses is not the next one's."""
+        if timer == "sustained":
+            return [(timer, self._sustained)]
+        if timer == "cuda-bench":
+            return [(timer, self._cuda_bench)]
+        read = self._events if timer == "events" else self._profiler
+        return [(f"{timer} at {problem.label}", partial(read, problem)) for problem in self._problems]
 
     def _missing(self, what: str, reason: str, name: str | None = None) -> None:
         self._send({"kind": "missing", "what": what, "reason": reason[:_LOG_CHARS], "name": name})
@@ -413,24 +464,23 @@ class _Worker:
 
     # -- timers
 
-    def _events(self) -> None:
+    def _events(self, problem: Problem) -> None:
         """Our own timer, in bursts."""
-        for problem in self._problems:
-            cases = self._of(problem)
-            timer = timing.Timer(self._backend, seed=self._job["seed"])
-            for cold in (False, True):
-                found = timer.burst(
-                    {label: case.run for label, case in cases.items()},
-                    cold=cold,
-                    samples=self._job["samples"],
-                    min_samples=4,
-                    cap_s=0.6,
-                )
-                for label, series in found.items():
-                    if not cold:
-                        self._calls[label] = series.calls
-                    conditions = {**asdict(timer.summary(label)), "energy_j_per_call": None}
-                    self._keep(cases[label], "events", {**asdict(series), "conditions": conditions})
+        cases = self._of(problem)
+        timer = timing.Timer(self._backend, seed=self._job["seed"])
+        for cold in (False, True):
+            found = timer.burst(
+                {label: case.run for label, case in cases.items()},
+                cold=cold,
+                samples=self._job["samples"],
+                min_samples=4,
+                cap_s=0.6,
+            )
+            for label, series in found.items():
+                if not cold:
+                    self._calls[label] = series.calls
+                conditions = {**asdict(timer.summary(label)), "energy_j_per_call": None}
+                self._keep(cases[label], "events", {**asdict(series), "conditions": conditions})
 
     def _sustained(self) -> None:
         """Our own timer, without a pause, on normal inputs and zeros one after the other."""
@@ -441,12 +491,14 @@ class _Worker:
             return
         timer.sustained(chosen[0].run, seconds=_HEAT_S, call_us=chosen[0].call_us)
         for case in chosen:
+            if self._left_s() < 2 * seconds:
+                raise LaunchError(f"no time was left for {case.label} and what comes after it")
             found = timer.sustained(case.run, seconds=seconds, call_us=case.call_us)
             conditions = {**asdict(found.summary), "energy_j_per_call": found.energy_j_per_call}
             samples = {**asdict(found.series), "conditions": conditions, "continuous_s": found.continuous_s}
             self._keep(case, "events", samples)
 
-    def _profiler(self) -> None:
+    def _profiler(self, problem: Problem) -> None:
         """CUPTI's times of the kernels, in bursts."""
         profiler = importlib.import_module("torch.profiler")
         kinds = profiler.ProfilerActivity
@@ -454,38 +506,37 @@ class _Worker:
             raise MissingPackageError(
                 "wanted torch with CUPTI, got one whose profiler sees no CUDA. `pip install torch` has it."
             )
-        for problem in self._problems:
-            cases = self._of(problem)
-            order: list[tuple[_Case, bool]] = []
-            for _ in range(max(4, self._job["samples"] // 2)):
-                labels = list(cases)
-                self._random.shuffle(labels)
-                order += [(cases[label], cold) for label in labels for cold in (False, True)]
-            if not order:
-                continue
-            calls = [1 if cold else min(self._calls.get(case.label, 1), _PROFILED_CALLS) for case, cold in order]
-            clocks: list[float | None] = []
-            with profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
-                self._profiled(order[0][0], 1, cold=False)  # what CUPTI sets up on the way belongs to no sample
-                for (case, cold), count in zip(order, calls, strict=True):
-                    clocks.append(self._profiled(case, count, cold=cold).call_clock_mhz)
-            with tempfile.TemporaryDirectory() as folder:
-                file = Path(folder) / "trace.json"
-                profile.export_chrome_trace(str(file))
-                times = kernel_times(json.loads(file.read_text(encoding="utf-8")), calls)
-            for label, case in cases.items():
-                for cold in (False, True):
-                    mine = [at for at, (other, other_cold) in enumerate(order) if other is case and other_cold is cold]
-                    read = [clocks[at] for at in mine]
-                    samples = {
-                        "regime": "burst",
-                        "cache": "cold" if cold else "hot",
-                        "calls": calls[mine[0]],
-                        "time_us": [times[at] for at in mine],
-                        "sm_clock_mhz": [],
-                        "call_clock_mhz": [] if None in read else read,
-                    }
-                    self._keep(cases[label], "torch-profiler", samples)
+        cases = self._of(problem)
+        order: list[tuple[_Case, bool]] = []
+        for _ in range(max(4, self._job["samples"] // 2)):
+            labels = list(cases)
+            self._random.shuffle(labels)
+            order += [(cases[label], cold) for label in labels for cold in (False, True)]
+        if not order:
+            return
+        calls = [1 if cold else min(self._calls.get(case.label, 1), _PROFILED_CALLS) for case, cold in order]
+        clocks: list[float | None] = []
+        with profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profile:
+            self._profiled(order[0][0], 1, cold=False)  # what CUPTI sets up on the way belongs to no sample
+            for (case, cold), count in zip(order, calls, strict=True):
+                clocks.append(self._profiled(case, count, cold=cold).call_clock_mhz)
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            profile.export_chrome_trace(str(file))
+            times = kernel_times(json.loads(file.read_text(encoding="utf-8")), calls)
+        for label, case in cases.items():
+            for cold in (False, True):
+                mine = [at for at, (other, other_cold) in enumerate(order) if other is case and other_cold is cold]
+                read = [clocks[at] for at in mine]
+                samples = {
+                    "regime": "burst",
+                    "cache": "cold" if cold else "hot",
+                    "calls": calls[mine[0]],
+                    "time_us": [times[at] for at in mine],
+                    "sm_clock_mhz": [],
+                    "call_clock_mhz": [] if None in read else read,
+                }
+                self._keep(cases[label], "torch-profiler", samples)
 
     def _profiled(self, case: _Case, calls: int, *, cold: bool) -> timing.Reading:
         gap_s = 2e-6 * case.call_us * calls
@@ -511,6 +562,9 @@ class _Worker:
         provider = _Provider(self._stream)
 
         def flashlab_method(state: Any) -> None:
+            if self._left_s(_NVBENCH_SHARE) <= 0:
+                state.skip("its time was over")
+                return
             case = steps[state.get_int64("step")]
             time.sleep(_COOL_S)
             state.set_stream(provider)
@@ -528,6 +582,8 @@ class _Worker:
             file = Path(folder) / "nvbench.json"
             bench.run_all_benchmarks(["flashlab", "--devices", str(self._device), "--quiet", "--jsonbin", str(file)])
             measured = nvbench_samples(file)
+        if not measured:
+            raise LaunchError("its time was over before its first measurement")
         merged: dict[tuple[str, Cache, int], Message] = {}
         for step, samples in measured:
             case = steps[step]

@@ -30,7 +30,7 @@ from typing import Any
 from flashlab import compiler, gpu, provenance, records, sass, stages, tuned
 from flashlab.attention import prepare
 from flashlab.compiler import Cubin, Job
-from flashlab.errors import CompileError, LaunchError, MissingError, ParameterError
+from flashlab.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
 from flashlab.paths import DATA, writable_dir
 from flashlab.problem import Problem
 from flashlab.records import LineStalls, ProblemFields, Source, StageProfile
@@ -402,55 +402,64 @@ def profile(
     if len(there) < len(METRICS):
         say(f"unknown here: {', '.join(sorted(set(METRICS) - set(there)))}")
 
-    say(f"profiling {', '.join(able)}")
-    launches = _profiled(list(able), problem, device, there, timeout_s, say)
-    for stage_id in able if len(able) > 1 else ():
-        if stage_id not in launches:
-            say(f"profiling {stage_id} in a process of its own")
-            launches |= _profiled([stage_id], problem, device, there, timeout_s, say)
-
-    def traced(stage_id: str) -> tuple[LineStalls, ...] | str:
-        launch, told = launches[stage_id]
+    def traced(stage_id: str, launch: Launch, sha256: str) -> tuple[LineStalls, ...] | str:
         with_lines = lined.get(stage_id)
-        reason = why_no_lines(launch, told["sha256"], plain.get(stage_id), with_lines)
-        return trace(launch, able[stage_id], with_lines)[:LINES] if with_lines and not reason else reason or ""
+        try:
+            reason = why_no_lines(launch, sha256, plain.get(stage_id), with_lines)
+            return trace(launch, able[stage_id], with_lines)[:LINES] if with_lines and not reason else reason or ""
+        except FlashlabError as error:  # no disassembler, say: what ncu counted is worth a record without it
+            return str(error)
 
-    with ThreadPoolExecutor() as pool:  # most of it is waiting for disassemblers
-        lines_of = dict(zip(launches, pool.map(traced, launches), strict=True))
-    profiles = []
-    for stage_id in able:
-        if stage_id not in launches:
-            say(f"{stage_id}: not profiled")
-            continue
-        launch, told = launches[stage_id]
-        lines = lines_of[stage_id]
-        if isinstance(lines, str):
-            say(f"{stage_id}: no lines: {lines}")
-            lines = ()
-        totals: Counter[str] = Counter()
-        for states in launch.samples.values():
-            totals.update(states)
-        record = StageProfile(
-            gpu=found.name,
-            commit=commit,
-            dirty=dirty,
-            metrics=dict(launch.metrics),
-            run=run,
-            stage=stage_id,
-            problem=ProblemFields.of(problem),
-            parameters=told["parameters"],
-            cubin_sha256=told["sha256"],
-            tile_q=told["tile_q"],
-            ncu=tool,
-            samples=dict(totals.most_common()),
-            lines=lines,
-            time=datetime.now(UTC).isoformat(timespec="seconds"),
-        )
-        records.append(path, record)
-        profiles.append(record)
+    profiles: list[StageProfile] = []
+
+    def keep(launches: Mapping[str, tuple[Launch, dict[str, Any]]]) -> None:
+        """Record them; what ends this process later does not take them along."""
+        with ThreadPoolExecutor() as pool:  # most of it is waiting for disassemblers
+            tracing = {name: pool.submit(traced, name, one, told["sha256"]) for name, (one, told) in launches.items()}
+        for stage_id, (launch, told) in launches.items():
+            lines = tracing[stage_id].result()
+            if isinstance(lines, str):
+                say(f"{stage_id}: no lines: {lines}")
+                lines = ()
+            totals: Counter[str] = Counter()
+            for states in launch.samples.values():
+                totals.update(states)
+            record = StageProfile(
+                gpu=found.name,
+                commit=commit,
+                dirty=dirty,
+                metrics=dict(launch.metrics),
+                run=run,
+                stage=stage_id,
+                problem=ProblemFields.of(problem),
+                parameters=told["parameters"],
+                cubin_sha256=told["sha256"],
+                tile_q=told["tile_q"],
+                ncu=tool,
+                samples=dict(totals.most_common()),
+                lines=lines,
+                time=datetime.now(UTC).isoformat(timespec="seconds"),
+            )
+            records.append(path, record)
+            profiles.append(record)
+
+    try:
+        say(f"profiling {', '.join(able)}")
+        keep(_profiled(list(able), problem, device, there, timeout_s, say))
+        lost = [stage_id for stage_id in able if stage_id not in {one.stage for one in profiles}]
+        for stage_id in lost:
+            launches: Mapping[str, tuple[Launch, dict[str, Any]]] = {}
+            if len(able) > 1:
+                say(f"profiling {stage_id} in a process of its own")
+                launches = _profiled([stage_id], problem, device, there, timeout_s, say)
+            keep(launches)
+            if not launches:
+                say(f"{stage_id}: not profiled")
+    finally:
+        if profiles:
+            records.write_checksums(found.slug, data)
     if not profiles:
         raise LaunchError(f"wanted a profile of {', '.join(able)} at {problem.label}, got none from ncu")
-    records.write_checksums(found.slug, data)
     return path, tuple(profiles)
 
 

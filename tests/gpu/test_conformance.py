@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from emulation import kernel_file, on_gpu, sm90_cases
 
-from flashlab import emulator, gpu
+from flashlab import compiler, emulator, gpu
 from flashlab.emulator import Emulated
 from flashlab.errors import MissingPackageError
 from flashlab.paths import ROOT
@@ -30,13 +30,20 @@ CASES = sm90_cases.all_cases()
 
 @pytest.fixture(scope="module")
 def builds() -> Iterator[dict[Path, Future[Emulated]]]:
-    """Every file for the CPU, compiled on all cores."""
+    """Every file for the CPU, compiled on all cores; their machine code for the GPU goes to the cache meanwhile."""
     try:
         emulator.cxx()
     except MissingPackageError as error:
         pytest.skip(str(error))
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
+    arch = gpu.info(0).arch
+    assert arch is not None
     try:
+        for path in (*FEATURES, *CORRECT):
+            pool.submit(compiler.compile_file, path, entry=path.stem, arch=arch, defines={}, may_spill=True)
+        for case in CASES:
+            what = {"entry": case.file, "arch": arch, "defines": case.defines, "may_spill": True}
+            pool.submit(compiler.compile_file, case.source, **what)
         yield {path: pool.submit(emulator.build_file, path, entry=path.stem) for path in (*FEATURES, *CORRECT)}
     finally:
         pool.shutdown(cancel_futures=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,12 @@ def cupy() -> Any:
     return pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
 
 
+ASIDE = {"checked": lambda _: bench.check_stages(data=None)}
+
+
 @pytest.fixture(scope="module")
-def checked(torch: Any, cupy: Any) -> bench.CheckRun:
-    return bench.check_stages(data=None)
+def checked(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+    return aside("checked")
 
 
 @pytest.mark.parametrize("stage", stages.STAGES)
@@ -77,8 +82,6 @@ def test_wrong_kernels_are_rejected_for_the_right_reason(
     q, k = (x * cupy.float16(patch.amplitude) for x in (q, k))
     verdict = bench.guarded_verdict(patch.stage, patch.problem, (q, k, v), source=wrong_sources[patch.name])
     assert not verdict.passed
-    import re
-
     assert re.match(patch.reason, verdict.reason), verdict.reason
 
 
@@ -188,7 +191,7 @@ def test_runs_on_the_current_and_on_the_named_stream(torch: Any) -> None:
     out = torch.full_like(q, float("nan"))
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(1_000_000_000)
         flashlab.attention(q, k, v, out=out)
     # The default stream does not wait for `side`, where the kernel is queued behind the sleep.
     assert not side.query()

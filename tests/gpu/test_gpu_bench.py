@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +20,7 @@ ILLEGAL = "if (q_row >= p.q_len) return;\n  *reinterpret_cast<volatile int*>(0x1
 
 
 @pytest.fixture(scope="module")
-def backend() -> timing.CudaBackend:
+def backend(quiet: None) -> timing.CudaBackend:
     return timing.CudaBackend(0)
 
 
@@ -32,12 +33,8 @@ def _broken(folder: Path, name: str, replacement: str) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def broken_run(tmp_path_factory: pytest.TempPathFactory) -> records.Run:
+def _crash(folder: Path) -> records.Run:
     """A kernel that crashes, among some that do not."""
-    pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
-    pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
-    folder = tmp_path_factory.mktemp("broken")
     first = bench.run(
         [SMALL],
         stages=["00_naive"],
@@ -49,6 +46,47 @@ def broken_run(tmp_path_factory: pytest.TempPathFactory) -> records.Run:
         timeout_s=60,
     )
     return records.read_run(first)
+
+
+def _hang(folder: Path) -> records.Run:
+    """A kernel that never ends, beside one that does."""
+    path = bench.run(
+        [SMALL],
+        stages=["00_naive"],
+        peers=[],
+        sources={"00_naive": _broken(folder, "endless", ENDLESS)},
+        data=folder / "data",
+        plan=bench.Plan(samples=7, cold_samples=0),
+        ceilings=False,
+        timeout_s=30,
+    )
+    return records.read_run(path)
+
+
+TUNED = next(stage for stage in stages.STAGES.values() if stage.params)
+TUNABLE, CHOICES = next((name, param.choices) for name, param in TUNED.params.items())
+ASIDE = {
+    "broken_run": _crash,
+    "endless_run": _hang,
+    "variants": lambda folder: bench.time_variants(
+        TUNED.id, [{TUNABLE: value} for value in CHOICES], [SMALL], data=folder
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def broken_run(aside: Callable[[str], records.Run]) -> records.Run:
+    return aside("broken_run")
+
+
+@pytest.fixture
+def endless_run(aside: Callable[[str], records.Run]) -> records.Run:
+    return aside("endless_run")
+
+
+@pytest.fixture
+def variants(aside: Callable[[str], Path]) -> Path:
+    return aside("variants")
 
 
 def test_an_illegal_address_costs_its_own_row_only(broken_run: records.Run) -> None:
@@ -81,24 +119,13 @@ def test_a_run_carries_what_it_takes_to_judge_it(broken_run: records.Run) -> Non
     assert records.verify(row.gpu.slug, data) == ()
 
 
-def test_an_endless_kernel_costs_its_own_row_only(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
-    path = bench.run(
-        [SMALL],
-        stages=["00_naive"],
-        peers=[],
-        sources={"00_naive": _broken(tmp_path, "endless", ENDLESS)},
-        data=tmp_path / "data",
-        plan=bench.Plan(samples=7, cold_samples=0),
-        ceilings=False,
-        timeout_s=30,
-    )
-    rows = records.by_name(records.read_run(path).measurements)
+def test_an_endless_kernel_costs_its_own_row_only(endless_run: records.Run) -> None:
+    rows = records.by_name(endless_run.measurements)
     assert rows["00_naive@endless"].status == "timeout"
     assert rows["00_naive"].status == "ok", rows["00_naive"].reason
 
 
-def test_spread_at_the_first_shape(tmp_path: Path) -> None:
+def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
     problem = Problem.parse(FIRST_SHAPE)
     fastest = stages.best(problem, gpu.info().arch).id
@@ -125,16 +152,11 @@ def test_spread_at_the_first_shape(tmp_path: Path) -> None:
     assert median(hot.call_clock_mhz) <= 1.01 * median(hot.sm_clock_mhz)
 
 
-def test_variants_are_tuning_records(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
-    stage = next(stage for stage in stages.STAGES.values() if stage.params)
-    name, param = next(iter(stage.params.items()))
-    variants = [{name: value} for value in param.choices]
-    path = bench.time_variants(stage.id, variants, [SMALL], data=tmp_path)
-    assert path.parent.name == "tuning"
-    found = records.tunings(gpu.info().slug, tmp_path)
-    assert [record.parameters[name] for record in found if record.status == "ok"]
-    assert {record.parameters[name] for record in found} == set(param.choices)
+def test_variants_are_tuning_records(variants: Path) -> None:
+    assert variants.parent.name == "tuning"
+    found = records.tunings(gpu.info().slug, variants.parents[2])
+    assert [record.parameters[TUNABLE] for record in found if record.status == "ok"]
+    assert {record.parameters[TUNABLE] for record in found} == set(CHOICES)
     for record in found:
         if record.status == "ok":
             assert record.cubin is not None

@@ -10,7 +10,7 @@ from flashlab import chip, gpu
 
 
 @pytest.fixture(scope="module")
-def readings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, chip.Reading]:
+def readings(quiet: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, chip.Reading]:
     if gpu.info().arch != chip.ARCH:
         pytest.skip(f"made of {chip.ARCH} instructions, this GPU is {gpu.info().arch}")
     data: Path = tmp_path_factory.mktemp("data")

@@ -10,7 +10,7 @@ from flashlab import claims, gpu, records
 from flashlab.evidence import Evidence
 from flashlab.problem import Problem
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
 def test_single_calls_take_longer_than_their_kernel(tmp_path: Path) -> None:

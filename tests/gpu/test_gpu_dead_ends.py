@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,38 +13,62 @@ from flashlab.stages import DEAD_ENDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 LENGTHS = ((1, 17), (65, 65), (113, 203))
+RIGHT = [stage_id for stage_id, stage in DEAD_ENDS.items() if not stage.defect]
+SPLITS = ("tile48", "tile48[SPLIT_FROM_TILE=1]", "tile48[TILE_Q=32]")
 
 
-@pytest.mark.parametrize("stage", [stage_id for stage_id, stage in DEAD_ENDS.items() if not stage.defect])
-def test_a_dead_end_is_right(stage: str) -> None:
-    if gpu.info().arch not in DEAD_ENDS[stage].archs:
-        pytest.skip(f"needs {DEAD_ENDS[stage].needs}")
-    found = bench.check_stages([stage], lengths=LENGTHS, data=None)
-    assert [f"{row.problem.label}, {row.layout}: {row.reason}" for row in found.failures] == []
-    contiguous = [row for row in found.rows if row.layout == "contiguous"]
-    assert {row.status for row in contiguous} == {"ok"}
-
-
-def test_48_rows_are_wrong_by_the_split_alone() -> None:
-    names = ["tile48", "tile48[SPLIT_FROM_TILE=1]", "tile48[TILE_Q=32]"]
-    found = bench.check_stages(names, lengths=[(96, 96)], layouts=("contiguous",), data=None)
-    assert {(row.stage, row.status) for row in found.rows} == {
-        (names[0], "wrong"), (names[1], "ok"), (names[2], "ok")
-    }  # fmt: skip
-
-
-def test_what_is_wrong_is_recorded_without_a_time(tmp_path: Path) -> None:
-    problem = Problem.parse("1x8x512x64")
-    path = bench.run(
-        [problem],
-        stages=["tile48", "tile48[SPLIT_FROM_TILE=1]"],
+def _timed(folder: Path) -> Path:
+    return bench.run(
+        [Problem.parse("1x8x512x64")],
+        stages=SPLITS[:2],
         peers=[],
-        data=tmp_path,
+        data=folder,
         plan=bench.Plan(samples=7, cold_samples=0, sustained_seconds=0.0),
         ceilings=False,
     )
+
+
+ASIDE = {
+    "dead_ends": lambda _: bench.check_stages(RIGHT, lengths=LENGTHS, data=None),
+    "split": lambda _: bench.check_stages(SPLITS, lengths=[(96, 96)], layouts=("contiguous",), data=None),
+    "timed": _timed,
+}
+
+
+@pytest.fixture(scope="module")
+def dead_ends(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+    return aside("dead_ends")
+
+
+@pytest.fixture
+def split(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+    return aside("split")
+
+
+@pytest.fixture
+def timed(aside: Callable[[str], Path]) -> Path:
+    return aside("timed")
+
+
+@pytest.mark.parametrize("stage", RIGHT)
+def test_a_dead_end_is_right(stage: str, dead_ends: bench.CheckRun) -> None:
+    if gpu.info().arch not in DEAD_ENDS[stage].archs:
+        pytest.skip(f"needs {DEAD_ENDS[stage].needs}")
+    mine = [row for row in dead_ends.rows if row.stage == stage]
+    failures = [row for row in dead_ends.failures if row.stage == stage]
+    assert [f"{row.problem.label}, {row.layout}: {row.reason}" for row in failures] == []
+    assert {row.status for row in mine if row.layout == "contiguous"} == {"ok"}
+
+
+def test_48_rows_are_wrong_by_the_split_alone(split: bench.CheckRun) -> None:
+    assert {(row.stage, row.status) for row in split.rows} == {
+        (SPLITS[0], "wrong"), (SPLITS[1], "ok"), (SPLITS[2], "ok")
+    }  # fmt: skip
+
+
+def test_what_is_wrong_is_recorded_without_a_time(timed: Path) -> None:
     wrong, right = (
-        records.by_name(records.read_run(path).measurements)[n] for n in ("tile48", "tile48[SPLIT_FROM_TILE=1]")
+        records.by_name(records.read_run(timed).measurements)[n] for n in ("tile48", "tile48[SPLIT_FROM_TILE=1]")
     )
     assert (wrong.status, wrong.samples) == ("wrong", ())
     assert right.status == "ok"

@@ -10,7 +10,7 @@ import pytest
 from flashlab import method, records
 
 
-def test_timers_read_a_small_problem(tmp_path: Path) -> None:
+def test_timers_read_a_small_problem(quiet: None, tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("cupy") is None:
         pytest.skip("needs torch and CuPy: `pip install 'flashlab[gpu]'`")
     found = method.measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
@@ -12,10 +13,16 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 COUNT = 1000
 
 
-def test_random_shapes_and_strides() -> None:
-    for module in ("torch", "cupy"):
-        pytest.importorskip(module, reason=f"needs {module}: pip install 'flashlab[gpu]'")
-    found = bench.check_stages(random=COUNT, seed=0, data=None)
+ASIDE = {"at_random": lambda _: bench.check_stages(random=COUNT, seed=0, data=None)}
+
+
+@pytest.fixture
+def at_random(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+    return aside("at_random")
+
+
+def test_random_shapes_and_strides(at_random: bench.CheckRun) -> None:
+    found = at_random
     wrong = [f"{row.stage} {row.problem.label} {row.layout}: {row.status}: {row.reason}" for row in found.failures]
     assert not wrong, f"{len(wrong)} of {len(found.rows)}:\n" + "\n".join(wrong[:20])
     assert len({(row.problem, row.layout) for row in found.rows}) == COUNT
