@@ -1,7 +1,8 @@
 // 13_overlap: the softmax waits for nothing that it can do without. Parent: 12_persistent.
 // Question: what keeps the tensor cores and the exponential unit from working at the same time, and how far can that be undone?
-// Change: exponentials start at once, against an old maximum, and a sum that grows too large tells when they must be redone; one
-//         work's last product runs beside the next one's first; a work is taken late; descriptors are worked out once for a warp.
+// Change: exponentials start at once, against an old maximum, even that of the rows before; a sum that is too large tells when they
+//         must be redone; the output leaves by a tensor copy under the next work's first product; a work is taken late; descriptors
+//         are worked out once for a warp, and ahead.
 // Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/stages/13_overlap.md draws it.
 // Requires: sm_90a.
 #include "hopper.cuh"
@@ -27,7 +28,7 @@ struct SharedStorage {
   alignas(PATTERN_BYTES) element Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own
   alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
   alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
-  alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];             // each warp's own 16 rows, on their way out
+  alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WARPGROUP_WARPS][WARP_ROWS * HEAD_DIM];   // each warp's own, on their way out
   Work work[Q_STAGES];                                                                // what Q belongs to; comes and goes with it
   ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   ptx::Mbarrier end_near;                                            // the work at hand has few tiles left to fetch: TAKE_AHEAD
@@ -202,6 +203,21 @@ __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const R
   for (int h = 0; h < HALVES; ++h) sum[h] = part[h][0] + part[h][1];
 }
 
+// The same with the mask: row h sees columns below num_keys[h], counted from this lane's first.
+__device__ __forceinline__ void masked_exponentials(float (&S_reg)[NUM_SCORES], const RowState& rows, float scale_log2,
+                                                    float (&sum)[HALVES], const int (&num_keys)[HALVES]) {
+  float part[HALVES][2] = {};
+#pragma unroll
+  for (int i = 0; i < NUM_SCORES; ++i) {
+    const int h = i / 2 % 2;
+    const float x = fmaf(S_reg[i], scale_log2, -rows.max[h]);
+    S_reg[i] = ptx::ex2_approx_ftz(i / 4 * 8 + i % 2 < num_keys[h] ? x : NEG_INF);
+    part[h][i % 2] += S_reg[i];
+  }
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) sum[h] = part[h][0] + part[h][1];
+}
+
 // While a lane's sum over a tile is below this, each of its exponentials can be rounded to 16 bits: they are not negative. It holds
 // for no NaN. 2^15 leaves fp16 a factor of two; bfloat16 has FP32's range, in which the output must find room too.
 template <typename T>
@@ -210,14 +226,29 @@ template <>
 constexpr float LARGEST_SUM<__half> = 32768.0f;
 constexpr float SUM_LIMIT = LARGEST_SUM<element>;
 
-// What `exponentials` did is void: some score is too far above the old maximum. The warp's scores are worked out again by mma.sync,
-// 8 keys at a time, whose accumulator has the layout of wgmma's, once for the maximum and once for the probabilities. K comes from
-// global memory: its buffer is not held back for what hardly ever happens.
+// A row's first sum is against the maximum of another row, which may lie far above its own scores: it must be above this. bfloat16
+// has FP32's exponents, and small probabilities are as exact as others; fp16 loses bits of what is below 2^-14.
+template <typename T>
+constexpr float SMALLEST_SUM = 1.0e-18f;
+template <>
+constexpr float SMALLEST_SUM<__half> = 0.25f;
+// Under the causal mask a work's first rows see few keys of its first tile: their sums would be too small for fp16 time and again.
+constexpr bool OTHERS_MAX = !CAUSAL || SMALLEST_SUM<element> < SMALLEST_SUM<__half>;
+
+// The exponentials are void: some score is too far above the old maximum, or all of a row's are too far below it. The warp's scores
+// are worked out again by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, once for the maximum and once for
+// the probabilities. K comes from global memory: its buffer is not held back for what hardly ever happens.
 __device__ __forceinline__ void redo(unsigned (&P_reg)[TILE_KV / WGMMA_STEP][4], float (&O_reg)[HEAD_DIM / 2], RowState& rows,
                                      const unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][4],
                                      const element* Q_smem, const AttentionParams& p, const Work& work,
-                                     int tile, int warp, int lane) {
+                                     int tile, int warp_row, int warp, int lane) {
   const element* K_gmem = head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile * TILE_KV * p.K.row_stride;
+  const int last_key = p.kv_len - 1 - tile * TILE_KV;   // there may be fewer than TILE_KV
+  int num_keys[HALVES];                                  // that row h sees, counted from this lane's first
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    num_keys[h] = visible_keys(p, warp_row + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane % ROW_LANES * 2;
+  }
   const auto scores = [&](float (&S)[4], int j) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) S[i] = 0.0f;
@@ -226,7 +257,8 @@ __device__ __forceinline__ void redo(unsigned (&P_reg)[TILE_KV / WGMMA_STEP][4],
       unsigned K_part[2];   // as B: key lane / 4, and of the 16 columns 2 · (lane % 4) onwards and 8 further
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const element* source = K_gmem + (j * MATRIX + lane / ROW_LANES) * p.K.row_stride + k * WGMMA_STEP + 8 * i + lane % ROW_LANES * 2;
+        const int key = min(j * MATRIX + lane / ROW_LANES, last_key);
+        const element* source = K_gmem + key * p.K.row_stride + k * WGMMA_STEP + 8 * i + lane % ROW_LANES * 2;
         K_part[i] = pack(to_float(source[0]), to_float(source[1]), element{});   // exact: they are such elements
       }
       if constexpr (Q_IN_REGISTERS) {
@@ -238,7 +270,7 @@ __device__ __forceinline__ void redo(unsigned (&P_reg)[TILE_KV / WGMMA_STEP][4],
       }
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) S[i] *= p.scale_log2;
+    for (int i = 0; i < 4; ++i) S[i] = j * MATRIX + i % 2 < num_keys[i / 2] ? S[i] * p.scale_log2 : NEG_INF;
   };
   float lane_max[HALVES] = {NEG_INF, NEG_INF};
 #pragma unroll 1
@@ -277,7 +309,8 @@ __device__ __forceinline__ void redo(unsigned (&P_reg)[TILE_KV / WGMMA_STEP][4],
 }
 
 // A consumer: up to 64 query rows of each work.
-__device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage& smem, int consumer, int thread) {
+__device__ __forceinline__ void consume(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int consumer,
+                                        int thread) {
   const int warp = thread / WARP;
   const int lane = thread % WARP;
   const int lane_col = lane % ROW_LANES * 2;
@@ -304,8 +337,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
   const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
   const auto wait_for_V = [&](KvPlace at) { ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity); };
   const auto current = [&]() -> const Work& { return smem.work[count % Q_STAGES]; };   // read again, rather than kept in registers
-  const auto issue_QK = [&]() {
-    const Descriptor desc = K_desc + descriptor_step(uniform(kv.stage) * TILE_BYTES<TILE_KV>);
+  const auto issue_QK = [&](int stage) {
+    const Descriptor desc = K_desc + descriptor_step(stage * TILE_BYTES<TILE_KV>);
     if constexpr (Q_IN_REGISTERS) {
       multiply_QK<TILE_KV>(S_reg, Q_reg, desc);
     } else {
@@ -313,21 +346,24 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     }
     ptx::wgmma_commit_group();
   };
-  const auto issue_PV = [&]() {
-    multiply_PV<TILE_KV>(O_reg, P_reg, V_desc + descriptor_step(uniform(before.stage) * TILE_BYTES<TILE_KV>));
+  const auto issue_PV = [&](int stage) {
+    multiply_PV<TILE_KV>(O_reg, P_reg, V_desc + descriptor_step(stage * TILE_BYTES<TILE_KV>));
     ptx::wgmma_commit_group();
   };
   // Tiles that all of the consumer's rows see whole; none where the scale is not positive, as in the stages before.
   const auto whole_tiles = [&]() {
     return p.scale_log2 > 0.0f ? visible_keys(p, current().first_q_row + consumer * WGMMA_ROWS) / TILE_KV : 0;
   };
-  const auto exact_probabilities = [&](int tile) {
-    const int warp_row = current().first_q_row + consumer * WGMMA_ROWS + warp * 16;
-    const int lane_key = tile * TILE_KV + lane_col;
-    int num_keys[HALVES];
+  const auto warp_row = [&]() { return current().first_q_row + consumer * WGMMA_ROWS + warp * WARP_ROWS; };
+  // Keys of a tile that each of the lane's rows sees, counted from the lane's first.
+  const auto count_keys = [&](int (&num_keys)[HALVES], int tile) {
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) num_keys[h] = visible_keys(p, warp_row + lane / ROW_LANES + 8 * h) - lane_key;
-    exact_softmax(S_reg, rows, rescale, p.scale_log2, visible_keys(p, warp_row + 15) - tile * TILE_KV, num_keys);
+    for (int h = 0; h < HALVES; ++h) num_keys[h] = visible_keys(p, warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
+  };
+  const auto exact_probabilities = [&](int tile) {
+    int num_keys[HALVES];
+    count_keys(num_keys, tile);
+    exact_softmax(S_reg, rows, rescale, p.scale_log2, visible_keys(p, warp_row() + WARP_ROWS - 1) - tile * TILE_KV, num_keys);
   };
   // Takes the next work; false where there is none.
   const auto take = [&]() {
@@ -340,13 +376,54 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[q.stage][consumer], warp, lane);
     return true;
   };
-  // What a work's first tile needs once its scores are there. There is no maximum yet; and O is 0.
+  // What a work's first tile needs once its scores are there, where there is no maximum yet. O is 0.
   const auto first_probabilities = [&]() {
     release(&smem.K_empty[kv.stage]);
+    rows = {};
     exact_probabilities(num_tiles - 1);
     round_P<TILE_KV>(P_reg, S_reg);
     before = kv;
     kv = kv.next();
+  };
+  // The same against the maxima of the lane's rows of the work before, which will do as well where they are not far off.
+  const auto next_probabilities = [&]() {
+    release(&smem.K_empty[kv.stage]);
+    const int tile = num_tiles - 1;
+    float sum[HALVES];
+    if (!CAUSAL && tile < whole_tiles()) {
+      exponentials(S_reg, rows, p.scale_log2, sum);
+    } else {
+      int num_keys[HALVES];
+      count_keys(num_keys, tile);
+      masked_exponentials(S_reg, rows, p.scale_log2, sum, num_keys);
+    }
+    bool good = true;
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const float row_sum = lanes_sum<ROW_LANES>(sum[h]);
+      good = good && SMALLEST_SUM<element> < row_sum && row_sum < SUM_LIMIT;
+    }
+    if (__all_sync(FULL_WARP, good)) {
+      rows.sum[0] = sum[0];
+      rows.sum[1] = sum[1];
+      round_P<TILE_KV>(P_reg, S_reg);
+    } else {
+      rows = {};
+      redo(P_reg, O_reg, rows, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, warp_row(), warp, lane);
+    }
+    before = kv;
+    kv = kv.next();
+  };
+  // A work's output leaves; O is 0 again.
+  const auto leave = [&](const Work& done, const RowState& done_rows) {
+    const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
+    if constexpr (ALIGNED) {
+      copy_output(p, maps, O_reg, done_rows, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
+    } else {
+      write_output(p, O_reg, done_rows, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) O_reg[i] = 0.0f;
   };
 
   ProductTurns::begin(consumer);
@@ -367,7 +444,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
         wait_for_K();
         ProductTurns::wait(consumer);
         ptx::wgmma_fence();
-        issue_QK();
+        issue_QK(uniform(kv.stage));
         ProductTurns::pass(consumer);
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_pin(S_reg);
@@ -382,8 +459,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       wait_for_V(before);
       ProductTurns::wait(consumer);
       ptx::wgmma_fence();
-      issue_QK();
-      issue_PV();
+      issue_QK(uniform(kv.stage));
+      issue_PV(uniform(before.stage));
       ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(S_reg);
@@ -398,30 +475,30 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     }
 
     bool K_came = false, V_came = false;   // asked before it must be known, because an answer takes a while
+    int K_stage = uniform(kv.stage), V_stage = uniform(before.stage);   // and so worked out a tile ahead
     for (; tile >= 0; --tile) {
       if (!K_came) wait_for_K();
       if (!V_came) wait_for_V(before);
       ProductTurns::wait(consumer);
       ptx::wgmma_fence();
-      issue_QK();
-      issue_PV();
+      issue_QK(K_stage);
+      issue_PV(V_stage);
       ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<1>();   // Q·K is done; P·V of the tile before is under way
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[kv.stage]);
       const KvPlace after = kv.next();
+      const int next_stage = uniform(after.stage);
       K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
       V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
       float sum[HALVES];
       exponentials(S_reg, rows, p.scale_log2, sum);
-      // ptxas would move the exponentials behind the next wait, where nothing is left to overlap with. A barrier whose mask depends
-      // on the sums, as far as it can see, holds them here: no sum of exponentials is negative, and the NaN that it may be is not.
-      __syncwarp(sum[0] + sum[1] == -1.0f ? 1u : FULL_WARP);
+      // ptxas moves a part of the exponentials behind this wait: P·V is done by then, and they run beside the rounding of the others.
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[before.stage]);
       if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
-        redo(P_reg, O_reg, rows, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, warp, lane);
+        redo(P_reg, O_reg, rows, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, warp_row(), warp, lane);
       } else {
         rows.sum[0] += sum[0];
         rows.sum[1] += sum[1];
@@ -429,42 +506,52 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       }
       before = kv;
       kv = after;
+      V_stage = K_stage;
+      K_stage = next_stage;
     }
 
-    // The last P·V, and beside it, where it may be, the next work's first Q·K: one's end covers the other's beginning.
+    // The last P·V. Under it the next work is taken; under that one's first Q·K the output leaves.
     const Work done = current();
     __syncwarp();   // all lanes have read it, and Q
     release(&smem.Q_empty[count % Q_STAGES]);
-    const bool any = num_tiles > 0;
     const RowState done_rows = rows;
-    rows = {};
-    more = take();
-    begun = more && any && num_tiles > 0 && not_mine == 0;
-    if (begun) {
-      wait_for_K();
-      wait_for_V(before);
-      ProductTurns::wait(consumer);
-      ptx::wgmma_fence();
-      issue_QK();
-      issue_PV();
-      ProductTurns::pass(consumer);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_pin(S_reg);
-      ptx::wgmma_pin(O_reg);
-      release(&smem.V_empty[before.stage]);
-      first_probabilities();
-    } else if (any) {
+    rows.sum[0] = rows.sum[1] = 0.0f;
+    if (num_tiles > 0) {
       wait_for_V(before);
       ptx::wgmma_fence();
-      issue_PV();
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_pin(O_reg);
-      release(&smem.V_empty[before.stage]);
+      issue_PV(uniform(before.stage));
+      more = take();
+      begun = more && num_tiles > 0 && not_mine == 0;
+      if (begun) {
+        wait_for_K();
+        ProductTurns::wait(consumer);
+        ptx::wgmma_fence();
+        issue_QK(uniform(kv.stage));
+        ProductTurns::pass(consumer);
+        ptx::wgmma_wait_group<1>();   // P·V is done
+        ptx::wgmma_pin(O_reg);
+        release(&smem.V_empty[before.stage]);
+        leave(done, done_rows);
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_pin(S_reg);
+        if constexpr (OTHERS_MAX) {
+          next_probabilities();
+        } else {
+          first_probabilities();
+        }
+      } else {
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_pin(O_reg);
+        release(&smem.V_empty[before.stage]);
+        leave(done, done_rows);
+      }
+    } else {
+      leave(done, done_rows);
+      more = take();
+      begun = false;
     }
-    write_output(p, O_reg, done_rows, smem.O[consumer], warp, lane, done.first_q_row + consumer * WGMMA_ROWS, done.head, done.batch);
-#pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) O_reg[i] = 0.0f;
   }
+  if constexpr (ALIGNED) output_copied(lane);
   ProductTurns::end(consumer);
 }
 
@@ -502,6 +589,6 @@ attention_13_overlap(const __grid_constant__ AttentionParams p, const __grid_con
     }
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
-    consume(p, smem, warpgroup - 1, thread);
+    consume(p, maps, smem, warpgroup - 1, thread);
   }
 }

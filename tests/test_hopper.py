@@ -66,9 +66,15 @@ def test_products_and_copies_are_hoppers_own(stage: Stage) -> None:
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
 def test_the_output_leaves_16_bytes_at_a_time(stage: Stage) -> None:
     for head_dim, causal in itertools.product(stage.head_dims, MASKS):
-        stores = [name for name in opcodes(cubin(stage, head_dim, causal=causal)) if name.startswith("STG")]
-        assert stores.count("STG.E.128") >= 16 * head_dim // 8 // 32  # a warp's 16 rows, by its lanes
-        assert len(stores) - stores.count("STG.E.128") <= 2  # log-sum-exp, of a thread's two rows
+        names = opcodes(cubin(stage, head_dim, causal=causal))
+        stores = [name for name in names if name.startswith("STG")]
+        wide = stores.count("STG.E.128")
+        if stage in SPECULATIVE:  # by a tensor copy, wherever a work ends
+            assert wide == 0
+            assert sum(name.startswith("UTMASTG") for name in names) == 3
+        else:
+            assert wide >= 16 * head_dim // 8 // 32  # a warp's 16 rows, by its lanes
+        assert len(stores) - wide <= (6 if stage in SPECULATIVE else 2)  # log-sum-exp, of a thread's two rows
 
 
 @pytest.mark.parametrize("stage", SPECIALIZED, ids=lambda stage: stage.id)
@@ -83,7 +89,7 @@ def test_registers_are_dealt_anew(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", OVERLAPPING, ids=lambda stage: stage.id)
 def test_exponentials_come_before_the_wait_for_the_product_behind_them(stage: Stage) -> None:
-    """A compiler may move them behind it, as waits name no registers: then nothing overlaps, and nothing says so."""
+    """A compiler may move them behind it, as waits name no registers: if all, nothing overlaps, and nothing says so."""
     for head_dim, causal in itertools.product(stage.head_dims, MASKS):
         built = cubin(stage, head_dim, causal=causal)
         instructions = sass.disassemble(built.code, built.entry)
@@ -92,13 +98,17 @@ def test_exponentials_come_before_the_wait_for_the_product_behind_them(stage: St
             for i, instruction in enumerate(instructions)
             if instruction.opcode.startswith("WARPGROUP.DEPBAR")
         ]
-        spans = [(first, last) for (first, leaves_one), (last, _) in itertools.pairwise(waits) if leaves_one]
-        assert len(spans) == 1
-        (first, last) = spans[0]
-        exponentials = sum(instruction.opcode == "MUFU.EX2" for instruction in instructions[first:last])
+        spans = [
+            sum(instruction.opcode == "MUFU.EX2" for instruction in instructions[first:last])
+            for (first, leaves_one), (last, _) in itertools.pairwise(waits)
+            if leaves_one
+        ]
         scores = built.parameters["TILE_KV"] // 2  # a thread's
-        factors = 0 if stage in SPECULATIVE else 2  # one for each of its rows
-        assert exponentials == scores + factors
+        if stage in SPECULATIVE:  # the output leaves beside a product too
+            assert len(spans) == 2
+            assert scores // 4 <= sum(spans) <= scores
+        else:
+            assert spans == [scores + 2]  # and a factor for each row
 
 
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
@@ -158,6 +168,24 @@ def test_scores_far_above_the_old_maximum_are_noticed(stage: Stage, head_dim: in
         found = emulate(q, k, v, stage=stage.id, causal=causal, races=True)
         assert check(np.asarray(found.out), found.lse, q, k, v, causal=causal, dtype=dtype).reason == ""
         assert not found.report.findings
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("stage", SPECULATIVE, ids=lambda stage: stage.id)
+def test_a_maximum_of_other_rows_that_does_not_fit_is_noticed(stage: Stage, head_dim: int, dtype: DType) -> None:
+    """A block's next rows begin with the maximum of those before: here it is much too high, or much too low."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    problem = Problem(batch=1, q_heads=8, kv_heads=1, q_len=270, kv_len=270, head_dim=head_dim, dtype=dtype)
+    q, k, v = make_inputs(problem, seed=0)
+    loudness = np.array([40.0, 0.01, 3.0, 90.0, 0.3, 60.0, 0.0, 1.0])[None, :, None, None]
+    q = (np.asarray(q, np.float64) * loudness).astype(q.dtype)
+    for causal in MASKS:
+        found = emulate(q, k, v, stage=stage.id, causal=causal)
+        assert check(np.asarray(found.out), found.lse, q, k, v, causal=causal, dtype=dtype).reason == ""
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

@@ -50,7 +50,7 @@ struct LaunchShape {
   int threads;      // a block
   int smem_bytes;   // dynamic shared memory a block
   int tile_q;       // query rows a tile
-  int box_q;        // rows a copy of Q and O; not 0: the kernel takes AttentionMaps (hopper.cuh) as its second parameter
+  int box_q;        // rows a copy of Q; not 0: the kernel takes AttentionMaps (hopper.cuh) as its second parameter
   int box_kv;       // rows a copy of K and V
   int persistent;   // 1: blocks take tiles until none is left
 };

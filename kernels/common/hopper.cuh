@@ -12,7 +12,8 @@
 #include "reduce.cuh"
 #include "tile.cuh"
 
-// A map per tensor, of dimensions (64, length, HEAD_DIM / 64, heads, batch), innermost first. src/flashlab/attention.py makes them.
+// A map per tensor, of dimensions (64, length, HEAD_DIM / 64, heads, batch), innermost first. src/flashlab/attention.py makes them:
+// a copy of Q has LaunchShape's box_q rows, one of K or V box_kv, one of O WARP_ROWS.
 struct AttentionMaps {
   ptx::TensorMap Q, K, V, O;
 };
@@ -20,6 +21,7 @@ struct AttentionMaps {
 constexpr int WARPGROUP = 128;             // threads
 constexpr int WARPGROUP_WARPS = 4;
 constexpr int WGMMA_ROWS = 64;             // of A and D
+constexpr int WARP_ROWS = 16;              // of those, a warp's; rows a copy of O
 constexpr int WGMMA_STEP = 16;             // of the dimension summed over, an instruction
 constexpr int PANEL = 64;                  // columns
 constexpr int PANEL_ROW_BYTES = 128;
@@ -204,38 +206,49 @@ __device__ __forceinline__ void scale_O(float (&O_reg)[HEAD_DIM / 2], const floa
 
 // --- output ------------------------------------------------------------------------------------------------------------------
 
-// A warp's 16 rows: divides by the sums, writes the log-sum-exp where it is wanted, and the output by way of shared memory, so that
-// whole lines leave. `tile_smem` is [HEAD_DIM / 64][64][64], of which the warp uses rows 16·warp onwards and nobody else may.
-__device__ __forceinline__ void write_output(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows,
-                                             element* tile_smem, int warp, int lane, int first_q_row, int head, int batch) {
-  const int tile_row = warp * 16;
+// What a warp's 16 rows need before they leave: O is divided by the sums, the log-sum-exp written where it is wanted.
+__device__ __forceinline__ void finish_rows(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows, int lane,
+                                            int warp_q_row, int head, int batch) {
   float inv_sum[HALVES];
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
     const float sum = lanes_sum<ROW_LANES>(rows.sum[h]);
     inv_sum[h] = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
-    const int q_row = first_q_row + tile_row + lane / ROW_LANES + 8 * h;
+    const int q_row = warp_q_row + lane / ROW_LANES + 8 * h;
     if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
       const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
       p.LSE[lse_row] = sum > 0.0f ? rows.max[h] * LN_2 + logf(sum) : NEG_INF;
     }
   }
   scale_O(O_reg, inv_sum);
+}
 
+// Rounds them into a tile of ROWS rows, from `first_row` on.
+template <int ROWS>
+__device__ __forceinline__ void stage_rows(element* tile_smem, const float (&O_reg)[HEAD_DIM / 2], int first_row, int lane) {
   // Lane l names row l % 8 of matrix l / 8: the two halves of 16 rows, then the next 8 columns.
-  const int matrix_row = tile_row + lane / 8 % 2 * 8 + lane % 8;
+  const int matrix_row = first_row + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
   for (int d = 0; d < HEAD_DIM; d += 16) {
     unsigned pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = pack(O_reg[d / 2 + 2 * i], O_reg[d / 2 + 2 * i + 1], element{});
-    ptx::stmatrix_x4(tile_smem + tile_offset<WGMMA_ROWS>(matrix_row, d / CHUNK + lane / 16), pairs);
+    ptx::stmatrix_x4(tile_smem + tile_offset<ROWS>(matrix_row, d / CHUNK + lane / 16), pairs);
   }
+}
+
+// A warp's 16 rows, by way of shared memory, so that whole lines leave. `tile_smem` is [HEAD_DIM / 64][64][64], of which the warp
+// uses rows 16·warp onwards and nobody else may.
+__device__ __forceinline__ void write_output(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows,
+                                             element* tile_smem, int warp, int lane, int first_q_row, int head, int batch) {
+  const int tile_row = warp * WARP_ROWS;
+  finish_rows(p, O_reg, rows, lane, first_q_row + tile_row, head, batch);
+  stage_rows<WGMMA_ROWS>(tile_smem, O_reg, tile_row, lane);
   __syncwarp();   // the warp's rows are complete
   element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
   constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK, ROWS_AT_ONCE = WARP / ROW_CHUNKS;
 #pragma unroll
-  for (int i = 0; i < 16; i += ROWS_AT_ONCE) {
+  for (int i = 0; i < WARP_ROWS; i += ROWS_AT_ONCE) {
     const int row = tile_row + i + lane / ROW_CHUNKS, chunk = lane % ROW_CHUNKS;
     if (first_q_row + row < p.q_len) {   // read here, not before: else the compiler stores 4 bytes at a time
       write_chunk(O_gmem + (first_q_row + row) * p.O.row_stride + chunk * CHUNK,
@@ -243,4 +256,23 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, float (&O
     }
   }
   __syncwarp();   // the rows are free again
+}
+
+// The same by a tensor copy, which runs on while the warp does something else and leaves out rows past the end. Where rows are
+// aligned alone. `rows_smem` is the warp's own, [HEAD_DIM / 64][16][64]. The warp calls output_copied before it ends.
+__device__ __forceinline__ void copy_output(const AttentionParams& p, const AttentionMaps& maps, float (&O_reg)[HEAD_DIM / 2],
+                                            const RowState& rows, element* rows_smem, int lane, int warp_q_row, int head, int batch) {
+  finish_rows(p, O_reg, rows, lane, warp_q_row, head, batch);
+  if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the rows before have been read
+  __syncwarp();
+  stage_rows<WARP_ROWS>(rows_smem, O_reg, 0, lane);
+  ptx::fence_proxy_async_shared();   // the copy will read what was written by plain stores
+  __syncwarp();                      // of every lane
+  if (lane == 0) {
+    ptx::cp_async_bulk_tensor_5d_store(&maps.O, rows_smem, 0, warp_q_row, 0, head, batch);
+    ptx::cp_async_bulk_commit_group();
+  }
+}
+__device__ __forceinline__ void output_copied(int lane) {
+  if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // shared memory is given back when the block ends
 }

@@ -44,6 +44,8 @@ ROW_ALIGNMENT_BYTES = 16
 """What ALIGNED=1 promises a kernel of every row's address: the width of its widest access."""
 PANEL = 64
 """Elements of a row in one panel of a tile: 128 bytes, the widest swizzle."""
+WARP_ROWS = 16
+"""Rows of a copy of O: a warp's, as kernels/common/hopper.cuh has it."""
 CPU_RESIDENT_BLOCKS = 3
 """The grid of a persistent kernel on a CPU: few, so that each takes several tiles."""
 _MAX_GRID_YZ = 65535
@@ -344,7 +346,7 @@ def maps_for(
     maps = AttentionMaps()
     if found.aligned:
         for name, array in arrays.items():
-            rows = shape.box_q if name in "QO" else shape.box_kv
+            rows = {"Q": shape.box_q, "O": WARP_ROWS}.get(name, shape.box_kv)
             getattr(maps, name)[:] = encode(tile_map(array, found.problem.dtype, rows), array)
     return maps
 

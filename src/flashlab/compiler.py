@@ -66,7 +66,7 @@ class LaunchShape:
     tile_q: int
     """Query rows a tile."""
     box_q: int = 0
-    """Rows that a tensor map's box of Q and O has; 0: the kernel takes no tensor maps."""
+    """Rows that a tensor map's box of Q has; 0: the kernel takes no tensor maps."""
     box_kv: int = 0
     """Rows that a tensor map's box of K and V has."""
     persistent: bool = False

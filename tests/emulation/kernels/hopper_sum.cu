@@ -10,9 +10,10 @@ constexpr int BYTES_A_TILE = TILE_Q * HEAD_DIM * 2;
 constexpr int SMEM_ALIGNMENT = 1024;            // the swizzle repeats after so many bytes
 
 struct SharedStorage {
-  alignas(SMEM_ALIGNMENT) element Q[SUM_PANELS][TILE_Q][SPAN];                      // and O in its place
+  alignas(SMEM_ALIGNMENT) element Q[SUM_PANELS][TILE_Q][SPAN];
   alignas(SMEM_ALIGNMENT) element K[TILE_Q / BOX_KV][SUM_PANELS][BOX_KV][SPAN];
   alignas(SMEM_ALIGNMENT) element V[TILE_Q / BOX_KV][SUM_PANELS][BOX_KV][SPAN];
+  alignas(SMEM_ALIGNMENT) element O[TILE_Q / WARP_ROWS][SUM_PANELS][WARP_ROWS][SPAN];
   ptx::Mbarrier full;
   unsigned tile;
 };
@@ -56,14 +57,17 @@ attention_99_sum(const __grid_constant__ AttentionParams p, const __grid_constan
     for (int i = threadIdx.x; i < TILE_Q * HEAD_DIM; i += THREADS) {
       const int r = i / HEAD_DIM, panel = i % HEAD_DIM / SPAN, column = i % SPAN;
       const int box = r / BOX_KV, in_box = r % BOX_KV;
-      element& sum = s.Q[panel][r][in_span(r, column)];
-      sum = from_float<element>(to_float(sum) + to_float(s.K[box][panel][in_box][in_span(in_box, column)]) +
-                                to_float(s.V[box][panel][in_box][in_span(in_box, column)]));
+      s.O[r / WARP_ROWS][panel][r % WARP_ROWS][in_span(r, column)] =
+          from_float<element>(to_float(s.Q[panel][r][in_span(r, column)]) +
+                              to_float(s.K[box][panel][in_box][in_span(in_box, column)]) +
+                              to_float(s.V[box][panel][in_box][in_span(in_box, column)]));
     }
     ptx::fence_proxy_async_shared();   // the store reads what threads wrote
     __syncthreads();
     if (threadIdx.x == 0) {
-      ptx::cp_async_bulk_tensor_5d_store(&maps.O, s.Q, 0, row, 0, head, batch);
+      for (int box = 0; box < TILE_Q / WARP_ROWS; ++box) {
+        ptx::cp_async_bulk_tensor_5d_store(&maps.O, s.O[box], 0, row + box * WARP_ROWS, 0, head, batch);
+      }
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read<0>();
       ptx::fence_proxy_async_shared();   // the next tile's copies come after the sums
