@@ -230,6 +230,30 @@ def test_a_single_call_is_wall_time(data: Path, tmp_path: Path) -> None:
     assert "the kernel itself takes" in one.reason
 
 
+@pytest.mark.parametrize(
+    ("errors", "reason", "value", "told"),
+    [
+        ({"max_abs_error": 1.5, "max_abs_limit": 0.01}, "max abs error 1.5 over its limit", 150, "largest error 1.5"),
+        ({}, "NaN in output: 56 of 524288 elements, row 239, first at batch 0", 56, "56 of 524288 elements are NaN"),
+    ],
+    ids=["error", "NaN"],
+)
+def test_a_wrong_partition_may_leave_no_number(
+    errors: dict[str, float], reason: str, value: float, told: str, tmp_path: Path
+) -> None:
+    problem = Problem.parse("2x8x512x64")
+    sound = measurement("06_cp_async", problem)
+    none = dict.fromkeys(("max_abs_error", "max_abs_limit", "rms_error", "rms_limit", "lse_error", "lse_limit"))
+    verdict = records.Verdict(**{**none, **errors, "passed": False, "reason": reason})
+    wrong = sound.model_copy(update={"name": "tile48", "status": "wrong", "reason": reason, "verdict": verdict})
+    write_synthetic(tmp_path)
+    path = next((tmp_path / "nvidia-h200" / "runs").glob("*.jsonl"))
+    path.write_text(wrong.model_copy(update={"samples": ()}).model_dump_json() + "\n", encoding="utf-8")
+    finding = EVALUATORS["D05"](Evidence("nvidia-h200", tmp_path))
+    assert finding.estimates == (exact(value),)
+    assert told in finding.said
+
+
 def test_profiles_speak_to_utilisation_and_sectors(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "data")
     fastest = min(

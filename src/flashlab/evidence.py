@@ -7,6 +7,7 @@ the rules that hold one against the other, is claims.py.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -1063,20 +1064,28 @@ def _rows_that_fit(evidence: Evidence) -> Finding:
 
 
 def _wrong_partition(evidence: Evidence) -> Finding:
+    """What the defect reads differs from run to run: an error, or no number at all, and then how many of those."""
     name = "tile48"
     for one in reversed(evidence.measurements):
         verdict = one.record.verdict
-        if one.record.name == name and verdict and verdict.max_abs_error is not None and verdict.max_abs_limit:
-            return Finding(
-                estimates=(exactly(verdict.max_abs_error / verdict.max_abs_limit),),
-                about="numbers",
-                said=(
-                    f"`{name}` at {one.record.problem.problem().label}: largest error {verdict.max_abs_error:.3g} "
-                    f"where the checker allows {verdict.max_abs_limit:.2g}"
-                ),
-                places=(one.place,),
-                stages=(name,),
-            )
+        if one.record.name != name or verdict is None:
+            continue
+        none = re.match(r"NaN in output: (\d+) of (\d+) elements", verdict.reason)
+        if verdict.max_abs_error is not None and verdict.max_abs_limit:
+            value = verdict.max_abs_error / verdict.max_abs_limit
+            said = f"largest error {verdict.max_abs_error:.3g} where the checker allows {verdict.max_abs_limit:.2g}"
+        elif none:
+            value = float(none[1])
+            said = f"{none[1]} of {none[2]} elements are NaN, so that there is no largest error"
+        else:
+            continue
+        return Finding(
+            estimates=(exactly(value),),
+            about="numbers",
+            said=f"`{name}` at {one.record.problem.problem().label}: {said}",
+            places=(one.place,),
+            stages=(name,),
+        )
     raise PendingError(f"flashlab bench --shape {PAIR.shape} --stages {name} --peers none")
 
 
