@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from flashlab import ablate, bench, compiler, emulator, records, report, sass, stages
+from flashlab import ablate, bench, compiler, emulator, levers, records, report, sass, stages, tuned
 from flashlab.attention import emulate
 from flashlab.check import check
 from flashlab.compiler import Cubin, Job
@@ -251,6 +251,11 @@ def ablation(axis: str, level: str, time_us: float | None, *, run: str = synthet
     return Ablation(**fields)
 
 
+def lever_level(level: str, time_us: float | None, *, run: str = synthetic.RUN) -> Ablation:
+    fields = {"axis": levers.AXIS, "level": level, "stage": "13_overlap"}
+    return ablation("exp", level, time_us, run=run).model_copy(update=fields)
+
+
 def part(stage: str, left_out: str, time_us: float) -> Part:
     row = synthetic.measurement(stage, PROBLEM)
     fields = {name: getattr(row, name) for name in Part.model_fields if hasattr(row, name) and name != "kind"}
@@ -405,6 +410,70 @@ def test_parts_are_recorded_without_a_verdict_and_never_as_measurements(tmp_path
     (job,) = jobs_of(tmp_path)
     judged = {name: one["judged"] for name, one in job["implementations"].items()}
     assert [name for name, one in judged.items() if one] == ["06_cp_async without nothing"]
+
+
+def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    first, second = levers.names()[:2]
+    problems = [Problem.parse("16x16x2048x64", dtype="bfloat16", mask=mask) for mask in ("full", "causal")]
+    told: list[str] = []
+    path = ablate.measure_levers(
+        {first: problems, second: problems[:1]},
+        data=tmp_path / "data",
+        arch="sm_90a",
+        slug="nvidia-h200",
+        announce=told.append,
+        worker=fake_worker(tmp_path),
+    )
+    found, damage = records.read_ablations(path)
+    assert not damage
+    assert not records.verify(path.parent.parent.name, tmp_path / "data")
+    assert [(one.axis, one.level, one.problem.mask) for one in found] == [
+        *(("levers", level, "full") for level in ("as it is", first, second)),
+        *(("levers", level, "causal") for level in ("as it is", first)),
+    ]
+    stage = stages.get("13_overlap")
+    known: dict[str, Any] = {"head_dim": 64, "causal": True, "dtype": "bfloat16"}
+    assert found[-1].parameters == stage.parameters(64, tuned.parameters(stage, "nvidia-h200", **known))
+    (job,) = jobs_of(tmp_path)
+    assert [len(cell["names"]) for cell in job["cells"]] == [3, 2]
+    sources = [one["source"] and Path(one["source"]) for one in job["implementations"].values()]
+    assert [one and one.stem for one in sources] == [None, first, second, None, first]
+    assert sources[1].read_text(encoding="utf-8") == levers.get(first).text()
+    assert len(told) == 5
+    assert sum(f"{first}.cu" in line for line in told) == 2
+    shown = ablate.lever_effects(found)
+    assert [(one.name, one.is_first) for one in shown[:3]] == [("as it is", True), (first, False), (second, False)]
+    assert ablate.effects(found) == []
+    assert ablate.lever_effects(found, second)[-1].ratio == 1.0
+
+
+def test_a_lever_is_shown_beside_what_it_was_measured_with() -> None:
+    pytest.importorskip("scipy")
+    first, second = levers.names()[:2]
+    later = "20270102T030405Z-0123abc"
+    found = [
+        *(lever_level(level, time) for level, time in (("as it is", 1000.0), (first, 1100.0), (second, None))),
+        *(lever_level(level, time, run=later) for level, time in ((first, 1900.0), ("as it is", 2000.0))),
+        lever_level("gone", 1.0),
+    ]
+    shown = ablate.lever_effects(found)
+    assert [(one.run, one.name) for one in shown] == [
+        *((later, name) for name in ("as it is", first)),
+        *((synthetic.RUN, name) for name in ("as it is", second)),
+    ]
+    assert shown[1].ratio == pytest.approx(0.95, rel=0.01)
+    assert shown[1].verdict == "faster"
+    assert shown[-1].reason == "static_assert"
+    drawn = ablate.lever_chart(shown)
+    assert not isinstance(drawn, str)
+    assert f"{first}, B16 H16 S2048 D64 full float16: 0.9" in drawn.alt
+    assert drawn.data_files == (f"nvidia-h200/ablations/{later}.jsonl",)
+    table = ablate.lever_table(ablate.lever_effects(found, first))
+    assert re.search(r"faster \| 2\d{3}\.\d \| 19\d\d\.\d \| 0\.9\d\d \(0\.9\d\d to 0\.9\d\d\)", table)
+    assert "commit" in table
+    assert "static_assert" in ablate.lever_table(ablate.lever_effects(found, second))
+    assert ablate.lever_table(ablate.lever_effects(found[:1])) == ablate.lever_chart([]) == ablate.LEVER_NOT_MEASURED
 
 
 def test_a_group_may_not_share_a_name() -> None:

@@ -208,6 +208,17 @@ def test_an_ablation_is_judged_within_its_axis(data: Path, tmp_path: Path) -> No
     assert [place.rpartition(":")[2] for place in one.records] == ["3", "1"]
 
 
+def test_a_lever_speaks_for_no_stage(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    before = len(_evidence(data, "nvidia-h200").variants)
+    lever = _ablation("as it is", 1000.0).model_copy(update={"axis": "levers"})
+    _add(tmp_path / "data", "ablations", lever, _ablation("shuffles", 1000.0))
+    assert len(_evidence(tmp_path / "data", "nvidia-h200").variants) <= before + 1
+    assert all(
+        getattr(one.record, "axis", "") != "levers" for one in _evidence(tmp_path / "data", "nvidia-h200").variants
+    )
+
+
 def test_parts_are_shares_of_the_whole(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "data")
     parts = {"nothing": 100.0, "qk": 80.0, "softmax": 71.0, "pv": 69.0, "memory": 40.0}

@@ -526,10 +526,26 @@ def test_ablate_lists_its_axes(run: Run) -> None:
     assert "tile" in refused.err
 
 
+def test_ablate_lists_its_levers(run: Run) -> None:
+    table = run("ablate", "--levers", "--list").out
+    listed = run("ablate", "--levers", "--list", "take_early", "--json").json
+    assert [lever["name"] for lever in listed] == ["take_early"]
+    assert listed[0]["diff"].startswith("--- a/kernels/")
+    assert len(listed[0]["problems"]) == 4
+    assert "static_rows" in table
+    causal = run("ablate", "--levers", "--list", "take_early", "--mask", "causal", "--dtype", "float16", "--json").json
+    assert causal[0]["problems"] == [f"B16 H16 S2048 D{d} causal float16" for d in (64, 128)]
+    other = run("ablate", "--levers", "--list", "take_early", "--shape", "1x2x64x64", "--json").json
+    assert other[0]["problems"] == [f"B1 H2 S64 D64 {mask} bfloat16" for mask in ("full", "causal")]
+    refused = run("ablate", "--levers", "colour")
+    assert refused.code == 1
+    assert "take_early" in refused.err
+
+
 @pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU")
-@pytest.mark.parametrize("command", ["ablate", "split"])
-def test_ablations_need_a_gpu_and_say_so(run: Run, command: str, tmp_path: Path) -> None:
-    result = run(command, "--data", tmp_path)
+@pytest.mark.parametrize("command", [["ablate"], ["ablate", "--levers"], ["split"]], ids=" ".join)
+def test_ablations_need_a_gpu_and_say_so(run: Run, command: list[str], tmp_path: Path) -> None:
+    result = run(*command, "--data", tmp_path)
     assert result.code == 1
     assert "GPU" in result.err
     assert not list(tmp_path.iterdir())

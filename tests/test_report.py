@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import hashlib
 import json
 import re
@@ -10,9 +11,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from synthetic import MISSING_PEER_REASON, RUN, profile, write_synthetic
+from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_synthetic
 
-from flashlab import records, report, results, tables
+from flashlab import levers, records, report, results, tables
+from flashlab.ablate import LEVER_NOT_MEASURED
 from flashlab.errors import NoDataError, OutputError, ParameterError, ReportError
 from flashlab.notebook import NOTHING_YET
 from flashlab.paths import NOTEBOOKS, SITE
@@ -94,6 +96,16 @@ def test_every_problem_has_its_own_section_and_a_place_in_the_index(pages: Path)
         assert text.count(f"#{anchor} }}") == 1
 
 
+def lever_record(level: str, factor: float) -> records.Ablation:
+    """A made-up record of a lever that takes `factor` times as long as its stage."""
+    row = measurement("13_overlap", Problem.parse(FIRST_SHAPE, dtype="bfloat16")).model_dump(mode="json")
+    row = {name: row[name] for name in records.Ablation.model_fields if name in row and name != "kind"}
+    samples = row["samples"][0]
+    samples |= {"time_us": [factor * one for one in samples["time_us"]], "cycles_per_score": None}
+    fields = {"axis": levers.AXIS, "level": level, "stage": "13_overlap", "parameters": row["cubin"]["parameters"]}
+    return records.Ablation.model_validate({**row, **fields, "samples": [samples]})
+
+
 @pytest.fixture(scope="module")
 def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Pages generated from made-up records of two lengths, and of a profile."""
@@ -109,6 +121,10 @@ def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = root / "data" / "nvidia-h200" / "profiles"
     folder.mkdir()
     records.append(folder / f"{RUN}.jsonl", one)
+    folder = root / "data" / "nvidia-h200" / "ablations"
+    folder.mkdir()
+    for level, factor in ((levers.AS_IT_IS, 1.0), (levers.names()[0], 1.25)):
+        records.append(folder / f"{RUN}.jsonl", lever_record(level, factor))
     records.write_checksums("nvidia-h200", root / "data")
     site = root / "site"
     shutil.copytree(SITE, site, ignore=shutil.ignore_patterns("generated"))
@@ -153,6 +169,39 @@ def test_a_stage_page_names_sustained_rate_cycles_energy_and_its_profile(long_pa
     assert "06_cp_async.cu:7" in text
     # A stage without a profile, and without one of its parent, says nothing of units.
     assert "What the units did" not in (folder / "00_naive.md").read_text(encoding="utf-8")
+
+
+def test_the_levers_page_shows_diff_prediction_and_what_came(long_pages: Path, pages: Path) -> None:
+    pytest.importorskip("scipy")
+    measured, *others = levers.choose()
+    text, empty = (
+        (site / "generated" / "snippets" / "levers.md").read_text(encoding="utf-8") for site in (long_pages, pages)
+    )
+    for lever in (measured, *others):
+        assert empty.count(f"(`{lever.name}`,") == 1
+        assert lever.question in empty
+        assert lever.prediction in empty
+        assert lever.shown_diff().splitlines()[2] in empty
+    assert empty.count(LEVER_NOT_MEASURED) == 1 + len(others)
+    assert text.count(LEVER_NOT_MEASURED) == len(others)
+    assert re.search(r"D64 full bfloat16 \| slower \| [\d.]+ \| [\d.]+ \| 1\.250 \(1\.2\d\d to 1\.2\d\d\)", text)
+    assert text.count(f"(generated/data/nvidia-h200/ablations/{RUN}.jsonl)") == 1
+    assert (pages / "generated" / "snippets" / "levers-chart.md").read_text(encoding="utf-8").strip() == (
+        LEVER_NOT_MEASURED
+    )
+    assert "figures/levers.wide.light.svg" in (long_pages / "generated" / "snippets" / "levers-chart.md").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_a_lever_that_no_longer_fits_is_shown_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = levers.choose(levers.names()[:1])[0]
+    stale = dataclasses.replace(stale, diff=stale.diff.replace("\n ", "\n no such line ", 1))
+    monkeypatch.setattr(levers, "choose", lambda: (stale,))
+    report._generate_levers(report._Output(root=tmp_path), None, tmp_path)
+    text = (tmp_path / "snippets" / "levers.md").read_text(encoding="utf-8")
+    assert "which no longer fits the stage" in text
+    assert " no such line" in text
 
 
 def test_what_was_not_measured_is_said(pages: Path) -> None:

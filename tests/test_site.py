@@ -46,6 +46,7 @@ PAGES = (
     "cycle_model/",
     "tuning/",
     "ablations/",
+    "levers/",
     "ledger/",
     "hardware/",
     "anatomy/",

@@ -9,6 +9,9 @@ everywhere.
 The split leaves out one part of a stage's work (`LEAVE_OUT`, kernels/common/parts.cuh). The output is then wrong, so
 its times are never a `Measurement`. A part's share is the time that goes with it. Shares need not add up to one: parts
 that overlap each look small, and parts that are in each other's way look large.
+
+A lever is a change that no macro holds: a patch of a stage's source (levers.py). It is measured like a level, beside
+the source as it is, with the tunables that won on the GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flashlab import bench, compiler, gpu, records, results, stages, tables, tuned
+from flashlab import bench, compiler, gpu, levers, records, results, stages, tables, tuned
 from flashlab.errors import CompileError, MissingPackageError, ParameterError
 from flashlab.figures import Chart, Interval, intervals
 from flashlab.paths import DATA
@@ -452,6 +455,72 @@ def split(
     )
 
 
+def measure_levers(
+    problems: Mapping[str, Sequence[Problem]] | None = None,
+    *,
+    plan: bench.Plan = PLAN,
+    data: Path = DATA,
+    device: int = 0,
+    arch: str | None = None,
+    slug: str | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+    progress: bench.Report | None = None,
+    worker: Sequence[str] = bench.WORKER,
+) -> Path:
+    """Measure levers beside their stages as they are; the records go to data/<gpu>/ablations/<run>.jsonl.
+
+    Levers that share a stage, a problem and its tunables take turns with one copy of the stage.
+
+    Args:
+        problems: levers, and what is computed with each; all, and what they name, where None.
+        plan, data, device, arch, announce, progress, worker: as `measure` takes them.
+        slug: the GPU's folder; asked of the GPU where None.
+
+    Raises:
+        ParameterError: no such lever, or one that does not fit its stage's source.
+        NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
+    """
+    chosen = levers.choose(None if problems is None else tuple(problems))
+    files = {lever.name: lever.write() for lever in chosen}
+    if arch is None or slug is None:
+        info = gpu.info(device)
+        arch, slug = arch or info.arch, slug or info.slug
+    groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, bench.Variation]] = {}
+    levels: dict[str, str] = {}
+    for lever in chosen:
+        stage = stages.get(lever.stage)
+        for problem in lever.problems if problems is None else problems[lever.name]:
+            known: dict[str, Any] = {"head_dim": problem.head_dim, "causal": problem.causal, "dtype": problem.dtype}
+            values = tuned.parameters(stage, slug, overrides=lever.parameters(problem), **known)
+            params = stage.parameters(problem.head_dim, values)
+            group = groups.setdefault((stage.id, problem, tuple(params.items())), {})
+            for level, source in ((levers.AS_IT_IS, None), (lever.name, files[lever.name])):
+                title = " ".join([stage.id, problem.label, *(f"{name}={value}" for name, value in params.items())])
+                levels[f"{title}: {level}"] = level
+                group[f"{title}: {level}"] = bench.Variation(stage=stage.id, params=params, source=source, on=problem)
+    variations = {name: variation for group in groups.values() for name, variation in group.items()}
+    _compile_ahead(variations.values(), (), arch, announce)
+
+    def record(base: dict[str, Any], of: Problem, row: dict[str, Any]) -> Ablation:
+        variation = variations[row["name"]]
+        fields = {key: value for key, value in row.items() if key != "name"}
+        fields |= {"axis": levers.AXIS, "level": levels[row["name"]], "stage": variation.stage}
+        fields |= {"parameters": variation.params, "problem": ProblemFields.of(of)}
+        return Ablation.model_validate({**base, **fields})
+
+    return bench.time_groups(
+        "ablations",
+        list(groups.values()),
+        list(dict.fromkeys(problem for _, problem, _ in groups)),
+        record,
+        plan=plan,
+        data=data,
+        device=device,
+        progress=progress,
+        worker=worker,
+    )
+
+
 def _compile_ahead(
     variations: Iterable[bench.Variation], problems: Sequence[Problem], arch: str, announce: Callable[[str], None]
 ) -> None:
@@ -464,10 +533,11 @@ def _compile_ahead(
             causal=problem.causal,
             arch=arch,
             overrides=one.params,
+            source=one.source,
             may_spill=True,
         )
         for one in variations
-        for problem in problems
+        for problem in (problems if one.on is None else (one.on,))
         if stages.get(one.stage).why_not(problem, arch) is None
     ]
 
@@ -638,6 +708,41 @@ def effects(found: Iterable[Ablation], problem: Problem | None = None) -> list[E
     return result
 
 
+def lever_effects(found: Iterable[Ablation], name: str | None = None) -> list[Effect]:
+    """Levers beside their stage as it is, each of the newest run that has it at a problem; and what they are beside.
+
+    Levers that are no longer there are left out.
+
+    Args:
+        found: records.
+        name: of that lever alone.
+    """
+    plain: dict[object, Ablation] = {}
+    newest: dict[tuple[str, Problem], Ablation] = {}
+    for record in sorted((one for one in found if one.axis == levers.AXIS), key=lambda one: one.run):
+        if record.level == levers.AS_IT_IS:
+            plain[_beside(record)] = record
+        elif record.level in levers.names() and name in (None, record.level):
+            newest[record.level, record.problem.problem()] = record
+    result: list[Effect] = []
+    for place in dict.fromkeys(_beside(record) for record in newest.values()):
+        first = plain.get(place)
+        samples = first.samples_of() if first else None
+        if first:
+            result.append(_effect(first.stage, levers.AS_IT_IS, first, samples, is_first=True))
+        result += [
+            _effect(record.stage, record.level, record, samples, is_first=False)
+            for _, record in sorted(newest.items(), key=lambda item: item[0][0])
+            if _beside(record) == place
+        ]
+    return result
+
+
+def _beside(record: Ablation) -> tuple[object, ...]:
+    """What a lever's record and that of its stage as it is have in common."""
+    return record.run, record.stage, record.problem.problem(), tuple(sorted(record.parameters.items()))
+
+
 def shares(found: Iterable[Part], problem: Problem | None = None) -> list[Effect]:
     """Every part of every stage, of the newest run that has the stage: its time without the part over its whole time.
 
@@ -791,6 +896,63 @@ def table(found: Sequence[Effect]) -> str:
             f"{axis.question}{claims}\n\n*Expected:* {axis.prediction}\n\n{tables.markdown(header, rows, left=2)}"
         )
     return "\n".join(text)
+
+
+LEVER_NOT_MEASURED = "Not measured yet."
+
+
+def lever_chart(found: Sequence[Effect], *, name: str = "levers") -> Chart | str:
+    """Every lever's time over that of its stage as it is, a row a problem, with 95 % intervals."""
+    timed = [one for one in found if one.ratio is not None and not one.is_first]
+    if not timed:
+        return LEVER_NOT_MEASURED
+    groups: dict[str, list[Interval]] = {}
+    for one in sorted(timed, key=lambda one: (one.name, one.problem.head_dim, one.problem.mask != "full")):
+        assert one.ratio is not None
+        low, high = one.interval or (one.ratio, one.ratio)
+        look = {"slower": "worse", "faster": "better"}.get(one.verdict, "plain")
+        row = Interval(name=_lever_problem(one.problem), value=one.ratio, low=low, high=high, look=look)  # type: ignore[arg-type]
+        groups.setdefault(one.name, []).append(row)
+    told = "; ".join(f"{one.name}, {_lever_problem(one.problem)}: {one.ratio:.3f}" for one in timed)
+    return intervals(
+        groups,
+        name=name,
+        xlabel="time over that of the stage as it is; less is better",
+        reference=1.0,
+        ratio=True,
+        alt=f"Time of every lever over that of its stage as it is. {told}.",
+        caption="What a change of the source does to a stage's time, each beside the stage as it is, with the 95 % "
+        "interval of the ratio, which is often narrower than the mark.",
+        provenance=_came_from(timed),
+        data_files=_files(timed, "ablations"),
+    )
+
+
+def _lever_problem(problem: Problem) -> str:
+    return f"{tables.shape_of(problem)} {problem.mask} {problem.dtype}"
+
+
+def lever_table(found: Sequence[Effect]) -> str:
+    """What one lever did on each problem, as a Markdown table with where it comes from."""
+    mine = [one for one in found if not one.is_first]
+    if not mine:
+        return LEVER_NOT_MEASURED
+    plain = {(one.run, one.problem, one.times_us): one for one in found if one.is_first}
+    rows: list[list[tables.Cell]] = []
+    for one in mine:
+        beside = plain.get((one.run, one.problem, one.first_times_us))
+        rows.append(
+            [
+                _lever_problem(one.problem),
+                one.verdict if one.median_us is not None else one.reason[:_REASON_CHARS],
+                None if beside is None or beside.median_us is None else f"{beside.median_us:.1f}",
+                None if one.median_us is None else f"{one.median_us:.1f}",
+                _ratio_text(one.ratio, one.interval),
+                *_cells(one),
+            ]
+        )
+    header = ("problem", "", "as it is, µs", "with it, µs", "ratio (95 %)", "registers", "spilled B", "blocks/SM")
+    return f"{tables.markdown(header, rows, left=2)}\n<small>{_came_from(mine)}</small>"
 
 
 def split_table(found: Sequence[Effect]) -> str:

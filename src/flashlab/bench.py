@@ -772,6 +772,10 @@ class Variation:
     """By name, those of `Stage.ablations` too. What is not named is what `attention.prepare` takes."""
     judged: bool = True
     """Whether the oracle sees its output; False where that is wrong by construction."""
+    source: Path | None = None
+    """An edited copy of the stage's file, in place of it."""
+    on: Problem | None = None
+    """The only problem that it is measured on; None: on every one."""
 
 
 def time_groups(
@@ -816,19 +820,25 @@ def time_groups(
         name: {
             "kind": "stage",
             "id": variation.stage,
-            "source": None,
+            "source": None if variation.source is None else str(variation.source.resolve()),
             "params": dict(variation.params),
             "may_spill": True,
             "judged": variation.judged,
         }
         for name, variation in every.items()
     }
+    cells = [
+        _Cell(problem, those)
+        for problem in problems
+        for group in groups
+        if (those := [name for name, variation in group.items() if variation.on in (None, problem)])
+    ]
     return _measure(
         folder,
         problems,
         implementations,
         record,
-        groups=[list(group) for group in groups],
+        cells=cells,
         plan=plan,
         ceilings=(),
         data=data,
@@ -848,7 +858,6 @@ def _measure(
     implementations: Mapping[str, Message],
     record: Callable[[Message, Problem, Message], Measurement | Tuning | Ablation | Part | None],
     *,
-    groups: Sequence[Sequence[str]] | None = None,
     plan: Plan,
     ceilings: Sequence[str],
     data: Path,
@@ -864,8 +873,8 @@ def _measure(
 ) -> Path:
     """Measure implementations in worker processes and append what `record` makes of each row; the file.
 
-    Those of a group take turns; all of them where there are no `groups`; or what `cells` says. `before` is called once
-    it is known that the numbers make sense and the folder can be written.
+    All of them take turns on each problem; or what `cells` says. `before` is called once it is known that the numbers
+    make sense and the folder can be written.
     """
     plan.require()
     _positive(timeout_s=timeout_s, startup_s=startup_s)
@@ -903,9 +912,7 @@ def _measure(
             "implementations": dict(implementations),
             "plan": asdict(plan),
         },
-        [_Cell(problem, list(group)) for problem in problems for group in groups or [list(implementations)]]
-        if cells is None
-        else cells,
+        [_Cell(problem, list(implementations)) for problem in problems] if cells is None else cells,
         ceilings,
         _Handlers(hello=book.hello, row=row, lost=lost, ceiling=ceiling, note=note or _ignore),
         command=worker,

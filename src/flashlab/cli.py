@@ -37,6 +37,7 @@ from flashlab.records import Cache, Regime
 
 if TYPE_CHECKING:
     from flashlab.ablate import Effect
+    from flashlab.bench import Plan
     from flashlab.bench import Progress as BenchProgress
     from flashlab.claims import Verdict
     from flashlab.tune import Tuned
@@ -901,21 +902,31 @@ def profile(
 @app.command()
 def ablate(
     axes: Annotated[
-        list[str] | None, typer.Argument(metavar="[AXIS]...", help="Axes; all where none is given.")
+        list[str] | None, typer.Argument(metavar="[AXIS]...", help="Axes, or levers; all where none is given.")
     ] = None,
     *,
+    of_source: Annotated[
+        bool, typer.Option("--levers", help="Patches of a stage's source (kernels/levers/) in place of axes.")
+    ] = False,
     shape: Shape = None,
-    dtype: Annotated[DType, typer.Option(help="Element type.")] = "float16",
-    mask: Annotated[Mask, typer.Option(help="Mask.")] = "full",
+    dtype: Annotated[DType | None, typer.Option(help="Element type; of axes float16 if not given.")] = None,
+    mask: Annotated[Mask | None, typer.Option(help="Mask; of axes full if not given.")] = None,
     samples: Annotated[int | None, typer.Option(help="Samples of each level to aim for.", min=2)] = None,
-    listed: Annotated[bool, typer.Option("--list", help="Say which axes there are, and measure nothing.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="Say which there are, and measure nothing.")] = False,
     device: Device = 0,
     data: Data = DATA,
     as_json: Json = False,
 ) -> None:
-    """Change one thing in a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/."""
+    """Change one thing in a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/.
+
+    A lever names the problems that it is measured on; --shape, --dtype and --mask put others in their place.
+    """
     from flashlab import ablate as module
 
+    plan = module.PLAN if samples is None else replace(module.PLAN, samples=samples)
+    if of_source:
+        _ablate_levers(axes, shape, dtype, mask, plan, listed=listed, device=device, data=data, as_json=as_json)
+        return
     chosen = module.choose(axes)
     if listed:
         rows = [
@@ -929,8 +940,7 @@ def ablate(
                 [(a.name, a.stage, "; ".join(one.name for one in a.levels), " ".join(a.claims)) for a in chosen],
             )
         return
-    problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask)
-    plan = module.PLAN if samples is None else replace(module.PLAN, samples=samples)
+    problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype or "float16", mask=mask or "full")
     with _progress() as progress:
         path = module.measure(
             [axis.name for axis in chosen],
@@ -941,7 +951,59 @@ def ablate(
             announce=_say,
             progress=_follow(progress, "measuring"),
         )
-    found = module.effects(records.read_ablations(path)[0])
+    _emit_levels(module.effects(records.read_ablations(path)[0]), path, as_json)
+
+
+def _ablate_levers(
+    chosen: Sequence[str] | None,
+    shape: str | None,
+    dtype: DType | None,
+    mask: Mask | None,
+    plan: Plan,
+    *,
+    listed: bool,
+    device: int,
+    data: Path,
+    as_json: bool,
+) -> None:
+    from flashlab import ablate as module
+    from flashlab import levers
+
+    found = levers.choose(chosen)
+
+    def instead(of: Problem) -> Problem:
+        return replace(Problem.parse(shape) if shape else of, dtype=dtype or of.dtype, mask=mask or of.mask)
+
+    problems = {lever.name: list(dict.fromkeys(map(instead, lever.problems))) for lever in found}
+    if listed:
+        rows = [
+            {
+                **{key: getattr(lever, key) for key in ("name", "stage", "question", "prediction", "why")},
+                "problems": [of.label for of in problems[lever.name]],
+                "diff": lever.diff,
+            }
+            for lever in found
+        ]
+        if as_json:
+            _emit_json(rows)
+        else:
+            shown = ("name", "stage", "question")
+            _emit_table((*shown, "problems"), [(*(row[k] for k in shown), "; ".join(row["problems"])) for row in rows])
+        return
+    with _progress() as progress:
+        path = module.measure_levers(
+            problems,
+            plan=plan,
+            data=data,
+            device=device,
+            announce=_say,
+            progress=_follow(progress, "measuring"),
+        )
+    _emit_levels(module.lever_effects(records.read_ablations(path)[0]), path, as_json)
+
+
+def _emit_levels(found: Sequence[Effect], path: Path, as_json: bool) -> None:
+    """Levels of axes, or levers, beside the first of their group; an error where one has no time."""
     _emit_effects(found, path, as_json)
     failures = [one for one in found if one.median_us is None]
     if failures:
@@ -997,8 +1059,8 @@ def _emit_effects(found: Sequence[Effect], path: Path, as_json: bool) -> None:
     if as_json:
         _emit_json(rows)
     else:
-        columns = ("group", "name", "shape", "median_us", "ratio", "interval", "verdict", "samples", "registers")
-        shown = (*columns, "spill_store_bytes", "blocks_per_sm", "reason")
+        columns = ("group", "name", "shape", "mask", "median_us", "ratio", "interval", "verdict", "samples")
+        shown = (*columns, "registers", "spill_store_bytes", "blocks_per_sm", "reason")
         _emit_table(shown, [[_effect_cell(row[key]) for key in shown] for row in rows])
     _say(f"Recorded in {path}")
 

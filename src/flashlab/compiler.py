@@ -141,6 +141,7 @@ class Job:
     arch: str
     aligned: bool = True
     overrides: Mapping[str, int] = field(default_factory=dict)
+    source: Path | None = None
     line_info: bool = False
     may_spill: bool = False
 
@@ -150,6 +151,7 @@ class Job:
         mask = "causal" if self.causal else "full"
         extra = [
             *([] if self.aligned else ["unaligned"]),
+            *([] if self.source is None else [self.source.name]),
             *(f"{name}={value}" for name, value in self.overrides.items()),
         ]
         return " ".join([self.stage.id, f"D{self.head_dim}", mask, self.dtype, self.arch, *extra])
@@ -371,6 +373,7 @@ def _compile_job(job: Job) -> Cubin | CompileError:
             arch=job.arch,
             aligned=job.aligned,
             overrides=job.overrides,
+            source=job.source,
             line_info=job.line_info,
             may_spill=job.may_spill,
         )

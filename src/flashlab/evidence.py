@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from flashlab import compiler, peers, records, results, roofline, sass, tables
+from flashlab import compiler, levers, peers, records, results, roofline, sass, tables
 from flashlab import stages as registry
 from flashlab.errors import CompileError, MissingPackageError, NoDataError, UnknownStageError
 from flashlab.paths import DATA, KERNELS
@@ -249,7 +249,9 @@ class Evidence:
     @cached_property
     def variants(self) -> tuple[Found[Ablation | Tuning], ...]:
         """Stages with other values of their tunables, oldest first."""
-        ablations: tuple[Found[Any], ...] = self._read("ablations", Ablation.model_validate_json)
+        ablations: tuple[Found[Any], ...] = tuple(
+            one for one in self._read("ablations", Ablation.model_validate_json) if one.record.axis != levers.AXIS
+        )  # a lever's source is not the stage's
         return (*self._read("tuning", Tuning.model_validate_json), *ablations)
 
     @cached_property

@@ -305,13 +305,16 @@ class Tuning(_Timed):
 
 
 class Ablation(_Timed):
-    """One level of an ablation: a stage with one tunable set, all others as they are; see ablate.py for the axes."""
+    """One level of an ablation: a stage with one tunable set, all others as they are; see ablate.py for the axes.
+
+    Or a lever: the stage's source with a patch, or the same without it; see levers.py.
+    """
 
     kind: Literal["ablation"] = "ablation"
     axis: str
-    """Name of the axis."""
+    """Name of the axis; `levers` where the source was changed."""
     level: str
-    """Name of the level on it."""
+    """Name of the level on it, or of the lever; `as it is` for the source beside which a lever was measured."""
     stage: str
     """A stage id; an axis may cross from a stage to its child."""
     parameters: dict[str, int]

@@ -29,7 +29,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flashlab import claims, compiler, figures, method, records, results, sass, tables
+from flashlab import ablate, claims, compiler, figures, levers, method, records, results, sass, tables
 from flashlab import stages as registry
 from flashlab.errors import MissingPackageError, NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
@@ -270,6 +270,7 @@ def generate(
             job.result()
     _generate_stage_list(out)
     _generate_dead_end_list(out, told)
+    _generate_levers(out, shown, data)
     _generate_results_index(out, everything)
     _generate_check_records(out, everything, data)
     lines = [f"- {method.samples_line(found.gpu, data)}" for found in everything]
@@ -463,6 +464,39 @@ def _dead_end_code(stage: Stage) -> str:
         f"{tables.branches(found)}\nInstructions in the machine code for {arch}, head dim {stage.head_dims[0]}, full "
         "mask, counted once each; `flashlab sass` lists them."
     )
+
+
+def _generate_levers(out: _Output, shown: Results | None, data: Path) -> None:
+    """Every lever: its question, its diff, what was expected and what came."""
+    page = "levers.md"
+    found = ablate.lever_effects(records.ablations(shown.gpu, data)) if shown else []
+    drawn = ablate.lever_chart(found)
+    out.snippet("levers-chart.md", drawn if isinstance(drawn, str) else out.chart(drawn, page))
+    parts = []
+    for lever in levers.choose():
+        mine = [one for one in found if one.is_first or one.name == lever.name]
+        added, removed = lever.changed_lines()
+        links = ", ".join(
+            f"[data]({_up(page)}generated/data/{file})"
+            for file in dict.fromkeys(f"{one.gpu.slug}/ablations/{one.run}.jsonl" for one in mine if not one.is_first)
+        )
+        heading = f"{lever.stage}, changed: {added} lines added, {removed} removed"
+        try:
+            diff = lever.shown_diff()
+        except ParameterError as error:
+            diff, heading = (
+                lever.diff.rstrip(),
+                f"The change, which no longer fits the stage: {error}".replace('"', "'"),
+            )
+        parts += [
+            f"### {lever.name.replace('_', ' ')}",
+            f"{lever.question} (`{lever.name}`, [`{lever.stage}`](stages/{lever.stage}.md))",
+            f'??? abstract "{heading}"\n\n' + _indent(f"``` {{ .diff }}\n{diff}\n```"),
+            f"*Expected:* {lever.prediction}",
+            ablate.lever_table(mine) + (f" <small>· {links}</small>" if links else ""),
+            lever.why,
+        ]
+    out.snippet("levers.md", "\n\n".join(part for part in parts if part))
 
 
 def _generate_dead_end_list(out: _Output, told: Mapping[Problem, Sequence[Measurement]]) -> None:

@@ -1,0 +1,213 @@
+"""Levers: every patch fits its stage word for word, compiles clean, is right; and what does not fit says so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from flashlab import compiler, emulator, levers, stages, tuned
+from flashlab.attention import emulate
+from flashlab.check import check
+from flashlab.compiler import Cubin, Job
+from flashlab.errors import MissingPackageError, ParameterError
+from flashlab.levers import Lever
+from flashlab.problem import Problem
+from flashlab.reference import make_inputs
+
+try:
+    emulator.cxx()
+    NO_COMPILER = ""
+except MissingPackageError as error:
+    NO_COMPILER = str(error)
+needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
+
+LEVERS = levers.choose()
+each = pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: lever.name)
+
+SOURCE = "one\ntwo\nthree\n\nfive\ntwo\nseven\n"
+DIFF = """--- a/x
++++ b/x
+@@ -2,3 +2,3 @@ of something
+ two
+-three
++3
+
+@@ -6,2 +6,3 @@
+ two
++six and a half
+ seven
+"""
+
+
+# --- the patches of kernels/levers/ -----------------------------------------------------------------------------------
+
+
+@each
+def test_a_lever_is_whole_and_fits_its_stage(lever: Lever, tmp_path: Path) -> None:
+    assert re.fullmatch(r"[a-z0-9_]+", lever.name)
+    assert lever.question.endswith("?")
+    assert lever.prediction.endswith((".", ")"))
+    assert stages.get(lever.stage).language == "cuda"
+    plain = stages.get(lever.stage).source.read_text(encoding="utf-8").splitlines()
+    path = lever.write(tmp_path)
+    changed = path.read_text(encoding="utf-8").splitlines()
+    added, removed = lever.changed_lines()
+    assert len(changed) - len(plain) == added - removed
+    assert added + removed > 0
+    assert max(map(len, changed)) <= max(132, *map(len, plain))
+    assert not [line for line in changed if line.rstrip() != line]
+    before = path.stat().st_mtime_ns
+    assert lever.write(tmp_path) == path
+    assert path.stat().st_mtime_ns == before, "another process may be compiling it"
+
+
+@each
+def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, tmp_path: Path) -> None:
+    """With the tunables of a recorded GPU, without spills or advisories; and to other machine code than its stage."""
+    stage, source = stages.get(lever.stage), lever.write(tmp_path)
+
+    def job(problem: Problem, source: Path | None) -> Job:
+        values = tuned.parameters(
+            stage,
+            "nvidia-h200",
+            head_dim=problem.head_dim,
+            causal=problem.causal,
+            dtype=problem.dtype,
+            overrides=lever.parameters(problem),
+        )
+        return Job(
+            stage=stage,
+            head_dim=problem.head_dim,
+            dtype=problem.dtype,
+            causal=problem.causal,
+            arch="sm_90a",
+            overrides=values,
+            source=source,
+        )
+
+    found = compiler.compile_many([job(problem, one) for one in (source, None) for problem in lever.problems])
+    assert not [str(one) for one in found if not isinstance(one, Cubin)]
+    codes = [one.sha256 for one in found if isinstance(one, Cubin)]
+    half = len(lever.problems)
+    assert all(with_it != plain for with_it, plain in zip(codes[:half], codes[half:], strict=True))
+
+
+@needs_compiler
+@each
+def test_a_lever_leaves_the_output_right(lever: Lever, tmp_path: Path) -> None:
+    problem = Problem.parse("1x2x1x200x333x64", mask="causal")
+    q, k, v = make_inputs(problem)
+    ran = emulate(q, k, v, causal=True, stage=lever.stage, source=lever.write(tmp_path), races=True)
+    verdict = check(ran.out, ran.lse, q, k, v, causal=True, dtype=problem.dtype)
+    assert verdict.passed, verdict.reason
+    assert not ran.report.findings
+
+
+def test_an_unknown_lever_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ParameterError, match=rf"lever: wanted one of .*{LEVERS[0].name}.*, got 'colour'"):
+        levers.choose(["colour"])
+    name = LEVERS[-1].name
+    assert [lever.name for lever in levers.choose([name, name])] == [name]
+
+
+# --- applying ---------------------------------------------------------------------------------------------------------
+
+
+def applied(tmp_path: Path, source: str, diff: str = DIFF) -> str:
+    path = tmp_path / "x"
+    path.write_text(source, encoding="utf-8")
+    return levers.apply(diff, path, name="n")
+
+
+def test_a_diff_is_applied_and_its_line_numbers_are_for_people(tmp_path: Path) -> None:
+    wanted = "one\ntwo\n3\n\nfive\ntwo\nsix and a half\nseven\n"
+    assert applied(tmp_path, SOURCE) == wanted
+    assert applied(tmp_path, f"zero\n{SOURCE}") == f"zero\n{wanted}"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (SOURCE.replace("three", "THREE"), r"hunk at line 2: wanted 'three' in .*, got 'THREE' after 'two'"),
+        (SOURCE.replace("seven", "seven "), r"hunk at line 6: wanted 'seven' in .*, got 'seven ' after 'two'"),
+        ("one\n", r"hunk at line 2: wanted 'two' in .*, got 'one'"),
+        ("two\nthree\n", r"hunk at line 2: wanted '' in .*, got the end of the file after 'three'"),
+        ("", r"wanted 'two' in .*, got the end of the file"),
+        (SOURCE + SOURCE, r"hunk at line 2: wanted its 3 lines once in .*, got them 2 times"),
+        ("two\nseven\ntwo\nthree\n\n", r"hunk at line 6: wanted 'two' in .*, got the end of the file"),
+    ],
+)
+def test_a_diff_that_does_not_fit_says_what_it_wanted_and_what_works(tmp_path: Path, source: str, said: str) -> None:
+    with pytest.raises(ParameterError, match=said) as raised:
+        applied(tmp_path, source)
+    assert str(raised.value).startswith("lever n, hunk at line")
+    assert "What works: a copy of" in str(raised.value)
+    assert "git diff --no-index" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("-2,3 +2,3", "-2,4 +2,3", "wanted 4 lines before and 3 after, as it says, got 3 and 3"),
+        (" two\n-three", "*two\n-three", "wanted 3 lines before and 3 after"),
+        ("@@ -2,3", "@ -2,3", "wanted a hunk"),
+    ],
+)
+def test_a_damaged_diff_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:
+    with pytest.raises(ParameterError, match=said):
+        applied(tmp_path, SOURCE, DIFF.replace(old, new, 1))
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+
+FILE = """Stage: 13_overlap
+Question: What
+  now?
+Prediction: Nothing.
+
+--- a/kernels/13_overlap.cu
++++ b/kernels/13_overlap.cu
+@@ -1,1 +1,1 @@
+-a
++b
+"""
+
+
+def test_a_header_may_name_problems_tunables_and_why() -> None:
+    plain = levers.parse("n", FILE)
+    assert (plain.question, plain.why, plain.problems) == ("What now?", "", levers.PROBLEMS)
+    assert plain.parameters(levers.PROBLEMS[0]) == {}
+    assert plain.changed_lines() == (1, 1)
+    more = "Why: So.\nProblems: 1x2x64x64 full float16; 1x2x64x128 causal bfloat16\n"
+    more += "Parameters: 64: TILE_KV=96; 128 causal: TILE_KV=64 PINGPONG=0\n\n---"
+    found = levers.parse("n", FILE.replace("\n---", more, 1))
+    assert found.why == "So."
+    first, second = found.problems
+    assert (first.label, second.label) == ("B1 H2 S64 D64 full float16", "B1 H2 S64 D128 causal bfloat16")
+    assert found.parameters(first) == {"TILE_KV": 96}
+    assert found.parameters(second) == {"TILE_KV": 64, "PINGPONG": 0}
+    assert found.parameters(Problem.parse("1x2x64x128")) == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("Prediction: Nothing.\n", "", "wanted a header with Stage, Question, Prediction"),
+        ("Prediction", "Predicted: x\nPrediction", "got Stage, Question, Predicted, Prediction"),
+        ("Stage: 13_overlap\n", "Stage: 13_overlap\nStage: 13_overlap\n", "each once"),
+        ("Stage: 13", "Stage: 23", "stage: wanted one of"),
+        (
+            "+++ b/kernels/13_overlap.cu",
+            "+++ b/kernels/12_persistent.cu",
+            "wanted a diff of kernels/13_overlap.cu alone",
+        ),
+        ("\n\n---", "\nProblems: 1x1x64x64 full\n\n---", "Problems: wanted `BxHxSxD mask dtype`"),
+        ("\n\n---", "\nParameters: TILE_KV=64\n\n---", "Parameters: wanted `head_dim: NAME=number"),
+        ("\n\n---", "\nParameters: 64: TILES=64\n\n---", "has no parameter 'TILES'"),
+    ],
+)
+def test_a_file_that_is_no_lever_is_refused(old: str, new: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        levers.parse("n", FILE.replace(old, new, 1))
