@@ -17,7 +17,7 @@ the source as it is, with the tunables that won on the GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import median
@@ -35,6 +35,8 @@ _RESAMPLES = 4999
 _SEED = 0
 PLAN = bench.Plan(samples=40, min_samples=9, cold_samples=0, cap_s=0.6, sustained_seconds=0.0, checked_scores=1 << 26)
 """How much is measured of each level and part: hot bursts."""
+LEVER_PLAN = replace(PLAN, samples=60, cap_s=1.5)
+"""How much of each lever: more, as many of them do little."""
 PARTS: Mapping[str, int] = {"nothing": 0, "qk": 1, "softmax": 2, "pv": 3, "memory": 4}
 """Values of LEAVE_OUT."""
 _PART_TITLES: Mapping[str, str] = {"qk": "Q·K", "softmax": "softmax", "pv": "P·V", "memory": "memory"}
@@ -458,7 +460,7 @@ def split(
 def measure_levers(
     problems: Mapping[str, Sequence[Problem]] | None = None,
     *,
-    plan: bench.Plan = PLAN,
+    plan: bench.Plan = LEVER_PLAN,
     data: Path = DATA,
     device: int = 0,
     arch: str | None = None,
@@ -948,10 +950,14 @@ def lever_table(found: Sequence[Effect]) -> str:
                 None if beside is None or beside.median_us is None else f"{beside.median_us:.1f}",
                 None if one.median_us is None else f"{one.median_us:.1f}",
                 _ratio_text(one.ratio, one.interval),
-                *_cells(one),
+                *(None if of is None or of.cubin is None else str(sum(of.cubin.sass.values())) for of in (beside, one)),
+                None if one.cubin is None else str(one.cubin.spill_store_bytes),
             ]
         )
-    header = ("problem", "", "as it is, µs", "with it, µs", "ratio (95 %)", "registers", "spilled B", "blocks/SM")
+    header = (
+        *("problem", "", "as it is, µs", "with it, µs", "time with it over as it is (95 %)"),
+        *("instructions as it is", "with it", "spilled B"),
+    )
     return f"{tables.markdown(header, rows, left=2)}\n<small>{_came_from(mine)}</small>"
 
 

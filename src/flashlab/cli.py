@@ -923,7 +923,8 @@ def ablate(
     """
     from flashlab import ablate as module
 
-    plan = module.PLAN if samples is None else replace(module.PLAN, samples=samples)
+    plan = module.LEVER_PLAN if of_source else module.PLAN
+    plan = plan if samples is None else replace(plan, samples=samples)
     if of_source:
         _ablate_levers(axes, shape, dtype, mask, plan, listed=listed, device=device, data=data, as_json=as_json)
         return
