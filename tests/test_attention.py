@@ -18,7 +18,17 @@ from emulation import hopper_sum
 
 import flashlab
 from flashlab import attention, emulator, errors, gpu, stages, tuned
-from flashlab.attention import AttentionMaps, AttentionParams, TensorView, grid_for, params_for, plan, prepare, tile_map
+from flashlab.attention import (
+    AttentionMaps,
+    AttentionParams,
+    TensorView,
+    grid_for,
+    maps_for,
+    params_for,
+    plan,
+    prepare,
+    tile_map,
+)
 from flashlab.check import check
 from flashlab.compiler import LaunchShape, compile_file
 from flashlab.gpu import DeviceArray
@@ -331,6 +341,34 @@ def test_a_persistent_grid_is_what_is_resident_and_at_most_the_tiles() -> None:
     assert grid_for(replace(problem, batch=1, q_heads=1, kv_heads=1), shape) == (2, 1, 1)
 
 
+def test_a_grid_is_in_whole_clusters_of_neighbouring_tiles() -> None:
+    shape = LaunchShape(threads=384, smem_bytes=0, tile_q=64, persistent=True, cluster=2)
+    problem = Problem(batch=2, q_heads=3, kv_heads=3, q_len=129, kv_len=9, head_dim=64)
+    assert grid_for(problem, shape, 132) == (24, 1, 1)
+    assert grid_for(problem, shape, 7) == (6, 1, 1)
+    assert grid_for(problem, shape, 1) == (2, 1, 1)
+    assert grid_for(problem, replace(shape, cluster=1), 7) == (7, 1, 1)
+    assert grid_for(problem, replace(shape, persistent=False)) == (4, 3, 2)
+    assert grid_for(problem, replace(shape, persistent=False, cluster=0)) == (3, 3, 2)
+
+
+@pytest.mark.usefixtures("sum_stage")
+def test_a_copy_of_k_and_v_may_have_fewer_panels_than_a_tile() -> None:
+    arrays = {name: array(2, 4, 100, 128, pointer=OUT) for name in "QKVO"}
+    found = plan(*(arrays[name] for name in "QKV"), arch=ARCH, stage=hopper_sum.STAGE.id)
+    boxes: list[tuple[int, ...]] = []
+
+    def encode(tensor_map: TensorMap, _: Any) -> bytes:
+        boxes.append(tensor_map.box)
+        return bytes(128)
+
+    shape = LaunchShape(threads=384, smem_bytes=0, tile_q=128, box_q=64, box_kv=80, persistent=True, panels_kv=1)
+    for one in (shape, replace(shape, panels_kv=0)):
+        maps_for(found, one, arrays, encode)
+    assert boxes[:4] == [(64, 64, 2, 1, 1), (64, 80, 1, 1, 1), (64, 80, 1, 1, 1), (64, 16, 2, 1, 1)]
+    assert boxes[4:] == [(64, 64, 2, 1, 1), (64, 80, 2, 1, 1), (64, 80, 2, 1, 1), (64, 16, 2, 1, 1)]
+
+
 @pytest.mark.parametrize(("head_dim", "panels"), [(64, 1), (128, 2)])
 def test_a_tensor_map_of_a_tile(head_dim: int, panels: int) -> None:
     bshd = array(2, 4, 100, head_dim, strides=(100 * 4 * head_dim, head_dim, 4 * head_dim, 1))
@@ -338,6 +376,7 @@ def test_a_tensor_map_of_a_tile(head_dim: int, panels: int) -> None:
     assert found.dims == (64, 100, panels, 4, 2)
     assert found.strides == (4 * head_dim * 2, 128, head_dim * 2, 100 * 4 * head_dim * 2)
     assert found.box == (64, 80, panels, 1, 1)
+    assert tile_map(bshd, "float16", 80, 1).box == (64, 80, 1, 1, 1)
     assert (found.data_type, found.swizzle, found.nan_fill) == (6, 3, False)
     assert tile_map(bshd, "bfloat16", 80).data_type == 9
 
@@ -395,6 +434,36 @@ def test_tensor_maps_and_counters_reach_the_kernel(sum_stage: str, head_dim: int
     assert ran.plan.aligned is (length == 1)
     assert ran.report.findings == ()
     assert (ran.out == _sum(q, k, v)[back]).all()
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_clusters_and_copies_of_a_panel_reach_the_kernel(sum_stage: str, tmp_path: Path, head_dim: int) -> None:
+    text = hopper_sum.SOURCE.read_text(encoding="utf-8")
+    edits = [
+        ("TILE_Q, BOX_KV, 1};", "TILE_Q, BOX_KV, 1, 1, 2};"),
+        (
+            "  __syncthreads();\n\n  for (",
+            "  __syncthreads();\n  if (ptx::cluster_nctarank() != 2) __trap();\n\n  for (",
+        ),
+    ]
+    for name in "KV":
+        load = "ptx::cp_async_bulk_tensor_5d_load(s.{0}[box]{1}, &maps.{0}, &s.full, 0, row + box * BOX_KV, {2}, "
+        each = "for (int panel = 0; panel < SUM_PANELS; ++panel) "
+        edits.append((load.format(name, "", "0"), each + load.format(name, "[panel]", "panel")))
+    for old, new in edits:
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    edited = tmp_path / "edited.cu"
+    edited.write_text(text, encoding="utf-8")
+    rng = np.random.default_rng(1)
+    q, k, v = (rng.integers(-3, 4, (1, 3, 65, head_dim)).astype(np.float16) for _ in range(3))
+    ran = flashlab.emulate(q, k, v, stage=sum_stage, source=edited, races=True)
+    shape = ran.kernel.launch_shape
+    assert shape is not None
+    assert (shape.panels_kv, shape.cluster) == (1, 2)
+    assert ran.report.findings == ()
+    assert (ran.out == _sum(q, k, v)).all()
 
 
 @pytest.mark.usefixtures("compiler_here")

@@ -343,6 +343,9 @@ def test_a_stage_without_a_launch_shape_is_refused(tmp_path: Path, empty_cache: 
         (True, ", 64", "box_kv=0"),
         (True, ", 64, 512", "box_kv=512"),
         (False, ", 64, 64", "the stage takes no tensor maps"),
+        (False, ", 0, 0, 0, 1", "wanted launch_shape without box_q, box_kv and panels_kv"),
+        (True, ", 64, 64, 1, -1", "wanted launch_shape with a panels_kv of 0, for all,"),
+        (True, ", 64, 64, 1, 0, 9", "wanted launch_shape with a cluster of 0 to 8 blocks"),
     ],
 )
 def test_tensor_maps_and_their_boxes_go_together(
@@ -358,8 +361,9 @@ def test_tensor_maps_and_their_boxes_go_together(
 
 
 def test_a_launch_shape_of_fewer_numbers_is_read() -> None:
-    numbers = struct.pack("<7i", 128, 4096, 64, 32, 80, 1, 99)
-    assert compiler._launch_shape(numbers) == LaunchShape(128, 4096, 64, 32, 80, True)
+    numbers = struct.pack("<9i", 128, 4096, 64, 32, 80, 1, 1, 2, 99)
+    assert compiler._launch_shape(numbers) == LaunchShape(128, 4096, 64, 32, 80, True, panels_kv=1, cluster=2)
+    assert compiler._launch_shape(numbers[:24]) == LaunchShape(128, 4096, 64, 32, 80, True)
     assert compiler._launch_shape(numbers[:12]) == LaunchShape(threads=128, smem_bytes=4096, tile_q=64)
 
 

@@ -45,7 +45,8 @@ struct AttentionParams {
 
 // What the launcher needs to know of a compiled kernel; it reads the constant out of the machine code. What is left out is 0.
 // The grid is (ceil(q_len / tile_q), q_heads, batch). That of a persistent kernel is (G, 1, 1), where G is as many blocks as are
-// resident at once, and at most the number of tiles, ceil(q_len / tile_q) · q_heads · batch.
+// resident at once, and at most the number of tiles, ceil(q_len / tile_q) · q_heads · batch. Where blocks come in clusters, a head's
+// tiles are rounded up to whole clusters.
 struct LaunchShape {
   int threads;      // a block
   int smem_bytes;   // dynamic shared memory a block
@@ -53,6 +54,8 @@ struct LaunchShape {
   int box_q;        // rows a copy of Q; not 0: the kernel takes AttentionMaps (hopper.cuh) as its second parameter
   int box_kv;       // rows a copy of K and V
   int persistent;   // 1: blocks take tiles until none is left
+  int panels_kv;    // panels of 64 columns a copy of K and V (hopper.cuh); 0: all
+  int cluster;      // blocks a cluster, which take neighbouring tiles of a head: the grid is in whole clusters; 0 or 1: none
 };
 
 // First row of one head.

@@ -13,7 +13,7 @@
 #include "tile.cuh"
 
 // A map per tensor, of dimensions (64, length, HEAD_DIM / 64, heads, batch), innermost first. src/flashlab/attention.py makes them:
-// a copy of Q has LaunchShape's box_q rows, one of K or V box_kv, one of O WARP_ROWS.
+// a copy of Q has LaunchShape's box_q rows, one of K or V box_kv (and panels_kv panels, or all), one of O WARP_ROWS.
 struct AttentionMaps {
   ptx::TensorMap Q, K, V, O;
 };

@@ -119,6 +119,12 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier* barrier, unsig
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;"
                ::"r"(mapa_shared(smem_address(barrier), rank)), "r"(count) : "memory");
 }
+// The same for what needs no writes seen over there, such as a buffer that was read and is free again: released to this block alone,
+// the instruction's default, because a release to the cluster waits until all of the thread's writes have reached the L2 cache.
+__device__ __forceinline__ void mbarrier_arrive_cluster_cta(Mbarrier* barrier, unsigned rank, unsigned count = 1) {
+  asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0], %1;"
+               ::"r"(mapa_shared(smem_address(barrier), rank)), "r"(count) : "memory");
+}
 __device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(Mbarrier* barrier, unsigned bytes, unsigned rank) {
   asm volatile("mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [%0], %1;"
                ::"r"(mapa_shared(smem_address(barrier), rank)), "r"(bytes) : "memory");

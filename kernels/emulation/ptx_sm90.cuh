@@ -55,6 +55,9 @@ __forceinline__ T* mapa(T* mine, unsigned rank) {
 __forceinline__ void mbarrier_arrive_cluster(Mbarrier* barrier, unsigned rank, unsigned count = 1) {
   emu::mbarrier_arrive(barrier, count, 0, false, rank);
 }
+__forceinline__ void mbarrier_arrive_cluster_cta(Mbarrier* barrier, unsigned rank, unsigned count = 1) {
+  emu::mbarrier_arrive(barrier, count, 0, false, rank);
+}
 __forceinline__ void mbarrier_arrive_expect_tx_cluster(Mbarrier* barrier, unsigned bytes, unsigned rank) {
   emu::mbarrier_arrive(barrier, 1, bytes, true, rank);
 }

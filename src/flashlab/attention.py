@@ -317,8 +317,8 @@ def params_for(
     )
 
 
-def tile_map(array: DeviceArray, dtype: DType, rows: int) -> TensorMap:
-    """A tensor map whose box is `rows` rows of one head, as kernels/common/hopper.cuh describes it."""
+def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0) -> TensorMap:
+    """A tensor map whose box is `rows` rows of one head, as kernels/common/hopper.cuh describes it; `panels` 0: all."""
     batch, heads, length, head_dim = array.shape
     panel_bytes = PANEL * BYTES_PER_ELEMENT
     # Nothing is ever `stride` away in a dimension of one, whose stride may be anything: the map wants a sound one.
@@ -330,7 +330,7 @@ def tile_map(array: DeviceArray, dtype: DType, rows: int) -> TensorMap:
         data_type=DATA_TYPES[dtype],
         dims=(PANEL, length, head_dim // PANEL, heads, batch),
         strides=(row_stride, panel_bytes, head_stride, batch_stride),
-        box=(PANEL, rows, head_dim // PANEL, 1, 1),
+        box=(PANEL, rows, panels or head_dim // PANEL, 1, 1),
         swizzle=SWIZZLE_128B,
         l2_promotion="L2_128B",
     )
@@ -347,7 +347,8 @@ def maps_for(
     if found.aligned:
         for name, array in arrays.items():
             rows = {"Q": shape.box_q, "O": WARP_ROWS}.get(name, shape.box_kv)
-            getattr(maps, name)[:] = encode(tile_map(array, found.problem.dtype, rows), array)
+            panels = shape.panels_kv if name in ("K", "V") else 0
+            getattr(maps, name)[:] = encode(tile_map(array, found.problem.dtype, rows, panels), array)
     return maps
 
 
@@ -375,11 +376,16 @@ def _triton_parameters(params: AttentionParams) -> list[Any]:
 
 
 def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RESIDENT_BLOCKS) -> tuple[int, int, int]:
-    """Blocks: query tiles, query heads, batch; of a persistent kernel no more than are resident at once."""
-    tiles = -(-problem.q_len // shape.tile_q)
+    """Blocks: query tiles, query heads, batch; of a persistent kernel no more than are resident at once.
+
+    Whole clusters, at least one.
+    """
+    cluster = max(1, shape.cluster)
+    clusters = -(-problem.q_len // (shape.tile_q * cluster))  # a head
     if shape.persistent:
-        return (min(tiles * problem.q_heads * problem.batch, resident_blocks), 1, 1)
-    return (tiles, problem.q_heads, problem.batch)
+        resident = max(1, resident_blocks // cluster)
+        return (min(clusters * problem.q_heads * problem.batch, resident) * cluster, 1, 1)
+    return (clusters * cluster, problem.q_heads, problem.batch)
 
 
 @lru_cache(maxsize=512)
@@ -888,6 +894,7 @@ def emulate(
             kernel,
             arguments,
             grid=grid,
+            cluster=(max(1, shape.cluster), 1, 1),
             schedule=schedule,
             threads=threads,
             blocks=blocks,
@@ -937,7 +944,7 @@ def _refuse_too_large(
     seconds = problem.flops * cost / (_ASSUMED_FLOPS_PER_S * cores)
     # A trial is better than any assumption, where it is not itself too long, and the answer not clear anyway.
     trial_s = trial_flops * cost / (_ASSUMED_FLOPS_PER_S * blocks)
-    in_parts = not shape.persistent and found.stage.language == "cuda"
+    in_parts = not shape.persistent and shape.cluster <= 1 and found.stage.language == "cuda"
     if in_parts and 0 < trial_s < _TRIAL_S and seconds < _CLEARLY * timeout_s:
         try:
             trial = launch(2 * _TRIAL_S, blocks)

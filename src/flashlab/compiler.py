@@ -71,11 +71,17 @@ class LaunchShape:
     """Rows that a tensor map's box of K and V has."""
     persistent: bool = False
     """Whether blocks take tiles until none is left, instead of one each."""
+    panels_kv: int = 0
+    """Panels of 64 columns that a tensor map's box of K and V has; 0: all."""
+    cluster: int = 0
+    """Blocks a cluster, which take neighbouring tiles of a head; 0 or 1: none."""
 
 
 _MAX_THREADS = 1024
 _MAX_BOX = 256
 """Rows: a tensor map's limit in every dimension."""
+_MAX_CLUSTER = 8
+"""Blocks: what every GPU with clusters allows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,12 +283,16 @@ def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
             f"wanted launch_shape with 1 to {_MAX_THREADS} threads, a size of shared memory and a positive tile_q, "
             f"got {shape}"
         )
+    if not 0 <= shape.cluster <= _MAX_CLUSTER:
+        return f"wanted launch_shape with a cluster of 0 to {_MAX_CLUSTER} blocks, got {shape}"
     boxes = (shape.box_q, shape.box_kv)
     if stage.tensor_maps and not all(0 < rows <= _MAX_BOX for rows in boxes):
         return f"wanted launch_shape with a box_q and a box_kv of 1 to {_MAX_BOX} rows for its tensor maps, got {shape}"
-    if not stage.tensor_maps and any(boxes):
+    if not 0 <= shape.panels_kv <= _MAX_BOX:
+        return f"wanted launch_shape with a panels_kv of 0, for all, to {_MAX_BOX}, got {shape}"
+    if not stage.tensor_maps and any((*boxes, shape.panels_kv)):
         return (
-            f"wanted launch_shape without box_q and box_kv, got {shape}: the stage takes no tensor maps "
+            f"wanted launch_shape without box_q, box_kv and panels_kv, got {shape}: the stage takes no tensor maps "
             "(`Stage.tensor_maps` in src/flashlab/stages.py)"
         )
     return None
@@ -822,9 +832,11 @@ def instructions(code: bytes) -> dict[str, bytes]:
 
 def _launch_shape(data: bytes) -> LaunchShape:
     """From the constant's integers; those that it lacks are 0."""
-    whole = struct.Struct("<6i")
-    threads, smem_bytes, tile_q, box_q, box_kv, persistent = whole.unpack(data[: whole.size].ljust(whole.size, b"\0"))
-    return LaunchShape(threads, smem_bytes, tile_q, box_q, box_kv, bool(persistent))
+    whole = struct.Struct("<8i")
+    threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster = whole.unpack(
+        data[: whole.size].ljust(whole.size, b"\0")
+    )
+    return LaunchShape(threads, smem_bytes, tile_q, box_q, box_kv, bool(persistent), panels_kv, cluster)
 
 
 def _parse_resources(log: str, entry: str) -> Resources | None:

@@ -81,7 +81,7 @@ namespace {
 // --- the request ------------------------------------------------------------------------------------------------------------
 
 struct LaunchShape {   // kernels/common/attention.cuh
-  int threads, smem_bytes, tile_q, box_q, box_kv, persistent;
+  int threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster;
 };
 
 struct Request {
@@ -577,8 +577,9 @@ int describe() {
   std::printf("], \"launch_shape\": ");
   if (the_launch_shape) {
     const auto& shape = *static_cast<const LaunchShape*>(the_launch_shape);
-    std::printf("{\"threads\": %d, \"smem_bytes\": %d, \"tile_q\": %d, \"box_q\": %d, \"box_kv\": %d, \"persistent\": %s}", shape.threads,
-                shape.smem_bytes, shape.tile_q, shape.box_q, shape.box_kv, shape.persistent ? "true" : "false");
+    std::printf("{\"threads\": %d, \"smem_bytes\": %d, \"tile_q\": %d, \"box_q\": %d, \"box_kv\": %d, \"persistent\": %s, "
+                "\"panels_kv\": %d, \"cluster\": %d}", shape.threads, shape.smem_bytes, shape.tile_q, shape.box_q, shape.box_kv,
+                shape.persistent ? "true" : "false", shape.panels_kv, shape.cluster);
   } else {
     std::printf("null");
   }
