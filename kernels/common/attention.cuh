@@ -54,6 +54,11 @@ struct LaunchShape {
   int box_q;        // rows a copy of Q; not 0: the kernel takes AttentionMaps (hopper.cuh) as its second parameter
   int box_kv;       // rows a copy of K and V
   int persistent;   // 1: blocks take tiles until none is left
+};
+
+// The same of a kernel whose blocks come in clusters.
+struct ClusterLaunchShape {
+  LaunchShape block;
   int panels_kv;    // panels of 64 columns a copy of K and V (hopper.cuh); 0: all
   int cluster;      // blocks a cluster, which take neighbouring tiles of a head: the grid is in whole clusters; 0 or 1: none
 };

@@ -183,11 +183,15 @@ Kernel describe(const char* name, void (*)(A...)) {
   static const std::size_t sizes[] = {sizeof(A)..., 0};
   return {name, [](void* const* arguments) { call_with(KERNEL, arguments, std::index_sequence_for<A...>{}); }, sizes, sizeof...(A)};
 }
+template <typename T>
+constexpr std::size_t bytes_of(const T*) { return sizeof(T); }
+constexpr std::size_t bytes_of(std::nullptr_t) { return 0; }
 }  // namespace emu
 // Defines what the runtime runs: a kernel, and the LaunchShape it asks for (null where the file defines none).
 #define EMULATE(kernel, shape) \
   const emu::Kernel emu::the_kernel = emu::describe<&kernel>(#kernel, &kernel); \
   const void* const emu::the_launch_shape = shape; \
+  const std::size_t emu::the_launch_shape_bytes = emu::bytes_of(shape); \
   const bool emu::the_kernel_is_hooked = EMULATION_HOOKED;
 // The compiler's command line says so, since not every compiler tells that -fsanitize=thread is on.
 #ifndef EMULATION_HOOKED

@@ -136,6 +136,7 @@ struct Kernel {
 };
 extern const Kernel the_kernel;
 extern const void* const the_launch_shape;
+extern const std::size_t the_launch_shape_bytes;
 extern const bool the_kernel_is_hooked;   // its plain loads and stores call the detector
 
 }  // namespace emu

@@ -80,9 +80,15 @@ namespace {
 
 // --- the request ------------------------------------------------------------------------------------------------------------
 
-struct LaunchShape {   // kernels/common/attention.cuh
+struct LaunchShape {   // ClusterLaunchShape of kernels/common/attention.cuh; what the kernel's constant lacks is 0
   int threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster;
 };
+
+LaunchShape launch_shape() {
+  LaunchShape shape = {};
+  std::memcpy(&shape, the_launch_shape, std::min(sizeof shape, the_launch_shape_bytes));
+  return shape;
+}
 
 struct Request {
   Launch launch;
@@ -134,7 +140,7 @@ Request read_request(std::istream& input) {
   Request request;
   Launch& launch = request.launch;
   if (the_launch_shape) {
-    const auto& shape = *static_cast<const LaunchShape*>(the_launch_shape);
+    const LaunchShape shape = launch_shape();
     launch.block.x = static_cast<unsigned>(shape.threads);
     launch.smem_bytes = static_cast<std::size_t>(shape.smem_bytes);
   }
@@ -576,7 +582,7 @@ int describe() {
   for (std::size_t i = 0; i < the_kernel.num_arguments; ++i) std::printf("%s%zu", i ? ", " : "", the_kernel.argument_sizes[i]);
   std::printf("], \"launch_shape\": ");
   if (the_launch_shape) {
-    const auto& shape = *static_cast<const LaunchShape*>(the_launch_shape);
+    const LaunchShape shape = launch_shape();
     std::printf("{\"threads\": %d, \"smem_bytes\": %d, \"tile_q\": %d, \"box_q\": %d, \"box_kv\": %d, \"persistent\": %s, "
                 "\"panels_kv\": %d, \"cluster\": %d}", shape.threads, shape.smem_bytes, shape.tile_q, shape.box_q, shape.box_kv,
                 shape.persistent ? "true" : "false", shape.panels_kv, shape.cluster);
