@@ -1,6 +1,6 @@
 // 13_overlap: the softmax waits for nothing that it can do without. Parent: 12_persistent.
 // Question: what keeps the tensor cores and the exponential unit from working at the same time, and how far can that be undone?
-// Change: exponentials start at once, against an old maximum, even that of the rows before; a sum that is too large tells when they
+// Change: exponentials start at once, against an old maximum, in bfloat16 even against none; a sum that is too large tells when they
 //         must be redone; the output leaves by a tensor copy under the next work's first product; a work is taken late; descriptors
 //         are worked out once for a warp, and ahead.
 // Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/stages/13_overlap.md draws it.
@@ -226,14 +226,11 @@ template <>
 constexpr float LARGEST_SUM<__half> = 32768.0f;
 constexpr float SUM_LIMIT = LARGEST_SUM<element>;
 
-// A row's first sum is against the maximum of another row, which may lie far above its own scores: it must be above this. bfloat16
-// has FP32's exponents, and small probabilities are as exact as others; fp16 loses bits of what is below 2^-14.
-template <typename T>
-constexpr float SMALLEST_SUM = 1.0e-18f;
-template <>
-constexpr float SMALLEST_SUM<__half> = 0.25f;
-// Under the causal mask a work's first rows see few keys of its first tile: their sums would be too small for fp16 time and again.
-constexpr bool OTHERS_MAX = !CAUSAL || SMALLEST_SUM<element> < SMALLEST_SUM<__half>;
+// With FP32's range a work can begin without a maximum, as if it were 0: a row's first sum says whether that will do. Small
+// probabilities are as exact as large ones there; in fp16, what is below 2^-14 loses bits. A maximum of rows before would serve as
+// well, but which those are is chance, and so would be the last bits of the output.
+constexpr bool NO_MAXIMUM = SUM_LIMIT > LARGEST_SUM<__half>;
+constexpr float SMALLEST_SUM = 1.0f / SUM_LIMIT;
 
 // The exponentials are void: some score is too far above the old maximum, or all of a row's are too far below it. The warp's scores
 // are worked out again by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, once for the maximum and once for
@@ -376,40 +373,34 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[q.stage][consumer], warp, lane);
     return true;
   };
-  // What a work's first tile needs once its scores are there, where there is no maximum yet. O is 0.
+  // What a work's first tile needs once its scores are there. There is no maximum yet; and O is 0.
   const auto first_probabilities = [&]() {
     release(&smem.K_empty[kv.stage]);
-    rows = {};
-    exact_probabilities(num_tiles - 1);
-    round_P<TILE_KV>(P_reg, S_reg);
-    before = kv;
-    kv = kv.next();
-  };
-  // The same against the maxima of the lane's rows of the work before, which will do as well where they are not far off.
-  const auto next_probabilities = [&]() {
-    release(&smem.K_empty[kv.stage]);
     const int tile = num_tiles - 1;
-    float sum[HALVES];
-    if (!CAUSAL && tile < whole_tiles()) {
-      exponentials(S_reg, rows, p.scale_log2, sum);
-    } else {
-      int num_keys[HALVES];
-      count_keys(num_keys, tile);
-      masked_exponentials(S_reg, rows, p.scale_log2, sum, num_keys);
-    }
-    bool good = true;
+    if constexpr (NO_MAXIMUM) {
+      rows.max[0] = rows.max[1] = 0.0f;
+      if (!CAUSAL && tile < whole_tiles()) {
+        exponentials(S_reg, rows, p.scale_log2, rows.sum);
+      } else {
+        int num_keys[HALVES];
+        count_keys(num_keys, tile);
+        masked_exponentials(S_reg, rows, p.scale_log2, rows.sum, num_keys);
+      }
+      bool good = true;
 #pragma unroll
-    for (int h = 0; h < HALVES; ++h) {
-      const float row_sum = lanes_sum<ROW_LANES>(sum[h]);
-      good = good && SMALLEST_SUM<element> < row_sum && row_sum < SUM_LIMIT;
-    }
-    if (__all_sync(FULL_WARP, good)) {
-      rows.sum[0] = sum[0];
-      rows.sum[1] = sum[1];
-      round_P<TILE_KV>(P_reg, S_reg);
+      for (int h = 0; h < HALVES; ++h) {
+        const float row_sum = lanes_sum<ROW_LANES>(rows.sum[h]);
+        good = good && SMALLEST_SUM < row_sum && row_sum < SUM_LIMIT;
+      }
+      if (__any_sync(FULL_WARP, !good)) {
+        rows = {};
+        redo(P_reg, O_reg, rows, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, warp_row(), warp, lane);
+      } else {
+        round_P<TILE_KV>(P_reg, S_reg);
+      }
     } else {
-      rows = {};
-      redo(P_reg, O_reg, rows, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, warp_row(), warp, lane);
+      exact_probabilities(tile);
+      round_P<TILE_KV>(P_reg, S_reg);
     }
     before = kv;
     kv = kv.next();
@@ -515,7 +506,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     __syncwarp();   // all lanes have read it, and Q
     release(&smem.Q_empty[count % Q_STAGES]);
     const RowState done_rows = rows;
-    rows.sum[0] = rows.sum[1] = 0.0f;
+    rows = {};
     if (num_tiles > 0) {
       wait_for_V(before);
       ptx::wgmma_fence();
@@ -534,11 +525,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         leave(done, done_rows);
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_pin(S_reg);
-        if constexpr (OTHERS_MAX) {
-          next_probabilities();
-        } else {
-          first_probabilities();
-        }
+        first_probabilities();
       } else {
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_pin(O_reg);

@@ -745,10 +745,10 @@ STAGES: Mapping[str, Stage] = {
                 "that be undone?"
             ),
             change=(
-                "Exponentials start at once, against the maximum of earlier tiles or of the rows before, and a sum "
-                "that is too large tells when one must be redone; the next work is taken under one's last product, and "
-                "its output leaves by a tensor copy under the next one's first; a work is taken late; Q may stay in "
-                "registers; descriptors are worked out once for a warp."
+                "Exponentials start at once, against the maximum of earlier tiles, in bfloat16 first against none, and "
+                "a sum that is too large tells when one must be redone; the next work is taken under one's last "
+                "product, and its output leaves by a tensor copy under the next one's first; a work is taken late; Q "
+                "may stay in registers; descriptors are worked out once for a warp."
             ),
             prediction=(
                 "Without its maximum a softmax beside three busy warpgroups needs a tenth fewer clocks a score, and "
