@@ -441,7 +441,8 @@ def test_tensor_maps_and_counters_reach_the_kernel(sum_stage: str, head_dim: int
 def test_clusters_and_copies_of_a_panel_reach_the_kernel(sum_stage: str, tmp_path: Path, head_dim: int) -> None:
     text = hopper_sum.SOURCE.read_text(encoding="utf-8")
     edits = [
-        ("TILE_Q, BOX_KV, 1};", "TILE_Q, BOX_KV, 1, 1, 2};"),
+        ("const LaunchShape launch_shape = {", "const ClusterLaunchShape launch_shape = {{"),
+        ("TILE_Q, BOX_KV, 1};", "TILE_Q, BOX_KV, 1}, 1, 2};"),
         (
             "  __syncthreads();\n\n  for (",
             "  __syncthreads();\n  if (ptx::cluster_nctarank() != 2) __trap();\n\n  for (",

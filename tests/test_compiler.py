@@ -160,7 +160,7 @@ def test_one_architecture_compiles_in_time_from_cold_and_from_the_cache(empty_ca
     assert sorted(seen) == sorted(job.label for job in work)
     assert not any(isinstance(r, CompileError) or r.cached for r in results)
     # Two cores of a quiet machine do it in 20 s. CPU time doubles where another program has the other half of a core.
-    assert cold_cpu_seconds / 2 < 45
+    assert cold_cpu_seconds / 2 < 90
 
     before = time.process_time()
     again = compiler.compile_many(work)

@@ -484,16 +484,17 @@ def load(gpu: str, data: Path = DATA) -> Results:
 def checks_file(gpu: str, data: Path = DATA, folder: Literal["checks", "random"] = "checks") -> Path:
     """The file of the newest comparison of stages over hostile lengths and layouts, or over random ones.
 
-    One of dead ends alone does not count.
+    One of dead ends alone does not count, nor does one of a few stages where another one has more.
 
     Raises:
         NoDataError: there is none.
     """
-    files = [
-        path
+    told = {
+        path: {line["stage"].partition("[")[0] for line in check_lines(path)} - stages.DEAD_ENDS.keys()
         for path in sorted((data / gpu / folder).glob("*.jsonl"))
-        if not all(line["stage"].partition("[")[0] in stages.DEAD_ENDS for line in check_lines(path))
-    ]
+    }
+    most = max(map(len, told.values()), default=0)
+    files = [path for path, ids in told.items() if ids and (folder == "checks" or len(ids) == most)]
     if not files:
         raise NoDataError(
             f"wanted checks of {gpu}, found none in data/{gpu}/{folder}. `flashlab check` on such a GPU makes some"
