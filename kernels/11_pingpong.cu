@@ -133,8 +133,18 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
 
   ptx::mbarrier_wait_parity(&smem.Q_full, 0);
   if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[consumer], warp, lane);
-  if (work.num_tiles > 0) {
-    ProductTurns::begin(consumer);
+  ProductTurns::begin(consumer);
+  if (group_q_row >= p.q_len) {   // no rows: what the other consumers need comes and goes
+    for (int tile = 0; tile < work.num_tiles; ++tile) {
+      wait_for_K(tile);
+      wait_for_V(tile);
+      __syncwarp();   // all lanes have seen both come, before one says that they may go
+      release(&smem.K_empty[stage_of(tile)]);
+      release(&smem.V_empty[stage_of(tile)]);
+      ProductTurns::wait(consumer);
+      ProductTurns::pass(consumer);
+    }
+  } else if (work.num_tiles > 0) {
     wait_for_K(0);
     ProductTurns::wait(consumer);
     ptx::wgmma_fence();
@@ -145,11 +155,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     release(&smem.K_empty[stage_of(0)]);
     softmax_of(0);
     round_P<TILE_KV>(P_reg, S_reg);
-    wait_for_V(0);
 
-    bool K_came = false;
+    bool K_came = false, V_came = false;
     for (int tile = 1; tile < work.num_tiles; ++tile) {
       if (!K_came) wait_for_K(tile);
+      if (!V_came) wait_for_V(tile - 1);
       ProductTurns::wait(consumer);
       ptx::wgmma_fence();
       issue_QK(tile);
@@ -160,10 +170,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       ptx::wgmma_wait_group<OVERLAP ? 1 : 0>();   // Q·K is done; P·V may be under way
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[stage_of(tile)]);
-      const bool V_came = V_is_there(tile);
+      V_came = V_is_there(tile);
       softmax_of(tile);
       K_came = K_is_there(tile + 1);
-      if (!V_came) wait_for_V(tile);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[stage_of(tile - 1)]);
@@ -171,12 +180,13 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       round_P<TILE_KV>(P_reg, S_reg);
     }
 
+    if (!V_came) wait_for_V(work.num_tiles - 1);
     ptx::wgmma_fence();
     issue_PV(work.num_tiles - 1);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(O_reg);
-    ProductTurns::end(consumer);
   }
+  ProductTurns::end(consumer);
   ptx::bar_sync(CONSUMER_BARRIER + consumer, WARPGROUP);   // its four warps are done with Q, whose place the output takes
 
   write_output(p, O_reg, rows, smem.Q[consumer], warp, lane, group_q_row, work.head, work.batch);

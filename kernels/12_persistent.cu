@@ -203,11 +203,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       release(&smem.K_empty[stage_of(0)]);
       softmax_of(0);
       round_P<TILE_KV>(P_reg, S_reg);
-      wait_for_V(0);
 
-      bool K_came = false;
+      bool K_came = false, V_came = false;
       for (int tile = 1; tile < num_tiles; ++tile) {
         if (!K_came) wait_for_K(tile);
+        if (!V_came) wait_for_V(tile - 1);
         ProductTurns::wait(consumer);
         ptx::wgmma_fence();
         issue_QK(tile);
@@ -216,10 +216,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
         ptx::wgmma_wait_group<OVERLAP && does(Part::PV) ? 1 : 0>();   // Q·K is done; P·V may be under way
         ptx::wgmma_pin(S_reg);
         release(&smem.K_empty[stage_of(tile)]);
-        const bool V_came = V_is_there(tile);
+        V_came = V_is_there(tile);
         softmax_of(tile);
         K_came = K_is_there(tile + 1);
-        if (!V_came) wait_for_V(tile);
         ptx::wgmma_wait_group<0>();
         ptx::wgmma_pin(O_reg);
         release(&smem.V_empty[stage_of(tile - 1)]);
@@ -228,6 +227,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
       }
       if constexpr (!Q_IN_REGISTERS) release(&smem.Q_empty[q_stage]);
 
+      if (!V_came) wait_for_V(num_tiles - 1);
       ptx::wgmma_fence();
       issue_PV(num_tiles - 1);
       ptx::wgmma_wait_group<0>();

@@ -1,8 +1,8 @@
 // 13_overlap: the softmax waits for nothing that it can do without. Parent: 12_persistent.
 // Question: what keeps the tensor cores and the exponential unit from working at the same time, and how far can that be undone?
 // Change: exponentials start at once, against an old maximum, in bfloat16 even against none; a sum that is too large tells when they
-//         must be redone; the output leaves by a tensor copy under the next work's first product; a work is taken late; descriptors
-//         are worked out once for a warp, and ahead.
+//         must be redone; the wait for P·V stands among them; a work is taken late, and waited for under the last product of the one
+//         before; the output leaves by a tensor copy.
 // Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/stages/13_overlap.md draws it.
 // Requires: sm_90a.
 #include "hopper.cuh"
@@ -18,7 +18,10 @@ constexpr int Q_THREADS = WARP;            // of the producer
 constexpr int KV_THREADS = WARPGROUP - WARP;
 constexpr int Q_STAGES = 2;                // the next Q comes while this one is in use
 constexpr int TAKE_AHEAD = 2;              // a work is taken when so many tiles are to follow the one at hand of the work before
-constexpr int NUM_SCORES = TILE_KV / 2;   // of a tile, a thread
+constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, a thread
+// So many of a tile's exponentials stand before the wait for P·V, the others behind it, where they run beside the rounding of the
+// first. ptxas moves some across the wait in either direction: it names no registers.
+constexpr int BEFORE_PV = NUM_SCORES / 4;
 constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
 static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
 static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
@@ -59,10 +62,6 @@ using KvPlace = Place<PIPELINE_STAGES>;
 __device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same from one number, where registers are short
   return {count % Q_STAGES, static_cast<unsigned>(count / Q_STAGES & 1)};
 }
-
-// The same number, which all lanes have, in a uniform register: ptxas then works out descriptors once for the warp. It does not see
-// by itself that lanes agree on what came through memory or a loop.
-__device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(FULL_WARP, x); }
 
 // Hands a block its work, one after the other: tiles of Q from a counter, of as many heads at once as have room for their K and V in
 // a share of the L2 cache. Of these heads the longest work comes first, so that the last to end is short: causal, the last rows',
@@ -189,33 +188,35 @@ __device__ __forceinline__ void exact_softmax(float (&S_reg)[NUM_SCORES], RowSta
   }
 }
 
-// The exponentials of a tile's scores, 2^(scale · score - max), in their place, against maxima of earlier tiles; and this lane's
-// sums. Nothing here waits for another lane. Where a score is far above the old maximum, a sum says so: see SUM_LIMIT.
-__device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const RowState& rows, float scale_log2, float (&sum)[HALVES]) {
-  float part[HALVES][2] = {};   // two chains of additions for each row
+// A lane's sums over a tile, in two chains of additions for each row.
+struct TileSums {
+  float chain[HALVES][2] = {};
+  __device__ __forceinline__ float of(int h) const { return chain[h][0] + chain[h][1]; }
+};
+
+// The exponentials of a tile's scores FIRST to END, 2^(scale · score - max), in their place, against maxima of earlier tiles; and
+// what they add to the sums. Nothing here waits for another lane. Where a score is far above the old maximum, a sum says so: see
+// SUM_LIMIT.
+template <int FIRST, int END>
+__device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const RowState& rows, float scale_log2, TileSums& sums) {
 #pragma unroll
-  for (int i = 0; i < NUM_SCORES; ++i) {
+  for (int i = FIRST; i < END; ++i) {
     const int h = i / 2 % 2;
     S_reg[i] = ptx::ex2_approx_ftz(fmaf(S_reg[i], scale_log2, -rows.max[h]));
-    part[h][i % 2] += S_reg[i];
+    sums.chain[h][i % 2] += S_reg[i];
   }
-#pragma unroll
-  for (int h = 0; h < HALVES; ++h) sum[h] = part[h][0] + part[h][1];
 }
 
-// The same with the mask: row h sees columns below num_keys[h], counted from this lane's first.
+// All of a tile's, with the mask: row h sees columns below num_keys[h], counted from this lane's first.
 __device__ __forceinline__ void masked_exponentials(float (&S_reg)[NUM_SCORES], const RowState& rows, float scale_log2,
-                                                    float (&sum)[HALVES], const int (&num_keys)[HALVES]) {
-  float part[HALVES][2] = {};
+                                                    TileSums& sums, const int (&num_keys)[HALVES]) {
 #pragma unroll
   for (int i = 0; i < NUM_SCORES; ++i) {
     const int h = i / 2 % 2;
     const float x = fmaf(S_reg[i], scale_log2, -rows.max[h]);
     S_reg[i] = ptx::ex2_approx_ftz(i / 4 * 8 + i % 2 < num_keys[h] ? x : NEG_INF);
-    part[h][i % 2] += S_reg[i];
+    sums.chain[h][i % 2] += S_reg[i];
   }
-#pragma unroll
-  for (int h = 0; h < HALVES; ++h) sum[h] = part[h][0] + part[h][1];
 }
 
 // While a lane's sum over a tile is below this, each of its exponentials can be rounded to 16 bits: they are not negative. It holds
@@ -331,6 +332,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   int not_mine = 0;    // tiles that the block needs and this consumer does not; they come first
   float rescale[HALVES];
 
+  const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
   const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
   const auto wait_for_V = [&](KvPlace at) { ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity); };
   const auto current = [&]() -> const Work& { return smem.work[count % Q_STAGES]; };   // read again, rather than kept in registers
@@ -339,7 +341,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     if constexpr (Q_IN_REGISTERS) {
       multiply_QK<TILE_KV>(S_reg, Q_reg, desc);
     } else {
-      multiply_QK<TILE_KV>(S_reg, rows_descriptor(smem.Q[uniform(count % Q_STAGES)][consumer]), desc);
+      multiply_QK<TILE_KV>(S_reg, rows_descriptor(smem.Q[count % Q_STAGES][consumer]), desc);
     }
     ptx::wgmma_commit_group();
   };
@@ -364,13 +366,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   };
   // Takes the next work; false where there is none.
   const auto take = [&]() {
-    ++count;
-    const Place<Q_STAGES> q = Q_place(count);
-    ptx::mbarrier_wait_parity(&smem.Q_full[q.stage], q.parity);
+    wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
     not_mine = current().num_tiles - num_tiles;
-    if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[q.stage][consumer], warp, lane);
+    if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[count % Q_STAGES][consumer], warp, lane);
     return true;
   };
   // What a work's first tile needs once its scores are there. There is no maximum yet; and O is 0.
@@ -379,16 +379,18 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     const int tile = num_tiles - 1;
     if constexpr (NO_MAXIMUM) {
       rows.max[0] = rows.max[1] = 0.0f;
+      TileSums sums;
       if (!CAUSAL && tile < whole_tiles()) {
-        exponentials(S_reg, rows, p.scale_log2, rows.sum);
+        exponentials<0, NUM_SCORES>(S_reg, rows, p.scale_log2, sums);
       } else {
         int num_keys[HALVES];
         count_keys(num_keys, tile);
-        masked_exponentials(S_reg, rows, p.scale_log2, rows.sum, num_keys);
+        masked_exponentials(S_reg, rows, p.scale_log2, sums, num_keys);
       }
       bool good = true;
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
+        rows.sum[h] = sums.of(h);
         const float row_sum = lanes_sum<ROW_LANES>(rows.sum[h]);
         good = good && SMALLEST_SUM < row_sum && row_sum < SUM_LIMIT;
       }
@@ -405,42 +407,41 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     before = kv;
     kv = kv.next();
   };
-  // A work's output leaves; O is 0 again.
-  const auto leave = [&](const Work& done, const RowState& done_rows) {
+  // A work's output leaves; nothing of it is left for the next.
+  const auto leave = [&](const Work& done) {
     const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
     if constexpr (ALIGNED) {
-      copy_output(p, maps, O_reg, done_rows, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
+      copy_output(p, maps, O_reg, rows, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     } else {
-      write_output(p, O_reg, done_rows, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
+      write_output(p, O_reg, rows, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
     }
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) O_reg[i] = 0.0f;
+    rows = {};
   };
 
   ProductTurns::begin(consumer);
-  bool more = take(), begun = false;   // begun: the first tile's probabilities are there
+  bool more = take();
   while (more) {
-    if (!begun) {
-      for (; not_mine > 0; --not_mine, kv = kv.next()) {
-        wait_for_K();
-        __syncwarp();   // no lane still waits for a phase that an arrival could end for good
-        release(&smem.K_empty[kv.stage]);
-        ProductTurns::wait(consumer);
-        ProductTurns::pass(consumer);
-        wait_for_V(kv);
-        __syncwarp();
-        release(&smem.V_empty[kv.stage]);
-      }
-      if (num_tiles > 0) {
-        wait_for_K();
-        ProductTurns::wait(consumer);
-        ptx::wgmma_fence();
-        issue_QK(uniform(kv.stage));
-        ProductTurns::pass(consumer);
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_pin(S_reg);
-        first_probabilities();
-      }
+    for (; not_mine > 0; --not_mine, kv = kv.next()) {
+      wait_for_K();
+      __syncwarp();   // no lane still waits for a phase that an arrival could end for good
+      release(&smem.K_empty[kv.stage]);
+      ProductTurns::wait(consumer);
+      ProductTurns::pass(consumer);
+      wait_for_V(kv);
+      __syncwarp();
+      release(&smem.V_empty[kv.stage]);
+    }
+    if (num_tiles > 0) {
+      wait_for_K();
+      ProductTurns::wait(consumer);
+      ptx::wgmma_fence();
+      issue_QK(kv.stage);
+      ProductTurns::pass(consumer);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(S_reg);
+      first_probabilities();
     }
     int tile = num_tiles - 2;
 
@@ -450,8 +451,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       wait_for_V(before);
       ProductTurns::wait(consumer);
       ptx::wgmma_fence();
-      issue_QK(uniform(kv.stage));
-      issue_PV(uniform(before.stage));
+      issue_QK(kv.stage);
+      issue_PV(before.stage);
       ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(S_reg);
@@ -466,28 +467,27 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
 
     bool K_came = false, V_came = false;   // asked before it must be known, because an answer takes a while
-    int K_stage = uniform(kv.stage), V_stage = uniform(before.stage);   // and so worked out a tile ahead
     for (; tile >= 0; --tile) {
       if (!K_came) wait_for_K();
       if (!V_came) wait_for_V(before);
       ProductTurns::wait(consumer);
       ptx::wgmma_fence();
-      issue_QK(K_stage);
-      issue_PV(V_stage);
+      issue_QK(kv.stage);
+      issue_PV(before.stage);
       ProductTurns::pass(consumer);
       ptx::wgmma_wait_group<1>();   // Q·K is done; P·V of the tile before is under way
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[kv.stage]);
       const KvPlace after = kv.next();
-      const int next_stage = uniform(after.stage);
       K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
       V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
-      float sum[HALVES];
-      exponentials(S_reg, rows, p.scale_log2, sum);
-      // ptxas moves a part of the exponentials behind this wait: P·V is done by then, and they run beside the rounding of the others.
-      ptx::wgmma_wait_group<0>();
+      TileSums sums;
+      exponentials<0, BEFORE_PV>(S_reg, rows, p.scale_log2, sums);
+      ptx::wgmma_wait_group<0>();   // so is P·V
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[before.stage]);
+      exponentials<BEFORE_PV, NUM_SCORES>(S_reg, rows, p.scale_log2, sums);
+      const float sum[HALVES] = {sums.of(0), sums.of(1)};
       if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
         redo(P_reg, O_reg, rows, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, warp_row(), warp, lane);
       } else {
@@ -497,46 +497,23 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       }
       before = kv;
       kv = after;
-      V_stage = K_stage;
-      K_stage = next_stage;
     }
 
-    // The last P·V. Under it the next work is taken; under that one's first Q·K the output leaves.
-    const Work done = current();
-    __syncwarp();   // all lanes have read it, and Q
-    release(&smem.Q_empty[count % Q_STAGES]);
-    const RowState done_rows = rows;
-    rows = {};
+    // The last P·V. Under it the next work is waited for, and taken before the output leaves.
     if (num_tiles > 0) {
       wait_for_V(before);
       ptx::wgmma_fence();
-      issue_PV(uniform(before.stage));
-      more = take();
-      begun = more && num_tiles > 0 && not_mine == 0;
-      if (begun) {
-        wait_for_K();
-        ProductTurns::wait(consumer);
-        ptx::wgmma_fence();
-        issue_QK(uniform(kv.stage));
-        ProductTurns::pass(consumer);
-        ptx::wgmma_wait_group<1>();   // P·V is done
-        ptx::wgmma_pin(O_reg);
-        release(&smem.V_empty[before.stage]);
-        leave(done, done_rows);
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_pin(S_reg);
-        first_probabilities();
-      } else {
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_pin(O_reg);
-        release(&smem.V_empty[before.stage]);
-        leave(done, done_rows);
-      }
-    } else {
-      leave(done, done_rows);
-      more = take();
-      begun = false;
+      issue_PV(before.stage);
+      wait_for_Q(count + 1);   // or word that there is no more
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(O_reg);
+      release(&smem.V_empty[before.stage]);
     }
+    const Work done = current();
+    __syncwarp();   // all lanes have read it, and Q
+    release(&smem.Q_empty[count % Q_STAGES]);
+    more = take();
+    leave(done);
   }
   if constexpr (ALIGNED) output_copied(lane);
   ProductTurns::end(consumer);
@@ -547,7 +524,7 @@ attention_13_overlap(const __grid_constant__ AttentionParams p, const __grid_con
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const int warpgroup = uniform(threadIdx.x / WARPGROUP);
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
   const int thread = threadIdx.x % WARPGROUP;
 
   if (threadIdx.x == 0) {

@@ -66,9 +66,6 @@ def attention_t0_triton(
 
     Q_ptrs = Q + batch * Q_batch + head * Q_head + rows[:, None] * Q_row + d[None, :]
     Q_tile = tl.load(Q_ptrs, mask=rows[:, None] < q_len, other=0.0)
-    if scale_log2 < 0:  # the same scores, by a positive scale
-        Q_tile = -Q_tile
-    scale_log2 = tl.abs(scale_log2)
     K += batch * K_batch + kv_head * K_head
     V += batch * V_batch + kv_head * V_head
 
@@ -77,7 +74,8 @@ def attention_t0_triton(
     for_all = tl.minimum(tl.maximum(first, 0), kv_len) if CAUSAL else kv_len
     for_any = tl.minimum(tl.maximum(first + TILE_Q - 1, 0), kv_len) if CAUSAL else kv_len
     last_of_row = rows + 1 + kv_len - q_len if CAUSAL else rows * 0 + kv_len
-    unmasked = for_all // TILE_KV * TILE_KV
+    # The way without a mask needs a positive scale. Turning Q instead of leaving it would keep it in registers.
+    unmasked = tl.where(scale_log2 > 0, for_all // TILE_KV * TILE_KV, 0)
 
     O_acc = tl.zeros([TILE_Q, HEAD_DIM], tl.float32)
     row_max = tl.full([TILE_Q], float("-inf"), tl.float32)  # in units of log2

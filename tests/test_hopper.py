@@ -23,7 +23,8 @@ SPECIALIZED = tuple(stage for stage in HOPPER if "NUM_CONSUMERS" in stage.params
 SPECULATIVE = tuple(stage for stage in SPECIALIZED if stage.id == "13_overlap")
 """Some of its scores are worked out again by mma.sync, and its exponentials wait for no maximum."""
 OVERLAPPING = tuple(stage for stage in SPECIALIZED if "OVERLAP" in stage.params or stage in SPECULATIVE)
-PERSISTENT = tuple(stage for stage in SPECIALIZED if {"Q_STAGES", "L2_SHARE_MB"} & set(stage.params))
+RESTING = tuple(stage for stage in SPECIALIZED if stage.id != "10_warp_specialized")
+"""A consumer without rows passes tiles on and does nothing else."""
 MASKS = (False, True)
 WARPGROUP = 128
 SM_REGISTERS = 65536
@@ -71,7 +72,7 @@ def test_the_output_leaves_16_bytes_at_a_time(stage: Stage) -> None:
         wide = stores.count("STG.E.128")
         if stage in SPECULATIVE:  # by a tensor copy, wherever a work ends
             assert wide == 0
-            assert sum(name.startswith("UTMASTG") for name in names) == 3
+            assert sum(name.startswith("UTMASTG") for name in names) == 1
         else:
             assert wide >= 16 * head_dim // 8 // 32  # a warp's 16 rows, by its lanes
         assert len(stores) - wide <= (6 if stage in SPECULATIVE else 2)  # log-sum-exp, of a thread's two rows
@@ -89,7 +90,8 @@ def test_registers_are_dealt_anew(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", OVERLAPPING, ids=lambda stage: stage.id)
 def test_exponentials_come_before_the_wait_for_the_product_behind_them(stage: Stage) -> None:
-    """A compiler may move them behind it, as waits name no registers: if all, nothing overlaps, and nothing says so."""
+    """A compiler may move them behind it, as waits name no registers: if all, nothing overlaps, and nothing says so.
+    Some may: once the product is done, they run beside the rounding of the first."""
     for head_dim, causal in itertools.product(stage.head_dims, MASKS):
         built = cubin(stage, head_dim, causal=causal)
         instructions = sass.disassemble(built.code, built.entry)
@@ -104,11 +106,11 @@ def test_exponentials_come_before_the_wait_for_the_product_behind_them(stage: St
             if leaves_one
         ]
         scores = built.parameters["TILE_KV"] // 2  # a thread's
-        if stage in SPECULATIVE:  # the output leaves beside a product too
-            assert len(spans) == 2
-            assert scores // 4 <= sum(spans) <= scores
+        assert len(spans) == 1
+        if stage in SPECULATIVE:
+            assert scores // 4 <= spans[0] <= scores
         else:
-            assert spans == [scores + 2]  # and a factor for each row
+            assert scores // 16 < spans[0] - 2 <= scores  # and a factor for each row
 
 
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
@@ -132,7 +134,7 @@ def test_any_finite_scale(stage: Stage, scale: float) -> None:
     assert verdict.reason == ""
 
 
-@pytest.mark.parametrize("stage", PERSISTENT, ids=lambda stage: stage.id)
+@pytest.mark.parametrize("stage", RESTING, ids=lambda stage: stage.id)
 def test_lanes_stay_together_where_a_consumer_has_no_rows(stage: Stage) -> None:
     """One lane says for its warp that a tile may go: ahead of others that still wait for it, it would leave them
     a phase that never comes back. Some seeds would stop there."""
@@ -193,7 +195,7 @@ def test_scores_that_need_a_maximum_get_one(stage: Stage, head_dim: int, dtype: 
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("stage", PERSISTENT, ids=lambda stage: stage.id)
+@pytest.mark.parametrize("stage", RESTING, ids=lambda stage: stage.id)
 def test_the_output_is_the_same_whoever_takes_which_work(stage: Stage, dtype: DType) -> None:
     """Blocks take works as they come: no bit may depend on what a block worked on before."""
     try:

@@ -746,9 +746,9 @@ STAGES: Mapping[str, Stage] = {
             ),
             change=(
                 "Exponentials start at once, against the maximum of earlier tiles, in bfloat16 first against none, and "
-                "a sum that is too large tells when one must be redone; the next work is taken under one's last "
-                "product, and its output leaves by a tensor copy under the next one's first; a work is taken late; Q "
-                "may stay in registers; descriptors are worked out once for a warp."
+                "a sum that is too large tells when one must be redone; the wait for P·V stands among them; a work is "
+                "taken late, and waited for under the last product of the one before; its output leaves by a tensor "
+                "copy; Q may stay in registers."
             ),
             prediction=(
                 "Without its maximum a softmax beside three busy warpgroups needs a tenth fewer clocks a score, and "
