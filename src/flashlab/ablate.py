@@ -414,10 +414,7 @@ def split(
         if stage_id not in SPLIT_STAGES:
             raise ParameterError(f"stage: wanted one of {', '.join(SPLIT_STAGES)}, got {stage_id!r}")
     problems = problems or [Problem.parse(shape) for shape in SPLIT_SHAPES]
-    if arch is None or slug is None:
-        info = gpu.info(device)
-        arch, slug = arch or info.arch, slug or info.slug
-    here = slug
+    arch, here = gpu.arch_and_slug(device, arch, slug)
 
     def variation(stage_id: str, part: str) -> bench.Variation:
         params = {} if part == "nothing" else {"LEAVE_OUT": PARTS[part]}
@@ -484,9 +481,7 @@ def measure_levers(
     """
     chosen = levers.choose(None if problems is None else tuple(problems))
     files = {lever.name: lever.write() for lever in chosen}
-    if arch is None or slug is None:
-        info = gpu.info(device)
-        arch, slug = arch or info.arch, slug or info.slug
+    arch, slug = gpu.arch_and_slug(device, arch, slug)
     groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, bench.Variation]] = {}
     levels: dict[str, str] = {}
     for lever in chosen:
