@@ -5,21 +5,24 @@ from __future__ import annotations
 import csv
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import synthetic
+from ahead import ahead, chosen
 
 from flashlab import ablate, bench, compiler, emulator, levers, records, report, sass, stages, tuned
-from flashlab.attention import emulate
+from flashlab.attention import Emulation, emulate
 from flashlab.check import check
 from flashlab.compiler import Cubin, Job
-from flashlab.errors import MissingPackageError, ParameterError
+from flashlab.errors import CompileError, MissingPackageError, ParameterError
 from flashlab.paths import NOTEBOOKS
-from flashlab.problem import DType, Problem
+from flashlab.problem import Problem
 from flashlab.records import Ablation, Part
 from flashlab.reference import make_inputs
 
@@ -35,12 +38,13 @@ MACROS = [
     for stage in stages.STAGES.values()
     for name, param in stage.ablations.items()
     for value in param.choices
-    if name != "LEAVE_OUT" and value != param.default
+    if name not in ("LEAVE_OUT", "MAX_REGISTERS") and value != param.default
 ]
-"""Every value of every macro that leaves the output right, but for the defaults."""
+"""Every value of every macro that leaves the output right, but for the defaults and what a CPU has none of."""
 NEEDED_BESIDE: Mapping[tuple[str, str], Mapping[str, int]] = {("08_swizzle", "PADDING"): {"SWIZZLE": 0}}
 SPLIT = [stages.STAGES[stage_id] for stage_id in ablate.SPLIT_STAGES]
 PROBLEM = Problem.parse("16x16x2048x64")
+ON_A_CPU = (Problem.parse("1x2x1x80x203x64"), Problem.parse("1x1x1x113x70x64", mask="causal"))
 
 
 # --- axes and macros --------------------------------------------------------------------------------------------------
@@ -97,8 +101,10 @@ def test_a_macros_default_is_what_the_kernel_does_without_it(stage: stages.Stage
         assert param.default in param.choices
         assert re.search(rf"\b{name}\b", stage.source.read_text(encoding="utf-8")) or name == "LEAVE_OUT"
     named = {name: param.default for name, param in stage.ablations.items()}
-    what: dict[str, Any] = {"head_dim": 64, "dtype": "float16", "causal": True, "arch": "sm_90a"}
-    plain, explicit = (compiler.compile_stage(stage, **what, overrides=one) for one in ({}, named))
+    what: dict[str, Any] = {"stage": stage, "head_dim": 64, "dtype": "float16", "causal": True, "arch": "sm_90a"}
+    plain, explicit = compiler.compile_many([Job(**what, overrides=one) for one in ({}, named)])
+    assert isinstance(plain, Cubin)
+    assert isinstance(explicit, Cubin)
     assert sass.disassemble(plain.code, plain.entry) == sass.disassemble(explicit.code, explicit.entry)
 
 
@@ -120,34 +126,43 @@ def test_a_spill_is_refused_where_it_is_not_asked_for() -> None:
         compiler.compile_stage(stages.STAGES["00_naive"], **what)
 
 
+def _ran(stage: stages.Stage, name: str, value: int, problem: Problem) -> Emulation:
+    """With that value of a macro, and what it needs beside it."""
+    params = {**NEEDED_BESIDE.get((stage.id, name), {}), name: value}
+    races = problem.mask == "full"
+    return emulate(*make_inputs(problem), causal=problem.causal, stage=stage.id, params=params, races=races)
+
+
+@pytest.fixture(scope="module")
+def ran(request: pytest.FixtureRequest) -> Iterator[Mapping[tuple[str, str, int, Problem], Future[Emulation]]]:
+    """What comes of each macro on the CPU."""
+    mine = [
+        (given["stage"], given["name"], given["value"], problem)
+        for given in chosen(request, "test_every_macro_leaves_the_output_right")
+        for problem in ON_A_CPU
+    ]
+    with ahead({(stage.id, *rest): partial(_ran, stage, *rest) for stage, *rest in mine}) as found:
+        yield found
+
+
 @needs_compiler
 @pytest.mark.parametrize(("stage", "name", "value"), MACROS, ids=lambda x: getattr(x, "id", str(x)))
-def test_every_macro_leaves_the_output_right(stage: stages.Stage, name: str, value: int) -> None:
-    params = {**NEEDED_BESIDE.get((stage.id, name), {}), name: value}
-    dtype: DType = "float16"
-    for shape, mask in (("1x2x1x80x203x64", "full"), ("1x1x1x113x70x64", "causal")):
-        problem = Problem.parse(shape, dtype=dtype, mask=mask)
-        q, k, v = make_inputs(problem)
-        ran = emulate(q, k, v, causal=problem.causal, stage=stage.id, params=params, races=mask == "full")
-        verdict = check(ran.out, ran.lse, q, k, v, causal=problem.causal, dtype=dtype)
-        assert verdict.passed, f"{params} {problem.label}: {verdict.reason}"
-        assert not ran.report.findings
+def test_every_macro_leaves_the_output_right(
+    stage: stages.Stage, name: str, value: int, ran: Mapping[tuple[str, str, int, Problem], Future[Emulation]]
+) -> None:
+    for problem in ON_A_CPU:
+        found = ran[stage.id, name, value, problem].result()
+        verdict = check(found.out, found.lse, *make_inputs(problem), causal=problem.causal, dtype=problem.dtype)
+        assert verdict.passed, f"{problem.label}: {verdict.reason}"
+        assert not found.report.findings
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def loop_counts(stage: stages.Stage, left_out: str) -> Counter[str]:
-    """Instructions by opcode in the longest loop of the machine code for sm_90a, D=64, full."""
-    cubin = compiler.compile_stage(
-        stage,
-        head_dim=64,
-        dtype="float16",
-        causal=False,
-        arch="sm_90a",
-        overrides={"LEAVE_OUT": ablate.PARTS[left_out]},
-        may_spill=True,
-    )
+def loop_counts(cubin: Cubin | CompileError) -> Counter[str]:
+    """Instructions by opcode in the longest loop of the machine code."""
+    assert isinstance(cubin, Cubin)
     instructions = sass.disassemble(cubin.code, cubin.entry)
     start, end = 0, -1
     for one in instructions:
@@ -159,7 +174,9 @@ def loop_counts(stage: stages.Stage, left_out: str) -> Counter[str]:
 
 @pytest.mark.parametrize("stage", SPLIT, ids=lambda s: s.id)
 def test_what_is_left_out_is_gone_and_the_rest_is_there(stage: stages.Stage) -> None:
-    whole, qk, softmax, pv, memory = (loop_counts(stage, part) for part in ablate.PARTS)
+    what: dict[str, Any] = {"stage": stage, "head_dim": 64, "dtype": "float16", "causal": False, "arch": "sm_90a"}
+    work = [Job(**what, overrides={"LEAVE_OUT": part}, may_spill=True) for part in ablate.PARTS.values()]
+    whole, qk, softmax, pv, memory = map(loop_counts, compiler.compile_many(work))
     products = "HGMMA" if stage.tensor_maps else "HMMA"
     # Exponentials of the softmax; the reciprocal at the end of a row is in a persistent stage's loop too.
     divisions = softmax["MUFU"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from functools import cache
 
 import numpy as np
 import pytest
@@ -28,6 +29,8 @@ RESTING = tuple(stage for stage in SPECIALIZED if stage.id != "10_warp_specializ
 MASKS = (False, True)
 WARPGROUP = 128
 SM_REGISTERS = 65536
+machine_code = cache(sass.disassemble)
+"""Once, as several tests read the same."""
 
 
 def cubin(
@@ -47,7 +50,7 @@ def shape(built: Cubin) -> LaunchShape:
 
 
 def opcodes(built: Cubin) -> list[str]:
-    return [instruction.opcode for instruction in sass.without_padding(sass.disassemble(built.code, built.entry))]
+    return [instruction.opcode for instruction in sass.without_padding(machine_code(built.code, built.entry))]
 
 
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
@@ -94,7 +97,7 @@ def test_exponentials_come_before_the_wait_for_the_product_behind_them(stage: St
     Some may: once the product is done, they run beside the rounding of the first."""
     for head_dim, causal in itertools.product(stage.head_dims, MASKS):
         built = cubin(stage, head_dim, causal=causal)
-        instructions = sass.disassemble(built.code, built.entry)
+        instructions = machine_code(built.code, built.entry)
         waits = [
             (i, instruction.operands.endswith("0x1"))
             for i, instruction in enumerate(instructions)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import nbformat
 import pytest
+from ahead import ahead, chosen
 from synthetic import write_synthetic
 
 from flashlab import emulator, gpu, notebook, records, report, tables
@@ -21,7 +24,7 @@ from flashlab.errors import (
     ReportError,
     UnknownStageError,
 )
-from flashlab.notebook import attempt, compare, compare_rows, count_accesses, edited, own_copy, settings
+from flashlab.notebook import Outcome, attempt, compare, compare_rows, count_accesses, edited, own_copy, settings
 from flashlab.paths import DATA, NOTEBOOKS
 from flashlab.problem import suite
 from flashlab.stages import CUDA_STAGES, STAGES
@@ -34,6 +37,7 @@ MORE_PARAMETERS = {
 }
 NO_COMPILER = notebook.no_compiler()
 needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
+Outcomes = Mapping[tuple[str, str], Future[tuple[Outcome, Path]]]
 HIDDEN_RACE = "__syncwarp();   // the row's scores are in registers"
 """A barrier of 05_wmma without which the numbers are right all the same."""
 
@@ -43,6 +47,28 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_synthetic(folder, problems=suite("first"))
     return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(
+    request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Outcomes]:
+    """By test and name, what comes of a notebook and the folder that it is in."""
+    folder = tmp_path_factory.mktemp("outcomes")
+    given = {
+        "test_replay": {"data": str(data)},
+        # Stages are what notebooks compile and emulate, which the others do with all of them.
+        "test_before_anything_was_measured": {"data": str(folder / "none"), "stages": "00_naive"},
+        "test_replay_of_the_committed_data": {},
+    }
+
+    def run(test: str, name: str) -> tuple[Outcome, Path]:
+        out, parameters = folder / test, {"source": "replay", **given[test]}
+        return report.execute(NOTEBOOKS / f"{name}.ipynb", out, parameters), out
+
+    wanted = [(test, of["name"]) for test in given for of in chosen(request, test)]
+    with ahead({one: partial(run, *one) for one in wanted}) as found:
+        yield found
 
 
 def _cells(name: str) -> list[nbformat.NotebookNode]:
@@ -74,8 +100,8 @@ def test_form(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_replay(name: str, data: Path, tmp_path: Path) -> None:
-    outcome = report.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path, {"source": "replay", "data": str(data)})
+def test_replay(name: str, outcomes: Outcomes) -> None:
+    outcome, _ = outcomes["test_replay", name].result()
     assert outcome.source == "replay"
     assert outcome.gpu == "nvidia-h200"
     assert outcome.numbers
@@ -94,19 +120,18 @@ def test_replay(name: str, data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_before_anything_was_measured(name: str, tmp_path: Path) -> None:
-    empty = tmp_path / "data"
-    outcome = report.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path / "out", {"source": "replay", "data": str(empty)})
+def test_before_anything_was_measured(name: str, outcomes: Outcomes) -> None:
+    outcome, folder = outcomes["test_before_anything_was_measured", name].result()
     assert outcome.gpu is None
     if name not in ("03_anatomy", "edit_a_kernel"):
-        text = (tmp_path / "out" / f"{name}.ipynb").read_text(encoding="utf-8")
+        text = (folder / f"{name}.ipynb").read_text(encoding="utf-8")
         assert "Nothing has been measured yet" in text
 
 
 @pytest.mark.skipif(not records.gpus(DATA), reason="no GPU's records are committed under data/")
 @pytest.mark.parametrize("name", NAMES)
-def test_replay_of_the_committed_data(name: str, tmp_path: Path) -> None:
-    outcome = report.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path, {"source": "replay"})
+def test_replay_of_the_committed_data(name: str, outcomes: Outcomes) -> None:
+    outcome, _ = outcomes["test_replay_of_the_committed_data", name].result()
     assert outcome.gpu in records.gpus(DATA)
 
 

@@ -414,10 +414,7 @@ def split(
         if stage_id not in SPLIT_STAGES:
             raise ParameterError(f"stage: wanted one of {', '.join(SPLIT_STAGES)}, got {stage_id!r}")
     problems = problems or [Problem.parse(shape) for shape in SPLIT_SHAPES]
-    if arch is None or slug is None:
-        info = gpu.info(device)
-        arch, slug = arch or info.arch, slug or info.slug
-    here = slug
+    arch, here = gpu.arch_and_slug(device, arch, slug)
 
     def variation(stage_id: str, part: str) -> bench.Variation:
         params = {} if part == "nothing" else {"LEAVE_OUT": PARTS[part]}
@@ -484,9 +481,7 @@ def measure_levers(
     """
     chosen = levers.choose(None if problems is None else tuple(problems))
     files = {lever.name: lever.write() for lever in chosen}
-    if arch is None or slug is None:
-        info = gpu.info(device)
-        arch, slug = arch or info.arch, slug or info.slug
+    arch, slug = gpu.arch_and_slug(device, arch, slug)
     groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, bench.Variation]] = {}
     levels: dict[str, str] = {}
     for lever in chosen:
@@ -799,25 +794,37 @@ def chart(found: Sequence[Effect], *, name: str = "ablations") -> Chart | str:
     timed = [one for one in found if one.ratio is not None]
     if not timed:
         return NOTHING_YET
+    told = "; ".join(f"{one.group}, {one.name}: {one.ratio:.3f}" for one in timed if not one.is_first)
+    return _ratio_chart(
+        [(f"{one.group} ({AXES[one.group].stage[:2]})", one.name, one) for one in timed],
+        name=name,
+        first="the first level",
+        alt=f"Time of every level over that of the first level of its axis. {told}.",
+        caption="What one change does to a stage's time: each level beside the first of its axis (in brackets the "
+        "stage)",
+    )
+
+
+def _ratio_chart(rows: Sequence[tuple[str, str, Effect]], *, name: str, first: str, alt: str, caption: str) -> Chart:
+    """Time over that of the first, by group: rows are group, title and effect, each of which has a ratio."""
     groups: dict[str, list[Interval]] = {}
-    for one in timed:
+    for group, title, one in rows:
         assert one.ratio is not None
         low, high = one.interval or (one.ratio, one.ratio)
         look = {"slower": "worse", "faster": "better"}.get(one.verdict, "first" if one.is_first else "plain")
-        row = Interval(name=one.name, value=one.ratio, low=low, high=high, look=look)  # type: ignore[arg-type]
-        groups.setdefault(f"{one.group} ({AXES[one.group].stage[:2]})", []).append(row)
-    told = "; ".join(f"{one.group}, {one.name}: {one.ratio:.3f}" for one in timed if not one.is_first)
+        row = Interval(name=title, value=one.ratio, low=low, high=high, look=look)  # type: ignore[arg-type]
+        groups.setdefault(group, []).append(row)
+    shown = [one for _, _, one in rows]
     return intervals(
         groups,
         name=name,
-        xlabel="time over that of the first level; less is better",
+        xlabel=f"time over that of {first}; less is better",
         reference=1.0,
         ratio=True,
-        alt=f"Time of every level over that of the first level of its axis. {told}.",
-        caption="What one change does to a stage's time: each level beside the first of its axis (in brackets the "
-        "stage), with the 95 % interval of the ratio, which is often narrower than the mark.",
-        provenance=_came_from(timed),
-        data_files=_files(timed, "ablations"),
+        alt=alt,
+        caption=f"{caption}, with the 95 % interval of the ratio, which is often narrower than the mark.",
+        provenance=_came_from(shown),
+        data_files=_files(shown, "ablations"),
     )
 
 
@@ -863,6 +870,21 @@ def _cells(one: Effect) -> list[tables.Cell]:
     return [str(one.cubin.registers), str(one.cubin.spill_store_bytes), None if blocks is None else str(blocks)]
 
 
+def _problem_text(problem: Problem) -> str:
+    return f"{tables.shape_of(problem)} {problem.mask} {problem.dtype}"
+
+
+def _time_text(one: Effect | None) -> str | None:
+    return None if one is None or one.median_us is None else f"{one.median_us:.1f}"
+
+
+def _said(one: Effect) -> str:
+    """What can be said of its time, or why there is none."""
+    if one.median_us is None:
+        return one.reason[:_REASON_CHARS]
+    return "compared with" if one.is_first else one.verdict
+
+
 def _ratio_text(value: float | None, interval: tuple[float, float] | None, *, percent: bool = False) -> str | None:
     if value is None:
         return None
@@ -882,19 +904,10 @@ def table(found: Sequence[Effect]) -> str:
         rows: list[list[tables.Cell]] = []
         for one in found:
             if (one.group, one.problem) == (name, problem):
-                said = "compared with" if one.is_first else one.verdict
-                rows.append(
-                    [
-                        one.name,
-                        said if one.median_us is not None else one.reason[:_REASON_CHARS],
-                        None if one.median_us is None else f"{one.median_us:.1f}",
-                        _ratio_text(one.ratio, one.interval),
-                        *_cells(one),
-                    ]
-                )
+                rows.append([one.name, _said(one), _time_text(one), _ratio_text(one.ratio, one.interval), *_cells(one)])
         header = ("level", "", "µs", "time over the first's (95 %)", "registers", "spilled B", "blocks/SM")
         text.append(
-            f"### {name}: `{axis.stage}`, {tables.shape_of(problem)} {problem.mask} {problem.dtype}\n\n"
+            f"### {name}: `{axis.stage}`, {_problem_text(problem)}\n\n"
             f"{axis.question}{claims}\n\n*Expected:* {axis.prediction}\n\n{tables.markdown(header, rows, left=2)}"
         )
     return "\n".join(text)
@@ -908,30 +921,15 @@ def lever_chart(found: Sequence[Effect], *, name: str = "levers") -> Chart | str
     timed = [one for one in found if one.ratio is not None and not one.is_first]
     if not timed:
         return LEVER_NOT_MEASURED
-    groups: dict[str, list[Interval]] = {}
-    for one in sorted(timed, key=lambda one: (one.name, one.problem.head_dim, one.problem.mask != "full")):
-        assert one.ratio is not None
-        low, high = one.interval or (one.ratio, one.ratio)
-        look = {"slower": "worse", "faster": "better"}.get(one.verdict, "plain")
-        row = Interval(name=_lever_problem(one.problem), value=one.ratio, low=low, high=high, look=look)  # type: ignore[arg-type]
-        groups.setdefault(one.name, []).append(row)
-    told = "; ".join(f"{one.name}, {_lever_problem(one.problem)}: {one.ratio:.3f}" for one in timed)
-    return intervals(
-        groups,
+    told = "; ".join(f"{one.name}, {_problem_text(one.problem)}: {one.ratio:.3f}" for one in timed)
+    ordered = sorted(timed, key=lambda one: (one.name, one.problem.head_dim, one.problem.mask != "full"))
+    return _ratio_chart(
+        [(one.name, _problem_text(one.problem), one) for one in ordered],
         name=name,
-        xlabel="time over that of the stage as it is; less is better",
-        reference=1.0,
-        ratio=True,
+        first="the stage as it is",
         alt=f"Time of every lever over that of its stage as it is. {told}.",
-        caption="What a change of the source does to a stage's time, each beside the stage as it is, with the 95 % "
-        "interval of the ratio, which is often narrower than the mark.",
-        provenance=_came_from(timed),
-        data_files=_files(timed, "ablations"),
+        caption="What a change of the source does to a stage's time, each beside the stage as it is",
     )
-
-
-def _lever_problem(problem: Problem) -> str:
-    return f"{tables.shape_of(problem)} {problem.mask} {problem.dtype}"
 
 
 def lever_table(found: Sequence[Effect]) -> str:
@@ -945,10 +943,10 @@ def lever_table(found: Sequence[Effect]) -> str:
         beside = plain.get((one.run, one.problem, one.first_times_us))
         rows.append(
             [
-                _lever_problem(one.problem),
-                one.verdict if one.median_us is not None else one.reason[:_REASON_CHARS],
-                None if beside is None or beside.median_us is None else f"{beside.median_us:.1f}",
-                None if one.median_us is None else f"{one.median_us:.1f}",
+                _problem_text(one.problem),
+                _said(one),
+                _time_text(beside),
+                _time_text(one),
                 _ratio_text(one.ratio, one.interval),
                 *(None if of is None or of.cubin is None else str(sum(of.cubin.sass.values())) for of in (beside, one)),
                 None if one.cubin is None else str(one.cubin.spill_store_bytes),
@@ -974,7 +972,7 @@ def split_table(found: Sequence[Effect]) -> str:
                 f"`{one.group}`",
                 tables.shape_of(one.problem),
                 _PART_TITLES.get(one.name, one.name),
-                None if one.median_us is None else f"{one.median_us:.1f}",
+                _time_text(one),
                 _ratio_text(share, interval, percent=True),
                 *_cells(one),
             ]

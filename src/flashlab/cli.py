@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,7 +34,7 @@ from flashlab.errors import (
 from flashlab.paths import BUILD, DATA
 from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Mask, Problem
 from flashlab.problem import suite as suite_of
-from flashlab.records import Cache, Regime
+from flashlab.records import Ablation, Cache, Regime
 
 if TYPE_CHECKING:
     from flashlab.ablate import Effect
@@ -942,17 +943,8 @@ def ablate(
             )
         return
     problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype or "float16", mask=mask or "full")
-    with _progress() as progress:
-        path = module.measure(
-            [axis.name for axis in chosen],
-            problem=problem,
-            plan=plan,
-            data=data,
-            device=device,
-            announce=_say,
-            progress=_follow(progress, "measuring"),
-        )
-    _emit_levels(module.effects(records.read_ablations(path)[0]), path, as_json)
+    measure = partial(module.measure, [axis.name for axis in chosen], problem=problem)
+    _measure_levels(measure, module.effects, plan=plan, device=device, data=data, as_json=as_json)
 
 
 def _ablate_levers(
@@ -991,20 +983,23 @@ def _ablate_levers(
             shown = ("name", "stage", "question")
             _emit_table((*shown, "problems"), [(*(row[k] for k in shown), "; ".join(row["problems"])) for row in rows])
         return
-    with _progress() as progress:
-        path = module.measure_levers(
-            problems,
-            plan=plan,
-            data=data,
-            device=device,
-            announce=_say,
-            progress=_follow(progress, "measuring"),
-        )
-    _emit_levels(module.lever_effects(records.read_ablations(path)[0]), path, as_json)
+    measure = partial(module.measure_levers, problems)
+    _measure_levels(measure, module.lever_effects, plan=plan, device=device, data=data, as_json=as_json)
 
 
-def _emit_levels(found: Sequence[Effect], path: Path, as_json: bool) -> None:
+def _measure_levels(
+    measure: Callable[..., Path],
+    effects: Callable[[Iterable[Ablation]], list[Effect]],
+    *,
+    plan: Plan,
+    device: int,
+    data: Path,
+    as_json: bool,
+) -> None:
     """Levels of axes, or levers, beside the first of their group; an error where one has no time."""
+    with _progress() as progress:
+        path = measure(plan=plan, data=data, device=device, announce=_say, progress=_follow(progress, "measuring"))
+    found = effects(records.read_ablations(path)[0])
     _emit_effects(found, path, as_json)
     failures = [one for one in found if one.median_us is None]
     if failures:

@@ -282,9 +282,7 @@ def tune(
     """
     stage = registry.get(stage_id)
     problems = problems_of(head_dim=head_dim, mask=mask, dtype=dtype, shapes=shapes)
-    if arch is None or slug is None:
-        info = gpu.info(device)
-        arch, slug = arch or info.arch, slug or info.slug
+    arch, slug = gpu.arch_and_slug(device, arch, slug)
     for problem in problems:
         stage.require(problem, arch)
     causal = mask == "causal"
@@ -383,9 +381,7 @@ def tune_all(
     Raises:
         As `tune`; a task of which nothing compiles is announced and left out.
     """
-    if arch is None or slug is None:
-        info = gpu.info(device)
-        arch, slug = arch or info.arch, slug or info.slug
+    arch, slug = gpu.arch_and_slug(device, arch, slug)
     jobs = []
     for key, variants in tasks:
         stage = registry.get(key.stage)

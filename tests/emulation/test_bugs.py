@@ -5,11 +5,13 @@ A file's first lines say what must catch it; see README.md there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import pytest
+from ahead import ahead
 from emulation import kernel_file
 
 from flashlab import emulator
@@ -28,8 +30,8 @@ MECHANISMS = 24
 
 
 @pytest.fixture(scope="module")
-def builds() -> Iterator[dict[tuple[str, bool], Future[Emulated]]]:
-    """Both variants of every file, by name and whether it is the wrong one; compiled two at a time."""
+def builds() -> Iterator[Mapping[tuple[str, bool], Future[Emulated]]]:
+    """Both variants of every file, by name and whether it is the wrong one."""
     try:
         emulator.cxx()
     except MissingPackageError as error:
@@ -39,11 +41,9 @@ def builds() -> Iterator[dict[tuple[str, bool], Future[Emulated]]]:
         hooks = not wrong or kernel_file.read(path).facts["needs"] == "hooks"
         return emulator.build_file(path, entry=path.stem, defines={"BUG": 1} if wrong else {}, hooks=hooks)
 
-    pool = ThreadPoolExecutor(2)
-    try:
-        yield {(path.stem, wrong): pool.submit(build, path, wrong) for path in CORPUS for wrong in (False, True)}
-    finally:
-        pool.shutdown(cancel_futures=True)
+    both = [(path, wrong) for path in CORPUS for wrong in (False, True)]
+    with ahead({(path.stem, wrong): partial(build, path, wrong) for path, wrong in both}) as found:
+        yield found
 
 
 def test_the_corpus_is_large_and_well_described() -> None:
@@ -58,7 +58,7 @@ def test_the_corpus_is_large_and_well_described() -> None:
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_the_correct_kernel_is_silent(path: Path, builds: dict[tuple[str, bool], Future[Emulated]]) -> None:
+def test_the_correct_kernel_is_silent(path: Path, builds: Mapping[tuple[str, bool], Future[Emulated]]) -> None:
     file = kernel_file.read(path)
     wanted = file.expected()
     emulated = builds[path.stem, False].result()
@@ -70,7 +70,7 @@ def test_the_correct_kernel_is_silent(path: Path, builds: dict[tuple[str, bool],
 
 
 @pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
-def test_the_wrong_kernel_is_caught(path: Path, builds: dict[tuple[str, bool], Future[Emulated]]) -> None:
+def test_the_wrong_kernel_is_caught(path: Path, builds: Mapping[tuple[str, bool], Future[Emulated]]) -> None:
     file = kernel_file.read(path)
     wanted = set(file.facts["caught by"].split("|"))
     emulated = builds[path.stem, True].result()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from ahead import ahead
 from emulation import kernel_file
 
 from flashlab import emulator
@@ -19,20 +21,17 @@ FILES = sorted((ROOT / "tests/emulation/conformance").glob("*.cu"))
 
 
 @pytest.fixture(scope="module")
-def builds() -> Iterator[dict[str, Future[Emulated]]]:
+def builds() -> Iterator[Mapping[str, Future[Emulated]]]:
     try:
         emulator.cxx()
     except MissingPackageError as error:
         pytest.skip(str(error))
-    pool = ThreadPoolExecutor(2)
-    try:
-        yield {path.stem: pool.submit(emulator.build_file, path, entry=path.stem) for path in FILES}
-    finally:
-        pool.shutdown(cancel_futures=True)
+    with ahead({path.stem: partial(emulator.build_file, path, entry=path.stem) for path in FILES}) as found:
+        yield found
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_runs_and_is_right(path: Path, builds: dict[str, Future[Emulated]]) -> None:
+def test_it_runs_and_is_right(path: Path, builds: Mapping[str, Future[Emulated]]) -> None:
     file = kernel_file.read(path)
     report, arrays = kernel_file.emulate(file, builds[path.stem].result())
     assert report.status == "ok", report.message
