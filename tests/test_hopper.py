@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 
-from flashlab import compiler, emulator, sass
+from flashlab import compiler, emulator, sass, tuned
 from flashlab.attention import emulate
 from flashlab.check import check
 from flashlab.compiler import Cubin, LaunchShape
@@ -92,11 +92,12 @@ def test_registers_are_dealt_anew(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize("stage", OVERLAPPING, ids=lambda stage: stage.id)
-def test_exponentials_come_before_the_wait_for_the_product_behind_them(stage: Stage) -> None:
-    """A compiler may move them behind it, as waits name no registers: if all, nothing overlaps, and nothing says so.
-    Some may: once the product is done, they run beside the rounding of the first."""
-    for head_dim, causal in itertools.product(stage.head_dims, MASKS):
-        built = cubin(stage, head_dim, causal=causal)
+def test_a_product_may_run_on_during_the_softmax(stage: Stage) -> None:
+    """One wait leaves it under way. How many exponentials stand before the next wait is the assembler's choice, because
+    waits name no registers; where 13_overlap is tuned, a part of them does: with fewer it is slower."""
+    for head_dim, causal, dtype in itertools.product(stage.head_dims, MASKS, stage.dtypes):
+        values = tuned.parameters(stage, "nvidia-h200", head_dim=head_dim, causal=causal, dtype=dtype)
+        built = cubin(stage, head_dim, causal=causal, dtype=dtype, overrides=values)
         instructions = machine_code(built.code, built.entry)
         waits = [
             (i, instruction.operands.endswith("0x1"))
@@ -108,12 +109,10 @@ def test_exponentials_come_before_the_wait_for_the_product_behind_them(stage: St
             for (first, leaves_one), (last, _) in itertools.pairwise(waits)
             if leaves_one
         ]
-        scores = built.parameters["TILE_KV"] // 2  # a thread's
         assert len(spans) == 1
-        if stage in SPECULATIVE:
+        scores = built.parameters["TILE_KV"] // 2  # a thread's
+        if stage in SPECULATIVE and dtype == "bfloat16":
             assert scores // 4 <= spans[0] <= scores
-        else:
-            assert scores // 16 < spans[0] - 2 <= scores  # and a factor for each row
 
 
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
