@@ -410,15 +410,17 @@ def test_dead_ends_are_shown_with_what_was_measured_in_turn(data: Path) -> None:
     assert names.index("wmma_no_smem[COLUMN_LANES=32]") == names.index("wmma_no_smem") + 1
 
 
-def test_a_comparison_of_dead_ends_does_not_stand_in_for_the_ladders(tmp_path: Path) -> None:
-    folder = tmp_path / "nvidia-h200" / "checks"
-    folder.mkdir(parents=True)
+@pytest.mark.parametrize("folder", ["checks", "random"])
+def test_a_comparison_of_few_stages_does_not_stand_in_for_that_of_many(tmp_path: Path, folder: str) -> None:
+    """Nor does one of dead ends alone."""
+    path = tmp_path / "nvidia-h200" / folder
+    path.mkdir(parents=True)
     header = {"format": 2, "run": "x", "time": "x", "gpu": {}, "source": {}, "software": {}}
     line = {"shape": "1x1x1x64", "dtype": "float16", "mask": "full", "layout": "contiguous", "status": "ok"}
-    for run, stage in (("1", "00_naive"), ("2", "tile48[TILE_Q=32]")):
-        text = "".join(json.dumps(one) + "\n" for one in (header, {"stage": stage, **line}))
-        (folder / f"{run}.jsonl").write_text(text, encoding="utf-8")
-    assert results.checks_file("nvidia-h200", tmp_path).stem == "1"
+    for run, ids in (("1", ("00_naive", "03_warp_rows")), ("2", ("03_warp_rows",)), ("3", ("tile48[TILE_Q=32]",))):
+        text = "".join(json.dumps(one) + "\n" for one in (header, *({"stage": stage, **line} for stage in ids)))
+        (path / f"{run}.jsonl").write_text(text, encoding="utf-8")
+    assert results.checks_file("nvidia-h200", tmp_path, folder).stem == "1"
 
 
 @every_dead_end

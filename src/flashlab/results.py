@@ -494,7 +494,7 @@ def checks_file(gpu: str, data: Path = DATA, folder: Literal["checks", "random"]
         for path in sorted((data / gpu / folder).glob("*.jsonl"))
     }
     most = max(map(len, told.values()), default=0)
-    files = [path for path, ids in told.items() if ids and (folder == "checks" or len(ids) == most)]
+    files = [path for path, ids in told.items() if ids and len(ids) == most]
     if not files:
         raise NoDataError(
             f"wanted checks of {gpu}, found none in data/{gpu}/{folder}. `flashlab check` on such a GPU makes some"
