@@ -478,10 +478,11 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def as_device_array(obj: Any, name: str, stream: int | None = None) -> DeviceArray:
-    """A view of a torch tensor, a CuPy array, or any `__cuda_array_interface__` or DLPack object. Copies nothing.
+    """A view of a torch tensor, a CuPy array, or any DLPack or `__cuda_array_interface__` object. Copies nothing.
 
     `name` is what errors call it. `stream` is where it will be used: a DLPack or interface producer orders its work
-    before that stream; torch and CuPy arrays are taken as their libraries' streams leave them.
+    before that stream; torch and CuPy arrays are taken as their libraries' streams leave them. An interface must be of
+    version 3, which can name a stream.
 
     Raises:
         DeviceError: it is no array, or not on a CUDA GPU.

@@ -58,13 +58,13 @@ def _runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     with ThreadPoolExecutor(1) as compiling, ThreadPoolExecutor(AT_ONCE) as pool:
         made = compiling.submit(ahead) if wanted else None
 
-        def begin(name: str) -> Any:
-            folder = tmp_path_factory.mktemp(name)
+        def begin(name: str, folder: Path) -> Any:
             if made:
                 made.result()
             return wanted[name](folder)
 
-        yield {name: pool.submit(begin, name) for name in wanted}
+        folders = {name: tmp_path_factory.mktemp(name) for name in wanted}  # pytest makes them in one thread alone
+        yield {name: pool.submit(begin, name, folder) for name, folder in folders.items()}
         pool.shutdown(cancel_futures=True)
 
 

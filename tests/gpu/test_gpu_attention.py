@@ -272,7 +272,7 @@ class _Foreign:
     """An array of no library that flashlab knows."""
 
     def __init__(self, values: Any) -> None:
-        self.__cuda_array_interface__ = values.__cuda_array_interface__
+        self.__cuda_array_interface__ = {**values.__cuda_array_interface__, "version": 3}  # torch says 2
 
 
 @pytest.mark.parametrize("library", ["torch", "cupy", "other"])
