@@ -215,6 +215,26 @@ def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) 
     assert found[causal].sustained_run is None
 
 
+def test_no_sustained_ratio_leaves_out_the_library_that_is_the_fastest_in_bursts(tmp_path: Path) -> None:
+    run, full = "20260102T030000Z-0123abc", "20260101T030000Z-4567def"
+    rows = [_timed("01_coalesced", FIRST, run, 100.0, sustained=150.0), _timed("sdpa_flash", FIRST, run, 120.0)]
+    _write(tmp_path, run, *rows, _timed("sdpa", FIRST, run, 190.0, sustained=200.0))
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert found.burst.peer == "sdpa_flash"
+    assert (found.sustained, found.named_sustained, found.sustained_run) == (None, None, None)
+    _write(
+        tmp_path,
+        full,
+        _timed("01_coalesced", FIRST, full, 100.0, sustained=150.0),
+        _timed("sdpa_flash", FIRST, full, 120.0, sustained=165.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.sustained_run == full
+    assert found.sustained is not None
+    assert found.sustained.ratio == pytest.approx(1.1)
+
+
 def test_no_ratio_is_older_than_the_last_rung(tmp_path: Path) -> None:
     old, new = "20260101T030000Z-4567def", "20260102T030000Z-0123abc"
     causal = Problem.parse(FIRST_SHAPE, mask="causal")

@@ -680,8 +680,8 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
     parts.append(
         "## Against the libraries\n\n"
         "The best stage and the best library of the same element type, from the newest run in which they took turns. "
-        "Sustained is the best stage against the library that is the fastest there, from the newest run that kept both "
-        "busy.\n\n"
+        "Sustained is the best stage against the library that is the fastest there, from the newest run that also kept "
+        "the library busy that is the best in bursts.\n\n"
         f"{tables.against(results.against_peers(shown.gpu, data))}"
     )
     for mask in ("full", "causal"):

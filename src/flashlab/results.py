@@ -299,8 +299,8 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
 
     Both rows come from one run, in which they were measured in turn: of the newest session that timed a stage and a
     library at the problem, the run that timed most of both, then the newest. Under continuous work, likewise, of the
-    newest run that measured it. Sessions from before the last rung that this GPU has measured take no part, nor do
-    edited copies of a stage.
+    newest run that kept the library busy that is the best in bursts: without it, a ratio would say too much.
+    Sessions from before the last rung that this GPU has measured take no part, nor do edited copies of a stage.
 
     Raises:
         NoDataError: the GPU has no measurement.
@@ -328,15 +328,16 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
         chosen = max(parts[problem], key=lambda rows: _rivals(rows, sessions))
         stage = fastest_stage(chosen)
         burst = _contest(chosen, stage, "burst")
-        kept_busy = [rows for rows in parts[problem] if _contest(rows, fastest_stage(rows), "sustained")]
-        busy = max(kept_busy, key=lambda rows: rows[0].run, default=chosen)
+        kept_busy = [rows for rows in parts[problem] if burst and "sustained" in _regimes(rows, burst.peer)]
+        kept_busy = [rows for rows in kept_busy if _contest(rows, fastest_stage(rows), "sustained")]
+        busy = max(kept_busy, key=lambda rows: rows[0].run, default=[])
         lacking = "stage" if stage is None else "library"
         found.append(
             AgainstPeers(
                 problem=problem,
                 run=chosen[0].run,
                 sustained_run=busy[0].run if kept_busy else None,
-                dirty=chosen[0].source.dirty or busy[0].source.dirty,
+                dirty=any(rows[0].source.dirty for rows in (chosen, busy) if rows),
                 burst=burst,
                 sustained=_contest(busy, fastest_stage(busy), "sustained"),
                 named=_contest(_named(chosen), stage, "burst"),
@@ -345,6 +346,10 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
             )
         )
     return tuple(found)
+
+
+def _regimes(rows: Iterable[Measurement], name: str) -> set[Regime]:
+    return {samples.regime for row in rows if row.name == name for samples in row.samples}
 
 
 def _named(rows: Sequence[Measurement]) -> list[Measurement]:
