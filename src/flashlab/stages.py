@@ -753,9 +753,9 @@ STAGES: Mapping[str, Stage] = {
             prediction=(
                 "Without its maximum a softmax beside three busy warpgroups needs a tenth fewer clocks a score, and "
                 "the begin and end of a work, a twentieth of its time at S=2048 and a tenth causal, can be covered. "
-                "At D=128 the exponentials fit under the products, and Q in registers takes a third of Q·K's shared- "
-                "memory reads away: about FA3's rate. 560 to 590 TFLOP/s full at D=64 on an H200; the clock, which "
-                "falls as the tensor cores fill, takes part of every gain."
+                "At D=128 the exponentials fit under the products, and Q in registers takes a third of Q·K's "
+                "shared-memory reads away: about FA3's rate. 560 to 590 TFLOP/s full at D=64 on an H200; the clock, "
+                "which falls as the tensor cores fill, takes part of every gain."
             ),
             min_arch="sm_90a",
             max_arch="sm_90a",
