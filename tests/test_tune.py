@@ -402,7 +402,10 @@ def test_the_command_takes_a_stage_or_a_plan(tmp_path: Path) -> None:
     plan = str(ROOT / "scripts" / "tuning.json")
     shown = CliRunner().invoke(app, ["tune", "--plan", plan, "--head-dim", "64", "--mask", "full", "--dry-run"])
     assert shown.exit_code == 0
-    assert "11_pingpong D64 full float16: 13 variants" in shown.stderr
+    (pingpong,) = (
+        task for task in tune.read_plan(Path(plan)) if task.key == tuned.Key("11_pingpong", 64, "full", "float16")
+    )
+    assert f"11_pingpong D64 full float16: {len(pingpong.variants)} variants" in shown.stderr
     assert "D128" not in shown.stderr
     for what in ([], [STAGE.id, "--plan", plan]):
         refused = CliRunner().invoke(app, ["tune", *what])
