@@ -328,8 +328,11 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
         chosen = max(parts[problem], key=lambda rows: _rivals(rows, sessions))
         stage = fastest_stage(chosen)
         burst = _contest(chosen, stage, "burst")
-        kept_busy = [rows for rows in parts[problem] if burst and "sustained" in _regimes(rows, burst.peer)]
-        kept_busy = [rows for rows in kept_busy if _contest(rows, fastest_stage(rows), "sustained")]
+        kept_busy = [
+            rows
+            for rows in parts[problem]
+            if burst and "sustained" in _regimes(rows, burst.peer) and _contest(rows, fastest_stage(rows), "sustained")
+        ]
         busy = max(kept_busy, key=lambda rows: rows[0].run, default=[])
         lacking = "stage" if stage is None else "library"
         found.append(
