@@ -151,6 +151,23 @@ def test_a_library_of_another_type_stands_beside_rows_of_its_session(tmp_path: P
     _write(tmp_path, second, measurement("sdpa_cudnn", bf16, run=second))
     shown = results.load(GPU, tmp_path)
     assert [(row.name, row.run) for row in shown.beside(FIRST)] == [("sdpa_cudnn", second)]
+    # Another session has a stage there and is shown for that type; the hollow mark stays in its own session.
+    later = "20260103T030000Z-4567abc"
+    able = next(stage.id for stage in stages.STAGES.values() if "bfloat16" in stage.dtypes)
+    _write(tmp_path, later, measurement("sdpa_cudnn", bf16, run=later), measurement(able, bf16, run=later))
+    shown = results.load(GPU, tmp_path)
+    assert {row.run for row in shown.rows(bf16)} == {later}
+    assert [(row.name, row.run) for row in shown.beside(FIRST)] == [("sdpa_cudnn", second)]
+
+
+def test_a_library_of_another_type_and_another_session_does_not_stand_beside(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T100000Z-0123abc"
+    unfit = measurement("sdpa_cudnn", FIRST, run=first).model_copy(
+        update={"status": "unsupported", "reason": "bfloat16 alone", "samples": (), "verdict": None}
+    )
+    _write(tmp_path, first, measurement("00_naive", FIRST, run=first), unfit)
+    _write(tmp_path, second, measurement("sdpa_cudnn", Problem.parse(FIRST_SHAPE, dtype="bfloat16"), run=second))
+    assert results.load(GPU, tmp_path).beside(FIRST) == ()
 
 
 # --- Against the libraries --------------------------------------------------------------------------------------------

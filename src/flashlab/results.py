@@ -52,6 +52,8 @@ class Results:
     ceilings: Mapping[str, Ceiling]
     sessions: Mapping[str, str] = field(default_factory=dict)
     """The session of each run: the id of its first run."""
+    by_session: Mapping[Problem, Mapping[str, tuple[Measurement, ...]]] = field(default_factory=dict)
+    """Rows of each problem in every session that measured it, the one in `problems` too."""
     damage: tuple[Damage, ...]
     """Files that differ from CHECKSUMS and lines that could not be read; what could is unharmed."""
 
@@ -98,19 +100,21 @@ class Results:
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that do not take the element type of `problem` (of `first`, where None), timed in another.
 
-        At the same shape and mask and in the same session, so that the rates may stand side by side. They are never the
-        fastest library that percentages refer to: a percentage keeps to one element type.
+        At the same shape and mask and in the same session, so that the rates may stand side by side, whether or not it
+        is that session which is shown for their type. They are never the fastest library that percentages refer to: a
+        percentage keeps to one element type.
         """
         wanted = problem or self.first
         rows = self.problems.get(wanted, ()) if wanted else ()
         lacking = {(self.session(row), row.name) for row in rows if row.kind == "peer" and row.status == "unsupported"}
         found: dict[str, Measurement] = {}
-        for other, theirs in self.problems.items():
+        for other, sessions in self.by_session.items():
             if wanted is None or other == wanted or replace(other, dtype=wanted.dtype) != wanted:
                 continue
-            for row in theirs:
-                if (self.session(row), row.name) in lacking and rate(row) is not None:
-                    found.setdefault(row.name, row)
+            for session, theirs in sessions.items():
+                for row in theirs:
+                    if (session, row.name) in lacking and rate(row) is not None:
+                        found.setdefault(row.name, row)
         return ordered(found.values())
 
 
@@ -469,11 +473,18 @@ def load(gpu: str, data: Path = DATA) -> Results:
             by_problem.setdefault(row.problem.problem(), {})[row.name] = row
         for problem, rows in by_problem.items():
             found.setdefault(problem, {}).setdefault(sessions[run.id], []).append(rows)
-    shown: dict[Problem, tuple[Measurement, ...]] = {}
-    for problem, by_session in found.items():
-        merged = {session: _merged(parts) for session, parts in by_session.items()}
-        best = max(merged, key=lambda session: (_tried(merged[session]), session))
-        shown[problem] = ordered(merged[best].values())
+    merged = {
+        problem: {session: _merged(parts) for session, parts in by_session.items()}
+        for problem, by_session in found.items()
+    }
+    every = {
+        problem: {session: ordered(rows.values()) for session, rows in by_session.items()}
+        for problem, by_session in merged.items()
+    }
+    shown = {
+        problem: every[problem][max(by_session, key=lambda session: (_tried(by_session[session]), session))]
+        for problem, by_session in merged.items()
+    }
     machine_file = data / gpu / "machine.json"
     try:
         machine = Machine.model_validate_json(machine_file.read_bytes())
@@ -485,6 +496,7 @@ def load(gpu: str, data: Path = DATA) -> Results:
         problems={problem: shown[problem] for problem in sorted(shown, key=_problem_order)},
         ceilings=records.newest_ceilings(gpu, data),
         sessions=sessions,
+        by_session=every,
         damage=records.verify(gpu, data),
     )
 
