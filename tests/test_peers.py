@@ -9,6 +9,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +36,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_registry_has_what_the_lab_compares_with() -> None:
     assert list(peers.PEERS) == [
         "sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient", "sdpa_math", "cublas_unfused", "flex",
-        "triton_fa2", "fa3",
+        "triton_fa2", "fa3", "fa4",
     ]  # fmt: skip
     assert all(peer.title and peer.how for peer in peers.PEERS.values())
     with pytest.raises(errors.ParameterError, match="sdpa_cudnn"):
@@ -59,6 +60,25 @@ def test_a_missing_wheel_is_told_from_a_missing_torch(monkeypatch: pytest.Monkey
     reason = peers.get("fa3").why_not(BFLOAT16)
     assert reason is not None
     assert "pip install 'fa3-fwd'" in reason.reason
+
+
+def test_another_package_of_the_same_name_is_not_taken_for_the_peer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlashAttention-2's package is called flash_attn too, and has no module `cute`."""
+    for name in ("torch", "flash_attn"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("torch", "flash_attn")]:
+        monkeypatch.delitem(sys.modules, name)
+    reason = peers.get("fa4").why_not(FULL)
+    assert reason is not None
+    assert reason.kind == "missing"
+    assert "pip install 'flash-attn-4'" in reason.reason
+    (tmp_path / "flash_attn" / "cute.py").touch()
+    assert peers.get("fa4").why_not(FULL) is None
+    assert peers.get("fa4").why_not(FULL, compute_capability=(7, 5)) is not None
 
 
 @pytest.mark.usefixtures("installed")

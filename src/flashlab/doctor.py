@@ -137,6 +137,7 @@ def _gpu_packages(_: Path) -> Iterator[Finding]:
         ("cupy", "cupy", "no measuring"),
         ("triton", "triton", "no FlexAttention peer"),
         ("flash-attention-3", "fa3_fwd_interface", "no FlashAttention-3 peer"),
+        ("flash-attention-4", "flash_attn", "no FlashAttention-4 peer"),
     ):
         if importlib.util.find_spec(module):
             yield Finding(name=name, state="ok", detail=_version(module))

@@ -64,7 +64,7 @@ class Peer:
         `compute_capability` and `free_bytes` (device memory) are checked where given.
         """
         for module, requirement in self.packages:
-            if importlib.util.find_spec(module) is None:
+            if not _installed(module):
                 return WhyNot(
                     "missing",
                     f"{self.name} needs the Python package {module}; `pip install '{requirement}'` installs it",
@@ -91,6 +91,13 @@ class Peer:
                     f"{free_bytes / 1e9:.1f} GB are free",
                 )
         return None
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that `module` is in
+        return False
 
 
 def score_bytes(problem: Problem) -> int:
@@ -247,8 +254,20 @@ def _fa3(problem: Problem) -> Attention:
 
 def _fa3_limits(problem: Problem) -> str | None:
     if problem.dtype != "bfloat16":
-        return f"the published wheel holds bfloat16 and fp8 kernels alone; got {problem.dtype}"
+        # FlashAttention-3's source has float16 too; whoever built the wheel left it out.
+        return f"the wheel fa3-fwd was built with bfloat16 and fp8 kernels alone; got {problem.dtype}"
     return None
+
+
+def _fa4(problem: Problem) -> Attention:
+    interface = importlib.import_module("flash_attn.cute")
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        # As FlashAttention-3 wants them. The first call of a head dim, type and mask compiles: some seconds.
+        out = interface.flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=problem.causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return attend
 
 
 def _flash_limits(problem: Problem) -> str | None:
@@ -347,6 +366,14 @@ PEERS: Mapping[str, Peer] = {
             limits=_fa3_limits,
             min_capability=(9, 0),
             max_capability=(9, 0),
+        ),
+        Peer(
+            name="fa4",
+            title="FlashAttention-4 (CuTe DSL)",
+            how="flash_attn.cute.flash_attn_func",
+            packages=(*_TORCH, ("flash_attn.cute", "flash-attn-4")),
+            build=_fa4,
+            min_capability=(8, 0),
         ),
     )
 }

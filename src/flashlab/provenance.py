@@ -39,6 +39,8 @@ PACKAGES = (
     "nvidia-cuda-cuobjdump",
     "nvidia-cudnn-cu13",
     "fa3-fwd",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
     "cuda-bench",
     "papermill",
 )
