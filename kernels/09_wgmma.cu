@@ -149,6 +149,7 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(O_reg);
   }
+  if constexpr (BY_THREADS) ptx::cp_async_wait_all();   // where no row sees a key, Q is still on its way
   __syncthreads();   // everyone is done with Q, whose place the output takes
 
   write_output(p, O_reg, rows, smem.Q[warpgroup], warp, lane, group_q_row, head, batch);

@@ -220,9 +220,10 @@ __device__ __forceinline__ void masked_exponentials(float (&S_reg)[NUM_SCORES], 
 }
 
 // While a lane's sum over a tile is below this, each of its exponentials can be rounded to 16 bits: they are not negative. It holds
-// for no NaN. 2^15 leaves fp16 a factor of two; bfloat16 has FP32's range, in which the output must find room too.
+// for no NaN. 2^15 leaves fp16 a factor of two. bfloat16 has FP32's range, in which their products with V must find room too: a row's
+// sum stays below 2^32 a tile, and with 2^20 tiles values of V from 2^-80 to 2^70 have it, the small ones by SMALLEST_SUM.
 template <typename T>
-constexpr float LARGEST_SUM = 1.0e18f;
+constexpr float LARGEST_SUM = 1 << 30;
 template <>
 constexpr float LARGEST_SUM<__half> = 32768.0f;
 constexpr float SUM_LIMIT = LARGEST_SUM<element>;

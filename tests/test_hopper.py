@@ -231,3 +231,33 @@ def test_what_is_no_number_stays_none(stage: Stage, bad: float) -> None:
     sound = check(np.asarray(found.out)[:, :1], None, q[:, :1], k[:, :1], v[:, :1], causal=False, dtype="float16")
     assert sound.reason == ""
     assert np.isnan(np.asarray(found.out, np.float64)[0, 1]).any(axis=-1).sum() >= problem.q_len // 3
+
+
+def test_tiles_by_threads_are_there_before_the_output_takes_their_place() -> None:
+    """Where no row of a block sees a key, nothing waits for the block's Q but the end."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    q, k, v = make_inputs(Problem(batch=1, q_heads=1, kv_heads=1, q_len=400, kv_len=16, head_dim=64), seed=0)
+    found = emulate(q, k, v, stage="09_wgmma", params={"FEED": 1}, causal=True, races=True)
+    assert not found.report.findings
+    assert check(np.asarray(found.out), found.lse, q, k, v, causal=True, dtype="float16").reason == ""
+
+
+@pytest.mark.parametrize(("score", "value"), [(37.0, 1e21), (-37.0, 1e-30), (17.0, 1e21), (-17.0, 1e-27)])
+@pytest.mark.parametrize("stage", SPECULATIVE, ids=lambda stage: stage.id)
+def test_a_work_without_a_maximum_leaves_values_their_room(stage: Stage, score: float, value: float) -> None:
+    """Probabilities against no maximum are far from 1, and what they multiply must still find room in FP32."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+    problem = Problem(batch=1, q_heads=1, kv_heads=1, q_len=64, kv_len=64, head_dim=64, dtype="bfloat16")
+    like = make_inputs(problem, seed=0)
+    q, k = (np.full_like(values, 1.0) for values in like[:2])
+    v = ((1.0 + abs(np.asarray(like[2], np.float64))) * value).astype(like[2].dtype)
+    found = emulate(q, k, v, stage=stage.id, scale=score / problem.head_dim)
+    wanted = np.asarray(v, np.float64).mean(axis=2, keepdims=True) / value
+    assert abs(np.asarray(found.out, np.float64) / value - wanted).max() < 2**-6
+    assert np.asarray(found.lse) == pytest.approx(score + np.log(problem.kv_len), rel=1e-5)
