@@ -170,6 +170,33 @@ def test_a_library_of_another_type_and_another_session_does_not_stand_beside(tmp
     assert results.load(GPU, tmp_path).beside(FIRST) == ()
 
 
+def test_a_state_that_a_run_left_out_is_filled_in_from_its_session(tmp_path: Path) -> None:
+    first, second, other = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc", "20260102T033500Z-4567abc"
+    burst = _timed("00_naive", FIRST, first, 300.0), _timed("01_coalesced", FIRST, first, 100.0)
+    _write(tmp_path, first, *burst)
+    _write(tmp_path, second, _timed("01_coalesced", FIRST, second, 120.0, sustained=150.0))
+    _write(tmp_path, other, _timed("00_naive", FIRST, other, 300.0, sustained=400.0))
+    shown = results.load(GPU, tmp_path)
+    naive, coalesced = shown.rows(FIRST)
+    taken = {(samples.regime, samples.median_us) for samples in coalesced.samples}
+    assert taken == {("burst", 100.0), ("sustained", 150.0)}
+    assert {samples.regime for samples in naive.samples} == {"burst"}  # another commit's are not its own
+    assert (naive.run, coalesced.run) == (first, first)
+    assert results.run_files([naive]) == (f"{GPU}/runs/{first}.jsonl",)
+    assert results.run_files([naive, coalesced]) == tuple(f"{GPU}/runs/{run}.jsonl" for run in (first, second))
+
+
+def test_other_machine_code_fills_nothing_in(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(tmp_path, first, _timed("00_naive", FIRST, first, 300.0), _timed("01_coalesced", FIRST, first, 100.0))
+    tuned = _timed("01_coalesced", FIRST, second, 90.0, sustained=150.0)
+    assert tuned.cubin is not None
+    retuned = tuned.model_copy(update={"cubin": tuned.cubin.model_copy(update={"sha256": "0" * 64})})
+    _write(tmp_path, second, retuned)
+    coalesced = results.load(GPU, tmp_path).rows(FIRST)[1]
+    assert {samples.regime for samples in coalesced.samples} == {"burst"}
+
+
 # --- Against the libraries --------------------------------------------------------------------------------------------
 
 
@@ -250,6 +277,22 @@ def test_no_sustained_ratio_leaves_out_the_library_that_is_the_fastest_in_bursts
     assert found.sustained_run == full
     assert found.sustained is not None
     assert found.sustained.ratio == pytest.approx(1.1)
+
+
+def test_a_library_that_is_as_fast_in_bursts_stands_for_the_fastest_under_load(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _timed("01_coalesced", FIRST, run, 100.0, sustained=150.0),
+        _timed("sdpa", FIRST, run, 119.5),
+        _timed("sdpa_cudnn", FIRST, run, 120.0, sustained=180.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert found.sustained is not None
+    assert (found.burst.peer, found.sustained.peer) == ("sdpa", "sdpa_cudnn")
+    assert found.sustained.ratio == pytest.approx(1.2)
 
 
 def test_no_ratio_is_older_than_the_last_rung(tmp_path: Path) -> None:

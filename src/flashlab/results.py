@@ -6,8 +6,8 @@ longer than one command allows is split by head dim, element type or stages, and
 One chart is one session. Among the sessions that measured a problem the one that tried most stages wins, then the
 newest: a later run of a single stage does not hide the ladder. A stage that does not take the problem was not tried.
 Within a session a problem's rows come from the run that tried most stages there, then from the one that took samples in
-most states, then from the newest; what that run did not try is filled in from the session's other runs, and
-`Results.beside` from other element types.
+most states, then from the newest; what that run did not try is filled in from the session's other runs, rows of other
+implementations and samples of the same machine code in other states, and `Results.beside` from other element types.
 
 A ratio means most between rows that were measured in turn: `against_peers` takes both of its rows from one run.
 
@@ -37,6 +37,13 @@ NAMED_PEERS = ("fa3", "sdpa_cudnn")
 """The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
 STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
 """The ways a time is taken, as the report shows them: the headline first."""
+
+
+class Filled(Measurement):
+    """A row with samples of more runs than its own, each of another state."""
+
+    others: tuple[str, ...]
+    """The other runs, of the same session."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +142,8 @@ def of_lengths(
     if len(found) < 2:
         raise NoDataError(
             f"wanted {regime} times at several sequence lengths, D{head_dim} {mask} {dtype}, on {shown.gpu}, found "
-            f"{len(found)}. `flashlab bench --suite lengths` on such a GPU makes some"
+            f"{len(found)}. `flashlab bench --suite lengths{' --sustained 5' if regime == 'sustained' else ''}` "
+            "on such a GPU makes some"
         )
     return found
 
@@ -303,7 +311,8 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
 
     Both rows come from one run, in which they were measured in turn: of the newest session that timed a stage and a
     library at the problem, the run that timed most of both, then the newest. Under continuous work, likewise, of the
-    newest run that kept the library busy that is the best in bursts: without it, a ratio would say too much.
+    newest run that kept a library busy that is the best in bursts, or within a percent of it: without one, a ratio
+    would say too much. (torch's own choice is often cuDNN, and ahead of it or behind by nothing but chance.)
     Sessions from before the last rung that this GPU has measured take no part, nor do edited copies of a stage.
 
     Raises:
@@ -335,7 +344,8 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
         kept_busy = [
             rows
             for rows in parts[problem]
-            if burst and "sustained" in _regimes(rows, burst.peer) and _contest(rows, fastest_stage(rows), "sustained")
+            if any("sustained" in _regimes(rows, name) for name in _best_peers(chosen))
+            and _contest(rows, fastest_stage(rows), "sustained")
         ]
         busy = max(kept_busy, key=lambda rows: rows[0].run, default=[])
         lacking = "stage" if stage is None else "library"
@@ -353,6 +363,13 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
             )
         )
     return tuple(found)
+
+
+def _best_peers(rows: Iterable[Measurement]) -> set[str]:
+    """Libraries within a percent of the fastest in bursts."""
+    times = {row.name: taken.median_us for row in rows if row.kind == "peer" and (taken := row.samples_of())}
+    best = min(times.values(), default=0.0)
+    return {name for name, time_us in times.items() if time_us <= 1.01 * best}
 
 
 def _regimes(rows: Iterable[Measurement], name: str) -> set[Regime]:
@@ -454,8 +471,24 @@ def _merged(parts: Sequence[Mapping[str, Measurement]]) -> dict[str, Measurement
 
     rows: dict[str, Measurement] = {}
     for index in sorted(range(len(parts)), key=told):
-        rows.update(parts[index])
+        for name, row in parts[index].items():
+            rows[name] = _filled(row, rows[name]) if name in rows else row
     return rows
+
+
+def _filled(row: Measurement, other: Measurement) -> Measurement:
+    """`row` with the samples of `other` in states that it has none of."""
+    states = {(samples.regime, samples.cache) for samples in row.samples}
+    more = tuple(samples for samples in other.samples if (samples.regime, samples.cache) not in states)
+    if not row.samples or not more or row.cubin != other.cubin:
+        return row
+    others = tuple(dict.fromkeys((*_runs_of(row)[1:], *_runs_of(other))))
+    fields = {name: getattr(row, name) for name in Measurement.model_fields} | {"samples": (*row.samples, *more)}
+    return Filled(**fields, others=others)
+
+
+def _runs_of(row: Measurement | Ceiling) -> tuple[str, ...]:
+    return (row.run, *row.others) if isinstance(row, Filled) else (row.run,)
 
 
 def load(gpu: str, data: Path = DATA) -> Results:
@@ -612,4 +645,4 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
 
 def run_files(rows: Iterable[Measurement | Ceiling]) -> tuple[str, ...]:
     """The raw-data files of rows, relative to data/: `nvidia-h200/runs/….jsonl`."""
-    return tuple(sorted({f"{row.gpu.slug}/runs/{row.run}.jsonl" for row in rows}))
+    return tuple(sorted({f"{row.gpu.slug}/runs/{run}.jsonl" for row in rows for run in _runs_of(row)}))
