@@ -1199,7 +1199,7 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
     "mask": "full or causal (bottom-right aligned)",
     "status": "ok, wrong, unsupported, missing, crashed, timeout or error; only ok has times",
     "reason": "why there is no time; empty when ok",
-    "regime": "burst (idle gaps, clock at its maximum) or sustained (continuous, power-limited)",
+    "regime": "burst (idle gaps, clock between calls at its maximum) or sustained (continuous, power-limited)",
     "cache": "hot (calls back to back) or cold (L2 overwritten before every call)",
     "samples": "number of samples",
     "calls": "calls between the two timing events of one sample",
