@@ -216,6 +216,11 @@ def _ceilings(slug: str) -> tuple[Ceiling, ...]:
     )
 
 
+def ceiling(name: str, slug: str = "nvidia-h200") -> Ceiling:
+    """The made-up ceiling of that name."""
+    return next(one for one in _ceilings(slug) if one.name == name)
+
+
 def write_synthetic(data: Path, slug: str = "nvidia-h200", *, problems: Iterable[Problem] | None = None) -> Path:
     """Write one made-up run of every stage and peer over `problems` (the standard suite, where None); its file.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from synthetic import RUN, measurement, profile, write_synthetic
 
-from flashlab import figures, records, results, sass, tables
+from flashlab import figures, peers, records, results, sass, stages, tables
 from flashlab.errors import NoDataError
 from flashlab.figures import LAYOUTS, THEMES, Chart
 from flashlab.problem import FIRST_SHAPE, LENGTHS, Problem, suite
@@ -292,6 +292,27 @@ def test_lengths_show_the_fast_ones_over_every_length(shown: Results) -> None:
     without = dataclasses.replace(shown, ceilings={})
     assert "percent" not in _text(figures.lengths(without, head_dim=64, mask="full").svg["wide"])
     assert "%" not in tables.lengths(without, head_dim=64, mask="full")
+
+
+def test_no_two_lines_over_lengths_look_the_same() -> None:
+    of_stages = [figures.mark(name) for name in stages.STAGES]
+    of_libraries = [figures.mark(name) for name in peers.PEERS]
+    assert len(set(of_stages + of_libraries)) == len(stages.STAGES) + len(peers.PEERS)
+    assert not {colour for colour, _ in of_stages} & {colour for colour, _ in of_libraries}
+    assert len({shape for _, shape in of_stages[-9:]}) == 1, "the last rungs differ in colour"
+
+
+def test_what_was_measured_at_one_length_has_no_line(shown: Results) -> None:
+    longest = results.of_lengths(shown, head_dim=64, mask="full", dtype="float16")[-1]
+    left = {
+        problem: tuple(row for row in rows if row.name != "08_swizzle" or problem == longest)
+        for problem, rows in shown.problems.items()
+    }
+    assert "08_swizzle" in _text(figures.lengths(shown, head_dim=64, mask="full").svg["wide"])
+    chart = figures.lengths(dataclasses.replace(shown, problems=left), head_dim=64, mask="full")
+    assert "08_swizzle" not in _text(chart.svg["wide"])
+    assert "1 measured at one length" in chart.caption
+    assert "08_swizzle" in tables.lengths(dataclasses.replace(shown, problems=left), head_dim=64, mask="full")
 
 
 def test_lengths_that_were_not_measured_are_named(shown: Results) -> None:

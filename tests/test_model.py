@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
+import synthetic
 
-from flashlab import chip, model, records, stages
+from flashlab import chip, model, records, stages, tables
 from flashlab.errors import NoDataError, ParameterError
 from flashlab.model import Kernel, Rates, Speeds, Step
 from flashlab.paths import DATA
@@ -158,6 +161,25 @@ def test_every_rung_is_described_with_its_own_tunables(stage_id: str, problem: P
     assert found.tflops > 0
 
 
+def test_tflops_are_of_the_clock_that_is_asked_for() -> None:
+    problem = Problem.parse("1x100x2048x64")
+    highest = model.predict(KERNEL, problem, RATES)
+    assert highest.clock_mhz == RATES.clock_mhz
+    slower = model.predict(KERNEL, problem, RATES, clock_mhz=900.0)
+    assert slower.clock_mhz == 900.0
+    assert slower.cycles_per_score == highest.cycles_per_score
+    assert slower.tflops == pytest.approx(0.9 * highest.tflops)
+
+
+def test_resident_blocks_that_the_driver_counted_stand_above_those_asked_for() -> None:
+    asked = {"TILE_KV": 64, "MIN_BLOCKS": 1, "NUM_WARPGROUPS": 1, "NUM_CONSUMERS": 1, "WARPS": 4, "TILE_Q": 128}
+    for stage_id in model.RUNGS:
+        at_least, counted = (model.kernel_of(stage_id, 64, asked, blocks_per_sm=blocks) for blocks in (None, 5))
+        assert at_least is not None
+        assert counted is not None
+        assert (at_least.blocks, counted.blocks) == (1, 5)
+
+
 def test_stages_that_the_model_does_not_know_are_left_out() -> None:
     assert model.kernel_of("00_naive", 64, {"THREADS": 128}) is None
 
@@ -196,6 +218,63 @@ def test_loops_that_were_measured_are_predicted(slug: str) -> None:
     assert len(off) >= 20
     within = [abs(one) <= 0.12 for one in off.values()]
     assert sum(within) >= 0.8 * len(off), off
+
+
+def ceilings(samples: Mapping[str, tuple[float, ...]]) -> dict[str, records.Ceiling]:
+    """A ceiling of mma.sync of 600 TFLOP/s with these clocks."""
+    made = synthetic.ceiling("mma_sync_float16")
+    return {made.name: made.model_copy(update={"samples": made.samples.model_copy(update=dict(samples))})}
+
+
+@pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
+@pytest.mark.parametrize("slug", COMMITTED)
+def test_products_of_a_clock_are_of_the_clock_in_the_calls(slug: str) -> None:
+    """The clock right after them is that of an idle chip: by it mma.sync would do less a clock than it does."""
+    readings = chip.newest(slug)
+    after: tuple[float, ...] = (2000.0,) * 40
+    during: tuple[float, ...] = (1600.0,) * 40
+    both = model.rates_of(readings, ceilings({"sm_clock_mhz": after, "call_clock_mhz": during})).mma_sync
+    old = model.rates_of(readings, ceilings({"sm_clock_mhz": after, "call_clock_mhz": ()})).mma_sync
+    assert both is not None
+    assert old is not None
+    assert both == pytest.approx(old * 2000 / 1600)
+    assert model.rates_of(readings, ceilings({"sm_clock_mhz": (), "call_clock_mhz": ()})).mma_sync is None
+
+
+@pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
+@pytest.mark.parametrize("slug", COMMITTED)
+def test_products_of_warps_stand_below_those_of_warpgroups(slug: str, tmp_path: Path) -> None:
+    rates = model.rates_of(chip.newest(slug), records.newest_ceilings(slug))
+    assert rates.mma_sync is not None
+    share = f"{100 * rates.mma_sync / rates.wgmma:.0f} %"
+    assert f"mma.sync reaches {tables.number(rates.mma_sync, 4)}" in model.products(slug)
+    assert share in model.products(slug)
+    copied = tmp_path / slug / "chip"
+    copied.mkdir(parents=True)
+    for path in (DATA / slug / "chip").glob("*.jsonl"):
+        (copied / path.name).write_bytes(path.read_bytes())
+    assert "mma.sync" not in model.products(slug, tmp_path), "no ceilings there"
+
+
+@pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
+@pytest.mark.parametrize("slug", COMMITTED)
+def test_a_stage_is_predicted_as_it_was_recorded(slug: str) -> None:
+    """With the blocks that were resident, and at the clock that it ran at."""
+    newest: dict[tuple[str, Problem], records.Measurement] = {}
+    for run in records.runs(slug):
+        newest |= {(row.name, row.problem.problem()): row for row in run.measurements if row.status == "ok"}
+    for one in model.compare(slug):
+        row = newest.get((one.prediction.kernel.stage, one.prediction.problem))
+        if row is None:
+            assert not one.clock_measured
+            continue
+        assert row.cubin is not None
+        assert one.prediction.kernel.blocks == row.cubin.blocks_per_sm
+        samples = row.samples_of()
+        assert samples is not None
+        assert one.clock_measured == bool(samples.call_clock_mhz)
+        if samples.call_clock_mhz:
+            assert one.prediction.clock_mhz == median(samples.call_clock_mhz)
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")

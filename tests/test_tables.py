@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from synthetic import measurement, profile
+from synthetic import measurement, profile, write_synthetic
 
-from flashlab import roofline, stages, tables
+from flashlab import records, results, roofline, stages, tables
 from flashlab.checks import CheckRow
 from flashlab.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.errors import NoDataError
@@ -48,6 +48,23 @@ def test_rates_give_each_stage_its_gain_over_its_parent() -> None:
     rows = [measurement(stage_id, FIRST) for stage_id in stages.STAGES]
     table = tables.rates(rows)
     assert all(stage_id in table for stage_id in stages.STAGES)
+
+
+def test_every_gpu_that_runs_were_made_on_is_listed(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path, problems=[FIRST])
+    one = records.read_run(path).measurements[0]
+    other = one.model_copy(
+        update={"gpu": one.gpu.model_copy(update={"fingerprint": "0ther0ther00"}), "run": "20260109T030405Z-0123abc"}
+    )
+    records.append(path.with_name(f"{other.run}.jsonl"), other)
+    records.write_checksums(one.gpu.slug, tmp_path)
+    table = tables.chips(results.load(one.gpu.slug, tmp_path), tmp_path)
+    first, second = table.strip().splitlines()[2:]
+    num_rows = len(records.read_run(path).records)
+    assert first.startswith(f"| `{one.gpu.fingerprint}` | {results.date(one.run)} | ")
+    assert "**the ladder**" in first
+    assert first.endswith(f" | 1 | {num_rows} |")
+    assert second == "| `0ther0ther00` | 2026-01-09 | – | 1 | 1 |"
 
 
 def test_costs_are_the_records(tmp_path: Path) -> None:

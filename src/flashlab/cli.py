@@ -1156,7 +1156,7 @@ def results(
     shape: Shape = None,
     dtype: OneDType = None,
     mask: OneMask = None,
-    regime: Annotated[Regime, typer.Option(help="burst: clock at its maximum; sustained: power-limited.")] = "burst",
+    regime: Annotated[Regime, typer.Option(help="burst: short samples with gaps; sustained: power-limited.")] = "burst",
     cache: Annotated[Cache, typer.Option(help="hot: calls back to back; cold: L2 overwritten before each.")] = "hot",
     against_peers: Annotated[
         bool,

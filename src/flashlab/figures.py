@@ -41,6 +41,8 @@ _INCHES: dict[Layout, float] = {"wide": 7.6, "narrow": 3.7}
 INK, MUTED, GRID, SURFACE = "#1f2430", "#5b6472", "#d5dae1", "#fdfefe"
 STAGE, PEER, ACCENT, LOSS, FAINT = "#0070b0", "#c65d00", "#007a5a", "#b3331a", "#9fb4c4"
 _CATEGORIES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#a89f2c", "#7a8290", "#b9c0ca")
+_OF_LIBRARIES = ("#5f7fbf", "#8a6fd1", "#8c6d4f", "#6b8e23", "#3f8f8b", "#c98a5a", "#2aa7c4", "#b5569c", "#c0504d")
+"""Where libraries stand beside so many stages that they need colours of their own."""
 _DARK: dict[str, str] = {
     INK: "#e8ecf1",
     MUTED: "#a3adba",
@@ -523,6 +525,22 @@ _OF_LENGTHS = frozenset(suite("lengths"))
 """Problems that have a figure of their own."""
 _FAST = 0.15
 """Of the fastest rate of a chart of lengths: what never reaches it has no line, and stands in the table alone."""
+_STAGE_MARKS, _LIBRARY_MARKS = "os^v", "DPX*"
+
+
+def mark(name: str) -> tuple[str, str]:
+    """Colour and shape of a stage or library among many lines: no two have both in common.
+
+    By name, so that charts side by side agree, and from the ladder's end, so that its last rungs differ in colour.
+    """
+    if name in peers.PEERS:
+        return _mark(list(peers.PEERS).index(name), _OF_LIBRARIES, _LIBRARY_MARKS)
+    return _mark([*reversed(list(stages.STAGES)), name].index(name), _CATEGORIES, _STAGE_MARKS)
+
+
+def _mark(rank: int, colours: Sequence[str], shapes: str) -> tuple[str, str]:
+    turn, colour = divmod(rank, len(colours))
+    return colours[colour], shapes[turn % len(shapes)]
 
 
 def lengths(
@@ -537,16 +555,18 @@ def lengths(
 ) -> Chart:
     """Rate over sequence length at a constant number of tokens, stages beside libraries; right, percent of the peak.
 
+    A line needs two lengths, and a rate that is not tiny beside the fastest: others stand in the table alone.
     The peak is that of the tensor cores, measured on the same GPU. Libraries that lack the element type are hollow and
     in their own (`Results.beside`).
 
     Raises:
-        NoDataError: fewer than two lengths were measured.
+        NoDataError: fewer than two lengths were measured, or none twice of one stage or library.
     """
     problems = results.of_lengths(shown, head_dim=head_dim, mask=mask, dtype=dtype, regime=regime)
     ceiling = shown.ceilings.get(f"tensor_{dtype}")
     series: dict[str, dict[int, float]] = {}
     looks: dict[str, tuple[str, bool]] = {}
+    marks: dict[str, tuple[str, str]] = {}
     used: list[Measurement] = []
     for problem in problems:
         for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem)):
@@ -557,29 +577,28 @@ def lengths(
             label = beside_title(row) if other else _label(row)
             series.setdefault(label, {})[problem.q_len] = rate
             looks[label] = (row.kind, other)
+            marks[label] = mark(row.name)
             used.append(row)
-    top = max(rate for values in series.values() for rate in values.values())
-    fast = {label: values for label, values in series.items() if max(values.values()) >= _FAST * top}
+    over = {label: values for label, values in series.items() if len(values) > 1}
+    if not over:
+        raise NoDataError(f"wanted one stage or library at two sequence lengths, found none on {shown.gpu}")
+    top = max(rate for values in over.values() for rate in values.values())
+    fast = {label: values for label, values in over.items() if max(values.values()) >= _FAST * top}
     order = sorted(fast, key=lambda label: (looks[label][0] == "peer", -max(fast[label].values())))
-    # By name, so that charts side by side agree: the ladder's last rungs differ from one another.
-    ranks = [*reversed(list(stages.STAGES)), *peers.PEERS]
-    ranked = {_label(row): ranks.index(row.name) for row in used if row.name in ranks}
-    ranked |= {beside_title(row): ranked[_label(row)] for row in used if _label(row) in ranked}
-    colours = {label: ranked.get(label, 0) - (len(stages.STAGES) if looks[label][0] == "peer" else 0) for label in fast}
     counts = [problem.q_len for problem in problems]
 
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
         for label in order:
             kind, other = looks[label]
-            colour = _CATEGORIES[colours[label] % len(_CATEGORIES)]
+            colour, shape = marks[label]
             axes.plot(
                 [counts.index(count) for count in fast[label]],
                 list(fast[label].values()),
                 color=colour,
                 linewidth=1.8 if kind == "stage" else 1.2,
                 linestyle="-" if kind == "stage" else (0, (4, 2)),
-                marker="o" if kind == "stage" else "D",
+                marker=shape,
                 markersize=5,
                 markerfacecolor=PAPER if other else colour,
                 label=label,
@@ -597,7 +616,8 @@ def lengths(
             right.tick_params(axis="y", labelcolor=MUTED)
         figure.legend(loc="outside lower left", ncols=3 if layout == "wide" else 1)
 
-    left_out = len(series) - len(fast)
+    counted = {"slower": len(over) - len(fast), "measured at one length": len(series) - len(over)}
+    left_out = [f"{many} {what}" for what, many in counted.items() if many]
     best = {kind: next((label for label in order if looks[label] == (kind, False)), None) for kind in ("stage", "peer")}
     told = "; ".join(
         f"{label} {', '.join(f'S{count} {number(fast[label][count])}' for count in counts if count in fast[label])}"
@@ -616,13 +636,13 @@ def lengths(
         alt=f"Throughput in TFLOP/s over sequence length at {tokens:,} tokens, D{head_dim} {mask} {dtype}, {regime}. "
         f"{told}.",
         caption=f"D{head_dim}, {mask}, {dtype}, {regime}: {tokens:,} tokens in sequences of each length, "
-        "stages (circles, solid) and libraries (diamonds, dashed; hollow in another element type)."
+        "stages (solid) and libraries (dashed; hollow in another element type)."
         + (
             f" Right: percent of what a large {dtype} matrix product reaches on this GPU in a burst."
             if ceiling is not None
             else ""
         )
-        + (f" {left_out} slower ones stand in the table alone." if left_out else ""),
+        + (f" {' and '.join(left_out)} stand in the table alone." if left_out else ""),
         provenance=results.provenance(used, regime),
         data_files=results.run_files(used),
     )

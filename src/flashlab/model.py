@@ -105,8 +105,11 @@ def rates_of(readings: Mapping[str, chip.Reading], ceilings: Mapping[str, record
         raise NoDataError(f"wanted the highest SM clock of {gpu.name}, which its records lack")
     mma = (ceilings or {}).get("mma_sync_float16")
     mma_sync = None
-    if mma is not None and mma.samples.sm_clock_mhz:
-        mma_sync = mma.value * 1e6 / (gpu.sm_count * median(mma.samples.sm_clock_mhz))
+    if mma is not None:
+        # Records of version 1 have the clock after the calls alone, which is higher than the one in them.
+        clocks = mma.samples.call_clock_mhz or mma.samples.sm_clock_mhz
+        if clocks:
+            mma_sync = mma.value * 1e6 / (gpu.sm_count * median(clocks))
     wgmma = read("wgmma_n128_2wg_rs").value
     fma = read("ffma_16_warps").value
     both = read("wgmma_n128_2wg_rs_beside_ffma_2wg")
@@ -446,12 +449,19 @@ class Prediction:
     """A block's time over that of its inner loop."""
     cycles_per_score: float
     """Of the whole call, as `records.cycles_per_score` counts them."""
+    clock_mhz: float
+    """That the rate is given at."""
     tflops: float
-    """At the GPU's highest clock."""
 
 
-def predict(kernel: Kernel, problem: Problem, rates: Rates) -> Prediction:
+def predict(kernel: Kernel, problem: Problem, rates: Rates, clock_mhz: float | None = None) -> Prediction:
     """Predict a kernel on a problem.
+
+    Args:
+        kernel: what is known of it.
+        problem: what it computes.
+        rates: of the SM.
+        clock_mhz: SM clock that the rate is given at; the GPU's highest where None. No other number depends on it.
 
     Raises:
         NoDataError: as `floor`.
@@ -469,9 +479,8 @@ def predict(kernel: Kernel, problem: Problem, rates: Rates) -> Prediction:
     hidden = kernel.persistent or kernel.blocks > 1
     begin = 1.0 if hidden else 1.0 + fill / (loop * scores)
     cycles = loop * computed * waves * begin
-    seconds = (
-        cycles * problem.batch * problem.q_heads * problem.visible_scores / (rates.sm_count * rates.clock_mhz * 1e6)
-    )
+    clock_mhz = rates.clock_mhz if clock_mhz is None else clock_mhz
+    seconds = cycles * problem.batch * problem.q_heads * problem.visible_scores / (rates.sm_count * clock_mhz * 1e6)
     return Prediction(
         kernel=kernel,
         problem=problem,
@@ -481,6 +490,7 @@ def predict(kernel: Kernel, problem: Problem, rates: Rates) -> Prediction:
         waves=waves,
         begin=begin,
         cycles_per_score=cycles,
+        clock_mhz=clock_mhz,
         tflops=problem.flops / seconds / 1e12,
     )
 
@@ -497,9 +507,20 @@ def _computed(problem: Problem, rows: int, keys: int) -> float:
     return total / problem.visible_scores
 
 
-def kernel_of(stage_id: str, head_dim: int, parameters: Mapping[str, int]) -> Kernel | None:
-    """What the model must know of a stage with these tunables; None for one that it does not describe."""
+def kernel_of(
+    stage_id: str, head_dim: int, parameters: Mapping[str, int], blocks_per_sm: int | None = None
+) -> Kernel | None:
+    """What the model must know of a stage with these tunables; None for one that it does not describe.
+
+    Args:
+        stage_id: the stage.
+        head_dim: of the problem.
+        parameters: every tunable of the stage and its value.
+        blocks_per_sm: resident on an SM, as the driver counts them; where None as many as MIN_BLOCKS asks the compiler
+            to leave room for, which may be fewer.
+    """
     keys = parameters.get("TILE_KV", 0)
+    blocks = parameters.get("MIN_BLOCKS", 1) if blocks_per_sm is None else blocks_per_sm
     if stage_id in ("07_mma_registers", "08_swizzle"):
         warps = parameters["WARPS"]
         return Kernel(
@@ -509,7 +530,7 @@ def kernel_of(stage_id: str, head_dim: int, parameters: Mapping[str, int]) -> Ke
             keys=keys,
             group_rows=4 * parameters["TILE_Q"] // warps,
             groups=max(1, warps // 4),
-            blocks=parameters["MIN_BLOCKS"],
+            blocks=blocks,
             warpgroup_products=False,
             rescales=not parameters.get("LAZY_RESCALE"),
             product_sums=bool(parameters.get("SUM_BY_MMA")),
@@ -524,7 +545,7 @@ def kernel_of(stage_id: str, head_dim: int, parameters: Mapping[str, int]) -> Ke
             keys=keys,
             group_rows=GROUP_ROWS,
             groups=parameters["NUM_WARPGROUPS"],
-            blocks=parameters["MIN_BLOCKS"],
+            blocks=blocks,
             warpgroup_products=True,
         )
     if stage_id in ("10_warp_specialized", "11_pingpong", "12_persistent", "13_overlap"):
@@ -535,7 +556,7 @@ def kernel_of(stage_id: str, head_dim: int, parameters: Mapping[str, int]) -> Ke
             keys=keys,
             group_rows=GROUP_ROWS,
             groups=parameters["NUM_CONSUMERS"],
-            blocks=parameters.get("MIN_BLOCKS", 1),
+            blocks=blocks,
             warpgroup_products=True,
             # The last rung takes its exponentials against an old maximum, and rescales when it must alone.
             rescales=stage_id != "13_overlap",
@@ -667,7 +688,17 @@ def products(gpu: str | None, data: Path = DATA) -> str:
                 values = [found.get(f"wgmma_n{width}_{groups}wg_{where}{suffix}") for width in (64, 128, 192, 256)]
                 rows.append([text, how, str(groups), *(value.value if value else None for value in values)])
     header = ("A from", "products", "warpgroups", "n64", "n128", "n192", "n256")
-    return tables.markdown(header, rows, left=2) + "\n" + _came_from(found.values())
+    text = tables.markdown(header, rows, left=2) + "\n" + _came_from(found.values())
+    try:
+        rates = rates_of(found, records.newest_ceilings(gpu or "", data))
+    except NoDataError:
+        return text
+    if rates.mma_sync is None:
+        return text
+    return text + (
+        f"\nThe warp-level mma.sync reaches {tables.number(rates.mma_sync, 4)}, from its ceiling and the clock in its "
+        f"calls: {_percent(rates.mma_sync, rates.wgmma)} of what two warpgroups reach at n128.\n"
+    )
 
 
 def issue(gpu: str | None, data: Path = DATA) -> str:
@@ -804,6 +835,9 @@ class Compared:
     """A prediction and what was measured."""
 
     prediction: Prediction
+    """At the clock of the record, where it has one."""
+    clock_measured: bool
+    """Whether it has one."""
     measured_cycles: float | None
     """Clocks a score of the newest record with the same tunables; None where there is none."""
     measured_tflops: float | None
@@ -812,7 +846,8 @@ class Compared:
 def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | None = None) -> list[Compared]:
     """Every rung's prediction on the first shape, beside the newest measurement of it.
 
-    A measurement counts with the tunables it was made with: those are what is predicted where there is one.
+    A measurement counts with the tunables and the resident blocks it was made with: those are what is predicted where
+    there is one, and the rate is given at the clock that its calls had.
 
     Raises:
         NoDataError: readings or ceilings are missing.
@@ -840,15 +875,17 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
             )
             samples = row.samples_of() if row else None
             if row is not None and row.cubin is not None:
-                parameters = row.cubin.parameters
+                parameters, blocks_per_sm = row.cubin.parameters, row.cubin.blocks_per_sm
             else:
-                parameters = parameters_of(stage_id, problem, gpu, data)
-            kernel = kernel_of(stage_id, problem.head_dim, parameters)
+                parameters, blocks_per_sm = parameters_of(stage_id, problem, gpu, data), None
+            kernel = kernel_of(stage_id, problem.head_dim, parameters, blocks_per_sm)
             if kernel is None or (not kernel.warpgroup_products and rates.mma_sync is None):
                 continue
+            clocks = samples.call_clock_mhz if samples else ()
             found.append(
                 Compared(
-                    prediction=predict(kernel, problem, rates),
+                    prediction=predict(kernel, problem, rates, median(clocks) if clocks else None),
+                    clock_measured=bool(clocks),
                     measured_cycles=records.cycles_per_score(samples, problem, rates.sm_count) if samples else None,
                     measured_tflops=problem.tflops(samples.median_us) if samples else None,
                 )
@@ -885,6 +922,7 @@ def predictions(gpu: str | None, data: Path = DATA) -> str:
                     _clocks(found.cycles_per_score),
                     None if one.measured_cycles is None else _clocks(one.measured_cycles),
                     off,
+                    f"{tables.number(found.clock_mhz, 4)}{'' if one.clock_measured else ' (highest)'}",
                     found.tflops,
                     one.measured_tflops,
                 ]
@@ -898,7 +936,8 @@ def predictions(gpu: str | None, data: Path = DATA) -> str:
             "predicted, clocks a score",
             "measured",
             "off",
-            "predicted, TFLOP/s",
+            "SM clock, MHz",
+            "predicted, TFLOP/s at this clock",
             "measured, TFLOP/s",
         )
         text.append(f"### D={problem.head_dim}, {problem.mask}\n\n{tables.markdown(header, rows, left=4)}")

@@ -48,7 +48,8 @@ SCHEMA_VERSION: Literal[2] = 2
 T = TypeVar("T")
 
 Regime = Literal["burst", "sustained"]
-"""burst: short samples with idle gaps, the SM clock at its maximum. sustained: continuous work, power-limited."""
+"""burst: short samples with idle gaps, the SM clock between them at its maximum. sustained: continuous work,
+power-limited."""
 Cache = Literal["hot", "cold"]
 """hot: calls back to back. cold: L2 overwritten before every call."""
 Status = Literal["ok", "wrong", "unsupported", "missing", "crashed", "timeout", "error"]

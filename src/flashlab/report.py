@@ -735,7 +735,7 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
     if shown.ceilings:
         parts.append(f"## Ceilings\n\n{tables.ceilings(shown)}")
     if shown.machine:
-        parts.append(f"## Machine\n\n{tables.machine(shown)}")
+        parts.append(f"## Machine\n\n{tables.machine(shown)}\n{tables.chips(shown, data)}")
     if everything:
         parts.append(f"## Software\n\n{tables.software(shown)}")
     out.text(f"results/{shown.gpu}.md", "\n\n".join(parts))

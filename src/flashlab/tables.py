@@ -18,9 +18,11 @@ from flashlab.checks import CheckRow
 from flashlab.compiler import Cubin
 from flashlab.emulator import Actor, Counter, Place, Report
 from flashlab.errors import CompileError, NoDataError
+from flashlab.paths import DATA
 from flashlab.problem import Problem
 from flashlab.records import (
     Cache,
+    Ceiling,
     CubinFields,
     Measurement,
     Regime,
@@ -33,6 +35,7 @@ from flashlab.records import (
     flat,
     power_w,
 )
+from flashlab.records import runs as recorded_runs
 from flashlab.results import Results
 from flashlab.sass import Instruction
 
@@ -640,7 +643,7 @@ def machine(shown: Results) -> str:
         "L2 cache": f"{number(gpu.l2_bytes / 2**20)} MiB",
         "Power limit": f"{number(gpu.power_limit_w)} W",
         "Driver": gpu.driver,
-        "Fingerprint": f"`{gpu.fingerprint}`",
+        "Fingerprint of this one": f"`{gpu.fingerprint}`",
     }
     facts.update(
         {
@@ -649,6 +652,35 @@ def machine(shown: Results) -> str:
         }
     )
     return markdown(("measured on", ""), facts.items(), left=2)
+
+
+def chips(shown: Results, data: Path = DATA) -> str:
+    """Every GPU that runs were made on: fingerprint, dates, runs, rows, and what is shown of them.
+
+    Raises:
+        NoDataError: there are no runs.
+    """
+    found: dict[str, list[Measurement | Ceiling]] = {}
+    for run in recorded_runs(shown.gpu, data):
+        for row in run.records:
+            found.setdefault(row.gpu.fingerprint, []).append(row)
+    problems = {problem: {row.gpu.fingerprint for row in rows} for problem, rows in shown.problems.items()}
+
+    def told(fingerprint: str) -> str | None:
+        mine = [problem for problem, theirs in problems.items() if fingerprint in theirs]
+        if not mine:
+            return None
+        parts = [f"**the ladder**, {shown.first.label}"] if shown.first is not None and shown.first in mine else []
+        if others := len(mine) - len(parts):
+            parts.append(f"{others} {'other ' if parts else ''}problem{'' if others == 1 else 's'}")
+        return " and ".join(parts)
+
+    lines: list[tuple[Cell, ...]] = []
+    for fingerprint, rows in sorted(found.items(), key=lambda item: item[1][0].run):
+        runs = sorted({row.run for row in rows})
+        dates = dict.fromkeys((results.date(runs[0]), results.date(runs[-1])))
+        lines.append((f"`{fingerprint}`", " to ".join(dates), told(fingerprint), len(runs), len(rows)))
+    return markdown(("GPU", "date", "shown on these pages", "runs", "rows"), lines, left=3)
 
 
 def software(shown: Results) -> str:
@@ -1199,7 +1231,7 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
     "mask": "full or causal (bottom-right aligned)",
     "status": "ok, wrong, unsupported, missing, crashed, timeout or error; only ok has times",
     "reason": "why there is no time; empty when ok",
-    "regime": "burst (idle gaps, clock at its maximum) or sustained (continuous, power-limited)",
+    "regime": "burst (idle gaps, clock between calls at its maximum) or sustained (continuous, power-limited)",
     "cache": "hot (calls back to back) or cold (L2 overwritten before every call)",
     "samples": "number of samples",
     "calls": "calls between the two timing events of one sample",

@@ -8,14 +8,15 @@ One sample:
 
     idle gap  →  [cold: overwrite twice the L2]  →  spin  →  event  →  n calls  →  event  →  short spin
 
-- The gap, twice the sample before it, lets the average power fall, so that the clock stays at its maximum: regime
-  `burst`. Where the clock falls all the same, the implementation gets longer gaps, and where those do not help shorter
-  samples, until the clock stays up: tried out before the counted samples, and widened further among them.
+- The gap, twice the sample before it, lets the average power fall, so that the clock between calls stays at its
+  maximum: regime `burst`. Where it falls all the same, the implementation gets longer gaps, and where those do not help
+  shorter samples, until it stays up: tried out before the counted samples, and widened further among them.
 - The spin keeps the GPU busy while the host enqueues everything behind it, so that no sample contains the host. Whether
   it was long enough is checked, and the sample repeated with a longer one where it was not.
 - Both spins read the SM's clock counter and the chip's nanosecond timer. From the end of the first to the start of the
   second, on the same SM, they give the clock that the calls ran at; the second spin by itself gives the clock of the
-  chip without their load. The two differ: a kernel that works the tensor cores hard is slowed within microseconds.
+  chip without their load. The two differ: a kernel that uses the tensor cores runs at a clock a step lower, within
+  microseconds and whatever its operands are, and one that loads the chip hard at one lower still.
 - n is chosen so that a sample takes about a millisecond, two thousand times the events' resolution, or less where the
   power limit would hold the clock back within it.
 - Cold samples have one call; hot ones find in L2 what the call before left there.
