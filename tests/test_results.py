@@ -223,6 +223,7 @@ def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: P
     assert fp16.burst is not None
     assert (fp16.burst.stage, fp16.burst.peer) == ("01_coalesced", "sdpa_flash")
     assert fp16.burst.ratio == pytest.approx(1.2)
+    assert (fp16.burst.stage_clock_mhz, fp16.burst.peer_clock_mhz) == (1700.0, 1700.0)
     # Sustained: the same stage, and whichever library is the fastest there.
     assert fp16.sustained is not None
     assert (fp16.sustained.stage, fp16.sustained.peer) == ("01_coalesced", "sdpa_cudnn")

@@ -222,7 +222,7 @@ class Contest:
     stage_us: float
     """Median time of one call."""
     stage_clock_mhz: float | None
-    """Median SM clock beside the samples."""
+    """Median SM clock over the calls; None where it was not measured."""
     peer: str
     peer_us: float
     peer_clock_mhz: float | None
@@ -264,11 +264,11 @@ class AgainstPeers:
                 "best_stage": contest.stage,
                 "stage_median_us": contest.stage_us,
                 "stage_tflops": problem.tflops(contest.stage_us),
-                "stage_sm_clock_mhz": contest.stage_clock_mhz,
+                "stage_call_clock_mhz": contest.stage_clock_mhz,
                 "best_peer": contest.peer,
                 "peer_median_us": contest.peer_us,
                 "peer_tflops": problem.tflops(contest.peer_us),
-                "peer_sm_clock_mhz": contest.peer_clock_mhz,
+                "peer_call_clock_mhz": contest.peer_clock_mhz,
                 "ratio": contest.ratio,
             }
 
@@ -299,10 +299,10 @@ def _contest(rows: Sequence[Measurement], stage: Measurement | None, regime: Reg
         regime=regime,
         stage=stage.name,
         stage_us=ours.median_us,
-        stage_clock_mhz=median(ours.sm_clock_mhz) if ours.sm_clock_mhz else None,
+        stage_clock_mhz=median(ours.call_clock_mhz) if ours.call_clock_mhz else None,
         peer=peer.name,
         peer_us=theirs.median_us,
-        peer_clock_mhz=median(theirs.sm_clock_mhz) if theirs.sm_clock_mhz else None,
+        peer_clock_mhz=median(theirs.call_clock_mhz) if theirs.call_clock_mhz else None,
     )
 
 
