@@ -219,7 +219,7 @@ def compile_variants(
 
 def _why(error: CompileError) -> str:
     """What the compiler said, without command and log."""
-    text = str(error).partition("\nCommand:")[0]
+    text = str(error).partition("\nEquivalent command:")[0]
     return " ".join(text.split())[:_REASON_CHARS]
 
 
