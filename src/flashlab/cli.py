@@ -695,12 +695,19 @@ def _tell_tuned(done: Sequence[Tuned], as_json: bool) -> None:
 
 
 @app.command()
-def tuned(*, gpu: Gpu = None, data: Data = DATA, as_json: Json = False) -> None:
+def tuned(
+    *,
+    gpu: Annotated[
+        str | None, typer.Option(help="Folder under data/, such as nvidia-h200; this machine's GPU if not given.")
+    ] = None,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
     """Write data/<gpu>/tuned.json, the tunables that `flashlab.attention` takes there, from the tuning records."""
     from flashlab import tune as module
     from flashlab.tuned import table
 
-    name = _gpu_with_data(gpu, data)
+    name = _tuned_gpu(gpu, data)
     path = module.write_table(name, data)
     entries = [{**key._asdict(), **choice._asdict()} for key, choice in table(name, data).items()]
     if as_json:
@@ -1375,6 +1382,23 @@ def _follow(progress: Progress, what: str) -> Callable[[BenchProgress], None]:
             _say(f"[{now.done}/{now.total}] {now.text}")
 
     return step
+
+
+def _tuned_gpu(gpu: str | None, data: Path) -> str:
+    """The GPU to make a table for: the one named, else the one at hand, else the only one with tuning records."""
+    from flashlab import gpu as module
+
+    known = records.gpus(data, "tuning")
+    if gpu is None and module.available() is None:
+        gpu = module.info().slug
+    if gpu is None and len(known) == 1:
+        return known[0]
+    if gpu not in known:
+        raise NoDataError(
+            f"gpu: wanted one with tuning records under {data}, got {gpu or 'none named'}. GPUs with some: "
+            f"{', '.join(known) or 'none yet'}. `flashlab tune` on a machine with an NVIDIA GPU makes some."
+        )
+    return gpu
 
 
 def _gpu_with_data(gpu: str | None, data: Path) -> str:
