@@ -207,6 +207,13 @@ def test_a_lever_that_no_longer_fits_is_shown_as_such(tmp_path: Path, monkeypatc
 def test_what_was_not_measured_is_said(pages: Path) -> None:
     text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
     assert "Not measured on this GPU yet: `flashlab bench --suite lengths`" in text
+    snippets = pages / "generated" / "snippets"
+    for name, command in (
+        ("levers", "flashlab ablate --levers"),
+        ("checks", "flashlab check --random 1000 --record"),
+        ("sanitizer", "python scripts/sanitize.py"),
+    ):
+        assert f"`{command}`" in (snippets / f"{name}.md").read_text(encoding="utf-8")
     assert "In the SM" not in text
 
 

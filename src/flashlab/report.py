@@ -56,6 +56,12 @@ PAGE_OF: Mapping[str, str] = {
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
 
+NO_CHECKS = (
+    "*No such comparison is on record yet: `flashlab check --random 1000 --record` and `flashlab check --record` on a "
+    "GPU make them.*"
+)
+NO_SANITIZER = "*No such run is on record yet: `python scripts/sanitize.py` on a GPU with compute-sanitizer makes one.*"
+
 REPLAY_TIMEOUT_S = 300.0
 MEASURE_TIMEOUT_S = 3600.0
 _SITE_TIMEOUT_S = 180.0
@@ -812,8 +818,8 @@ def _generate_check_records(out: _Output, everything: Sequence[Results], data: P
         if found:
             folder = f"generated/data/{shown.gpu}/sanitizer/{found[0].run}.jsonl"
             sanitized.append(f"{tables.sanitized(found)}\n[Data]({folder})")
-    out.snippet("checks.md", "\n".join(said) if said else "*No such comparison is on record yet.*")
-    out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else "*No such run is on record yet.*")
+    out.snippet("checks.md", "\n".join(said) if said else NO_CHECKS)
+    out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else NO_SANITIZER)
 
 
 def _generate_ledger(out: _Output, shown: Results | None, data: Path) -> None:
