@@ -240,6 +240,17 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl" in text
 
 
+def test_links_of_a_notebook_hold_on_its_page(pages: Path) -> None:
+    found = 0
+    for name, page in report.PAGE_OF.items():
+        text = (pages / "generated" / "snippets" / "notebooks" / f"{name}.md").read_text(encoding="utf-8")
+        assert "../site/" not in text
+        for link in re.findall(r"\]\(([^)#:]+\.md)", text):
+            assert ((pages / page).parent / link).is_file(), f"{name}: {link}"
+            found += 1
+    assert found > 5
+
+
 def test_plumbing_is_left_out_and_its_output_kept(pages: Path) -> None:
     folder = pages / "generated" / "snippets" / "notebooks"
     ladder = (folder / "02_ladder.md").read_text(encoding="utf-8")

@@ -301,6 +301,9 @@ def _notebook_page(out: _Output, name: str, page: str, executed: Path | None, no
     hidden = {"parameters", "injected-parameters", "hide"}
     notebook.cells = [cell for cell in notebook.cells if not hidden & set(cell.metadata.get("tags", []))]
     for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            # Links that hold where the notebook lies, made to hold on its page.
+            cell.source = cell.source.replace("](../site/", f"]({_up(page)}")
         if cell.cell_type != "code":
             continue
         if "hide-input" in cell.metadata.get("tags", []):
