@@ -56,6 +56,10 @@ PAGE_OF: Mapping[str, str] = {
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
 
+WRITTEN_ABOUT, _ITS_NAME = "nvidia-h200", "H200"
+"""The GPU that the hand-written conclusions are about."""
+_CONCLUDING = ("04_roofline", "06_cycle_model")
+"""Notebooks whose text draws conclusions from that GPU's numbers."""
 NO_CHECKS = (
     "*No such comparison is on record yet: `flashlab check --random 1000 --record` and `flashlab check --record` on a "
     "GPU make them.*"
@@ -264,7 +268,11 @@ def generate(
     shown = next((r for r in everything if r.gpu == gpu), everything[0] if everything else None)
 
     for name, page in PAGE_OF.items():
-        out.snippet(f"notebooks/{name}.md", _notebook_page(out, name, page, executed, notebooks))
+        text = _notebook_page(out, name, page, executed, notebooks)
+        if name in _CONCLUDING:
+            title, _, rest = text.partition("\n")
+            text = f"{title}\n\n{_elsewhere(shown, 'The text of this page')}\n{rest}"
+        out.snippet(f"notebooks/{name}.md", text)
     _generate_front(out, shown)
     # Drawing is most of the work, and independent from stage to stage.
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
@@ -285,6 +293,13 @@ def generate(
     _generate_data(out, everything, data)
     out.text("nav.json", json.dumps([[r.name, f"generated/results/{r.gpu}.md"] for r in everything]))
     return out.root
+
+
+def _elsewhere(shown: Results | None, what: str) -> str:
+    """That hand-written text is about another GPU than the one shown; empty where it is not."""
+    if shown is None or shown.gpu == WRITTEN_ABOUT:
+        return ""
+    return f'!!! note ""\n    {what} was written about the {_ITS_NAME}; the numbers are those of the {shown.name}.\n'
 
 
 def _notebook_page(out: _Output, name: str, page: str, executed: Path | None, notebooks: Path) -> str:
@@ -409,7 +424,7 @@ def _generate_stage(out: _Output, stage: Stage, shown: Results | None, data: Pat
         + _section("change", change)
         + _section("needs", needs)
         + _section("prediction", stage.prediction)
-        + _section("result", _stage_result(out, stage, shown, page, data)),
+        + _section("result", f"{_stage_result(out, stage, shown, page, data)}\n\n{_elsewhere(shown, 'What follows')}"),
     )
 
 
