@@ -3,7 +3,12 @@
 #   docker build -t flashlab .
 #   docker run --rm -p 127.0.0.1:8888:8888 flashlab                          JupyterLab; open the address it prints
 #   docker run --rm --gpus all -p 127.0.0.1:8888:8888 flashlab               the same, on a GPU
-#   docker run --rm --gpus all -v "$PWD/data:/home/ubuntu/flashlab/data" flashlab make report
+#
+# What is measured and built stays only where two folders are mounted, which user 1000 must be able to write:
+#
+#   mkdir -p build
+#   docker run --rm --gpus all -v "$PWD/data:/home/ubuntu/flashlab/data" -v "$PWD/build:/home/ubuntu/flashlab/build" \
+#       flashlab make report
 #
 # The `base` image, because compiler, headers and disassembler come from the wheels that constraints.txt pins; it tells the
 # container runtime to bring the driver in.

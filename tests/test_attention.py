@@ -257,7 +257,7 @@ def test_unsound_arrays_are_refused(arrays: Any, error: type[Exception], words: 
         ({"scale": True}, errors.ParameterError, "finite"),
         ({"causal": 1}, errors.ParameterError, "True or False"),
         ({"stage": "06"}, errors.UnknownStageError, "06_cp_async"),
-        ({"stage": "06_cp_async", "arch": "sm_75"}, errors.UnsupportedError, "Runnable: 00_naive"),
+        ({"stage": "06_cp_async", "arch": "sm_75"}, errors.UnsupportedError, "Runnable on sm_75: 00_naive"),
         ({"out": array(2, 4, 8, 128, pointer=OUT)}, errors.ShapeError, "shape of q"),
         ({"out": array(2, 4, 8, 64, pointer=OUT, dtype="bfloat16")}, errors.DTypeError, "type of q"),
         ({"out": array(2, 4, 8, 64, pointer=OUT, device=1)}, errors.DeviceError, "GPU 1"),

@@ -108,12 +108,15 @@ def test_compile_failure_shows_source_line_command_and_log(run: Run, monkeypatch
 
 
 def test_a_stage_newer_than_the_architecture_is_said(run: Run) -> None:
-    newer = [stage.id for stage in STAGES.values() if stage.min_arch != ARCHS[0]]
+    newer = [stage for stage in STAGES.values() if stage.min_arch != ARCHS[0]]
     if not newer:
         pytest.skip("every stage runs on the oldest architecture")
-    result = run("compile", newer[0], "--arch", ARCHS[0])
-    assert result.code == 1
-    assert ARCHS[0] in result.err
+    for command in ("compile", "sass"):
+        result = run(command, newer[0].id, "--arch", ARCHS[0])
+        assert result.code == 1
+        assert f"got {ARCHS[0]}" in result.err
+        assert newer[0].min_arch in result.err
+        assert "this GPU" not in result.err
 
 
 def test_sass(run: Run) -> None:
@@ -142,6 +145,9 @@ def test_sass_listing(run: Run) -> None:
         (("sass", FIRST_STAGE, "--mask", "sparse"), "causal"),
         (("results", "--shape", "16x16"), "BxHxSxD"),
         (("results", "--gpu", "none-such"), "nvidia-h200"),
+        (("results", "--regime", "sustained", "--cache", "cold"), "--regime burst --cache cold"),
+        (("results", "--against-peers", "--cache", "cold"), "no --regime or --cache beside it, got --cache cold"),
+        (("results", "--against-peers", "--regime", "burst"), "got --regime burst"),
     ],
 )
 def test_bad_input_is_named_with_what_works(run: Run, data: Path, arguments: tuple[str, ...], wanted: str) -> None:
@@ -436,7 +442,8 @@ def test_check_runs_on_the_cpu(run: Run) -> None:
     if gpu.available() is not None:
         result = run(*CPU_CHECK)
         assert result.code == 0
-        assert "on the CPU, since there is no GPU" in result.err
+        (line,) = (line for line in result.err.splitlines() if "no GPU" in line)
+        assert line == f"no GPU ({gpu.absence()}), so on the CPU"
         assert FIRST_STAGE in result.out
 
 
@@ -478,6 +485,7 @@ def test_report_says_where_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.M
     shown = run("report", "--out", tmp_path)
     assert shown.code == 0
     assert str(index) in shown.out
+    assert "search works only when it is served: `make serve`" in shown.out
     assert run("report", "--out", tmp_path, "--json").json == {"index": str(index)}
 
 

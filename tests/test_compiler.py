@@ -373,7 +373,7 @@ def test_a_launch_shape_of_fewer_numbers_is_read() -> None:
 def test_a_stage_of_one_architecture_is_compiled_for_it_alone() -> None:
     hopper = dataclasses.replace(NAIVE, min_arch="sm_90a", max_arch="sm_90a")
     assert {job.arch for job in compiler.jobs([hopper])} == {"sm_90a"}
-    with pytest.raises(UnsupportedError, match="needs sm_90a; this GPU is sm_100a"):
+    with pytest.raises(UnsupportedError, match="needs sm_90a, got sm_100a"):
         compiler.compile_stage(hopper, head_dim=64, dtype="float16", causal=True, arch="sm_100a")
 
 

@@ -36,6 +36,11 @@ def test_no_gpu_is_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "no driver" in found["gpu"].detail
     assert found["torch"].state in ("ok", "absent")
     assert not found["torch"].fix
+    for name in ("torch", "triton"):
+        if found[name].state == "absent":
+            assert "Triton 3.9 or newer, in an environment of its own" in found[name].detail
+    if found["cupy"].state == "absent":
+        assert "of no use without a GPU" in found["cupy"].detail
 
 
 def test_a_gpu_without_its_packages_gets_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

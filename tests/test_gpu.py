@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -195,9 +196,12 @@ def test_no_gpu_says_why_and_what_works(fake: Any, words: str, driver: Any) -> N
     driver(fake)
     with pytest.raises(errors.NoGpuError, match=words) as caught:
         gpu.require()
-    assert "without a GPU" in str(caught.value)
+    assert "Without a GPU work `flashlab doctor`" in str(caught.value)
+    assert "`check --on cpu`" in str(caught.value)
     reason = gpu.available()
     assert reason == str(caught.value)
+    assert re.search(words, gpu.absence())
+    assert not re.search(r"wanted|flashlab|\.$", gpu.absence())
     assert gpu.device_count() == 0
     with pytest.raises(errors.NoGpuError):
         gpu.info()

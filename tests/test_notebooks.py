@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
@@ -97,6 +98,15 @@ def test_form(name: str) -> None:
             assert cell.execution_count is None
             nodes = list(ast.walk(ast.parse(cell.source)))
             assert not any(isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda) for node in nodes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere_in_jupyterlab(name: str) -> None:
+    for cell in _cells(name):
+        if cell.cell_type == "markdown":
+            for link in re.findall(r"\]\(([^)#]+)", cell.source):
+                if not link.startswith("https://"):
+                    assert (NOTEBOOKS / link).is_file(), link
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -207,6 +207,13 @@ def test_a_lever_that_no_longer_fits_is_shown_as_such(tmp_path: Path, monkeypatc
 def test_what_was_not_measured_is_said(pages: Path) -> None:
     text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
     assert "Not measured on this GPU yet: `flashlab bench --suite lengths`" in text
+    snippets = pages / "generated" / "snippets"
+    for name, command in (
+        ("levers", "flashlab ablate --levers"),
+        ("checks", "flashlab check --random 1000 --record"),
+        ("sanitizer", "python scripts/sanitize.py"),
+    ):
+        assert f"`{command}`" in (snippets / f"{name}.md").read_text(encoding="utf-8")
     assert "In the SM" not in text
 
 
@@ -231,6 +238,29 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     assert f"{len(lines)} comparisons of {len(STAGES)} stages, over 1 problems" in text
     assert f"{len(lines) - 1} passed, 1 failed" in text
     assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl" in text
+
+
+def test_links_of_a_notebook_hold_on_its_page(pages: Path) -> None:
+    found = 0
+    for name, page in report.PAGE_OF.items():
+        text = (pages / "generated" / "snippets" / "notebooks" / f"{name}.md").read_text(encoding="utf-8")
+        assert "../site/" not in text
+        for link in re.findall(r"\]\(([^)#:]+\.md)", text):
+            assert ((pages / page).parent / link).is_file(), f"{name}: {link}"
+            found += 1
+    assert found
+
+
+def test_conclusions_about_another_gpu_are_labelled(pages: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    write_synthetic(tmp_path / "data", "nvidia-a100", problems=suite("first"))
+    report.generate(tmp_path / "data", site=site)
+    files = ("stages/09_wgmma.md", "notebooks/04_roofline.md", "notebooks/06_cycle_model.md")
+    for root, labelled in ((site, True), (pages, False)):
+        for file in files:
+            text = (root / "generated" / "snippets" / file).read_text(encoding="utf-8")
+            assert ("was written about the H200; the numbers are those of the" in text) is labelled, file
+    assert text.startswith("# ")
 
 
 def test_plumbing_is_left_out_and_its_output_kept(pages: Path) -> None:

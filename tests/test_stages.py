@@ -174,7 +174,7 @@ def test_a_stage_may_end_with_an_architecture(
     reason = some.why_not(problem, "sm_120")
     assert (reason is None) is ("sm_120" in archs)
     if reason:
-        assert reason == f"Stage 01_some needs {needs}; this GPU is sm_120. Runnable: 00_old."
+        assert reason == f"Stage 01_some needs {needs}, got sm_120. Runnable on sm_120: 00_old."
 
 
 def test_a_refusal_names_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_a_refusal_names_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     new = Stage(id="01_new", title="", parent="00_old", question="", change="", prediction="", min_arch="sm_90a")
     monkeypatch.setattr(stages, "STAGES", {stage.id: stage for stage in (old, new)})
     half, brain = Problem.parse("1x1x8x64"), Problem.parse("1x1x8x64", dtype="bfloat16")
-    assert new.why_not(half, "sm_80") == "Stage 01_new needs sm_90a or newer; this GPU is sm_80. Runnable: 00_old."
+    assert new.why_not(half, "sm_80") == "Stage 01_new needs sm_90a or newer, got sm_80. Runnable on sm_80: 00_old."
     assert new.why_not(brain) == "Stage 01_new takes float16, got bfloat16. Runnable: 00_old."
     assert new.why_not(half) is None
     assert best(half, "sm_80") is old

@@ -913,7 +913,7 @@ def table(found: Sequence[Effect]) -> str:
     return "\n".join(text)
 
 
-LEVER_NOT_MEASURED = "Not measured yet."
+LEVER_NOT_MEASURED = "Not measured yet: `flashlab ablate --levers` on a Hopper GPU does it."
 
 
 def lever_chart(found: Sequence[Effect], *, name: str = "levers") -> Chart | str:

@@ -130,7 +130,8 @@ def _version(wanted: bool) -> None:
 
 
 DeadEnds = Annotated[
-    bool, typer.Option("--dead-ends", help="Every dead end; beside the stages that are named, in place of the ladder.")
+    bool,
+    typer.Option("--dead-ends", help="The dead ends too; without named stages, in place of the ladder."),
 ]
 Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
 
@@ -158,7 +159,11 @@ def doctor(*, data: Data = DATA, as_json: Json = False) -> None:
 
 
 @app.command()
-def stages(*, dead_ends: DeadEnds = False, as_json: Json = False) -> None:
+def stages(
+    *,
+    dead_ends: Annotated[bool, typer.Option("--dead-ends", help="List the dead ends in place of the ladder.")] = False,
+    as_json: Json = False,
+) -> None:
     """List the stages: what each changes, where it runs, what can be tuned."""
     listed = _choose_stages(None, dead_ends)
     rows = [
@@ -209,7 +214,10 @@ def compile_(
     chosen = _choose_stages(stage_ids, dead_ends) if stage_ids or dead_ends else None
     work = compiler.jobs(chosen, _choose_archs(arch))
     if not work:
-        raise ParameterError(f"arch: {', '.join(stage_ids or ())} cannot be compiled for {', '.join(arch or ())}")
+        able = "; ".join(f"{stage.id} for {', '.join(stage.archs)}" for stage in chosen or ())
+        raise ParameterError(
+            f"arch: wanted one that a named stage is compiled for, got {', '.join(arch or ())}. Compiled are {able}"
+        )
     with _progress() as progress:
         task = progress.add_task("compiling", total=len(work))
 
@@ -359,10 +367,9 @@ def check(
     dtypes, masks = (dtype,) if dtype else DTYPES, (mask,) if mask else MASKS
     sources = _sources(source)
     if on is None:
-        no_gpu = gpu.available()
-        on = "cpu" if no_gpu and not record else "gpu"
+        on = "cpu" if gpu.available() and not record else "gpu"
         if on == "cpu":
-            _say(f"on the CPU, since there is no GPU: {no_gpu}")
+            _say(f"no GPU ({gpu.absence()}), so on the CPU")
     if on != "cpu" and (schedule or races or insist):
         raise ParameterError("--schedule, --races and --insist: wanted --on cpu, which they are for, got --on " + on)
     if random and (length or dtype or mask):
@@ -688,12 +695,19 @@ def _tell_tuned(done: Sequence[Tuned], as_json: bool) -> None:
 
 
 @app.command()
-def tuned(*, gpu: Gpu = None, data: Data = DATA, as_json: Json = False) -> None:
+def tuned(
+    *,
+    gpu: Annotated[
+        str | None, typer.Option(help="Folder under data/, such as nvidia-h200; this machine's GPU if not given.")
+    ] = None,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
     """Write data/<gpu>/tuned.json, the tunables that `flashlab.attention` takes there, from the tuning records."""
     from flashlab import tune as module
     from flashlab.tuned import table
 
-    name = _gpu_with_data(gpu, data)
+    name = _tuned_gpu(gpu, data)
     path = module.write_table(name, data)
     entries = [{**key._asdict(), **choice._asdict()} for key, choice in table(name, data).items()]
     if as_json:
@@ -1156,8 +1170,14 @@ def results(
     shape: Shape = None,
     dtype: OneDType = None,
     mask: OneMask = None,
-    regime: Annotated[Regime, typer.Option(help="burst: short samples with gaps; sustained: power-limited.")] = "burst",
-    cache: Annotated[Cache, typer.Option(help="hot: calls back to back; cold: L2 overwritten before each.")] = "hot",
+    regime: Annotated[
+        Regime | None,
+        typer.Option(help="burst: short samples with gaps (if not given); sustained: power-limited."),
+    ] = None,
+    cache: Annotated[
+        Cache | None,
+        typer.Option(help="hot: calls back to back (if not given); cold: L2 overwritten before each."),
+    ] = None,
     against_peers: Annotated[
         bool,
         typer.Option(
@@ -1175,6 +1195,12 @@ def results(
         _verify(name, data, as_json)
         return
     wanted = Problem.parse(shape).shape if shape else None
+    if against_peers and (regime or cache):
+        given = " ".join(f"--{key} {value}" for key, value in (("regime", regime), ("cache", cache)) if value)
+        raise ParameterError(
+            f"--against-peers: wanted no --regime or --cache beside it, got {given}. It shows bursts and sustained "
+            "load side by side, with a hot L2; --shape, --dtype and --mask go with it"
+        )
 
     def suits(problem: Problem) -> bool:
         return (
@@ -1191,22 +1217,35 @@ def results(
         return
 
     runs = records.runs(name, data)
-    chosen = next(
-        (rows for run in reversed(runs) if (rows := [row for row in run.measurements if fits(row)])),
-        None,
-    )
+    fitting = [rows for run in reversed(runs) if (rows := [row for row in run.measurements if fits(row)])]
     for run in runs:
         for damage in run.damage:
             _say(f"damaged, left out: {damage}")
-    if chosen is None:
+    if not fitting:
         known = sorted({row.problem.problem().label for run in runs for row in run.measurements})
         what = " ".join(filter(None, (wanted, dtype, mask)))
         raise NoDataError(f"wanted rows of {what or 'any problem'} on {name}, found none. Recorded: {'; '.join(known)}")
+    regime, cache = regime or "burst", cache or "hot"
+    chosen = _timed_so(fitting, regime, cache) if (regime, cache) != ("burst", "hot") else fitting[0]
     flat = [records.flat(row, regime, cache) for row in chosen]
     if as_json:
         _emit_json(flat)
         return
     _emit_rows(flat, title=f"{name}, run {flat[0]['run']}, {regime}, {cache} L2")
+
+
+def _timed_so(
+    fitting: Sequence[Sequence[records.Measurement]], regime: Regime, cache: Cache
+) -> Sequence[records.Measurement]:
+    """Of the runs' rows, newest first, the first that has a time in that state."""
+    for rows in fitting:
+        if any(row.samples_of(regime, cache) for row in rows):
+            return rows
+    known = {(one.regime, one.cache) for rows in fitting for row in rows for one in row.samples}
+    works = "; ".join(f"--regime {one} --cache {other}" for one, other in sorted(known))
+    raise NoDataError(
+        f"wanted times with --regime {regime} --cache {cache}, found none in these rows. Recorded: {works or 'none'}"
+    )
 
 
 def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], as_json: bool) -> None:
@@ -1265,7 +1304,9 @@ def report(
     if as_json:
         _emit_json({"index": str(index)})
     else:
-        typer.echo(f"The report is in {index.parent}: open {index}, or serve it with `make serve`.")
+        typer.echo(
+            f"The report is in {index.parent}: open {index}. Its search works only when it is served: `make serve`."
+        )
 
 
 def _is_kept_wrong(name: str, status: str) -> bool:
@@ -1341,6 +1382,23 @@ def _follow(progress: Progress, what: str) -> Callable[[BenchProgress], None]:
             _say(f"[{now.done}/{now.total}] {now.text}")
 
     return step
+
+
+def _tuned_gpu(gpu: str | None, data: Path) -> str:
+    """The GPU to make a table for: the one named, else the one at hand, else the only one with tuning records."""
+    from flashlab import gpu as module
+
+    known = records.gpus(data, "tuning")
+    if gpu is None and module.available() is None:
+        gpu = module.info().slug
+    if gpu is None and len(known) == 1:
+        return known[0]
+    if gpu not in known:
+        raise NoDataError(
+            f"gpu: wanted one with tuning records under {data}, got {gpu or 'none named'}. GPUs with some: "
+            f"{', '.join(known) or 'none yet'}. `flashlab tune` on a machine with an NVIDIA GPU makes some."
+        )
+    return gpu
 
 
 def _gpu_with_data(gpu: str | None, data: Path) -> str:

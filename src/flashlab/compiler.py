@@ -644,7 +644,7 @@ def _error(
     parts = [
         message,
         *([f"  {source_line}"] if source_line else []),
-        f"Command: {command}",
+        f"Equivalent command: {command}",
         f"Log:\n{log or '(empty)'}",
     ]
     return kind("\n".join(parts), command=command, log=log, source_line=source_line)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import numpy
 
-from flashlab import compiler, emulator, gpu, profiler, records, sass, symbols
+from flashlab import compiler, emulator, gpu, profiler, records, sass, symbols, triton_code
 from flashlab.attention import emulate
 from flashlab.errors import FlashlabError, MissingError, MissingPackageError
 from flashlab.paths import BUILD, DATA, ROOT, cache_dir, writable_dir
@@ -143,6 +143,9 @@ def _gpu_packages(_: Path) -> Iterator[Finding]:
             yield Finding(name=name, state="ok", detail=_version(module))
         elif has_gpu:
             yield Finding(name=name, state="absent", detail=f"not installed: {without}", fix=_pip("-e", f"{ROOT}[gpu]"))
+        elif name in ("torch", "triton"):
+            needs = f"of use for the stages in Triton alone, whose interpreter needs {triton_code.INTERPRETER_NEEDS}"
+            yield Finding(name=name, state="absent", detail=f"not installed, and without a GPU {needs}")
         else:
             yield Finding(name=name, state="absent", detail="not installed, and of no use without a GPU")
 

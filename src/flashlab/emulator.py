@@ -1214,7 +1214,8 @@ def interpreted(
     missing = triton_code.missing(interpreter=True)
     if missing:
         raise UnsupportedError(
-            f"Stage {stage.id} runs on a CPU by Triton's interpreter, which needs Triton and torch. Install: {missing}"
+            f"Stage {stage.id} runs on a CPU by Triton's interpreter, which needs {triton_code.INTERPRETER_NEEDS}. "
+            f"There: {missing}"
         )
     if dtype == "bfloat16":
         raise UnsupportedError(

@@ -30,7 +30,11 @@ from flashlab.stages import arch_for
 if TYPE_CHECKING:
     from flashlab.compiler import Cubin
 
-WORKS_WITHOUT = "`flashlab stages`, `compile`, `sass`, `results` and `report` work without a GPU."
+WORKS_WITHOUT = (
+    "Without a GPU work `flashlab doctor`, `stages`, `compile`, `sass`, `check --on cpu`, `results`, `claims`, "
+    "`tuned`, `report`, `bench --dry-run`, `tune --dry-run` and `ablate --list`."
+)
+_WANTED = "wanted a CUDA GPU, got "
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,11 +135,11 @@ def _init() -> None:
     try:
         (status,) = driver.cuInit(0)
     except RuntimeError as error:  # cuda.bindings could not load libcuda
-        raise NoGpuError(f"wanted a CUDA GPU, got no driver: {error}. {WORKS_WITHOUT}") from error
+        raise NoGpuError(f"{_WANTED}no driver: {error}. {WORKS_WITHOUT}") from error
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise NoGpuError(f"wanted a CUDA GPU, got {describe(status)} from the driver. {WORKS_WITHOUT}")
+        raise NoGpuError(f"{_WANTED}{describe(status)} from the driver. {WORKS_WITHOUT}")
     if call("cuDeviceGetCount") < 1:
-        raise NoGpuError(f"wanted a CUDA GPU, got a driver that sees none. {WORKS_WITHOUT}")
+        raise NoGpuError(f"{_WANTED}a driver that sees none. {WORKS_WITHOUT}")
 
 
 def available() -> str | None:
@@ -147,12 +151,17 @@ def available() -> str | None:
     return None
 
 
+def absence() -> str:
+    """Why no GPU can be used, in a few words: `available` without what was wanted and what works; empty with one."""
+    return (available() or "").removesuffix(f" {WORKS_WITHOUT}").removeprefix(_WANTED).rstrip(".")
+
+
 def require() -> None:
     """Raises `NoGpuError` (or `MissingPackageError`) with the reason where no GPU can be used."""
     try:
         _init()
     except LaunchError as error:
-        raise NoGpuError(f"wanted a CUDA GPU, got {error}. {WORKS_WITHOUT}") from error
+        raise NoGpuError(f"{_WANTED}{error}. {WORKS_WITHOUT}") from error
 
 
 def device_count() -> int:

@@ -792,11 +792,11 @@ def _read_lines(path: Path, parse: Callable[[str], T]) -> tuple[tuple[T, ...], t
     return tuple(found), tuple(damage)
 
 
-def gpus(data: Path = DATA) -> tuple[str, ...]:
-    """GPUs that have at least one run file."""
+def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
+    """GPUs that have at least one file of runs, or of another folder of records."""
     if not data.is_dir():
         return ()
-    return tuple(sorted(p.name for p in data.iterdir() if any((p / "runs").glob("*.jsonl"))))
+    return tuple(sorted(p.name for p in data.iterdir() if any((p / folder).glob("*.jsonl"))))
 
 
 def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:

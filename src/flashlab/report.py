@@ -56,6 +56,16 @@ PAGE_OF: Mapping[str, str] = {
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
 
+WRITTEN_ABOUT, _ITS_NAME = "nvidia-h200", "H200"
+"""The GPU that the hand-written conclusions are about."""
+_CONCLUDING = ("04_roofline", "06_cycle_model")
+"""Notebooks whose text draws conclusions from that GPU's numbers."""
+NO_CHECKS = (
+    "*No such comparison is on record yet: `flashlab check --random 1000 --record` and `flashlab check --record` on a "
+    "GPU make them.*"
+)
+NO_SANITIZER = "*No such run is on record yet: `python scripts/sanitize.py` on a GPU with compute-sanitizer makes one.*"
+
 REPLAY_TIMEOUT_S = 300.0
 MEASURE_TIMEOUT_S = 3600.0
 _SITE_TIMEOUT_S = 180.0
@@ -258,7 +268,11 @@ def generate(
     shown = next((r for r in everything if r.gpu == gpu), everything[0] if everything else None)
 
     for name, page in PAGE_OF.items():
-        out.snippet(f"notebooks/{name}.md", _notebook_page(out, name, page, executed, notebooks))
+        text = _notebook_page(out, name, page, executed, notebooks)
+        if name in _CONCLUDING:
+            title, _, rest = text.partition("\n")
+            text = f"{title}\n\n{_elsewhere(shown, 'The text of this page')}\n{rest}"
+        out.snippet(f"notebooks/{name}.md", text)
     _generate_front(out, shown)
     # Drawing is most of the work, and independent from stage to stage.
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
@@ -281,6 +295,13 @@ def generate(
     return out.root
 
 
+def _elsewhere(shown: Results | None, what: str) -> str:
+    """That hand-written text is about another GPU than the one shown; empty where it is not."""
+    if shown is None or shown.gpu == WRITTEN_ABOUT:
+        return ""
+    return f'!!! note ""\n    {what} was written about the {_ITS_NAME}; the numbers are those of the {shown.name}.\n'
+
+
 def _notebook_page(out: _Output, name: str, page: str, executed: Path | None, notebooks: Path) -> str:
     """An executed notebook as Markdown, its charts as figures."""
     import nbformat
@@ -295,6 +316,9 @@ def _notebook_page(out: _Output, name: str, page: str, executed: Path | None, no
     hidden = {"parameters", "injected-parameters", "hide"}
     notebook.cells = [cell for cell in notebook.cells if not hidden & set(cell.metadata.get("tags", []))]
     for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            # Links that hold where the notebook lies, made to hold on its page.
+            cell.source = cell.source.replace("](../site/", f"]({_up(page)}")
         if cell.cell_type != "code":
             continue
         if "hide-input" in cell.metadata.get("tags", []):
@@ -400,7 +424,7 @@ def _generate_stage(out: _Output, stage: Stage, shown: Results | None, data: Pat
         + _section("change", change)
         + _section("needs", needs)
         + _section("prediction", stage.prediction)
-        + _section("result", _stage_result(out, stage, shown, page, data)),
+        + _section("result", f"{_stage_result(out, stage, shown, page, data)}\n\n{_elsewhere(shown, 'What follows')}"),
     )
 
 
@@ -812,8 +836,8 @@ def _generate_check_records(out: _Output, everything: Sequence[Results], data: P
         if found:
             folder = f"generated/data/{shown.gpu}/sanitizer/{found[0].run}.jsonl"
             sanitized.append(f"{tables.sanitized(found)}\n[Data]({folder})")
-    out.snippet("checks.md", "\n".join(said) if said else "*No such comparison is on record yet.*")
-    out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else "*No such run is on record yet.*")
+    out.snippet("checks.md", "\n".join(said) if said else NO_CHECKS)
+    out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else NO_SANITIZER)
 
 
 def _generate_ledger(out: _Output, shown: Results | None, data: Path) -> None:

@@ -168,7 +168,7 @@ class Stage:
         if problem.head_dim not in self.head_dims:
             return f"Stage {self.id} takes head dim {' or '.join(map(str, self.head_dims))}, got {problem.head_dim}."
         if arch is not None and arch not in self.archs:
-            return f"Stage {self.id} needs {self.needs}; this GPU is {arch}. {_runnable(arch=arch)}"
+            return f"Stage {self.id} needs {self.needs}, got {arch}. {_runnable(arch=arch)}"
         return None
 
     def require(self, problem: Problem, arch: str | None = None) -> None:
@@ -184,7 +184,8 @@ def _runnable(*, dtype: DType | None = None, arch: str | None = None) -> str:
         for stage in STAGES.values()
         if (dtype is None or dtype in stage.dtypes) and (arch is None or arch in stage.archs)
     ]
-    return f"Runnable: {', '.join(ids)}." if ids else "No stage is runnable."
+    there = f" on {arch}" if arch else ""
+    return f"Runnable{there}: {', '.join(ids)}." if ids else f"No stage is runnable{there}."
 
 
 def get(stage_id: str) -> Stage:

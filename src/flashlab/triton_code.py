@@ -49,17 +49,24 @@ _POLL_S = 0.05
 _ELSEWHERE = "import sys; from flashlab import triton_code; sys.exit(triton_code.serve(sys.argv[1]))"
 _OLDEST_INTERPRETER = (3, 9)
 """3.6's does not run with NumPy 2.4; none in between was tried."""
+INTERPRETER_NEEDS = (
+    f"torch and Triton {'.'.join(map(str, _OLDEST_INTERPRETER))} or newer, in an environment of its own: the torch "
+    "that constraints.txt pins brings an older Triton"
+)
 
 
 def missing(*, interpreter: bool = False) -> str | None:
     """The command that installs what Triton's compiler, or its interpreter, lacks here; None where it is there."""
-    absent = [] if _is_there("triton") else ["triton"]
-    if interpreter:
-        oldest = ".".join(map(str, _OLDEST_INTERPRETER))
-        old = not absent and tuple(int(part) for part in version().split(".")[:2]) < _OLDEST_INTERPRETER
-        absent = [f"'triton>={oldest}'"] if absent or old else []
-        absent += [] if _is_there("torch") else ["torch"]
-    return f"pip install {' '.join(absent)}" if absent else None
+    there = _is_there("triton")
+    if not interpreter:
+        return None if there else "pip install triton"
+    oldest = ".".join(map(str, _OLDEST_INTERPRETER))
+    new_enough = there and tuple(int(part) for part in version().split(".")[:2]) >= _OLDEST_INTERPRETER
+    if new_enough and _is_there("torch"):
+        return None
+    # torch pins its Triton: asked for both at once, pip goes back to a torch of years ago that pins none.
+    newer = f"pip install --no-deps 'triton>={oldest}'"
+    return newer if _is_there("torch") else f"pip install torch && {newer}"
 
 
 def _is_there(package: str) -> bool:

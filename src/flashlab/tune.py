@@ -219,7 +219,7 @@ def compile_variants(
 
 def _why(error: CompileError) -> str:
     """What the compiler said, without command and log."""
-    text = str(error).partition("\nCommand:")[0]
+    text = str(error).partition("\nEquivalent command:")[0]
     return " ".join(text.split())[:_REASON_CHARS]
 
 
@@ -379,17 +379,22 @@ def tune_all(
         timing: in place of `bench.time_tasks`.
 
     Raises:
-        As `tune`; a task of which nothing compiles is announced and left out.
+        As `tune`; a task whose stage this GPU does not run, or of which nothing compiles, is announced and left out.
     """
     arch, slug = gpu.arch_and_slug(device, arch, slug)
     jobs = []
     for key, variants in tasks:
         stage = registry.get(key.stage)
         problems = problems_of(head_dim=key.head_dim, mask=key.mask, dtype=key.dtype)
-        stage.require(problems[0], arch)
+        stage.require(problems[0])
+        if arch not in stage.archs:
+            announce(f"{_title(key)}: left out, {stage.id} needs {stage.needs} and this GPU is {arch}")
+            continue
         how: dict[str, Any] = {"head_dim": key.head_dim, "causal": key.mask == "causal", "dtype": key.dtype}
         tried = _unique([*_staying(key, slug, data), *variants])
         jobs.append((key, problems, partial(compile_variants, stage, tried, **how, arch=arch)))
+    if not jobs:
+        raise ParameterError(f"wanted a stage to tune that runs on {arch}, got none")
     found: list[tuple[tuned.Key, Compiled, tuple[Problem, ...]]] = []
     with ThreadPoolExecutor(_TASKS_AT_ONCE) as pool:
         for (key, problems, _), compiled in zip(jobs, pool.map(lambda job: job[2](), jobs), strict=True):
