@@ -55,6 +55,37 @@ def test_no_measured_number_is_written_by_hand() -> None:
             assert not found, f"{path}: {found}"
 
 
+def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_type_too(tmp_path: Path) -> None:
+    half, other = Problem.parse(FIRST_SHAPE), Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    unfit = measurement("fa3", half).model_copy(
+        update={"status": "unsupported", "reason": "bfloat16 alone", "samples": (), "verdict": None}
+    )
+
+    def timed(name: str, problem: Problem, time_us: float) -> records.Measurement:
+        row = measurement(name, problem)
+        taken = next(one for one in row.samples if (one.regime, one.cache) == ("burst", "hot"))
+        changes = {"time_us": (time_us,), "sm_clock_mhz": (), "call_clock_mhz": (), "cycles_per_score": None}
+        return row.model_copy(update={"samples": (taken.model_copy(update=changes),)})
+
+    path = tmp_path / "data" / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    path.parent.mkdir(parents=True)
+    for row in (
+        timed("13_overlap", half, 100.0),
+        timed("sdpa_cudnn", half, 130.0),
+        unfit,
+        timed("13_overlap", other, 100.0),
+        timed("fa3", other, 120.0),
+    ):
+        records.append(path, row)
+    out = report._Output(root=tmp_path / "generated")
+    report._generate_front(out, results.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    text = (out.root / "snippets" / "front-numbers.md").read_text(encoding="utf-8")
+    in_bfloat16, in_float16 = text.index("<dd>120 %</dd>"), text.index("<dd>130 %</dd>")
+    assert in_bfloat16 < in_float16
+    assert "of the fastest library in bfloat16, FlashAttention-3<" in text
+    assert "FlashAttention-3 does not take it here" in text
+
+
 def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:
     shown = results.load("nvidia-h200", pages.parent / "data")
     for stage in STAGES.values():

@@ -273,7 +273,7 @@ def generate(
             title, _, rest = text.partition("\n")
             text = f"{title}\n\n{_elsewhere(shown, 'The text of this page')}\n{rest}"
         out.snippet(f"notebooks/{name}.md", text)
-    _generate_front(out, shown)
+    _generate_front(out, shown, data)
     # Drawing is most of the work, and independent from stage to stage.
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(_generate_stage, out, stage, shown, data) for stage in registry.STAGES.values()]
@@ -344,7 +344,7 @@ def _notebook_page(out: _Output, name: str, page: str, executed: Path | None, no
     return f"{text.strip()}\n\n{note}"
 
 
-def _generate_front(out: _Output, shown: Results | None) -> None:
+def _generate_front(out: _Output, shown: Results | None, data: Path = DATA) -> None:
     if shown is None or shown.first is None:
         out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
         out.snippet("front-numbers.md", "")
@@ -367,7 +367,13 @@ def _generate_front(out: _Output, shown: Results | None) -> None:
             said = f"of the fastest library in {peer.problem.dtype}, {tables.peer_title(peer.name)}"
             faster = results.fastest_peer([peer, *beside])
             if faster is not None and faster is not peer:
-                said += f"; {tables.beside_title(faster)} reaches {tables.number(results.rate(faster))} TFLOP/s"
+                # The library to pass lacks this type: what counts first is the ratio in the type that it has.
+                other = dataclasses.replace(shown.first, dtype=faster.problem.dtype)
+                contest = next((x.burst for x in results.against_peers(shown.gpu, data) if x.problem == other), None)
+                if contest:
+                    where = f"of the fastest library in {other.dtype}, {tables.peer_title(contest.peer)}"
+                    cards.append((f"{tables.number(100 * contest.ratio)} %", where))
+                said += f"; {tables.peer_title(faster.name)} does not take it here"
             cards.append((f"{tables.number(share)} %", said))
     timed = sum(row.status == "ok" for found in shown.problems.values() for row in found)
     cards.append((str(timed), f"checked and timed rows over {len(shown.problems)} problems"))

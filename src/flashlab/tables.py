@@ -273,8 +273,11 @@ def states(rows: Sequence[Measurement]) -> str:
     return markdown([header[column] for column in kept], [[line[column] for column in kept] for line in lines])
 
 
-def costs(rows: Sequence[Measurement]) -> str:
-    """What a call costs whatever the clock is: cycles a score, power and energy, burst and sustained; and clocks."""
+def costs(rows: Sequence[Measurement], *, titled: bool = False) -> str:
+    """What a call costs whatever the clock is: cycles a score, power and energy, burst and sustained; and clocks.
+
+    `titled` puts the problem above it, for a page with several.
+    """
     lines: list[list[Cell]] = []
     for row in rows:
         if row.status != "ok":
@@ -302,7 +305,7 @@ def costs(rows: Sequence[Measurement]) -> str:
         "sustained: power, W",
         "mJ a call",
     )
-    return markdown(header, lines)
+    return (f"**{rows[0].problem.problem().label}**\n\n" if titled and rows else "") + markdown(header, lines)
 
 
 def _cycles(row: Measurement, samples: Samples | None) -> str | None:
