@@ -979,7 +979,7 @@ def _names(
 
 _STARTUP_S, _CEILING_S = 20.0, 2.0
 _BUILD_S, _CHECK_S_PER_SCORE = 0.4, 0.6 / (1 << 30)
-_COMPILING_PEERS: Mapping[str, float] = {"flex": 5.0, "triton_fa2": 5.0}
+_COMPILING_PEERS: Mapping[str, float] = {"flex": 5.0, "triton_fa2": 5.0, "fa4": 5.0}
 _UNKNOWN_TFLOPS = 300.0
 """Assumptions of `estimate`: what a worker's start, a ceiling, a build and a check take, and an unmeasured rate."""
 
