@@ -235,7 +235,7 @@ def test_an_unwritable_folder_is_found_before_any_work(read_only_dir: Path, fake
         ({"stages": [], "peers": []}, errors.ParameterError, "at least one stage or peer"),
         ({"plan": bench.Plan(samples=0)}, errors.ParameterError, "samples"),
         ({"plan": bench.Plan(cap_s=-1.0)}, errors.ParameterError, "cap_s"),
-        ({"plan": bench.Plan(sustained_names=("fa4",))}, errors.ParameterError, "among 00_naive.*got fa4"),
+        ({"plan": bench.Plan(sustained_names=("fa9",))}, errors.ParameterError, "among 00_naive.*got fa9"),
         ({"sources": {"00_naive": Path("/no/such.cu")}}, errors.ParameterError, "such.cu"),
     ],
 )
