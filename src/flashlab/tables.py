@@ -121,7 +121,7 @@ def beside_note(
         verdict = f"faster than every library in {dtype}" if rate > best else f"no faster than the best in {dtype}"
         said.append(
             f"{peer_title(row.name)} does not take {dtype}: it stands here in {row.problem.dtype}, at the same shape "
-            f"in the same run, where its {number(rate)} TFLOP/s are {verdict}. Percentages keep to one element type."
+            f"in the same session; its {number(rate)} TFLOP/s are {verdict}. Percentages keep to one element type."
         )
     return " ".join(said)
 
