@@ -241,15 +241,21 @@ def _triton_fa2_module() -> Any:
     return module
 
 
-def _fa3(problem: Problem) -> Attention:
-    interface = importlib.import_module("fa3_fwd_interface")
+def _flash_attention(module: str) -> Callable[[Problem], Attention]:
+    """FlashAttention-3 or -4; the latter compiles at its first call of a head dim, type and mask: some seconds."""
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        # It wants (batch, length, heads, head_dim) in any strides: views, not copies.
-        out = interface.flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=problem.causal)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+    def build(problem: Problem) -> Attention:
+        interface = importlib.import_module(module)
 
-    return attend
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            # It wants (batch, length, heads, head_dim) in any strides: views, not copies.
+            turned = (one.transpose(1, 2) for one in (q, k, v))
+            out = interface.flash_attn_func(*turned, causal=problem.causal)
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+        return attend
+
+    return build
 
 
 def _fa3_limits(problem: Problem) -> str | None:
@@ -257,17 +263,6 @@ def _fa3_limits(problem: Problem) -> str | None:
         # FlashAttention-3's source has float16 too; whoever built the wheel left it out.
         return f"the wheel fa3-fwd was built with bfloat16 and fp8 kernels alone; got {problem.dtype}"
     return None
-
-
-def _fa4(problem: Problem) -> Attention:
-    interface = importlib.import_module("flash_attn.cute")
-
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        # As FlashAttention-3 wants them. The first call of a head dim, type and mask compiles: some seconds.
-        out = interface.flash_attn_func(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal=problem.causal)
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-
-    return attend
 
 
 def _flash_limits(problem: Problem) -> str | None:
@@ -362,7 +357,7 @@ PEERS: Mapping[str, Peer] = {
             title="FlashAttention-3",
             how="fa3_fwd_interface.flash_attn_func",
             packages=(*_TORCH, ("fa3_fwd_interface", "fa3-fwd")),
-            build=_fa3,
+            build=_flash_attention("fa3_fwd_interface"),
             limits=_fa3_limits,
             min_capability=(9, 0),
             max_capability=(9, 0),
@@ -372,7 +367,7 @@ PEERS: Mapping[str, Peer] = {
             title="FlashAttention-4 (CuTe DSL)",
             how="flash_attn.cute.flash_attn_func",
             packages=(*_TORCH, ("flash_attn.cute", "flash-attn-4")),
-            build=_fa4,
+            build=_flash_attention("flash_attn.cute"),
             min_capability=(8, 0),
         ),
     )
