@@ -33,6 +33,15 @@ machine_code = cache(sass.disassemble)
 """Once, as several tests read the same."""
 
 
+@pytest.fixture
+def cxx() -> None:
+    """Skips where there is no C++ compiler to make a kernel for the CPU with."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+
+
 def cubin(
     stage: Stage,
     head_dim: int,
@@ -121,14 +130,11 @@ def test_tiles_that_do_not_fit_are_refused(stage: Stage) -> None:
         cubin(stage, 128, overrides={"PIPELINE_STAGES": 16})
 
 
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
 def test_any_finite_scale(stage: Stage, scale: float) -> None:
     """The fast path folds the scale into one multiply-add with the maximum, which a positive scale alone allows."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
     problem = Problem(batch=1, q_heads=2, kv_heads=1, q_len=100, kv_len=300, head_dim=64)
     q, k, v = make_inputs(problem, seed=0)
     found = emulate(q, k, v, scale=scale, stage=stage.id)
@@ -136,14 +142,11 @@ def test_any_finite_scale(stage: Stage, scale: float) -> None:
     assert verdict.reason == ""
 
 
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("stage", RESTING, ids=lambda stage: stage.id)
 def test_lanes_stay_together_where_a_consumer_has_no_rows(stage: Stage) -> None:
     """One lane says for its warp that a tile may go: ahead of others that still wait for it, it would leave them
     a phase that never comes back. Some seeds would stop there."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
     problem = Problem(batch=1, q_heads=2, kv_heads=1, q_len=130, kv_len=1000, head_dim=128)
     given = []
     for values in make_inputs(problem, seed=0):
@@ -155,15 +158,12 @@ def test_lanes_stay_together_where_a_consumer_has_no_rows(stage: Stage) -> None:
         assert check(np.asarray(found.out), found.lse, *given, causal=False, dtype="float16").reason == ""
 
 
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("stage", SPECULATIVE, ids=lambda stage: stage.id)
 def test_scores_far_above_the_old_maximum_are_noticed(stage: Stage, head_dim: int, dtype: DType) -> None:
     """Tiles come from the last to the first: keys that grow towards the first let every speculation fail."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
     problem = Problem(batch=1, q_heads=2, kv_heads=1, q_len=130, kv_len=900, head_dim=head_dim, dtype=dtype)
     q, k, v = make_inputs(problem, seed=0)
     growing = np.linspace(24.0, 0.1, problem.kv_len)[:, None] * np.sign(np.asarray(q, np.float64)[:, :1, :1])
@@ -174,16 +174,13 @@ def test_scores_far_above_the_old_maximum_are_noticed(stage: Stage, head_dim: in
         assert not found.report.findings
 
 
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("sign", [1, -1], ids=["loud", "far below 0"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("stage", SPECULATIVE, ids=lambda stage: stage.id)
 def test_scores_that_need_a_maximum_get_one(stage: Stage, head_dim: int, dtype: DType, sign: int) -> None:
     """In bfloat16 a work begins without a maximum: here scores overflow without one, or all vanish."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
     problem = Problem(batch=1, q_heads=8, kv_heads=1, q_len=270, kv_len=270, head_dim=head_dim, dtype=dtype)
     q, k, v = make_inputs(problem, seed=0)
     loudness = np.array([40.0, 0.01, 3.0, 90.0, 0.3, 60.0, 0.0, 1.0])[None, :, None, None]
@@ -196,14 +193,11 @@ def test_scores_that_need_a_maximum_get_one(stage: Stage, head_dim: int, dtype: 
         assert check(np.asarray(found.out), found.lse, q, k, v, causal=causal, dtype=dtype).reason == ""
 
 
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("stage", RESTING, ids=lambda stage: stage.id)
 def test_the_output_is_the_same_whoever_takes_which_work(stage: Stage, dtype: DType) -> None:
     """Blocks take works as they come: no bit may depend on what a block worked on before."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
     problem = Problem(batch=1, q_heads=6, kv_heads=2, q_len=200, kv_len=300, head_dim=64, dtype=dtype)
     q, k, v = make_inputs(problem, seed=0)
     for causal in MASKS:
@@ -216,14 +210,11 @@ def test_the_output_is_the_same_whoever_takes_which_work(stage: Stage, dtype: DT
             assert (np.asarray(other.lse).view(np.uint32) == np.asarray(first.lse).view(np.uint32)).all()
 
 
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
 def test_what_is_no_number_stays_none(stage: Stage, bad: float) -> None:
     """One key of one head that is NaN or infinite: the kernel ends, rows that see it have no value, others theirs."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
     problem = Problem(batch=1, q_heads=2, kv_heads=2, q_len=130, kv_len=500, head_dim=64)
     q, k, v = make_inputs(problem, seed=0)
     k[0, 1, 40, 3] = bad
@@ -233,26 +224,20 @@ def test_what_is_no_number_stays_none(stage: Stage, bad: float) -> None:
     assert np.isnan(np.asarray(found.out, np.float64)[0, 1]).any(axis=-1).sum() >= problem.q_len // 3
 
 
+@pytest.mark.usefixtures("cxx")
 def test_tiles_by_threads_are_there_before_the_output_takes_their_place() -> None:
     """Where no row of a block sees a key, nothing waits for the block's Q but the end."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
     q, k, v = make_inputs(Problem(batch=1, q_heads=1, kv_heads=1, q_len=400, kv_len=16, head_dim=64), seed=0)
     found = emulate(q, k, v, stage="09_wgmma", params={"FEED": 1}, causal=True, races=True)
     assert not found.report.findings
     assert check(np.asarray(found.out), found.lse, q, k, v, causal=True, dtype="float16").reason == ""
 
 
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize(("score", "value"), [(37.0, 1e21), (-37.0, 1e-30), (17.0, 1e21), (-17.0, 1e-27)])
 @pytest.mark.parametrize("stage", SPECULATIVE, ids=lambda stage: stage.id)
 def test_a_work_without_a_maximum_leaves_values_their_room(stage: Stage, score: float, value: float) -> None:
     """Probabilities against no maximum are far from 1, and what they multiply must still find room in FP32."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
     problem = Problem(batch=1, q_heads=1, kv_heads=1, q_len=64, kv_len=64, head_dim=64, dtype="bfloat16")
     like = make_inputs(problem, seed=0)
     q, k = (np.full_like(values, 1.0) for values in like[:2])
