@@ -147,11 +147,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
   for (int i = 0; i < PASSES; ++i) {
     const int row = lane_row + i;
     const float sum = lanes_sum<ROW_LANES>(row_sum[i]);
-    const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
     *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(inv_sum, inv_sum);
     if (p.LSE && lane % ROW_LANES == 0 && warp_q_row + row < p.q_len) {
       const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + warp_q_row + row;
-      p.LSE[lse_row] = sum > 0.0f ? row_max[i] * LN_2 + logf(sum) : NEG_INF;
+      p.LSE[lse_row] = sum == 0.0f ? NEG_INF : row_max[i] * LN_2 + logf(sum);
     }
   }
   __syncwarp();   // the warp's factors are complete

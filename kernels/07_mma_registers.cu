@@ -263,11 +263,11 @@ attention_07_mma_registers(const __grid_constant__ AttentionParams p) {
     for (int half = 0; half < HALVES; ++half) {
       const int q_row = warp_q_row + r * MMA_M + half * MATRIX + lane_row;
       const float sum = lanes_sum<ROW_LANES>(row_sum[r][half]);
-      const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+      const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
       if (q_row >= p.q_len) continue;
       if (p.LSE && lane % ROW_LANES == 0) {
         const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-        p.LSE[lse_row] = sum > 0.0f ? row_max[r][half] * LN_BASE + logf(sum) : NEG_INF;
+        p.LSE[lse_row] = sum == 0.0f ? NEG_INF : row_max[r][half] * LN_BASE + logf(sum);
       }
       element* target = O_gmem + q_row * p.O.row_stride + lane_col;
 #pragma unroll

@@ -388,10 +388,10 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
       const float sum = !does(Part::SOFTMAX) ? 1.0f
                         : SUM_BY_MMA         ? O_reg[r][O_BLOCKS - 1][2 * half]
                                              : lanes_sum<ROW_LANES>(row_sum[r][half]);
-      const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+      const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
       if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
         const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-        p.LSE[lse_row] = sum > 0.0f ? row_max[r][half] * LN_2 + logf(sum) : NEG_INF;
+        p.LSE[lse_row] = sum == 0.0f ? NEG_INF : row_max[r][half] * LN_2 + logf(sum);
       }
 #pragma unroll
       for (int j = 0; j < COL_BLOCKS; ++j) {

@@ -89,7 +89,7 @@ def attention_t0_triton(
         HEAD_DIM, TILE_KV, True,
     )  # fmt: skip
 
-    some = row_sum > 0.0  # a row that sees no key has output 0 and log-sum-exp -inf
+    some = row_sum != 0.0  # a row that sees no key has output 0 and log-sum-exp -inf
     O_ptrs = O + batch * O_batch + head * O_head + rows[:, None] * O_row + d[None, :]
     O_tile = O_acc * tl.where(some, 1.0 / row_sum, 0.0)[:, None]
     tl.store(O_ptrs, O_tile.to(O.dtype.element_ty), mask=rows[:, None] < q_len)

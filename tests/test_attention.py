@@ -38,6 +38,8 @@ from flashlab.tensor_map import TensorMap
 from flashlab.timing import MicroParams
 
 ARCH = "sm_90a"
+EARLIER = tuple(stage for stage in stages.STAGES.values() if stage.language == "cuda" and not stage.tensor_maps)
+"""tests/test_hopper.py and tests/test_triton_code.py ask the others."""
 
 
 def array(
@@ -163,6 +165,21 @@ def test_emulate_reports(schedule: str) -> None:
     assert {str(counter.place).partition(":")[0] for counter in ran.report.counters} >= {"kernels/05_wmma.cu"}
     assert ran.kernel.hooks
     assert check(ran.out, ran.lse, q, k, v, causal=True, dtype="float16").reason == ""
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("stage", EARLIER, ids=lambda stage: stage.id)
+def test_a_row_that_sees_a_nan_is_nan_and_so_is_its_log_sum_exp(stage: stages.Stage, causal: bool) -> None:
+    """A training loop finds a NaN by either; -inf would say that the row saw no key."""
+    problem = Problem(batch=1, q_heads=2, kv_heads=2, q_len=40, kv_len=70, head_dim=64)
+    q, k, v = make_inputs(problem, seed=0)
+    k[0, 1, 50, 3] = np.nan
+    found = flashlab.emulate(q, k, v, causal=causal, stage=stage.id)
+    out, lse = np.asarray(found.out, np.float64), np.asarray(found.lse)
+    sees = np.arange(40) + 70 - 40 >= 50 if causal else np.full(40, True)
+    assert (np.isnan(out[0]).all(axis=-1) == np.stack([np.full(40, False), sees])).all()
+    assert (np.isnan(lse[0]) == np.stack([np.full(40, False), sees])).all()
 
 
 def test_too_much_for_a_cpu_is_refused_with_an_estimate(compiler_here: None) -> None:

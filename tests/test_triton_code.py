@@ -192,6 +192,17 @@ def test_any_scale(stage: Stage, scale: float) -> None:
 
 @needs_interpreter
 @every_stage
+def test_a_row_that_sees_a_nan_is_nan_and_so_is_its_log_sum_exp(stage: Stage) -> None:
+    q, k, v = make_inputs(ONE)
+    k[0, -1, -1, 3] = np.nan
+    ran = flashlab.emulate(q, k, v, stage=stage.id)
+    rows = ran.out.shape[2] * (q.shape[1] // k.shape[1])
+    assert np.isnan(ran.lse).sum() == rows
+    assert (np.isnan(ran.out.astype(np.float64)).all(axis=-1) == np.isnan(ran.lse)).all()
+
+
+@needs_interpreter
+@every_stage
 def test_a_wrong_kernel_is_found_and_one_that_fails_says_why(stage: Stage, tmp_path: Path) -> None:
     q, k, v = make_inputs(ONE)
     text = stage.source.read_text(encoding="utf-8")

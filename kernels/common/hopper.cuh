@@ -213,11 +213,11 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, float (&O_
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
     const float sum = lanes_sum<ROW_LANES>(rows.sum[h]);
-    inv_sum[h] = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+    inv_sum[h] = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
     const int q_row = warp_q_row + lane / ROW_LANES + 8 * h;
     if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
       const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-      p.LSE[lse_row] = sum > 0.0f ? rows.max[h] * LN_2 + logf(sum) : NEG_INF;
+      p.LSE[lse_row] = sum == 0.0f ? NEG_INF : rows.max[h] * LN_2 + logf(sum);
     }
   }
   scale_O(O_reg, inv_sum);

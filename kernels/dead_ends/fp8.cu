@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp8(
     const int q_row = lane_row + 8 * h;
     const float sum = lanes_sum<ROW_LANES>(row_sum[h]);
     if (q_row >= p.q_len) continue;
-    const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
     element* target = O_gmem + q_row * p.O.row_stride + lane_col;
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 8; ++j) {
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp8(
     }
     if (p.LSE && lane % ROW_LANES == 0) {
       const long long row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-      p.LSE[row] = sum > 0.0f ? (row_max[h] - PROB_LOG2_MAX) * LN_2 + logf(sum) : NEG_INF;
+      p.LSE[row] = sum == 0.0f ? NEG_INF : (row_max[h] - PROB_LOG2_MAX) * LN_2 + logf(sum);
     }
   }
 }

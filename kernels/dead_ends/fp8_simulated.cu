@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fp8_simulated(co
     const int q_row = warp_q_row + r;
     const float sum = lanes_sum<WARP>(row_sum[r]);
     if (q_row >= p.q_len) continue;   // the same in all lanes
-    const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
 #pragma unroll
     for (int i = 0; i < LANE_PAIRS; ++i) {
       element* target = O_gmem + q_row * p.O.row_stride + 2 * (lane + i * WARP);
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_fp8_simulated(co
     }
     if (p.LSE && lane == 0) {
       const long long row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-      p.LSE[row] = sum > 0.0f ? row_max[r] * LN_2 + logf(sum) : NEG_INF;
+      p.LSE[row] = sum == 0.0f ? NEG_INF : row_max[r] * LN_2 + logf(sum);
     }
   }
 }

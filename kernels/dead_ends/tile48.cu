@@ -142,13 +142,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_tile48(const __g
     const int row = warp * ROWS_PER_WARP + r, q_row = first_q_row + row;
     const float sum = lanes_sum<WARP>(row_sum[r]);
     if (q_row >= p.q_len) continue;
-    const float inv_sum = sum > 0.0f ? 1.0f / sum : 0.0f;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
     element* target = O_gmem + q_row * p.O.row_stride + lane;
     target[0] = from_float<element>(smem.O[row * O_STRIDE + lane] * inv_sum);
     target[WARP] = from_float<element>(smem.O[row * O_STRIDE + lane + WARP] * inv_sum);
     if (p.LSE && lane == 0) {
       const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-      p.LSE[lse_row] = sum > 0.0f ? row_max[r] * LN_2 + logf(sum) : NEG_INF;
+      p.LSE[lse_row] = sum == 0.0f ? NEG_INF : row_max[r] * LN_2 + logf(sum);
     }
   }
 }
