@@ -260,6 +260,25 @@ def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) 
     assert found[causal].sustained_run is None
 
 
+def test_a_session_is_held_against_its_fastest_library_though_another_run_timed_more(tmp_path: Path) -> None:
+    most, fastest = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(
+        tmp_path,
+        most,
+        _timed("00_naive", FIRST, most, 300.0),
+        _timed("01_coalesced", FIRST, most, 100.0),
+        _timed("sdpa", FIRST, most, 130.0),
+        _timed("sdpa_cudnn", FIRST, most, 130.0),
+    )
+    _write(
+        tmp_path, fastest, _timed("01_coalesced", FIRST, fastest, 101.0), _timed("triton_fa2", FIRST, fastest, 110.0)
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert (found.burst.peer, found.run) == ("triton_fa2", fastest)
+    assert found.burst.ratio == pytest.approx(110 / 101)
+
+
 def test_no_sustained_ratio_leaves_out_the_library_that_is_the_fastest_in_bursts(tmp_path: Path) -> None:
     run, full = "20260102T030000Z-0123abc", "20260101T030000Z-4567def"
     rows = [_timed("01_coalesced", FIRST, run, 100.0, sustained=150.0), _timed("sdpa_flash", FIRST, run, 120.0)]
@@ -278,6 +297,28 @@ def test_no_sustained_ratio_leaves_out_the_library_that_is_the_fastest_in_bursts
     assert found.sustained_run == full
     assert found.sustained is not None
     assert found.sustained.ratio == pytest.approx(1.1)
+
+
+def test_the_named_libraries_sustained_ratio_is_of_the_newest_run_that_kept_theirs_busy(tmp_path: Path) -> None:
+    old, new = "20260101T030000Z-4567def", "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        old,
+        _timed("01_coalesced", FIRST, old, 100.0, sustained=150.0),
+        _timed("sdpa_cudnn", FIRST, old, 120.0, sustained=180.0),
+    )
+    _write(
+        tmp_path,
+        new,
+        _timed("01_coalesced", FIRST, new, 100.0, sustained=150.0),
+        _timed("triton_fa2", FIRST, new, 110.0, sustained=165.0),
+        _timed("sdpa_cudnn", FIRST, new, 120.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.sustained is not None
+    assert found.named_sustained is not None
+    assert (found.sustained_run, found.sustained.ratio) == (new, pytest.approx(1.1))
+    assert (found.named_sustained_run, found.named_sustained.ratio) == (old, pytest.approx(1.2))
 
 
 def test_a_library_that_is_as_fast_in_bursts_stands_for_the_fastest_under_load(tmp_path: Path) -> None:

@@ -250,6 +250,9 @@ class AgainstPeers:
     named: Contest | None
     """The fastest stage against the faster of `NAMED_PEERS`, burst."""
     named_sustained: Contest | None
+    """The fastest stage of `named_sustained_run` against the faster of `NAMED_PEERS`, under continuous work."""
+    named_sustained_run: str | None
+    """The newest run that kept the faster of `NAMED_PEERS` busy; None where none did."""
     reason: str
     """Why there is no ratio; empty where there is one."""
 
@@ -286,6 +289,7 @@ class AgainstPeers:
                 "peers": list(NAMED_PEERS),
                 "burst": told(self.named),
                 "sustained": told(self.named_sustained),
+                "sustained_run": self.named_sustained_run,
             },
         }
 
@@ -310,7 +314,8 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
     """For each problem: our best stage against the best library of the same element type.
 
     Both rows come from one run, in which they were measured in turn: of the newest session that timed a stage and a
-    library at the problem, the run that timed most of both, then the newest. Under continuous work, likewise, of the
+    library at the problem, the run that timed the session's fastest library, or one within a percent of it; of several,
+    the one that timed most, then the newest. Under continuous work, likewise, of the
     newest run that kept a library busy that is the best in bursts, or within a percent of it: without one, a ratio
     would say too much. (torch's own choice is often cuDNN, and ahead of it or behind by nothing but chance.)
     Sessions from before the last rung that this GPU has measured take no part, nor do edited copies of a stage.
@@ -338,27 +343,23 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
             parts.setdefault(problem, []).append(list(rows.values()))
     found = []
     for problem in sorted(parts, key=_problem_order):
-        chosen = max(parts[problem], key=lambda rows: _rivals(rows, sessions))
+        chosen = _against_the_fastest(parts[problem], sessions)
         stage = fastest_stage(chosen)
         burst = _contest(chosen, stage, "burst")
-        kept_busy = [
-            rows
-            for rows in parts[problem]
-            if any("sustained" in _regimes(rows, name) for name in _best_peers(chosen))
-            and _contest(rows, fastest_stage(rows), "sustained")
-        ]
-        busy = max(kept_busy, key=lambda rows: rows[0].run, default=[])
+        busy = _kept_busy(parts[problem], _best_peers(chosen))
+        named_busy = _kept_busy(parts[problem], _best_peers(_named(chosen)))
         lacking = "stage" if stage is None else "library"
         found.append(
             AgainstPeers(
                 problem=problem,
                 run=chosen[0].run,
-                sustained_run=busy[0].run if kept_busy else None,
-                dirty=any(rows[0].source.dirty for rows in (chosen, busy) if rows),
+                sustained_run=busy[0].run if busy else None,
+                dirty=any(rows[0].source.dirty for rows in (chosen, busy, named_busy) if rows),
                 burst=burst,
                 sustained=_contest(busy, fastest_stage(busy), "sustained"),
                 named=_contest(_named(chosen), stage, "burst"),
-                named_sustained=_contest(_named(busy), fastest_stage(busy), "sustained"),
+                named_sustained=_contest(_named(named_busy), fastest_stage(named_busy), "sustained"),
+                named_sustained_run=named_busy[0].run if named_busy else None,
                 reason="" if burst else f"no {lacking} has a time in that run",
             )
         )
@@ -367,9 +368,23 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
 
 def _best_peers(rows: Iterable[Measurement]) -> set[str]:
     """Libraries within a percent of the fastest in bursts."""
-    times = {row.name: taken.median_us for row in rows if row.kind == "peer" and (taken := row.samples_of())}
+    times: dict[str, float] = {}
+    for row in rows:
+        if row.kind == "peer" and (taken := row.samples_of()):
+            times[row.name] = min(taken.median_us, times.get(row.name, taken.median_us))
     best = min(times.values(), default=0.0)
     return {name for name, time_us in times.items() if time_us <= 1.01 * best}
+
+
+def _kept_busy(runs: Iterable[list[Measurement]], libraries: set[str]) -> list[Measurement]:
+    """The newest run's rows that kept one of these libraries and a stage busy; empty where none did."""
+    able = [
+        rows
+        for rows in runs
+        if any("sustained" in _regimes(rows, name) for name in libraries)
+        and _contest(rows, fastest_stage(rows), "sustained")
+    ]
+    return max(able, key=lambda rows: rows[0].run, default=[])
 
 
 def _regimes(rows: Iterable[Measurement], name: str) -> set[Regime]:
@@ -380,10 +395,18 @@ def _named(rows: Sequence[Measurement]) -> list[Measurement]:
     return [row for row in rows if row.kind == "stage" or row.name in NAMED_PEERS]
 
 
-def _rivals(rows: Sequence[Measurement], sessions: Mapping[str, str]) -> tuple[bool, str, int, str]:
-    timed = [row for row in rows if row.samples]
-    run = rows[0].run
-    return {"stage", "peer"} <= {row.kind for row in timed}, sessions[run], len(timed), run
+def _against_the_fastest(runs: Sequence[list[Measurement]], sessions: Mapping[str, str]) -> list[Measurement]:
+    """Of several runs' rows of one problem, those that a ratio is of: see `against_peers`."""
+    able = [rows for rows in runs if {"stage", "peer"} <= {row.kind for row in rows if row.samples}] or list(runs)
+    newest = max(sessions[rows[0].run] for rows in able)
+    able = [rows for rows in able if sessions[rows[0].run] == newest]
+    best = _best_peers(row for rows in able for row in rows)
+
+    def rank(rows: list[Measurement]) -> tuple[bool, int, str]:
+        timed = {row.name for row in rows if row.samples}
+        return (not best.isdisjoint(timed), len(timed), rows[0].run)
+
+    return max(able, key=rank)
 
 
 def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
