@@ -294,6 +294,23 @@ def test_lengths_show_the_fast_ones_over_every_length(shown: Results) -> None:
     assert "%" not in tables.lengths(without, head_dim=64, mask="full")
 
 
+def test_ratios_over_lengths_say_which_library_they_are_over(tmp_path: Path) -> None:
+    problems = [problem for problem in suite("lengths") if problem.head_dim == 64]
+    write_synthetic(tmp_path, problems=dict.fromkeys(problems))
+    found, shown = results.against_peers("nvidia-h200", tmp_path), results.load("nvidia-h200", tmp_path)
+    chart = figures.ratios(shown, found=found)
+    bursts = [one.burst for one in found if one.burst and one.problem in set(problems)]
+    for layout in LAYOUTS:
+        text = _text(chart.svg[layout])
+        assert all(word in text for word in ("float16", "bfloat16", "D64 full", "D64 causal", *map(str, LENGTHS)))
+        assert all(f"over {tables.short_title(burst.peer)}" in text for burst in bursts)
+    assert all(f"{tables.number(burst.ratio)} over {tables.short_title(burst.peer)}" in chart.alt for burst in bursts)
+    assert chart.data_files == tuple(sorted({f"nvidia-h200/runs/{one.run}.jsonl" for one in found}))
+    assert "burst" in chart.provenance
+    with pytest.raises(NoDataError, match="--suite lengths"):
+        figures.ratios(shown, found=found[:1])
+
+
 def test_no_two_lines_over_lengths_look_the_same() -> None:
     of_stages = [figures.mark(name) for name in stages.STAGES]
     of_libraries = [figures.mark(name) for name in peers.PEERS]

@@ -124,6 +124,17 @@ def test_what_one_run_of_a_session_left_out_is_filled_in_from_another(tmp_path: 
     assert rows == {"00_naive": second, "01_coalesced": first, "02_half2": second, "sdpa": first}
 
 
+def test_a_library_that_was_missing_in_one_run_is_shown_from_another_of_the_session(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    missing = measurement("flex", FIRST, run=first).model_copy(
+        update={"status": "missing", "reason": "not installed", "samples": (), "verdict": None}
+    )
+    _write(tmp_path, first, *(measurement(name, FIRST, run=first) for name in ("00_naive", "01_coalesced")), missing)
+    _write(tmp_path, second, measurement("00_naive", FIRST, run=second), measurement("flex", FIRST, run=second))
+    rows = {row.name: (row.run, row.status) for row in results.load(GPU, tmp_path).rows(FIRST)}
+    assert rows == {"00_naive": (first, "ok"), "01_coalesced": (first, "ok"), "flex": (second, "ok")}
+
+
 def test_stages_that_do_not_take_a_problem_do_not_keep_a_later_run_from_view(tmp_path: Path) -> None:
     problem = Problem.parse("16x16x2048x64", dtype="bfloat16")
     unable = [name for name, stage in stages.STAGES.items() if stage.why_not(problem)]

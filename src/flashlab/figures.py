@@ -21,13 +21,13 @@ from flashlab import roofline as roofline_model
 from flashlab.errors import NoDataError
 from flashlab.problem import STANDARD_SHAPES, Problem, suite
 from flashlab.records import Cache, Measurement, Regime, StageProfile
-from flashlab.tables import beside_note, beside_title, number, peer_title
+from flashlab.tables import beside_note, beside_title, number, peer_title, short_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from flashlab.results import Results
+    from flashlab.results import AgainstPeers, Contest, Results
 
 Layout = Literal["wide", "narrow"]
 Theme = Literal["light", "dark"]
@@ -519,6 +519,96 @@ def scaling(
     )
 
 
+def ratios(
+    shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "burst", name: str | None = None
+) -> Chart:
+    """How many times as fast the best stage is as the best library, over sequence length at constant tokens.
+
+    One panel an element type, one line a head dim and mask; a point's shape is the library. `found` is
+    `results.against_peers`: each point is of one run.
+
+    Raises:
+        NoDataError: no head dim, mask and element type has a ratio at two lengths.
+    """
+    lines: dict[tuple[str, int, str], dict[int, Contest]] = {}
+    runs: dict[str, bool] = {}
+    for one in found:
+        contest, run = (one.burst, one.run) if regime == "burst" else (one.sustained, one.sustained_run)
+        if one.problem in _OF_LENGTHS and contest and run:
+            kind = (one.problem.dtype, one.problem.head_dim, one.problem.mask)
+            lines.setdefault(kind, {})[one.problem.q_len] = contest
+            runs[run] = runs.get(run, False) or one.dirty
+    lines = {kind: dict(sorted(points.items())) for kind, points in sorted(lines.items()) if len(points) > 1}
+    if not lines:
+        raise NoDataError(
+            f"wanted {regime} ratios at several sequence lengths on {shown.gpu}, found none. `flashlab bench --suite "
+            f"lengths{' --sustained 5' if regime == 'sustained' else ''}` on such a GPU makes some"
+        )
+    contests = [contest for points in lines.values() for contest in points.values()]
+    counts = sorted({count for points in lines.values() for count in points})
+    dtypes = sorted({dtype for dtype, _, _ in lines})
+    kinds = sorted({(head_dim, mask) for _, head_dim, mask in lines}, key=lambda kind: (kind[0], kind[1] == "causal"))
+    colours = dict(zip(kinds, _CATEGORIES, strict=False))
+    libraries = sorted({contest.peer for contest in contests}, key=list(peers.PEERS).index)
+    shapes = {library: _RIVAL_MARKS[list(peers.PEERS).index(library) % len(_RIVAL_MARKS)] for library in libraries}
+    low, high = (pick(contest.ratio for contest in contests) for pick in (min, max))
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        from matplotlib.lines import Line2D
+
+        side_by_side = layout == "wide"
+        grid = figure.subplots(
+            1 if side_by_side else len(dtypes), len(dtypes) if side_by_side else 1, squeeze=False, sharey=True
+        )
+        for axes, dtype in zip(grid.flat, dtypes, strict=True):
+            for kind in kinds:
+                points = lines.get((dtype, *kind), {})
+                places = [counts.index(count) for count in points]
+                axes.plot(places, [contest.ratio for contest in points.values()], color=colours[kind], linewidth=1.6)
+                for place, contest in zip(places, points.values(), strict=True):
+                    axes.plot([place], [contest.ratio], shapes[contest.peer], color=colours[kind], markersize=6)
+            axes.axhline(1, color=MUTED, linewidth=1)
+            axes.set_ylim(min(0.97, low - 0.02), max(1.03, high + 0.02))
+            axes.set_xticks(range(len(counts)), [str(count) for count in counts])
+            axes.set_title(dtype)
+            axes.set_xlabel("sequence length")
+            axes.grid(axis="y")
+        grid.flat[0].set_ylabel("times as fast")
+        handles = [Line2D([], [], color=colours[kind], label=f"D{kind[0]} {kind[1]}") for kind in kinds] + [
+            Line2D([], [], color=MUTED, linestyle="", marker=shapes[library], label=f"over {short_title(library)}")
+            for library in libraries
+        ]
+        figure.legend(handles=handles, loc="outside lower left", ncols=4 if side_by_side else 1)
+
+    rows = len(kinds) + len(libraries)
+    told = "; ".join(
+        f"D{head_dim} {mask} {dtype}: "
+        + ", ".join(
+            f"S{count} {number(contest.ratio)} over {peer_title(contest.peer)}" for count, contest in points.items()
+        )
+        for (dtype, head_dim, mask), points in lines.items()
+    )
+    days, commits = (sorted({of(run) for run in runs}) for of in (results.date, results.commit_label))
+    return _chart(
+        draw,
+        name=name or f"ratios-{regime}",
+        heights={"wide": 3.2 + 0.19 * math.ceil(rows / 4), "narrow": 2.4 * len(dtypes) + 0.17 * rows},
+        alt=f"The best stage's rate over the best library's, {regime}, over sequence length. {told}.",
+        caption=f"How many times as fast the best stage is as the best library of the same element type, {regime}: "
+        f"from {number(low)} to {number(high)}. Lines are head dims and masks; a point's shape is the library. Below "
+        "one the library is faster.",
+        provenance=" · ".join(
+            (
+                shown.name,
+                regime,
+                days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
+                f"commit {', '.join(commits)}{' + changes' if any(runs.values()) else ''}",
+            )
+        ),
+        data_files=tuple(f"{shown.gpu}/runs/{run}.jsonl" for run in sorted(runs)),
+    )
+
+
 _UPRIGHT = 8
 """Columns of a wide table of shapes whose names still stand side by side."""
 _OF_LENGTHS = frozenset(suite("lengths"))
@@ -526,6 +616,8 @@ _OF_LENGTHS = frozenset(suite("lengths"))
 _FAST = 0.15
 """Of the fastest rate of a chart of lengths: what never reaches it has no line, and stands in the table alone."""
 _STAGE_MARKS, _LIBRARY_MARKS = "os^v", "DPX*"
+_RIVAL_MARKS = "oD<>vPX*s^"
+"""Where the shape alone says which library."""
 
 
 def mark(name: str) -> tuple[str, str]:

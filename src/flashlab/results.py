@@ -495,7 +495,10 @@ def _merged(parts: Sequence[Mapping[str, Measurement]]) -> dict[str, Measurement
     rows: dict[str, Measurement] = {}
     for index in sorted(range(len(parts)), key=told):
         for name, row in parts[index].items():
-            rows[name] = _filled(row, rows[name]) if name in rows else row
+            if name not in rows:
+                rows[name] = row
+            elif row.status != "missing":  # what one run had no package for, another may have had
+                rows[name] = _filled(row, rows[name])
     return rows
 
 

@@ -328,10 +328,10 @@ def against(found: Iterable[results.AgainstPeers]) -> str:
                 one.problem.label,
                 *(f"×{number(contest.ratio)}" if contest else None for contest in contests),
                 f"`{burst.stage}` {number(one.problem.tflops(burst.stage_us))}" if burst else one.reason,
-                f"{_short_title(burst.peer)} {number(one.problem.tflops(burst.peer_us))}" if burst else None,
+                f"{short_title(burst.peer)} {number(one.problem.tflops(burst.peer_us))}" if burst else None,
             ]
         )
-    alone = f"over {' and '.join('FA3' if name == 'fa3' else _short_title(name) for name in results.NAMED_PEERS)}"
+    alone = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for name in results.NAMED_PEERS)}"
     header = (
         "problem",
         "burst, over every library",
@@ -344,7 +344,8 @@ def against(found: Iterable[results.AgainstPeers]) -> str:
     return markdown(header, lines)
 
 
-def _short_title(peer: str) -> str:
+def short_title(peer: str) -> str:
+    """A library's name without what stands in brackets."""
     return peer_title(peer).split(" (")[0]
 
 
