@@ -311,6 +311,19 @@ def test_ratios_over_lengths_say_which_library_they_are_over(tmp_path: Path) -> 
         figures.ratios(shown, found=found[:1])
 
 
+def test_lengths_name_the_libraries_that_a_later_session_measured(tmp_path: Path) -> None:
+    first, later = "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    problems = [one for one in suite("lengths") if (one.head_dim, one.mask, one.dtype) == (64, "full", "float16")]
+    (tmp_path / "nvidia-h200" / "runs").mkdir(parents=True)
+    for run, names in ((first, ("12_persistent", "13_overlap", "sdpa")), (later, ("13_overlap", "flex", "sdpa"))):
+        rows = [measurement(name, problem, run=run) for problem in problems for name in names]
+        for row in rows:
+            records.append(tmp_path / "nvidia-h200" / "runs" / f"{run}.jsonl", row)
+    chart = figures.lengths(results.load("nvidia-h200", tmp_path), head_dim=64, mask="full")
+    assert chart.caption.endswith("Measured in a later session, all or part: FlexAttention.")
+    assert chart.data_files == tuple(f"nvidia-h200/runs/{run}.jsonl" for run in (first, later))
+
+
 def test_no_two_lines_over_lengths_look_the_same() -> None:
     of_stages = [figures.mark(name) for name in stages.STAGES]
     of_libraries = [figures.mark(name) for name in peers.PEERS]

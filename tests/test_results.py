@@ -197,6 +197,44 @@ def test_a_state_that_a_run_left_out_is_filled_in_from_its_session(tmp_path: Pat
     assert results.run_files([naive, coalesced]) == tuple(f"{GPU}/runs/{run}.jsonl" for run in (first, second))
 
 
+def test_a_later_session_adds_libraries_and_no_stages(tmp_path: Path) -> None:
+    """Else a percentage of the fastest library leaves out one that was measured since."""
+    earliest, shown, later = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    _write(tmp_path, earliest, _timed("sdpa_math", FIRST, earliest, 900.0))
+    _write(
+        tmp_path,
+        shown,
+        _timed("00_naive", FIRST, shown, 300.0),
+        _timed("01_coalesced", FIRST, shown, 100.0),
+        _timed("sdpa", FIRST, shown, 90.0),
+    )
+    _write(
+        tmp_path,
+        later,
+        _timed("01_coalesced", FIRST, later, 98.0, sustained=120.0),
+        _timed("sdpa", FIRST, later, 88.0, sustained=110.0),
+        _timed("triton_fa2", FIRST, later, 80.0),
+    )
+    found = results.load(GPU, tmp_path)
+    rows = {row.name: row for row in found.rows(FIRST)}
+    assert {name: row.run for name, row in rows.items()} == {
+        "00_naive": shown,
+        "01_coalesced": shown,
+        "sdpa": shown,
+        "triton_fa2": later,
+    }
+    assert {samples.regime: samples.median_us for samples in rows["sdpa"].samples} == {
+        "burst": 90.0,
+        "sustained": 110.0,
+    }
+    assert {samples.regime for samples in rows["01_coalesced"].samples} == {"burst"}
+    fastest = results.fastest_peer(rows.values())
+    assert fastest is not None
+    assert fastest.name == "triton_fa2"
+    assert [row.name for row in found.later(FIRST)] == ["triton_fa2"]
+    assert [row.name for row in found.later(FIRST, "sustained")] == ["sdpa"]
+
+
 def test_other_machine_code_fills_nothing_in(tmp_path: Path) -> None:
     first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
     _write(tmp_path, first, _timed("00_naive", FIRST, first, 300.0), _timed("01_coalesced", FIRST, first, 100.0))

@@ -432,7 +432,7 @@ def scaling(
     regime: Regime = "burst",
     cache: Cache = "hot",
 ) -> Chart:
-    """Every shape at once: rate as a percentage of the fastest library at that shape, in the same run.
+    """Every shape at once: rate as a percentage of the fastest library at that shape.
 
     Raises:
         NoDataError: no problem of that mask and element type has a time.
@@ -512,7 +512,7 @@ def scaling(
         heights={"wide": height, "narrow": height + 0.35},
         alt=f"Rate of {len(names)} stages and libraries at {len(problems)} {mask} {dtype} shapes, "
         "as a percentage of the fastest library at each shape. The same numbers stand in the tables of this page.",
-        caption=f"Every {mask} {dtype} shape: percent of the fastest library at that shape in the same run. "
+        caption=f"Every {mask} {dtype} shape: percent of the fastest library at that shape. "
         "Blank: no time, see the tables.",
         provenance=results.provenance(used, regime, cache),
         data_files=results.run_files(used),
@@ -660,6 +660,7 @@ def lengths(
     looks: dict[str, tuple[str, bool]] = {}
     marks: dict[str, tuple[str, str]] = {}
     used: list[Measurement] = []
+    late = {_label(row) for problem in problems for row in shown.later(problem, regime)}
     for problem in problems:
         for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem)):
             rate = results.rate(row, regime)
@@ -678,6 +679,7 @@ def lengths(
     fast = {label: values for label, values in over.items() if max(values.values()) >= _FAST * top}
     order = sorted(fast, key=lambda label: (looks[label][0] == "peer", -max(fast[label].values())))
     counts = [problem.q_len for problem in problems]
+    added = [label for label in order if label in late]
 
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
@@ -734,7 +736,8 @@ def lengths(
             if ceiling is not None
             else ""
         )
-        + (f" {' and '.join(left_out)} stand in the table alone." if left_out else ""),
+        + (f" {' and '.join(left_out)} stand in the table alone." if left_out else "")
+        + (f" Measured in a later session, all or part: {', '.join(added)}." if added else ""),
         provenance=results.provenance(used, regime),
         data_files=results.run_files(used),
     )

@@ -617,7 +617,8 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str, 
     )
     parts.append(
         f"### Every problem\n\n{tables.markdown(header, lines)}\n\n"
-        "The fastest library is the one of the same problem, element type included. "
+        "The fastest library is the one of the same problem, element type included, also where a later session timed "
+        "it than the stage; [Against the libraries](../against.md) has both from one run. "
         "A dash: not measured. Energy is that of sustained load, clocks a score are those of bursts."
     )
     rivals = [r for r in (row, parent, peer) if r is not None and r.samples]
@@ -696,7 +697,8 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
         "Rates count 4·B·H·Sq·Sk·D operations, half of that under a square causal mask. "
         "[How it is measured](../../method.md).",
         "A percentage of the fastest library keeps to one problem: shape, mask and element type. "
-        "Rows of another element type are a problem of their own.",
+        "Rows of another element type are a problem of their own. A library that the session did not time stands there "
+        "from the newest later one that did.",
     ]
     beside = [f"{tables.peer_title(row.name)}: {row.problem.dtype}" for row in shown.beside()]
     if beside:

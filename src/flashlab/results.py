@@ -8,6 +8,8 @@ newest: a later run of a single stage does not hide the ladder. A stage that doe
 Within a session a problem's rows come from the run that tried most stages there, then from the one that took samples in
 most states, then from the newest; what that run did not try is filled in from the session's other runs, rows of other
 implementations and samples of the same machine code in other states, and `Results.beside` from other element types.
+Libraries that the session did not time, or not in a state, stand beside it from the newest later session that did
+(`Results.later`): a percentage of the fastest library would leave out what was measured since.
 
 A ratio means most between rows that were measured in turn: `against_peers` takes both of its rows from one run.
 
@@ -43,7 +45,7 @@ class Filled(Measurement):
     """A row with samples of more runs than its own, each of another state."""
 
     others: tuple[str, ...]
-    """The other runs, of the same session."""
+    """The other runs: of the same session, and of a later one where the row is a library's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +57,7 @@ class Results:
     machine: Machine | None
     """None where machine.json is missing or damaged."""
     problems: Mapping[Problem, tuple[Measurement, ...]]
-    """Rows of each problem, all of one session, in `ordered` order."""
+    """Rows of each problem in `ordered` order, all of one session but for what `later` gives."""
     ceilings: Mapping[str, Ceiling]
     sessions: Mapping[str, str] = field(default_factory=dict)
     """The session of each run: the id of its first run."""
@@ -103,6 +105,20 @@ class Results:
     def session(self, row: Measurement) -> str:
         """The session that a row was measured in."""
         return self.sessions.get(row.run, row.run)
+
+    def later(self, problem: Problem | None = None, regime: Regime = "burst") -> tuple[Measurement, ...]:
+        """Of the rows of `problem` (of `first`, where None), those with times in that regime of a later session.
+
+        Libraries alone: the session shown left them out, or that regime of them.
+        """
+        rows = self.rows(problem)
+        main = {self.session(row) for row in rows if row.kind == "stage"}
+
+        def is_later(row: Measurement) -> bool:
+            runs = (row.run,) if regime == "burst" else _runs_of(row)
+            return not {self.sessions.get(run, run) for run in runs} <= main
+
+        return tuple(row for row in rows if main and row.kind == "peer" and row.samples_of(regime) and is_later(row))
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that do not take the element type of `problem` (of `first`, where None), timed in another.
@@ -502,6 +518,19 @@ def _merged(parts: Sequence[Mapping[str, Measurement]]) -> dict[str, Measurement
     return rows
 
 
+def _with_later(by_session: Mapping[str, Mapping[str, Measurement]]) -> dict[str, Measurement]:
+    """Rows of the session that tried most stages, and libraries or states of them that it lacks from later ones."""
+    base = max(by_session, key=lambda session: (_tried(by_session[session]), session))
+    rows = dict(by_session[base])
+    for session in sorted(by_session, reverse=True):
+        for name, row in by_session[session].items() if session > base else ():
+            if row.kind != "peer" or not row.samples:
+                continue
+            ours = rows.get(name)
+            rows[name] = row if ours is None or ours.status == "missing" else _filled(ours, row)
+    return rows
+
+
 def _filled(row: Measurement, other: Measurement) -> Measurement:
     """`row` with the samples of `other` in states that it has none of."""
     states = {(samples.regime, samples.cache) for samples in row.samples}
@@ -540,10 +569,7 @@ def load(gpu: str, data: Path = DATA) -> Results:
         problem: {session: ordered(rows.values()) for session, rows in by_session.items()}
         for problem, by_session in merged.items()
     }
-    shown = {
-        problem: every[problem][max(by_session, key=lambda session: (_tried(by_session[session]), session))]
-        for problem, by_session in merged.items()
-    }
+    shown = {problem: ordered(_with_later(by_session).values()) for problem, by_session in merged.items()}
     machine_file = data / gpu / "machine.json"
     try:
         machine = Machine.model_validate_json(machine_file.read_bytes())
