@@ -711,7 +711,8 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
         parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
     parts.append(
         "## Against the libraries\n\n"
-        "The best stage and the best library of the same element type, from the newest run in which they took turns. "
+        "The best stage and the best library of the same element type, which took turns in one run of the newest "
+        "session that has both. "
         "Sustained is the best stage against the library that is the fastest there, from the newest run that also kept "
         "the library busy that is the best in bursts.\n\n"
         f"{tables.against(results.against_peers(shown.gpu, data))}"
