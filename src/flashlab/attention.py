@@ -999,7 +999,8 @@ def attention(
         scale: finite; 1/sqrt(head_dim) where None.
         stage: a stage's id; the last rung of the ladder that runs this here where None.
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
-        return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
+        return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key, NaN
+            where one of its scores is).
         stream: an integer or a stream object; the library's current stream on that device where None. With another
             stream than the current one, keeping the arrays alive until it is done is the caller's part.
         params: the stage's tunables, by name. On a GPU those that are not named are what won there
