@@ -38,8 +38,12 @@ from flashlab.tensor_map import TensorMap
 from flashlab.timing import MicroParams
 
 ARCH = "sm_90a"
-EARLIER = tuple(stage for stage in stages.STAGES.values() if stage.language == "cuda" and not stage.tensor_maps)
-"""tests/test_hopper.py and tests/test_triton_code.py ask the others."""
+EARLIER = tuple(
+    stage
+    for stage in (*stages.STAGES.values(), *stages.DEAD_ENDS.values())
+    if stage.language == "cuda" and not stage.tensor_maps and stage.id != "tile48"
+)
+"""tests/test_hopper.py and tests/test_triton_code.py ask the others; tile48 is kept because its output is wrong."""
 
 
 def array(

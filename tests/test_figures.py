@@ -6,6 +6,7 @@ import dataclasses
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -309,6 +310,17 @@ def test_ratios_over_lengths_say_which_library_they_are_over(tmp_path: Path) -> 
     assert "burst" in chart.provenance
     with pytest.raises(NoDataError, match="--suite lengths"):
         figures.ratios(shown, found=found[:1])
+    # What is at one length has no line, and its run no part in the caption; a library may have left the registry.
+    assert found[0].burst is not None
+    gone = replace(found[0].burst, peer="of old")
+    alone = replace(found[0], problem=replace(found[0].problem, head_dim=128), run="20270101T000000Z-89abcde-dirty")
+    known = [replace(found[0], burst=gone), *found[1:]]
+    chart = figures.ratios(shown, found=[*known, alone])
+    assert "over of old" in _text(chart.svg["wide"])
+    assert "89abcde" not in chart.provenance + "".join(chart.data_files)
+    assert "changes" not in chart.provenance
+    dirty = [replace(one, run="20270101T000000Z-89abcde-dirty") for one in found]
+    assert figures.ratios(shown, found=dirty).provenance.endswith("commit 89abcde + changes")
 
 
 def test_lengths_name_the_libraries_that_a_later_session_measured(tmp_path: Path) -> None:
@@ -320,7 +332,7 @@ def test_lengths_name_the_libraries_that_a_later_session_measured(tmp_path: Path
         for row in rows:
             records.append(tmp_path / "nvidia-h200" / "runs" / f"{run}.jsonl", row)
     chart = figures.lengths(results.load("nvidia-h200", tmp_path), head_dim=64, mask="full")
-    assert chart.caption.endswith("Measured in a later session, all or part: FlexAttention.")
+    assert chart.caption.endswith("Of a later session than the stages, at some lengths or all: FlexAttention.")
     assert chart.data_files == tuple(f"nvidia-h200/runs/{run}.jsonl" for run in (first, later))
 
 

@@ -231,8 +231,23 @@ def test_a_later_session_adds_libraries_and_no_stages(tmp_path: Path) -> None:
     fastest = results.fastest_peer(rows.values())
     assert fastest is not None
     assert fastest.name == "triton_fa2"
-    assert [row.name for row in found.later(FIRST)] == ["triton_fa2"]
-    assert [row.name for row in found.later(FIRST, "sustained")] == ["sdpa"]
+    assert [row.name for row in results.elsewhere(found.rows(FIRST))] == ["triton_fa2"]
+    # No stage of the session was kept busy: there is nothing that the library could be apart from.
+    assert results.elsewhere(found.rows(FIRST), "sustained") == ()
+    assert results.provenance([rows["sdpa"]], "sustained").endswith("commit 4567def")
+    assert results.provenance([rows["sdpa"]]).endswith("commit 0123abc")
+
+
+@pytest.mark.parametrize("status", ["missing", "unsupported", "error", "crashed", "timeout", "wrong"])
+def test_a_library_without_a_time_is_shown_from_a_later_session_that_has_one(tmp_path: Path, status: str) -> None:
+    shown, later = "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    without = _timed("flex", FIRST, shown, 1.0).model_copy(
+        update={"status": status, "reason": "made up", "samples": ()}
+    )
+    _write(tmp_path, shown, *(_timed(name, FIRST, shown, 9.0) for name in ("00_naive", "01_coalesced")), without)
+    _write(tmp_path, later, _timed("01_coalesced", FIRST, later, 9.0), _timed("flex", FIRST, later, 8.0))
+    rows = {row.name: row.run for row in results.load(GPU, tmp_path).rows(FIRST)}
+    assert rows == {"00_naive": shown, "01_coalesced": shown, "flex": later}
 
 
 def test_other_machine_code_fills_nothing_in(tmp_path: Path) -> None:
@@ -295,8 +310,8 @@ def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) 
     _write(
         tmp_path,
         old,
-        _timed("01_coalesced", FIRST, old, 1.0, sustained=2.0),
-        _timed("sdpa", FIRST, old, 1.0, sustained=3.0),
+        _timed("01_coalesced", FIRST, old, 100.0, sustained=200.0),
+        _timed("sdpa", FIRST, old, 100.0, sustained=300.0),
     )
     _write(tmp_path, old, _timed("01_coalesced", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
     _write(tmp_path, both, _timed("01_coalesced", FIRST, both, 50.0), _timed("sdpa", FIRST, both, 100.0))
@@ -307,6 +322,48 @@ def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) 
     assert (first.sustained_run, first.sustained and first.sustained.ratio) == (old, 1.5)
     assert found[causal].run == old
     assert found[causal].sustained_run is None
+
+
+def test_a_session_without_the_fastest_library_gives_no_ratio(tmp_path: Path) -> None:
+    fast, slow = "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    _write(tmp_path, fast, _timed("01_coalesced", FIRST, fast, 100.0), _timed("sdpa", FIRST, fast, 110.0))
+    _write(tmp_path, slow, _timed("01_coalesced", FIRST, slow, 99.0), _timed("sdpa_math", FIRST, slow, 900.0))
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert (found.run, found.burst.peer) == (fast, "sdpa")
+
+
+def test_the_stage_of_a_sustained_ratio_is_the_fastest_under_load(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _timed("00_naive", FIRST, run, 100.0, sustained=150.0),
+        _timed("01_coalesced", FIRST, run, 110.0, sustained=120.0),
+        _timed("sdpa_cudnn", FIRST, run, 130.0, sustained=180.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    for contest in (found.sustained, found.named_sustained):
+        assert contest is not None
+        assert (found.burst.stage, contest.stage, contest.ratio) == ("00_naive", "01_coalesced", pytest.approx(1.5))
+
+
+def test_the_named_ratio_is_over_the_faster_of_the_named_libraries(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(tmp_path, first, _timed("01_coalesced", FIRST, first, 100.0), _timed("fa3", FIRST, first, 105.0))
+    _write(
+        tmp_path,
+        second,
+        _timed("01_coalesced", FIRST, second, 100.0),
+        _timed("triton_fa2", FIRST, second, 90.0),
+        _timed("sdpa_cudnn", FIRST, second, 150.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert found.named is not None
+    assert (found.run, found.named_run) == (second, first)
+    assert (found.named.peer, found.named.ratio) == ("fa3", pytest.approx(1.05))
 
 
 def test_a_session_is_held_against_its_fastest_library_though_another_run_timed_more(tmp_path: Path) -> None:

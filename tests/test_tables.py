@@ -95,7 +95,7 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
     )  # fmt: skip
     none = AgainstPeers(
         problem=FIRST, run="r", sustained_run=None, dirty=False, burst=None, sustained=None, named=None,
-        named_sustained=None, named_sustained_run=None, reason="no library has a time in that run",
+        named_run=None, named_sustained=None, named_sustained_run=None, reason="no library has a time in that run",
     )  # fmt: skip
     won, lost = tables.against([replace(none, burst=contest, reason=""), none]).splitlines()[-2:]
     assert f"`05_wmma` {tables.number(FIRST.tflops(100.0))} | cuDNN {tables.number(FIRST.tflops(130.0))} |" in won

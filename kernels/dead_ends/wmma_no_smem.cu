@@ -127,13 +127,13 @@ extern "C" __global__ void __launch_bounds__(WARP) attention_wmma_no_smem(const 
 #pragma unroll UNROLL
     for (int r = 0; r < ROWS; ++r) {
       if (r >= num_rows || (COLUMN_LANES == 1 && lane > 0)) continue;   // with COLUMN_LANES 1 all lanes have the same
-      const float inv_sum = row_sum[r] > 0.0f ? 1.0f / row_sum[r] : 0.0f;   // 0 when the row sees no key
+      const float inv_sum = row_sum[r] == 0.0f ? 0.0f : 1.0f / row_sum[r];   // 0 when the row sees no key
       element* target = O_gmem + (tile_row + r) * p.O.row_stride + first_col;
 #pragma unroll UNROLL
       for (int i = 0; i < COLS; ++i) target[i * COLUMN_LANES] = from_float<element>(O_own[r][i] * inv_sum);
       if (p.LSE && lane == 0) {
         const long long row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + tile_row + r;
-        p.LSE[row] = row_sum[r] > 0.0f ? row_max[r] * LN_2 + logf(row_sum[r]) : NEG_INF;
+        p.LSE[row] = row_sum[r] == 0.0f ? NEG_INF : row_max[r] * LN_2 + logf(row_sum[r]);
       }
     }
   }

@@ -1182,7 +1182,7 @@ def results(
         bool,
         typer.Option(
             "--against-peers",
-            help="Our best stage against the best library at every problem of the newest session instead.",
+            help="Our best stage against the best library at every problem, both of one run, instead.",
         ),
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Check checksums and every line instead.")] = False,

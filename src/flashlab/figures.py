@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from flashlab import roofline as roofline_model
 from flashlab.errors import NoDataError
 from flashlab.problem import STANDARD_SHAPES, Problem, suite
 from flashlab.records import Cache, Measurement, Regime, StageProfile
-from flashlab.tables import beside_note, beside_title, number, peer_title, short_title
+from flashlab.tables import beside_note, beside_title, elsewhere_note, number, peer_title, short_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -355,7 +355,8 @@ def ladder(
         + (f" {note}" if note else ""),
         caption="Throughput of each stage (circles) and library (diamonds): median, with the 5th to 95th percentile as "
         f"a band, often narrower than the mark. The dashed line is the fastest library in {rows[0].problem.dtype}."
-        + (f" Hollow: {note}" if note else ""),
+        + (f" Hollow: {note}" if note else "")
+        + (f" {late}" if (late := elsewhere_note(rows, regime, cache)) else ""),
         provenance=results.provenance(timed, regime, cache),
         data_files=results.run_files(timed),
     )
@@ -461,6 +462,7 @@ def scaling(
             if value and top:
                 cells[row.name][problem] = 100 * value / top
                 used.append(row)
+    late = sorted({_label(row) for p in problems for row in results.elsewhere(shown.problems[p], regime, cache)})
     stage_names = [name for name, kind in kinds.items() if kind == "stage" and cells[name]]
     peer_names = [name for name, kind in kinds.items() if kind == "peer" and cells[name]]
     names = stage_names + peer_names
@@ -513,7 +515,9 @@ def scaling(
         alt=f"Rate of {len(names)} stages and libraries at {len(problems)} {mask} {dtype} shapes, "
         "as a percentage of the fastest library at each shape. The same numbers stand in the tables of this page.",
         caption=f"Every {mask} {dtype} shape: percent of the fastest library at that shape. "
-        "Blank: no time, see the tables.",
+        "Blank: no time, see the tables."
+        + _of_places(used, regime, each="shape")
+        + (f" Of a later session than the stages, at some shapes: {', '.join(late)}." if late else ""),
         provenance=results.provenance(used, regime, cache),
         data_files=results.run_files(used),
     )
@@ -530,27 +534,28 @@ def ratios(
     Raises:
         NoDataError: no head dim, mask and element type has a ratio at two lengths.
     """
-    lines: dict[tuple[str, int, str], dict[int, Contest]] = {}
-    runs: dict[str, bool] = {}
+    lines: dict[tuple[str, int, str], dict[int, tuple[Contest, str]]] = {}
     for one in found:
         contest, run = (one.burst, one.run) if regime == "burst" else (one.sustained, one.sustained_run)
         if one.problem in _OF_LENGTHS and contest and run:
             kind = (one.problem.dtype, one.problem.head_dim, one.problem.mask)
-            lines.setdefault(kind, {})[one.problem.q_len] = contest
-            runs[run] = runs.get(run, False) or one.dirty
+            lines.setdefault(kind, {})[one.problem.q_len] = contest, run
     lines = {kind: dict(sorted(points.items())) for kind, points in sorted(lines.items()) if len(points) > 1}
     if not lines:
         raise NoDataError(
             f"wanted {regime} ratios at several sequence lengths on {shown.gpu}, found none. `flashlab bench --suite "
             f"lengths{' --sustained 5' if regime == 'sustained' else ''}` on such a GPU makes some"
         )
-    contests = [contest for points in lines.values() for contest in points.values()]
+    drawn = [point for points in lines.values() for point in points.values()]
+    runs = sorted({run for _, run in drawn})
+    contests = [contest for contest, _ in drawn]
     counts = sorted({count for points in lines.values() for count in points})
     dtypes = sorted({dtype for dtype, _, _ in lines})
     kinds = sorted({(head_dim, mask) for _, head_dim, mask in lines}, key=lambda kind: (kind[0], kind[1] == "causal"))
     colours = dict(zip(kinds, _CATEGORIES, strict=False))
-    libraries = sorted({contest.peer for contest in contests}, key=list(peers.PEERS).index)
-    shapes = {library: _RIVAL_MARKS[list(peers.PEERS).index(library) % len(_RIVAL_MARKS)] for library in libraries}
+    rank = {name: index for index, name in enumerate(peers.PEERS)}
+    libraries = sorted({contest.peer for contest in contests}, key=lambda name: (rank.get(name, len(rank)), name))
+    shapes = {library: _RIVAL_MARKS[rank.get(library, len(rank)) % len(_RIVAL_MARKS)] for library in libraries}
     low, high = (pick(contest.ratio for contest in contests) for pick in (min, max))
 
     def draw(figure: Figure, layout: Layout) -> None:
@@ -564,8 +569,8 @@ def ratios(
             for kind in kinds:
                 points = lines.get((dtype, *kind), {})
                 places = [counts.index(count) for count in points]
-                axes.plot(places, [contest.ratio for contest in points.values()], color=colours[kind], linewidth=1.6)
-                for place, contest in zip(places, points.values(), strict=True):
+                axes.plot(places, [one.ratio for one, _ in points.values()], color=colours[kind], linewidth=1.6)
+                for place, (contest, _) in zip(places, points.values(), strict=True):
                     axes.plot([place], [contest.ratio], shapes[contest.peer], color=colours[kind], markersize=6)
             axes.axhline(1, color=MUTED, linewidth=1)
             axes.set_ylim(min(0.97, low - 0.02), max(1.03, high + 0.02))
@@ -583,12 +588,18 @@ def ratios(
     rows = len(kinds) + len(libraries)
     told = "; ".join(
         f"D{head_dim} {mask} {dtype}: "
-        + ", ".join(
-            f"S{count} {number(contest.ratio)} over {peer_title(contest.peer)}" for count, contest in points.items()
-        )
+        + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer)}" for count, (one, _) in points.items())
         for (dtype, head_dim, mask), points in lines.items()
     )
     days, commits = (sorted({of(run) for run in runs}) for of in (results.date, results.commit_label))
+    clocks = sorted(clock for one in contests for clock in (one.stage_clock_mhz, one.peer_clock_mhz) if clock)
+    facts = (
+        shown.name,
+        f"SM {clocks[0]:.0f}–{clocks[-1]:.0f} MHz in the calls" if clocks else "clock not recorded",
+        regime,
+        days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
+        f"commit {', '.join(commits)}",
+    )
     return _chart(
         draw,
         name=name or f"ratios-{regime}",
@@ -596,17 +607,18 @@ def ratios(
         alt=f"The best stage's rate over the best library's, {regime}, over sequence length. {told}.",
         caption=f"How many times as fast the best stage is as the best library of the same element type, {regime}: "
         f"from {number(low)} to {number(high)}. Lines are head dims and masks; a point's shape is the library. Below "
-        "one the library is faster.",
-        provenance=" · ".join(
-            (
-                shown.name,
-                regime,
-                days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
-                f"commit {', '.join(commits)}{' + changes' if any(runs.values()) else ''}",
-            )
-        ),
-        data_files=tuple(f"{shown.gpu}/runs/{run}.jsonl" for run in sorted(runs)),
+        "one the library is faster. Each point is of one run, in which the two took turns; the runs are of several "
+        "sessions and GPUs where the line below names more than one commit.",
+        provenance=" · ".join(facts),
+        data_files=tuple(f"{shown.gpu}/runs/{run}.jsonl" for run in runs),
     )
+
+
+def _of_places(rows: Iterable[Measurement], regime: Regime, *, each: str) -> str:
+    sessions, chips = results.places((row for row in rows if row.kind == "stage"), regime)
+    if sessions < 2:
+        return ""
+    return f" Each {each} is one session; the stages here are of {sessions}, on {chips} GPU{'s' if chips > 1 else ''}."
 
 
 _UPRIGHT = 8
@@ -660,7 +672,7 @@ def lengths(
     looks: dict[str, tuple[str, bool]] = {}
     marks: dict[str, tuple[str, str]] = {}
     used: list[Measurement] = []
-    late = {_label(row) for problem in problems for row in shown.later(problem, regime)}
+    late = {_label(row) for problem in problems for row in results.elsewhere(shown.problems[problem], regime)}
     for problem in problems:
         for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem)):
             rate = results.rate(row, regime)
@@ -737,7 +749,8 @@ def lengths(
             else ""
         )
         + (f" {' and '.join(left_out)} stand in the table alone." if left_out else "")
-        + (f" Measured in a later session, all or part: {', '.join(added)}." if added else ""),
+        + _of_places(used, regime, each="length")
+        + (f" Of a later session than the stages, at some lengths or all: {', '.join(added)}." if added else ""),
         provenance=results.provenance(used, regime),
         data_files=results.run_files(used),
     )

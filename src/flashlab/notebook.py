@@ -250,7 +250,7 @@ class Lab:
             return ()
 
     def against_peers(self) -> tuple[AgainstPeers, ...]:
-        """The best stage against the best library at every problem, from its newest run; may be empty."""
+        """The best stage against the best library at every problem (`results.against_peers`); may be empty."""
         try:
             return results.against_peers(self.gpu, self.data) if self.gpu else ()
         except NoDataError:

@@ -711,10 +711,9 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
         parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
     parts.append(
         "## Against the libraries\n\n"
-        "The best stage and the best library of the same element type, which took turns in one run of the newest "
-        "session that has both. "
-        "Sustained is the best stage against the library that is the fastest there, from the newest run that also kept "
-        "the library busy that is the best in bursts.\n\n"
+        "The best stage and the best library of the same element type, of those that took turns in one run: the "
+        "newest whose session has the fastest library on record, or one close to it. Sustained ratios, and those over "
+        "the named libraries alone, may be of other runs; `flashlab results --against-peers --json` names each.\n\n"
         f"{tables.against(results.against_peers(shown.gpu, data))}"
     )
     for mask in ("full", "causal"):
@@ -755,10 +754,10 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
     header = ("problem", "fastest stage", "TFLOP/s", "fastest library", "TFLOP/s")
     parts.append(f"## Every problem\n\n{tables.markdown(header, index)}")
     for number, (problem, rows) in enumerate(shown.problems.items()):
-        file = results.run_files(rows)[0]
+        files = " · ".join(f"[data](../data/{file})" for file in results.run_files(rows))
         # The anchor lies inside: following a link to it opens the section.
         section = (
-            f"{results.provenance(rows)} · [data](../data/{file})\n{{ .source #{_anchor(problem)} }}\n\n"
+            f"{results.provenance(rows)} · {files}\n{{ .source #{_anchor(problem)} }}\n\n"
             f"{tables.rates(rows, beside=shown.beside(problem))}\n"
             f"**Burst and sustained, hot and cold L2**:\n\n{tables.states(rows)}\n"
             f"**Clocks, power and energy**:\n\n{tables.costs(rows)}"

@@ -3,13 +3,13 @@
 A session is the runs of one commit on one GPU, each begun within six hours of the one before: a measurement that takes
 longer than one command allows is split by head dim, element type or stages, and belongs together all the same.
 
-One chart is one session. Among the sessions that measured a problem the one that tried most stages wins, then the
-newest: a later run of a single stage does not hide the ladder. A stage that does not take the problem was not tried.
-Within a session a problem's rows come from the run that tried most stages there, then from the one that took samples in
-most states, then from the newest; what that run did not try is filled in from the session's other runs, rows of other
-implementations and samples of the same machine code in other states, and `Results.beside` from other element types.
-Libraries that the session did not time, or not in a state, stand beside it from the newest later session that did
-(`Results.later`): a percentage of the fastest library would leave out what was measured since.
+What is shown of a problem is one session. Among the sessions that measured a problem the one that tried most stages
+wins, then the newest: a later run of a single stage does not hide the ladder. A stage that does not take the problem
+was not tried. Within a session a problem's rows come from the run that tried most stages there, then from the one that
+took samples in most states, then from the newest; what that run did not try is filled in from the session's other runs,
+rows of other implementations and samples of the same machine code in other states, and `Results.beside` from other
+element types. Libraries that the session did not time, or not in a state, stand beside it from the newest later session
+that did (`elsewhere`): a percentage of the fastest library would leave out what was measured since.
 
 A ratio means most between rows that were measured in turn: `against_peers` takes both of its rows from one run.
 
@@ -37,6 +37,8 @@ SESSION_GAP = timedelta(hours=6)
 """Between the starts of two runs of one session, at most."""
 NAMED_PEERS = ("fa3", "sdpa_cudnn")
 """The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
+_NEAR = 1.05
+"""Two GPUs of one product differ by less, in the same library's time."""
 STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
 """The ways a time is taken, as the report shows them: the headline first."""
 
@@ -44,8 +46,11 @@ STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"),
 class Filled(Measurement):
     """A row with samples of more runs than its own, each of another state."""
 
-    others: tuple[str, ...]
-    """The other runs: of the same session, and of a later one where the row is a library's."""
+    origins: Mapping[str, tuple[str, str]]
+    """By `regime cache`, the run of what is not of the row's own, and its GPU's fingerprint.
+
+    Of the same session, or of a later one where the row is a library's.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +62,7 @@ class Results:
     machine: Machine | None
     """None where machine.json is missing or damaged."""
     problems: Mapping[Problem, tuple[Measurement, ...]]
-    """Rows of each problem in `ordered` order, all of one session but for what `later` gives."""
+    """Rows of each problem in `ordered` order, all of one session but for what `elsewhere` finds in them."""
     ceilings: Mapping[str, Ceiling]
     sessions: Mapping[str, str] = field(default_factory=dict)
     """The session of each run: the id of its first run."""
@@ -105,20 +110,6 @@ class Results:
     def session(self, row: Measurement) -> str:
         """The session that a row was measured in."""
         return self.sessions.get(row.run, row.run)
-
-    def later(self, problem: Problem | None = None, regime: Regime = "burst") -> tuple[Measurement, ...]:
-        """Of the rows of `problem` (of `first`, where None), those with times in that regime of a later session.
-
-        Libraries alone: the session shown left them out, or that regime of them.
-        """
-        rows = self.rows(problem)
-        main = {self.session(row) for row in rows if row.kind == "stage"}
-
-        def is_later(row: Measurement) -> bool:
-            runs = (row.run,) if regime == "burst" else _runs_of(row)
-            return not {self.sessions.get(run, run) for run in runs} <= main
-
-        return tuple(row for row in rows if main and row.kind == "peer" and row.samples_of(regime) and is_later(row))
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that do not take the element type of `problem` (of `first`, where None), timed in another.
@@ -264,7 +255,9 @@ class AgainstPeers:
     sustained: Contest | None
     """The fastest stage of `sustained_run` under continuous work, against the library that is the fastest there."""
     named: Contest | None
-    """The fastest stage against the faster of `NAMED_PEERS`, burst."""
+    """The fastest stage of `named_run` against the faster of `NAMED_PEERS`, burst."""
+    named_run: str | None
+    """As `run`, where those are the only libraries; None where neither was timed."""
     named_sustained: Contest | None
     """The fastest stage of `named_sustained_run` against the faster of `NAMED_PEERS`, under continuous work."""
     named_sustained_run: str | None
@@ -304,14 +297,15 @@ class AgainstPeers:
             "against_named": {
                 "peers": list(NAMED_PEERS),
                 "burst": told(self.named),
+                "run": self.named_run,
                 "sustained": told(self.named_sustained),
                 "sustained_run": self.named_sustained_run,
             },
         }
 
 
-def _contest(rows: Sequence[Measurement], stage: Measurement | None, regime: Regime) -> Contest | None:
-    peer = fastest_peer(rows, regime)
+def _contest(rows: Sequence[Measurement], regime: Regime) -> Contest | None:
+    stage, peer = fastest_stage(rows, regime), fastest_peer(rows, regime)
     ours, theirs = (row.samples_of(regime) if row else None for row in (stage, peer))
     if stage is None or peer is None or ours is None or theirs is None:
         return None
@@ -329,9 +323,10 @@ def _contest(rows: Sequence[Measurement], stage: Measurement | None, regime: Reg
 def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
     """For each problem: our best stage against the best library of the same element type.
 
-    Both rows come from one run, in which they were measured in turn: of the newest session that timed a stage and a
-    library at the problem, the run that timed the session's fastest library, or one within a percent of it; of several,
-    the one that timed most, then the newest. Under continuous work, likewise, of the
+    Both rows come from one run, in which they were measured in turn: of the newest session whose fastest library is at
+    most 5 % slower than the fastest on record, the run that timed that library, or one within a percent of it; of
+    several, the one that timed most, then the newest. A session that left the fastest library out thus does not count.
+    "Best" is of what that run timed. Under continuous work, likewise, of the
     newest run that kept a library busy that is the best in bursts, or within a percent of it: without one, a ratio
     would say too much. (torch's own choice is often cuDNN, and ahead of it or behind by nothing but chance.)
     Sessions from before the last rung that this GPU has measured take no part, nor do edited copies of a stage.
@@ -360,21 +355,22 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
     found = []
     for problem in sorted(parts, key=_problem_order):
         chosen = _against_the_fastest(parts[problem], sessions)
-        stage = fastest_stage(chosen)
-        burst = _contest(chosen, stage, "burst")
+        named = _against_the_fastest([_named(rows) for rows in parts[problem]], sessions)
         busy = _kept_busy(parts[problem], _best_peers(chosen))
-        named_busy = _kept_busy(parts[problem], _best_peers(_named(chosen)))
-        lacking = "stage" if stage is None else "library"
+        named_busy = _named(_kept_busy(parts[problem], _best_peers(named)))
+        burst, against_named = _contest(chosen, "burst"), _contest(named, "burst")
+        lacking = "library" if fastest_stage(chosen) else "stage"
         found.append(
             AgainstPeers(
                 problem=problem,
                 run=chosen[0].run,
                 sustained_run=busy[0].run if busy else None,
-                dirty=any(rows[0].source.dirty for rows in (chosen, busy, named_busy) if rows),
+                dirty=any(rows[0].source.dirty for rows in (chosen, busy, named, named_busy) if rows),
                 burst=burst,
-                sustained=_contest(busy, fastest_stage(busy), "sustained"),
-                named=_contest(_named(chosen), stage, "burst"),
-                named_sustained=_contest(_named(named_busy), fastest_stage(named_busy), "sustained"),
+                sustained=_contest(busy, "sustained"),
+                named=against_named,
+                named_run=named[0].run if against_named else None,
+                named_sustained=_contest(named_busy, "sustained"),
                 named_sustained_run=named_busy[0].run if named_busy else None,
                 reason="" if burst else f"no {lacking} has a time in that run",
             )
@@ -397,8 +393,7 @@ def _kept_busy(runs: Iterable[list[Measurement]], libraries: set[str]) -> list[M
     able = [
         rows
         for rows in runs
-        if any("sustained" in _regimes(rows, name) for name in libraries)
-        and _contest(rows, fastest_stage(rows), "sustained")
+        if any("sustained" in _regimes(rows, name) for name in libraries) and _contest(rows, "sustained")
     ]
     return max(able, key=lambda rows: rows[0].run, default=[])
 
@@ -407,22 +402,35 @@ def _regimes(rows: Iterable[Measurement], name: str) -> set[Regime]:
     return {samples.regime for row in rows if row.name == name for samples in row.samples}
 
 
-def _named(rows: Sequence[Measurement]) -> list[Measurement]:
+def _named(rows: Iterable[Measurement]) -> list[Measurement]:
     return [row for row in rows if row.kind == "stage" or row.name in NAMED_PEERS]
 
 
-def _against_the_fastest(runs: Sequence[list[Measurement]], sessions: Mapping[str, str]) -> list[Measurement]:
+def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[str, str]) -> list[Measurement]:
     """Of several runs' rows of one problem, those that a ratio is of: see `against_peers`."""
-    able = [rows for rows in runs if {"stage", "peer"} <= {row.kind for row in rows if row.samples}] or list(runs)
-    newest = max(sessions[rows[0].run] for rows in able)
+    every = [rows for rows in runs if rows]
+    able = [rows for rows in every if _contest(rows, "burst")]
+    if not able:
+        return max(every, key=lambda rows: rows[0].run, default=[])
+    best_us: dict[str, float] = {}
+    for rows in able:
+        peer_us = _contest_us(rows)
+        session = sessions[rows[0].run]
+        best_us[session] = min(peer_us, best_us.get(session, peer_us))
+    newest = max(one for one, time_us in best_us.items() if time_us <= _NEAR * min(best_us.values()))
     able = [rows for rows in able if sessions[rows[0].run] == newest]
     best = _best_peers(row for rows in able for row in rows)
 
     def rank(rows: list[Measurement]) -> tuple[bool, int, str]:
-        timed = {row.name for row in rows if row.samples}
+        timed = {row.name for row in rows if row.samples_of()}
         return (not best.isdisjoint(timed), len(timed), rows[0].run)
 
     return max(able, key=rank)
+
+
+def _contest_us(rows: Sequence[Measurement]) -> float:
+    """The fastest library's time in bursts."""
+    return min(taken.median_us for row in rows if row.kind == "peer" and (taken := row.samples_of()))
 
 
 def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
@@ -513,7 +521,8 @@ def _merged(parts: Sequence[Mapping[str, Measurement]]) -> dict[str, Measurement
         for name, row in parts[index].items():
             if name not in rows:
                 rows[name] = row
-            elif row.status != "missing":  # what one run had no package for, another may have had
+            elif row.samples or row.kind == "stage" or not rows[name].samples:
+                # Else the run lacked a library that another had.
                 rows[name] = _filled(row, rows[name])
     return rows
 
@@ -527,23 +536,57 @@ def _with_later(by_session: Mapping[str, Mapping[str, Measurement]]) -> dict[str
             if row.kind != "peer" or not row.samples:
                 continue
             ours = rows.get(name)
-            rows[name] = row if ours is None or ours.status == "missing" else _filled(ours, row)
+            rows[name] = _filled(ours, row) if ours and ours.samples else row
     return rows
 
 
 def _filled(row: Measurement, other: Measurement) -> Measurement:
-    """`row` with the samples of `other` in states that it has none of."""
+    """`row` with the samples of `other` in states that it has none of, where both are of the same code."""
     states = {(samples.regime, samples.cache) for samples in row.samples}
     more = tuple(samples for samples in other.samples if (samples.regime, samples.cache) not in states)
+    versions = row.software.items(), other.software
     if not row.samples or not more or row.cubin != other.cubin:
         return row
-    others = tuple(dict.fromkeys((*_runs_of(row)[1:], *_runs_of(other))))
+    if any(versions[1].get(name, version) != version for name, version in versions[0]):
+        return row
+    added = {f"{samples.regime} {samples.cache}": _origin(other, samples.regime, samples.cache) for samples in more}
     fields = {name: getattr(row, name) for name in Measurement.model_fields} | {"samples": (*row.samples, *more)}
-    return Filled(**fields, others=others)
+    return Filled(**fields, origins={**(row.origins if isinstance(row, Filled) else {}), **added})
+
+
+def _origin(row: Measurement, regime: Regime, cache: Cache) -> tuple[str, str]:
+    """The run of a row's samples in one state, and its GPU's fingerprint."""
+    own = (row.run, row.gpu.fingerprint)
+    return row.origins.get(f"{regime} {cache}", own) if isinstance(row, Filled) else own
 
 
 def _runs_of(row: Measurement | Ceiling) -> tuple[str, ...]:
-    return (row.run, *row.others) if isinstance(row, Filled) else (row.run,)
+    return (row.run, *(run for run, _ in row.origins.values())) if isinstance(row, Filled) else (row.run,)
+
+
+def _places(rows: Iterable[Measurement], regime: Regime, cache: Cache) -> set[tuple[str, str]]:
+    """The commits and GPUs of rows with samples in that state."""
+    found = (_origin(row, regime, cache) for row in rows if row.samples_of(regime, cache))
+    return {(commit_label(run), chip) for run, chip in found}
+
+
+def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> tuple[Measurement, ...]:
+    """Of the rows of one problem, libraries whose samples are of another commit or GPU than every stage's there.
+
+    They are of a later session: the one shown left them out, or that state of them.
+    """
+    main = _places((row for row in rows if row.kind == "stage"), regime, cache)
+    return tuple(
+        row
+        for row in rows
+        if main and row.kind == "peer" and row.samples_of(regime, cache) and not _places([row], regime, cache) <= main
+    )
+
+
+def places(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> tuple[int, int]:
+    """How many commits on how many GPUs rows of one chart are of, and how many GPUs: `(sessions, chips)`."""
+    found = _places(rows, regime, cache)
+    return len(found), len({chip for _, chip in found})
 
 
 def load(gpu: str, data: Path = DATA) -> Results:
@@ -681,8 +724,8 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
     if not rows:
         return ""
     labels = {row.problem.problem().label for row in rows}
-    runs = sorted({row.run for row in rows})
-    commits = sorted({commit_label(row.run, row.source.dirty) for row in rows})
+    runs = {_origin(row, regime, cache)[0]: row for row in rows}
+    commits = sorted({commit_label(run, run == row.run and row.source.dirty) for run, row in runs.items()})
     dates = sorted({date(run) for run in runs})
     parts = [
         rows[0].gpu.name,

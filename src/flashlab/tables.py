@@ -111,19 +111,27 @@ def beside_note(
     rows: Sequence[Measurement], beside: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot"
 ) -> str:
     """What must be said where `rows` and those of `Results.beside` stand together; empty where there are none."""
-    best = max((results.rate(row, regime, cache) or 0.0 for row in rows if row.kind == "peer"), default=0.0)
+    late = {row.name for row in results.elsewhere(rows, regime, cache)}
+    own = [row for row in rows if row.kind == "peer" and row.name not in late]
+    best = max((results.rate(row, regime, cache) or 0.0 for row in own), default=0.0)
     said = []
     for row in beside:
         rate = results.rate(row, regime, cache)
         if rate is None:
             continue
         dtype = rows[0].problem.dtype
-        verdict = f"faster than every library in {dtype}" if rate > best else f"no faster than the best in {dtype}"
+        verdict = f"faster than any in {dtype} there" if rate > best else f"no faster than the best in {dtype} there"
         said.append(
             f"{peer_title(row.name)} does not take {dtype}: it stands here in {row.problem.dtype}, at the same shape "
             f"in the same session; its {number(rate)} TFLOP/s are {verdict}. Percentages keep to one element type."
         )
     return " ".join(said)
+
+
+def elsewhere_note(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:
+    """What must be said where libraries of a later session stand among `rows`; empty where there are none."""
+    late = [peer_title(row.name) for row in results.elsewhere(rows, regime, cache)]
+    return f"Of a later session than the stages, perhaps on another GPU: {', '.join(late)}." if late else ""
 
 
 def _cell(text: str) -> str:
@@ -183,8 +191,8 @@ def rates(
             ]
         )
     header = ("", "TFLOP/s", "median, µs", "std dev, %", "samples", "× parent", "of best library")
-    note = beside_note(rows, beside, regime, cache)
-    return markdown(header, lines) + (f"\n*{note}*\n" if note else "")
+    notes = (beside_note(rows, beside, regime, cache), elsewhere_note(rows, regime, cache))
+    return markdown(header, lines) + "".join(f"\n*{note}*\n" for note in notes if note)
 
 
 def dead_ends(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
@@ -334,9 +342,9 @@ def against(found: Iterable[results.AgainstPeers]) -> str:
     alone = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for name in results.NAMED_PEERS)}"
     header = (
         "problem",
-        "burst, over every library",
+        "burst, over the best library",
         alone,
-        "sustained, over every library",
+        "sustained, over the best library",
         alone,
         "stage, TFLOP/s",
         "library, TFLOP/s",
