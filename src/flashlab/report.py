@@ -650,6 +650,11 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str, 
     return "\n\n".join(parts)
 
 
+def _sustained_note(rows: Sequence[Measurement]) -> str:
+    note = tables.elsewhere_note(rows, "sustained")
+    return f"*Sustained: {note[0].lower()}{note[1:]}*\n\n" if note else ""
+
+
 def _of_best(mine: Measurement, rows: Sequence[Measurement]) -> str | None:
     """Sustained, as a share of the library that is the fastest there."""
     best = results.fastest_peer(rows, "sustained")
@@ -760,6 +765,7 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
             f"{results.provenance(rows)} · {files}\n{{ .source #{_anchor(problem)} }}\n\n"
             f"{tables.rates(rows, beside=shown.beside(problem))}\n"
             f"**Burst and sustained, hot and cold L2**:\n\n{tables.states(rows)}\n"
+            f"{_sustained_note(rows)}"
             f"**Clocks, power and energy**:\n\n{tables.costs(rows)}"
         )
         parts.append(f'???{"" if number else "+"} abstract "{problem.label}"\n\n{_indent(section)}')
