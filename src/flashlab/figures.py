@@ -607,8 +607,8 @@ def ratios(
         alt=f"The best stage's rate over the best library's, {regime}, over sequence length. {told}.",
         caption=f"How many times as fast the best stage is as the best library of the same element type, {regime}: "
         f"from {number(low)} to {number(high)}. Lines are head dims and masks; a point's shape is the library. Below "
-        "one the library is faster. Each point is of one run, in which the two took turns; the runs are of several "
-        "sessions and GPUs where the line below names more than one commit.",
+        "one the library is faster. Each point is of one run, in which the two took turns; the runs may be of several "
+        "sessions and GPUs.",
         provenance=" · ".join(facts),
         data_files=tuple(f"{shown.gpu}/runs/{run}.jsonl" for run in runs),
     )
