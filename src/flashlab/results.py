@@ -18,6 +18,7 @@ A run that measured a dead end tells of dead ends alone (`dead_ends`); the rungs
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -414,9 +415,9 @@ def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[st
         return max(every, key=lambda rows: rows[0].run, default=[])
     best_us: dict[str, float] = {}
     for rows in able:
-        peer_us = _contest_us(rows)
         session = sessions[rows[0].run]
-        best_us[session] = min(peer_us, best_us.get(session, peer_us))
+        times_us = (taken.median_us for row in rows if row.kind == "peer" and (taken := row.samples_of()))
+        best_us[session] = min(*times_us, best_us.get(session, math.inf))
     newest = max(one for one, time_us in best_us.items() if time_us <= _NEAR * min(best_us.values()))
     able = [rows for rows in able if sessions[rows[0].run] == newest]
     best = _best_peers(row for rows in able for row in rows)
@@ -426,11 +427,6 @@ def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[st
         return (not best.isdisjoint(timed), len(timed), rows[0].run)
 
     return max(able, key=rank)
-
-
-def _contest_us(rows: Sequence[Measurement]) -> float:
-    """The fastest library's time in bursts."""
-    return min(taken.median_us for row in rows if row.kind == "peer" and (taken := row.samples_of()))
 
 
 def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
@@ -531,12 +527,11 @@ def _with_later(by_session: Mapping[str, Mapping[str, Measurement]]) -> dict[str
     """Rows of the session that tried most stages, and libraries or states of them that it lacks from later ones."""
     base = max(by_session, key=lambda session: (_tried(by_session[session]), session))
     rows = dict(by_session[base])
-    for session in sorted(by_session, reverse=True):
-        for name, row in by_session[session].items() if session > base else ():
-            if row.kind != "peer" or not row.samples:
-                continue
-            ours = rows.get(name)
-            rows[name] = _filled(ours, row) if ours and ours.samples else row
+    for session in sorted((one for one in by_session if one > base), reverse=True):
+        for name, row in by_session[session].items():
+            if row.kind == "peer" and row.samples:
+                ours = rows.get(name)
+                rows[name] = _filled(ours, row) if ours and ours.samples else row
     return rows
 
 
@@ -544,10 +539,8 @@ def _filled(row: Measurement, other: Measurement) -> Measurement:
     """`row` with the samples of `other` in states that it has none of, where both are of the same code."""
     states = {(samples.regime, samples.cache) for samples in row.samples}
     more = tuple(samples for samples in other.samples if (samples.regime, samples.cache) not in states)
-    versions = row.software.items(), other.software
-    if not row.samples or not more or row.cubin != other.cubin:
-        return row
-    if any(versions[1].get(name, version) != version for name, version in versions[0]):
+    changed = any(other.software.get(name, version) != version for name, version in row.software.items())
+    if not row.samples or not more or changed or row.cubin != other.cubin:
         return row
     added = {f"{samples.regime} {samples.cache}": _origin(other, samples.regime, samples.cache) for samples in more}
     fields = {name: getattr(row, name) for name in Measurement.model_fields} | {"samples": (*row.samples, *more)}
