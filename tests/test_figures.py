@@ -332,7 +332,7 @@ def test_lengths_name_the_libraries_that_a_later_session_measured(tmp_path: Path
         for row in rows:
             records.append(tmp_path / "nvidia-h200" / "runs" / f"{run}.jsonl", row)
     chart = figures.lengths(results.load("nvidia-h200", tmp_path), head_dim=64, mask="full")
-    assert chart.caption.endswith("Of a later session than the stages, at some lengths or all: FlexAttention.")
+    assert chart.caption.endswith("Of a later session than the stages, at one length or more: FlexAttention.")
     assert chart.data_files == tuple(f"nvidia-h200/runs/{run}.jsonl" for run in (first, later))
 
 

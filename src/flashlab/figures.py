@@ -462,7 +462,6 @@ def scaling(
             if value and top:
                 cells[row.name][problem] = 100 * value / top
                 used.append(row)
-    late = sorted({_label(row) for p in problems for row in results.elsewhere(shown.problems[p], regime, cache)})
     stage_names = [name for name, kind in kinds.items() if kind == "stage" and cells[name]]
     peer_names = [name for name, kind in kinds.items() if kind == "peer" and cells[name]]
     names = stage_names + peer_names
@@ -515,9 +514,7 @@ def scaling(
         alt=f"Rate of {len(names)} stages and libraries at {len(problems)} {mask} {dtype} shapes, "
         "as a percentage of the fastest library at each shape. The same numbers stand in the tables of this page.",
         caption=f"Every {mask} {dtype} shape: percent of the fastest library at that shape. "
-        "Blank: no time, see the tables."
-        + _of_places(used, regime, each="shape")
-        + (f" Of a later session than the stages, at some shapes: {', '.join(late)}." if late else ""),
+        "Blank: no time, see the tables." + _whence(shown, problems, used, each="shape", regime=regime, cache=cache),
         provenance=results.provenance(used, regime, cache),
         data_files=results.run_files(used),
     )
@@ -614,11 +611,27 @@ def ratios(
     )
 
 
-def _of_places(rows: Iterable[Measurement], regime: Regime, *, each: str) -> str:
-    sessions, chips = results.places((row for row in rows if row.kind == "stage"), regime)
-    if sessions < 2:
-        return ""
-    return f" Each {each} is one session; the stages here are of {sessions}, on {chips} GPU{'s' if chips > 1 else ''}."
+def _whence(
+    shown: Results,
+    problems: Iterable[Problem],
+    drawn: Sequence[Measurement],
+    *,
+    each: str,
+    regime: Regime = "burst",
+    cache: Cache = "hot",
+) -> str:
+    """For a caption: of how many sessions the rows of a chart over shapes or lengths are; empty where of one."""
+    sessions, chips = results.places((row for row in drawn if row.kind == "stage"), regime, cache)
+    names = {row.name for row in drawn}
+    late = {row.name for problem in problems for row in results.elsewhere(shown.problems[problem], regime, cache)}
+    said = ""
+    if sessions > 1:
+        gpus = f"{chips} GPU{'s' if chips > 1 else ''}"
+        said += f" Each {each} is one session; the stages here are of {sessions}, on {gpus}."
+    if late & names:
+        titles = ", ".join(sorted(peer_title(name) for name in late & names))
+        said += f" Of a later session than the stages, at one {each} or more: {titles}."
+    return said
 
 
 _UPRIGHT = 8
@@ -672,7 +685,6 @@ def lengths(
     looks: dict[str, tuple[str, bool]] = {}
     marks: dict[str, tuple[str, str]] = {}
     used: list[Measurement] = []
-    late = {_label(row) for problem in problems for row in results.elsewhere(shown.problems[problem], regime)}
     for problem in problems:
         for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem)):
             rate = results.rate(row, regime)
@@ -691,7 +703,6 @@ def lengths(
     fast = {label: values for label, values in over.items() if max(values.values()) >= _FAST * top}
     order = sorted(fast, key=lambda label: (looks[label][0] == "peer", -max(fast[label].values())))
     counts = [problem.q_len for problem in problems]
-    added = [label for label in order if label in late]
 
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
@@ -749,8 +760,7 @@ def lengths(
             else ""
         )
         + (f" {' and '.join(left_out)} stand in the table alone." if left_out else "")
-        + _of_places(used, regime, each="length")
-        + (f" Of a later session than the stages, at some lengths or all: {', '.join(added)}." if added else ""),
+        + _whence(shown, problems, used, each="length", regime=regime),
         provenance=results.provenance(used, regime),
         data_files=results.run_files(used),
     )

@@ -327,9 +327,9 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
     Both rows come from one run, in which they were measured in turn: of the newest session whose fastest library is at
     most 5 % slower than the fastest on record, the run that timed that library, or one within a percent of it; of
     several, the one that timed most, then the newest. A session that left the fastest library out thus does not count.
-    "Best" is of what that run timed. Under continuous work, likewise, of the
-    newest run that kept a library busy that is the best in bursts, or within a percent of it: without one, a ratio
-    would say too much. (torch's own choice is often cuDNN, and ahead of it or behind by nothing but chance.)
+    "Best" is of what that run timed. Under continuous work, likewise, of the newest run that kept a library busy that
+    is the best in bursts, or within a percent of it: without one, a ratio would say too much. (torch's own choice is
+    often cuDNN, and ahead of it or behind by nothing but chance.)
     Sessions from before the last rung that this GPU has measured take no part, nor do edited copies of a stage.
 
     Raises:
