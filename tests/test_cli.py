@@ -550,6 +550,37 @@ def test_ablate_lists_its_levers(run: Run) -> None:
     assert "take_early" in refused.err
 
 
+def test_train_tells_what_each_model_became(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashlab import trained
+
+    asked: list[tuple[int, int, str]] = []
+
+    def train(config: trained.Config, *, device: str, follow: trained.Follow) -> dict[str, Any]:
+        asked.append((config.head_dim, config.steps, device))
+        follow(0, config.steps, "loss 5.5")
+        facts = {"head_dim": config.head_dim, "digest": "abc", "loss": 0.9, "held_out_loss": 1.0, "steps": config.steps}
+        return {**facts, "seconds": 50.0, "layers": [{"std_nats": 2.5, "largest_nats": 31.0}] * config.layers}
+
+    monkeypatch.setattr(trained, "train", train)
+    assert [one["head_dim"] for one in run("train", "--json").json] == [64, 128]
+    assert asked == [(config.head_dim, config.steps, "cuda:0") for config in trained.CONFIGS.values()]
+    asked.clear()
+    table = run("train", "--head-dim", "128", "--steps", "7", "--device", "1")
+    assert asked == [(128, 7, "cuda:1")]
+    assert "[0/7] loss 5.5" in table.err
+    assert table.out.count("31") == trained.CONFIGS[128].layers
+    assert run("train", "--head-dim", "96").code == 2
+
+
+@pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU")
+def test_train_needs_torch_and_a_gpu_and_says_so(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
+    result = run("train")
+    assert result.code == 1
+    assert "torch" in result.err or "GPU" in result.err
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU")
 @pytest.mark.parametrize("command", [["ablate"], ["ablate", "--levers"], ["split"]], ids=" ".join)
 def test_ablations_need_a_gpu_and_say_so(run: Run, command: list[str], tmp_path: Path) -> None:

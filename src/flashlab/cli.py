@@ -1164,6 +1164,40 @@ def _compare_verdicts(here: Sequence[Verdict], there: Sequence[Verdict], path: P
 
 
 @app.command()
+def train(
+    *,
+    head_dim: Annotated[Literal["64", "128", "both"], typer.Option(help="Of which model.")] = "both",
+    steps: Annotated[int | None, typer.Option(help="In place of the model's own number of them.", min=1)] = None,
+    device: Device = 0,
+    as_json: Json = False,
+) -> None:
+    """Train the language models whose Q, K and V are the inputs `trained`, on the GPU, and keep them in the cache.
+
+    About a minute each on an H200. Each takes the place of the one that was there.
+    """
+    from flashlab import trained as module
+    from flashlab.bench import Progress as Step
+
+    found = []
+    with _progress() as progress:
+        follow = _follow(progress, "training")
+        for config in module.CONFIGS.values():
+            if head_dim in (str(config.head_dim), "both"):
+                config = replace(config, steps=steps or config.steps)
+                found.append(module.train(config, device=f"cuda:{device}", follow=lambda *step: follow(Step(*step))))
+    if as_json:
+        _emit_json(found)
+        return
+    columns = ("head_dim", "digest", "loss", "held_out_loss", "steps", "seconds")
+    _emit_table(columns, [[one[key] for key in columns] for one in found], title="losses in nats a byte")
+    _emit_table(
+        ("head_dim", "layer", *found[0]["layers"][0]),
+        [(one["head_dim"], index, *layer.values()) for one in found for index, layer in enumerate(one["layers"])],
+        title="scores as causal attention sees them",
+    )
+
+
+@app.command()
 def results(
     *,
     gpu: Gpu = None,
