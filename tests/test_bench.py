@@ -279,6 +279,30 @@ def test_the_plan_reaches_the_worker(tmp_path: Path, fake: Any) -> None:
     assert not bench.Plan(sustained_seconds=0).sustains(Problem.parse(FIRST_SHAPE), "sdpa")
 
 
+def test_a_stage_has_a_second_row_with_the_log_sum_exp_on(tmp_path: Path, fake: Any) -> None:
+    run = _run(tmp_path, fake(**{"01_coalesced+lse": "segfault"}), plan=bench.Plan(lse=True))
+    sent = _jobs(tmp_path)[0]["implementations"]
+    assert sent["00_naive+lse"] == {**sent["00_naive"], "lse_of": "00_naive"}
+    assert set(sent) == {"00_naive", "01_coalesced", "sdpa", "00_naive+lse", "01_coalesced+lse"}
+    assert {(row.name, row.lse, row.status) for row in run.measurements} == {
+        ("00_naive", False, "ok"),
+        ("01_coalesced", False, "ok"),
+        ("sdpa", None, "ok"),
+    }
+    assert {(row.name, row.lse, row.status) for row in run.with_lse} == {
+        ("00_naive", True, "ok"),
+        ("01_coalesced", True, "crashed"),
+    }
+    assert all(row.kind == "stage" for row in run.with_lse)
+    assert bench.plan_of("peers").lse
+    assert not bench.plan_of("standard").lse
+
+
+def test_only_problems_that_want_a_stage_get_its_second_row(tmp_path: Path, fake: Any) -> None:
+    run = _run(tmp_path, fake(), plan=bench.Plan(lse=True), only=lambda problem, name: not problem.causal)
+    assert {(row.name, row.problem.mask) for row in run.with_lse} == {("00_naive", "full"), ("01_coalesced", "full")}
+
+
 def test_variants_become_tuning_records(tmp_path: Path, fake: Any) -> None:
     variants = [{"THREADS": 64}, {"THREADS": 256}, {}]
     path = bench.time_variants(
@@ -341,6 +365,81 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
             assert one.conditions.energy_j_per_call == pytest.approx(500.0 * one.median_us / 1e6, rel=0.05)
 
 
+def test_second_rows_take_turns_in_hot_bursts_and_the_fastest_is_kept_busy() -> None:
+    names = {"stage": 100.0, "slow": 300.0, "library": 110.0, "stage+lse": 101.0, "slow+lse": 303.0}
+    fake = FakeGpu(names)
+    plan = bench.Plan(samples=5, min_samples=3, cold_samples=4, sustained_shapes=None)
+    implementations = {
+        name: {"kind": "stage", "lse_of": name.removesuffix("+lse")} for name in names if name.endswith("+lse")
+    }
+    sent: list[Any] = []
+    job = {"device": 0, "seed": 0, "implementations": implementations, "plan": asdict(plan)}
+    worker = bench._Worker(json.loads(json.dumps(job)), sent.append)
+    worker._backend = fake  # type: ignore[assignment]
+    worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext)
+    ready = {name: bench._Candidate(run, {"passed": True}, None, ()) for name, run in fake.runs().items()}
+    worker._time(0, PROBLEMS[0], ready)
+    taken = {
+        m["row"]["name"]: [(one["regime"], one["cache"]) for one in m["row"]["samples"]]
+        for m in sent
+        if m["type"] == "row"
+    }
+    every = [("burst", "hot"), ("burst", "cold"), ("sustained", "hot")]
+    assert taken == {
+        "stage": every,
+        "slow": every,
+        "library": every,
+        "stage+lse": [every[0], every[2]],
+        "slow+lse": [every[0]],
+    }
+
+
+def test_a_library_gets_its_own_layout_and_says_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    problem = Problem.parse("1x4x2x64x64x64", mask="causal")
+    seen: list[Any] = []
+
+    def build(of: Problem) -> Any:
+        def attend(*tensors: Any) -> Any:
+            seen.append(tensors)
+            q, k, v = (x.transpose(1, 2) for x in tensors)
+            attention = torch.nn.functional.scaled_dot_product_attention
+            return attention(q, k, v, is_causal=of.causal, enable_gqa=True).transpose(1, 2).contiguous()
+
+        return attend
+
+    made = bench.peers.Peer(name="made", title="made", how="", packages=(), build=build, layout="bshd", writes_lse=True)
+    monkeypatch.setattr(bench.peers, "PEERS", {"made": made, "again": replace(made, name="again")})
+    monkeypatch.setattr(bench.gpu, "synchronize", lambda device: None)
+    monkeypatch.setattr(bench.gpu, "memory_free_bytes", lambda device: 0)
+    job = {"device": 0, "seed": 0, "implementations": {}, "plan": asdict(bench.Plan())}
+    worker = bench._Worker(json.loads(json.dumps(job)), lambda message: None)
+    worker.torch = torch
+    worker.cupy = NumPyAsCuPy()
+    worker._info = SimpleNamespace(compute_capability=(9, 0))  # type: ignore[assignment]
+    q, k, v = (torch.randn(1, heads, 64, 64).half() for heads in (4, 2, 2))
+    found = [worker._peer(name, problem, q, k, v) for name in ("made", "again")]
+    for one in found:
+        assert one.verdict is not None
+        assert one.verdict["passed"], one.verdict["reason"]
+        assert one.fields == {"choice": "", "layout": "bshd", "lse": True}
+        one.run()
+    assert len(seen) == 4
+    assert all(tensors is not None and tensors[0].shape == (1, 64, 4, 64) for tensors in seen)
+    assert {tensors[0].data_ptr() for tensors in seen} == {seen[0][0].data_ptr()}, "one copy for all of that layout"
+    assert seen[0][0].is_contiguous()
+
+
+class NumPyAsCuPy:
+    """What a worker asks CuPy for, from NumPy."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=lambda: None)
+
+
 # --- How long it will take --------------------------------------------------------------------------------------------
 
 
@@ -354,7 +453,7 @@ def test_an_estimate_counts_what_is_taken() -> None:
     first = Problem.parse(FIRST_SHAPE)
     short = bench.Plan(sustained_seconds=0.0, cold_samples=0)
     plain = _seconds(first, stages=["00_naive"], peers=["sdpa", "fa3"], plan=short)
-    assert (plain.implementations, plain.sustained) == (2, 0)  # fa3 takes no float16
+    assert (plain.implementations, plain.sustained) == (2, 0)  # the wheel (fa3-fwd) lacks float16
     long = _seconds(first, stages=["00_naive"], peers=["sdpa", "fa3"], plan=replace(short, sustained_seconds=5.0))
     assert long.sustained == 2
     assert 10 < long.seconds - plain.seconds < 14
@@ -363,6 +462,14 @@ def test_an_estimate_counts_what_is_taken() -> None:
     assert _seconds(first, stages=["00_naive"], peers=[], plan=replace(short, cold_samples=50)).seconds > (
         _seconds(first, stages=["00_naive"], peers=[], plan=short).seconds
     )
+
+
+def test_an_estimate_counts_second_rows() -> None:
+    first = Problem.parse(FIRST_SHAPE)
+    plan = bench.Plan(cold_samples=0, sustained_seconds=5.0)
+    what: dict[str, Any] = {"stages": ["00_naive"], "peers": ["sdpa"]}
+    more = _seconds(first, plan=replace(plan, lse=True), **what).seconds - _seconds(first, plan=plan, **what).seconds
+    assert 5 < more < 12
 
 
 def test_an_estimate_scales_what_is_on_record() -> None:

@@ -131,7 +131,7 @@ def _timed(name: str, problem: Problem, time_us: float) -> dict[str, Any]:
 
 def _ablation(level: str, time_us: float, **choice: int) -> records.Ablation:
     row = _timed("06_cp_async", FIRST, time_us)
-    for name in ("kind", "name", "choice"):
+    for name in ("kind", "name", "choice", "layout", "lse"):
         del row[name]
     parameters = {**STAGES["06_cp_async"].parameters(64), **choice}
     return records.Ablation.model_validate(

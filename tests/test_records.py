@@ -85,6 +85,26 @@ def data(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_stages_row_with_the_log_sum_exp_on_stands_apart(tmp_path: Path) -> None:
+    path = tmp_path / SLUG / "runs" / f"{EARLY}.jsonl"
+    path.parent.mkdir(parents=True)
+    plain, second = measurement(lse=False), measurement(lse=True, samples=(samples(2.0),))
+    library = measurement(kind="peer", name="fa3", lse=True, layout="bshd")
+    for one in (plain, second, library):
+        append(path, one)
+    run = read_run(path)
+    assert (run.measurements, run.with_lse) == ((plain, library), (second,))
+    assert records.count_samples(SLUG, tmp_path)["runs"] == 7
+
+
+def test_a_record_from_before_says_nothing_of_a_log_sum_exp() -> None:
+    old = json.loads(to_line(measurement(kind="peer", name="fa3")))
+    del old["lse"], old["layout"]
+    read = parse_line(json.dumps(old))
+    assert isinstance(read, Measurement)
+    assert (read.lse, read.layout) == (None, "bhsd")
+
+
 # --- One record -------------------------------------------------------------------------------------------------------
 
 
@@ -149,7 +169,8 @@ def test_power_is_the_energy_counters_and_never_a_bursts() -> None:
 
 def test_a_tuning_is_a_record_of_its_own(tmp_path: Path) -> None:
     fields = measurement().model_dump() | {"kind": "tuning", "stage": "00_naive", "parameters": {"THREADS": 64}}
-    del fields["name"], fields["choice"]
+    for name in ("name", "choice", "layout", "lse"):
+        del fields[name]
     tuning = Tuning(**fields)
     folder = tmp_path / SLUG / "tuning"
     folder.mkdir(parents=True)

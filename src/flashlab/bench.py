@@ -103,6 +103,10 @@ from flashlab.stages import variant_in
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
 _HEAT_SECONDS = 2.0
 """Of work before the first sustained measurement of a problem, so that all of them find a warm chip."""
+_WITH_LSE = "+lse"
+"""Ends the name, among a run's implementations, of a stage's second row: the one with the log-sum-exp on."""
+_NEAR = 1.1
+"""Of those second rows the ones that are kept busy: slower by no more than this factor than the fastest in bursts."""
 _REASON_CHARS = 2000
 _LOG_CHARS = 1500
 _WAITING_EMULATIONS = 256
@@ -130,6 +134,9 @@ class Plan:
     """Of which implementations; None: of all."""
     checked_scores: int = 1 << 30
     """Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`check.Sample`)."""
+    lse: bool = False
+    """Stages are timed a second time with the log-sum-exp on, in turn with the rest: some libraries always write one.
+    Hot bursts, and the fastest of them sustained."""
 
     def sustains(self, problem: Problem, name: str) -> bool:
         """Whether that implementation is called for seconds at that problem."""
@@ -146,7 +153,7 @@ class Plan:
 
 
 PLANS: Mapping[str, Plan] = {
-    "peers": Plan(sustained_shapes=None, checked_scores=1 << 28),
+    "peers": Plan(sustained_shapes=None, checked_scores=1 << 28, lse=True),
     "lengths": Plan(
         samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=1 << 27
     ),
@@ -597,24 +604,32 @@ def run(
     if unknown:
         raise ParameterError(f"sustained: wanted names among {', '.join(kinds)}, got {', '.join(unknown)}")
     cells = [_Cell(problem, [name for name in kinds if only is None or only(problem, name)]) for problem in problems]
+    implementations: dict[str, Message] = {
+        name: {
+            "kind": kind,
+            "id": identity,
+            "source": None if source is None else str(source),
+            "params": variant_in(name),
+        }
+        for name, kind, identity, source in names
+    }
+    second = {f"{name}{_WITH_LSE}": name for name, kind in kinds.items() if plan.lse and kind == "stage"}
+    implementations |= {twin: {**implementations[name], "lse_of": name} for twin, name in second.items()}
+    for cell in cells:
+        cell.pending += [twin for twin, name in second.items() if name in cell.pending]
 
     def record(base: Message, problem: Problem, row: Message) -> Measurement:
+        timed = str(row["name"])
+        name = second.get(timed, timed)
+        written = {"lse": timed in second} if kinds[name] == "stage" else {}
         return Measurement.model_validate(
-            {**base, **row, "kind": kinds[row["name"]], "problem": ProblemFields.of(problem)}
+            {**base, **written, **row, "name": name, "kind": kinds[name], "problem": ProblemFields.of(problem)}
         )
 
     return _measure(
         "runs",
         problems,
-        {
-            name: {
-                "kind": kind,
-                "id": identity,
-                "source": None if source is None else str(source),
-                "params": variant_in(name),
-            }
-            for name, kind, identity, source in names
-        },
+        implementations,
         record,
         cells=cells,
         before=lambda: _compile_ahead(names, [(cell.problem, cell.pending) for cell in cells], device),
@@ -1025,13 +1040,17 @@ def estimate(
         seconds, long = 0.0, 0
         for name, kind, identity in able:
             call_s = _guess_us(kind, identity, problem, known) / 1e6
-            seconds += _BUILD_S + _COMPILING_PEERS.get(identity, 0.0) + _CHECK_S_PER_SCORE * scores + 2 * call_s
-            seconds += _burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s
+            rows = 2 if plan.lse and kind == "stage" else 1
+            seconds += _COMPILING_PEERS.get(identity, 0.0)
+            seconds += rows * (_BUILD_S + _CHECK_S_PER_SCORE * scores + 2 * call_s)
+            seconds += rows * (_burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s)
             if plan.cold_samples:
                 seconds += _burst_s(call_s, plan.cold_samples, 3, plan.cap_s / 2) + 2 * call_s
             if plan.sustains(problem, name):
                 seconds += plan.sustained_seconds + max(timing.CHUNK_S, call_s) * 2
                 long += 1
+        if plan.lse and long:  # the fastest stage with the log-sum-exp on
+            seconds += plan.sustained_seconds
         seconds += _HEAT_SECONDS if long else 0.0
         found.append(Estimate(problem=problem, implementations=len(able), sustained=long, seconds=seconds))
     num_ceilings = len(roofline.CEILINGS) if ceilings is True else len(ceilings or ())
@@ -1253,7 +1272,8 @@ class _Candidate:
     """None where it is not judged."""
     cubin: Message | None
     keep: tuple[Any, ...]
-    choice: str = ""
+    fields: Message = field(default_factory=dict)
+    """What else its row says."""
 
 
 class _RefusedError(Exception):
@@ -1286,6 +1306,8 @@ class _Worker:
         """Of each cell, how many of them are its own."""
         self._oracle = Oracle()
         """Of the problem in hand."""
+        self._copies: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        """Of its inputs, by layout and by what they are copies of."""
 
     def start(self) -> None:
         """Take hold of the GPU and greet.
@@ -1359,7 +1381,7 @@ class _Worker:
     def _bench_cell(self, cell: Message) -> None:
         index, problem = cell["index"], Problem(**cell["problem"])
         self.step(index, "", "make inputs")
-        self._oracle = Oracle()  # of the problem before: its memory goes with it
+        self._oracle, self._copies = Oracle(), {}  # of the problem before: its memory goes with it
         self._free()
         q, k, v = self._inputs(problem)
         ready: dict[str, _Candidate] = {}
@@ -1449,6 +1471,8 @@ class _Worker:
         with_lse()
         gpu.synchronize(self._device)
         verdict = self._judge(out, lse, problem, q, k, v, stage.precision)
+        if which.get("lse_of"):
+            return _Candidate(with_lse, verdict, _cubin_fields(with_lse), (out, lse))
         # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
         first = out.clone()
         out.view(self.torch.int16).fill_(POISON_WORD)
@@ -1470,23 +1494,34 @@ class _Worker:
         )
         if why_not:
             raise _RefusedError(why_not.kind, why_not.reason)
+        given = self._in_layout(peer.layout, q, k, v)
         with self.torch.no_grad():
             attend = peer.build(problem)
-            out = attend(q, k, v)
+            out = peers.bhsd_view(peer.layout, attend(*given))
             gpu.synchronize(self._device)
             verdict = self._judge(out, None, problem, q, k, v)
         del out
+        choice = getattr(attend, "choice", "")
 
         def run() -> None:
-            attend(q, k, v)
+            attend(*given)
 
-        return _Candidate(run, verdict, None, (attend,), choice=getattr(attend, "choice", ""))
+        fields = {"choice": choice, "layout": peer.layout, "lse": peer.wrote_lse(choice)}
+        return _Candidate(run, verdict, None, (attend,), fields)
+
+    def _in_layout(self, layout: peers.Layout, *tensors: Any) -> tuple[Any, ...]:
+        """Q, K and V in a library's layout: one copy of each, kept while the problem is in hand."""
+        key = (layout, *(tensor.data_ptr() for tensor in tensors))
+        if key not in self._copies:
+            self._copies[key] = peers.in_layout(layout, *tensors)
+        return self._copies[key]
 
     def _time(self, index: int, problem: Problem, ready: Mapping[str, _Candidate]) -> None:
         if not ready:
             return
         plan = Plan(**self._job["plan"])
         runs = {name: candidate.run for name, candidate in ready.items()}
+        second = {name: of for name in runs if (of := self._implementations.get(name, {}).get("lse_of"))}
         timer = timing.Timer(self._backend, seed=self._job["seed"])
         series: dict[str, list[Message]] = {name: [] for name in ready}
 
@@ -1505,7 +1540,7 @@ class _Worker:
             keep(hot)
             if plan.cold_samples:
                 cold = timer.burst(
-                    runs,
+                    {name: run for name, run in runs.items() if name not in second},
                     cold=True,
                     samples=plan.cold_samples,
                     min_samples=min(3, plan.cold_samples),
@@ -1515,8 +1550,15 @@ class _Worker:
                 keep(cold)
             # From the slowest to the fastest, without a pause between them: what is compared most closely runs one
             # after the other, on a chip that the one before kept warm.
+            near_us = _NEAR * min((hot[name].median_us for name in second), default=0.0)
             long = sorted(
-                (name for name in runs if plan.sustains(problem, name)), key=lambda name: -hot[name].median_us
+                (
+                    name
+                    for name in runs
+                    if plan.sustains(problem, second.get(name, name))
+                    and (name not in second or hot[name].median_us <= near_us)
+                ),
+                key=lambda name: -hot[name].median_us,
             )
             for position, name in enumerate(long):
                 self.step(index, name, "time, sustained", extra_s=2 * plan.sustained_seconds + _HEAT_SECONDS)
@@ -1539,7 +1581,7 @@ class _Worker:
                 verdict=candidate.verdict,
                 samples=series[name],
                 cubin=candidate.cubin,
-                choice=candidate.choice,
+                fields=candidate.fields,
             )
 
     def _row(
@@ -1552,7 +1594,7 @@ class _Worker:
         verdict: Message | None = None,
         samples: Sequence[Message] = (),
         cubin: Message | None = None,
-        choice: str = "",
+        fields: Message | None = None,
     ) -> None:
         row = {
             "name": name,
@@ -1561,7 +1603,7 @@ class _Worker:
             "verdict": verdict,
             "samples": list(samples),
             "cubin": cubin,
-            **({"choice": choice} if choice else {}),
+            **(fields or {}),
         }
         self._send({"type": "row", "cell": index, "row": row})
 

@@ -413,9 +413,10 @@ class _Worker:
         if name in stages.STAGES:
             return prepare(q, k, v, stage=name, out=self._torch.empty_like(q), stream=self._stream)
         attend = self._peer(name, problem)
+        given = peers.in_layout(peers.get(name).layout, q, k, v)
 
         def run() -> None:
-            attend(q, k, v)
+            attend(*given)
 
         return run
 
@@ -434,7 +435,8 @@ class _Worker:
             out.view(self._torch.int16).fill_(POISON_WORD)
             prepare(q, k, v, stage=name, out=out, stream=self._stream)()
         else:
-            out = self._peer(name, problem)(q, k, v)
+            layout = peers.get(name).layout
+            out = peers.bhsd_view(layout, self._peer(name, problem)(*peers.in_layout(layout, q, k, v)))
         gpu.synchronize(self._device)
         shape = Shape.of_problem(problem)
         verdict = check(

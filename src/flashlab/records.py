@@ -293,6 +293,17 @@ class Measurement(_Timed):
     """A stage id, or a peer's name."""
     choice: str = ""
     """What a peer chose that tunes itself, in its own words."""
+    layout: Literal["bhsd", "bshd"] = "bhsd"
+    """Order in memory of the dimensions of Q, K and V that were timed: batch, heads, sequence, head dim, or sequence
+    before heads. Older records are all of the first: FlashAttention-3 and -4 had transposed views."""
+    lse: bool | None = None
+    """Whether what was timed wrote a log-sum-exp. A stage has a second row for that; a library writes what it writes.
+    None where it is not known, in older records, and where nothing was timed of a library."""
+
+    @property
+    def with_lse(self) -> bool:
+        """Whether it is a stage's second row, with the log-sum-exp on."""
+        return self.kind == "stage" and self.lse is True
 
 
 class Tuning(_Timed):
@@ -632,8 +643,13 @@ class Run:
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """Its stages and peers."""
-        return tuple(r for r in self.records if isinstance(r, Measurement))
+        """Its stages and peers; no row `with_lse`."""
+        return tuple(r for r in self.records if isinstance(r, Measurement) and not r.with_lse)
+
+    @property
+    def with_lse(self) -> tuple[Measurement, ...]:
+        """Stages timed with the log-sum-exp on, beside their rows without."""
+        return tuple(r for r in self.records if isinstance(r, Measurement) and r.with_lse)
 
     @property
     def ceilings(self) -> tuple[Ceiling, ...]:
@@ -743,9 +759,9 @@ def readings(gpu: str, data: Path = DATA) -> tuple[Reading, ...]:
 
 def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
     """Raw samples of stages and libraries on record for a GPU, by folder; those of ceilings are not counted."""
-    found = {path: read_run(path).measurements for path in sorted((data / gpu / "runs").glob("*.jsonl"))}
+    found = [read_run(path) for path in sorted((data / gpu / "runs").glob("*.jsonl"))]
     several = {
-        "runs": [samples for rows in found.values() for row in rows for samples in row.samples],
+        "runs": [samples for run in found for row in (*run.measurements, *run.with_lse) for samples in row.samples],
         "tuning": [samples for row in tunings(gpu, data) for samples in row.samples],
         "ablations": [samples for row in ablations(gpu, data) for samples in row.samples],
         "parts": [row.samples for row in parts(gpu, data)],
@@ -915,6 +931,8 @@ def flat(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> di
     return {
         "name": row.name,
         "kind": row.kind,
+        "layout": row.layout,
+        "lse": row.lse,
         "shape": problem.shape,
         "dtype": problem.dtype,
         "mask": problem.mask,
