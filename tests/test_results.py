@@ -304,6 +304,76 @@ def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: P
     assert flat["sustained"] is None
 
 
+def _wrote(row: records.Measurement, lse: bool | None) -> records.Measurement:
+    return row.model_copy(update={"lse": lse})
+
+
+@pytest.mark.parametrize(
+    ("library_writes", "adjusted", "sustained"),
+    [(True, 130.0 / 104.0, 180.0 / 160.0), (False, 1.3, 1.2), (None, None, None)],
+)
+def test_an_adjusted_ratio_has_the_log_sum_exp_on_for_both_or_for_neither(
+    tmp_path: Path, library_writes: bool | None, adjusted: float | None, sustained: float | None
+) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _wrote(_timed("01_coalesced", FIRST, run, 100.0, sustained=150.0), False),
+        _wrote(_timed("01_coalesced", FIRST, run, 104.0, sustained=160.0), True),
+        _wrote(_timed("sdpa_cudnn", FIRST, run, 130.0, sustained=180.0), library_writes),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert found.sustained is not None
+    assert (found.burst.stage_us, found.burst.ratio) == (100.0, pytest.approx(1.3))
+    assert found.burst.adjusted_ratio == pytest.approx(adjusted)
+    assert found.sustained.adjusted_ratio == pytest.approx(sustained)
+    flat = found.flat()
+    assert flat["adjusted_ratio"] == pytest.approx(adjusted)
+    assert flat["peer_writes_lse"] is library_writes
+    # The row with the log-sum-exp on is nobody's time but the adjusted ratio's.
+    shown = results.load(GPU, tmp_path)
+    assert {row.name: row.samples_of() and row.samples_of().median_us for row in shown.rows(FIRST)} == {  # type: ignore[union-attr]
+        "01_coalesced": 100.0,
+        "sdpa_cudnn": 130.0,
+    }
+
+
+def test_a_library_that_writes_a_log_sum_exp_has_no_adjusted_ratio_without_such_a_row(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _wrote(_timed("01_coalesced", FIRST, run, 100.0), False),
+        _wrote(_timed("fa3", FIRST, run, 130.0), True),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert (found.burst.ratio, found.burst.adjusted_ratio) == (pytest.approx(1.3), None)
+
+
+def test_a_rate_is_a_percentage_of_the_tensor_cores_peak_at_its_clock(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(tmp_path, run, _timed("01_coalesced", FIRST, run, 100.0), _timed("sdpa_cudnn", FIRST, run, 130.0))
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    peak = 4096 * 132 * 1700.0 / 1e6  # TFLOP/s at the clock in the calls
+    assert found.burst.stage_percent_of_peak == pytest.approx(100 * FIRST.tflops(100.0) / peak)
+    assert found.flat()["peer_percent_of_peak"] == pytest.approx(100 * FIRST.tflops(130.0) / peak)
+    # Where the clock was not read there is none, and on a GPU whose tensor cores are not known here neither.
+    old = "20260103T030000Z-0123abc"
+    rows = [_timed(name, FIRST, old, 99.0) for name in ("01_coalesced", "sdpa_cudnn")]
+    blind = [
+        row.model_copy(update={"samples": tuple(s.model_copy(update={"call_clock_mhz": ()}) for s in row.samples)})
+        for row in rows
+    ]
+    _write(tmp_path, old, *blind)
+    found = _against(tmp_path)["float16", "full"]
+    assert found.run == old
+    assert found.flat()["stage_percent_of_peak"] is None
+
+
 def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) -> None:
     old, both, alone = "20260101T030000Z-4567def", "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
     causal = Problem.parse(FIRST_SHAPE, mask="causal")

@@ -97,12 +97,15 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
         problem=FIRST, run="r", sustained_run=None, dirty=False, burst=None, sustained=None, named=None,
         named_run=None, named_sustained=None, named_sustained_run=None, reason="no library has a time in that run",
     )  # fmt: skip
-    won, lost = tables.against([replace(none, burst=contest, reason=""), none]).splitlines()[-2:]
-    assert f"`05_wmma` {tables.number(FIRST.tflops(100.0))} | cuDNN {tables.number(FIRST.tflops(130.0))} |" in won
-    assert "×1.30" in won
-    assert won.count("| –") == 3
+    known = replace(contest, stage_percent_of_peak=61.0, peer_percent_of_peak=52.0, peer_lse=True, stage_lse_us=104.0)
+    won, told, lost = tables.against(
+        [replace(none, burst=contest, reason=""), replace(none, burst=known, reason=""), none]
+    ).splitlines()[-3:]
+    ours, theirs = (tables.number(FIRST.tflops(time_us)) for time_us in (100.0, 130.0))
+    assert won.endswith(f"| ×1.30 | – | – | – | – | – | `05_wmma` {ours} | – | cuDNN {theirs} | – |")
+    assert told.endswith(f"| ×1.30 | ×1.25 | – | – | – | – | `05_wmma` {ours} | 61.0 % | cuDNN {theirs} | 52.0 % |")
     assert "no library has a time" in lost
-    assert lost.count("| –") == 5
+    assert lost.count("| –") == 9
 
 
 def test_profiles_name_what_warps_waited_for() -> None:

@@ -484,6 +484,14 @@ def bench(
     sustained_on: Annotated[
         str | None, typer.Option(help="Stages and libraries to call for seconds, joined by commas; all if not given.")
     ] = None,
+    lse: Annotated[
+        bool | None,
+        typer.Option(
+            "--lse/--no-lse",
+            help="Time every stage a second time with the log-sum-exp on; if not given as the suite has it, which is "
+            "on for peers.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it may take, and measure nothing.")] = False,
     device: Device = 0,
     data: Data = DATA,
@@ -524,6 +532,8 @@ def bench(
         plan = replace(plan, sustained_seconds=sustained, sustained_shapes=None)
     if sustained_on is not None:
         plan = replace(plan, sustained_names=tuple(_names(sustained_on) or ()))
+    if lse is not None:
+        plan = replace(plan, lse=lse)
     named = _names(stage_ids)
     if dead_ends:
         variants = [name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names)]
@@ -547,7 +557,8 @@ def bench(
             progress=_follow(progress, "measuring"),
             note=_say,
         )
-    rows = records.read_run(path).measurements
+    run = records.read_run(path)
+    rows = (*run.measurements, *run.with_lse)
     flat = [records.flat(row) for row in rows]
     if as_json:
         _emit_json(flat)
@@ -1259,18 +1270,20 @@ def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], as_js
         _emit_json([one.flat() for one in found])
         return
     _emit_table(
-        ("problem", "stage", "µs", "library", "µs", "ratio", "of fa3 or cuDNN", "sustained ratio", "of fa3 or cuDNN"),
+        (
+            *("problem", "stage", "µs", "% of peak", "library", "µs", "% of peak", "ratio", "log-sum-exp alike"),
+            *("of fa3 or cuDNN", "sustained ratio", "log-sum-exp alike", "of fa3 or cuDNN"),
+        ),
         [
             (
                 one.problem.label,
                 one.burst.stage if one.burst else one.reason,
                 one.burst.stage_us if one.burst else None,
+                one.burst.stage_percent_of_peak if one.burst else None,
                 one.burst.peer if one.burst else None,
                 one.burst.peer_us if one.burst else None,
-                *(
-                    f"{contest.ratio:.3f}" if contest else None
-                    for contest in (one.burst, one.named, one.sustained, one.named_sustained)
-                ),
+                one.burst.peer_percent_of_peak if one.burst else None,
+                *(f"{ratio:.3f}" if ratio else None for ratio in one.ratios),
             )
             for one in found
         ],
@@ -1334,7 +1347,8 @@ def _emit_rows(flat: Sequence[Mapping[str, object]], *, title: str) -> None:
         (*columns.values(), "status"),
         [
             [
-                *(row[key] for key in columns),
+                f"{row['name']}, log-sum-exp on" if row["kind"] == "stage" and row["lse"] else row["name"],
+                *(row[key] for key in columns if key != "name"),
                 row["status"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}",
             ]
             for row in flat

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from flashlab import records, stages
+from flashlab import records, roofline, stages
 from flashlab.checks import read_lines as check_lines
 from flashlab.errors import NoDataError
 from flashlab.paths import DATA, slug
@@ -234,11 +234,24 @@ class Contest:
     peer: str
     peer_us: float
     peer_clock_mhz: float | None
+    stage_percent_of_peak: float | None = None
+    """Its rate, percent of what the tensor cores do at that clock; None where clock or GPU are not known."""
+    peer_percent_of_peak: float | None = None
+    peer_lse: bool | None = None
+    """Whether the library writes a log-sum-exp, as its row says; None where that does not."""
+    stage_lse_us: float | None = None
+    """Median time of the stage with the log-sum-exp on, in the same run; None where it was not taken."""
 
     @property
     def ratio(self) -> float:
         """How many times faster the stage is: the ratio of the medians."""
         return self.peer_us / self.stage_us
+
+    @property
+    def adjusted_ratio(self) -> float | None:
+        """The same with the log-sum-exp on for both, or off for both; None where that is not on record."""
+        ours = self.stage_lse_us if self.peer_lse else self.stage_us
+        return None if self.peer_lse is None or ours is None else self.peer_us / ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +279,20 @@ class AgainstPeers:
     reason: str
     """Why there is no ratio; empty where there is one."""
 
+    @property
+    def ratios(self) -> tuple[float | None, ...]:
+        """For tables: in bursts, the same with the log-sum-exp alike, over the named libraries; so under load."""
+        pairs = ((self.burst, self.named), (self.sustained, self.named_sustained))
+        return tuple(
+            ratio
+            for best, named in pairs
+            for ratio in (
+                best.ratio if best else None,
+                best.adjusted_ratio if best else None,
+                named.ratio if named else None,
+            )
+        )
+
     def flat(self) -> dict[str, object]:
         """As `flashlab results --against-peers --json` prints it: None where there is nothing to say."""
         problem = self.problem
@@ -278,11 +305,15 @@ class AgainstPeers:
                 "stage_median_us": contest.stage_us,
                 "stage_tflops": problem.tflops(contest.stage_us),
                 "stage_call_clock_mhz": contest.stage_clock_mhz,
+                "stage_percent_of_peak": contest.stage_percent_of_peak,
                 "best_peer": contest.peer,
                 "peer_median_us": contest.peer_us,
                 "peer_tflops": problem.tflops(contest.peer_us),
                 "peer_call_clock_mhz": contest.peer_clock_mhz,
+                "peer_percent_of_peak": contest.peer_percent_of_peak,
                 "ratio": contest.ratio,
+                "adjusted_ratio": contest.adjusted_ratio,
+                "peer_writes_lse": contest.peer_lse,
             }
 
         return {
@@ -293,7 +324,7 @@ class AgainstPeers:
             "sustained_run": self.sustained_run,
             "dirty": self.dirty,
             "reason": self.reason,
-            **(told(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None}),
+            **(told(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None, "adjusted_ratio": None}),
             "sustained": told(self.sustained),
             "against_named": {
                 "peers": list(NAMED_PEERS),
@@ -305,19 +336,39 @@ class AgainstPeers:
         }
 
 
-def _contest(rows: Sequence[Measurement], regime: Regime) -> Contest | None:
+_Second = Mapping[tuple[str, Problem, str], Measurement]
+"""Rows with the log-sum-exp on, by run, problem and stage."""
+
+
+def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None = None) -> Contest | None:
     stage, peer = fastest_stage(rows, regime), fastest_peer(rows, regime)
     ours, theirs = (row.samples_of(regime) if row else None for row in (stage, peer))
     if stage is None or peer is None or ours is None or theirs is None:
         return None
+    twin = (second or {}).get((stage.run, stage.problem.problem(), stage.name))
+    with_lse = twin.samples_of(regime) if twin else None
+    clocks = [median(samples.call_clock_mhz) if samples.call_clock_mhz else None for samples in (ours, theirs)]
+    shares = [
+        roofline.percent_of_tensor_peak(
+            row.problem.problem().tflops(samples.median_us),
+            compute_capability=row.gpu.compute_capability,
+            sm_count=row.gpu.sm_count,
+            clock_mhz=clock,
+        )
+        for row, samples, clock in zip((stage, peer), (ours, theirs), clocks, strict=True)
+    ]
     return Contest(
         regime=regime,
         stage=stage.name,
         stage_us=ours.median_us,
-        stage_clock_mhz=median(ours.call_clock_mhz) if ours.call_clock_mhz else None,
+        stage_clock_mhz=clocks[0],
+        stage_percent_of_peak=shares[0],
+        stage_lse_us=with_lse.median_us if with_lse else None,
         peer=peer.name,
         peer_us=theirs.median_us,
-        peer_clock_mhz=median(theirs.call_clock_mhz) if theirs.call_clock_mhz else None,
+        peer_clock_mhz=clocks[1],
+        peer_percent_of_peak=shares[1],
+        peer_lse=peer.lse,
     )
 
 
@@ -341,6 +392,9 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
     by_session: dict[str, set[str]] = {}
     for run in runs:
         by_session.setdefault(sessions[run.id], set()).update(row.name for row in run.measurements if row.samples)
+    second = {
+        (run.id, row.problem.problem(), row.name): row for run in runs for row in run.with_lse if row.status == "ok"
+    }
     timed = set().union(*by_session.values())
     last_rung = next((stage for stage in reversed(list(stages.STAGES)) if stage in timed), None)
     parts: dict[Problem, list[list[Measurement]]] = {}
@@ -359,7 +413,7 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
         named = _against_the_fastest([_named(rows) for rows in parts[problem]], sessions)
         busy = _kept_busy(parts[problem], _best_peers(chosen))
         named_busy = _named(_kept_busy(parts[problem], _best_peers(named)))
-        burst, against_named = _contest(chosen, "burst"), _contest(named, "burst")
+        burst, against_named = _contest(chosen, "burst", second), _contest(named, "burst", second)
         lacking = "library" if fastest_stage(chosen) else "stage"
         found.append(
             AgainstPeers(
@@ -368,10 +422,10 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
                 sustained_run=busy[0].run if busy else None,
                 dirty=any(rows[0].source.dirty for rows in (chosen, busy, named, named_busy) if rows),
                 burst=burst,
-                sustained=_contest(busy, "sustained"),
+                sustained=_contest(busy, "sustained", second),
                 named=against_named,
                 named_run=named[0].run if against_named else None,
-                named_sustained=_contest(named_busy, "sustained"),
+                named_sustained=_contest(named_busy, "sustained", second),
                 named_sustained_run=named_busy[0].run if named_busy else None,
                 reason="" if burst else f"no {lacking} has a time in that run",
             )

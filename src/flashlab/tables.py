@@ -330,26 +330,39 @@ def against(found: Iterable[results.AgainstPeers]) -> str:
     lines: list[list[Cell]] = []
     for one in found:
         burst = one.burst
-        contests = (burst, one.named, one.sustained, one.named_sustained)
         lines.append(
             [
                 one.problem.label,
-                *(f"×{number(contest.ratio)}" if contest else None for contest in contests),
+                *(_times(ratio) for ratio in one.ratios),
                 f"`{burst.stage}` {number(one.problem.tflops(burst.stage_us))}" if burst else one.reason,
+                _percent(burst.stage_percent_of_peak if burst else None),
                 f"{short_title(burst.peer)} {number(one.problem.tflops(burst.peer_us))}" if burst else None,
+                _percent(burst.peer_percent_of_peak if burst else None),
             ]
         )
     alone = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for name in results.NAMED_PEERS)}"
     header = (
         "problem",
         "burst, over the best library",
+        "log-sum-exp alike",
         alone,
         "sustained, over the best library",
+        "log-sum-exp alike",
         alone,
         "stage, TFLOP/s",
+        "of peak",
         "library, TFLOP/s",
+        "of peak",
     )
     return markdown(header, lines)
+
+
+def _times(ratio: float | None) -> str | None:
+    return None if ratio is None else f"×{number(ratio)}"
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{number(value)} %"
 
 
 def short_title(peer: str) -> str:
@@ -430,9 +443,6 @@ products to be done as one at a barrier: the samples of lines that do nothing el
 def profiles(found: Iterable[StageProfile]) -> str:
     """How busy units and issue slots were in one launch of each stage, and what its warps spent their time on."""
 
-    def percent(value: float | None) -> str | None:
-        return None if value is None else f"{number(value)} %"
-
     lines: list[list[Cell]] = [
         [
             f"`{one.stage}`",
@@ -440,11 +450,11 @@ def profiles(found: Iterable[StageProfile]) -> str:
                 f"{_WARP_STATES.get(name, name)} {number(share, 2)} %" for name, share in list(one.states.items())[:3]
             )
             or None,
-            percent(one.tensor_percent),
-            percent(one.exp_percent),
-            percent(one.fma_percent),
-            percent(one.alu_percent),
-            percent(one.issue_percent),
+            _percent(one.tensor_percent),
+            _percent(one.exp_percent),
+            _percent(one.fma_percent),
+            _percent(one.alu_percent),
+            _percent(one.issue_percent),
         ]
         for one in found
     ]
@@ -481,9 +491,6 @@ def occupancy(found: Iterable[StageProfile]) -> str:
         lowest = [words for words, value in blocks.items() if value == min(blocks.values())]
         return ", ".join([words for words in lowest if words != "shared memory"] or lowest) or None
 
-    def percent(value: float | None) -> str | None:
-        return None if value is None else f"{number(value)} %"
-
     return markdown(
         (
             "",
@@ -500,10 +507,10 @@ def occupancy(found: Iterable[StageProfile]) -> str:
                 f"`{one.stage}`",
                 limit(one),
                 one.metrics.get("launch__registers_per_thread"),
-                percent(one.warps_percent_limit),
-                percent(one.warps_percent),
+                _percent(one.warps_percent_limit),
+                _percent(one.warps_percent),
                 None if one.shared_wavefronts is None else one.shared_wavefronts / 1e6,
-                percent(one.conflict_percent),
+                _percent(one.conflict_percent),
                 one.load_sectors,
             )
             for one in found
