@@ -156,6 +156,12 @@ def _evidence(data: Path, slug: str) -> Evidence:
     return Evidence(slug, data)
 
 
+def test_a_stages_row_with_the_log_sum_exp_on_is_no_evidence(tmp_path: Path) -> None:
+    plain = measurement("00_naive", FIRST).model_copy(update={"lse": False})
+    _add(tmp_path, "runs", plain, plain.model_copy(update={"lse": True}), slug="nvidia-h200")
+    assert [one.record for one in Evidence("nvidia-h200", tmp_path).measurements] == [plain]
+
+
 def test_every_claim_has_an_evaluator_and_a_verdict(data: Path) -> None:
     assert EVALUATORS.keys() == {claim.id for claim in claims.read()}
     found = claims.verdicts("nvidia-h200", data)

@@ -239,11 +239,11 @@ class Evidence:
 
     @cached_property
     def measurements(self) -> tuple[Found[Measurement], ...]:
-        """Stages, dead ends and libraries, oldest first."""
+        """Stages, dead ends and libraries, oldest first; no row `with_lse`."""
         return tuple(
             Found(record=one.record, path=one.path, line=one.line)
             for one in self._runs
-            if isinstance(one.record, Measurement)
+            if isinstance(one.record, Measurement) and not one.record.with_lse
         )
 
     @cached_property

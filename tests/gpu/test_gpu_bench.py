@@ -168,7 +168,7 @@ def test_stages_have_second_rows_and_libraries_say_layout_and_log_sum_exp(lse_ru
 
 
 @pytest.mark.parametrize("name", ["sdpa_flash", "fa3", "fa4", "triton_fa2"])
-def test_a_library_allocates_a_log_sum_exp_where_the_registry_says_so(name: str, quiet: None) -> None:
+def test_a_library_allocates_a_log_sum_exp_where_the_registry_says_so(name: str) -> None:
     """What a call has allocated at most beyond its output; the others' workspaces would hide it."""
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
     problem = Problem.parse("4x16x1024x64", dtype="bfloat16")
