@@ -157,6 +157,11 @@ class Verdict(_Model):
     lse_error: float | None
     """Largest error of the log-sum-exp; None where the implementation gives none."""
     lse_limit: float | None
+    overall_max_error: float | None = None
+    """Largest error of the output over all rows that were compared, the same of all that a run checks at a problem; the
+    errors above are those of the band of rows that came closest to its limit. None in older records."""
+    overall_rms_error: float | None = None
+    """Root-mean-square error over the same rows."""
 
 
 class CubinFields(_Model):
