@@ -531,6 +531,36 @@ def test_an_edited_copy_is_no_stage_of_ours(tmp_path: Path) -> None:
     assert found.reason == "no stage has a time in that run"
 
 
+def _erring(name: str, problem: Problem, run: str, rms: float | None, largest: float | None) -> records.Measurement:
+    row = measurement(name, problem, run=run)
+    assert row.verdict is not None
+    changes = {"overall_rms_error": rms, "overall_max_error": largest}
+    return row.model_copy(update={"verdict": row.verdict.model_copy(update=changes)})
+
+
+def test_errors_are_of_the_newest_run_that_has_a_stage_and_a_reference(tmp_path: Path) -> None:
+    old, new, alone = "20260101T030000Z-4567def", "20260102T030000Z-0123abc", "20260103T030000Z-0123abc"
+    bf16 = Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    able = next(stage.id for stage in stages.STAGES.values() if "bfloat16" in stage.dtypes)
+    _write(tmp_path, old, _erring(able, bf16, old, 9.0, 9.0), _erring("fa3", bf16, old, 1.0, 1.0))
+    _write(
+        tmp_path,
+        new,
+        _erring(able, bf16, new, 3e-4, 2e-3),
+        _erring("fa3", bf16, new, 2e-4, 4e-3),
+        _erring("sdpa_cudnn", bf16, new, 5e-4, 4e-3),
+        _erring("sdpa_flash", bf16, new, None, None),  # from before there were such errors
+    )
+    _write(tmp_path, alone, _erring(able, bf16, alone, 1.0, 1.0), measurement("fa3", bf16, run=alone))
+    elsewhere = Problem.parse("1x8x512x64", dtype="bfloat16")
+    _write(tmp_path, alone, _erring(able, elsewhere, alone, 1.0, 1.0), _erring("fa3", elsewhere, alone, 1.0, 1.0))
+    (found,) = results.accuracy(GPU, tmp_path)
+    assert (found.problem, found.run, found.reference) == (bf16, new, "fa3")
+    assert set(found.errors) == {able, "fa3", "sdpa_cudnn"}
+    assert found.over_reference(able) == (pytest.approx(1.5), pytest.approx(0.5))
+    assert found.over_reference("fa3") == (1.0, 1.0)
+
+
 def test_there_is_no_ratio_without_data(tmp_path: Path) -> None:
     with pytest.raises(NoDataError):
         results.against_peers(GPU, tmp_path)

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
 import pytest
-from synthetic import measurement, profile, write_synthetic
+from synthetic import RUN, measurement, profile, write_synthetic
 
 from flashlab import records, results, roofline, stages, tables
 from flashlab.checks import CheckRow
 from flashlab.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.errors import NoDataError
 from flashlab.problem import FIRST_SHAPE, Problem
-from flashlab.records import StageCounters, cycles_per_score
-from flashlab.results import AgainstPeers, Contest
+from flashlab.records import Regime, StageCounters, cycles_per_score
+from flashlab.results import Accuracy, AgainstPeers, Contest
 from flashlab.symbols import Frame
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -106,6 +106,92 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
     assert told.endswith(f"| ×1.30 | ×1.25 | – | – | – | – | `05_wmma` {ours} | 61.0 % | cuDNN {theirs} | 52.0 % |")
     assert "no library has a time" in lost
     assert lost.count("| –") == 9
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class OnInputs(Problem):
+    """A problem on a kind of inputs."""
+
+    inputs: str = "normal"
+
+
+def _on(kind: str, shape: str = FIRST_SHAPE, **what: str) -> Problem:
+    of = Problem.parse(shape, **what)
+    fields = {name: getattr(of, name) for name in Problem.__dataclass_fields__} | {"inputs": kind}
+    return OnInputs(**fields)
+
+
+def _lines(table: str) -> dict[str, list[str]]:
+    """Cells of a table's rows, by the first."""
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.strip().splitlines()[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def _faced(problem: Problem, ratio: float, sustained: float | None = None) -> AgainstPeers:
+    def contest(regime: Regime, times: float) -> Contest:
+        return Contest(
+            regime=regime, stage="05_wmma", stage_us=100.0, stage_clock_mhz=None, peer="fa4", peer_us=100.0 * times,
+            peer_clock_mhz=None,
+        )  # fmt: skip
+
+    return AgainstPeers(
+        problem=problem, run=RUN, sustained_run=None, dirty=False, burst=contest("burst", ratio),
+        sustained=contest("sustained", sustained) if sustained else None, named=None, named_run=None,
+        named_sustained=None, named_sustained_run=None, reason="",
+    )  # fmt: skip
+
+
+def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() -> None:
+    causal = {"mask": "causal", "dtype": "bfloat16"}
+    found = [
+        _faced(_on("normal"), 1.2),
+        _faced(_on("normal", **causal), 1.1, sustained=1.05),
+        _faced(_on("zeros"), 1.15),
+        _faced(_on("scale10"), 0.18),
+        _faced(_on("trained"), 0.96),
+        _faced(_on("rising", **causal), 1.3, sustained=1.2),
+        _faced(_on("sink_first", "4x16x8192x64"), 0.1),  # of no column
+    ]
+    table = tables.against_inputs(found)
+    assert list(_lines(table)) == ["`scale10`", "`trained`", "`normal`", "`zeros`", "`rising`"]
+    header = [cell.strip() for cell in table.splitlines()[0].strip("| ").split(" | ")]
+    assert header[0] == "B16 H16 S2048, burst"
+    assert header[1:5] == ["D64 full float16", "D64 causal float16", "D64 full bfloat16", "D64 causal bfloat16"]
+    assert _lines(table)["`normal`"] == ["×1.20", "–", "–", "×1.10", *["–"] * 4]
+    assert _lines(table)["`scale10`"][0] == "**×0.180**"
+    assert _lines(tables.against_inputs(found, "sustained")) == {
+        "`normal`": [*["–"] * 3, "×1.05", *["–"] * 4],
+        "`rising`": [*["–"] * 3, "×1.20", *["–"] * 4],
+    }
+    with pytest.raises(NoDataError, match="flashlab bench --suite inputs"):
+        tables.against_inputs(found[:2])
+
+
+def test_errors_by_kind_are_multiples_of_the_references() -> None:
+    def of(kind: str, **errors: tuple[float, float]) -> Accuracy:
+        named = {{"stage": "05_wmma", "other": "06_cp_async"}.get(name, name): pair for name, pair in errors.items()}
+        return Accuracy(problem=_on(kind), run=RUN, reference="fa4", errors=named)
+
+    found = [
+        of("normal", stage=(1.1e-4, 2e-3), other=(1e-4, 1e-3), fa4=(1e-4, 2e-3)),
+        of("one_hot", stage=(1e-6, 1e-5), fa4=(0.0, 0.0)),
+        of("zeros", stage=(0.0, 0.0), fa4=(0.0, 0.0)),
+        replace(of("zeros", stage=(3e-5, 1e-4), fa4=(2e-5, 2e-4)), problem=_on("zeros", mask="causal")),
+    ]
+    table, _, whole = tables.accuracy(found).partition("???")
+    assert table.splitlines()[0] == (
+        "| float16: error over that of FlashAttention-4, RMS · largest | `05_wmma` | FlashAttention-4 |"
+    )
+    assert _lines(table) == {
+        "`one_hot`": ["∞ · ∞", "×1.00 · ×1.00"],
+        "`zeros`": ["×1.50 · ×1.00", "×1.00 · ×1.00"],
+        "`normal`": ["×1.10 · ×1.00", "×1.00 · ×1.00"],
+    }
+    # What was checked on one kind alone does not stand there.
+    assert "06_cp_async" not in whole
+    assert "| `normal` | D64 full | `05_wmma` | 1.10e-04 | ×1.10 | 2.00e-03 | ×1.00 |" in whole
+    with pytest.raises(NoDataError, match="flashlab bench --suite inputs"):
+        tables.accuracy(found[:1])
 
 
 def test_profiles_name_what_warps_waited_for() -> None:

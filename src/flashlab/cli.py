@@ -1287,7 +1287,8 @@ def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], as_js
             )
             for one in found
         ],
-        title=f"{gpu}, newest run {max(one.run for one in found)}: the library's median time over the stage's",
+        title=f"{gpu}, newest run {max(one.run for one in found)}: the library's median time over the stage's, "
+        "on normally distributed inputs of unit scale where a problem names no others",
     )
 
 

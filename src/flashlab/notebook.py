@@ -301,10 +301,10 @@ class Lab:
         return claims.verdicts(self.gpu, self.data) if self.gpu and self.results else ()
 
     def show_ratios(self) -> None:
-        """Show the best stage against the best library, or say that there is nothing to show."""
+        """Show the best stage against the best library on normal inputs, or say that there is nothing to show."""
         from flashlab import tables
 
-        found = self.against_peers()
+        found = [one for one in self.against_peers() if results.inputs_of(one.problem) == "normal"]
         show(tables.against(found) if found else NOTHING_YET)
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:

@@ -63,6 +63,8 @@ class Peer:
     writes_lse: bool | None = None
     """Whether a call under `torch.no_grad()` writes a log-sum-exp too, by its source; None where that depends on what
     it chooses."""
+    wheel: str = ""
+    """A third party's build that it is called from, which lacks element types that the library's source has."""
 
     def wrote_lse(self, choice: str = "") -> bool | None:
         """Whether what was timed wrote a log-sum-exp, given what it chose; None where that is not known."""
@@ -306,8 +308,7 @@ def _flash_attention(module: str) -> Callable[[Problem], Attention]:
 
 def _fa3_limits(problem: Problem) -> str | None:
     if problem.dtype != "bfloat16":
-        # FlashAttention-3's source has float16 too; whoever built the wheel left it out.
-        return f"the wheel fa3-fwd was built with bfloat16 and fp8 kernels alone; got {problem.dtype}"
+        return f"the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16"
     return None
 
 
@@ -411,6 +412,7 @@ PEERS: Mapping[str, Peer] = {
             how="fa3_fwd_interface.flash_attn_func",
             packages=(*_TORCH, ("fa3_fwd_interface", "fa3-fwd")),
             build=_flash_attention("fa3_fwd_interface"),
+            wheel="fa3-fwd",
             layout="bshd",
             writes_lse=True,  # allocates and fills one in every call
             limits=_fa3_limits,

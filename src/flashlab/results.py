@@ -38,6 +38,9 @@ SESSION_GAP = timedelta(hours=6)
 """Between the starts of two runs of one session, at most."""
 NAMED_PEERS = ("fa3", "sdpa_cudnn")
 """The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
+REFERENCES = ("fa3", "fa4")
+"""The libraries that errors are held against: the second where the wheel of the first lacks the element type."""
+_MAIN_SHAPES = frozenset(problem.shape for problem in suite("peers"))
 _NEAR = 1.05
 """Two GPUs of one product differ by less, in the same library's time."""
 STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
@@ -131,6 +134,23 @@ class Results:
                     if (session, row.name) in lacking and rate(row) is not None:
                         found.setdefault(row.name, row)
         return ordered(found.values())
+
+
+def inputs_of(problem: Problem) -> str:
+    """What Q, K and V hold: the name of a kind of inputs."""
+    return str(getattr(problem, "inputs", "normal"))
+
+
+def on_inputs(problems: Iterable[Problem]) -> str:
+    """For people: `on normally distributed inputs of unit scale`, or the kinds of inputs by name."""
+    kinds = dict.fromkeys(map(inputs_of, problems))
+    return f"on {' and '.join(_INPUTS.get(kind, f'inputs of the kind {kind}') for kind in kinds)}"
+
+
+_INPUTS: Mapping[str, str] = {
+    "normal": "normally distributed inputs of unit scale",
+    "trained": "Q, K and V of a trained model",
+}
 
 
 def of_lengths(
@@ -431,6 +451,53 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
             )
         )
     return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """Errors against float64 of one problem's stages and libraries, all of one run and over the same rows of output."""
+
+    problem: Problem
+    run: str
+    reference: str
+    """The library that the others are held against."""
+    errors: Mapping[str, tuple[float, float]]
+    """Root-mean-square and largest error, by name, in `ordered` order."""
+
+    def over_reference(self, name: str) -> tuple[float, float]:
+        """Both errors of `name` over the reference's; infinite where that has none, 1 where neither has."""
+        pairs = zip(self.errors[name], self.errors[self.reference], strict=True)
+        rms, largest = (1.0 if a == b else a / b if b else math.inf for a, b in pairs)
+        return rms, largest
+
+
+def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
+    """The errors at every problem of the sizes of the suite `peers`, on whatever inputs.
+
+    Each is of the newest run that checked a stage of the ladder and one of `REFERENCES` there, since a run compares the
+    same rows of all; may be empty.
+
+    Raises:
+        NoDataError: the GPU has no run.
+    """
+    found: dict[Problem, Accuracy] = {}
+    for run in records.runs(gpu, data):
+        by_problem: dict[Problem, list[Measurement]] = {}
+        for row in run.measurements:
+            if row.problem.problem().shape in _MAIN_SHAPES and (row.kind == "peer" or row.name in stages.STAGES):
+                by_problem.setdefault(row.problem.problem(), []).append(row)
+        for problem, rows in by_problem.items():
+            errors = {
+                row.name: (row.verdict.overall_rms_error, row.verdict.overall_max_error)
+                for row in ordered(rows)
+                if row.verdict
+                and row.verdict.overall_rms_error is not None
+                and row.verdict.overall_max_error is not None
+            }
+            reference = next((name for name in REFERENCES if name in errors), None)
+            if reference and not errors.keys().isdisjoint(stages.STAGES):
+                found[problem] = Accuracy(problem=problem, run=run.id, reference=reference, errors=errors)
+    return tuple(found[problem] for problem in sorted(found, key=_problem_order))
 
 
 def _best_peers(rows: Iterable[Measurement]) -> set[str]:
@@ -778,6 +845,7 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
         rows[0].gpu.name,
         f"SM {clocks(rows, regime, cache)}",
         labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
+        on_inputs(row.problem.problem() for row in rows),
         f"{regime}, {cache} L2" if regime == "burst" else regime,
         dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         f"commit {', '.join(commits)}",
