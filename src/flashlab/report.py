@@ -35,7 +35,7 @@ from flashlab.errors import MissingPackageError, NoDataError, ParameterError, Re
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
 from flashlab.notebook import NOTHING_YET, Outcome, read_outcome, settings
 from flashlab.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
-from flashlab.problem import DTYPES, MASKS, Problem, suite
+from flashlab.problem import DTYPES, MASKS, Problem
 from flashlab.records import Measurement
 from flashlab.results import Results
 from flashlab.stages import Stage
@@ -389,7 +389,7 @@ def _generate_inputs(out: _Output, shown: Results | None, data: Path) -> None:
         out.snippet("against-inputs.md", NOTHING_YET)
         out.snippet("accuracy.md", NOTHING_YET)
         return
-    shapes = {problem.shape for problem in suite("peers")}
+    shapes = {problem.shape for problem in results.MAIN}
     try:
         found = results.against_peers(shown.gpu, data)
         parts = [tables.against_inputs(found)]

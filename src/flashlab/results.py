@@ -40,7 +40,8 @@ NAMED_PEERS = ("fa3", "sdpa_cudnn")
 """The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
 REFERENCES = ("fa3", "fa4")
 """The libraries that errors are held against: the second where the wheel of the first lacks the element type."""
-_MAIN_SHAPES = frozenset(problem.shape for problem in suite("peers"))
+MAIN = suite("peers")
+"""The problems that kinds of inputs are compared at, and their errors."""
 _NEAR = 1.05
 """Two GPUs of one product differ by less, in the same library's time."""
 STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
@@ -480,11 +481,12 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
     Raises:
         NoDataError: the GPU has no run.
     """
+    shapes = {problem.shape for problem in MAIN}
     found: dict[Problem, Accuracy] = {}
     for run in records.runs(gpu, data):
         by_problem: dict[Problem, list[Measurement]] = {}
         for row in run.measurements:
-            if row.problem.problem().shape in _MAIN_SHAPES and (row.kind == "peer" or row.name in stages.STAGES):
+            if row.problem.problem().shape in shapes and (row.kind == "peer" or row.name in stages.STAGES):
                 by_problem.setdefault(row.problem.problem(), []).append(row)
         for problem, rows in by_problem.items():
             errors = {

@@ -19,7 +19,7 @@ from flashlab.compiler import Cubin
 from flashlab.emulator import Actor, Counter, Place, Report
 from flashlab.errors import CompileError, NoDataError
 from flashlab.paths import DATA
-from flashlab.problem import Problem, suite
+from flashlab.problem import Problem
 from flashlab.records import (
     Cache,
     Ceiling,
@@ -92,12 +92,6 @@ def peer_title(name: str) -> str:
     return peer.title if peer else name
 
 
-def lacks(name: str, dtype: str) -> str:
-    """Why a library has no time in an element type, for people."""
-    peer = peers.PEERS.get(name)
-    return f"the wheel ({peer.wheel}) lacks {dtype}" if peer and peer.wheel else f"it does not take {dtype}"
-
-
 def shape_of(problem: Problem) -> str:
     """The shape in a problem's label: `B16 H16 S2048 D64`."""
     return problem.label.removesuffix(f" {problem.mask} {problem.dtype}")
@@ -111,6 +105,12 @@ def title(row: Measurement) -> str:
 def beside_title(row: Measurement) -> str:
     """The name of a library that is shown in another element type than the rows around it."""
     return f"{peer_title(row.name)} ({row.problem.dtype})"
+
+
+def lacks(name: str, dtype: str) -> str:
+    """Why a library has no time in an element type, for people."""
+    peer = peers.PEERS.get(name)
+    return f"the wheel ({peer.wheel}) lacks {dtype}" if peer and peer.wheel else f"it does not take {dtype}"
 
 
 def beside_note(
@@ -371,7 +371,7 @@ def against_inputs(found: Iterable[results.AgainstPeers], regime: Regime = "burs
     Raises:
         NoDataError: none was measured on inputs that are not normal.
     """
-    columns = {(problem.shape, problem.mask, problem.dtype): problem.label for problem in suite("peers")}
+    columns = {(problem.shape, problem.mask, problem.dtype): problem.label for problem in results.MAIN}
     ratios: dict[str, dict[str, float]] = {}
     for one in found:
         column = columns.get((one.problem.shape, one.problem.mask, one.problem.dtype))
