@@ -124,7 +124,7 @@ def test_zeros_have_no_score_but_values(problem: Problem) -> None:
 def test_one_hot_rows_put_their_weight_on_a_key_of_their_own_that_they_see(problem: Problem, mask: Any) -> None:
     problem = replace(problem, inputs="one_hot", mask=mask)
     q_shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
-    chosen = inputs.chosen_keys(q_shape, problem.kv_len, causal=problem.causal)
+    chosen = inputs.chosen_keys(q_shape, problem.kv_len, causal=problem.causal, xp=np)
     sees = np.arange(problem.q_len) + 1 + problem.kv_len - problem.q_len if problem.causal else problem.kv_len
     assert (chosen >= 0).all()
     assert (chosen < sees).all()

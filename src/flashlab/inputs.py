@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import ml_dtypes
-import numpy as np
-
 from flashlab.errors import ParameterError
 
 Array = Any
@@ -51,6 +48,10 @@ def _bias(nats: Callable[[Array], Array]) -> Change:
     """Adds to every query's score of key j what `nats` (of all j and the number of keys) says."""
 
     def change(q: Array, k: Array, causal: bool, xp: Any) -> None:
+        # The command line starts without them.
+        import ml_dtypes
+        import numpy as np
+
         # On the host, so that every machine has the same bits.
         root = math.sqrt(q.shape[3])
         held = float(ml_dtypes.bfloat16(root))
@@ -88,7 +89,7 @@ def _one_hot(q: Array, k: Array, causal: bool, xp: Any) -> None:
     q *= xp.float32(ONE_HOT_NATS * math.sqrt(head_dim)) / (q * q).sum(axis=3, keepdims=True)
 
 
-def chosen_keys(q_shape: tuple[int, ...], kv_len: int, *, causal: bool, xp: Any = np) -> Array:
+def chosen_keys(q_shape: tuple[int, ...], kv_len: int, *, causal: bool, xp: Any) -> Array:
     """The key on which each row of `one_hot` puts its weight, one that it sees, int64 (batch, q_heads, q_len).
 
     Pseudo-random by hashing the row's place, so that NumPy and CuPy agree; 0 for a row that sees none.
@@ -103,7 +104,7 @@ def chosen_keys(q_shape: tuple[int, ...], kv_len: int, *, causal: bool, xp: Any 
 
 
 def _at(key: int, nats: float, j: Array) -> Array:
-    return np.where(j == j[key], nats, 0.0)
+    return nats * (j == j[key])
 
 
 def _slope(first: float, last: float, j: Array) -> Array:
@@ -189,7 +190,22 @@ def parse(text: str) -> tuple[str, ...]:
     return tuple(require(name).name for name in names)
 
 
-def change(name: str, q: Array, k: Array, *, causal: bool, xp: Any = np) -> None:
+def drawn(name: str) -> str:
+    """The name of a kind that is made from random numbers.
+
+    Raises:
+        ParameterError: no kind of that name, or `trained`, which is not drawn.
+    """
+    if require(name).name == TRAINED:
+        others = ", ".join(one for one in KINDS if one != TRAINED)
+        raise ParameterError(
+            f"inputs: wanted a kind that is drawn from a seed ({others}), got {TRAINED}, which a model on a GPU makes: "
+            "`flashlab bench` measures it"
+        )
+    return name
+
+
+def change(name: str, q: Array, k: Array, *, causal: bool, xp: Any) -> None:
     """Make standard normal Q and K those of a kind, in place.
 
     Args:
@@ -197,14 +213,8 @@ def change(name: str, q: Array, k: Array, *, causal: bool, xp: Any = np) -> None
         xp: numpy, or cupy where they are CuPy arrays.
 
     Raises:
-        ParameterError: no kind of that name, or `trained`, which is not drawn.
+        ParameterError: as `drawn`.
     """
-    kind = require(name)
-    if name == TRAINED:
-        drawn = ", ".join(one for one in KINDS if one != TRAINED)
-        raise ParameterError(
-            f"inputs: wanted a kind that is drawn from a seed ({drawn}), got {TRAINED}, which a model on a GPU makes: "
-            "`flashlab bench` measures it"
-        )
+    kind = KINDS[drawn(name)]
     if kind.change:
         kind.change(q, k, causal, xp)
