@@ -95,25 +95,29 @@ def test_ratios_and_errors_by_kind_are_noted_as_missing_where_they_are(pages: Pa
         assert f'--8<-- "{name}.md"' in (SITE / f"{page}.md").read_text(encoding="utf-8")
 
 
-def test_ratios_and_errors_by_kind_say_where_they_are_from(
-    tmp_path: Path, pages: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shown = results.load("nvidia-h200", pages.parent / "data")
-    first = Problem.parse(FIRST_SHAPE)
-    errors = results.Accuracy(problem=first, run=RUN, reference="fa4", errors={"fa4": (1.0, 1.0)})
-    monkeypatch.setattr(results, "accuracy", lambda gpu, data: (errors,))
-    monkeypatch.setattr(results, "inputs_of", lambda problem: "rising")
+def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(tmp_path: Path) -> None:
+    rows = [
+        measurement(name, Problem.parse(FIRST_SHAPE, dtype="bfloat16", inputs=kind))
+        for kind in ("normal", "rising")
+        for name in ("13_overlap", "sdpa_cudnn", "fa3")
+    ]
+    path = tmp_path / "data" / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    for row in rows:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records.append(path, row)
     out = report._Output(root=tmp_path / "generated")
-    report._generate_inputs(out, shown, pages.parent / "data")
-    ratios, accuracy = (
+    report._generate_inputs(out, results.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    ratios, errors = (
         (out.root / "snippets" / name).read_text(encoding="utf-8") for name in ("against-inputs.md", "accuracy.md")
     )
-    contest = next(one.burst for one in results.against_peers("nvidia-h200", pages.parent / "data"))
-    assert contest is not None
-    assert f"×{tables.number(contest.ratio)}" in ratios
+    found = results.against_peers("nvidia-h200", tmp_path / "data", ("normal", "rising"))
+    assert [one.problem.inputs for one in found] == ["normal", "rising"]
+    for one in found:
+        assert one.burst is not None
+        assert re.search(rf"\| `{one.problem.inputs}` \|.* ×{tables.number(one.burst.ratio)}", ratios.replace("*", ""))
+        assert f"| `{one.problem.inputs}` | ×1.00 · " in errors  # every made-up root mean square is the same
     assert '??? abstract "Under sustained load"' in ratios
-    assert "| `rising` | ×1.00 · ×1.00 |" in accuracy
-    for text in (ratios, accuracy):
+    for text in (ratios, errors):
         assert text.rstrip().endswith("2026-01-02 · commit 0123abc</small>")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -108,17 +108,8 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
     assert lost.count("| –") == 9
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class OnInputs(Problem):
-    """A problem on a kind of inputs."""
-
-    inputs: str = "normal"
-
-
 def _on(kind: str, shape: str = FIRST_SHAPE, **what: str) -> Problem:
-    of = Problem.parse(shape, **what)
-    fields = {name: getattr(of, name) for name in Problem.__dataclass_fields__} | {"inputs": kind}
-    return OnInputs(**fields)
+    return Problem.parse(shape, inputs=kind, **what)
 
 
 def _lines(table: str) -> dict[str, list[str]]:
@@ -143,12 +134,14 @@ def _faced(problem: Problem, ratio: float, sustained: float | None = None) -> Ag
 
 def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() -> None:
     causal = {"mask": "causal", "dtype": "bfloat16"}
+    layers = _faced(FIRST, 1.02).burst
+    assert layers is not None
     found = [
         _faced(_on("normal"), 1.2),
         _faced(_on("normal", **causal), 1.1, sustained=1.05),
         _faced(_on("zeros"), 1.15),
         _faced(_on("scale10"), 0.18),
-        _faced(_on("trained"), 0.96),
+        replace(_faced(_on("trained"), 1.02), burst=replace(layers, worst_ratio=0.96, worst_layer=3)),
         _faced(_on("rising", **causal), 1.3, sustained=1.2),
         _faced(_on("sink_first", "4x16x8192x64"), 0.1),  # of no column
     ]
@@ -159,6 +152,7 @@ def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() ->
     assert header[1:5] == ["D64 full float16", "D64 causal float16", "D64 full bfloat16", "D64 causal bfloat16"]
     assert _lines(table)["`normal`"] == ["×1.20", "–", "–", "×1.10", *["–"] * 4]
     assert _lines(table)["`scale10`"][0] == "**×0.180**"
+    assert _lines(table)["`trained`"][0] == "**×1.02, ×0.960 on layer 3**"
     assert _lines(tables.against_inputs(found, "sustained")) == {
         "`normal`": [*["–"] * 3, "×1.05", *["–"] * 4],
         "`rising`": [*["–"] * 3, "×1.20", *["–"] * 4],

@@ -304,7 +304,7 @@ class Lab:
         """Show the best stage against the best library on normal inputs, or say that there is nothing to show."""
         from flashlab import tables
 
-        found = [one for one in self.against_peers() if results.inputs_of(one.problem) == "normal"]
+        found = self.against_peers()
         show(tables.against(found) if found else NOTHING_YET)
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:

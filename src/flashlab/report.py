@@ -33,6 +33,7 @@ from flashlab import ablate, claims, compiler, figures, levers, method, records,
 from flashlab import stages as registry
 from flashlab.errors import MissingPackageError, NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
+from flashlab.inputs import KINDS
 from flashlab.notebook import NOTHING_YET, Outcome, read_outcome, settings
 from flashlab.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
 from flashlab.problem import DTYPES, MASKS, Problem
@@ -391,7 +392,7 @@ def _generate_inputs(out: _Output, shown: Results | None, data: Path) -> None:
         return
     shapes = {problem.shape for problem in results.MAIN}
     try:
-        found = results.against_peers(shown.gpu, data)
+        found = results.against_peers(shown.gpu, data, tuple(KINDS))
         parts = [tables.against_inputs(found)]
         with contextlib.suppress(NoDataError):
             sustained = _indent(tables.against_inputs(found, "sustained"))

@@ -18,8 +18,8 @@ from flashlab.checks import CheckRow
 from flashlab.compiler import Cubin
 from flashlab.emulator import Actor, Counter, Place, Report
 from flashlab.errors import CompileError, NoDataError
+from flashlab.inputs import NORMAL, TRAINED
 from flashlab.paths import DATA
-from flashlab.problem import Problem
 from flashlab.records import (
     Cache,
     Ceiling,
@@ -90,11 +90,6 @@ def peer_title(name: str) -> str:
     """A peer's name for people; the name itself where the registry no longer has it."""
     peer = peers.PEERS.get(name)
     return peer.title if peer else name
-
-
-def shape_of(problem: Problem) -> str:
-    """The shape in a problem's label: `B16 H16 S2048 D64`."""
-    return problem.label.removesuffix(f" {problem.mask} {problem.dtype}")
 
 
 def title(row: Measurement) -> str:
@@ -335,11 +330,13 @@ def against(found: Iterable[results.AgainstPeers]) -> str:
     """Our best stage against the best library of the same element type, problem by problem."""
     lines: list[list[Cell]] = []
     for one in found:
-        burst = one.burst
+        burst, sustained = one.burst, one.sustained
+        best, alike, named, *under_load = map(_times, one.ratios)
         lines.append(
             [
                 one.problem.label,
-                *(_times(ratio) for ratio in one.ratios),
+                _with_worst(best, burst),
+                *(alike, named, _with_worst(under_load[0], sustained), *under_load[1:]),
                 f"`{burst.stage}` {number(one.problem.tflops(burst.stage_us))}" if burst else one.reason,
                 _percent(burst.stage_percent_of_peak if burst else None),
                 f"{short_title(burst.peer)} {number(one.problem.tflops(burst.peer_us))}" if burst else None,
@@ -366,19 +363,19 @@ def against(found: Iterable[results.AgainstPeers]) -> str:
 def against_inputs(found: Iterable[results.AgainstPeers], regime: Regime = "burst") -> str:
     """The ratios of the suite `peers` by kind of inputs, a row a kind: the worst first, `trained` beside `normal`.
 
-    Below one, where the library is faster, a ratio is bold.
+    Below one, where the library is faster, a ratio is bold; that of the worst layer of `trained` stands beside it.
 
     Raises:
         NoDataError: none was measured on inputs that are not normal.
     """
     columns = {(problem.shape, problem.mask, problem.dtype): problem.label for problem in results.MAIN}
-    ratios: dict[str, dict[str, float]] = {}
+    contests: dict[str, dict[str, results.Contest]] = {}
     for one in found:
         column = columns.get((one.problem.shape, one.problem.mask, one.problem.dtype))
         contest = one.burst if regime == "burst" else one.sustained
         if contest and column:
-            ratios.setdefault(results.inputs_of(one.problem), {})[column] = contest.ratio
-    if not ratios.keys() - {"normal"}:
+            contests.setdefault(one.problem.inputs, {})[column] = contest
+    if not contests.keys() - {NORMAL}:
         raise NoDataError(
             f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
             f"`flashlab bench --suite inputs{' --sustained 5' if regime == 'sustained' else ''}` makes them."
@@ -390,17 +387,30 @@ def against_inputs(found: Iterable[results.AgainstPeers], regime: Regime = "burs
         *(" ".join(word for word in label if word not in common) for label in words),
     )
     lines = []
-    for kind in _worst_first({kind: min(of_kind.values()) for kind, of_kind in ratios.items()}):
-        cells = [ratios[kind].get(label) for label in columns.values()]
-        lines.append(
-            [f"`{kind}`", *(f"**{_times(ratio)}**" if ratio and ratio < 1 else _times(ratio) for ratio in cells)]
-        )
+    worst = {kind: min(_worst(one) for one in of_kind.values()) for kind, of_kind in contests.items()}
+    for kind in _worst_first(worst):
+        cells: list[Cell] = []
+        for contest in map(contests[kind].get, columns.values()):
+            said = _with_worst(_times(contest.ratio), contest) if contest else None
+            cells.append(f"**{said}**" if contest and _worst(contest) < 1 else said)
+        lines.append([f"`{kind}`", *cells])
     return markdown(header, lines)
+
+
+def _worst(contest: results.Contest) -> float:
+    return min(contest.ratio, contest.worst_ratio or contest.ratio)
+
+
+def _with_worst(ratio: str | None, contest: results.Contest | None) -> str | None:
+    """A ratio, with that of the worst layer where the inputs have layers."""
+    if contest is None or contest.worst_ratio is None:
+        return ratio
+    return f"{ratio}, {_times(contest.worst_ratio)} on layer {contest.worst_layer}"
 
 
 def _worst_first(worst: Mapping[str, float]) -> list[str]:
     """Kinds of inputs by their worst ratio, the two that are people's own side by side where the worse of them is."""
-    pair = {kind for kind in ("normal", "trained") if kind in worst}
+    pair = {kind for kind in (NORMAL, TRAINED) if kind in worst}
     together = min(worst[kind] for kind in pair) if pair else 0.0
     return sorted(worst, key=lambda kind: (together if kind in pair else worst[kind], kind in pair, worst[kind]))
 
@@ -416,8 +426,8 @@ def accuracy(found: Iterable[results.Accuracy]) -> str:
     """
     by_dtype: dict[str, dict[str, list[results.Accuracy]]] = {}
     for one in found:
-        by_dtype.setdefault(one.problem.dtype, {}).setdefault(results.inputs_of(one.problem), []).append(one)
-    parts = [_accuracy_of(dtype, kinds) for dtype, kinds in by_dtype.items() if kinds.keys() != {"normal"}]
+        by_dtype.setdefault(one.problem.dtype, {}).setdefault(one.problem.inputs, []).append(one)
+    parts = [_accuracy_of(dtype, kinds) for dtype, kinds in by_dtype.items() if kinds.keys() != {NORMAL}]
     if not parts:
         raise NoDataError(
             "No errors by kind of inputs are on record for this GPU yet: `flashlab bench --suite inputs` makes them."
@@ -877,7 +887,7 @@ def placement(shown: Results) -> str:
         place = roofline.place(problem, compute_tflops=tensor.value, bandwidth_tb_s=copy.value)
         roof = place.attainable_tflops
         bound = "" if place.bound == "compute" else " (memory)"
-        line: list[Cell] = [shape_of(problem), place.intensity, f"{number(roof)}{bound}"]
+        line: list[Cell] = [problem.sizes, place.intensity, f"{number(roof)}{bound}"]
         for row in (results.fastest_stage(rows), results.fastest_peer(rows)):
             rate = results.rate(row) if row else None
             name = title(row).split(" (")[0] if row else None
@@ -1359,6 +1369,8 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
     "shape": "BxHxSxD, or BxHxHkvxSqxSkxD where heads or lengths differ",
     "dtype": "element type of Q, K, V and O",
     "mask": "full or causal (bottom-right aligned)",
+    "inputs": "what Q, K and V held: normal, or another kind that `flashlab bench --inputs` takes",
+    "layer": "of trained inputs, the layer of the model; empty for other kinds",
     "status": "ok, wrong, unsupported, missing, crashed, timeout or error; only ok has times",
     "reason": "why there is no time; empty when ok",
     "regime": "burst (idle gaps, clock between calls at its maximum) or sustained (continuous, power-limited)",
@@ -1388,7 +1400,7 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
 
 SAMPLE_COLUMNS: Mapping[str, str] = {
     name: MEASUREMENT_COLUMNS[name]
-    for name in ("run", "kind", "name", "lse", "shape", "dtype", "mask", "regime", "cache")
+    for name in ("run", "kind", "name", "lse", "shape", "dtype", "mask", "inputs", "layer", "regime", "cache")
 } | {
     "index": "position of the sample, from 0, in the order taken",
     "time_us": "time of one call, microseconds",
@@ -1415,6 +1427,7 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
             "shape": problem.shape,
             "dtype": problem.dtype,
             "mask": problem.mask,
+            "inputs": problem.inputs,
             "status": row.status,
             "reason": row.reason,
             "max_abs_error": row.verdict.max_abs_error if row.verdict else None,
@@ -1430,6 +1443,7 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
         }
         timed: list[dict[str, object]] = [
             {
+                "layer": s.layer,
                 "regime": s.regime,
                 "cache": s.cache,
                 "samples": len(s.time_us),
@@ -1460,6 +1474,8 @@ def sample_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
             "shape": row.problem.problem().shape,
             "dtype": row.problem.dtype,
             "mask": row.problem.mask,
+            "inputs": row.problem.inputs,
+            "layer": s.layer,
             "regime": s.regime,
             "cache": s.cache,
             "index": index,
