@@ -1439,7 +1439,7 @@ class _Worker:
     def _bench_cell(self, cell: Message) -> None:
         index, problem = cell["index"], Problem(**cell["problem"])
         self.step(index, "", "make inputs", extra_s=_MODEL_S if problem.inputs == TRAINED else 0.0)
-        self._copies = {}  # of the problem before: their memory goes with them
+        self._oracle, self._copies = Oracle(), {}  # of the problem before: its memory goes with it
         self._free()
         plan, self._model = Plan(**self._job["plan"]), None
         if problem.inputs == TRAINED:

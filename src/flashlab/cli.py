@@ -511,8 +511,8 @@ def bench(
         bool | None,
         typer.Option(
             "--lse/--no-lse",
-            help="Time every stage a second time with the log-sum-exp on; if not given as the suite has it, which is "
-            "on for peers.",
+            help="Time every stage a second time with the log-sum-exp on; if not given as the suite has it: on "
+            "for peers and inputs.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it may take, and measure nothing.")] = False,
