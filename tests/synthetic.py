@@ -144,6 +144,8 @@ def measurement(
             rms_limit=4e-5,
             lse_error=1e-6 if is_stage else None,
             lse_limit=1e-4 if is_stage else None,
+            overall_max_error=float(rng.uniform(4e-4, 5e-4)),
+            overall_rms_error=1e-5,
         ),
         samples=(
             _samples(rng, time_us, "burst", "hot"),

@@ -279,6 +279,31 @@ def test_the_plan_reaches_the_worker(tmp_path: Path, fake: Any) -> None:
     assert not bench.Plan(sustained_seconds=0).sustains(Problem.parse(FIRST_SHAPE), "sdpa")
 
 
+def test_a_stage_has_a_second_row_with_the_log_sum_exp_on(tmp_path: Path, fake: Any) -> None:
+    run = _run(tmp_path, fake(**{"01_coalesced+lse": "segfault"}), plan=bench.Plan(lse=True))
+    sent = _jobs(tmp_path)[0]["implementations"]
+    assert sent["00_naive+lse"] == {**sent["00_naive"], "lse_of": "00_naive"}
+    assert set(sent) == {"00_naive", "01_coalesced", "sdpa", "00_naive+lse", "01_coalesced+lse"}
+    assert {(row.name, row.lse, row.status) for row in run.measurements} == {
+        ("00_naive", False, "ok"),
+        ("01_coalesced", False, "ok"),
+        ("sdpa", None, "ok"),
+    }
+    assert {(row.name, row.lse, row.status) for row in run.with_lse} == {
+        ("00_naive", True, "ok"),
+        ("01_coalesced", True, "crashed"),
+    }
+    assert all(row.kind == "stage" for row in run.with_lse)
+    assert bench.plan_of("peers").lse
+    assert bench.plan_of("inputs").lse
+    assert not bench.plan_of("standard").lse
+
+
+def test_only_problems_that_want_a_stage_get_its_second_row(tmp_path: Path, fake: Any) -> None:
+    run = _run(tmp_path, fake(), plan=bench.Plan(lse=True), only=lambda problem, name: not problem.causal)
+    assert {(row.name, row.problem.mask) for row in run.with_lse} == {("00_naive", "full"), ("01_coalesced", "full")}
+
+
 def test_variants_become_tuning_records(tmp_path: Path, fake: Any) -> None:
     variants = [{"THREADS": 64}, {"THREADS": 256}, {}]
     path = bench.time_variants(
@@ -321,8 +346,8 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
     )
     worker._backend = fake  # type: ignore[assignment]
     worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext)
-    ready = {name: bench._Candidate(run, {"passed": True}, None, ()) for name, run in fake.runs().items()}
-    worker._time(0, PROBLEMS[0], ready)
+    ready = {name: bench._Candidate(run, {"passed": True}, None, lambda: None) for name, run in fake.runs().items()}
+    worker._time(0, PROBLEMS[0], ready, bench.Plan(**worker._job["plan"]), (), [()])
     steps = [(m["name"], m["what"]) for m in sent if m["type"] == "step" and "sustained" in m["what"]]
     assert [name for name, _ in steps] == ["slow", "fast"]
     assert all(m["extra_s"] > 2 * 5 for m in sent if m["type"] == "step" and "sustained" in m["what"])
@@ -341,6 +366,204 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
             assert one.conditions.energy_j_per_call == pytest.approx(500.0 * one.median_us / 1e6, rel=0.05)
 
 
+def test_second_rows_take_turns_in_hot_bursts_and_the_fastest_is_kept_busy() -> None:
+    names = {"stage": 100.0, "slow": 300.0, "library": 110.0, "stage+lse": 101.0, "slow+lse": 303.0}
+    fake = FakeGpu(names)
+    plan = bench.Plan(samples=5, min_samples=3, cold_samples=4, sustained_shapes=None)
+    implementations = {
+        name: {"kind": "stage", "lse_of": name.removesuffix("+lse")} for name in names if name.endswith("+lse")
+    }
+    sent: list[Any] = []
+    job = {"device": 0, "seed": 0, "implementations": implementations, "plan": asdict(plan)}
+    worker = bench._Worker(json.loads(json.dumps(job)), sent.append)
+    worker._backend = fake  # type: ignore[assignment]
+    worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext)
+    ready = {name: bench._Candidate(run, {"passed": True}, None, lambda: None) for name, run in fake.runs().items()}
+    worker._time(0, PROBLEMS[0], ready, plan, (), [()])
+    taken = {
+        m["row"]["name"]: [(one["regime"], one["cache"]) for one in m["row"]["samples"]]
+        for m in sent
+        if m["type"] == "row"
+    }
+    every = [("burst", "hot"), ("burst", "cold"), ("sustained", "hot")]
+    assert taken == {
+        "stage": every,
+        "slow": every,
+        "library": every,
+        "stage+lse": [every[0], every[2]],
+        "slow+lse": [every[0]],
+    }
+
+
+def test_a_library_gets_its_own_layout_and_says_what_it_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    problem = Problem.parse("1x4x2x64x64x64", mask="causal")
+    seen: list[Any] = []
+
+    def build(of: Problem) -> Any:
+        def attend(*tensors: Any) -> Any:
+            seen.append(tensors)
+            q, k, v = (x.transpose(1, 2) for x in tensors)
+            attention = torch.nn.functional.scaled_dot_product_attention
+            return attention(q, k, v, is_causal=of.causal, enable_gqa=True).transpose(1, 2).contiguous()
+
+        return attend
+
+    made = bench.peers.Peer(name="made", title="made", how="", packages=(), build=build, layout="bshd", writes_lse=True)
+    monkeypatch.setattr(bench.peers, "PEERS", {"made": made, "again": replace(made, name="again")})
+    monkeypatch.setattr(bench.gpu, "synchronize", lambda device: None)
+    monkeypatch.setattr(bench.gpu, "memory_free_bytes", lambda device: 0)
+    job = {"device": 0, "seed": 0, "implementations": {}, "plan": asdict(bench.Plan())}
+    worker = bench._Worker(json.loads(json.dumps(job)), lambda message: None)
+    worker.torch = torch
+    worker.cupy = NumPyAsCuPy()
+    worker._info = SimpleNamespace(compute_capability=(9, 0))  # type: ignore[assignment]
+    worker._checked_scores = 1 << 20
+    (q, k, v), other = (tuple(torch.randn(1, heads, 64, 64).half() for heads in (4, 2, 2)) for _ in range(2))
+    found = [worker._peer(name, problem, q, k, v) for name in ("made", "again")]
+    for one in found:
+        assert one.verdict is not None
+        assert one.verdict["passed"], one.verdict["reason"]
+        assert one.fields == {"choice": "", "layout": "bshd", "lse": True}
+        one.run()
+    assert len(seen) == 4
+    assert all(tensors is not None and tensors[0].shape == (1, 64, 4, 64) for tensors in seen)
+    assert {tensors[0].data_ptr() for tensors in seen} == {seen[0][0].data_ptr()}, "one copy for all of that layout"
+    assert seen[0][0].is_contiguous()
+    # Other values come into the same tensors, as layer by layer of a model, and into the copies.
+    worker._load((q, k, v), other)
+    verdict = found[0].judge()
+    assert verdict is not None
+    assert verdict["passed"], verdict["reason"]
+    assert torch.equal(seen[-1][0].transpose(1, 2), other[0])
+
+
+class NumPyAsCuPy:
+    """What a worker asks CuPy for, from NumPy."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def get_default_memory_pool(self) -> Any:
+        return SimpleNamespace(free_all_blocks=lambda: None)
+
+
+class Tensor:
+    """Holds the number of a layer."""
+
+    def __init__(self, layer: int = -1) -> None:
+        self.layer = layer
+
+    def copy_(self, other: Tensor) -> None:
+        self.layer = other.layer
+
+
+TRAINED = Problem.parse("1x16x128x64", inputs="trained")
+
+
+def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: bench.Plan, why_not: str | None = None) -> list[Any]:
+    """What a worker says of three implementations on a model of four layers; `odd` is wrong on the third."""
+    made: list[int] = []
+
+    def activations(problem: Problem, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        assert problem == TRAINED
+        made.append(layer)
+        return Tensor(layer), Tensor(layer), Tensor(layer)
+
+    model = SimpleNamespace(
+        why_not=lambda problem: why_not,
+        layers=lambda problem: 4,
+        activations=activations,
+        describe=lambda head_dim: {"digest": "0123", "head_dim": head_dim, "layers": [{"sd": 2.5}] * 4},
+    )
+    monkeypatch.setitem(sys.modules, "flashlab.trained", model)
+    fake = FakeGpu({"fast": 100.0, "slow": 1000.0, "odd": 500.0})
+    sent: list[Any] = []
+    worker = bench._Worker({"device": 0, "seed": 0, "implementations": {}, "plan": asdict(plan)}, sent.append)
+    worker._backend = fake  # type: ignore[assignment]
+    worker.torch = SimpleNamespace(
+        no_grad=contextlib.nullcontext, empty_like=lambda x, memory_format: Tensor(), contiguous_format=None
+    )
+    monkeypatch.setattr(worker, "_free", lambda: None)
+    monkeypatch.setattr(worker, "_survive", lambda error: None)
+
+    def candidate(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bench._Candidate:
+        plain = fake.run(name)
+        least = fake.call_us[name]
+
+        def run() -> None:
+            fake.call_us[name] = least * (1 + v.layer)
+            plain()
+
+        def judge() -> dict[str, Any]:
+            assert q.layer == k.layer == v.layer
+            said = {"passed": True, "reason": "", "max_abs_error": 0.1 * (v.layer + 1), "max_abs_limit": 1.0}
+            said |= dict.fromkeys(("rms_error", "rms_limit", "lse_error", "lse_limit"))
+            said |= {"overall_max_error": (0.5, 0.2, 0.7, 0.3)[v.layer], "overall_rms_error": float(v.layer)}
+            if name == "odd" and v.layer == 2:
+                raise bench._RefusedError("wrong", "too far off", {**said, "passed": False})
+            return said
+
+        return bench._Candidate(run, judge(), None, judge)
+
+    monkeypatch.setattr(worker, "_candidate", candidate)
+    worker._bench_cell({"index": 0, "problem": asdict(TRAINED), "names": list(fake.call_us)})
+    assert made == ([] if why_not else [0, 1, 2, 3])
+    return sent
+
+
+def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bench.Plan(samples=15, min_samples=5, cold_samples=0, sustained_shapes=None, sustained_seconds=2.0)
+    sent = _on_layers(monkeypatch, plan)
+    rows = {message["row"]["name"]: message["row"] for message in sent if message["type"] == "row"}
+    assert (rows["odd"]["status"], rows["odd"]["reason"]) == ("wrong", "layer 2: too far off")
+    assert not rows["odd"]["samples"]
+    for name, least in (("fast", 100.0), ("slow", 1000.0)):
+        row = rows[name]
+        assert row["status"] == "ok"
+        assert row["verdict"]["max_abs_error"] == pytest.approx(0.4)  # the closest to its limit
+        assert row["verdict"]["overall_max_error"] == 0.7  # over all layers
+        assert row["verdict"]["overall_rms_error"] == pytest.approx(((0 + 1 + 4 + 9) / 4) ** 0.5)
+        assert row["trained"]["digest"] == "0123"
+        found = [records.Samples.model_validate(one) for one in row["samples"]]
+        assert [one.layer for one in found] == [0, 1, 2, 3] * 2
+        assert [one.regime for one in found] == ["burst"] * 4 + ["sustained"] * 4
+        assert [one.median_us for one in found] == [least, 2 * least, 3 * least, 4 * least] * 2
+        assert all(len(one.time_us) == 5 for one in found[:4])
+    # Kept warm: the slow one first, through all layers.
+    steps = [m["name"] for m in sent if m["type"] == "step" and m["what"] == "time, sustained"]
+    assert steps == ["slow"] * 4 + ["fast"] * 4
+    assert sent[-1] == {"type": "cell_done", "cell": 0}
+
+
+def test_trained_inputs_that_cannot_be_made_are_named_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = _on_layers(monkeypatch, bench.Plan(), why_not="no weights in the cache")
+    rows = [message["row"] for message in sent if message["type"] == "row"]
+    assert [row["name"] for row in rows] == ["fast", "slow", "odd"]
+    assert {row["status"] for row in rows} == {"unsupported"}
+    assert {row["reason"] for row in rows} == {"trained inputs: no weights in the cache"}
+    assert not any(row["samples"] for row in rows)
+    assert sent[-1] == {"type": "cell_done", "cell": 0}
+
+
+def test_layers_together_cost_about_what_one_kind_costs() -> None:
+    plan = bench.Plan().shared(12)
+    assert plan.samples == plan.cold_samples == 5
+    assert 12 * plan.cap_s == pytest.approx(bench.Plan().cap_s)
+    assert 12 * plan.sustained_seconds == pytest.approx(bench.Plan().sustained_seconds)
+    assert bench.Plan(sustained_seconds=0.0, cold_samples=0).shared(12).cold_samples == 0
+    assert bench.Plan(sustained_seconds=0.0).shared(12).sustained_seconds == 0
+    plan.require()
+
+
+def test_the_oracle_sees_less_of_other_inputs_than_normal() -> None:
+    normal = Problem.parse(FIRST_SHAPE)
+    other = replace(normal, inputs="sink_first")
+    assert bench.Plan().checks(normal) == 1 << 30
+    assert bench.Plan().checks(other) == bench.plan_of("inputs").checks(normal) == 1 << 27
+    assert bench.Plan(checked_scores=5).checks(other) == 5
+
+
 # --- How long it will take --------------------------------------------------------------------------------------------
 
 
@@ -354,7 +577,7 @@ def test_an_estimate_counts_what_is_taken() -> None:
     first = Problem.parse(FIRST_SHAPE)
     short = bench.Plan(sustained_seconds=0.0, cold_samples=0)
     plain = _seconds(first, stages=["00_naive"], peers=["sdpa", "fa3"], plan=short)
-    assert (plain.implementations, plain.sustained) == (2, 0)  # fa3 takes no float16
+    assert (plain.implementations, plain.sustained) == (2, 0)  # the wheel (fa3-fwd) lacks float16
     long = _seconds(first, stages=["00_naive"], peers=["sdpa", "fa3"], plan=replace(short, sustained_seconds=5.0))
     assert long.sustained == 2
     assert 10 < long.seconds - plain.seconds < 14
@@ -363,6 +586,14 @@ def test_an_estimate_counts_what_is_taken() -> None:
     assert _seconds(first, stages=["00_naive"], peers=[], plan=replace(short, cold_samples=50)).seconds > (
         _seconds(first, stages=["00_naive"], peers=[], plan=short).seconds
     )
+
+
+def test_an_estimate_counts_second_rows() -> None:
+    first = Problem.parse(FIRST_SHAPE)
+    plan = bench.Plan(cold_samples=0, sustained_seconds=5.0)
+    what: dict[str, Any] = {"stages": ["00_naive"], "peers": ["sdpa"]}
+    more = _seconds(first, plan=replace(plan, lse=True), **what).seconds - _seconds(first, plan=plan, **what).seconds
+    assert 5 < more < 12
 
 
 def test_an_estimate_scales_what_is_on_record() -> None:
@@ -378,6 +609,16 @@ def test_an_estimate_scales_what_is_on_record() -> None:
         Problem.parse("2x16x16384x64"), known, stages=["01_coalesced"], peers=[], plan=bench.plan_of("lengths")
     )
     assert child.seconds == pytest.approx(slow.seconds)
+
+
+def test_an_estimate_takes_the_same_inputs_first() -> None:
+    first, sink = Problem.parse(FIRST_SHAPE), Problem.parse(FIRST_SHAPE, inputs="sink_first")
+    known = [measurement("00_naive", first), measurement("00_naive", replace(sink, batch=4))]
+    for row in known:
+        row.samples[0].__dict__["time_us"] = (1e6 if row.problem.inputs == "normal" else 10.0,)
+    options: dict[str, Any] = {"stages": ["00_naive"], "peers": [], "plan": bench.plan_of("inputs")}
+    assert _seconds(sink, known, **options).seconds < 10 < _seconds(first, known, **options).seconds
+    assert _seconds(replace(first, inputs="zeros"), known, **options).seconds > 10  # any, where there is none
 
 
 def test_a_hanging_worker_is_ended_with_all_it_started(tmp_path: Path, fake: Any) -> None:

@@ -202,6 +202,24 @@ def test_verdict_has_the_fields_of_the_record() -> None:
     assert all(value is not None for value in asdict(verdict).values())
 
 
+def test_overall_errors_are_over_all_rows_of_the_sample_and_no_others() -> None:
+    problem = Problem.parse("1x3x320x64", mask="causal")
+    out, _, q, k, v = right(problem)
+    exact = attention(q, k, v, causal=True)[0]
+    error = np.abs(out.astype(np.float64) - exact)
+    whole = check(out, None, q, k, v, causal=True, dtype="float16")
+    assert whole.overall_max_error == pytest.approx(error.max())
+    assert whole.overall_rms_error == pytest.approx(np.sqrt((error**2).mean()))
+    # The errors beside the limits are those of one band of rows.
+    assert whole.max_abs_error is not None
+    assert whole.max_abs_error <= error.max()
+    rows = (*range(64, 128), *range(256, 320))
+    part = check(out, None, q, k, v, causal=True, dtype="float16", sample=Sample(pairs=((0, 0), (0, 2)), rows=rows))
+    sampled = error[:, [0, 2]][:, :, rows]
+    assert part.overall_max_error == pytest.approx(sampled.max())
+    assert part.overall_rms_error == pytest.approx(np.sqrt((sampled**2).mean()))
+
+
 def test_without_log_sum_exp_there_is_no_error_of_it() -> None:
     out, _, q, k, v = right(Problem.parse("1x1x16x64"))
     verdict = check(out, None, q, k, v, causal=False, dtype="float16")

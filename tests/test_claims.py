@@ -131,7 +131,7 @@ def _timed(name: str, problem: Problem, time_us: float) -> dict[str, Any]:
 
 def _ablation(level: str, time_us: float, **choice: int) -> records.Ablation:
     row = _timed("06_cp_async", FIRST, time_us)
-    for name in ("kind", "name", "choice"):
+    for name in ("kind", "name", "choice", "layout", "lse"):
         del row[name]
     parameters = {**STAGES["06_cp_async"].parameters(64), **choice}
     return records.Ablation.model_validate(
@@ -154,6 +154,12 @@ def _one(data: Path, name: str, slug: str = "nvidia-h200") -> claims.Verdict:
 @cache
 def _evidence(data: Path, slug: str) -> Evidence:
     return Evidence(slug, data)
+
+
+def test_a_stages_row_with_the_log_sum_exp_on_is_no_evidence(tmp_path: Path) -> None:
+    plain = measurement("00_naive", FIRST).model_copy(update={"lse": False})
+    _add(tmp_path, "runs", plain, plain.model_copy(update={"lse": True}), slug="nvidia-h200")
+    assert [one.record for one in Evidence("nvidia-h200", tmp_path).measurements] == [plain]
 
 
 def test_every_claim_has_an_evaluator_and_a_verdict(data: Path) -> None:

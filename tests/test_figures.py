@@ -176,7 +176,7 @@ def test_a_library_without_the_type_stands_beside_in_another_and_counts_for_no_p
     assert best is not None
     assert best.name != "sdpa_cudnn"
     assert "Hollow" not in alone.caption
-    assert "does not take float16" in chart.caption
+    assert "it does not take float16" in chart.caption
     assert f"{rate} TFLOP/s" in chart.caption
     assert "fastest library in float16" in chart.caption
     for layout in LAYOUTS:

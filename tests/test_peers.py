@@ -125,6 +125,43 @@ def test_what_a_peer_can_do_is_not_refused(name: str, problem: Problem, options:
     assert peers.get(name).why_not(problem, **options) is None
 
 
+def test_every_peer_says_its_layout_and_whether_it_writes_a_log_sum_exp() -> None:
+    assert {name for name, peer in peers.PEERS.items() if peer.layout == "bshd"} == {"fa3", "fa4"}
+    written = {name: peer.wrote_lse() for name, peer in peers.PEERS.items()}
+    assert {name for name, lse in written.items() if lse} == {"sdpa_flash", "fa3"}
+    assert {name for name, lse in written.items() if lse is None} == {"sdpa"}
+    default = peers.get("sdpa")
+    assert (default.wrote_lse("CUDNN_ATTENTION"), default.wrote_lse("FLASH_ATTENTION")) == (False, True)
+    assert default.wrote_lse("OVERRIDEABLE") is None
+
+
+def test_a_layout_is_a_contiguous_copy_and_back() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    tensors = tuple(torch.randn(2, heads, length, 16) for heads, length in ((4, 5), (2, 7), (2, 7)))
+    assert peers.in_layout("bhsd", *tensors) == tensors
+    given = peers.in_layout("bshd", *tensors)
+    assert [tuple(one.shape) for one in given] == [(2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16)]
+    for one, other in zip(given, tensors, strict=True):
+        assert one.is_contiguous()
+        assert one.data_ptr() != other.data_ptr()
+        assert torch.equal(peers.bhsd_view("bshd", one), other)
+    assert peers.bhsd_view("bhsd", tensors[0]) is tensors[0]
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_torchs_own_choice_is_named(mask: str) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    problem = Problem.parse("1x4x2x8x8x64", mask=mask)
+    attend = peers.get("sdpa").build(problem)
+    q, k = torch.randn(1, 4, 8, 64), torch.randn(1, 2, 8, 64)
+    assert attend.choice == ""  # type: ignore[attr-defined]
+    with torch.no_grad():
+        out = attend(q, k, k)
+    assert attend.choice in ("MATH", "FLASH_ATTENTION")  # type: ignore[attr-defined]
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=problem.causal, enable_gqa=True)
+    assert torch.equal(out, wanted)
+
+
 _INTERPRETED = """
 import sys
 import importlib.util

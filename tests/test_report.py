@@ -83,7 +83,42 @@ def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_typ
     in_bfloat16, in_float16 = text.index("<dd>120 %</dd>"), text.index("<dd>130 %</dd>")
     assert in_bfloat16 < in_float16
     assert "of the fastest library in bfloat16, FlashAttention-3<" in text
-    assert "FlashAttention-3 does not take it here" in text
+    assert "FlashAttention-3: the wheel (fa3-fwd) lacks float16" in text
+    assert "B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in text
+
+
+def test_ratios_and_errors_by_kind_are_noted_as_missing_where_they_are(pages: Path) -> None:
+    for name in ("against-inputs.md", "accuracy.md"):
+        text = (pages / "generated" / "snippets" / name).read_text(encoding="utf-8")
+        assert "on record for this GPU yet: `flashlab bench --suite inputs` makes them" in text
+    for page, name in (("index", "against-inputs"), ("against", "against-inputs"), ("correctness", "accuracy")):
+        assert f'--8<-- "{name}.md"' in (SITE / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(tmp_path: Path) -> None:
+    rows = [
+        measurement(name, Problem.parse(FIRST_SHAPE, dtype="bfloat16", inputs=kind))
+        for kind in ("normal", "rising")
+        for name in ("13_overlap", "sdpa_cudnn", "fa3")
+    ]
+    path = tmp_path / "data" / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    for row in rows:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        records.append(path, row)
+    out = report._Output(root=tmp_path / "generated")
+    report._generate_inputs(out, results.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    ratios, errors = (
+        (out.root / "snippets" / name).read_text(encoding="utf-8") for name in ("against-inputs.md", "accuracy.md")
+    )
+    found = results.against_peers("nvidia-h200", tmp_path / "data", ("normal", "rising"))
+    assert [one.problem.inputs for one in found] == ["normal", "rising"]
+    for one in found:
+        assert one.burst is not None
+        assert re.search(rf"\| `{one.problem.inputs}` \|.* ×{tables.number(one.burst.ratio)}", ratios.replace("*", ""))
+        assert f"| `{one.problem.inputs}` | ×1.00 · " in errors  # every made-up root mean square is the same
+    assert '??? abstract "Under sustained load"' in ratios
+    for text in (ratios, errors):
+        assert text.rstrip().endswith("2026-01-02 · commit 0123abc</small>")
 
 
 def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:
@@ -99,7 +134,9 @@ def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:
         row = next(row for row in shown.rows() if row.name == stage.id)
         assert f"**{tables.number(results.rate(row))} TFLOP/s**" in text
         assert f"../generated/data/nvidia-h200/runs/{RUN}.jsonl" in text
-        assert re.search(r"SM [\d–]+ MHz · B16 H16 S2048 D64 full float16 · burst, hot L2 · 2026-01-02 · commit", text)
+        inputs = "on normally distributed inputs of unit scale"
+        source = rf"SM [\d–]+ MHz · B16 H16 S2048 D64 full float16 · {inputs} · burst, hot L2 · 2026-01-02 · commit"
+        assert re.search(source, text)
 
 
 def test_diff_turns_the_parent_into_the_stage() -> None:

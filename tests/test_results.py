@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from synthetic import measurement, write_synthetic
 
-from flashlab import records, results, stages
+from flashlab import records, results, stages, tables
 from flashlab.errors import NoDataError
+from flashlab.inputs import KINDS
 from flashlab.problem import FIRST_SHAPE, Problem
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -304,6 +306,125 @@ def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: P
     assert flat["sustained"] is None
 
 
+def _wrote(row: records.Measurement, lse: bool | None) -> records.Measurement:
+    return row.model_copy(update={"lse": lse})
+
+
+@pytest.mark.parametrize(
+    ("library_writes", "adjusted", "sustained"),
+    [(True, 130.0 / 104.0, 180.0 / 160.0), (False, 1.3, 1.2), (None, None, None)],
+)
+def test_an_adjusted_ratio_has_the_log_sum_exp_on_for_both_or_for_neither(
+    tmp_path: Path, library_writes: bool | None, adjusted: float | None, sustained: float | None
+) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _wrote(_timed("01_coalesced", FIRST, run, 100.0, sustained=150.0), False),
+        _wrote(_timed("01_coalesced", FIRST, run, 104.0, sustained=160.0), True),
+        _wrote(_timed("sdpa_cudnn", FIRST, run, 130.0, sustained=180.0), library_writes),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert found.sustained is not None
+    assert (found.burst.stage_us, found.burst.ratio) == (100.0, pytest.approx(1.3))
+    assert found.burst.adjusted_ratio == pytest.approx(adjusted)
+    assert found.sustained.adjusted_ratio == pytest.approx(sustained)
+    flat = found.flat()
+    assert flat["adjusted_ratio"] == pytest.approx(adjusted)
+    assert flat["peer_writes_lse"] is library_writes
+    # The row with the log-sum-exp on is nobody's time but the adjusted ratio's.
+    shown = results.load(GPU, tmp_path)
+    assert {row.name: row.samples_of() and row.samples_of().median_us for row in shown.rows(FIRST)} == {  # type: ignore[union-attr]
+        "01_coalesced": 100.0,
+        "sdpa_cudnn": 130.0,
+    }
+
+
+def test_a_library_that_writes_a_log_sum_exp_has_no_adjusted_ratio_without_such_a_row(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _wrote(_timed("01_coalesced", FIRST, run, 100.0), False),
+        _wrote(_timed("fa3", FIRST, run, 130.0), True),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert (found.burst.ratio, found.burst.adjusted_ratio) == (pytest.approx(1.3), None)
+
+
+def test_a_rate_is_a_percentage_of_the_tensor_cores_peak_at_its_clock(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(tmp_path, run, _timed("01_coalesced", FIRST, run, 100.0), _timed("sdpa_cudnn", FIRST, run, 130.0))
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    peak = 4096 * 132 * 1700.0 / 1e6  # TFLOP/s at the clock in the calls
+    assert found.burst.stage_percent_of_peak == pytest.approx(100 * FIRST.tflops(100.0) / peak)
+    assert found.flat()["peer_percent_of_peak"] == pytest.approx(100 * FIRST.tflops(130.0) / peak)
+    # Where the clock was not read there is none, and on a GPU whose tensor cores are not known here neither.
+    old = "20260103T030000Z-0123abc"
+    rows = [_timed(name, FIRST, old, 99.0) for name in ("01_coalesced", "sdpa_cudnn")]
+    blind = [
+        row.model_copy(update={"samples": tuple(s.model_copy(update={"call_clock_mhz": ()}) for s in row.samples)})
+        for row in rows
+    ]
+    _write(tmp_path, old, *blind)
+    found = _against(tmp_path)["float16", "full"]
+    assert found.run == old
+    assert found.flat()["stage_percent_of_peak"] is None
+
+
+def test_other_inputs_are_shown_where_they_are_asked_for(tmp_path: Path) -> None:
+    run, later = "20260102T030000Z-0123abc", "20260102T040000Z-0123abc"
+    sink = replace(FIRST, inputs="sink_first")
+    _write(tmp_path, run, _timed("01_coalesced", FIRST, run, 100.0), _timed("sdpa", FIRST, run, 110.0))
+    _write(tmp_path, later, _timed("01_coalesced", sink, later, 400.0), _timed("sdpa", sink, later, 110.0))
+    assert list(results.load(GPU, tmp_path).problems) == [FIRST]
+    assert list(results.load(GPU, tmp_path, ("sink_first",)).problems) == [sink]
+    (normal,) = results.against_peers(GPU, tmp_path)
+    assert (normal.problem, normal.flat()["inputs"]) == (FIRST, "normal")
+    both = results.against_peers(GPU, tmp_path, tuple(KINDS))
+    assert [(one.problem.inputs, one.burst and one.burst.ratio) for one in both] == [
+        ("normal", pytest.approx(1.1)),
+        ("sink_first", pytest.approx(0.275)),
+    ]
+    assert both[0].flat()["worst_ratio"] is None
+
+
+def _layers(name: str, problem: Problem, run: str, *times_us: float) -> records.Measurement:
+    row = _timed(name, problem, run, 1.0)
+    taken = [
+        row.samples[0].model_copy(update={"layer": layer, "time_us": (time_us,), "sm_clock_mhz": ()} | UNCLOCKED)
+        for layer, time_us in enumerate(times_us)
+    ]
+    return row.model_copy(update={"samples": tuple(taken)})
+
+
+UNCLOCKED = {"call_clock_mhz": (), "cycles_per_score": None}
+
+
+def test_the_worst_layer_of_trained_inputs_stands_beside_their_ratio(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    problem = replace(FIRST, inputs="trained")
+    _write(
+        tmp_path,
+        run,
+        _layers("01_coalesced", problem, run, 100.0, 200.0, 100.0),
+        _layers("sdpa_cudnn", problem, run, 120.0, 150.0, 130.0),
+        _layers("sdpa_flash", problem, run, 300.0, 140.0, 300.0),
+    )
+    (found,) = results.against_peers(GPU, tmp_path, ("trained",))
+    assert found.burst is not None
+    assert (found.burst.peer, found.burst.ratio) == ("sdpa_cudnn", pytest.approx(1.3))
+    # On layer 1 another library is the fastest.
+    assert (found.burst.worst_layer, found.burst.worst_ratio) == (1, pytest.approx(0.7))
+    flat = found.flat()
+    assert (flat["inputs"], flat["worst_layer"], flat["worst_ratio"]) == ("trained", 1, pytest.approx(0.7))
+    assert "×0.700 on layer 1" in tables.against([found])
+
+
 def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) -> None:
     old, both, alone = "20260101T030000Z-4567def", "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
     causal = Problem.parse(FIRST_SHAPE, mask="causal")
@@ -459,6 +580,36 @@ def test_an_edited_copy_is_no_stage_of_ours(tmp_path: Path) -> None:
     assert found.burst is None
     assert found.flat()["ratio"] is None
     assert found.reason == "no stage has a time in that run"
+
+
+def _erring(name: str, problem: Problem, run: str, rms: float | None, largest: float | None) -> records.Measurement:
+    row = measurement(name, problem, run=run)
+    assert row.verdict is not None
+    changes = {"overall_rms_error": rms, "overall_max_error": largest}
+    return row.model_copy(update={"verdict": row.verdict.model_copy(update=changes)})
+
+
+def test_errors_are_of_the_newest_run_that_has_a_stage_and_a_reference(tmp_path: Path) -> None:
+    old, new, alone = "20260101T030000Z-4567def", "20260102T030000Z-0123abc", "20260103T030000Z-0123abc"
+    bf16 = Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    able = next(stage.id for stage in stages.STAGES.values() if "bfloat16" in stage.dtypes)
+    _write(tmp_path, old, _erring(able, bf16, old, 9.0, 9.0), _erring("fa3", bf16, old, 1.0, 1.0))
+    _write(
+        tmp_path,
+        new,
+        _erring(able, bf16, new, 3e-4, 2e-3),
+        _erring("fa3", bf16, new, 2e-4, 4e-3),
+        _erring("sdpa_cudnn", bf16, new, 5e-4, 4e-3),
+        _erring("sdpa_flash", bf16, new, None, None),  # from before there were such errors
+    )
+    _write(tmp_path, alone, _erring(able, bf16, alone, 1.0, 1.0), _erring("fa3", bf16, alone, None, None))
+    elsewhere = Problem.parse("1x8x512x64", dtype="bfloat16")
+    _write(tmp_path, alone, _erring(able, elsewhere, alone, 1.0, 1.0), _erring("fa3", elsewhere, alone, 1.0, 1.0))
+    (found,) = results.accuracy(GPU, tmp_path)
+    assert (found.problem, found.run, found.reference) == (bf16, new, "fa3")
+    assert set(found.errors) == {able, "fa3", "sdpa_cudnn"}
+    assert found.over_reference(able) == (pytest.approx(1.5), pytest.approx(0.5))
+    assert found.over_reference("fa3") == (1.0, 1.0)
 
 
 def test_there_is_no_ratio_without_data(tmp_path: Path) -> None:

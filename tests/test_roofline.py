@@ -6,7 +6,16 @@ import pytest
 
 from flashlab import errors, roofline
 from flashlab.problem import FIRST_SHAPE, Problem
-from flashlab.roofline import CEILINGS, DATASHEETS, datasheet, l2_bytes, percent_of_peak, place, value_of
+from flashlab.roofline import (
+    CEILINGS,
+    DATASHEETS,
+    datasheet,
+    l2_bytes,
+    percent_of_peak,
+    percent_of_tensor_peak,
+    place,
+    value_of,
+)
 
 FULL = Problem.parse(FIRST_SHAPE)
 CAUSAL = Problem.parse(FIRST_SHAPE, mask="causal")
@@ -121,6 +130,17 @@ def test_every_peak_follows_from_its_clock(slug: str) -> None:
     assert sheet.fp32_mhz is not None
     assert sheet.tensor_tflops == pytest.approx(sms * tensor * sheet.tensor_mhz / 1e6, rel=0.01)
     assert sheet.fp32_tflops == pytest.approx(sms * fp32 * sheet.fp32_mhz / 1e6, rel=0.01)
+
+
+def test_the_tensor_cores_peak_at_a_clock_is_the_data_sheets() -> None:
+    hopper = [slug for slug, (_, tensor, _) in SMS_AND_RATES.items() if tensor == 4096]
+    assert hopper
+    for slug in hopper:
+        sheet, sms = DATASHEETS[slug], SMS_AND_RATES[slug][0]
+        at = {"compute_capability": (9, 0), "sm_count": sms, "clock_mhz": sheet.tensor_mhz}
+        assert percent_of_tensor_peak(sheet.tensor_tflops, **at) == pytest.approx(100, rel=0.01)
+    assert percent_of_tensor_peak(100.0, compute_capability=(9, 0), sm_count=132, clock_mhz=None) is None
+    assert percent_of_tensor_peak(100.0, compute_capability=(3, 5), sm_count=15, clock_mhz=745.0) is None
 
 
 def test_the_ceilings_that_figures_draw_are_there() -> None:

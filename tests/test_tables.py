@@ -7,15 +7,15 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from synthetic import measurement, profile, write_synthetic
+from synthetic import RUN, measurement, profile, write_synthetic
 
 from flashlab import records, results, roofline, stages, tables
 from flashlab.checks import CheckRow
 from flashlab.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.errors import NoDataError
 from flashlab.problem import FIRST_SHAPE, Problem
-from flashlab.records import StageCounters, cycles_per_score
-from flashlab.results import AgainstPeers, Contest
+from flashlab.records import Regime, StageCounters, cycles_per_score
+from flashlab.results import Accuracy, AgainstPeers, Contest
 from flashlab.symbols import Frame
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -97,12 +97,95 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
         problem=FIRST, run="r", sustained_run=None, dirty=False, burst=None, sustained=None, named=None,
         named_run=None, named_sustained=None, named_sustained_run=None, reason="no library has a time in that run",
     )  # fmt: skip
-    won, lost = tables.against([replace(none, burst=contest, reason=""), none]).splitlines()[-2:]
-    assert f"`05_wmma` {tables.number(FIRST.tflops(100.0))} | cuDNN {tables.number(FIRST.tflops(130.0))} |" in won
-    assert "×1.30" in won
-    assert won.count("| –") == 3
+    known = replace(contest, stage_percent_of_peak=61.0, peer_percent_of_peak=52.0, peer_lse=True, stage_lse_us=104.0)
+    won, told, lost = tables.against(
+        [replace(none, burst=contest, reason=""), replace(none, burst=known, reason=""), none]
+    ).splitlines()[-3:]
+    ours, theirs = (tables.number(FIRST.tflops(time_us)) for time_us in (100.0, 130.0))
+    assert won.endswith(f"| ×1.30 | – | – | – | – | – | `05_wmma` {ours} | – | cuDNN {theirs} | – |")
+    assert told.endswith(f"| ×1.30 | ×1.25 | – | – | – | – | `05_wmma` {ours} | 61.0 % | cuDNN {theirs} | 52.0 % |")
     assert "no library has a time" in lost
-    assert lost.count("| –") == 5
+    assert lost.count("| –") == 9
+
+
+def _on(kind: str, shape: str = FIRST_SHAPE, **what: str) -> Problem:
+    return Problem.parse(shape, inputs=kind, **what)
+
+
+def _lines(table: str) -> dict[str, list[str]]:
+    """Cells of a table's rows, by the first."""
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.strip().splitlines()[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def _faced(problem: Problem, ratio: float, sustained: float | None = None) -> AgainstPeers:
+    def contest(regime: Regime, times: float) -> Contest:
+        return Contest(
+            regime=regime, stage="05_wmma", stage_us=100.0, stage_clock_mhz=None, peer="fa4", peer_us=100.0 * times,
+            peer_clock_mhz=None,
+        )  # fmt: skip
+
+    return AgainstPeers(
+        problem=problem, run=RUN, sustained_run=None, dirty=False, burst=contest("burst", ratio),
+        sustained=contest("sustained", sustained) if sustained else None, named=None, named_run=None,
+        named_sustained=None, named_sustained_run=None, reason="",
+    )  # fmt: skip
+
+
+def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() -> None:
+    causal = {"mask": "causal", "dtype": "bfloat16"}
+    layers = _faced(FIRST, 1.02).burst
+    assert layers is not None
+    found = [
+        _faced(_on("normal"), 1.2),
+        _faced(_on("normal", **causal), 1.1, sustained=1.05),
+        _faced(_on("zeros"), 1.15),
+        _faced(_on("scale10"), 0.18),
+        replace(_faced(_on("trained"), 1.02), burst=replace(layers, worst_ratio=0.96, worst_layer=3)),
+        _faced(_on("rising", **causal), 1.3, sustained=1.2),
+        _faced(_on("sink_first", "4x16x8192x64"), 0.1),  # of no column
+    ]
+    table = tables.against_inputs(found)
+    assert list(_lines(table)) == ["`scale10`", "`trained`", "`normal`", "`zeros`", "`rising`"]
+    header = [cell.strip() for cell in table.splitlines()[0].strip("| ").split(" | ")]
+    assert header[0] == "B16 H16 S2048, burst"
+    assert header[1:5] == ["D64 full float16", "D64 causal float16", "D64 full bfloat16", "D64 causal bfloat16"]
+    assert _lines(table)["`normal`"] == ["×1.20", "–", "–", "×1.10", *["–"] * 4]
+    assert _lines(table)["`scale10`"][0] == "**×0.180**"
+    assert _lines(table)["`trained`"][0] == "**×1.02, ×0.960 on layer 3**"
+    assert _lines(tables.against_inputs(found, "sustained")) == {
+        "`normal`": [*["–"] * 3, "×1.05", *["–"] * 4],
+        "`rising`": [*["–"] * 3, "×1.20", *["–"] * 4],
+    }
+    with pytest.raises(NoDataError, match="flashlab bench --suite inputs"):
+        tables.against_inputs(found[:2])
+
+
+def test_errors_by_kind_are_multiples_of_the_references() -> None:
+    def of(kind: str, **errors: tuple[float, float]) -> Accuracy:
+        named = {{"stage": "05_wmma", "other": "06_cp_async"}.get(name, name): pair for name, pair in errors.items()}
+        return Accuracy(problem=_on(kind), run=RUN, reference="fa4", errors=named)
+
+    found = [
+        of("normal", stage=(1.1e-4, 2e-3), other=(1e-4, 1e-3), fa4=(1e-4, 2e-3)),
+        of("one_hot", stage=(1e-6, 1e-5), fa4=(0.0, 0.0)),
+        of("zeros", stage=(0.0, 0.0), fa4=(0.0, 0.0)),
+        replace(of("zeros", stage=(3e-5, 1e-4), fa4=(2e-5, 2e-4)), problem=_on("zeros", mask="causal")),
+    ]
+    table, _, whole = tables.accuracy(found).partition("???")
+    assert table.splitlines()[0] == (
+        "| float16: error over that of FlashAttention-4, RMS · largest | `05_wmma` | FlashAttention-4 |"
+    )
+    assert _lines(table) == {
+        "`one_hot`": ["∞ · ∞", "×1.00 · ×1.00"],
+        "`zeros`": ["×1.50 · ×1.00", "×1.00 · ×1.00"],
+        "`normal`": ["×1.10 · ×1.00", "×1.00 · ×1.00"],
+    }
+    # What was checked on one kind alone does not stand there.
+    assert "06_cp_async" not in whole
+    assert "| `normal` | D64 full | `05_wmma` | 1.10e-04 | ×1.10 | 2.00e-03 | ×1.00 |" in whole
+    with pytest.raises(NoDataError, match="flashlab bench --suite inputs"):
+        tables.accuracy(found[:1])
 
 
 def test_profiles_name_what_warps_waited_for() -> None:

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ml_dtypes
 
@@ -82,6 +82,7 @@ from flashlab.errors import (
     ParameterError,
     UnsupportedError,
 )
+from flashlab.inputs import NORMAL, TRAINED
 from flashlab.paths import DATA, writable_dir
 from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Precision, Problem
 from flashlab.records import (
@@ -97,17 +98,29 @@ from flashlab.records import (
     Tuning,
     Verdict,
 )
-from flashlab.reference import Shape
+from flashlab.reference import Shape, make_torch_inputs
 from flashlab.stages import variant_in
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
 _HEAT_SECONDS = 2.0
 """Of work before the first sustained measurement of a problem, so that all of them find a warm chip."""
+_WITH_LSE = "+lse"
+"""Ends the name, among a run's implementations, of a stage's second row: the one with the log-sum-exp on."""
+_NEAR = 1.1
+"""Of those second rows the ones that are kept busy: slower by no more than this factor than the fastest in bursts."""
+_CHECKED_SCORES = 1 << 27
+"""Scores that a check of a measurement compares with the oracle where there are many measurements."""
+_LAYER_SAMPLES = 5
+_LAYER_SUSTAINED_S = 0.2
+"""Of each layer of `trained` inputs, where a plan has so many."""
+_MODEL_S = 300.0
+"""What making `trained` inputs may take longer than a step of anything else."""
 _REASON_CHARS = 2000
 _LOG_CHARS = 1500
 _WAITING_EMULATIONS = 256
 """Runs of the emulator that may wait for a core, so that their arrays do not fill the memory."""
 Message = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +142,30 @@ class Plan:
     sustained_names: tuple[str, ...] | None = None
     """Of which implementations; None: of all."""
     checked_scores: int = 1 << 30
-    """Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`check.Sample`)."""
+    """Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`check.Sample`).
+
+    No more than `_CHECKED_SCORES` on other inputs than normal: a row of many kinds would be mostly oracle.
+    """
+
+    lse: bool = False
+    """Stages are timed a second time with the log-sum-exp on, in turn with the rest: some libraries always write one.
+    Hot bursts, and the fastest of them sustained."""
+
+    def checks(self, problem: Problem) -> int:
+        """Scores of that problem to compare with the oracle."""
+        return self.checked_scores if problem.inputs == NORMAL else min(self.checked_scores, _CHECKED_SCORES)
+
+    def shared(self, layers: int) -> Plan:
+        """For each of so many layers, which together cost about what one kind of inputs costs."""
+        return replace(
+            self,
+            samples=min(self.samples, max(_LAYER_SAMPLES, self.samples // layers)),
+            min_samples=min(self.min_samples, _LAYER_SAMPLES),
+            cold_samples=min(self.cold_samples, max(_LAYER_SAMPLES, self.cold_samples // layers)),
+            cap_s=self.cap_s / layers,
+            sustained_seconds=min(self.sustained_seconds, max(_LAYER_SUSTAINED_S, self.sustained_seconds / layers)),
+            checked_scores=max(1, min(self.checked_scores, _CHECKED_SCORES) // layers),
+        )
 
     def sustains(self, problem: Problem, name: str) -> bool:
         """Whether that implementation is called for seconds at that problem."""
@@ -145,12 +181,24 @@ class Plan:
         _not_negative(cold_samples=self.cold_samples, cap_s=self.cap_s, sustained_seconds=self.sustained_seconds)
 
 
+_BRIEF = Plan(
+    samples=15,
+    min_samples=5,
+    cold_samples=0,
+    cap_s=0.5,
+    sustained_seconds=1.0,
+    sustained_shapes=None,
+    checked_scores=_CHECKED_SCORES,
+)
 PLANS: Mapping[str, Plan] = {
-    "peers": Plan(sustained_shapes=None, checked_scores=1 << 28),
+    "peers": Plan(sustained_shapes=None, checked_scores=1 << 28, lse=True),
     "lengths": Plan(
-        samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=1 << 27
+        samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=_CHECKED_SCORES
     ),
-    "claims": Plan(samples=30, cold_samples=0, cap_s=0.4, sustained_seconds=0.0, checked_scores=1 << 27),
+    "claims": Plan(samples=30, cold_samples=0, cap_s=0.4, sustained_seconds=0.0, checked_scores=_CHECKED_SCORES),
+    "inputs": replace(_BRIEF, lse=True),
+    "offsets": _BRIEF,
+    "gqa": _BRIEF,
 }
 """Of the suites that want their own; `Plan()` of the others."""
 
@@ -597,24 +645,32 @@ def run(
     if unknown:
         raise ParameterError(f"sustained: wanted names among {', '.join(kinds)}, got {', '.join(unknown)}")
     cells = [_Cell(problem, [name for name in kinds if only is None or only(problem, name)]) for problem in problems]
+    implementations: dict[str, Message] = {
+        name: {
+            "kind": kind,
+            "id": identity,
+            "source": None if source is None else str(source),
+            "params": variant_in(name),
+        }
+        for name, kind, identity, source in names
+    }
+    second = {f"{name}{_WITH_LSE}": name for name, kind in kinds.items() if plan.lse and kind == "stage"}
+    implementations |= {twin: {**implementations[name], "lse_of": name} for twin, name in second.items()}
+    for cell in cells:
+        cell.pending += [twin for twin, name in second.items() if name in cell.pending]
 
     def record(base: Message, problem: Problem, row: Message) -> Measurement:
+        timed = str(row["name"])
+        name = second.get(timed, timed)
+        written = {"lse": timed in second} if kinds[name] == "stage" else {}
         return Measurement.model_validate(
-            {**base, **row, "kind": kinds[row["name"]], "problem": ProblemFields.of(problem)}
+            {**base, **written, **row, "name": name, "kind": kinds[name], "problem": ProblemFields.of(problem)}
         )
 
     return _measure(
         "runs",
         problems,
-        {
-            name: {
-                "kind": kind,
-                "id": identity,
-                "source": None if source is None else str(source),
-                "params": variant_in(name),
-            }
-            for name, kind, identity, source in names
-        },
+        implementations,
         record,
         cells=cells,
         before=lambda: _compile_ahead(names, [(cell.problem, cell.pending) for cell in cells], device),
@@ -1009,7 +1065,8 @@ def estimate(
     """How long each problem of a run may take, and the whole run, in seconds; nothing is run.
 
     From what is recorded: the time of an implementation is taken from its row at the same head dim and mask that is
-    nearest in operations, and scaled by them. A stage without one is taken to be as fast as its parent.
+    nearest in operations, on the same inputs where there is one, and scaled by them. A stage without one is taken to be
+    as fast as its parent. Of `trained` inputs all layers together are taken to cost what another kind costs.
 
     Args:
         problems, stages, peers, sources, plan, ceilings: as `run` takes them.
@@ -1021,17 +1078,21 @@ def estimate(
     found = []
     for problem in problems:
         able = [(name, kind, identity) for name, kind, identity, _ in names if _takes(kind, identity, problem)]
-        scores = min(plan.checked_scores, int(problem.batch * problem.q_heads * problem.visible_scores))
+        scores = min(plan.checks(problem), int(problem.batch * problem.q_heads * problem.visible_scores))
         seconds, long = 0.0, 0
         for name, kind, identity in able:
             call_s = _guess_us(kind, identity, problem, known) / 1e6
-            seconds += _BUILD_S + _COMPILING_PEERS.get(identity, 0.0) + _CHECK_S_PER_SCORE * scores + 2 * call_s
-            seconds += _burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s
+            rows = 2 if plan.lse and kind == "stage" else 1
+            seconds += _COMPILING_PEERS.get(identity, 0.0)
+            seconds += rows * (_BUILD_S + _CHECK_S_PER_SCORE * scores + 2 * call_s)
+            seconds += rows * (_burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s)
             if plan.cold_samples:
                 seconds += _burst_s(call_s, plan.cold_samples, 3, plan.cap_s / 2) + 2 * call_s
             if plan.sustains(problem, name):
                 seconds += plan.sustained_seconds + max(timing.CHUNK_S, call_s) * 2
                 long += 1
+        if plan.lse and long:  # the fastest stage with the log-sum-exp on
+            seconds += plan.sustained_seconds
         seconds += _HEAT_SECONDS if long else 0.0
         found.append(Estimate(problem=problem, implementations=len(able), sustained=long, seconds=seconds))
     num_ceilings = len(roofline.CEILINGS) if ceilings is True else len(ceilings or ())
@@ -1061,7 +1122,13 @@ def _guess_us(kind: str, identity: str, problem: Problem, known: Sequence[Measur
             and (samples := row.samples_of())
         ]
         if alike:
-            row, samples = min(alike, key=lambda pair: abs(math.log(pair[0].problem.problem().flops / problem.flops)))
+            row, samples = min(
+                alike,
+                key=lambda pair: (
+                    pair[0].problem.inputs != problem.inputs,
+                    abs(math.log(pair[0].problem.problem().flops / problem.flops)),
+                ),
+            )
             return samples.median_us * problem.flops / row.problem.problem().flops
         name = stages.get(name).parent if kind == "stage" else None
     return problem.flops / _UNKNOWN_TFLOPS / 1e6
@@ -1077,6 +1144,7 @@ def check_stages(
     dtypes: Sequence[str] = DTYPES,
     masks: Sequence[str] = MASKS,
     layouts: Sequence[str] = tuple(LAYOUTS),
+    inputs: Sequence[str] = (NORMAL,),
     head_dims: Sequence[int] | None = None,
     sources: Mapping[str, Path] | None = None,
     data: Path | None = DATA,
@@ -1089,13 +1157,14 @@ def check_stages(
     progress: Report | None = None,
     worker: Sequence[str] = WORKER,
 ) -> CheckRun:
-    """Compare stages with the oracle on the GPU, over lengths, masks, types and layouts that break kernels.
+    """Compare stages with the oracle on the GPU, over lengths, masks, types, layouts and inputs that break kernels.
 
     Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
     the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere where `data` is None.
 
     `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two. `random` replaces
     lengths, masks, types, layouts and head dims by so many `checks.random_cases`; their rows go to data/<gpu>/random/.
+    `inputs` are kinds that are drawn from a seed: all but `trained`.
 
     Raises:
         As `run`.
@@ -1104,9 +1173,10 @@ def check_stages(
     _positive(timeout_s=timeout_s, startup_s=startup_s)
     able = {name: stages.get(identity) for name, _, identity, _ in names}
     if random:
-        wanted = random_cases(able, random, seed=seed)
+        wanted = random_cases(able, random, seed=seed, inputs=inputs)
     else:
-        wanted = cases(able, lengths=lengths, dtypes=dtypes, masks=masks, layouts=layouts, head_dims=head_dims)
+        what: Message = {"lengths": lengths, "dtypes": dtypes, "masks": masks, "layouts": layouts, "inputs": inputs}
+        wanted = cases(able, head_dims=head_dims, **what)
     with ThreadPoolExecutor(1) as aside:
         which = {name: (identity, source) for name, _, identity, source in names}
         built = aside.submit(build_all, which, wanted) if emulate else None
@@ -1252,8 +1322,10 @@ class _Candidate:
     verdict: Message | None
     """None where it is not judged."""
     cubin: Message | None
-    keep: tuple[Any, ...]
-    choice: str = ""
+    judge: Callable[[], Message | None]
+    """Checks it again, on what its inputs hold by then; `_RefusedError` where it is wrong."""
+    fields: Message = field(default_factory=dict)
+    """What else its row says."""
 
 
 class _RefusedError(Exception):
@@ -1285,7 +1357,15 @@ class _Worker:
         self._unfinished: dict[int, int] = {}
         """Of each cell, how many of them are its own."""
         self._oracle = Oracle()
-        """Of the problem in hand."""
+        """Of the problem in hand, and the layer."""
+        self._checked_scores = 0
+        """How many of its scores are compared with the oracle."""
+        self._model: Message | None = None
+        """What there is to say of the model that made the inputs in hand; None where none did."""
+        self._peers: tuple[Problem | None, dict[str, peers.Attention]] = None, {}
+        """Libraries as built for a problem, whatever its inputs."""
+        self._copies: dict[peers.Layout, tuple[Any, ...]] = {}
+        """Of Q, K and V in hand, by layout."""
 
     def start(self) -> None:
         """Take hold of the GPU and greet.
@@ -1358,33 +1438,61 @@ class _Worker:
 
     def _bench_cell(self, cell: Message) -> None:
         index, problem = cell["index"], Problem(**cell["problem"])
-        self.step(index, "", "make inputs")
-        self._oracle = Oracle()  # of the problem before: its memory goes with it
+        self.step(index, "", "make inputs", extra_s=_MODEL_S if problem.inputs == TRAINED else 0.0)
+        self._oracle, self._copies = Oracle(), {}  # of the problem before: its memory goes with it
         self._free()
-        q, k, v = self._inputs(problem)
-        ready: dict[str, _Candidate] = {}
-        for name in cell["names"]:
-            self.step(index, name, "build and check")
+        plan, self._model = Plan(**self._job["plan"]), None
+        if problem.inputs == TRAINED:
+            trained = _trained()
+            why_not = trained.why_not(problem)
+            if why_not:
+                for name in cell["names"]:
+                    self._row(index, name, "unsupported", f"{TRAINED} inputs: {why_not}")
+                self._send({"type": "cell_done", "cell": index})
+                return
+            layers = [trained.activations(problem, layer) for layer in range(trained.layers(problem))]
+            self._model = trained.describe(problem.head_dim)
+            plan = plan.shared(len(layers))
+            # Kernels are made ready once, for these addresses, and every layer goes through them.
+            tensors = tuple(self.torch.empty_like(x, memory_format=self.torch.contiguous_format) for x in layers[0])
+        else:
+            tensors = self._inputs(problem)
+            layers = [tensors]
+        self._checked_scores = plan.checks(problem)
+        self._load(tensors, layers[0])
+        ready = self._each(
+            index, cell["names"], "build and check", lambda name: self._candidate(name, problem, *tensors)
+        )
+        self._time(index, problem, ready, plan, tensors, layers)
+        self._send({"type": "cell_done", "cell": index})
+
+    def _load(self, tensors: Sequence[Any], layer: Sequence[Any]) -> None:
+        """Put other values into Q, K and V."""
+        self._oracle = Oracle()  # of the values before: its memory goes with it
+        for tensor, values in zip(tensors, layer, strict=True):
+            if tensor is not values:
+                tensor.copy_(values)
+        for layout, copies in self._copies.items():
+            for copy, tensor in zip(copies, tensors, strict=True):
+                if copy is not tensor:
+                    peers.bhsd_view(layout, copy).copy_(tensor)
+
+    def _each(self, index: int, names: Sequence[str], what: str, act: Callable[[str], T]) -> dict[str, T]:
+        """What comes of each implementation; the row of one that gives none is sent."""
+        found: dict[str, T] = {}
+        for name in names:
+            self.step(index, name, what)
             try:
-                ready[name] = self._candidate(name, problem, q, k, v)
+                found[name] = act(name)
             except _RefusedError as refused:
                 self._row(index, name, refused.status, refused.reason, verdict=refused.verdict)
             except Exception as error:
                 self._survive(error)
                 self._row(index, name, *_classify(error))
-        self._time(index, problem, ready)
-        self._send({"type": "cell_done", "cell": index})
+        return found
 
     def _inputs(self, problem: Problem) -> tuple[Any, Any, Any]:
-        torch = self.torch
-        generator = torch.Generator(device="cuda").manual_seed(self._job["seed"])
-        q_shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
-        kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
-        q, k, v = (
-            torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
-            for shape in (q_shape, kv_shape, kv_shape)
-        )
-        return q, k, v
+        return make_torch_inputs(problem, self._job["seed"])
 
     def _for_oracle(self, tensor: Any) -> Any:
         """A CuPy view of a torch tensor; bfloat16 as its bits, since CuPy need not know the type."""
@@ -1414,7 +1522,7 @@ class _Worker:
             causal=problem.causal,
             dtype=problem.dtype,
             precision=precision,
-            sample=Sample.of(shape, max_scores=self._job["plan"]["checked_scores"], seed=self._job["seed"]),
+            sample=Sample.of(shape, max_scores=self._checked_scores, seed=self._job["seed"]),
             oracle=self._oracle,
             xp=self.cupy,
         )
@@ -1442,22 +1550,29 @@ class _Worker:
             timed = prepare(q, k, v, out=out, **what)
             timed()
             gpu.synchronize(self._device)
-            return _Candidate(timed, None, _cubin_fields(timed), (out,))
+            return _Candidate(timed, None, _cubin_fields(timed), lambda: None)
         lse = self.torch.empty(q.shape[:3], dtype=self.torch.float32, device=q.device)
-        lse.view(self.torch.int32).fill_(POISON_WORD << 16 | POISON_WORD)
         with_lse = prepare(q, k, v, out=out, lse=lse, **what)
-        with_lse()
-        gpu.synchronize(self._device)
-        verdict = self._judge(out, lse, problem, q, k, v, stage.precision)
-        # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
-        first = out.clone()
-        out.view(self.torch.int16).fill_(POISON_WORD)
-        timed = prepare(q, k, v, out=out, **what)
-        timed()
-        gpu.synchronize(self._device)
-        if not self.torch.equal(first.view(self.torch.int16), out.view(self.torch.int16)):
-            self._judge(out, None, problem, q, k, v, stage.precision)
-        return _Candidate(timed, verdict, _cubin_fields(timed), (out,))
+        timed = with_lse if which.get("lse_of") else prepare(q, k, v, out=out, **what)
+
+        def judge() -> Message:
+            out.view(self.torch.int16).fill_(POISON_WORD)
+            lse.view(self.torch.int32).fill_(POISON_WORD << 16 | POISON_WORD)
+            with_lse()
+            gpu.synchronize(self._device)
+            verdict = self._judge(out, lse, problem, q, k, v, stage.precision)
+            if timed is with_lse:
+                return verdict
+            # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
+            first = out.clone()
+            out.view(self.torch.int16).fill_(POISON_WORD)
+            timed()
+            gpu.synchronize(self._device)
+            if not self.torch.equal(first.view(self.torch.int16), out.view(self.torch.int16)):
+                self._judge(out, None, problem, q, k, v, stage.precision)
+            return verdict
+
+        return _Candidate(timed, judge(), _cubin_fields(timed), judge)
 
     def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
         peer = peers.get(name)
@@ -1470,64 +1585,111 @@ class _Worker:
         )
         if why_not:
             raise _RefusedError(why_not.kind, why_not.reason)
+        # Some compile for seconds, and none of them asks what the inputs hold.
+        shape = replace(problem, inputs=NORMAL)
+        if self._peers[0] != shape:
+            self._peers = shape, {}
+        built = self._peers[1]
+        given = self._in_layout(peer.layout, q, k, v)
         with self.torch.no_grad():
-            attend = peer.build(problem)
-            out = attend(q, k, v)
-            gpu.synchronize(self._device)
-            verdict = self._judge(out, None, problem, q, k, v)
-        del out
+            attend = built[name] = built.get(name) or peer.build(problem)
+
+        def judge() -> Message:
+            with self.torch.no_grad():
+                out = peers.bhsd_view(peer.layout, attend(*given))
+                gpu.synchronize(self._device)
+                return self._judge(out, None, problem, q, k, v)
 
         def run() -> None:
-            attend(q, k, v)
+            attend(*given)
 
-        return _Candidate(run, verdict, None, (attend,), choice=getattr(attend, "choice", ""))
+        verdict = judge()  # Only then has one that tunes itself chosen.
+        choice = getattr(attend, "choice", "")
+        fields = {"choice": choice, "layout": peer.layout, "lse": peer.wrote_lse(choice)}
+        return _Candidate(run, verdict, None, judge, fields)
 
-    def _time(self, index: int, problem: Problem, ready: Mapping[str, _Candidate]) -> None:
-        if not ready:
-            return
-        plan = Plan(**self._job["plan"])
-        runs = {name: candidate.run for name, candidate in ready.items()}
+    def _in_layout(self, layout: peers.Layout, *tensors: Any) -> tuple[Any, ...]:
+        """Q, K and V in hand as a library takes them: one copy for all of that layout."""
+        if layout not in self._copies:
+            self._copies[layout] = peers.in_layout(layout, *tensors)
+        return self._copies[layout]
+
+    def _time(
+        self,
+        index: int,
+        problem: Problem,
+        ready: Mapping[str, _Candidate],
+        plan: Plan,
+        tensors: Sequence[Any],
+        layers: Sequence[Sequence[Any]],
+    ) -> None:
+        """Samples of all that is ready, in turn; where the inputs have layers, on one after the other."""
+        second = {name: of for name in ready if (of := self._implementations.get(name, {}).get("lse_of"))}
         timer = timing.Timer(self._backend, seed=self._job["seed"])
         series: dict[str, list[Message]] = {name: [] for name in ready}
+        hot: list[Mapping[str, timing.Series]] = []
 
-        def keep(burst: Mapping[str, timing.Series]) -> None:
+        def keep(burst: Mapping[str, timing.Series], of_layer: Message) -> None:
             for name, found in burst.items():
-                series[name].append(_samples(found, timer.summary(name)))
+                series[name].append({**_samples(found, timer.summary(name)), **of_layer})
 
-        with self.torch.no_grad():
-            hot = timer.burst(
-                runs,
-                samples=plan.samples,
-                min_samples=min(plan.min_samples, plan.samples),
-                cap_s=plan.cap_s,
-                announce=lambda name: self.step(index, name, "time, hot"),
-            )
-            keep(hot)
-            if plan.cold_samples:
-                cold = timer.burst(
-                    runs,
-                    cold=True,
-                    samples=plan.cold_samples,
-                    min_samples=min(3, plan.cold_samples),
-                    cap_s=plan.cap_s / 2,
-                    announce=lambda name: self.step(index, name, "time, cold"),
+        for number, layer in enumerate(layers):
+            of_layer = {} if self._model is None else {"layer": number}
+            if number:
+                self._load(tensors, layer)
+                ready = self._checked_again(index, number, ready)
+            if not ready:
+                return
+            runs = {name: candidate.run for name, candidate in ready.items()}
+            with self.torch.no_grad():
+                hot.append(
+                    timer.burst(
+                        runs,
+                        samples=plan.samples,
+                        min_samples=min(plan.min_samples, plan.samples),
+                        cap_s=plan.cap_s,
+                        announce=lambda name: self.step(index, name, "time, hot"),
+                    )
                 )
-                keep(cold)
-            # From the slowest to the fastest, without a pause between them: what is compared most closely runs one
-            # after the other, on a chip that the one before kept warm.
-            long = sorted(
-                (name for name in runs if plan.sustains(problem, name)), key=lambda name: -hot[name].median_us
-            )
-            for position, name in enumerate(long):
-                self.step(index, name, "time, sustained", extra_s=2 * plan.sustained_seconds + _HEAT_SECONDS)
-                call_us = hot[name].median_us
-                if not position:
-                    timer.sustained(runs[name], seconds=_HEAT_SECONDS, call_us=call_us)
-                found = timer.sustained(runs[name], seconds=plan.sustained_seconds, call_us=call_us)
+                keep(hot[-1], of_layer)
+                if plan.cold_samples:
+                    cold = timer.burst(
+                        {name: run for name, run in runs.items() if name not in second},
+                        cold=True,
+                        samples=plan.cold_samples,
+                        min_samples=min(3, plan.cold_samples),
+                        cap_s=plan.cap_s / 2,
+                        announce=lambda name: self.step(index, name, "time, cold"),
+                    )
+                    keep(cold, of_layer)
+        # From the slowest to the fastest, without a pause between them: what is compared most closely runs one
+        # after the other, on a chip that the one before kept warm.
+        near_us = _NEAR * min((hot[0][name].median_us for name in ready if name in second), default=0.0)
+        long = sorted(
+            (
+                name
+                for name in ready
+                if plan.sustains(problem, second.get(name, name))
+                and (name not in second or hot[0][name].median_us <= near_us)
+            ),
+            key=lambda name: -hot[0][name].median_us,
+        )
+        heat_s = min(_HEAT_SECONDS, plan.sustained_seconds * len(layers))
+        for position, name in enumerate(long):
+            run = ready[name].run
+            for number, layer in enumerate(layers):
+                self.step(index, name, "time, sustained", extra_s=2 * plan.sustained_seconds + heat_s)
+                self._load(tensors, layer)
+                call_us = hot[number][name].median_us
+                with self.torch.no_grad():
+                    if not position and not number:
+                        timer.sustained(run, seconds=heat_s, call_us=call_us)
+                    found = timer.sustained(run, seconds=plan.sustained_seconds, call_us=call_us)
                 series[name].append(
                     {
                         **_samples(found.series, found.summary, found.energy_j_per_call),
                         "continuous_s": found.continuous_s,
+                        **({} if self._model is None else {"layer": number}),
                     }
                 )
         for name, candidate in ready.items():
@@ -1539,8 +1701,25 @@ class _Worker:
                 verdict=candidate.verdict,
                 samples=series[name],
                 cubin=candidate.cubin,
-                choice=candidate.choice,
+                fields=candidate.fields,
             )
+
+    def _checked_again(self, index: int, number: int, ready: Mapping[str, _Candidate]) -> dict[str, _Candidate]:
+        """Those that are right on another layer too; each keeps the verdict that came closest to its limit.
+
+        But for the overall errors, which are over the layers so far: the same rows of all implementations.
+        """
+
+        def judged(name: str) -> _Candidate:
+            candidate = ready[name]
+            try:
+                verdict = candidate.judge()
+            except _RefusedError as refused:
+                raise _RefusedError(refused.status, f"layer {number}: {refused.reason}", refused.verdict) from None
+            candidate.verdict = _over_layers(candidate.verdict, verdict, number)
+            return candidate
+
+        return self._each(index, list(ready), f"check on layer {number}", judged)
 
     def _row(
         self,
@@ -1552,7 +1731,7 @@ class _Worker:
         verdict: Message | None = None,
         samples: Sequence[Message] = (),
         cubin: Message | None = None,
-        choice: str = "",
+        fields: Message | None = None,
     ) -> None:
         row = {
             "name": name,
@@ -1561,7 +1740,8 @@ class _Worker:
             "verdict": verdict,
             "samples": list(samples),
             "cubin": cubin,
-            **({"choice": choice} if choice else {}),
+            **(fields or {}),
+            **({"trained": self._model} if self._model else {}),
         }
         self._send({"type": "row", "cell": index, "row": row})
 
@@ -1745,6 +1925,26 @@ def _need(module: str) -> Any:
             f"wanted the Python package {module} to measure on a GPU, got: {error}. "
             "`pip install 'flashlab[gpu]'` installs it."
         ) from error
+
+
+def _trained() -> Any:
+    """The module of `trained` inputs, loaded where they are wanted: it wants torch."""
+    return importlib.import_module("flashlab.trained")
+
+
+def _closeness(verdict: Message | None) -> float:
+    """An error over its limit; 0 where there is none."""
+    return float(verdict["max_abs_error"] / verdict["max_abs_limit"]) if verdict and verdict["max_abs_limit"] else 0.0
+
+
+def _over_layers(before: Message | None, verdict: Message | None, layers: int) -> Message | None:
+    """The verdict closer to its limit, with overall errors over `layers` layers before and one more."""
+    if before is None or verdict is None:
+        return verdict
+    chosen = verdict if _closeness(verdict) > _closeness(before) else before
+    squares = (layers * before["overall_rms_error"] ** 2 + verdict["overall_rms_error"] ** 2) / (layers + 1)
+    largest = max(before["overall_max_error"], verdict["overall_max_error"])
+    return {**chosen, "overall_max_error": largest, "overall_rms_error": math.sqrt(squares)}
 
 
 def _words(error: BaseException) -> str:

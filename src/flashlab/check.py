@@ -95,7 +95,9 @@ class Verdict:
     """What the checker says; records.Verdict has the same fields.
 
     Each error stands beside the limit of the same band: the one where it came closest to its limit, or passed it by
-    most. They are None where the output could not be compared: wrong shape or type, unwritten or not finite.
+    most. To compare implementations by, there are the errors over all rows that were compared with the oracle, the same
+    for all that share a sample. They are None where the output could not be compared: wrong shape or type, unwritten or
+    not finite.
     """
 
     passed: bool
@@ -108,6 +110,8 @@ class Verdict:
     lse_error: float | None = None
     """None where the implementation gives no log-sum-exp."""
     lse_limit: float | None = None
+    overall_max_error: float | None = None
+    overall_rms_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -472,7 +476,10 @@ def _judge(seen: _Comparison, *, has_lse: bool, unit: float) -> Verdict:
     if has_lse:
         comparisons.append(("lse", "LSE error", most(seen.lse_error), lse_limit))
 
-    numbers: dict[str, float] = {}
+    numbers = {
+        "overall_max_error": float(seen.error_max.max()),
+        "overall_rms_error": math.sqrt(float(seen.error_squares.mean()) / seen.head_dim),
+    }
     reason = ""
     for name, title, error, limit in comparisons:
         # An error of 0 passes a limit of 0: a band of rows that see no key.

@@ -12,7 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -32,6 +32,7 @@ from flashlab.errors import (
     ParameterError,
     UnsupportedError,
 )
+from flashlab.inputs import NORMAL, drawn
 from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, Problem
 from flashlab.records import Verdict
 from flashlab.reference import make_inputs
@@ -122,14 +123,16 @@ def cases(
     dtypes: Sequence[str] = DTYPES,
     masks: Sequence[str] = MASKS,
     layouts: Sequence[str] = tuple(LAYOUTS),
+    inputs: Sequence[str] = (NORMAL,),
     head_dims: Sequence[int] | None = None,
     heads: tuple[int, int, int] = GPU_HEADS,
 ) -> list[Case]:
     """Every combination that at least one implementation takes. `able` is the stage of each name.
 
     Raises:
-        ParameterError: an unknown layout, mask or type, or nothing is left.
+        ParameterError: an unknown layout, mask or type, inputs that are not drawn, or nothing is left.
     """
+    kinds = [drawn(name) for name in inputs]
     for wanted, known, what in ((layouts, LAYOUTS, "layout"), (masks, MASKS, "mask"), (dtypes, DTYPES, "dtype")):
         for value in wanted:
             if value not in known:
@@ -152,7 +155,12 @@ def cases(
                         mask=mask,  # type: ignore[arg-type]
                     )
                     names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
-                    found.extend(Case(problem, layout, names) for layout in layouts if names)
+                    found.extend(
+                        Case(replace(problem, inputs=kind), layout, names)
+                        for kind in kinds
+                        for layout in layouts
+                        if names
+                    )
     if not found:
         raise ParameterError("wanted at least one stage that takes one of those types and head dims, got none")
     return found
@@ -165,15 +173,24 @@ GPU_SCORES, CPU_SCORES = 1 << 22, 1 << 15
 """Scores of a random problem at most: what a GPU checks in milliseconds, and a CPU emulates in a second."""
 
 
-def random_cases(able: Mapping[str, Stage], count: int, *, seed: int, max_scores: int = GPU_SCORES) -> list[Case]:
+def random_cases(
+    able: Mapping[str, Stage],
+    count: int,
+    *,
+    seed: int,
+    max_scores: int = GPU_SCORES,
+    inputs: Sequence[str] = (NORMAL,),
+) -> list[Case]:
     """`count` problems drawn with `seed`, each in a layout of its own, of `max_scores` scores at most.
 
     Lengths are 1 to 1500, many of them at the edges of tiles, those of queries and keys independent of one another; so
-    are the places of the four tensors: order of the dimensions, gaps, addresses, heads that share their memory.
+    are the places of the four tensors: order of the dimensions, gaps, addresses, heads that share their memory. Kinds
+    of inputs follow one another.
 
     Raises:
-        ParameterError: no stage, or no case asked for.
+        ParameterError: no stage, or no case asked for, or inputs that are not drawn.
     """
+    kinds = [drawn(name) for name in inputs]
     if count < 1 or not able:
         raise ParameterError(f"wanted at least one random case and one stage, got {count} and {len(able)}")
     rng = np.random.default_rng(seed)
@@ -196,6 +213,7 @@ def random_cases(able: Mapping[str, Stage], count: int, *, seed: int, max_scores
             head_dim=int(rng.choice(dims)),
             dtype=rng.choice(dtypes).item(),
             mask=rng.choice(MASKS).item(),
+            inputs=kinds[len(found) % len(kinds)],
         )
         names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
         if names:
@@ -248,6 +266,7 @@ def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
         "shape": problem.shape,
         "dtype": problem.dtype,
         "mask": problem.mask,
+        **({} if problem.inputs == NORMAL else {"inputs": problem.inputs}),
         "layout": rows[0].layout,
         "ok": {row.stage: _numbers(row) for row in rows if _passed(row)},
     }
@@ -322,15 +341,21 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
             if "format" in line:
                 header = {key: value for key, value in line.items() if key != "format"}
             else:
-                found.extend([{**header, **one} for one in _expanded(line)] if header else [line])
+                found.extend([{**header, **one} for one in _expanded(line)] if header else [_first_format(line)])
         except (ValueError, KeyError, TypeError, FlashlabError) as error:
             raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {error!r}") from error
     return tuple(found)
 
 
+def _first_format(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Its line, from before there were kinds of inputs."""
+    return {**line, "problem": {**line["problem"], "inputs": NORMAL}}
+
+
 def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The comparisons of a line of `case_line`, or the one of a line of format 2."""
-    problem = asdict(Problem.parse(line["shape"], dtype=line["dtype"], mask=line["mask"]))
+    what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
+    problem = asdict(Problem.parse(line["shape"], **what))
     if "stage" in line:
         return [_full(line, problem, line["layout"])]
     rows = [_passed_line(stage, numbers, line.get("emulated")) for stage, numbers in line["ok"].items()]
@@ -596,6 +621,7 @@ def check_on_cpu(
     dtypes: Sequence[str] = DTYPES,
     masks: Sequence[str] = MASKS,
     layouts: Sequence[str] = tuple(LAYOUTS),
+    inputs: Sequence[str] = (NORMAL,),
     head_dims: Sequence[int] | None = None,
     sources: Mapping[str, Path] | None = None,
     schedules: Sequence[str] = ("ascending",),
@@ -623,23 +649,23 @@ def check_on_cpu(
     able = {name: stages.get(stage_id) for name, (stage_id, _) in which.items()}
     if not lengths or not layouts:
         raise ParameterError(f"wanted at least one length and layout, got {lengths} and {layouts}")
-    wanted = random_cases(able, random, seed=seed, max_scores=CPU_SCORES) if random else []
+    wanted = random_cases(able, random, seed=seed, max_scores=CPU_SCORES, inputs=inputs) if random else []
     for long, heads, through in ((False, CPU_HEADS, layouts), (True, CPU_LONG_HEADS, layouts[:1])):
         of_this = [(q_len, kv_len) for q_len, kv_len in lengths if (q_len * kv_len > MANY_SCORES) == long]
         if of_this and not random:
             what: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims, "heads": heads}
-            wanted += cases(able, lengths=of_this, layouts=through, **what)
+            wanted += cases(able, lengths=of_this, layouts=through, inputs=inputs, **what)
     refused = build_all(which, wanted, hooks=races, follow=follow)
     cancel = threading.Event()
-    inputs = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
+    made = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
     verdicts: dict[tuple[Problem, str, str, bytes, bytes], CheckVerdict] = {}
 
     def judge(case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> CheckVerdict:
         """`check`, once for the same bits: another schedule or layout rarely changes any."""
-        inputs = case.layout if "=" in case.layout else ""  # shared heads are other numbers
+        numbers = case.layout if "=" in case.layout else ""  # shared heads are other numbers
         key = (
             case.problem,
-            inputs,
+            numbers,
             options["precision"],
             sha256(out.tobytes()).digest(),
             sha256(lse.tobytes()).digest(),
@@ -658,7 +684,7 @@ def check_on_cpu(
                 verdict, ran = emulated_verdict(
                     stage_id,
                     case.problem,
-                    laid_out(inputs(case.problem), case.layout),
+                    laid_out(made(case.problem), case.layout),
                     layout=case.layout,
                     source=source,
                     params=stages.variant_in(name),

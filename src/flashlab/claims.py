@@ -733,10 +733,11 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
     times = []
     with torch.no_grad():
         attend = peer.build(problem)
+        given = peers.in_layout(peer.layout, q, k, v)
         for index in range(_WARM_UP_CALLS + calls):
             torch.cuda.synchronize()
             began = perf_counter_ns()
-            attend(q, k, v)
+            attend(*given)
             torch.cuda.synchronize()
             if index >= _WARM_UP_CALLS:
                 times.append((perf_counter_ns() - began) / 1e3)

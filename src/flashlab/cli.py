@@ -31,6 +31,8 @@ from flashlab.errors import (
     NoDataError,
     ParameterError,
 )
+from flashlab.inputs import ALL, KINDS, NORMAL, TRAINED, drawn
+from flashlab.inputs import parse as kinds_in
 from flashlab.paths import BUILD, DATA
 from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Mask, Problem
 from flashlab.problem import suite as suite_of
@@ -59,6 +61,10 @@ Gpu = Annotated[str | None, typer.Option(help="Folder under data/, such as nvidi
 OneDType = Annotated[DType | None, typer.Option(help="Element type; all if not given.")]
 OneMask = Annotated[Mask | None, typer.Option(help="Mask; both if not given.")]
 Shape = Annotated[str | None, typer.Option(help="BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64.")]
+_KINDS = ", ".join(KINDS)
+Inputs = Annotated[
+    str, typer.Option("--inputs", metavar="KIND[,KIND]...", help=f"What Q, K and V hold: {_KINDS}; or {ALL}.")
+]
 HeadDim = Annotated[int | None, typer.Option(help="The stage's first if not given.")]
 Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
 Source = Annotated[list[str] | None, typer.Option(help="STAGE=FILE: an edited copy of a stage's kernel, beside it.")]
@@ -330,6 +336,7 @@ def check(
     length: Annotated[list[str] | None, typer.Option(help="SQxSK, such as 113x203; hostile ones if not given.")] = None,
     dtype: OneDType = None,
     mask: OneMask = None,
+    inputs: Inputs = NORMAL,
     source: Source = None,
     on: Annotated[
         Where | None, typer.Option(help="gpu, cpu, or both and compare them; gpu where there is one if not given.")
@@ -353,7 +360,7 @@ def check(
     data: Data = DATA,
     as_json: Json = False,
 ) -> None:
-    """Compare stages with the float64 oracle, over lengths, layouts, types and masks that break kernels.
+    """Compare stages with the float64 oracle, over lengths, layouts, types, masks and inputs that break kernels.
 
     Runs on the GPU, or on the CPU, where every stage runs on any machine.
     """
@@ -365,6 +372,12 @@ def check(
     chosen = [*(stage_ids or ()), *(registry.DEAD_ENDS if dead_ends else ())] or list(registry.STAGES)
     lengths = [_length(text) for text in length] if length else HOSTILE
     dtypes, masks = (dtype,) if dtype else DTYPES, (mask,) if mask else MASKS
+    kinds = kinds_in(inputs)
+    if TRAINED in kinds and len(kinds) > 1:
+        kinds = tuple(kind for kind in kinds if kind != TRAINED)
+        _say(
+            f"{TRAINED} inputs are left out: they have one shape, and `flashlab bench` checks them where it times them"
+        )
     sources = _sources(source)
     if on is None:
         on = "cpu" if gpu.available() and not record else "gpu"
@@ -384,6 +397,7 @@ def check(
                 lengths=lengths,
                 dtypes=dtypes,
                 masks=masks,
+                inputs=kinds,
                 sources=sources,
                 schedules=schedule or ("ascending",),
                 races=races,
@@ -398,6 +412,7 @@ def check(
                 lengths=lengths,
                 dtypes=dtypes,
                 masks=masks,
+                inputs=kinds,
                 sources=sources,
                 data=data if record else None,
                 emulate=on == "both",
@@ -414,6 +429,7 @@ def check(
                     "shape": row.problem.shape,
                     "dtype": row.problem.dtype,
                     "mask": row.problem.mask,
+                    "inputs": row.problem.inputs,
                     "layout": row.layout,
                     "status": row.status,
                     "reason": row.reason,
@@ -455,6 +471,13 @@ def bench(
     mask: OneMask = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Of the suite, only these head dims.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Of the suite, only these sequence lengths.")] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[,KIND]...",
+            help=f"What Q, K and V hold: {_KINDS}; or {ALL}. If not given {ALL} of the suite inputs, else {NORMAL}.",
+        ),
+    ] = None,
     stage_ids: Annotated[
         str | None,
         typer.Option("--stages", help="Ids, or ID[NAME=VALUE], joined by commas, or none; the ladder if not given."),
@@ -484,6 +507,14 @@ def bench(
     sustained_on: Annotated[
         str | None, typer.Option(help="Stages and libraries to call for seconds, joined by commas; all if not given.")
     ] = None,
+    lse: Annotated[
+        bool | None,
+        typer.Option(
+            "--lse/--no-lse",
+            help="Time every stage a second time with the log-sum-exp on; if not given as the suite has it: on "
+            "for peers and inputs.",
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say how long it may take, and measure nothing.")] = False,
     device: Device = 0,
     data: Data = DATA,
@@ -502,9 +533,11 @@ def bench(
         if shape
         else [problem for problem in suite_of(suite) if dtype in (None, problem.dtype) and mask in (None, problem.mask)]
     )
+    kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
     chosen = [
-        problem
+        replace(problem, inputs=kind)
         for problem in problems
+        for kind in kinds
         if (not head_dim or problem.head_dim in head_dim) and (not length or problem.q_len in length)
     ]
     if not chosen:
@@ -524,6 +557,8 @@ def bench(
         plan = replace(plan, sustained_seconds=sustained, sustained_shapes=None)
     if sustained_on is not None:
         plan = replace(plan, sustained_names=tuple(_names(sustained_on) or ()))
+    if lse is not None:
+        plan = replace(plan, lse=lse)
     named = _names(stage_ids)
     if dead_ends:
         variants = [name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names)]
@@ -547,7 +582,8 @@ def bench(
             progress=_follow(progress, "measuring"),
             note=_say,
         )
-    rows = records.read_run(path).measurements
+    run = records.read_run(path)
+    rows = (*run.measurements, *run.with_lse)
     flat = [records.flat(row) for row in rows]
     if as_json:
         _emit_json(flat)
@@ -857,6 +893,7 @@ def profile(
     shape: Shape = None,
     dtype: Annotated[DType, typer.Option(help="Element type.")] = "float16",
     mask: Annotated[Mask, typer.Option(help="Mask.")] = "full",
+    inputs: Annotated[str, typer.Option(metavar="KIND", help=f"What Q, K and V hold: {_KINDS}.")] = NORMAL,
     lines: Annotated[int, typer.Option(help="Source lines to print of each stage; 0 for none.", min=0)] = 3,
     device: Device = 0,
     data: Data = DATA,
@@ -865,7 +902,7 @@ def profile(
     """Profile stages with Nsight Compute, and append what units and warps did to data/<gpu>/profiles/."""
     from flashlab import profiler as module
 
-    problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask)
+    problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask, inputs=drawn(inputs))
     missed: list[str] = []
 
     def say(line: str) -> None:
@@ -1204,6 +1241,7 @@ def results(
     shape: Shape = None,
     dtype: OneDType = None,
     mask: OneMask = None,
+    inputs: Inputs = NORMAL,
     regime: Annotated[
         Regime | None,
         typer.Option(help="burst: short samples with gaps (if not given); sustained: power-limited."),
@@ -1229,11 +1267,12 @@ def results(
         _verify(name, data, as_json)
         return
     wanted = Problem.parse(shape).shape if shape else None
+    kinds = kinds_in(inputs)
     if against_peers and (regime or cache):
         given = " ".join(f"--{key} {value}" for key, value in (("regime", regime), ("cache", cache)) if value)
         raise ParameterError(
             f"--against-peers: wanted no --regime or --cache beside it, got {given}. It shows bursts and sustained "
-            "load side by side, with a hot L2; --shape, --dtype and --mask go with it"
+            "load side by side, with a hot L2; --shape, --dtype, --mask and --inputs go with it"
         )
 
     def suits(problem: Problem) -> bool:
@@ -1241,13 +1280,14 @@ def results(
             (wanted is None or problem.shape == wanted)
             and (dtype is None or problem.dtype == dtype)
             and (mask is None or problem.mask == mask)
+            and problem.inputs in kinds
         )
 
     def fits(row: records.Measurement) -> bool:
         return suits(row.problem.problem())
 
     if against_peers:
-        _against_peers(name, data, suits, as_json)
+        _against_peers(name, data, suits, kinds, as_json)
         return
 
     runs = records.runs(name, data)
@@ -1257,8 +1297,8 @@ def results(
             _say(f"damaged, left out: {damage}")
     if not fitting:
         known = sorted({row.problem.problem().label for run in runs for row in run.measurements})
-        what = " ".join(filter(None, (wanted, dtype, mask)))
-        raise NoDataError(f"wanted rows of {what or 'any problem'} on {name}, found none. Recorded: {'; '.join(known)}")
+        what = " ".join(filter(None, (wanted, dtype, mask, inputs)))
+        raise NoDataError(f"wanted rows of {what} on {name}, found none. Recorded: {'; '.join(known)}")
     regime, cache = regime or "burst", cache or "hot"
     chosen = _timed_so(fitting, regime, cache) if (regime, cache) != ("burst", "hot") else fitting[0]
     flat = [records.flat(row, regime, cache) for row in chosen]
@@ -1282,33 +1322,37 @@ def _timed_so(
     )
 
 
-def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], as_json: bool) -> None:
+def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], kinds: Sequence[str], as_json: bool) -> None:
     """Our best stage against the best library, a row a problem."""
     from flashlab import results as module
 
-    found = [one for one in module.against_peers(gpu, data) if suits(one.problem)]
+    found = [one for one in module.against_peers(gpu, data, kinds) if suits(one.problem)]
     if not found:
-        raise NoDataError(f"wanted such problems among the records of {gpu}, found none")
+        raise NoDataError(f"wanted such problems on {', '.join(kinds)} inputs among the records of {gpu}, found none")
     if as_json:
         _emit_json([one.flat() for one in found])
         return
     _emit_table(
-        ("problem", "stage", "µs", "library", "µs", "ratio", "of fa3 or cuDNN", "sustained ratio", "of fa3 or cuDNN"),
+        (
+            *("problem", "stage", "µs", "% of peak", "library", "µs", "% of peak", "ratio", "log-sum-exp alike"),
+            *("of fa3 or cuDNN", "sustained ratio", "log-sum-exp alike", "of fa3 or cuDNN", "worst layer"),
+        ),
         [
             (
                 one.problem.label,
                 one.burst.stage if one.burst else one.reason,
                 one.burst.stage_us if one.burst else None,
+                one.burst.stage_percent_of_peak if one.burst else None,
                 one.burst.peer if one.burst else None,
                 one.burst.peer_us if one.burst else None,
-                *(
-                    f"{contest.ratio:.3f}" if contest else None
-                    for contest in (one.burst, one.named, one.sustained, one.named_sustained)
-                ),
+                one.burst.peer_percent_of_peak if one.burst else None,
+                *(f"{ratio:.3f}" if ratio else None for ratio in one.ratios),
+                f"{one.burst.worst_ratio:.3f}" if one.burst and one.burst.worst_ratio else None,
             )
             for one in found
         ],
-        title=f"{gpu}, newest run {max(one.run for one in found)}: the library's median time over the stage's",
+        title=f"{gpu}, newest run {max(one.run for one in found)}: the library's median time over the stage's, "
+        "on normally distributed inputs of unit scale where a problem names no others",
     )
 
 
@@ -1356,6 +1400,7 @@ def _emit_rows(flat: Sequence[Mapping[str, object]], *, title: str) -> None:
         "shape": "shape",
         "dtype": "dtype",
         "mask": "mask",
+        "inputs": "inputs",
         "median_us": "median µs",
         "tflops": "TFLOP/s",
         "cv_percent": "CV %",
@@ -1368,7 +1413,8 @@ def _emit_rows(flat: Sequence[Mapping[str, object]], *, title: str) -> None:
         (*columns.values(), "status"),
         [
             [
-                *(row[key] for key in columns),
+                f"{row['name']}, log-sum-exp on" if row["kind"] == "stage" and row["lse"] else row["name"],
+                *(row[key] for key in columns if key != "name"),
                 row["status"] if row["status"] == "ok" else f"{row['status']}: {row['reason']}",
             ]
             for row in flat

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from flashlab import compiler, levers, peers, records, results, roofline, sass, tables
 from flashlab import stages as registry
 from flashlab.errors import CompileError, MissingPackageError, NoDataError, UnknownStageError
+from flashlab.inputs import NORMAL
 from flashlab.paths import DATA, KERNELS
 from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.records import Ablation, Call, Ceiling, Measurement, Part, Samples, StageProfile, Tuning
@@ -216,7 +217,7 @@ class Finding:
 
 
 class Evidence:
-    """All that is on record of one GPU, read once, with the line that each record is in."""
+    """All that is on record of one GPU, on normal inputs, read once, with the line that each record is in."""
 
     def __init__(self, gpu: str, data: Path = DATA) -> None:
         self.gpu = gpu
@@ -228,9 +229,12 @@ class Evidence:
             name = path.relative_to(self.data).as_posix()
             for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
                 try:
-                    found.append(Found(record=parse(raw.decode("utf-8")), path=name, line=number))
+                    record = parse(raw.decode("utf-8"))
                 except (ValidationError, UnicodeDecodeError):
                     continue  # an empty or damaged line: `flashlab results --verify` names it
+                problem = getattr(record, "problem", None)
+                if problem is None or problem.inputs == NORMAL:
+                    found.append(Found(record=record, path=name, line=number))
         return tuple(found)
 
     @cached_property
@@ -239,11 +243,11 @@ class Evidence:
 
     @cached_property
     def measurements(self) -> tuple[Found[Measurement], ...]:
-        """Stages, dead ends and libraries, oldest first."""
+        """Stages, dead ends and libraries, oldest first; no row `with_lse`."""
         return tuple(
             Found(record=one.record, path=one.path, line=one.line)
             for one in self._runs
-            if isinstance(one.record, Measurement)
+            if isinstance(one.record, Measurement) and not one.record.with_lse
         )
 
     @cached_property
@@ -1030,7 +1034,7 @@ def _batched_against_single(evidence: Evidence) -> Finding:
         ),
         places=(ours.place, sdpa.place, lone.place),
         stages=("t0_triton",),
-        problems=(f"{tables.shape_of(BATCH)}, a sequence", tables.shape_of(SINGLE)),
+        problems=(f"{BATCH.sizes}, a sequence", SINGLE.sizes),
     )
 
 

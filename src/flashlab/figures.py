@@ -513,7 +513,7 @@ def scaling(
         heights={"wide": height, "narrow": height + 0.35},
         alt=f"Rate of {len(names)} stages and libraries at {len(problems)} {mask} {dtype} shapes, "
         "as a percentage of the fastest library at each shape. The same numbers stand in the tables of this page.",
-        caption=f"Every {mask} {dtype} shape: percent of the fastest library at that shape. "
+        caption=f"Every {mask} {dtype} shape, {results.on_inputs(problems)}: percent of the fastest library there. "
         "Blank: no time, see the tables." + _whence(shown, problems, used, each="shape", regime=regime, cache=cache),
         provenance=results.provenance(used, regime, cache),
         data_files=results.run_files(used),
@@ -544,6 +544,7 @@ def ratios(
             f"lengths{' --sustained 5' if regime == 'sustained' else ''}` on such a GPU makes some"
         )
     drawn = [point for points in lines.values() for point in points.values()]
+    inputs = results.on_inputs(_OF_LENGTHS)
     runs = sorted({run for _, run in drawn})
     contests = [contest for contest, _ in drawn]
     counts = sorted({count for points in lines.values() for count in points})
@@ -593,6 +594,7 @@ def ratios(
     facts = (
         shown.name,
         f"SM {clocks[0]:.0f}–{clocks[-1]:.0f} MHz in the calls" if clocks else "clock not recorded",
+        inputs,
         regime,
         days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
         f"commit {', '.join(commits)}",
@@ -602,10 +604,10 @@ def ratios(
         name=name or f"ratios-{regime}",
         heights={"wide": 3.2 + 0.19 * math.ceil(rows / 4), "narrow": 2.4 * len(dtypes) + 0.17 * rows},
         alt=f"The best stage's rate over the best library's, {regime}, over sequence length. {told}.",
-        caption=f"How many times as fast the best stage is as the best library of the same element type, {regime}: "
-        f"from {number(low)} to {number(high)}. Lines are head dims and masks; a point's shape is the library. Below "
-        "one the library is faster. Each point is of one run, in which the two took turns; the runs may be of several "
-        "sessions and GPUs.",
+        caption=f"How many times as fast the best stage is as the best library of the same element type, {regime}, "
+        f"{inputs}: from {number(low)} to {number(high)}. Lines are head dims and masks; a point's shape is the "
+        "library. Below one the library is faster. Each point is of one run, in which the two took turns; the runs may "
+        "be of several sessions and GPUs.",
         provenance=" · ".join(facts),
         data_files=tuple(f"{shown.gpu}/runs/{run}.jsonl" for run in runs),
     )

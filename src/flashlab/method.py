@@ -56,6 +56,7 @@ from flashlab.errors import (
     UnsupportedError,
 )
 from flashlab.figures import Chart
+from flashlab.inputs import NORMAL
 from flashlab.paths import DATA, writable_dir
 from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.records import Cache, Gpu, Measurement, ProblemFields, Reading, Regime, Samples
@@ -413,9 +414,10 @@ class _Worker:
         if name in stages.STAGES:
             return prepare(q, k, v, stage=name, out=self._torch.empty_like(q), stream=self._stream)
         attend = self._peer(name, problem)
+        given = peers.in_layout(peers.get(name).layout, q, k, v)
 
         def run() -> None:
-            attend(q, k, v)
+            attend(*given)
 
         return run
 
@@ -434,7 +436,8 @@ class _Worker:
             out.view(self._torch.int16).fill_(POISON_WORD)
             prepare(q, k, v, stage=name, out=out, stream=self._stream)()
         else:
-            out = self._peer(name, problem)(q, k, v)
+            layout = peers.get(name).layout
+            out = peers.bhsd_view(layout, self._peer(name, problem)(*peers.in_layout(layout, q, k, v)))
         gpu.synchronize(self._device)
         shape = Shape.of_problem(problem)
         verdict = check(
@@ -945,12 +948,12 @@ def _same_start(row: Measurement, other: Measurement) -> bool:
 
 
 def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
-    """`spreads` of all that is on record for a GPU; may be empty."""
+    """`spreads` of all that is on record for a GPU on normal inputs; may be empty."""
     try:
         runs = records.runs(gpu_slug or "", data)
     except NoDataError:
         return ()
-    return spreads(row for run in runs for row in run.measurements)
+    return spreads(row for run in runs for row in run.measurements if row.problem.inputs == NORMAL)
 
 
 # --- Pages ------------------------------------------------------------------------------------------------------------

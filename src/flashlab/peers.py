@@ -1,7 +1,8 @@
-"""The libraries measured beside the stages, in the same run and on the same tensors.
+"""The libraries measured beside the stages, in the same run and on the same values.
 
-A peer takes torch tensors Q (batch, q_heads, q_len, head_dim), K and V (batch, kv_heads, kv_len, head_dim), contiguous,
-and returns O like Q. Each says why it cannot do a problem, so that a missing one is named and never silently dropped.
+A peer takes contiguous torch tensors in the layout it is made for (`Peer.layout`), `bhsd`: Q (batch, q_heads, q_len,
+head_dim), K and V (batch, kv_heads, kv_len, head_dim), or `bshd`, length before heads; and returns O like Q. Each says
+why it cannot do a problem, so that a missing one is named and never silently dropped.
 
 Causal masks: flashlab aligns them bottom right (as FlashAttention does); torch's `is_causal` aligns top left. They
 agree for square problems alone, so where q_len and kv_len differ a peer gets an explicit bottom-right mask, or says no.
@@ -26,6 +27,8 @@ from flashlab.problem import Problem
 Attention = Callable[[Any, Any, Any], Any]
 """(q, k, v) -> out, torch tensors; enqueues on torch's current stream."""
 Kind = Literal["missing", "unsupported"]
+Layout = Literal["bhsd", "bshd"]
+"""Order of the dimensions in memory: batch, heads, sequence (length), head dim; or length before heads."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,17 @@ class Peer:
     max_capability: tuple[int, int] | None = None
     needs_memory: bool = False
     """True where it holds all scores at once."""
+    layout: Layout = "bhsd"
+    """What it is made for, and gets."""
+    writes_lse: bool | None = None
+    """Whether a call under `torch.no_grad()` writes a log-sum-exp too, by its source; None where that depends on what
+    it chooses."""
+    wheel: str = ""
+    """A third party's build that it is called from, which lacks element types that the library's source has."""
+
+    def wrote_lse(self, choice: str = "") -> bool | None:
+        """Whether what was timed wrote a log-sum-exp, given what it chose; None where that is not known."""
+        return _BACKENDS_WRITE_LSE.get(choice) if self.writes_lse is None else self.writes_lse
 
     def why_not(
         self, problem: Problem, *, compute_capability: tuple[int, int] | None = None, free_bytes: int | None = None
@@ -91,6 +105,29 @@ class Peer:
                     f"{free_bytes / 1e9:.1f} GB are free",
                 )
         return None
+
+
+_BACKENDS_WRITE_LSE: Mapping[str, bool] = {
+    "CUDNN_ATTENTION": False,
+    "FLASH_ATTENTION": True,
+    "EFFICIENT_ATTENTION": False,
+    "MATH": False,
+}
+"""torch's backends where no gradient is wanted (aten/src/ATen/native/transformers/attention.cpp): cuDNN and the
+memory-efficient kernel are told `compute_logsumexp` false, flash has no such switch and allocates it always."""
+
+
+def in_layout(layout: Layout, *tensors: Any) -> tuple[Any, ...]:
+    """Contiguous torch tensors (batch, heads, length, head_dim) as a peer of that layout takes them.
+
+    Themselves for `bhsd`, copies for `bshd`.
+    """
+    return tensors if layout == "bhsd" else tuple(tensor.transpose(1, 2).contiguous() for tensor in tensors)
+
+
+def bhsd_view(layout: Layout, out: Any) -> Any:
+    """A peer's output as (batch, heads, length, head_dim), a view."""
+    return out if layout == "bhsd" else out.transpose(1, 2)
 
 
 def _installed(module: str) -> bool:
@@ -135,22 +172,35 @@ def _sdpa(backend: str | None) -> Callable[[Problem], Attention]:
         mask = _bottom_right_mask(problem) if problem.causal and not square else None
         is_causal = problem.causal and square
         grouped = problem.q_heads != problem.kv_heads
+        what = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": grouped}
         if backend is None:
-
-            def default(q: Any, k: Any, v: Any) -> Any:
-                return attend(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
-
-            return default
+            return _DefaultSdpa(what)
         kernel = importlib.import_module("torch.nn.attention")
         choice = getattr(kernel.SDPBackend, backend)
 
         def chosen(q: Any, k: Any, v: Any) -> Any:
             with kernel.sdpa_kernel(choice):
-                return attend(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
+                return attend(q, k, v, **what)
 
         return chosen
 
     return build
+
+
+class _DefaultSdpa:
+    """torch's SDPA by its own choice of a backend, which its first call asks for."""
+
+    def __init__(self, what: Mapping[str, Any]) -> None:
+        self._torch = importlib.import_module("torch")
+        self._what = what
+        self.choice = ""
+        """The backend's name; empty before the first call."""
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        if not self.choice:
+            backends = importlib.import_module("torch.nn.attention").SDPBackend
+            self.choice = backends(self._torch._fused_sdp_choice(q, k, v, **self._what)).name
+        return self._torch.nn.functional.scaled_dot_product_attention(q, k, v, **self._what)
 
 
 def _cublas_unfused(problem: Problem) -> Attention:
@@ -248,10 +298,8 @@ def _flash_attention(module: str) -> Callable[[Problem], Attention]:
         interface = importlib.import_module(module)
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            # It wants (batch, length, heads, head_dim) in any strides: views, not copies.
-            turned = (one.transpose(1, 2) for one in (q, k, v))
-            out = interface.flash_attn_func(*turned, causal=problem.causal)
-            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+            out = interface.flash_attn_func(q, k, v, causal=problem.causal)
+            return out[0] if isinstance(out, tuple) else out
 
         return attend
 
@@ -260,8 +308,7 @@ def _flash_attention(module: str) -> Callable[[Problem], Attention]:
 
 def _fa3_limits(problem: Problem) -> str | None:
     if problem.dtype != "bfloat16":
-        # FlashAttention-3's source has float16 too; whoever built the wheel left it out.
-        return f"the wheel fa3-fwd was built with bfloat16 and fp8 kernels alone; got {problem.dtype}"
+        return f"the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16"
     return None
 
 
@@ -296,6 +343,7 @@ PEERS: Mapping[str, Peer] = {
             how="SDPBackend.CUDNN_ATTENTION",
             packages=_TORCH,
             build=_sdpa("CUDNN_ATTENTION"),
+            writes_lse=_BACKENDS_WRITE_LSE["CUDNN_ATTENTION"],
             limits=_square_causal,
             min_capability=(8, 0),
         ),
@@ -305,6 +353,7 @@ PEERS: Mapping[str, Peer] = {
             how="SDPBackend.FLASH_ATTENTION",
             packages=_TORCH,
             build=_sdpa("FLASH_ATTENTION"),
+            writes_lse=_BACKENDS_WRITE_LSE["FLASH_ATTENTION"],
             limits=_flash_limits,
             min_capability=(8, 0),
         ),
@@ -314,6 +363,7 @@ PEERS: Mapping[str, Peer] = {
             how="SDPBackend.EFFICIENT_ATTENTION",
             packages=_TORCH,
             build=_sdpa("EFFICIENT_ATTENTION"),
+            writes_lse=_BACKENDS_WRITE_LSE["EFFICIENT_ATTENTION"],
             limits=_efficient_limits,
         ),
         Peer(
@@ -322,6 +372,7 @@ PEERS: Mapping[str, Peer] = {
             how="SDPBackend.MATH",
             packages=_TORCH,
             build=_sdpa("MATH"),
+            writes_lse=_BACKENDS_WRITE_LSE["MATH"],
             limits=_no_blind_rows,
             needs_memory=True,
         ),
@@ -331,6 +382,7 @@ PEERS: Mapping[str, Peer] = {
             how="torch.matmul, softmax, torch.matmul",
             packages=_TORCH,
             build=_cublas_unfused,
+            writes_lse=False,
             limits=_no_blind_rows,
             needs_memory=True,
         ),
@@ -340,6 +392,7 @@ PEERS: Mapping[str, Peer] = {
             how="torch.compile(flex_attention, dynamic=False)",
             packages=(*_TORCH, ("triton", "flashlab[gpu]")),
             build=_flex,
+            writes_lse=False,  # its OUTPUT_LOGSUMEXP is torch.is_grad_enabled()
             limits=_no_blind_rows,
             min_capability=(8, 0),
         ),
@@ -349,6 +402,7 @@ PEERS: Mapping[str, Peer] = {
             how="kernels/peers/triton_fa2.py, by triton.autotune",
             packages=(*_TORCH, ("triton", "flashlab[gpu]")),
             build=_TritonFA2,
+            writes_lse=False,
             limits=_no_blind_rows,
             min_capability=(8, 0),
         ),
@@ -358,6 +412,9 @@ PEERS: Mapping[str, Peer] = {
             how="fa3_fwd_interface.flash_attn_func",
             packages=(*_TORCH, ("fa3_fwd_interface", "fa3-fwd")),
             build=_flash_attention("fa3_fwd_interface"),
+            wheel="fa3-fwd",
+            layout="bshd",
+            writes_lse=True,  # allocates and fills one in every call
             limits=_fa3_limits,
             min_capability=(9, 0),
             max_capability=(9, 0),
@@ -368,6 +425,8 @@ PEERS: Mapping[str, Peer] = {
             how="flash_attn.cute.flash_attn_func",
             packages=(*_TORCH, ("flash_attn.cute", "flash-attn-4")),
             build=_flash_attention("flash_attn.cute"),
+            layout="bshd",
+            writes_lse=False,  # allocates one where a gradient or return_lse is wanted
             min_capability=(8, 0),
         ),
     )

@@ -35,9 +35,19 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from flashlab.errors import DamagedRecordError, NoDataError
+from flashlab.inputs import NORMAL, TRAINED, require
 from flashlab.paths import DATA, writable_dir
 from flashlab.paths import slug as slug
 from flashlab.problem import DType, Mask, Problem
@@ -73,6 +83,8 @@ class ProblemFields(_Model):
     head_dim: int = Field(ge=1)
     dtype: DType
     mask: Mask
+    inputs: Annotated[str, AfterValidator(lambda name: require(name).name)] = NORMAL
+    """What Q, K and V held, one of `inputs.KINDS`; lines from before there were kinds lack it."""
 
     @classmethod
     def of(cls, problem: Problem) -> ProblemFields:
@@ -122,6 +134,8 @@ class Samples(_Model):
     """Clocks of one SM a score: see `cycles_per_score`; None where the clock was not measured."""
     continuous_s: float | None = None
     """Sustained alone: seconds of uninterrupted work, of which the samples are the later part."""
+    layer: int | None = Field(default=None, ge=0)
+    """Of `trained` inputs, the layer of the model whose Q, K and V they are on; None of every other kind."""
 
     @model_validator(mode="after")
     def _sound(self) -> Samples:
@@ -157,6 +171,11 @@ class Verdict(_Model):
     lse_error: float | None
     """Largest error of the log-sum-exp; None where the implementation gives none."""
     lse_limit: float | None
+    overall_max_error: float | None = None
+    """Largest error of the output over all rows that were compared, the same of all that a run checks at a problem; the
+    errors above are those of the band of rows that came closest to its limit. None in older records."""
+    overall_rms_error: float | None = None
+    """Root-mean-square error over the same rows."""
 
 
 class CubinFields(_Model):
@@ -262,6 +281,8 @@ class _Timed(_Base):
     verdict: Verdict | None
     samples: tuple[Samples, ...]
     cubin: CubinFields | None
+    trained: dict[str, JsonValue] | None = None
+    """Of `trained` inputs, the model that made them: digest of its weights, loss, statistics of each layer's scores."""
 
     @model_validator(mode="after")
     def _timed_only_when_right(self) -> Self:
@@ -281,8 +302,30 @@ class _Timed(_Base):
         return self
 
     def samples_of(self, regime: Regime = "burst", cache: Cache = "hot") -> Samples | None:
-        """The samples of that regime and cache state; None where none were taken."""
-        return next((s for s in self.samples if s.regime == regime and s.cache == cache), None)
+        """The samples of that regime and cache state; None where none were taken.
+
+        Of `trained` inputs, the median sample of each layer, in the order of layers: the median time is the median over
+        layers, and the largest is that of the worst.
+        """
+        found = [s for s in self.samples if s.regime == regime and s.cache == cache]
+        return _over_layers(found) if found and found[0].layer is not None else next(iter(found), None)
+
+
+def _over_layers(of_layers: Sequence[Samples]) -> Samples:
+    """Samples of the layers of a model as one, a sample a layer: the median of that layer's."""
+    found = sorted(of_layers, key=lambda samples: samples.layer or 0)
+
+    def each(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+        return tuple(median(one) for one in values) if all(values) else ()
+
+    return Samples(
+        regime=found[0].regime,
+        cache=found[0].cache,
+        calls=found[0].calls,
+        time_us=each([one.time_us for one in found]),
+        sm_clock_mhz=each([one.sm_clock_mhz for one in found]),
+        call_clock_mhz=each([one.call_clock_mhz for one in found]),
+    )
 
 
 class Measurement(_Timed):
@@ -293,6 +336,17 @@ class Measurement(_Timed):
     """A stage id, or a peer's name."""
     choice: str = ""
     """What a peer chose that tunes itself, in its own words."""
+    layout: Literal["bhsd", "bshd"] = "bhsd"
+    """Order in memory of the dimensions of Q, K and V that were timed: batch, heads, sequence, head dim, or sequence
+    before heads. Older records are all of the first: FlashAttention-3 and -4 had transposed views."""
+    lse: bool | None = None
+    """Whether what was timed wrote a log-sum-exp. A stage has a second row for that; a library writes what it writes.
+    None where it is not known, in older records, and where nothing was timed of a library."""
+
+    @property
+    def with_lse(self) -> bool:
+        """Whether it is a stage's second row, with the log-sum-exp on."""
+        return self.kind == "stage" and self.lse is True
 
 
 class Tuning(_Timed):
@@ -632,8 +686,13 @@ class Run:
 
     @property
     def measurements(self) -> tuple[Measurement, ...]:
-        """Its stages and peers."""
-        return tuple(r for r in self.records if isinstance(r, Measurement))
+        """Its stages and peers; no row `with_lse`."""
+        return tuple(r for r in self.records if isinstance(r, Measurement) and not r.with_lse)
+
+    @property
+    def with_lse(self) -> tuple[Measurement, ...]:
+        """Stages timed with the log-sum-exp on, beside their rows without."""
+        return tuple(r for r in self.records if isinstance(r, Measurement) and r.with_lse)
 
     @property
     def ceilings(self) -> tuple[Ceiling, ...]:
@@ -743,9 +802,9 @@ def readings(gpu: str, data: Path = DATA) -> tuple[Reading, ...]:
 
 def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
     """Raw samples of stages and libraries on record for a GPU, by folder; those of ceilings are not counted."""
-    found = {path: read_run(path).measurements for path in sorted((data / gpu / "runs").glob("*.jsonl"))}
+    found = [read_run(path) for path in sorted((data / gpu / "runs").glob("*.jsonl"))]
     several = {
-        "runs": [samples for rows in found.values() for row in rows for samples in row.samples],
+        "runs": [samples for run in found for row in (*run.measurements, *run.with_lse) for samples in row.samples],
         "tuning": [samples for row in tunings(gpu, data) for samples in row.samples],
         "ablations": [samples for row in ablations(gpu, data) for samples in row.samples],
         "parts": [row.samples for row in parts(gpu, data)],
@@ -915,12 +974,16 @@ def flat(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> di
     return {
         "name": row.name,
         "kind": row.kind,
+        "layout": row.layout,
+        "lse": row.lse,
         "shape": problem.shape,
         "dtype": problem.dtype,
         "mask": problem.mask,
+        "inputs": problem.inputs,
         "status": row.status,
         "reason": row.reason,
         "median_us": samples.median_us if samples else None,
+        "worst_layer_us": max(samples.time_us) if samples and problem.inputs == TRAINED else None,
         "tflops": problem.tflops(samples.median_us) if samples else None,
         "cv_percent": samples.cv_percent if samples else None,
         "samples": len(samples.time_us) if samples else 0,

@@ -33,6 +33,7 @@ from flashlab import ablate, claims, compiler, figures, levers, method, records,
 from flashlab import stages as registry
 from flashlab.errors import MissingPackageError, NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
+from flashlab.inputs import KINDS
 from flashlab.notebook import NOTHING_YET, Outcome, read_outcome, settings
 from flashlab.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
 from flashlab.problem import DTYPES, MASKS, Problem
@@ -274,6 +275,7 @@ def generate(
             text = f"{title}\n\n{_elsewhere(shown, 'The text of this page')}\n{rest}"
         out.snippet(f"notebooks/{name}.md", text)
     _generate_front(out, shown, data)
+    _generate_inputs(out, shown, data)
     # Drawing is most of the work, and independent from stage to stage.
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(_generate_stage, out, stage, shown, data) for stage in registry.STAGES.values()]
@@ -373,12 +375,47 @@ def _generate_front(out: _Output, shown: Results | None, data: Path = DATA) -> N
                 if contest:
                     where = f"of the fastest library in {other.dtype}, {tables.peer_title(contest.peer)}"
                     cards.append((f"{tables.number(100 * contest.ratio)} %", where))
-                said += f"; {tables.peer_title(faster.name)} does not take it here"
+                said += f"; {tables.peer_title(faster.name)}: {tables.lacks(faster.name, peer.problem.dtype)}"
             cards.append((f"{tables.number(share)} %", said))
     timed = sum(row.status == "ok" for found in shown.problems.values() for row in found)
     cards.append((str(timed), f"checked and timed rows over {len(shown.problems)} problems"))
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
-    out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n')
+    where = f"Rates and ratios are those at {shown.first.label}, {results.on_inputs([shown.first])}."
+    out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n<p class="source">{where}</p>\n')
+
+
+def _generate_inputs(out: _Output, shown: Results | None, data: Path) -> None:
+    """Ratios over the libraries, and errors, by kind of inputs; a note where they were not measured."""
+    if shown is None:
+        out.snippet("against-inputs.md", NOTHING_YET)
+        out.snippet("accuracy.md", NOTHING_YET)
+        return
+    shapes = {problem.shape for problem in results.MAIN}
+    try:
+        found = results.against_peers(shown.gpu, data, tuple(KINDS))
+        parts = [tables.against_inputs(found)]
+        with contextlib.suppress(NoDataError):
+            sustained = _indent(tables.against_inputs(found, "sustained"))
+            parts.append(f'??? abstract "Under sustained load"\n\n{sustained}')
+        runs = [run for one in found if one.problem.shape in shapes for run in (one.run, one.sustained_run)]
+        text = "\n".join([*parts, _small_source(shown, filter(None, runs))])
+    except NoDataError as error:
+        text = f"*{error}*"
+    out.snippet("against-inputs.md", text)
+    errors = results.accuracy(shown.gpu, data)
+    try:
+        text = f"{tables.accuracy(errors)}\n{_small_source(shown, (one.run for one in errors))}"
+    except NoDataError as error:
+        text = f"*{error}*"
+    out.snippet("accuracy.md", text)
+
+
+def _small_source(shown: Results, runs: Iterable[str]) -> str:
+    """The GPU, dates and commits of runs."""
+    ids = sorted(set(runs))
+    days = dict.fromkeys((results.date(ids[0]), results.date(ids[-1])))
+    commits = sorted({results.commit_label(run) for run in ids})
+    return f"<small>{shown.name} · {' to '.join(days)} · commit {', '.join(commits)}</small>"
 
 
 def _generate_stage_list(out: _Output) -> None:
@@ -567,7 +604,8 @@ def _stage_result(out: _Output, stage: Stage, shown: Results | None, page: str, 
         results.rate(parent) if parent else None,
         results.rate(peer) if peer else None,
     )
-    told = f"**{tables.number(rate)} TFLOP/s** at {shown.first.label} on one {shown.name}"
+    where = f"{shown.first.label}, {results.on_inputs([shown.first])}, on one {shown.name}"
+    told = f"**{tables.number(rate)} TFLOP/s** at {where}"
     if rate and parent and parent_rate:
         factor = rate / parent_rate
         told += f": **×{tables.number(factor)}** over `{parent.name}`" + (
@@ -708,8 +746,8 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
     beside = [f"{tables.peer_title(row.name)}: {row.problem.dtype}" for row in shown.beside()]
     if beside:
         parts.append(
-            f"Not every library takes every type. Measured in one type alone: {', '.join(beside)}; "
-            f"look for it there, and not among the {shown.rows()[0].problem.dtype} percentages."
+            "Not every library, or the wheel it is called from, has every type. Measured in one type alone: "
+            f"{', '.join(beside)}; look for it there, and not among the {shown.rows()[0].problem.dtype} percentages."
         )
     if shown.damage:
         listed = "\n".join(f"    - {html.escape(str(d).replace(str(ROOT), '.'))}" for d in shown.damage)
@@ -717,8 +755,11 @@ def _generate_results(out: _Output, shown: Results, data: Path) -> None:
     parts.append(
         "## Against the libraries\n\n"
         "The best stage and the best library of the same element type, of those that took turns in one run: the "
-        "newest whose session has the fastest library on record, or one close to it. Sustained ratios, and those over "
-        "the named libraries alone, may be of other runs; `flashlab results --against-peers --json` names each.\n\n"
+        "newest whose session has the fastest library on record, or one close to it; on normally distributed inputs of "
+        "unit scale where a problem names no others. Log-sum-exp alike: on for both where the library writes one, else "
+        "off for both. Peak: what the tensor cores can do at the clock inside the calls. Sustained ratios, and those "
+        "over the named libraries alone, may be of other runs; `flashlab results --against-peers --json` names "
+        "each.\n\n"
         f"{tables.against(results.against_peers(shown.gpu, data))}"
     )
     for mask in ("full", "causal"):
@@ -885,7 +926,7 @@ def _generate_data(out: _Output, everything: Sequence[Results], data: Path) -> N
     for shown in everything:
         folder = out.root / "data" / shown.gpu
         shutil.copytree(data / shown.gpu, folder, dirs_exist_ok=True)
-        rows = [row for run in records.runs(shown.gpu, data) for row in run.measurements]
+        rows = [row for run in records.runs(shown.gpu, data) for row in (*run.measurements, *run.with_lse)]
         _write_csv(folder / "measurements.csv", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
         _write_csv(folder / "samples.csv", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):

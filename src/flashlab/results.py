@@ -14,22 +14,25 @@ that did (`elsewhere`): a percentage of the fastest library would leave out what
 A ratio means most between rows that were measured in turn: `against_peers` takes both of its rows from one run.
 
 A run that measured a dead end tells of dead ends alone (`dead_ends`); the rungs in it are there to be compared with.
+
+Rows of other inputs than normal are shown where they are asked for, and never stand in for normal ones.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from flashlab import records, stages
+from flashlab import records, roofline, stages
 from flashlab.checks import read_lines as check_lines
 from flashlab.errors import NoDataError
+from flashlab.inputs import KINDS, NORMAL, TRAINED
 from flashlab.paths import DATA, slug
 from flashlab.problem import FIRST_SHAPE, STANDARD_SHAPES, Problem, suite
 from flashlab.records import Cache, Ceiling, Damage, Machine, Measurement, Regime, Run, StageProfile
@@ -38,6 +41,10 @@ SESSION_GAP = timedelta(hours=6)
 """Between the starts of two runs of one session, at most."""
 NAMED_PEERS = ("fa3", "sdpa_cudnn")
 """The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
+REFERENCES = ("fa3", "fa4")
+"""The libraries that errors are held against: the second where the wheel of the first lacks the element type."""
+MAIN = suite("peers")
+"""The problems that kinds of inputs are compared at, and their errors."""
 _NEAR = 1.05
 """Two GPUs of one product differ by less, in the same library's time."""
 STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
@@ -133,6 +140,18 @@ class Results:
         return ordered(found.values())
 
 
+def on_inputs(problems: Iterable[Problem]) -> str:
+    """For people: `on normally distributed inputs of unit scale`, or the kinds of inputs by name."""
+    kinds = dict.fromkeys(problem.inputs for problem in problems)
+    return f"on {' and '.join(_INPUTS.get(kind, f'inputs of the kind {kind}') for kind in kinds)}"
+
+
+_INPUTS: Mapping[str, str] = {
+    NORMAL: "normally distributed inputs of unit scale",
+    TRAINED: "Q, K and V of a trained model",
+}
+
+
 def of_lengths(
     shown: Results, *, head_dim: int, mask: str, dtype: str, regime: Regime = "burst"
 ) -> tuple[Problem, ...]:
@@ -158,7 +177,8 @@ def of_lengths(
 
 def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
     """The newest profile of each stage at each problem, the first problem first, in the ladder's order; may be none."""
-    newest = {(one.stage, one.problem.problem()): one for one in records.profiles(gpu, data)}
+    found = (one for one in records.profiles(gpu, data) if one.problem.inputs == NORMAL)
+    newest = {(one.stage, one.problem.problem()): one for one in found}
     ladder = {stage_id: position for position, stage_id in enumerate(stages.STAGES)}
     order = sorted(newest, key=lambda key: (_problem_order(key[1]), ladder.get(key[0], len(ladder))))
     return tuple(newest[key] for key in order)
@@ -234,11 +254,28 @@ class Contest:
     peer: str
     peer_us: float
     peer_clock_mhz: float | None
+    stage_percent_of_peak: float | None = None
+    """Its rate, percent of what the tensor cores do at that clock; None where clock or GPU are not known."""
+    peer_percent_of_peak: float | None = None
+    peer_lse: bool | None = None
+    """Whether the library writes a log-sum-exp, as its row says; None where that does not."""
+    stage_lse_us: float | None = None
+    """Median time of the stage with the log-sum-exp on, in the same run; None where it was not taken."""
+    worst_ratio: float | None = None
+    """Of `trained` inputs, the least ratio of any layer, there to the library that is the fastest on it; else None."""
+    worst_layer: int | None = None
+    """The layer of the model that it is of."""
 
     @property
     def ratio(self) -> float:
         """How many times faster the stage is: the ratio of the medians."""
         return self.peer_us / self.stage_us
+
+    @property
+    def adjusted_ratio(self) -> float | None:
+        """The same with the log-sum-exp on for both, or off for both; None where that is not on record."""
+        ours = self.stage_lse_us if self.peer_lse else self.stage_us
+        return None if self.peer_lse is None or ours is None else self.peer_us / ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,6 +303,20 @@ class AgainstPeers:
     reason: str
     """Why there is no ratio; empty where there is one."""
 
+    @property
+    def ratios(self) -> tuple[float | None, ...]:
+        """For tables: in bursts, the same with the log-sum-exp alike, over the named libraries; so under load."""
+        pairs = ((self.burst, self.named), (self.sustained, self.named_sustained))
+        return tuple(
+            ratio
+            for best, named in pairs
+            for ratio in (
+                best.ratio if best else None,
+                best.adjusted_ratio if best else None,
+                named.ratio if named else None,
+            )
+        )
+
     def flat(self) -> dict[str, object]:
         """As `flashlab results --against-peers --json` prints it: None where there is nothing to say."""
         problem = self.problem
@@ -278,22 +329,29 @@ class AgainstPeers:
                 "stage_median_us": contest.stage_us,
                 "stage_tflops": problem.tflops(contest.stage_us),
                 "stage_call_clock_mhz": contest.stage_clock_mhz,
+                "stage_percent_of_peak": contest.stage_percent_of_peak,
                 "best_peer": contest.peer,
                 "peer_median_us": contest.peer_us,
                 "peer_tflops": problem.tflops(contest.peer_us),
                 "peer_call_clock_mhz": contest.peer_clock_mhz,
+                "peer_percent_of_peak": contest.peer_percent_of_peak,
                 "ratio": contest.ratio,
+                "adjusted_ratio": contest.adjusted_ratio,
+                "peer_writes_lse": contest.peer_lse,
+                "worst_ratio": contest.worst_ratio,
+                "worst_layer": contest.worst_layer,
             }
 
         return {
             "shape": problem.shape,
             "dtype": problem.dtype,
             "mask": problem.mask,
+            "inputs": problem.inputs,
             "run": self.run,
             "sustained_run": self.sustained_run,
             "dirty": self.dirty,
             "reason": self.reason,
-            **(told(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None}),
+            **(told(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None, "adjusted_ratio": None}),
             "sustained": told(self.sustained),
             "against_named": {
                 "peers": list(NAMED_PEERS),
@@ -305,24 +363,54 @@ class AgainstPeers:
         }
 
 
-def _contest(rows: Sequence[Measurement], regime: Regime) -> Contest | None:
+_Second = Mapping[tuple[str, Problem, str], Measurement]
+"""Rows with the log-sum-exp on, by run, problem and stage."""
+
+
+def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None = None) -> Contest | None:
     stage, peer = fastest_stage(rows, regime), fastest_peer(rows, regime)
     ours, theirs = (row.samples_of(regime) if row else None for row in (stage, peer))
     if stage is None or peer is None or ours is None or theirs is None:
         return None
+    worst_ratio, worst_layer = None, None
+    if stage.problem.inputs == TRAINED:
+        libraries = [taken.time_us for row in rows if row.kind == "peer" and (taken := row.samples_of(regime))]
+        fastest_us = [min(of_layer) for of_layer in zip(*libraries, strict=True)]
+        worst_ratio, worst_layer = min(
+            (peer_us / our_us, layer)
+            for layer, (peer_us, our_us) in enumerate(zip(fastest_us, ours.time_us, strict=True))
+        )
+    twin = (second or {}).get((stage.run, stage.problem.problem(), stage.name))
+    with_lse = twin.samples_of(regime) if twin else None
+    clocks = [median(samples.call_clock_mhz) if samples.call_clock_mhz else None for samples in (ours, theirs)]
+    shares = [
+        roofline.percent_of_tensor_peak(
+            row.problem.problem().tflops(samples.median_us),
+            compute_capability=row.gpu.compute_capability,
+            sm_count=row.gpu.sm_count,
+            clock_mhz=clock,
+        )
+        for row, samples, clock in zip((stage, peer), (ours, theirs), clocks, strict=True)
+    ]
     return Contest(
         regime=regime,
         stage=stage.name,
         stage_us=ours.median_us,
-        stage_clock_mhz=median(ours.call_clock_mhz) if ours.call_clock_mhz else None,
+        stage_clock_mhz=clocks[0],
+        stage_percent_of_peak=shares[0],
+        stage_lse_us=with_lse.median_us if with_lse else None,
         peer=peer.name,
         peer_us=theirs.median_us,
-        peer_clock_mhz=median(theirs.call_clock_mhz) if theirs.call_clock_mhz else None,
+        peer_clock_mhz=clocks[1],
+        peer_percent_of_peak=shares[1],
+        peer_lse=peer.lse,
+        worst_ratio=worst_ratio,
+        worst_layer=worst_layer,
     )
 
 
-def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
-    """For each problem: our best stage against the best library of the same element type.
+def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> tuple[AgainstPeers, ...]:
+    """For each problem on these kinds of inputs: our best stage against the best library of the same element type.
 
     Both rows come from one run, in which they were measured in turn: of the newest session whose fastest library is at
     most 5 % slower than the fastest on record, the run that timed that library, or one within a percent of it; of
@@ -341,6 +429,9 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
     by_session: dict[str, set[str]] = {}
     for run in runs:
         by_session.setdefault(sessions[run.id], set()).update(row.name for row in run.measurements if row.samples)
+    second = {
+        (run.id, row.problem.problem(), row.name): row for run in runs for row in run.with_lse if row.status == "ok"
+    }
     timed = set().union(*by_session.values())
     last_rung = next((stage for stage in reversed(list(stages.STAGES)) if stage in timed), None)
     parts: dict[Problem, list[list[Measurement]]] = {}
@@ -348,7 +439,7 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
         if last_rung and last_rung not in by_session[sessions[run.id]]:
             continue
         by_problem: dict[Problem, dict[str, Measurement]] = {}
-        for row in run.measurements:
+        for row in _on(run.measurements, inputs):
             if row.kind == "peer" or row.name in stages.STAGES:
                 by_problem.setdefault(row.problem.problem(), {})[row.name] = row
         for problem, rows in by_problem.items():
@@ -359,7 +450,7 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
         named = _against_the_fastest([_named(rows) for rows in parts[problem]], sessions)
         busy = _kept_busy(parts[problem], _best_peers(chosen))
         named_busy = _named(_kept_busy(parts[problem], _best_peers(named)))
-        burst, against_named = _contest(chosen, "burst"), _contest(named, "burst")
+        burst, against_named = _contest(chosen, "burst", second), _contest(named, "burst", second)
         lacking = "library" if fastest_stage(chosen) else "stage"
         found.append(
             AgainstPeers(
@@ -368,15 +459,63 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
                 sustained_run=busy[0].run if busy else None,
                 dirty=any(rows[0].source.dirty for rows in (chosen, busy, named, named_busy) if rows),
                 burst=burst,
-                sustained=_contest(busy, "sustained"),
+                sustained=_contest(busy, "sustained", second),
                 named=against_named,
                 named_run=named[0].run if against_named else None,
-                named_sustained=_contest(named_busy, "sustained"),
+                named_sustained=_contest(named_busy, "sustained", second),
                 named_sustained_run=named_busy[0].run if named_busy else None,
                 reason="" if burst else f"no {lacking} has a time in that run",
             )
         )
     return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """Errors against float64 of one problem's stages and libraries, all of one run and over the same rows of output."""
+
+    problem: Problem
+    run: str
+    reference: str
+    """The library that the others are held against."""
+    errors: Mapping[str, tuple[float, float]]
+    """Root-mean-square and largest error, by name, in `ordered` order."""
+
+    def over_reference(self, name: str) -> tuple[float, float]:
+        """Both errors of `name` over the reference's; infinite where that has none, 1 where neither has."""
+        pairs = zip(self.errors[name], self.errors[self.reference], strict=True)
+        rms, largest = (1.0 if a == b else a / b if b else math.inf for a, b in pairs)
+        return rms, largest
+
+
+def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
+    """The errors at every problem of the sizes of the suite `peers`, on whatever inputs.
+
+    Each is of the newest run that checked a stage of the ladder and one of `REFERENCES` there, since a run compares the
+    same rows of all; may be empty.
+
+    Raises:
+        NoDataError: the GPU has no run.
+    """
+    shapes = {problem.shape for problem in MAIN}
+    found: dict[Problem, Accuracy] = {}
+    for run in records.runs(gpu, data):
+        by_problem: dict[Problem, list[Measurement]] = {}
+        for row in run.measurements:
+            if row.problem.problem().shape in shapes and (row.kind == "peer" or row.name in stages.STAGES):
+                by_problem.setdefault(row.problem.problem(), []).append(row)
+        for problem, rows in by_problem.items():
+            errors = {
+                row.name: (row.verdict.overall_rms_error, row.verdict.overall_max_error)
+                for row in ordered(rows)
+                if row.verdict
+                and row.verdict.overall_rms_error is not None
+                and row.verdict.overall_max_error is not None
+            }
+            reference = next((name for name in REFERENCES if name in errors), None)
+            if reference and not errors.keys().isdisjoint(stages.STAGES):
+                found[problem] = Accuracy(problem=problem, run=run.id, reference=reference, errors=errors)
+    return tuple(found[problem] for problem in sorted(found, key=_problem_order))
 
 
 def _best_peers(rows: Iterable[Measurement]) -> set[str]:
@@ -435,10 +574,11 @@ def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | No
     return next((r for r in rows if stage and r.kind == "stage" and r.name == stage.parent), None)
 
 
-def _problem_order(problem: Problem) -> tuple[int, int, int, bool, bool, Problem]:
+def _problem_order(problem: Problem) -> tuple[int, int, int, bool, bool, Problem, int]:
     shapes = (FIRST_SHAPE, *STANDARD_SHAPES)
     position = shapes.index(problem.shape) if problem.shape in shapes else len(shapes)
-    return (position, problem.head_dim, problem.q_len, problem.dtype != "float16", problem.causal, problem)
+    plain, kind = replace(problem, inputs=NORMAL), list(KINDS).index(problem.inputs)
+    return (position, problem.head_dim, problem.q_len, problem.dtype != "float16", problem.causal, plain, kind)
 
 
 def sessions_of(runs: Iterable[Run]) -> dict[str, str]:
@@ -466,6 +606,11 @@ def is_dead_end(row: Measurement) -> bool:
     return row.kind == "stage" and row.name.partition("[")[0] in stages.DEAD_ENDS
 
 
+def _on(rows: Iterable[Measurement], inputs: Collection[str]) -> Iterable[Measurement]:
+    """Rows on these kinds of inputs."""
+    return (row for row in rows if row.problem.inputs in inputs)
+
+
 def _of_the_ladder(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if not any(is_dead_end(row) for row in run.measurements)]
 
@@ -482,7 +627,7 @@ def dead_ends(gpu: str, data: Path = DATA) -> dict[Problem, tuple[Measurement, .
     found: dict[Problem, list[list[Measurement]]] = {}
     for run in records.runs(gpu, data):
         by_problem: dict[Problem, dict[str, Measurement]] = {}
-        for row in run.measurements:
+        for row in _on(run.measurements, (NORMAL,)):
             by_problem.setdefault(row.problem.problem(), {})[row.name] = row
         for problem, rows in by_problem.items():
             if any(is_dead_end(row) for row in rows.values()):
@@ -582,8 +727,8 @@ def places(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache =
     return len(found), len({chip for _, chip in found})
 
 
-def load(gpu: str, data: Path = DATA) -> Results:
-    """What is shown of `gpu`.
+def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Results:
+    """What is shown of `gpu`, on these kinds of inputs.
 
     Raises:
         NoDataError: it has no run.
@@ -593,7 +738,7 @@ def load(gpu: str, data: Path = DATA) -> Results:
     found: dict[Problem, dict[str, list[dict[str, Measurement]]]] = {}
     for run in runs:
         by_problem: dict[Problem, dict[str, Measurement]] = {}
-        for row in run.measurements:
+        for row in _on(run.measurements, inputs):
             by_problem.setdefault(row.problem.problem(), {})[row.name] = row
         for problem, rows in by_problem.items():
             found.setdefault(problem, {}).setdefault(sessions[run.id], []).append(rows)
@@ -622,16 +767,27 @@ def load(gpu: str, data: Path = DATA) -> Results:
     )
 
 
-def checks_file(gpu: str, data: Path = DATA, folder: Literal["checks", "random"] = "checks") -> Path:
+def _check_lines(path: Path, inputs: Collection[str]) -> tuple[dict[str, Any], ...]:
+    """A file's comparisons on these kinds of inputs."""
+    return tuple(line for line in check_lines(path) if line["problem"]["inputs"] in inputs)
+
+
+def checks_file(
+    gpu: str,
+    data: Path = DATA,
+    folder: Literal["checks", "random"] = "checks",
+    inputs: Collection[str] = (NORMAL,),
+) -> Path:
     """The file of the newest comparison of stages over hostile lengths and layouts, or over random ones.
 
-    One of dead ends alone does not count, nor does one of a few stages where another one has more.
+    One of dead ends alone does not count, nor does one of a few stages where another one has more, nor one without
+    these kinds of inputs.
 
     Raises:
         NoDataError: there is none.
     """
     told = {
-        path: {line["stage"].partition("[")[0] for line in check_lines(path)} - stages.DEAD_ENDS.keys()
+        path: {line["stage"].partition("[")[0] for line in _check_lines(path, inputs)} - stages.DEAD_ENDS.keys()
         for path in sorted((data / gpu / folder).glob("*.jsonl"))
     }
     most = max(map(len, told.values()), default=0)
@@ -643,23 +799,32 @@ def checks_file(gpu: str, data: Path = DATA, folder: Literal["checks", "random"]
     return files[-1]
 
 
-def checks(gpu: str, data: Path = DATA, folder: Literal["checks", "random"] = "checks") -> tuple[dict[str, Any], ...]:
+def checks(
+    gpu: str,
+    data: Path = DATA,
+    folder: Literal["checks", "random"] = "checks",
+    inputs: Collection[str] = (NORMAL,),
+) -> tuple[dict[str, Any], ...]:
     """Lines of the newest comparison of stages over hostile lengths and layouts, or random ones (`bench.check_stages`).
+
+    On these kinds of inputs.
 
     Raises:
         NoDataError: there is none.
     """
-    return check_lines(checks_file(gpu, data, folder))
+    return _check_lines(checks_file(gpu, data, folder, inputs), inputs)
 
 
 def emulated_checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
     """Lines of the newest comparison whose inputs the emulator was given too (`flashlab check --on both --record`).
 
+    On normal inputs.
+
     Raises:
         NoDataError: there is none.
     """
     for path in sorted((data / gpu / "checks").glob("*.jsonl"), reverse=True):
-        lines = tuple(line for line in check_lines(path) if line.get("emulator"))
+        lines = tuple(line for line in _check_lines(path, (NORMAL,)) if line.get("emulator"))
         if lines:
             return lines
     raise NoDataError(
@@ -724,6 +889,7 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
         rows[0].gpu.name,
         f"SM {clocks(rows, regime, cache)}",
         labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
+        on_inputs(row.problem.problem() for row in rows),
         f"{regime}, {cache} L2" if regime == "burst" else regime,
         dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         f"commit {', '.join(commits)}",

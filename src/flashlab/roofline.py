@@ -434,6 +434,20 @@ def percent_of_peak(gpu_slug: str, ceiling: str, value: float) -> float | None:
     return None if peak is None else 100 * value / peak.value
 
 
+_TENSOR_FLOP_PER_CLOCK: Mapping[tuple[int, int], int] = {(9, 0): 4096}
+"""What the tensor cores of one SM do in a clock, 16-bit in and float32 sums, dense, by compute capability.
+
+Hopper's follows from the data sheet: 989.4 TFLOP/s on 132 SMs at 1830 MHz."""
+
+
+def percent_of_tensor_peak(
+    tflops: float, *, compute_capability: tuple[int, int], sm_count: int, clock_mhz: float | None
+) -> float | None:
+    """A rate as a percentage of what the tensor cores can do at that SM clock; None where either is not known."""
+    per_clock = _TENSOR_FLOP_PER_CLOCK.get(compute_capability)
+    return 1e8 * tflops / (per_clock * sm_count * clock_mhz) if per_clock and clock_mhz else None
+
+
 def l2_bytes(problem: Problem, tile_q: int) -> float:
     """Bytes that cross from L2 to the SMs, counted: Q and O once, K and V once for every tile of `tile_q` query rows.
 

@@ -18,8 +18,8 @@ from flashlab.checks import CheckRow
 from flashlab.compiler import Cubin
 from flashlab.emulator import Actor, Counter, Place, Report
 from flashlab.errors import CompileError, NoDataError
+from flashlab.inputs import NORMAL, TRAINED
 from flashlab.paths import DATA
-from flashlab.problem import Problem
 from flashlab.records import (
     Cache,
     Ceiling,
@@ -92,11 +92,6 @@ def peer_title(name: str) -> str:
     return peer.title if peer else name
 
 
-def shape_of(problem: Problem) -> str:
-    """The shape in a problem's label: `B16 H16 S2048 D64`."""
-    return problem.label.removesuffix(f" {problem.mask} {problem.dtype}")
-
-
 def title(row: Measurement) -> str:
     """A row's name for people."""
     return f"`{row.name}`" if row.kind == "stage" else peer_title(row.name)
@@ -105,6 +100,12 @@ def title(row: Measurement) -> str:
 def beside_title(row: Measurement) -> str:
     """The name of a library that is shown in another element type than the rows around it."""
     return f"{peer_title(row.name)} ({row.problem.dtype})"
+
+
+def lacks(name: str, dtype: str) -> str:
+    """Why a library has no time in an element type, for people."""
+    peer = peers.PEERS.get(name)
+    return f"the wheel ({peer.wheel}) lacks {dtype}" if peer and peer.wheel else f"it does not take {dtype}"
 
 
 def beside_note(
@@ -122,8 +123,8 @@ def beside_note(
         dtype = rows[0].problem.dtype
         verdict = f"faster than any in {dtype} there" if rate > best else f"no faster than the best in {dtype} there"
         said.append(
-            f"{peer_title(row.name)} does not take {dtype}: it stands here in {row.problem.dtype}, at the same shape "
-            f"in the same session; its {number(rate)} TFLOP/s are {verdict}. Percentages keep to one element type."
+            f"{peer_title(row.name)} stands here in {row.problem.dtype}, at the same shape in the same session: "
+            f"{lacks(row.name, dtype)}. Its {number(rate)} TFLOP/s are {verdict}. Percentages keep to one element type."
         )
     return " ".join(said)
 
@@ -329,27 +330,158 @@ def against(found: Iterable[results.AgainstPeers]) -> str:
     """Our best stage against the best library of the same element type, problem by problem."""
     lines: list[list[Cell]] = []
     for one in found:
-        burst = one.burst
-        contests = (burst, one.named, one.sustained, one.named_sustained)
+        burst, sustained = one.burst, one.sustained
+        best, alike, named, *under_load = map(_times, one.ratios)
         lines.append(
             [
                 one.problem.label,
-                *(f"×{number(contest.ratio)}" if contest else None for contest in contests),
+                _with_worst(best, burst),
+                *(alike, named, _with_worst(under_load[0], sustained), *under_load[1:]),
                 f"`{burst.stage}` {number(one.problem.tflops(burst.stage_us))}" if burst else one.reason,
+                _percent(burst.stage_percent_of_peak if burst else None),
                 f"{short_title(burst.peer)} {number(one.problem.tflops(burst.peer_us))}" if burst else None,
+                _percent(burst.peer_percent_of_peak if burst else None),
             ]
         )
     alone = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for name in results.NAMED_PEERS)}"
     header = (
         "problem",
         "burst, over the best library",
+        "log-sum-exp alike",
         alone,
         "sustained, over the best library",
+        "log-sum-exp alike",
         alone,
         "stage, TFLOP/s",
+        "of peak",
         "library, TFLOP/s",
+        "of peak",
     )
     return markdown(header, lines)
+
+
+def against_inputs(found: Iterable[results.AgainstPeers], regime: Regime = "burst") -> str:
+    """The ratios of the suite `peers` by kind of inputs, a row a kind: the worst first, `trained` beside `normal`.
+
+    Below one, where the library is faster, a ratio is bold; that of the worst layer of `trained` stands beside it.
+
+    Raises:
+        NoDataError: none was measured on inputs that are not normal.
+    """
+    columns = {(problem.shape, problem.mask, problem.dtype): problem.label for problem in results.MAIN}
+    contests: dict[str, dict[str, results.Contest]] = {}
+    for one in found:
+        column = columns.get((one.problem.shape, one.problem.mask, one.problem.dtype))
+        contest = one.burst if regime == "burst" else one.sustained
+        if contest and column:
+            contests.setdefault(one.problem.inputs, {})[column] = contest
+    if not contests.keys() - {NORMAL}:
+        raise NoDataError(
+            f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
+            f"`flashlab bench --suite inputs{' --sustained 5' if regime == 'sustained' else ''}` makes them."
+        )
+    words = [label.split() for label in columns.values()]
+    common = [word for word in words[0] if all(word in others for others in words)]
+    header = (
+        f"{' '.join(common)}, {regime}",
+        *(" ".join(word for word in label if word not in common) for label in words),
+    )
+    lines = []
+    worst = {kind: min(_worst(one) for one in of_kind.values()) for kind, of_kind in contests.items()}
+    for kind in _worst_first(worst):
+        cells: list[Cell] = []
+        for contest in map(contests[kind].get, columns.values()):
+            said = _with_worst(_times(contest.ratio), contest) if contest else None
+            cells.append(f"**{said}**" if contest and _worst(contest) < 1 else said)
+        lines.append([f"`{kind}`", *cells])
+    return markdown(header, lines)
+
+
+def _worst(contest: results.Contest) -> float:
+    return min(contest.ratio, contest.worst_ratio or contest.ratio)
+
+
+def _with_worst(ratio: str | None, contest: results.Contest | None) -> str | None:
+    """A ratio, with that of the worst layer where the inputs have layers."""
+    if contest is None or contest.worst_ratio is None:
+        return ratio
+    return f"{ratio}, {_times(contest.worst_ratio)} on layer {contest.worst_layer}"
+
+
+def _worst_first(worst: Mapping[str, float]) -> list[str]:
+    """Kinds of inputs by their worst ratio, the two that are people's own side by side where the worse of them is."""
+    pair = {kind for kind in (NORMAL, TRAINED) if kind in worst}
+    together = min(worst[kind] for kind in pair) if pair else 0.0
+    return sorted(worst, key=lambda kind: (together if kind in pair else worst[kind], kind in pair, worst[kind]))
+
+
+def accuracy(found: Iterable[results.Accuracy]) -> str:
+    """Errors by implementation and kind of inputs, over FlashAttention-3's, or -4's where the wheel lacks the type.
+
+    For each element type how many times the reference's error it is at the worst of head dims and masks, the kind first
+    where a stage is worst; then every error, problem by problem.
+
+    Raises:
+        NoDataError: there are none on inputs that are not normal.
+    """
+    by_dtype: dict[str, dict[str, list[results.Accuracy]]] = {}
+    for one in found:
+        by_dtype.setdefault(one.problem.dtype, {}).setdefault(one.problem.inputs, []).append(one)
+    parts = [_accuracy_of(dtype, kinds) for dtype, kinds in by_dtype.items() if kinds.keys() != {NORMAL}]
+    if not parts:
+        raise NoDataError(
+            "No errors by kind of inputs are on record for this GPU yet: `flashlab bench --suite inputs` makes them."
+        )
+    return "\n".join(parts)
+
+
+def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[results.Accuracy]]) -> str:
+    """The table of one element type, and below it every error."""
+    # What was checked on one kind alone is not to be compared over kinds.
+    counts = Tally(name for same in kinds.values() for name in dict.fromkeys(n for one in same for n in one.errors))
+    names = [name for name, count in counts.items() if count > 1 or len(kinds) == 1]
+    titles = [f"`{name}`" if name in stages.STAGES else short_title(name) for name in names]
+
+    def worst(kind: str, name: str) -> tuple[float, ...]:
+        """Both errors over the reference's; empty where it was not checked."""
+        pairs = [one.over_reference(name) for one in kinds[kind] if name in one.errors]
+        return tuple(map(max, zip(*pairs, strict=True)))
+
+    def height(kind: str) -> float:
+        return max((times for name in names if name in stages.STAGES for times in worst(kind, name)), default=0.0)
+
+    order = sorted(kinds, key=height, reverse=True)
+    over = dict.fromkeys(short_title(one.reference) for same in kinds.values() for one in same)
+    table = markdown(
+        (f"{dtype}: error over that of {' or '.join(over)}, RMS · largest", *titles),
+        [[f"`{kind}`", *(" · ".join(map(_multiple, worst(kind, name))) or None for name in names)] for kind in order],
+    )
+    every: list[list[Cell]] = []
+    for kind in order:
+        for one in kinds[kind]:
+            where = f"D{one.problem.head_dim} {one.problem.mask}"
+            for name, shown in zip(names, titles, strict=True):
+                if name in one.errors:
+                    (rms, largest), (rms_over, largest_over) = (
+                        one.errors[name],
+                        map(_multiple, one.over_reference(name)),
+                    )
+                    every.append([f"`{kind}`", where, shown, tiny(rms), rms_over, tiny(largest), largest_over])
+    header = ("inputs", "problem", "", "RMS error", "over its", "largest error", "over its")
+    lines = markdown(header, every, left=3).splitlines()
+    return f'{table}\n??? abstract "{dtype}: every error"\n\n' + "".join(f"    {line}\n" for line in lines)
+
+
+def _multiple(times: float) -> str:
+    return "∞" if math.isinf(times) else f"×{number(times)}"
+
+
+def _times(ratio: float | None) -> str | None:
+    return None if ratio is None else f"×{number(ratio)}"
+
+
+def _percent(value: float | None) -> str | None:
+    return None if value is None else f"{number(value)} %"
 
 
 def short_title(peer: str) -> str:
@@ -430,9 +562,6 @@ products to be done as one at a barrier: the samples of lines that do nothing el
 def profiles(found: Iterable[StageProfile]) -> str:
     """How busy units and issue slots were in one launch of each stage, and what its warps spent their time on."""
 
-    def percent(value: float | None) -> str | None:
-        return None if value is None else f"{number(value)} %"
-
     lines: list[list[Cell]] = [
         [
             f"`{one.stage}`",
@@ -440,11 +569,11 @@ def profiles(found: Iterable[StageProfile]) -> str:
                 f"{_WARP_STATES.get(name, name)} {number(share, 2)} %" for name, share in list(one.states.items())[:3]
             )
             or None,
-            percent(one.tensor_percent),
-            percent(one.exp_percent),
-            percent(one.fma_percent),
-            percent(one.alu_percent),
-            percent(one.issue_percent),
+            _percent(one.tensor_percent),
+            _percent(one.exp_percent),
+            _percent(one.fma_percent),
+            _percent(one.alu_percent),
+            _percent(one.issue_percent),
         ]
         for one in found
     ]
@@ -481,9 +610,6 @@ def occupancy(found: Iterable[StageProfile]) -> str:
         lowest = [words for words, value in blocks.items() if value == min(blocks.values())]
         return ", ".join([words for words in lowest if words != "shared memory"] or lowest) or None
 
-    def percent(value: float | None) -> str | None:
-        return None if value is None else f"{number(value)} %"
-
     return markdown(
         (
             "",
@@ -500,10 +626,10 @@ def occupancy(found: Iterable[StageProfile]) -> str:
                 f"`{one.stage}`",
                 limit(one),
                 one.metrics.get("launch__registers_per_thread"),
-                percent(one.warps_percent_limit),
-                percent(one.warps_percent),
+                _percent(one.warps_percent_limit),
+                _percent(one.warps_percent),
                 None if one.shared_wavefronts is None else one.shared_wavefronts / 1e6,
-                percent(one.conflict_percent),
+                _percent(one.conflict_percent),
                 one.load_sectors,
             )
             for one in found
@@ -761,7 +887,7 @@ def placement(shown: Results) -> str:
         place = roofline.place(problem, compute_tflops=tensor.value, bandwidth_tb_s=copy.value)
         roof = place.attainable_tflops
         bound = "" if place.bound == "compute" else " (memory)"
-        line: list[Cell] = [shape_of(problem), place.intensity, f"{number(roof)}{bound}"]
+        line: list[Cell] = [problem.sizes, place.intensity, f"{number(roof)}{bound}"]
         for row in (results.fastest_stage(rows), results.fastest_peer(rows)):
             rate = results.rate(row) if row else None
             name = title(row).split(" (")[0] if row else None
@@ -1238,9 +1364,13 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
     "gpu_fingerprint": "first 12 hex digits of the sha256 of its UUID",
     "kind": "stage (a kernel of this lab) or peer (a library)",
     "name": "stage id or peer name",
+    "layout": "dimensions of Q, K, V in memory: bhsd (heads before length) or bshd",
+    "lse": "true where a log-sum-exp was written too, false where not; empty where that is not known",
     "shape": "BxHxSxD, or BxHxHkvxSqxSkxD where heads or lengths differ",
     "dtype": "element type of Q, K, V and O",
     "mask": "full or causal (bottom-right aligned)",
+    "inputs": "what Q, K and V held: normal, or another kind that `flashlab bench --inputs` takes",
+    "layer": "of trained inputs, the layer of the model; empty for other kinds",
     "status": "ok, wrong, unsupported, missing, crashed, timeout or error; only ok has times",
     "reason": "why there is no time; empty when ok",
     "regime": "burst (idle gaps, clock between calls at its maximum) or sustained (continuous, power-limited)",
@@ -1255,8 +1385,10 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
     "cycles_per_score": "clocks of one SM a score: SM clock over the calls, times SMs, times time, over scores",
     "power_w": "power under sustained load, W; empty for bursts",
     "energy_j_per_call": "joules a call from NVML's energy counter; empty for bursts",
-    "max_abs_error": "largest absolute error against the float64 oracle",
+    "max_abs_error": "absolute error against the float64 oracle, in the band of rows nearest its limit",
     "max_abs_limit": "the limit it was held to",
+    "overall_max_error": "largest absolute error over all rows that were compared; empty in older records",
+    "overall_rms_error": "root-mean-square error over all rows that were compared; empty in older records",
     "registers": "registers a thread, from the machine code; empty for peers",
     "dynamic_smem_bytes": "dynamic shared memory a block, bytes; empty for peers",
     "blocks_per_sm": "resident blocks an SM, from the driver; empty for peers",
@@ -1267,7 +1399,8 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
 """Columns of measurements.csv: one line a row, regime and cache state, or one line where there is no time."""
 
 SAMPLE_COLUMNS: Mapping[str, str] = {
-    name: MEASUREMENT_COLUMNS[name] for name in ("run", "kind", "name", "shape", "dtype", "mask", "regime", "cache")
+    name: MEASUREMENT_COLUMNS[name]
+    for name in ("run", "kind", "name", "lse", "shape", "dtype", "mask", "inputs", "layer", "regime", "cache")
 } | {
     "index": "position of the sample, from 0, in the order taken",
     "time_us": "time of one call, microseconds",
@@ -1289,13 +1422,18 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
             "gpu_fingerprint": row.gpu.fingerprint,
             "kind": row.kind,
             "name": row.name,
+            "layout": row.layout,
+            "lse": row.lse,
             "shape": problem.shape,
             "dtype": problem.dtype,
             "mask": problem.mask,
+            "inputs": problem.inputs,
             "status": row.status,
             "reason": row.reason,
             "max_abs_error": row.verdict.max_abs_error if row.verdict else None,
             "max_abs_limit": row.verdict.max_abs_limit if row.verdict else None,
+            "overall_max_error": row.verdict.overall_max_error if row.verdict else None,
+            "overall_rms_error": row.verdict.overall_rms_error if row.verdict else None,
             "registers": row.cubin.registers if row.cubin else None,
             "dynamic_smem_bytes": row.cubin.dynamic_smem_bytes if row.cubin else None,
             "blocks_per_sm": row.cubin.blocks_per_sm if row.cubin else None,
@@ -1305,6 +1443,7 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
         }
         timed: list[dict[str, object]] = [
             {
+                "layer": s.layer,
                 "regime": s.regime,
                 "cache": s.cache,
                 "samples": len(s.time_us),
@@ -1331,9 +1470,12 @@ def sample_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
             "run": row.run,
             "kind": row.kind,
             "name": row.name,
+            "lse": row.lse,
             "shape": row.problem.problem().shape,
             "dtype": row.problem.dtype,
             "mask": row.problem.mask,
+            "inputs": row.problem.inputs,
+            "layer": s.layer,
             "regime": s.regime,
             "cache": s.cache,
             "index": index,

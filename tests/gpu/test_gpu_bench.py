@@ -63,11 +63,26 @@ def _hang(folder: Path) -> records.Run:
     return records.read_run(path)
 
 
+def _with_lse(folder: Path) -> records.Run:
+    """Stages with second rows, beside libraries of either layout."""
+    path = bench.run(
+        [Problem.parse("2x4x2x256x256x64", dtype="bfloat16", mask="causal")],
+        stages=["08_swizzle", list(stages.STAGES)[-1]],
+        peers=["sdpa", "sdpa_flash", "fa3", "fa4"],
+        data=folder / "data",
+        plan=bench.Plan(samples=7, cold_samples=3, sustained_seconds=0.5, sustained_shapes=None, lse=True),
+        ceilings=False,
+        timeout_s=120,
+    )
+    return records.read_run(path)
+
+
 TUNED = next(stage for stage in stages.STAGES.values() if stage.params)
 TUNABLE, CHOICES = next((name, param.choices) for name, param in TUNED.params.items())
 ASIDE = {
     "broken_run": _crash,
     "endless_run": _hang,
+    "lse_run": _with_lse,
     "variants": lambda folder: bench.time_variants(
         TUNED.id, [{TUNABLE: value} for value in CHOICES], [SMALL], data=folder
     ),
@@ -82,6 +97,11 @@ def broken_run(aside: Callable[[str], records.Run]) -> records.Run:
 @pytest.fixture
 def endless_run(aside: Callable[[str], records.Run]) -> records.Run:
     return aside("endless_run")
+
+
+@pytest.fixture
+def lse_run(aside: Callable[[str], records.Run]) -> records.Run:
+    return aside("lse_run")
 
 
 @pytest.fixture
@@ -123,6 +143,53 @@ def test_an_endless_kernel_costs_its_own_row_only(endless_run: records.Run) -> N
     rows = records.by_name(endless_run.measurements)
     assert rows["00_naive@endless"].status == "timeout"
     assert rows["00_naive"].status == "ok", rows["00_naive"].reason
+
+
+def test_stages_have_second_rows_and_libraries_say_layout_and_log_sum_exp(lse_run: records.Run) -> None:
+    assert not lse_run.damage
+    rows = records.by_name(lse_run.measurements)
+    second = records.by_name(lse_run.with_lse)
+    ours = {name: row for name, row in rows.items() if row.kind == "stage"}
+    assert set(second) == set(ours)
+    for name, row in ours.items():
+        assert (row.status, second[name].status) in (("ok", "ok"), ("unsupported", "unsupported")), row.reason
+        assert (row.lse, second[name].lse) == (False, True)
+        if row.status == "ok":
+            assert second[name].cubin == row.cubin, "the log-sum-exp is asked for when called, not when compiled"
+            assert [s.cache for s in second[name].samples if s.regime == "burst"] == ["hot"]
+    assert any(row.samples_of("sustained") for row in second.values())
+    for name in ("sdpa", "sdpa_flash", "fa3", "fa4"):
+        row = rows[name]
+        if row.status == "ok":
+            assert (row.layout == "bshd") == (name in ("fa3", "fa4"))
+            assert row.lse == peers.get(name).wrote_lse(row.choice)
+    assert rows["sdpa"].status == "ok", rows["sdpa"].reason
+    assert rows["sdpa"].choice in ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+
+
+@pytest.mark.parametrize("name", ["sdpa_flash", "fa3", "fa4", "triton_fa2"])
+def test_a_library_allocates_a_log_sum_exp_where_the_registry_says_so(name: str) -> None:
+    """What a call has allocated at most beyond its output; the others' workspaces would hide it."""
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+    problem = Problem.parse("4x16x1024x64", dtype="bfloat16")
+    peer = peers.get(name)
+    why_not = peer.why_not(problem, compute_capability=gpu.info().compute_capability)
+    if why_not:
+        pytest.skip(why_not.reason)
+    shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
+    given = peers.in_layout(peer.layout, *(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)))
+    with torch.no_grad():
+        attend = peer.build(problem)
+        for _ in range(2):  # what the first call compiles and keeps is no part of it
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            out = attend(*given)
+            torch.cuda.synchronize()
+            beyond = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+            del out
+    lse_bytes = 4 * problem.batch * problem.q_heads * problem.q_len
+    assert (beyond >= lse_bytes) == peer.wrote_lse(), (beyond, lse_bytes)
 
 
 def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
@@ -256,7 +323,8 @@ def test_peers_agree_with_torchs_unfused_answer(name: str, problem: Problem) -> 
         for _ in range(2)
     )
     with torch.no_grad():
-        got = peer.build(problem)(q, k, v)
+        got = peers.bhsd_view(peer.layout, peer.build(problem)(*peers.in_layout(peer.layout, q, k, v)))
+    assert got.shape == q.shape
     group = problem.q_heads // problem.kv_heads
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
     scores = q.float() @ keys.transpose(-2, -1) * problem.head_dim**-0.5
