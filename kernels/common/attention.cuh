@@ -41,7 +41,15 @@ struct AttentionParams {
   int batch;
   unsigned* work;      // persistent stages: {next tile, blocks that are done}, both 0 at every launch, and the last block to end
                        // puts both back to 0 (with atomicExch); null for other stages
+  unsigned* fallbacks; // counts tiles of a warp: [0] whose reference was moved, [1] whose scores were computed again; null where
+                       // nobody asks
 };
+
+// The next one of a warp's tiles falls back on the way of COUNTER (AttentionParams::fallbacks).
+template <int COUNTER>
+__device__ __forceinline__ void count_fallback(const AttentionParams& p, int lane) {
+  if (p.fallbacks && lane == 0) atomicAdd(&p.fallbacks[COUNTER], 1u);
+}
 
 // What the launcher needs to know of a compiled kernel; it reads the constant out of the machine code. What is left out is 0.
 // The grid is (ceil(q_len / tile_q), q_heads, batch). That of a persistent kernel is (G, 1, 1), where G is as many blocks as are

@@ -206,21 +206,27 @@ __device__ __forceinline__ void scale_O(float (&O_reg)[HEAD_DIM / 2], const floa
 
 // --- output ------------------------------------------------------------------------------------------------------------------
 
-// What a warp's 16 rows need before they leave: O is divided by the sums, the log-sum-exp written where it is wanted.
-__device__ __forceinline__ void finish_rows(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows, int lane,
-                                            int warp_q_row, int head, int batch) {
-  float inv_sum[HALVES];
+// What a warp's 16 rows need before they leave: O is divided by `weight`, the sum of a row's probabilities; the log-sum-exp, from
+// `sum`, is written where it is wanted. Both are sums over the whole row, the same in its 4 lanes.
+__device__ __forceinline__ void finish_rows(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows,
+                                            const float (&weight)[HALVES], const float (&sum)[HALVES], int lane, int warp_q_row,
+                                            int head, int batch) {
+  float inv_weight[HALVES];
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
-    const float sum = lanes_sum<ROW_LANES>(rows.sum[h]);
-    inv_sum[h] = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    inv_weight[h] = weight[h] == 0.0f ? 0.0f : 1.0f / weight[h];   // 0 when the row sees no key
     const int q_row = warp_q_row + lane / ROW_LANES + 8 * h;
     if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
       const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-      p.LSE[lse_row] = sum == 0.0f ? NEG_INF : rows.max[h] * LN_2 + logf(sum);
+      p.LSE[lse_row] = sum[h] == 0.0f ? NEG_INF : rows.max[h] * LN_2 + logf(sum[h]);
     }
   }
-  scale_O(O_reg, inv_sum);
+  scale_O(O_reg, inv_weight);
+}
+__device__ __forceinline__ void finish_rows(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows, int lane,
+                                            int warp_q_row, int head, int batch) {
+  const float sum[HALVES] = {lanes_sum<ROW_LANES>(rows.sum[0]), lanes_sum<ROW_LANES>(rows.sum[1])};
+  finish_rows(p, O_reg, rows, sum, sum, lane, warp_q_row, head, batch);
 }
 
 // Rounds them into a tile of ROWS rows, from `first_row` on.
@@ -239,10 +245,9 @@ __device__ __forceinline__ void stage_rows(element* tile_smem, const float (&O_r
 
 // A warp's 16 rows, by way of shared memory, so that whole lines leave. `tile_smem` is [HEAD_DIM / 64][64][64], of which the warp
 // uses rows 16·warp onwards and nobody else may.
-__device__ __forceinline__ void write_output(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows,
-                                             element* tile_smem, int warp, int lane, int first_q_row, int head, int batch) {
+__device__ __forceinline__ void write_rows(const AttentionParams& p, const float (&O_reg)[HEAD_DIM / 2], element* tile_smem,
+                                           int warp, int lane, int first_q_row, int head, int batch) {
   const int tile_row = warp * WARP_ROWS;
-  finish_rows(p, O_reg, rows, lane, first_q_row + tile_row, head, batch);
   stage_rows<WGMMA_ROWS>(tile_smem, O_reg, tile_row, lane);
   __syncwarp();   // the warp's rows are complete
   element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
@@ -257,12 +262,16 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, float (&O
   }
   __syncwarp();   // the rows are free again
 }
+__device__ __forceinline__ void write_output(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows,
+                                             element* tile_smem, int warp, int lane, int first_q_row, int head, int batch) {
+  finish_rows(p, O_reg, rows, lane, first_q_row + warp * WARP_ROWS, head, batch);
+  write_rows(p, O_reg, tile_smem, warp, lane, first_q_row, head, batch);
+}
 
-// The same by a tensor copy, which runs on while the warp does something else and leaves out rows past the end. Where rows are
+// The same by a TMA store, which runs on while the warp does something else and leaves out rows past the end. Where rows are
 // aligned alone. `rows_smem` is the warp's own, [HEAD_DIM / 64][16][64]. The warp calls output_copied before it ends.
-__device__ __forceinline__ void copy_output(const AttentionParams& p, const AttentionMaps& maps, float (&O_reg)[HEAD_DIM / 2],
-                                            const RowState& rows, element* rows_smem, int lane, int warp_q_row, int head, int batch) {
-  finish_rows(p, O_reg, rows, lane, warp_q_row, head, batch);
+__device__ __forceinline__ void copy_rows(const AttentionMaps& maps, const float (&O_reg)[HEAD_DIM / 2], element* rows_smem, int lane,
+                                          int warp_q_row, int head, int batch) {
   if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the rows before have been read
   __syncwarp();
   stage_rows<WARP_ROWS>(rows_smem, O_reg, 0, lane);
@@ -272,6 +281,11 @@ __device__ __forceinline__ void copy_output(const AttentionParams& p, const Atte
     ptx::cp_async_bulk_tensor_5d_store(&maps.O, rows_smem, 0, warp_q_row, 0, head, batch);
     ptx::cp_async_bulk_commit_group();
   }
+}
+__device__ __forceinline__ void copy_output(const AttentionParams& p, const AttentionMaps& maps, float (&O_reg)[HEAD_DIM / 2],
+                                            const RowState& rows, element* rows_smem, int lane, int warp_q_row, int head, int batch) {
+  finish_rows(p, O_reg, rows, lane, warp_q_row, head, batch);
+  copy_rows(maps, O_reg, rows_smem, lane, warp_q_row, head, batch);
 }
 __device__ __forceinline__ void output_copied(int lane) {
   if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // shared memory is given back when the block ends

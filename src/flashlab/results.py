@@ -14,6 +14,7 @@ that did (`elsewhere`): a percentage of the fastest library would leave out what
 A ratio means most between rows that were measured in turn: `against_peers` takes both of its rows from one run.
 
 A run that measured a dead end tells of dead ends alone (`dead_ends`); the rungs in it are there to be compared with.
+A retired rung is a dead end that runs of the ladder measured: its rows stand beside the ladder's, and are never "best".
 
 Rows of other inputs than normal are shown where they are asked for, and never stand in for normal ones.
 """
@@ -212,7 +213,7 @@ def rate(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> fl
 
 
 def ordered(rows: Iterable[Measurement]) -> tuple[Measurement, ...]:
-    """Stages in the ladder's order, then peers, the fastest first and those without a time last."""
+    """Stages in the ladder's order, then those off it, then peers, the fastest first and those without a time last."""
     ladder = {stage_id: position for position, stage_id in enumerate(stages.STAGES)}
 
     def key(row: Measurement) -> tuple[int, float, str]:
@@ -236,8 +237,10 @@ def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: C
 
 
 def fastest_stage(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
-    """The stage with the highest rate; None where no stage has a time."""
-    timed = [row for row in rows if row.kind == "stage" and rate(row, regime, cache)]
+    """The stage with the highest rate, of those that are not off the ladder; None where none has a time."""
+    timed = [
+        row for row in rows if row.kind == "stage" and row.name not in stages.DEAD_ENDS and rate(row, regime, cache)
+    ]
     return max(timed, key=lambda row: rate(row, regime, cache) or 0.0, default=None)
 
 
@@ -602,8 +605,9 @@ def sessions_of(runs: Iterable[Run]) -> dict[str, str]:
 
 
 def is_dead_end(row: Measurement) -> bool:
-    """Whether a row is a dead end's, with its own tunables or others."""
-    return row.kind == "stage" and row.name.partition("[")[0] in stages.DEAD_ENDS
+    """Whether a row is a dead end's, with its own tunables or others; not of one that once stood on the ladder."""
+    stage = stages.DEAD_ENDS.get(row.name.partition("[")[0]) if row.kind == "stage" else None
+    return stage is not None and not stage.retired
 
 
 def _on(rows: Iterable[Measurement], inputs: Collection[str]) -> Iterable[Measurement]:

@@ -101,6 +101,8 @@ class Stage:
     """Whether the kernel takes tensor maps (kernels/common/hopper.cuh) beside its parameters."""
     dead_end: bool = False
     """Whether it is off the ladder: tried, and kept for what it shows."""
+    retired: bool = False
+    """Whether a dead end once stood on the ladder. Runs that measured it then tell of the ladder as it was."""
     kernel: str | None = None
     """The stage whose file it runs with other tunables; None: its own."""
     unfused: bool = False
@@ -296,6 +298,21 @@ _Q_IN_REGISTERS = Param(
 )
 _PINGPONG = Param(default=1, choices=(0, 1), meaning="1: consumers issue their products in turns")
 _OVERLAP = Param(default=1, choices=(0, 1), meaning="1: P·V is under way during the next tile's softmax")
+_LATE_FETCH = {
+    "NUM_CONSUMERS": _NUM_CONSUMERS,
+    "TILE_KV": Param(default=128, choices=(64, 96, 128), by_head_dim={128: 64}, meaning="keys a tile"),
+    "PIPELINE_STAGES": Param(
+        default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and V tiles"
+    ),
+    "PINGPONG": _PINGPONG,
+    "L2_SHARE_MB": Param(
+        default=16,
+        choices=(4, 8, 16, 32),
+        by_head_dim={128: 8},
+        meaning="L2 cache that heads worked on at the same time may fill",
+    ),
+    "Q_IN_REGISTERS": Param(default=0, choices=(0, 1), meaning="1: Q is A of the QK GEMM from registers"),
+}
 STAGES: Mapping[str, Stage] = {
     stage.id: stage
     for stage in (
@@ -738,47 +755,88 @@ STAGES: Mapping[str, Stage] = {
             ablations={"LEAVE_OUT": _LEAVE_OUT},
         ),
         Stage(
-            id="13_overlap",
-            title="A softmax that waits for nothing",
+            id="13_tma_store",
+            title="Work tiles fetched late, output by TMA store",
             parent="12_persistent",
-            question=(
-                "What keeps the tensor cores and the exponential unit from working at the same time, and how far can "
-                "that be undone?"
-            ),
+            question="What do the end of one work tile and the beginning of the next cost, and how much can be hidden?",
             change=(
-                "Exponentials start at once, against the maximum of earlier tiles, in bfloat16 first against none, and "
-                "a sum that is too large tells when one must be redone; the wait for P·V stands among them; a work is "
-                "taken late, and waited for under the last product of the one before; its output leaves by a tensor "
-                "copy; Q may stay in registers."
+                "The producer is split: one warp fetches work tiles and their Q, as late as Q can still arrive in "
+                "time, the others fetch K and V. The next work tile is waited for under the last PV GEMM, output "
+                "leaves by a TMA store, Q has two pipeline stages, and the tile scheduler works on groups of heads "
+                "whose K and V fit a share of the L2 cache, causal or not."
             ),
             prediction=(
-                "Without its maximum a softmax beside three busy warpgroups needs a tenth fewer clocks a score, and "
-                "the begin and end of a work, a twentieth of its time at S=2048 and a tenth causal, can be covered. "
-                "At D=128 the exponentials fit under the products, and Q in registers takes a third of Q·K's "
-                "shared-memory reads away: about FA3's rate. 560 to 590 TFLOP/s full at D=64 on an H200; the clock, "
-                "which falls as the tensor cores fill, takes part of every gain."
+                "The ends and beginnings of work tiles are 5 % of a causal call's time at S=2048 and 2 to 4 % of a "
+                "non-causal one's. 0 to 5 % faster than 12_persistent, on inputs of any kind: the softmax is the "
+                "same."
             ),
             min_arch="sm_90a",
             max_arch="sm_90a",
             tensor_maps=True,
             dtypes=("float16", "bfloat16"),
-            params={
-                "NUM_CONSUMERS": _NUM_CONSUMERS,
-                "TILE_KV": Param(default=128, choices=(48, 64, 80, 96, 128), meaning="keys a tile"),
-                "PIPELINE_STAGES": Param(
-                    default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and V tiles"
-                ),
-                "PINGPONG": _PINGPONG,
-                "L2_SHARE_MB": Param(
-                    default=16,
-                    choices=(4, 8, 16, 32),
-                    by_head_dim={128: 8},
-                    meaning="L2 cache that heads worked on at the same time may fill",
-                ),
-                "Q_IN_REGISTERS": Param(
-                    default=0, choices=(0, 1), by_head_dim={128: 1}, meaning="1: Q is A of Q·K from registers"
-                ),
-            },
+            params=_LATE_FETCH,
+        ),
+        Stage(
+            id="14_stale_max",
+            title="Exponentials against an old maximum",
+            parent="13_tma_store",
+            question="Does a softmax need its tile's maximum before the first exponential?",
+            change=(
+                "Exponentials start at once, against the maximum of the tiles before. If a sum leaves the range of 16 "
+                "bits, the tile's scores are computed again by mma.sync from global memory, with their maximum. Only "
+                "the first tile of a work tile is exact."
+            ),
+            prediction=(
+                "The maximum and its shuffles leave the critical path: 6 to 10 % faster than 13_tma_store on normal "
+                "inputs at D=64, 5 to 10 % at D=128. On trained activations slower than its parent, by up to two "
+                "times, because computing a tile again costs as much as several tiles."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            tensor_maps=True,
+            dtypes=("float16", "bfloat16"),
+            params=_LATE_FETCH,
+        ),
+        Stage(
+            id="15_renormalize",
+            title="Move the reference, do not recompute",
+            parent="14_stale_max",
+            question="When scores outgrow the reference, must anything be computed again?",
+            change=(
+                "The reference is the row's first few scores plus a headroom, in powers of two. When a sum leaves its "
+                "range, probabilities, sums and O are multiplied by a power of two in place, which is exact. "
+                "Recomputation is left for FP32 overflow, jumps of more than about 90 to 120 nats. One softmax body "
+                "serves every tile, and a row's bits depend on its own data only."
+            ),
+            prediction=(
+                "On normal inputs within 2 % of 14_stale_max. On trained activations, attention sinks and scaled "
+                "scores within 5 % of its own rate on normal inputs."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            tensor_maps=True,
+            dtypes=("float16", "bfloat16"),
+            params=_LATE_FETCH,
+        ),
+        Stage(
+            id="16_ones_column",
+            title="Row sums of the rounded probabilities",
+            parent="15_renormalize",
+            question="Can a row be divided by the sum of the very probabilities that the tensor cores multiply?",
+            change=(
+                "V gets a panel of ones, so that the PV GEMM sums the probabilities as it multiplies them, rounded to "
+                "16 bits: a row with one dominating weight gives exactly its V. The position of the wgmma wait among "
+                "the exponentials is pinned by a data dependence on the address of an mbarrier test."
+            ),
+            prediction=(
+                "The PV GEMM becomes an eighth longer at D=64 and a sixteenth at D=128: 1 to 3 % slower than "
+                "15_renormalize. Errors as FlashAttention-3's, where its parent's are up to twice those."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            tensor_maps=True,
+            dtypes=("float16", "bfloat16"),
+            params=_LATE_FETCH,
         ),
     )
 }
@@ -1005,6 +1063,51 @@ DEAD_ENDS: Mapping[str, Stage] = {
             dead_end=True,
             precision="e4m3",
         ),
+        Stage(
+            id="13_overlap",
+            title="A softmax that waits for nothing",
+            parent="12_persistent",
+            question=(
+                "What keeps the tensor cores and the exponential unit from working at the same time, and how far can "
+                "that be undone?"
+            ),
+            change=(
+                "Exponentials start at once, against the maximum of earlier tiles, in bfloat16 first against none, and "
+                "a sum that is too large tells when one must be redone; the wait for P·V stands among them; a work is "
+                "taken late, and waited for under the last product of the one before; its output leaves by a tensor "
+                "copy; Q may stay in registers."
+            ),
+            prediction=(
+                "Without its maximum a softmax beside three busy warpgroups needs a tenth fewer clocks a score, and "
+                "the begin and end of a work, a twentieth of its time at S=2048 and a tenth causal, can be covered. "
+                "At D=128 the exponentials fit under the products, and Q in registers takes a third of Q·K's "
+                "shared-memory reads away: about FA3's rate. 560 to 590 TFLOP/s full at D=64 on an H200; the clock, "
+                "which falls as the tensor cores fill, takes part of every gain."
+            ),
+            min_arch="sm_90a",
+            max_arch="sm_90a",
+            tensor_maps=True,
+            dtypes=("float16", "bfloat16"),
+            params={
+                "NUM_CONSUMERS": _NUM_CONSUMERS,
+                "TILE_KV": Param(default=128, choices=(48, 64, 80, 96, 128), meaning="keys a tile"),
+                "PIPELINE_STAGES": Param(
+                    default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and V tiles"
+                ),
+                "PINGPONG": _PINGPONG,
+                "L2_SHARE_MB": Param(
+                    default=16,
+                    choices=(4, 8, 16, 32),
+                    by_head_dim={128: 8},
+                    meaning="L2 cache that heads worked on at the same time may fill",
+                ),
+                "Q_IN_REGISTERS": Param(
+                    default=0, choices=(0, 1), by_head_dim={128: 1}, meaning="1: Q is A of Q·K from registers"
+                ),
+            },
+            dead_end=True,
+            retired=True,
+        ),
     )
 }
-"""What the sources tried and gave up, or should have: runnable like any stage, never part of the ladder."""
+"""What the sources tried and gave up, or should have, and rungs that were retired: runnable like any stage."""

@@ -3,7 +3,7 @@
 // Change: exponentials start at once, against an old maximum, in bfloat16 even against none; a sum that is too large tells when they
 //         must be redone; the wait for P·V stands among them; a work is taken late, and waited for under the last product of the one
 //         before; the output leaves by a tensor copy.
-// Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/stages/13_overlap.md draws it.
+// Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/dead_ends/13_overlap.md draws it.
 // Requires: sm_90a.
 #include "hopper.cuh"
 #include "turns.cuh"

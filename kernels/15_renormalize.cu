@@ -1,0 +1,436 @@
+// 15_renormalize: a sum out of range moves the row's reference, in place. Parent: 14_stale_max.
+// Question: can a softmax run ahead of its maximum at no cost on data that is not normal?
+// Change: a reference is settled by a row's first scores, with headroom; where a sum leaves its range, P, sums and O are multiplied by
+//         a power of two. Scores are computed again only where FP32 overflows. One softmax body, for first, cut and whole tiles.
+// Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards.
+// Requires: sm_90a.
+#include "hopper.cuh"
+#include "late_fetch.cuh"
+#include "turns.cuh"
+#include "works.cuh"
+
+constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
+constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
+// A thread's registers: the block's, 65536 / THREADS rounded down to a multiple of 8 for each thread, are redistributed.
+constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
+constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
+constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
+constexpr int BEFORE_PV = NUM_SCORES / 4;  // so many of a tile's exponentials come before the wait for P·V; ptxas moves some across it
+static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
+static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
+static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
+
+struct SharedStorage {
+  alignas(PATTERN_BYTES) element Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own
+  alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+  alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+  alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WARPGROUP_WARPS][WARP_ROWS * HEAD_DIM];   // each warp's own, on their way out
+  Work work[Q_STAGES];                                                                // what Q belongs to; comes and goes with it
+  ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
+  ptx::Mbarrier end_near;                                            // the work tile at hand has few K/V tiles left to fetch
+  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
+  ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
+};
+static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or stages");
+
+extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV, 1};
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier {
+  TURN_BARRIER = 1,   // and 2, 3: a consumer's turn to issue GEMMs has come
+};
+using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
+
+// --- softmax -----------------------------------------------------------------------------------------------------------------
+// A probability is P = 2^(score - reference), in units of log2. A row's reference is settled by its first scores, HEADROOM powers of
+// two above the largest of a few of them, and moves by powers of two where a sum leaves its range: P, the sums and O are multiplied by
+// a power of two, which rounds nothing. What a row does depends on its own scores alone, and so do its last bits.
+
+// Headroom and range. float16: P starts near 2^-8, so that neither weights of 2^-6 of the largest nor scores 16 nats above the first
+// ones leave the normal numbers, 2^-14 to 65504; a lane's sum below 65504 says that none of its P rounds to infinity. bfloat16 has
+// FP32's exponents, and small P are as exact as large ones: P starts near 2^-48 and stays below 1, as where the reference is the
+// maximum, so that P·V overflows only where it would there. Values of V below 2^-70 lose bits for it.
+template <typename T>
+constexpr int HEADROOM_OF = 48;
+template <>
+constexpr int HEADROOM_OF<__half> = 8;
+constexpr int HEADROOM = HEADROOM_OF<element>;
+template <typename T>
+constexpr float SUM_LIMIT_OF = 1.0f;
+template <>
+constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
+constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one tile
+// How far a reference moves at once within a row's tiles. It leaves P of at least 2^-4 in float16, 2^-48 in bfloat16.
+template <typename T>
+constexpr int MOVE_OF = 48;
+template <>
+constexpr int MOVE_OF<__half> = 20;
+constexpr int MOVE = MOVE_OF<element>;
+constexpr float OVERFLOWN = 0x1p127f;                // a sum from here on, or NaN, says that FP32 does not hold some exponential
+constexpr int FIRST_SCORES = 2;                      // of a row's first lane: what settles its reference
+
+// The columns of a tile that a lane's rows see: those below num_keys[h], counted from the lane's first.
+struct Visible {
+  int num_keys[HALVES] = {TILE_KV, TILE_KV};
+  __device__ __forceinline__ bool operator()(int i) const { return i / 4 * 8 + i % 2 < num_keys[i / 2 % 2]; }
+};
+
+// A lane's sums over a tile, in two chains of additions for each row.
+struct TileSums {
+  float chain[HALVES][2] = {};
+  __device__ __forceinline__ float of(int h) const { return chain[h][0] + chain[h][1]; }
+};
+
+// A tile's scores FIRST to END become probabilities, in their place, and are added up. Nothing here waits for another lane.
+template <int FIRST, int END, bool MASKED>
+__device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const float (&reference)[HALVES], float scale_log2,
+                                             TileSums& sums, const Visible& visible = {}) {
+#pragma unroll
+  for (int i = FIRST; i < END; ++i) {
+    const int h = i / 2 % 2;
+    const float x = fmaf(S_reg[i], scale_log2, -reference[h]);
+    S_reg[i] = ptx::ex2_approx_ftz(!MASKED || visible(i) ? x : NEG_INF);
+    sums.chain[h][i % 2] += S_reg[i];
+  }
+}
+
+// Row h's reference rises by `powers` of two, at most 126.
+__device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[HEAD_DIM / 2], RowState& rows, float& sum,
+                                               int h, int powers) {
+  const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
+  rows.max[h] += static_cast<float>(powers);
+  rows.sum[h] *= factor;
+  sum *= factor;
+#pragma unroll
+  for (int i = 0; i < NUM_SCORES; ++i) {
+    if (i / 2 % 2 == h) S_reg[i] *= factor;
+  }
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 2; ++i) {
+    if (i / 2 % 2 == h) O_reg[i] *= factor;
+  }
+}
+
+// FP32 does not hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp's
+// scores are computed again by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and those rows refer to their
+// maximum. K comes from global memory: its stage is not held back for what hardly ever happens.
+__device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (&O_reg)[HEAD_DIM / 2], RowState& rows,
+                                             float (&sum)[HALVES], const bool (&lost)[HALVES],
+                                             const unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][4], const element* Q_smem,
+                                             const AttentionParams& p, const Work& work, int tile, const Visible& visible, int warp,
+                                             int lane) {
+  count_fallback<1>(p, lane);
+  const element* K_gmem = head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile * TILE_KV * p.K.row_stride;
+  const int last_key = p.kv_len - 1 - tile * TILE_KV;   // there may be fewer than TILE_KV
+#pragma unroll 1
+  for (int j = 0; j < TILE_KV / MATRIX; ++j) {
+    float S[4] = {};
+    const element* key = K_gmem + min(j * MATRIX + lane / ROW_LANES, last_key) * p.K.row_stride + lane % ROW_LANES * 2;
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / WGMMA_STEP; ++k) {
+      unsigned K_part[2];   // as B: key lane / 4, and of the 16 columns 2 · (lane % 4) onwards and 8 further
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const element* pair = key + k * WGMMA_STEP + 8 * i;
+        if constexpr (ALIGNED) {
+          K_part[i] = *reinterpret_cast<const unsigned*>(pair);
+        } else {
+          K_part[i] = pack(to_float(pair[0]), to_float(pair[1]), element{});   // exact: they are such elements
+        }
+      }
+      if constexpr (Q_IN_REGISTERS) {
+        mma(S, Q_reg[k], K_part, element{});
+      } else {
+        unsigned Q_part[4];
+        load_Q_part(Q_part, Q_smem, k, warp, lane);
+        mma(S, Q_part, K_part, element{});
+      }
+    }
+    // Registers have no index: all are visited, four are meant.
+#pragma unroll
+    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && lost[i / 2 % 2] ? S[i % 4] * p.scale_log2 : S_reg[i];
+  }
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    float row_max = NEG_INF;
+#pragma unroll
+    for (int i = 0; i < NUM_SCORES; ++i) {
+      if (i / 2 % 2 == h && visible(i)) row_max = fmaxf(row_max, S_reg[i]);
+    }
+    row_max = lanes_max<ROW_LANES>(row_max);
+    if (!lost[h]) continue;
+    const float reference = (row_max == NEG_INF ? 0.0f : row_max) + HEADROOM;
+    const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));   // above 1 only where there is nothing yet
+    rows.max[h] = reference;
+    rows.sum[h] *= factor;
+    sum[h] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < NUM_SCORES; ++i) {
+      if (i / 2 % 2 == h) {
+        S_reg[i] = ptx::ex2_approx_ftz(visible(i) ? S_reg[i] - reference : NEG_INF);
+        sum[h] += S_reg[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) {
+      if (i / 2 % 2 == h) O_reg[i] *= factor;
+    }
+  }
+}
+
+// A consumer: up to 64 query rows of each work tile.
+__device__ __forceinline__ void consume(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int consumer,
+                                        int thread) {
+  const int warp = thread / WARP;
+  const int lane = thread % WARP;
+  const int lane_col = lane % ROW_LANES * 2;
+  const unsigned row_lanes = 0xfu << lane / ROW_LANES * ROW_LANES;   // of this lane's two rows
+  KvPlace kv;   // of the tile whose scores are next; the one before it has the tile whose probabilities are in P_reg
+
+  const Descriptor K_desc = rows_descriptor(smem.K[0]);
+  const Descriptor V_desc = columns_descriptor<TILE_KV>(smem.V[0]);
+  // This warp is done with the stage.
+  const auto release = [&](ptx::Mbarrier* empty) {
+    if (lane == 0) ptx::mbarrier_arrive(empty);
+  };
+
+  unsigned Q_reg[HEAD_DIM / WGMMA_STEP][4];
+  float O_reg[HEAD_DIM / 2] = {};
+  float S_reg[NUM_SCORES];
+  unsigned P_reg[TILE_KV / WGMMA_STEP][4];
+  RowState rows;       // max: the row's reference, -inf where it has none yet
+  int count = -1;      // of work tiles before the current one
+  int num_tiles = 0;   // K/V tiles that this consumer's rows need of the current work tile: at most the block's
+  int not_mine = 0;    // tiles that the block needs and this consumer does not; they come first
+
+  const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
+  const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
+  const auto wait_for_V = [&](KvPlace at) { ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity); };
+  const auto current = [&]() -> const Work& { return smem.work[count % Q_STAGES]; };   // read again, rather than kept in registers
+  const auto issue_QK = [&](int stage) {
+    const Descriptor desc = K_desc + descriptor_step(stage * TILE_BYTES<TILE_KV>);
+    if constexpr (Q_IN_REGISTERS) {
+      multiply_QK<TILE_KV>(S_reg, Q_reg, desc);
+    } else {
+      multiply_QK<TILE_KV>(S_reg, rows_descriptor(smem.Q[count % Q_STAGES][consumer]), desc);
+    }
+    ptx::wgmma_commit_group();
+  };
+  const auto issue_PV = [&](int stage) {
+    multiply_PV<TILE_KV>(O_reg, P_reg, V_desc + descriptor_step(stage * TILE_BYTES<TILE_KV>));
+    ptx::wgmma_commit_group();
+  };
+  // Tiles that all of the consumer's rows see whole, where none of these rows has its first key.
+  const auto whole_tiles = [&]() { return (visible_keys(p, current().first_q_row + consumer * WGMMA_ROWS) - CAUSAL) / TILE_KV; };
+  const auto warp_row = [&]() { return current().first_q_row + consumer * WGMMA_ROWS + warp * WARP_ROWS; };
+  // Takes the next work tile; false where there is none.
+  const auto take = [&]() {
+    wait_for_Q(++count);
+    if (current().num_tiles == NO_MORE) return false;
+    num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
+    not_mine = current().num_tiles - num_tiles;
+    if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[count % Q_STAGES][consumer], warp, lane);
+    return true;
+  };
+  const auto again = [&](float (&sum)[HALVES], const bool (&lost)[HALVES], int tile, const Visible& visible) {
+    if (__any_sync(FULL_WARP, lost[0] || lost[1])) {
+      scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, visible, warp, lane);
+    }
+  };
+  const auto add_and_round = [&](const float (&sum)[HALVES]) {
+    rows.sum[0] += sum[0];
+    rows.sum[1] += sum[1];
+    round_P<TILE_KV>(P_reg, S_reg);
+  };
+  // The softmax of a tile in which rows may have their first keys: a work tile's first tile, and those that the mask cuts. A row that
+  // sees a key of the tile sees its first.
+  const auto settle = [&](int tile, bool masked) {
+    Visible visible;
+    if (masked) {
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        visible.num_keys[h] = visible_keys(p, warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
+      }
+    }
+    float reference[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      float first = NEG_INF;
+#pragma unroll
+      for (int i = 2 * h; i < 2 * FIRST_SCORES; i += 4) {
+        first = fmaxf(first, !masked || visible(i) ? S_reg[i] * p.scale_log2 : NEG_INF);
+        first = fmaxf(first, !masked || visible(i + 1) ? S_reg[i + 1] * p.scale_log2 : NEG_INF);
+      }
+      first = __shfl_sync(FULL_WARP, first, lane / ROW_LANES * ROW_LANES) + HEADROOM;   // those of the row's first lane
+      rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
+      reference[h] = masked && rows.max[h] == NEG_INF ? 0.0f : rows.max[h];             // the row sees nothing yet: P = 2^-inf
+    }
+    TileSums sums;
+    if (masked) {
+      exponentials<0, NUM_SCORES, true>(S_reg, reference, p.scale_log2, sums, visible);
+    } else {
+      exponentials<0, NUM_SCORES, false>(S_reg, reference, p.scale_log2, sums);
+    }
+    // The first scores may tell little of the row: its sum is brought to 2^-HEADROOM, so that what follows has the whole headroom.
+    float sum[HALVES] = {sums.of(0), sums.of(1)};
+    float row_sum[HALVES];
+    bool moves[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      row_sum[h] = lanes_sum<ROW_LANES>(rows.sum[h] + sum[h]);
+      moves[h] = !(row_sum[h] < SUM_LIMIT);
+    }
+    if (__any_sync(FULL_WARP, moves[0] || moves[1])) {
+      count_fallback<0>(p, lane);
+      bool lost[HALVES];
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        lost[h] = !(row_sum[h] < OVERFLOWN);
+        const int exponent = (__float_as_int(row_sum[h]) >> 23) - 127;
+        move_reference(S_reg, O_reg, rows, sum[h], h, moves[h] && !lost[h] ? min(126, exponent + HEADROOM) : 0);
+      }
+      again(sum, lost, tile, visible);
+    }
+    add_and_round(sum);
+  };
+  // A work tile's output leaves; nothing of it is left for the next.
+  const auto leave = [&](const Work& done) {
+    const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
+    if constexpr (ALIGNED) {
+      copy_output(p, maps, O_reg, rows, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
+    } else {
+      write_output(p, O_reg, rows, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
+    }
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) O_reg[i] = 0.0f;
+    rows = {};
+  };
+
+  ProductTurns::begin(consumer);
+  bool more = take();
+  while (more) {
+    for (; not_mine > 0; --not_mine, kv = kv.next()) {
+      wait_for_K();
+      __syncwarp();   // no lane still waits for a phase that an arrival could end for good
+      release(&smem.K_empty[kv.stage]);
+      ProductTurns::wait(consumer);
+      ProductTurns::pass(consumer);
+      wait_for_V(kv);
+      __syncwarp();
+      release(&smem.V_empty[kv.stage]);
+    }
+    if (num_tiles > 0) {
+      wait_for_K();
+      ProductTurns::wait(consumer);
+      ptx::wgmma_fence();
+      issue_QK(kv.stage);
+      ProductTurns::pass(consumer);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(S_reg);
+      release(&smem.K_empty[kv.stage]);
+      if (!CAUSAL && num_tiles - 1 < whole_tiles()) {
+        settle(num_tiles - 1, false);
+      } else {
+        settle(num_tiles - 1, true);
+      }
+      kv = kv.next();
+    }
+    int tile = num_tiles - 2;
+
+    // Further tiles that the mask cuts, if any.
+    for (const int first_whole = whole_tiles(); tile >= 0 && tile >= first_whole; --tile) {
+      wait_for_K();
+      wait_for_V(kv.previous());
+      ProductTurns::wait(consumer);
+      ptx::wgmma_fence();
+      issue_QK(kv.stage);
+      issue_PV(kv.previous().stage);
+      ProductTurns::pass(consumer);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(S_reg);
+      ptx::wgmma_pin(O_reg);
+      release(&smem.K_empty[kv.stage]);
+      release(&smem.V_empty[kv.previous().stage]);
+      settle(tile, true);
+      kv = kv.next();
+    }
+
+    bool K_came = false, V_came = false;   // tested before it must be known, because an answer takes a while
+    for (; tile >= 0; --tile) {
+      if (!K_came) wait_for_K();
+      if (!V_came) wait_for_V(kv.previous());
+      ProductTurns::wait(consumer);
+      ptx::wgmma_fence();
+      issue_QK(kv.stage);
+      issue_PV(kv.previous().stage);
+      ProductTurns::pass(consumer);
+      ptx::wgmma_wait_group<1>();   // Q·K is done; P·V of the tile before is under way
+      ptx::wgmma_pin(S_reg);
+      release(&smem.K_empty[kv.stage]);
+      const KvPlace after = kv.next();
+      K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
+      V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
+      TileSums sums;
+      exponentials<0, BEFORE_PV, false>(S_reg, rows.max, p.scale_log2, sums);
+      ptx::wgmma_wait_group<0>();   // so is P·V
+      ptx::wgmma_pin(O_reg);
+      release(&smem.V_empty[kv.previous().stage]);
+      exponentials<BEFORE_PV, NUM_SCORES, false>(S_reg, rows.max, p.scale_log2, sums);
+      float sum[HALVES] = {sums.of(0), sums.of(1)};
+      if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
+        count_fallback<0>(p, lane);
+        bool lost[HALVES];
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) {
+          lost[h] = (__ballot_sync(FULL_WARP, !(sum[h] < OVERFLOWN)) & row_lanes) != 0;
+          for (;;) {   // once, but for jumps of more than MOVE
+            const unsigned over = __ballot_sync(FULL_WARP, !lost[h] && !(sum[h] < SUM_LIMIT));
+            if (over == 0) break;
+            move_reference(S_reg, O_reg, rows, sum[h], h, (over & row_lanes) != 0 ? MOVE : 0);
+          }
+        }
+        again(sum, lost, tile, {});
+      }
+      add_and_round(sum);
+      kv = after;
+    }
+
+    // The last P·V. Under it the next work tile is waited for, and taken before the output leaves.
+    if (num_tiles > 0) {
+      wait_for_V(kv.previous());
+      ptx::wgmma_fence();
+      issue_PV(kv.previous().stage);
+      wait_for_Q(count + 1);   // or word that there is no more
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_pin(O_reg);
+      release(&smem.V_empty[kv.previous().stage]);
+    }
+    const Work done = current();
+    __syncwarp();   // all lanes have read it, and Q
+    release(&smem.Q_empty[count % Q_STAGES]);
+    more = take();
+    leave(done);
+  }
+  if constexpr (ALIGNED) output_copied(lane);
+  ProductTurns::end(consumer);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_15_renormalize(const __grid_constant__ AttentionParams p, const __grid_constant__ AttentionMaps maps) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
+  const int thread = threadIdx.x % WARPGROUP;
+
+  if (threadIdx.x == 0) init_barriers(smem);
+  __syncthreads();   // the barriers exist
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+    produce(p, maps, smem, thread);
+  } else {
+    ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+    consume(p, maps, smem, warpgroup - 1, thread);
+  }
+}

@@ -1,0 +1,150 @@
+// The producer of persistent stages from 13 on: one warp fetches work tiles and their Q, each as late as it can still come in time;
+// the other three fetch K and V. And the order in which blocks take work tiles.
+//
+// The stage has TILE_KV, NUM_CONSUMERS, PIPELINE_STAGES and L2_SHARE_MB; its SharedStorage has Q[Q_STAGES][NUM_CONSUMERS],
+// K and V[PIPELINE_STAGES], work[Q_STAGES] and the mbarriers named here.
+#pragma once
+#include "works.cuh"
+
+constexpr int Q_THREADS = WARP;            // of the producer
+constexpr int KV_THREADS = WARPGROUP - WARP;
+constexpr int Q_STAGES = 2;                // the next work tile's Q comes while this one is in use
+constexpr int TAKE_AHEAD = 2;              // a work tile is taken when so many K/V tiles of the one before are left to fetch
+constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
+
+// A stage of a circular buffer, and the phase parity of its full barrier there.
+template <int SIZE>
+struct Place {
+  int stage = 0;
+  unsigned parity = 0;
+
+  __device__ __forceinline__ Place next() const {
+    return stage + 1 == SIZE ? Place{0, parity ^ 1} : Place{stage + 1, parity};
+  }
+  __device__ __forceinline__ Place previous() const {
+    return stage == 0 ? Place{SIZE - 1, parity ^ 1} : Place{stage - 1, parity};
+  }
+};
+using KvPlace = Place<PIPELINE_STAGES>;
+__device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same from one number, where registers are short
+  return {count % Q_STAGES, static_cast<unsigned>(count / Q_STAGES & 1)};
+}
+
+// The tile scheduler: work tiles from an atomic counter, of as many heads at once as have room for their K and V in a share of the L2
+// cache. Of these heads the longest work tiles come first, so that the last to end are short: causal, the last rows', which see most
+// keys; non-causal, the first rows', because a head's last tile may have fewer rows.
+template <int TILE_ROWS>
+class TileScheduler {
+ public:
+  // What takes long divisions is done once.
+  __device__ __forceinline__ explicit TileScheduler(const AttentionParams& p)
+      : num_q_tiles((p.q_len + TILE_ROWS - 1) / TILE_ROWS), num_heads(p.q_heads * p.batch) {
+    const long long head_bytes = 2ll * p.kv_len * HEAD_DIM * sizeof(element) * p.kv_heads / p.q_heads;
+    section = static_cast<int>(max(1ll, min(static_cast<long long>(num_heads), L2_SHARE_BYTES / max(1ll, head_bytes))));
+  }
+
+  // A block's first work tile is given, the others come from the counter.
+  __device__ __forceinline__ Work next(const AttentionParams& p, bool first) {
+    const int index = first ? blockIdx.x : gridDim.x + atomicAdd(&p.work[0], 1u);
+    if (index >= num_q_tiles * num_heads) return {0, 0, 0, NO_MORE};
+    const int first_head = index / (section * num_q_tiles) * section;
+    const int section_heads = min(section, num_heads - first_head);   // the last section may be smaller
+    const int section_index = index - first_head * num_q_tiles;
+    const int round = section_index / section_heads;
+    const int first_q_row = (CAUSAL ? num_q_tiles - 1 - round : round) * TILE_ROWS;
+    const int any_head = first_head + section_index - round * section_heads;   // of all batches
+    const int batch = any_head / p.q_heads;
+    return {first_q_row, any_head - batch * p.q_heads, batch, tiles_of_rows(p, first_q_row, TILE_ROWS)};
+  }
+
+ private:
+  int num_q_tiles;
+  int num_heads;
+  int section;   // heads worked on at the same time
+};
+
+// One warp of the producer: takes work tiles and fetches their Q. A work tile is taken as late as its Q can still come in time: a
+// block that takes early takes by its place in a queue and not by being free, and the last to end are late.
+template <class Smem>
+__device__ __forceinline__ void fetch_Q(const AttentionParams& p, const AttentionMaps& maps, Smem& smem, int thread) {
+  constexpr int ROWS = NUM_CONSUMERS * WGMMA_ROWS;
+  TileScheduler<ROWS> scheduler(p);
+  for (int count = 0;; ++count) {
+    const Place<Q_STAGES> q = Q_place(count);
+    ptx::mbarrier_wait_parity(&smem.Q_empty[q.stage], q.parity ^ 1);   // the consumers are done with the stage's last Q
+    if (count > 0) ptx::mbarrier_wait_parity(&smem.end_near, (count - 1) & 1);   // the work tile before will be done soon
+    if (thread == 0) smem.work[q.stage] = scheduler.next(p, count == 0);
+    if constexpr (!ALIGNED) __syncwarp();   // the others see it
+    const Work work = smem.work[q.stage];
+    if (work.num_tiles == NO_MORE) {
+      ptx::mbarrier_arrive(&smem.Q_full[q.stage]);
+      break;
+    }
+    const Source source = {&maps.Q, &p.Q, p.q_len, work.head, work.batch};
+    fill_begin(&smem.Q_full[q.stage], TILE_BYTES<ROWS>);
+    for (int i = 0; i < NUM_CONSUMERS; ++i) {
+      fill<WGMMA_ROWS, Q_THREADS>(smem.Q[q.stage][i], source, work.first_q_row + i * WGMMA_ROWS, &smem.Q_full[q.stage], thread);
+    }
+    fill_end(&smem.Q_full[q.stage]);
+  }
+  if (thread == 0) close_counters(p);
+}
+
+// The other warps: fetch K and V as early as there is room for them, and say when a work tile comes to its end. K/V tiles come from
+// the last to the first, so that those that the mask cuts come first.
+template <class Smem>
+__device__ __forceinline__ void fetch_KV(const AttentionParams& p, const AttentionMaps& maps, Smem& smem, int thread) {
+  KvPlace kv;
+  for (int count = 0;; ++count) {
+    const Place<Q_STAGES> q = Q_place(count);
+    ptx::mbarrier_wait_parity(&smem.Q_full[q.stage], q.parity);   // the work tile is known
+    const Work work = smem.work[q.stage];
+    if constexpr (!ALIGNED) __syncwarp();   // all lanes have read it: without K/V tiles, consumers could be done with it at once
+    if (thread % WARP == 0) ptx::mbarrier_arrive(&smem.Q_empty[q.stage]);
+    if (work.num_tiles == NO_MORE) break;
+    const int kv_head = kv_head_of(p, work.head);
+    const Source K_source = {&maps.K, &p.K, p.kv_len, kv_head, work.batch};
+    const Source V_source = {&maps.V, &p.V, p.kv_len, kv_head, work.batch};
+    const int last_tiles = min(work.num_tiles - 1, TAKE_AHEAD);
+    if (work.num_tiles == 0 && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
+    for (int tile = work.num_tiles - 1; tile >= 0; --tile, kv = kv.next()) {
+      if (tile == last_tiles && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
+      ptx::mbarrier_wait_parity(&smem.K_empty[kv.stage], kv.parity ^ 1);   // the consumers are done with the stage's last tile
+      fill_begin(&smem.K_full[kv.stage], TILE_BYTES<TILE_KV>);
+      fill<TILE_KV, KV_THREADS>(smem.K[kv.stage], K_source, tile * TILE_KV, &smem.K_full[kv.stage], thread);
+      fill_end(&smem.K_full[kv.stage]);
+      ptx::mbarrier_wait_parity(&smem.V_empty[kv.stage], kv.parity ^ 1);
+      fill_begin(&smem.V_full[kv.stage], TILE_BYTES<TILE_KV>);
+      fill<TILE_KV, KV_THREADS>(smem.V[kv.stage], V_source, tile * TILE_KV, &smem.V_full[kv.stage], thread);
+      fill_end(&smem.V_full[kv.stage]);
+    }
+  }
+}
+
+// One thread of the block, before any other uses the barriers.
+template <class Smem>
+__device__ __forceinline__ void init_barriers(Smem& smem) {
+  constexpr int KV_WARPS = ALIGNED ? 1 : KV_THREADS / WARP;   // that read what the work tile is
+  ptx::mbarrier_init(&smem.end_near, 1);
+  for (int stage = 0; stage < Q_STAGES; ++stage) {
+    ptx::mbarrier_init(&smem.Q_full[stage], FILL_ARRIVALS<Q_THREADS>);
+    ptx::mbarrier_init(&smem.Q_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS + KV_WARPS);
+  }
+  for (int stage = 0; stage < PIPELINE_STAGES; ++stage) {
+    ptx::mbarrier_init(&smem.K_full[stage], FILL_ARRIVALS<KV_THREADS>);
+    ptx::mbarrier_init(&smem.V_full[stage], FILL_ARRIVALS<KV_THREADS>);
+    ptx::mbarrier_init(&smem.K_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
+    ptx::mbarrier_init(&smem.V_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+// The producer warpgroup; `thread` counts within it.
+template <class Smem>
+__device__ __forceinline__ void produce(const AttentionParams& p, const AttentionMaps& maps, Smem& smem, int thread) {
+  if (thread < FILL_ARRIVALS<Q_THREADS>) {
+    fetch_Q(p, maps, smem, thread);
+  } else if (thread >= Q_THREADS && thread < Q_THREADS + FILL_ARRIVALS<KV_THREADS>) {
+    fetch_KV(p, maps, smem, thread - Q_THREADS);
+  }
+}
