@@ -16,6 +16,7 @@ import importlib
 import logging
 import math
 import numbers
+import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -586,13 +587,13 @@ class _Recipe:
     """The kernel's first argument, whose addresses count for nothing."""
     encoders: Mapping[str, Callable[[int], bytes]]
     """Of those of Q, K, V, O that have a tensor map: their address to the map."""
-    source: Path
+    source: str
     modified_ns: int
     """When the file was written that was compiled."""
 
     def stands(self) -> bool:
         """Whether the file is what it was."""
-        return self.source.stat().st_mtime_ns == self.modified_ns
+        return os.stat(self.source).st_mtime_ns == self.modified_ns  # noqa: PTH116 - each call asks
 
 
 _recipes: dict[tuple[Any, ...], _Recipe] = {}
@@ -685,7 +686,7 @@ def _recipe(
         grid=grid_for(problem, shape, resident),
         params=params_for(found, first, second, third, target, None),
         encoders={name: _encoder(one, found.device) for name, one in tile_maps(found, shape, views).items()},
-        source=file,
+        source=str(file),
         modified_ns=modified_ns,
     )
     if len(_recipes) >= _MAX_RECIPES:

@@ -95,7 +95,9 @@ class Function:
     """Dynamic shared memory it may be launched with."""
 
 
+@cache
 def _bindings() -> Any:
+    """The driver's bindings. That they are missing is not cached, so that a later try looks again."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -114,9 +115,14 @@ def path_of(gpu: str, data: Path = DATA) -> Path:
 def stamp(gpu: str, data: Path = DATA) -> int:
     """When the table of a GPU was written, ns; 0 where it has none."""
     try:
-        return path_of(gpu, data).stat().st_mtime_ns
+        return os.stat(_file_of(gpu, data)).st_mtime_ns  # noqa: PTH116 - each call of `attention` asks
     except OSError:
         return 0
+
+
+@lru_cache(maxsize=16)
+def _file_of(gpu: str, data: Path) -> str:
+    return str(path_of(gpu, data))
 
 
 def table(gpu: str, data: Path = DATA) -> Table | None:
