@@ -450,8 +450,8 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
         *(("levers", level, "causal") for level in ("as it is", first)),
     ]
     stage = stages.get("13_overlap")
-    known: dict[str, Any] = {"head_dim": 64, "causal": True, "dtype": "bfloat16"}
-    assert found[-1].parameters == stage.parameters(64, tuned.parameters(stage, "nvidia-h200", **known))
+    problem = found[-1].problem.problem()
+    assert found[-1].parameters == stage.parameters(64, tuned.parameters(stage, "nvidia-h200", problem))
     (job,) = jobs_of(tmp_path)
     assert [len(cell["names"]) for cell in job["cells"]] == [3, 2]
     sources = [one["source"] and Path(one["source"]) for one in job["implementations"].values()]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import io
+import os
 import struct
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +25,11 @@ from flashlab.attention import (
     AttentionParams,
     TensorView,
     grid_for,
-    maps_for,
     params_for,
     plan,
     prepare,
     tile_map,
+    tile_maps,
 )
 from flashlab.check import check
 from flashlab.compiler import LaunchShape, compile_file
@@ -38,6 +40,7 @@ from flashlab.tensor_map import TensorMap
 from flashlab.timing import MicroParams
 
 ARCH = "sm_90a"
+attention_module = sys.modules["flashlab.attention"]  # the package's attribute of that name is the function
 EARLIER = tuple(
     stage
     for stage in (*stages.STAGES.values(), *stages.DEAD_ENDS.values())
@@ -91,8 +94,10 @@ def test_a_sound_call_picks_the_best_stage_and_the_usual_scale() -> None:
     assert plan(*qkv(), arch=ARCH, stage="00_naive", scale=2).scale == 2.0
 
 
-def test_the_package_exports_the_call() -> None:
+def test_the_package_exports_the_calls() -> None:
     assert flashlab.attention is attention
+    assert flashlab.prepare is prepare
+    assert flashlab.prepare.__doc__
     with pytest.raises((errors.NoGpuError, errors.DeviceError)):
         flashlab.attention(np.zeros((1, 1, 1, 64), np.float16), None, None)
 
@@ -377,15 +382,10 @@ def test_a_grid_is_in_whole_clusters_of_neighbouring_tiles() -> None:
 def test_a_copy_of_k_and_v_may_have_fewer_panels_than_a_tile() -> None:
     arrays = {name: array(2, 4, 100, 128, pointer=OUT) for name in "QKVO"}
     found = plan(*(arrays[name] for name in "QKV"), arch=ARCH, stage=hopper_sum.STAGE.id)
-    boxes: list[tuple[int, ...]] = []
-
-    def encode(tensor_map: TensorMap, _: Any) -> bytes:
-        boxes.append(tensor_map.box)
-        return bytes(128)
-
     shape = LaunchShape(threads=384, smem_bytes=0, tile_q=128, box_q=64, box_kv=80, persistent=True, panels_kv=1)
-    for one in (shape, replace(shape, panels_kv=0)):
-        maps_for(found, one, arrays, encode)
+    boxes = [
+        one.box for each in (shape, replace(shape, panels_kv=0)) for one in tile_maps(found, each, arrays).values()
+    ]
     assert boxes[:4] == [(64, 64, 2, 1, 1), (64, 80, 1, 1, 1), (64, 80, 1, 1, 1), (64, 16, 2, 1, 1)]
     assert boxes[4:] == [(64, 64, 2, 1, 1), (64, 80, 2, 1, 1), (64, 80, 2, 1, 1), (64, 16, 2, 1, 1)]
 
@@ -506,6 +506,7 @@ class _Launches:
         self.made: list[dict[str, Any]] = []
         self.maps: list[tuple[str, tuple[Any, ...]]] = []
         self.counters = 1 << 30
+        monkeypatch.setattr(attention_module, "_recipes", {})
         for name in ("require", "load"):
             monkeypatch.setattr(gpu, name, lambda *_, **__: None)
         monkeypatch.setattr(gpu, "as_device_array", lambda obj, *_: obj)
@@ -553,18 +554,164 @@ def test_an_ordinary_stage_gets_no_maps_and_no_counters(monkeypatch: pytest.Monk
     assert made["grid"] == (2, 4, 2)
 
 
+def _table(stage: str, parameters: dict[str, int], problem: str, **kind: str) -> tuned.Table:
+    row = tuned.Row(stage, Problem.parse(problem, **kind), parameters, 1.0, 64, 2, "20260101T000000Z-0000000")
+    return tuned.Table(gpu="nobody", arch=ARCH, sm_count=4, rows=(row,))
+
+
 def test_what_won_on_a_gpu_is_what_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
     there = _Launches(monkeypatch)
     stage = stages.get("01_coalesced")
-    choice = tuned.Choice({**stage.parameters(64), "THREADS": 64}, "20260101T000000Z-0000000", ("1x1x1x64",))
-    monkeypatch.setattr(
-        tuned, "table", lambda gpu, _: {tuned.Key(stage.id, 64, "causal", "float16"): choice} if gpu == "nobody" else {}
-    )
+    found = _table(stage.id, {**stage.parameters(64), "THREADS": 64}, "1x1x1x64", mask="causal")
+    monkeypatch.setattr(tuned, "table", lambda gpu, _: found if gpu == "nobody" else None)
     q, k, v = qkv(q_len=256)
     call: dict[str, Any] = {"stage": stage.id, "out": array(2, 4, 256, 64, pointer=OUT), "stream": 5}
     for options in ({"causal": True}, {}, {"causal": True, "params": {"THREADS": 256}}):
         prepare(q, k, v, **call, **options)
-    assert [made["block"][0] for made in there.made] == [64, stage.parameters(64)["THREADS"], 256]
+    assert [made["block"][0] for made in there.made] == [64, 64, 256]
+    q, k, v = qkv(q_len=256, dim=128)
+    prepare(q, k, v, **{**call, "out": array(2, 4, 256, 128, pointer=OUT)})
+    assert there.made[-1]["block"][0] == stage.parameters(128)["THREADS"], "another head dim is another kernel"
+
+
+def test_without_a_stage_the_records_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = _Launches(monkeypatch)
+    stage = stages.get("01_coalesced")
+    found = _table(stage.id, {**stage.parameters(64), "THREADS": 64}, "1x1x1x64")
+    monkeypatch.setattr(tuned, "table", lambda gpu, _: found if gpu == "nobody" else None)
+    q, k, v = qkv(q_len=256)
+    prepared = prepare(q, k, v, out=array(2, 4, 256, 64, pointer=OUT), stream=5)
+    assert prepared.plan.stage is stage
+    assert prepared.cubin.parameters["THREADS"] == there.made[-1]["block"][0] == 64
+    # Nothing of that head dim is on record.
+    q, k, v = qkv(q_len=256, dim=128)
+    wide = prepare(q, k, v, out=array(2, 4, 256, 128, pointer=OUT), stream=5)
+    assert wide.plan.stage is stages.best(wide.plan.problem, ARCH)
+
+
+def test_another_gpus_choice_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    _Launches(monkeypatch)
+    attention_module._tell_of_kin.cache_clear()
+    found = replace(_table("01_coalesced", stages.get("01_coalesced").parameters(64), "1x1x1x64"), gpu="kin")
+    monkeypatch.setattr(tuned, "table_for", lambda *_, **__: found)
+    for length in (256, 128):
+        q, k, v = qkv(q_len=length)
+        prepared = prepare(q, k, v, out=array(2, 4, length, 64, pointer=OUT), stream=5)
+        assert prepared.plan.stage.id == "01_coalesced"
+    (told,) = caplog.messages
+    assert told.startswith("nobody has no records of its own: stages are chosen by those of kin")
+    attention_module._tell_of_kin.cache_clear()
+
+
+# --- what is kept between calls ---
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The calls of `plan`, each the first of a layout."""
+    made: list[Any] = []
+    there = attention_module.plan
+
+    def noted(*arrays: Any, **options: Any) -> Any:
+        made.append((arrays, options))
+        return there(*arrays, **options)
+
+    monkeypatch.setattr(attention_module, "plan", noted)
+    return made
+
+
+@pytest.mark.usefixtures("sum_stage")
+def test_a_layout_is_planned_once_and_addresses_are_each_calls_own(
+    monkeypatch: pytest.MonkeyPatch, planned: list[Any]
+) -> None:
+    there = _Launches(monkeypatch)
+    encoded: list[int] = []
+
+    def encode(_: TensorMap, address: int) -> bytes:
+        encoded.append(address)
+        return struct.pack("<Q", address).ljust(128, b"m")
+
+    monkeypatch.setattr(TensorMap, "encoded", encode)
+    for shift in (0, 1 << 12, 0):
+        q, k, v = (replace(one, pointer=one.pointer + shift) for one in qkv(q_len=130, kv_len=130))
+        out = array(2, 4, 130, 64, pointer=OUT + shift)
+        prepare(q, k, v, stage=hopper_sum.STAGE.id, source=hopper_sum.SOURCE, out=out, stream=5)
+        params, maps = there.made[-1]["params"]
+        assert [getattr(params, name).data for name in "QKVO"] == [one.pointer for one in (q, k, v, out)]
+        addresses = [struct.unpack("<Q", bytes(getattr(maps, name))[:8])[0] for name in "QKVO"]
+        assert addresses == [one.pointer for one in (q, k, v, out)]
+    assert len(planned) == 1
+    assert len(encoded) == 8, "a tensor map is made once an address"
+    structures = [id(argument) for made in there.made for argument in made["params"]]
+    assert len(set(structures)) == len(structures), "threads may launch at the same time"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"causal": True},
+        {"scale": 0.5},
+        {"params": {"THREADS": 64}},
+        {"stage": "00_naive"},
+        {"q": {"pointer": (1 << 20) + 8}},
+        {"k": {"strides": (0, 0, 64, 1)}},
+        {"out": {"strides": (4 * 8 * 64, 64, 4 * 64, 1)}},
+    ],
+)
+def test_another_layout_or_option_is_planned_anew(
+    change: dict[str, Any], monkeypatch: pytest.MonkeyPatch, planned: list[Any]
+) -> None:
+    _Launches(monkeypatch)
+    q, k, v = qkv()
+    call: dict[str, Any] = {"q": q, "k": k, "v": v, "out": array(2, 4, 8, 64, pointer=OUT)}
+    call |= {"stage": "01_coalesced", "stream": 5}
+    prepare(**call)
+    prepare(**call)
+    assert len(planned) == 1
+    arrays = {name: replace(call[name], **to) for name, to in change.items() if name in ("q", "k", "out")}
+    prepare(**{**call, **change, **arrays})
+    assert len(planned) == 2
+
+
+def test_a_kept_layout_refuses_what_the_first_call_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Launches(monkeypatch)
+    q, k, v = qkv()
+    call: dict[str, Any] = {"stage": "01_coalesced", "stream": 5}
+    prepare(q, k, v, out=array(2, 4, 8, 64, pointer=OUT), **call)
+    with pytest.raises(errors.LayoutError, match="apart from k"):
+        prepare(q, k, v, out=array(2, 4, 8, 64, pointer=k.pointer), **call)
+    with pytest.raises(errors.LayoutError, match="read-only"):
+        prepare(q, k, v, out=array(2, 4, 8, 64, pointer=OUT, readonly=True), **call)
+    with pytest.raises(errors.DeviceError, match="got GPU 1"):
+        prepare(q, replace(k, device=1), v, out=array(2, 4, 8, 64, pointer=OUT), **call)
+    with pytest.raises(errors.ParameterError, match="True or False"):
+        prepare(q, k, v, out=array(2, 4, 8, 64, pointer=OUT), causal=0, **call)  # type: ignore[arg-type]
+    with pytest.raises(errors.ParameterError, match="finite"):
+        prepare(q, k, v, out=array(2, 4, 8, 64, pointer=OUT), scale=[1.0], **call)  # type: ignore[arg-type]
+
+
+def test_an_edited_source_and_a_new_table_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, planned: list[Any], tmp_path: Path
+) -> None:
+    _Launches(monkeypatch)
+    q, k, v = qkv()
+    source = tmp_path / "edited.cu"
+    text = stages.get("01_coalesced").source.read_text(encoding="utf-8")
+    source.write_text(text, encoding="utf-8")
+    call: dict[str, Any] = {"stage": "01_coalesced", "stream": 5, "source": source}
+    call["out"] = array(2, 4, 8, 64, pointer=OUT)
+    first = prepare(q, k, v, **call)
+    source.write_text(text + "\n__global__ void another() {}\n", encoding="utf-8")
+    os.utime(source, ns=(1, 1))
+    second = prepare(q, k, v, **call)
+    assert len(planned) == 2
+    assert first.cubin.sha256 != second.cubin.sha256
+    monkeypatch.setattr(tuned, "table", lambda *_: None)
+    monkeypatch.setattr(tuned, "stamp", lambda *_: 7)
+    prepare(q, k, v, **call)
+    assert len(planned) == 3
 
 
 # --- structures ---

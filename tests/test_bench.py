@@ -329,6 +329,35 @@ def test_variants_become_tuning_records(tmp_path: Path, fake: Any) -> None:
     assert records.verify("test-gpu", tmp_path / "data") == ()
 
 
+def test_what_is_tried_on_one_problem_takes_turns_with_the_libraries_beside_it(tmp_path: Path, fake: Any) -> None:
+    full, causal = PROBLEMS
+    tasks = [
+        bench.Task("00_naive", ({"THREADS": 64}, {}), (full, causal), ("sdpa",)),
+        bench.Task("01_coalesced", ({},), (full,), ("sdpa",)),
+    ]
+    path = bench.time_tasks(tasks, data=tmp_path / "data", worker=fake(), timeout_s=2.0, startup_s=20.0)
+    (job,) = _jobs(tmp_path)
+    assert [cell["names"] for cell in job["cells"]] == [
+        ["00_naive[THREADS=64]", "00_naive[]", "sdpa", "01_coalesced[]"],
+        ["00_naive[THREADS=64]", "00_naive[]", "sdpa"],
+    ]
+    assert {name: one["kind"] for name, one in job["implementations"].items()} == {
+        "00_naive[THREADS=64]": "stage",
+        "00_naive[]": "stage",
+        "01_coalesced[]": "stage",
+        "sdpa": "peer",
+    }
+    found, damage = records.read_tunings(path)
+    assert not damage
+    assert [(one.problem.mask, one.parameters) for one in found if one.stage == "sdpa"] == [
+        ("full", {}),
+        ("causal", {}),
+    ]
+    assert records.verify("test-gpu", tmp_path / "data") == ()
+    with pytest.raises(errors.ParameterError, match="peer: wanted one of"):
+        bench.time_tasks([bench.Task("00_naive", ({},), (full,), ("nobody",))], data=tmp_path, worker=fake())
+
+
 def test_variants_that_make_no_sense_are_refused_before_any_work(tmp_path: Path, fake: Any) -> None:
     for variants, problems, words in (([{"TILE": 3}], PROBLEMS, "TILE"), ([], PROBLEMS, "variant"), ([{}], [], "0")):
         with pytest.raises(errors.ParameterError, match=words):

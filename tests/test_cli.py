@@ -63,7 +63,8 @@ def test_help_lists_every_command(run: Run) -> None:
     result = run("--help")
     assert result.code == 0
     for command in (
-        *("doctor", "stages", "compile", "sass", "check", "bench", "tune", "ablate", "split", "results", "report"),
+        *("doctor", "stages", "compile", "sass", "check", "bench", "tune", "explain", "ablate", "split", "results"),
+        "report",
     ):
         assert f" {command} " in result.out
 

@@ -105,7 +105,8 @@ def test_a_product_may_run_on_during_the_softmax(stage: Stage) -> None:
     """One wait leaves it under way. How many exponentials stand before the next wait is the assembler's choice, because
     waits name no registers; where 13_overlap is tuned, a part of them does: with fewer it is slower."""
     for head_dim, causal, dtype in itertools.product(stage.head_dims, MASKS, stage.dtypes):
-        values = tuned.parameters(stage, "nvidia-h200", head_dim=head_dim, causal=causal, dtype=dtype)
+        problem = Problem.parse(f"16x16x2048x{head_dim}", mask="causal" if causal else "full", dtype=dtype)
+        values = tuned.parameters(stage, "nvidia-h200", problem)
         built = cubin(stage, head_dim, causal=causal, dtype=dtype, overrides=values)
         instructions = machine_code(built.code, built.entry)
         waits = [

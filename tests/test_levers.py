@@ -69,14 +69,7 @@ def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, tmp_path: Pat
     stage, source = stages.get(lever.stage), lever.write(tmp_path)
 
     def job(problem: Problem, source: Path | None) -> Job:
-        values = tuned.parameters(
-            stage,
-            "nvidia-h200",
-            head_dim=problem.head_dim,
-            causal=problem.causal,
-            dtype=problem.dtype,
-            overrides=lever.parameters(problem),
-        )
+        values = tuned.parameters(stage, "nvidia-h200", problem, overrides=lever.parameters(problem))
         return Job(
             stage=stage,
             head_dim=problem.head_dim,

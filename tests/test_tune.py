@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -13,7 +14,7 @@ import pytest
 import synthetic
 
 from flashlab import bench, compiler, gpu, records, stages, tune, tuned
-from flashlab.errors import CompileError, DamagedRecordError, FlashlabError, NoDataError, ParameterError
+from flashlab.errors import CompileError, FlashlabError, NoDataError, ParameterError
 from flashlab.paths import DATA, ROOT
 from flashlab.problem import MASKS, Problem, suite
 from flashlab.records import Tuning
@@ -149,9 +150,10 @@ def test_losers_cost_little_and_every_variant_is_recorded(tmp_path: Path) -> Non
     assert {row.parameters["TILE_KV"] for row in first if row.status == "error"} == {60}
     assert sizes[0] + done.refused + done.twins == 36
     best = min((tuple(sorted(v.items())) for v in timing.rounds[0][0]), key=lambda v: speed_of(dict(v)))
-    choice = tune.choices("nvidia-h200", tmp_path)[done.key]
-    assert choice.parameters == dict(best)
-    assert choice.run == done.rounds[-1].stem
+    (row,) = tune.rows("nvidia-h200", tmp_path)
+    assert (row.stage, row.problem) == (done.stage, *done.problems)
+    assert row.parameters == dict(best)
+    assert (row.run, row.variants) == (done.rounds[-1].stem, sizes[-1])
 
 
 def test_a_stage_of_which_nothing_compiles_is_an_error(tmp_path: Path) -> None:
@@ -187,46 +189,10 @@ def test_a_newer_round_replaces_the_choice_even_where_it_is_slower(tmp_path: Pat
         records.append(folder / f"{row.run}.jsonl", row)
     path = tune.write_table("nvidia-h200", tmp_path)
     found = tuned.table("nvidia-h200", tmp_path)
-    assert found == {
-        tuned.Key(STAGE.id, 64, "full", "float16"): tuned.Choice(b, newer, (PROBLEM.shape,)),
-    }
-    assert path.read_text(encoding="utf-8") == tune.table_text(found)
-
-
-def test_named_values_come_before_the_table_and_the_table_before_defaults(tmp_path: Path) -> None:
-    choice = {**STAGE.parameters(64), "WARPS": 8, "TILE_KV": 32}
-    text = tune.table_text({tuned.Key(STAGE.id, 64, "full", "float16"): tuned.Choice(choice, synthetic.RUN, ("x",))})
-    path = tuned.path_of("nvidia-h200", tmp_path)
-    path.parent.mkdir(parents=True)
-    path.write_text(text, encoding="utf-8")
-
-    def found(gpu: str | None = "nvidia-h200", *, causal: bool = False, **overrides: int) -> dict[str, int]:
-        values = tuned.parameters(
-            STAGE, gpu, head_dim=64, causal=causal, dtype="float16", overrides=overrides, data=tmp_path
-        )
-        return STAGE.parameters(64, values)
-
-    assert found() == choice
-    assert found(WARPS=2) == {**choice, "WARPS": 2}
-    assert found(causal=True) == found(None) == found("nvidia-l4") == STAGE.parameters(64)
-
-
-def test_a_table_from_before_the_stage_changed_counts_for_nothing(tmp_path: Path) -> None:
-    text = tune.table_text({tuned.Key(STAGE.id, 64, "full", "float16"): tuned.Choice({"GONE": 1}, "r", ())})
-    path = tuned.path_of("nvidia-h200", tmp_path)
-    path.parent.mkdir(parents=True)
-    path.write_text(text, encoding="utf-8")
-    values = tuned.parameters(STAGE, "nvidia-h200", head_dim=64, causal=False, dtype="float16", data=tmp_path)
-    assert values == {}
-
-
-@pytest.mark.parametrize("text", ["", "{", '[{"stage": "x"}]', "7"])
-def test_a_damaged_table_says_what_helps(tmp_path: Path, text: str) -> None:
-    path = tuned.path_of("nvidia-h200", tmp_path)
-    path.parent.mkdir(parents=True)
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(DamagedRecordError, match="flashlab tuned"):
-        tuned.table("nvidia-h200", tmp_path)
+    assert found is not None
+    assert found.rows == (tuned.Row(STAGE.id, PROBLEM, b, 25.0, 64, 2, newer),)
+    assert (found.gpu, found.arch, found.sm_count) == ("nvidia-h200", "sm_90a", 132)
+    assert path.read_text(encoding="utf-8") == tune.table_text("sm_90a", 132, found.rows)
 
 
 def test_no_table_can_be_made_of_nothing(tmp_path: Path) -> None:
@@ -255,51 +221,114 @@ def test_trials_are_compared_within_their_round() -> None:
     assert best == {("WARPS", 4): 1.0, ("WARPS", 8): pytest.approx(1.5), ("TILE_KV", 60): None, ("TILE_KV", 64): 1.5}
 
 
-@pytest.mark.parametrize("slug", sorted(path.parent.name for path in DATA.glob(f"*/{tuned.FILE}")) or [None])
+GPUS = sorted(path.parent.name for path in DATA.glob(f"*/{tuned.FILE}")) or [None]
+
+
+@pytest.mark.parametrize("slug", GPUS)
 def test_the_committed_table_is_what_the_records_say(slug: str | None) -> None:
-    if slug is None:
+    """What was tuned to the letter; of what was only measured, each row. `flashlab tuned` adds what is newer."""
+    found = None if slug is None else tuned.table(slug)
+    if slug is None or found is None:
         pytest.skip("no GPU has a table yet")
-    assert tuned.path_of(slug).read_text(encoding="utf-8") == tune.table_text(tune.choices(slug))
+    said = tune.rows(slug)
+    assert [row for row in found.rows if row.variants] == [row for row in said if row.variants]
+    recorded = {
+        (row.run, row.name, row.problem.problem()): (row.cubin.parameters, round(samples.median_us, 3))
+        for run in records.runs(slug)
+        for row in run.measurements
+        if row.cubin is not None and (samples := row.samples_of()) is not None
+    }
+    for row in found.rows:
+        if not row.variants:
+            assert recorded[row.run, row.stage, row.problem] == (row.parameters, row.time_us)
+    written = tune.table_text(found.arch, found.sm_count, found.rows)
+    assert tuned.path_of(slug).read_text(encoding="utf-8") == written
 
 
-@pytest.mark.parametrize("slug", sorted(path.parent.name for path in DATA.glob(f"*/{tuned.FILE}")) or [None])
+@pytest.mark.parametrize("slug", GPUS)
 def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None) -> None:
-    if slug is None:
+    found = None if slug is None else tuned.table(slug)
+    if found is None:
         pytest.skip("no GPU has a table yet")
-    for key, choice in tuned.table(slug).items():
-        stage = stages.get(key.stage)
-        assert choice.parameters.keys() == stage.params.keys(), f"{key}: tune it anew"
-        run = records.runs(slug)[0].records[0]
-        arch = stages.arch_for(run.gpu.compute_capability)
-        if stage.language == "triton" and find_spec("triton") is None:
+    jobs = {}
+    for row in found.rows:
+        stage = stages.get(row.stage)
+        assert row.parameters.keys() == stage.params.keys(), f"{row}: write the table anew"
+        if not row.variants or (stage.language == "triton" and find_spec("triton") is None):
             continue  # Triton comes with the GPU extra alone
+        problem = row.problem
         for aligned in (True, False):
-            compiler.compile_stage(
-                stage,
-                head_dim=key.head_dim,
-                dtype=key.dtype,
-                causal=key.mask == "causal",
-                arch=arch,
+            job = compiler.Job(
+                stage=stage,
+                head_dim=problem.head_dim,
+                dtype=problem.dtype,
+                causal=problem.causal,
+                arch=found.arch,
                 aligned=aligned,
-                overrides=choice.parameters,
+                overrides=row.parameters,
             )
+            jobs[job.label] = job
+    refused = {
+        label: str(cubin)
+        for label, cubin in zip(jobs, compiler.compile_many(list(jobs.values())), strict=True)
+        if isinstance(cubin, CompileError)
+    }
+    assert not refused
 
 
-def test_the_table_is_a_list_of_plain_entries(tmp_path: Path) -> None:
-    entries = json.loads(
-        tune.table_text({tuned.Key("s", 64, "full", "float16"): tuned.Choice({"A": 1}, "run", ("1x1x1x64",))})
-    )
-    assert entries == [
-        {
-            "stage": "s",
-            "head_dim": 64,
-            "mask": "full",
-            "dtype": "float16",
-            "parameters": {"A": 1},
-            "run": "run",
-            "shapes": ["1x1x1x64"],
-        }
+@pytest.mark.parametrize("slug", GPUS)
+def test_the_choice_is_never_slower_than_torch_where_its_variants_were_tried(slug: str | None) -> None:
+    """On the problems that were tuned beside torch's SDPA; `flashlab tuned` lists those that only a bench has timed."""
+    held = [one for one in tune.held_against(slug or "") if one.small_grids]
+    if not held:
+        pytest.skip("torch's SDPA was timed beside no tuning yet")
+    slower = [
+        f"{one.problem.label}: {one.choice.stage.id} {dict(one.choice.parameters)} takes {one.time_us} µs, SDPA "
+        f"{one.peer_us} µs, run {one.run}"
+        for one in held
+        if one.ratio is not None and one.ratio < 1
     ]
+    assert not slower, "\n".join(slower)
+
+
+def test_a_choice_is_held_against_the_library_in_one_process_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "nvidia-h200" / "tuning"
+    folder.mkdir(parents=True)
+    a, b = STAGE.parameters(64), STAGE.parameters(64, {"WARPS": 8})
+    other = Problem.parse("2x8x512x64")
+    newer = "20260102T030406Z-0123abc"
+    for row in (
+        record({}, 9.0, stage="sdpa"),
+        record(a, 12.0),
+        record(b, 10.0),
+        record({}, 15.0, stage="sdpa", problem=other),
+        record(b, 11.0, run=newer, problem=other),
+        record(a, 14.0, run=newer, problem=other),
+    ):
+        records.append(folder / f"{row.run}.jsonl", row)
+    assert records.read_tunings(folder / f"{newer}.jsonl")[1] == ()
+    tune.write_table("nvidia-h200", tmp_path)
+    first, second = tune.held_against("nvidia-h200", data=tmp_path)
+    assert (first.problem, first.choice.parameters, first.time_us, first.peer_us) == (PROBLEM, b, 10.0, 9.0)
+    assert (first.ratio, first.small_grids, first.run) == (0.9, True, synthetic.RUN)
+    assert (second.problem, second.ratio, second.run) == (other, None, ""), "two processes are no comparison"
+    shown = tune.choices_table("nvidia-h200", tmp_path)
+    assert "| 0.90 |" in shown
+    assert "not in one process" in shown
+    assert "sdpa" not in tune.trials_table("nvidia-h200", tmp_path), "a library is no variant"
+
+
+def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:
+    problem = Problem.parse("1x2x130x64")
+    synthetic.write_synthetic(tmp_path, problems=[problem])
+    folder = tmp_path / "nvidia-h200" / "tuning"
+    folder.mkdir(parents=True)
+    records.append(folder / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
+    made = tune.rows("nvidia-h200", tmp_path)
+    assert [row.variants for row in made if row.problem == PROBLEM] == [1]
+    measured = [row for row in made if row.problem == problem]
+    assert {row.stage for row in measured} == set(stages.STAGES), "no library, and each stage once"
+    assert {row.variants for row in measured} == {0}
 
 
 def test_the_command_says_what_it_would_try(tmp_path: Path) -> None:
@@ -330,14 +359,33 @@ def test_pages_show_winners_levers_and_losers(tmp_path: Path) -> None:
 # --- Plans ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_committed_plan_names_what_there_is_and_tries_each_variant_once() -> None:
-    tasks = tune.read_plan(ROOT / "scripts" / "tuning.json")
+PLANS = sorted((ROOT / "scripts").glob("tuning*.json"))
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda path: path.stem)
+def test_the_committed_plans_name_what_there_is_and_try_each_variant_once(path: Path) -> None:
+    tasks = tune.read_plan(path)
     assert len({task.key for task in tasks}) == len(tasks)
     for task in tasks:
         stage = stages.get(task.key.stage)
         assert all(variant.keys() == stage.params.keys() for variant in task.variants)
-        assert stage.parameters(task.key.head_dim) not in task.variants, "the defaults take part anyway"
         assert 1 <= len(task.variants) <= 20
+        if not task.peers:
+            assert stage.parameters(task.key.problem.head_dim) not in task.variants, "the defaults take part anyway"
+
+
+def test_the_plan_of_small_grids_is_short_and_has_what_fills_them() -> None:
+    tasks = tune.read_plan(ROOT / "scripts" / "tuning_small.json")
+    assert all(task.peers == (tune.BESIDE,) for task in tasks)
+    assert tune.estimate_s(tasks) <= 150
+    tried: dict[Problem, set[int]] = {}
+    for task in tasks:
+        rows = [variant.get("NUM_CONSUMERS", 0) for variant in task.variants]
+        tried.setdefault(task.key.problem, set()).update(rows)
+    assert {problem.mask for problem in tried} == set(MASKS)
+    for problem, consumers in tried.items():
+        if tuned.tiles(problem, 192) < 132:
+            assert 1 in consumers, f"{problem.label}: tiles of 192 rows do not fill the SMs"
 
 
 def test_a_plan_says_masks_and_type_or_means_all_masks_and_float16(tmp_path: Path) -> None:
@@ -345,19 +393,28 @@ def test_a_plan_says_masks_and_type_or_means_all_masks_and_float16(tmp_path: Pat
     short = {"stage": STAGE.id, "head_dim": 64, "variants": [{"WARPS": 2}, {"WARPS": 2}, {}]}
     path.write_text(json.dumps([short]), encoding="utf-8")
     variants = (STAGE.parameters(64, {"WARPS": 2}), STAGE.parameters(64))
-    assert tune.read_plan(path) == [
-        (tuned.Key(STAGE.id, 64, mask, "float16"), variants)
-        for mask in MASKS
-    ]  # fmt: skip
+    problems = [Problem.parse("16x16x2048x64", mask=mask) for mask in MASKS]
+    assert tune.read_plan(path) == [(tune.Key(STAGE.id, problem), variants, ()) for problem in problems]
     hopper = {"stage": "09_wgmma", "head_dim": 128, "masks": ["causal"], "dtype": "bfloat16", "variants": [{}]}
     path.write_text(json.dumps([hopper]), encoding="utf-8")
-    assert [task.key for task in tune.read_plan(path)] == [tuned.Key("09_wgmma", 128, "causal", "bfloat16")]
+    wide = Problem.parse("16x16x2048x128", mask="causal", dtype="bfloat16")
+    assert [task.key for task in tune.read_plan(path)] == [("09_wgmma", wide)]
+    shapes = ["1x8x512x128", "1x8x8x1x512x128"]
+    path.write_text(json.dumps([{**hopper, "shapes": shapes, "dtype": ["float16", "bfloat16"], "peers": ["sdpa"]}]))
+    found = tune.read_plan(path)
+    assert [(task.key.problem.shape, task.key.problem.dtype) for task in found] == [
+        (shape, dtype) for dtype in ("float16", "bfloat16") for shape in shapes
+    ]
+    assert {task.peers for task in found} == {("sdpa",)}
     for bad, words in (
         ({"a": 1}, "--plan: wanted a JSON list"),
         ([{"stage": STAGE.id}], "--plan: wanted a JSON list"),
         ([{**short, "variants": [{"NOTHING": 1}]}], "no parameter 'NOTHING'"),
         ([{**short, "masks": ["round"]}], "mask"),
         ([{**short, "dtype": "bfloat16"}], "takes float16"),
+        ([{**short, "shapes": ["1x8x512x128"]}], "wanted head dim 64"),
+        ([{**short, "peers": ["nobody"]}], "peer: wanted one of"),
+        ([{**short, "stage": "99_none"}], "00_naive"),
     ):
         path.write_text(json.dumps(bad), encoding="utf-8")
         with pytest.raises(FlashlabError, match=words):
@@ -377,21 +434,25 @@ def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(tmp_path: Pat
         return path
 
     variants = tuple(STAGE.parameters(64, {"WARPS": warps, "TILE_KV": keys}) for warps in (2, 8) for keys in (60, 64))
-    keys = [tuned.Key(STAGE.id, 64, mask, "float16") for mask in MASKS]
+    keys = [tune.Key(STAGE.id, Problem.parse("16x16x2048x64", mask=mask)) for mask in MASKS]
     done = tune.tune_all(
-        [tune.Task(key, variants) for key in keys], data=tmp_path, arch="sm_90a", slug="nvidia-h200", timing=timing
+        [tune.Task(key, variants, ("sdpa",)) for key in keys],
+        data=tmp_path,
+        arch="sm_90a",
+        slug="nvidia-h200",
+        timing=timing,
     )
     (tasks,) = asked
-    assert [(task.stage, task.problems[0].mask) for task in tasks] == [(STAGE.id, mask) for mask in MASKS]
+    assert [(task.stage, *task.problems, task.peers) for task in tasks] == [(*key, ("sdpa",)) for key in keys]
     for task in tasks:
         assert STAGE.parameters(64) in task.variants
         assert {variant["TILE_KV"] for variant in task.variants} == {64}
-    assert [(one.key, one.refused) for one in done] == [(key, 2) for key in keys]
+    assert [(one.stage, *one.problems, one.refused) for one in done] == [(*key, 2) for key in keys]
     found, damage = records.read_tunings(done[0].rounds[0])
     assert not damage
     assert sum(row.status == "error" for row in found) == 4
-    choices = tune.choices("nvidia-h200", tmp_path)
-    assert {key: choice.parameters["WARPS"] for key, choice in choices.items()} == dict.fromkeys(keys, 8)
+    rows = tune.rows("nvidia-h200", tmp_path)
+    assert {(row.stage, row.problem): row.parameters["WARPS"] for row in rows} == dict.fromkeys(keys, 8)
 
 
 def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(tmp_path: Path) -> None:
@@ -408,12 +469,10 @@ def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(tmp_path: Path) 
         return path
 
     hopper = stages.get("09_wgmma")
-    tasks = [
-        tune.Task(tuned.Key(stage.id, 64, "full", "float16"), (stage.parameters(64),)) for stage in (hopper, STAGE)
-    ]
+    tasks = [tune.Task(tune.Key(stage.id, PROBLEM), (stage.parameters(64),)) for stage in (hopper, STAGE)]
     where: dict[str, Any] = {"data": tmp_path, "arch": "sm_80", "slug": "nvidia-a100", "timing": timing}
     (done,) = tune.tune_all(tasks, announce=told.append, **where)
-    assert timed == [STAGE.id] == [done.key.stage]
+    assert timed == [STAGE.id] == [done.stage]
     assert any("09_wgmma needs sm_90a and this GPU is sm_80" in line for line in told)
     with pytest.raises(ParameterError, match="runs on sm_80"):
         tune.tune_all(tasks[:1], **where)
@@ -447,11 +506,10 @@ def test_the_command_takes_a_stage_or_a_plan(tmp_path: Path) -> None:
     plan = str(ROOT / "scripts" / "tuning.json")
     shown = CliRunner().invoke(app, ["tune", "--plan", plan, "--head-dim", "64", "--mask", "full", "--dry-run"])
     assert shown.exit_code == 0
-    (pingpong,) = (
-        task for task in tune.read_plan(Path(plan)) if task.key == tuned.Key("11_pingpong", 64, "full", "float16")
-    )
-    assert f"11_pingpong D64 full float16: {len(pingpong.variants)} variants" in shown.stderr
+    (pingpong,) = (task for task in tune.read_plan(Path(plan)) if task.key == ("11_pingpong", PROBLEM))
+    assert f"11_pingpong {PROBLEM.label}: {len(pingpong.variants)} variants" in shown.stderr
     assert "D128" not in shown.stderr
+    assert re.search(r"^about \d+ s with the start", shown.stderr, re.MULTILINE)
     for what in ([], [STAGE.id, "--plan", plan]):
         refused = CliRunner().invoke(app, ["tune", *what])
         assert isinstance(refused.exception, ParameterError)

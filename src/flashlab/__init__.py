@@ -7,3 +7,4 @@ from flashlab._version import __version__ as __version__
 # Light: torch, CuPy and the driver are imported by the call, not by this.
 from flashlab.attention import attention as attention
 from flashlab.attention import emulate as emulate
+from flashlab.attention import prepare as prepare

@@ -422,8 +422,8 @@ def split(
 
     def parameters(one: bench.Variation, problem: Problem) -> dict[str, int]:
         stage = stages.get(one.stage)
-        known: dict[str, Any] = {"head_dim": problem.head_dim, "causal": problem.causal, "dtype": problem.dtype}
-        return stage.parameters(problem.head_dim, tuned.parameters(stage, here, overrides=one.params, **known))
+        values = tuned.parameters(stage, here, problem, arch=arch, overrides=one.params)
+        return stage.parameters(problem.head_dim, values)
 
     parts = {f"{stage_id} without {part}": (stage_id, part) for stage_id in chosen for part in PARTS}
     variations = {name: variation(*part) for name, part in parts.items()}
@@ -487,8 +487,7 @@ def measure_levers(
     for lever in chosen:
         stage = stages.get(lever.stage)
         for problem in lever.problems if problems is None else problems[lever.name]:
-            known: dict[str, Any] = {"head_dim": problem.head_dim, "causal": problem.causal, "dtype": problem.dtype}
-            values = tuned.parameters(stage, slug, overrides=lever.parameters(problem), **known)
+            values = tuned.parameters(stage, slug, problem, arch=arch, overrides=lever.parameters(problem))
             params = stage.parameters(problem.head_dim, values)
             group = groups.setdefault((stage.id, problem, tuple(params.items())), {})
             for level, source in ((levers.AS_IT_IS, None), (lever.name, files[lever.name])):

@@ -1,21 +1,27 @@
-"""The public call: `attention(q, k, v)` on the caller's arrays and stream, by the best stage the GPU runs.
+"""The public call: `attention(q, k, v)` on the caller's arrays and stream, by the stage that suits the problem.
 
 Validation (`plan`) is a pure function of array descriptions, so that every refusal is tested without a GPU; `prepare`
 compiles and loads what a plan needs and gives a callable that only enqueues, which is what gets timed. Arrays in host
 memory run on the CPU: `emulate`, which also says what the kernel did wrong.
+
+All that does not depend on addresses (the checks, the choice, the machine code, the grid, the strides) is done once for
+a layout and kept as a `_Recipe`; a call with the same layout fills in addresses, tensor maps and counters. Nothing that
+a kernel is told is shared between calls, so that threads and streams need no lock.
 """
 
 from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import math
 import numbers
+import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -61,6 +67,9 @@ _HOOKS_COST = 10.0
 """How many times longer a kernel is taken to run with hooks."""
 _CLEARLY = 20.0
 """How many times over its limit a problem must be for the assumption to be enough."""
+_MAX_RECIPES = 1024
+_MAX_MAPS = 256
+"""Addresses of one array whose tensor maps a recipe keeps: an allocator hands out the same ones again and again."""
 _TRIAL_S = 5.0
 """How long running a few blocks, to say how long all would take, may itself take."""
 
@@ -213,6 +222,11 @@ def _check_out(out: DeviceArray, q: DeviceArray, inputs: tuple[tuple[str, Device
             f"out: wanted an address of its own for every element, got strides {out.strides} over shape {out.shape}; "
             "an expanded or overlapping view cannot be written"
         )
+    _refuse_overlap(out, inputs)
+
+
+def _refuse_overlap(out: DeviceArray, inputs: tuple[tuple[str, DeviceArray], ...]) -> None:
+    """The one check of `plan` that two addresses decide together."""
     low, high = _extent(out)
     for name, array in inputs:
         other_low, other_high = _extent(array)
@@ -244,10 +258,13 @@ def plan(
     causal: bool = False,
     scale: float | None = None,
     stage: str | None = None,
+    slug: str | None = None,
+    sm_count: int | None = None,
 ) -> Plan:
     """What a call would run, once its arguments are found sound. Needs no GPU. `out` None means an aligned new tensor.
 
-    `arch` None is a CPU, which runs every stage.
+    `arch` None is a CPU, which runs every stage. Where no stage is named, `slug`, a GPU's folder under data/, and its
+    `sm_count` let the records choose (tuned.py); the last rung that runs the problem without them.
 
     Raises:
         ShapeError, DTypeError, LayoutError, DeviceError, ParameterError, UnknownStageError: the arguments are off.
@@ -280,7 +297,10 @@ def plan(
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise ParameterError(f"scale: wanted a finite number, or None for 1/sqrt(head_dim), got {scale!r}")
     if chosen is None:
-        chosen = stages.best(problem, arch)
+        if arch is None or slug is None:
+            chosen = stages.best(problem, arch)
+        else:
+            chosen = tuned.stage_for(problem, slug, arch, sm_count)
     chosen.require(problem, arch)
     readable = _mappable if chosen.tensor_maps else _aligned
     return Plan(
@@ -336,19 +356,23 @@ def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0) -> Te
     )
 
 
-def maps_for(
-    found: Plan,
-    shape: LaunchShape,
-    arrays: Mapping[str, DeviceArray],
-    encode: Callable[[TensorMap, DeviceArray], bytes],
-) -> AttentionMaps:
-    """The second argument of a kernel that takes tensor maps; zeros where they cannot describe `arrays`, Q, K, V, O."""
+def tile_maps(found: Plan, shape: LaunchShape, arrays: Mapping[str, DeviceArray]) -> dict[str, TensorMap]:
+    """The tensor maps of Q, K, V and O; none where they cannot describe them, or the kernel takes none."""
+    if not (found.aligned and found.stage.tensor_maps):
+        return {}
+    maps = {}
+    for name, array in arrays.items():
+        rows = {"Q": shape.box_q, "O": WARP_ROWS}.get(name, shape.box_kv)
+        panels = shape.panels_kv if name in ("K", "V") else 0
+        maps[name] = tile_map(array, found.problem.dtype, rows, panels)
+    return maps
+
+
+def maps_for(encoded: Mapping[str, bytes]) -> AttentionMaps:
+    """The second argument of a kernel that takes tensor maps, of Q, K, V, O; zeros where there are none."""
     maps = AttentionMaps()
-    if found.aligned:
-        for name, array in arrays.items():
-            rows = {"Q": shape.box_q, "O": WARP_ROWS}.get(name, shape.box_kv)
-            panels = shape.panels_kv if name in ("K", "V") else 0
-            getattr(maps, name)[:] = encode(tile_map(array, found.problem.dtype, rows, panels), array)
+    for name, code in encoded.items():
+        ctypes.memmove(ctypes.addressof(maps) + getattr(AttentionMaps, name).offset, code, MAP_BYTES)
     return maps
 
 
@@ -549,6 +573,141 @@ def _new_counters(like: Any, device: int, stream: int) -> tuple[Any, int]:
     return zeroed, zeroed.pointer
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Recipe:
+    """All of a call that the addresses of its arrays do not decide."""
+
+    plan: Plan
+    cubin: Cubin
+    shape: LaunchShape
+    function: gpu.Function
+    parameters: Mapping[str, int]
+    grid: tuple[int, int, int]
+    params: AttentionParams
+    """The kernel's first argument, whose addresses count for nothing."""
+    encoders: Mapping[str, Callable[[int], bytes]]
+    """Of those of Q, K, V, O that have a tensor map: their address to the map."""
+    source: str
+    modified_ns: int
+    """When the file was written that was compiled."""
+
+    def stands(self) -> bool:
+        """Whether the file is what it was."""
+        return os.stat(self.source).st_mtime_ns == self.modified_ns  # noqa: PTH116 - each call asks
+
+
+_recipes: dict[tuple[Any, ...], _Recipe] = {}
+
+
+def _layout(array: DeviceArray | None) -> tuple[Any, ...] | None:
+    """What `plan` and a recipe take from an array."""
+    if array is None:
+        return None
+    at = array.pointer % ROW_ALIGNMENT_BYTES
+    return (array.shape, array.strides, array.dtype, array.device, at, array.readonly)
+
+
+def _encoder(tensor_map: TensorMap, device: int) -> Callable[[int], bytes]:
+    @lru_cache(maxsize=_MAX_MAPS)
+    def encode(address: int) -> bytes:
+        with gpu.context(device):
+            return tensor_map.encoded(address)
+
+    return encode
+
+
+def _recipe(
+    first: DeviceArray,
+    second: DeviceArray,
+    third: DeviceArray,
+    out: DeviceArray | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    stage: str | None,
+    params: Mapping[str, int] | None,
+    source: Path | None,
+    may_spill: bool,
+) -> _Recipe:
+    """What `prepare` needs for arrays of that layout, made at the first such call.
+
+    Raises:
+        What `plan` raises, and what compiling and loading do.
+    """
+    there = gpu.info(first.device)
+    options = (causal, scale, stage, source, may_spill, tuple(sorted((params or {}).items())))
+    # 1, 1.0 and True are one key, and one of them is no scale.
+    kinds = (type(causal), type(scale))
+    key = (*map(_layout, (first, second, third, out)), *options, *kinds, there.slug, tuned.stamp(there.slug))
+    try:
+        kept = _recipes.get(key)
+    except TypeError:  # an option that cannot be part of a key is one that `plan` refuses
+        kept = None
+    if kept is not None and kept.stands():
+        if out is not None:
+            _refuse_overlap(out, (("q", first), ("k", second), ("v", third)))
+        return kept
+    arch = there.arch
+    found = plan(
+        first,
+        second,
+        third,
+        arch=arch,
+        out=out,
+        causal=causal,
+        scale=scale,
+        stage=stage,
+        slug=there.slug,
+        sm_count=there.sm_count,
+    )
+    problem = found.problem
+    if stage is None:
+        _tell_of_kin(there.slug, arch)
+    chosen = tuned.parameters(found.stage, there.slug, problem, arch=arch, overrides=params)
+    file = source or found.stage.source
+    modified_ns = file.stat().st_mtime_ns
+    cubin = cubin_for(found, arch, overrides=chosen, source=source, may_spill=may_spill)
+    shape = cubin.launch_shape
+    assert shape is not None
+    function = gpu.load(cubin, found.device)
+    resident = 1
+    if shape.persistent:
+        blocks = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes)
+        resident = max(1, there.sm_count * blocks)
+    # A new output is contiguous.
+    target = out or replace(first, strides=gpu.contiguous_strides(first.shape))
+    views = {"Q": first, "K": second, "V": third, "O": target}
+    made = _Recipe(
+        plan=found,
+        cubin=cubin,
+        shape=shape,
+        function=function,
+        parameters=chosen,
+        grid=grid_for(problem, shape, resident),
+        params=params_for(found, first, second, third, target, None),
+        encoders={name: _encoder(one, found.device) for name, one in tile_maps(found, shape, views).items()},
+        source=str(file),
+        modified_ns=modified_ns,
+    )
+    if len(_recipes) >= _MAX_RECIPES:
+        _recipes.clear()
+    _recipes[key] = made
+    return made
+
+
+@lru_cache(maxsize=16)
+def _tell_of_kin(slug: str, arch: str) -> None:
+    """Log, once a process, that another GPU's records choose the stages here."""
+    table = tuned.table_for(slug, arch)
+    if table is not None and table.gpu != slug:
+        logging.getLogger(__name__).warning(
+            "%s has no records of its own: stages are chosen by those of %s, its nearest kin. `flashlab tune` and "
+            "`flashlab tuned` make some.",
+            slug,
+            table.gpu,
+        )
+
+
 def prepare(
     q: Any,
     k: Any,
@@ -565,11 +724,22 @@ def prepare(
     source: Path | None = None,
     may_spill: bool = False,
 ) -> Prepared:
-    """`attention`, validated, compiled and loaded, but not launched: for repeated calls and for timing.
+    """`attention` on a GPU, validated, compiled and loaded, but not launched: for repeated calls and for timing.
 
-    `lse` is where to write the log-sum-exp, contiguous float32 (batch, q_heads, q_len); a new array where None and
-    `return_lse`. `source` compiles an edited copy of the stage's file instead; `may_spill` lets registers spill where
-    the stage forbids it. The stream is fixed here.
+    Calling what this returns enqueues the kernel once and returns at once; it reads and writes the same memory at each
+    call, on the stream that was fixed here. The device's context must be current, as torch and CuPy keep it for their
+    current device. Two threads may call two of them at once, and one of them in turn.
+
+    Args:
+        q, k, v, causal, scale, stage, out, return_lse, stream, params: as `attention` takes them, on a GPU.
+        lse: where to write the log-sum-exp, contiguous float32 (batch, q_heads, q_len); a new array where None and
+            `return_lse`.
+        source: an edited copy of the stage's file, compiled in place of it.
+        may_spill: let registers spill where the stage forbids it.
+
+    Returns:
+        A callable that holds its arrays; `out` and `lse` are the output and, where asked for, the log-sum-exp, of the
+        caller's library; `plan.stage` is the stage, `cubin.parameters` its tunables.
 
     Raises:
         What `attention` raises.
@@ -584,9 +754,19 @@ def prepare(
     handle = gpu.current_stream(library, first.device) if explicit is None else explicit
     second, third = gpu.as_device_array(k, "k", handle), gpu.as_device_array(v, "v", handle)
     target = None if out is None else gpu.as_device_array(out, "out", handle)
-    there = gpu.info(first.device)
-    arch = there.arch
-    found = plan(first, second, third, arch=arch, out=target, causal=causal, scale=scale, stage=stage)
+    recipe = _recipe(
+        first,
+        second,
+        third,
+        target,
+        causal=causal,
+        scale=scale,
+        stage=stage,
+        params=params,
+        source=source,
+        may_spill=may_spill,
+    )
+    found, shape, function = recipe.plan, recipe.shape, recipe.function
     if target is None:
         out = _new(q, first.shape, None, handle)
         target = gpu.as_device_array(out, "out", handle)
@@ -595,63 +775,41 @@ def prepare(
     lse_view = None if lse is None else gpu.as_device_array(lse, "lse", handle)
     if lse_view is not None:
         _check_lse(lse_view, first)
-    problem = found.problem
-    chosen = tuned.parameters(
-        found.stage,
-        there.slug,
-        head_dim=problem.head_dim,
-        causal=problem.causal,
-        dtype=problem.dtype,
-        overrides=params,
-    )
-    cubin = cubin_for(found, arch, overrides=chosen, source=source, may_spill=may_spill)
-    shape = cubin.launch_shape
-    assert shape is not None
-    function = gpu.load(cubin, found.device)
-    counters, work_pointer = _new_counters(q, found.device, handle) if shape.persistent else (None, None)
+    views = {"Q": first, "K": second, "V": third, "O": target}
     lse_pointer = None if lse_view is None else lse_view.pointer
+    counters, work_pointer = _new_counters(q, found.device, handle) if shape.persistent else (None, None)
+    launch: Callable[[], None]
     if found.stage.unfused:
-        passes = unfused.Passes(
-            problem,
-            {"Q": first, "K": second, "V": third, "O": target},
+        launch = unfused.Passes(
+            found.problem,
+            views,
             lse_pointer=lse_pointer,
             scale_log2=found.scale * math.log2(math.e),
-            parameters=found.stage.parameters(problem.head_dim, chosen),
+            parameters=found.stage.parameters(found.problem.head_dim, recipe.parameters),
             function=function,
             shape=shape,
             device=found.device,
             stream=handle,
         )
-        return Prepared(
-            plan=found,
-            cubin=cubin,
-            function=function,
-            launch=passes,
-            out=out,
-            lse=lse,
-            keep=(first, second, third, target, lse_view, stream),
+    else:
+        told = AttentionParams.from_buffer_copy(recipe.params)
+        for name, view in views.items():
+            getattr(told, name).data = view.pointer
+        told.LSE, told.work = lse_pointer, work_pointer
+        arguments = _triton_parameters(told) if found.stage.language == "triton" else [told]
+        if found.stage.tensor_maps:
+            arguments.append(maps_for({name: encode(views[name].pointer) for name, encode in recipe.encoders.items()}))
+        launch = gpu.Launch(
+            function,
+            grid=recipe.grid,
+            block=(shape.threads, 1, 1),
+            smem_bytes=shape.smem_bytes,
+            params=arguments,
+            stream=handle,
         )
-    params_struct = params_for(found, first, second, third, target, lse_pointer, work_pointer)
-    arguments = _triton_parameters(params_struct) if found.stage.language == "triton" else [params_struct]
-    if found.stage.tensor_maps:
-        views = {"Q": first, "K": second, "V": third, "O": target}
-        with gpu.context(found.device):
-            arguments.append(maps_for(found, shape, views, lambda tensor_map, view: tensor_map.encoded(view.pointer)))
-    resident = 1
-    if shape.persistent:
-        blocks = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes)
-        resident = max(1, there.sm_count * blocks)
-    launch = gpu.Launch(
-        function,
-        grid=grid_for(found.problem, shape, resident),
-        block=(shape.threads, 1, 1),
-        smem_bytes=shape.smem_bytes,
-        params=arguments,
-        stream=handle,
-    )
     return Prepared(
         plan=found,
-        cubin=cubin,
+        cubin=recipe.cubin,
         function=function,
         launch=launch,
         out=out,
@@ -862,7 +1020,7 @@ def emulate(
     told = params_for(found, first, second, third, target, None)
     arguments = [emulator.Structure(value=told, pointers=pointers)]
     if found.stage.tensor_maps:
-        maps = maps_for(found, shape, views, lambda tensor_map, _: tensor_map.emulated())
+        maps = maps_for({name: one.emulated() for name, one in tile_maps(found, shape, views).items()})
         addresses = {getattr(AttentionMaps, name).offset: places[name] for name in "QKVO"}
         arguments.append(emulator.Structure(value=maps, pointers=addresses if found.aligned else {}))
     grid = grid_for(problem, shape)
@@ -997,14 +1155,15 @@ def attention(
         v: as `k`.
         causal: query i sees key j when j - i ≤ kv_len - q_len (aligned bottom right). A query that sees none gets 0.
         scale: finite; 1/sqrt(head_dim) where None.
-        stage: a stage's id; the last rung of the ladder that runs this here where None.
+        stage: a stage's id. None: on a GPU the one that was fastest on the nearest problem on record (tuned.py;
+            `flashlab explain` says which and why), on a CPU the last rung of the ladder.
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key, NaN
             where one of its scores is).
         stream: an integer or a stream object; the library's current stream on that device where None. With another
             stream than the current one, keeping the arrays alive until it is done is the caller's part.
-        params: the stage's tunables, by name. On a GPU those that are not named are what won there
-            (data/<gpu>/tuned.json), where something did, and else the stage's defaults.
+        params: the stage's tunables, by name. On a GPU those that are not named are what won there on the nearest
+            problem (data/<gpu>/tuned.json), where something did, and else the stage's defaults.
         device: `cpu` or `gpu`, to be sure of it; where the arrays are, where None. It moves nothing.
 
     Returns:

@@ -739,6 +739,8 @@ class Task:
     stage: str
     variants: tuple[Mapping[str, int], ...]
     problems: tuple[Problem, ...]
+    peers: tuple[str, ...] = ()
+    """Libraries to time beside them, by name."""
 
 
 def time_tasks(
@@ -754,10 +756,10 @@ def time_tasks(
     progress: Report | None = None,
     worker: Sequence[str] = WORKER,
 ) -> Path:
-    """`time_variants` for several tasks, one after the other in one worker; the file holds the records of all.
+    """`time_variants` for several tasks in one worker; the file holds the records of all.
 
     Args:
-        tasks: what to compare; only variants of one task on one problem take turns.
+        tasks: what to compare; all that is timed on one problem takes turns, of whatever task.
         sources: an edited copy of a stage's file, by stage id, in place of it.
         data, device, plan, seed, timeout_s, startup_s, progress, worker: as `time_variants` takes them.
 
@@ -765,7 +767,8 @@ def time_tasks(
         As `time_variants`.
     """
     named: dict[str, tuple[str, dict[str, int]]] = {}
-    cells = []
+    wanted: dict[Problem, dict[str, None]] = {}
+    libraries = {name: (peers.get(name).name, dict[str, int]()) for task in tasks for name in task.peers}
     for task in tasks:
         if not task.variants or not task.problems:
             raise ParameterError(
@@ -776,16 +779,18 @@ def time_tasks(
         for _, variant in of_task.values():
             stage.parameters(stage.head_dims[0], variant)
         named |= of_task
-        cells += [_Cell(problem, list(of_task)) for problem in task.problems]
+        for problem in task.problems:
+            wanted.setdefault(problem, {}).update(dict.fromkeys([*of_task, *task.peers]))
+    named |= libraries
     sources = sources or {}
     for stage_id, source in sources.items():
         if not source.is_file():
             raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
 
     def record(base: Message, problem: Problem, row: Message) -> Tuning:
-        fields = {key: value for key, value in row.items() if key != "name"}
+        fields = {key: value for key, value in row.items() if key not in ("name", "choice")}
         stage_id, variant = named[row["name"]]
-        parameters = stages.get(stage_id).parameters(problem.head_dim, variant)
+        parameters = {} if row["name"] in libraries else stages.get(stage_id).parameters(problem.head_dim, variant)
         return Tuning.model_validate(
             {**base, **fields, "stage": stage_id, "parameters": parameters, "problem": ProblemFields.of(problem)}
         )
@@ -795,7 +800,7 @@ def time_tasks(
         (),
         {
             name: {
-                "kind": "stage",
+                "kind": "peer" if name in libraries else "stage",
                 "id": stage_id,
                 "source": str(sources[stage_id].resolve()) if stage_id in sources else None,
                 "params": variant,
@@ -803,7 +808,7 @@ def time_tasks(
             for name, (stage_id, variant) in named.items()
         },
         record,
-        cells=cells,
+        cells=[_Cell(problem, list(names)) for problem, names in wanted.items()],
         plan=plan
         or Plan(samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=1 << 27),
         ceilings=(),
@@ -1259,24 +1264,20 @@ def _compile_ahead(
     if gpu.available():
         return  # the worker says better why
     found = gpu.info(device)
-    kinds: dict[str, set[tuple[int, str, bool]]] = {}
+    kinds = {name: stages.get(identity) for name, kind, identity, source in names if kind == "stage" and source is None}
+    jobs: dict[str, compiler.Job] = {}
     for problem, of_problem in wanted:
         for name in of_problem:
-            kinds.setdefault(name, set()).add((problem.head_dim, problem.dtype, problem.causal))
-    jobs = []
-    for name, kind, identity, source in names:
-        if kind != "stage":
-            continue
-        stage = stages.get(identity)
-        if source is not None or (stage.language == "triton" and triton_code.missing()):
-            continue
-        for job in compiler.jobs([stage], [found.arch], aligned=aligned):
-            if (job.head_dim, job.dtype, job.causal) in kinds.get(name, ()):
-                what = {"head_dim": job.head_dim, "causal": job.causal, "dtype": job.dtype}
-                overrides = tuned.parameters(stage, found.slug, **what, overrides=variant_in(name))  # type: ignore[arg-type]
-                jobs.append(replace(job, overrides=overrides))
+            stage = kinds.get(name)
+            if stage is None or (stage.language == "triton" and triton_code.missing()):
+                continue
+            what = {"head_dim": problem.head_dim, "causal": problem.causal, "dtype": problem.dtype}
+            overrides = tuned.parameters(stage, found.slug, problem, arch=found.arch, overrides=variant_in(name))
+            for job in compiler.jobs([stage], [found.arch], aligned=aligned):
+                if what == {"head_dim": job.head_dim, "causal": job.causal, "dtype": job.dtype}:
+                    jobs.setdefault(replace(job, overrides=overrides).label, replace(job, overrides=overrides))
     with contextlib.suppress(MissingPackageError):  # no compiler: the worker says so of every stage
-        compiler.compile_many(jobs)
+        compiler.compile_many(list(jobs.values()))
 
 
 def _emulator_verdict(message: Message | None) -> EmulatorVerdict | None:

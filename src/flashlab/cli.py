@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from flashlab.bench import Progress as BenchProgress
     from flashlab.claims import Verdict
     from flashlab.tune import Tuned
+    from flashlab.tuned import Choice
 
 app = typer.Typer(
     name="flashlab",
@@ -650,11 +651,13 @@ def tune(
         tasks = [
             task
             for task in module.read_plan(plan)
-            if (not head_dim or task.key.head_dim in head_dim) and mask in (None, task.key.mask)
+            if (not head_dim or task.key.problem.head_dim in head_dim) and mask in (None, task.key.problem.mask)
         ]
         for task in tasks if dry_run else ():
-            key = task.key
-            _say(f"{key.stage} D{key.head_dim} {key.mask} {key.dtype}: {len(task.variants)} variants")
+            beside = f", beside {', '.join(task.peers)}" if task.peers else ""
+            _say(f"{task.key.stage} {task.key.problem.label}: {len(task.variants)} variants{beside}")
+        if dry_run:
+            _say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
         if not dry_run:
             with _progress() as progress:
                 done = module.tune_all(
@@ -701,20 +704,18 @@ def _tell_tuned(done: Sequence[Tuned], as_json: bool) -> None:
     for one in done:
         trials, _ = records.read_tunings(one.rounds[-1])
         for trial in module.trials(trials):
-            if trial.key == one.key:
-                lines.append((one.key, trial, one.rounds[-1]))
+            if trial.key.stage == one.stage and trial.key.problem in one.problems:
+                lines.append((trial.key, trial, one.rounds[-1]))
     lines.sort(key=lambda line: (line[0], line[1].median_us or float("inf")))
     if as_json:
         _emit_json([{**asdict(trial), "path": str(path)} for _, trial, path in lines])
         return
     _emit_table(
-        ("stage", "head dim", "mask", "dtype", "variant", "us", "defaults / it", "why not"),
+        ("stage", "problem", "variant", "us", "defaults / it", "why not"),
         [
             (
                 key.stage,
-                key.head_dim,
-                key.mask,
-                key.dtype,
+                key.problem.label,
                 " ".join(f"{name}={value}" for name, value in trial.parameters.items()),
                 "" if trial.median_us is None else f"{trial.median_us:.1f}",
                 "" if trial.speedup is None else f"{trial.speedup:.3f}",
@@ -725,7 +726,7 @@ def _tell_tuned(done: Sequence[Tuned], as_json: bool) -> None:
     )
     for one in done:
         _say(
-            f"{one.key.stage} D{one.key.head_dim} {one.key.mask} {one.key.dtype}: {one.refused} variants refused, "
+            f"{one.stage} {', '.join(problem.label for problem in one.problems)}: {one.refused} variants refused, "
             f"{one.twins} left out as twins, {len(one.rounds)} rounds, the last in {one.rounds[-1]}"
         )
 
@@ -739,31 +740,158 @@ def tuned(
     data: Data = DATA,
     as_json: Json = False,
 ) -> None:
-    """Write data/<gpu>/tuned.json, the tunables that `flashlab.attention` takes there, from the tuning records."""
+    """Write data/<gpu>/tuned.json, from which `flashlab.attention` chooses stage and tunables, from the records.
+
+    Shows what is chosen for every problem that torch's SDPA was timed on, and where that is slower.
+    """
     from flashlab import tune as module
-    from flashlab.tuned import table
 
     name = _tuned_gpu(gpu, data)
     path = module.write_table(name, data)
-    entries = [{**key._asdict(), **choice._asdict()} for key, choice in table(name, data).items()]
+    held = module.held_against(name, data=data)
     if as_json:
-        _emit_json(entries)
+        _emit_json(
+            [
+                {
+                    **_problem_fields(one.problem),
+                    **_choice_fields(one.choice),
+                    "run": one.run or None,
+                    "measured_us": one.time_us,
+                    "sdpa_us": one.peer_us,
+                    "ratio": one.ratio,
+                    "small_grids": one.small_grids,
+                }
+                for one in held
+            ]
+        )
         return
     _emit_table(
-        ("stage", "head dim", "mask", "dtype", "tunables", "run"),
+        ("problem", "stage", "tunables", "µs", "SDPA, µs", "times faster", "run"),
         [
             (
-                entry["stage"],
-                entry["head_dim"],
-                entry["mask"],
-                entry["dtype"],
-                " ".join(f"{name}={value}" for name, value in entry["parameters"].items()),
-                entry["run"],
+                one.problem.label,
+                one.choice.stage.id,
+                _tunables(one.choice.parameters),
+                one.time_us,
+                one.peer_us,
+                None if one.ratio is None else f"{one.ratio:.3f}",
+                one.run or "not in one process",
             )
-            for entry in entries
+            for one in held
         ],
     )
+    slower = [one.problem.label for one in held if one.ratio is not None and one.ratio < 1]
+    _say(f"{len(slower)} of {len(held)} slower than SDPA{': ' if slower else ''}{', '.join(slower)}")
     _say(f"Written to {path}")
+
+
+@app.command()
+def explain(
+    shape: Annotated[str, typer.Argument(metavar="SHAPE", help="BxHxSxD or BxHxHkvxSqxSkxD, such as 1x8x512x64.")],
+    *,
+    mask: Annotated[Mask, typer.Option(help="Mask.")] = "full",
+    dtype: Annotated[DType, typer.Option(help="Element type.")] = "float16",
+    gpu: Annotated[
+        str | None, typer.Option(help="Folder under data/, such as nvidia-h200; this machine's GPU if not given.")
+    ] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="Architecture, such as sm_90a, of a --gpu that has no records and is not here.")
+    ] = None,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Say which stage and tunables `flashlab.attention` takes for a problem, why, and how long it may take."""
+    from flashlab import evidence
+    from flashlab import tuned as module
+
+    problem = Problem.parse(shape, dtype=dtype, mask=mask)
+    name, arch, sm_count = _explained_gpu(gpu, arch, data)
+    found = module.rank(problem, name, arch, sm_count, data)
+    kin = found.table.gpu if found.table is not None and found.table.gpu != name else None
+    carries, differs = evidence.lends(name, kin) if kin else (True, "")
+    lent = f"{name} has no records of its own, so its nearest kin, {kin}, chooses. {differs}" if kin else ""
+    chosen: dict[str, object] = {"gpu": name, "arch": arch, **_problem_fields(problem)}
+    if not found.choices:
+        # What `attention` falls back to; it raises where nothing runs the problem.
+        last = registry.best(problem, arch)
+        reason = f"Nothing of head dim {problem.head_dim} is on record: the last rung that runs it."
+        chosen |= {"stage": last.id, "parameters": last.parameters(problem.head_dim), "predicted_us": None}
+        chosen |= {"on_record": False, "reason": reason, "kin": kin, "lent": lent, "runners_up": []}
+    else:
+        fields = [_choice_fields(choice, carries=carries) for choice in found.choices]
+        reason = module.reason(problem, found)
+        chosen |= {**fields[0], "reason": reason, "kin": kin, "lent": lent, "runners_up": fields[1:3]}
+    if as_json:
+        _emit_json(chosen)
+        return
+    _emit_table(
+        ("", "stage", "tunables", "predicted µs", "time from", "run", "tunables from"),
+        [
+            (
+                place,
+                one["stage"],
+                _tunables(one["parameters"]),
+                one["predicted_us"],
+                one.get("time_from"),
+                one.get("run"),
+                one.get("tuned_on"),
+            )
+            for place, one in zip(
+                ("taken", "second", "third"), [chosen, *cast(list[dict[str, Any]], chosen["runners_up"])], strict=False
+            )
+        ],
+        title=f"{problem.label} on {name}",
+    )
+    typer.echo(" ".join(filter(None, (reason, lent))))
+
+
+def _explained_gpu(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, int | None]:
+    """Folder, architecture and SMs of the GPU to explain a choice for; None where its SMs are not known."""
+    from flashlab import evidence
+    from flashlab import gpu as module
+    from flashlab import tuned as tables
+
+    here = module.info() if module.available() is None else None
+    known = sorted(path.parent.name for path in data.glob(f"*/{tables.FILE}"))
+    name = gpu or (here.slug if here else known[0] if known else None)
+    if name is None:
+        raise NoDataError(
+            f"wanted a GPU, or a table of choices under {data}, found neither. `flashlab tune` and `flashlab tuned` on "
+            "a machine with an NVIDIA GPU make one."
+        )
+    _choose_archs([arch] if arch else None)
+    if here is not None and name == here.slug:
+        return name, here.arch, here.sm_count
+    own = tables.table(name, data)
+    model = next((model for model, folder in evidence.FOLDERS.items() if folder == name), "")
+    found = own.arch if own is not None else arch or evidence.ARCHS.get(model)
+    if found is None:
+        raise ParameterError(
+            f"gpu: wanted one with a table under {data} ({', '.join(known) or 'none yet'}), or --arch beside it, got "
+            f"{name!r}. Architectures: {', '.join(registry.ARCHS)}."
+        )
+    return name, found, own.sm_count if own is not None else None
+
+
+def _problem_fields(problem: Problem) -> dict[str, object]:
+    return {"problem": problem.label, "shape": problem.shape, "mask": problem.mask, "dtype": problem.dtype}
+
+
+def _choice_fields(choice: Choice, *, carries: bool = True) -> dict[str, Any]:
+    """A choice as data; without its time where that does not carry over."""
+    return {
+        "stage": choice.stage.id,
+        "parameters": dict(choice.parameters),
+        "predicted_us": choice.time_us if carries else None,
+        "on_record": choice.distance == 0,
+        "time_from": choice.row.problem.label,
+        "run": choice.row.run,
+        "tuned_on": choice.tuned_on.problem.label if choice.tuned_on else None,
+    }
+
+
+def _tunables(parameters: Mapping[str, int]) -> str:
+    return " ".join(f"{name}={value}" for name, value in parameters.items())
 
 
 @app.command()

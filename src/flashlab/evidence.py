@@ -94,6 +94,22 @@ def kinship(claimed: str, measured: str) -> Kinship | None:
     return next((one for one in KINSHIPS if (one.claimed, one.measured) == (claimed, measured)), None)
 
 
+def lends(gpu: str, kin: str) -> tuple[bool, str]:
+    """Whether the times of a GPU that another one's choices are taken from carry over, and why, for people.
+
+    Args:
+        gpu, kin: folders under data/ of the one without records of its own, and of the other.
+    """
+    model = next((name for name, folder in FOLDERS.items() if folder == gpu), gpu)
+    found = kinship(model, kin)
+    if found is None:
+        return False, f"Nothing is known of how {gpu} and {kin} differ, so that no time is foretold."
+    carries = "so times carry over where that does not bound them" if found.time else "so no time is foretold"
+    return found.time, f"Between them are the same: {found.same.removeprefix('the same ')}. They differ in " + (
+        f"{found.differs}; {carries}."
+    )
+
+
 def concludes(claimed: str, measured: str, about: About, demand_tb_s: float | None = None) -> tuple[bool, str]:
     """Whether a finding on one GPU can judge a claim about another, and what may be concluded, in a sentence.
 

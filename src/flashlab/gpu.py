@@ -95,7 +95,9 @@ class Function:
     """Dynamic shared memory it may be launched with."""
 
 
+@cache
 def _bindings() -> Any:
+    """The driver's bindings. That they are missing is not cached, so that a later try looks again."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -442,8 +444,20 @@ def launch(
 
 def library_of(obj: Any) -> str:
     """`torch`, `cupy` or `other`, without importing either."""
-    names = {cls.__module__.partition(".")[0] for cls in type(obj).__mro__}
+    kind: Any = type(obj)
+    return _library_of(kind)
+
+
+@lru_cache(maxsize=64)
+def _library_of(kind: Any) -> str:
+    names = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
     return "torch" if "torch" in names else "cupy" if "cupy" in names else "other"
+
+
+@lru_cache(maxsize=64)
+def _text(named: Any) -> str:
+    """Of a library's element type or layout, of which there are few."""
+    return str(named)
 
 
 def stream_handle(stream: Any) -> int:
@@ -502,13 +516,13 @@ def as_device_array(obj: Any, name: str, stream: int | None = None) -> DeviceArr
     if library == "torch" and hasattr(obj, "data_ptr"):
         if obj.device.type != "cuda":
             raise DeviceError(f"{name}: wanted {works}, got a torch tensor on {obj.device}. `{name}.cuda()` moves it.")
-        if str(obj.layout) != "torch.strided":
+        if _text(obj.layout) != "torch.strided":
             raise DeviceError(f"{name}: wanted {works}, got a torch tensor with layout {obj.layout}")
         return DeviceArray(
             pointer=obj.data_ptr(),
             shape=tuple(obj.shape),
             strides=tuple(obj.stride()),
-            dtype=str(obj.dtype).removeprefix("torch."),
+            dtype=_text(obj.dtype).removeprefix("torch."),
             device=obj.device.index,
             owner=obj,
             library="torch",

@@ -589,10 +589,7 @@ def first_problems(
 def parameters_of(stage_id: str, problem: Problem, gpu: str | None = None, data: Path = DATA) -> dict[str, int]:
     """The tunables that a stage runs a problem with: the GPU's table over the stage's defaults."""
     stage = stages.get(stage_id)
-    chosen = tuned.parameters(
-        stage, gpu, head_dim=problem.head_dim, causal=problem.causal, dtype=problem.dtype, data=data
-    )
-    return stage.parameters(problem.head_dim, chosen)
+    return stage.parameters(problem.head_dim, tuned.parameters(stage, gpu, problem, data=data))
 
 
 def predict_loop(reading: chip.Reading, rates: Rates) -> float | None:

@@ -473,9 +473,7 @@ def _compiled(chosen: Iterable[Stage], problem: Problem, arch: str, slug: str, l
             dtype=problem.dtype,
             causal=problem.causal,
             arch=arch,
-            overrides=tuned.parameters(
-                stage, slug, head_dim=problem.head_dim, causal=problem.causal, dtype=problem.dtype
-            ),
+            overrides=tuned.parameters(stage, slug, problem, arch=arch),
             line_info=line_info,
         )
         for stage in chosen

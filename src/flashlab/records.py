@@ -3,7 +3,7 @@
     data/<gpu>/machine.json         the machine the runs were made on
     data/<gpu>/runs/<run>.jsonl     records of one run; never rewritten
     data/<gpu>/tuning/<run>.jsonl   stages with other values of their tunables, `flashlab tune`
-    data/<gpu>/tuned.json           the values of tunables that won, `flashlab tuned` (tune.py)
+    data/<gpu>/tuned.json           which stage and tunables a problem gets, `flashlab tuned` (tuned.py)
     data/<gpu>/chip/<run>.jsonl     what one SM does in a clock, `flashlab chip` (chip.py)
     data/<gpu>/ablations/           stages with one tunable changed, `flashlab ablate`
     data/<gpu>/parts/               stages with a part of their work left out, `flashlab split`
@@ -354,9 +354,9 @@ class Tuning(_Timed):
 
     kind: Literal["tuning"] = "tuning"
     stage: str
-    """A stage id."""
+    """A stage id, or the name of a peer that was timed beside the variants."""
     parameters: dict[str, int]
-    """Every tunable of the stage and its value."""
+    """Every tunable of the stage and its value; none of a peer."""
 
 
 class Ablation(_Timed):

@@ -1,6 +1,6 @@
-"""The autotuner: try a stage's tunables on a GPU, keep a record of every one tried, and make the table of winners.
+"""The autotuner: try a stage's tunables on a GPU, keep a record of every one tried, and make the table of choices.
 
-A tuning of one stage, head dim, mask and element type goes like this:
+A tuning of one stage on one problem, or on several, goes like this:
 
 1. Every variant is compiled, several at once. Those that a static_assert refuses, that spill or lose performance
    otherwise, cost no GPU time; their record says why. Those whose machine code another variant has too are left out.
@@ -9,7 +9,11 @@ A tuning of one stage, head dim, mask and element type goes like this:
    so that every round has something to be compared with.
 3. Every variant of every round is a record in data/<gpu>/tuning, losers and refused ones too.
 
-`choices` makes the table (tuned.py) from these records and nothing else: for each key, the fastest of the newest round.
+A plan does this for many stages and problems in one worker and a single round; all that is tried on one problem takes
+turns, whatever its stage, and with it the libraries that the plan names.
+
+`rows` makes the table (tuned.py) from records and nothing else. Of every stage and problem it has the fastest variant
+of the newest round, and what the newest run of `flashlab bench` measured.
 """
 
 from __future__ import annotations
@@ -19,21 +23,22 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from flashlab import bench, compiler, gpu, records, tables, tuned
+from flashlab import bench, compiler, gpu, peers, records, tables, tuned
 from flashlab import stages as registry
 from flashlab.errors import CompileError, NoDataError, ParameterError
 from flashlab.paths import DATA, writable_dir
 from flashlab.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
-from flashlab.records import Tuning
-from flashlab.stages import Stage
+from flashlab.records import Measurement, Samples, Tuning
+from flashlab.stages import Stage, arch_for
 
 Variant = dict[str, int]
 """Every tunable of a stage and its value."""
+Items = tuple[tuple[str, int], ...]
+"""A variant's names and values, sorted."""
 
 LIMIT = 256
 """Variants of one tuning, unless more are asked for."""
@@ -44,15 +49,33 @@ _FINALISTS = 8
 _SAMPLES = (3, 7, 25)
 """Burst samples a round; the last number is the last round's."""
 _REASON_CHARS = 600
+_PLAN_CAP_S = 0.5
+"""Of a plan: host time after which a variant takes no more samples than it must."""
+_CHECKED_SCORES = 1 << 26
+"""Scores of a problem that are compared with the oracle."""
+_START_S, _EACH_S, _CHECK_S = 25.0, 0.2, 0.25
+"""Assumptions of `estimate_s`: start and compilers, a variant without its check, a check of as many scores as are."""
 _TASKS_AT_ONCE = 4
 """Tasks of a plan that are compiled at once, so that the last variant of one leaves no core idle."""
+
+
+BESIDE = "sdpa"
+"""The library that a choice is held against: torch's SDPA, with its own choice of kernels."""
+
+
+class Key(NamedTuple):
+    """What a variant is tried for."""
+
+    stage: str
+    problem: Problem
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
     """What came of one tuning."""
 
-    key: tuned.Key
+    stage: str
+    problems: tuple[Problem, ...]
     refused: int
     """Variants that did not compile as they must."""
     twins: int
@@ -97,24 +120,35 @@ def read_variants(path: Path, stage: Stage, head_dim: int) -> list[Variant]:
 
 
 class Task(NamedTuple):
-    """An entry of a plan: what to tune, and what to try."""
+    """An entry of a plan: what to tune, what to try, and what to time beside it."""
 
-    key: tuned.Key
+    key: Key
     variants: tuple[Variant, ...]
+    peers: tuple[str, ...] = ()
+    """Libraries, by name."""
 
 
 def read_plan(path: Path) -> list[Task]:
-    """Tasks from a file: a JSON list of objects with `stage`, `head_dim`, `variants` as in `read_variants`, and
-    `masks` and `dtype`, both masks and float16 where it names none.
+    """Tasks from a file: a JSON list of objects with `stage`, `head_dim`, `variants` as in `read_variants`, and what
+    they need not name: `shapes` (the suites' first with that head dim), `masks` (both), `dtype`, which is one or a
+    list (float16), and `peers` (none).
 
     Raises:
         ParameterError: it cannot be read, or names what there is not.
+        UnknownStageError, UnsupportedError: so does a stage.
     """
     try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-        listed = [
-            (entry["stage"], int(entry["head_dim"]), entry["variants"], entry.get("masks", MASKS), entry.get("dtype"))
-            for entry in entries
+        entries = [
+            (
+                str(entry["stage"]),
+                int(entry["head_dim"]),
+                entry["variants"],
+                entry.get("shapes"),
+                entry.get("masks", MASKS),
+                [dtype] if isinstance(dtype := entry.get("dtype", "float16"), str) else list(dtype),
+                tuple(entry.get("peers", ())),
+            )
+            for entry in json.loads(path.read_text(encoding="utf-8"))
         ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ParameterError(
@@ -122,13 +156,15 @@ def read_plan(path: Path) -> list[Task]:
             f'[{{"TILE_KV": 64}}]}}, got {path}: {error!r}'
         ) from error
     tasks = []
-    for stage_id, head_dim, variants, masks, dtype in listed:
+    for stage_id, head_dim, variants, shapes, masks, dtypes, libraries in entries:
         stage = registry.get(stage_id)
         chosen = tuple(_unique(stage.parameters(head_dim, variant) for variant in variants))
-        for mask in masks:
-            (problem,) = problems_of(head_dim=head_dim, mask=mask, dtype=dtype or "float16")
-            stage.require(problem)
-            tasks.append(Task(tuned.Key(stage_id, head_dim, problem.mask, problem.dtype), chosen))
+        for name in libraries:
+            peers.get(name)
+        for dtype, mask in product(dtypes, masks):
+            for problem in problems_of(head_dim=head_dim, mask=mask, dtype=dtype, shapes=shapes):
+                stage.require(problem)
+                tasks.append(Task(Key(stage.id, problem), chosen, libraries))
     return tasks
 
 
@@ -170,8 +206,12 @@ def variants_of(
     return _unique(stage.parameters(head_dim, variant) for variant in found)
 
 
+def _items(variant: Mapping[str, int]) -> Items:
+    return tuple(sorted(variant.items()))
+
+
 def _unique(variants: Iterable[Variant]) -> list[Variant]:
-    return list({tuple(sorted(variant.items())): variant for variant in variants}.values())
+    return list({_items(variant): variant for variant in variants}.values())
 
 
 class Compiled(NamedTuple):
@@ -182,6 +222,14 @@ class Compiled(NamedTuple):
     """With the reason."""
     twins: tuple[Variant, ...]
     """Same machine code as one of the good."""
+
+    def of(self, variants: Sequence[Variant]) -> Compiled:
+        """Those that are among `variants`."""
+        return Compiled(
+            tuple(variant for variant in self.good if variant in variants),
+            tuple(one for one in self.refused if one[0] in variants),
+            tuple(variant for variant in self.twins if variant in variants),
+        )
 
 
 def compile_variants(
@@ -286,8 +334,7 @@ def tune(
     for problem in problems:
         stage.require(problem, arch)
     causal = mask == "causal"
-    key = tuned.Key(stage_id, head_dim, mask, dtype)
-    stay = _staying(key, slug, data)
+    stay = _staying(Key(stage_id, problems[0]), arch, slug, data)
     if variants is None:
         variants = variants_of(stage, head_dim, grid, each=each, base=stay[-1], limit=limit)
     compiled = compile_variants(
@@ -331,33 +378,32 @@ def tune(
         kept = max(_FINALISTS, len(left) // _KEPT)
         left = _unique([*ranked[:kept], *(variant for variant in ranked if variant in stay)])
     return Tuned(
-        key=key,
+        stage=stage_id,
+        problems=problems,
         refused=len(compiled.refused),
         twins=len(compiled.twins),
         rounds=tuple(rounds),
     )
 
 
-def _plan(samples: int) -> bench.Plan:
+def _plan(samples: int, cap_s: float = 1.0) -> bench.Plan:
     return bench.Plan(
         samples=samples,
         min_samples=min(3, samples),
         cold_samples=0,
-        cap_s=1.0,
+        cap_s=cap_s,
         sustained_seconds=0.0,
-        checked_scores=1 << 26,
+        checked_scores=_CHECKED_SCORES,
     )
 
 
-def _staying(key: tuned.Key, slug: str, data: Path) -> list[Variant]:
+def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
     """What takes part in every round: the defaults and the table's present choice, which comes last."""
-    stage = registry.get(key.stage)
+    stage, head_dim = registry.get(key.stage), key.problem.head_dim
     # Records may go elsewhere than the table comes from.
     tables_in = data if tuned.path_of(slug, data).exists() else DATA
-    present = tuned.parameters(
-        stage, slug, head_dim=key.head_dim, causal=key.mask == "causal", dtype=key.dtype, data=tables_in
-    )
-    return _unique([stage.parameters(key.head_dim), stage.parameters(key.head_dim, present)])
+    present = tuned.parameters(stage, slug, key.problem, arch=arch, data=tables_in)
+    return _unique([stage.parameters(head_dim), stage.parameters(head_dim, present)])
 
 
 def tune_all(
@@ -373,6 +419,8 @@ def tune_all(
 ) -> list[Tuned]:
     """`tune` for several short lists: everything is compiled first, then one worker times all, a single round each.
 
+    What is tried on one problem takes turns, whatever its stage, together with the libraries that a task names.
+
     Args:
         tasks: what to tune, each key once.
         data, device, arch, slug, announce, progress: as `tune` takes them.
@@ -382,42 +430,65 @@ def tune_all(
         As `tune`; a task whose stage this GPU does not run, or of which nothing compiles, is announced and left out.
     """
     arch, slug = gpu.arch_and_slug(device, arch, slug)
-    jobs = []
-    for key, variants in tasks:
-        stage = registry.get(key.stage)
-        problems = problems_of(head_dim=key.head_dim, mask=key.mask, dtype=key.dtype)
-        stage.require(problems[0])
+    kinds: dict[tuple[str, int, Mask, DType], list[Task]] = {}
+    for task in tasks:
+        stage, problem = registry.get(task.key.stage), task.key.problem
+        stage.require(problem)
         if arch not in stage.archs:
-            announce(f"{_title(key)}: left out, {stage.id} needs {stage.needs} and this GPU is {arch}")
+            announce(f"{_title(task.key)}: left out, {stage.id} needs {stage.needs} and this GPU is {arch}")
             continue
-        how: dict[str, Any] = {"head_dim": key.head_dim, "causal": key.mask == "causal", "dtype": key.dtype}
-        tried = _unique([*_staying(key, slug, data), *variants])
-        jobs.append((key, problems, partial(compile_variants, stage, tried, **how, arch=arch)))
-    if not jobs:
+        kinds.setdefault((stage.id, problem.head_dim, problem.mask, problem.dtype), []).append(task)
+    if not kinds:
         raise ParameterError(f"wanted a stage to tune that runs on {arch}, got none")
-    found: list[tuple[tuned.Key, Compiled, tuple[Problem, ...]]] = []
+    tried = {
+        task.key: _unique([*_staying(task.key, arch, slug, data), *task.variants])
+        for of_kind in kinds.values()
+        for task in of_kind
+    }
+
+    def build(kind: tuple[str, int, Mask, DType]) -> Compiled:
+        stage_id, head_dim, mask, dtype = kind
+        every = _unique(variant for task in kinds[kind] for variant in tried[task.key])
+        how: dict[str, Any] = {"head_dim": head_dim, "causal": mask == "causal", "dtype": dtype}
+        return compile_variants(registry.get(stage_id), every, **how, arch=arch)
+
+    found: list[tuple[Task, Compiled]] = []
     with ThreadPoolExecutor(_TASKS_AT_ONCE) as pool:
-        for (key, problems, _), compiled in zip(jobs, pool.map(lambda job: job[2](), jobs), strict=True):
-            announce(f"{_title(key)}: {len(compiled.good)} variants, {len(compiled.refused)} refused")
-            if compiled.good:
-                found.append((key, compiled, problems))
+        for (stage_id, head_dim, mask, dtype), compiled in zip(kinds, pool.map(build, kinds), strict=True):
+            name = f"{stage_id}, D={head_dim}, {mask}, {dtype}"
+            announce(f"{name}: {len(compiled.good)} variants, {len(compiled.refused)} refused")
+            for task in kinds[stage_id, head_dim, mask, dtype]:
+                own = compiled.of(tried[task.key])
+                if own.good:
+                    found.append((task, own))
     if not found:
         raise ParameterError("wanted at least one variant that compiles, got none")
     path = timing(
-        [bench.Task(key.stage, compiled.good, problems) for key, compiled, problems in found],
+        [bench.Task(task.key.stage, compiled.good, (task.key.problem,), task.peers) for task, compiled in found],
         data=data,
         device=device,
-        plan=_plan(_SAMPLES[-1]),
+        plan=_plan(_SAMPLES[-1], _PLAN_CAP_S),
         progress=progress,
     )
     read, _ = records.read_tunings(path)
     done = []
-    for key, compiled, problems in found:
-        own = [one for one in read if (one.stage, one.problem.problem()) == (key.stage, problems[0])]
-        _record_refused(path, own, compiled.refused, problems)
-        done.append(Tuned(key=key, refused=len(compiled.refused), twins=len(compiled.twins), rounds=(path,)))
+    for task, compiled in found:
+        stage_id, problem = task.key
+        own_rows = [one for one in read if (one.stage, one.problem.problem()) == task.key]
+        _record_refused(path, own_rows, compiled.refused, (problem,))
+        refused, twins = len(compiled.refused), len(compiled.twins)
+        done.append(Tuned(stage=stage_id, problems=(problem,), refused=refused, twins=twins, rounds=(path,)))
     records.write_checksums(slug, data)
     return done
+
+
+def estimate_s(tasks: Sequence[Task]) -> float:
+    """How long a plan may take, seconds: start and compilers, then for each variant a check and its samples."""
+    libraries = {(task.key.problem, name) for task in tasks for name in task.peers}
+    timed = [task.key.problem for task in tasks for _ in range(len(task.variants) + 1)]  # the defaults, too
+    timed += [problem for problem, _ in libraries]
+    scores = (min(_CHECKED_SCORES, problem.batch * problem.q_heads * problem.visible_scores) for problem in timed)
+    return _START_S + sum(_EACH_S + _CHECK_S * one / _CHECKED_SCORES for one in scores)
 
 
 def _record_refused(
@@ -464,8 +535,12 @@ def rank(found: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:
 # --- The table --------------------------------------------------------------------------------------------------------
 
 
-def choices(gpu_slug: str, data: Path = DATA) -> dict[tuned.Key, tuned.Choice]:
-    """The winner of each key's newest round, from the records alone.
+def rows(gpu_slug: str, data: Path = DATA) -> list[tuned.Row]:
+    """The rows of a GPU's table, from the records alone; by stage, then problem.
+
+    Of each stage and problem the winner of the newest round that tuned it, and the newest run's measurement of it. What
+    a shape, a mask and an element type do not tell apart (records on other inputs) is left out, and so is what names
+    other tunables than the stage has.
 
     Raises:
         NoDataError: no tuning of that GPU is on record.
@@ -476,26 +551,76 @@ def choices(gpu_slug: str, data: Path = DATA) -> dict[tuned.Key, tuned.Choice]:
             f"wanted tuning records of GPU {gpu_slug!r} under {data / gpu_slug / 'tuning'}, found none. "
             "`flashlab tune` on such a GPU makes some."
         )
-    rounds: dict[tuned.Key, dict[str, list[Tuning]]] = {}
+    rounds: dict[Key, dict[str, list[Tuning]]] = {}
     for record in found:
-        key = tuned.Key(record.stage, record.problem.head_dim, record.problem.mask, record.problem.dtype)
-        rounds.setdefault(key, {}).setdefault(record.run, []).append(record)
-    chosen: dict[tuned.Key, tuned.Choice] = {}
-    for key in sorted(rounds):
-        for run in sorted(rounds[key], reverse=True):
-            of_run = rounds[key][run]
-            problems = tuple(dict.fromkeys(record.problem.problem() for record in of_run))
-            ranked = rank(of_run, problems)
-            if ranked:
-                chosen[key] = tuned.Choice(ranked[0], run, tuple(problem.shape for problem in problems))
+        if _fits(record.stage, record.parameters):
+            rounds.setdefault(Key(record.stage, record.problem.problem()), {}).setdefault(record.run, []).append(record)
+    made = []
+    for key, by_run in rounds.items():
+        for run in sorted(by_run, reverse=True):
+            timed = [one for one in by_run[run] if one.status == "ok" and one.cubin is not None]
+            if timed:
+                best = min(timed, key=lambda one: _taken(one).median_us)
+                made.append(_row(key, best.parameters, best, variants=len(timed)))
                 break
-    return chosen
+    newest: dict[Key, tuned.Row] = {}
+    for measured in _measurements(gpu_slug, data):
+        cubin = measured.cubin
+        if measured.status == "ok" and cubin is not None and _fits(measured.name, cubin.parameters):
+            key = Key(measured.name, measured.problem.problem())
+            newest[key] = _row(key, cubin.parameters, measured, variants=0)
+    made += newest.values()
+    return sorted((row for row in made if _plain(row.problem)), key=lambda row: (row.stage, row.problem, row.variants))
 
 
-def table_text(chosen: Mapping[tuned.Key, tuned.Choice]) -> str:
-    """The text of a GPU's tuned.json."""
-    entries = [{**key._asdict(), **choice._asdict()} for key, choice in sorted(chosen.items())]
-    return json.dumps(entries, indent=2) + "\n"
+def _measurements(gpu_slug: str, data: Path) -> list[Measurement]:
+    """Of all runs, the oldest first."""
+    runs = records.runs(gpu_slug, data) if gpu_slug in records.gpus(data) else ()
+    return [row for run in runs for row in run.measurements]
+
+
+def _fits(name: str, parameters: Mapping[str, int]) -> bool:
+    """Whether a record is a stage's, as it stands now."""
+    stage = registry.STAGES.get(name) or registry.DEAD_ENDS.get(name)
+    return stage is not None and parameters.keys() == stage.params.keys()
+
+
+def _plain(problem: Problem) -> bool:
+    return problem == Problem.parse(problem.shape, dtype=problem.dtype, mask=problem.mask)
+
+
+def _taken(record: Tuning | Measurement) -> Samples:
+    samples = record.samples_of()
+    assert samples is not None, "a record that is ok has burst samples"
+    return samples
+
+
+def _row(key: Key, parameters: Mapping[str, int], record: Tuning | Measurement, *, variants: int) -> tuned.Row:
+    assert record.cubin is not None
+    time_us, tile_q = round(_taken(record).median_us, 3), record.cubin.tile_q
+    return tuned.Row(key.stage, key.problem, parameters, time_us, tile_q, variants, record.run)
+
+
+def table_text(arch: str, sm_count: int, made: Iterable[tuned.Row]) -> str:
+    """The text of a GPU's tuned.json: a line a row, so that a change of the table can be read."""
+    lines = []
+    for row in made:
+        entry = {"stage": row.stage, "shape": row.problem.shape, "mask": row.problem.mask, "dtype": row.problem.dtype}
+        rest = {name: value for name, value in row._asdict().items() if name not in ("stage", "problem")}
+        lines.append(json.dumps({**entry, **rest, "parameters": dict(row.parameters)}))
+    joined = ",\n  ".join(lines)
+    return f'{{\n"arch": "{arch}",\n"sm_count": {sm_count},\n"rows": [\n  {joined}\n]\n}}\n'
+
+
+def table_of(gpu_slug: str, data: Path = DATA) -> str:
+    """What a GPU's tuned.json has to say, by its records.
+
+    Raises:
+        NoDataError: there are none.
+    """
+    made = rows(gpu_slug, data)
+    seen = records.tunings(gpu_slug, data)[-1].gpu
+    return table_text(arch_for(seen.compute_capability), seen.sm_count, made)
 
 
 def write_table(gpu_slug: str, data: Path = DATA) -> Path:
@@ -505,12 +630,76 @@ def write_table(gpu_slug: str, data: Path = DATA) -> Path:
         NoDataError: there are none.
         OutputError: it cannot be written.
     """
-    text = table_text(choices(gpu_slug, data))
+    text = table_of(gpu_slug, data)
     path = tuned.path_of(gpu_slug, data)
     writable_dir(path.parent, "records")
     path.write_text(text, encoding="utf-8")
     records.write_checksums(gpu_slug, data)
     return path
+
+
+# --- The choices, held against a library ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What is chosen for a problem on record, beside the library in one process."""
+
+    problem: Problem
+    choice: tuned.Choice
+    run: str
+    """The newest run that timed both; empty where none did."""
+    small_grids: bool
+    """Whether that was a tuning, whose variants suit the problem, and not a run of `flashlab bench`."""
+    time_us: float | None
+    peer_us: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster than the library."""
+        return self.peer_us / self.time_us if self.peer_us and self.time_us else None
+
+
+def held_against(gpu_slug: str, peer: str = BESIDE, data: Path = DATA) -> list[Held]:
+    """What `flashlab.attention` chooses on a GPU for every problem that a library was timed on, the worst ratio first.
+
+    Raises:
+        DamagedRecordError: the table cannot be read.
+    """
+    table = tuned.table(gpu_slug, data)
+    if table is None:
+        return []
+    times: dict[Problem, dict[str, dict[tuple[str, Items], float]]] = {}
+    tuning_runs = set()
+    for record in records.tunings(gpu_slug, data):
+        if record.status == "ok":
+            tuning_runs.add(record.run)
+            of_run = times.setdefault(record.problem.problem(), {}).setdefault(record.run, {})
+            of_run[record.stage, _items(record.parameters)] = _taken(record).median_us
+    for row in _measurements(gpu_slug, data):
+        if row.status == "ok" and row.samples_of() is not None:
+            of_run = times.setdefault(row.problem.problem(), {}).setdefault(row.run, {})
+            of_run[row.name, _items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us
+    found = []
+    for problem, by_run in times.items():
+        library = (peer, _items({}))
+        choices = tuned.rank(problem, gpu_slug, table.arch, data=data).choices
+        if not (_plain(problem) and choices and any(library in of_run for of_run in by_run.values())):
+            continue
+        mine = (choices[0].stage.id, _items(choices[0].parameters))
+        both = [run for run, of_run in by_run.items() if mine in of_run and library in of_run]
+        run = max(both, default="")
+        found.append(
+            Held(
+                problem=problem,
+                choice=choices[0],
+                run=run,
+                small_grids=run in tuning_runs,
+                time_us=by_run[run][mine] if run else None,
+                peer_us=by_run[run][library] if run else None,
+            )
+        )
+    return sorted(found, key=lambda one: (one.ratio is None, one.ratio or 0.0, one.problem))
 
 
 # --- What each lever did ----------------------------------------------------------------------------------------------
@@ -520,7 +709,7 @@ def write_table(gpu_slug: str, data: Path = DATA) -> Path:
 class Trial:
     """One variant on one key: how it did beside the stage's defaults in the same round."""
 
-    key: tuned.Key
+    key: Key
     parameters: Mapping[str, int]
     status: records.Status
     reason: str
@@ -535,14 +724,14 @@ class Trial:
 
 def trials(found: Iterable[Tuning]) -> list[Trial]:
     """Every variant on record, once a problem: where it got most samples, and of those the newest."""
-    by_run: dict[tuple[tuned.Key, str, Problem], list[Tuning]] = {}
+    by_run: dict[tuple[Key, str], list[Tuning]] = {}
     for record in found:
-        key = tuned.Key(record.stage, record.problem.head_dim, record.problem.mask, record.problem.dtype)
-        by_run.setdefault((key, record.run, record.problem.problem()), []).append(record)
-    best: dict[tuple[tuned.Key, Problem, tuple[tuple[str, int], ...]], Trial] = {}
-    for (key, run, problem), of_run in sorted(by_run.items(), key=lambda item: item[0][1]):
+        if record.stage not in peers.PEERS:
+            by_run.setdefault((Key(record.stage, record.problem.problem()), record.run), []).append(record)
+    best: dict[tuple[Key, tuple[tuple[str, int], ...]], Trial] = {}
+    for (key, run), of_run in sorted(by_run.items(), key=lambda item: item[0][1]):
         stage = registry.STAGES.get(key.stage)
-        defaults = None if stage is None else stage.parameters(key.head_dim)
+        defaults = None if stage is None else stage.parameters(key.problem.head_dim)
         start = next((r.samples_of() for r in of_run if r.parameters == defaults and r.status == "ok"), None)
         for record in of_run:
             samples = record.samples_of()
@@ -558,7 +747,7 @@ def trials(found: Iterable[Tuning]) -> list[Trial]:
                 commit=record.source.commit,
                 dirty=record.source.dirty,
             )
-            place = (key, problem, tuple(sorted(record.parameters.items())))
+            place = (key, tuple(sorted(record.parameters.items())))
             before = best.get(place)
             if before is None or trial.samples >= before.samples:
                 best[place] = trial
@@ -569,7 +758,7 @@ def trials(found: Iterable[Tuning]) -> list[Trial]:
 class Lever:
     """One value of one tunable: how far it gets with the best of everything else tried."""
 
-    key: tuned.Key
+    key: Key
     name: str
     value: int
     best: float | None
@@ -580,7 +769,7 @@ class Lever:
 
 def levers(found: Iterable[Trial]) -> list[Lever]:
     """What each value of each tunable got, by key, for those of which more than one value was tried."""
-    grouped: dict[tuned.Key, list[Trial]] = {}
+    grouped: dict[Key, list[Trial]] = {}
     for trial in found:
         grouped.setdefault(trial.key, []).append(trial)
     result: list[Lever] = []
@@ -608,8 +797,8 @@ def _found(gpu_slug: str | None, data: Path) -> list[Trial]:
     return trials(records.tunings(gpu_slug or "", data))
 
 
-def _title(key: tuned.Key) -> str:
-    return f"{key.stage}, D={key.head_dim}, {key.mask}, {key.dtype}"
+def _title(key: Key) -> str:
+    return f"{key.stage}, {key.problem.label}"
 
 
 def _text(parameters: Mapping[str, int], beside: Mapping[str, int] | None = None) -> str:
@@ -619,41 +808,63 @@ def _text(parameters: Mapping[str, int], beside: Mapping[str, int] | None = None
 
 
 def winners_table(gpu_slug: str | None, data: Path = DATA) -> str:
-    """The choice for every key, what it gains over the defaults and the run that says so, as a Markdown table."""
+    """What won on every problem that a stage was tuned on, and what it gains over the defaults, as a Markdown table."""
     found = _found(gpu_slug, data)
     if not found:
         return NOTHING_YET
-    rows: list[list[tables.Cell]] = []
-    for key, choice in choices(gpu_slug or "", data).items():
-        own = [trial for trial in found if trial.key == key and trial.parameters == choice.parameters]
+    lines: list[list[tables.Cell]] = []
+    for row in rows(gpu_slug or "", data):
+        of_key = [trial for trial in found if trial.key == (row.stage, row.problem)]
+        if not row.variants:
+            continue
+        own = [trial for trial in of_key if trial.parameters == row.parameters]
         gain = next((trial.speedup for trial in own if trial.speedup is not None), None)
-        stage = registry.STAGES.get(key.stage)
-        defaults = stage.parameters(key.head_dim) if stage else None
-        rows.append(
+        stage = registry.STAGES.get(row.stage)
+        defaults = stage.parameters(row.problem.head_dim) if stage else None
+        lines.append(
             [
-                key.stage,
-                f"D={key.head_dim}",
-                key.mask,
-                key.dtype,
-                _text(choice.parameters, defaults),
+                row.stage,
+                row.problem.label,
+                _text(row.parameters, defaults),
                 None if gain is None else f"{gain:.3f}",
-                str(sum(trial.key == key for trial in found)),
-                choice.run,
+                str(len(of_key)),
+                row.run,
             ]
         )
-    header = ("stage", "head dim", "mask", "type", "differs from the defaults", "times faster", "tried", "run")
-    return tables.markdown(header, rows, left=5)
+    header = ("stage", "problem", "differs from the defaults", "times faster", "tried", "run")
+    return tables.markdown(header, lines, left=3)
+
+
+def choices_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """What is chosen for every problem that torch's SDPA was timed on, the worst first, as a Markdown table."""
+    held = held_against(gpu_slug or "", data=data)
+    if not held:
+        return NOTHING_YET
+    lines: list[list[tables.Cell]] = [
+        [
+            one.problem.label,
+            one.choice.stage.id,
+            _text(one.choice.parameters, one.choice.stage.parameters(one.problem.head_dim)),
+            f"{one.choice.time_us if one.time_us is None else one.time_us:.1f}",
+            None if one.peer_us is None else f"{one.peer_us:.1f}",
+            None if one.ratio is None else f"{one.ratio:.2f}",
+            one.run or "not in one process",
+        ]
+        for one in held
+    ]
+    header = ("problem", "stage", "differs from the defaults", "µs", "SDPA, µs", "times faster", "run")
+    return tables.markdown(header, lines, left=3)
 
 
 def levers_table(gpu_slug: str | None, data: Path = DATA) -> str:
-    """How far each value of each tunable gets with the best of the others, as a Markdown table for each key."""
+    """How far each value of each tunable gets with the best of the others, folded away, as Markdown for each key."""
     found = _found(gpu_slug, data)
     if not found:
         return NOTHING_YET
     text: list[str] = []
     every = levers(found)
     for key in sorted({lever.key for lever in every}):
-        rows: list[list[tables.Cell]] = []
+        lines: list[list[tables.Cell]] = []
         for name in dict.fromkeys(lever.name for lever in every if lever.key == key):
             of_name = [lever for lever in every if (lever.key, lever.name) == (key, name)]
             said = ", ".join(
@@ -661,10 +872,15 @@ def levers_table(gpu_slug: str | None, data: Path = DATA) -> str:
             )
             reached = [lever.best for lever in of_name if lever.best is not None]
             spread = f"{100 * (max(reached) / min(reached) - 1):.1f} %" if reached else None
-            rows.append([name, said, spread])
+            lines.append([name, said, spread])
         header = ("tunable", "value: best speed with it, the defaults being 1", "worth")
-        text.append(f"### {_title(key)}\n\n{tables.markdown(header, rows, left=2)}")
+        text.append(_folded(_title(key), tables.markdown(header, lines, left=2)))
     return "\n".join(text)
+
+
+def _folded(title: str, table: str) -> str:
+    body = table.replace("\n", "\n    ").rstrip()
+    return f'??? note "{title}"\n\n    {body}\n'
 
 
 def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
@@ -676,7 +892,7 @@ def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
     for key in sorted({trial.key for trial in found}):
         of_key = [trial for trial in found if trial.key == key]
         of_key.sort(key=lambda trial: (-(trial.speedup or 0.0), trial.median_us or math.inf))
-        rows: list[list[tables.Cell]] = [
+        lines: list[list[tables.Cell]] = [
             [
                 _text(trial.parameters),
                 None if trial.median_us is None else f"{trial.median_us:.1f}",
@@ -688,6 +904,5 @@ def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
             for trial in of_key
         ]
         header = ("variant", "µs", "times faster than the defaults", "samples", "outcome", "run")
-        body = tables.markdown(header, rows).replace("\n", "\n    ").rstrip()
-        text.append(f'??? note "{_title(key)}: {len(of_key)} variants"\n\n    {body}\n')
+        text.append(_folded(f"{_title(key)}: {len(of_key)} variants", tables.markdown(header, lines)))
     return "\n".join(text)

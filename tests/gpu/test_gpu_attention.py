@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from emulation import hopper_sum
 from wrong.cuda import PATCHES, Patch
 
 import flashlab
-from flashlab import bench, compiler, errors, gpu, stages
+from flashlab import bench, compiler, errors, gpu, stages, tuned
 from flashlab.attention import prepare
 from flashlab.problem import Problem
 from flashlab.reference import make_inputs
@@ -214,6 +215,68 @@ def test_prepared_calls_can_be_repeated(torch: Any) -> None:
     prepared()
     assert torch.equal(first, prepared.out)
     assert prepared.blocks_per_sm() >= 1
+
+
+def test_a_call_like_the_last_one_reads_and_writes_its_own_arrays(torch: Any) -> None:
+    """What is kept of a layout must hold nothing of the call that it was made for."""
+    for head_dim, length in ((64, 512), (128, 512), (64, 2048)):
+        calls = [tuple(_random(torch, 2, 8, length, head_dim) for _ in range(3)) for _ in range(4)]
+        outs = [flashlab.attention(*call, causal=True) for call in calls]
+        for out, (q, k, v) in zip(outs, calls, strict=True):
+            _close(torch, out, q, k, v, is_causal=True)
+        assert len({out.data_ptr() for out in outs}) == len(outs)
+    wide = _random(torch, 2, 8, 512, 72)[..., :64]  # rows that no tensor map describes
+    _close(torch, flashlab.attention(wide, wide, wide), wide, wide, wide)
+    q, k, v = calls[0]
+    _close(torch, flashlab.attention(q, k, v, scale=0.5), q, k, v, scale=0.5)
+
+
+def test_threads_and_streams_share_what_is_kept(torch: Any) -> None:
+    calls = [tuple(_random(torch, 4, 8, 512, 64) for _ in range(3)) for _ in range(8)]
+    torch.cuda.synchronize()
+
+    def call(arrays: tuple[Any, ...]) -> list[Any]:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            outs = [flashlab.attention(*arrays) for _ in range(20)]
+        torch.cuda.current_stream().synchronize()
+        return outs
+
+    with ThreadPoolExecutor(len(calls)) as pool:
+        found = list(pool.map(call, calls))
+    torch.cuda.synchronize()
+    for arrays, outs in zip(calls, found, strict=True):
+        _close(torch, outs[0], *arrays)
+        assert all(torch.equal(outs[0], out) for out in outs)
+
+
+def test_a_repeated_call_costs_the_host_little(torch: Any) -> None:
+    q, k, v = (_random(torch, 1, 8, 512, 64) for _ in range(3))
+
+    def host_us(call: Callable[[], Any]) -> float:
+        best = float("inf")
+        for _ in range(10):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(50):
+                call()
+            best = min(best, (time.perf_counter() - start) / 50 * 1e6)
+        return best
+
+    ours = host_us(lambda: flashlab.attention(q, k, v))
+    theirs = host_us(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    assert ours < 8 * theirs, f"flashlab.attention takes the host {ours:.0f} µs a call, SDPA {theirs:.0f}"
+
+
+def test_without_a_stage_the_table_chooses_and_the_result_is_right(torch: Any) -> None:
+    there = gpu.info()
+    for shape in ((1, 8, 512, 64), (1, 32, 512, 128), (4, 8, 200, 64), (2, 4, 2048, 64)):
+        q, k, v = (_random(torch, *shape) for _ in range(3))
+        prepared = flashlab.prepare(q, k, v)
+        prepared()
+        _close(torch, prepared.out, q, k, v)
+        choices = tuned.rank(prepared.plan.problem, there.slug, there.arch, there.sm_count).choices
+        assert prepared.plan.stage == choices[0].stage
+        assert prepared.cubin.parameters == choices[0].parameters
 
 
 @pytest.mark.parametrize(
