@@ -21,6 +21,7 @@ from flashlab import attention, emulator, errors, gpu, stages, tuned
 from flashlab.attention import (
     AttentionMaps,
     AttentionParams,
+    Fallbacks,
     TensorView,
     grid_for,
     maps_for,
@@ -519,7 +520,7 @@ class _Launches:
     def zeroed(self, device: int, size_bytes: int, stream: int) -> Any:
         assert (device, size_bytes, stream) == (0, 8, 5)
         self.counters += 512
-        return SimpleNamespace(pointer=self.counters)
+        return SimpleNamespace(pointer=self.counters, read=lambda: bytearray(struct.pack("<2I", 3, 70000)))
 
 
 @pytest.mark.parametrize("mappable", [True, False])
@@ -541,6 +542,28 @@ def test_what_a_gpu_is_asked_to_launch(monkeypatch: pytest.MonkeyPatch, sum_stag
     addresses = [struct.unpack("<Q", bytes(getattr(maps, name))[:8])[0] for name in "QKVO"]
     assert addresses == ([q.pointer, k.pointer, v.pointer, out.pointer] if mappable else [0, 0, 0, 0])
     assert any(bytes(maps)) is mappable
+
+
+def test_fallbacks_are_counted_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = _Launches(monkeypatch)
+    q, k, v = qkv(q_len=130)
+    call: dict[str, Any] = {"stage": "01_coalesced", "out": array(2, 4, 130, 64, pointer=OUT), "stream": 5}
+    assert prepare(q, k, v, **call).fallbacks() is None
+    assert prepare(q, k, v, **call, count_fallbacks=True).fallbacks() == Fallbacks(renormalized=3, recomputed=70000)
+    assert [made["params"][0].fallbacks for made in there.made] == [None, (1 << 30) + 512]
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_emulation_counts_fallbacks_on_request(dtype: str) -> None:
+    q, k, v = make_inputs(Problem.parse("1x1x1x16x500x64", dtype=dtype))
+    ran = flashlab.emulate(q, k, v, stage="13_overlap", count_fallbacks=True)
+    assert ran.fallbacks == Fallbacks(renormalized=0, recomputed=0)
+    growing = np.linspace(40, 0, 500)[:, None].astype(k.dtype)  # towards the first key, which it comes to last
+    ran = flashlab.emulate(abs(q), abs(k) * growing, v, stage="13_overlap", count_fallbacks=True)
+    assert ran.fallbacks is not None
+    assert ran.fallbacks.recomputed > 0
+    assert flashlab.emulate(q, k, v, stage="13_overlap").fallbacks is None
 
 
 def test_an_ordinary_stage_gets_no_maps_and_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,8 @@ struct AttentionParams {
   int batch;
   unsigned* work;      // persistent stages: {next tile, blocks that are done}, both 0 at every launch, and the last block to end
                        // puts both back to 0 (with atomicExch); null for other stages
+  unsigned* fallbacks; // counts tiles of a warp: [0] whose reference was moved, [1] whose scores were computed again; null where
+                       // nobody asks
 };
 
 // What the launcher needs to know of a compiled kernel; it reads the constant out of the machine code. What is left out is 0.

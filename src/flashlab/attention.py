@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from flashlab import emulator, gpu, stages, triton_code, tuned, unfused
 from flashlab.errors import (
@@ -92,7 +92,17 @@ class AttentionParams(ctypes.Structure):
         ("scale_log2", ctypes.c_float),
         ("batch", ctypes.c_int),
         ("work", ctypes.c_void_p),
+        ("fallbacks", ctypes.c_void_p),
     )
+
+
+class Fallbacks(NamedTuple):
+    """How often a call left the fast path: the counters behind `AttentionParams.fallbacks`, in tiles of a warp."""
+
+    renormalized: int
+    """Whose reference was moved."""
+    recomputed: int
+    """Whose scores were computed again."""
 
 
 class AttentionMaps(ctypes.Structure):
@@ -300,6 +310,7 @@ def params_for(
     out: DeviceArray,
     lse_pointer: int | None,
     work_pointer: int | None = None,
+    fallbacks_pointer: int | None = None,
 ) -> AttentionParams:
     """The kernel's first argument."""
     views = [TensorView(a.pointer, *a.strides[:3]) for a in (q, k, v, out)]
@@ -314,6 +325,7 @@ def params_for(
         found.scale * math.log2(math.e),
         problem.batch,
         work_pointer,
+        fallbacks_pointer,
     )
 
 
@@ -447,7 +459,7 @@ class Prepared:
     counters of a persistent kernel.
     """
 
-    __slots__ = ("_keep", "_launch", "cubin", "function", "launch_shape", "lse", "out", "plan")
+    __slots__ = ("_fallbacks", "_keep", "_launch", "cubin", "function", "launch_shape", "lse", "out", "plan")
 
     def __init__(
         self,
@@ -459,6 +471,7 @@ class Prepared:
         out: Any,
         lse: Any,
         keep: tuple[Any, ...],
+        fallbacks: gpu.Zeroed | None = None,
     ) -> None:
         assert cubin.launch_shape is not None
         self.plan = plan
@@ -469,10 +482,17 @@ class Prepared:
         self.lse = lse
         self._launch = launch
         self._keep = keep
+        self._fallbacks = fallbacks
 
     def __call__(self) -> None:
         """Enqueue once. The device's context must be current (torch and CuPy see to it on their current device)."""
         self._launch()
+
+    def fallbacks(self) -> Fallbacks | None:
+        """What all calls so far counted, once they are done; None where `prepare` was not asked to count."""
+        if self._fallbacks is None:
+            return None
+        return Fallbacks(*memoryview(self._fallbacks.read()).cast("I"))
 
     def blocks_per_sm(self) -> int:
         """Blocks resident on an SM."""
@@ -524,6 +544,7 @@ def _new(like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> A
     )
 
 
+_FALLBACKS_BYTES = len(Fallbacks._fields) * ctypes.sizeof(ctypes.c_uint)
 _COUNTERS = 2
 """Unsigned integers that a persistent kernel counts its work in."""
 
@@ -564,12 +585,13 @@ def prepare(
     params: Mapping[str, int] | None = None,
     source: Path | None = None,
     may_spill: bool = False,
+    count_fallbacks: bool = False,
 ) -> Prepared:
     """`attention`, validated, compiled and loaded, but not launched: for repeated calls and for timing.
 
     `lse` is where to write the log-sum-exp, contiguous float32 (batch, q_heads, q_len); a new array where None and
     `return_lse`. `source` compiles an edited copy of the stage's file instead; `may_spill` lets registers spill where
-    the stage forbids it. The stream is fixed here.
+    the stage forbids it; `count_fallbacks` makes the calls count (`Prepared.fallbacks`). The stream is fixed here.
 
     Raises:
         What `attention` raises.
@@ -631,7 +653,10 @@ def prepare(
             lse=lse,
             keep=(first, second, third, target, lse_view, stream),
         )
-    params_struct = params_for(found, first, second, third, target, lse_pointer, work_pointer)
+    fallbacks = gpu.Zeroed(found.device, _FALLBACKS_BYTES, handle) if count_fallbacks else None
+    params_struct = params_for(
+        found, first, second, third, target, lse_pointer, work_pointer, fallbacks.pointer if fallbacks else None
+    )
     arguments = _triton_parameters(params_struct) if found.stage.language == "triton" else [params_struct]
     if found.stage.tensor_maps:
         views = {"Q": first, "K": second, "V": third, "O": target}
@@ -657,6 +682,7 @@ def prepare(
         out=out,
         lse=lse,
         keep=(first, second, third, target, lse_view, counters, stream),
+        fallbacks=fallbacks,
     )
 
 
@@ -675,6 +701,8 @@ class Emulation:
     """Findings and counters where `races` were looked for, and what the kernel printed."""
     kernel: emulator.Emulated
     plan: Plan
+    fallbacks: Fallbacks | None = None
+    """None where it was not asked to count."""
 
 
 def _is_numpy(obj: Any) -> bool:
@@ -783,6 +811,7 @@ def emulate(
     threads: int | None = None,
     cancel: threading.Event | None = None,
     surroundings: Mapping[str, Any] | None = None,
+    count_fallbacks: bool = False,
 ) -> Emulation:
     """`attention` on the CPU: the stage's own file, thread for thread, in a worker process.
 
@@ -800,6 +829,7 @@ def emulate(
         cancel: set from another thread, it stops the run as Ctrl-C does.
         surroundings: for `q`, `k`, `v`, `out` or `lse`, the contiguous NumPy array that it is a view into, which the
             kernel then finds around it and may damage.
+        count_fallbacks: the kernel counts how often it left its fast path.
 
     Raises:
         What `attention` raises of bad input; TooLargeError, EmulationError, CompileError, MissingPackageError.
@@ -859,6 +889,9 @@ def emulate(
     counters = np.zeros(_COUNTERS, np.uint32)
     if shape.persistent:
         pointers[AttentionParams.work.offset] = emulator.Pointer(array=counters, name="work")
+    fallbacks = np.zeros(len(Fallbacks._fields), np.uint32)
+    if count_fallbacks:
+        pointers[AttentionParams.fallbacks.offset] = emulator.Pointer(array=fallbacks, name="fallbacks")
     told = params_for(found, first, second, third, target, None)
     arguments = [emulator.Structure(value=told, pointers=pointers)]
     if found.stage.tensor_maps:
@@ -913,7 +946,8 @@ def emulate(
             f"launch after this one, got {counters.tolist()}",
             report=report,
         )
-    return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=found)
+    counted = Fallbacks(*fallbacks.tolist()) if count_fallbacks else None
+    return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=found, fallbacks=counted)
 
 
 def _refuse_too_large(
