@@ -427,9 +427,29 @@ def test_a_tensor_map_has_sound_strides_where_there_is_one_element() -> None:
 def test_what_a_tensor_map_can_describe(strides: tuple[int, ...] | None, offset: int, mappable: bool) -> None:
     k = array(2, 4, 8, 64, strides=strides, pointer=(1 << 24) + offset)
     q, _, v = qkv()
-    assert plan(q, k, v, arch=ARCH, stage=hopper_sum.STAGE.id).aligned is mappable
+    found = plan(q, k, v, arch=ARCH, stage=hopper_sum.STAGE.id)
+    assert found.aligned is mappable
+    assert found.why_slow.startswith("" if mappable else "k ")
     one = array(1, 1, 1, 64, strides=(0, -1, 3, 1))
     assert plan(one, one, one, arch=ARCH, stage=hopper_sum.STAGE.id).aligned
+
+
+def test_a_plan_says_why_it_is_slow(sum_stage: str) -> None:
+    def why(stage: str, **of_v: Any) -> str:
+        q, k, _ = qkv()
+        return plan(q, k, array(2, 4, 8, 64, **{"pointer": 1 << 25, **of_v}), arch=ARCH, stage=stage).why_slow
+
+    for stage in (sum_stage, "06_cp_async"):
+        assert why(stage) == ""
+        assert why(stage, pointer=(1 << 25) + 8) == "v starts at 0x2000008, no multiple of 16 bytes"
+        assert why(stage, strides=(2080, 520, 65, 1)) == "v has a row stride of 130 bytes, no multiple of 16"
+    assert why("06_cp_async", strides=(512, 0, 64, 1)) == ""
+    assert why(sum_stage, strides=(512, 0, 64, 1)) == (
+        "v has a head stride of 0 bytes, and tensor maps take 1 to 1099511627775; a contiguous copy works. "
+        "Shared heads are fast as fewer kv_heads."
+    )
+    backwards = why(sum_stage, strides=(2048, 512, -64, 1), pointer=(1 << 25) + 1024)
+    assert backwards.startswith("v has a row stride of -128 bytes")
 
 
 def _sum(q: Any, k: Any, v: Any) -> Any:

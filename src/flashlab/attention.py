@@ -35,13 +35,13 @@ from flashlab.errors import (
 from flashlab.gpu import DeviceArray
 from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, DType, Problem
 from flashlab.stages import Stage
-from flashlab.tensor_map import ALIGNMENT_BYTES, DATA_TYPES, MAP_BYTES, MAX_STRIDE_BYTES, SWIZZLE_128B, TensorMap
+from flashlab.tensor_map import DATA_TYPES, MAP_BYTES, MAX_STRIDE_BYTES, SWIZZLE_128B, TensorMap
 
 if TYPE_CHECKING:
     from flashlab.compiler import Cubin, LaunchShape
 
 ROW_ALIGNMENT_BYTES = 16
-"""What ALIGNED=1 promises a kernel of every row's address: the width of its widest access."""
+"""What ALIGNED=1 promises a kernel of every row's address: its widest access, and what tensor maps want."""
 PANEL = 64
 """Elements of a row in one panel of a tile: 128 bytes, the widest swizzle."""
 WARP_ROWS = 16
@@ -118,11 +118,17 @@ class Plan:
     problem: Problem
     stage: Stage
     scale: float
-    aligned: bool
-    """Every row of Q, K, V and O starts on a 16-byte boundary; where the stage takes tensor maps, they can describe all
-    four."""
+    why_slow: str
+    """Why rows go element by element, which is slower: the first array that the fast path cannot take. Empty where it
+    takes all: every row of Q, K, V and O starts on a 16-byte boundary, and where the stage takes tensor maps, they can
+    describe all four. An expanded K or V, of stride 0, is one that they cannot."""
     device: int
     """CUDA device index, or `HOST`."""
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the kernel is the one for aligned rows, which is fast."""
+        return not self.why_slow
 
 
 def _device_name(device: int) -> str:
@@ -137,23 +143,23 @@ def _extent(array: DeviceArray) -> tuple[int, int]:
     return array.pointer + low * BYTES_PER_ELEMENT, array.pointer + high * BYTES_PER_ELEMENT
 
 
-def _strides_of_use(array: DeviceArray) -> list[int]:
-    """In elements, of batch, heads and length where there is more than one."""
-    return [stride for length, stride in zip(array.shape[:3], array.strides[:3], strict=True) if length > 1]
-
-
-def _aligned(array: DeviceArray) -> bool:
-    return array.pointer % ROW_ALIGNMENT_BYTES == 0 and all(
-        stride * BYTES_PER_ELEMENT % ROW_ALIGNMENT_BYTES == 0 for stride in _strides_of_use(array)
-    )
-
-
-def _mappable(array: DeviceArray) -> bool:
-    """Whether a tensor map can describe it."""
-    strides = [stride * BYTES_PER_ELEMENT for stride in _strides_of_use(array)]
-    return array.pointer % ALIGNMENT_BYTES == 0 and all(
-        stride % ALIGNMENT_BYTES == 0 and 0 < stride < MAX_STRIDE_BYTES for stride in strides
-    )
+def _why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:
+    """Why rows of an array cannot be read 16 bytes at a time, or by tensor maps; empty where they can."""
+    if array.pointer % ROW_ALIGNMENT_BYTES:
+        return f"{name} starts at {array.pointer:#x}, no multiple of {ROW_ALIGNMENT_BYTES} bytes"
+    for of, length, stride in zip(("batch", "head", "row"), array.shape, array.strides, strict=False):
+        stride_bytes = stride * BYTES_PER_ELEMENT
+        if length == 1:
+            continue
+        if stride_bytes % ROW_ALIGNMENT_BYTES:
+            return f"{name} has a {of} stride of {stride_bytes} bytes, no multiple of {ROW_ALIGNMENT_BYTES}"
+        if tensor_maps and not 0 < stride_bytes < MAX_STRIDE_BYTES:
+            instead = " Shared heads are fast as fewer kv_heads." if stride == 0 and of == "head" else ""
+            return (
+                f"{name} has a {of} stride of {stride_bytes} bytes, and tensor maps take 1 to {MAX_STRIDE_BYTES - 1}; "
+                f"a contiguous copy works.{instead}"
+            )
+    return ""
 
 
 def _overlaps_itself(array: DeviceArray) -> bool:
@@ -292,12 +298,13 @@ def plan(
     if chosen is None:
         chosen = stages.best(problem, arch)
     chosen.require(problem, arch)
-    readable = _mappable if chosen.tensor_maps else _aligned
+    arrays = (*inputs, *([("out", out)] if out is not None else []))
+    reasons = (_why_slow(name, array, tensor_maps=chosen.tensor_maps) for name, array in arrays)
     return Plan(
         problem=problem,
         stage=chosen,
         scale=float(scale),
-        aligned=all(readable(array) for array in (q, k, v, *([out] if out is not None else []))),
+        why_slow=next(filter(None, reasons), ""),
         device=q.device,
     )
 
@@ -1026,7 +1033,9 @@ def attention(
     Args:
         q: (batch, q_heads, q_len, head_dim), float16 or bfloat16. On a CUDA GPU: a torch tensor, a CuPy array, or
             anything with DLPack or `__cuda_array_interface__`. In host memory: a NumPy array (ml_dtypes.bfloat16), a
-            torch tensor, or anything with DLPack. Any strides, the last dimension contiguous.
+            torch tensor, or anything with DLPack. Any strides, the last dimension contiguous; rows that are not on
+            16-byte boundaries are slower, and so are strides of 0 or less where the stage takes tensor maps (those of
+            an expanded K or V): `plan.why_slow` of a prepared call or an emulation says so.
         k: (batch, kv_heads, kv_len, head_dim); kv_heads divides q_heads (grouped-query attention).
         v: as `k`.
         causal: query i sees key j when j - i ≤ kv_len - q_len (aligned bottom right). A query that sees none gets 0.
