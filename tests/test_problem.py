@@ -78,7 +78,21 @@ def test_other_types_and_masks_are_refused_by_name() -> None:
         Problem.parse(FIRST_SHAPE, mask="window")
 
 
+def test_an_unknown_kind_of_inputs_is_refused_with_the_list_and_the_nearest_name() -> None:
+    with pytest.raises(ParameterError, match=r"inputs: wanted one of normal, .*, got 'fallin'; the nearest is falling"):
+        Problem.parse(FIRST_SHAPE, inputs="fallin")
+
+
+def test_inputs_are_normal_unless_said_and_keep_problems_apart() -> None:
+    problem = Problem.parse(FIRST_SHAPE)
+    assert problem.inputs == "normal"
+    assert problem != Problem.parse(FIRST_SHAPE, inputs="zeros")
+    assert problem.flops == Problem.parse(FIRST_SHAPE, inputs="zeros").flops
+
+
 def test_a_label_names_what_differs() -> None:
+    assert Problem.parse("1x2x3x64", inputs="sink_first").label == "B1 H2 S3 D64 full float16 sink_first"
+    assert Problem.parse("1x2x3x64", inputs="sink_first").sizes == "B1 H2 S3 D64"
     assert Problem.parse("16x16x2048x64", mask="causal").label == "B16 H16 S2048 D64 causal float16"
     assert Problem.parse("2x32x8x1x8192x128", dtype="bfloat16").label == "B2 H32/8 Sq1 Sk8192 D128 full bfloat16"
 
@@ -115,8 +129,21 @@ def test_grouped_heads_load_fewer_keys() -> None:
 def test_suites_hold_each_problem_once_full_and_causal(name: str) -> None:
     problems = suite(name)
     assert len(set(problems)) == len(problems)
-    for mask in MASKS:
-        assert len([p for p in problems if p.mask == mask]) * 2 == len(problems)
+    assert {p.inputs for p in problems} == {"normal"}
+    masks = ("causal",) if name == "offsets" else MASKS
+    for mask in masks:
+        assert len([p for p in problems if p.mask == mask]) * len(masks) == len(problems)
+
+
+def test_the_suites_of_inputs_offsets_and_shared_heads() -> None:
+    found = {name: suite(name) for name in ("inputs", "offsets", "gqa")}
+    for problems in found.values():
+        assert len(problems) == 16
+        assert {p.head_dim for p in problems} == {64, 128}
+        assert {p.dtype for p in problems} == set(DTYPES)
+    assert {(p.batch, p.q_heads, p.q_len) for p in found["inputs"]} == {(16, 16, 2048), (4, 16, 8192)}
+    assert {(p.q_len, p.kv_len) for p in found["offsets"]} == {(2048, 2049), (512, 4609), (2048, 6144), (100, 1000)}
+    assert {(p.batch, p.q_heads, p.kv_heads, p.kv_len) for p in found["gqa"]} == {(4, 32, 8, 4096), (4, 32, 1, 4096)}
 
 
 def test_the_standard_suite_covers_the_standard_shapes_and_both_types_at_the_first() -> None:
@@ -135,7 +162,8 @@ def test_the_lengths_hold_one_number_of_tokens() -> None:
 
 
 def test_an_unknown_suite_is_refused_by_name() -> None:
-    with pytest.raises(ParameterError, match="wanted one of smoke, first, standard, peers, lengths, claims, got 'all'"):
+    known = "smoke, first, standard, peers, lengths, claims, inputs, offsets, gqa"
+    with pytest.raises(ParameterError, match=f"wanted one of {known}, got 'all'"):
         suite("all")
 
 

@@ -859,7 +859,7 @@ def split_chart(found: Sequence[Effect], *, name: str = "time-split") -> Chart |
 
 
 def _split_title(one: Effect) -> str:
-    return f"{one.group}, {tables.shape_of(one.problem)}"
+    return f"{one.group}, {one.problem.sizes}"
 
 
 def _cells(one: Effect) -> list[tables.Cell]:
@@ -871,7 +871,7 @@ def _cells(one: Effect) -> list[tables.Cell]:
 
 
 def _problem_text(problem: Problem) -> str:
-    return f"{tables.shape_of(problem)} {problem.mask} {problem.dtype}"
+    return f"{problem.sizes} {problem.mask} {problem.dtype}"
 
 
 def _time_text(one: Effect | None) -> str | None:
@@ -970,7 +970,7 @@ def split_table(found: Sequence[Effect]) -> str:
         rows.append(
             [
                 f"`{one.group}`",
-                tables.shape_of(one.problem),
+                one.problem.sizes,
                 _PART_TITLES.get(one.name, one.name),
                 _time_text(one),
                 _ratio_text(share, interval, percent=True),
@@ -984,7 +984,7 @@ def split_table(found: Sequence[Effect]) -> str:
             rows.append(
                 [
                     f"`{one.group}`",
-                    tables.shape_of(one.problem),
+                    one.problem.sizes,
                     "sum of the shares",
                     None,
                     f"{100 * total:.1f}",

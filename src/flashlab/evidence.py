@@ -1030,7 +1030,7 @@ def _batched_against_single(evidence: Evidence) -> Finding:
         ),
         places=(ours.place, sdpa.place, lone.place),
         stages=("t0_triton",),
-        problems=(f"{tables.shape_of(BATCH)}, a sequence", tables.shape_of(SINGLE)),
+        problems=(f"{BATCH.sizes}, a sequence", SINGLE.sizes),
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from flashlab.errors import DTypeError, ParameterError, ShapeError
+from flashlab.inputs import NORMAL, require
 
 DType = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
@@ -36,6 +37,8 @@ class Problem:
     head_dim: int
     dtype: DType = "float16"
     mask: Mask = "full"
+    inputs: str = NORMAL
+    """What Q, K and V hold, one of `inputs.KINDS`."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim"):
@@ -50,9 +53,10 @@ class Problem:
             raise DTypeError(f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.mask not in MASKS:
             raise ParameterError(f"mask: wanted one of {', '.join(MASKS)}, got {self.mask!r}")
+        require(self.inputs)
 
     @classmethod
-    def parse(cls, shape: str, *, dtype: str = "float16", mask: str = "full") -> Problem:
+    def parse(cls, shape: str, *, dtype: str = "float16", mask: str = "full", inputs: str = NORMAL) -> Problem:
         """A problem from `BxHxSxD` or `BxHxHkvxSqxSkxD`, for example `16x16x2048x64`.
 
         Raises:
@@ -71,7 +75,7 @@ class Problem:
                 f"got {shape!r}"
             )
         names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")
-        return cls(**dict(zip(names, numbers, strict=True)), dtype=dtype, mask=mask)  # type: ignore[arg-type]
+        return cls(**dict(zip(names, numbers, strict=True)), dtype=dtype, mask=mask, inputs=inputs)  # type: ignore[arg-type]
 
     @property
     def causal(self) -> bool:
@@ -86,11 +90,16 @@ class Problem:
         return f"{self.batch}x{self.q_heads}x{self.kv_heads}x{self.q_len}x{self.kv_len}x{self.head_dim}"
 
     @property
-    def label(self) -> str:
-        """For people: `B16 H16 S2048 D64 causal float16`."""
+    def sizes(self) -> str:
+        """The shape for people: `B16 H16 S2048 D64`."""
         heads = f"H{self.q_heads}" if self.q_heads == self.kv_heads else f"H{self.q_heads}/{self.kv_heads}"
         length = f"S{self.q_len}" if self.q_len == self.kv_len else f"Sq{self.q_len} Sk{self.kv_len}"
-        return f"B{self.batch} {heads} {length} D{self.head_dim} {self.mask} {self.dtype}"
+        return f"B{self.batch} {heads} {length} D{self.head_dim}"
+
+    @property
+    def label(self) -> str:
+        """For people: `B16 H16 S2048 D64 causal float16`, and the inputs where they are not normal."""
+        return f"{self.sizes} {self.mask} {self.dtype}" + ("" if self.inputs == NORMAL else f" {self.inputs}")
 
     @property
     def visible_scores(self) -> float:
@@ -152,17 +161,27 @@ _SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
         (f"{TOKENS // length}x16x{length}x{head_dim}", DTYPES) for head_dim in (64, 128) for length in LENGTHS
     ),
     "claims": tuple((shape, ("float16",)) for shape in CLAIMS_SHAPES),
+    "inputs": tuple((f"{shape}x{head_dim}", DTYPES) for shape in ("16x16x2048", "4x16x8192") for head_dim in (64, 128)),
+    "offsets": tuple(
+        (f"16x16x16x{lengths}x{head_dim}", DTYPES)
+        for lengths in ("2048x2049", "512x4609", "2048x6144", "100x1000")
+        for head_dim in (64, 128)
+    ),
+    "gqa": tuple((f"4x32x{kv_heads}x4096x4096x{head_dim}", DTYPES) for kv_heads in (8, 1) for head_dim in (64, 128)),
 }
+_CAUSAL_SUITES = ("offsets",)
+"""Of which the full mask says nothing new."""
 
 SUITES = tuple(_SUITE_CELLS)
 
 
 def suite(name: str) -> tuple[Problem, ...]:
-    """The problems of a suite, each full and causal.
+    """The problems of a suite, each full and causal, on normal inputs.
 
     `smoke` proves the way through, `first` is the sources' shape, `standard` is what the ladder is shown on, `peers` is
     what is held against the libraries, in bursts and sustained, `lengths` is one number of tokens in sequences of many
-    lengths, `claims` is where the sources' claims lie beside their first shape.
+    lengths, `claims` is where the sources' claims lie beside their first shape. `inputs` is where kinds of inputs are
+    compared, `offsets` is causal with more keys than queries, at any offset, and `gqa` has shared key heads.
 
     Raises:
         ParameterError: no suite of that name.
@@ -173,5 +192,5 @@ def suite(name: str) -> tuple[Problem, ...]:
         Problem.parse(shape, dtype=dtype, mask=mask)
         for shape, dtypes in _SUITE_CELLS[name]
         for dtype in dtypes
-        for mask in MASKS
+        for mask in (MASKS if name not in _CAUSAL_SUITES else ("causal",))
     )

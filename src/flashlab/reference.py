@@ -13,6 +13,7 @@ float16 arrives as float16. NumPy and CuPy have no bfloat16 of their own, so it 
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from flashlab import inputs
 from flashlab.errors import DTypeError, ParameterError, ShapeError
 from flashlab.problem import DTYPES, DType, Precision, Problem
 
@@ -351,14 +353,33 @@ def plain(
 
 
 def make_inputs(problem: Problem, seed: int = 0, xp: Any = np) -> tuple[Array, Array, Array]:
-    """Q, K, V of a problem, standard normal, stored as `pack` does. The same for the same seed and `xp`."""
+    """Q, K, V of a problem, of the kind `problem.inputs`, stored as `pack` does. The same for the same seed and `xp`.
+
+    Raises:
+        ParameterError: `trained` inputs, which are not drawn.
+    """
     rng = xp.random.default_rng(seed)
-    q_shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
+    q, k, v = (rng.standard_normal(shape, dtype=xp.float32) for shape in _shapes(problem))
+    inputs.change(problem.inputs, q, k, causal=problem.causal, xp=xp)
+    return pack(q, problem.dtype, xp), pack(k, problem.dtype, xp), pack(v, problem.dtype, xp)
+
+
+def make_torch_inputs(problem: Problem, seed: int = 0) -> tuple[Array, Array, Array]:
+    """As `make_inputs`, made on the current CUDA device by torch's generator: torch tensors of the problem's type."""
+    torch = importlib.import_module("torch")
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda") for shape in _shapes(problem))
+    if problem.inputs != inputs.NORMAL:
+        cupy = importlib.import_module("cupy")  # views of the same memory
+        inputs.change(problem.inputs, cupy.from_dlpack(q), cupy.from_dlpack(k), causal=problem.causal, xp=cupy)
+    dtype = getattr(torch, problem.dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Of Q, K and V."""
     kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
-    q, k, v = (
-        pack(rng.standard_normal(shape, dtype=xp.float32), problem.dtype, xp) for shape in (q_shape, kv_shape, kv_shape)
-    )
-    return q, k, v
+    return (problem.batch, problem.q_heads, problem.q_len, problem.head_dim), kv_shape, kv_shape
 
 
 def _known_rows(rows: Sequence[int] | None, shape: Shape) -> Sequence[int] | None:

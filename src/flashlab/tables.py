@@ -19,7 +19,6 @@ from flashlab.compiler import Cubin
 from flashlab.emulator import Actor, Counter, Place, Report
 from flashlab.errors import CompileError, NoDataError
 from flashlab.paths import DATA
-from flashlab.problem import Problem
 from flashlab.records import (
     Cache,
     Ceiling,
@@ -90,11 +89,6 @@ def peer_title(name: str) -> str:
     """A peer's name for people; the name itself where the registry no longer has it."""
     peer = peers.PEERS.get(name)
     return peer.title if peer else name
-
-
-def shape_of(problem: Problem) -> str:
-    """The shape in a problem's label: `B16 H16 S2048 D64`."""
-    return problem.label.removesuffix(f" {problem.mask} {problem.dtype}")
 
 
 def title(row: Measurement) -> str:
@@ -761,7 +755,7 @@ def placement(shown: Results) -> str:
         place = roofline.place(problem, compute_tflops=tensor.value, bandwidth_tb_s=copy.value)
         roof = place.attainable_tflops
         bound = "" if place.bound == "compute" else " (memory)"
-        line: list[Cell] = [shape_of(problem), place.intensity, f"{number(roof)}{bound}"]
+        line: list[Cell] = [problem.sizes, place.intensity, f"{number(roof)}{bound}"]
         for row in (results.fastest_stage(rows), results.fastest_peer(rows)):
             rate = results.rate(row) if row else None
             name = title(row).split(" (")[0] if row else None

@@ -1,0 +1,210 @@
+"""What Q, K and V hold: named kinds of inputs, all made from the same standard normal numbers.
+
+Times and errors depend on the data. A kernel that tracks the row maximum lazily is fast where scores are small and may
+fall off a cliff where they grow from tile to tile; a kind is one way in which scores can lie. Scores are stated in
+nats, scale · q · k with scale 1 / sqrt(head_dim): a score that is one nat higher has e times the weight.
+
+An implementation sees Q, K and V alone, in their own element type. A bias is therefore two columns: Q holds
+sqrt(head_dim) in both, so that K holds nats, rounded to bfloat16 in one column and what that leaves in the other. Every
+other column keeps its normal numbers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flashlab.errors import ParameterError
+
+Array = Any
+"""A NumPy or CuPy array."""
+Change = Callable[[Array, Array, bool, Any], None]
+"""(q, k, causal, xp): makes a kind of normal Q (batch, q_heads, q_len, head_dim) and K, float32, in place."""
+
+NORMAL, TRAINED, ALL = "normal", "trained", "all"
+SINK_NATS = 15.0
+SLOPE_NATS = 60.0
+STEP_NATS, STEP_KEYS = 12.0, 128
+ONE_HOT_NATS = 30.0
+ROW_FACTORS = (0.25, 1.0, 4.0, 16.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of inputs."""
+
+    name: str
+    title: str
+    """What the scores are, in nats; one line."""
+    change: Change | None = None
+    """None where nothing is changed: `normal`, and `trained`, which is not drawn but read from a model."""
+
+
+def _bias(nats: Callable[[Array], Array]) -> Change:
+    """Adds to every query's score of key j what `nats` (of all j and the number of keys) says."""
+
+    def change(q: Array, k: Array, causal: bool, xp: Any) -> None:
+        # On the host, so that every machine has the same bits.
+        root = math.sqrt(q.shape[3])
+        held = float(ml_dtypes.bfloat16(root))
+        wanted = nats(np.arange(k.shape[2], dtype=np.float64)) * (root / held)
+        coarse = wanted.astype(ml_dtypes.bfloat16).astype(np.float64)
+        q[..., :2] = held
+        k[..., 0] = xp.asarray(coarse.astype(np.float32))
+        k[..., 1] = xp.asarray((wanted - coarse).astype(np.float32))
+
+    return change
+
+
+def _scaled(factor: float) -> Change:
+    def change(q: Array, k: Array, causal: bool, xp: Any) -> None:
+        q *= xp.float32(factor)
+
+    return change
+
+
+def _row_scales(q: Array, k: Array, causal: bool, xp: Any) -> None:
+    for row, factor in enumerate(ROW_FACTORS):
+        q[:, :, row :: len(ROW_FACTORS)] *= xp.float32(factor)
+
+
+def _zeros(q: Array, k: Array, causal: bool, xp: Any) -> None:
+    q[...] = 0
+    k[...] = 0
+
+
+def _one_hot(q: Array, k: Array, causal: bool, xp: Any) -> None:
+    batch, q_heads, _, head_dim = q.shape
+    b = xp.arange(batch)[:, None, None]
+    kv_head = (xp.arange(q_heads) // (q_heads // k.shape[1]))[None, :, None]
+    q[...] = k[b, kv_head, chosen_keys(q.shape, k.shape[2], causal=causal, xp=xp)]
+    q *= xp.float32(ONE_HOT_NATS * math.sqrt(head_dim)) / (q * q).sum(axis=3, keepdims=True)
+
+
+def chosen_keys(q_shape: tuple[int, ...], kv_len: int, *, causal: bool, xp: Any = np) -> Array:
+    """The key on which each row of `one_hot` puts its weight, one that it sees, int64 (batch, q_heads, q_len).
+
+    Pseudo-random by hashing the row's place, so that NumPy and CuPy agree; 0 for a row that sees none.
+    """
+    batch, q_heads, q_len, _ = q_shape
+    x = xp.arange(batch * q_heads * q_len, dtype=xp.uint32)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # lowbias32, a hash of Chris Wellons
+        x = (x ^ (x >> xp.uint32(shift))) * xp.uint32(factor)
+    x = (x ^ (x >> xp.uint32(16))).astype(xp.int64).reshape(batch, q_heads, q_len)
+    visible = xp.clip(xp.arange(q_len) + 1 + kv_len - q_len, 1, kv_len) if causal else kv_len
+    return x % visible
+
+
+def _at(key: int, nats: float, j: Array) -> Array:
+    return np.where(j == j[key], nats, 0.0)
+
+
+def _slope(first: float, last: float, j: Array) -> Array:
+    return first + (last - first) * j / max(1, len(j) - 1)
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(name=NORMAL, title="Q, K and V are standard normal: scores have a standard deviation of 1 nat"),
+        Kind(name="scale2", title="Q times 2: scores have a standard deviation of 2 nats", change=_scaled(2)),
+        Kind(name="scale4", title="Q times 4: scores have a standard deviation of 4 nats", change=_scaled(4)),
+        Kind(name="scale10", title="Q times 10: scores have a standard deviation of 10 nats", change=_scaled(10)),
+        Kind(
+            name="sink_first",
+            title=f"an attention sink: every query's score of the first key is {SINK_NATS:g} nats higher",
+            change=_bias(partial(_at, 0, SINK_NATS)),
+        ),
+        Kind(
+            name="sink_last",
+            title=f"every score of the last key is {SINK_NATS:g} nats higher; under a causal mask the last query alone "
+            "sees it",
+            change=_bias(partial(_at, -1, SINK_NATS)),
+        ),
+        Kind(
+            name="rising",
+            title=f"scores rise by {SLOPE_NATS:g} nats from the first key, where they are as normal, to the last",
+            change=_bias(partial(_slope, 0.0, SLOPE_NATS)),
+        ),
+        Kind(
+            name="falling",
+            title=f"scores fall by {SLOPE_NATS:g} nats from the first key to the last, where they are as normal",
+            change=_bias(partial(_slope, SLOPE_NATS, 0.0)),
+        ),
+        Kind(
+            name="steps",
+            title=f"{STEP_KEYS} keys have scores {STEP_NATS:g} nats higher than the next {STEP_KEYS}, the first as "
+            "normal: they grow tile by tile for kernels that walk from the last tile of keys to the first, as "
+            "FlashAttention does",
+            change=_bias(lambda j: -STEP_NATS * (j // STEP_KEYS)),
+        ),
+        Kind(name="zeros", title="Q and K are 0: every score is 0 nats; V is normal", change=_zeros),
+        Kind(
+            name="one_hot",
+            title=f"each query scores one key of its own, anywhere that it may see, at {ONE_HOT_NATS:g} nats, and the "
+            f"others around 0, with a standard deviation of {ONE_HOT_NATS:g} / sqrt(head_dim)",
+            change=_one_hot,
+        ),
+        Kind(
+            name="row_scales",
+            title="neighbouring queries times 0.25, 1, 4 and 16: standard deviations of so many nats side by side",
+            change=_row_scales,
+        ),
+        Kind(name=TRAINED, title="Q, K and V of each layer of a small language model with RoPE that flashlab trains"),
+    )
+}
+"""By name, in the order in which they are shown."""
+
+
+def require(name: str) -> Kind:
+    """The kind of that name.
+
+    Raises:
+        ParameterError: there is none; the message lists them and names the nearest.
+    """
+    if name in KINDS:
+        return KINDS[name]
+    near = difflib.get_close_matches(str(name), KINDS, n=1, cutoff=0.0)
+    raise ParameterError(f"inputs: wanted one of {', '.join(KINDS)}, got {name!r}; the nearest is {near[0]}")
+
+
+def parse(text: str) -> tuple[str, ...]:
+    """Kinds joined by commas, each once, or `all`.
+
+    Raises:
+        ParameterError: one that does not exist, or none at all.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if names == (ALL,):
+        return tuple(KINDS)
+    if not names:
+        raise ParameterError(f"inputs: wanted some of {', '.join(KINDS)} joined by commas, or {ALL}, got {text!r}")
+    return tuple(require(name).name for name in names)
+
+
+def change(name: str, q: Array, k: Array, *, causal: bool, xp: Any = np) -> None:
+    """Make standard normal Q and K those of a kind, in place.
+
+    Args:
+        q, k: (batch, heads, length, head_dim) float32; writable.
+        xp: numpy, or cupy where they are CuPy arrays.
+
+    Raises:
+        ParameterError: no kind of that name, or `trained`, which is not drawn.
+    """
+    kind = require(name)
+    if name == TRAINED:
+        drawn = ", ".join(one for one in KINDS if one != TRAINED)
+        raise ParameterError(
+            f"inputs: wanted a kind that is drawn from a seed ({drawn}), got {TRAINED}, which a model on a GPU makes: "
+            "`flashlab bench` measures it"
+        )
+    if kind.change:
+        kind.change(q, k, causal, xp)
