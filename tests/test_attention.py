@@ -23,6 +23,7 @@ from flashlab import attention, emulator, errors, gpu, stages, tuned
 from flashlab.attention import (
     AttentionMaps,
     AttentionParams,
+    Fallbacks,
     TensorView,
     grid_for,
     params_for,
@@ -426,9 +427,29 @@ def test_a_tensor_map_has_sound_strides_where_there_is_one_element() -> None:
 def test_what_a_tensor_map_can_describe(strides: tuple[int, ...] | None, offset: int, mappable: bool) -> None:
     k = array(2, 4, 8, 64, strides=strides, pointer=(1 << 24) + offset)
     q, _, v = qkv()
-    assert plan(q, k, v, arch=ARCH, stage=hopper_sum.STAGE.id).aligned is mappable
+    found = plan(q, k, v, arch=ARCH, stage=hopper_sum.STAGE.id)
+    assert found.aligned is mappable
+    assert found.why_slow.startswith("" if mappable else "k ")
     one = array(1, 1, 1, 64, strides=(0, -1, 3, 1))
     assert plan(one, one, one, arch=ARCH, stage=hopper_sum.STAGE.id).aligned
+
+
+def test_a_plan_says_why_it_is_slow(sum_stage: str) -> None:
+    def why(stage: str, **of_v: Any) -> str:
+        q, k, _ = qkv()
+        return plan(q, k, array(2, 4, 8, 64, **{"pointer": 1 << 25, **of_v}), arch=ARCH, stage=stage).why_slow
+
+    for stage in (sum_stage, "06_cp_async"):
+        assert why(stage) == ""
+        assert why(stage, pointer=(1 << 25) + 8) == "v starts at 0x2000008, no multiple of 16 bytes"
+        assert why(stage, strides=(2080, 520, 65, 1)) == "v has a row stride of 130 bytes, no multiple of 16"
+    assert why("06_cp_async", strides=(512, 0, 64, 1)) == ""
+    assert why(sum_stage, strides=(512, 0, 64, 1)) == (
+        "v has a head stride of 0 bytes, and tensor maps take 1 to 1099511627775; a contiguous copy works. "
+        "Shared heads are fast as fewer kv_heads."
+    )
+    backwards = why(sum_stage, strides=(2048, 512, -64, 1), pointer=(1 << 25) + 1024)
+    assert backwards.startswith("v has a row stride of -128 bytes")
 
 
 def _sum(q: Any, k: Any, v: Any) -> Any:
@@ -520,7 +541,7 @@ class _Launches:
     def zeroed(self, device: int, size_bytes: int, stream: int) -> Any:
         assert (device, size_bytes, stream) == (0, 8, 5)
         self.counters += 512
-        return SimpleNamespace(pointer=self.counters)
+        return SimpleNamespace(pointer=self.counters, read=lambda: bytearray(struct.pack("<2I", 3, 70000)))
 
 
 @pytest.mark.parametrize("mappable", [True, False])
@@ -542,6 +563,28 @@ def test_what_a_gpu_is_asked_to_launch(monkeypatch: pytest.MonkeyPatch, sum_stag
     addresses = [struct.unpack("<Q", bytes(getattr(maps, name))[:8])[0] for name in "QKVO"]
     assert addresses == ([q.pointer, k.pointer, v.pointer, out.pointer] if mappable else [0, 0, 0, 0])
     assert any(bytes(maps)) is mappable
+
+
+def test_fallbacks_are_counted_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = _Launches(monkeypatch)
+    q, k, v = qkv(q_len=130)
+    call: dict[str, Any] = {"stage": "01_coalesced", "out": array(2, 4, 130, 64, pointer=OUT), "stream": 5}
+    assert prepare(q, k, v, **call).fallbacks() is None
+    assert prepare(q, k, v, **call, count_fallbacks=True).fallbacks() == Fallbacks(renormalized=3, recomputed=70000)
+    assert [made["params"][0].fallbacks for made in there.made] == [None, (1 << 30) + 512]
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_emulation_counts_fallbacks_on_request(dtype: str) -> None:
+    q, k, v = make_inputs(Problem.parse("1x1x1x16x500x64", dtype=dtype))
+    ran = flashlab.emulate(q, k, v, stage="13_overlap", count_fallbacks=True)
+    assert ran.fallbacks == Fallbacks(renormalized=0, recomputed=0)
+    growing = np.linspace(40, 0, 500)[:, None].astype(k.dtype)  # towards the first key, which it comes to last
+    ran = flashlab.emulate(abs(q), abs(k) * growing, v, stage="13_overlap", count_fallbacks=True)
+    assert ran.fallbacks is not None
+    assert ran.fallbacks.recomputed > 0
+    assert flashlab.emulate(q, k, v, stage="13_overlap").fallbacks is None
 
 
 def test_an_ordinary_stage_gets_no_maps_and_no_counters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,6 +241,7 @@ __device__ __forceinline__ void redo(unsigned (&P_reg)[TILE_KV / WGMMA_STEP][4],
                                      const unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][4],
                                      const element* Q_smem, const AttentionParams& p, const Work& work,
                                      int tile, int warp_row, int warp, int lane) {
+  if (p.fallbacks && lane == 0) atomicAdd(&p.fallbacks[1], 1u);
   const element* K_gmem = head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile * TILE_KV * p.K.row_stride;
   const int last_key = p.kv_len - 1 - tile * TILE_KV;   // there may be fewer than TILE_KV
   int num_keys[HALVES];                                  // that row h sees, counted from this lane's first

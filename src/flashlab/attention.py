@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from flashlab import emulator, gpu, stages, triton_code, tuned, unfused
 from flashlab.errors import (
@@ -41,13 +41,13 @@ from flashlab.errors import (
 from flashlab.gpu import DeviceArray
 from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, DType, Problem
 from flashlab.stages import Stage
-from flashlab.tensor_map import ALIGNMENT_BYTES, DATA_TYPES, MAP_BYTES, MAX_STRIDE_BYTES, SWIZZLE_128B, TensorMap
+from flashlab.tensor_map import DATA_TYPES, MAP_BYTES, MAX_STRIDE_BYTES, SWIZZLE_128B, TensorMap
 
 if TYPE_CHECKING:
     from flashlab.compiler import Cubin, LaunchShape
 
 ROW_ALIGNMENT_BYTES = 16
-"""What ALIGNED=1 promises a kernel of every row's address: the width of its widest access."""
+"""What ALIGNED=1 promises a kernel of every row's address: its widest access, and what tensor maps want."""
 PANEL = 64
 """Elements of a row in one panel of a tile: 128 bytes, the widest swizzle."""
 WARP_ROWS = 16
@@ -101,7 +101,17 @@ class AttentionParams(ctypes.Structure):
         ("scale_log2", ctypes.c_float),
         ("batch", ctypes.c_int),
         ("work", ctypes.c_void_p),
+        ("fallbacks", ctypes.c_void_p),
     )
+
+
+class Fallbacks(NamedTuple):
+    """How often a call left the fast path: the counters behind `AttentionParams.fallbacks`, in tiles of a warp."""
+
+    renormalized: int
+    """Whose reference was moved."""
+    recomputed: int
+    """Whose scores were computed again."""
 
 
 class AttentionMaps(ctypes.Structure):
@@ -117,11 +127,17 @@ class Plan:
     problem: Problem
     stage: Stage
     scale: float
-    aligned: bool
-    """Every row of Q, K, V and O starts on a 16-byte boundary; where the stage takes tensor maps, they can describe all
-    four."""
+    why_slow: str
+    """Why rows go element by element, which is slower: the first array that the fast path cannot take. Empty where it
+    takes all: every row of Q, K, V and O starts on a 16-byte boundary, and where the stage takes tensor maps, they can
+    describe all four. An expanded K or V, of stride 0, is one that they cannot."""
     device: int
     """CUDA device index, or `HOST`."""
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the kernel is the one for aligned rows, which is fast."""
+        return not self.why_slow
 
 
 def _device_name(device: int) -> str:
@@ -136,23 +152,23 @@ def _extent(array: DeviceArray) -> tuple[int, int]:
     return array.pointer + low * BYTES_PER_ELEMENT, array.pointer + high * BYTES_PER_ELEMENT
 
 
-def _strides_of_use(array: DeviceArray) -> list[int]:
-    """In elements, of batch, heads and length where there is more than one."""
-    return [stride for length, stride in zip(array.shape[:3], array.strides[:3], strict=True) if length > 1]
-
-
-def _aligned(array: DeviceArray) -> bool:
-    return array.pointer % ROW_ALIGNMENT_BYTES == 0 and all(
-        stride * BYTES_PER_ELEMENT % ROW_ALIGNMENT_BYTES == 0 for stride in _strides_of_use(array)
-    )
-
-
-def _mappable(array: DeviceArray) -> bool:
-    """Whether a tensor map can describe it."""
-    strides = [stride * BYTES_PER_ELEMENT for stride in _strides_of_use(array)]
-    return array.pointer % ALIGNMENT_BYTES == 0 and all(
-        stride % ALIGNMENT_BYTES == 0 and 0 < stride < MAX_STRIDE_BYTES for stride in strides
-    )
+def _why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:
+    """Why rows of an array cannot be read 16 bytes at a time, or by tensor maps; empty where they can."""
+    if array.pointer % ROW_ALIGNMENT_BYTES:
+        return f"{name} starts at {array.pointer:#x}, no multiple of {ROW_ALIGNMENT_BYTES} bytes"
+    for of, length, stride in zip(("batch", "head", "row"), array.shape, array.strides, strict=False):
+        stride_bytes = stride * BYTES_PER_ELEMENT
+        if length == 1:
+            continue
+        if stride_bytes % ROW_ALIGNMENT_BYTES:
+            return f"{name} has a {of} stride of {stride_bytes} bytes, no multiple of {ROW_ALIGNMENT_BYTES}"
+        if tensor_maps and not 0 < stride_bytes < MAX_STRIDE_BYTES:
+            instead = " Shared heads are fast as fewer kv_heads." if stride == 0 and of == "head" else ""
+            return (
+                f"{name} has a {of} stride of {stride_bytes} bytes, and tensor maps take 1 to {MAX_STRIDE_BYTES - 1}; "
+                f"a contiguous copy works.{instead}"
+            )
+    return ""
 
 
 def _overlaps_itself(array: DeviceArray) -> bool:
@@ -302,12 +318,13 @@ def plan(
         else:
             chosen = tuned.stage_for(problem, slug, arch, sm_count)
     chosen.require(problem, arch)
-    readable = _mappable if chosen.tensor_maps else _aligned
+    arrays = (*inputs, *([("out", out)] if out is not None else []))
+    reasons = (_why_slow(name, array, tensor_maps=chosen.tensor_maps) for name, array in arrays)
     return Plan(
         problem=problem,
         stage=chosen,
         scale=float(scale),
-        aligned=all(readable(array) for array in (q, k, v, *([out] if out is not None else []))),
+        why_slow=next(filter(None, reasons), ""),
         device=q.device,
     )
 
@@ -320,6 +337,7 @@ def params_for(
     out: DeviceArray,
     lse_pointer: int | None,
     work_pointer: int | None = None,
+    fallbacks_pointer: int | None = None,
 ) -> AttentionParams:
     """The kernel's first argument."""
     views = [TensorView(a.pointer, *a.strides[:3]) for a in (q, k, v, out)]
@@ -334,6 +352,7 @@ def params_for(
         found.scale * math.log2(math.e),
         problem.batch,
         work_pointer,
+        fallbacks_pointer,
     )
 
 
@@ -471,7 +490,7 @@ class Prepared:
     counters of a persistent kernel.
     """
 
-    __slots__ = ("_keep", "_launch", "cubin", "function", "launch_shape", "lse", "out", "plan")
+    __slots__ = ("_fallbacks", "_keep", "_launch", "cubin", "function", "launch_shape", "lse", "out", "plan")
 
     def __init__(
         self,
@@ -483,6 +502,7 @@ class Prepared:
         out: Any,
         lse: Any,
         keep: tuple[Any, ...],
+        fallbacks: gpu.Zeroed | None = None,
     ) -> None:
         assert cubin.launch_shape is not None
         self.plan = plan
@@ -493,10 +513,17 @@ class Prepared:
         self.lse = lse
         self._launch = launch
         self._keep = keep
+        self._fallbacks = fallbacks
 
     def __call__(self) -> None:
         """Enqueue once. The device's context must be current (torch and CuPy see to it on their current device)."""
         self._launch()
+
+    def fallbacks(self) -> Fallbacks | None:
+        """What all calls so far counted, once they are done; None where `prepare` was not asked to count."""
+        if self._fallbacks is None:
+            return None
+        return Fallbacks(*memoryview(self._fallbacks.read()).cast("I"))
 
     def blocks_per_sm(self) -> int:
         """Blocks resident on an SM."""
@@ -548,6 +575,7 @@ def _new(like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> A
     )
 
 
+_FALLBACKS_BYTES = len(Fallbacks._fields) * ctypes.sizeof(ctypes.c_uint)
 _COUNTERS = 2
 """Unsigned integers that a persistent kernel counts its work in."""
 
@@ -723,6 +751,7 @@ def prepare(
     params: Mapping[str, int] | None = None,
     source: Path | None = None,
     may_spill: bool = False,
+    count_fallbacks: bool = False,
 ) -> Prepared:
     """`attention` on a GPU, validated, compiled and loaded, but not launched: for repeated calls and for timing.
 
@@ -736,6 +765,7 @@ def prepare(
             `return_lse`.
         source: an edited copy of the stage's file, compiled in place of it.
         may_spill: let registers spill where the stage forbids it.
+        count_fallbacks: make the calls count how often the kernel fell back (`Prepared.fallbacks`).
 
     Returns:
         A callable that holds its arrays; `out` and `lse` are the output and, where asked for, the log-sum-exp, of the
@@ -778,6 +808,7 @@ def prepare(
     views = {"Q": first, "K": second, "V": third, "O": target}
     lse_pointer = None if lse_view is None else lse_view.pointer
     counters, work_pointer = _new_counters(q, found.device, handle) if shape.persistent else (None, None)
+    fallbacks = gpu.Zeroed(found.device, _FALLBACKS_BYTES, handle) if count_fallbacks else None
     launch: Callable[[], None]
     if found.stage.unfused:
         launch = unfused.Passes(
@@ -796,6 +827,7 @@ def prepare(
         for name, view in views.items():
             getattr(told, name).data = view.pointer
         told.LSE, told.work = lse_pointer, work_pointer
+        told.fallbacks = fallbacks.pointer if fallbacks else None
         arguments = _triton_parameters(told) if found.stage.language == "triton" else [told]
         if found.stage.tensor_maps:
             arguments.append(maps_for({name: encode(views[name].pointer) for name, encode in recipe.encoders.items()}))
@@ -815,6 +847,7 @@ def prepare(
         out=out,
         lse=lse,
         keep=(first, second, third, target, lse_view, counters, stream),
+        fallbacks=fallbacks,
     )
 
 
@@ -833,6 +866,8 @@ class Emulation:
     """Findings and counters where `races` were looked for, and what the kernel printed."""
     kernel: emulator.Emulated
     plan: Plan
+    fallbacks: Fallbacks | None = None
+    """None where it was not asked to count."""
 
 
 def _is_numpy(obj: Any) -> bool:
@@ -941,6 +976,7 @@ def emulate(
     threads: int | None = None,
     cancel: threading.Event | None = None,
     surroundings: Mapping[str, Any] | None = None,
+    count_fallbacks: bool = False,
 ) -> Emulation:
     """`attention` on the CPU: the stage's own file, thread for thread, in a worker process.
 
@@ -958,6 +994,7 @@ def emulate(
         cancel: set from another thread, it stops the run as Ctrl-C does.
         surroundings: for `q`, `k`, `v`, `out` or `lse`, the contiguous NumPy array that it is a view into, which the
             kernel then finds around it and may damage.
+        count_fallbacks: the kernel counts how often it left its fast path.
 
     Raises:
         What `attention` raises of bad input; TooLargeError, EmulationError, CompileError, MissingPackageError.
@@ -1017,6 +1054,9 @@ def emulate(
     counters = np.zeros(_COUNTERS, np.uint32)
     if shape.persistent:
         pointers[AttentionParams.work.offset] = emulator.Pointer(array=counters, name="work")
+    fallbacks = np.zeros(len(Fallbacks._fields), np.uint32)
+    if count_fallbacks:
+        pointers[AttentionParams.fallbacks.offset] = emulator.Pointer(array=fallbacks, name="fallbacks")
     told = params_for(found, first, second, third, target, None)
     arguments = [emulator.Structure(value=told, pointers=pointers)]
     if found.stage.tensor_maps:
@@ -1071,7 +1111,8 @@ def emulate(
             f"launch after this one, got {counters.tolist()}",
             report=report,
         )
-    return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=found)
+    counted = Fallbacks(*fallbacks.tolist()) if count_fallbacks else None
+    return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=found, fallbacks=counted)
 
 
 def _refuse_too_large(
@@ -1150,7 +1191,9 @@ def attention(
     Args:
         q: (batch, q_heads, q_len, head_dim), float16 or bfloat16. On a CUDA GPU: a torch tensor, a CuPy array, or
             anything with DLPack or `__cuda_array_interface__`. In host memory: a NumPy array (ml_dtypes.bfloat16), a
-            torch tensor, or anything with DLPack. Any strides, the last dimension contiguous.
+            torch tensor, or anything with DLPack. Any strides, the last dimension contiguous; rows that are not on
+            16-byte boundaries are slower, and so are strides of 0 or less where the stage takes tensor maps (those of
+            an expanded K or V): `plan.why_slow` of a prepared call or an emulation says so.
         k: (batch, kv_heads, kv_len, head_dim); kv_heads divides q_heads (grouped-query attention).
         v: as `k`.
         causal: query i sees key j when j - i ≤ kv_len - q_len (aligned bottom right). A query that sees none gets 0.

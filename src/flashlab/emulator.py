@@ -425,7 +425,7 @@ def _runtime(compiler: Cxx) -> tuple[Path, ...]:
     """The emulation's own objects, compiled once, in the order in which they are linked."""
     # boundary.cpp first: code that lies before it is the kernel's.
     sources = sorted(RUNTIME.glob("*.cpp"), key=lambda path: (path.name != "boundary.cpp", path.name))
-    options = [*_LANGUAGE, "-O2", "-g1", f"-I{EMULATION}"]
+    options = [*_LANGUAGE, "-O3", "-g1", f"-I{EMULATION}"]
     if compiler.family == "g++":
         # Nothing of the runtime moves ahead of boundary.cpp, into a section for rarely called code.
         options += ["-fno-reorder-functions", "-fno-reorder-blocks-and-partition"]

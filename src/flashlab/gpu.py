@@ -363,12 +363,26 @@ class Zeroed:
     Freed when collected, which waits until all work on the device is done.
     """
 
-    __slots__ = ("pointer",)
+    __slots__ = ("_device", "_size_bytes", "pointer")
 
     def __init__(self, device: int, size_bytes: int, stream: int) -> None:
+        self._device, self._size_bytes = device, size_bytes
         with context(device):
             self.pointer = int(call("cuMemAlloc", size_bytes))
             call("cuMemsetD8Async", self.pointer, 0, size_bytes, _bindings().CUstream(stream))
+
+    def read(self) -> bytearray:
+        """What is in it when all work on the device is done."""
+        synchronize(self._device)
+        found = bytearray(self._size_bytes)
+        with context(self._device):
+            call(
+                "cuMemcpyDtoH",
+                ctypes.addressof(ctypes.c_char.from_buffer(found)),
+                self.pointer,
+                self._size_bytes,
+            )
+        return found
 
     def __del__(self) -> None:
         # At exit, or after a kernel broke the context, the driver frees it; there is nobody to tell.

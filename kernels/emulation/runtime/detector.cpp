@@ -43,7 +43,9 @@ std::vector<Finding> Findings::list() const {
 void join(Clock& into, const Clock& from) {
   const auto most = [](std::vector<std::uint32_t>& a, const std::vector<std::uint32_t>& b) {
     if (a.size() < b.size()) a.resize(b.size(), 0);
-    for (std::size_t i = 0; i < b.size(); ++i) a[i] = std::max(a[i], b[i]);
+    std::uint32_t* const ours = a.data();   // by plain pointers the compiler does several at once
+    const std::uint32_t* const theirs = b.data();
+    for (std::size_t i = 0, n = b.size(); i < n; ++i) ours[i] = std::max(ours[i], theirs[i]);
   };
   most(into.seen, from.seen);
   most(into.fenced, from.fenced);
