@@ -103,7 +103,8 @@ from flashlab.stages import variant_in
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
 _HEAT_SECONDS = 2.0
-"""Of work before the first sustained measurement of a problem, so that all of them find a warm chip."""
+"""Of work before the first sustained measurement of a problem, so that all of them find a warm chip; no more than one
+such measurement takes."""
 _WITH_LSE = "+lse"
 """Ends the name, among a run's implementations, of a stage's second row: the one with the log-sum-exp on."""
 _NEAR = 1.1
@@ -1081,14 +1082,18 @@ def estimate(
     plan = plan or Plan()
     plan.require()
     found = []
+    built: set[tuple[str, Problem]] = set()
     for problem in problems:
         able = [(name, kind, identity) for name, kind, identity, _ in names if _takes(kind, identity, problem)]
+        shape = replace(problem, inputs=NORMAL)
         scores = min(plan.checks(problem), int(problem.batch * problem.q_heads * problem.visible_scores))
         seconds, long = 0.0, 0
         for name, kind, identity in able:
             call_s = _guess_us(kind, identity, problem, known) / 1e6
             rows = 2 if plan.lse and kind == "stage" else 1
-            seconds += _COMPILING_PEERS.get(identity, 0.0)
+            if (name, shape) not in built:
+                seconds += _COMPILING_PEERS.get(identity, 0.0)
+                built.add((name, shape))
             seconds += rows * (_BUILD_S + _CHECK_S_PER_SCORE * scores + 2 * call_s)
             seconds += rows * (_burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s)
             if plan.cold_samples:
@@ -1098,7 +1103,7 @@ def estimate(
                 long += 1
         if plan.lse and long:  # the fastest stage with the log-sum-exp on
             seconds += plan.sustained_seconds
-        seconds += _HEAT_SECONDS if long else 0.0
+        seconds += min(_HEAT_SECONDS, plan.sustained_seconds) if long else 0.0
         found.append(Estimate(problem=problem, implementations=len(able), sustained=long, seconds=seconds))
     num_ceilings = len(roofline.CEILINGS) if ceilings is True else len(ceilings or ())
     return tuple(found), _STARTUP_S + num_ceilings * _CEILING_S + sum(one.seconds for one in found)

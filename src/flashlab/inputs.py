@@ -4,9 +4,9 @@ Times and errors depend on the data. A kernel that tracks the row maximum lazily
 fall off a cliff where they grow from tile to tile; a kind is one way in which scores can lie. Scores are stated in
 nats, scale · q · k with scale 1 / sqrt(head_dim): a score that is one nat higher has e times the weight.
 
-An implementation sees Q, K and V alone, in their own element type. A bias is therefore two columns: Q holds
-sqrt(head_dim) in both, so that K holds nats, rounded to bfloat16 in one column and what that leaves in the other. Every
-other column keeps its normal numbers.
+An implementation sees Q, K and V alone, in their own element type. A bias is therefore some of the
+columns (`bias_columns`): Q holds sqrt(head_dim) there, so that K holds nats, shared out among them: rounded to bfloat16
+in one half of them, and what that leaves in the other. Every other column keeps its normal numbers.
 """
 
 from __future__ import annotations
@@ -53,15 +53,27 @@ def _bias(nats: Callable[[Array], Array]) -> Change:
         import numpy as np
 
         # On the host, so that every machine has the same bits.
-        root = math.sqrt(q.shape[3])
-        held = float(ml_dtypes.bfloat16(root))
-        wanted = nats(np.arange(k.shape[2], dtype=np.float64)) * (root / held)
+        head_dim = q.shape[3]
+        held = float(ml_dtypes.bfloat16(math.sqrt(head_dim)))
+        coarse_columns, fine_columns = bias_columns(head_dim)
+        wanted = nats(np.arange(k.shape[2], dtype=np.float64)) * math.sqrt(head_dim) / (held * len(coarse_columns))
         coarse = wanted.astype(ml_dtypes.bfloat16).astype(np.float64)
-        q[..., :2] = held
-        k[..., 0] = xp.asarray(coarse.astype(np.float32))
-        k[..., 1] = xp.asarray((wanted - coarse).astype(np.float32))
+        for columns, values in ((coarse_columns, coarse), (fine_columns, wanted - coarse)):
+            for column in columns:
+                q[..., column] = held
+                k[..., column] = xp.asarray(values.astype(np.float32))
 
     return change
+
+
+def bias_columns(head_dim: int) -> tuple[list[int], list[int]]:
+    """The columns that hold a bias: rounded, and what that leaves.
+
+    The last four of every sixteen. In a few columns alone, or before others, a bias would swamp the short sums of a
+    kernel that multiplies in packed FP16 (`02_half2`), and the check would be of nothing but that.
+    """
+    place = {column: (head_dim - 1 - column) % 16 for column in range(head_dim)}
+    return [c for c, at in place.items() if at < 2], [c for c, at in place.items() if 2 <= at < 4]
 
 
 def _scaled(factor: float) -> Change:

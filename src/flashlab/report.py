@@ -290,6 +290,7 @@ def generate(
     _generate_results_index(out, everything)
     _generate_check_records(out, everything, data)
     lines = [f"- {method.samples_line(found.gpu, data)}" for found in everything]
+    out.snippet("inputs.md", tables.inputs())
     out.snippet("samples.md", "\n".join(lines) if lines else NOTHING_YET)
     _generate_ledger(out, shown, data)
     _generate_data(out, everything, data)

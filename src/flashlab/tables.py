@@ -18,7 +18,7 @@ from flashlab.checks import CheckRow
 from flashlab.compiler import Cubin
 from flashlab.emulator import Actor, Counter, Place, Report
 from flashlab.errors import CompileError, NoDataError
-from flashlab.inputs import NORMAL, TRAINED
+from flashlab.inputs import KINDS, NORMAL, TRAINED
 from flashlab.paths import DATA
 from flashlab.records import (
     Cache,
@@ -761,6 +761,11 @@ def verdicts(rows: Iterable[Measurement]) -> str:
             ]
         )
     return markdown(("", "verdict", "largest error", "limit", "RMS error", "limit", "log-sum-exp error"), lines, left=2)
+
+
+def inputs() -> str:
+    """The kinds of inputs, and what each does to scores."""
+    return markdown(("kind", "Q, K and V"), [(f"`{kind.name}`", kind.title) for kind in KINDS.values()], left=2)
 
 
 def machine(shown: Results) -> str:
