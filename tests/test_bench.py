@@ -582,7 +582,8 @@ def test_a_library_is_built_once_for_all_kinds_of_inputs(monkeypatch: pytest.Mon
         built.append(problem.label)
         return lambda q, k, v: q
 
-    monkeypatch.setattr(bench.peers, "get", lambda name: SimpleNamespace(why_not=lambda *_, **__: None, build=build))
+    library = SimpleNamespace(why_not=lambda *_, **__: None, build=build, layout="bhsd", wrote_lse=lambda choice: False)
+    monkeypatch.setattr(bench.peers, "get", lambda name: library)
     monkeypatch.setattr(bench.gpu, "memory_free_bytes", lambda device: 0)
     monkeypatch.setattr(bench.gpu, "synchronize", lambda device: None)
     worker = bench._Worker({"device": 0, "seed": 0, "implementations": {}}, lambda message: None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -304,7 +304,7 @@ _LATE_FETCH = {
     "PIPELINE_STAGES": Param(
         default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and V tiles"
     ),
-    "PINGPONG": _PINGPONG,
+    "PINGPONG": replace(_PINGPONG, by_head_dim={128: 0}),
     "L2_SHARE_MB": Param(
         default=16,
         choices=(4, 8, 16, 32),
