@@ -55,6 +55,7 @@ constexpr int HEADROOM_OF = 48;
 template <>
 constexpr int HEADROOM_OF<__half> = 8;
 constexpr int HEADROOM = HEADROOM_OF<element>;
+constexpr float HEADROOM_FACTOR = static_cast<float>(1ull << HEADROOM);
 template <typename T>
 constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
@@ -296,10 +297,18 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   // A work tile's output leaves; nothing of it is left for the next.
   const auto leave = [&](const Work& done) {
     const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
+    float weight[HALVES], sum[HALVES];   // the latter for the log-sum-exp, without the headroom, which would take its last bits
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      rows.max[h] -= HEADROOM;
+      weight[h] = lanes_sum<ROW_LANES>(rows.sum[h]);
+      sum[h] = weight[h] * HEADROOM_FACTOR;
+    }
+    finish_rows(p, O_reg, rows, weight, sum, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     if constexpr (ALIGNED) {
-      copy_output(p, maps, O_reg, rows, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
+      copy_rows(maps, O_reg, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     } else {
-      write_output(p, O_reg, rows, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
+      write_rows(p, O_reg, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
     }
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) O_reg[i] = 0.0f;

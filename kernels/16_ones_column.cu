@@ -66,6 +66,7 @@ constexpr int HEADROOM_OF = 48;
 template <>
 constexpr int HEADROOM_OF<__half> = 8;
 constexpr int HEADROOM = HEADROOM_OF<element>;
+constexpr float HEADROOM_FACTOR = static_cast<float>(1ull << HEADROOM);
 template <typename T>
 constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
@@ -319,8 +320,13 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     float O_out[HEAD_DIM / 2];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) O_out[i] = O_reg[i];
-    const float weight[HALVES] = {O_reg[HEAD_DIM / 2], O_reg[HEAD_DIM / 2 + 2]};   // the columns of ones: the same in all 8, for 2 rows
-    const float sum[HALVES] = {lanes_sum<ROW_LANES>(rows.sum[0]), lanes_sum<ROW_LANES>(rows.sum[1])};
+    float weight[HALVES], sum[HALVES];   // the latter for the log-sum-exp, without the headroom, which would take its last bits
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      rows.max[h] -= HEADROOM;
+      weight[h] = O_reg[HEAD_DIM / 2 + 2 * h];   // the columns of ones: the same in all 8
+      sum[h] = lanes_sum<ROW_LANES>(rows.sum[h]) * HEADROOM_FACTOR;
+    }
     finish_rows(p, O_out, rows, weight, sum, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     if constexpr (ALIGNED) {
       copy_rows(maps, O_out, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);

@@ -299,7 +299,7 @@ _Q_IN_REGISTERS = Param(
 _PINGPONG = Param(default=1, choices=(0, 1), meaning="1: consumers issue their products in turns")
 _OVERLAP = Param(default=1, choices=(0, 1), meaning="1: P·V is under way during the next tile's softmax")
 _LATE_FETCH = {
-    "NUM_CONSUMERS": _NUM_CONSUMERS,
+    "NUM_CONSUMERS": replace(_NUM_CONSUMERS, default=3, by_head_dim={}),
     "TILE_KV": Param(default=128, choices=(64, 96, 128), by_head_dim={128: 64}, meaning="keys a tile"),
     "PIPELINE_STAGES": Param(
         default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and V tiles"
