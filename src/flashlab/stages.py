@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -299,7 +299,7 @@ _Q_IN_REGISTERS = Param(
 _PINGPONG = Param(default=1, choices=(0, 1), meaning="1: consumers issue their products in turns")
 _OVERLAP = Param(default=1, choices=(0, 1), meaning="1: P·V is under way during the next tile's softmax")
 _LATE_FETCH = {
-    "NUM_CONSUMERS": _NUM_CONSUMERS,
+    "NUM_CONSUMERS": replace(_NUM_CONSUMERS, by_head_dim={}),
     "TILE_KV": Param(default=128, choices=(64, 96, 128), by_head_dim={128: 64}, meaning="keys a tile"),
     "PIPELINE_STAGES": Param(
         default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and V tiles"
@@ -1111,3 +1111,5 @@ DEAD_ENDS: Mapping[str, Stage] = {
     )
 }
 """What the sources tried and gave up, or should have, and rungs that were retired: runnable like any stage."""
+RUNGS: Mapping[str, Stage] = {**STAGES, **{name: stage for name, stage in DEAD_ENDS.items() if stage.retired}}
+"""What records of the ladder may hold: its stages, then those that have left it."""

@@ -541,7 +541,7 @@ def trials(found: Iterable[Tuning]) -> list[Trial]:
         by_run.setdefault((key, record.run, record.problem.problem()), []).append(record)
     best: dict[tuple[tuned.Key, Problem, tuple[tuple[str, int], ...]], Trial] = {}
     for (key, run, problem), of_run in sorted(by_run.items(), key=lambda item: item[0][1]):
-        stage = registry.STAGES.get(key.stage)
+        stage = registry.RUNGS.get(key.stage)
         defaults = None if stage is None else stage.parameters(key.head_dim)
         start = next((r.samples_of() for r in of_run if r.parameters == defaults and r.status == "ok"), None)
         for record in of_run:
@@ -627,7 +627,7 @@ def winners_table(gpu_slug: str | None, data: Path = DATA) -> str:
     for key, choice in choices(gpu_slug or "", data).items():
         own = [trial for trial in found if trial.key == key and trial.parameters == choice.parameters]
         gain = next((trial.speedup for trial in own if trial.speedup is not None), None)
-        stage = registry.STAGES.get(key.stage)
+        stage = registry.RUNGS.get(key.stage)
         defaults = stage.parameters(key.head_dim) if stage else None
         rows.append(
             [
