@@ -762,8 +762,8 @@ STAGES: Mapping[str, Stage] = {
             change=(
                 "The producer is split: one warp fetches work tiles and their Q, as late as Q can still arrive in "
                 "time, the others fetch K and V. The next work tile is waited for under the last PV GEMM, output "
-                "leaves by a TMA store, Q has two pipeline stages, and the tile scheduler works on groups of heads "
-                "whose K and V fit a share of the L2 cache, causal or not."
+                "leaves by a TMA store, Q has two pipeline stages, K/V tiles come last to first, and the tile "
+                "scheduler works on groups of heads whose K and V fit a share of the L2 cache, causal or not."
             ),
             prediction=(
                 "The ends and beginnings of work tiles are 5 % of a causal call's time at S=2048 and 2 to 4 % of a "
