@@ -54,8 +54,8 @@ def gpu(slug: str = "nvidia-h200") -> Gpu:
 
 
 def _tflops(name: str, problem: Problem) -> float:
-    if name in stages.STAGES:
-        peak = _STAGE_TFLOPS[list(stages.STAGES).index(name) % len(_STAGE_TFLOPS)]
+    if name in stages.RUNGS:
+        peak = _STAGE_TFLOPS[list(stages.RUNGS).index(name) % len(_STAGE_TFLOPS)]
     else:
         peak = _PEER_TFLOPS[list(peers.PEERS).index(name) % len(_PEER_TFLOPS)]
     size = problem.flops / (problem.flops + 2e10)
@@ -87,14 +87,14 @@ def _samples(rng: np.random.Generator, time_us: float, regime: Regime, cache: Ca
 
 
 def _cubin(name: str, problem: Problem) -> CubinFields:
-    position = list(stages.STAGES).index(name)
+    position = list(stages.RUNGS).index(name)
     mix = {kind: 10 + 7 * i for i, kind in enumerate(sass.CLASSES) if kind != "total"}
     mix["tensor"] = 0 if position < 4 else 64
     return CubinFields(
         sha256=hashlib.sha256(f"{name} {problem.label}".encode()).hexdigest(),
         arch="sm_90a",
         compiler="NVRTC 13.0",
-        parameters=stages.STAGES[name].parameters(problem.head_dim),
+        parameters=stages.RUNGS[name].parameters(problem.head_dim),
         options=("--std=c++17",),
         registers=64 + 8 * position,
         spill_store_bytes=0,
@@ -113,7 +113,7 @@ def measurement(
     name: str, problem: Problem, *, run: str = RUN, slug: str = "nvidia-h200", seed: int = 0
 ) -> Measurement:
     """A sound record of a stage or peer; one that cannot do the problem says so, the last peer is not installed."""
-    is_stage = name in stages.STAGES
+    is_stage = name in stages.RUNGS
     base = {
         "run": run,
         "time": "2026-01-02T03:04:05Z",
@@ -127,7 +127,7 @@ def measurement(
     nothing = {"verdict": None, "samples": (), "cubin": None}
     if not is_stage and name == list(peers.PEERS)[-1]:
         return Measurement(**base, **nothing, status="missing", reason=MISSING_PEER_REASON)
-    if is_stage and (reason := stages.STAGES[name].why_not(problem)):
+    if is_stage and (reason := stages.RUNGS[name].why_not(problem)):
         return Measurement(**base, **nothing, status="unsupported", reason=reason)
     rng = np.random.default_rng([seed, *name.encode(), *problem.label.encode()])
     time_us = problem.flops / _tflops(name, problem) / 1e6

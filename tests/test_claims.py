@@ -478,9 +478,9 @@ def test_what_judges_the_claims_is_measured_in_turn(measuring: dict[str, Any], t
 
 
 def test_named_stages_alone_leave_dead_ends_their_parent(measuring: dict[str, Any], tmp_path: Path) -> None:
-    claims.reproduce(data=tmp_path, stages=["13_overlap"])
+    claims.reproduce(data=tmp_path, stages=["16_ones_column"])
     ladder, dead = measuring["runs"]
-    assert [name for name in ladder[FIRST] if name in STAGES] == ["13_overlap"]
+    assert [name for name in ladder[FIRST] if name in STAGES] == ["16_ones_column"]
     assert "00_naive" in dead[FIRST]
 
 

@@ -58,7 +58,7 @@ emulated = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 
 @every_dead_end
 def test_a_dead_end_is_whole(stage: Stage) -> None:
-    assert re.fullmatch(r"[a-z][a-z0-9_]+", stage.id)
+    assert re.fullmatch(r"[0-9][0-9]_[a-z0-9_]+" if stage.retired else r"[a-z][a-z0-9_]+", stage.id)
     assert stages.get(stage.id) is stage
     assert stage.dead_end
     assert stage.source.is_file()
@@ -399,6 +399,29 @@ def test_a_run_of_dead_ends_leaves_the_ladder_alone(data: Path) -> None:
     assert against.burst.stage in STAGES
 
 
+def test_a_run_of_the_ladder_may_hold_a_rung_that_was_retired(tmp_path: Path) -> None:
+    """Its row stands beside the others, is never the best, and does not make the run one of dead ends."""
+    (retired,) = (stage.id for stage in DEAD_ENDS.values() if stage.retired)
+    row = measurement(retired, FIRST)
+    (like,) = (one for one in row.samples if (one.regime, one.cache) == ("burst", "hot"))
+    fastest = like.model_copy(update={"time_us": tuple(0.1 * time_us for time_us in like.time_us)})
+    path = write_synthetic(tmp_path, problems=[FIRST])
+    records.append(path, row.model_copy(update={"samples": (fastest,)}))
+    shown = results.load("nvidia-h200", tmp_path)
+    assert [one.name for one in shown.rows() if one.kind == "stage"] == [*STAGES, retired]
+    best = results.fastest_stage(shown.rows())
+    assert best is not None
+    assert best.name in STAGES
+    (against,) = results.against_peers("nvidia-h200", tmp_path)
+    assert against.burst is not None
+    assert against.burst.stage == best.name
+    assert results.dead_ends("nvidia-h200", tmp_path) == {}
+    assert stages.best(FIRST, "sm_90a").id != retired
+    page = report._dead_end_result(DEAD_ENDS[retired], {FIRST: shown.rows()})
+    assert f"**{retired}**" in page or f"**`{retired}`**" in page
+    assert "| `12_persistent`" in page or "| 12_persistent" in page
+
+
 def test_dead_ends_are_shown_with_what_was_measured_in_turn(data: Path) -> None:
     told = results.dead_ends("nvidia-h200", data)
     assert list(told) == [FIRST]
@@ -449,7 +472,7 @@ def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path,
         assert (f"### {FIRST.label}" in text) == (f"generated/data/nvidia-h200/runs/{LATER}.jsonl" in text) == measured
         assert all(f"`{name}`" in text for name in (stage.id, *stage.variant_names)), "branches in the machine code"
         assert ("**tile48: wrong.** made up: NaN" in text) == (measured and stage.id == "tile48")
-    report._generate_dead_end_list(out, told)
+    report._generate_dead_end_list(out, told, {})
     listed = (tmp_path / "snippets" / "dead_ends.md").read_text(encoding="utf-8")
     assert all(f"({stage_id}.md)" in listed for stage_id in DEAD_ENDS)
     assert ("no time: wrong" in listed) == measured

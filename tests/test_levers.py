@@ -160,8 +160,8 @@ Question: What
   now?
 Prediction: Nothing.
 
---- a/kernels/13_overlap.cu
-+++ b/kernels/13_overlap.cu
+--- a/kernels/dead_ends/13_overlap.cu
++++ b/kernels/dead_ends/13_overlap.cu
 @@ -1,1 +1,1 @@
 -a
 +b
@@ -192,9 +192,9 @@ def test_a_header_may_name_problems_tunables_and_why() -> None:
         ("Stage: 13_overlap\n", "Stage: 13_overlap\nStage: 13_overlap\n", "each once"),
         ("Stage: 13", "Stage: 23", "stage: wanted one of"),
         (
-            "+++ b/kernels/13_overlap.cu",
+            "+++ b/kernels/dead_ends/13_overlap.cu",
             "+++ b/kernels/12_persistent.cu",
-            "wanted a diff of kernels/13_overlap.cu alone",
+            "wanted a diff of kernels/dead_ends/13_overlap.cu alone",
         ),
         ("\n\n---", "\nProblems: 1x1x64x64 full\n\n---", "Problems: wanted `BxHxSxD mask dtype`"),
         ("\n\n---", "\nParameters: TILE_KV=64\n\n---", "Parameters: wanted `head_dim: NAME=number"),

@@ -22,7 +22,7 @@ from flashlab.records import ProblemFields, Reading, Samples, Source, Start
 
 FIRST, SMALL = Problem.parse(FIRST_SHAPE), Problem.parse("1x8x512x64")
 GPU = "nvidia-h200"
-NAMES = {"13_overlap": (500.0, 12.0), "sdpa_cudnn": (590.0, 9.0)}
+NAMES = {"16_ones_column": (500.0, 12.0), "sdpa_cudnn": (590.0, 9.0)}
 
 
 def reading(
@@ -185,7 +185,7 @@ with open(job["messages"], "a") as file:
         second = "cuda-bench" in job["timers"]
         {more}
         if second:
-            assert job["names"] == ["13_overlap"] and not job["check"], job
+            assert job["names"] == ["16_ones_column"] and not job["check"], job
             print("its last words")
             os._exit(5)
         say(kind="reading", reading=reading)
@@ -194,7 +194,7 @@ with open(job["messages"], "a") as file:
 
 
 def worker(tmp_path: Path, *, refuse: bool = False, more: str = "pass") -> list[str]:
-    one = reading("13_overlap", FIRST, "events", 500.0)
+    one = reading("16_ones_column", FIRST, "events", 500.0)
     fields = one.model_dump(mode="json", include={"name", "problem", "timer", "inputs", "samples", "enqueue_us"})
     hello = {"gpu": synthetic.gpu().model_dump(mode="json"), "software": {"torch": "2.11.0"}}
     script = tmp_path / "worker.py"
@@ -205,10 +205,10 @@ def worker(tmp_path: Path, *, refuse: bool = False, more: str = "pass") -> list[
 def test_readings_outlive_a_worker_that_dies(tmp_path: Path) -> None:
     said: list[str] = []
     found = method.measure(
-        ["00_naive", "13_overlap"], [], [FIRST_SHAPE], data=tmp_path, worker=worker(tmp_path), say=said.append
+        ["00_naive", "16_ones_column"], [], [FIRST_SHAPE], data=tmp_path, worker=worker(tmp_path), say=said.append
     )
     (one,) = records.read_readings(found.path)
-    assert (one.name, one.timer, one.start is None) == ("13_overlap", "events", provenance.start() is None)
+    assert (one.name, one.timer, one.start is None) == ("16_ones_column", "events", provenance.start() is None)
     assert found.path.parent == tmp_path / GPU / "readings"
     assert found.missing[0] == "00_naive at it: made up"
     assert "cuda-bench, events: the worker ended with status 5; its last words: its last words" in found.missing[1]
@@ -224,7 +224,7 @@ def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
         f"        while not glob.glob({str(tmp_path)!r} + '/*/readings/*.jsonl'): time.sleep(0.05)\n"
         "        os._exit(0)"
     )
-    found = method.measure(["13_overlap"], [], data=tmp_path, worker=worker(tmp_path, more=wait), timeout_s=20)
+    found = method.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=wait), timeout_s=20)
     assert found.missing == ()
     assert len(records.read_readings(found.path)) == 2
 
@@ -232,7 +232,7 @@ def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
 def test_what_both_workers_take_has_one_limit(tmp_path: Path) -> None:
     hang = "say(kind='reading', reading=reading)\n        import time\n        time.sleep(60)"
     began = time.monotonic()
-    found = method.measure(["13_overlap"], [], data=tmp_path, worker=worker(tmp_path, more=hang), timeout_s=4)
+    found = method.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=hang), timeout_s=4)
     assert time.monotonic() - began < 6
     assert len(records.read_readings(found.path)) == 2
     assert [" had not ended after " in reason for reason in found.missing] == [True, True]
@@ -240,16 +240,16 @@ def test_what_both_workers_take_has_one_limit(tmp_path: Path) -> None:
 
 def test_a_second_worker_that_cannot_work_costs_its_own_readings(tmp_path: Path) -> None:
     no = "if second: say(kind='refused', error='MissingPackageError', message='no CuPy any more'); os._exit(0)"
-    found = method.measure(["13_overlap"], [], data=tmp_path, worker=worker(tmp_path, more=no))
+    found = method.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=no))
     assert len(records.read_readings(found.path)) == 1
     assert "cuda-bench, events: no CuPy any more" in found.missing
 
 
 def test_an_unsound_reading_costs_itself(tmp_path: Path) -> None:
     bad = "say(kind='reading', reading={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
-    found = method.measure(["00_naive", "13_overlap"], [], data=tmp_path, worker=worker(tmp_path, more=bad))
+    found = method.measure(["00_naive", "16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=bad))
     assert len(records.read_readings(found.path)) == 1
-    assert found.missing[0].startswith("13_overlap by events: no sound reading: ")
+    assert found.missing[0].startswith("16_ones_column by events: no sound reading: ")
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
@@ -295,7 +295,7 @@ def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
         "for name in ('scipy', 'pandas', 'seaborn', 'matplotlib', 'papermill', 'nbformat', 'tqdm'):\n"
         "    sys.modules[name] = None\n"
         "from flashlab import ablate, bench, chip, claims, cli, method, profiler, records\n"
-        f"found = method.measure(['13_overlap'], [], data=cli.Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
+        f"found = method.measure(['08_swizzle'], [], data=cli.Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
         "print(len(method.comparisons(method.pools(records.read_readings(found.path)))))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -305,12 +305,12 @@ def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
 def test_a_worker_that_hangs_is_stopped(tmp_path: Path) -> None:
     script = [sys.executable, "-c", "import time; time.sleep(60)"]
     with pytest.raises(LaunchError, match=r"had not ended after 0\.3 s"):
-        method.measure(["13_overlap"], [], data=tmp_path, worker=script, timeout_s=0.5)
+        method.measure(["16_ones_column"], [], data=tmp_path, worker=script, timeout_s=0.5)
 
 
 def test_a_machine_without_a_gpu_is_told(tmp_path: Path) -> None:
     with pytest.raises(NoGpuError, match="wanted a CUDA GPU"):
-        method.measure(["13_overlap"], [], data=tmp_path, worker=worker(tmp_path, refuse=True))
+        method.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, refuse=True))
 
 
 def test_nonsense_is_refused_before_any_work(tmp_path: Path) -> None:
@@ -338,15 +338,15 @@ def test_defaults_name_what_exists() -> None:
 def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> None:
     found = method.comparisons(method.pools(records.readings(GPU, data)))
     by = {(c.ours.name, c.ours.problem, c.other.timer, c.ours.cache): c for c in found if c.ours.inputs == "normal"}
-    assert by["13_overlap", FIRST, "torch-profiler", "hot"].agrees
-    assert by["13_overlap", FIRST, "torch-profiler", "hot"].why == ""
-    short = by["13_overlap", SMALL, "torch-profiler", "hot"]
+    assert by["16_ones_column", FIRST, "torch-profiler", "hot"].agrees
+    assert by["16_ones_column", FIRST, "torch-profiler", "hot"].why == ""
+    short = by["16_ones_column", SMALL, "torch-profiler", "hot"]
     assert not short.agrees
     assert short.why.startswith("a launch: events see 1.2")
-    assert by["13_overlap", SMALL, "cuda-bench", "hot"].why.startswith("the host: 20.0 µs")
-    assert by["13_overlap", SMALL, "cuda-bench", "cold"].agrees
-    assert by["13_overlap", FIRST, "cuda-bench", "cold"].why.startswith("the clock: 1,810 MHz")
-    assert by["13_overlap", FIRST, "cuda-bench", "hot"].why.startswith("not explained")
+    assert by["16_ones_column", SMALL, "cuda-bench", "hot"].why.startswith("the host: 20.0 µs")
+    assert by["16_ones_column", SMALL, "cuda-bench", "cold"].agrees
+    assert by["16_ones_column", FIRST, "cuda-bench", "cold"].why.startswith("the clock: 1,810 MHz")
+    assert by["16_ones_column", FIRST, "cuda-bench", "hot"].why.startswith("not explained")
     for one in found:
         assert one.ratio.low <= one.ratio.value <= one.ratio.high
 
@@ -365,14 +365,14 @@ def test_the_interval_of_a_ratio_narrows_with_samples() -> None:
 
 def test_only_the_newest_run_of_a_problem_counts(data: Path) -> None:
     newer = "20260202T030405Z-0123abc"
-    write(data, [reading("13_overlap", SMALL, "events", 99.0, run=newer)])
+    write(data, [reading("16_ones_column", SMALL, "events", 99.0, run=newer)])
     found = method.pools(records.readings(GPU, data))
     assert {pool.run for pool in found if pool.problem == SMALL} == {newer}
     assert {pool.run for pool in found if pool.problem == FIRST} == {synthetic.RUN}
 
 
 def test_readings_of_one_state_are_pooled(tmp_path: Path) -> None:
-    write(tmp_path, [reading("13_overlap", FIRST, "events", us) for us in (500.0, 502.0)])
+    write(tmp_path, [reading("16_ones_column", FIRST, "events", us) for us in (500.0, 502.0)])
     (pool,) = method.pools(records.readings(GPU, tmp_path))
     assert len(pool.time_us) == 24
     assert pool.clock_mhz == 1900.0
@@ -403,7 +403,7 @@ BOOTS = (
 
 
 def test_spread_between_starts_takes_the_newest_row_of_each() -> None:
-    rows = [started("13_overlap", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
+    rows = [started("16_ones_column", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
     (found,) = method.spreads(rows)
     assert [row.run for row in found.rows] == [BOOTS[0][0], BOOTS[1][0], BOOTS[3][0]]
     assert found.between_percent == pytest.approx(3.0)
@@ -413,7 +413,7 @@ def test_spread_between_starts_takes_the_newest_row_of_each() -> None:
 
 
 def test_other_code_and_rows_without_a_start_do_not_count() -> None:
-    rows = [started("13_overlap", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
+    rows = [started("16_ones_column", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
     cubin = rows[1].cubin
     assert cubin is not None
     other = rows[1].model_copy(update={"cubin": cubin.model_copy(update={"sha256": "f" * 64})})
@@ -477,13 +477,13 @@ def test_pages_show_what_there_is(data: Path) -> None:
 
 
 def test_pages_name_a_timer_that_was_not_there(tmp_path: Path) -> None:
-    write(tmp_path, [reading("13_overlap", FIRST, timer, 500.0) for timer in ("events", "torch-profiler")])
+    write(tmp_path, [reading("16_ones_column", FIRST, timer, 500.0) for timer in ("events", "torch-profiler")])
     assert "NVBench (`pip install cuda-bench`)" in method.missing_timers(GPU, tmp_path)
 
 
 def test_pages_show_starts(data: Path) -> None:
     path = data / GPU / "runs" / "20260502T030405Z-0123abc.jsonl"
-    for name in ("13_overlap", "sdpa_cudnn"):
+    for name in ("16_ones_column", "sdpa_cudnn"):
         for run, at, boot, slower in BOOTS:
             records.append(path, started(name, at, boot, slower, run=run))
     table = method.spread_table(GPU, data)

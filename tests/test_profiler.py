@@ -179,13 +179,13 @@ def test_what_was_profiled_is_kept_whatever_comes_after_it(
     profiled = profiler._profiled
 
     def broken_off(stage_ids: Any, *rest: Any) -> Any:
-        if stage_ids == ["13_overlap"]:
+        if stage_ids == ["16_ones_column"]:
             raise KeyboardInterrupt
         return {} if len(stage_ids) > 1 else profiled(stage_ids, *rest)
 
     monkeypatch.setattr(profiler, "_profiled", broken_off)
     with pytest.raises(KeyboardInterrupt):
-        profiler.profile(["00_naive", "05_wmma", "13_overlap"], FIRST, data=tmp_path / "other")
+        profiler.profile(["00_naive", "05_wmma", "16_ones_column"], FIRST, data=tmp_path / "other")
     assert [one.stage for one in records.profiles(SLUG, tmp_path / "other")] == ["00_naive", "05_wmma"]
     assert (tmp_path / "other" / SLUG / "CHECKSUMS").is_file()
 
@@ -266,7 +266,7 @@ SOURCE_PAGE = """\
 "0x7efa537a3c00","      LDC R1, c[0x0][0x28]","30","0","29","1","26"
 "0x7efa537a3c10","      IMAD.MOV.U32 R63, RZ, RZ, RZ","0","0","0","0","0"
 "0x7efa537a3c20","  @!P1  ULDC UR4, c[0x0][0x2a0]","23","22","0","1","0"
-"Kernel Name","attention_13_overlap",
+"Kernel Name","attention_16_ones_column",
 "Address","Source","# Samples","stall_dispatch","stall_mio","stall_not_selected","stall_selected","stall_wait"
 "0x7efa537ae7d0","      HGMMA.64x128x16.F32 R24, gdesc[UR16], RZ, !UPT","127","6","8","6","8","5"
 """
@@ -274,7 +274,7 @@ SOURCE_PAGE = """\
 
 def test_samples_are_read_with_the_state_that_the_page_has_no_column_for() -> None:
     first, second = profiler.parse_source(SOURCE_PAGE)
-    assert (first.kernel, second.kernel) == ("attention_06_cp_async", "attention_13_overlap")
+    assert (first.kernel, second.kernel) == ("attention_06_cp_async", "attention_16_ones_column")
     assert first.samples == {0: {"no_instruction": 29, "wait": 1}, 2: {"imc_miss": 22, "wait": 1}}
     assert first.listing[2] == "@!P1  ULDC UR4, c[0x0][0x2a0]"
     assert second.samples[0] == {
@@ -284,7 +284,7 @@ def test_samples_are_read_with_the_state_that_the_page_has_no_column_for() -> No
 
 
 def test_samples_are_traced_only_in_the_machine_code_that_was_launched() -> None:
-    plain, lined = _cubins("13_overlap")
+    plain, lined = _cubins("16_ones_column")
     other, _ = _cubins("12_persistent")
     listing = _listing(plain)
     launch = Launch(kernel=plain.entry, metrics={}, listing=listing, samples={0: {"wait": 1}})
@@ -299,17 +299,17 @@ def test_samples_are_traced_only_in_the_machine_code_that_was_launched() -> None
 
 
 def test_an_instruction_inlined_from_a_header_counts_for_the_line_that_calls_it() -> None:
-    plain, lined = _cubins("13_overlap")
+    plain, lined = _cubins("16_ones_column")
     places = sass.lines(lined.code, lined.entry)
     assert sass.lines(plain.code, plain.entry) == {}
     listing = _listing(plain)
     exponentials = [position for position, text in enumerate(listing) if "MUFU.EX2" in text]
     samples = {position: {"wait": 2} for position in exponentials}
     launch = Launch(kernel=plain.entry, metrics={}, listing=listing, samples=samples)
-    found = profiler.trace(launch, stages.get("13_overlap"), lined)
+    found = profiler.trace(launch, stages.get("16_ones_column"), lined)
     assert exponentials
     assert {places[16 * position][0].file.name for position in exponentials} == {"ptx.cuh"}
-    assert {line.file for line in found} == {"13_overlap.cu"}
+    assert {line.file for line in found} == {"16_ones_column.cu"}
     assert sum(line.total for line in found) == 2 * len(exponentials)
     assert all("ex2" in line.text for line in found)
 

@@ -143,8 +143,8 @@ def test_stages_that_do_not_take_a_problem_do_not_keep_a_later_run_from_view(tmp
     older, newer = "20260101T030000Z-4567def", "20260102T030000Z-0123abc"
     assert len(unable) > 1
     _write(tmp_path, older, *(measurement(name, problem, run=older) for name in (*unable, "06_cp_async")))
-    _write(tmp_path, newer, *(measurement(name, problem, run=newer) for name in ("12_persistent", "13_overlap")))
-    assert [row.name for row in results.load(GPU, tmp_path).rows(problem)] == ["12_persistent", "13_overlap"]
+    _write(tmp_path, newer, *(measurement(name, problem, run=newer) for name in ("12_persistent", "16_ones_column")))
+    assert [row.name for row in results.load(GPU, tmp_path).rows(problem)] == ["12_persistent", "16_ones_column"]
 
 
 def test_within_a_session_the_run_with_more_states_is_shown(tmp_path: Path) -> None:

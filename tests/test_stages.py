@@ -10,6 +10,7 @@ import pytest
 
 from flashlab import stages
 from flashlab.errors import ParameterError, UnknownStageError, UnsupportedError
+from flashlab.paths import KERNELS
 from flashlab.problem import DTYPES, FIRST_SHAPE, Problem
 from flashlab.stages import ARCHS, CUDA_STAGES, STAGES, Param, Stage, arch_for, best, capability, get
 
@@ -54,6 +55,8 @@ def test_a_source_opens_with_its_id_and_names_its_parent(stage: Stage) -> None:
 def test_a_source_reads_every_tunable_and_defines_its_entry(stage: Stage) -> None:
     text = stage.source.read_text(encoding="utf-8")
     assert re.search(rf"\s{stage.entry}\(", text)
+    if '"late_fetch.cuh"' in text:  # the producer that stages share, in which some tunables are
+        text += (KERNELS / "common" / "late_fetch.cuh").read_text(encoding="utf-8")
     # Triton reads some itself.
     options = {"WARPS", "PIPELINE_STAGES", "MAX_REGISTERS"} if stage.language == "triton" else set()
     for name in stage.params.keys() - options:

@@ -558,7 +558,7 @@ LIBRARIES = ("sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
 """Libraries that the claims of the suite `claims` are about."""
 STAGES = (
     *("00_naive", "01_coalesced", "02_half2", "03_warp_rows", "04_wmma_qk", "05_wmma", "06_cp_async"),
-    *("t0_triton", "11_pingpong", "12_persistent", "13_overlap"),
+    *("t0_triton", *(name for name, stage in registry.CUDA_STAGES.items() if "PINGPONG" in stage.params)),
 )
 """Stages that claims of the suite `claims` are about."""
 DEAD_ENDS: tuple[tuple[Problem, tuple[str, ...]], ...] = (

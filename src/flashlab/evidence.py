@@ -297,7 +297,7 @@ class Evidence:
         """
         by_run: dict[str, dict[str, Found[Measurement]]] = {}
         for one in self.measurements:
-            if _timed(one.record, problem) and one.record.name in registry.STAGES:
+            if _timed(one.record, problem) and one.record.name in registry.RUNGS:
                 by_run.setdefault(one.record.run, {})[one.record.name] = one
         if not by_run:
             raise PendingError(f"flashlab bench --shape {problem.shape}")
@@ -648,7 +648,7 @@ def _with_tensor_cores(row: Measurement) -> bool:
 
 
 def _before_hopper(row: Measurement) -> bool:
-    stage = registry.STAGES[row.name]
+    stage = registry.RUNGS[row.name]
     return stage.language == "cuda" and stage.max_arch is None
 
 
@@ -750,7 +750,7 @@ def _largest_error(evidence: Evidence) -> Finding:
     errors = [
         (one.record.verdict.max_abs_error, one.place, f"`{one.record.name}` at {one.record.problem.problem().label}")
         for one in evidence.measurements
-        if one.record.name in registry.STAGES
+        if one.record.name in registry.RUNGS
         and one.record.status == "ok"
         and one.record.problem.dtype == "float16"
         and one.record.verdict is not None
@@ -783,7 +783,7 @@ def _spread(evidence: Evidence) -> Finding:
     found = [
         (samples.cv_percent, one.place, one.record)
         for one in evidence.measurements
-        if one.record.name in registry.STAGES and (samples := one.record.samples_of()) and len(samples.time_us) > 1
+        if one.record.name in registry.RUNGS and (samples := one.record.samples_of()) and len(samples.time_us) > 1
     ]
     if not found:
         raise PendingError("flashlab bench --suite standard")
@@ -855,7 +855,7 @@ def _causal_gain(evidence: Evidence) -> Finding:
     for run in runs:
         rows: dict[str, dict[str, Found[Measurement]]] = {}
         for one in evidence.measurements:
-            if one.record.run == run and one.record.name in registry.STAGES:
+            if one.record.run == run and one.record.name in registry.RUNGS:
                 for problem in (FIRST, causal):
                     if _timed(one.record, problem):
                         rows.setdefault(one.record.name, {})[problem.mask] = one

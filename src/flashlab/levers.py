@@ -9,8 +9,8 @@
     Problems: 16x16x2048x64 causal bfloat16; ...    those of `PROBLEMS` without it
     Parameters: 64 causal: TILE_KV=96; 128: ...     tunables of both sides, over those that won on the GPU
 
-    --- a/kernels/13_overlap.cu
-    +++ b/kernels/13_overlap.cu
+    --- a/kernels/dead_ends/13_overlap.cu
+    +++ b/kernels/dead_ends/13_overlap.cu
     @@ ...
 
 A hunk's lines must stand in the file word for word, once, and in the hunks' order; its line numbers are for people. So

@@ -75,9 +75,10 @@ INSTALLS: Mapping[Timer, str] = {"torch-profiler": "torch", "cuda-bench": "cuda-
 INPUTS: tuple[Inputs, ...] = ("normal", "zeros")
 SHAPES = (FIRST_SHAPE, "1x8x512x64")
 """The sources' shape, and one so small that launching matters."""
-STAGES = ("05_wmma", "08_swizzle", "13_overlap", "t0_triton")
+LAST_RUNG = list(stages.CUDA_STAGES)[-1]
+STAGES = ("05_wmma", "08_swizzle", LAST_RUNG, "t0_triton")
 PEERS = ("sdpa_cudnn",)
-SUSTAINED = ("13_overlap", "sdpa_cudnn")
+SUSTAINED = (LAST_RUNG, "sdpa_cudnn")
 """Of them, what is called for seconds at the first shape."""
 _WORKERS: tuple[tuple[str, ...], ...] = (("events", "torch-profiler", "sustained"), ("cuda-bench", "events"))
 """What each of the two workers reads with, in order."""
@@ -411,7 +412,7 @@ class _Worker:
 
     def _run_of(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> timing.Run:
         """What enqueues one call on the stream."""
-        if name in stages.STAGES:
+        if name in stages.RUNGS:
             return prepare(q, k, v, stage=name, out=self._torch.empty_like(q), stream=self._stream)
         attend = self._peer(name, problem)
         given = peers.in_layout(peers.get(name).layout, q, k, v)
@@ -431,7 +432,7 @@ class _Worker:
 
     def _check(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> None:
         """Raises `CheckFailedError` where the oracle rejects one call's output."""
-        if name in stages.STAGES:
+        if name in stages.RUNGS:
             out = self._torch.empty_like(q)
             out.view(self._torch.int16).fill_(POISON_WORD)
             prepare(q, k, v, stage=name, out=out, stream=self._stream)()
@@ -924,7 +925,7 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
     """
     grouped: dict[tuple[Problem, str], list[Measurement]] = {}
     for row in sorted(measurements, key=lambda row: row.time):
-        known = row.kind == "peer" or row.name in stages.STAGES
+        known = row.kind == "peer" or row.name in stages.RUNGS
         if known and row.start is not None and row.samples_of():
             grouped.setdefault((row.problem.problem(), row.name), []).append(row)
     found: list[Spread] = []
@@ -935,7 +936,7 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
                 newest.append(row)
         if len(newest) > 1:
             found.append(Spread(rows=tuple(reversed(newest))))
-    ladder = {name: at for at, name in enumerate([*stages.STAGES, *peers.PEERS])}
+    ladder = {name: at for at, name in enumerate([*stages.RUNGS, *peers.PEERS])}
     return tuple(sorted(found, key=lambda one: (one.problem, ladder.get(one.name, len(ladder)))))
 
 
@@ -977,7 +978,7 @@ def _pools(gpu_slug: str | None, data: Path) -> tuple[Pool, ...]:
 
 
 def _title(name: str) -> str:
-    return f"`{name}`" if name in stages.STAGES else tables.peer_title(name)
+    return f"`{name}`" if name in stages.RUNGS else tables.peer_title(name)
 
 
 def _by_problem(found: Iterable[Pool]) -> dict[Problem, list[Pool]]:
@@ -1038,7 +1039,7 @@ def timers_chart(gpu_slug: str | None, data: Path = DATA) -> Chart | str:
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for one in sorted(compared, key=lambda one: (-one.ours.problem.flops, one.other.timer)):
         name = f"{TIMERS[one.other.timer]}, {one.ours.cache} L2"
-        label = one.ours.name if one.ours.name in stages.STAGES else tables.peer_title(one.ours.name)
+        label = one.ours.name if one.ours.name in stages.RUNGS else tables.peer_title(one.ours.name)
         values = [100 * (value - 1) for value in (one.ratio.low, one.ratio.value, one.ratio.high)]
         series.setdefault(f"{label}, {one.ours.problem.shape}", {})[name] = (values[0], values[1], values[2])
     runs = sorted({pool.run for pool in found})
@@ -1218,7 +1219,7 @@ def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: str = "full")
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for one in found:
         middle = fmean(one.medians_us)
-        label = one.name if one.name in stages.STAGES else tables.peer_title(one.name)
+        label = one.name if one.name in stages.RUNGS else tables.peer_title(one.name)
         for number, samples in enumerate(one.samples, start=1):
             low, mid, high = (100 * (float(t) / middle - 1) for t in np.percentile(samples.time_us, (5, 50, 95)))
             series.setdefault(label, {})[f"start {number}"] = (low, mid, high)

@@ -43,8 +43,10 @@ _LDMATRIX_BYTES = 512
 _MMA_SYNC_FLOP = 4096
 """Of an mma.m16n8k16 of a warp."""
 _WGMMA_K = 16
-_CAUSAL_ROWS = {"12_persistent": GROUP_ROWS, "13_overlap": GROUP_ROWS}
-"""Rows that stop at the mask together, where that is less than a block's tile."""
+_OLD_MAXIMUM = ("13_overlap", "14_stale_max", "15_renormalize", "16_ones_column")
+"""Stages whose exponentials are taken against an old maximum, or a reference that moves only when it must."""
+_PERSISTENT = ("12_persistent", "13_tma_store", *_OLD_MAXIMUM)
+"""Stages whose blocks stay, and in which each consumer stops at its own diagonal."""
 
 
 class Speeds(NamedTuple):
@@ -167,6 +169,8 @@ class Kernel:
     """Whether the output is multiplied at every tile."""
     product_sums: bool = False
     """Whether the row sums are a column of the products."""
+    adds: bool = True
+    """Whether the FP32 pipe adds up the rows."""
     maxima: bool = True
     """Whether every score is compared with its row's maximum."""
     persistent: bool = False
@@ -193,7 +197,7 @@ class Kernel:
     @property
     def fma(self) -> float:
         """Instructions of the FP32 pipe a score: scale and subtract, sum, and the output's share of a rescale."""
-        return 1.0 + (not self.product_sums) + (self.head_dim / self.keys if self.rescales else 0.0)
+        return 1.0 + self.adds + (self.head_dim / self.keys if self.rescales else 0.0)
 
     @property
     def alu(self) -> float:
@@ -468,7 +472,7 @@ def predict(kernel: Kernel, problem: Problem, rates: Rates, clock_mhz: float | N
     """
     found = floor(kernel, rates)
     loop = max(found.value, loop_of(kernel, rates))
-    rows = _CAUSAL_ROWS.get(kernel.stage, kernel.tile_rows)
+    rows = GROUP_ROWS if kernel.persistent else kernel.tile_rows  # that stop at the mask together
     computed = _computed(problem, rows, kernel.keys)
     blocks = problem.batch * problem.q_heads * math.ceil(problem.q_len / kernel.tile_rows)
     room = rates.sm_count * kernel.blocks
@@ -534,6 +538,7 @@ def kernel_of(
             warpgroup_products=False,
             rescales=not parameters.get("LAZY_RESCALE"),
             product_sums=bool(parameters.get("SUM_BY_MMA")),
+            adds=not parameters.get("SUM_BY_MMA"),
             waits=False,
             overlaps=stage_id == "08_swizzle",
         )
@@ -548,7 +553,7 @@ def kernel_of(
             blocks=blocks,
             warpgroup_products=True,
         )
-    if stage_id in ("10_warp_specialized", "11_pingpong", "12_persistent", "13_overlap"):
+    if stage_id in ("10_warp_specialized", "11_pingpong", *_PERSISTENT):
         return Kernel(
             stage=stage_id,
             order="ping-pong" if parameters.get("PINGPONG") else "in turns",
@@ -558,11 +563,11 @@ def kernel_of(
             groups=parameters["NUM_CONSUMERS"],
             blocks=blocks,
             warpgroup_products=True,
-            # The last rung takes its exponentials against an old maximum, and rescales when it must alone.
-            rescales=stage_id != "13_overlap",
-            maxima=stage_id != "13_overlap",
-            overlaps=bool(parameters.get("OVERLAP", stage_id == "13_overlap")),
-            persistent=stage_id in ("12_persistent", "13_overlap"),
+            rescales=stage_id not in _OLD_MAXIMUM,
+            maxima=stage_id not in _OLD_MAXIMUM,
+            product_sums=stage_id == "16_ones_column",
+            overlaps=bool(parameters.get("OVERLAP", stage_id in _PERSISTENT)),
+            persistent=stage_id in _PERSISTENT,
         )
     return None
 
@@ -573,8 +578,7 @@ RUNGS = (
     "09_wgmma",
     "10_warp_specialized",
     "11_pingpong",
-    "12_persistent",
-    "13_overlap",
+    *_PERSISTENT,
 )
 """The stages that the model describes."""
 
@@ -860,7 +864,7 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
     found: list[Compared] = []
     for problem in problems or first_problems():
         for stage_id in RUNGS:
-            if stage_id not in stages.STAGES:
+            if stage_id not in stages.RUNGS:
                 continue
             row = next(
                 (

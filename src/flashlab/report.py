@@ -36,7 +36,7 @@ from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
 from flashlab.inputs import KINDS
 from flashlab.notebook import NOTHING_YET, Outcome, read_outcome, settings
 from flashlab.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
-from flashlab.problem import DTYPES, MASKS, Problem
+from flashlab.problem import DTYPES, MASKS, Problem, suite
 from flashlab.records import Measurement
 from flashlab.results import Results
 from flashlab.stages import Stage
@@ -281,11 +281,16 @@ def generate(
         jobs = [pool.submit(_generate_stage, out, stage, shown, data) for stage in registry.STAGES.values()]
         jobs += [pool.submit(_generate_results, out, found, data) for found in everything]
         told = results.dead_ends(shown.gpu, data) if shown else {}
-        jobs += [pool.submit(_generate_dead_end, out, stage, told) for stage in registry.DEAD_ENDS.values()]
+        # A rung that was retired was measured with the ladder, at every problem.
+        ladder = {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
+        jobs += [
+            pool.submit(_generate_dead_end, out, stage, ladder if stage.retired else told)
+            for stage in registry.DEAD_ENDS.values()
+        ]
         for job in jobs:
             job.result()
     _generate_stage_list(out)
-    _generate_dead_end_list(out, told)
+    _generate_dead_end_list(out, told, ladder)
     _generate_levers(out, shown, data)
     _generate_results_index(out, everything)
     _generate_check_records(out, everything, data)
@@ -506,7 +511,8 @@ def _dead_end_result(stage: Stage, told: Mapping[Problem, Sequence[Measurement]]
         mine = [row for row in rows if row.name in own]
         if not mine:
             continue
-        beside = [row for row in rows if row.name in own or not results.is_dead_end(row) or row.name == stage.parent]
+        rungs = {*registry.STAGES, stage.parent}
+        beside = [row for row in rows if row.name in own or row.kind == "peer" or row.name in rungs]
         parts.append(f"### {problem.label}\n\n{tables.dead_ends(beside, own)}")
         parts += [f"**{row.name}: {row.status}.** {row.reason}" for row in mine if row.status != "ok"]
         page = f"dead_ends/{stage.id}.md"
@@ -558,7 +564,7 @@ def _generate_levers(out: _Output, shown: Results | None, data: Path) -> None:
             )
         parts += [
             f"### {lever.name.replace('_', ' ')}",
-            f"{lever.question} (`{lever.name}`, [`{lever.stage}`](stages/{lever.stage}.md))",
+            f"{lever.question} (`{lever.name}`, {_link(lever.stage)})",
             f'??? abstract "{heading}"\n\n' + _indent(f"``` {{ .diff }}\n{diff}\n```"),
             f"*Expected:* {lever.prediction}",
             ablate.lever_table(mine) + (f" <small>· {links}</small>" if links else ""),
@@ -567,9 +573,11 @@ def _generate_levers(out: _Output, shown: Results | None, data: Path) -> None:
     out.snippet("levers.md", "\n\n".join(part for part in parts if part))
 
 
-def _generate_dead_end_list(out: _Output, told: Mapping[Problem, Sequence[Measurement]]) -> None:
+def _generate_dead_end_list(
+    out: _Output, told: Mapping[Problem, Sequence[Measurement]], ladder: Mapping[Problem, Sequence[Measurement]]
+) -> None:
     first = next(iter(told), None)
-    rows = {row.name: row for row in told[first]} if first else {}
+    rows = {row.name: row for row in (*ladder.get(first, ()), *told[first])} if first else {}
 
     def came(stage: Stage) -> str | None:
         row = rows.get(stage.id)
@@ -581,6 +589,12 @@ def _generate_dead_end_list(out: _Output, told: Mapping[Problem, Sequence[Measur
     lines = [(f"[`{s.id}`]({s.id}.md)", s.title, s.question, came(s)) for s in registry.DEAD_ENDS.values()]
     header = ("", "what", "hypothesis, as a question", f"at {first.label}" if first else "measured")
     out.snippet("dead_ends.md", tables.markdown(header, lines, left=3))
+
+
+def _link(name: str) -> str:
+    """A stage's page, from a page at the site's root."""
+    folder = "stages" if name in registry.STAGES else "dead_ends"
+    return f"[`{name}`]({folder}/{name}.md)"
 
 
 def _defaults(param: registry.Param) -> str:
@@ -912,12 +926,8 @@ def _generate_ledger(out: _Output, shown: Results | None, data: Path) -> None:
         page = {"ablations": " ([page](ablations.md))"}.get(folder, "")
         return f"[{folder}, line {line}](generated/data/{file}){page}"
 
-    def stage(name: str) -> str:
-        folder = "stages" if name in registry.STAGES else "dead_ends"
-        return f"[`{name}`]({folder}/{name}.md)"
-
     found = claims.verdicts(shown.gpu, data)
-    table = claims.table(found, record=record, stage=stage)
+    table = claims.table(found, record=record, stage=_link)
     out.snippet("ledger.md", f'<div class="ledger" markdown>\n\n{table}\n</div>\n')
 
 

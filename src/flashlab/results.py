@@ -180,7 +180,7 @@ def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
     """The newest profile of each stage at each problem, the first problem first, in the ladder's order; may be none."""
     found = (one for one in records.profiles(gpu, data) if one.problem.inputs == NORMAL)
     newest = {(one.stage, one.problem.problem()): one for one in found}
-    ladder = {stage_id: position for position, stage_id in enumerate(stages.STAGES)}
+    ladder = {stage_id: position for position, stage_id in enumerate(stages.RUNGS)}
     order = sorted(newest, key=lambda key: (_problem_order(key[1]), ladder.get(key[0], len(ladder))))
     return tuple(newest[key] for key in order)
 
@@ -213,8 +213,8 @@ def rate(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> fl
 
 
 def ordered(rows: Iterable[Measurement]) -> tuple[Measurement, ...]:
-    """Stages in the ladder's order, then those off it, then peers, the fastest first and those without a time last."""
-    ladder = {stage_id: position for position, stage_id in enumerate(stages.STAGES)}
+    """Stages in the ladder's order, then peers, the fastest first and those without a time last."""
+    ladder = {stage_id: position for position, stage_id in enumerate(stages.RUNGS)}
 
     def key(row: Measurement) -> tuple[int, float, str]:
         if row.kind == "stage":
@@ -573,7 +573,7 @@ def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[st
 
 def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
     """The row of the stage that `row`'s stage was made from; None at the ladder's foot or where it was not measured."""
-    stage = stages.STAGES.get(row.name)
+    stage = stages.RUNGS.get(row.name)
     return next((r for r in rows if stage and r.kind == "stage" and r.name == stage.parent), None)
 
 

@@ -299,7 +299,7 @@ _Q_IN_REGISTERS = Param(
 _PINGPONG = Param(default=1, choices=(0, 1), meaning="1: consumers issue their products in turns")
 _OVERLAP = Param(default=1, choices=(0, 1), meaning="1: P·V is under way during the next tile's softmax")
 _LATE_FETCH = {
-    "NUM_CONSUMERS": replace(_NUM_CONSUMERS, default=3, by_head_dim={}),
+    "NUM_CONSUMERS": replace(_NUM_CONSUMERS, by_head_dim={}),
     "TILE_KV": Param(default=128, choices=(64, 96, 128), by_head_dim={128: 64}, meaning="keys a tile"),
     "PIPELINE_STAGES": Param(
         default=3, choices=(2, 3, 4), by_head_dim={128: 2}, meaning="buffers in the ring of K and V tiles"
@@ -762,8 +762,8 @@ STAGES: Mapping[str, Stage] = {
             change=(
                 "The producer is split: one warp fetches work tiles and their Q, as late as Q can still arrive in "
                 "time, the others fetch K and V. The next work tile is waited for under the last PV GEMM, output "
-                "leaves by a TMA store, Q has two pipeline stages, and the tile scheduler works on groups of heads "
-                "whose K and V fit a share of the L2 cache, causal or not."
+                "leaves by a TMA store, Q has two pipeline stages, K/V tiles come last to first, and the tile "
+                "scheduler works on groups of heads whose K and V fit a share of the L2 cache, causal or not."
             ),
             prediction=(
                 "The ends and beginnings of work tiles are 5 % of a causal call's time at S=2048 and 2 to 4 % of a "
@@ -1111,3 +1111,5 @@ DEAD_ENDS: Mapping[str, Stage] = {
     )
 }
 """What the sources tried and gave up, or should have, and rungs that were retired: runnable like any stage."""
+RUNGS: Mapping[str, Stage] = {**STAGES, **{name: stage for name, stage in DEAD_ENDS.items() if stage.retired}}
+"""What records of the ladder may hold: its stages, then those that have left it."""

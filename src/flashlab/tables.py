@@ -177,7 +177,7 @@ def rates(
             why = _STATUS_WORDS[row.status] if row.status != "ok" else "not taken"
             lines.append([title(row), why, None, None, None, None, None])
             continue
-        stage = stages.STAGES.get(row.name)
+        stage = stages.RUNGS.get(row.name)
         parent = results.rate(by_name[stage.parent], regime, cache) if stage and stage.parent in by_name else None
         samples = row.samples_of(regime, cache)
         lines.append(
@@ -528,7 +528,7 @@ def lengths(
 
 def _stages_first(names: Iterable[str]) -> list[str]:
     listed = list(names)
-    ladder = [f"`{stage_id}`" for stage_id in stages.STAGES]
+    ladder = [f"`{stage_id}`" for stage_id in stages.RUNGS]
     return [name for name in ladder if name in listed] + [name for name in listed if name not in ladder]
 
 

@@ -730,7 +730,7 @@ def trials(found: Iterable[Tuning]) -> list[Trial]:
             by_run.setdefault((Key(record.stage, record.problem.problem()), record.run), []).append(record)
     best: dict[tuple[Key, tuple[tuple[str, int], ...]], Trial] = {}
     for (key, run), of_run in sorted(by_run.items(), key=lambda item: item[0][1]):
-        stage = registry.STAGES.get(key.stage)
+        stage = registry.RUNGS.get(key.stage)
         defaults = None if stage is None else stage.parameters(key.problem.head_dim)
         start = next((r.samples_of() for r in of_run if r.parameters == defaults and r.status == "ok"), None)
         for record in of_run:
@@ -819,7 +819,7 @@ def winners_table(gpu_slug: str | None, data: Path = DATA) -> str:
             continue
         own = [trial for trial in of_key if trial.parameters == row.parameters]
         gain = next((trial.speedup for trial in own if trial.speedup is not None), None)
-        stage = registry.STAGES.get(row.stage)
+        stage = registry.RUNGS.get(row.stage)
         defaults = stage.parameters(row.problem.head_dim) if stage else None
         lines.append(
             [
