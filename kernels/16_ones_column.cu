@@ -57,14 +57,14 @@ using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
 // two above the largest of a few of them, and moves by powers of two where a sum leaves its range: P, the sums and O are multiplied by
 // a power of two, which rounds nothing. What a row does depends on its own scores alone, and so do its last bits.
 
-// Headroom and range. float16: P starts near 2^-8, so that neither weights of 2^-6 of the largest nor scores 16 nats above the first
-// ones leave the normal numbers, 2^-14 to 65504; a lane's sum below 65504 says that none of its P rounds to infinity. bfloat16 has
-// FP32's exponents, and small P are as exact as large ones: P starts near 2^-48 and stays below 1, as where the reference is the
-// maximum, so that P·V overflows only where it would there. Values of V below 2^-70 lose bits for it.
+// Headroom and range. float16 has few small numbers: P starts near 2^-2, or weights far below a row's largest would be lost that
+// FlashAttention keeps; a lane's sum below 65504 says that none of its P rounds to infinity. bfloat16 has FP32's exponents, and small P
+// are as exact as large ones: P starts near 2^-48 and stays below 1, as where the reference is the maximum, so that P·V overflows only
+// where it would there. Values of V below 2^-70 lose bits for it.
 template <typename T>
 constexpr int HEADROOM_OF = 48;
 template <>
-constexpr int HEADROOM_OF<__half> = 8;
+constexpr int HEADROOM_OF<__half> = 2;
 constexpr int HEADROOM = HEADROOM_OF<element>;
 constexpr float HEADROOM_FACTOR = static_cast<float>(1ull << HEADROOM);
 template <typename T>
@@ -72,14 +72,14 @@ constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
 constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
 constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one tile
-// How far a reference moves at once within a row's tiles. It leaves P of at least 2^-4 in float16, 2^-48 in bfloat16.
+// By how many powers of two a reference moves at once. A row's largest P is then at least 1 in float16, 2^-48 in bfloat16.
 template <typename T>
 constexpr int MOVE_OF = 48;
 template <>
-constexpr int MOVE_OF<__half> = 20;
+constexpr int MOVE_OF<__half> = 16;
 constexpr int MOVE = MOVE_OF<element>;
+constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;   // the power of two that a first tile's sum is brought to
 constexpr float OVERFLOWN = 0x1p127f;                // a sum from here on, or NaN, says that FP32 does not hold some exponential
-constexpr int FIRST_SCORES = 2;                      // of a row's first lane: what settles its reference
 
 // The columns of a tile that a lane's rows see: those below num_keys[h], counted from the lane's first.
 struct Visible {
@@ -276,13 +276,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     float reference[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      float first = NEG_INF;
-#pragma unroll
-      for (int i = 2 * h; i < 2 * FIRST_SCORES; i += 4) {
-        first = fmaxf(first, !masked || visible(i) ? S_reg[i] * p.scale_log2 : NEG_INF);
-        first = fmaxf(first, !masked || visible(i + 1) ? S_reg[i + 1] * p.scale_log2 : NEG_INF);
-      }
-      first = __shfl_sync(FULL_WARP, first, lane / ROW_LANES * ROW_LANES) + HEADROOM;   // those of the row's first lane
+      const float one = !masked || visible(2 * h) ? S_reg[2 * h] * p.scale_log2 : NEG_INF;
+      const float other = !masked || visible(2 * h + 1) ? S_reg[2 * h + 1] * p.scale_log2 : NEG_INF;
+      const float first = lanes_max<ROW_LANES>(fmaxf(one, other)) + HEADROOM;   // of the row's first 8 keys
       rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
       reference[h] = masked && rows.max[h] == NEG_INF ? 0.0f : rows.max[h];             // the row sees nothing yet: P = 2^-inf
     }
@@ -292,7 +288,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     } else {
       exponentials<0, NUM_SCORES, false>(S_reg, reference, p.scale_log2, sums);
     }
-    // The first scores may tell little of the row: its sum is brought to 2^-HEADROOM, so that what follows has the whole headroom.
+    // The first scores may tell little of the row: a sum that is out of range is brought to 2^SETTLED.
     float sum[HALVES] = {sums.of(0), sums.of(1)};
     float row_sum[HALVES];
     bool moves[HALVES];
@@ -308,7 +304,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       for (int h = 0; h < HALVES; ++h) {
         lost[h] = !(row_sum[h] < OVERFLOWN);
         const int exponent = (__float_as_int(row_sum[h]) >> 23) - 127;
-        move_reference(S_reg, O_reg, rows, sum[h], h, moves[h] && !lost[h] ? min(126, exponent + HEADROOM) : 0);
+        move_reference(S_reg, O_reg, rows, sum[h], h, moves[h] && !lost[h] ? min(126, exponent - SETTLED) : 0);
       }
       again(sum, lost, tile, visible);
     }
