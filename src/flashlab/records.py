@@ -852,10 +852,11 @@ def _read_lines(path: Path, parse: Callable[[str], T]) -> tuple[tuple[T, ...], t
 
 
 def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
-    """GPUs that have at least one file of runs, or of another folder of records."""
+    """GPUs that have at least one file of runs, or of another folder of records; the one with the most files first."""
     if not data.is_dir():
         return ()
-    return tuple(sorted(p.name for p in data.iterdir() if any((p / folder).glob("*.jsonl"))))
+    files = {p.name: len(list((p / folder).glob("*.jsonl"))) for p in data.iterdir()}
+    return tuple(sorted((name for name, count in files.items() if count), key=lambda name: (-files[name], name)))
 
 
 def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:

@@ -853,8 +853,8 @@ def counters(gpu: str, data: Path = DATA) -> records.Counters:
 
 
 def load_all(data: Path = DATA) -> tuple[Results, ...]:
-    """Every GPU with data, the one measured last first."""
-    return tuple(sorted((load(gpu, data) for gpu in records.gpus(data)), key=lambda r: r.newest, reverse=True))
+    """Every GPU with data, the one with the most runs first: what a page shows where no GPU is named."""
+    return tuple(load(gpu, data) for gpu in records.gpus(data))
 
 
 def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:

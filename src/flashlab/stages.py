@@ -103,6 +103,8 @@ class Stage:
     """Whether it is off the ladder: tried, and kept for what it shows."""
     retired: bool = False
     """Whether a dead end once stood on the ladder. Runs that measured it then tell of the ladder as it was."""
+    by_name_only: str = ""
+    """Why `flashlab.attention` runs it only where it is named; empty where it may be chosen."""
     kernel: str | None = None
     """The stage whose file it runs with other tunables; None: its own."""
     unfused: bool = False
@@ -795,6 +797,7 @@ STAGES: Mapping[str, Stage] = {
             max_arch="sm_90a",
             tensor_maps=True,
             dtypes=("float16", "bfloat16"),
+            by_name_only="its time depends on the data: scores that grow have tiles computed again",
             params=_LATE_FETCH,
         ),
         Stage(
@@ -816,6 +819,7 @@ STAGES: Mapping[str, Stage] = {
             max_arch="sm_90a",
             tensor_maps=True,
             dtypes=("float16", "bfloat16"),
+            by_name_only="a row with one dominating weight has up to twice FlashAttention's error",
             params=_LATE_FETCH,
         ),
         Stage(

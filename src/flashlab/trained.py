@@ -84,7 +84,7 @@ CONFIGS = {
     64: Config(head_dim=64, layers=8, hidden=2048, steps=600, learning_rate=3e-4),
     128: Config(head_dim=128, layers=5, hidden=2048, steps=500, learning_rate=2e-4),
 }
-"""By head dim. Learning rates are about those of GPT-3's models of such widths (Brown et al. 2020, table 2.1), because higher
+"""By head dim. Learning rates are about those of GPT-3's models of such widths (Brown et al. 2020, table 2.1): higher
 ones grow scores of hundreds of nats. Steps are such that each takes about a minute on an H200."""
 
 

@@ -279,7 +279,7 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
 def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[Choice, ...]:
     sms = found.sm_count / sm_count
     choices = []
-    for stage in stages.CUDA_STAGES.values():
+    for stage in (one for one in stages.CUDA_STAGES.values() if not one.by_name_only):
         rows = _rows_of(stage, problem, found)
         if not rows or stage.why_not(problem, arch) is not None:
             continue
