@@ -321,8 +321,8 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
     )
     worker._backend = fake  # type: ignore[assignment]
     worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext)
-    ready = {name: bench._Candidate(run, {"passed": True}, None, ()) for name, run in fake.runs().items()}
-    worker._time(0, PROBLEMS[0], ready)
+    ready = {name: bench._Candidate(run, {"passed": True}, None, lambda: None) for name, run in fake.runs().items()}
+    worker._time(0, PROBLEMS[0], ready, bench.Plan(**worker._job["plan"]), (), [()])
     steps = [(m["name"], m["what"]) for m in sent if m["type"] == "step" and "sustained" in m["what"]]
     assert [name for name, _ in steps] == ["slow", "fast"]
     assert all(m["extra_s"] > 2 * 5 for m in sent if m["type"] == "step" and "sustained" in m["what"])
@@ -339,6 +339,119 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
             assert one.continuous_s >= 5
             assert one.conditions is not None
             assert one.conditions.energy_j_per_call == pytest.approx(500.0 * one.median_us / 1e6, rel=0.05)
+
+
+class Tensor:
+    """Holds the number of a layer."""
+
+    def __init__(self, layer: int = -1) -> None:
+        self.layer = layer
+
+    def copy_(self, other: Tensor) -> None:
+        self.layer = other.layer
+
+
+TRAINED = Problem.parse("1x16x128x64", inputs="trained")
+
+
+def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: bench.Plan, why_not: str | None = None) -> list[Any]:
+    """What a worker says of three implementations on a model of four layers; `odd` is wrong on the third."""
+    made: list[int] = []
+
+    def activations(problem: Problem, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        assert problem == TRAINED
+        made.append(layer)
+        return Tensor(layer), Tensor(layer), Tensor(layer)
+
+    model = SimpleNamespace(
+        why_not=lambda problem: why_not,
+        layers=lambda problem: 4,
+        activations=activations,
+        describe=lambda head_dim: {"digest": "0123", "head_dim": head_dim, "layers": [{"sd": 2.5}] * 4},
+    )
+    monkeypatch.setitem(sys.modules, "flashlab.trained", model)
+    fake = FakeGpu({"fast": 100.0, "slow": 1000.0, "odd": 500.0})
+    sent: list[Any] = []
+    worker = bench._Worker({"device": 0, "seed": 0, "implementations": {}, "plan": asdict(plan)}, sent.append)
+    worker._backend = fake  # type: ignore[assignment]
+    worker.torch = SimpleNamespace(
+        no_grad=contextlib.nullcontext, empty_like=lambda x, memory_format: Tensor(), contiguous_format=None
+    )
+    monkeypatch.setattr(worker, "_free", lambda: None)
+    monkeypatch.setattr(worker, "_survive", lambda error: None)
+
+    def candidate(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bench._Candidate:
+        plain = fake.run(name)
+        least = fake.call_us[name]
+
+        def run() -> None:
+            fake.call_us[name] = least * (1 + v.layer)
+            plain()
+
+        def judge() -> dict[str, Any]:
+            assert q.layer == k.layer == v.layer
+            said = {"passed": True, "reason": "", "max_abs_error": 0.1 * (v.layer + 1), "max_abs_limit": 1.0}
+            said |= dict.fromkeys(("rms_error", "rms_limit", "lse_error", "lse_limit"))
+            if name == "odd" and v.layer == 2:
+                raise bench._RefusedError("wrong", "too far off", {**said, "passed": False})
+            return said
+
+        return bench._Candidate(run, judge(), None, judge)
+
+    monkeypatch.setattr(worker, "_candidate", candidate)
+    worker._bench_cell({"index": 0, "problem": asdict(TRAINED), "names": list(fake.call_us)})
+    assert made == ([] if why_not else [0, 1, 2, 3])
+    return sent
+
+
+def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = bench.Plan(samples=15, min_samples=5, cold_samples=0, sustained_shapes=None, sustained_seconds=2.0)
+    sent = _on_layers(monkeypatch, plan)
+    rows = {message["row"]["name"]: message["row"] for message in sent if message["type"] == "row"}
+    assert (rows["odd"]["status"], rows["odd"]["reason"]) == ("wrong", "layer 2: too far off")
+    assert not rows["odd"]["samples"]
+    for name, least in (("fast", 100.0), ("slow", 1000.0)):
+        row = rows[name]
+        assert row["status"] == "ok"
+        assert row["verdict"]["max_abs_error"] == pytest.approx(0.4)  # the closest to its limit
+        assert row["trained"]["digest"] == "0123"
+        found = [records.Samples.model_validate(one) for one in row["samples"]]
+        assert [one.layer for one in found] == [0, 1, 2, 3] * 2
+        assert [one.regime for one in found] == ["burst"] * 4 + ["sustained"] * 4
+        assert [one.median_us for one in found] == [least, 2 * least, 3 * least, 4 * least] * 2
+        assert all(len(one.time_us) == 5 for one in found[:4])
+    # Kept warm: the slow one first, through all layers.
+    steps = [m["name"] for m in sent if m["type"] == "step" and m["what"] == "time, sustained"]
+    assert steps == ["slow"] * 4 + ["fast"] * 4
+    assert sent[-1] == {"type": "cell_done", "cell": 0}
+
+
+def test_trained_inputs_that_cannot_be_made_are_named_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = _on_layers(monkeypatch, bench.Plan(), why_not="no weights in the cache")
+    rows = [message["row"] for message in sent if message["type"] == "row"]
+    assert [row["name"] for row in rows] == ["fast", "slow", "odd"]
+    assert {row["status"] for row in rows} == {"unsupported"}
+    assert {row["reason"] for row in rows} == {"trained inputs: no weights in the cache"}
+    assert not any(row["samples"] for row in rows)
+    assert sent[-1] == {"type": "cell_done", "cell": 0}
+
+
+def test_layers_together_cost_about_what_one_kind_costs() -> None:
+    plan = bench.Plan().shared(12)
+    assert plan.samples == plan.cold_samples == 5
+    assert 12 * plan.cap_s == pytest.approx(bench.Plan().cap_s)
+    assert 12 * plan.sustained_seconds == pytest.approx(bench.Plan().sustained_seconds)
+    assert bench.Plan(sustained_seconds=0.0, cold_samples=0).shared(12).cold_samples == 0
+    assert bench.Plan(sustained_seconds=0.0).shared(12).sustained_seconds == 0
+    plan.require()
+
+
+def test_the_oracle_sees_less_of_other_inputs_than_normal() -> None:
+    normal = Problem.parse(FIRST_SHAPE)
+    other = replace(normal, inputs="sink_first")
+    assert bench.Plan().checks(normal) == 1 << 30
+    assert bench.Plan().checks(other) == bench.plan_of("inputs").checks(normal) == 1 << 27
+    assert bench.Plan(checked_scores=5).checks(other) == 5
 
 
 # --- How long it will take --------------------------------------------------------------------------------------------
@@ -378,6 +491,16 @@ def test_an_estimate_scales_what_is_on_record() -> None:
         Problem.parse("2x16x16384x64"), known, stages=["01_coalesced"], peers=[], plan=bench.plan_of("lengths")
     )
     assert child.seconds == pytest.approx(slow.seconds)
+
+
+def test_an_estimate_takes_the_same_inputs_first() -> None:
+    first, sink = Problem.parse(FIRST_SHAPE), Problem.parse(FIRST_SHAPE, inputs="sink_first")
+    known = [measurement("00_naive", first), measurement("00_naive", replace(sink, batch=4))]
+    for row in known:
+        row.samples[0].__dict__["time_us"] = (1e6 if row.problem.inputs == "normal" else 10.0,)
+    options: dict[str, Any] = {"stages": ["00_naive"], "peers": [], "plan": bench.plan_of("inputs")}
+    assert _seconds(sink, known, **options).seconds < 10 < _seconds(first, known, **options).seconds
+    assert _seconds(replace(first, inputs="zeros"), known, **options).seconds > 10  # any, where there is none
 
 
 def test_a_hanging_worker_is_ended_with_all_it_started(tmp_path: Path, fake: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashlab import bench, checks, emulator, stages
+from flashlab import bench, checks, emulator, results, stages
 from flashlab.check import check
 from flashlab.errors import DamagedRecordError, MissingPackageError, ParameterError
 from flashlab.paths import DATA
@@ -163,6 +164,32 @@ def _written(path: Path) -> Path:
     )  # fmt: skip
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *_lines(ROWS))), encoding="utf-8")
     return path
+
+
+def test_cases_take_kinds_of_inputs_and_name_them_on_record(tmp_path: Path) -> None:
+    able = {"00_naive": stages.get("00_naive")}
+    options: dict[str, Any] = {"lengths": [(1, 1)], "dtypes": ["float16"], "masks": ["full"], "head_dims": [64]}
+    found = checks.cases(able, inputs=("normal", "falling"), **options)
+    assert [case.problem.inputs for case in found] == ["normal"] * 4 + ["falling"] * 4
+    with pytest.raises(ParameterError, match="the nearest is falling"):
+        checks.cases(able, inputs=("fallin",), **options)
+    with pytest.raises(ParameterError, match="wanted a kind that is drawn"):
+        checks.cases(able, inputs=("trained",), **options)
+    drawn = checks.random_cases(able, 3, seed=1, inputs=("zeros", "steps"))
+    assert [case.problem.inputs for case in drawn] == ["zeros", "steps", "zeros"]
+    assert [replace(case.problem, inputs="normal") for case in drawn] == [
+        case.problem for case in checks.random_cases(able, 3, seed=1)
+    ]
+    row = replace(ROWS[0], problem=replace(PROBLEM, inputs="falling"))
+    path = tmp_path / "nvidia-h200" / "checks" / "checks.jsonl"
+    path.parent.mkdir(parents=True)
+    _written(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in _lines([row]))
+    assert Problem(**checks.read_lines(path)[-1]["problem"]) == row.problem
+    # What is shown unasked is on normal inputs.
+    assert len(results.checks("nvidia-h200", tmp_path)) == len(ROWS)
+    assert len(results.checks("nvidia-h200", tmp_path, inputs=("falling",))) == 1
 
 
 def test_comparisons_on_record_read_back(tmp_path: Path) -> None:

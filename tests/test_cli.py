@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ from synthetic import RUN, measurement, write_synthetic
 
 from flashlab import bench, checks, cli, doctor, emulator, gpu, records, report
 from flashlab.errors import CompileError, MissingPackageError
-from flashlab.problem import FIRST_SHAPE, suite
+from flashlab.inputs import KINDS
+from flashlab.problem import FIRST_SHAPE, Problem, suite
 from flashlab.stages import ARCHS, STAGES
 
 FIRST_STAGE = next(iter(STAGES))
@@ -144,6 +147,10 @@ def test_sass_listing(run: Run) -> None:
         (("sass", FIRST_STAGE, "--dtype", "float8"), "float16"),
         (("sass", FIRST_STAGE, "--mask", "sparse"), "causal"),
         (("results", "--shape", "16x16"), "BxHxSxD"),
+        (("results", "--inputs", "sink_frist"), "got 'sink_frist'; the nearest is sink_first"),
+        (("bench", "--inputs", "normal,scale3"), "inputs: wanted one of normal, scale2, scale4"),
+        (("check", "--on", "cpu", "--inputs", "trained"), "wanted a kind that is drawn from a seed"),
+        (("profile", "--inputs", "trained"), "wanted a kind that is drawn from a seed"),
         (("results", "--gpu", "none-such"), "nvidia-h200"),
         (("results", "--regime", "sustained", "--cache", "cold"), "--regime burst --cache cold"),
         (("results", "--against-peers", "--cache", "cold"), "no --regime or --cache beside it, got --cache cold"),
@@ -350,6 +357,73 @@ def test_bench_takes_part_of_a_suite(run: Run, tmp_path: Path, monkeypatch: pyte
     # A suite without a plan of its own is sustained at the first shape alone.
     run("bench", "--suite", "first", "--data", tmp_path)
     assert asked["plan"] == bench.Plan()
+
+
+def test_bench_measures_each_problem_on_each_kind_of_inputs(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(problems: Any, **options: Any) -> Path:
+        asked.update(options, problems=list(problems))
+        return write_synthetic(options["data"], problems=asked["problems"][:1])
+
+    monkeypatch.setattr(bench, "run", measure)
+    some = ("--head-dim", "64", "--length", "2048", "--mask", "full", "--dtype", "float16", "--data", tmp_path)
+    assert run("bench", "--suite", "inputs", *some).code == 0
+    assert [problem.inputs for problem in asked["problems"]] == list(KINDS)
+    assert len({problem.shape for problem in asked["problems"]}) == 1
+    assert asked["plan"] == bench.plan_of("inputs")
+    assert "scale4" in run("bench", "--suite", "lengths", *some, "--inputs", "scale4").out
+    assert [problem.inputs for problem in asked["problems"]] == ["scale4"]
+    run("bench", "--suite", "gqa", "--head-dim", "64", "--data", tmp_path)
+    assert {problem.inputs for problem in asked["problems"]} == {"normal"}
+    # Kinds of one problem follow one another.
+    run("bench", "--shape", "1x2x64x64", "--dtype", "float16", "--inputs", "zeros,rising", "--data", tmp_path)
+    assert [problem.label for problem in asked["problems"]] == [
+        f"B1 H2 S64 D64 {mask} float16 {kind}" for mask in ("full", "causal") for kind in ("zeros", "rising")
+    ]
+
+
+def test_bench_foretells_all_kinds_of_inputs(run: Run) -> None:
+    asked = ("bench", "--suite", "inputs", "--dry-run", "--head-dim", "64", "--stages", "none", "--peers", "sdpa,fa4")
+    found = run(*asked, "--json").json
+    assert Counter(one["problem"]["inputs"] for one in found["problems"]) == dict.fromkeys(KINDS, 8)
+    assert all(one["implementations"] == 2 for one in found["problems"])
+    assert "sink_first" in run(*asked, "--inputs", "sink_first").out
+
+
+def test_results_of_other_inputs_where_they_are_asked_for(run: Run, tmp_path: Path) -> None:
+    first = Problem.parse(FIRST_SHAPE)
+    write_synthetic(tmp_path, problems=[first, replace(first, inputs="falling")])
+
+    def shown(*arguments: str) -> Counter[str]:
+        return Counter(row["inputs"] for row in run("results", *arguments, "--json", "--data", tmp_path).json)
+
+    assert set(shown()) == {"normal"}
+    assert set(shown("--inputs", "falling")) == {"falling"}
+    assert set(shown("--inputs", "all")) == {"normal", "falling"}
+    assert shown("--against-peers") == {"normal": 1}
+    assert shown("--against-peers", "--inputs", "all") == {"normal": 1, "falling": 1}
+    assert "falling" in run("results", "--against-peers", "--inputs", "all", "--data", tmp_path).out
+    refused = run("results", "--against-peers", "--inputs", "zeros", "--data", tmp_path)
+    assert refused.code == 1
+    assert "on zeros inputs among the records" in refused.err
+
+
+def test_check_takes_kinds_of_inputs_and_says_which_it_leaves_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(*_: Any, **options: Any) -> bench.CheckRun:
+        asked.update(options)
+        return bench.CheckRun(None, ())
+
+    monkeypatch.setattr(bench, "check_stages", measure)
+    result = run("check", "--on", "gpu", "--inputs", "all")
+    assert asked["inputs"] == tuple(kind for kind in KINDS if kind != "trained")
+    assert "trained inputs are left out" in result.err
+    run("check", "--on", "gpu")
+    assert asked["inputs"] == ("normal",)
 
 
 def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

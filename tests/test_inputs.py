@@ -19,9 +19,12 @@ from flashlab.reference import default_scale, make_inputs, pack, to_float
 DRAWN = [name for name in inputs.KINDS if name != inputs.TRAINED]
 PROBLEMS = [
     Problem.parse(f"{shape}x{head_dim}", dtype=dtype)
-    for shape in ("1x2x2x200x300", "2x4x1x100x133")
-    for head_dim in (64, 128)
-    for dtype in DTYPES
+    for shape, head_dim, dtype in (
+        ("1x2x2x200x300", 64, "float16"),
+        ("1x2x2x200x300", 128, "bfloat16"),
+        ("2x4x1x100x133", 64, "bfloat16"),
+        ("2x4x1x100x133", 128, "float16"),
+    )
 ]
 each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.label)
 
@@ -73,7 +76,7 @@ def test_every_kind_has_the_same_v_and_its_type_holds_it(name: str, problem: Pro
         assert (x.shape, x.dtype) == (normal.shape, normal.dtype)
         assert np.isfinite(to_float(x)).all()
         if name not in ("zeros", "one_hot"):  # noise is left in most columns
-            assert (np.abs(to_float(x)).std(axis=(0, 1, 2)) > 0.05).sum() >= problem.head_dim - 2
+            assert (to_float(x).std(axis=(0, 1, 2)) > 0.8).sum() >= 0.75 * problem.head_dim
 
 
 @each_problem
@@ -107,10 +110,11 @@ def test_scores_step_up_from_the_last_tile_to_the_first(problem: Problem) -> Non
 
 def test_a_bias_is_exact_in_either_type_also_where_nats_are_many() -> None:
     problem = Problem.parse("1x1x1x2x16384x128", dtype="bfloat16", inputs="steps")
-    _, k, _ = make_inputs(problem)
-    held = to_float(k, dtype=np.float64)[0, 0, :, :2].sum(axis=1)
+    columns = [column for half in inputs.bias_columns(128) for column in half]
+    q, k, _ = (to_float(x, dtype=np.float64)[0, 0][:, columns] for x in make_inputs(problem))
+    assert (q == 11.3125).all()  # the root of 128, as bfloat16 has it
     wanted = -12.0 * (np.arange(16384) // 128)
-    np.testing.assert_allclose(held * 11.3125 / np.sqrt(128), wanted, atol=0.02, rtol=1e-5)
+    np.testing.assert_allclose((q @ k.T)[0] / np.sqrt(128), wanted, atol=0.02, rtol=1e-5)
 
 
 @each_problem
@@ -124,7 +128,7 @@ def test_zeros_have_no_score_but_values(problem: Problem) -> None:
 def test_one_hot_rows_put_their_weight_on_a_key_of_their_own_that_they_see(problem: Problem, mask: Any) -> None:
     problem = replace(problem, inputs="one_hot", mask=mask)
     q_shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
-    chosen = inputs.chosen_keys(q_shape, problem.kv_len, causal=problem.causal)
+    chosen = inputs.chosen_keys(q_shape, problem.kv_len, causal=problem.causal, xp=np)
     sees = np.arange(problem.q_len) + 1 + problem.kv_len - problem.q_len if problem.causal else problem.kv_len
     assert (chosen >= 0).all()
     assert (chosen < sees).all()
@@ -188,7 +192,7 @@ REFUSED: dict[str, tuple[Fault, ...]] = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_checker_passes_what_is_right_and_refuses_what_is_wrong(name: str, dtype: Any) -> None:
-    problem = Problem.parse("2x4x2x130x700x64", dtype=dtype, inputs=name)
+    problem = Problem.parse("2x4x2x66x330x64", dtype=dtype, inputs=name)
     call = Call.of(problem)
     call.simulate()
     verdict = call.judge()

@@ -7,8 +7,10 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import nbformat
 import pytest
@@ -35,7 +37,7 @@ PARAMETERS = {"source", "gpu", "stages", "suite", "out", "data"}
 MORE_PARAMETERS = {
     "edit_a_kernel": {"stage", "old", "new", "shape", "mask", "schedule"},
     "05_ablations": {"axis", "shape", "dtype", "mask"},
-}
+} | {name: {"inputs"} for name in ("01_correctness", "02_ladder", "07_against_peers")}
 NO_COMPILER = notebook.no_compiler()
 needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 Outcomes = Mapping[tuple[str, str], Future[tuple[Outcome, Path]]]
@@ -160,6 +162,7 @@ def test_a_wrong_value_ends_the_notebook_with_its_error(data: Path, tmp_path: Pa
     ("arguments", "error", "message"),
     [
         ({"source": "later"}, ParameterError, "source: wanted one of auto, measure, replay, got 'later'"),
+        ({"inputs": "normal,sinks"}, ParameterError, "inputs: wanted one of normal.*; the nearest is"),
         ({"suite": "huge"}, ParameterError, "suite: wanted one of .*standard.*, got 'huge'"),
         ({"stages": "00_naive,99_magic"}, UnknownStageError, "stage: wanted one of 00_naive.*, got '99_magic'"),
         ({"gpu": "nvidia-abacus"}, NoDataError, "'nvidia-abacus'.*GPUs with data: nvidia-h200"),
@@ -170,6 +173,19 @@ def test_settings_refuse(
 ) -> None:
     with pytest.raises(error, match=message):
         settings(**{"source": "replay", "data": data, "out": tmp_path, **arguments})  # type: ignore[arg-type]
+
+
+def test_a_lab_shows_the_first_kind_of_inputs_and_holds_all_against_the_libraries(tmp_path: Path) -> None:
+    (full, causal), kinds = suite("first"), ("falling", "normal")
+    write_synthetic(tmp_path, problems=[replace(full, inputs=kind) for kind in kinds])
+    what: dict[str, Any] = {"source": "replay", "data": tmp_path, "out": tmp_path}
+    lab = settings(inputs="falling, normal", **what)
+    assert {row.problem.inputs for row in (*lab.rows(), *lab.rows(full))} == {"falling"}
+    assert not lab.rows(causal)
+    assert {one.problem.inputs for one in lab.against_peers()} == {"falling", "normal"}
+    assert "inputs falling, normal" in str(lab)
+    assert {row.problem.inputs for row in settings(**what).rows()} == {"normal"}
+    assert "inputs" not in str(settings(**what))
 
 
 def test_settings_refuse_an_unwritable_folder(read_only_dir: Path, data: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,56 @@ def test_a_record_of_the_first_schema_reads_on() -> None:
     without = CONDITIONS.model_copy(update={"power_w_mean": None})
     assert read.samples == (new.samples[0].model_copy(update={"conditions": without}),)
     assert new.schema_version == records.SCHEMA_VERSION == 2
+
+
+def test_a_line_from_before_there_were_kinds_of_inputs_is_on_normal_ones() -> None:
+    old = json.loads(to_line(measurement()))
+    del old["problem"]["inputs"], old["trained"], old["samples"][0]["layer"]
+    read = parse_line(json.dumps(old))
+    assert read == measurement()
+    assert read.problem.inputs == "normal"
+    assert read.problem.problem() == PROBLEM
+
+
+def test_the_kind_of_inputs_reads_back_and_an_unknown_one_is_refused() -> None:
+    sink = replace(PROBLEM, inputs="sink_first")
+    row = measurement(problem=ProblemFields.of(sink))
+    read = parse_line(to_line(row))
+    assert isinstance(read, Measurement)
+    assert read.problem.problem() == sink
+    assert records.flat(read)["inputs"] == "sink_first"
+    assert records.flat(read)["worst_layer_us"] is None
+    line = to_line(row).replace("sink_first", "sink_fist")
+    with pytest.raises(ValidationError, match="the nearest is sink_first"):
+        parse_line(line)
+
+
+def test_the_time_on_trained_inputs_is_the_median_over_layers() -> None:
+    problem = Problem.parse("1x16x64x64", inputs="trained")
+    layers = [(1.0, 2.0, 9.0), (5.0, 4.0, 3.0), (8.0, 7.0, 6.0), (3.0, 3.0, 3.0)]
+    taken = [
+        samples(*times, layer=layer, sm_clock_mhz=(900.0 + layer,) * 3, conditions=CONDITIONS)
+        for layer, times in enumerate(layers)
+    ]
+    row = measurement(
+        problem=ProblemFields.of(problem),
+        samples=(*reversed(taken), samples(70.0, layer=0, regime="sustained")),
+        trained={"digest": "0123", "loss": 0.5, "layers": [{"sd": 2.5}]},
+    )
+    read = parse_line(to_line(row))
+    assert isinstance(read, Measurement)
+    assert read == row
+    found = read.samples_of()
+    assert found is not None
+    assert found.time_us == (2.0, 4.0, 7.0, 3.0)
+    assert found.sm_clock_mhz == (900.0, 901.0, 902.0, 903.0)
+    assert found.median_us == 3.5
+    flat = records.flat(read)
+    assert (flat["median_us"], flat["worst_layer_us"]) == (3.5, 7.0)
+    sustained = read.samples_of("sustained")
+    assert sustained is not None
+    assert sustained.time_us == (70.0,)
+    assert read.samples_of("burst", "cold") is None
 
 
 def test_cycles_per_score_follow_from_clock_and_time() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from synthetic import measurement, write_synthetic
 
-from flashlab import records, results, stages
+from flashlab import records, results, stages, tables
 from flashlab.errors import NoDataError
+from flashlab.inputs import KINDS
 from flashlab.problem import FIRST_SHAPE, Problem
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -302,6 +304,55 @@ def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: P
     flat = other.flat()
     assert flat["ratio"] == pytest.approx(0.9)
     assert flat["sustained"] is None
+
+
+def test_other_inputs_are_shown_where_they_are_asked_for(tmp_path: Path) -> None:
+    run, later = "20260102T030000Z-0123abc", "20260102T040000Z-0123abc"
+    sink = replace(FIRST, inputs="sink_first")
+    _write(tmp_path, run, _timed("01_coalesced", FIRST, run, 100.0), _timed("sdpa", FIRST, run, 110.0))
+    _write(tmp_path, later, _timed("01_coalesced", sink, later, 400.0), _timed("sdpa", sink, later, 110.0))
+    assert list(results.load(GPU, tmp_path).problems) == [FIRST]
+    assert list(results.load(GPU, tmp_path, ("sink_first",)).problems) == [sink]
+    (normal,) = results.against_peers(GPU, tmp_path)
+    assert (normal.problem, normal.flat()["inputs"]) == (FIRST, "normal")
+    both = results.against_peers(GPU, tmp_path, tuple(KINDS))
+    assert [(one.problem.inputs, one.burst and one.burst.ratio) for one in both] == [
+        ("normal", pytest.approx(1.1)),
+        ("sink_first", pytest.approx(0.275)),
+    ]
+    assert both[0].flat()["worst_ratio"] is None
+
+
+def _layers(name: str, problem: Problem, run: str, *times_us: float) -> records.Measurement:
+    row = _timed(name, problem, run, 1.0)
+    taken = [
+        row.samples[0].model_copy(update={"layer": layer, "time_us": (time_us,), "sm_clock_mhz": ()} | UNCLOCKED)
+        for layer, time_us in enumerate(times_us)
+    ]
+    return row.model_copy(update={"samples": tuple(taken)})
+
+
+UNCLOCKED = {"call_clock_mhz": (), "cycles_per_score": None}
+
+
+def test_the_worst_layer_of_trained_inputs_stands_beside_their_ratio(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    problem = replace(FIRST, inputs="trained")
+    _write(
+        tmp_path,
+        run,
+        _layers("01_coalesced", problem, run, 100.0, 200.0, 100.0),
+        _layers("sdpa_cudnn", problem, run, 120.0, 150.0, 130.0),
+        _layers("sdpa_flash", problem, run, 300.0, 140.0, 300.0),
+    )
+    (found,) = results.against_peers(GPU, tmp_path, ("trained",))
+    assert found.burst is not None
+    assert (found.burst.peer, found.burst.ratio) == ("sdpa_cudnn", pytest.approx(1.3))
+    # On layer 1 another library is the fastest.
+    assert (found.burst.worst_layer, found.burst.worst_ratio) == (1, pytest.approx(0.7))
+    flat = found.flat()
+    assert (flat["inputs"], flat["worst_layer"], flat["worst_ratio"]) == ("trained", 1, pytest.approx(0.7))
+    assert "×0.700 on layer 1" in tables.against([found])
 
 
 def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) -> None:

@@ -30,9 +30,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import ml_dtypes
 
@@ -51,17 +51,19 @@ from flashlab import (
     triton_code,
     tuned,
 )
-from flashlab.attention import Prepared, prepare
-from flashlab.check import HOSTILE, POISON_WORD, Guarded, Oracle, Sample, check
+from flashlab.attention import Fallbacks, Prepared, prepare
+from flashlab.check import HOSTILE, POISON_WORD, FlashAttentionOracle, Guarded, Oracle, Sample, check
 from flashlab.check import Verdict as CheckVerdict
-from flashlab.checks import LAYOUTS as LAYOUTS
 from flashlab.checks import (
+    FLASH_ATTENTION,
+    SUITES,
     TENSORS,
     EmulatorVerdict,
     build_all,
     case_line,
     cases,
     damage,
+    default_cases,
     emulate_beside,
     emulates,
     finite,
@@ -69,7 +71,9 @@ from flashlab.checks import (
     laid_out,
     placement,
     random_cases,
+    suite_cases,
 )
+from flashlab.checks import LAYOUTS as LAYOUTS
 from flashlab.checks import CheckRow as CheckRow
 from flashlab.checks import CheckRun as CheckRun
 from flashlab.errors import (
@@ -82,6 +86,7 @@ from flashlab.errors import (
     ParameterError,
     UnsupportedError,
 )
+from flashlab.inputs import NORMAL, TRAINED
 from flashlab.paths import DATA, writable_dir
 from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, Precision, Problem
 from flashlab.records import (
@@ -97,17 +102,25 @@ from flashlab.records import (
     Tuning,
     Verdict,
 )
-from flashlab.reference import Shape
+from flashlab.reference import Shape, make_torch_inputs
 from flashlab.stages import variant_in
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
 _HEAT_SECONDS = 2.0
 """Of work before the first sustained measurement of a problem, so that all of them find a warm chip."""
+_CHECKED_SCORES = 1 << 27
+"""Scores that a check of a measurement compares with the oracle where there are many measurements."""
+_LAYER_SAMPLES = 5
+_LAYER_SUSTAINED_S = 0.2
+"""Of each layer of `trained` inputs, where a plan has so many."""
+_MODEL_S = 300.0
+"""What making `trained` inputs may take longer than a step of anything else."""
 _REASON_CHARS = 2000
 _LOG_CHARS = 1500
 _WAITING_EMULATIONS = 256
 """Runs of the emulator that may wait for a core, so that their arrays do not fill the memory."""
 Message = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +142,26 @@ class Plan:
     sustained_names: tuple[str, ...] | None = None
     """Of which implementations; None: of all."""
     checked_scores: int = 1 << 30
-    """Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`check.Sample`)."""
+    """Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`check.Sample`).
+
+    No more than `_CHECKED_SCORES` on other inputs than normal: a row of many kinds would be mostly oracle.
+    """
+
+    def checks(self, problem: Problem) -> int:
+        """Scores of that problem to compare with the oracle."""
+        return self.checked_scores if problem.inputs == NORMAL else min(self.checked_scores, _CHECKED_SCORES)
+
+    def shared(self, layers: int) -> Plan:
+        """For each of so many layers, which together cost about what one kind of inputs costs."""
+        return replace(
+            self,
+            samples=min(self.samples, max(_LAYER_SAMPLES, self.samples // layers)),
+            min_samples=min(self.min_samples, _LAYER_SAMPLES),
+            cold_samples=min(self.cold_samples, max(_LAYER_SAMPLES, self.cold_samples // layers)),
+            cap_s=self.cap_s / layers,
+            sustained_seconds=min(self.sustained_seconds, max(_LAYER_SUSTAINED_S, self.sustained_seconds / layers)),
+            checked_scores=max(1, min(self.checked_scores, _CHECKED_SCORES) // layers),
+        )
 
     def sustains(self, problem: Problem, name: str) -> bool:
         """Whether that implementation is called for seconds at that problem."""
@@ -145,12 +177,24 @@ class Plan:
         _not_negative(cold_samples=self.cold_samples, cap_s=self.cap_s, sustained_seconds=self.sustained_seconds)
 
 
+_BRIEF = Plan(
+    samples=15,
+    min_samples=5,
+    cold_samples=0,
+    cap_s=0.5,
+    sustained_seconds=1.0,
+    sustained_shapes=None,
+    checked_scores=_CHECKED_SCORES,
+)
 PLANS: Mapping[str, Plan] = {
     "peers": Plan(sustained_shapes=None, checked_scores=1 << 28),
     "lengths": Plan(
-        samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=1 << 27
+        samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=_CHECKED_SCORES
     ),
-    "claims": Plan(samples=30, cold_samples=0, cap_s=0.4, sustained_seconds=0.0, checked_scores=1 << 27),
+    "claims": Plan(samples=30, cold_samples=0, cap_s=0.4, sustained_seconds=0.0, checked_scores=_CHECKED_SCORES),
+    "inputs": _BRIEF,
+    "offsets": _BRIEF,
+    "gqa": _BRIEF,
 }
 """Of the suites that want their own; `Plan()` of the others."""
 
@@ -172,7 +216,7 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
-Folder = Literal["runs", "tuning", "ablations", "parts", "readings", "checks", "random"]
+Folder = Literal["runs", "tuning", "ablations", "parts", "readings", "checks", "random", "flash-attention"]
 """Below data/<gpu>/."""
 
 
@@ -1009,7 +1053,8 @@ def estimate(
     """How long each problem of a run may take, and the whole run, in seconds; nothing is run.
 
     From what is recorded: the time of an implementation is taken from its row at the same head dim and mask that is
-    nearest in operations, and scaled by them. A stage without one is taken to be as fast as its parent.
+    nearest in operations, on the same inputs where there is one, and scaled by them. A stage without one is taken to be
+    as fast as its parent. Of `trained` inputs all layers together are taken to cost what another kind costs.
 
     Args:
         problems, stages, peers, sources, plan, ceilings: as `run` takes them.
@@ -1021,7 +1066,7 @@ def estimate(
     found = []
     for problem in problems:
         able = [(name, kind, identity) for name, kind, identity, _ in names if _takes(kind, identity, problem)]
-        scores = min(plan.checked_scores, int(problem.batch * problem.q_heads * problem.visible_scores))
+        scores = min(plan.checks(problem), int(problem.batch * problem.q_heads * problem.visible_scores))
         seconds, long = 0.0, 0
         for name, kind, identity in able:
             call_s = _guess_us(kind, identity, problem, known) / 1e6
@@ -1061,7 +1106,13 @@ def _guess_us(kind: str, identity: str, problem: Problem, known: Sequence[Measur
             and (samples := row.samples_of())
         ]
         if alike:
-            row, samples = min(alike, key=lambda pair: abs(math.log(pair[0].problem.problem().flops / problem.flops)))
+            row, samples = min(
+                alike,
+                key=lambda pair: (
+                    pair[0].problem.inputs != problem.inputs,
+                    abs(math.log(pair[0].problem.problem().flops / problem.flops)),
+                ),
+            )
             return samples.median_us * problem.flops / row.problem.problem().flops
         name = stages.get(name).parent if kind == "stage" else None
     return problem.flops / _UNKNOWN_TFLOPS / 1e6
@@ -1073,15 +1124,17 @@ def _guess_us(kind: str, identity: str, problem: Problem, known: Sequence[Measur
 def check_stages(
     stage_ids: Sequence[str] | None = None,
     *,
-    lengths: Sequence[tuple[int, int]] = HOSTILE,
+    lengths: Sequence[tuple[int, int]] | None = None,
     dtypes: Sequence[str] = DTYPES,
     masks: Sequence[str] = MASKS,
-    layouts: Sequence[str] = tuple(LAYOUTS),
+    layouts: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
     head_dims: Sequence[int] | None = None,
     sources: Mapping[str, Path] | None = None,
     data: Path | None = DATA,
     emulate: bool = False,
     random: int = 0,
+    suite: str | None = None,
     device: int = 0,
     seed: int = 0,
     timeout_s: float = 120.0,
@@ -1089,13 +1142,18 @@ def check_stages(
     progress: Report | None = None,
     worker: Sequence[str] = WORKER,
 ) -> CheckRun:
-    """Compare stages with the oracle on the GPU, over lengths, masks, types and layouts that break kernels.
+    """Compare stages with the oracle on the GPU, over lengths, masks, types, layouts and inputs that break kernels.
 
     Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
     the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere where `data` is None.
 
+    Where lengths, layouts and inputs are left open, these are `checks.default_cases`. Where one of them is given, every
+    combination runs: by default of all hostile lengths, every layout and normal inputs. `inputs` are kinds that are
+    drawn from a seed: all but `trained`.
+
     `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two. `random` replaces
     lengths, masks, types, layouts and head dims by so many `checks.random_cases`; their rows go to data/<gpu>/random/.
+    `suite` replaces them by the cases of one of `checks.SUITES`, judged by its rule, and the folder is its name.
 
     Raises:
         As `run`.
@@ -1103,10 +1161,17 @@ def check_stages(
     names = _names(stage_ids, (), sources or {})
     _positive(timeout_s=timeout_s, startup_s=startup_s)
     able = {name: stages.get(identity) for name, _, identity, _ in names}
+    what: Message = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims}
     if random:
-        wanted = random_cases(able, random, seed=seed)
+        wanted = random_cases(able, random, seed=seed, inputs=inputs or (NORMAL,))
+    elif suite:
+        wanted = suite_cases(suite, able, **what)
+    elif lengths is None and layouts is None and inputs is None:
+        wanted = default_cases(able, **what)
     else:
-        wanted = cases(able, lengths=lengths, dtypes=dtypes, masks=masks, layouts=layouts, head_dims=head_dims)
+        what |= {"layouts": tuple(LAYOUTS) if layouts is None else layouts}
+        what |= {"inputs": (NORMAL,) if inputs is None else inputs}
+        wanted = cases(able, lengths=HOSTILE if lengths is None else lengths, **what)
     with ThreadPoolExecutor(1) as aside:
         which = {name: (identity, source) for name, _, identity, source in names}
         built = aside.submit(build_all, which, wanted) if emulate else None
@@ -1115,7 +1180,9 @@ def check_stages(
             built.result()
     cells = [_Cell(case.problem, list(case.names), case.layout) for case in wanted]
     with tempfile.TemporaryDirectory() as nowhere:
-        book = _open_book(Path(nowhere) if data is None else data, "random" if random else "checks")
+        book = _open_book(
+            Path(nowhere) if data is None else data, "random" if random else FLASH_ATTENTION if suite else "checks"
+        )
         rows: list[CheckRow] = []
         of_cases: dict[int, list[CheckRow]] = {}
         due = {id(cell): len(cell.pending) for cell in cells}
@@ -1130,6 +1197,7 @@ def check_stages(
                 reason=str(message["reason"]),
                 verdict=None if verdict is None else Verdict.model_validate(verdict),
                 emulator=_emulator_verdict(message.get("emulator")),
+                fallbacks=Fallbacks(*message["fallbacks"]) if message.get("fallbacks") else None,
             )
             rows.append(found)
             of_case = of_cases.setdefault(id(cell), [])
@@ -1147,6 +1215,7 @@ def check_stages(
                 "device": device,
                 "seed": seed,
                 "emulate": emulate,
+                "suite": suite,
                 "implementations": {
                     name: {
                         "kind": kind,
@@ -1252,7 +1321,8 @@ class _Candidate:
     verdict: Message | None
     """None where it is not judged."""
     cubin: Message | None
-    keep: tuple[Any, ...]
+    judge: Callable[[], Message | None]
+    """Checks it again, on what its inputs hold by then; `_RefusedError` where it is wrong."""
     choice: str = ""
 
 
@@ -1280,12 +1350,18 @@ class _Worker:
             if job.get("emulate")
             else None
         )
-        self._emulating: dict[Future[EmulatorVerdict], tuple[int, str, Message]] = {}
-        """Runs of the emulator under way: the cell, the name and the GPU's verdict of each."""
+        self._emulating: dict[Future[EmulatorVerdict], tuple[int, str, Message, Fallbacks | None]] = {}
+        """Runs of the emulator under way: the cell, the name, and the GPU's verdict and fallbacks of each."""
         self._unfinished: dict[int, int] = {}
         """Of each cell, how many of them are its own."""
         self._oracle = Oracle()
-        """Of the problem in hand."""
+        """Of the problem in hand, and the layer."""
+        self._checked_scores = 0
+        """How many of its scores are compared with the oracle."""
+        self._model: Message | None = None
+        """What there is to say of the model that made the inputs in hand; None where none did."""
+        self._peers: tuple[Problem | None, dict[str, peers.Attention]] = None, {}
+        """Libraries as built for a problem, whatever its inputs."""
 
     def start(self) -> None:
         """Take hold of the GPU and greet.
@@ -1358,33 +1434,56 @@ class _Worker:
 
     def _bench_cell(self, cell: Message) -> None:
         index, problem = cell["index"], Problem(**cell["problem"])
-        self.step(index, "", "make inputs")
-        self._oracle = Oracle()  # of the problem before: its memory goes with it
+        self.step(index, "", "make inputs", extra_s=_MODEL_S if problem.inputs == TRAINED else 0.0)
         self._free()
-        q, k, v = self._inputs(problem)
-        ready: dict[str, _Candidate] = {}
-        for name in cell["names"]:
-            self.step(index, name, "build and check")
+        plan, self._model = Plan(**self._job["plan"]), None
+        if problem.inputs == TRAINED:
+            trained = _trained()
+            why_not = trained.why_not(problem)
+            if why_not:
+                for name in cell["names"]:
+                    self._row(index, name, "unsupported", f"{TRAINED} inputs: {why_not}")
+                self._send({"type": "cell_done", "cell": index})
+                return
+            layers = [trained.activations(problem, layer) for layer in range(trained.layers(problem))]
+            self._model = trained.describe(problem.head_dim)
+            plan = plan.shared(len(layers))
+            # Kernels are made ready once, for these addresses, and every layer goes through them.
+            tensors = tuple(self.torch.empty_like(x, memory_format=self.torch.contiguous_format) for x in layers[0])
+        else:
+            tensors = self._inputs(problem)
+            layers = [tensors]
+        self._checked_scores = plan.checks(problem)
+        self._load(tensors, layers[0])
+        ready = self._each(
+            index, cell["names"], "build and check", lambda name: self._candidate(name, problem, *tensors)
+        )
+        self._time(index, problem, ready, plan, tensors, layers)
+        self._send({"type": "cell_done", "cell": index})
+
+    def _load(self, tensors: Sequence[Any], layer: Sequence[Any]) -> None:
+        """Put other values into Q, K and V."""
+        self._oracle = Oracle()  # of the values before: its memory goes with it
+        for tensor, values in zip(tensors, layer, strict=True):
+            if tensor is not values:
+                tensor.copy_(values)
+
+    def _each(self, index: int, names: Sequence[str], what: str, act: Callable[[str], T]) -> dict[str, T]:
+        """What comes of each implementation; the row of one that gives none is sent."""
+        found: dict[str, T] = {}
+        for name in names:
+            self.step(index, name, what)
             try:
-                ready[name] = self._candidate(name, problem, q, k, v)
+                found[name] = act(name)
             except _RefusedError as refused:
                 self._row(index, name, refused.status, refused.reason, verdict=refused.verdict)
             except Exception as error:
                 self._survive(error)
                 self._row(index, name, *_classify(error))
-        self._time(index, problem, ready)
-        self._send({"type": "cell_done", "cell": index})
+        return found
 
     def _inputs(self, problem: Problem) -> tuple[Any, Any, Any]:
-        torch = self.torch
-        generator = torch.Generator(device="cuda").manual_seed(self._job["seed"])
-        q_shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
-        kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
-        q, k, v = (
-            torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
-            for shape in (q_shape, kv_shape, kv_shape)
-        )
-        return q, k, v
+        return make_torch_inputs(problem, self._job["seed"])
 
     def _for_oracle(self, tensor: Any) -> Any:
         """A CuPy view of a torch tensor; bfloat16 as its bits, since CuPy need not know the type."""
@@ -1414,7 +1513,7 @@ class _Worker:
             causal=problem.causal,
             dtype=problem.dtype,
             precision=precision,
-            sample=Sample.of(shape, max_scores=self._job["plan"]["checked_scores"], seed=self._job["seed"]),
+            sample=Sample.of(shape, max_scores=self._checked_scores, seed=self._job["seed"]),
             oracle=self._oracle,
             xp=self.cupy,
         )
@@ -1442,22 +1541,27 @@ class _Worker:
             timed = prepare(q, k, v, out=out, **what)
             timed()
             gpu.synchronize(self._device)
-            return _Candidate(timed, None, _cubin_fields(timed), (out,))
+            return _Candidate(timed, None, _cubin_fields(timed), lambda: None)
         lse = self.torch.empty(q.shape[:3], dtype=self.torch.float32, device=q.device)
-        lse.view(self.torch.int32).fill_(POISON_WORD << 16 | POISON_WORD)
         with_lse = prepare(q, k, v, out=out, lse=lse, **what)
-        with_lse()
-        gpu.synchronize(self._device)
-        verdict = self._judge(out, lse, problem, q, k, v, stage.precision)
-        # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
-        first = out.clone()
-        out.view(self.torch.int16).fill_(POISON_WORD)
         timed = prepare(q, k, v, out=out, **what)
-        timed()
-        gpu.synchronize(self._device)
-        if not self.torch.equal(first.view(self.torch.int16), out.view(self.torch.int16)):
-            self._judge(out, None, problem, q, k, v, stage.precision)
-        return _Candidate(timed, verdict, _cubin_fields(timed), (out,))
+
+        def judge() -> Message:
+            out.view(self.torch.int16).fill_(POISON_WORD)
+            lse.view(self.torch.int32).fill_(POISON_WORD << 16 | POISON_WORD)
+            with_lse()
+            gpu.synchronize(self._device)
+            verdict = self._judge(out, lse, problem, q, k, v, stage.precision)
+            # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
+            first = out.clone()
+            out.view(self.torch.int16).fill_(POISON_WORD)
+            timed()
+            gpu.synchronize(self._device)
+            if not self.torch.equal(first.view(self.torch.int16), out.view(self.torch.int16)):
+                self._judge(out, None, problem, q, k, v, stage.precision)
+            return verdict
+
+        return _Candidate(timed, judge(), _cubin_fields(timed), judge)
 
     def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
         peer = peers.get(name)
@@ -1470,64 +1574,94 @@ class _Worker:
         )
         if why_not:
             raise _RefusedError(why_not.kind, why_not.reason)
+        # Some compile for seconds, and none of them asks what the inputs hold.
+        shape = replace(problem, inputs=NORMAL)
+        if self._peers[0] != shape:
+            self._peers = shape, {}
+        built = self._peers[1]
         with self.torch.no_grad():
-            attend = peer.build(problem)
-            out = attend(q, k, v)
-            gpu.synchronize(self._device)
-            verdict = self._judge(out, None, problem, q, k, v)
-        del out
+            attend = built[name] = built.get(name) or peer.build(problem)
+
+        def judge() -> Message:
+            with self.torch.no_grad():
+                out = attend(q, k, v)
+                gpu.synchronize(self._device)
+                return self._judge(out, None, problem, q, k, v)
 
         def run() -> None:
             attend(q, k, v)
 
-        return _Candidate(run, verdict, None, (attend,), choice=getattr(attend, "choice", ""))
+        verdict = judge()  # Only then has one that tunes itself chosen.
+        return _Candidate(run, verdict, None, judge, choice=getattr(attend, "choice", ""))
 
-    def _time(self, index: int, problem: Problem, ready: Mapping[str, _Candidate]) -> None:
-        if not ready:
-            return
-        plan = Plan(**self._job["plan"])
-        runs = {name: candidate.run for name, candidate in ready.items()}
+    def _time(
+        self,
+        index: int,
+        problem: Problem,
+        ready: Mapping[str, _Candidate],
+        plan: Plan,
+        tensors: Sequence[Any],
+        layers: Sequence[Sequence[Any]],
+    ) -> None:
+        """Samples of all that is ready, in turn; where the inputs have layers, on one after the other."""
         timer = timing.Timer(self._backend, seed=self._job["seed"])
         series: dict[str, list[Message]] = {name: [] for name in ready}
+        hot: list[Mapping[str, timing.Series]] = []
 
-        def keep(burst: Mapping[str, timing.Series]) -> None:
+        def keep(burst: Mapping[str, timing.Series], of_layer: Message) -> None:
             for name, found in burst.items():
-                series[name].append(_samples(found, timer.summary(name)))
+                series[name].append({**_samples(found, timer.summary(name)), **of_layer})
 
-        with self.torch.no_grad():
-            hot = timer.burst(
-                runs,
-                samples=plan.samples,
-                min_samples=min(plan.min_samples, plan.samples),
-                cap_s=plan.cap_s,
-                announce=lambda name: self.step(index, name, "time, hot"),
-            )
-            keep(hot)
-            if plan.cold_samples:
-                cold = timer.burst(
-                    runs,
-                    cold=True,
-                    samples=plan.cold_samples,
-                    min_samples=min(3, plan.cold_samples),
-                    cap_s=plan.cap_s / 2,
-                    announce=lambda name: self.step(index, name, "time, cold"),
+        for number, layer in enumerate(layers):
+            of_layer = {} if self._model is None else {"layer": number}
+            if number:
+                self._load(tensors, layer)
+                ready = self._checked_again(index, number, ready)
+            if not ready:
+                return
+            runs = {name: candidate.run for name, candidate in ready.items()}
+            with self.torch.no_grad():
+                hot.append(
+                    timer.burst(
+                        runs,
+                        samples=plan.samples,
+                        min_samples=min(plan.min_samples, plan.samples),
+                        cap_s=plan.cap_s,
+                        announce=lambda name: self.step(index, name, "time, hot"),
+                    )
                 )
-                keep(cold)
-            # From the slowest to the fastest, without a pause between them: what is compared most closely runs one
-            # after the other, on a chip that the one before kept warm.
-            long = sorted(
-                (name for name in runs if plan.sustains(problem, name)), key=lambda name: -hot[name].median_us
-            )
-            for position, name in enumerate(long):
-                self.step(index, name, "time, sustained", extra_s=2 * plan.sustained_seconds + _HEAT_SECONDS)
-                call_us = hot[name].median_us
-                if not position:
-                    timer.sustained(runs[name], seconds=_HEAT_SECONDS, call_us=call_us)
-                found = timer.sustained(runs[name], seconds=plan.sustained_seconds, call_us=call_us)
+                keep(hot[-1], of_layer)
+                if plan.cold_samples:
+                    cold = timer.burst(
+                        runs,
+                        cold=True,
+                        samples=plan.cold_samples,
+                        min_samples=min(3, plan.cold_samples),
+                        cap_s=plan.cap_s / 2,
+                        announce=lambda name: self.step(index, name, "time, cold"),
+                    )
+                    keep(cold, of_layer)
+        # From the slowest to the fastest, without a pause between them: what is compared most closely runs one
+        # after the other, on a chip that the one before kept warm.
+        long = sorted(
+            (name for name in ready if plan.sustains(problem, name)), key=lambda name: -hot[0][name].median_us
+        )
+        heat_s = min(_HEAT_SECONDS, plan.sustained_seconds * len(layers))
+        for position, name in enumerate(long):
+            run = ready[name].run
+            for number, layer in enumerate(layers):
+                self.step(index, name, "time, sustained", extra_s=2 * plan.sustained_seconds + heat_s)
+                self._load(tensors, layer)
+                call_us = hot[number][name].median_us
+                with self.torch.no_grad():
+                    if not position and not number:
+                        timer.sustained(run, seconds=heat_s, call_us=call_us)
+                    found = timer.sustained(run, seconds=plan.sustained_seconds, call_us=call_us)
                 series[name].append(
                     {
                         **_samples(found.series, found.summary, found.energy_j_per_call),
                         "continuous_s": found.continuous_s,
+                        **({} if self._model is None else {"layer": number}),
                     }
                 )
         for name, candidate in ready.items():
@@ -1541,6 +1675,21 @@ class _Worker:
                 cubin=candidate.cubin,
                 choice=candidate.choice,
             )
+
+    def _checked_again(self, index: int, number: int, ready: Mapping[str, _Candidate]) -> dict[str, _Candidate]:
+        """Those that are right on another layer too; each keeps the verdict that came closest to its limit."""
+
+        def judged(name: str) -> _Candidate:
+            candidate = ready[name]
+            try:
+                verdict = candidate.judge()
+            except _RefusedError as refused:
+                raise _RefusedError(refused.status, f"layer {number}: {refused.reason}", refused.verdict) from None
+            if _closeness(verdict) > _closeness(candidate.verdict):
+                candidate.verdict = verdict
+            return candidate
+
+        return self._each(index, list(ready), f"check on layer {number}", judged)
 
     def _row(
         self,
@@ -1562,6 +1711,7 @@ class _Worker:
             "samples": list(samples),
             "cubin": cubin,
             **({"choice": choice} if choice else {}),
+            **({"trained": self._model} if self._model else {}),
         }
         self._send({"type": "row", "cell": index, "row": row})
 
@@ -1581,8 +1731,17 @@ class _Worker:
         self.step(index, "", "make inputs")
         made = tuple(self._for_oracle(x) for x in self._inputs(problem))
         values = laid_out(made, layout, self.cupy)
-        inputs = _guarded_inputs(values, layout)
-        oracle = Oracle()
+        try:
+            inputs = _guarded_inputs(values, layout)
+        except Exception as error:  # rows far apart take gigabytes
+            self._survive(error)
+            for name in cell["names"]:
+                self._send_check(index, name, *_classify(error), None)
+            self._unfinished[index] = 0
+            self._send({"type": "cell_done", "cell": index})
+            return
+        rule = self._job.get("suite")
+        judge = partial(SUITES[rule], oracle=FlashAttentionOracle()) if rule else partial(check, oracle=Oracle())
         host: tuple[Any, ...] | None = None
         for name in cell["names"]:
             self.step(index, name, "check")
@@ -1590,7 +1749,7 @@ class _Worker:
             source = None if which["source"] is None else Path(which["source"])
             try:
                 stages.get(which["id"]).require(problem, self._info.arch)
-                verdict, out, lse = _guarded_run(
+                verdict, out, lse, fallbacks = _guarded_run(
                     which["id"],
                     problem,
                     values,
@@ -1598,7 +1757,7 @@ class _Worker:
                     layout=layout,
                     source=source,
                     params=which["params"],
-                    oracle=oracle,
+                    judge=judge,
                 )
                 said = finite(verdict)
             except Exception as error:
@@ -1621,10 +1780,11 @@ class _Worker:
                     params=which["params"],
                     threads=1,
                 )
-                self._emulating[future] = (index, name, said)
+                self._emulating[future] = (index, name, said, fallbacks)
                 continue
-            self._send_check(index, name, "ok" if verdict.passed else "wrong", verdict.reason, said)
-        self._unfinished[index] = sum(of_cell == index for of_cell, _, _ in self._emulating.values())
+            status = "ok" if verdict.passed else "wrong"
+            self._send_check(index, name, status, verdict.reason, said, fallbacks=fallbacks)
+        self._unfinished[index] = sum(of_cell == index for of_cell, *_ in self._emulating.values())
         if not self._unfinished[index]:
             self._send({"type": "cell_done", "cell": index})
         self._collect(most=_WAITING_EMULATIONS)
@@ -1637,11 +1797,11 @@ class _Worker:
                 self.step(*next(iter(self._emulating.values()))[:2], "emulate")
             done, _ = wait(self._emulating, timeout=None if late else 0, return_when=FIRST_COMPLETED)
             for future in done:
-                index, name, verdict = self._emulating.pop(future)
+                index, name, verdict, fallbacks = self._emulating.pop(future)
                 try:
                     beside = future.result()
                     status, reason = beside.status, beside.reason and f"emulator: {beside.reason}"
-                    self._send_check(index, name, status, reason, verdict, _emulator_message(beside))
+                    self._send_check(index, name, status, reason, verdict, _emulator_message(beside), fallbacks)
                 except Exception as error:
                     self._send_check(index, name, *_classify(error), verdict)
                 self._unfinished[index] -= 1
@@ -1651,11 +1811,20 @@ class _Worker:
                 return
 
     def _send_check(
-        self, index: int, name: str, status: str, reason: str, verdict: Message | None, beside: Message | None = None
+        self,
+        index: int,
+        name: str,
+        status: str,
+        reason: str,
+        verdict: Message | None,
+        beside: Message | None = None,
+        fallbacks: Fallbacks | None = None,
     ) -> None:
-        row = {"name": name, "status": status, "reason": reason[:_REASON_CHARS], "verdict": verdict}
+        row: Message = {"name": name, "status": status, "reason": reason[:_REASON_CHARS], "verdict": verdict}
         if beside is not None:
             row["emulator"] = beside
+        if fallbacks is not None:
+            row["fallbacks"] = fallbacks
         self._send({"type": "row", "cell": index, "row": row})
 
     def _on_host(self, array: Any) -> Any:
@@ -1696,9 +1865,9 @@ def _guarded_run(
     layout: str,
     source: Path | None,
     params: Mapping[str, int] | None = None,
-    oracle: Oracle | None = None,
-) -> tuple[CheckVerdict, Any, Any]:
-    """The verdict, and the output and log-sum-exp it is on; `inputs` are `_guarded_inputs` of the values."""
+    judge: Callable[..., CheckVerdict] = check,
+) -> tuple[CheckVerdict, Any, Any, Fallbacks | None]:
+    """The verdict, the output and log-sum-exp it is on, and fallbacks; `inputs` are `_guarded_inputs` of the values."""
     cupy = _need("cupy")
     out_shape = values[0].shape
     out = Guarded.output(out_shape, problem.dtype, xp=cupy, **placement(out_shape, layout))
@@ -1713,20 +1882,20 @@ def _guarded_run(
         source=source,
         params=params,
         stream=cupy.cuda.get_current_stream(),
+        count_fallbacks=True,
     )
     prepared()
     gpu.synchronize(prepared.plan.device)
-    verdict = damage(out, lse, inputs) or check(
+    verdict = damage(out, lse, inputs) or judge(
         out.array,
         lse.array,
         *values,
         causal=problem.causal,
         dtype=problem.dtype,
         precision=stages.get(stage_id).precision,
-        oracle=oracle,
         xp=cupy,
     )
-    return verdict, out.array, lse.array
+    return verdict, out.array, lse.array, prepared.fallbacks()
 
 
 def _for_kernel(array: Any, problem: Problem) -> Any:
@@ -1745,6 +1914,16 @@ def _need(module: str) -> Any:
             f"wanted the Python package {module} to measure on a GPU, got: {error}. "
             "`pip install 'flashlab[gpu]'` installs it."
         ) from error
+
+
+def _trained() -> Any:
+    """The module of `trained` inputs, loaded where they are wanted: it wants torch."""
+    return importlib.import_module("flashlab.trained")
+
+
+def _closeness(verdict: Message | None) -> float:
+    """An error over its limit; 0 where there is none."""
+    return float(verdict["max_abs_error"] / verdict["max_abs_limit"]) if verdict and verdict["max_abs_limit"] else 0.0
 
 
 def _words(error: BaseException) -> str:

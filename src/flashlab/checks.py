@@ -7,7 +7,6 @@ hostile inputs, whose scores reach what a kernel does seldom, and rows that lie 
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -43,7 +42,7 @@ from flashlab.errors import (
     UnsupportedError,
 )
 from flashlab.inputs import HOSTILE as HOSTILE_INPUTS
-from flashlab.inputs import NORMAL, SCALE8
+from flashlab.inputs import NORMAL, SCALE8, drawn
 from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, Problem
 from flashlab.records import Verdict
 from flashlab.reference import make_inputs
@@ -145,15 +144,16 @@ def cases(
     dtypes: Sequence[str] = DTYPES,
     masks: Sequence[str] = MASKS,
     layouts: Sequence[str] = tuple(LAYOUTS),
+    inputs: Sequence[str] = (NORMAL,),
     head_dims: Sequence[int] | None = None,
     heads: tuple[int, int, int] = HEADS,
-    inputs: Sequence[str] = (NORMAL,),
 ) -> list[Case]:
     """Every combination that at least one implementation takes. `able` is the stage of each name.
 
     Raises:
-        ParameterError: an unknown layout, mask or type, or nothing is left.
+        ParameterError: an unknown layout, mask or type, inputs that are not drawn, or nothing is left.
     """
+    kinds = [drawn(name) for name in inputs]
     for wanted, known, what in (
         (layouts, {**LAYOUTS, **FAR_LAYOUTS}, "layout"),
         (masks, MASKS, "mask"),
@@ -168,7 +168,7 @@ def cases(
     for head_dim in dims:
         for dtype in dtypes:
             for mask in masks:
-                for (q_len, kv_len), kind in itertools.product(lengths, inputs):
+                for q_len, kv_len in lengths:
                     problem = Problem(
                         batch=batch,
                         q_heads=q_heads,
@@ -178,10 +178,14 @@ def cases(
                         head_dim=head_dim,
                         dtype=dtype,  # type: ignore[arg-type]
                         mask=mask,  # type: ignore[arg-type]
-                        inputs=kind,
                     )
                     names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
-                    found.extend(Case(problem, layout, names) for layout in layouts if names)
+                    found.extend(
+                        Case(replace(problem, inputs=kind), layout, names)
+                        for kind in kinds
+                        for layout in layouts
+                        if names
+                    )
     if not found:
         raise ParameterError("wanted at least one stage that takes one of those types and head dims, got none")
     return found
@@ -261,7 +265,8 @@ def is_long(q_len: int, kv_len: int) -> bool:
 
 
 _WARPGROUP_ROWS = 64
-FLASH_ATTENTION = "flash-attention"
+FLASH_ATTENTION: Literal["flash-attention"] = "flash-attention"
+FLASH_ATTENTION_INPUTS = (NORMAL, SCALE8.name, "sink_first")
 SUITES: Mapping[str, Callable[..., CheckVerdict]] = {FLASH_ATTENTION: check_as_flash_attention}
 """Cases of other people's tests, and the rule by which they judge."""
 _FLASH_ATTENTION_HEADS = ((6, 6), (6, 2), (6, 1))
@@ -293,7 +298,7 @@ def flash_attention_cases(
             layouts=("bshd",),
             head_dims=head_dims,
             heads=(1 if on_cpu else 9 if kv_len <= 2048 else 2, q_heads, kv_heads),
-            inputs=(NORMAL, SCALE8.name, "sink_first"),
+            inputs=FLASH_ATTENTION_INPUTS,
         )
     ]
 
@@ -316,15 +321,24 @@ GPU_SCORES, CPU_SCORES = 1 << 22, 1 << 15
 """Scores of a random problem at most: what a GPU checks in milliseconds, and a CPU emulates in a second."""
 
 
-def random_cases(able: Mapping[str, Stage], count: int, *, seed: int, max_scores: int = GPU_SCORES) -> list[Case]:
+def random_cases(
+    able: Mapping[str, Stage],
+    count: int,
+    *,
+    seed: int,
+    max_scores: int = GPU_SCORES,
+    inputs: Sequence[str] = (NORMAL,),
+) -> list[Case]:
     """`count` problems drawn with `seed`, each in a layout of its own, of `max_scores` scores at most.
 
     Lengths are 1 to 1500, many of them at the edges of tiles, those of queries and keys independent of one another; so
-    are the places of the four tensors: order of the dimensions, gaps, addresses, heads that share their memory.
+    are the places of the four tensors: order of the dimensions, gaps, addresses, heads that share their memory. Kinds
+    of inputs follow one another.
 
     Raises:
-        ParameterError: no stage, or no case asked for.
+        ParameterError: no stage, or no case asked for, or inputs that are not drawn.
     """
+    kinds = [drawn(name) for name in inputs]
     if count < 1 or not able:
         raise ParameterError(f"wanted at least one random case and one stage, got {count} and {len(able)}")
     rng = np.random.default_rng(seed)
@@ -347,6 +361,7 @@ def random_cases(able: Mapping[str, Stage], count: int, *, seed: int, max_scores
             head_dim=int(rng.choice(dims)),
             dtype=rng.choice(dtypes).item(),
             mask=rng.choice(MASKS).item(),
+            inputs=kinds[len(found) % len(kinds)],
         )
         names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
         if names:
@@ -399,11 +414,10 @@ def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
         "shape": problem.shape,
         "dtype": problem.dtype,
         "mask": problem.mask,
+        **({} if problem.inputs == NORMAL else {"inputs": problem.inputs}),
         "layout": rows[0].layout,
         "ok": {row.stage: _numbers(row) for row in rows if _passed(row)},
     }
-    if problem.inputs != NORMAL:
-        line["inputs"] = problem.inputs
     fallbacks = {row.stage: row.fallbacks for row in rows if row.fallbacks and any(row.fallbacks)}
     if fallbacks:
         line["fallbacks"] = fallbacks
@@ -478,16 +492,21 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
             if "format" in line:
                 header = {key: value for key, value in line.items() if key != "format"}
             else:
-                found.extend([{**header, **one} for one in _expanded(line)] if header else [line])
+                found.extend([{**header, **one} for one in _expanded(line)] if header else [_first_format(line)])
         except (ValueError, KeyError, TypeError, FlashlabError) as error:
             raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {error!r}") from error
     return tuple(found)
 
 
+def _first_format(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Its line, from before there were kinds of inputs."""
+    return {**line, "problem": {**line["problem"], "inputs": NORMAL}}
+
+
 def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The comparisons of a line of `case_line`, or the one of a line of format 2."""
-    kind = line.get("inputs", NORMAL)
-    problem = asdict(Problem.parse(line["shape"], dtype=line["dtype"], mask=line["mask"], inputs=kind))
+    what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
+    problem = asdict(Problem.parse(line["shape"], **what))
     if "stage" in line:
         return [_full(line, problem, line["layout"])]
     rows = [_passed_line(stage, numbers, line.get("emulated")) for stage, numbers in line["ok"].items()]
@@ -805,7 +824,7 @@ def check_on_cpu(
         wanted = default_cases_on_cpu(able, **options)
     else:
         if random:
-            chosen = random_cases(able, random, seed=seed, max_scores=CPU_SCORES)
+            chosen = random_cases(able, random, seed=seed, max_scores=CPU_SCORES, inputs=inputs or (NORMAL,))
         elif suite:
             chosen = suite_cases(suite, able, on_cpu=True, **options)
         else:
@@ -819,16 +838,16 @@ def check_on_cpu(
         wanted = [(case, schedule) for case in chosen for schedule in schedules or SCHEDULES[:1]]
     refused = build_all(which, [case for case, _ in wanted], hooks=races, follow=follow)
     cancel = threading.Event()
-    values_of = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
+    made = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
     verdicts: dict[tuple[Problem, str, str, bytes, bytes], CheckVerdict] = {}
     rule = SUITES[suite] if suite else check
 
     def judge(case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> CheckVerdict:
         """`check`, once for the same bits: another schedule or layout rarely changes any."""
-        shared = case.layout if "=" in case.layout else ""  # shared heads are other numbers
+        numbers = case.layout if "=" in case.layout else ""  # shared heads are other numbers
         key = (
             case.problem,
-            shared,
+            numbers,
             options["precision"],
             sha256(out.tobytes()).digest(),
             sha256(lse.tobytes()).digest(),
@@ -848,7 +867,7 @@ def check_on_cpu(
                 verdict, ran = emulated_verdict(
                     stage_id,
                     case.problem,
-                    laid_out(values_of(case.problem), case.layout),
+                    laid_out(made(case.problem), case.layout),
                     layout=case.layout,
                     source=source,
                     params=stages.variant_in(name),

@@ -31,6 +31,8 @@ from flashlab.errors import (
     NoDataError,
     ParameterError,
 )
+from flashlab.inputs import ALL, KINDS, NORMAL, TRAINED, drawn
+from flashlab.inputs import parse as kinds_in
 from flashlab.paths import BUILD, DATA
 from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Mask, Problem
 from flashlab.problem import suite as suite_of
@@ -59,6 +61,10 @@ Gpu = Annotated[str | None, typer.Option(help="Folder under data/, such as nvidi
 OneDType = Annotated[DType | None, typer.Option(help="Element type; all if not given.")]
 OneMask = Annotated[Mask | None, typer.Option(help="Mask; both if not given.")]
 Shape = Annotated[str | None, typer.Option(help="BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64.")]
+_KINDS = ", ".join(KINDS)
+Inputs = Annotated[
+    str, typer.Option("--inputs", metavar="KIND[,KIND]...", help=f"What Q, K and V hold: {_KINDS}; or {ALL}.")
+]
 HeadDim = Annotated[int | None, typer.Option(help="The stage's first if not given.")]
 Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
 Source = Annotated[list[str] | None, typer.Option(help="STAGE=FILE: an edited copy of a stage's kernel, beside it.")]
@@ -330,6 +336,13 @@ def check(
     length: Annotated[list[str] | None, typer.Option(help="SQxSK, such as 113x203; hostile ones if not given.")] = None,
     dtype: OneDType = None,
     mask: OneMask = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[,KIND]...",
+            help=f"What Q, K and V hold: {_KINDS}; or {ALL}. {NORMAL} if not given, and without --length hostile ones.",
+        ),
+    ] = None,
     source: Source = None,
     on: Annotated[
         Where | None, typer.Option(help="gpu, cpu, or both and compare them; gpu where there is one if not given.")
@@ -344,6 +357,10 @@ def check(
     random: Annotated[
         int, typer.Option(min=0, help="So many random problems and layouts in place of lengths, types, masks, layouts.")
     ] = 0,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="Other people's cases, by their rule: flash-attention, the forward cases of its own tests."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the inputs, and of what --random draws.")] = 0,
     insist: Annotated[bool, typer.Option("--insist", help="On the CPU, however long it takes.")] = False,
     record: Annotated[
@@ -353,18 +370,23 @@ def check(
     data: Data = DATA,
     as_json: Json = False,
 ) -> None:
-    """Compare stages with the float64 oracle, over lengths, layouts, types and masks that break kernels.
+    """Compare stages with the float64 oracle, over lengths, layouts, types, masks and inputs that break kernels.
 
     Runs on the GPU, or on the CPU, where every stage runs on any machine.
     """
     from flashlab import bench as module
     from flashlab import checks, gpu
-    from flashlab.check import HOSTILE
     from flashlab.emulator import DEFAULT_TIMEOUT_S
 
     chosen = [*(stage_ids or ()), *(registry.DEAD_ENDS if dead_ends else ())] or list(registry.STAGES)
-    lengths = [_length(text) for text in length] if length else HOSTILE
+    lengths = [_length(text) for text in length] if length else None
     dtypes, masks = (dtype,) if dtype else DTYPES, (mask,) if mask else MASKS
+    kinds = None if inputs is None else kinds_in(inputs)
+    if kinds and TRAINED in kinds and len(kinds) > 1:
+        kinds = tuple(kind for kind in kinds if kind != TRAINED)
+        _say(
+            f"{TRAINED} inputs are left out: they have one shape, and `flashlab bench` checks them where it times them"
+        )
     sources = _sources(source)
     if on is None:
         on = "cpu" if gpu.available() and not record else "gpu"
@@ -372,6 +394,8 @@ def check(
             _say(f"no GPU ({gpu.absence()}), so on the CPU")
     if on != "cpu" and (schedule or races or insist):
         raise ParameterError("--schedule, --races and --insist: wanted --on cpu, which they are for, got --on " + on)
+    if suite and (random or length or inputs or schedule):
+        raise ParameterError("--suite: wanted no --random, --length, --inputs or --schedule, which it has itself")
     if random and (length or dtype or mask):
         raise ParameterError("--random: wanted no --length, --dtype or --mask beside it, since it draws them itself")
     if on == "cpu" and record:
@@ -384,10 +408,12 @@ def check(
                 lengths=lengths,
                 dtypes=dtypes,
                 masks=masks,
+                inputs=kinds,
                 sources=sources,
-                schedules=schedule or ("ascending",),
+                schedules=schedule,
                 races=races,
                 random=random,
+                suite=suite,
                 seed=seed,
                 timeout_s=None if insist else DEFAULT_TIMEOUT_S,
                 follow=lambda *step: follow(module.Progress(*step)),
@@ -398,10 +424,12 @@ def check(
                 lengths=lengths,
                 dtypes=dtypes,
                 masks=masks,
+                inputs=kinds,
                 sources=sources,
                 data=data if record else None,
                 emulate=on == "both",
                 random=random,
+                suite=suite,
                 seed=seed,
                 device=device,
                 progress=follow,
@@ -414,12 +442,14 @@ def check(
                     "shape": row.problem.shape,
                     "dtype": row.problem.dtype,
                     "mask": row.problem.mask,
+                    "inputs": row.problem.inputs,
                     "layout": row.layout,
                     "status": row.status,
                     "reason": row.reason,
                     "verdict": row.verdict.model_dump() if row.verdict else None,
                     "schedule": row.schedule or None,
                     "findings": row.findings,
+                    "fallbacks": row.fallbacks._asdict() if row.fallbacks else None,
                     "emulator": asdict(row.emulator) if row.emulator else None,
                 }
                 for row in found.rows
@@ -427,12 +457,18 @@ def check(
         )
     else:
         counts: dict[str, Counter[str]] = {}
+        fallbacks: Counter[tuple[str, str]] = Counter()
         for row in found.rows:
             counts.setdefault(row.stage, Counter())[row.status] += 1
+            for what, count in (row.fallbacks._asdict() if row.fallbacks else {}).items():
+                fallbacks[row.stage, what] += count
         _emit_table(
-            ("stage", "passed", "failed", "unsupported"),
+            ("stage", "passed", "failed", "unsupported", "renormalized", "recomputed"),
             [
-                (name, count["ok"], count.total() - count["ok"] - count["unsupported"], count["unsupported"])
+                (
+                    *(name, count["ok"], count.total() - count["ok"] - count["unsupported"], count["unsupported"]),
+                    *(fallbacks[name, what] for what in ("renormalized", "recomputed")),
+                )
                 for name, count in counts.items()
             ],
         )
@@ -455,6 +491,13 @@ def bench(
     mask: OneMask = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="Of the suite, only these head dims.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Of the suite, only these sequence lengths.")] = None,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[,KIND]...",
+            help=f"What Q, K and V hold: {_KINDS}; or {ALL}. If not given {ALL} of the suite inputs, else {NORMAL}.",
+        ),
+    ] = None,
     stage_ids: Annotated[
         str | None,
         typer.Option("--stages", help="Ids, or ID[NAME=VALUE], joined by commas, or none; the ladder if not given."),
@@ -502,9 +545,11 @@ def bench(
         if shape
         else [problem for problem in suite_of(suite) if dtype in (None, problem.dtype) and mask in (None, problem.mask)]
     )
+    kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
     chosen = [
-        problem
+        replace(problem, inputs=kind)
         for problem in problems
+        for kind in kinds
         if (not head_dim or problem.head_dim in head_dim) and (not length or problem.q_len in length)
     ]
     if not chosen:
@@ -857,6 +902,7 @@ def profile(
     shape: Shape = None,
     dtype: Annotated[DType, typer.Option(help="Element type.")] = "float16",
     mask: Annotated[Mask, typer.Option(help="Mask.")] = "full",
+    inputs: Annotated[str, typer.Option(metavar="KIND", help=f"What Q, K and V hold: {_KINDS}.")] = NORMAL,
     lines: Annotated[int, typer.Option(help="Source lines to print of each stage; 0 for none.", min=0)] = 3,
     device: Device = 0,
     data: Data = DATA,
@@ -865,7 +911,7 @@ def profile(
     """Profile stages with Nsight Compute, and append what units and warps did to data/<gpu>/profiles/."""
     from flashlab import profiler as module
 
-    problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask)
+    problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask, inputs=drawn(inputs))
     missed: list[str] = []
 
     def say(line: str) -> None:
@@ -1170,6 +1216,7 @@ def results(
     shape: Shape = None,
     dtype: OneDType = None,
     mask: OneMask = None,
+    inputs: Inputs = NORMAL,
     regime: Annotated[
         Regime | None,
         typer.Option(help="burst: short samples with gaps (if not given); sustained: power-limited."),
@@ -1195,11 +1242,12 @@ def results(
         _verify(name, data, as_json)
         return
     wanted = Problem.parse(shape).shape if shape else None
+    kinds = kinds_in(inputs)
     if against_peers and (regime or cache):
         given = " ".join(f"--{key} {value}" for key, value in (("regime", regime), ("cache", cache)) if value)
         raise ParameterError(
             f"--against-peers: wanted no --regime or --cache beside it, got {given}. It shows bursts and sustained "
-            "load side by side, with a hot L2; --shape, --dtype and --mask go with it"
+            "load side by side, with a hot L2; --shape, --dtype, --mask and --inputs go with it"
         )
 
     def suits(problem: Problem) -> bool:
@@ -1207,13 +1255,14 @@ def results(
             (wanted is None or problem.shape == wanted)
             and (dtype is None or problem.dtype == dtype)
             and (mask is None or problem.mask == mask)
+            and problem.inputs in kinds
         )
 
     def fits(row: records.Measurement) -> bool:
         return suits(row.problem.problem())
 
     if against_peers:
-        _against_peers(name, data, suits, as_json)
+        _against_peers(name, data, suits, kinds, as_json)
         return
 
     runs = records.runs(name, data)
@@ -1223,8 +1272,8 @@ def results(
             _say(f"damaged, left out: {damage}")
     if not fitting:
         known = sorted({row.problem.problem().label for run in runs for row in run.measurements})
-        what = " ".join(filter(None, (wanted, dtype, mask)))
-        raise NoDataError(f"wanted rows of {what or 'any problem'} on {name}, found none. Recorded: {'; '.join(known)}")
+        what = " ".join(filter(None, (wanted, dtype, mask, inputs)))
+        raise NoDataError(f"wanted rows of {what} on {name}, found none. Recorded: {'; '.join(known)}")
     regime, cache = regime or "burst", cache or "hot"
     chosen = _timed_so(fitting, regime, cache) if (regime, cache) != ("burst", "hot") else fitting[0]
     flat = [records.flat(row, regime, cache) for row in chosen]
@@ -1248,18 +1297,21 @@ def _timed_so(
     )
 
 
-def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], as_json: bool) -> None:
+def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], kinds: Sequence[str], as_json: bool) -> None:
     """Our best stage against the best library, a row a problem."""
     from flashlab import results as module
 
-    found = [one for one in module.against_peers(gpu, data) if suits(one.problem)]
+    found = [one for one in module.against_peers(gpu, data, kinds) if suits(one.problem)]
     if not found:
-        raise NoDataError(f"wanted such problems among the records of {gpu}, found none")
+        raise NoDataError(f"wanted such problems on {', '.join(kinds)} inputs among the records of {gpu}, found none")
     if as_json:
         _emit_json([one.flat() for one in found])
         return
     _emit_table(
-        ("problem", "stage", "µs", "library", "µs", "ratio", "of fa3 or cuDNN", "sustained ratio", "of fa3 or cuDNN"),
+        (
+            *("problem", "stage", "µs", "library", "µs", "ratio", "of fa3 or cuDNN", "sustained ratio"),
+            *("of fa3 or cuDNN", "worst layer"),
+        ),
         [
             (
                 one.problem.label,
@@ -1271,6 +1323,7 @@ def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], as_js
                     f"{contest.ratio:.3f}" if contest else None
                     for contest in (one.burst, one.named, one.sustained, one.named_sustained)
                 ),
+                f"{one.burst.worst_ratio:.3f}" if one.burst and one.burst.worst_ratio else None,
             )
             for one in found
         ],
@@ -1322,6 +1375,7 @@ def _emit_rows(flat: Sequence[Mapping[str, object]], *, title: str) -> None:
         "shape": "shape",
         "dtype": "dtype",
         "mask": "mask",
+        "inputs": "inputs",
         "median_us": "median µs",
         "tflops": "TFLOP/s",
         "cv_percent": "CV %",

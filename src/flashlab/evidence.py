@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from flashlab import compiler, levers, peers, records, results, roofline, sass, tables
 from flashlab import stages as registry
 from flashlab.errors import CompileError, MissingPackageError, NoDataError, UnknownStageError
+from flashlab.inputs import NORMAL
 from flashlab.paths import DATA, KERNELS
 from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.records import Ablation, Call, Ceiling, Measurement, Part, Samples, StageProfile, Tuning
@@ -216,7 +217,7 @@ class Finding:
 
 
 class Evidence:
-    """All that is on record of one GPU, read once, with the line that each record is in."""
+    """All that is on record of one GPU, on normal inputs, read once, with the line that each record is in."""
 
     def __init__(self, gpu: str, data: Path = DATA) -> None:
         self.gpu = gpu
@@ -228,9 +229,12 @@ class Evidence:
             name = path.relative_to(self.data).as_posix()
             for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
                 try:
-                    found.append(Found(record=parse(raw.decode("utf-8")), path=name, line=number))
+                    record = parse(raw.decode("utf-8"))
                 except (ValidationError, UnicodeDecodeError):
                     continue  # an empty or damaged line: `flashlab results --verify` names it
+                problem = getattr(record, "problem", None)
+                if problem is None or problem.inputs == NORMAL:
+                    found.append(Found(record=record, path=name, line=number))
         return tuple(found)
 
     @cached_property

@@ -4,9 +4,9 @@ Times and errors depend on the data. A kernel that tracks the row maximum lazily
 fall off a cliff where they grow from tile to tile; a kind is one way in which scores can lie. Scores are stated in
 nats, scale · q · k with scale 1 / sqrt(head_dim): a score that is one nat higher has e times the weight.
 
-An implementation sees Q, K and V alone, in their own element type. A bias is therefore two columns: Q holds
-sqrt(head_dim) in both, so that K holds nats, rounded to bfloat16 in one column and what that leaves in the other. Every
-other column keeps its normal numbers.
+An implementation sees Q, K and V alone, in their own element type. A bias is therefore some of the
+columns (`bias_columns`): Q holds sqrt(head_dim) there, so that K holds nats, shared out among them: rounded to bfloat16
+in one half of them, and what that leaves in the other. Every other column keeps its normal numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-
-import ml_dtypes
-import numpy as np
 
 from flashlab.errors import ParameterError
 
@@ -36,7 +33,7 @@ ONE_HOT_NATS = 30.0
 ROW_FACTORS = (0.25, 1.0, 4.0, 16.0)
 HOSTILE_FACTOR, HOSTILE_SINK_NATS = 8.0, 40.0
 HOSTILE_TILE_NATS = 11.0
-"""Just below what float16 still holds above an old maximum: 2^16 times as large."""
+"""About as far above an old maximum as float16 holds an exponential."""
 WAVE_NATS, WAVE_KEYS = 150.0, 200
 LOW_NATS = -120.0
 
@@ -56,16 +53,32 @@ def _bias(nats: Callable[[Array], Array]) -> Change:
     """Adds to every query's score of key j what `nats` (of all j and the number of keys) says."""
 
     def change(q: Array, k: Array, causal: bool, xp: Any) -> None:
+        # The command line starts without them.
+        import ml_dtypes
+        import numpy as np
+
         # On the host, so that every machine has the same bits.
-        root = math.sqrt(q.shape[3])
-        held = float(ml_dtypes.bfloat16(root))
-        wanted = nats(np.arange(k.shape[2], dtype=np.float64)) * (root / held)
+        head_dim = q.shape[3]
+        held = float(ml_dtypes.bfloat16(math.sqrt(head_dim)))
+        coarse_columns, fine_columns = bias_columns(head_dim)
+        wanted = nats(np.arange(k.shape[2], dtype=np.float64)) * math.sqrt(head_dim) / (held * len(coarse_columns))
         coarse = wanted.astype(ml_dtypes.bfloat16).astype(np.float64)
-        q[..., :2] = held
-        k[..., 0] = xp.asarray(coarse.astype(np.float32))
-        k[..., 1] = xp.asarray((wanted - coarse).astype(np.float32))
+        for columns, values in ((coarse_columns, coarse), (fine_columns, wanted - coarse)):
+            for column in columns:
+                q[..., column] = held
+                k[..., column] = xp.asarray(values.astype(np.float32))
 
     return change
+
+
+def bias_columns(head_dim: int) -> tuple[list[int], list[int]]:
+    """The columns that hold a bias: rounded, and what that leaves.
+
+    The last four of every sixteen. In a few columns alone, or before others, a bias would swamp the short sums of a
+    kernel that multiplies in packed FP16 (`02_half2`), and the check would be of nothing but that.
+    """
+    place = {column: (head_dim - 1 - column) % 16 for column in range(head_dim)}
+    return [c for c, at in place.items() if at < 2], [c for c, at in place.items() if 2 <= at < 4]
 
 
 def _scaled(factor: float) -> Change:
@@ -93,7 +106,7 @@ def _one_hot(q: Array, k: Array, causal: bool, xp: Any) -> None:
     q *= xp.float32(ONE_HOT_NATS * math.sqrt(head_dim)) / (q * q).sum(axis=3, keepdims=True)
 
 
-def chosen_keys(q_shape: tuple[int, ...], kv_len: int, *, causal: bool, xp: Any = np) -> Array:
+def chosen_keys(q_shape: tuple[int, ...], kv_len: int, *, causal: bool, xp: Any) -> Array:
     """The key on which each row of `one_hot` puts its weight, one that it sees, int64 (batch, q_heads, q_len).
 
     Pseudo-random by hashing the row's place, so that NumPy and CuPy agree; 0 for a row that sees none.
@@ -108,7 +121,7 @@ def chosen_keys(q_shape: tuple[int, ...], kv_len: int, *, causal: bool, xp: Any 
 
 
 def _at(key: int, nats: float, j: Array) -> Array:
-    return np.where(j == j[key], nats, 0.0)
+    return nats * (j == j[key])
 
 
 def _slope(first: float, last: float, j: Array) -> Array:
@@ -169,7 +182,7 @@ KINDS: dict[str, Kind] = {
 
 
 def _wave(j: Array) -> Array:
-    return -WAVE_NATS * np.abs((2 * j / WAVE_KEYS) % 2 - 1)
+    return -WAVE_NATS * abs((2 * j / WAVE_KEYS) % 2 - 1)
 
 
 def _hostile_sink(q: Array, k: Array, causal: bool, xp: Any) -> None:
@@ -206,7 +219,7 @@ HOSTILE: dict[str, Kind] = {
         Kind(
             name="hostile_low",
             title=f"all scores {-LOW_NATS:g} nats lower: 0 as FP32 exponentials, where nothing is subtracted",
-            change=_bias(lambda j: np.full_like(j, LOW_NATS)),
+            change=_bias(lambda j: 0 * j + LOW_NATS),
         ),
     )
 }
@@ -244,7 +257,22 @@ def parse(text: str) -> tuple[str, ...]:
     return tuple(require(name).name for name in names)
 
 
-def change(name: str, q: Array, k: Array, *, causal: bool, xp: Any = np) -> None:
+def drawn(name: str) -> str:
+    """The name of a kind that is made from random numbers.
+
+    Raises:
+        ParameterError: no kind of that name, or `trained`, which is not drawn.
+    """
+    if require(name).name == TRAINED:
+        others = ", ".join(one for one in KINDS if one != TRAINED)
+        raise ParameterError(
+            f"inputs: wanted a kind that is drawn from a seed ({others}), got {TRAINED}, which a model on a GPU makes: "
+            "`flashlab bench` measures it"
+        )
+    return name
+
+
+def change(name: str, q: Array, k: Array, *, causal: bool, xp: Any) -> None:
     """Make standard normal Q and K those of a kind, in place.
 
     Args:
@@ -252,14 +280,8 @@ def change(name: str, q: Array, k: Array, *, causal: bool, xp: Any = np) -> None
         xp: numpy, or cupy where they are CuPy arrays.
 
     Raises:
-        ParameterError: no kind of that name, or `trained`, which is not drawn.
+        ParameterError: as `drawn`.
     """
-    kind = require(name)
-    if name == TRAINED:
-        drawn = ", ".join(one for one in KINDS if one != TRAINED)
-        raise ParameterError(
-            f"inputs: wanted a kind that is drawn from a seed ({drawn}), got {TRAINED}, which a model on a GPU makes: "
-            "`flashlab bench` measures it"
-        )
+    kind = _KNOWN[drawn(name)]
     if kind.change:
         kind.change(q, k, causal, xp)

@@ -56,6 +56,7 @@ from flashlab.errors import (
     UnsupportedError,
 )
 from flashlab.figures import Chart
+from flashlab.inputs import NORMAL
 from flashlab.paths import DATA, writable_dir
 from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.records import Cache, Gpu, Measurement, ProblemFields, Reading, Regime, Samples
@@ -945,12 +946,12 @@ def _same_start(row: Measurement, other: Measurement) -> bool:
 
 
 def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
-    """`spreads` of all that is on record for a GPU; may be empty."""
+    """`spreads` of all that is on record for a GPU on normal inputs; may be empty."""
     try:
         runs = records.runs(gpu_slug or "", data)
     except NoDataError:
         return ()
-    return spreads(row for run in runs for row in run.measurements)
+    return spreads(row for run in runs for row in run.measurements if row.problem.inputs == NORMAL)
 
 
 # --- Pages ------------------------------------------------------------------------------------------------------------

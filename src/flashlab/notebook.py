@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -46,6 +46,8 @@ from flashlab.errors import (
     ReportError,
 )
 from flashlab.figures import Chart
+from flashlab.inputs import NORMAL, TRAINED
+from flashlab.inputs import parse as kinds_in
 from flashlab.paths import BUILD, DATA, ROOT, writable_dir
 from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.problem import suite as problems_of
@@ -108,6 +110,8 @@ class Lab:
     suite: str
     out: Path
     data: Path
+    inputs: tuple[str, ...] = (NORMAL,)
+    """Kinds of inputs that are measured and checked; charts show the first of them."""
 
     @property
     def cuda_stages(self) -> tuple[str, ...]:
@@ -136,7 +140,7 @@ class Lab:
 
         with _progress_bar() as progress:
             run = bench.run(
-                problems if suite else (),
+                [replace(problem, inputs=kind) for problem in problems for kind in self.inputs] if suite else (),
                 stages=self.stages,
                 data=self.data,
                 plan=bench.plan_of(of or self.suite),
@@ -156,11 +160,12 @@ class Lab:
         """
         from flashlab import bench, tables
 
+        kinds = [kind for kind in self.inputs if kind != TRAINED]  # which have one shape
         if self.source == "measure":
             with _progress_bar() as progress:
-                bench.check_stages(self.stages, data=self.data, progress=progress)
+                bench.check_stages(self.stages, inputs=kinds, data=self.data, progress=progress)
         try:
-            return tables.checks(results.checks(self.gpu or "", self.data))
+            return tables.checks(results.checks(self.gpu or "", self.data, inputs=kinds))
         except NoDataError as error:
             return NOTHING_YET if self.results is None else f"*{error}*"
 
@@ -234,25 +239,28 @@ class Lab:
 
     @cached_property
     def results(self) -> Results | None:
-        """What is recorded of the GPU; None where nothing is."""
+        """What is recorded of the GPU on the first kind of inputs; None where nothing is."""
         if self.gpu is None:
             return None
         try:
-            return results.load(self.gpu, self.data)
+            return results.load(self.gpu, self.data, self.inputs[:1])
         except NoDataError:
             return None
 
     def rows(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Recorded rows of `problem` (the sources' shape, where None), chosen stages and every peer; may be empty."""
         try:
-            return self.results.rows(problem, stage_ids=self.stages) if self.results else ()
+            return self.results.rows(self._on(problem), stage_ids=self.stages) if self.results else ()
         except NoDataError:
             return ()
+
+    def _on(self, problem: Problem | None) -> Problem | None:
+        return problem and replace(problem, inputs=self.inputs[0])
 
     def against_peers(self) -> tuple[AgainstPeers, ...]:
         """The best stage against the best library at every problem (`results.against_peers`); may be empty."""
         try:
-            return results.against_peers(self.gpu, self.data) if self.gpu else ()
+            return results.against_peers(self.gpu, self.data, self.inputs) if self.gpu else ()
         except NoDataError:
             return ()
 
@@ -309,7 +317,7 @@ class Lab:
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that lack the element type of `problem`, in another; see `Results.beside`. May be empty."""
-        return self.results.beside(problem) if self.results else ()
+        return self.results.beside(self._on(problem)) if self.results else ()
 
     def show(self, draw: Callable[..., Chart | str], problem: Problem | None = None, **options: Any) -> None:
         """Show `draw(rows, **options)`, or say that there are no rows to draw."""
@@ -354,8 +362,9 @@ class Lab:
         return path
 
     def __str__(self) -> str:
+        kinds = "" if self.inputs == (NORMAL,) else f", inputs {', '.join(self.inputs)}"
         where = "measuring on this machine's GPU" if self.source == "measure" else "showing what is recorded in data/"
-        return f"{where}: {self.gpu or 'no GPU yet'}; {len(self.stages)} stages, suite {self.suite}"
+        return f"{where}: {self.gpu or 'no GPU yet'}; {len(self.stages)} stages, suite {self.suite}{kinds}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -432,6 +441,7 @@ def settings(
     gpu: str = "",
     stages: str | Sequence[str] = "",
     suite: str = "standard",
+    inputs: str = NORMAL,
     out: str | Path = "",
     data: str | Path = "",
 ) -> Lab:
@@ -443,11 +453,13 @@ def settings(
         gpu: folder name under data/, `nvidia-h200`; empty: this machine's when measuring, else the one measured last.
         stages: stage ids joined by commas; empty: all.
         suite: `smoke`, `first` or `standard`.
+        inputs: kinds of inputs joined by commas, or `all`; see `inputs.KINDS`.
         out: folder of the result file; empty: build/notebooks.
         data: folder of the records; empty: the checkout's data/.
 
     Raises:
-        ParameterError: no such source or suite, or `gpu` names a GPU that this machine lacks while measuring.
+        ParameterError: no such source, suite or kind of inputs, or `gpu` names a GPU that this machine lacks while
+            measuring.
         UnknownStageError: no such stage.
         NoGpuError: `measure` without a GPU.
         NoDataError: `replay` of a GPU that has no records.
@@ -456,6 +468,7 @@ def settings(
     if source not in SOURCES:
         raise ParameterError(f"source: wanted one of {', '.join(SOURCES)}, got {source!r}")
     problems_of(suite)
+    kinds = kinds_in(inputs)
     names = [name.strip() for name in stages.split(",")] if isinstance(stages, str) else list(stages)
     wanted = {registry.get(name).id for name in names if name}
     chosen = tuple(stage_id for stage_id in registry.STAGES if not wanted or stage_id in wanted)
@@ -468,6 +481,7 @@ def settings(
         suite=suite,
         out=writable_dir(Path(out).resolve() if out else BUILD / "notebooks", "the notebook's result file"),
         data=data_folder,
+        inputs=kinds,
     )
 
 

@@ -34,6 +34,7 @@ from flashlab.errors import CompileError, FlashlabError, LaunchError, MissingErr
 from flashlab.paths import DATA, writable_dir
 from flashlab.problem import Problem
 from flashlab.records import LineStalls, ProblemFields, Source, StageProfile
+from flashlab.reference import make_torch_inputs
 from flashlab.stages import Stage
 
 METRICS = (
@@ -512,13 +513,7 @@ def _launch(job: dict[str, Any]) -> None:
     torch = importlib.import_module("torch")
     problem = Problem(**job["problem"])
     torch.cuda.set_device(job["device"])
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    q_shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
-    kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
-    q, k, v = (
-        torch.randn(shape, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
-        for shape in (q_shape, kv_shape, kv_shape)
-    )
+    q, k, v = make_torch_inputs(problem)
     ready = {}
     for stage_id in job["stages"]:
         try:

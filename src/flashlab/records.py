@@ -12,6 +12,7 @@
     data/<gpu>/verdicts.json        what the records say of the claims in data/claims.csv, `flashlab claims --write`
     data/<gpu>/checks/              comparisons that are not timings; see checks.py for the lines
     data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
+    data/<gpu>/flash-attention/     the same over flash-attention's own cases, `flashlab check --suite flash-attention`
     data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
     data/<gpu>/counters/            what Nsight Compute counted, scripts/counters_ncu.py
     data/<gpu>/profiles/<run>.jsonl what Nsight Compute saw of each stage, `flashlab profile`
@@ -35,9 +36,19 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 
 from flashlab.errors import DamagedRecordError, NoDataError
+from flashlab.inputs import NORMAL, TRAINED, require
 from flashlab.paths import DATA, writable_dir
 from flashlab.paths import slug as slug
 from flashlab.problem import DType, Mask, Problem
@@ -73,6 +84,8 @@ class ProblemFields(_Model):
     head_dim: int = Field(ge=1)
     dtype: DType
     mask: Mask
+    inputs: Annotated[str, AfterValidator(lambda name: require(name).name)] = NORMAL
+    """What Q, K and V held, one of `inputs.KINDS`; lines from before there were kinds lack it."""
 
     @classmethod
     def of(cls, problem: Problem) -> ProblemFields:
@@ -122,6 +135,8 @@ class Samples(_Model):
     """Clocks of one SM a score: see `cycles_per_score`; None where the clock was not measured."""
     continuous_s: float | None = None
     """Sustained alone: seconds of uninterrupted work, of which the samples are the later part."""
+    layer: int | None = Field(default=None, ge=0)
+    """Of `trained` inputs, the layer of the model whose Q, K and V they are on; None of every other kind."""
 
     @model_validator(mode="after")
     def _sound(self) -> Samples:
@@ -262,6 +277,8 @@ class _Timed(_Base):
     verdict: Verdict | None
     samples: tuple[Samples, ...]
     cubin: CubinFields | None
+    trained: dict[str, JsonValue] | None = None
+    """Of `trained` inputs, the model that made them: digest of its weights, loss, statistics of each layer's scores."""
 
     @model_validator(mode="after")
     def _timed_only_when_right(self) -> Self:
@@ -281,8 +298,30 @@ class _Timed(_Base):
         return self
 
     def samples_of(self, regime: Regime = "burst", cache: Cache = "hot") -> Samples | None:
-        """The samples of that regime and cache state; None where none were taken."""
-        return next((s for s in self.samples if s.regime == regime and s.cache == cache), None)
+        """The samples of that regime and cache state; None where none were taken.
+
+        Of `trained` inputs, the median sample of each layer, in the order of layers: the median time is the median over
+        layers, and the largest is that of the worst.
+        """
+        found = [s for s in self.samples if s.regime == regime and s.cache == cache]
+        return _over_layers(found) if found and found[0].layer is not None else next(iter(found), None)
+
+
+def _over_layers(of_layers: Sequence[Samples]) -> Samples:
+    """Samples of the layers of a model as one, a sample a layer: the median of that layer's."""
+    found = sorted(of_layers, key=lambda samples: samples.layer or 0)
+
+    def each(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+        return tuple(median(one) for one in values) if all(values) else ()
+
+    return Samples(
+        regime=found[0].regime,
+        cache=found[0].cache,
+        calls=found[0].calls,
+        time_us=each([one.time_us for one in found]),
+        sm_clock_mhz=each([one.sm_clock_mhz for one in found]),
+        call_clock_mhz=each([one.call_clock_mhz for one in found]),
+    )
 
 
 class Measurement(_Timed):
@@ -918,9 +957,11 @@ def flat(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> di
         "shape": problem.shape,
         "dtype": problem.dtype,
         "mask": problem.mask,
+        "inputs": problem.inputs,
         "status": row.status,
         "reason": row.reason,
         "median_us": samples.median_us if samples else None,
+        "worst_layer_us": max(samples.time_us) if samples and problem.inputs == TRAINED else None,
         "tflops": problem.tflops(samples.median_us) if samples else None,
         "cv_percent": samples.cv_percent if samples else None,
         "samples": len(samples.time_us) if samples else 0,

@@ -14,13 +14,15 @@ that did (`elsewhere`): a percentage of the fastest library would leave out what
 A ratio means most between rows that were measured in turn: `against_peers` takes both of its rows from one run.
 
 A run that measured a dead end tells of dead ends alone (`dead_ends`); the rungs in it are there to be compared with.
+
+Rows of other inputs than normal are shown where they are asked for, and never stand in for normal ones.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -30,6 +32,7 @@ from typing import Any, Literal
 from flashlab import records, stages
 from flashlab.checks import read_lines as check_lines
 from flashlab.errors import NoDataError
+from flashlab.inputs import KINDS, NORMAL, TRAINED
 from flashlab.paths import DATA, slug
 from flashlab.problem import FIRST_SHAPE, STANDARD_SHAPES, Problem, suite
 from flashlab.records import Cache, Ceiling, Damage, Machine, Measurement, Regime, Run, StageProfile
@@ -158,7 +161,8 @@ def of_lengths(
 
 def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
     """The newest profile of each stage at each problem, the first problem first, in the ladder's order; may be none."""
-    newest = {(one.stage, one.problem.problem()): one for one in records.profiles(gpu, data)}
+    found = (one for one in records.profiles(gpu, data) if one.problem.inputs == NORMAL)
+    newest = {(one.stage, one.problem.problem()): one for one in found}
     ladder = {stage_id: position for position, stage_id in enumerate(stages.STAGES)}
     order = sorted(newest, key=lambda key: (_problem_order(key[1]), ladder.get(key[0], len(ladder))))
     return tuple(newest[key] for key in order)
@@ -234,6 +238,10 @@ class Contest:
     peer: str
     peer_us: float
     peer_clock_mhz: float | None
+    worst_ratio: float | None = None
+    """Of `trained` inputs, the least ratio of any layer, there to the library that is the fastest on it; else None."""
+    worst_layer: int | None = None
+    """The layer of the model that it is of."""
 
     @property
     def ratio(self) -> float:
@@ -283,12 +291,15 @@ class AgainstPeers:
                 "peer_tflops": problem.tflops(contest.peer_us),
                 "peer_call_clock_mhz": contest.peer_clock_mhz,
                 "ratio": contest.ratio,
+                "worst_ratio": contest.worst_ratio,
+                "worst_layer": contest.worst_layer,
             }
 
         return {
             "shape": problem.shape,
             "dtype": problem.dtype,
             "mask": problem.mask,
+            "inputs": problem.inputs,
             "run": self.run,
             "sustained_run": self.sustained_run,
             "dirty": self.dirty,
@@ -310,6 +321,14 @@ def _contest(rows: Sequence[Measurement], regime: Regime) -> Contest | None:
     ours, theirs = (row.samples_of(regime) if row else None for row in (stage, peer))
     if stage is None or peer is None or ours is None or theirs is None:
         return None
+    worst_ratio, worst_layer = None, None
+    if stage.problem.inputs == TRAINED:
+        libraries = [taken.time_us for row in rows if row.kind == "peer" and (taken := row.samples_of(regime))]
+        fastest_us = [min(of_layer) for of_layer in zip(*libraries, strict=True)]
+        worst_ratio, worst_layer = min(
+            (peer_us / our_us, layer)
+            for layer, (peer_us, our_us) in enumerate(zip(fastest_us, ours.time_us, strict=True))
+        )
     return Contest(
         regime=regime,
         stage=stage.name,
@@ -318,11 +337,13 @@ def _contest(rows: Sequence[Measurement], regime: Regime) -> Contest | None:
         peer=peer.name,
         peer_us=theirs.median_us,
         peer_clock_mhz=median(theirs.call_clock_mhz) if theirs.call_clock_mhz else None,
+        worst_ratio=worst_ratio,
+        worst_layer=worst_layer,
     )
 
 
-def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
-    """For each problem: our best stage against the best library of the same element type.
+def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> tuple[AgainstPeers, ...]:
+    """For each problem on these kinds of inputs: our best stage against the best library of the same element type.
 
     Both rows come from one run, in which they were measured in turn: of the newest session whose fastest library is at
     most 5 % slower than the fastest on record, the run that timed that library, or one within a percent of it; of
@@ -348,7 +369,7 @@ def against_peers(gpu: str, data: Path = DATA) -> tuple[AgainstPeers, ...]:
         if last_rung and last_rung not in by_session[sessions[run.id]]:
             continue
         by_problem: dict[Problem, dict[str, Measurement]] = {}
-        for row in run.measurements:
+        for row in _on(run.measurements, inputs):
             if row.kind == "peer" or row.name in stages.STAGES:
                 by_problem.setdefault(row.problem.problem(), {})[row.name] = row
         for problem, rows in by_problem.items():
@@ -435,10 +456,11 @@ def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | No
     return next((r for r in rows if stage and r.kind == "stage" and r.name == stage.parent), None)
 
 
-def _problem_order(problem: Problem) -> tuple[int, int, int, bool, bool, Problem]:
+def _problem_order(problem: Problem) -> tuple[int, int, int, bool, bool, Problem, int]:
     shapes = (FIRST_SHAPE, *STANDARD_SHAPES)
     position = shapes.index(problem.shape) if problem.shape in shapes else len(shapes)
-    return (position, problem.head_dim, problem.q_len, problem.dtype != "float16", problem.causal, problem)
+    plain, kind = replace(problem, inputs=NORMAL), list(KINDS).index(problem.inputs)
+    return (position, problem.head_dim, problem.q_len, problem.dtype != "float16", problem.causal, plain, kind)
 
 
 def sessions_of(runs: Iterable[Run]) -> dict[str, str]:
@@ -466,6 +488,11 @@ def is_dead_end(row: Measurement) -> bool:
     return row.kind == "stage" and row.name.partition("[")[0] in stages.DEAD_ENDS
 
 
+def _on(rows: Iterable[Measurement], inputs: Collection[str]) -> Iterable[Measurement]:
+    """Rows on these kinds of inputs."""
+    return (row for row in rows if row.problem.inputs in inputs)
+
+
 def _of_the_ladder(runs: Iterable[Run]) -> list[Run]:
     return [run for run in runs if not any(is_dead_end(row) for row in run.measurements)]
 
@@ -482,7 +509,7 @@ def dead_ends(gpu: str, data: Path = DATA) -> dict[Problem, tuple[Measurement, .
     found: dict[Problem, list[list[Measurement]]] = {}
     for run in records.runs(gpu, data):
         by_problem: dict[Problem, dict[str, Measurement]] = {}
-        for row in run.measurements:
+        for row in _on(run.measurements, (NORMAL,)):
             by_problem.setdefault(row.problem.problem(), {})[row.name] = row
         for problem, rows in by_problem.items():
             if any(is_dead_end(row) for row in rows.values()):
@@ -582,8 +609,8 @@ def places(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache =
     return len(found), len({chip for _, chip in found})
 
 
-def load(gpu: str, data: Path = DATA) -> Results:
-    """What is shown of `gpu`.
+def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Results:
+    """What is shown of `gpu`, on these kinds of inputs.
 
     Raises:
         NoDataError: it has no run.
@@ -593,7 +620,7 @@ def load(gpu: str, data: Path = DATA) -> Results:
     found: dict[Problem, dict[str, list[dict[str, Measurement]]]] = {}
     for run in runs:
         by_problem: dict[Problem, dict[str, Measurement]] = {}
-        for row in run.measurements:
+        for row in _on(run.measurements, inputs):
             by_problem.setdefault(row.problem.problem(), {})[row.name] = row
         for problem, rows in by_problem.items():
             found.setdefault(problem, {}).setdefault(sessions[run.id], []).append(rows)
@@ -622,16 +649,30 @@ def load(gpu: str, data: Path = DATA) -> Results:
     )
 
 
-def checks_file(gpu: str, data: Path = DATA, folder: Literal["checks", "random"] = "checks") -> Path:
+def _check_lines(path: Path, inputs: Collection[str]) -> tuple[dict[str, Any], ...]:
+    """A file's comparisons on these kinds of inputs."""
+    return tuple(line for line in check_lines(path) if line["problem"]["inputs"] in inputs)
+
+
+CheckFolder = Literal["checks", "random", "flash-attention"]
+
+
+def checks_file(
+    gpu: str,
+    data: Path = DATA,
+    folder: CheckFolder = "checks",
+    inputs: Collection[str] = (NORMAL,),
+) -> Path:
     """The file of the newest comparison of stages over hostile lengths and layouts, or over random ones.
 
-    One of dead ends alone does not count, nor does one of a few stages where another one has more.
+    One of dead ends alone does not count, nor does one of a few stages where another one has more, nor one without
+    these kinds of inputs.
 
     Raises:
         NoDataError: there is none.
     """
     told = {
-        path: {line["stage"].partition("[")[0] for line in check_lines(path)} - stages.DEAD_ENDS.keys()
+        path: {line["stage"].partition("[")[0] for line in _check_lines(path, inputs)} - stages.DEAD_ENDS.keys()
         for path in sorted((data / gpu / folder).glob("*.jsonl"))
     }
     most = max(map(len, told.values()), default=0)
@@ -643,23 +684,32 @@ def checks_file(gpu: str, data: Path = DATA, folder: Literal["checks", "random"]
     return files[-1]
 
 
-def checks(gpu: str, data: Path = DATA, folder: Literal["checks", "random"] = "checks") -> tuple[dict[str, Any], ...]:
+def checks(
+    gpu: str,
+    data: Path = DATA,
+    folder: CheckFolder = "checks",
+    inputs: Collection[str] = (NORMAL,),
+) -> tuple[dict[str, Any], ...]:
     """Lines of the newest comparison of stages over hostile lengths and layouts, or random ones (`bench.check_stages`).
+
+    On these kinds of inputs.
 
     Raises:
         NoDataError: there is none.
     """
-    return check_lines(checks_file(gpu, data, folder))
+    return _check_lines(checks_file(gpu, data, folder, inputs), inputs)
 
 
 def emulated_checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
     """Lines of the newest comparison whose inputs the emulator was given too (`flashlab check --on both --record`).
 
+    On normal inputs.
+
     Raises:
         NoDataError: there is none.
     """
     for path in sorted((data / gpu / "checks").glob("*.jsonl"), reverse=True):
-        lines = tuple(line for line in check_lines(path) if line.get("emulator"))
+        lines = tuple(line for line in _check_lines(path, (NORMAL,)) if line.get("emulator"))
         if lines:
             return lines
     raise NoDataError(

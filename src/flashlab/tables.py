@@ -18,6 +18,7 @@ from flashlab.checks import CheckRow
 from flashlab.compiler import Cubin
 from flashlab.emulator import Actor, Counter, Place, Report
 from flashlab.errors import CompileError, NoDataError
+from flashlab.inputs import KINDS
 from flashlab.paths import DATA
 from flashlab.records import (
     Cache,
@@ -328,7 +329,7 @@ def against(found: Iterable[results.AgainstPeers]) -> str:
         lines.append(
             [
                 one.problem.label,
-                *(f"×{number(contest.ratio)}" if contest else None for contest in contests),
+                *(_ratio_of(contest) if contest else None for contest in contests),
                 f"`{burst.stage}` {number(one.problem.tflops(burst.stage_us))}" if burst else one.reason,
                 f"{short_title(burst.peer)} {number(one.problem.tflops(burst.peer_us))}" if burst else None,
             ]
@@ -344,6 +345,11 @@ def against(found: Iterable[results.AgainstPeers]) -> str:
         "library, TFLOP/s",
     )
     return markdown(header, lines)
+
+
+def _ratio_of(contest: results.Contest) -> str:
+    worst = f", ×{number(contest.worst_ratio)} on layer {contest.worst_layer}" if contest.worst_ratio else ""
+    return f"×{number(contest.ratio)}{worst}"
 
 
 def short_title(peer: str) -> str:
@@ -629,6 +635,11 @@ def verdicts(rows: Iterable[Measurement]) -> str:
             ]
         )
     return markdown(("", "verdict", "largest error", "limit", "RMS error", "limit", "log-sum-exp error"), lines, left=2)
+
+
+def inputs() -> str:
+    """The kinds of inputs, and what each does to scores."""
+    return markdown(("kind", "Q, K and V"), [(f"`{kind.name}`", kind.title) for kind in KINDS.values()], left=2)
 
 
 def machine(shown: Results) -> str:
@@ -1235,6 +1246,8 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
     "shape": "BxHxSxD, or BxHxHkvxSqxSkxD where heads or lengths differ",
     "dtype": "element type of Q, K, V and O",
     "mask": "full or causal (bottom-right aligned)",
+    "inputs": "what Q, K and V held: normal, or another kind that `flashlab bench --inputs` takes",
+    "layer": "of trained inputs, the layer of the model; empty for other kinds",
     "status": "ok, wrong, unsupported, missing, crashed, timeout or error; only ok has times",
     "reason": "why there is no time; empty when ok",
     "regime": "burst (idle gaps, clock between calls at its maximum) or sustained (continuous, power-limited)",
@@ -1261,7 +1274,8 @@ MEASUREMENT_COLUMNS: Mapping[str, str] = {
 """Columns of measurements.csv: one line a row, regime and cache state, or one line where there is no time."""
 
 SAMPLE_COLUMNS: Mapping[str, str] = {
-    name: MEASUREMENT_COLUMNS[name] for name in ("run", "kind", "name", "shape", "dtype", "mask", "regime", "cache")
+    name: MEASUREMENT_COLUMNS[name]
+    for name in ("run", "kind", "name", "shape", "dtype", "mask", "inputs", "layer", "regime", "cache")
 } | {
     "index": "position of the sample, from 0, in the order taken",
     "time_us": "time of one call, microseconds",
@@ -1286,6 +1300,7 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
             "shape": problem.shape,
             "dtype": problem.dtype,
             "mask": problem.mask,
+            "inputs": problem.inputs,
             "status": row.status,
             "reason": row.reason,
             "max_abs_error": row.verdict.max_abs_error if row.verdict else None,
@@ -1299,6 +1314,7 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
         }
         timed: list[dict[str, object]] = [
             {
+                "layer": s.layer,
                 "regime": s.regime,
                 "cache": s.cache,
                 "samples": len(s.time_us),
@@ -1328,6 +1344,8 @@ def sample_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
             "shape": row.problem.problem().shape,
             "dtype": row.problem.dtype,
             "mask": row.problem.mask,
+            "inputs": row.problem.inputs,
+            "layer": s.layer,
             "regime": s.regime,
             "cache": s.cache,
             "index": index,
