@@ -240,7 +240,10 @@ def require(name: str) -> Kind:
     if name in _KNOWN:
         return _KNOWN[name]
     near = difflib.get_close_matches(str(name), _KNOWN, n=1, cutoff=0.0)
-    raise ParameterError(f"inputs: wanted one of {', '.join(_KNOWN)}, got {name!r}; the nearest is {near[0]}")
+    raise ParameterError(
+        f"inputs: wanted one of {', '.join(KINDS)}, got {name!r}; the nearest is {near[0]}. "
+        f"Checks also have {', '.join(name for name in _KNOWN if name not in KINDS)}"
+    )
 
 
 def parse(text: str) -> tuple[str, ...]:
