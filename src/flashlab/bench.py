@@ -55,6 +55,7 @@ from flashlab.attention import Fallbacks, Prepared, prepare
 from flashlab.check import HOSTILE, POISON_WORD, FlashAttentionOracle, Guarded, Oracle, Sample, check
 from flashlab.check import Verdict as CheckVerdict
 from flashlab.checks import (
+    FAR_LAYOUTS,
     FLASH_ATTENTION,
     SUITES,
     TENSORS,
@@ -1395,6 +1396,8 @@ class _Worker:
             try:
                 for cell in self._job["cells"]:
                     self._check_cell(cell)
+                    if cell["layout"] in FAR_LAYOUTS:
+                        self._free()  # gigabytes
                 self._collect(most=0)
             finally:
                 if self._pool:

@@ -228,9 +228,7 @@ def default_cases_on_cpu(able: Mapping[str, Stage], **what: Any) -> list[tuple[C
 
     wanted: list[tuple[Case, str]] = []
     for pair in HOSTILE:
-        few = max(pair) <= 17 or math.prod(pair) > 1 << 14  # the tiny and the larger ones: others have every head
-        heads = LONE_HEAD if is_long(*pair) else TWO_HEADS if few else HEADS
-        for case in cases(able, lengths=[pair], layouts=(first,), heads=heads, **what):
+        for case in cases(able, lengths=[pair], layouts=(first,), heads=_heads_on_cpu(*pair), **what):
             wanted += [(case, ascending)] if is_long(*pair) else [(case, ascending), elsewhere(case)]
     dims = sorted({dim for stage in able.values() for dim in stage.head_dims})
     for number, kind in enumerate(HOSTILE_INPUTS):
@@ -262,6 +260,12 @@ def _far_cases(
 def is_long(q_len: int, kv_len: int) -> bool:
     """Whether a head of those lengths takes a CPU long."""
     return max(q_len, _WARPGROUP_ROWS) * kv_len >= MANY_SCORES
+
+
+def _heads_on_cpu(q_len: int, kv_len: int) -> tuple[int, int, int]:
+    """Batch and heads of a problem on a CPU: all of `HEADS` between the tiny ones and the larger ones."""
+    few = max(q_len, kv_len) <= 17 or q_len * kv_len > 1 << 14
+    return LONE_HEAD if is_long(q_len, kv_len) else TWO_HEADS if few else HEADS
 
 
 _WARPGROUP_ROWS = 64
@@ -830,11 +834,9 @@ def check_on_cpu(
         else:
             chosen = []
             through = layouts or tuple(LAYOUTS)
-            for long, heads in ((False, HEADS), (True, LONE_HEAD)):
-                of_this = [pair for pair in lengths or HOSTILE if is_long(*pair) == long]
-                more: dict[str, Any] = {"heads": heads, "inputs": inputs or (NORMAL,), **options}
-                if of_this:
-                    chosen += cases(able, lengths=of_this, layouts=through[:1] if long else through, **more)
+            for pair in lengths or HOSTILE:
+                more: dict[str, Any] = {"heads": _heads_on_cpu(*pair), "inputs": inputs or (NORMAL,), **options}
+                chosen += cases(able, lengths=[pair], layouts=through[:1] if is_long(*pair) else through, **more)
         wanted = [(case, schedule) for case in chosen for schedule in schedules or SCHEDULES[:1]]
     refused = build_all(which, [case for case, _ in wanted], hooks=races, follow=follow)
     cancel = threading.Event()
