@@ -436,6 +436,27 @@ def test_trained_inputs_that_cannot_be_made_are_named_and_not_replaced(monkeypat
     assert sent[-1] == {"type": "cell_done", "cell": 0}
 
 
+def test_a_library_is_built_once_for_all_kinds_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[str] = []
+
+    def build(problem: Problem) -> Any:
+        built.append(problem.label)
+        return lambda q, k, v: q
+
+    monkeypatch.setattr(bench.peers, "get", lambda name: SimpleNamespace(why_not=lambda *_, **__: None, build=build))
+    monkeypatch.setattr(bench.gpu, "memory_free_bytes", lambda device: 0)
+    monkeypatch.setattr(bench.gpu, "synchronize", lambda device: None)
+    worker = bench._Worker({"device": 0, "seed": 0, "implementations": {}}, lambda message: None)
+    worker._info = SimpleNamespace(compute_capability=(9, 0))
+    memory = SimpleNamespace(memory_reserved=lambda: 0, memory_allocated=lambda: 0)
+    worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext, cuda=memory)
+    monkeypatch.setattr(worker, "_judge", lambda *_: {"passed": True})
+    one, other = PROBLEMS
+    for problem in (one, replace(one, inputs="zeros"), replace(one, inputs="steps"), other, one):
+        worker._peer("flex", problem, None, None, None)
+    assert built == [one.label, other.label, one.label]
+
+
 def test_layers_together_cost_about_what_one_kind_costs() -> None:
     plan = bench.Plan().shared(12)
     assert plan.samples == plan.cold_samples == 5
@@ -501,6 +522,14 @@ def test_an_estimate_takes_the_same_inputs_first() -> None:
     options: dict[str, Any] = {"stages": ["00_naive"], "peers": [], "plan": bench.plan_of("inputs")}
     assert _seconds(sink, known, **options).seconds < 10 < _seconds(first, known, **options).seconds
     assert _seconds(replace(first, inputs="zeros"), known, **options).seconds > 10  # any, where there is none
+
+
+def test_an_estimate_compiles_a_library_once_for_all_kinds_of_inputs() -> None:
+    first = Problem.parse(FIRST_SHAPE)
+    options: dict[str, Any] = {"stages": [], "peers": ["fa4"], "ceilings": False, "plan": bench.plan_of("inputs")}
+    found, _ = bench.estimate([replace(first, inputs=kind) for kind in ("normal", "zeros", "steps")], **options)
+    assert found[0].seconds - found[1].seconds == pytest.approx(5.0)
+    assert found[1].seconds == pytest.approx(found[2].seconds)
 
 
 def test_a_hanging_worker_is_ended_with_all_it_started(tmp_path: Path, fake: Any) -> None:

@@ -108,7 +108,8 @@ from flashlab.stages import variant_in
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.bench", "--worker")
 _HEAT_SECONDS = 2.0
-"""Of work before the first sustained measurement of a problem, so that all of them find a warm chip."""
+"""Of work before the first sustained measurement of a problem, so that all of them find a warm chip; no more than one
+such measurement takes."""
 _CHECKED_SCORES = 1 << 27
 """Scores that a check of a measurement compares with the oracle where there are many measurements."""
 _LAYER_SAMPLES = 5
@@ -1065,20 +1066,25 @@ def estimate(
     plan = plan or Plan()
     plan.require()
     found = []
+    built: set[tuple[str, Problem]] = set()
     for problem in problems:
         able = [(name, kind, identity) for name, kind, identity, _ in names if _takes(kind, identity, problem)]
+        shape = replace(problem, inputs=NORMAL)
         scores = min(plan.checks(problem), int(problem.batch * problem.q_heads * problem.visible_scores))
         seconds, long = 0.0, 0
         for name, kind, identity in able:
             call_s = _guess_us(kind, identity, problem, known) / 1e6
-            seconds += _BUILD_S + _COMPILING_PEERS.get(identity, 0.0) + _CHECK_S_PER_SCORE * scores + 2 * call_s
+            seconds += _BUILD_S + _CHECK_S_PER_SCORE * scores + 2 * call_s
+            if (name, shape) not in built:
+                seconds += _COMPILING_PEERS.get(identity, 0.0)
+                built.add((name, shape))
             seconds += _burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s
             if plan.cold_samples:
                 seconds += _burst_s(call_s, plan.cold_samples, 3, plan.cap_s / 2) + 2 * call_s
             if plan.sustains(problem, name):
                 seconds += plan.sustained_seconds + max(timing.CHUNK_S, call_s) * 2
                 long += 1
-        seconds += _HEAT_SECONDS if long else 0.0
+        seconds += min(_HEAT_SECONDS, plan.sustained_seconds) if long else 0.0
         found.append(Estimate(problem=problem, implementations=len(able), sustained=long, seconds=seconds))
     num_ceilings = len(roofline.CEILINGS) if ceilings is True else len(ceilings or ())
     return tuple(found), _STARTUP_S + num_ceilings * _CEILING_S + sum(one.seconds for one in found)

@@ -545,7 +545,8 @@ def bench(
         if shape
         else [problem for problem in suite_of(suite) if dtype in (None, problem.dtype) and mask in (None, problem.mask)]
     )
-    kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
+    default = ALL if suite == "inputs" and not shape else NORMAL
+    kinds = kinds_in(default if inputs is None else inputs)
     chosen = [
         replace(problem, inputs=kind)
         for problem in problems
