@@ -396,7 +396,16 @@ def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: bench.Plan, why_not: str |
                 raise bench._RefusedError("wrong", "too far off", {**said, "passed": False})
             return said
 
-        return bench._Candidate(run, judge(), None, judge)
+        checked: list[int] = []
+
+        def counted() -> Fallbacks | None:
+            return Fallbacks(renormalized=len(checked), recomputed=0) if name == "fast" else None
+
+        def checks_again() -> dict[str, Any]:
+            checked.append(v.layer)
+            return judge()
+
+        return bench._Candidate(run, checks_again(), None, checks_again, fallbacks=counted)
 
     monkeypatch.setattr(worker, "_candidate", candidate)
     worker._bench_cell({"index": 0, "problem": asdict(TRAINED), "names": list(fake.call_us)})
@@ -415,6 +424,7 @@ def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch
         assert row["status"] == "ok"
         assert row["verdict"]["max_abs_error"] == pytest.approx(0.4)  # the closest to its limit
         assert row["trained"]["digest"] == "0123"
+        assert row.get("fallbacks") == ((4, 0) if name == "fast" else None)
         found = [records.Samples.model_validate(one) for one in row["samples"]]
         assert [one.layer for one in found] == [0, 1, 2, 3] * 2
         assert [one.regime for one in found] == ["burst"] * 4 + ["sustained"] * 4

@@ -1331,6 +1331,8 @@ class _Candidate:
     judge: Callable[[], Message | None]
     """Checks it again, on what its inputs hold by then; `_RefusedError` where it is wrong."""
     choice: str = ""
+    fallbacks: Callable[[], Fallbacks | None] = lambda: None
+    """Of all checks so far."""
 
 
 class _RefusedError(Exception):
@@ -1552,7 +1554,7 @@ class _Worker:
             gpu.synchronize(self._device)
             return _Candidate(timed, None, _cubin_fields(timed), lambda: None)
         lse = self.torch.empty(q.shape[:3], dtype=self.torch.float32, device=q.device)
-        with_lse = prepare(q, k, v, out=out, lse=lse, **what)
+        with_lse = prepare(q, k, v, out=out, lse=lse, count_fallbacks=True, **what)
         timed = prepare(q, k, v, out=out, **what)
 
         def judge() -> Message:
@@ -1570,7 +1572,7 @@ class _Worker:
                 self._judge(out, None, problem, q, k, v, stage.precision)
             return verdict
 
-        return _Candidate(timed, judge(), _cubin_fields(timed), judge)
+        return _Candidate(timed, judge(), _cubin_fields(timed), judge, fallbacks=with_lse.fallbacks)
 
     def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
         peer = peers.get(name)
@@ -1683,6 +1685,7 @@ class _Worker:
                 samples=series[name],
                 cubin=candidate.cubin,
                 choice=candidate.choice,
+                fallbacks=candidate.fallbacks(),
             )
 
     def _checked_again(self, index: int, number: int, ready: Mapping[str, _Candidate]) -> dict[str, _Candidate]:
@@ -1711,6 +1714,7 @@ class _Worker:
         samples: Sequence[Message] = (),
         cubin: Message | None = None,
         choice: str = "",
+        fallbacks: Fallbacks | None = None,
     ) -> None:
         row = {
             "name": name,
@@ -1720,6 +1724,7 @@ class _Worker:
             "samples": list(samples),
             "cubin": cubin,
             **({"choice": choice} if choice else {}),
+            **({"fallbacks": fallbacks} if fallbacks else {}),
             **({"trained": self._model} if self._model else {}),
         }
         self._send({"type": "row", "cell": index, "row": row})

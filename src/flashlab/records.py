@@ -277,6 +277,9 @@ class _Timed(_Base):
     verdict: Verdict | None
     samples: tuple[Samples, ...]
     cubin: CubinFields | None
+    fallbacks: tuple[int, int] | None = None
+    """How often the kernel left its fast path in a call, in tiles of a warp: whose reference was moved, and whose
+    scores were computed again. Of `trained` inputs, in a call of every layer. None where nobody counted."""
     trained: dict[str, JsonValue] | None = None
     """Of `trained` inputs, the model that made them: digest of its weights, loss, statistics of each layer's scores."""
 
