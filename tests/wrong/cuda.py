@@ -199,9 +199,6 @@ PATCHES: tuple[Patch, ...] = (
 )
 
 _V_SOURCE = "const Source V_source = {&maps.V, &p.V, p.kv_len, kv_head, "
-_WAIT_FOR_V = (
-    "const auto wait_for_V = [&](int tile) { ptx::mbarrier_wait_parity(&smem.V_full[stage_of(tile)], parity_of(tile)"
-)
 _NARROW = "static_cast<int>(p.K.row_stride)"
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -218,15 +215,15 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="v_one_phase_early",
         stage="11_pingpong",
-        old=_WAIT_FOR_V,
-        new=f"{_WAIT_FOR_V} ^ 1",
+        old="V_came = V_is_there(tile);",
+        new="V_came = V_is_there(tile - 1);",
         early=True,
     ),
     Mistake(
         name="v_one_phase_early",
         stage="12_persistent",
-        old=_WAIT_FOR_V,
-        new=f"{_WAIT_FOR_V} ^ 1",
+        old="V_came = V_is_there(tile);",
+        new="V_came = V_is_there(tile - 1);",
         mask="causal",
         early=True,
     ),
@@ -239,8 +236,16 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="v_one_phase_early",
         stage="13_overlap",
+        old="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);",
+        new="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity ^ 1);",
+        early=True,
+    ),
+    Mistake(
+        name="v_taken_for_there_when_k_is",
+        stage="13_overlap",
         old="ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity);",
-        new="ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity ^ 1);",
+        new="ptx::mbarrier_wait_parity(&smem.K_full[at.stage], at.parity);",
+        mask="causal",
         early=True,
     ),
     Mistake(
