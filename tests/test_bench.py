@@ -18,7 +18,7 @@ from synthetic import measurement
 from test_timing import Fake as FakeGpu
 
 from flashlab import bench, checks, emulator, errors, records, stages
-from flashlab.check import Oracle
+from flashlab.attention import Fallbacks
 from flashlab.check import Verdict as CheckVerdict
 from flashlab.problem import FIRST_SHAPE, Problem
 from flashlab.reference import make_inputs
@@ -533,7 +533,16 @@ def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: bench.Plan, why_not: str |
                 raise bench._RefusedError("wrong", "too far off", {**said, "passed": False})
             return said
 
-        return bench._Candidate(run, judge(), None, judge)
+        checked: list[int] = []
+
+        def counted() -> Fallbacks | None:
+            return Fallbacks(renormalized=len(checked), recomputed=0) if name == "fast" else None
+
+        def checks_again() -> dict[str, Any]:
+            checked.append(v.layer)
+            return judge()
+
+        return bench._Candidate(run, checks_again(), None, checks_again, fallbacks=counted)
 
     monkeypatch.setattr(worker, "_candidate", candidate)
     worker._bench_cell({"index": 0, "problem": asdict(TRAINED), "names": list(fake.call_us)})
@@ -554,6 +563,7 @@ def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch
         assert row["verdict"]["overall_max_error"] == 0.7  # over all layers
         assert row["verdict"]["overall_rms_error"] == pytest.approx(((0 + 1 + 4 + 9) / 4) ** 0.5)
         assert row["trained"]["digest"] == "0123"
+        assert row.get("fallbacks") == ((4, 0) if name == "fast" else None)
         found = [records.Samples.model_validate(one) for one in row["samples"]]
         assert [one.layer for one in found] == [0, 1, 2, 3] * 2
         assert [one.regime for one in found] == ["burst"] * 4 + ["sustained"] * 4
@@ -773,13 +783,13 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
     monkeypatch.setattr(worker, "_survive", lambda error: None)
     monkeypatch.setattr(bench, "_guarded_inputs", lambda values, layout: [])
 
-    def in_place_of_a_gpu(
-        stage_id: str, problem: Problem, values: Any, inputs: Any, *, oracle: Oracle, **options: Any
-    ) -> Any:
+    counted = Fallbacks(renormalized=1, recomputed=2)
+
+    def in_place_of_a_gpu(stage_id: str, problem: Problem, values: Any, inputs: Any, **options: Any) -> Any:
         if (stage_id, problem) == ("00_naive", problems[1]):
-            return CheckVerdict(passed=False, reason="bad"), None, None
+            return CheckVerdict(passed=False, reason="bad"), None, None, None
         verdict, ran = checks.emulated_verdict(stage_id, problem, values, **options)
-        return verdict, ran.out, ran.lse
+        return verdict, ran.out, ran.lse, counted
 
     monkeypatch.setattr(bench, "_guarded_run", in_place_of_a_gpu)
     worker.work()
@@ -793,6 +803,7 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
     assert {key: row["status"] for key, row in rows.items()} == {
         (0, "00_naive"): "ok", (0, "05_wmma"): "ok", (1, "00_naive"): "wrong", (1, "05_wmma"): "ok",
     }  # fmt: skip
+    assert [rows[key].get("fallbacks") for key in sorted(rows)] == [counted, counted, None, counted]
     assert "emulator" not in rows[1, "00_naive"]
     for key in ((0, "00_naive"), (0, "05_wmma"), (1, "05_wmma")):
         found = bench._emulator_verdict(rows[key]["emulator"])

@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashlab import bench, checks, emulator, results, stages
-from flashlab.check import check
+from flashlab.attention import Fallbacks
+from flashlab.check import (
+    FLASH_ATTENTION_LENGTHS,
+    HOSTILE,
+    FlashAttentionOracle,
+    Guarded,
+    check,
+    check_as_flash_attention,
+)
 from flashlab.errors import DamagedRecordError, MissingPackageError, ParameterError
+from flashlab.inputs import HOSTILE as HOSTILE_INPUTS
 from flashlab.paths import DATA
 from flashlab.problem import Problem
 from flashlab.records import Verdict
-from flashlab.reference import attention, make_inputs, pack
+from flashlab.reference import attention, make_inputs, pack, plain
 
 STAGE = stages.get("05_wmma")
 PROBLEM = Problem(batch=2, q_heads=4, kv_heads=2, q_len=65, kv_len=66, head_dim=64, mask="causal")
@@ -39,8 +50,156 @@ def test_cases_are_what_stages_take() -> None:
         checks.cases({"x": STAGE}, layouts=("diagonal",))
     with pytest.raises(ParameterError, match="at least one stage"):
         checks.cases({"x": STAGE}, dtypes=("bfloat16",))
-    with pytest.raises(ParameterError, match="at least one length"):
-        checks.check_on_cpu(["05_wmma"], lengths=[])
+    for options, words in (
+        ({"lengths": []}, "at least one length"),
+        ({"inputs": []}, "at least one kind of inputs"),
+        ({"suite": "llama"}, "suite: wanted one of flash-attention, got 'llama'"),
+    ):
+        with pytest.raises(ParameterError, match=words):
+            checks.check_on_cpu(["05_wmma"], **options)  # type: ignore[arg-type]
+
+
+EVERYTHING: dict[str, Any] = {"dtypes": checks.DTYPES, "masks": checks.MASKS, "head_dims": None}
+LAST = {"x": stages.get("13_overlap")}
+
+
+def test_a_cpu_goes_through_all_that_breaks_kernels_by_default() -> None:
+    found = checks.default_cases_on_cpu(LAST, **EVERYTHING)
+    problems = [(case.problem, case.layout, schedule) for case, schedule in found]
+    assert len(set(problems)) == len(problems)
+    variants = {(p.head_dim, p.dtype, p.mask) for p, _, _ in problems}
+    assert len(variants) == 8
+    normal = [(p, layout, schedule) for p, layout, schedule in problems if p.inputs == "normal"]
+    assert {(p.q_len, p.kv_len) for p, _, _ in normal} == set(HOSTILE)
+    for lengths in HOSTILE:
+        ways = [(p, layout, schedule) for p, layout, schedule in normal if (p.q_len, p.kv_len) == lengths]
+        assert {(p.head_dim, p.dtype, p.mask) for p, _, _ in ways} == variants
+        if not checks.is_long(*lengths):
+            assert {layout for _, layout, _ in ways} == set(checks.LAYOUTS)
+            assert {schedule for _, _, schedule in ways} == set(checks.SCHEDULES)
+            assert {layout for _, layout, schedule in ways if schedule == checks.SCHEDULES[1]} == {*checks.LAYOUTS} - {
+                "contiguous"
+            }
+    for what in variants:
+        mine = [p for p, _, _ in problems if (p.head_dim, p.dtype, p.mask) == what]
+        assert any((p.batch, p.q_heads, p.kv_heads) == (2, 4, 2) and p.inputs == "normal" for p in mine)
+    for kind in HOSTILE_INPUTS:
+        mine = [(p, schedule) for p, layout, schedule in problems if p.inputs == kind and layout in checks.LAYOUTS]
+        assert {(p.batch, p.q_heads, p.kv_heads) for p, _ in mine} == {(2, 4, 2)}
+        assert {(p.dtype, p.mask) for p, _ in mine} == {(t, m) for t in checks.DTYPES for m in checks.MASKS}
+        assert {p.head_dim for p, _ in mine} == {64, 128}
+        assert {schedule for _, schedule in mine} == set(checks.SCHEDULES)
+    far = [(p, layout) for p, layout, _ in problems if layout not in checks.LAYOUTS]
+    assert {(p.dtype, layout) for p, layout in far} == {(t, x) for t in checks.DTYPES for x in checks.FAR_LAYOUTS}
+
+
+def test_a_gpu_goes_through_every_layout_and_hostile_inputs_by_default() -> None:
+    found = checks.default_cases(LAST)
+    problems = [(case.problem, case.layout) for case in found]
+    assert len(set(problems)) == len(problems)
+    assert {(p.batch, p.q_heads, p.kv_heads) for p, layout in problems if layout in checks.LAYOUTS} == {(2, 4, 2)}
+    assert sum(p.inputs == "normal" for p, _ in problems) == 8 * len(HOSTILE) * len(checks.LAYOUTS)
+    assert {p.inputs for p, _ in problems} == {"normal", *HOSTILE_INPUTS}
+    assert {layout for _, layout in problems} == {*checks.LAYOUTS, *checks.FAR_LAYOUTS}
+
+
+def test_rows_far_apart_have_offsets_of_more_than_32_bits_and_take_little_memory() -> None:
+    (q_len, kv_len), heads = checks.FAR_LENGTHS[0], checks.LONE_HEAD
+    for layout in checks.FAR_LAYOUTS:
+        for length in (q_len, kv_len):
+            placed = checks.placement((*heads[:2], length, 64), layout)
+            assert (length - 4) * placed["strides"][2] >= 1 << 31
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        values = np.arange(q_len * 64, dtype=np.float16).reshape(1, 1, q_len, 64)
+        held = Guarded.holding(values, **checks.placement(values.shape, layout))
+        assert (held.array == values).all()
+        assert held.why_damaged() is None
+        held.array[0, 0, 257, 5] = 0
+        assert held.why_damaged() == f"input modified: 1 of {values.size} elements"
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB; macOS counts bytes
+        assert Guarded.output(values.shape, "float16", **checks.placement(values.shape, layout)).why_damaged() is None
+
+
+@needs_compiler
+def test_hostile_inputs_reach_the_fallback_and_normal_ones_do_not() -> None:
+    def fallbacks(dtype: str, kind: str) -> tuple[int, int]:
+        found = checks.check_on_cpu(
+            ["13_overlap"],
+            lengths=[(70, 256)] if kind == "normal" else checks.HOSTILE_LENGTHS[:1],
+            inputs=[kind],
+            dtypes=[dtype],
+            masks=["full"],
+            layouts=["contiguous"],
+            head_dims=[64],
+        )
+        (row,) = found.rows
+        assert row.status == "ok"
+        assert row.fallbacks is not None
+        return row.fallbacks
+
+    assert [fallbacks(dtype, "normal") for dtype in checks.DTYPES] == [(0, 0), (0, 0)]
+    for kind in ("hostile_sink", "hostile_falling", "hostile_waves"):
+        for dtype in checks.DTYPES:
+            assert fallbacks(dtype, kind)[1] > 0, f"{kind} {dtype}"
+    assert fallbacks("bfloat16", "hostile_low")[1] > 0
+
+
+# --- flash-attention's own cases ---
+
+
+def test_flash_attentions_cases() -> None:
+    assert len(FLASH_ATTENTION_LENGTHS) == len(set(FLASH_ATTENTION_LENGTHS)) == 21
+    found = checks.flash_attention_cases(LAST)
+    assert len(found) == 21 * 3 * 2 * 2 * 2 * 3
+    problems = [case.problem for case in found]
+    assert {(p.q_heads, p.kv_heads) for p in problems} == {(6, 6), (6, 2), (6, 1)}
+    assert {p.inputs for p in problems} == {"normal", "scale8", "sink_first"}
+    on_cpu = [case.problem for case in checks.flash_attention_cases(LAST, on_cpu=True)]
+    assert {p.batch for p in on_cpu} == {1}
+    assert len({(p.q_len, p.kv_len) for p in on_cpu}) == 11
+
+
+def test_flash_attentions_rule_lets_pass_what_is_rounded_once_and_no_more_than_twice_plain() -> None:
+    for dtype in checks.DTYPES:
+        problem = Problem.parse("1x6x2x113x203x128", dtype=dtype, mask="causal")
+        values = make_inputs(problem)
+        exact, lse = attention(*values, causal=True)
+        options: Any = {"causal": True, "dtype": dtype}
+        good = pack(exact.astype("float32"), dtype)
+        verdict = check_as_flash_attention(good, lse.astype("float32"), *values, **options)
+        assert verdict.passed, verdict.reason
+        assert verdict.max_abs_error == 0
+        out = plain(*values, **options)
+        assert check_as_flash_attention(out, None, *values, **options).passed
+        oracle = FlashAttentionOracle()
+        bad = good.copy()
+        bad[0, 5, 112, 7] += bad.dtype.type(2 * verdict.max_abs_limit)
+        found = check_as_flash_attention(bad, None, *values, oracle=oracle, **options)
+        assert "over flash-attention's limit" in found.reason
+        assert found.max_abs_limit == verdict.max_abs_limit
+        bad[...] = float("nan")
+        assert "NaN in output" in check_as_flash_attention(bad, None, *values, oracle=oracle, **options).reason
+
+
+def test_flash_attentions_limit_for_one_key_is_what_adding_and_taking_away_does() -> None:
+    problem = Problem.parse("1x6x6x64x1x64", dtype="bfloat16")
+    values = make_inputs(problem)
+    _, limit = FlashAttentionOracle().of(*values, causal=False, dtype="bfloat16", xp=np)
+    v = values[2].astype(np.float32)
+    rounded = ((v + np.float32(0.3)).astype(values[2].dtype).astype(np.float32) - np.float32(0.3)).astype(
+        values[2].dtype
+    )
+    assert limit == pytest.approx(2 * np.abs(rounded.astype(np.float32) - v).max())
+
+
+@needs_compiler
+def test_a_suite_is_judged_by_its_own_rule() -> None:
+    found = checks.check_on_cpu(
+        ["05_wmma"], suite="flash-attention", head_dims=[64], masks=["causal"], dtypes=["float16"]
+    )
+    assert found.failures == ()
+    assert len(found.rows) == 11 * 3 * 3
+    assert all(row.verdict is not None and row.verdict.rms_error is None for row in found.rows)
 
 
 @needs_compiler
@@ -112,7 +271,15 @@ OTHER = PASSED.model_copy(update={"lse_error": 1e-6, "lse_limit": 3e-4})
 FAILED = PASSED.model_copy(update={"passed": False, "reason": "max |error|", "max_abs_error": None})
 ROWS = (
     checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="ok", reason="", verdict=PASSED),
-    checks.CheckRow(stage="06_cp_async", problem=PROBLEM, layout="padded", status="ok", reason="", verdict=PASSED),
+    checks.CheckRow(
+        stage="06_cp_async",
+        problem=PROBLEM,
+        layout="padded",
+        status="ok",
+        reason="",
+        verdict=PASSED,
+        fallbacks=Fallbacks(renormalized=3, recomputed=70000),
+    ),
     checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="wrong", reason="bad", verdict=FAILED),
     checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="bshd", status="crashed", reason="gone", verdict=None),
     checks.CheckRow(
@@ -209,6 +376,7 @@ def test_comparisons_on_record_read_back(tmp_path: Path) -> None:
                 wanted = getattr(row.verdict, name)
                 assert getattr(read, name) == (wanted if wanted is None else pytest.approx(wanted, rel=5e-3))
     assert "emulator" not in lines[0]
+    assert [line.get("fallbacks") for line in lines[:4]] == [None, [3, 70000], None, None]
     assert Verdict.model_validate(lines[4]["emulator"]["agreement"]).reason == "max |error|"
     assert lines[6]["emulator"]["shape"] == "1x1x1x64"
     assert Verdict.model_validate(lines[6]["emulator"]["verdict"]) == OTHER.model_copy(

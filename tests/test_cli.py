@@ -14,6 +14,7 @@ import pytest
 from synthetic import RUN, measurement, write_synthetic
 
 from flashlab import bench, checks, cli, doctor, emulator, gpu, records, report
+from flashlab.attention import Fallbacks
 from flashlab.errors import CompileError, MissingPackageError
 from flashlab.inputs import KINDS
 from flashlab.problem import FIRST_SHAPE, Problem, suite
@@ -287,6 +288,8 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("check", "--length", "0x5"), "positive"),
         (("check", "--on", "cpu", "--schedule", "random"), "seeded:7"),
         (("check", "--on", "cpu", "--record"), "--on gpu or both"),
+        (("check", "--on", "cpu", "--suite", "llama"), "suite: wanted one of flash-attention"),
+        (("check", "--on", "cpu", "--suite", "flash-attention", "--length", "1x1"), "wanted no --random, --length"),
         (("check", "--on", "gpu", "--races"), "--on cpu"),
         (("report", "--source", "guess"), "replay"),
         (("report", "--suite", "none-such"), "smoke, first, standard"),
@@ -424,7 +427,7 @@ def test_check_takes_kinds_of_inputs_and_says_which_it_leaves_out(run: Run, monk
     assert asked["inputs"] == tuple(kind for kind in KINDS if kind != "trained")
     assert "trained inputs are left out" in result.err
     run("check", "--on", "gpu")
-    assert asked["inputs"] == ("normal",)
+    assert asked["inputs"] is None  # hostile ones too
 
 
 def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,6 +496,16 @@ def test_check_counts_and_names_failures(run: Run, monkeypatch: pytest.MonkeyPat
     assert "padded: wrong: output: NaN" in result.err
     assert "1 of 2 checks failed" in result.err
     assert [shown["status"] for shown in run("check", "--on", "gpu", "--json").json] == ["ok", "wrong"]
+    counted = replace(row("ok", ""), fallbacks=Fallbacks(renormalized=5, recomputed=7))
+    found(counted, counted, row("ok", ""))
+    result = run("check", "--on", "gpu")
+    assert result.out.split() == [
+        *("stage", "passed", "failed", "unsupported", "renormalized", "recomputed"),
+        *(FIRST_STAGE, "3", "0", "0", "10", "14"),
+    ]  # fmt: skip
+    assert [shown["fallbacks"] for shown in run("check", "--on", "gpu", "--json").json] == [
+        *[{"renormalized": 5, "recomputed": 7}] * 2, None
+    ]  # fmt: skip
 
 
 CPU_CHECK = ("check", FIRST_STAGE, "--length", "65x66", "--mask", "causal")

@@ -511,5 +511,5 @@ def test_a_check_is_content_where_only_what_is_kept_wrong_is_wrong() -> None:
     arguments = ["--on", "cpu", "--length", "65x65", "--mask", "full", "--dtype", "float16"]
     ran = CliRunner().invoke(cli.app, ["check", "tile48", "branch_free", *arguments])
     assert ran.exit_code == 0, ran.output
-    assert "tile48, B1 H2/1 S65" in ran.output
+    assert "tile48, B2 H4/2 S65" in ran.output
     assert "wrong: NaN in output" in ran.output

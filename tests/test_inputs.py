@@ -207,3 +207,46 @@ def test_the_checker_passes_what_is_right_and_refuses_what_is_wrong(name: str, d
         wrong = Call.of(problem)
         wrong.simulate(fault)
         assert not wrong.judge().passed, fault
+
+
+# --- hostile kinds, which checks alone use ---
+
+LONG = [replace(problem, q_len=20, kv_len=600) for problem in PROBLEMS]
+each_long = pytest.mark.parametrize("problem", LONG, ids=lambda problem: problem.label)
+
+
+def test_hostile_kinds_are_not_among_all() -> None:
+    assert not inputs.HOSTILE.keys() & set(inputs.parse("all"))
+    assert all("\n" not in kind.title for kind in inputs.HOSTILE.values())
+    assert [inputs.parse(name) for name in inputs.HOSTILE] == [(name,) for name in inputs.HOSTILE]
+
+
+@each_long
+def test_a_hostile_sink_stands_out_of_scores_that_spread_by_8_nats(problem: Problem) -> None:
+    found = scores(replace(problem, inputs="hostile_sink"))
+    assert found[..., 1:].std() == pytest.approx(8, rel=0.2)  # the bias has some of the columns
+    assert found[..., 0].mean() == pytest.approx(40, abs=8 * spread(problem))
+    assert scores(replace(problem, inputs="scale8")).std() == pytest.approx(8, rel=0.05)
+
+
+@each_long
+@pytest.mark.parametrize(("name", "last"), [("hostile_rising", 0), ("hostile_falling", 599)])
+def test_hostile_scores_grow_by_11_nats_a_tile(name: str, last: int, problem: Problem) -> None:
+    wanted = -11 / 128 * np.abs(np.arange(600) - (599 - last))
+    assert np.abs(of_key(replace(problem, inputs=name)) - wanted).max() < spread(problem)
+
+
+@each_long
+def test_waves_rise_and_fall_by_more_than_an_exponential_holds_within_a_tile(problem: Problem) -> None:
+    found = of_key(replace(problem, inputs="hostile_waves"))
+    tiles = [found[at : at + 128] for at in range(0, 512, 128)]
+    assert all(tile.max() - tile.min() > np.log(np.finfo(np.float32).max) for tile in tiles)
+    assert np.abs(found[100::200]).max() < spread(problem)
+    assert found[::200].max() < -149
+
+
+@each_long
+def test_low_scores_are_0_as_exponentials(problem: Problem) -> None:
+    found = scores(replace(problem, inputs="hostile_low"))
+    assert np.exp(found.max(), dtype=np.float32) < np.finfo(np.float32).tiny
+    assert found.std() < 1.2

@@ -136,11 +136,17 @@ def test_a_record_of_the_first_schema_reads_on() -> None:
 
 def test_a_line_from_before_there_were_kinds_of_inputs_is_on_normal_ones() -> None:
     old = json.loads(to_line(measurement()))
-    del old["problem"]["inputs"], old["trained"], old["samples"][0]["layer"]
+    del old["problem"]["inputs"], old["trained"], old["samples"][0]["layer"], old["fallbacks"]
     read = parse_line(json.dumps(old))
     assert read == measurement()
     assert read.problem.inputs == "normal"
     assert read.problem.problem() == PROBLEM
+
+
+def test_fallbacks_read_back() -> None:
+    row = measurement(fallbacks=(12, 345678))
+    assert '"fallbacks":[12,345678]' in to_line(row).replace(" ", "")
+    assert parse_line(to_line(row)) == row
 
 
 def test_the_kind_of_inputs_reads_back_and_an_unknown_one_is_refused() -> None:

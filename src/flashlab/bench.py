@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -51,17 +51,20 @@ from flashlab import (
     triton_code,
     tuned,
 )
-from flashlab.attention import Prepared, prepare
-from flashlab.check import HOSTILE, POISON_WORD, Guarded, Oracle, Sample, check
+from flashlab.attention import Fallbacks, Prepared, prepare
+from flashlab.check import HOSTILE, POISON_WORD, FlashAttentionOracle, Guarded, Oracle, Sample, check
 from flashlab.check import Verdict as CheckVerdict
-from flashlab.checks import LAYOUTS as LAYOUTS
 from flashlab.checks import (
+    FAR_LAYOUTS,
+    FLASH_ATTENTION,
+    SUITES,
     TENSORS,
     EmulatorVerdict,
     build_all,
     case_line,
     cases,
     damage,
+    default_cases,
     emulate_beside,
     emulates,
     finite,
@@ -69,7 +72,9 @@ from flashlab.checks import (
     laid_out,
     placement,
     random_cases,
+    suite_cases,
 )
+from flashlab.checks import LAYOUTS as LAYOUTS
 from flashlab.checks import CheckRow as CheckRow
 from flashlab.checks import CheckRun as CheckRun
 from flashlab.errors import (
@@ -221,7 +226,7 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
-Folder = Literal["runs", "tuning", "ablations", "parts", "readings", "checks", "random"]
+Folder = Literal["runs", "tuning", "ablations", "parts", "readings", "checks", "random", "flash-attention"]
 """Below data/<gpu>/."""
 
 
@@ -1150,16 +1155,17 @@ def _guess_us(kind: str, identity: str, problem: Problem, known: Sequence[Measur
 def check_stages(
     stage_ids: Sequence[str] | None = None,
     *,
-    lengths: Sequence[tuple[int, int]] = HOSTILE,
+    lengths: Sequence[tuple[int, int]] | None = None,
     dtypes: Sequence[str] = DTYPES,
     masks: Sequence[str] = MASKS,
-    layouts: Sequence[str] = tuple(LAYOUTS),
-    inputs: Sequence[str] = (NORMAL,),
+    layouts: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
     head_dims: Sequence[int] | None = None,
     sources: Mapping[str, Path] | None = None,
     data: Path | None = DATA,
     emulate: bool = False,
     random: int = 0,
+    suite: str | None = None,
     device: int = 0,
     seed: int = 0,
     timeout_s: float = 120.0,
@@ -1172,9 +1178,13 @@ def check_stages(
     Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
     the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere where `data` is None.
 
+    Where lengths, layouts and inputs are left open, these are `checks.default_cases`. Where one of them is given, every
+    combination runs: by default of all hostile lengths, every layout and normal inputs. `inputs` are kinds that are
+    drawn from a seed: all but `trained`.
+
     `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two. `random` replaces
     lengths, masks, types, layouts and head dims by so many `checks.random_cases`; their rows go to data/<gpu>/random/.
-    `inputs` are kinds that are drawn from a seed: all but `trained`.
+    `suite` replaces them by the cases of one of `checks.SUITES`, judged by its rule, and the folder is its name.
 
     Raises:
         As `run`.
@@ -1182,11 +1192,17 @@ def check_stages(
     names = _names(stage_ids, (), sources or {})
     _positive(timeout_s=timeout_s, startup_s=startup_s)
     able = {name: stages.get(identity) for name, _, identity, _ in names}
+    what: Message = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims}
     if random:
-        wanted = random_cases(able, random, seed=seed, inputs=inputs)
+        wanted = random_cases(able, random, seed=seed, inputs=inputs or (NORMAL,))
+    elif suite:
+        wanted = suite_cases(suite, able, **what)
+    elif lengths is None and layouts is None and inputs is None:
+        wanted = default_cases(able, **what)
     else:
-        what: Message = {"lengths": lengths, "dtypes": dtypes, "masks": masks, "layouts": layouts, "inputs": inputs}
-        wanted = cases(able, head_dims=head_dims, **what)
+        what |= {"layouts": tuple(LAYOUTS) if layouts is None else layouts}
+        what |= {"inputs": (NORMAL,) if inputs is None else inputs}
+        wanted = cases(able, lengths=HOSTILE if lengths is None else lengths, **what)
     with ThreadPoolExecutor(1) as aside:
         which = {name: (identity, source) for name, _, identity, source in names}
         built = aside.submit(build_all, which, wanted) if emulate else None
@@ -1195,7 +1211,9 @@ def check_stages(
             built.result()
     cells = [_Cell(case.problem, list(case.names), case.layout) for case in wanted]
     with tempfile.TemporaryDirectory() as nowhere:
-        book = _open_book(Path(nowhere) if data is None else data, "random" if random else "checks")
+        book = _open_book(
+            Path(nowhere) if data is None else data, "random" if random else FLASH_ATTENTION if suite else "checks"
+        )
         rows: list[CheckRow] = []
         of_cases: dict[int, list[CheckRow]] = {}
         due = {id(cell): len(cell.pending) for cell in cells}
@@ -1210,6 +1228,7 @@ def check_stages(
                 reason=str(message["reason"]),
                 verdict=None if verdict is None else Verdict.model_validate(verdict),
                 emulator=_emulator_verdict(message.get("emulator")),
+                fallbacks=Fallbacks(*message["fallbacks"]) if message.get("fallbacks") else None,
             )
             rows.append(found)
             of_case = of_cases.setdefault(id(cell), [])
@@ -1227,6 +1246,7 @@ def check_stages(
                 "device": device,
                 "seed": seed,
                 "emulate": emulate,
+                "suite": suite,
                 "implementations": {
                     name: {
                         "kind": kind,
@@ -1332,6 +1352,8 @@ class _Candidate:
     """Checks it again, on what its inputs hold by then; `_RefusedError` where it is wrong."""
     fields: Message = field(default_factory=dict)
     """What else its row says."""
+    fallbacks: Callable[[], Fallbacks | None] = lambda: None
+    """Of all checks so far."""
 
 
 class _RefusedError(Exception):
@@ -1358,8 +1380,8 @@ class _Worker:
             if job.get("emulate")
             else None
         )
-        self._emulating: dict[Future[EmulatorVerdict], tuple[int, str, Message]] = {}
-        """Runs of the emulator under way: the cell, the name and the GPU's verdict of each."""
+        self._emulating: dict[Future[EmulatorVerdict], tuple[int, str, Message, Fallbacks | None]] = {}
+        """Runs of the emulator under way: the cell, the name, and the GPU's verdict and fallbacks of each."""
         self._unfinished: dict[int, int] = {}
         """Of each cell, how many of them are its own."""
         self._oracle = Oracle()
@@ -1405,6 +1427,8 @@ class _Worker:
             try:
                 for cell in self._job["cells"]:
                     self._check_cell(cell)
+                    if cell["layout"] in FAR_LAYOUTS:
+                        self._free()  # gigabytes
                 self._collect(most=0)
             finally:
                 if self._pool:
@@ -1558,8 +1582,9 @@ class _Worker:
             gpu.synchronize(self._device)
             return _Candidate(timed, None, _cubin_fields(timed), lambda: None)
         lse = self.torch.empty(q.shape[:3], dtype=self.torch.float32, device=q.device)
-        with_lse = prepare(q, k, v, out=out, lse=lse, **what)
-        timed = with_lse if which.get("lse_of") else prepare(q, k, v, out=out, **what)
+        apart = not which.get("lse_of")
+        with_lse = prepare(q, k, v, out=out, lse=lse, count_fallbacks=apart, **what)
+        timed = prepare(q, k, v, out=out, **what) if apart else with_lse
 
         def judge() -> Message:
             out.view(self.torch.int16).fill_(POISON_WORD)
@@ -1578,7 +1603,7 @@ class _Worker:
                 self._judge(out, None, problem, q, k, v, stage.precision)
             return verdict
 
-        return _Candidate(timed, judge(), _cubin_fields(timed), judge)
+        return _Candidate(timed, judge(), _cubin_fields(timed), judge, fallbacks=with_lse.fallbacks)
 
     def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> _Candidate:
         peer = peers.get(name)
@@ -1708,6 +1733,7 @@ class _Worker:
                 samples=series[name],
                 cubin=candidate.cubin,
                 fields=candidate.fields,
+                fallbacks=candidate.fallbacks(),
             )
 
     def _checked_again(self, index: int, number: int, ready: Mapping[str, _Candidate]) -> dict[str, _Candidate]:
@@ -1738,6 +1764,7 @@ class _Worker:
         samples: Sequence[Message] = (),
         cubin: Message | None = None,
         fields: Message | None = None,
+        fallbacks: Fallbacks | None = None,
     ) -> None:
         row = {
             "name": name,
@@ -1747,6 +1774,7 @@ class _Worker:
             "samples": list(samples),
             "cubin": cubin,
             **(fields or {}),
+            **({"fallbacks": fallbacks} if fallbacks else {}),
             **({"trained": self._model} if self._model else {}),
         }
         self._send({"type": "row", "cell": index, "row": row})
@@ -1767,8 +1795,17 @@ class _Worker:
         self.step(index, "", "make inputs")
         made = tuple(self._for_oracle(x) for x in self._inputs(problem))
         values = laid_out(made, layout, self.cupy)
-        inputs = _guarded_inputs(values, layout)
-        oracle = Oracle()
+        try:
+            inputs = _guarded_inputs(values, layout)
+        except Exception as error:  # rows far apart take gigabytes
+            self._survive(error)
+            for name in cell["names"]:
+                self._send_check(index, name, *_classify(error), None)
+            self._unfinished[index] = 0
+            self._send({"type": "cell_done", "cell": index})
+            return
+        rule = self._job.get("suite")
+        judge = partial(SUITES[rule], oracle=FlashAttentionOracle()) if rule else partial(check, oracle=Oracle())
         host: tuple[Any, ...] | None = None
         for name in cell["names"]:
             self.step(index, name, "check")
@@ -1776,7 +1813,7 @@ class _Worker:
             source = None if which["source"] is None else Path(which["source"])
             try:
                 stages.get(which["id"]).require(problem, self._info.arch)
-                verdict, out, lse = _guarded_run(
+                verdict, out, lse, fallbacks = _guarded_run(
                     which["id"],
                     problem,
                     values,
@@ -1784,7 +1821,7 @@ class _Worker:
                     layout=layout,
                     source=source,
                     params=which["params"],
-                    oracle=oracle,
+                    judge=judge,
                 )
                 said = finite(verdict)
             except Exception as error:
@@ -1807,10 +1844,11 @@ class _Worker:
                     params=which["params"],
                     threads=1,
                 )
-                self._emulating[future] = (index, name, said)
+                self._emulating[future] = (index, name, said, fallbacks)
                 continue
-            self._send_check(index, name, "ok" if verdict.passed else "wrong", verdict.reason, said)
-        self._unfinished[index] = sum(of_cell == index for of_cell, _, _ in self._emulating.values())
+            status = "ok" if verdict.passed else "wrong"
+            self._send_check(index, name, status, verdict.reason, said, fallbacks=fallbacks)
+        self._unfinished[index] = sum(of_cell == index for of_cell, *_ in self._emulating.values())
         if not self._unfinished[index]:
             self._send({"type": "cell_done", "cell": index})
         self._collect(most=_WAITING_EMULATIONS)
@@ -1823,11 +1861,11 @@ class _Worker:
                 self.step(*next(iter(self._emulating.values()))[:2], "emulate")
             done, _ = wait(self._emulating, timeout=None if late else 0, return_when=FIRST_COMPLETED)
             for future in done:
-                index, name, verdict = self._emulating.pop(future)
+                index, name, verdict, fallbacks = self._emulating.pop(future)
                 try:
                     beside = future.result()
                     status, reason = beside.status, beside.reason and f"emulator: {beside.reason}"
-                    self._send_check(index, name, status, reason, verdict, _emulator_message(beside))
+                    self._send_check(index, name, status, reason, verdict, _emulator_message(beside), fallbacks)
                 except Exception as error:
                     self._send_check(index, name, *_classify(error), verdict)
                 self._unfinished[index] -= 1
@@ -1837,11 +1875,20 @@ class _Worker:
                 return
 
     def _send_check(
-        self, index: int, name: str, status: str, reason: str, verdict: Message | None, beside: Message | None = None
+        self,
+        index: int,
+        name: str,
+        status: str,
+        reason: str,
+        verdict: Message | None,
+        beside: Message | None = None,
+        fallbacks: Fallbacks | None = None,
     ) -> None:
-        row = {"name": name, "status": status, "reason": reason[:_REASON_CHARS], "verdict": verdict}
+        row: Message = {"name": name, "status": status, "reason": reason[:_REASON_CHARS], "verdict": verdict}
         if beside is not None:
             row["emulator"] = beside
+        if fallbacks is not None:
+            row["fallbacks"] = fallbacks
         self._send({"type": "row", "cell": index, "row": row})
 
     def _on_host(self, array: Any) -> Any:
@@ -1882,9 +1929,9 @@ def _guarded_run(
     layout: str,
     source: Path | None,
     params: Mapping[str, int] | None = None,
-    oracle: Oracle | None = None,
-) -> tuple[CheckVerdict, Any, Any]:
-    """The verdict, and the output and log-sum-exp it is on; `inputs` are `_guarded_inputs` of the values."""
+    judge: Callable[..., CheckVerdict] = check,
+) -> tuple[CheckVerdict, Any, Any, Fallbacks | None]:
+    """The verdict, the output and log-sum-exp it is on, and fallbacks; `inputs` are `_guarded_inputs` of the values."""
     cupy = _need("cupy")
     out_shape = values[0].shape
     out = Guarded.output(out_shape, problem.dtype, xp=cupy, **placement(out_shape, layout))
@@ -1899,20 +1946,20 @@ def _guarded_run(
         source=source,
         params=params,
         stream=cupy.cuda.get_current_stream(),
+        count_fallbacks=True,
     )
     prepared()
     gpu.synchronize(prepared.plan.device)
-    verdict = damage(out, lse, inputs) or check(
+    verdict = damage(out, lse, inputs) or judge(
         out.array,
         lse.array,
         *values,
         causal=problem.causal,
         dtype=problem.dtype,
         precision=stages.get(stage_id).precision,
-        oracle=oracle,
         xp=cupy,
     )
-    return verdict, out.array, lse.array
+    return verdict, out.array, lse.array, prepared.fallbacks()
 
 
 def _for_kernel(array: Any, problem: Problem) -> Any:

@@ -41,6 +41,7 @@ log-sum-exp -inf exactly, and -inf may appear nowhere else.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -258,6 +259,87 @@ def check(
         has_lse=lse is not None,
         unit=_SUMMED_IN[dtype] * UNIT_ROUNDOFF[dtype],
     )
+
+
+FLASH_ATTENTION_LENGTHS: tuple[tuple[int, int], ...] = (
+    (1, 1),
+    (64, 128),
+    (128, 192),
+    (256, 256),
+    (239, 1),
+    (799, 3),
+    (113, 203),
+    (113, 128),
+    (128, 217),
+    (113, 211),
+    (108, 256),
+    (256, 512),
+    (384, 256),
+    (640, 128),
+    (512, 256),
+    (1024, 1024),
+    (1023, 1024),
+    (1024, 1023),
+    (2048, 2048),
+    (4096, 4096),
+    (4224, 4224),
+)
+"""Lengths (q_len, kv_len) of `test_flash_attn_output` in flash-attention's tests/test_flash_attn.py and
+hopper/test_flash_attn.py, each once."""
+
+
+def check_as_flash_attention(
+    out: Array,
+    lse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    dtype: DType,
+    precision: Precision = "input",
+    oracle: FlashAttentionOracle | None = None,
+    xp: Any = np,
+) -> Verdict:
+    """Judge an output by the rule of flash-attention's own tests of the forward pass.
+
+    The largest error of all may be at most twice that of the same computation done plainly in `dtype`, plus twice what
+    adding 0.3 and taking it away again does to the exact output. K times the scale, scores, probabilities and output
+    of the plain one are rounded to `dtype`, as PyTorch's operations round them. Arguments as `check` takes them;
+    `precision` changes nothing.
+    """
+    shape = Shape.of(q, k, v)
+    wrong = _wrong_form(out, lse, shape, dtype, xp) or _wrong_contents(out, "output", shape, causal, xp)
+    if wrong:
+        return Verdict(passed=False, reason=wrong)
+    oracle = FlashAttentionOracle() if oracle is None else oracle
+    exact, limit = oracle.of(q, k, v, causal=causal, dtype=dtype, xp=xp)
+    error = float(xp.abs(reference.to_float(out, xp) - exact).max())
+    reason = "" if error <= limit else f"max abs error {error:.3g} over flash-attention's limit {limit:.3g}"
+    return Verdict(passed=not reason, reason=reason, max_abs_error=error, max_abs_limit=limit)
+
+
+class FlashAttentionOracle:
+    """What `check_as_flash_attention` compares outputs of one problem with, computed the first time."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Array, float] | None = None
+
+    def of(self, q: Array, k: Array, v: Array, *, causal: bool, dtype: DType, xp: Any) -> tuple[Array, float]:
+        """The output as `dtype` holds it, in float32, and the largest error that is let pass."""
+        if self._known is None:
+            wanted, _ = reference.attention(q, k, v, causal=causal, xp=xp)
+            exact = reference.round_to(wanted.astype(xp.float32), dtype, xp)
+            scaled = reference.to_float(k, xp) * xp.float32(reference.default_scale(q.shape[3]))
+            plain = reference.plain(
+                q, reference.pack(scaled, dtype, xp), v, causal=causal, dtype=dtype, scale=1.0, xp=xp
+            )
+            shifted = reference.round_to(exact + xp.float32(0.3), dtype, xp)
+            shifted = reference.round_to(shifted - xp.float32(0.3), dtype, xp)
+            slack = xp.abs(reference.round_to(shifted - exact, dtype, xp)).max()
+            plain_error = xp.abs(reference.to_float(plain, xp) - exact).max()
+            self._known = exact, float(_PLAIN_FACTOR * (plain_error + slack))
+        return self._known
 
 
 def _known_sample(sample: Sample | None, shape: Shape) -> None:
@@ -545,6 +627,7 @@ class Guarded:
         strides: Sequence[int] | None = None,
         guard_words: int = 4096,
         offset_words: int = 0,
+        sparse: bool = False,
         xp: Any = np,
     ) -> None:
         """An output; see `output`, and `holding` for an input.
@@ -555,6 +638,8 @@ class Guarded:
             strides: in elements, not overlapping; contiguous where None.
             guard_words: 16-bit words before and after; a multiple of 128 keeps a 256-byte alignment.
             offset_words: moves the array by so many 16-bit words, to misalign it; even for float32.
+            sparse: leave all but the elements as the system gives it, zeros that take no memory until they are touched:
+                for rows far apart. What lies between them is not watched.
             xp: numpy or cupy.
         """
         if dtype not in ("float16", "bfloat16", "float32"):
@@ -568,9 +653,17 @@ class Guarded:
         self._shape, self._strides = tuple(shape), tuple(strides)
         self._span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
         self._before = guard_words + offset_words
-        self.buffer = xp.full(self._before + self._span * self._words + guard_words, GUARD_WORD, dtype=xp.uint16)
+        self.sparse = sparse
+        size = self._before + self._span * self._words + guard_words
+        if not sparse:
+            self.buffer = xp.full(size, GUARD_WORD, dtype=xp.uint16)
+        elif xp is np:
+            # Pages of its own, which are small: NumPy asks for huge ones.
+            self.buffer = np.frombuffer(mmap.mmap(-1, 2 * size), dtype=np.uint16)
+        else:
+            self.buffer = xp.zeros(size, dtype=xp.uint16)
         self._inside(self.buffer)[...] = _poison(2 * self._words)
-        self._outside = self.buffer == GUARD_WORD
+        self._outside: Array | None = None if sparse else self.buffer == GUARD_WORD
         self._given: Array | None = None
         bits = self._inside(self.buffer)
         if dtype == "bfloat16":
@@ -590,7 +683,7 @@ class Guarded:
         dtype = reference.dtype_of(values) or str(values.dtype)
         guarded = cls(values.shape, dtype, **layout)
         guarded._inside(guarded.buffer)[...] = _bits(xp.ascontiguousarray(values), xp)
-        guarded._given = guarded.buffer.copy()
+        guarded._given = (guarded._inside(guarded.buffer) if guarded.sparse else guarded.buffer).copy()
         return guarded
 
     def _inside(self, buffer: Array) -> Array:
@@ -605,11 +698,13 @@ class Guarded:
         """What was written that must not be: outside of an output, or anywhere of an input. None where nothing was."""
         xp = self._xp
         if self._given is not None:
-            if not _any(self.buffer != self._given, xp):
+            if not self.sparse and not _any(self.buffer != self._given, xp):
                 return None
-            changed = self._inside(self.buffer) != self._inside(self._given)
+            changed = self._inside(self.buffer) != (self._given if self.sparse else self._inside(self._given))
             if _any(changed, xp):
                 return f"input modified: {int(changed.sum())} of {changed.size} elements"
+        if self._outside is None:
+            return None
         strange = self._outside & (self.buffer != GUARD_WORD)
         if not _any(strange, xp):
             return None

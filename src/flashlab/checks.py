@@ -1,7 +1,8 @@
 """The comparison of stages with the oracle, over what breaks kernels: which cases there are, and running them on a CPU.
 
 bench.py runs the same cases on a GPU. Every buffer lies between guards of NaN, outputs are poisoned, inputs compared
-afterwards; grouped-query heads and the log-sum-exp are always on.
+afterwards; grouped-query heads and the log-sum-exp are always on. Beside normal inputs of hostile lengths there are
+hostile inputs, whose scores reach what a kernel does seldom, and rows that lie far apart.
 """
 
 from __future__ import annotations
@@ -16,13 +17,21 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from flashlab import emulator, stages
-from flashlab.attention import Emulation, emulate
-from flashlab.check import HOSTILE, Guarded, Oracle, check, strides_of
+from flashlab.attention import Emulation, Fallbacks, emulate
+from flashlab.check import (
+    FLASH_ATTENTION_LENGTHS,
+    HOSTILE,
+    Guarded,
+    Oracle,
+    check,
+    check_as_flash_attention,
+    strides_of,
+)
 from flashlab.check import Verdict as CheckVerdict
 from flashlab.errors import (
     CompileError,
@@ -32,7 +41,8 @@ from flashlab.errors import (
     ParameterError,
     UnsupportedError,
 )
-from flashlab.inputs import NORMAL, drawn
+from flashlab.inputs import HOSTILE as HOSTILE_INPUTS
+from flashlab.inputs import NORMAL, SCALE8, drawn
 from flashlab.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, Problem
 from flashlab.records import Verdict
 from flashlab.reference import make_inputs
@@ -44,18 +54,27 @@ LAYOUTS: dict[str, str] = {
     "padded": "a gap of 8 elements after every row",
     "misaligned": "rows of odd length that start at any element: nothing is 16-byte aligned",
 }
+FAR_LAYOUTS: dict[str, str] = {
+    "far": "rows 2^23 + 8 elements apart: from the 257th on, offsets take more than 32 bits",
+    "far_misaligned": "rows 2^23 + 9 elements apart",
+}
+FAR_LENGTHS = ((260, 260),)
+"""Few rows past the 256th: memory between rows is never touched, and what is touched goes by the page."""
+_FAR_ROW, _FAR_MASK = (1 << 23) + 8, "causal"
 TENSORS = ("q", "k", "v", "out")
 _PLACE = re.compile(r"(?P<order>[bhs]{3}d)(\+(?P<gap>\d+))?(@(?P<offset>\d+))?(?P<shared>=)?")
 """How one of `TENSORS` lies in a random layout, which has one such part for each, joined by slashes: `bshd+8@3=` is
 heads side by side in a token, a gap of 8 elements after each row, moved by 3 elements, one head that all share."""
-GPU_HEADS = (2, 4, 2)
-"""Batch, query heads and key heads of a case on a GPU."""
-CPU_HEADS = (1, 2, 1)
-"""The least that has grouped-query heads: a CPU's time goes by them."""
-CPU_LONG_HEADS = (1, 1, 1)
-"""Of a long problem."""
+HEADS = (2, 4, 2)
+"""Batch, query heads and key heads of a case: the least in which no head or batch can be taken for another."""
+TWO_HEADS, LONE_HEAD = (1, 2, 1), (1, 1, 1)
+"""On a CPU, whose time goes by heads: of a problem that is there for its edges, and of a long one."""
 MANY_SCORES = 1 << 16
-"""A head with more scores makes a problem long: on a CPU it goes through the first layout alone."""
+"""A head with so many scores makes a problem long, where a warpgroup's 64 rows count as one tile at least."""
+HOSTILE_LENGTHS = ((70, 400), (400, 400))
+"""Lengths for hostile inputs: several tiles of keys, whose scores grow from either end. A CPU takes the first."""
+SCHEDULES = ("ascending", "seeded:1")
+"""The orders of warps that a CPU goes through: a copy or a warp that is early in one is late in the other."""
 MANY_SCORES_IN_ALL = 1 << 17
 """Of a problem with more, a CPU runs beside a GPU the first group of query heads alone."""
 
@@ -90,6 +109,8 @@ class CheckRow:
     """On a CPU: the order in which warps took their turns."""
     findings: tuple[str, ...] = ()
     """On a CPU, where races were looked for: everything found."""
+    fallbacks: Fallbacks | None = None
+    """How often the kernel left its fast path; None where it did not come to an end."""
     emulator: EmulatorVerdict | None = None
     """On a GPU, where the emulator was asked too."""
 
@@ -125,7 +146,7 @@ def cases(
     layouts: Sequence[str] = tuple(LAYOUTS),
     inputs: Sequence[str] = (NORMAL,),
     head_dims: Sequence[int] | None = None,
-    heads: tuple[int, int, int] = GPU_HEADS,
+    heads: tuple[int, int, int] = HEADS,
 ) -> list[Case]:
     """Every combination that at least one implementation takes. `able` is the stage of each name.
 
@@ -133,7 +154,11 @@ def cases(
         ParameterError: an unknown layout, mask or type, inputs that are not drawn, or nothing is left.
     """
     kinds = [drawn(name) for name in inputs]
-    for wanted, known, what in ((layouts, LAYOUTS, "layout"), (masks, MASKS, "mask"), (dtypes, DTYPES, "dtype")):
+    for wanted, known, what in (
+        (layouts, {**LAYOUTS, **FAR_LAYOUTS}, "layout"),
+        (masks, MASKS, "mask"),
+        (dtypes, DTYPES, "dtype"),
+    ):
         for value in wanted:
             if value not in known:
                 raise ParameterError(f"{what}: wanted one of {', '.join(known)}, got {value!r}")
@@ -164,6 +189,133 @@ def cases(
     if not found:
         raise ParameterError("wanted at least one stage that takes one of those types and head dims, got none")
     return found
+
+
+def default_cases(
+    able: Mapping[str, Stage],
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    masks: Sequence[str] = MASKS,
+    head_dims: Sequence[int] | None = None,
+) -> list[Case]:
+    """What a GPU goes through: hostile lengths in every layout, hostile inputs, rows that lie far apart."""
+    what: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims}
+    hostile: dict[str, Any] = {**what, "lengths": HOSTILE_LENGTHS, "inputs": tuple(HOSTILE_INPUTS)}
+    return [
+        *cases(able, lengths=HOSTILE, layouts=tuple(LAYOUTS), **what),
+        *cases(able, layouts=("contiguous", "misaligned"), **hostile),
+        *_far_cases(able, **what),
+    ]
+
+
+def default_cases_on_cpu(able: Mapping[str, Stage], **what: Any) -> list[tuple[Case, str]]:
+    """What a CPU goes through, and under which schedule; arguments as `default_cases` takes them.
+
+    A hostile length goes through the first layout under the first schedule, and through another of them, by turns,
+    under the second; a long one goes through the first alone. So does a hostile kind of inputs, for which the masks
+    share layouts and schedules, and head dims take turns.
+    """
+    first, *others = LAYOUTS
+    ascending, seeded = SCHEDULES
+
+    def turn(problem: Problem) -> int:
+        return DTYPES.index(problem.dtype) + MASKS.index(problem.mask)
+
+    def elsewhere(case: Case) -> tuple[Case, str]:
+        problem = case.problem
+        which = turn(problem) + problem.head_dim // 64 + problem.q_len + problem.kv_len
+        return replace(case, layout=others[which % len(others)]), seeded
+
+    wanted: list[tuple[Case, str]] = []
+    for pair in HOSTILE:
+        for case in cases(able, lengths=[pair], layouts=(first,), heads=_heads_on_cpu(*pair), **what):
+            wanted += [(case, ascending)] if is_long(*pair) else [(case, ascending), elsewhere(case)]
+    dims = sorted({dim for stage in able.values() for dim in stage.head_dims})
+    for number, kind in enumerate(HOSTILE_INPUTS):
+        for case in cases(able, lengths=HOSTILE_LENGTHS[:1], layouts=(first,), inputs=(kind,), **what):
+            if case.problem.head_dim == dims[(number + turn(case.problem)) % len(dims)]:
+                wanted.append(elsewhere(case) if case.problem.causal else (case, ascending))
+    return wanted + [(case, ascending) for case in _far_cases(able, **what)]
+
+
+def _far_cases(
+    able: Mapping[str, Stage], *, dtypes: Sequence[str], masks: Sequence[str], head_dims: Sequence[int] | None
+) -> list[Case]:
+    """Of one head, one head dim and one mask: what an offset is computed from does not depend on them."""
+    dim = min(dim for stage in able.values() for dim in stage.head_dims)
+    if _FAR_MASK not in masks or (head_dims is not None and dim not in head_dims):
+        return []
+    return cases(
+        able,
+        lengths=FAR_LENGTHS,
+        dtypes=dtypes,
+        masks=(_FAR_MASK,),
+        layouts=tuple(FAR_LAYOUTS),
+        head_dims=(dim,),
+        heads=LONE_HEAD,
+        inputs=("hostile_waves",),
+    )
+
+
+def is_long(q_len: int, kv_len: int) -> bool:
+    """Whether a head of those lengths takes a CPU long."""
+    return max(q_len, _WARPGROUP_ROWS) * kv_len >= MANY_SCORES
+
+
+def _heads_on_cpu(q_len: int, kv_len: int) -> tuple[int, int, int]:
+    """Batch and heads of a problem on a CPU: all of `HEADS` between the tiny ones and the larger ones."""
+    few = max(q_len, kv_len) <= 17 or q_len * kv_len > 1 << 14
+    return LONE_HEAD if is_long(q_len, kv_len) else TWO_HEADS if few else HEADS
+
+
+_WARPGROUP_ROWS = 64
+FLASH_ATTENTION: Literal["flash-attention"] = "flash-attention"
+FLASH_ATTENTION_INPUTS = (NORMAL, SCALE8.name, "sink_first")
+SUITES: Mapping[str, Callable[..., CheckVerdict]] = {FLASH_ATTENTION: check_as_flash_attention}
+"""Cases of other people's tests, and the rule by which they judge."""
+_FLASH_ATTENTION_HEADS = ((6, 6), (6, 2), (6, 1))
+"""Query heads and key heads: one each, some shared, one for all."""
+
+
+def flash_attention_cases(
+    able: Mapping[str, Stage],
+    *,
+    dtypes: Sequence[str] = DTYPES,
+    masks: Sequence[str] = MASKS,
+    head_dims: Sequence[int] | None = None,
+    on_cpu: bool = False,
+) -> list[Case]:
+    """The forward cases of flash-attention's own tests, on normal inputs, on scaled ones and with a sink.
+
+    Batches and heads are theirs, and so is the layout. A CPU has one batch, and takes short lengths alone.
+    """
+    return [
+        case
+        for q_heads, kv_heads in _FLASH_ATTENTION_HEADS
+        for q_len, kv_len in FLASH_ATTENTION_LENGTHS
+        if not on_cpu or q_len * kv_len <= MANY_SCORES
+        for case in cases(
+            able,
+            lengths=[(q_len, kv_len)],
+            dtypes=dtypes,
+            masks=masks,
+            layouts=("bshd",),
+            head_dims=head_dims,
+            heads=(1 if on_cpu else 9 if kv_len <= 2048 else 2, q_heads, kv_heads),
+            inputs=FLASH_ATTENTION_INPUTS,
+        )
+    ]
+
+
+def suite_cases(suite: str, able: Mapping[str, Stage], **what: Any) -> list[Case]:
+    """The cases of one of `SUITES`; arguments as `flash_attention_cases` takes them.
+
+    Raises:
+        ParameterError: no suite of that name.
+    """
+    if suite not in SUITES:
+        raise ParameterError(f"suite: wanted one of {', '.join(SUITES)}, got {suite!r}")
+    return flash_attention_cases(able, **what)
 
 
 _LONGEST = 1500
@@ -259,7 +411,7 @@ def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
 
     `ok` has the numbers of each stage that passed: errors, then limits, in the order of `_ERRORS`, with few digits;
     where the emulator was asked, the same of its output, and of the two compared. `emulated` is what it ran. `other`
-    has what did not pass.
+    has what did not pass. `inputs` is the kind where it is not normal, `fallbacks` the counts of stages that had any.
     """
     problem = rows[0].problem
     line: dict[str, Any] = {
@@ -270,6 +422,9 @@ def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
         "layout": rows[0].layout,
         "ok": {row.stage: _numbers(row) for row in rows if _passed(row)},
     }
+    fallbacks = {row.stage: row.fallbacks for row in rows if row.fallbacks and any(row.fallbacks)}
+    if fallbacks:
+        line["fallbacks"] = fallbacks
     other = [_other_line(row) for row in rows if not _passed(row)]
     if other:
         line["other"] = other
@@ -326,7 +481,7 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """The comparisons in a file of either format.
 
     Each has run, time, gpu, source, software, stage, problem (its fields), layout, status, reason, verdict and, where
-    the emulator was asked, emulator.
+    the emulator was asked, emulator, and where the kernel left its fast path, fallbacks.
 
     Raises:
         DamagedRecordError: a line that is none.
@@ -359,7 +514,9 @@ def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "stage" in line:
         return [_full(line, problem, line["layout"])]
     rows = [_passed_line(stage, numbers, line.get("emulated")) for stage, numbers in line["ok"].items()]
-    return [_full(row, problem, line["layout"]) for row in (*rows, *line.get("other", ()))]
+    found = [_full(row, problem, line["layout"]) for row in (*rows, *line.get("other", ()))]
+    counted = line.get("fallbacks", {})
+    return [one | ({"fallbacks": counted[one["stage"]]} if one["stage"] in counted else {}) for one in found]
 
 
 def _passed_line(stage: str, numbers: Sequence[float | None], emulated: str | None) -> dict[str, Any]:
@@ -401,7 +558,7 @@ def _full(row: Mapping[str, Any], problem: Mapping[str, Any], layout: str) -> di
 
 def _place(layout: str, tensor: str) -> re.Match[str] | None:
     """One tensor's part of a random layout; None where the layout is one of `LAYOUTS`."""
-    if layout in LAYOUTS:
+    if layout in LAYOUTS or layout in FAR_LAYOUTS:
         return None
     parts = [_PLACE.fullmatch(part) for part in layout.split("/")]
     if len(parts) != len(TENSORS) or None in parts:
@@ -431,6 +588,11 @@ def placement(shape: Sequence[int], layout: str, tensor: str = "out") -> dict[st
         strides = list(strides_of(sizes, row_padding=int(place["gap"] or 0), order=place["order"]))
         strides[1] = 0 if place["shared"] else strides[1]
         return {"strides": tuple(strides), "offset_words": int(place["offset"] or 0)}
+    if layout in FAR_LAYOUTS:
+        _, heads, _, head_dim = shape
+        odd = int(layout == "far_misaligned")
+        far = (heads * head_dim, head_dim, _FAR_ROW + odd, 1)
+        return {"strides": far, "offset_words": odd, "sparse": True}
     if layout == "bshd":
         return {"strides": strides_of(shape, order="bshd")}
     if layout == "padded":
@@ -502,7 +664,8 @@ def emulated_verdict(
         threads=threads,
         timeout_s=timeout_s,
         cancel=cancel,
-        surroundings={name: buffer.buffer for name, buffer in buffers.items()},
+        surroundings={name: buffer.buffer for name, buffer in buffers.items() if not buffer.sparse},
+        count_fallbacks=True,
     )
     verdict = damage(out, lse, inputs) or judge(
         out.array,
@@ -539,9 +702,11 @@ class _Build:
         stage_id, source = which
         problem = case.problem
         odd = re.findall(r"[+@](\d+)", case.layout)  # of a random layout
-        aligned = case.layout != "misaligned" and all(int(n) * BYTES_PER_ELEMENT % 16 == 0 for n in odd)
+        aligned = "misaligned" not in case.layout and all(int(n) * BYTES_PER_ELEMENT % 16 == 0 for n in odd)
         variant = tuple(stages.variant_in(name).items())
-        return cls(stage_id, source, variant, problem.head_dim, problem.dtype, problem.causal, aligned, hooks)
+        return cls(
+            stage_id, source, variant, problem.head_dim, problem.dtype, problem.causal, aligned, hooks and _hooked(case)
+        )
 
     def __call__(self) -> None:
         emulator.build_stage(
@@ -554,6 +719,11 @@ class _Build:
             overrides=dict(self.variant),
             hooks=self.hooks,
         )
+
+
+def _hooked(case: Case) -> bool:
+    """Whether the detector can follow it: what it keeps for each byte of memory has no room for rows far apart."""
+    return case.layout not in FAR_LAYOUTS
 
 
 Implementations = Mapping[str, tuple[str, Path | None]]
@@ -617,25 +787,28 @@ def build_all(
 def check_on_cpu(
     stage_ids: Sequence[str] | None = None,
     *,
-    lengths: Sequence[tuple[int, int]] = HOSTILE,
+    lengths: Sequence[tuple[int, int]] | None = None,
     dtypes: Sequence[str] = DTYPES,
     masks: Sequence[str] = MASKS,
-    layouts: Sequence[str] = tuple(LAYOUTS),
-    inputs: Sequence[str] = (NORMAL,),
+    layouts: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
     head_dims: Sequence[int] | None = None,
     sources: Mapping[str, Path] | None = None,
-    schedules: Sequence[str] = ("ascending",),
+    schedules: Sequence[str] | None = None,
     races: bool = False,
     random: int = 0,
+    suite: str | None = None,
     seed: int = 0,
     timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
     follow: Follow | None = None,
 ) -> CheckRun:
     """Compare stages with the oracle on the CPU, over lengths, masks, types, layouts and schedules that break kernels.
 
-    Long problems go through the first of the layouts alone. `races` also looks for races, uninitialised reads and
-    accesses out of bounds; a finding is a failure. `random` replaces lengths, masks, types, layouts and head dims by so
-    many `random_cases`.
+    Where lengths, layouts, inputs and schedules are left open, `default_cases_on_cpu` says which go together. Where one
+    of them is given, every combination runs: by default of all hostile lengths, every layout (for long problems the
+    first alone), normal inputs, and the first schedule. `races` also looks for races, uninitialised reads and accesses
+    out of bounds; a finding is a failure. `random` replaces lengths, masks, types, layouts and head dims by so many
+    `random_cases`, `suite` by the cases of one of `SUITES`, which are judged by its rule.
 
     Raises:
         InputError: what was asked for does not exist.
@@ -643,22 +816,33 @@ def check_on_cpu(
         OutputError: the cache cannot be written.
         KeyboardInterrupt: every worker is gone.
     """
-    for schedule in schedules:
+    for schedule in schedules or ():
         emulator.schedule_item(schedule)
     which = implementations(stage_ids, sources)
     able = {name: stages.get(stage_id) for name, (stage_id, _) in which.items()}
-    if not lengths or not layouts:
-        raise ParameterError(f"wanted at least one length and layout, got {lengths} and {layouts}")
-    wanted = random_cases(able, random, seed=seed, max_scores=CPU_SCORES, inputs=inputs) if random else []
-    for long, heads, through in ((False, CPU_HEADS, layouts), (True, CPU_LONG_HEADS, layouts[:1])):
-        of_this = [(q_len, kv_len) for q_len, kv_len in lengths if (q_len * kv_len > MANY_SCORES) == long]
-        if of_this and not random:
-            what: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims, "heads": heads}
-            wanted += cases(able, lengths=of_this, layouts=through, inputs=inputs, **what)
-    refused = build_all(which, wanted, hooks=races, follow=follow)
+    for values, what in ((lengths, "length"), (layouts, "layout"), (inputs, "kind of inputs"), (schedules, "schedule")):
+        if values is not None and not values:
+            raise ParameterError(f"wanted at least one {what}, got none")
+    options: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims}
+    if not (random or suite or lengths or layouts or inputs or schedules):
+        wanted = default_cases_on_cpu(able, **options)
+    else:
+        if random:
+            chosen = random_cases(able, random, seed=seed, max_scores=CPU_SCORES, inputs=inputs or (NORMAL,))
+        elif suite:
+            chosen = suite_cases(suite, able, on_cpu=True, **options)
+        else:
+            chosen = []
+            through = layouts or tuple(LAYOUTS)
+            for pair in lengths or HOSTILE:
+                more: dict[str, Any] = {"heads": _heads_on_cpu(*pair), "inputs": inputs or (NORMAL,), **options}
+                chosen += cases(able, lengths=[pair], layouts=through[:1] if is_long(*pair) else through, **more)
+        wanted = [(case, schedule) for case in chosen for schedule in schedules or SCHEDULES[:1]]
+    refused = build_all(which, [case for case, _ in wanted], hooks=races, follow=follow)
     cancel = threading.Event()
     made = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
     verdicts: dict[tuple[Problem, str, str, bytes, bytes], CheckVerdict] = {}
+    rule = SUITES[suite] if suite else check
 
     def judge(case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> CheckVerdict:
         """`check`, once for the same bits: another schedule or layout rarely changes any."""
@@ -671,7 +855,7 @@ def check_on_cpu(
             sha256(lse.tobytes()).digest(),
         )
         if key not in verdicts:
-            verdicts[key] = check(out, lse, *values, **options)
+            verdicts[key] = rule(out, lse, *values, **options)
         return verdicts[key]
 
     def run(name: str, case: Case, schedule: str) -> CheckRow:
@@ -679,6 +863,7 @@ def check_on_cpu(
         error: FlashlabError | None = refused.get(_Build.of(name, which[name], case, hooks=races))
         verdict = None
         findings: tuple[str, ...] = ()
+        fallbacks = None
         if error is None:
             try:
                 verdict, ran = emulated_verdict(
@@ -689,12 +874,13 @@ def check_on_cpu(
                     source=source,
                     params=stages.variant_in(name),
                     schedule=schedule,
-                    races=races,
+                    races=races and _hooked(case),
                     threads=1,
                     timeout_s=timeout_s,
                     cancel=cancel,
                     judge=partial(judge, case),
                 )
+                fallbacks = ran.fallbacks
                 findings = tuple(str(finding) for finding in ran.report.findings)
             except FlashlabError as caught:
                 error = caught
@@ -708,9 +894,10 @@ def check_on_cpu(
             verdict=None if verdict is None else Verdict.model_validate(finite(verdict)),
             schedule=schedule,
             findings=findings,
+            fallbacks=fallbacks,
         )
 
-    todo = [(name, case, schedule) for case in wanted for name in case.names for schedule in schedules]
+    todo = [(name, case, schedule) for case, schedule in wanted for name in case.names]
     # The long ones first, so that none is left alone at the end.
     order = sorted(range(len(todo)), key=lambda index: -todo[index][1].problem.flops)
     futures: dict[Future[CheckRow], int] = {}

@@ -337,7 +337,13 @@ def check(
     length: Annotated[list[str] | None, typer.Option(help="SQxSK, such as 113x203; hostile ones if not given.")] = None,
     dtype: OneDType = None,
     mask: OneMask = None,
-    inputs: Inputs = NORMAL,
+    inputs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND[,KIND]...",
+            help=f"What Q, K and V hold: {_KINDS}; or {ALL}. {NORMAL} if not given, and without --length hostile ones.",
+        ),
+    ] = None,
     source: Source = None,
     on: Annotated[
         Where | None, typer.Option(help="gpu, cpu, or both and compare them; gpu where there is one if not given.")
@@ -352,6 +358,10 @@ def check(
     random: Annotated[
         int, typer.Option(min=0, help="So many random problems and layouts in place of lengths, types, masks, layouts.")
     ] = 0,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="Other people's cases, by their rule: flash-attention, the forward cases of its own tests."),
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the inputs, and of what --random draws.")] = 0,
     insist: Annotated[bool, typer.Option("--insist", help="On the CPU, however long it takes.")] = False,
     record: Annotated[
@@ -367,14 +377,13 @@ def check(
     """
     from flashlab import bench as module
     from flashlab import checks, gpu
-    from flashlab.check import HOSTILE
     from flashlab.emulator import DEFAULT_TIMEOUT_S
 
     chosen = [*(stage_ids or ()), *(registry.DEAD_ENDS if dead_ends else ())] or list(registry.STAGES)
-    lengths = [_length(text) for text in length] if length else HOSTILE
+    lengths = [_length(text) for text in length] if length else None
     dtypes, masks = (dtype,) if dtype else DTYPES, (mask,) if mask else MASKS
-    kinds = kinds_in(inputs)
-    if TRAINED in kinds and len(kinds) > 1:
+    kinds = None if inputs is None else kinds_in(inputs)
+    if kinds and TRAINED in kinds and len(kinds) > 1:
         kinds = tuple(kind for kind in kinds if kind != TRAINED)
         _say(
             f"{TRAINED} inputs are left out: they have one shape, and `flashlab bench` checks them where it times them"
@@ -386,6 +395,8 @@ def check(
             _say(f"no GPU ({gpu.absence()}), so on the CPU")
     if on != "cpu" and (schedule or races or insist):
         raise ParameterError("--schedule, --races and --insist: wanted --on cpu, which they are for, got --on " + on)
+    if suite and (random or length or inputs or schedule):
+        raise ParameterError("--suite: wanted no --random, --length, --inputs or --schedule, which it has itself")
     if random and (length or dtype or mask):
         raise ParameterError("--random: wanted no --length, --dtype or --mask beside it, since it draws them itself")
     if on == "cpu" and record:
@@ -400,9 +411,10 @@ def check(
                 masks=masks,
                 inputs=kinds,
                 sources=sources,
-                schedules=schedule or ("ascending",),
+                schedules=schedule,
                 races=races,
                 random=random,
+                suite=suite,
                 seed=seed,
                 timeout_s=None if insist else DEFAULT_TIMEOUT_S,
                 follow=lambda *step: follow(module.Progress(*step)),
@@ -418,6 +430,7 @@ def check(
                 data=data if record else None,
                 emulate=on == "both",
                 random=random,
+                suite=suite,
                 seed=seed,
                 device=device,
                 progress=follow,
@@ -437,6 +450,7 @@ def check(
                     "verdict": row.verdict.model_dump() if row.verdict else None,
                     "schedule": row.schedule or None,
                     "findings": row.findings,
+                    "fallbacks": row.fallbacks._asdict() if row.fallbacks else None,
                     "emulator": asdict(row.emulator) if row.emulator else None,
                 }
                 for row in found.rows
@@ -444,12 +458,18 @@ def check(
         )
     else:
         counts: dict[str, Counter[str]] = {}
+        fallbacks: Counter[tuple[str, str]] = Counter()
         for row in found.rows:
             counts.setdefault(row.stage, Counter())[row.status] += 1
+            for what, count in (row.fallbacks._asdict() if row.fallbacks else {}).items():
+                fallbacks[row.stage, what] += count
         _emit_table(
-            ("stage", "passed", "failed", "unsupported"),
+            ("stage", "passed", "failed", "unsupported", "renormalized", "recomputed"),
             [
-                (name, count["ok"], count.total() - count["ok"] - count["unsupported"], count["unsupported"])
+                (
+                    *(name, count["ok"], count.total() - count["ok"] - count["unsupported"], count["unsupported"]),
+                    *(fallbacks[name, what] for what in ("renormalized", "recomputed")),
+                )
                 for name, count in counts.items()
             ],
         )

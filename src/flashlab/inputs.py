@@ -31,6 +31,11 @@ SLOPE_NATS = 60.0
 STEP_NATS, STEP_KEYS = 12.0, 128
 ONE_HOT_NATS = 30.0
 ROW_FACTORS = (0.25, 1.0, 4.0, 16.0)
+HOSTILE_FACTOR, HOSTILE_SINK_NATS = 8.0, 40.0
+HOSTILE_TILE_NATS = 11.0
+"""About as far above an old maximum as float16 holds an exponential."""
+WAVE_NATS, WAVE_KEYS = 150.0, 200
+LOW_NATS = -120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,16 +181,69 @@ KINDS: dict[str, Kind] = {
 """By name, in the order in which they are shown."""
 
 
+def _wave(j: Array) -> Array:
+    return -WAVE_NATS * abs((2 * j / WAVE_KEYS) % 2 - 1)
+
+
+def _hostile_sink(q: Array, k: Array, causal: bool, xp: Any) -> None:
+    q *= xp.float32(HOSTILE_FACTOR)
+    _bias(partial(_at, 0, HOSTILE_SINK_NATS))(q, k, causal, xp)
+
+
+HOSTILE: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind(
+            name="hostile_sink",
+            title=f"Q times 8, and the first key's score {HOSTILE_SINK_NATS:g} nats higher",
+            change=_hostile_sink,
+        ),
+        Kind(
+            name="hostile_rising",
+            title=f"scores rise by {HOSTILE_TILE_NATS:g} nats every {STEP_KEYS} keys to the last, where they are as "
+            "normal",
+            change=_bias(lambda j: HOSTILE_TILE_NATS / STEP_KEYS * (j - j[-1])),
+        ),
+        Kind(
+            name="hostile_falling",
+            title=f"scores fall by {HOSTILE_TILE_NATS:g} nats every {STEP_KEYS} keys from the first, where they are as "
+            "normal",
+            change=_bias(lambda j: -HOSTILE_TILE_NATS / STEP_KEYS * j),
+        ),
+        Kind(
+            name="hostile_waves",
+            title=f"scores rise by {WAVE_NATS:g} nats and fall again every {WAVE_KEYS} keys, within a tile by more "
+            "than an FP32 exponential holds; they are as normal at the top",
+            change=_bias(_wave),
+        ),
+        Kind(
+            name="hostile_low",
+            title=f"all scores {-LOW_NATS:g} nats lower: 0 as FP32 exponentials, where nothing is subtracted",
+            change=_bias(lambda j: 0 * j + LOW_NATS),
+        ),
+    )
+}
+"""Kinds that only checks use: they reach the paths that a kernel takes seldom."""
+SCALE8 = Kind(
+    name="scale8", title="Q times 8: scores have a standard deviation of 8 nats", change=_scaled(HOSTILE_FACTOR)
+)
+"""For flash-attention's own cases."""
+_KNOWN = KINDS | HOSTILE | {SCALE8.name: SCALE8}
+
+
 def require(name: str) -> Kind:
     """The kind of that name.
 
     Raises:
         ParameterError: there is none; the message lists them and names the nearest.
     """
-    if name in KINDS:
-        return KINDS[name]
-    near = difflib.get_close_matches(str(name), KINDS, n=1, cutoff=0.0)
-    raise ParameterError(f"inputs: wanted one of {', '.join(KINDS)}, got {name!r}; the nearest is {near[0]}")
+    if name in _KNOWN:
+        return _KNOWN[name]
+    near = difflib.get_close_matches(str(name), _KNOWN, n=1, cutoff=0.0)
+    raise ParameterError(
+        f"inputs: wanted one of {', '.join(KINDS)}, got {name!r}; the nearest is {near[0]}. "
+        f"Checks also have {', '.join(name for name in _KNOWN if name not in KINDS)}"
+    )
 
 
 def parse(text: str) -> tuple[str, ...]:
@@ -227,6 +285,6 @@ def change(name: str, q: Array, k: Array, *, causal: bool, xp: Any) -> None:
     Raises:
         ParameterError: as `drawn`.
     """
-    kind = KINDS[drawn(name)]
+    kind = _KNOWN[drawn(name)]
     if kind.change:
         kind.change(q, k, causal, xp)

@@ -184,7 +184,7 @@ class Lab:
         options: dict[str, Any] = {"lengths": LENGTHS, "head_dims": (HEAD_DIM,), "dtypes": ("float16",)}
         options |= {"layouts": ("contiguous",)}
         able = {stage_id: registry.get(stage_id) for stage_id in chosen}
-        wanted = checks.cases(able, heads=checks.CPU_HEADS, **options)
+        wanted = checks.cases(able, **options)
         # First all of them, side by side, so that the seconds of a stage are those of its runs.
         checks.build_all(checks.implementations(chosen, None), wanted, hooks=True)
         rows: list[CheckRow] = []

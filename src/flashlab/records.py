@@ -12,6 +12,7 @@
     data/<gpu>/verdicts.json        what the records say of the claims in data/claims.csv, `flashlab claims --write`
     data/<gpu>/checks/              comparisons that are not timings; see checks.py for the lines
     data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
+    data/<gpu>/flash-attention/     the same over flash-attention's own cases, `flashlab check --suite flash-attention`
     data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
     data/<gpu>/counters/            what Nsight Compute counted, scripts/counters_ncu.py
     data/<gpu>/profiles/<run>.jsonl what Nsight Compute saw of each stage, `flashlab profile`
@@ -281,6 +282,9 @@ class _Timed(_Base):
     verdict: Verdict | None
     samples: tuple[Samples, ...]
     cubin: CubinFields | None
+    fallbacks: tuple[int, int] | None = None
+    """How often the kernel left its fast path in a call, in tiles of a warp: whose reference was moved, and whose
+    scores were computed again. Of `trained` inputs, in a call of every layer. None where nobody counted."""
     trained: dict[str, JsonValue] | None = None
     """Of `trained` inputs, the model that made them: digest of its weights, loss, statistics of each layer's scores."""
 

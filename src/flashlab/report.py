@@ -27,13 +27,14 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from flashlab import ablate, claims, compiler, figures, levers, method, records, results, sass, tables
 from flashlab import stages as registry
+from flashlab.checks import FLASH_ATTENTION, FLASH_ATTENTION_INPUTS
 from flashlab.errors import MissingPackageError, NoDataError, ParameterError, ReportError
 from flashlab.figures import LAYOUTS, MIME, THEMES, Chart
-from flashlab.inputs import KINDS
+from flashlab.inputs import KINDS, NORMAL
 from flashlab.notebook import NOTHING_YET, Outcome, read_outcome, settings
 from flashlab.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
 from flashlab.problem import DTYPES, MASKS, Problem, suite
@@ -892,16 +893,21 @@ def _generate_check_records(out: _Output, everything: Sequence[Results], data: P
     """The newest comparisons on record of each GPU, and what compute-sanitizer found there."""
     said, sanitized = [], []
     for shown in everything:
-        kinds: tuple[Literal["checks", "random"], ...] = ("checks", "random")
-        for kind in kinds:
+        normal = (NORMAL,)
+        kinds: tuple[tuple[results.CheckFolder, tuple[str, ...], str], ...] = (
+            ("checks", normal, ""),
+            ("random", normal, ""),
+            (FLASH_ATTENTION, FLASH_ATTENTION_INPUTS, "flash-attention's own forward cases, by its own rule: "),
+        )
+        for kind, inputs, what in kinds:
             try:
-                path = results.checks_file(shown.gpu, data, kind)
+                path = results.checks_file(shown.gpu, data, kind, inputs)
             except NoDataError:
                 continue
-            lines = results.checks(shown.gpu, data, kind)
+            lines = results.checks(shown.gpu, data, kind, inputs)
             if lines:
                 folder = f"generated/data/{shown.gpu}/{path.relative_to(data / shown.gpu)}"
-                said.append(f"- {tables.check_record(lines)} [Data]({folder})")
+                said.append(f"- {what}{tables.check_record(lines)} [Data]({folder})")
         found = records.sanitized(shown.gpu, data)
         if found:
             folder = f"generated/data/{shown.gpu}/sanitizer/{found[0].run}.jsonl"

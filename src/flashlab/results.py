@@ -776,10 +776,13 @@ def _check_lines(path: Path, inputs: Collection[str]) -> tuple[dict[str, Any], .
     return tuple(line for line in check_lines(path) if line["problem"]["inputs"] in inputs)
 
 
+CheckFolder = Literal["checks", "random", "flash-attention"]
+
+
 def checks_file(
     gpu: str,
     data: Path = DATA,
-    folder: Literal["checks", "random"] = "checks",
+    folder: CheckFolder = "checks",
     inputs: Collection[str] = (NORMAL,),
 ) -> Path:
     """The file of the newest comparison of stages over hostile lengths and layouts, or over random ones.
@@ -806,7 +809,7 @@ def checks_file(
 def checks(
     gpu: str,
     data: Path = DATA,
-    folder: Literal["checks", "random"] = "checks",
+    folder: CheckFolder = "checks",
     inputs: Collection[str] = (NORMAL,),
 ) -> tuple[dict[str, Any], ...]:
     """Lines of the newest comparison of stages over hostile lengths and layouts, or random ones (`bench.check_stages`).

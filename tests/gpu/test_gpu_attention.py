@@ -16,7 +16,7 @@ from emulation import hopper_sum
 from wrong.cuda import PATCHES, Patch
 
 import flashlab
-from flashlab import bench, compiler, errors, gpu, stages, tuned
+from flashlab import bench, checks, compiler, errors, gpu, stages, tuned
 from flashlab.attention import prepare
 from flashlab.problem import Problem
 from flashlab.reference import make_inputs
@@ -50,7 +50,9 @@ def test_every_hostile_length_mask_type_and_layout(stage: str, checked: bench.Ch
     wrong = [row for row in mine if row.status not in ("ok", "unsupported")]
     assert not wrong, "\n".join(f"{row.problem.label} {row.layout}: {row.status} {row.reason}" for row in wrong[:20])
     if stages.get(stage).why_not(mine[0].problem, gpu.info().arch) is None:
-        assert Counter(row.status for row in mine)["ok"] == len(mine)
+        far = [row for row in mine if row.layout in checks.FAR_LAYOUTS and row.status == "unsupported"]
+        assert all("emory" in row.reason for row in far)  # a smaller GPU has too little
+        assert Counter(row.status for row in mine)["ok"] == len(mine) - len(far)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""PATCHES: mistakes as edits of a real kernel's source, to be compiled and run where there is a GPU.
+"""PATCHES and MISTAKES: mistakes as edits of a real kernel's source, to be compiled and run.
 
 Write `patch.source()` to a file and hand it to `compile_stage(stages.get(patch.stage), source=…)`. Launched into
 guarded buffers (`check.Guarded`) on `patch.problem`, the reason for rejecting it must match `patch.reason` from its
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashlab import stages
-from flashlab.problem import Problem
+from flashlab.problem import DType, Mask, Problem
 from wrong.catalogue import BLIND, CAUSAL, OUTPUT, SQUARE
 
 
@@ -32,12 +32,47 @@ class Patch:
         """The stage's source with the mistake in it.
 
         Raises:
-            ValueError: the text to replace is not there exactly once; the kernel has changed and this list must follow.
+            ValueError: as `edited`.
         """
-        text = stages.get(self.stage).source.read_text(encoding="utf-8")
-        if text.count(self.old) != 1:
-            raise ValueError(f"{self.name}: wanted once in {self.stage}.cu, found {text.count(self.old)}: {self.old}")
-        return text.replace(self.old, self.new)
+        return edited(self.stage, self.name, self.old, self.new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """One mistake as in `Patch`, which `flashlab check` must find as it runs by default, among cases of that kind."""
+
+    name: str
+    stage: str
+    old: str
+    new: str
+    dtype: DType = "float16"
+    mask: Mask = "full"
+    early: bool = False
+    """Whether what is read is merely there too late: a GPU may be lucky, and the emulator is not."""
+
+    @property
+    def label(self) -> str:
+        return f"{self.stage}-{self.name}"
+
+    def source(self) -> str:
+        """The stage's source with the mistake in it.
+
+        Raises:
+            ValueError: as `edited`.
+        """
+        return edited(self.stage, self.name, self.old, self.new)
+
+
+def edited(stage: str, name: str, old: str, new: str) -> str:
+    """A stage's source with `new` for `old`.
+
+    Raises:
+        ValueError: the text to replace is not there exactly once; the kernel has changed and this list must follow.
+    """
+    text = stages.get(stage).source.read_text(encoding="utf-8")
+    if text.count(old) != 1:
+        raise ValueError(f"{name}: wanted once in {stage}.cu, found {text.count(old)}: {old}")
+    return text.replace(old, new)
 
 
 PATCHES: tuple[Patch, ...] = (
@@ -162,3 +197,104 @@ PATCHES: tuple[Patch, ...] = (
         new="1.0f / row_sum",
     ),
 )
+
+_V_SOURCE = "const Source V_source = {&maps.V, &p.V, p.kv_len, kv_head, "
+_NARROW = "static_cast<int>(p.K.row_stride)"
+
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake(
+        name="row_stride_of_32_bits",
+        stage="08_swizzle",
+        old="TileCopy(const element* head_gmem, long long row_stride, int first_row)",
+        new="TileCopy(const element* head_gmem, int row_stride, int first_row)",
+        mask="causal",
+    ),
+    Mistake(
+        name="v_of_batch_0", stage="09_wgmma", old=f"{_V_SOURCE}batch}};", new=f"{_V_SOURCE}0}};", dtype="bfloat16"
+    ),
+    Mistake(
+        name="v_one_phase_early",
+        stage="11_pingpong",
+        old="V_came = V_is_there(tile);",
+        new="V_came = V_is_there(tile - 1);",
+        early=True,
+    ),
+    Mistake(
+        name="v_one_phase_early",
+        stage="12_persistent",
+        old="V_came = V_is_there(tile);",
+        new="V_came = V_is_there(tile - 1);",
+        mask="causal",
+        early=True,
+    ),
+    Mistake(
+        name="kv_heads_interleaved",
+        stage="12_persistent",
+        old="const int kv_head = kv_head_of(p, work.head);",
+        new="const int kv_head = work.head % p.kv_heads;",
+    ),
+    Mistake(
+        name="v_one_phase_early",
+        stage="13_overlap",
+        old="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);",
+        new="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity ^ 1);",
+        early=True,
+    ),
+    Mistake(
+        name="v_taken_for_there_when_k_is",
+        stage="13_overlap",
+        old="ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity);",
+        new="ptx::mbarrier_wait_parity(&smem.K_full[at.stage], at.parity);",
+        mask="causal",
+        early=True,
+    ),
+    Mistake(
+        name="kv_heads_interleaved",
+        stage="13_overlap",
+        old="const int kv_head = kv_head_of(p, work.head);",
+        new="const int kv_head = work.head % p.kv_heads;",
+        mask="causal",
+    ),
+    Mistake(
+        name="v_of_batch_0",
+        stage="13_overlap",
+        old=f"{_V_SOURCE}work.batch}};",
+        new=f"{_V_SOURCE}0}};",
+        dtype="bfloat16",
+    ),
+    Mistake(
+        name="redo_by_the_first_key_head",
+        stage="13_overlap",
+        old="head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile",
+        new="head_of(p.K, work.batch, 0) + tile",
+    ),
+    Mistake(
+        name="redo_leaves_sums_unscaled",
+        stage="13_overlap",
+        old="    rows.sum[h] *= rescale[h];\n  }\n  scale_O(O_reg, rescale);",
+        new="  }\n  scale_O(O_reg, rescale);",
+    ),
+    Mistake(
+        name="float16_limit_of_2_to_the_18",
+        stage="13_overlap",
+        old="LARGEST_SUM<__half> = 32768.0f;",
+        new="LARGEST_SUM<__half> = 262144.0f;",
+    ),
+    Mistake(
+        name="lower_limit_dropped",
+        stage="13_overlap",
+        old="good = good && SMALLEST_SUM < row_sum && row_sum < SUM_LIMIT;",
+        new="good = good && row_sum < SUM_LIMIT;",
+        dtype="bfloat16",
+        mask="causal",
+    ),
+    Mistake(
+        name="redo_by_a_row_stride_of_32_bits",
+        stage="13_overlap",
+        old="+ tile * TILE_KV * p.K.row_stride;",
+        new=f"+ tile * TILE_KV * {_NARROW};",
+        dtype="bfloat16",
+        mask="causal",
+    ),
+)
+"""What once went through: each is found by `flashlab check --on cpu STAGE`."""

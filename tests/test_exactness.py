@@ -1,0 +1,101 @@
+"""What must hold to the bit, or without exception, whatever the rounding: for every stage that multiplies by wgmma."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from flashlab import emulator
+from flashlab.attention import emulate
+from flashlab.check import check
+from flashlab.errors import MissingPackageError
+from flashlab.problem import DTYPES, DType, Mask, Problem
+from flashlab.reference import make_inputs, round_to
+from flashlab.stages import DEAD_ENDS, STAGES
+
+HOPPER = tuple(stage.id for stage in (*STAGES.values(), *DEAD_ENDS.values()) if stage.tensor_maps)
+
+try:
+    emulator.cxx()
+except MissingPackageError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def _each(known: dict[tuple[str, DType], str]) -> Any:
+    """Every stage in every type that it takes; those `known` fail, for that reason, and must."""
+    return pytest.mark.parametrize(
+        ("stage", "dtype"),
+        [
+            pytest.param(
+                stage,
+                dtype,
+                id=f"{stage}-{dtype}",
+                marks=[pytest.mark.xfail(strict=True, reason=known[stage, dtype], raises=AssertionError)]
+                if (stage, dtype) in known
+                else [],
+            )
+            for stage in HOPPER
+            for dtype in DTYPES
+        ],
+    )
+
+
+@_each({("13_overlap", "bfloat16"): "it subtracts no maximum, so that the only weight is rounded and need not be 1"})
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_key_gives_its_value(stage: str, dtype: DType, head_dim: int) -> None:
+    for q_len, mask in ((1, "full"), (70, "full"), (70, "causal")):
+        problem = Problem(
+            batch=2,
+            q_heads=4,
+            kv_heads=2,
+            q_len=q_len,
+            kv_len=1,
+            head_dim=head_dim,
+            dtype=dtype,
+            mask=mask,  # type: ignore[arg-type]
+        )
+        q, k, v = make_inputs(problem)
+        ran = emulate(q, k, v, causal=problem.causal, stage=stage)
+        wanted = np.broadcast_to(np.repeat(v, 2, axis=1), q.shape).copy()
+        if problem.causal:
+            wanted[:, :, :-1] = 0  # these rows see no key
+        np.testing.assert_array_equal(ran.out.view(np.uint16), wanted.view(np.uint16))
+
+
+_TOGETHER = "one row's large score makes its warp's 16 rows find a new maximum, which rounds all of them anew"
+
+
+@_each({("13_overlap", dtype): _TOGETHER for dtype in DTYPES})
+def test_a_rows_bits_do_not_depend_on_other_rows(stage: str, dtype: DType) -> None:
+    loud = 21
+    masks: tuple[Mask, ...] = ("full", "causal")
+    for mask in masks:
+        problem = Problem.parse("1x1x1x40x300x64", dtype=dtype, mask=mask)
+        q, k, v = make_inputs(problem)
+        quiet = emulate(q, k, v, causal=problem.causal, stage=stage)
+        louder = q.copy()
+        louder[0, 0, loud] *= louder.dtype.type(30)
+        ran = emulate(louder, k, v, causal=problem.causal, stage=stage)
+        others = np.arange(problem.q_len) != loud
+        assert (ran.out[0, 0, loud] != quiet.out[0, 0, loud]).any()
+        np.testing.assert_array_equal(ran.out[0, 0, others].view(np.uint16), quiet.out[0, 0, others].view(np.uint16))
+        np.testing.assert_array_equal(ran.lse[0, 0, others], quiet.lse[0, 0, others])
+
+
+@_each({("13_overlap", "bfloat16"): "exponentials of up to 2^30 above an old maximum, times V, are beyond FP32"})
+def test_large_values_overflow_nowhere(stage: str, dtype: DType) -> None:
+    """V is as large as may be where probabilities are 1 at most: sums of all keys' fit in FP32, or in the type."""
+    for kind in ("normal", "hostile_falling", "hostile_sink", "sink_first"):
+        problem = Problem.parse("1x1x1x40x300x64", dtype=dtype, inputs=kind)
+        q, k, v = make_inputs(problem)
+        largest = float(ml_dtypes.finfo(dtype).max) / (problem.kv_len if dtype == "bfloat16" else 1)
+        values = v.astype(np.float32)
+        v = round_to(values * np.float32(largest * 0.99 / np.abs(values).max()), dtype).astype(v.dtype)
+        assert np.abs(v.astype(np.float32)).max() > 0.9 * largest
+        ran = emulate(q, k, v, causal=False, stage=stage)
+        assert np.isfinite(ran.out.astype(np.float32)).all(), kind
+        if dtype == "float16":  # beyond, the checker's own sums of squares overflow
+            assert check(ran.out, ran.lse, q, k, v, causal=False, dtype=dtype).passed, kind
