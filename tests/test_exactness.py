@@ -68,7 +68,7 @@ def test_one_key_gives_its_value(stage: str, dtype: DType, head_dim: int) -> Non
 _TOGETHER = "one row's large score makes its warp's 16 rows find a new maximum, which rounds all of them anew"
 
 
-@_each({("13_overlap", dtype): _TOGETHER for dtype in DTYPES})
+@_each({(stage, dtype): _TOGETHER for stage in ("13_overlap", "14_stale_max") for dtype in DTYPES})
 def test_a_rows_bits_do_not_depend_on_other_rows(stage: str, dtype: DType) -> None:
     loud = 21
     masks: tuple[Mask, ...] = ("full", "causal")
@@ -85,7 +85,10 @@ def test_a_rows_bits_do_not_depend_on_other_rows(stage: str, dtype: DType) -> No
         np.testing.assert_array_equal(ran.lse[0, 0, others], quiet.lse[0, 0, others])
 
 
-@_each({("13_overlap", "bfloat16"): "exponentials of up to 2^30 above an old maximum, times V, are beyond FP32"})
+_FAR_ABOVE = "exponentials of up to 2^30 above an old maximum, times V, are beyond FP32"
+
+
+@_each({("13_overlap", "bfloat16"): _FAR_ABOVE, ("14_stale_max", "bfloat16"): _FAR_ABOVE})
 def test_large_values_overflow_nowhere(stage: str, dtype: DType) -> None:
     """V is as large as may be where probabilities are 1 at most: sums of all keys' fit in FP32, or in the type."""
     for kind in ("normal", "hostile_falling", "hostile_sink", "sink_first"):

@@ -99,7 +99,7 @@ def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(t
     rows = [
         measurement(name, Problem.parse(FIRST_SHAPE, dtype="bfloat16", inputs=kind))
         for kind in ("normal", "rising")
-        for name in ("13_overlap", "sdpa_cudnn", "fa3")
+        for name in ("16_ones_column", "sdpa_cudnn", "fa3")
     ]
     path = tmp_path / "data" / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
     for row in rows:
