@@ -237,10 +237,9 @@ def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: C
 
 
 def fastest_stage(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
-    """The stage with the highest rate, of those that are not off the ladder; None where none has a time."""
-    timed = [
-        row for row in rows if row.kind == "stage" and row.name not in stages.DEAD_ENDS and rate(row, regime, cache)
-    ]
+    """The stage with the highest rate, of those on the ladder that may be chosen; None where none has a time."""
+    able = {stage.id for stage in stages.STAGES.values() if not stage.by_name_only}
+    timed = [row for row in rows if row.kind == "stage" and row.name in able and rate(row, regime, cache)]
     return max(timed, key=lambda row: rate(row, regime, cache) or 0.0, default=None)
 
 
