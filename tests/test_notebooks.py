@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from flashlab.errors import (
 )
 from flashlab.notebook import Outcome, attempt, compare, compare_rows, count_accesses, edited, own_copy, settings
 from flashlab.paths import DATA, NOTEBOOKS
-from flashlab.problem import suite
+from flashlab.problem import Problem, suite
 from flashlab.stages import CUDA_STAGES, STAGES
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
@@ -408,6 +408,7 @@ def test_chip_and_emulator_are_shown_where_they_are_on_record(data: Path, tmp_pa
         "run": run,
         "gpu": {"name": "NVIDIA H200"},
         "stage": "05_wmma",
+        "problem": asdict(Problem.parse("1x2x1x64")),
         "status": "ok",
         "emulator": {"status": "ok", "reason": "", "shape": "1x2x1x64", "verdict": verdict, "agreement": verdict},
     }

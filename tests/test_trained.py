@@ -91,9 +91,10 @@ def test_this_python_has_enough_text() -> None:
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [trained.CONFIGS[64].learning_rate_at(step) for step in range(trained.CONFIGS[64].steps)]
+    steps = trained.CONFIGS[64].steps
+    rates = [trained.CONFIGS[64].learning_rate_at(step) for step in range(steps)]
     highest = rates.index(max(rates))
-    assert highest in range(90, 110)
+    assert abs(highest - steps / 8) < 5
     assert rates[:highest] == sorted(rates[:highest])
     assert rates[highest:] == sorted(rates[highest:], reverse=True)
     assert math.isclose(rates[-1], trained.CONFIGS[64].learning_rate / 10, rel_tol=0.01)
