@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from flashlab import provenance  # noqa: E402
+from flashlab.record import provenance  # noqa: E402
 
 PYTHON_VERSION = "3.12"
 # pip takes only the platforms it is given, older ones not implied.

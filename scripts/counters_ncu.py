@@ -27,8 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from flashlab import profiler  # noqa: E402
-from flashlab.stages import CUDA_STAGES  # noqa: E402
+from flashlab.kernels.registry import CUDA_STAGES  # noqa: E402
+from flashlab.measure import profile  # noqa: E402
 
 SHAPES = ("1x2x128x64", "1x2x256x64")
 SEED = 0
@@ -166,9 +166,9 @@ def launch_stages(stages: Sequence[str], shapes: Sequence[str]) -> None:
     """Under ncu: every stage at every shape, once each."""
     import cupy
 
-    from flashlab.attention import prepare
-    from flashlab.problem import Problem
-    from flashlab.reference import make_inputs
+    from flashlab.core.problem import Problem
+    from flashlab.run.attention import prepare
+    from flashlab.verify.oracle import make_inputs
 
     for shape in shapes:
         inputs = [cupy.asarray(array) for array in make_inputs(Problem.parse(shape), seed=SEED)]
@@ -205,7 +205,8 @@ def main() -> int:
     if options.out is None:
         parser.error("wanted --out and a path")
 
-    from flashlab import gpu, provenance
+    from flashlab.record import provenance
+    from flashlab.run import gpu
 
     commit, dirty = provenance.source()
     identity = {"gpu": gpu.info(0).name, "commit": commit, "dirty": dirty}
@@ -214,7 +215,7 @@ def main() -> int:
         (f"attention_{stage}", {"stage": stage, "shape": shape}) for shape in options.shapes for stage in options.stages
     ]
     singles = [(kernel, {"pattern": name, "kernel": kernel, "offsets": at}) for kernel, name, at in patterns()]
-    known = profiler.available()
+    known = profile.available()
     print(f"ncu knows {len(known) or 'an untold number of'} metrics here", file=sys.stderr)
 
     complete = True
@@ -228,7 +229,7 @@ def main() -> int:
             there = [name for name in group if not known or name.split(".")[0] in known]
             print(f"unknown here: {', '.join(sorted(set(group) - set(there))) or 'none'}", file=sys.stderr)
             began = time.monotonic()
-            launches = profiler.under_ncu(
+            launches = profile.under_ncu(
                 there,
                 [sys.executable, __file__, *arguments],
                 kernels="^(attention|pattern)_",

@@ -1,4 +1,4 @@
-"""compute-sanitizer over every stage: memcheck, racecheck, initcheck, synccheck (src/flashlab/sanitizer.py).
+"""compute-sanitizer over every stage: memcheck, racecheck, initcheck, synccheck (src/flashlab/experiments/sanitizer.py).
 
 On a GPU machine with `compute-sanitizer`, torch and this tree:
 
@@ -17,9 +17,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
-from flashlab import sanitizer  # noqa: E402
-from flashlab.errors import FlashlabError  # noqa: E402
-from flashlab.paths import DATA  # noqa: E402
+from flashlab.core.errors import FlashlabError  # noqa: E402
+from flashlab.core.paths import DATA  # noqa: E402
+from flashlab.experiments import sanitizer  # noqa: E402
 
 
 def main() -> int:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from flashlab import emulator
+from flashlab.run import emulator
 
 Key = TypeVar("Key", bound=Hashable)
 Result = TypeVar("Result")

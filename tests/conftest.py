@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import gpu
+from flashlab.run import gpu
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from flashlab import peers, records, sass, stages
-from flashlab.paths import DATA
-from flashlab.problem import Problem, suite
-from flashlab.profiler import METRICS
-from flashlab.records import (
+from flashlab.build import sass
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Problem, suite
+from flashlab.kernels import registry
+from flashlab.measure import peers
+from flashlab.measure.profile import METRICS
+from flashlab.record import store
+from flashlab.record.store import (
     Cache,
     Ceiling,
     Conditions,
@@ -54,8 +57,8 @@ def gpu(slug: str = "nvidia-h200") -> Gpu:
 
 
 def _tflops(name: str, problem: Problem) -> float:
-    if name in stages.RUNGS:
-        peak = _STAGE_TFLOPS[list(stages.RUNGS).index(name) % len(_STAGE_TFLOPS)]
+    if name in registry.RUNGS:
+        peak = _STAGE_TFLOPS[list(registry.RUNGS).index(name) % len(_STAGE_TFLOPS)]
     else:
         peak = _PEER_TFLOPS[list(peers.PEERS).index(name) % len(_PEER_TFLOPS)]
     size = problem.flops / (problem.flops + 2e10)
@@ -87,14 +90,14 @@ def _samples(rng: np.random.Generator, time_us: float, regime: Regime, cache: Ca
 
 
 def _cubin(name: str, problem: Problem) -> CubinFields:
-    position = list(stages.RUNGS).index(name)
+    position = list(registry.RUNGS).index(name)
     mix = {kind: 10 + 7 * i for i, kind in enumerate(sass.CLASSES) if kind != "total"}
     mix["tensor"] = 0 if position < 4 else 64
     return CubinFields(
         sha256=hashlib.sha256(f"{name} {problem.label}".encode()).hexdigest(),
         arch="sm_90a",
         compiler="NVRTC 13.0",
-        parameters=stages.RUNGS[name].parameters(problem.head_dim),
+        parameters=registry.RUNGS[name].parameters(problem.head_dim),
         options=("--std=c++17",),
         registers=64 + 8 * position,
         spill_store_bytes=0,
@@ -113,7 +116,7 @@ def measurement(
     name: str, problem: Problem, *, run: str = RUN, slug: str = "nvidia-h200", seed: int = 0
 ) -> Measurement:
     """A sound record of a stage or peer; one that cannot do the problem says so, the last peer is not installed."""
-    is_stage = name in stages.RUNGS
+    is_stage = name in registry.RUNGS
     base = {
         "run": run,
         "time": "2026-01-02T03:04:05Z",
@@ -127,7 +130,7 @@ def measurement(
     nothing = {"verdict": None, "samples": (), "cubin": None}
     if not is_stage and name == list(peers.PEERS)[-1]:
         return Measurement(**base, **nothing, status="missing", reason=MISSING_PEER_REASON)
-    if is_stage and (reason := stages.RUNGS[name].why_not(problem)):
+    if is_stage and (reason := registry.RUNGS[name].why_not(problem)):
         return Measurement(**base, **nothing, status="unsupported", reason=reason)
     rng = np.random.default_rng([seed, *name.encode(), *problem.label.encode()])
     time_us = problem.flops / _tflops(name, problem) / 1e6
@@ -236,13 +239,13 @@ def write_synthetic(data: Path, slug: str = "nvidia-h200", *, problems: Iterable
     rows = [
         measurement(name, problem, slug=slug)
         for problem in (suite("standard") if problems is None else problems)
-        for name in (*stages.STAGES, *peers.PEERS)
+        for name in (*registry.STAGES, *peers.PEERS)
     ]
     # One write rather than records.append for each: that flushes every line to disk.
-    path.write_text("".join(map(records.to_line, [*rows, *_ceilings(slug)])), encoding="utf-8")
-    records.write_machine(
+    path.write_text("".join(map(store.to_line, [*rows, *_ceilings(slug)])), encoding="utf-8")
+    store.write_machine(
         Machine(gpu=gpu(slug), host={"processor": "made up", "cores": "32", "memory": "256 GiB", "system": "Linux"}),
         data,
     )
-    records.write_checksums(slug, data)
+    store.write_checksums(slug, data)
     return path

@@ -19,8 +19,14 @@ from elftools.elf.elffile import ELFFile
 from emulation import hopper_sum
 
 import flashlab
-from flashlab import attention, emulator, errors, gpu, stages, tuned
-from flashlab.attention import (
+from flashlab import attention
+from flashlab.build.compiler import LaunchShape, compile_file
+from flashlab.core import errors
+from flashlab.core.problem import DTYPES, DType, Problem
+from flashlab.kernels import registry
+from flashlab.measure.timer import MicroParams
+from flashlab.run import choice, emulator, gpu
+from flashlab.run.attention import (
     AttentionMaps,
     AttentionParams,
     Fallbacks,
@@ -32,19 +38,16 @@ from flashlab.attention import (
     tile_map,
     tile_maps,
 )
-from flashlab.check import check
-from flashlab.compiler import LaunchShape, compile_file
-from flashlab.gpu import DeviceArray
-from flashlab.problem import DTYPES, DType, Problem
-from flashlab.reference import make_inputs
-from flashlab.tensor_map import TensorMap
-from flashlab.timing import MicroParams
+from flashlab.run.gpu import DeviceArray
+from flashlab.run.tensor_map import TensorMap
+from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import check
 
 ARCH = "sm_90a"
-attention_module = sys.modules["flashlab.attention"]  # the package's attribute of that name is the function
+attention_module = sys.modules["flashlab.run.attention"]  # the package's attribute of that name is the function
 EARLIER = tuple(
     stage
-    for stage in (*stages.STAGES.values(), *stages.DEAD_ENDS.values())
+    for stage in (*registry.STAGES.values(), *registry.DEAD_ENDS.values())
     if stage.language == "cuda" and not stage.tensor_maps and stage.id != "tile48"
 )
 """tests/test_hopper.py and tests/test_triton_code.py ask the others; tile48 is kept because its output is wrong."""
@@ -89,7 +92,7 @@ def test_a_sound_call_picks_the_best_stage_and_the_usual_scale() -> None:
     assert found.problem == Problem(
         batch=2, q_heads=4, kv_heads=2, q_len=3, kv_len=5, head_dim=64, dtype="float16", mask="causal"
     )
-    assert found.stage is stages.best(found.problem, ARCH)
+    assert found.stage is registry.best(found.problem, ARCH)
     assert found.scale == 0.125
     assert found.aligned
     assert plan(*qkv(), arch=ARCH, stage="00_naive", scale=2).scale == 2.0
@@ -127,7 +130,7 @@ def test_numpy_arrays_run_on_the_cpu(dtype: DType) -> None:
     assert (out.shape, out.dtype, lse.dtype) == (q.shape, q.dtype, np.float32)
     assert check(out, lse, q, k, v, causal=True, dtype=dtype).reason == ""
     assert all((x.view(np.uint16) == y.view(np.uint16)).all() for x, y in zip((q, k, v), kept, strict=True))
-    named = flashlab.attention(q, k, v, causal=True, device="cpu", stage=stages.best(problem, None).id)
+    named = flashlab.attention(q, k, v, causal=True, device="cpu", stage=registry.best(problem, None).id)
     assert (named.view(np.uint16) == out.view(np.uint16)).all()
 
 
@@ -180,7 +183,7 @@ def test_emulate_reports(schedule: str) -> None:
 @pytest.mark.usefixtures("compiler_here")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("stage", EARLIER, ids=lambda stage: stage.id)
-def test_a_row_that_sees_a_nan_is_nan_and_so_is_its_log_sum_exp(stage: stages.Stage, causal: bool) -> None:
+def test_a_row_that_sees_a_nan_is_nan_and_so_is_its_log_sum_exp(stage: registry.Stage, causal: bool) -> None:
     """A training loop finds a NaN by either; -inf would say that the row saw no key."""
     problem = Problem(batch=1, q_heads=2, kv_heads=2, q_len=40, kv_len=70, head_dim=64)
     q, k, v = make_inputs(problem, seed=0)
@@ -323,7 +326,7 @@ def test_one_misaligned_row_makes_the_call_misaligned(which: int, strides: tuple
 def test_strides_of_single_elements_do_not_matter() -> None:
     odd = array(1, 1, 1, 64, strides=(13, 7, 3, 1))
     k, v = (array(1, 1, 8, 64, strides=(5, 3, 64, 1), pointer=p) for p in (1 << 24, 1 << 25))
-    for stage in stages.STAGES:
+    for stage in registry.STAGES:
         assert plan(odd, k, v, arch=ARCH, stage=stage).aligned
         out = array(1, 1, 1, 64, strides=(0, 0, 0, 1), pointer=OUT)
         assert plan(odd, k, v, out=out, arch=ARCH, stage=stage).aligned
@@ -355,7 +358,7 @@ def test_what_the_kernel_is_told() -> None:
 
 @pytest.fixture
 def sum_stage(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(stages.STAGES, hopper_sum.STAGE.id, hopper_sum.STAGE)
+    monkeypatch.setitem(registry.STAGES, hopper_sum.STAGE.id, hopper_sum.STAGE)
     return hopper_sum.STAGE.id
 
 
@@ -597,16 +600,16 @@ def test_an_ordinary_stage_gets_no_maps_and_no_counters(monkeypatch: pytest.Monk
     assert made["grid"] == (2, 4, 2)
 
 
-def _table(stage: str, parameters: dict[str, int], problem: str, **kind: str) -> tuned.Table:
-    row = tuned.Row(stage, Problem.parse(problem, **kind), parameters, 1.0, 64, 2, "20260101T000000Z-0000000")
-    return tuned.Table(gpu="nobody", arch=ARCH, sm_count=4, rows=(row,))
+def _table(stage: str, parameters: dict[str, int], problem: str, **kind: str) -> choice.Table:
+    row = choice.Row(stage, Problem.parse(problem, **kind), parameters, 1.0, 64, 2, "20260101T000000Z-0000000")
+    return choice.Table(gpu="nobody", arch=ARCH, sm_count=4, rows=(row,))
 
 
 def test_what_won_on_a_gpu_is_what_runs_there(monkeypatch: pytest.MonkeyPatch) -> None:
     there = _Launches(monkeypatch)
-    stage = stages.get("01_coalesced")
+    stage = registry.get("01_coalesced")
     found = _table(stage.id, {**stage.parameters(64), "THREADS": 64}, "1x1x1x64", mask="causal")
-    monkeypatch.setattr(tuned, "table", lambda gpu, _: found if gpu == "nobody" else None)
+    monkeypatch.setattr(choice, "table", lambda gpu, _: found if gpu == "nobody" else None)
     q, k, v = qkv(q_len=256)
     call: dict[str, Any] = {"stage": stage.id, "out": array(2, 4, 256, 64, pointer=OUT), "stream": 5}
     for options in ({"causal": True}, {}, {"causal": True, "params": {"THREADS": 256}}):
@@ -619,9 +622,9 @@ def test_what_won_on_a_gpu_is_what_runs_there(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_a_stage_the_records_choose(monkeypatch: pytest.MonkeyPatch) -> None:
     there = _Launches(monkeypatch)
-    stage = stages.get("01_coalesced")
+    stage = registry.get("01_coalesced")
     found = _table(stage.id, {**stage.parameters(64), "THREADS": 64}, "1x1x1x64")
-    monkeypatch.setattr(tuned, "table", lambda gpu, _: found if gpu == "nobody" else None)
+    monkeypatch.setattr(choice, "table", lambda gpu, _: found if gpu == "nobody" else None)
     q, k, v = qkv(q_len=256)
     prepared = prepare(q, k, v, out=array(2, 4, 256, 64, pointer=OUT), stream=5)
     assert prepared.plan.stage is stage
@@ -629,7 +632,7 @@ def test_without_a_stage_the_records_choose(monkeypatch: pytest.MonkeyPatch) -> 
     # Nothing of that head dim is on record.
     q, k, v = qkv(q_len=256, dim=128)
     wide = prepare(q, k, v, out=array(2, 4, 256, 128, pointer=OUT), stream=5)
-    assert wide.plan.stage is stages.best(wide.plan.problem, ARCH)
+    assert wide.plan.stage is registry.best(wide.plan.problem, ARCH)
 
 
 def test_another_gpus_choice_is_told_once(
@@ -637,8 +640,8 @@ def test_another_gpus_choice_is_told_once(
 ) -> None:
     _Launches(monkeypatch)
     attention_module._tell_of_kin.cache_clear()
-    found = replace(_table("01_coalesced", stages.get("01_coalesced").parameters(64), "1x1x1x64"), gpu="kin")
-    monkeypatch.setattr(tuned, "table_for", lambda *_, **__: found)
+    found = replace(_table("01_coalesced", registry.get("01_coalesced").parameters(64), "1x1x1x64"), gpu="kin")
+    monkeypatch.setattr(choice, "table_for", lambda *_, **__: found)
     for length in (256, 128):
         q, k, v = qkv(q_len=length)
         prepared = prepare(q, k, v, out=array(2, 4, length, 64, pointer=OUT), stream=5)
@@ -741,7 +744,7 @@ def test_an_edited_source_and_a_new_table_are_noticed(
     _Launches(monkeypatch)
     q, k, v = qkv()
     source = tmp_path / "edited.cu"
-    text = stages.get("01_coalesced").source.read_text(encoding="utf-8")
+    text = registry.get("01_coalesced").source.read_text(encoding="utf-8")
     source.write_text(text, encoding="utf-8")
     call: dict[str, Any] = {"stage": "01_coalesced", "stream": 5, "source": source}
     call["out"] = array(2, 4, 8, 64, pointer=OUT)
@@ -751,8 +754,8 @@ def test_an_edited_source_and_a_new_table_are_noticed(
     second = prepare(q, k, v, **call)
     assert len(planned) == 2
     assert first.cubin.sha256 != second.cubin.sha256
-    monkeypatch.setattr(tuned, "table", lambda *_: None)
-    monkeypatch.setattr(tuned, "stamp", lambda *_: 7)
+    monkeypatch.setattr(choice, "table", lambda *_: None)
+    monkeypatch.setattr(choice, "stamp", lambda *_: 7)
     prepare(q, k, v, **call)
     assert len(planned) == 3
 

@@ -15,13 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 from synthetic import measurement
-from test_timing import Fake as FakeGpu
+from test_timer import Fake as FakeGpu
 
-from flashlab import bench, checks, emulator, errors, records, stages
-from flashlab.attention import Fallbacks
-from flashlab.check import Verdict as CheckVerdict
-from flashlab.problem import FIRST_SHAPE, Problem
-from flashlab.reference import make_inputs
+from flashlab.core import errors
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.kernels import registry
+from flashlab.measure import bench
+from flashlab.record import store
+from flashlab.run import emulator
+from flashlab.run.attention import Fallbacks
+from flashlab.verify import cases
+from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import Verdict as CheckVerdict
 
 PROBLEMS = [Problem.parse("1x2x64x64"), Problem.parse("1x2x64x64", mask="causal")]
 GPU = {
@@ -94,14 +99,14 @@ def fake(tmp_path: Path) -> Any:
     return command
 
 
-def _run(tmp_path: Path, worker: list[str], **options: Any) -> records.Run:
+def _run(tmp_path: Path, worker: list[str], **options: Any) -> store.Run:
     options = {"stages": ["00_naive", "01_coalesced"], "peers": ["sdpa"], "ceilings": ["launch"], **options}
     path = bench.run(PROBLEMS, data=tmp_path / "data", worker=worker, timeout_s=2.0, startup_s=20.0, **options)
-    assert records.verify("test-gpu", tmp_path / "data") == ()
-    return records.read_run(path)
+    assert store.verify("test-gpu", tmp_path / "data") == ()
+    return store.read_run(path)
 
 
-def _statuses(run: records.Run) -> dict[tuple[str, str], str]:
+def _statuses(run: store.Run) -> dict[tuple[str, str], str]:
     return {(row.problem.mask, row.name): row.status for row in run.measurements}
 
 
@@ -212,7 +217,7 @@ def test_a_refusal_is_raised_as_what_it_is(error: str, tmp_path: Path, fake: Any
 
 
 def test_the_real_worker_says_that_there_is_no_gpu(tmp_path: Path) -> None:
-    from flashlab import gpu
+    from flashlab.run import gpu
 
     if gpu.available() is None:
         pytest.skip("this machine has a GPU")
@@ -249,7 +254,7 @@ def test_bad_arguments_are_refused_before_any_work(
 
 def test_an_edited_copy_is_measured_beside_the_stage(tmp_path: Path, fake: Any) -> None:
     copy = tmp_path / "mine.cu"
-    copy.write_text(stages.get("00_naive").source.read_text(encoding="utf-8"), encoding="utf-8")
+    copy.write_text(registry.get("00_naive").source.read_text(encoding="utf-8"), encoding="utf-8")
     run = _run(tmp_path, fake(), sources={"00_naive": copy})
     assert {row.name for row in run.measurements} == {"00_naive", "01_coalesced", "sdpa", "00_naive@mine"}
     assert _jobs(tmp_path)[0]["implementations"]["00_naive@mine"] == {
@@ -316,7 +321,7 @@ def test_variants_become_tuning_records(tmp_path: Path, fake: Any) -> None:
         startup_s=20.0,
     )
     assert path.parent == tmp_path / "data" / "test-gpu" / "tuning"
-    found = records.tunings("test-gpu", tmp_path / "data")
+    found = store.tunings("test-gpu", tmp_path / "data")
     assert {record.stage for record in found} == {"00_naive"}
     assert {(record.parameters["THREADS"], record.status) for record in found} == {
         (64, "crashed"),
@@ -326,7 +331,7 @@ def test_variants_become_tuning_records(tmp_path: Path, fake: Any) -> None:
     assert len(found) == 6
     sent = _jobs(tmp_path)[0]["implementations"]
     assert [one["params"] for one in sent.values()] == variants
-    assert records.verify("test-gpu", tmp_path / "data") == ()
+    assert store.verify("test-gpu", tmp_path / "data") == ()
 
 
 def test_what_is_tried_on_one_problem_takes_turns_with_the_libraries_beside_it(tmp_path: Path, fake: Any) -> None:
@@ -347,13 +352,13 @@ def test_what_is_tried_on_one_problem_takes_turns_with_the_libraries_beside_it(t
         "01_coalesced[]": "stage",
         "sdpa": "peer",
     }
-    found, damage = records.read_tunings(path)
+    found, damage = store.read_tunings(path)
     assert not damage
     assert [(one.problem.mask, one.parameters) for one in found if one.stage == "sdpa"] == [
         ("full", {}),
         ("causal", {}),
     ]
-    assert records.verify("test-gpu", tmp_path / "data") == ()
+    assert store.verify("test-gpu", tmp_path / "data") == ()
     with pytest.raises(errors.ParameterError, match="peer: wanted one of"):
         bench.time_tasks([bench.Task("00_naive", ({},), (full,), ("nobody",))], data=tmp_path, worker=fake())
 
@@ -383,7 +388,7 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
     rows = {m["row"]["name"]: m["row"] for m in sent if m["type"] == "row"}
     assert set(rows) == {"fast", "slow", "other"}
     for name, row in rows.items():
-        found = [records.Samples.model_validate(one) for one in row["samples"]]
+        found = [store.Samples.model_validate(one) for one in row["samples"]]
         wanted = [("burst", "hot"), ("burst", "cold"), *([("sustained", "hot")] if name != "other" else [])]
         assert [(one.regime, one.cache) for one in found] == wanted
         assert [len(one.time_us) for one in found[:2]] == [5, 4]
@@ -505,7 +510,7 @@ def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: bench.Plan, why_not: str |
         activations=activations,
         describe=lambda head_dim: {"digest": "0123", "head_dim": head_dim, "layers": [{"sd": 2.5}] * 4},
     )
-    monkeypatch.setitem(sys.modules, "flashlab.trained", model)
+    monkeypatch.setitem(sys.modules, "flashlab.measure.trained", model)
     fake = FakeGpu({"fast": 100.0, "slow": 1000.0, "odd": 500.0})
     sent: list[Any] = []
     worker = bench._Worker({"device": 0, "seed": 0, "implementations": {}, "plan": asdict(plan)}, sent.append)
@@ -564,7 +569,7 @@ def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch
         assert row["verdict"]["overall_rms_error"] == pytest.approx(((0 + 1 + 4 + 9) / 4) ** 0.5)
         assert row["trained"]["digest"] == "0123"
         assert row.get("fallbacks") == ((4, 0) if name == "fast" else None)
-        found = [records.Samples.model_validate(one) for one in row["samples"]]
+        found = [store.Samples.model_validate(one) for one in row["samples"]]
         assert [one.layer for one in found] == [0, 1, 2, 3] * 2
         assert [one.regime for one in found] == ["burst"] * 4 + ["sustained"] * 4
         assert [one.median_us for one in found] == [least, 2 * least, 3 * least, 4 * least] * 2
@@ -628,7 +633,7 @@ def test_the_oracle_sees_less_of_other_inputs_than_normal() -> None:
 # --- How long it will take --------------------------------------------------------------------------------------------
 
 
-def _seconds(problem: Problem, known: Sequence[records.Measurement] = (), **options: Any) -> bench.Estimate:
+def _seconds(problem: Problem, known: Sequence[store.Measurement] = (), **options: Any) -> bench.Estimate:
     ((one,), total) = bench.estimate([problem], known=known, ceilings=False, **options)
     assert total > one.seconds
     return one
@@ -712,13 +717,13 @@ def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: 
     assert {row.status for row in found.failures} == {"crashed"}
     assert {row.stage for row in found.failures} == {"00_naive"}
     assert found.path is not None
-    lines = checks.read_lines(found.path)
+    lines = cases.read_lines(found.path)
     assert len(lines) == len(found.rows)
     assert {line["layout"] for line in lines} == set(bench.LAYOUTS)
     assert {line["gpu"]["name"] for line in lines} == {"Test GPU"}
     # What holds for all of them stands there once.
     assert found.path.read_text().count("Test GPU") == 1
-    assert records.verify("test-gpu", tmp_path / "data") == ()
+    assert store.verify("test-gpu", tmp_path / "data") == ()
 
 
 def test_checks_without_a_folder_leave_nothing_behind(tmp_path: Path, fake: Any) -> None:
@@ -788,7 +793,7 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
     def in_place_of_a_gpu(stage_id: str, problem: Problem, values: Any, inputs: Any, **options: Any) -> Any:
         if (stage_id, problem) == ("00_naive", problems[1]):
             return CheckVerdict(passed=False, reason="bad"), None, None, None
-        verdict, ran = checks.emulated_verdict(stage_id, problem, values, **options)
+        verdict, ran = cases.emulated_verdict(stage_id, problem, values, **options)
         return verdict, ran.out, ran.lse, counted
 
     monkeypatch.setattr(bench, "_guarded_run", in_place_of_a_gpu)

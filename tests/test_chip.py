@@ -11,9 +11,10 @@ import pytest
 import synthetic
 from pydantic import ValidationError
 
-from flashlab import chip, emulator, gpu
-from flashlab.errors import CompileError, NoDataError, NoGpuError, ParameterError
-from flashlab.timing import MicroParams
+from flashlab.core.errors import CompileError, NoDataError, NoGpuError, ParameterError
+from flashlab.experiments import chip
+from flashlab.measure.timer import MicroParams
+from flashlab.run import emulator, gpu
 
 SOME = (
     # one of each kernel and kind
@@ -66,7 +67,7 @@ def test_what_the_compiler_left_out_is_noticed() -> None:
 
 def order_of(name: str) -> list[str]:
     """Products, waits for products and exponentials of a case's machine code, in their order."""
-    from flashlab import sass
+    from flashlab.build import sass
 
     case = chip.CASES[name]
     kinds = {"HGMMA": "product", "WARPGROUP.DEPBAR": "wait", "MUFU.EX2": "power"}

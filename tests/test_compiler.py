@@ -14,9 +14,9 @@ from types import ModuleType
 
 import pytest
 
-from flashlab import compiler
-from flashlab.compiler import Cubin, Job, LaunchShape
-from flashlab.errors import (
+from flashlab.build import compiler
+from flashlab.build.compiler import Cubin, Job, LaunchShape
+from flashlab.core.errors import (
     CompileError,
     MissingPackageError,
     OutputError,
@@ -24,8 +24,8 @@ from flashlab.errors import (
     PerformanceWarningError,
     UnsupportedError,
 )
-from flashlab.paths import ROOT
-from flashlab.stages import ARCHS, CUDA_STAGES, STAGES, Stage
+from flashlab.core.paths import ROOT
+from flashlab.kernels.registry import ARCHS, CUDA_STAGES, STAGES, Stage
 
 SMEM_KIB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90a": 227, "sm_100a": 227, "sm_120": 99}
 """Shared memory that a block may have, by the CUDA C++ Programming Guide, table of compute capabilities."""

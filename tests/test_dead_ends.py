@@ -15,29 +15,25 @@ import pytest
 from synthetic import measurement, write_synthetic
 from typer.testing import CliRunner
 
-from flashlab import (
-    bench,
-    check,
-    checks,
-    cli,
-    compiler,
-    emulator,
-    records,
-    reference,
-    report,
-    results,
-    sass,
-    stages,
-    unfused,
-)
-from flashlab.compiler import Cubin
-from flashlab.errors import MissingPackageError, ParameterError, UnknownStageError
-from flashlab.gpu import DeviceArray, contiguous_strides
-from flashlab.notebook import NOTHING_YET
-from flashlab.paths import KERNELS, SITE
-from flashlab.problem import FIRST_SHAPE, Problem
-from flashlab.records import Measurement, Verdict
-from flashlab.stages import ARCHS, DEAD_ENDS, STAGES, Stage, variant_name
+from flashlab.build import compiler, sass
+from flashlab.build.compiler import Cubin
+from flashlab.cli import app
+from flashlab.core.errors import MissingPackageError, ParameterError, UnknownStageError
+from flashlab.core.paths import KERNELS, SITE
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.experiments import cublaslt
+from flashlab.kernels import registry
+from flashlab.kernels.registry import ARCHS, DEAD_ENDS, STAGES, Stage, variant_name
+from flashlab.measure import bench
+from flashlab.query import select
+from flashlab.record import store
+from flashlab.record.store import Measurement, Verdict
+from flashlab.run import emulator
+from flashlab.run.gpu import DeviceArray, contiguous_strides
+from flashlab.show import site
+from flashlab.show.notebook import NOTHING_YET
+from flashlab.verify import cases, oracle
+from flashlab.verify import verdict as check
 
 every_dead_end = pytest.mark.parametrize("stage", DEAD_ENDS.values(), ids=DEAD_ENDS)
 SECTIONS = ("Hypothesis", "What was built", "Prediction", "What happened", "Why", "Instead")
@@ -59,10 +55,10 @@ emulated = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 @every_dead_end
 def test_a_dead_end_is_whole(stage: Stage) -> None:
     assert re.fullmatch(r"[0-9][0-9]_[a-z0-9_]+" if stage.retired else r"[a-z][a-z0-9_]+", stage.id)
-    assert stages.get(stage.id) is stage
+    assert registry.get(stage.id) is stage
     assert stage.dead_end
     assert stage.source.is_file()
-    assert stage.parent is None or stages.get(stage.parent)
+    assert stage.parent is None or registry.get(stage.parent)
     assert stage.kernel is None or not DEAD_ENDS[stage.kernel].kernel
     for text in (stage.title, stage.question, stage.change, stage.prediction):
         assert text.strip() == text != ""
@@ -76,7 +72,7 @@ def test_a_dead_end_is_whole(stage: Stage) -> None:
 def test_no_dead_end_is_on_the_ladder() -> None:
     assert not DEAD_ENDS.keys() & STAGES.keys()
     assert not any(stage.dead_end or stage.defect or stage.precision != "input" for stage in STAGES.values())
-    assert stages.best(FIRST, "sm_90a").id in STAGES
+    assert registry.best(FIRST, "sm_90a").id in STAGES
 
 
 def test_every_file_of_the_folder_belongs_to_a_dead_end() -> None:
@@ -94,22 +90,22 @@ def test_a_source_opens_with_its_id_and_reads_every_tunable(stage: Stage) -> Non
         assert header.startswith(f"// {stage.id}: ")
         assert f"Parent: {stage.parent}" in header
         assert header.count("\n") <= 8
-    host = Path(unfused.__file__).read_text(encoding="utf-8") if stage.unfused else ""
+    host = Path(cublaslt.__file__).read_text(encoding="utf-8") if stage.unfused else ""
     for name in stage.params:
         assert re.search(rf"\b{name}\b", text.replace(header, "")) or f'"{name}"' in host, name
 
 
 def test_a_name_may_carry_values_of_tunables() -> None:
-    stage, variant = stages.parse("wmma_no_smem[COLUMN_LANES=32,WARP_A_HEAD=1]")
+    stage, variant = registry.parse("wmma_no_smem[COLUMN_LANES=32,WARP_A_HEAD=1]")
     assert (stage.id, variant) == ("wmma_no_smem", {"COLUMN_LANES": 32, "WARP_A_HEAD": 1})
     assert variant_name(stage.id, variant) == "wmma_no_smem[COLUMN_LANES=32,WARP_A_HEAD=1]"
-    assert stages.parse("05_wmma") == (STAGES["05_wmma"], {})
+    assert registry.parse("05_wmma") == (STAGES["05_wmma"], {})
     with pytest.raises(UnknownStageError, match=r"got 'wmma'\. Off the ladder: branch_free, "):
-        stages.parse("wmma[COLUMN_LANES=32]")
+        registry.parse("wmma[COLUMN_LANES=32]")
     with pytest.raises(ParameterError, match="has no parameter 'LANES'"):
-        stages.parse("wmma_no_smem[LANES=32]")
+        registry.parse("wmma_no_smem[LANES=32]")
     with pytest.raises(ParameterError, match=r"wanted ID or ID\[NAME=VALUE,…\]"):
-        stages.parse("wmma_no_smem[COLUMN_LANES]")
+        registry.parse("wmma_no_smem[COLUMN_LANES]")
 
 
 def test_a_run_takes_names_with_tunables_and_measures_each_once() -> None:
@@ -124,7 +120,7 @@ def test_a_run_takes_names_with_tunables_and_measures_each_once() -> None:
 
 
 def _cubin(name: str, arch: str = "sm_90a") -> Cubin:
-    stage, variant = stages.parse(name)
+    stage, variant = registry.parse(name)
     return compiler.compile_stage(
         stage, head_dim=stage.head_dims[0], dtype="float16", causal=False, arch=arch, overrides=variant
     )
@@ -212,7 +208,7 @@ def _on_a_cpu() -> list[str]:
 @emulated
 @pytest.mark.parametrize("name", _on_a_cpu())
 def test_a_dead_end_is_right_on_the_cpu(name: str) -> None:
-    found = checks.check_on_cpu([name], lengths=[(65, 65), (113, 70)], layouts=("contiguous",))
+    found = cases.check_on_cpu([name], lengths=[(65, 65), (113, 70)], layouts=("contiguous",))
     assert [f"{row.problem.label}, {row.layout}: {row.reason}" for row in found.failures] == []
     assert any(row.status == "ok" for row in found.rows)
 
@@ -221,12 +217,12 @@ def test_a_dead_end_is_right_on_the_cpu(name: str) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_48_rows_on_six_warps_are_wrong_by_the_split_alone(causal: bool) -> None:
     problem = replace(Problem.parse("1x1x96x64"), mask="causal" if causal else "full")
-    values = reference.make_inputs(problem)
-    wrong, _ = checks.emulated_verdict("tile48", problem, values)
+    values = oracle.make_inputs(problem)
+    wrong, _ = cases.emulated_verdict("tile48", problem, values)
     assert not wrong.passed
     assert "rows" in wrong.reason
     for variant in ({"SPLIT_FROM_TILE": 1}, {"TILE_Q": 32}):
-        right, ran = checks.emulated_verdict("tile48", problem, values, params=variant, races=True)
+        right, ran = cases.emulated_verdict("tile48", problem, values, params=variant, races=True)
         assert right.passed, f"{variant}: {right.reason}"
         assert ran.report.findings == ()
 
@@ -234,7 +230,7 @@ def test_48_rows_on_six_warps_are_wrong_by_the_split_alone(causal: bool) -> None
 @emulated
 def test_the_detector_names_what_is_wrong_with_48_rows() -> None:
     problem = Problem.parse("1x1x48x64")
-    _, ran = checks.emulated_verdict("tile48", problem, reference.make_inputs(problem), races=True)
+    _, ran = cases.emulated_verdict("tile48", problem, oracle.make_inputs(problem), races=True)
     found = " ".join(str(finding) for finding in ran.report.findings)
     assert "read of what was never written in shared memory" in found
     assert "race in shared memory" in found
@@ -247,14 +243,14 @@ def test_e4m3_rounds_as_its_type_does() -> None:
     for values in (every, more):
         limited = np.clip(values, -448, 448)
         wanted = limited.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-        np.testing.assert_array_equal(reference.round_to_e4m3(values), wanted)
+        np.testing.assert_array_equal(oracle.round_to_e4m3(values), wanted)
 
 
 @emulated
 @pytest.mark.parametrize("name", ["fp8_simulated", "fp8"])
 def test_fp8_is_judged_against_fp8_and_fails_against_fp16(name: str) -> None:
-    values = reference.make_inputs(SMALL)
-    verdict, ran = checks.emulated_verdict(name, SMALL, values)
+    values = oracle.make_inputs(SMALL)
+    verdict, ran = cases.emulated_verdict(name, SMALL, values)
     assert verdict.passed, verdict.reason
     strict = check.check(ran.out, ran.lse, *values, causal=False, dtype="float16")
     assert not strict.passed
@@ -263,8 +259,8 @@ def test_fp8_is_judged_against_fp8_and_fails_against_fp16(name: str) -> None:
 
 @emulated
 def test_the_checker_rejects_a_wrong_scale_at_fp8_too() -> None:
-    values = reference.make_inputs(SMALL)
-    _, ran = checks.emulated_verdict("fp8", SMALL, values)
+    values = oracle.make_inputs(SMALL)
+    _, ran = cases.emulated_verdict("fp8", SMALL, values)
     off = (ran.out.astype(np.float32) * 1.1).astype(np.float16)
     assert not check.check(off, ran.lse, *values, causal=False, dtype="float16", precision="e4m3").passed
 
@@ -272,11 +268,11 @@ def test_the_checker_rejects_a_wrong_scale_at_fp8_too() -> None:
 @emulated
 def test_the_sources_fp8_error_is_that_against_rounded_inputs() -> None:
     problem = Problem.parse("1x1x512x64")
-    values = reference.make_inputs(problem)
-    _, ran = checks.emulated_verdict("fp8_simulated", problem, values)
-    rounded = tuple(reference.round_to_e4m3(x.astype(np.float32)).astype(np.float16) for x in values)
-    own, _ = reference.attention(*rounded, causal=False)
-    exact, _ = reference.attention(*values, causal=False)
+    values = oracle.make_inputs(problem)
+    _, ran = cases.emulated_verdict("fp8_simulated", problem, values)
+    rounded = tuple(oracle.round_to_e4m3(x.astype(np.float32)).astype(np.float16) for x in values)
+    own, _ = oracle.attention(*rounded, causal=False)
+    exact, _ = oracle.attention(*values, causal=False)
     against_rounded, against_exact = (float(np.abs(ran.out - wanted).max()) for wanted in (own, exact))
     assert against_rounded < 1e-3 < 10 * against_rounded < against_exact
 
@@ -307,16 +303,16 @@ def _arrays(problem: Problem, **strides: tuple[int, ...]) -> Mapping[str, Device
 
 def test_contiguous_heads_go_in_one_call_and_others_in_as_few_as_their_addresses_allow() -> None:
     problem = Problem.parse("3x4x128x64")
-    (one,) = unfused.groups(problem, _arrays(problem), 0)
+    (one,) = cublaslt.groups(problem, _arrays(problem), 0)
     assert (one.count, one.strides["Q"], one.strides["K"]) == (12, 128 * 64, 128 * 64)
     shared = Problem.parse("2x4x2x128x128x64")
-    grouped = unfused.groups(shared, _arrays(shared), 0)
+    grouped = cublaslt.groups(shared, _arrays(shared), 0)
     assert [(g.first, g.count, g.strides["K"]) for g in grouped] == [(0, 2, 0), (2, 2, 0), (4, 2, 0), (6, 2, 0)]
     side_by_side = (128 * 4 * 64, 64, 4 * 64, 1)  # heads in a token
-    by_batch = unfused.groups(problem, _arrays(problem, Q=side_by_side), 0)
+    by_batch = cublaslt.groups(problem, _arrays(problem, Q=side_by_side), 0)
     assert [g.count for g in by_batch] == [4, 4, 4]
-    assert [g.count for g in unfused.groups(problem, _arrays(problem), 5)] == [5, 5, 2]
-    assert [g.first for g in unfused.groups(problem, _arrays(problem), 1)] == list(range(12))
+    assert [g.count for g in cublaslt.groups(problem, _arrays(problem), 5)] == [5, 5, 2]
+    assert [g.first for g in cublaslt.groups(problem, _arrays(problem), 1)] == list(range(12))
 
 
 @pytest.mark.parametrize("name", ["cublaslt_unfused", "cublaslt_batched"])
@@ -326,13 +322,13 @@ def test_products_describe_the_tensors_as_they_lie(name: str) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, n, 64)).astype(np.float32) for n in (48, 65, 65))
     arrays = _arrays(problem)
-    heads = unfused.groups(problem, arrays, 0)[0]
-    qk, pv = unfused.products(problem, arrays, heads, scale_log2=0.5, parameters=parameters)
+    heads = cublaslt.groups(problem, arrays, 0)[0]
+    qk, pv = cublaslt.products(problem, arrays, heads, scale_log2=0.5, parameters=parameters)
     assert qk.d.dtype == ("float32" if parameters["SCORES_FP32"] else "float16")
-    assert qk.d.pitch % unfused.PITCH == 0
+    assert qk.d.pitch % cublaslt.PITCH == 0
 
-    def multiply(product: unfused.Product, a: Any, b: Any, index: int) -> Any:
-        def matrix(m: unfused.Matrix, flat: Any) -> Any:  # column-major
+    def multiply(product: cublaslt.Product, a: Any, b: Any, index: int) -> Any:
+        def matrix(m: cublaslt.Matrix, flat: Any) -> Any:  # column-major
             start = index * m.stride
             strides = (flat.itemsize, m.pitch * flat.itemsize)
             return np.lib.stride_tricks.as_strided(flat[start:], (m.rows, m.columns), strides)
@@ -351,10 +347,12 @@ def test_products_describe_the_tensors_as_they_lie(name: str) -> None:
 def test_split_k_splits_the_second_product_alone() -> None:
     parameters = DEAD_ENDS["split_k"].parameters(64)
     arrays = _arrays(FIRST)
-    qk, pv = unfused.products(FIRST, arrays, unfused.groups(FIRST, arrays, 1)[0], scale_log2=1.0, parameters=parameters)
+    qk, pv = cublaslt.products(
+        FIRST, arrays, cublaslt.groups(FIRST, arrays, 1)[0], scale_log2=1.0, parameters=parameters
+    )
     assert (qk.split_k, pv.split_k) == (1, parameters["SPLIT_K"])
     assert parameters["SPLIT_K"] > 1
-    assert unfused.scratch_bytes(FIRST, 1, parameters) == 6 * 2048 * 2048
+    assert cublaslt.scratch_bytes(FIRST, 1, parameters) == 6 * 2048 * 2048
 
 
 # --- records and pages ------------------------------------------------------------------------------------------------
@@ -382,18 +380,18 @@ def _rows() -> list[Measurement]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dead_ends") / "data"
     write_synthetic(folder, problems=[FIRST])
-    lines = [records.to_line(row) for row in _rows()]
+    lines = [store.to_line(row) for row in _rows()]
     (folder / "nvidia-h200" / "runs" / f"{LATER}.jsonl").write_text("".join(lines), encoding="utf-8")
-    records.write_checksums("nvidia-h200", folder)
+    store.write_checksums("nvidia-h200", folder)
     return folder
 
 
 def test_a_run_of_dead_ends_leaves_the_ladder_alone(data: Path) -> None:
-    shown = results.load("nvidia-h200", data)
+    shown = select.load("nvidia-h200", data)
     assert not shown.damage
     assert [row.name for row in shown.rows() if row.kind == "stage"] == list(STAGES)
     assert {row.run for row in shown.rows()} == {measurement("sdpa", FIRST).run}
-    (against,) = results.against_peers("nvidia-h200", data)
+    (against,) = select.against_peers("nvidia-h200", data)
     assert against.run != LATER
     assert against.burst is not None
     assert against.burst.stage in STAGES
@@ -406,24 +404,24 @@ def test_a_run_of_the_ladder_may_hold_a_rung_that_was_retired(tmp_path: Path) ->
     (like,) = (one for one in row.samples if (one.regime, one.cache) == ("burst", "hot"))
     fastest = like.model_copy(update={"time_us": tuple(0.1 * time_us for time_us in like.time_us)})
     path = write_synthetic(tmp_path, problems=[FIRST])
-    records.append(path, row.model_copy(update={"samples": (fastest,)}))
-    shown = results.load("nvidia-h200", tmp_path)
+    store.append(path, row.model_copy(update={"samples": (fastest,)}))
+    shown = select.load("nvidia-h200", tmp_path)
     assert [one.name for one in shown.rows() if one.kind == "stage"] == [*STAGES, retired]
-    best = results.fastest_stage(shown.rows())
+    best = select.fastest_stage(shown.rows())
     assert best is not None
     assert best.name in STAGES
-    (against,) = results.against_peers("nvidia-h200", tmp_path)
+    (against,) = select.against_peers("nvidia-h200", tmp_path)
     assert against.burst is not None
     assert against.burst.stage == best.name
-    assert results.dead_ends("nvidia-h200", tmp_path) == {}
-    assert stages.best(FIRST, "sm_90a").id != retired
-    page = report._dead_end_result(DEAD_ENDS[retired], {FIRST: shown.rows()})
+    assert select.dead_ends("nvidia-h200", tmp_path) == {}
+    assert registry.best(FIRST, "sm_90a").id != retired
+    page = site._dead_end_result(DEAD_ENDS[retired], {FIRST: shown.rows()})
     assert f"**{retired}**" in page or f"**`{retired}`**" in page
     assert "| `12_persistent`" in page or "| 12_persistent" in page
 
 
 def test_dead_ends_are_shown_with_what_was_measured_in_turn(data: Path) -> None:
-    told = results.dead_ends("nvidia-h200", data)
+    told = select.dead_ends("nvidia-h200", data)
     assert list(told) == [FIRST]
     names = [row.name for row in told[FIRST]]
     assert names[:2] == ["00_naive", "05_wmma"]
@@ -443,7 +441,7 @@ def test_a_comparison_of_few_stages_does_not_stand_in_for_that_of_many(tmp_path:
     for run, ids in (("1", ("00_naive", "03_warp_rows")), ("2", ("03_warp_rows",)), ("3", ("tile48[TILE_Q=32]",))):
         text = "".join(json.dumps(one) + "\n" for one in (header, *({"stage": stage, **line} for stage in ids)))
         (path / f"{run}.jsonl").write_text(text, encoding="utf-8")
-    assert results.checks_file("nvidia-h200", tmp_path, folder).stem == "1"
+    assert select.checks_file("nvidia-h200", tmp_path, folder).stem == "1"
 
 
 @every_dead_end
@@ -460,10 +458,10 @@ def test_no_page_is_without_a_dead_end() -> None:
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path, measured: bool) -> None:
-    told = results.dead_ends("nvidia-h200", data) if measured else {}
-    out = report._Output(root=tmp_path)
+    told = select.dead_ends("nvidia-h200", data) if measured else {}
+    out = site._Output(root=tmp_path)
     for stage in DEAD_ENDS.values():
-        report._generate_dead_end(out, stage, told)
+        site._generate_dead_end(out, stage, told)
         text = (tmp_path / "snippets" / "dead_ends" / f"{stage.id}.md").read_text(encoding="utf-8")
         for section in ("title", "question", "built", "prediction", "result", "code"):
             assert text.count(f"[start:{section}]") == text.count(f"[end:{section}]") == 1
@@ -472,7 +470,7 @@ def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path,
         assert (f"### {FIRST.label}" in text) == (f"generated/data/nvidia-h200/runs/{LATER}.jsonl" in text) == measured
         assert all(f"`{name}`" in text for name in (stage.id, *stage.variant_names)), "branches in the machine code"
         assert ("**tile48: wrong.** made up: NaN" in text) == (measured and stage.id == "tile48")
-    report._generate_dead_end_list(out, told, {})
+    site._generate_dead_end_list(out, told, {})
     listed = (tmp_path / "snippets" / "dead_ends.md").read_text(encoding="utf-8")
     assert all(f"({stage_id}.md)" in listed for stage_id in DEAD_ENDS)
     assert ("no time: wrong" in listed) == measured
@@ -482,7 +480,7 @@ def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path,
 
 
 def _told(*arguments: str) -> Any:
-    return json.loads(CliRunner().invoke(cli.app, [*arguments, "--json"], catch_exceptions=False).stdout)
+    return json.loads(CliRunner().invoke(app.app, [*arguments, "--json"], catch_exceptions=False).stdout)
 
 
 def test_dead_ends_are_listed_where_asked_for() -> None:
@@ -509,7 +507,7 @@ def test_a_suite_of_dead_ends_can_be_foretold() -> None:
 @emulated
 def test_a_check_is_content_where_only_what_is_kept_wrong_is_wrong() -> None:
     arguments = ["--on", "cpu", "--length", "65x65", "--mask", "full", "--dtype", "float16"]
-    ran = CliRunner().invoke(cli.app, ["check", "tile48", "branch_free", *arguments])
+    ran = CliRunner().invoke(app.app, ["check", "tile48", "branch_free", *arguments])
     assert ran.exit_code == 0, ran.output
     assert "tile48, B2 H4/2 S65" in ran.output
     assert "wrong: NaN in output" in ran.output

@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from synthetic import write_synthetic
 
-from flashlab import compiler, doctor, emulator, gpu, sass
-from flashlab.errors import MissingPackageError
-from flashlab.problem import suite
+from flashlab.build import compiler, sass
+from flashlab.cli import doctor
+from flashlab.core.errors import MissingPackageError
+from flashlab.core.problem import suite
+from flashlab.run import emulator, gpu
 
 
 def by_name(data: Path) -> dict[str, doctor.Finding]:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlab import emulator
-from flashlab.emulator import Pointer, Structure, build_file, launch
-from flashlab.errors import CompileError, EmulationError, MissingPackageError, OutputError, ParameterError
-from flashlab.stages import STAGES
+from flashlab.core.errors import CompileError, EmulationError, MissingPackageError, OutputError, ParameterError
+from flashlab.kernels.registry import STAGES
+from flashlab.run import emulator
+from flashlab.run.emulator import Pointer, Structure, build_file, launch
 
 try:
     emulator.cxx()

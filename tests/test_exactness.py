@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from flashlab import emulator
-from flashlab.attention import emulate
-from flashlab.check import check
-from flashlab.errors import MissingPackageError
-from flashlab.problem import DTYPES, DType, Mask, Problem
-from flashlab.reference import make_inputs, round_to
-from flashlab.stages import DEAD_ENDS, STAGES
+from flashlab.core.errors import MissingPackageError
+from flashlab.core.problem import DTYPES, DType, Mask, Problem
+from flashlab.kernels.registry import DEAD_ENDS, STAGES
+from flashlab.run import emulator
+from flashlab.run.attention import emulate
+from flashlab.verify.oracle import make_inputs, round_to
+from flashlab.verify.verdict import check
 
 HOPPER = tuple(stage.id for stage in (*STAGES.values(), *DEAD_ENDS.values()) if stage.tensor_maps)
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlab import errors, gpu
+from flashlab.core import errors
+from flashlab.run import gpu
 
 
 def test_strides_of_a_contiguous_array() -> None:

@@ -9,14 +9,15 @@ from functools import cache
 import numpy as np
 import pytest
 
-from flashlab import compiler, emulator, sass, tuned
-from flashlab.attention import emulate
-from flashlab.check import check
-from flashlab.compiler import Cubin, LaunchShape
-from flashlab.errors import CompileError, MissingPackageError
-from flashlab.problem import DType, Problem
-from flashlab.reference import make_inputs
-from flashlab.stages import STAGES, Stage
+from flashlab.build import compiler, sass
+from flashlab.build.compiler import Cubin, LaunchShape
+from flashlab.core.errors import CompileError, MissingPackageError
+from flashlab.core.problem import DType, Problem
+from flashlab.kernels.registry import STAGES, Stage
+from flashlab.run import choice, emulator
+from flashlab.run.attention import emulate
+from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import check
 
 ARCH = "sm_90a"
 HOPPER = tuple(stage for stage in STAGES.values() if stage.tensor_maps)
@@ -112,7 +113,7 @@ def test_a_product_may_run_on_during_the_softmax(stage: Stage) -> None:
     waits name no registers; where a stage pins the wait, at least a sixth of them do."""
     for head_dim, causal, dtype in itertools.product(stage.head_dims, MASKS, stage.dtypes):
         problem = Problem.parse(f"16x16x2048x{head_dim}", mask="causal" if causal else "full", dtype=dtype)
-        values = tuned.parameters(stage, "nvidia-h200", problem)
+        values = choice.parameters(stage, "nvidia-h200", problem)
         built = cubin(stage, head_dim, causal=causal, dtype=dtype, overrides=values)
         instructions = machine_code(built.code, built.entry)
         waits = [

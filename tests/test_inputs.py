@@ -11,10 +11,10 @@ import pytest
 from wrong.catalogue import Call
 from wrong.simulation import Fault
 
-from flashlab import inputs
-from flashlab.errors import ParameterError
-from flashlab.problem import DTYPES, MASKS, Problem
-from flashlab.reference import default_scale, make_inputs, pack, to_float
+from flashlab.core import inputs
+from flashlab.core.errors import ParameterError
+from flashlab.core.problem import DTYPES, MASKS, Problem
+from flashlab.verify.oracle import default_scale, make_inputs, pack, to_float
 
 DRAWN = [name for name in inputs.KINDS if name != inputs.TRAINED]
 PROBLEMS = [

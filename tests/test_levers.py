@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import compiler, emulator, levers, stages, tuned
-from flashlab.attention import emulate
-from flashlab.check import check
-from flashlab.compiler import Cubin, Job
-from flashlab.errors import MissingPackageError, ParameterError
-from flashlab.levers import Lever
-from flashlab.problem import Problem
-from flashlab.reference import make_inputs
+from flashlab.build import compiler
+from flashlab.build.compiler import Cubin, Job
+from flashlab.core.errors import MissingPackageError, ParameterError
+from flashlab.core.problem import Problem
+from flashlab.experiments import levers
+from flashlab.experiments.levers import Lever
+from flashlab.kernels import registry
+from flashlab.run import choice, emulator
+from flashlab.run.attention import emulate
+from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import check
 
 try:
     emulator.cxx()
@@ -49,8 +52,8 @@ def test_a_lever_is_whole_and_fits_its_stage(lever: Lever, tmp_path: Path) -> No
     assert re.fullmatch(r"[a-z0-9_]+", lever.name)
     assert lever.question.endswith("?")
     assert lever.prediction.endswith((".", ")"))
-    assert stages.get(lever.stage).language == "cuda"
-    plain = stages.get(lever.stage).source.read_text(encoding="utf-8").splitlines()
+    assert registry.get(lever.stage).language == "cuda"
+    plain = registry.get(lever.stage).source.read_text(encoding="utf-8").splitlines()
     path = lever.write(tmp_path)
     changed = path.read_text(encoding="utf-8").splitlines()
     added, removed = lever.changed_lines()
@@ -66,10 +69,10 @@ def test_a_lever_is_whole_and_fits_its_stage(lever: Lever, tmp_path: Path) -> No
 @each
 def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, tmp_path: Path) -> None:
     """With the tunables of a recorded GPU, without spills or advisories; and to other machine code than its stage."""
-    stage, source = stages.get(lever.stage), lever.write(tmp_path)
+    stage, source = registry.get(lever.stage), lever.write(tmp_path)
 
     def job(problem: Problem, source: Path | None) -> Job:
-        values = tuned.parameters(stage, "nvidia-h200", problem, overrides=lever.parameters(problem))
+        values = choice.parameters(stage, "nvidia-h200", problem, overrides=lever.parameters(problem))
         return Job(
             stage=stage,
             head_dim=problem.head_dim,

@@ -9,15 +9,16 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from flashlab import compiler, emulator, sass
-from flashlab.attention import emulate
-from flashlab.check import check
-from flashlab.compiler import Cubin
-from flashlab.errors import MissingPackageError
-from flashlab.problem import DType, Mask, Problem
-from flashlab.reference import make_inputs
-from flashlab.sass import Instruction
-from flashlab.stages import Stage, get
+from flashlab.build import compiler, sass
+from flashlab.build.compiler import Cubin
+from flashlab.build.sass import Instruction
+from flashlab.core.errors import MissingPackageError
+from flashlab.core.problem import DType, Mask, Problem
+from flashlab.kernels.registry import Stage, get
+from flashlab.run import emulator
+from flashlab.run.attention import emulate
+from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import check
 
 ARCH = "sm_90a"
 REGISTERS, SWIZZLE = get("07_mma_registers"), get("08_swizzle")

@@ -17,8 +17,7 @@ import pytest
 from ahead import ahead, chosen
 from synthetic import write_synthetic
 
-from flashlab import emulator, gpu, notebook, records, report, tables
-from flashlab.errors import (
+from flashlab.core.errors import (
     MissingPackageError,
     NoDataError,
     NoGpuError,
@@ -27,10 +26,14 @@ from flashlab.errors import (
     ReportError,
     UnknownStageError,
 )
-from flashlab.notebook import Outcome, attempt, compare, compare_rows, count_accesses, edited, own_copy, settings
-from flashlab.paths import DATA, NOTEBOOKS
-from flashlab.problem import Problem, suite
-from flashlab.stages import CUDA_STAGES, STAGES
+from flashlab.core.paths import DATA, NOTEBOOKS
+from flashlab.core.problem import Problem, suite
+from flashlab.kernels.registry import CUDA_STAGES, STAGES
+from flashlab.record import store
+from flashlab.run import emulator, gpu
+from flashlab.show import notebook, tables
+from flashlab.show import site as report
+from flashlab.show.notebook import Outcome, attempt, compare, compare_rows, count_accesses, edited, own_copy, settings
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 PARAMETERS = {"source", "gpu", "stages", "suite", "out", "data"}
@@ -140,11 +143,11 @@ def test_before_anything_was_measured(name: str, outcomes: Outcomes) -> None:
         assert "Nothing has been measured yet" in text
 
 
-@pytest.mark.skipif(not records.gpus(DATA), reason="no GPU's records are committed under data/")
+@pytest.mark.skipif(not store.gpus(DATA), reason="no GPU's records are committed under data/")
 @pytest.mark.parametrize("name", NAMES)
 def test_replay_of_the_committed_data(name: str, outcomes: Outcomes) -> None:
     outcome, _ = outcomes["test_replay_of_the_committed_data", name].result()
-    assert outcome.gpu in records.gpus(DATA)
+    assert outcome.gpu in store.gpus(DATA)
 
 
 def test_a_mistyped_parameter_is_refused_by_name_before_anything_runs(tmp_path: Path) -> None:

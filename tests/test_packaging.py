@@ -19,9 +19,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import flashlab
-from flashlab import records
-from flashlab.paths import ROOT
-from flashlab.stages import STAGES
+from flashlab.core.paths import ROOT
+from flashlab.kernels.registry import STAGES
+from flashlab.record import store
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -156,7 +156,7 @@ def test_readme_and_help_name_every_target() -> None:
 
 def test_readme_paths_and_links_exist() -> None:
     # Before the first run is recorded there is no chart to show.
-    recorded = bool(records.gpus())
+    recorded = bool(store.gpus())
     links = re.findall(r"\]\(([^)#]+)\)", README)
     links = [link for link in links if "://" not in link and (recorded or not link.startswith("data"))]
     assert links
@@ -180,7 +180,7 @@ def test_readme_stages_and_commands_exist() -> None:
     assert set(re.findall(r"\b\d\d_[a-z_]+\b", README.replace("02_ladder", ""))) <= STAGES.keys()
     from typer.main import get_command
 
-    from flashlab.cli import app
+    from flashlab.cli.app import app
 
     commands = get_command(app).commands.keys()  # type: ignore[attr-defined]
     listed = README.split("## The command line")[1].split("```")[1]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import paths
-from flashlab.errors import OutputError
+from flashlab.core import paths
+from flashlab.core.errors import OutputError
 
 
 def test_the_cache_follows_its_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

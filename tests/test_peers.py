@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from flashlab import errors, peers, triton_code
-from flashlab.problem import Problem
+from flashlab.build import triton_code
+from flashlab.core import errors
+from flashlab.core.problem import Problem
+from flashlab.measure import peers
 
 FULL = Problem.parse("1x2x64x64")
 BFLOAT16 = Problem.parse("1x2x64x64", dtype="bfloat16")

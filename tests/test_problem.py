@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashlab.errors import DTypeError, ParameterError, ShapeError
-from flashlab.problem import DTYPES, FIRST_SHAPE, MASKS, STANDARD_SHAPES, SUITES, DType, Mask, Problem, suite
+from flashlab.core.errors import DTypeError, ParameterError, ShapeError
+from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, STANDARD_SHAPES, SUITES, DType, Mask, Problem, suite
 
 GOOD: dict[str, Any] = {"batch": 1, "q_heads": 4, "kv_heads": 2, "q_len": 8, "kv_len": 9, "head_dim": 64}
 sizes = st.integers(1, 300)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import provenance
-from flashlab.errors import OutputError
-from flashlab.provenance import UNKNOWN
+from flashlab.core.errors import OutputError
+from flashlab.record import provenance
+from flashlab.record.provenance import UNKNOWN
 
 
 def git(tree: Path, *arguments: str) -> str:

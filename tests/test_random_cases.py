@@ -7,14 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashlab import checks, emulator, records, results, tables
-from flashlab.check import Guarded, Oracle, check
-from flashlab.checks import CPU_SCORES, GPU_SCORES, TENSORS, laid_out, placement, random_cases
-from flashlab.errors import MissingPackageError, NoDataError, ParameterError
-from flashlab.paths import DATA
-from flashlab.problem import Problem
-from flashlab.reference import attention, make_inputs
-from flashlab.stages import CUDA_STAGES, STAGES
+from flashlab.core.errors import MissingPackageError, NoDataError, ParameterError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Problem
+from flashlab.kernels.registry import CUDA_STAGES, STAGES
+from flashlab.query import select
+from flashlab.record import store
+from flashlab.run import emulator
+from flashlab.show import tables
+from flashlab.verify import cases
+from flashlab.verify.cases import CPU_SCORES, GPU_SCORES, TENSORS, laid_out, placement, random_cases
+from flashlab.verify.oracle import attention, make_inputs
+from flashlab.verify.verdict import Guarded, Oracle, check
 
 MANY = random_cases(STAGES, 1000, seed=0)
 
@@ -103,7 +107,7 @@ def test_stages_pass_random_cases_on_the_cpu() -> None:
     except MissingPackageError as error:
         pytest.skip(str(error))
     drawn = random_cases(CUDA_STAGES, 40, seed=1, max_scores=CPU_SCORES)
-    found = checks.check_on_cpu(list(CUDA_STAGES), random=40, seed=1)
+    found = cases.check_on_cpu(list(CUDA_STAGES), random=40, seed=1)
     assert [f"{row.stage} {row.problem.label} {row.layout}: {row.reason}" for row in found.failures] == []
     assert len(found.rows) == sum(len(case.names) for case in drawn)
 
@@ -114,12 +118,12 @@ NOT_DRAWN = {"13_tma_store", "14_stale_max", "15_renormalize", "16_ones_column"}
 
 def _on_record(slug: str, path: Path = DATA) -> tuple[dict[str, object], ...]:
     try:
-        return results.checks(slug, path, "random")
+        return select.checks(slug, path, "random")
     except NoDataError as error:
         pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("slug", records.gpus() or ["none"])
+@pytest.mark.parametrize("slug", store.gpus() or ["none"])
 def test_what_is_on_record_passed_for_every_stage(slug: str) -> None:
     lines = _on_record(slug)
     assert [line for line in lines if line["status"] not in ("ok", "unsupported")] == []

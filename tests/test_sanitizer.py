@@ -11,11 +11,16 @@ from typing import Any
 import pytest
 import synthetic
 
-from flashlab import compiler, gpu, records, report, sanitizer, stages, tables
-from flashlab.errors import MissingError, ParameterError
-from flashlab.paths import DATA
-from flashlab.problem import FIRST_SHAPE, Problem
-from flashlab.records import Sanitized
+from flashlab.build import compiler
+from flashlab.core.errors import MissingError, ParameterError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.experiments import sanitizer
+from flashlab.kernels import registry
+from flashlab.record import store
+from flashlab.record.store import Sanitized
+from flashlab.run import gpu
+from flashlab.show import site, tables
 
 SLUG = "nvidia-h200"
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
@@ -104,8 +109,8 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         plan_file.write_text(json.dumps(whole), encoding="utf-8")
         path, found = sanitizer.sanitize(stage_ids, data=tmp_path / "data")
         assert path.parent == tmp_path / "data" / SLUG / "sanitizer"
-        assert records.sanitized(SLUG, tmp_path / "data") == found
-        assert [d for d in records.verify(SLUG, tmp_path / "data") if "machine" not in str(d.path)] == []
+        assert store.sanitized(SLUG, tmp_path / "data") == found
+        assert [d for d in store.verify(SLUG, tmp_path / "data") if "machine" not in str(d.path)] == []
         return {(record.tool, record.stage): record for record in found}
 
     return run
@@ -157,9 +162,9 @@ def test_what_cannot_be_run_is_refused(tool: Any, monkeypatch: pytest.MonkeyPatc
         sanitizer.program()
 
 
-@pytest.mark.parametrize("stage_id", stages.STAGES)
+@pytest.mark.parametrize("stage_id", registry.STAGES)
 def test_a_stage_is_launched_on_all_that_it_takes(stage_id: str) -> None:
-    stage = stages.get(stage_id)
+    stage = registry.get(stage_id)
     found = sanitizer.problems(stage_id, sanitizer.LENGTHS)
     assert len(set(found)) == len(stage.head_dims) * len(stage.dtypes) * 2 * len(sanitizer.LENGTHS)
     assert all(stage.why_not(problem) is None for problem in found)
@@ -167,7 +172,7 @@ def test_a_stage_is_launched_on_all_that_it_takes(stage_id: str) -> None:
 
 def test_the_site_says_what_was_found(tool: Any, tmp_path: Path) -> None:
     def page() -> str:
-        out = report.generate(tmp_path / "data", site=tmp_path / "site")
+        out = site.generate(tmp_path / "data", site=tmp_path / "site")
         return (out / "snippets" / "sanitizer.md").read_text(encoding="utf-8")
 
     synthetic.write_synthetic(tmp_path / "data", SLUG, problems=[Problem.parse(FIRST_SHAPE)])
@@ -182,12 +187,12 @@ NOT_SANITIZED = ("13_tma_store", "14_stale_max", "15_renormalize", "16_ones_colu
 """Rungs that have not run under compute-sanitizer yet; whoever records that takes them out."""
 
 
-@pytest.mark.parametrize("slug", records.gpus() or ["none"])
+@pytest.mark.parametrize("slug", store.gpus() or ["none"])
 def test_what_is_on_record_is_clean_and_covers_every_stage(slug: str) -> None:
-    found = records.sanitized(slug, DATA)
+    found = store.sanitized(slug, DATA)
     if not found:
         pytest.skip(f"no run of compute-sanitizer on record for {slug}: scripts/sanitize.py makes one")
     assert [f"{r.tool} {r.stage}: {r.errors} errors, {r.findings[:1]}" for r in found if not r.clean] == []
-    wanted = {(tool, stage_id) for tool in sanitizer.TOOLS for stage_id in stages.STAGES}
+    wanted = {(tool, stage_id) for tool in sanitizer.TOOLS for stage_id in registry.STAGES}
     missing = wanted - {(record.tool, record.stage) for record in found}
     assert missing == {(tool, stage_id) for tool in sanitizer.TOOLS for stage_id in NOT_SANITIZED}

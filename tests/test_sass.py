@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import compiler, sass
-from flashlab.compiler import Cubin
-from flashlab.errors import MissingPackageError, ParameterError
-from flashlab.sass import CLASSES, Instruction
-from flashlab.stages import ARCHS, CUDA_STAGES, Stage, capability
+from flashlab.build import compiler, sass
+from flashlab.build.compiler import Cubin
+from flashlab.build.sass import CLASSES, Instruction
+from flashlab.core.errors import MissingPackageError, ParameterError
+from flashlab.kernels.registry import ARCHS, CUDA_STAGES, Stage, capability
 
 EXPLAINED = {"NANOSLEEP", "USETMAXREG"}
 """Opcodes that are known and belong to no class of their own."""

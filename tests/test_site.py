@@ -1,260 +1,419 @@
-"""The built site: strict, whole, alone, and readable on a phone and a desk, in the light and in the dark."""
+"""What the report generates, and that it is generated from the records."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import hashlib
+import json
 import re
 import shutil
-import threading
-from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import urljoin, urlparse
 
 import pytest
-from synthetic import write_synthetic
+from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_synthetic
 
-from flashlab import notebook, report
-from flashlab.paths import SITE
-from flashlab.stages import DEAD_ENDS, STAGES
+from flashlab.core.errors import NoDataError, OutputError, ParameterError, ReportError
+from flashlab.core.paths import NOTEBOOKS, SITE
+from flashlab.core.problem import FIRST_SHAPE, Problem, suite
+from flashlab.experiments import levers
+from flashlab.experiments.ablation import LEVER_NOT_MEASURED
+from flashlab.kernels.registry import STAGES
+from flashlab.query import select
+from flashlab.record import store
+from flashlab.record.store import ProblemFields, Status
+from flashlab.show import site as report
+from flashlab.show import tables
+from flashlab.show.notebook import NOTHING_YET
 
-if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
-PAGES = (
-    "",
-    "stages/",
-    "stages/06_cp_async/",
-    "dead_ends/",
-    "dead_ends/tile48/",
-    "results/",
-    "generated/results/nvidia-h200/",
-    "against/",
-    "roofline/",
-    "cycle_model/",
-    "tuning/",
-    "ablations/",
-    "levers/",
-    "ledger/",
-    "hardware/",
-    "anatomy/",
-    "correctness/",
-    "emulation/",
-    "edit/",
-    "method/",
-    "timers/",
-    "glossary/",
-    "data/",
-    "reproduce/",
-)
-WITH_FIGURES = (
-    "",
-    "stages/",
-    "stages/06_cp_async/",
-    "generated/results/nvidia-h200/",
-    "against/",
-    "roofline/",
-    "hardware/",
-    "anatomy/",
-    *(() if notebook.no_compiler() else ("edit/",)),
-)
-SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
+SECTIONS = ("Question", "Change", "Prediction", "Result", "Why", "Next")
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The whole report of made-up records: notebooks executed, pages generated, site built."""
-    root = tmp_path_factory.mktemp("site")
-    write_synthetic(root / "data")
-    shutil.copytree(SITE, root / "pages", ignore=shutil.ignore_patterns("generated"))
-    said: list[str] = []
-    index = report.run(
-        source="replay", data=root / "data", out=root / "build", site=root / "pages", progress=said.append
-    )
-    assert index == root / "build" / "site" / "index.html"
-    assert any("02_ladder" in line for line in said)
-    return index.parent
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """site/ with everything generated from made-up records; the notebooks are not executed for it."""
+    root = tmp_path_factory.mktemp("report")
+    write_synthetic(root / "data", problems=(*suite("first"), Problem.parse(FIRST_SHAPE, dtype="bfloat16")))
+    site = root / "site"
+    shutil.copytree(SITE, site, ignore=shutil.ignore_patterns("generated"))
+    report.generate(root / "data", site=site, executed=NOTEBOOKS)
+    return site
 
 
-def _pages(built: Path) -> list[Path]:
-    return sorted(path for path in built.rglob("*.html") if path.name != "404.html")
-
-
-def test_every_page_is_there_and_nothing_half_made(built: Path) -> None:
-    for page in (*PAGES, *(f"stages/{stage_id}/" for stage_id in STAGES), *(f"dead_ends/{one}/" for one in DEAD_ENDS)):
-        text = (built / page / "index.html").read_text(encoding="utf-8")
-        assert "--8&lt;--" not in text, page
-        assert "<h1" in text, page
-    assert not list(built.rglob("snippets"))
-
-
-def test_every_stage_is_in_the_navigation(built: Path) -> None:
-    text = (built / "stages" / "index.html").read_text(encoding="utf-8")
+def test_every_stage_has_one_page_with_every_section() -> None:
+    written = {path.stem for path in (SITE / "stages").glob("*.md")} - {"index"}
+    assert written == set(STAGES)
     for stage_id in STAGES:
-        assert re.search(rf'<a href="{stage_id}/" class="md-nav__link">', text)
+        text = (SITE / "stages" / f"{stage_id}.md").read_text(encoding="utf-8")
+        assert tuple(re.findall(r"^## (.+)$", text, re.MULTILINE)) == SECTIONS
+        for section in ("title", "question", "change", "prediction", "result"):
+            assert f'--8<-- "stages/{stage_id}.md:{section}"' in text
 
 
-def test_no_reference_leads_to_another_host_or_nowhere(built: Path) -> None:
-    for path in _pages(built):
-        text = path.read_text(encoding="utf-8")
-        loaded = re.findall(r'<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)="([^"]+)"', text)
-        for reference in loaded:
-            assert not urlparse(reference).netloc, f"{path} loads {reference}"
-        for reference in re.findall(r'\b(?:src|href)="([^"#?]+)', text):
-            if not urlparse(reference).scheme and not reference.startswith("/"):
-                target = (path.parent / reference).resolve()
-                assert (target / "index.html" if target.is_dir() else target).is_file(), f"{path} names {reference}"
+def test_no_measured_number_is_written_by_hand() -> None:
+    for path in SITE.rglob("*.md"):
+        if "generated" not in path.relative_to(SITE).parts:
+            found = re.findall(
+                r"\d[\d.,]*\s*(?:TFLOP|TB/s|GB/s|µs|us\b|ms\b|MHz|W\b|%|times\b)", path.read_text(encoding="utf-8")
+            )
+            assert not found, f"{path}: {found}"
 
 
-def test_no_path_of_this_machine(built: Path) -> None:
-    for path in (*_pages(built), *built.rglob("search_index.json")):
-        assert str(built.parents[1]) not in path.read_text(encoding="utf-8"), path
+def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_type_too(tmp_path: Path) -> None:
+    half, other = Problem.parse(FIRST_SHAPE), Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    unfit = measurement("fa3", half).model_copy(
+        update={"status": "unsupported", "reason": "bfloat16 alone", "samples": (), "verdict": None}
+    )
+
+    def timed(name: str, problem: Problem, time_us: float) -> store.Measurement:
+        row = measurement(name, problem)
+        taken = next(one for one in row.samples if (one.regime, one.cache) == ("burst", "hot"))
+        changes = {"time_us": (time_us,), "sm_clock_mhz": (), "call_clock_mhz": (), "cycles_per_score": None}
+        return row.model_copy(update={"samples": (taken.model_copy(update=changes),)})
+
+    path = tmp_path / "data" / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    path.parent.mkdir(parents=True)
+    for row in (
+        timed("16_ones_column", half, 100.0),
+        timed("sdpa_cudnn", half, 130.0),
+        unfit,
+        timed("16_ones_column", other, 100.0),
+        timed("fa3", other, 120.0),
+    ):
+        store.append(path, row)
+    out = report._Output(root=tmp_path / "generated")
+    report._generate_front(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    text = (out.root / "snippets" / "front-numbers.md").read_text(encoding="utf-8")
+    in_bfloat16, in_float16 = text.index("<dd>120 %</dd>"), text.index("<dd>130 %</dd>")
+    assert in_bfloat16 < in_float16
+    assert "of the fastest library in bfloat16, FlashAttention-3<" in text
+    assert "FlashAttention-3: the wheel (fa3-fwd) lacks float16" in text
+    assert "B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in text
+
+
+def test_ratios_and_errors_by_kind_are_noted_as_missing_where_they_are(pages: Path) -> None:
+    for name in ("against-inputs.md", "accuracy.md"):
+        text = (pages / "generated" / "snippets" / name).read_text(encoding="utf-8")
+        assert "on record for this GPU yet: `flashlab bench --suite inputs` makes them" in text
+    for page, name in (("index", "against-inputs"), ("against", "against-inputs"), ("correctness", "accuracy")):
+        assert f'--8<-- "{name}.md"' in (SITE / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(tmp_path: Path) -> None:
+    rows = [
+        measurement(name, Problem.parse(FIRST_SHAPE, dtype="bfloat16", inputs=kind))
+        for kind in ("normal", "rising")
+        for name in ("16_ones_column", "sdpa_cudnn", "fa3")
+    ]
+    path = tmp_path / "data" / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    for row in rows:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        store.append(path, row)
+    out = report._Output(root=tmp_path / "generated")
+    report._generate_inputs(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    ratios, errors = (
+        (out.root / "snippets" / name).read_text(encoding="utf-8") for name in ("against-inputs.md", "accuracy.md")
+    )
+    found = select.against_peers("nvidia-h200", tmp_path / "data", ("normal", "rising"))
+    assert [one.problem.inputs for one in found] == ["normal", "rising"]
+    for one in found:
+        assert one.burst is not None
+        assert re.search(rf"\| `{one.problem.inputs}` \|.* ×{tables.number(one.burst.ratio)}", ratios.replace("*", ""))
+        assert f"| `{one.problem.inputs}` | ×1.00 · " in errors  # every made-up root mean square is the same
+    assert '??? abstract "Under sustained load"' in ratios
+    for text in (ratios, errors):
+        assert text.rstrip().endswith("2026-01-02 · commit 0123abc</small>")
+
+
+def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:
+    shown = select.load("nvidia-h200", pages.parent / "data")
+    for stage in STAGES.values():
+        text = (pages / "generated" / "snippets" / "stages" / f"{stage.id}.md").read_text(encoding="utf-8")
+        for section in ("title", "question", "change", "needs", "prediction", "result"):
+            assert text.count(f"[start:{section}]") == text.count(f"[end:{section}]") == 1
+        assert stage.question in text
+        assert stage.prediction in text
+        of_one_language = stage.parent is not None and STAGES[stage.parent].language == stage.language
+        assert of_one_language == ("lines added" in text)
+        row = next(row for row in shown.rows() if row.name == stage.id)
+        assert f"**{tables.number(select.rate(row))} TFLOP/s**" in text
+        assert f"../generated/data/nvidia-h200/runs/{RUN}.jsonl" in text
+        inputs = "on normally distributed inputs of unit scale"
+        source = rf"SM [\d–]+ MHz · B16 H16 S2048 D64 full float16 · {inputs} · burst, hot L2 · 2026-01-02 · commit"
+        assert re.search(source, text)
+
+
+def test_diff_turns_the_parent_into_the_stage() -> None:
+    for stage in STAGES.values():
+        diff = report.diff_against_parent(stage).splitlines()
+        if stage.parent is None or STAGES[stage.parent].language != stage.language:
+            assert not diff
+            continue
+        source = set(stage.source.read_text(encoding="utf-8").splitlines())
+        assert {line[1:] for line in diff[2:] if line.startswith("+")} <= source
+
+
+def test_what_has_no_time_is_named_with_its_reason(pages: Path) -> None:
+    text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    assert MISSING_PEER_REASON in text
+    assert "Stage 00_naive takes float16, got bfloat16" in text
+
+
+def test_every_problem_has_its_own_section_and_a_place_in_the_index(pages: Path) -> None:
+    shown = select.load("nvidia-h200", pages.parent / "data")
+    text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    for problem in shown.problems:
+        anchor = problem.label.lower().replace(" ", "-")
+        assert f"[{problem.label}](#{anchor})" in text
+        assert text.count(f"#{anchor} }}") == 1
+
+
+def lever_record(level: str, factor: float) -> store.Ablation:
+    """A made-up record of a lever that takes `factor` times as long as its stage."""
+    row = measurement("13_overlap", Problem.parse(FIRST_SHAPE, dtype="bfloat16")).model_dump(mode="json")
+    row = {name: row[name] for name in store.Ablation.model_fields if name in row and name != "kind"}
+    samples = row["samples"][0]
+    samples |= {"time_us": [factor * one for one in samples["time_us"]], "cycles_per_score": None}
+    fields = {"axis": levers.AXIS, "level": level, "stage": "13_overlap", "parameters": row["cubin"]["parameters"]}
+    return store.Ablation.model_validate({**row, **fields, "samples": [samples]})
 
 
 @pytest.fixture(scope="module")
-def address(built: Path) -> Iterator[str]:
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            pass
+def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Pages generated from made-up records of two lengths, and of a profile."""
+    root = tmp_path_factory.mktemp("lengths")
+    lengths = [problem for problem in suite("lengths") if problem.shape in ("64x16x512x64", "16x16x2048x64")]
+    write_synthetic(root / "data", problems=lengths)
+    metrics = {
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 61.25,
+        "dram__bytes_read.sum": 2e8,
+        "dram__bytes_write.sum": 1e8,
+    }
+    one = profile("06_cp_async", Problem.parse(FIRST_SHAPE), metrics=metrics, samples={"barrier": 5})
+    folder = root / "data" / "nvidia-h200" / "profiles"
+    folder.mkdir()
+    store.append(folder / f"{RUN}.jsonl", one)
+    folder = root / "data" / "nvidia-h200" / "ablations"
+    folder.mkdir()
+    for level, factor in ((levers.AS_IT_IS, 1.0), (levers.names()[0], 1.25)):
+        store.append(folder / f"{RUN}.jsonl", lever_record(level, factor))
+    store.write_checksums("nvidia-h200", root / "data")
+    site = root / "site"
+    shutil.copytree(SITE, site, ignore=shutil.ignore_patterns("generated"))
+    report.generate(root / "data", site=site, executed=NOTEBOOKS)
+    return site
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(built)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+
+def test_the_results_page_shows_ratios_lengths_costs_and_profiles(long_pages: Path) -> None:
+    data = long_pages.parent / "data"
+    text = (long_pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    for one in select.against_peers("nvidia-h200", data):
+        assert one.burst is not None
+        assert f"| {one.problem.label} | ×{tables.number(one.burst.ratio)} |" in text
+    for dtype in ("float16", "bfloat16"):
+        for regime in ("burst", "sustained"):
+            name = f"lengths-nvidia-h200-D64-full-{dtype}-{regime}"
+            assert f"figures/{name}.wide.light.svg" in text
+            assert (long_pages / "generated" / "figures" / f"{name}.narrow.dark.svg").is_file()
+    shown = select.load("nvidia-h200", data)
+    assert tables.costs(shown.rows()) in text
+    assert "61.2 %" in text
+    assert "barrier or end of wgmma 100 %" in text
+    assert f"profiles/{RUN}.jsonl" in text
+    assert not shown.damage
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed: apt-get install chromium")
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+def test_a_stage_page_names_sustained_rate_cycles_energy_and_its_profile(long_pages: Path) -> None:
+    shown = select.load("nvidia-h200", long_pages.parent / "data")
+    folder = long_pages / "generated" / "snippets" / "stages"
+    text = (folder / "06_cp_async.md").read_text(encoding="utf-8")
+    row = next(row for row in shown.rows() if row.name == "06_cp_async")
+    line = next(x for x in text.splitlines() if x.startswith(f"| {row.problem.problem().label} |"))
+    burst, sustained = store.flat(row), store.flat(row, "sustained")
+    energy = sustained["energy_j_per_call"]
+    assert isinstance(energy, float)
+    for value in (burst["tflops"], sustained["tflops"], burst["cycles_per_score"], 1e3 * energy):
+        assert isinstance(value, float)
+        assert f" {tables.number(value)} |" in line
+    assert "What the units did" in text
+    assert "61.2 %" in text
+    assert "| 300 |" in text
+    assert "06_cp_async.cu:7" in text
+    # A stage without a profile, and without one of its parent, says nothing of units.
+    assert "What the units did" not in (folder / "00_naive.md").read_text(encoding="utf-8")
+
+
+def test_the_levers_page_shows_diff_prediction_and_what_came(long_pages: Path, pages: Path) -> None:
+    pytest.importorskip("scipy")
+    measured, *others = levers.choose()
+    text, empty = (
+        (site / "generated" / "snippets" / "levers.md").read_text(encoding="utf-8") for site in (long_pages, pages)
     )
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield started
-        started.close()
-
-
-def _open(browser: Browser, address: str, path: str, size: str, scheme: str) -> tuple[Page, list[str]]:
-    """A page opened, with everything that went wrong on the way."""
-    width, height = SIZES[size]
-    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
-    wrong: list[str] = []
-    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}"))
-    page.on(
-        "request",
-        lambda request: None if request.url.startswith((address, "data:", "blob:")) else wrong.append(request.url),
+    for lever in (measured, *others):
+        assert empty.count(f"(`{lever.name}`,") == 1
+        assert lever.question in empty
+        assert lever.prediction in empty
+        assert lever.shown_diff().splitlines()[2] in empty
+    assert empty.count(LEVER_NOT_MEASURED) == 1 + len(others)
+    assert text.count(LEVER_NOT_MEASURED) == len(others)
+    assert re.search(r"D64 full bfloat16 \| slower \| [\d.]+ \| [\d.]+ \| 1\.250 \(1\.2\d\d to 1\.2\d\d\)", text)
+    assert text.count(f"(generated/data/nvidia-h200/ablations/{RUN}.jsonl)") == 1
+    assert (pages / "generated" / "snippets" / "levers-chart.md").read_text(encoding="utf-8").strip() == (
+        LEVER_NOT_MEASURED
     )
-    page.goto(urljoin(address, path), wait_until="load")
-    return page, wrong
+    assert "figures/levers.wide.light.svg" in (long_pages / "generated" / "snippets" / "levers-chart.md").read_text(
+        encoding="utf-8"
+    )
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path or "home")
-def test_opens_without_error_or_outside_request(
-    path: str, size: str, scheme: str, browser: Browser, address: str
-) -> None:
-    page, wrong = _open(browser, address, path, size, scheme)
-    try:
-        assert not wrong
-        assert page.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[scheme]
-        overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-        assert overflow <= 0, "the page itself must not scroll sideways"
-        figures = page.locator("figure.chart")
-        assert (figures.count() > 0) == (path in WITH_FIGURES or path == "correctness/")
-        for index in range(figures.count()):
-            figure = figures.nth(index)
-            visible = [image for image in figure.locator("img").all() if image.is_visible()]
-            assert len(visible) == 1, "one variant of four is shown"
-            source = visible[0].get_attribute("src") or ""
-            assert f".{'narrow' if size == 'phone' else 'wide'}.{scheme}.svg" in source
-            visible[0].scroll_into_view_if_needed()
-            visible[0].evaluate("image => image.decode()")
-            box = visible[0].bounding_box()
-            assert box is not None
-            assert box["width"] > 300
-            assert box["height"] > 80
-            assert len(visible[0].get_attribute("alt") or "") > 20
-    finally:
-        page.close()
+def test_a_lever_that_no_longer_fits_is_shown_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = levers.choose(levers.names()[:1])[0]
+    stale = dataclasses.replace(stale, diff=stale.diff.replace("\n ", "\n no such line ", 1))
+    monkeypatch.setattr(levers, "choose", lambda: (stale,))
+    report._generate_levers(report._Output(root=tmp_path), None, tmp_path)
+    text = (tmp_path / "snippets" / "levers.md").read_text(encoding="utf-8")
+    assert "which no longer fits the stage" in text
+    assert " no such line" in text
 
 
-def test_the_toggle_changes_page_and_figure(browser: Browser, address: str) -> None:
-    page, wrong = _open(browser, address, "", "desktop", "light")
-    try:
-        page.locator('label[title="Switch to the dark theme"]').click()
-        page.wait_for_function("document.body.dataset.mdColorScheme == 'slate'")
-        shown = page.locator("figure.chart img:visible")
-        assert shown.count() == 1
-        assert "wide.dark" in (shown.get_attribute("src") or "")
-        assert not wrong
-    finally:
-        page.close()
+def test_what_was_not_measured_is_said(pages: Path) -> None:
+    text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    assert "Not measured on this GPU yet: `flashlab bench --suite lengths`" in text
+    snippets = pages / "generated" / "snippets"
+    for name, command in (
+        ("levers", "flashlab ablate --levers"),
+        ("checks", "flashlab check --random 1000 --record"),
+        ("sanitizer", "python scripts/sanitize.py"),
+    ):
+        assert f"`{command}`" in (snippets / f"{name}.md").read_text(encoding="utf-8")
+    assert "In the SM" not in text
 
 
-def test_search_finds_a_stage(browser: Browser, address: str) -> None:
-    page, wrong = _open(browser, address, "", "desktop", "light")
-    try:
-        page.locator("input.md-search__input").click()
-        page.keyboard.type("cp_async")
-        page.wait_for_selector(".md-search-result__item a[href*='06_cp_async']")
-        assert not wrong
-    finally:
-        page.close()
+def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "data", problems=[Problem.parse(FIRST_SHAPE)])
+    line = {
+        "gpu": {"name": "NVIDIA H200"},
+        "time": "2026-01-02T03:04:05Z",
+        "problem": ProblemFields.of(Problem.parse(FIRST_SHAPE)).model_dump(),
+        "status": "ok",
+        "reason": "",
+        "verdict": None,
+    }
+    lines = [line | {"stage": stage, "layout": layout} for stage in STAGES for layout in ("contiguous", "padded")]
+    lines[-1] |= {"status": "wrong", "reason": "made up"}
+    path = tmp_path / "data" / "nvidia-h200" / "checks" / f"{RUN}.jsonl"
+    path.parent.mkdir()
+    path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+    shutil.copytree(SITE, tmp_path / "site", ignore=shutil.ignore_patterns("generated"))
+    out = report.generate(tmp_path / "data", site=tmp_path / "site", executed=NOTEBOOKS)
+    text = (out / "snippets" / "checks.md").read_text(encoding="utf-8")
+    assert f"{len(lines)} comparisons of {len(STAGES)} stages, over 1 problems" in text
+    assert f"{len(lines) - 1} passed, 1 failed" in text
+    assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl" in text
 
 
-def test_the_ledger_sorts_and_filters_by_keyboard(browser: Browser, address: str) -> None:
-    page, wrong = _open(browser, address, "ledger/", "desktop", "light")
-    try:
-        rows = page.locator(".ledger tbody tr:visible")
-        total = rows.count()
-        assert total == 65
-        page.get_by_label("Document").select_option("Cycle 5: Full WMMA Results")
-        assert rows.count() == 9
-        assert page.get_by_role("status").first.inner_text() == "9 of 65 claims"
-        page.get_by_label("Words").fill("coalescing alone")
-        assert rows.count() == 1
-        page.get_by_label("Words").fill("")
-        page.get_by_label("Document").select_option("")
-        verdict = page.locator(".ledger tbody td:nth-child(4)").first.inner_text()
-        page.get_by_label("Verdict").select_option(verdict)
-        assert 0 < rows.count() <= total
-        page.get_by_label("Verdict").select_option("")
-        heading = page.locator(".ledger th").first
-        heading.get_by_role("button").focus()
-        page.keyboard.press("Enter")
-        assert heading.get_attribute("aria-sort") == "ascending"
-        assert rows.first.locator("td").first.inner_text() == "A01"
-        page.keyboard.press("Space")
-        assert heading.get_attribute("aria-sort") == "descending"
-        assert rows.first.locator("td").first.inner_text() == "E09"
-        assert not wrong
-    finally:
-        page.close()
+def test_links_of_a_notebook_hold_on_its_page(pages: Path) -> None:
+    found = 0
+    for name, page in report.PAGE_OF.items():
+        text = (pages / "generated" / "snippets" / "notebooks" / f"{name}.md").read_text(encoding="utf-8")
+        assert "../site/" not in text
+        for link in re.findall(r"\]\(([^)#:]+\.md)", text):
+            assert ((pages / page).parent / link).is_file(), f"{name}: {link}"
+            found += 1
+    assert found
 
 
-def test_the_ledger_is_a_plain_table_without_its_script(built: Path) -> None:
-    text = (built / "ledger" / "index.html").read_text(encoding="utf-8")
-    table = text.partition('class="ledger"')[2].partition("</table>")[0]
-    assert table.count("<tr>") == 66
-    assert "<button" not in table
-    assert re.search(r'href="../generated/data/nvidia-h200/runs/[^"]+\.jsonl"', table)
+def test_conclusions_about_another_gpu_are_labelled(pages: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    write_synthetic(tmp_path / "data", "nvidia-a100", problems=suite("first"))
+    report.generate(tmp_path / "data", site=site)
+    files = ("stages/09_wgmma.md", "notebooks/04_roofline.md", "notebooks/06_cycle_model.md")
+    for root, labelled in ((site, True), (pages, False)):
+        for file in files:
+            text = (root / "generated" / "snippets" / file).read_text(encoding="utf-8")
+            assert ("was written about the H200; the numbers are those of the" in text) is labelled, file
+    assert text.startswith("# ")
+
+
+def test_plumbing_is_left_out_and_its_output_kept(pages: Path) -> None:
+    folder = pages / "generated" / "snippets" / "notebooks"
+    ladder = (folder / "02_ladder.md").read_text(encoding="utf-8")
+    assert "lab." not in ladder
+    assert "reference.attention(" in (folder / "01_correctness.md").read_text(encoding="utf-8")
+
+
+def test_every_status_has_words() -> None:
+    assert set(tables._STATUS_WORDS) == set(Status.__args__)  # type: ignore[attr-defined]
+
+
+def test_downloads_are_the_data(pages: Path) -> None:
+    copied, original = pages / "generated" / "data" / "nvidia-h200", pages.parent / "data" / "nvidia-h200"
+    for line in (original / "CHECKSUMS").read_text(encoding="utf-8").splitlines():
+        digest, name = line.split("  ")
+        assert hashlib.sha256((copied / name).read_bytes()).hexdigest() == digest
+    listing = (pages / "generated" / "snippets" / "downloads.md").read_text(encoding="utf-8")
+    for name in ("measurements.csv", "samples.csv", "machine.json", "CHECKSUMS", f"runs/{RUN}.jsonl"):
+        assert f"[nvidia-h200/{name}]" in listing
+
+
+def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) -> None:
+    (run,) = store.runs("nvidia-h200", pages.parent / "data")
+    folder = pages / "generated" / "data" / "nvidia-h200"
+    with (folder / "measurements.csv").open(encoding="utf-8", newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == sum(max(1, len(row.samples)) for row in run.measurements)
+    assert {line["status"] for line in lines} == {"ok", "missing", "unsupported"}
+    first = next(row for row in run.measurements if row.name == "00_naive")
+    line = next(x for x in lines if x["name"] == "00_naive" and x["regime"] == "burst" and x["cache"] == "hot")
+    assert float(line["median_us"]) == first.samples[0].median_us
+    with (folder / "samples.csv").open(encoding="utf-8", newline="") as file:
+        samples = list(csv.DictReader(file))
+    assert len(samples) == sum(len(s.time_us) for row in run.measurements for s in row.samples)
+    assert list(samples[0]) == list(tables.SAMPLE_COLUMNS)
+    for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
+        text = (pages / "generated" / "snippets" / f"dictionary-{name}.md").read_text(encoding="utf-8")
+        assert all(f"| `{column}` |" in text for column in columns)
+
+
+def test_before_anything_was_measured_every_page_says_so(tmp_path: Path) -> None:
+    shutil.copytree(SITE, tmp_path / "site", ignore=shutil.ignore_patterns("generated"))
+    out = report.generate(tmp_path / "data", site=tmp_path / "site", executed=NOTEBOOKS)
+    for name in ("front-chart.md", "results.md", "downloads.md", "stages/00_naive.md"):
+        assert NOTHING_YET in (out / "snippets" / name).read_text(encoding="utf-8")
+
+
+def test_damage_is_shown_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path / "data", problems=[Problem.parse(FIRST_SHAPE)])
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    path.write_text(lines[0] + "{broken\n" + "".join(lines[1:]), encoding="utf-8")
+    shutil.copytree(SITE, tmp_path / "site", ignore=shutil.ignore_patterns("generated"))
+    out = report.generate(tmp_path / "data", site=tmp_path / "site", executed=NOTEBOOKS)
+    text = (out / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    assert f"{RUN}.jsonl:2" in text
+    assert all(f"`{stage_id}`" in text for stage_id in STAGES)
+
+
+def test_generate_refuses_an_unknown_gpu(tmp_path: Path) -> None:
+    with pytest.raises(NoDataError, match="GPUs with data: none yet"):
+        report.generate(tmp_path, site=tmp_path / "site", gpu="nvidia-abacus")
+
+
+def test_run_refuses_wrong_parameters_before_anything_runs(tmp_path: Path, read_only_dir: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(ParameterError, match="suite"):
+        report.run(suite="huge", out=out)
+    assert not out.exists()
+    with pytest.raises(OutputError):
+        report.run(source="replay", out=read_only_dir)
+
+
+def test_site_needs_generated_pages(tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match=r"report\.generate makes them"):
+        report.build_site(tmp_path / "out", site=tmp_path)
+
+
+def test_a_broken_link_fails_the_build(pages: Path, tmp_path: Path) -> None:
+    shutil.copytree(pages, tmp_path / "site")
+    (tmp_path / "site" / "method.md").write_text("# Method\n\n[nowhere](nowhere.md)\n", encoding="utf-8")
+    with pytest.raises(ReportError, match=r"nowhere\.md"):
+        report.build_site(tmp_path / "out", site=tmp_path / "site")

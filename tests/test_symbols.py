@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import symbols
-from flashlab.paths import KERNELS, ROOT
-from flashlab.symbols import EMULATION, Frame
+from flashlab.build import symbols
+from flashlab.build.symbols import EMULATION, Frame
+from flashlab.core.paths import KERNELS, ROOT
 
 COMPILER = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
 

@@ -9,14 +9,18 @@ from statistics import median
 import pytest
 from synthetic import RUN, measurement, profile, write_synthetic
 
-from flashlab import records, results, roofline, stages, tables
-from flashlab.checks import CheckRow
-from flashlab.emulator import Actor, Counter, Finding, Place, Report
-from flashlab.errors import NoDataError
-from flashlab.problem import FIRST_SHAPE, Problem
-from flashlab.records import Regime, StageCounters, cycles_per_score
-from flashlab.results import Accuracy, AgainstPeers, Contest
-from flashlab.symbols import Frame
+from flashlab.build.symbols import Frame
+from flashlab.core.errors import NoDataError
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.kernels import registry
+from flashlab.measure import ceilings
+from flashlab.query import select
+from flashlab.query.select import Accuracy, AgainstPeers, Contest
+from flashlab.record import store
+from flashlab.record.store import Regime, StageCounters, cycles_per_score
+from flashlab.run.emulator import Actor, Counter, Finding, Place, Report
+from flashlab.show import tables
+from flashlab.verify.cases import CheckRow
 
 FIRST = Problem.parse(FIRST_SHAPE)
 
@@ -45,23 +49,23 @@ def test_rows_without_a_time_say_why() -> None:
 
 
 def test_rates_give_each_stage_its_gain_over_its_parent() -> None:
-    rows = [measurement(stage_id, FIRST) for stage_id in stages.STAGES]
+    rows = [measurement(stage_id, FIRST) for stage_id in registry.STAGES]
     table = tables.rates(rows)
-    assert all(stage_id in table for stage_id in stages.STAGES)
+    assert all(stage_id in table for stage_id in registry.STAGES)
 
 
 def test_every_gpu_that_runs_were_made_on_is_listed(tmp_path: Path) -> None:
     path = write_synthetic(tmp_path, problems=[FIRST])
-    one = records.read_run(path).measurements[0]
+    one = store.read_run(path).measurements[0]
     other = one.model_copy(
         update={"gpu": one.gpu.model_copy(update={"fingerprint": "0ther0ther00"}), "run": "20260109T030405Z-0123abc"}
     )
-    records.append(path.with_name(f"{other.run}.jsonl"), other)
-    records.write_checksums(one.gpu.slug, tmp_path)
-    table = tables.chips(results.load(one.gpu.slug, tmp_path), tmp_path)
+    store.append(path.with_name(f"{other.run}.jsonl"), other)
+    store.write_checksums(one.gpu.slug, tmp_path)
+    table = tables.chips(select.load(one.gpu.slug, tmp_path), tmp_path)
     first, second = table.strip().splitlines()[2:]
-    num_rows = len(records.read_run(path).records)
-    assert first.startswith(f"| `{one.gpu.fingerprint}` | {results.date(one.run)} | ")
+    num_rows = len(store.read_run(path).records)
+    assert first.startswith(f"| `{one.gpu.fingerprint}` | {select.date(one.run)} | ")
     assert "**the ladder**" in first
     assert first.endswith(f" | 1 | {num_rows} |")
     assert second == "| `0ther0ther00` | 2026-01-09 | – | 1 | 1 |"
@@ -203,7 +207,7 @@ def test_traffic_sets_measured_bytes_beside_counted_ones() -> None:
     metrics = {"dram__bytes_read.sum": 1.5 * counted, "dram__bytes_write.sum": 0.5 * counted}
     line = tables.traffic([profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
     assert f"| `05_wmma` | {tables.number(counted / 1e6)} | {tables.number(2 * counted / 1e6)} | ×2.00 |" in line
-    in_l2 = roofline.l2_bytes(FIRST, 64)
+    in_l2 = ceilings.l2_bytes(FIRST, 64)
     assert line.endswith(f"| {tables.number(in_l2 / 1e6)} | – | – |")
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlab import gpu, trained
-from flashlab.errors import CheckFailedError, MissingError, MissingPackageError, ParameterError, UnsupportedError
-from flashlab.problem import Problem
-from flashlab.reference import attention
+from flashlab.core.errors import CheckFailedError, MissingError, MissingPackageError, ParameterError, UnsupportedError
+from flashlab.core.problem import Problem
+from flashlab.measure import trained
+from flashlab.run import gpu
+from flashlab.verify.oracle import attention
 
 TINY = trained.Config(head_dim=16, heads=4, layers=2, hidden=128, steps=60, batch=4, length=64, learning_rate=3e-3)
 PROBLEM = Problem.parse("3x4x80x16", dtype="bfloat16", mask="causal")

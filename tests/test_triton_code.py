@@ -12,13 +12,15 @@ import numpy as np
 import pytest
 
 import flashlab
-from flashlab import compiler, errors, sass, stages, triton_code
-from flashlab.attention import AttentionParams, TensorView, triton_arguments
-from flashlab.check import check
-from flashlab.checks import check_on_cpu
-from flashlab.problem import Problem
-from flashlab.reference import make_inputs
-from flashlab.stages import STAGES, Stage
+from flashlab.build import compiler, sass, triton_code
+from flashlab.core import errors
+from flashlab.core.problem import Problem
+from flashlab.kernels import registry
+from flashlab.kernels.registry import STAGES, Stage
+from flashlab.run.attention import AttentionParams, TensorView, triton_arguments
+from flashlab.verify.cases import check_on_cpu
+from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import check
 
 TRITON = [stage for stage in STAGES.values() if stage.language == "triton"]
 every_stage = pytest.mark.parametrize("stage", TRITON, ids=lambda stage: stage.id)
@@ -40,8 +42,8 @@ def _installed(monkeypatch: pytest.MonkeyPatch, *names: str, version: str = "3.9
 
 def test_there_is_one_and_it_is_never_the_default() -> None:
     assert [stage.id for stage in TRITON] == ["t0_triton"]
-    for arch in (*stages.ARCHS, None):
-        assert stages.best(ONE, arch).language == "cuda"
+    for arch in (*registry.ARCHS, None):
+        assert registry.best(ONE, arch).language == "cuda"
 
 
 @every_stage
@@ -111,7 +113,7 @@ def test_bfloat16_is_not_interpreted(monkeypatch: pytest.MonkeyPatch, stage: Sta
 
 
 def test_the_launcher_passes_every_argument_in_order() -> None:
-    from flashlab.attention import _triton_parameters
+    from flashlab.run.attention import _triton_parameters
 
     views = [TensorView(1 << (20 + i), 100 + i, 200 + i, 300 + i) for i in range(4)]
     params = AttentionParams(*views, 1 << 30, 8, 2, 33, -44, 0.5, 3, None)

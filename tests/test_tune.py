@@ -13,13 +13,17 @@ from typing import Any
 import pytest
 import synthetic
 
-from flashlab import bench, compiler, gpu, records, stages, tune, tuned
-from flashlab.errors import CompileError, FlashlabError, NoDataError, ParameterError
-from flashlab.paths import DATA, ROOT
-from flashlab.problem import MASKS, Problem, suite
-from flashlab.records import Tuning
+from flashlab.build import compiler
+from flashlab.core.errors import CompileError, FlashlabError, NoDataError, ParameterError
+from flashlab.core.paths import DATA, ROOT
+from flashlab.core.problem import MASKS, Problem, suite
+from flashlab.kernels import registry
+from flashlab.measure import bench, tune
+from flashlab.record import store
+from flashlab.record.store import Tuning
+from flashlab.run import choice, gpu
 
-STAGE = stages.STAGES["03_warp_rows"]
+STAGE = registry.STAGES["03_warp_rows"]
 PROBLEM = Problem.parse("16x16x2048x64")
 
 
@@ -39,7 +43,7 @@ def record(
         fields |= {"status": "error", "reason": "static_assert", "verdict": None, "samples": (), "cubin": None}
     else:
         fields["samples"] = (
-            records.Samples(
+            store.Samples(
                 regime="burst", cache="hot", calls=10, time_us=(time_us,) * samples, sm_clock_mhz=(1980.0,) * samples
             ),
         )
@@ -74,7 +78,7 @@ class FakeTiming:
         path.parent.mkdir(parents=True, exist_ok=True)
         for variant in variants:
             for problem in problems:
-                records.append(path, record(variant, speed_of(variant), run=run, problem=problem, samples=plan.samples))
+                store.append(path, record(variant, speed_of(variant), run=run, problem=problem, samples=plan.samples))
         return path
 
 
@@ -143,7 +147,7 @@ def test_losers_cost_little_and_every_variant_is_recorded(tmp_path: Path) -> Non
     assert samples[-1] == 25
     assert sizes[-1] <= 10
     assert all(STAGE.parameters(64) in variants for variants, _ in timing.rounds), "defaults take part in every round"
-    first, damage = records.read_tunings(done.rounds[0])
+    first, damage = store.read_tunings(done.rounds[0])
     assert not damage
     assert len(first) == sizes[0] + done.refused
     assert done.refused == 9
@@ -186,11 +190,11 @@ def test_a_newer_round_replaces_the_choice_even_where_it_is_slower(tmp_path: Pat
     a, b = STAGE.parameters(64), STAGE.parameters(64, {"WARPS": 2})
     newer = "20260102T030406Z-0123abc"
     for row in (record(a, 10.0), record(b, 20.0), record(a, 30.0, run=newer), record(b, 25.0, run=newer)):
-        records.append(folder / f"{row.run}.jsonl", row)
+        store.append(folder / f"{row.run}.jsonl", row)
     path = tune.write_table("nvidia-h200", tmp_path)
-    found = tuned.table("nvidia-h200", tmp_path)
+    found = choice.table("nvidia-h200", tmp_path)
     assert found is not None
-    assert found.rows == (tuned.Row(STAGE.id, PROBLEM, b, 25.0, 64, 2, newer),)
+    assert found.rows == (choice.Row(STAGE.id, PROBLEM, b, 25.0, 64, 2, newer),)
     assert (found.gpu, found.arch, found.sm_count) == ("nvidia-h200", "sm_90a", 132)
     assert path.read_text(encoding="utf-8") == tune.table_text("sm_90a", 132, found.rows)
 
@@ -221,20 +225,20 @@ def test_trials_are_compared_within_their_round() -> None:
     assert best == {("WARPS", 4): 1.0, ("WARPS", 8): pytest.approx(1.5), ("TILE_KV", 60): None, ("TILE_KV", 64): 1.5}
 
 
-GPUS = sorted(path.parent.name for path in DATA.glob(f"*/{tuned.FILE}")) or [None]
+GPUS = sorted(path.parent.name for path in DATA.glob(f"*/{choice.FILE}")) or [None]
 
 
 @pytest.mark.parametrize("slug", GPUS)
 def test_the_committed_table_is_what_the_records_say(slug: str | None) -> None:
     """What was tuned to the letter; of what was only measured, each row. `flashlab tuned` adds what is newer."""
-    found = None if slug is None else tuned.table(slug)
+    found = None if slug is None else choice.table(slug)
     if slug is None or found is None:
         pytest.skip("no GPU has a table yet")
     said = tune.rows(slug)
     assert [row for row in found.rows if row.variants] == [row for row in said if row.variants]
     recorded = {
         (row.run, row.name, row.problem.problem()): (row.cubin.parameters, round(samples.median_us, 3))
-        for run in records.runs(slug)
+        for run in store.runs(slug)
         for row in run.measurements
         if row.cubin is not None and (samples := row.samples_of()) is not None
     }
@@ -242,17 +246,17 @@ def test_the_committed_table_is_what_the_records_say(slug: str | None) -> None:
         if not row.variants:
             assert recorded[row.run, row.stage, row.problem] == (row.parameters, row.time_us)
     written = tune.table_text(found.arch, found.sm_count, found.rows)
-    assert tuned.path_of(slug).read_text(encoding="utf-8") == written
+    assert choice.path_of(slug).read_text(encoding="utf-8") == written
 
 
 @pytest.mark.parametrize("slug", GPUS)
 def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None) -> None:
-    found = None if slug is None else tuned.table(slug)
+    found = None if slug is None else choice.table(slug)
     if found is None:
         pytest.skip("no GPU has a table yet")
     jobs = {}
     for row in found.rows:
-        stage = stages.get(row.stage)
+        stage = registry.get(row.stage)
         assert row.parameters.keys() == stage.params.keys(), f"{row}: write the table anew"
         if not row.variants or (stage.language == "triton" and find_spec("triton") is None):
             continue  # Triton comes with the GPU extra alone
@@ -305,8 +309,8 @@ def test_a_choice_is_held_against_the_library_in_one_process_alone(tmp_path: Pat
         record(b, 11.0, run=newer, problem=other),
         record(a, 14.0, run=newer, problem=other),
     ):
-        records.append(folder / f"{row.run}.jsonl", row)
-    assert records.read_tunings(folder / f"{newer}.jsonl")[1] == ()
+        store.append(folder / f"{row.run}.jsonl", row)
+    assert store.read_tunings(folder / f"{newer}.jsonl")[1] == ()
     tune.write_table("nvidia-h200", tmp_path)
     first, second = tune.held_against("nvidia-h200", data=tmp_path)
     assert (first.problem, first.choice.parameters, first.time_us, first.peer_us) == (PROBLEM, b, 10.0, 9.0)
@@ -323,18 +327,18 @@ def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:
     synthetic.write_synthetic(tmp_path, problems=[problem])
     folder = tmp_path / "nvidia-h200" / "tuning"
     folder.mkdir(parents=True)
-    records.append(folder / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
+    store.append(folder / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
     made = tune.rows("nvidia-h200", tmp_path)
     assert [row.variants for row in made if row.problem == PROBLEM] == [1]
     measured = [row for row in made if row.problem == problem]
-    assert {row.stage for row in measured} == set(stages.STAGES), "no library, and each stage once"
+    assert {row.stage for row in measured} == set(registry.STAGES), "no library, and each stage once"
     assert {row.variants for row in measured} == {0}
 
 
 def test_the_command_says_what_it_would_try(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from flashlab.cli import app
+    from flashlab.cli.app import app
 
     what = ["tune", STAGE.id, "--head-dim", "64", "--param", "WARPS=2,4", "--param", "PADDING=0,8", "--dry-run"]
     shown = CliRunner().invoke(app, [*what, "--data", str(tmp_path)])
@@ -367,7 +371,7 @@ def test_the_committed_plans_name_what_there_is_and_try_each_variant_once(path: 
     tasks = tune.read_plan(path)
     assert len({task.key for task in tasks}) == len(tasks)
     for task in tasks:
-        stage = stages.get(task.key.stage)
+        stage = registry.get(task.key.stage)
         assert all(variant.keys() == stage.params.keys() for variant in task.variants)
         assert 1 <= len(task.variants) <= 20
         if not task.peers:
@@ -384,7 +388,7 @@ def test_the_plan_of_small_grids_is_short_and_has_what_fills_them() -> None:
         tried.setdefault(task.key.problem, set()).update(rows)
     assert {problem.mask for problem in tried} == set(MASKS)
     for problem, consumers in tried.items():
-        if tuned.tiles(problem, 192) < 132:
+        if choice.tiles(problem, 192) < 132:
             assert 1 in consumers, f"{problem.label}: tiles of 192 rows do not fill the SMs"
 
 
@@ -430,7 +434,7 @@ def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(tmp_path: Pat
         path.parent.mkdir(parents=True)
         for task in tasks:
             for variant in task.variants:
-                records.append(path, record(variant, speed_of(variant), problem=task.problems[0], stage=task.stage))
+                store.append(path, record(variant, speed_of(variant), problem=task.problems[0], stage=task.stage))
         return path
 
     variants = tuple(STAGE.parameters(64, {"WARPS": warps, "TILE_KV": keys}) for warps in (2, 8) for keys in (60, 64))
@@ -448,7 +452,7 @@ def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(tmp_path: Pat
         assert STAGE.parameters(64) in task.variants
         assert {variant["TILE_KV"] for variant in task.variants} == {64}
     assert [(one.stage, *one.problems, one.refused) for one in done] == [(*key, 2) for key in keys]
-    found, damage = records.read_tunings(done[0].rounds[0])
+    found, damage = store.read_tunings(done[0].rounds[0])
     assert not damage
     assert sum(row.status == "error" for row in found) == 4
     rows = tune.rows("nvidia-h200", tmp_path)
@@ -465,10 +469,10 @@ def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(tmp_path: Path) 
         path.parent.mkdir(parents=True)
         for task in tasks:
             for variant in task.variants:
-                records.append(path, record(variant, speed_of(variant), problem=task.problems[0], stage=task.stage))
+                store.append(path, record(variant, speed_of(variant), problem=task.problems[0], stage=task.stage))
         return path
 
-    hopper = stages.get("09_wgmma")
+    hopper = registry.get("09_wgmma")
     tasks = [tune.Task(tune.Key(stage.id, PROBLEM), (stage.parameters(64),)) for stage in (hopper, STAGE)]
     where: dict[str, Any] = {"data": tmp_path, "arch": "sm_80", "slug": "nvidia-a100", "timing": timing}
     (done,) = tune.tune_all(tasks, announce=told.append, **where)
@@ -481,14 +485,14 @@ def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(tmp_path: Path) 
 def test_a_gpu_that_was_only_tuned_gets_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from typer.testing import CliRunner
 
-    from flashlab.cli import app
+    from flashlab.cli.app import app
 
     monkeypatch.setattr(gpu, "available", lambda: "wanted a CUDA GPU, got none")
     synthetic.write_synthetic(tmp_path, problems=suite("first"))  # the runs of another one
     folder = tmp_path / "nvidia-a100" / "tuning"
     folder.mkdir(parents=True)
     for variant in (STAGE.parameters(64), STAGE.parameters(64, {"WARPS": 8})):
-        records.append(folder / f"{synthetic.RUN}.jsonl", record(variant, speed_of(variant)))
+        store.append(folder / f"{synthetic.RUN}.jsonl", record(variant, speed_of(variant)))
     made = CliRunner().invoke(app, ["tuned", "--data", str(tmp_path)])
     assert made.exit_code == 0, made.exception
     assert (tmp_path / "nvidia-a100" / "tuned.json").is_file()
@@ -501,7 +505,7 @@ def test_a_gpu_that_was_only_tuned_gets_its_table(tmp_path: Path, monkeypatch: p
 def test_the_command_takes_a_stage_or_a_plan(tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from flashlab.cli import app
+    from flashlab.cli.app import app
 
     plan = str(ROOT / "scripts" / "tuning.json")
     shown = CliRunner().invoke(app, ["tune", "--plan", plan, "--head-dim", "64", "--mask", "full", "--dry-run"])

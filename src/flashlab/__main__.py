@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flashlab.cli import main
+from flashlab.cli.app import main
 
 if __name__ == "__main__":
     main()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from flashlab.problem import DTYPES
-from flashlab.stages import Stage
+from flashlab.core.problem import DTYPES
+from flashlab.kernels.registry import Stage
 
 SOURCE = Path(__file__).parent / "kernels" / "hopper_sum.cu"
 """O = Q + K + V, where Q and K are as long as each other."""

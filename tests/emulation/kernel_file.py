@@ -31,9 +31,9 @@ import numpy.typing as npt
 from emulation import on_gpu
 from emulation.tensor_map import TensorMap
 
-from flashlab import emulator
-from flashlab.emulator import Access, Emulated, Report
-from flashlab.errors import EmulationError
+from flashlab.core.errors import EmulationError
+from flashlab.run import emulator
+from flashlab.run.emulator import Access, Emulated, Report
 
 Array = npt.NDArray[Any]
 

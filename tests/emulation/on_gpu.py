@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 from emulation.tensor_map import TensorMap
 
-from flashlab import compiler, gpu
-from flashlab.errors import LaunchError
+from flashlab.build import compiler
+from flashlab.core.errors import LaunchError
+from flashlab.run import gpu
 
 Array = npt.NDArray[Any]
 

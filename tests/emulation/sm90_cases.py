@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from emulation.tensor_map import MAX_RANK, TensorMap
 
-from flashlab import emulator
+from flashlab.run import emulator
 
 Array = npt.NDArray[Any]
 

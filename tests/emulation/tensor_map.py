@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from flashlab import emulator, tensor_map
+from flashlab.run import emulator, tensor_map
 
 Array = npt.NDArray[Any]
 

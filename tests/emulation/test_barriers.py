@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from emulation import kernel_file
 
-from flashlab import emulator
-from flashlab.errors import EmulationError, MissingPackageError
-from flashlab.paths import ROOT
+from flashlab.core.errors import EmulationError, MissingPackageError
+from flashlab.core.paths import ROOT
+from flashlab.run import emulator
 
 CONFORMANCE = ROOT / "tests/emulation/conformance"
 SCHEDULES = ("ascending", "descending", "seeded:7")

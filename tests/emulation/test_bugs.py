@@ -14,10 +14,10 @@ import pytest
 from ahead import ahead
 from emulation import kernel_file
 
-from flashlab import emulator
-from flashlab.emulator import Emulated, Finding, Place, Report
-from flashlab.errors import MissingPackageError
-from flashlab.paths import ROOT
+from flashlab.core.errors import MissingPackageError
+from flashlab.core.paths import ROOT
+from flashlab.run import emulator
+from flashlab.run.emulator import Emulated, Finding, Place, Report
 
 CORPUS = sorted((ROOT / "tests/wrong/emulation").glob("*.cu"))
 SCHEDULES = ("ascending", "descending", "seeded:7")

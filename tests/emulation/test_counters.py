@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from flashlab.paths import DATA, KERNELS, ROOT
+from flashlab.core.paths import DATA, KERNELS, ROOT
 
 COMPILER = next((name for name in ("g++", "clang++") if shutil.which(name)), None)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: g++ or clang++")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from flashlab import emulator, notebook, records, tables
-from flashlab.errors import MissingPackageError
-from flashlab.paths import DATA
+from flashlab.core.errors import MissingPackageError
+from flashlab.core.paths import DATA
+from flashlab.record import store
+from flashlab.run import emulator
+from flashlab.show import notebook, tables
 
 FILES = sorted(DATA.glob("*/counters/*.jsonl"))
 EQUAL = ("00_naive", "01_coalesced", "02_half2", "03_warp_rows", "04_wmma_qk")
@@ -22,7 +24,7 @@ except MissingPackageError as error:
 
 @pytest.mark.skipif(not FILES, reason="no GPU's counters are recorded")
 def test_stages_count_what_the_chip_counts() -> None:
-    lines = records.read_counters(FILES[-1]).stages
+    lines = store.read_counters(FILES[-1]).stages
     compared = {
         (line.stage, line.shape): tables.counted(notebook.count_accesses(line.stage, line.shape), line)
         for line in lines

@@ -12,10 +12,10 @@ import pytest
 from ahead import ahead
 from emulation import kernel_file
 
-from flashlab import emulator
-from flashlab.emulator import Emulated
-from flashlab.errors import MissingPackageError
-from flashlab.paths import ROOT
+from flashlab.core.errors import MissingPackageError
+from flashlab.core.paths import ROOT
+from flashlab.run import emulator
+from flashlab.run.emulator import Emulated
 
 FILES = sorted((ROOT / "tests/emulation/conformance").glob("*.cu"))
 

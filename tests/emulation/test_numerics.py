@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from flashlab import compiler, emulator
-from flashlab.emulator import Emulated
-from flashlab.errors import CompileError, EmulationError
-from flashlab.paths import KERNELS
+from flashlab.build import compiler
+from flashlab.core.errors import CompileError, EmulationError
+from flashlab.core.paths import KERNELS
+from flashlab.run import emulator
+from flashlab.run.emulator import Emulated
 
 Bits = NDArray[Any]
 Run = Callable[..., Bits]

@@ -11,12 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashlab import emulate, emulator, reference
-from flashlab.check import check
-from flashlab.errors import MissingPackageError
-from flashlab.paths import KERNELS
-from flashlab.problem import Problem
-from flashlab.stages import get
+from flashlab import emulate
+from flashlab.core.errors import MissingPackageError
+from flashlab.core.paths import KERNELS
+from flashlab.core.problem import Problem
+from flashlab.kernels.registry import get
+from flashlab.run import emulator
+from flashlab.verify import oracle
+from flashlab.verify.verdict import check
 
 STAGE = "06_cp_async"
 """cp.async, WMMA, block and warp barriers, dynamic shared memory."""
@@ -31,7 +33,7 @@ except MissingPackageError as error:
 
 def passes(*, schedule: str = "ascending", races: bool = False) -> str:
     """The checker's reason, empty where the stage is right; findings count as reasons."""
-    q, k, v = reference.make_inputs(PROBLEM)
+    q, k, v = oracle.make_inputs(PROBLEM)
     ran = emulate(q, k, v, causal=True, stage=STAGE, schedule=schedule, races=races, timeout_s=120)
     found = [str(finding) for finding in ran.report.findings]
     return check(ran.out, ran.lse, q, k, v, causal=True, dtype="float16").reason or "; ".join(found)

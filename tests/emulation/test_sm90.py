@@ -10,8 +10,9 @@ import pytest
 import sm90_cases
 from sm90_cases import Case, Map
 
-from flashlab import compiler, emulator
-from flashlab.errors import EmulationError
+from flashlab.build import compiler
+from flashlab.core.errors import EmulationError
+from flashlab.run import emulator
 
 KERNELS = Path(__file__).parent / "kernels"
 SCHEDULES = ("ascending", "descending", "seeded:5")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from flashlab.paths import KERNELS
+from flashlab.core.paths import KERNELS
 
 INNER = {"ss", "rs"}
 """Parts of a wrapper of wgmma, no wrappers themselves."""

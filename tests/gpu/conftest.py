@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from flashlab import compiler, gpu
+from flashlab.build import compiler
+from flashlab.run import gpu
 
 HERE = Path(__file__).parent
 AT_ONCE = 4

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 from emulation import kernel_file, on_gpu, sm90_cases
 
-from flashlab import compiler, emulator, gpu
-from flashlab.emulator import Emulated
-from flashlab.errors import MissingPackageError
-from flashlab.paths import ROOT
-from flashlab.stages import capability
+from flashlab.build import compiler
+from flashlab.core.errors import MissingPackageError
+from flashlab.core.paths import ROOT
+from flashlab.kernels.registry import capability
+from flashlab.run import emulator, gpu
+from flashlab.run.emulator import Emulated
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

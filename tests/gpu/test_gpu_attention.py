@@ -16,10 +16,15 @@ from emulation import hopper_sum
 from wrong.cuda import PATCHES, Patch
 
 import flashlab
-from flashlab import bench, checks, compiler, errors, gpu, stages, tuned
-from flashlab.attention import prepare
-from flashlab.problem import Problem
-from flashlab.reference import make_inputs
+from flashlab.build import compiler
+from flashlab.core import errors
+from flashlab.core.problem import Problem
+from flashlab.kernels import registry
+from flashlab.measure import bench
+from flashlab.run import choice, gpu
+from flashlab.run.attention import prepare
+from flashlab.verify import cases
+from flashlab.verify.oracle import make_inputs
 
 # The libraries' own warnings are not under test here.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -43,14 +48,14 @@ def checked(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
     return aside("checked")
 
 
-@pytest.mark.parametrize("stage", stages.STAGES)
+@pytest.mark.parametrize("stage", registry.STAGES)
 def test_every_hostile_length_mask_type_and_layout(stage: str, checked: bench.CheckRun) -> None:
     mine = [row for row in checked.rows if row.stage == stage]
     assert mine
     wrong = [row for row in mine if row.status not in ("ok", "unsupported")]
     assert not wrong, "\n".join(f"{row.problem.label} {row.layout}: {row.status} {row.reason}" for row in wrong[:20])
-    if stages.get(stage).why_not(mine[0].problem, gpu.info().arch) is None:
-        far = [row for row in mine if row.layout in checks.FAR_LAYOUTS and row.status == "unsupported"]
+    if registry.get(stage).why_not(mine[0].problem, gpu.info().arch) is None:
+        far = [row for row in mine if row.layout in cases.FAR_LAYOUTS and row.status == "unsupported"]
         assert all("emory" in row.reason for row in far)  # a smaller GPU has too little
         assert Counter(row.status for row in mine)["ok"] == len(mine) - len(far)
 
@@ -64,7 +69,7 @@ def wrong_sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     def compile_one(patch: Patch) -> None:
         sources[patch.name].write_text(patch.source(), encoding="utf-8")
         compiler.compile_stage(
-            stages.get(patch.stage),
+            registry.get(patch.stage),
             head_dim=patch.problem.head_dim,
             dtype=patch.problem.dtype,
             causal=patch.problem.causal,
@@ -131,7 +136,7 @@ def test_keys_shared_by_expanding(torch: Any) -> None:
 def test_bfloat16_by_a_stage_that_takes_it(torch: Any) -> None:
     problem = Problem.parse("1x2x65x64", dtype="bfloat16")
     try:
-        stages.best(problem, gpu.info().arch)
+        registry.best(problem, gpu.info().arch)
     except errors.UnsupportedError as error:
         pytest.skip(str(error))
     q, k, v = (_random(torch, 1, 2, 65, 64, dtype="bfloat16") for _ in range(3))
@@ -266,7 +271,7 @@ def test_a_repeated_call_costs_the_host_little(torch: Any) -> None:
 
     ours = host_us(lambda: flashlab.attention(q, k, v))
     theirs = host_us(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
-    assert ours < 8 * theirs, f"flashlab.attention takes the host {ours:.0f} µs a call, SDPA {theirs:.0f}"
+    assert ours < 8 * theirs, f"flashlab.run.attention takes the host {ours:.0f} µs a call, SDPA {theirs:.0f}"
 
 
 def test_without_a_stage_the_table_chooses_and_the_result_is_right(torch: Any) -> None:
@@ -276,7 +281,7 @@ def test_without_a_stage_the_table_chooses_and_the_result_is_right(torch: Any) -
         prepared = flashlab.prepare(q, k, v)
         prepared()
         _close(torch, prepared.out, q, k, v)
-        choices = tuned.rank(prepared.plan.problem, there.slug, there.arch, there.sm_count).choices
+        choices = choice.rank(prepared.plan.problem, there.slug, there.arch, there.sm_count).choices
         assert prepared.plan.stage == choices[0].stage
         assert prepared.cubin.parameters == choices[0].parameters
 
@@ -303,7 +308,7 @@ def test_bad_input_is_named(change: Any, error: type[Exception], words: str, tor
 
 def test_more_shared_memory_than_there_is_is_refused(torch: Any) -> None:
     q, k, v = (_random(torch, 1, 2, 65, 128) for _ in range(3))
-    stage = next((s for s in stages.STAGES.values() if "TILE_KV" in s.params), None)
+    stage = next((s for s in registry.STAGES.values() if "TILE_KV" in s.params), None)
     assert stage is not None
     with pytest.raises((errors.UnsupportedError, errors.CompileError)):
         flashlab.attention(q, k, v, stage=stage.id, params={"TILE_KV": 4096})
@@ -328,7 +333,7 @@ def test_identity_of_the_gpu() -> None:
     assert info.l2_bytes > 0
     assert info.max_smem_bytes >= 48 << 10
     assert len(info.fingerprint) == 12
-    assert stages.capability(info.arch) <= info.compute_capability
+    assert registry.capability(info.arch) <= info.compute_capability
     with pytest.raises(errors.NoGpuError, match="GPU 99"):
         gpu.info(99)
 
@@ -348,7 +353,7 @@ def test_tensor_maps_and_counters(
     stage = hopper_sum.STAGE
     if gpu.info().arch not in stage.archs:
         pytest.skip(f"needs {stage.needs}, this GPU is {gpu.info().arch}")
-    monkeypatch.setitem(stages.STAGES, stage.id, stage)
+    monkeypatch.setitem(registry.STAGES, stage.id, stage)
     given = {"torch": lambda x: x, "cupy": cupy.asarray, "other": _Foreign}[library]
     heads, kv_heads = 8, 2
     q = torch.randint(-3, 4, (4, heads, length, head_dim), device="cuda").half()

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 
-from flashlab import bench, gpu, peers, records, roofline, stages, timing
-from flashlab.problem import FIRST_SHAPE, Problem
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.kernels import registry
+from flashlab.measure import bench, ceilings, peers, timer
+from flashlab.record import store
+from flashlab.run import gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -20,12 +23,12 @@ ILLEGAL = "if (q_row >= p.q_len) return;\n  *reinterpret_cast<volatile int*>(0x1
 
 
 @pytest.fixture(scope="module")
-def backend(quiet: None) -> timing.CudaBackend:
-    return timing.CudaBackend(0)
+def backend(quiet: None) -> timer.CudaBackend:
+    return timer.CudaBackend(0)
 
 
 def _broken(folder: Path, name: str, replacement: str) -> Path:
-    text = stages.get("00_naive").source.read_text(encoding="utf-8")
+    text = registry.get("00_naive").source.read_text(encoding="utf-8")
     line = "if (q_row >= p.q_len) return;"
     assert text.count(line) == 1
     path = folder / f"{name}.cu"
@@ -33,7 +36,7 @@ def _broken(folder: Path, name: str, replacement: str) -> Path:
     return path
 
 
-def _crash(folder: Path) -> records.Run:
+def _crash(folder: Path) -> store.Run:
     """A kernel that crashes, among some that do not."""
     first = bench.run(
         [SMALL],
@@ -45,10 +48,10 @@ def _crash(folder: Path) -> records.Run:
         ceilings=["launch"],
         timeout_s=60,
     )
-    return records.read_run(first)
+    return store.read_run(first)
 
 
-def _hang(folder: Path) -> records.Run:
+def _hang(folder: Path) -> store.Run:
     """A kernel that never ends, beside one that does."""
     path = bench.run(
         [SMALL],
@@ -60,24 +63,24 @@ def _hang(folder: Path) -> records.Run:
         ceilings=False,
         timeout_s=30,
     )
-    return records.read_run(path)
+    return store.read_run(path)
 
 
-def _with_lse(folder: Path) -> records.Run:
+def _with_lse(folder: Path) -> store.Run:
     """Stages with second rows, beside libraries of either layout."""
     path = bench.run(
         [Problem.parse("2x4x2x256x256x64", dtype="bfloat16", mask="causal")],
-        stages=["08_swizzle", list(stages.STAGES)[-1]],
+        stages=["08_swizzle", list(registry.STAGES)[-1]],
         peers=["sdpa", "sdpa_flash", "fa3", "fa4"],
         data=folder / "data",
         plan=bench.Plan(samples=7, cold_samples=3, sustained_seconds=0.5, sustained_shapes=None, lse=True),
         ceilings=False,
         timeout_s=120,
     )
-    return records.read_run(path)
+    return store.read_run(path)
 
 
-TUNED = next(stage for stage in stages.STAGES.values() if stage.params)
+TUNED = next(stage for stage in registry.STAGES.values() if stage.params)
 TUNABLE, CHOICES = next((name, param.choices) for name, param in TUNED.params.items())
 ASIDE = {
     "broken_run": _crash,
@@ -90,17 +93,17 @@ ASIDE = {
 
 
 @pytest.fixture(scope="module")
-def broken_run(aside: Callable[[str], records.Run]) -> records.Run:
+def broken_run(aside: Callable[[str], store.Run]) -> store.Run:
     return aside("broken_run")
 
 
 @pytest.fixture
-def endless_run(aside: Callable[[str], records.Run]) -> records.Run:
+def endless_run(aside: Callable[[str], store.Run]) -> store.Run:
     return aside("endless_run")
 
 
 @pytest.fixture
-def lse_run(aside: Callable[[str], records.Run]) -> records.Run:
+def lse_run(aside: Callable[[str], store.Run]) -> store.Run:
     return aside("lse_run")
 
 
@@ -109,8 +112,8 @@ def variants(aside: Callable[[str], Path]) -> Path:
     return aside("variants")
 
 
-def test_an_illegal_address_costs_its_own_row_only(broken_run: records.Run) -> None:
-    rows = records.by_name(broken_run.measurements)
+def test_an_illegal_address_costs_its_own_row_only(broken_run: store.Run) -> None:
+    rows = store.by_name(broken_run.measurements)
     assert rows["00_naive@illegal"].status == "crashed"
     assert "ILLEGAL_ADDRESS" in rows["00_naive@illegal"].reason
     assert rows["00_naive"].status == "ok", rows["00_naive"].reason
@@ -119,14 +122,14 @@ def test_an_illegal_address_costs_its_own_row_only(broken_run: records.Run) -> N
     assert not broken_run.damage
 
 
-def test_a_missing_or_unfit_peer_is_named(broken_run: records.Run) -> None:
-    row = records.by_name(broken_run.measurements)["fa3"]
+def test_a_missing_or_unfit_peer_is_named(broken_run: store.Run) -> None:
+    row = store.by_name(broken_run.measurements)["fa3"]
     assert row.status in ("missing", "unsupported")
     assert "fa3" in row.reason
 
 
-def test_a_run_carries_what_it_takes_to_judge_it(broken_run: records.Run) -> None:
-    row = records.by_name(broken_run.measurements)["00_naive"]
+def test_a_run_carries_what_it_takes_to_judge_it(broken_run: store.Run) -> None:
+    row = store.by_name(broken_run.measurements)["00_naive"]
     assert row.cubin is not None
     assert row.cubin.registers > 0
     assert row.cubin.sass["total"] > 0
@@ -136,19 +139,19 @@ def test_a_run_carries_what_it_takes_to_judge_it(broken_run: records.Run) -> Non
     assert all(s.sm_clock_mhz for s in row.samples)
     assert [c.name for c in broken_run.ceilings] == ["launch"]
     data = broken_run.path.parents[2]
-    assert records.verify(row.gpu.slug, data) == ()
+    assert store.verify(row.gpu.slug, data) == ()
 
 
-def test_an_endless_kernel_costs_its_own_row_only(endless_run: records.Run) -> None:
-    rows = records.by_name(endless_run.measurements)
+def test_an_endless_kernel_costs_its_own_row_only(endless_run: store.Run) -> None:
+    rows = store.by_name(endless_run.measurements)
     assert rows["00_naive@endless"].status == "timeout"
     assert rows["00_naive"].status == "ok", rows["00_naive"].reason
 
 
-def test_stages_have_second_rows_and_libraries_say_layout_and_log_sum_exp(lse_run: records.Run) -> None:
+def test_stages_have_second_rows_and_libraries_say_layout_and_log_sum_exp(lse_run: store.Run) -> None:
     assert not lse_run.damage
-    rows = records.by_name(lse_run.measurements)
-    second = records.by_name(lse_run.with_lse)
+    rows = store.by_name(lse_run.measurements)
+    second = store.by_name(lse_run.with_lse)
     ours = {name: row for name, row in rows.items() if row.kind == "stage"}
     assert set(second) == set(ours)
     for name, row in ours.items():
@@ -195,10 +198,10 @@ def test_a_library_allocates_a_log_sum_exp_where_the_registry_says_so(name: str)
 def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
     problem = Problem.parse(FIRST_SHAPE)
-    fastest = stages.best(problem, gpu.info().arch).id
+    fastest = registry.best(problem, gpu.info().arch).id
     plan = bench.Plan(sustained_seconds=1.0)
     path = bench.run([problem], stages=[fastest], peers=["sdpa"], data=tmp_path, ceilings=False, plan=plan)
-    rows = records.by_name(records.read_run(path).measurements)
+    rows = store.by_name(store.read_run(path).measurements)
     row = rows[fastest]
     assert row.status == "ok", row.reason
     hot, sustained = row.samples_of(), row.samples_of("sustained")
@@ -211,7 +214,7 @@ def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
     assert cold.median_us > 0.9 * hot.median_us
     top = gpu.info().max_sm_clock_mhz
     assert top is not None
-    assert median(hot.sm_clock_mhz) > timing.FULL_CLOCK * top, "a burst is measured at the highest clock"
+    assert median(hot.sm_clock_mhz) > timer.FULL_CLOCK * top, "a burst is measured at the highest clock"
     assert sustained.continuous_s is not None
     assert sustained.continuous_s >= 1.0
     assert hot.cycles_per_score is not None
@@ -221,7 +224,7 @@ def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
 
 def test_variants_are_tuning_records(variants: Path) -> None:
     assert variants.parent.name == "tuning"
-    found = records.tunings(gpu.info().slug, variants.parents[2])
+    found = store.tunings(gpu.info().slug, variants.parents[2])
     assert [record.parameters[TUNABLE] for record in found if record.status == "ok"]
     assert {record.parameters[TUNABLE] for record in found} == set(CHOICES)
     for record in found:
@@ -230,7 +233,7 @@ def test_variants_are_tuning_records(variants: Path) -> None:
             assert record.cubin.parameters == record.parameters
 
 
-def test_the_clock_on_the_chip(backend: timing.CudaBackend) -> None:
+def test_the_clock_on_the_chip(backend: timer.CudaBackend) -> None:
     reading = backend.sample(lambda: None, calls=1, spin_us=500, cold=False)
     limit = gpu.info().max_sm_clock_mhz
     assert limit is not None
@@ -238,21 +241,21 @@ def test_the_clock_on_the_chip(backend: timing.CudaBackend) -> None:
     assert not reading.starved
 
 
-def test_the_clock_of_the_calls_is_read_between_two_spins(backend: timing.CudaBackend) -> None:
+def test_the_clock_of_the_calls_is_read_between_two_spins(backend: timer.CudaBackend) -> None:
     limit = gpu.info().max_sm_clock_mhz
     assert limit is not None
     readings = [backend.sample(lambda: None, calls=1, spin_us=500, cold=False) for _ in range(5)]
     for reading in readings:
         assert reading.call_clock_mhz is not None, "the spins ran on two SMs"
     # Work that draws little power runs at the clock of the spin beside it.
-    buffer = timing.Buffer.new(64)
-    params = [timing.MicroParams(buffer.pointer, None, 500_000, 1)]
-    quiet = gpu.Launch(timing.micro("spin", 0), grid=(1, 1, 1), block=(1, 1, 1), smem_bytes=0, params=params, stream=0)
+    buffer = timer.Buffer.new(64)
+    params = [timer.MicroParams(buffer.pointer, None, 500_000, 1)]
+    quiet = gpu.Launch(timer.micro("spin", 0), grid=(1, 1, 1), block=(1, 1, 1), smem_bytes=0, params=params, stream=0)
     reading = backend.sample(quiet, calls=2, spin_us=500, cold=False)
     assert reading.call_clock_mhz == pytest.approx(reading.sm_clock_mhz, rel=0.01)
 
 
-def test_a_host_that_is_late_is_noticed(backend: timing.CudaBackend) -> None:
+def test_a_host_that_is_late_is_noticed(backend: timer.CudaBackend) -> None:
     import time
 
     late = backend.sample(lambda: time.sleep(0.02), calls=1, spin_us=100, cold=False)
@@ -260,16 +263,16 @@ def test_a_host_that_is_late_is_noticed(backend: timing.CudaBackend) -> None:
     assert late.enqueue_us > 10_000
 
 
-def test_two_spins_take_twice_as_long_as_one(backend: timing.CudaBackend) -> None:
+def test_two_spins_take_twice_as_long_as_one(backend: timer.CudaBackend) -> None:
     # Known durations, to judge the timer by: spins on the chip's nanosecond timer.
-    def spin(nanoseconds: int) -> timing.Run:
-        buffer = timing.Buffer.new(64)
+    def spin(nanoseconds: int) -> timer.Run:
+        buffer = timer.Buffer.new(64)
         launch = gpu.Launch(
-            timing.micro("spin", 0),
+            timer.micro("spin", 0),
             grid=(1, 1, 1),
             block=(1, 1, 1),
             smem_bytes=0,
-            params=[timing.MicroParams(buffer.pointer, None, nanoseconds, 1)],
+            params=[timer.MicroParams(buffer.pointer, None, nanoseconds, 1)],
             stream=0,
         )
 
@@ -279,16 +282,16 @@ def test_two_spins_take_twice_as_long_as_one(backend: timing.CudaBackend) -> Non
 
         return run
 
-    found = timing.Timer(backend).burst({"one": spin(100_000), "two": spin(200_000)}, samples=9)
+    found = timer.Timer(backend).burst({"one": spin(100_000), "two": spin(200_000)}, samples=9)
     assert found["one"].median_us == pytest.approx(100, rel=0.06)
     assert found["two"].median_us == pytest.approx(200, rel=0.04)
 
 
-def test_ceilings_are_plausible(backend: timing.CudaBackend) -> None:
+def test_ceilings_are_plausible(backend: timer.CudaBackend) -> None:
     pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
-    found = {r.name: r for r in roofline.measure(timing.Timer(backend), 0, 0, samples=7)}
-    assert set(found) == set(roofline.CEILINGS)
-    sheet = roofline.datasheet(gpu.info().slug)
+    found = {r.name: r for r in ceilings.measure(timer.Timer(backend), 0, 0, samples=7)}
+    assert set(found) == set(ceilings.CEILINGS)
+    sheet = ceilings.datasheet(gpu.info().slug)
     for name, reading in found.items():
         assert reading.value > 0
         peak = sheet.peak(name) if sheet else None

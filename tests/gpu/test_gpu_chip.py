@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import chip, gpu
+from flashlab.experiments import chip
+from flashlab.run import gpu
 
 
 @pytest.fixture(scope="module")

@@ -6,18 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import claims, gpu, records
-from flashlab.evidence import Evidence
-from flashlab.problem import Problem
+from flashlab.core.problem import Problem
+from flashlab.experiments import ledger
+from flashlab.experiments.evidence import Evidence
+from flashlab.record import store
+from flashlab.run import gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
 def test_single_calls_take_longer_than_their_kernel(tmp_path: Path) -> None:
     problem = Problem.parse("1x2x130x64")
-    path = claims.time_calls("sdpa", problem, data=tmp_path, calls=20)
+    path = ledger.time_calls("sdpa", problem, data=tmp_path, calls=20)
     assert path.parent == tmp_path / gpu.info().slug / "calls"
-    assert records.verify(gpu.info().slug, tmp_path)[-1].reason == "missing"  # machine.json alone, which runs write
+    assert store.verify(gpu.info().slug, tmp_path)[-1].reason == "missing"  # machine.json alone, which runs write
     (found,) = Evidence(gpu.info().slug, tmp_path).calls
     assert len(found.record.time_us) == 20
     assert min(found.record.time_us) > 1.0

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import bench, gpu, records
-from flashlab.problem import Problem
-from flashlab.stages import DEAD_ENDS
+from flashlab.core.problem import Problem
+from flashlab.kernels.registry import DEAD_ENDS
+from flashlab.measure import bench
+from flashlab.record import store
+from flashlab.run import gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 LENGTHS = ((1, 17), (65, 65), (113, 203))
@@ -68,7 +70,7 @@ def test_48_rows_are_wrong_by_the_split_alone(split: bench.CheckRun) -> None:
 
 def test_what_is_wrong_is_recorded_without_a_time(timed: Path) -> None:
     wrong, right = (
-        records.by_name(records.read_run(timed).measurements)[n] for n in ("tile48", "tile48[SPLIT_FROM_TILE=1]")
+        store.by_name(store.read_run(timed).measurements)[n] for n in ("tile48", "tile48[SPLIT_FROM_TILE=1]")
     )
     assert (wrong.status, wrong.samples) == ("wrong", ())
     assert right.status == "ok"

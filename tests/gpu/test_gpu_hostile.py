@@ -11,21 +11,24 @@ import numpy as np
 import pytest
 from wrong.cuda import MISTAKES, Mistake
 
-from flashlab import bench, checks, gpu, stages
-from flashlab.attention import prepare
-from flashlab.inputs import HOSTILE
-from flashlab.problem import DTYPES, DType, Problem
-from flashlab.reference import make_inputs
+from flashlab.core.inputs import HOSTILE
+from flashlab.core.problem import DTYPES, DType, Problem
+from flashlab.kernels import registry
+from flashlab.measure import bench
+from flashlab.run import gpu
+from flashlab.run.attention import prepare
+from flashlab.verify import cases
+from flashlab.verify.oracle import make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
-HOPPER = tuple(s.id for s in (*stages.STAGES.values(), *stages.DEAD_ENDS.values()) if s.tensor_maps)
+HOPPER = tuple(s.id for s in (*registry.STAGES.values(), *registry.DEAD_ENDS.values()) if s.tensor_maps)
 ONE_KEY = "it subtracts no maximum, so that the only weight is rounded and need not be 1"
 TOGETHER = "one row's large score makes its warp's 16 rows find a new maximum, which rounds all of them anew"
 
 
 def _own_cases(_: Path) -> bench.CheckRun:
-    return bench.check_stages(HOPPER, suite=checks.FLASH_ATTENTION, data=None)
+    return bench.check_stages(HOPPER, suite=cases.FLASH_ATTENTION, data=None)
 
 
 ASIDE: Mapping[str, Callable[[Path], Any]] = {
@@ -56,8 +59,8 @@ def of_overlap(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
 
 def _supported(stage: str) -> None:
     arch = gpu.info().arch
-    if arch not in stages.get(stage).archs:
-        pytest.skip(f"needs {stages.get(stage).needs}; this GPU is {arch}")
+    if arch not in registry.get(stage).archs:
+        pytest.skip(f"needs {registry.get(stage).needs}; this GPU is {arch}")
 
 
 def _told(rows: Any) -> list[str]:
@@ -68,8 +71,8 @@ def test_hostile_inputs_reach_the_fallback_on_a_gpu_too(of_overlap: bench.CheckR
     _supported("13_overlap")
     assert _told(of_overlap.failures) == []
     assert {row.problem.inputs for row in of_overlap.rows} == {"normal", *HOSTILE}
-    assert {row.layout for row in of_overlap.rows} == {*checks.LAYOUTS, *checks.FAR_LAYOUTS}
-    mine = [row for row in of_overlap.rows if row.layout in checks.LAYOUTS]
+    assert {row.layout for row in of_overlap.rows} == {*cases.LAYOUTS, *cases.FAR_LAYOUTS}
+    mine = [row for row in of_overlap.rows if row.layout in cases.LAYOUTS]
     for kind in ("hostile_sink", "hostile_falling", "hostile_waves"):
         for dtype in DTYPES:
             counts = [row.fallbacks for row in mine if (row.problem.inputs, row.problem.dtype) == (kind, dtype)]
@@ -142,8 +145,8 @@ def test_the_check_finds_mistakes_on_a_gpu_too(mistake: Mistake, tmp_path: Path,
     _supported(mistake.stage)
     source = tmp_path / "mistake.cu"
     source.write_text(mistake.source(), encoding="utf-8")
-    stage = stages.get(mistake.stage)
-    found = checks.default_cases(
+    stage = registry.get(mistake.stage)
+    found = cases.default_cases(
         {stage.id: stage}, dtypes=(mistake.dtype,), masks=(mistake.mask,), head_dims=stage.head_dims[:1]
     )
     # Hostile inputs first: there it shows, where it does not everywhere.

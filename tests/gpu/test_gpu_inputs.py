@@ -10,18 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashlab import bench, inputs, peers, records, stages
-from flashlab.problem import DTYPES, MASKS, Problem
-from flashlab.reference import make_torch_inputs
+from flashlab.core import inputs
+from flashlab.core.problem import DTYPES, MASKS, Problem
+from flashlab.kernels import registry
+from flashlab.measure import bench, peers
+from flashlab.record import store
+from flashlab.verify.oracle import make_torch_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 DRAWN = [name for name in inputs.KINDS if name != inputs.TRAINED]
 SMALL = Problem.parse("2x4x2x130x300x64", mask="causal")
-STAGES = [stage_id for stage_id in stages.STAGES if stage_id in ("00_naive", "12_persistent", "13_overlap")]
+STAGES = [stage_id for stage_id in registry.STAGES if stage_id in ("00_naive", "12_persistent", "13_overlap")]
 
 
-def _run(folder: Path) -> records.Run:
+def _run(folder: Path) -> store.Run:
     path = bench.run(
         [replace(SMALL, inputs=name) for name in inputs.KINDS],
         stages=STAGES,
@@ -31,14 +34,14 @@ def _run(folder: Path) -> records.Run:
         ceilings=False,
         timeout_s=120,
     )
-    return records.read_run(path)
+    return store.read_run(path)
 
 
 ASIDE = {"run": _run}
 
 
 @pytest.fixture(scope="module")
-def run(aside: Callable[[str], records.Run]) -> records.Run:
+def run(aside: Callable[[str], store.Run]) -> store.Run:
     return aside("run")
 
 
@@ -75,7 +78,7 @@ def test_normal_inputs_are_torchs_own_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_a_run_checks_and_times_every_kind(name: str, run: records.Run) -> None:
+def test_a_run_checks_and_times_every_kind(name: str, run: store.Run) -> None:
     rows = [row for row in run.measurements if row.problem.inputs == name]
     assert {row.name for row in rows} == {*STAGES, "sdpa", "sdpa_math", "flex"}
     for row in rows:
@@ -87,7 +90,7 @@ def test_a_run_checks_and_times_every_kind(name: str, run: records.Run) -> None:
         assert row.trained is None
 
 
-def test_trained_inputs_that_cannot_be_made_are_named(run: records.Run) -> None:
+def test_trained_inputs_that_cannot_be_made_are_named(run: store.Run) -> None:
     rows = [row for row in run.measurements if row.problem.inputs == inputs.TRAINED]
     assert {row.name for row in rows} == {*STAGES, "sdpa", "sdpa_math", "flex"}
     assert {row.status for row in rows} == {"unsupported"}  # four heads, two of them shared
@@ -99,6 +102,6 @@ def test_stages_are_right_on_every_kind(name: str) -> None:
     for module in ("torch", "cupy"):
         pytest.importorskip(module, reason=f"needs {module}: pip install 'flashlab[gpu]'")
     options: dict[str, Any] = {"lengths": [(130, 300), (65, 66)], "layouts": ["contiguous"], "data": None}
-    found = bench.check_stages(list(stages.STAGES), inputs=[name], **options)
+    found = bench.check_stages(list(registry.STAGES), inputs=[name], **options)
     assert found.rows
     assert not found.failures, [(row.stage, row.problem.label, row.reason) for row in found.failures]

@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from flashlab import method, records
+from flashlab.experiments import timers
+from flashlab.record import store
 
 
 def test_timers_read_a_small_problem(quiet: None, tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("cupy") is None:
         pytest.skip("needs torch and CuPy: `pip install 'flashlab[gpu]'`")
-    found = method.measure(
+    found = timers.measure(
         ["05_wmma"], ["sdpa"], ["1x2x256x64"], samples=4, rounds=1, sustained_s=0.0, data=tmp_path, timeout_s=120
     )
-    readings = records.read_readings(found.path)
-    wanted = {timer for timer in method.TIMERS if not any(timer in reason for reason in found.missing)}
+    readings = store.read_readings(found.path)
+    wanted = {timer for timer in timers.TIMERS if not any(timer in reason for reason in found.missing)}
     assert {one.timer for one in readings} == wanted
     assert {"events", "torch-profiler"} <= wanted
     for timer in wanted:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from flashlab import trained
-from flashlab.problem import Problem
+from flashlab.core.problem import Problem
+from flashlab.measure import trained
 
 torch = pytest.importorskip("torch", reason="needs torch: `pip install 'flashlab[gpu]'`")
 

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from flashlab import bench, gpu, stages
+from flashlab.kernels import registry
+from flashlab.measure import bench
+from flashlab.run import gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 COUNT = 1000
@@ -27,6 +29,6 @@ def test_random_shapes_and_strides(at_random: bench.CheckRun) -> None:
     assert not wrong, f"{len(wrong)} of {len(found.rows)}:\n" + "\n".join(wrong[:20])
     assert len({(row.problem, row.layout) for row in found.rows}) == COUNT
     passed = Counter(row.stage for row in found.rows if row.status == "ok")
-    for stage in stages.STAGES.values():
+    for stage in registry.STAGES.values():
         if gpu.info().arch in stage.archs:
             assert passed[stage.id] >= COUNT * len(stage.dtypes) // 4, stage.id

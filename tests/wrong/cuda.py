@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flashlab import stages
-from flashlab.problem import DType, Mask, Problem
+from flashlab.core.problem import DType, Mask, Problem
+from flashlab.kernels import registry
 from wrong.catalogue import BLIND, CAUSAL, OUTPUT, SQUARE
 
 
@@ -69,7 +69,7 @@ def edited(stage: str, name: str, old: str, new: str) -> str:
     Raises:
         ValueError: the text to replace is not there exactly once; the kernel has changed and this list must follow.
     """
-    text = stages.get(stage).source.read_text(encoding="utf-8")
+    text = registry.get(stage).source.read_text(encoding="utf-8")
     if text.count(old) != 1:
         raise ValueError(f"{name}: wanted once in {stage}.cu, found {text.count(old)}: {old}")
     return text.replace(old, new)

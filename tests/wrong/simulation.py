@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from flashlab.problem import DType
-from flashlab.reference import default_scale, pack, round_to, to_float
+from flashlab.core.problem import DType
+from flashlab.verify.oracle import default_scale, pack, round_to, to_float
 
 Fault = Literal[
     "zeros",

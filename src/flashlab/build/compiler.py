@@ -1,0 +1,919 @@
+"""Source to machine code, on any machine: NVRTC through cuda.core, headers from PyPI wheels, a cache keyed by content.
+
+No GPU, no driver and no system CUDA are needed. A compiled kernel is plain bytes with what ptxas said of it. Lost
+performance that ptxas reports and carries on from (serialised wgmma, dropped setmaxnreg, spills) is an error here.
+
+Threads may compile at once (NVRTC runs outside Python's lock), and so may processes that share a cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import pickle
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from flashlab.build import triton_code
+from flashlab.core.errors import CompileError, MissingPackageError, OutputError, ParameterError, PerformanceWarningError
+from flashlab.core.paths import KERNELS, ROOT, cache_dir, writable_dir
+from flashlab.core.problem import DTYPES, DType, Mask, Problem
+from flashlab.kernels.registry import ARCHS, CUDA_STAGES, STAGES, Stage, capability
+
+COMMON = KERNELS / "common"
+ELEMENTS: Mapping[DType, str] = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
+"""What the macro ELEMENT is for each element type."""
+
+_STD = "c++17"
+_IMPORTING = threading.Lock()
+"""cuda.core swaps its modules while it is first imported: two threads must not do it at once."""
+_CACHE_FORMAT = 2
+_HEADER_WHEELS = {
+    "nvidia-cuda-runtime": ("", "cuda_fp16.h"),
+    "nvidia-cuda-crt": ("", "crt/mma.h"),
+    "nvidia-cuda-cccl": ("cccl", "cuda/std/cstdint"),
+}
+"""Wheel: its include folder below nvidia/cu<major>/include, and a header that proves it is there."""
+
+_LOST_PERFORMANCE = re.compile(r"^.*(?:\(C75(?:08|1[0-5])\)|Potential Performance Loss).*$", re.MULTILINE)
+"""ptxas advisories that cost performance: C7508 setmaxnreg ignored, C7510 to C7515 wgmma serialised. Each begins with
+"Potential Performance Loss", which is matched too so that an advisory with another number fails as well."""
+
+
+@dataclass(frozen=True)
+class LaunchShape:
+    """How a kernel wants to be launched: the constant `launch_shape` in its machine code."""
+
+    threads: int
+    """A block."""
+    smem_bytes: int
+    """Dynamic shared memory a block."""
+    tile_q: int
+    """Query rows a tile."""
+    box_q: int = 0
+    """Rows that a tensor map's box of Q has; 0: the kernel takes no tensor maps."""
+    box_kv: int = 0
+    """Rows that a tensor map's box of K and V has."""
+    persistent: bool = False
+    """Whether blocks take tiles until none is left, instead of one each."""
+    panels_kv: int = 0
+    """Panels of 64 columns that a tensor map's box of K and V has; 0: all."""
+    cluster: int = 0
+    """Blocks a cluster, which take neighbouring tiles of a head; 0 or 1: none."""
+
+
+_MAX_THREADS = 1024
+_MAX_BOX = 256
+"""Rows: a tensor map's limit in every dimension."""
+_MAX_CLUSTER = 8
+"""Blocks: what every GPU with clusters allows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What ptxas reports of a kernel and the functions it calls."""
+
+    registers: int
+    """A thread."""
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    """Local memory a thread, the spilled registers included."""
+    static_smem_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cubin:
+    """One compiled kernel."""
+
+    name: str
+    """The stage's id, or the source file's name without its suffix."""
+    entry: str
+    """The kernel's name in the machine code."""
+    arch: str
+    code: bytes = field(repr=False)
+    """An ELF file."""
+    sha256: str
+    """Digest of `code`."""
+    parameters: dict[str, int]
+    """The tunables as compiled, or a file's integer macros."""
+    options: tuple[str, ...]
+    """Every option that shapes the code; the folders of the header wheels are left out."""
+    compiler: str
+    """`NVRTC 13.0.88`, as written in the machine code; or `Triton 3.6.0`."""
+    resources: Resources
+    launch_shape: LaunchShape | None
+    """None where the source defines none."""
+    log: str = field(repr=False)
+    compile_seconds: float
+    """Time the compilation took, when it was done."""
+    cached: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toolchain:
+    """The compiler and its headers on this machine."""
+
+    nvrtc_version: str
+    """Major and minor: `13.0`."""
+    include_dirs: tuple[Path, ...]
+    identity: tuple[str, ...]
+    """What tells this toolchain from another one with the same `nvrtc_version`: part of every cache key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One call of `compile_stage`."""
+
+    stage: Stage
+    head_dim: int
+    dtype: DType
+    causal: bool
+    arch: str
+    aligned: bool = True
+    overrides: Mapping[str, int] = field(default_factory=dict)
+    source: Path | None = None
+    line_info: bool = False
+    may_spill: bool = False
+
+    @property
+    def label(self) -> str:
+        """For people: `00_naive D64 causal float16 sm_90a`."""
+        mask = "causal" if self.causal else "full"
+        extra = [
+            *([] if self.aligned else ["unaligned"]),
+            *([] if self.source is None else [self.source.name]),
+            *(f"{name}={value}" for name, value in self.overrides.items()),
+        ]
+        return " ".join([self.stage.id, f"D{self.head_dim}", mask, self.dtype, self.arch, *extra])
+
+
+@cache
+def toolchain() -> Toolchain:
+    """The compiler and the header folders.
+
+    Raises:
+        MissingPackageError: a package is missing; the message has the pip command.
+    """
+    try:
+        from cuda import pathfinder
+        from cuda.bindings import nvrtc
+
+        core = metadata.version("cuda-core")
+    except ImportError as error:  # PackageNotFoundError is one
+        raise MissingPackageError(
+            f"wanted cuda-core and cuda-bindings to compile kernels, got: {error}. "
+            "Install them: pip install cuda-core 'cuda-bindings>=13,<14'"
+        ) from error
+    try:
+        library = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
+        status, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise MissingPackageError(
+            f"wanted the NVRTC library to compile kernels, got: {str(error).splitlines()[0]}. "
+            "Install it: pip install 'nvidia-cuda-nvrtc>=13,<14'"
+        ) from error
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise MissingPackageError(
+            f"wanted a working NVRTC, got {status!s}. Install it anew: pip install -I nvidia-cuda-nvrtc"
+        )
+
+    roots = [Path(folder).absolute() / "nvidia" / f"cu{major}" / "include" for folder in sys.path]
+    include_dirs: list[Path] = []
+    missing: list[str] = []
+    identity = [f"nvrtc {major}.{minor} {Path(library).stat().st_size if library else 0}", f"cuda-core {core}"]
+    for wheel, (folder, header) in _HEADER_WHEELS.items():
+        found = next((root / folder for root in roots if (root / folder / header).is_file()), None)
+        if found is None:
+            missing.append(f"'{wheel}=={major}.{minor}.*'")
+            continue
+        if found not in include_dirs:
+            include_dirs.append(found)
+        identity.append(f"{wheel} {_wheel_version(wheel)} {_digest((found / header).read_bytes())}")
+    if missing:
+        wanted = ", ".join(f"nvidia/cu{major}/include/{Path(*part).as_posix()}" for part in _HEADER_WHEELS.values())
+        raise MissingPackageError(
+            f"wanted the CUDA headers {wanted} from wheels, not all are installed. "
+            f"Install them: pip install {' '.join(missing)}"
+        )
+    return Toolchain(nvrtc_version=f"{major}.{minor}", include_dirs=tuple(include_dirs), identity=tuple(identity))
+
+
+def compile_stage(
+    stage: Stage,
+    *,
+    head_dim: int,
+    dtype: DType,
+    causal: bool,
+    arch: str,
+    aligned: bool = True,
+    overrides: Mapping[str, int] | None = None,
+    source: Path | None = None,
+    line_info: bool = False,
+    may_spill: bool = False,
+) -> Cubin:
+    """Compile a stage, or take it from the cache.
+
+    Args:
+        aligned: every row of every tensor starts on a 16-byte boundary. Code for other tensors may spill: it is there
+            to answer, not to be measured.
+        overrides: tunables that differ from their defaults.
+        source: a file to compile in place of the stage's own, for example an edited copy.
+        line_info: keep which source line each instruction is of, for `sass.lines`. The instructions are the same;
+            Triton keeps it always.
+        may_spill: let registers spill to local memory, where that is what is asked about.
+
+    Raises:
+        UnsupportedError: the stage takes no such head dim or element type, or not on `arch`.
+        ParameterError: an unknown architecture or tunable, or a source that cannot be read.
+        CompileError: the compiler refused it, or the code lacks the kernel or its launch shape.
+        PerformanceWarningError: it compiled, with lost performance.
+        MissingPackageError: no compiler.
+        OutputError: the cache cannot be written.
+    """
+    _require_arch(arch)
+    if dtype not in ELEMENTS:
+        raise ParameterError(f"dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    mask: Mask = "causal" if causal else "full"
+    problem = Problem(batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=head_dim, dtype=dtype, mask=mask)
+    stage.require(problem, arch)
+    parameters = stage.parameters(head_dim, overrides)
+    if stage.language == "triton":
+        return _compile_triton(stage, problem, arch, parameters, aligned, source or stage.source)
+    macros: dict[str, int | str] = {
+        "HEAD_DIM": head_dim,
+        "CAUSAL": int(causal),
+        "ALIGNED": int(aligned),
+        "ELEMENT": ELEMENTS[dtype],
+        **parameters,
+    }
+    build = _build(source or stage.source, arch, macros, line_info=line_info)
+    may_spill = may_spill or stage.may_spill(head_dim, arch) or not aligned
+    cubin = _cubin(build, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=may_spill)
+    fault = launch_shape_fault(stage, cubin.launch_shape)
+    if fault:
+        raise build.error(f"{build.display}: {fault}")
+    return cubin
+
+
+def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
+    """What is wrong with the launch shape of a stage's kernel; None where it can be launched."""
+    if shape is None:
+        return (
+            "wanted the constant that says how to launch it, found none. Define: "
+            'extern "C" __device__ const LaunchShape launch_shape = {THREADS, SMEM_BYTES, TILE_Q};'
+        )
+    if not (0 < shape.threads <= _MAX_THREADS and shape.smem_bytes >= 0 and shape.tile_q > 0):
+        return (
+            f"wanted launch_shape with 1 to {_MAX_THREADS} threads, a size of shared memory and a positive tile_q, "
+            f"got {shape}"
+        )
+    if not 0 <= shape.cluster <= _MAX_CLUSTER:
+        return f"wanted launch_shape with a cluster of 0 to {_MAX_CLUSTER} blocks, got {shape}"
+    boxes = (shape.box_q, shape.box_kv)
+    if stage.tensor_maps and not all(0 < rows <= _MAX_BOX for rows in boxes):
+        return f"wanted launch_shape with a box_q and a box_kv of 1 to {_MAX_BOX} rows for its tensor maps, got {shape}"
+    if not 0 <= shape.panels_kv <= _MAX_BOX:
+        return f"wanted launch_shape with a panels_kv of 0, for all, to {_MAX_BOX}, got {shape}"
+    if not stage.tensor_maps and any((*boxes, shape.panels_kv)):
+        return (
+            f"wanted launch_shape without box_q, box_kv and panels_kv, got {shape}: the stage takes no tensor maps "
+            "(`Stage.tensor_maps` in src/flashlab/stages.py)"
+        )
+    return None
+
+
+def compile_file(
+    source: Path, *, entry: str, arch: str, defines: Mapping[str, int | str], may_spill: bool = False
+) -> Cubin:
+    """Compile any CUDA C++ file, or take it from the cache.
+
+    Args:
+        entry: the kernel's name in the machine code (declare it `extern "C"`).
+        defines: macros; their integers become the cubin's `parameters`.
+        may_spill: let registers spill to local memory.
+
+    Raises:
+        ParameterError: an unknown architecture, or a source that cannot be read.
+        CompileError: the compiler refused it, or the code has no kernel of that name.
+        PerformanceWarningError: it compiled, with lost performance.
+        MissingPackageError: no compiler.
+        OutputError: the cache cannot be written.
+    """
+    _require_arch(arch)
+    parameters = {name: value for name, value in defines.items() if isinstance(value, int)}
+    build = _build(source, arch, defines)
+    return _cubin(build, name=source.stem, entry=entry, parameters=parameters, may_spill=may_spill)
+
+
+def jobs(
+    stages: Iterable[Stage] | None = None, archs: Sequence[str] = ARCHS, *, aligned: Sequence[bool] = (True,)
+) -> tuple[Job, ...]:
+    """Every variant of `stages` that exists on `archs`: head dims, masks and element types.
+
+    By default of all stages whose compiler is here.
+    """
+    if stages is None:
+        stages = CUDA_STAGES.values() if triton_code.missing() else STAGES.values()
+    return tuple(
+        Job(stage=stage, head_dim=head_dim, dtype=dtype, causal=causal, arch=arch, aligned=rows_aligned)
+        for stage in stages
+        for arch in stage.archs
+        if arch in archs
+        for head_dim in stage.head_dims
+        for dtype in stage.dtypes
+        for causal in (False, True)
+        for rows_aligned in aligned
+    )
+
+
+def compile_many(
+    work: Sequence[Job],
+    *,
+    progress: Callable[[Job, Cubin | CompileError], None] | None = None,
+    workers: int | None = None,
+) -> tuple[Cubin | CompileError, ...]:
+    """Compile several variants at once; a refused one is returned in its place, so that the others still come.
+
+    Args:
+        progress: called in the caller's thread as each one ends, in the order in which they end.
+        workers: threads; the default is one for each core this process may use.
+
+    Raises:
+        As `compile_stage`, but for CompileError and PerformanceWarningError, which are returned.
+    """
+    if any(job.stage.language == "cuda" for job in work):
+        toolchain()
+    results: dict[int, Cubin | CompileError] = {}
+    pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)))
+    try:
+        futures = {pool.submit(_compile_job, job): index for index, job in enumerate(work)}
+        for future in as_completed(futures):
+            index = futures[future]
+            results[index] = future.result()
+            if progress:
+                progress(work[index], results[index])
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return tuple(results[index] for index in range(len(work)))
+
+
+def _compile_job(job: Job) -> Cubin | CompileError:
+    try:
+        return compile_stage(
+            job.stage,
+            head_dim=job.head_dim,
+            dtype=job.dtype,
+            causal=job.causal,
+            arch=job.arch,
+            aligned=job.aligned,
+            overrides=job.overrides,
+            source=job.source,
+            line_info=job.line_info,
+            may_spill=job.may_spill,
+        )
+    except CompileError as error:
+        return error
+
+
+def _require_arch(arch: str) -> None:
+    if arch not in ARCHS:
+        raise ParameterError(f"arch: wanted one of {', '.join(ARCHS)}, got {arch!r}")
+
+
+# --- one build: what goes in, its key, and the errors it makes ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """Everything that decides the machine code."""
+
+    source: Path
+    display: str
+    """The source's name in logs: relative to the checkout where it lies in it."""
+    text: str
+    arch: str
+    macros: tuple[tuple[str, str], ...]
+    include_dirs: tuple[Path, ...]
+    """Searched in this order, after the source's own folder."""
+    tools: Toolchain
+    line_info: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        defines = tuple(f"-D{name}={value}" for name, value in self.macros)
+        return (
+            f"--gpu-architecture={self.arch}",
+            f"--std={_STD}",
+            "--ptxas-options=-v",
+            *(["-lineinfo"] if self.line_info else []),
+            f"-I{_shown(COMMON)}",
+            *defines,
+        )
+
+    @property
+    def command(self) -> str:
+        """The same for nvcc, to be run in the checkout. Its register allocation may differ from NVRTC's."""
+        wheels = (f"-I{_shown(path)}" for path in self.tools.include_dirs)
+        return shlex.join(["nvcc", "--cubin", *self.options, *wheels, self.display])
+
+    def key(self) -> str:
+        headers = {_shown(path): _digest(path.read_bytes()) for path in _own_headers(self.source, self.text)}
+        content = (_CACHE_FORMAT, self.display, self.text, sorted(headers.items()), self.options, self.tools.identity)
+        return _digest(json.dumps(content).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TritonRequest:
+    """Everything that decides the machine code of a stage in Triton."""
+
+    source: Path
+    display: str
+    text: str
+    entry: str
+    arch: str
+    dtype: DType
+    constants: tuple[tuple[str, int], ...]
+    warps: int
+    pipeline_stages: int
+    max_registers: int
+    """0: as many as ptxas wants."""
+    aligned: bool
+    version: str
+    """Triton's."""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return (
+            f"--target={self.arch}",
+            f"--num-warps={self.warps}",
+            f"--num-stages={self.pipeline_stages}",
+            *((f"--maxnreg={self.max_registers}",) if self.max_registers else ()),
+            f"--element={self.dtype}",
+            f"--aligned={int(self.aligned)}",
+            *(f"--constant={name}={value}" for name, value in self.constants),
+        )
+
+    @property
+    def command(self) -> str:
+        """What it comes to: Triton has no command line."""
+        return shlex.join(["triton.compile", self.display, *self.options])
+
+    def key(self) -> str:
+        content = (_CACHE_FORMAT, "triton", self.version, self.display, self.text, self.entry, self.options)
+        return _digest(json.dumps(content).encode())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Build:
+    """A compilation's outcome, fresh or from the cache."""
+
+    request: _Request | _TritonRequest
+    code: bytes
+    log: str
+    compile_seconds: float
+    cached: bool
+
+    @property
+    def display(self) -> str:
+        return self.request.display
+
+    def error(self, message: str, kind: type[CompileError] = CompileError) -> CompileError:
+        return _error(kind, message, command=self.request.command, log=self.log)
+
+
+def _read(source: Path, what: str) -> str:
+    try:
+        return source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(f"source: wanted a {what} file, got {source}: {error}") from error
+
+
+def _build(source: Path, arch: str, macros: Mapping[str, int | str], *, line_info: bool = False) -> _Build:
+    tools = toolchain()
+    source = source.resolve()
+    text = _read(source, "CUDA C++")
+    request = _Request(
+        source=source,
+        display=_shown(source),
+        text=text,
+        arch=arch,
+        macros=tuple((name, str(int(value) if isinstance(value, bool) else value)) for name, value in macros.items()),
+        include_dirs=(COMMON, *tools.include_dirs),
+        tools=tools,
+        line_info=line_info,
+    )
+    return _cached(request, lambda: _nvrtc(request))
+
+
+def _cached(request: _Request | _TritonRequest, compile_it: Callable[[], tuple[bytes, str]]) -> _Build:
+    entry = cache_dir() / "cubins" / request.key()
+    found = _read_entry(entry)
+    if found:
+        code, log, seconds = found
+        return _Build(request=request, code=code, log=log, compile_seconds=seconds, cached=True)
+    start = time.perf_counter()
+    code, log = compile_it()
+    seconds = time.perf_counter() - start
+    _write_entry(entry, code, log, seconds)
+    return _Build(request=request, code=code, log=log, compile_seconds=seconds, cached=False)
+
+
+def _compile_triton(
+    stage: Stage, problem: Problem, arch: str, parameters: dict[str, int], aligned: bool, source: Path
+) -> Cubin:
+    missing = triton_code.missing()
+    if missing:
+        raise MissingPackageError(f"wanted Triton to compile stage {stage.id}, found none. Install it: {missing}")
+    source = source.resolve()
+    known = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **parameters}
+    request = _TritonRequest(
+        source=source,
+        display=_shown(source),
+        text=_read(source, "Python"),
+        entry=stage.entry,
+        arch=arch,
+        dtype=problem.dtype,
+        constants=tuple((name, known[name]) for name in triton_code.CONSTANTS),
+        warps=parameters["WARPS"],
+        pipeline_stages=parameters["PIPELINE_STAGES"],
+        # Without 16-byte copies it takes registers that no bound foresaw; that code is there to answer.
+        max_registers=parameters["MAX_REGISTERS"] if aligned else 0,
+        aligned=aligned,
+        version=triton_code.version(),
+    )
+    build = _cached(request, lambda: _triton(request))
+    made = _TRITON_MADE.search(build.log)
+    assert made is not None
+    shape = LaunchShape(threads=int(made[1]), smem_bytes=int(made[2]), tile_q=parameters["TILE_Q"])
+    cubin = _cubin(build, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=True)
+    return dataclasses.replace(cubin, launch_shape=shape)
+
+
+_TRITON_MADE = re.compile(r"^launched with (\d+) threads and (\d+) bytes of shared memory$", re.MULTILINE)
+"""Kept with ptxas's report: Triton says it beside the machine code, not in it."""
+
+
+def _triton(request: _TritonRequest) -> tuple[bytes, str]:
+    """Machine code and log."""
+    made = triton_code.compile_kernel(
+        request.source,
+        entry=request.entry,
+        dtype=request.dtype,
+        constants=dict(request.constants),
+        warps=request.warps,
+        pipeline_stages=request.pipeline_stages,
+        max_registers=request.max_registers,
+        capability=capability(request.arch),
+        aligned=request.aligned,
+    )
+    log = _readable(made.log)
+    if made.code is None:
+        raise _error(
+            CompileError,
+            f"{request.display}: wanted machine code for {request.arch} from Triton {request.version}, got an error:",
+            command=request.command,
+            log=log,
+            source_line=log.strip().rpartition("\n")[2] or None,
+        )
+    return made.code, f"{log}launched with {made.threads} threads and {made.smem_bytes} bytes of shared memory\n"
+
+
+def _cubin(build: _Build, *, name: str, entry: str, parameters: dict[str, int], may_spill: bool) -> Cubin:
+    kernels, launch_shape, compiler = _read_elf(build.code)
+    if entry not in kernels:
+        raise build.error(
+            f"{build.display}: wanted the kernel {entry!r}, the file defines {', '.join(kernels) or 'none'}. "
+            'Declare it extern "C" __global__.'
+        )
+    resources = _parse_resources(build.log, entry)
+    if resources is None:
+        raise build.error(f"{build.display}: wanted ptxas's report on {entry!r} in the compiler's log, found none")
+    lost = [line.strip() for line in _LOST_PERFORMANCE.findall(build.log)]
+    if not may_spill and (resources.spill_store_bytes or resources.spill_load_bytes):
+        lost.append(
+            f"{entry} keeps {resources.registers} registers a thread and spills the rest: "
+            f"{resources.spill_store_bytes} bytes of stores, {resources.spill_load_bytes} bytes of loads"
+        )
+    if lost:
+        raise build.error(
+            f"{build.display}: compiled for {build.request.arch} with lost performance:\n  " + "\n  ".join(lost),
+            PerformanceWarningError,
+        )
+    return Cubin(
+        name=name,
+        entry=entry,
+        arch=build.request.arch,
+        code=build.code,
+        sha256=_digest(build.code),
+        parameters=parameters,
+        options=build.request.options,
+        compiler=_compiler_name(build.request, compiler),
+        resources=resources,
+        launch_shape=launch_shape,
+        log=build.log,
+        compile_seconds=build.compile_seconds,
+        cached=build.cached,
+    )
+
+
+def _compiler_name(request: _Request | _TritonRequest, in_code: str | None) -> str:
+    if isinstance(request, _TritonRequest):
+        return f"Triton {request.version}"
+    return f"NVRTC {in_code or request.tools.nvrtc_version}"
+
+
+def _error(
+    kind: type[CompileError], message: str, *, command: str, log: str, source_line: str | None = None
+) -> CompileError:
+    parts = [
+        message,
+        *([f"  {source_line}"] if source_line else []),
+        f"Equivalent command: {command}",
+        f"Log:\n{log or '(empty)'}",
+    ]
+    return kind("\n".join(parts), command=command, log=log, source_line=source_line)
+
+
+# --- NVRTC ---
+
+
+def _nvrtc(request: _Request) -> tuple[bytes, str]:
+    """Machine code and log."""
+    code, log = _run_nvrtc(request)
+    if code is not None:
+        return code, log
+    where = _ptx_source_line(request) if re.search(r"^ptxas .*error", log, re.MULTILINE) else _source_line(request, log)
+    raise _error(
+        CompileError,
+        f"{request.display}: wanted machine code for {request.arch}, got an error:",
+        command=request.command,
+        log=log,
+        source_line=where,
+    )
+
+
+_ALTERS_NVRTC = ("torch", "cupy")
+"""Packages after whose work in a process the same NVRTC makes other code of the same source: seen after torch 2.11 had
+run a scaled_dot_product_attention, with NVRTC 13.0.88. A process that has loaded one compiles in another."""
+_ELSEWHERE = (
+    "import pickle, sys; path, request = pickle.load(sys.stdin.buffer); sys.path[:] = path; "
+    "from flashlab import compiler; compiler._serve(pickle.loads(request))"
+)
+
+
+def _run_nvrtc(request: _Request) -> tuple[bytes | None, str]:
+    """Machine code (None on an error) and log."""
+    if any(name in sys.modules for name in _ALTERS_NVRTC):
+        return _run_elsewhere(request)
+    return _run_here(request)
+
+
+def _run_elsewhere(request: _Request) -> tuple[bytes | None, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", _ELSEWHERE],
+        input=pickle.dumps((sys.path, pickle.dumps(request))),
+        capture_output=True,
+        check=False,
+    )
+    if done.returncode:
+        raise _error(
+            CompileError,
+            f"{request.display}: wanted a process of its own for the compiler, it ended with {done.returncode}",
+            command=request.command,
+            log=done.stderr.decode(errors="replace"),
+        )
+    code: bytes | None
+    code, log = pickle.loads(done.stdout)
+    return code, log
+
+
+def _serve(request: _Request) -> None:
+    """The other process's part."""
+    sys.stdout.buffer.write(pickle.dumps(_run_here(request)))
+
+
+def _run_here(request: _Request) -> tuple[bytes | None, str]:
+    with _IMPORTING:
+        from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        name=str(request.source),  # absolute: NVRTC searches its folder, and the current one where it names none
+        arch=request.arch,
+        std=_STD,
+        define_macro=list(request.macros) or None,
+        include_path=[str(path) for path in request.include_dirs],
+        ptxas_options="-v",
+        lineinfo=request.line_info or None,
+        no_cache=True,  # where there is a driver, NVRTC keeps machine code by its PTX, and then ptxas reports nothing
+    )
+    log = io.StringIO()
+    try:
+        compiled = Program(request.text, "c++", options).compile("cubin", logs=log)
+    except Exception as error:  # cuda.core's error type is private, and it carries the log in its text alone
+        if "NVRTC_ERROR" not in str(error):
+            raise
+        return None, _readable(str(error).partition("compilation log:")[2] or str(error))
+    return bytes(compiled.code), _readable(log.getvalue())
+
+
+def _readable(log: str) -> str:
+    """Without the zero bytes that end NVRTC's texts, and with paths relative to the checkout."""
+    return log.replace("\0", "").replace(f"{ROOT}/", "").strip() + "\n"
+
+
+def _ptx(request: _Request) -> str | None:
+    """The PTX that NVRTC hands to ptxas, with line information; None on an error."""
+    from cuda.bindings import nvrtc  # cuda.core wants a driver for PTX, to compare versions
+
+    options = ["-lineinfo", f"--gpu-architecture={request.arch.replace('sm_', 'compute_')}"]
+    options += [option for option in request.options if option.startswith(("-D", "--std"))]
+    options += [f"--include-path={path}" for path in request.include_dirs]
+    _, program = nvrtc.nvrtcCreateProgram(request.text.encode(), str(request.source).encode(), 0, [], [])
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            return None
+        _, size = nvrtc.nvrtcGetPTXSize(program)
+        text: bytes = b" " * size
+        nvrtc.nvrtcGetPTX(program, text)
+        return text.decode(errors="replace")
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _source_line(request: _Request, log: str) -> str | None:
+    """`file:line: text` of the error in a compiler log that says most: a static_assert's, else the first."""
+    errors = re.findall(r"^(\S.*)\((\d+)\): (?:\w+ )?error\b(.*)", log, re.MULTILINE)
+    if not errors:
+        return None
+    file, line, _ = next((error for error in errors if "static assertion failed" in error[2]), errors[0])
+    return _quote(request, file, int(line))
+
+
+def _ptx_source_line(request: _Request) -> str | None:
+    """`file:line: text` of the assembly that ptxas refused.
+
+    ptxas counts lines of generated PTX; with line information on, that PTX says which source line each came from.
+    """
+    _, log = _run_nvrtc(dataclasses.replace(request, line_info=True))
+    match = re.search(r"ptxas .*?, line (\d+); error", log)
+    text = _ptx(request)
+    if match is None or text is None:
+        return None
+    files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.MULTILINE))
+    locations = re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", "\n".join(text.splitlines()[: int(match[1])]), re.MULTILINE)
+    if not locations or locations[-1][0] not in files:
+        return None
+    return _quote(request, files[locations[-1][0]], int(locations[-1][1]))
+
+
+def _quote(request: _Request, file: str, line: int) -> str:
+    path = ROOT / file
+    is_source = path == request.source
+    try:
+        lines = (
+            request.text.splitlines() if is_source else path.read_text(encoding="utf-8", errors="replace").splitlines()
+        )
+        text = lines[line - 1].strip()
+    except (OSError, IndexError):
+        text = "(cannot be read)"
+    return f"{request.display if is_source else _shown(path)}:{line}: {text}"
+
+
+# --- reading what came out ---
+
+
+def _read_elf(code: bytes) -> tuple[tuple[str, ...], LaunchShape | None, str | None]:
+    """Names of the kernels, the launch shape, and the version of the compiler that wrote the file."""
+    from elftools.elf.elffile import ELFFile
+    from elftools.elf.sections import SymbolTableSection
+
+    elf = ELFFile(io.BytesIO(code))
+    symbols = elf.get_section_by_name(".symtab")
+    kernels: list[str] = []
+    launch_shape = None
+    for symbol in symbols.iter_symbols() if isinstance(symbols, SymbolTableSection) else ():
+        section = symbol.entry.st_shndx
+        if not isinstance(section, int):
+            continue
+        if symbol.entry.st_info.type == "STT_FUNC" and elf.get_section(section).name == f".text.{symbol.name}":
+            kernels.append(symbol.name)
+        if symbol.name == "launch_shape":
+            data = elf.get_section(section).data()
+            launch_shape = _launch_shape(data[symbol.entry.st_value :][: symbol.entry.st_size])
+    note = elf.get_section_by_name(".note.nv.tkinfo")
+    version = re.search(rb"release [\d.]+, V([\d.]+)", note.data()) if note else None
+    return tuple(kernels), launch_shape, version[1].decode() if version else None
+
+
+def instructions(code: bytes) -> dict[str, bytes]:
+    """The machine instructions of a cubin's functions, by section; empty where it holds none."""
+    from elftools.elf.elffile import ELFFile
+
+    sections = ELFFile(io.BytesIO(code)).iter_sections()
+    return {section.name: section.data() for section in sections if section.name.startswith(".text.")}
+
+
+def _launch_shape(data: bytes) -> LaunchShape:
+    """From the constant's integers; those that it lacks are 0."""
+    whole = struct.Struct("<8i")
+    threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster = whole.unpack(
+        data[: whole.size].ljust(whole.size, b"\0")
+    )
+    return LaunchShape(threads, smem_bytes, tile_q, box_q, box_kv, bool(persistent), panels_kv, cluster)
+
+
+def _parse_resources(log: str, entry: str) -> Resources | None:
+    """The report of ptxas -v on `entry`, None where there is none; the spills of functions that it calls count too."""
+    own = re.search(rf"Compiling entry function '{re.escape(entry)}'.*?(?=Compiling entry function|\Z)", log, re.DOTALL)
+    report = own[0] if own else ""
+    used = re.search(r"Used (\d+) registers([^\n]*)", report)
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    if used is None or not frames:
+        return None
+    cumulative = re.search(r"(\d+) bytes cumulative stack size", used[2])
+    smem = re.search(r"(\d+) bytes smem", used[2])
+    return Resources(
+        registers=int(used[1]),
+        spill_store_bytes=sum(int(stores) for _, stores, _ in frames),
+        spill_load_bytes=sum(int(loads) for _, _, loads in frames),
+        stack_bytes=max(int(cumulative[1]) if cumulative else 0, *(int(frame) for frame, _, _ in frames)),
+        static_smem_bytes=int(smem[1]) if smem else 0,
+    )
+
+
+# --- the cache: one file an entry, its own digest first, put in place by one rename ---
+
+
+def _read_entry(path: Path) -> tuple[bytes, str, float] | None:
+    """Code, log and compile time; None where there is no entry, or one that is damaged."""
+    try:
+        digest, _, body = path.read_bytes().partition(b"\n")
+    except OSError:
+        return None
+    if digest != _digest(body).encode():
+        return None
+    header, _, code = body.partition(b"\n")
+    facts = json.loads(header)
+    return code, facts["log"], facts["compile_seconds"]
+
+
+def _write_entry(path: Path, code: bytes, log: str, compile_seconds: float) -> None:
+    body = json.dumps({"log": log, "compile_seconds": compile_seconds}).encode() + b"\n" + code
+    folder = writable_dir(path.parent, "the compile cache (the environment variable FLASHLAB_CACHE names another)")
+    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(_digest(body).encode() + b"\n" + body)
+        Path(temporary).replace(path)
+    except OSError as error:
+        raise OutputError(f"wanted to write {path} into the compile cache: {error.strerror or error}") from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)  # there only where something went wrong
+
+
+def _own_headers(source: Path, text: str) -> set[Path]:
+    """Headers that are no wheel's: all of kernels/common, and whatever the source includes, directly or not."""
+    headers = {path for path in COMMON.rglob("*") if path.is_file()}
+    pending = [(source.parent, text)]
+    pending += [(path.parent, path.read_text(encoding="utf-8")) for path in headers]
+    while pending:
+        folder, content = pending.pop()
+        for name in re.findall(r'^\s*#\s*include\s*["<]([^">]+)[">]', content, re.MULTILINE):
+            for base in (folder, source.parent):
+                path = (base / name).resolve()
+                if path.is_file() and path not in headers:
+                    headers.add(path)
+                    pending.append((path.parent, path.read_text(encoding="utf-8", errors="replace")))
+    return headers
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _wheel_version(wheel: str) -> str:
+    try:
+        return metadata.version(wheel)
+    except metadata.PackageNotFoundError:  # headers without their wheel's record: the probed header still tells
+        return "unknown"
+
+
+def _shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)

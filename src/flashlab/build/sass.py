@@ -1,0 +1,277 @@
+"""What the machine code says: every instruction of a cubin, and how many of each class.
+
+Counts are static: an instruction in a loop counts once. nvdisasm does the reading, from its wheel or a CUDA toolkit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from flashlab.core.errors import MissingPackageError, ParameterError
+
+CLASSES: Mapping[str, str] = {
+    "tensor": "matrix products on the tensor cores: HMMA, IMMA, HGMMA, QGMMA, UTCHMMA",
+    "mufu": "the special-function unit: ex2, rcp, rsqrt, lg2",
+    "fma": "FP32 (and FP64) arithmetic: multiply-add, add, multiply, min/max, compare, select",
+    "half": "packed 16-bit arithmetic: HFMA2, HADD2, HMUL2, HMNMX2, HSETP2",
+    "convert": "conversions between number formats, HADD2.F32 (half to float) included",
+    "integer": "integer and bit arithmetic, comparisons, selects, addresses",
+    "move": "register moves, constants, special registers; also those written as IMAD.MOV or as HFMA2 of zeros",
+    "shuffle": "exchange between the threads of a warp: SHFL, VOTE, MATCH, REDUX",
+    "shared_load": "loads from shared memory, LDSM (ldmatrix) included",
+    "shared_store": "stores to and atomics on shared memory",
+    "global_load": "loads from global memory, generic loads included",
+    "global_store": "stores to, and atomics and reductions on, global memory",
+    "async_copy": "copies past the registers: LDGSTS (cp.async), UBLKCP, UTMALDG, UTMASTG (TMA)",
+    "branch": "jumps that are always taken: BRA, CALL, RET, EXIT",
+    "branch_predicated": "the same under a predicate",
+    "converge": "bookkeeping of diverged threads: BSSY, BSYNC, BREAK, YIELD",
+    "barrier": "waits and fences: BAR, WARPSYNC, SYNCS (mbarrier), MEMBAR, DEPBAR (cp.async), WARPGROUP (wgmma)",
+    "local": "local memory, where spilled registers and indexed arrays live: LDL, STL",
+    "other": "everything else: NANOSLEEP, USETMAXREG, unknown opcodes",
+    "total": "the sum of the above; NOPs, and the branch to itself that ends a function, are not counted",
+}
+"""Class of instruction: what it holds."""
+
+_PATTERNS: tuple[tuple[str, str], ...] = (
+    # The first pattern that matches the opcode from its start decides; one dot-separated word is matched up to its end.
+    ("move", r"IMAD\.MOV|U?(MOV|MOV32I|MOVM|CS2R|S2R|S2UR|CS2UR|R2UR|P2R|R2P|P2UR|UR2UP|R2B|B2R|LDC|LDCU|LEPC)"),
+    ("convert", r"HADD2\.F32|U?(F2F|F2FP|F2I|F2IP|I2F|I2FP|I2I|I2IP|FRND)"),
+    ("tensor", r"[HIBDQO]G?MMA|UTC[A-Z]*MMA"),
+    ("mufu", r"MUFU"),
+    ("half", r"H(ADD2|FMA2|MUL2|MNMX2|SET2|SETP2)(_32I)?"),
+    ("fma", r"U?F(ADD|FMA|MUL)2?(32I)?|U?F(MNMX3?|SEL|SET|SETP)|FCHK|FSWZADD|FHADD|FHFMA|D(ADD|FMA|MUL|MNMX|SETP)"),
+    ("shuffle", r"SHFL|U?VOTE|VOTEU|MATCH|C?REDUX|ELECT"),
+    ("shared_load", r"LDSM?|U?LDS"),
+    ("shared_store", r"STSM?|STAS|ATOMS|REDS"),
+    ("local", r"LDL|STL"),
+    ("async_copy", r"LDGSTS|UBLK(CP|RED|PF)|UTMA(LDG|STG|REDG|PF|CCTL)"),
+    ("global_load", r"LDG?|LDGMC"),
+    ("global_store", r"STG?|ATOMG?|REDG?"),
+    ("branch", r"BRA|BRXU?|JMP|JMXU?|CALL|RET|EXIT|KILL"),
+    ("converge", r"BSSY|BSYNC|BREAK|BMOV|YIELD|RPCMOV"),
+    (
+        "barrier",
+        r"BAR|WARPSYNC|SYNCS|U?MEMBAR|FENCE|ERRBAR|DEPBAR|LDGDEPBAR|ARRIVES|WARPGROUP|WARPGROUPSET|UCGABAR_\w+|CGAERRBAR"
+        r"|UTMACMDFLUSH|ACQBULK|UTCBAR|CCTL",
+    ),
+    (
+        "integer",
+        r"U?(IABS|IADD|IADD3|IADD32I|IADD64|IMAD|IMAD32I|IMUL|IMUL32I|IMNMX|IDP|IDP4A|ISCADD|ISCADD32I|ISET|ISETP|LEA|LOP|LOP3"
+        r"|LOP32I|PLOP3|PSET|PSETP|PRMT|SEL|SGXT|SHF|SHL|SHR|BMSK|BREV|FLO|POPC|VABSDIFF4?|VIADD|VIADDMNMX|VIMNMX3?|VHMNMX"
+        r"|VIMNMX16|QSPC|SEL64|MNMX)",
+    ),
+)
+_CLASS_OF = re.compile("|".join(f"(?P<{name}>{pattern})(?=\\.|$)" for name, pattern in _PATTERNS))
+_ZEROING_HFMA2 = re.compile(r"U?R\d+,-RZ,RZ,")
+_CONDITION = re.compile(r"!?U?P\d\b|~?U?R")
+BYTES_PER_INSTRUCTION = 16
+_INSTALL = "Install it: pip install nvidia-cuda-nvdisasm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instruction:
+    """One machine instruction."""
+
+    address: int
+    """Bytes from the start of its section, as branch targets count them."""
+    opcode: str
+    """With its modifiers: `LDG.E.128`."""
+    operands: str
+    """Comma-separated, without spaces; empty where there are none."""
+    predicate: str | None
+    """`@P0`, `@!UP1`; None where it always runs."""
+
+    @property
+    def text(self) -> str:
+        """As a disassembler writes it: `@!P0 BRA 0x170`."""
+        return " ".join(part for part in (self.predicate, self.opcode, self.operands.replace(",", ", ")) if part)
+
+
+def disassemble(code: bytes, entry: str | None = None) -> tuple[Instruction, ...]:
+    """The instructions of a cubin's kernels, or of the kernel `entry` alone, padding included.
+
+    Raises:
+        MissingPackageError: no nvdisasm, or one too old.
+        ParameterError: `code` is no cubin, or has no kernel `entry`.
+    """
+    functions = _functions(code)
+    if entry is not None:
+        if entry not in functions:
+            raise ParameterError(
+                f"entry: wanted a kernel of this machine code, {', '.join(functions) or 'none'}, got {entry!r}"
+            )
+        return functions[entry]
+    return tuple(instruction for function in functions.values() for instruction in function)
+
+
+class Frame(NamedTuple):
+    """A line of source."""
+
+    file: Path
+    line: int
+    """From 1."""
+
+
+def lines(code: bytes, entry: str) -> dict[int, tuple[Frame, ...]]:
+    """Where the instructions of a kernel come from, by address: the line itself, then each line it was inlined at.
+
+    Empty for machine code without line information (`compile_stage(..., line_info=True)` makes it).
+
+    Raises:
+        MissingPackageError: no nvdisasm.
+        ParameterError: `code` is no cubin.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        run = subprocess.run(
+            [_nvdisasm(), "--print-code", "--print-line-info-inline", file.name],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    if run.returncode:
+        raise ParameterError(f"code: wanted a cubin, nvdisasm refused it: {(run.stderr or run.stdout).strip()}")
+    section = run.stdout.partition(f".section\t.text.{entry},")[2].partition("\t.section\t")[0]
+    found: dict[int, tuple[Frame, ...]] = {}
+    frames: tuple[Frame, ...] = ()
+    chain: list[Frame] = []
+    for match in _LINE_OR_ADDRESS.finditer(section):
+        if match["file"]:  # a chain of calls takes a line each, before the instruction that it is of
+            chain.append(Frame(Path(match["file"]), int(match["line"])))
+            continue
+        if chain:
+            frames, chain = tuple(chain), []
+        if frames:
+            found[int(match["address"], 16)] = frames
+    return found
+
+
+_LINE_OR_ADDRESS = re.compile(
+    r'^\s*//## File "(?P<file>[^"]+)", line (?P<line>\d+)|^\s+/\*(?P<address>[0-9a-f]{4,})\*/', re.MULTILINE
+)
+
+
+def mix(code: bytes, entry: str | None = None) -> dict[str, int]:
+    """How many instructions of each of `CLASSES` a cubin's kernels hold, or the kernel `entry` alone.
+
+    Raises:
+        As `disassemble`.
+    """
+    counts = dict.fromkeys(CLASSES, 0)
+    for instruction in without_padding(disassemble(code, entry)):
+        counts[classify(instruction)] += 1
+    counts["total"] = sum(counts.values())
+    return counts
+
+
+def classify(instruction: Instruction) -> str:
+    """The class of an instruction, one of `CLASSES`."""
+    match = _CLASS_OF.match(instruction.opcode)
+    if match is None or match.lastgroup is None:
+        return "other"
+    kind = match.lastgroup
+    if kind == "half" and _ZEROING_HFMA2.match(instruction.operands):
+        return "move"
+    # A branch is conditional by its guard, or by a predicate or lane mask that it names first: BRA.U UP0, BRA.DIV UR4.
+    if kind == "branch":
+        by_operand = instruction.opcode.split(".")[0] == "BRA" and _CONDITION.match(instruction.operands)
+        return "branch_predicated" if instruction.predicate or by_operand else "branch"
+    return kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branches:
+    """Jumps of a kernel by kind; each instruction once."""
+
+    predicated: int
+    """Under a condition, in the kernel's own code: what a reader of the source would call a branch."""
+    predicated_exits: int
+    """EXIT under a condition: a thread that is done early."""
+    in_subroutines: int
+    """Under a condition, in what is called: the slow paths of divisions and roots."""
+    always: int
+    """The rest: jumps, calls and returns that are always taken."""
+
+
+def branches(instructions: Sequence[Instruction]) -> Branches:
+    """The jumps among a kernel's instructions (`disassemble` of one entry)."""
+    kept = without_padding(tuple(instructions))
+    # Subroutines lie behind the kernel's last EXIT, so that the code from there on is theirs.
+    last_exit = max((i.address for i in kept if i.opcode == "EXIT" and i.predicate is None), default=0)
+    jumps = [i for i in kept if classify(i).startswith("branch")]
+    conditional = [i for i in jumps if classify(i) == "branch_predicated"]
+    exits = [i for i in conditional if i.opcode == "EXIT"]
+    called = [i for i in conditional if i.address > last_exit and i.opcode != "EXIT"] if _calls(kept) else []
+    return Branches(
+        predicated=len(conditional) - len(exits) - len(called),
+        predicated_exits=len(exits),
+        in_subroutines=len(called),
+        always=len(jumps) - len(conditional),
+    )
+
+
+def _calls(instructions: Sequence[Instruction]) -> bool:
+    return any(i.opcode.split(".")[0] == "CALL" for i in instructions)
+
+
+def shared_memory(instructions: Sequence[Instruction]) -> int:
+    """How many of a kernel's instructions name shared memory: loads, stores, atomics, and copies into it."""
+    kinds = ("shared_load", "shared_store", "async_copy")
+    return sum(classify(i) in kinds for i in without_padding(tuple(instructions)))
+
+
+def without_padding(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+    """`instructions` less what fills gaps and each function's end: NOPs, and a branch to itself."""
+    return tuple(i for i in instructions if i.opcode != "NOP" and (i.opcode, i.operands) != ("BRA", hex(i.address)))
+
+
+@lru_cache(maxsize=16)
+def _functions(code: bytes) -> dict[str, tuple[Instruction, ...]]:
+    program = _nvdisasm()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        run = subprocess.run(
+            [program, "--print-code", "--emit-json", file.name], capture_output=True, text=True, check=False
+        )
+    if run.returncode and "emit-json" in run.stderr:
+        raise MissingPackageError(f"wanted an nvdisasm that writes JSON, {program} is too old. {_INSTALL}")
+    if run.returncode:
+        raise ParameterError(f"code: wanted a cubin, nvdisasm refused it: {(run.stderr or run.stdout).strip()}")
+    _, functions = json.loads(run.stdout)
+    return {
+        function["function-name"]: tuple(
+            Instruction(
+                address=function["start"] + index * BYTES_PER_INSTRUCTION,
+                opcode=item["opcode"],
+                operands=item.get("operands", ""),
+                predicate=item.get("predicate"),
+            )
+            for index, item in enumerate(function["sass-instructions"])
+        )
+        for function in functions
+    }
+
+
+@cache
+def _nvdisasm() -> str:
+    """The program: a wheel's, else the one on PATH, else a toolkit's usual place."""
+    wheels = [str(Path(folder) / "nvidia" / "cu13" / "bin") for folder in sys.path]
+    search = os.pathsep.join([*wheels, os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
+    program = shutil.which("nvdisasm", path=search)
+    if program is None:
+        raise MissingPackageError(f"wanted nvdisasm to read machine code, found none. {_INSTALL}")
+    return program

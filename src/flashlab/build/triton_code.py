@@ -1,0 +1,293 @@
+"""Stages in Triton: to machine code on any machine, or run on a CPU by Triton's interpreter.
+
+Triton compiles for a named architecture without a GPU, and what it makes is machine code like any other: flashlab
+loads, launches, reads and times it as it does its own. Compiling and interpreting happen in a process of their own:
+Triton reads its settings from the environment, and decides at import which of the two it does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashlab.core.problem import DType
+
+_STRIDES = tuple(f"{tensor}_{step}" for tensor in "QKVO" for step in ("batch", "head", "row"))
+ARGUMENTS: Mapping[str, str] = {
+    **dict.fromkeys("QKVO", "*element"),
+    "LSE": "*fp32",
+    **dict.fromkeys(_STRIDES, "i64"),
+    **dict.fromkeys(("q_heads", "kv_heads", "q_len", "kv_len", "wants_lse"), "i32"),
+    "scale_log2": "fp32",
+}
+"""A kernel's parameters in order, by Triton's names of their types; constants come after them."""
+CONSTANTS = ("HEAD_DIM", "CAUSAL", "TILE_Q", "TILE_KV")
+"""What a kernel is compiled for. The tunables WARPS, PIPELINE_STAGES and MAX_REGISTERS are Triton's num_warps,
+num_stages and maxnreg."""
+HIDDEN_POINTERS = 4
+"""Pointers that Triton may add after the parameters, for memory of its own, and that must be null: room for a few."""
+_WARP = 32
+_POINTER_BYTES = 16
+_STRIDE_ELEMENTS = 8
+"""What ALIGNED=1 promises of Q, K, V and O: addresses in bytes, strides in elements."""
+_ELEMENTS: Mapping[DType, str] = {"float16": "fp16", "bfloat16": "bf16"}
+_POLL_S = 0.05
+_ELSEWHERE = "import sys; from flashlab import triton_code; sys.exit(triton_code.serve(sys.argv[1]))"
+_OLDEST_INTERPRETER = (3, 9)
+"""3.6's does not run with NumPy 2.4; none in between was tried."""
+INTERPRETER_NEEDS = (
+    f"torch and Triton {'.'.join(map(str, _OLDEST_INTERPRETER))} or newer, in an environment of its own: the torch "
+    "that constraints.txt pins brings an older Triton"
+)
+
+
+def missing(*, interpreter: bool = False) -> str | None:
+    """The command that installs what Triton's compiler, or its interpreter, lacks here; None where it is there."""
+    there = _is_there("triton")
+    if not interpreter:
+        return None if there else "pip install triton"
+    oldest = ".".join(map(str, _OLDEST_INTERPRETER))
+    new_enough = there and tuple(int(part) for part in version().split(".")[:2]) >= _OLDEST_INTERPRETER
+    if new_enough and _is_there("torch"):
+        return None
+    # torch pins its Triton: asked for both at once, pip goes back to a torch of years ago that pins none.
+    newer = f"pip install --no-deps 'triton>={oldest}'"
+    return newer if _is_there("torch") else f"pip install torch && {newer}"
+
+
+def _is_there(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def version() -> str:
+    """Triton's version, where it is installed."""
+    return importlib.metadata.version("triton")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What Triton made."""
+
+    code: bytes | None
+    """A cubin; None where it refused."""
+    log: str
+    """Of ptxas, or why it refused."""
+    threads: int
+    smem_bytes: int
+
+
+def compile_kernel(
+    source: Path,
+    *,
+    entry: str,
+    dtype: DType,
+    constants: Mapping[str, int],
+    warps: int,
+    pipeline_stages: int,
+    max_registers: int,
+    capability: tuple[int, int],
+    aligned: bool,
+) -> Compiled:
+    """Machine code of a kernel for an architecture. Needs Triton, and no GPU.
+
+    `max_registers` bounds those of a thread; 0 does not.
+    """
+    request = {
+        "do": "compile",
+        "source": str(source),
+        "entry": entry,
+        "signature": _signature(dtype) | dict.fromkeys(constants, "constexpr"),
+        "constants": dict(constants),
+        "options": {
+            "num_warps": warps,
+            "num_stages": pipeline_stages,
+            **({"maxnreg": max_registers} if max_registers else {}),
+        },
+        "capability": 10 * capability[0] + capability[1],
+        "divisibility": _divisibility() if aligned else {},
+    }
+    with tempfile.TemporaryDirectory(prefix="flashlab-triton-") as folder:
+        status, log = _work(Path(folder), request, interpret=False)
+        made = Path(folder) / "made.json"
+        if status or not made.is_file():
+            return Compiled(code=None, log=log, threads=0, smem_bytes=0)
+        facts = json.loads(made.read_text(encoding="utf-8"))
+        code = (Path(folder) / "made.cubin").read_bytes()
+    scratch = facts["global_scratch_size"] + facts["profile_scratch_size"]
+    if scratch:
+        log = f"it wants {scratch} bytes of global memory a program for itself, and gets none\n"
+        return Compiled(code=None, log=log, threads=0, smem_bytes=0)
+    return Compiled(code=code, log=log, threads=_WARP * facts["num_warps"], smem_bytes=facts["shared"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interpreted:
+    """How a run in Triton's interpreter ended."""
+
+    status: int | None
+    """Of the process; None where it was stopped."""
+    printed: str
+    seconds: float
+
+
+def interpret(
+    source: Path,
+    *,
+    entry: str,
+    dtype: DType,
+    constants: Mapping[str, int],
+    grid: Sequence[int],
+    arguments: Mapping[str, int | float],
+    memory: Path,
+    timeout_s: float | None,
+    cancel: threading.Event | None,
+) -> Interpreted:
+    """Run a kernel on the CPU. Needs Triton and torch.
+
+    Args:
+        arguments: by the names of `ARGUMENTS`; pointers as offsets in bytes in `memory`.
+        memory: a file that holds every array, which the kernel changes.
+
+    Raises:
+        KeyboardInterrupt: `cancel` was set.
+    """
+    request = {
+        "do": "interpret",
+        "source": str(source),
+        "entry": entry,
+        "signature": _signature(dtype),
+        "constants": dict(constants),
+        "grid": list(grid),
+        "arguments": dict(arguments),
+        "memory": str(memory),
+    }
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="flashlab-triton-") as folder:
+        status, printed = _work(Path(folder), request, interpret=True, timeout_s=timeout_s, cancel=cancel)
+    return Interpreted(status=status, printed=printed, seconds=time.perf_counter() - start)
+
+
+def _signature(dtype: DType) -> dict[str, str]:
+    return {name: kind.replace("element", _ELEMENTS[dtype]) for name, kind in ARGUMENTS.items()}
+
+
+def _divisibility() -> dict[str, int]:
+    return dict.fromkeys("QKVO", _POINTER_BYTES) | dict.fromkeys(_STRIDES, _STRIDE_ELEMENTS)
+
+
+def _work(
+    folder: Path,
+    request: Mapping[str, Any],
+    *,
+    interpret: bool,
+    timeout_s: float | None = None,
+    cancel: threading.Event | None = None,
+) -> tuple[int | None, str]:
+    """The worker's exit status, None where it was stopped, and what it printed."""
+    (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "TRITON_CACHE_DIR": str(folder / "cache"),
+        "TRITON_DUMP_PTXAS_LOG": "1",
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        **({"TRITON_INTERPRET": "1"} if interpret else {}),
+    }
+    with (folder / "printed").open("wb") as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _ELSEWHERE, str(folder)],
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            process_group=0,
+        )
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        status: int | None = None
+        try:
+            while status is None and (deadline is None or time.monotonic() < deadline):
+                if cancel is not None and cancel.is_set():
+                    raise KeyboardInterrupt
+                try:
+                    status = process.wait(_POLL_S)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            if status is None:
+                process.kill()
+                process.wait()
+    return status, (folder / "printed").read_text(encoding="utf-8", errors="replace")
+
+
+# --- in the process of its own ----------------------------------------------------------------------------------------
+
+
+def _kernel(request: Mapping[str, Any]) -> Any:
+    spec = importlib.util.spec_from_file_location("kernel", request["source"])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{request['source']} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, request["entry"])
+
+
+def _compile(request: Mapping[str, Any], folder: Path) -> None:
+    triton = importlib.import_module("triton")
+    compiler = importlib.import_module("triton.compiler")
+    backends = importlib.import_module("triton.backends.compiler")
+    kernel, signature = _kernel(request), request["signature"]
+    names = list(signature)
+    attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in request["divisibility"].items()}
+    made = triton.compile(
+        compiler.ASTSource(kernel, signature, request["constants"], attributes),
+        target=backends.GPUTarget("cuda", request["capability"], _WARP),
+        options=request["options"],
+    )
+    (folder / "made.cubin").write_bytes(made.asm["cubin"])
+    facts = {name: getattr(made.metadata, name, 0) for name in ("num_warps", "shared")}
+    facts |= {name: getattr(made.metadata, name, 0) for name in ("global_scratch_size", "profile_scratch_size")}
+    (folder / "made.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _interpret(request: Mapping[str, Any]) -> None:
+    torch = importlib.import_module("torch")
+    types = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32}
+    with Path(request["memory"]).open("r+b") as file:
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    values = []
+    for name, kind in request["signature"].items():
+        value = request["arguments"][name]
+        if kind in types:
+            # All a pointer's tensor is asked for is its type and its address.
+            element = types[kind].itemsize
+            value = memory[value : value + element].view(types[kind])
+        values.append(value)
+    _kernel(request)[tuple(request["grid"])](*values, **request["constants"])
+
+
+def serve(path: str) -> int:
+    """The part of the process of its own: its exit status."""
+    folder = Path(path)
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    try:
+        if request["do"] == "compile":
+            _compile(request, folder)
+        else:
+            _interpret(request)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0

@@ -1,0 +1,3 @@
+"""The command line, a file for each group of commands."""
+
+from flashlab.cli.app import main as main

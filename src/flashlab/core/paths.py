@@ -1,0 +1,53 @@
+"""Where things are: the checkout's folders and the cache.
+
+flashlab works on its checkout (an editable install, which is what `make` sets up): kernels, notebooks, data and site
+are files a user reads and edits, so they are not copied into the package.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from pathlib import Path
+
+from flashlab.core.errors import OutputError
+
+ROOT = Path(__file__).resolve().parents[3]
+KERNELS = ROOT / "kernels"
+NOTEBOOKS = ROOT / "notebooks"
+DATA = ROOT / "data"
+SITE = ROOT / "site"
+BUILD = ROOT / "build"
+
+
+def cache_dir() -> Path:
+    """The compile cache: `$FLASHLAB_CACHE`, else `$XDG_CACHE_HOME/flashlab`, else `~/.cache/flashlab`."""
+    explicit = os.environ.get("FLASHLAB_CACHE")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "flashlab"
+
+
+def writable_dir(path: Path, purpose: str) -> Path:
+    """`path`, created if need be and proven writable by writing to it.
+
+    Raises:
+        OutputError: it cannot be created or written.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise OutputError(
+            f"wanted a writable folder for {purpose}, got {path}: {error.strerror or error}. "
+            "Name one that you may write to, for example one under your home folder."
+        ) from error
+    return path
+
+
+def slug(gpu_name: str) -> str:
+    """Folder name under data/ for a GPU's product name: `NVIDIA H200` is `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")

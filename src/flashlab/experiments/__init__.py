@@ -1,0 +1,1 @@
+"""What one page or one experiment needs. Nothing imports it; each module registers itself."""

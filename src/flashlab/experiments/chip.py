@@ -1,0 +1,771 @@
+"""What one SM of a Hopper GPU does in a clock: micro-benchmarks that read the SM's own clock, and their records.
+
+A case is one kernel of kernels/chip with its macros. It runs in one block on one SM, several times, then in one block
+on every SM at once; each warp reports the clock before and after and how often it went round its loop, so that neither
+launches nor the clock's frequency take part. A reading is the median of the launches.
+
+    data/<gpu>/chip/<run>.jsonl     one line a case; never rewritten
+
+What is read is only worth something if the kernel holds the instructions that it is named after: every case says which
+and how many, and they are counted in the machine code before it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flashlab.build import sass
+from flashlab.core.errors import CompileError, NoDataError, ParameterError, UnsupportedError
+from flashlab.core.paths import DATA, KERNELS, writable_dir
+from flashlab.measure.timer import Buffer, CudaBackend, MicroParams
+from flashlab.record import provenance, store
+from flashlab.run import gpu
+
+if TYPE_CHECKING:
+    from flashlab.build.compiler import Cubin
+
+CHIP = KERNELS / "chip"
+ARCH = "sm_90a"
+"""These kernels are made of wgmma and bulk copies."""
+LAUNCHES = 5
+"""On one SM, and as many on all."""
+
+Group = Literal["unit", "latency", "wgmma", "issue", "softmax", "overlap", "loop"]
+Unit = Literal["ops/clk/SM", "FLOP/clk/SM", "clk", "clk/score"]
+
+_WORDS = 3
+"""Words that every warp reports before its stamps: clock before, clock after, times round the loop."""
+_ROW_BYTES = 128
+_ROWS = 64
+_STEPS = 8
+_SMEM_BYTES = 200 * 1024
+"""So much that a second block does not fit beside it."""
+_INPUT_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One kernel with its macros, and what to make of the clocks it reports."""
+
+    name: str
+    group: Group
+    kernel: str
+    """File of kernels/chip, without its suffix."""
+    threads: int
+    unit: Unit
+    how: str
+    """What it does, for people."""
+    per_pass: float
+    """Operations, FLOPs or scores of one warp each time it goes round its loop; steps of a latency."""
+    repeats: int
+    opcodes: Mapping[str, int]
+    """Machine instructions that the kernel must hold, by the beginning of the opcode: exactly so many where
+    positive, at least as many where negative, any number where 0."""
+    defines: Mapping[str, int] = field(default_factory=dict)
+    smem_bytes: int = 0
+    count: int = 0
+    """`MicroParams.count`, whose meaning is the kernel's."""
+    first_warps: int | None = None
+    """How many of the block's warps the reading is about; the others are `beside`. None for all."""
+    beside_per_pass: float = 0.0
+    """As `per_pass`, of the other warps."""
+    stamps: int = 0
+
+    @property
+    def source(self) -> Path:
+        """Its CUDA C++ file."""
+        return CHIP / f"{self.kernel}.cu"
+
+    @property
+    def entry(self) -> str:
+        """The kernel's name in the machine code."""
+        return f"chip_{self.kernel}"
+
+    @property
+    def macros(self) -> dict[str, int]:
+        """All of its macros."""
+        macros = {"THREADS": self.threads, **self.defines}
+        if self.smem_bytes:
+            macros["SMEM_BYTES"] = self.smem_bytes
+        if self.stamps:
+            macros["STAMPS"] = self.stamps
+        return macros
+
+
+class Reading(BaseModel):
+    """One case on one GPU: a line of data/<gpu>/chip."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    kind: Literal["chip"] = "chip"
+    schema_version: Literal[1] = 1
+    run: str = Field(pattern=r"^[0-9]{8}T[0-9]{6}Z-[0-9a-f]{7,}(-dirty)?$")
+    """UTC start time and commit: `20261121T054500Z-0123abc`."""
+    time: str
+    """UTC time of this record, ISO 8601."""
+    gpu: store.Gpu
+    source: store.Source
+    software: dict[str, str]
+    name: str
+    """Of the case."""
+    group: Group
+    unit: Unit
+    value: float
+    """The median of `one_sm`."""
+    one_sm: tuple[float, ...] = Field(min_length=1)
+    """A value a launch, one block on one SM."""
+    all_sms: tuple[float, ...] = Field(min_length=1)
+    """A value a launch with a block on every SM: the median of the blocks."""
+    beside: tuple[float, ...] = ()
+    """What the block's other warps did a clock meanwhile, a value a launch on one SM; empty where there are none."""
+    stamps: tuple[float, ...] = ()
+    """Clocks since the start, at the moments that the kernel's file names; of the last launch on one SM."""
+    how: str
+    kernel: str
+    """File of kernels/chip, without its suffix."""
+    defines: dict[str, int]
+    repeats: int
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the machine code."""
+    registers: int
+    opcodes: dict[str, int]
+    """Those of the case, as counted in the machine code."""
+
+
+# --- The cases --------------------------------------------------------------------------------------------------------
+
+_CHAINS, _UNROLL = 8, 16
+_UNITS: Mapping[str, tuple[int, str, int]] = {
+    # macro OP, beginning of the opcode, how many more of it the kernel needs around its loop (the chains' beginning)
+    "ex2": (0, "MUFU.EX2", 0),
+    "ffma": (1, "FFMA", 0),
+    "fadd": (2, "FADD", _CHAINS),
+    "fmul": (3, "FMUL", 0),
+    "fmnmx": (4, "FMNMX", 0),
+    "pack": (5, "F2FP.F16", 0),
+    "hfma2": (6, "HFMA2", 0),
+    "shuffle": (7, "SHFL", 0),
+    "hmnmx2": (9, "HMNMX2", 0),
+    "imad": (10, "IMAD", 0),
+    "shf": (11, "SHF", 0),
+}
+_HOW_UNIT = "independent chains of one instruction, {warps} warps"
+
+
+def _units() -> Iterator[Case]:
+    for name, (op, opcode, _) in _UNITS.items():
+        for warps in (4, 8, 16):
+            yield Case(
+                name=f"{name}_{warps}_warps",
+                group="unit",
+                kernel="unit",
+                threads=32 * warps,
+                unit="ops/clk/SM",
+                how=_HOW_UNIT.format(warps=warps),
+                per_pass=32.0 * _CHAINS * _UNROLL,
+                repeats=40,
+                defines={"OP": op, "CHAINS": _CHAINS, "UNROLL": _UNROLL},
+                # Starting the chains takes some FADD and HFMA2 (which moves constants).
+                opcodes={opcode: -_CHAINS * _UNROLL},
+            )
+        yield Case(
+            name=f"{name}_latency",
+            group="latency",
+            kernel="unit",
+            threads=32,
+            unit="clk",
+            how="one warp, one chain: from an instruction to the next that needs its result",
+            per_pass=4.0 * _UNROLL,
+            repeats=40,
+            defines={"OP": op, "CHAINS": 1, "UNROLL": 4 * _UNROLL},
+            opcodes={opcode: -4 * _UNROLL},
+        )
+    for warps in (4, 8, 16):
+        yield Case(
+            name=f"ex2_polynomial_{warps}_warps",
+            group="unit",
+            kernel="unit",
+            threads=32 * warps,
+            unit="ops/clk/SM",
+            how=f"2^x by a polynomial of degree 3, independent chains, {warps} warps",
+            per_pass=32.0 * _CHAINS * _UNROLL,
+            repeats=10,
+            defines={"OP": 8, "CHAINS": _CHAINS, "UNROLL": _UNROLL},
+            opcodes={"FFMA": 3 * _CHAINS * _UNROLL, "LEA": -_CHAINS * _UNROLL},
+        )
+
+
+def _latencies() -> Iterator[Case]:
+    steps = (
+        # name, macro WHAT, threads, steps a pass, bytes, opcode, how
+        ("mbarrier_arrive_wait", 0, 32, 1, 0, "SYNCS", "a thread arrives at an mbarrier of one and waits for it"),
+        ("mbarrier_try_wait", 1, 32, 1, 0, "SYNCS", "a thread asks for a phase that is long complete"),
+        ("mbarrier_handover", 2, 64, 2, 0, "SYNCS", "two warps take turns by two mbarriers: from one to the other"),
+        ("bar_sync_1_warpgroup", 3, 128, 1, 0, "BAR", "a warpgroup at a named barrier, again and again"),
+        ("bar_sync_2_warpgroups", 3, 256, 1, 0, "BAR", "two warpgroups at a named barrier, again and again"),
+        ("bar_sync_3_warpgroups", 3, 384, 1, 0, "BAR", "three warpgroups at a named barrier, again and again"),
+        ("named_barrier_handover", 4, 256, 2, 0, "BAR", "two warpgroups take turns by bar.sync and bar.arrive"),
+        ("bulk_copy_1_kib", 5, 32, 1, 1 << 10, "UBLKCP", "1 KiB from L2 by the copy engine, issue to arrival"),
+        ("bulk_copy_8_kib", 5, 32, 1, 1 << 13, "UBLKCP", "8 KiB from L2 by the copy engine, issue to arrival"),
+        ("bulk_copy_16_kib", 5, 32, 1, 1 << 14, "UBLKCP", "16 KiB from L2 by the copy engine, issue to arrival"),
+        ("bulk_copy_32_kib", 5, 32, 1, 1 << 15, "UBLKCP", "32 KiB from L2 by the copy engine, issue to arrival"),
+        ("shared_load_latency", 6, 32, 1, 0, "LDS", "a load from shared memory whose address the one before it loaded"),
+    )
+    for name, what, threads, per_pass, size, opcode, how in steps:
+        yield Case(
+            name=name,
+            group="latency",
+            kernel="latency",
+            threads=threads,
+            unit="clk",
+            how=how,
+            per_pass=float(per_pass),
+            repeats=200,
+            defines={"WHAT": what},
+            smem_bytes=_SMEM_BYTES if size else 0,
+            count=size,
+            opcodes={opcode: -1},
+        )
+
+
+def _warpgroups(number: int) -> str:
+    return f"{number} warpgroup{'s' if number > 1 else ''}"
+
+
+def _flops(width: int, steps: int) -> float:
+    """Of one warp: a quarter of what its warpgroup does."""
+    return 2.0 * _ROWS * width * 16 * steps / 4
+
+
+def _products() -> Iterator[Case]:
+    for groups in (1, 2, 3):
+        for width in (64, 128, 192, 256):
+            for registers in (0, 1):
+                if groups == 3 and width == 256 and registers:
+                    continue  # does not fit into 168 registers a thread
+                for in_flight in (0, 1):
+                    for transposed in (0, 1):
+                        if transposed and (width > 128 or in_flight == 0):
+                            continue
+                        where = "registers" if registers else "shared memory"
+                        order = "B as V lies (MN-major)" if transposed else "B as K lies (K-major)"
+                        yield Case(
+                            name=f"wgmma_n{width}_{groups}wg_{'rs' if registers else 'ss'}"
+                            f"{'_v' if transposed else ''}{'' if in_flight else '_drained'}",
+                            group="wgmma",
+                            kernel="wgmma_rate",
+                            threads=128 * groups,
+                            unit="FLOP/clk/SM",
+                            how=f"m64n{width}k16, {_warpgroups(groups)}, A in {where}, {order}, "
+                            + ("a group of 8 under way while the next is issued" if in_flight else "waited for by 8"),
+                            per_pass=_flops(width, _STEPS),
+                            repeats=30,
+                            defines={
+                                "WIDTH": width,
+                                "A_IN_REGISTERS": registers,
+                                "B_TRANSPOSED": transposed,
+                                "IN_FLIGHT": in_flight,
+                                "STEPS": _STEPS,
+                            },
+                            smem_bytes=_SMEM_BYTES,
+                            opcodes={"HGMMA": _STEPS},
+                        )
+
+
+def _issues() -> Iterator[Case]:
+    for groups in (1, 2):
+        for width in (64, 128, 192):
+            for registers in (0, 1):
+                for each in (0, 1):
+                    issues = 16
+                    where = "registers" if registers else "shared memory"
+                    yield Case(
+                        name=f"issue_n{width}_{groups}wg_{'rs' if registers else 'ss'}{'_each' if each else ''}",
+                        group="issue",
+                        kernel="wgmma_issue",
+                        threads=128 * groups,
+                        unit="clk",
+                        how=f"{issues} products m64n{width}k16 issued in a row by {_warpgroups(groups)}, A in {where}: "
+                        "the clock " + ("after each" if each else "after the last") + ", and after the wait",
+                        per_pass=1.0,
+                        repeats=4,
+                        defines={"WIDTH": width, "A_IN_REGISTERS": registers, "EACH": each},
+                        smem_bytes=_SMEM_BYTES,
+                        opcodes={"HGMMA": issues},
+                        stamps=issues + 1,
+                    )
+        for issues in (1, 4, 8):
+            yield Case(
+                name=f"issue_{issues}_n64_{groups}wg_rs",
+                group="issue",
+                kernel="wgmma_issue",
+                threads=128 * groups,
+                unit="clk",
+                how=f"{issues} products m64n64k16 issued in a row, A in registers: the clock after the last, "
+                "and after the wait",
+                per_pass=1.0,
+                repeats=4,
+                defines={"WIDTH": 64, "A_IN_REGISTERS": 1, "EACH": 0},
+                smem_bytes=_SMEM_BYTES,
+                opcodes={"HGMMA": issues},
+                stamps=issues + 1,
+            )
+
+
+_MIXES: Mapping[str, tuple[int, int, int]] = {
+    # maxima, sums, every how manieth exponential is a polynomial
+    "softmax": (1, 1, 0),
+    "softmax_without_max": (0, 1, 0),
+    "softmax_without_sum": (1, 0, 0),
+    "softmax_without_max_and_sum": (0, 0, 0),
+    "softmax_polynomial_4": (1, 1, 4),
+    "softmax_polynomial_8": (1, 1, 8),
+    "softmax_without_sum_polynomial_4": (1, 0, 4),
+    "softmax_without_max_and_sum_polynomial_4": (0, 0, 4),
+}
+_HELD = 32
+
+
+def _mixes() -> Iterator[Case]:
+    for name, (take_max, take_sum, every) in _MIXES.items():
+        for warps in (4, 8, 12, 16):
+            powers = _HELD - (_HELD // every if every else 0)
+            yield Case(
+                name=f"{name}_{warps // 4}_warps",
+                group="softmax",
+                kernel="mix",
+                threads=32 * warps,
+                unit="clk/score",
+                how=f"softmax of scores in registers, {warps // 4} warps a scheduler: scale and subtract, exponential, "
+                "half a pack"
+                + (", maximum" if take_max else "")
+                + (", sum" if take_sum else "")
+                + (f"; every {every}th exponential a polynomial" if every else ""),
+                per_pass=32.0 * _HELD,
+                repeats=60,
+                defines={
+                    "HELD": _HELD,
+                    "TAKE_MAX": take_max,
+                    "TAKE_SUM": take_sum,
+                    "POLYNOMIAL_EVERY": every,
+                    "SHUFFLES": 0,
+                },
+                opcodes={
+                    "MUFU.EX2": powers,
+                    "F2FP.F16": _HELD // 2,
+                    "FMNMX": -_HELD * take_max,
+                    "FADD": -_HELD * take_sum,
+                },
+            )
+
+
+_OPS: Mapping[str, tuple[int, str, float]] = {
+    # macro OP, beginning of the opcode, operations of a thread a pass
+    "nothing": (13, "HGMMA", 0.0),
+    "ex2": (0, "MUFU.EX2", _CHAINS * _UNROLL),
+    "ffma": (1, "FFMA", _CHAINS * _UNROLL),
+    "fadd": (2, "FADD", _CHAINS * _UNROLL),
+    "fmnmx": (4, "FMNMX", _CHAINS * _UNROLL),
+    "pack": (5, "F2FP.F16", _CHAINS * _UNROLL),
+    "hfma2": (6, "HFMA2", _CHAINS * _UNROLL),
+    "shuffle": (7, "SHFL", _CHAINS * _UNROLL),
+    "hmnmx2": (9, "HMNMX2", _CHAINS * _UNROLL),
+    "imad": (10, "IMAD", _CHAINS * _UNROLL),
+    "shf": (11, "SHF", _CHAINS * _UNROLL),
+    "softmax": (12, "MUFU.EX2", _HELD),
+    "softmax_without_max": (12, "MUFU.EX2", _HELD),
+}
+
+
+def _overlaps() -> Iterator[Case]:
+    for name, (op, opcode, amount) in _OPS.items():
+        for tensor, scalar in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)):
+            if name == "nothing" and (tensor == 0 or scalar > 1):
+                continue
+            for width in (64, 128):
+                for registers in (0, 1):
+                    if tensor == 0 and (width, registers) != (64, 1):
+                        continue
+                    where = "registers" if registers else "shared memory"
+                    beside = name.replace("_", " ")
+                    yield Case(
+                        name=f"{name}_{scalar}wg_alone"
+                        if tensor == 0
+                        else f"wgmma_n{width}_{tensor}wg_{'rs' if registers else 'ss'}_beside_{name}_{scalar}wg",
+                        group="overlap",
+                        kernel="overlap",
+                        threads=128 * (tensor + scalar),
+                        unit="FLOP/clk/SM" if tensor else "ops/clk/SM",
+                        how=f"{beside} by {_warpgroups(scalar)}, nothing beside it"
+                        if tensor == 0
+                        else f"m64n{width}k16 by {_warpgroups(tensor)}, A in {where}; beside it {beside} by {scalar}",
+                        per_pass=_flops(width, 8) if tensor else 32.0 * amount,
+                        repeats=60,
+                        count=1 << 40,
+                        first_warps=4 * tensor if tensor else None,
+                        beside_per_pass=32.0 * amount if tensor else 0.0,
+                        defines={
+                            "OP": op,
+                            "TENSOR_GROUPS": tensor,
+                            "WIDTH": width,
+                            "A_IN_REGISTERS": registers,
+                            "TAKE_MAX": int(name == "softmax"),
+                        },
+                        smem_bytes=_SMEM_BYTES,
+                        opcodes={opcode: -int(amount)} | ({"HGMMA": 8} if tensor else {}),
+                    )
+
+
+_ORDERS: Mapping[str, int] = {"serial": 0, "across": 1, "subtiles": 2, "halves": 3}
+_LOOPS: Sequence[tuple[str, int, int, int]] = (
+    # order, warpgroups, keys a tile, head dim: as far as 65,536 registers go
+    *(("serial", groups, keys, 64) for groups in (1, 2, 3) for keys in (64, 128, 192)),
+    *(("across", groups, keys, 64) for groups in (1, 2, 3) for keys in (64, 128)),
+    ("across", 2, 192, 64),
+    *((order, groups, 64, 64) for order in ("subtiles", "halves") for groups in (1, 2)),
+    ("subtiles", 2, 32, 64),
+    ("halves", 2, 32, 64),
+    ("halves", 3, 32, 64),
+    *(("serial", groups, keys, 128) for groups in (1, 2) for keys in (64, 128)),
+    *(("across", groups, keys, 128) for groups in (1, 2) for keys in (64, 128)),
+    ("across", 3, 64, 128),
+)
+_LOOP_MIXES: Mapping[str, tuple[int, int, int, int]] = {
+    # maxima, sums (2: by the tensor cores), every how manieth exponential is a polynomial, the output rescaled
+    "softmax": (1, 1, 0, 0),
+    "rescaled": (1, 1, 0, 1),
+    "without_max": (0, 1, 0, 0),
+    "without_sum": (1, 0, 0, 0),
+    "sum_by_product": (1, 2, 0, 0),
+    "without_max_sum_by_product": (0, 2, 0, 0),
+    "polynomial_4": (1, 1, 4, 0),
+}
+_LOOPS_OF_ALL_MIXES = (
+    ("serial", 3, 128, 64),
+    ("across", 2, 128, 64),
+    ("across", 3, 128, 64),
+    ("subtiles", 2, 64, 64),
+    ("halves", 2, 64, 64),
+    ("across", 2, 128, 128),
+)
+
+
+_DETAILS: Mapping[str, int] = {"in_turns": 1, "asks": 2, "votes": 4, "in_turns_asks_votes": 7}
+_LOOPS_OF_ALL_DETAILS = (("across", 3, 128, 64), ("across", 2, 128, 128))
+
+
+def _loops() -> Iterator[Case]:
+    for loop in _LOOPS:
+        order, *_ = loop
+        for anchored in (0, 1) if order != "serial" else (0,):
+            for mix in _LOOP_MIXES if loop in _LOOPS_OF_ALL_MIXES else ("softmax",):
+                if order == "halves" and anchored and _LOOP_MIXES[mix][1] == 2:
+                    continue  # does not fit into the registers
+                yield _loop(loop, anchored, mix)
+    for loop in _LOOPS_OF_ALL_DETAILS:
+        for detail in _DETAILS:
+            yield _loop(loop, 1, "without_max", detail)
+
+
+def _loop(loop: tuple[str, int, int, int], anchored: int, mix: str, detail: str = "") -> Case:
+    order, groups, keys, head_dim = loop
+    tiles = 2 if order in ("subtiles", "halves") else 1
+    take_max, take_sum, every, rescale = _LOOP_MIXES[mix]
+    extra = [part for part in ("" if mix == "softmax" else mix, detail) if part]
+    return Case(
+        name="_".join(
+            ["loop", order, *(["anchored"] if anchored else []), f"d{head_dim}", f"{groups}wg", f"n{keys}", *extra]
+        ),
+        group="loop",
+        kernel="attention_loop",
+        threads=128 * groups,
+        unit="clk/score",
+        how=f"products and softmax alone, order {order.upper()}"
+        + (" forced upon the compiler" if anchored else "")
+        + f", {_warpgroups(groups)}, tiles of {keys} keys, D={head_dim}"
+        + "".join(f", {part.replace('_', ' ')}" for part in extra),
+        per_pass=float(_ROWS * keys * tiles) / 4,
+        repeats=40,
+        defines={
+            "ORDER": _ORDERS[order],
+            "KEYS": keys,
+            "HEAD_DIM": head_dim,
+            "TAKE_MAX": take_max,
+            "TAKE_SUM": take_sum,
+            "POLYNOMIAL_EVERY": every,
+            "RESCALE": rescale,
+            "ANCHORED": anchored,
+            "DETAILS": _DETAILS[detail] if detail else 0,
+        },
+        smem_bytes=_SMEM_BYTES,
+        opcodes={
+            "HGMMA": tiles * (head_dim // 16 + keys // 16),
+            "MUFU.EX2": tiles * (keys // 2 - (keys // 2 // every if every else 0)),
+        },
+    )
+
+
+CASES: Mapping[str, Case] = {
+    case.name: case for case in (*_units(), *_latencies(), *_products(), *_issues(), *_mixes(), *_overlaps(), *_loops())
+}
+"""Every case, by name, in the order in which they run."""
+
+
+def choose(names: Sequence[str] | None) -> tuple[Case, ...]:
+    """The cases of those names or groups; all where None.
+
+    Raises:
+        ParameterError: no case or group of that name.
+    """
+    if names is None:
+        return tuple(CASES.values())
+    groups = {case.group for case in CASES.values()}
+    for name in names:
+        if name not in CASES and name not in groups:
+            raise ParameterError(
+                f"case: wanted one of the groups {', '.join(sorted(groups))}, or a case's name, got {name!r}"
+            )
+    return tuple(case for case in CASES.values() if case.name in names or case.group in names)
+
+
+# --- Machine code -----------------------------------------------------------------------------------------------------
+
+
+def compile_case(case: Case) -> Cubin:
+    """Its machine code.
+
+    Raises:
+        As `compiler.compile_file`: CompileError where it does not fit into the registers.
+    """
+    from flashlab.build.compiler import compile_file
+
+    return compile_file(case.source, entry=case.entry, arch=ARCH, defines=case.macros)
+
+
+def count_opcodes(case: Case, cubin: Cubin) -> dict[str, int]:
+    """How many instructions begin with each of the case's opcodes.
+
+    Raises:
+        CompileError: others than the case must have: the compiler left out, or doubled, what was to be measured.
+    """
+    counted = Counter(
+        prefix
+        for instruction in sass.disassemble(cubin.code, case.entry)
+        for prefix in case.opcodes
+        if instruction.opcode.startswith(prefix)
+    )
+    for prefix, wanted in case.opcodes.items():
+        got = counted[prefix]
+        if got < -wanted or (wanted > 0 and got != wanted):
+            raise CompileError(
+                f"{case.name}: wanted {'at least ' if wanted < 0 else ''}{abs(wanted)} instructions {prefix}, got "
+                f"{got}: what was to be measured is not what was compiled",
+                command="",
+                log=cubin.log,
+                source_line=None,
+            )
+    return {prefix: counted[prefix] for prefix in case.opcodes}
+
+
+def compile_all(cases: Sequence[Case]) -> list[tuple[Cubin, dict[str, int]]]:
+    """The machine code of each, and its opcodes as counted; several at once.
+
+    Raises:
+        As `compile_case` and `count_opcodes`.
+    """
+
+    def one(case: Case) -> tuple[Cubin, dict[str, int]]:
+        cubin = compile_case(case)
+        return cubin, count_opcodes(case, cubin)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(one, cases))
+
+
+# --- From clocks to readings ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """What one block's warps reported."""
+
+    value: float
+    beside: float | None
+    stamps: tuple[float, ...]
+
+
+def block_of(case: Case, words: Sequence[int]) -> Block:
+    """Make a block's words into values: WORDS integers a warp, as kernels/chip/chip.cuh lays them.
+
+    Raises:
+        ParameterError: a warp that went nowhere, or in no time: the words are not a run's.
+    """
+    width = _WORDS + case.stamps
+    warps = [tuple(words[at : at + width]) for at in range(0, len(words), width)]
+    if len(warps) != case.threads // 32 or any(w[1] <= w[0] or w[2] <= 0 for w in warps):
+        raise ParameterError(f"{case.name}: wanted clocks of {case.threads // 32} warps, got {warps[:4]} …")
+    first = warps if case.first_warps is None else warps[: case.first_warps]
+    others = [] if case.first_warps is None else warps[case.first_warps :]
+    stamps = tuple(float(median(w[_WORDS + i] for w in first)) for i in range(case.stamps))
+    clocks = max(w[1] for w in first) - min(w[0] for w in first)
+    amount = sum(w[2] for w in first) * case.per_pass
+    if case.group == "issue":
+        value = stamps[-1]
+    elif case.unit == "clk":
+        value = clocks / (first[0][2] * case.per_pass)
+    elif case.unit == "clk/score":
+        value = clocks / amount
+    else:
+        value = amount / clocks
+    # The other warps go on for a moment after the first have ended, so that each has clocks of its own.
+    beside = sum(w[2] * case.beside_per_pass / (w[1] - w[0]) for w in others) if case.beside_per_pass else None
+    return Block(value=value, beside=beside, stamps=stamps)
+
+
+class _Runner:
+    """Launches cases on one GPU."""
+
+    def __init__(self, device: int) -> None:
+        self.info = gpu.info(device)
+        if self.info.arch != ARCH:
+            raise UnsupportedError(f"wanted a GPU that runs {ARCH}, which has wgmma, got {self.info.arch}")
+        self.device = device
+        self._backend = CudaBackend(device)  # makes the context current
+        longest = max(case.threads // 32 * (_WORDS + case.stamps) for case in CASES.values())
+        self._out = Buffer.new(8 * longest * self.info.sm_count)
+        self._in = Buffer.new(_INPUT_BYTES)
+
+    def words(self, case: Case, function: gpu.Function, blocks: int) -> list[list[int]]:
+        """One launch; the words of each block."""
+        size = case.threads // 32 * (_WORDS + case.stamps)
+        launch = gpu.Launch(
+            function,
+            grid=(blocks, 1, 1),
+            block=(case.threads, 1, 1),
+            smem_bytes=case.smem_bytes,
+            params=(MicroParams(self._out.pointer, self._in.pointer, case.count, case.repeats),),
+            stream=0,
+        )
+        gpu.call("cuMemsetD8", self._out.pointer, 0, self._out.size_bytes)
+        launch()
+        gpu.call("cuCtxSynchronize")
+        host = (ctypes.c_longlong * (size * blocks))()
+        gpu.call("cuMemcpyDtoH", ctypes.addressof(host), self._out.pointer, ctypes.sizeof(host))
+        return [list(host[at : at + size]) for at in range(0, size * blocks, size)]
+
+
+def measure(
+    names: Sequence[str] | None = None,
+    *,
+    data: Path = DATA,
+    device: int = 0,
+    launches: int = LAUNCHES,
+    announce: Callable[[str], None] = lambda name: None,
+) -> Path:
+    """Run cases and append a record of each to a new file of data/<gpu>/chip.
+
+    Args:
+        names: cases or groups; all where None.
+        data: folder of the records.
+        device: GPU's index.
+        launches: on one SM, and as many on all.
+        announce: called with each case's name before it runs.
+
+    Returns:
+        The file.
+
+    Raises:
+        ParameterError: no such case.
+        NoGpuError, UnsupportedError: no Hopper GPU.
+        CompileError: a case's machine code is not what it must be.
+        LaunchError, OutputError, MissingPackageError: as they say.
+    """
+    chosen = choose(names)
+    runner = _Runner(device)
+    info = runner.info
+    commit, dirty = provenance.source()
+    started = datetime.now(UTC)
+    run = f"{started:%Y%m%dT%H%M%SZ}-{commit[:7] if commit != 'unknown' else '0000000'}{'-dirty' if dirty else ''}"
+    identity = store.Gpu.model_validate({name: getattr(info, name) for name in store.Gpu.model_fields})
+    software = provenance.software()
+    path = writable_dir(data / info.slug / "chip", "records") / f"{run}.jsonl"
+    with path.open("a", encoding="utf-8") as file:
+        for case, (cubin, opcodes) in zip(chosen, compile_all(chosen), strict=True):
+            announce(case.name)
+            function = gpu.load(cubin, device, smem_bytes=case.smem_bytes)
+            runner.words(case, function, 1)  # the first launch loads it, and finds the instructions in no cache
+            alone = [block_of(case, runner.words(case, function, 1)[0]) for _ in range(launches)]
+            together = [
+                median(block_of(case, words).value for words in runner.words(case, function, info.sm_count))
+                for _ in range(launches)
+            ]
+            reading = Reading(
+                run=run,
+                time=datetime.now(UTC).isoformat(timespec="seconds"),
+                gpu=identity,
+                source=store.Source(commit=commit, dirty=dirty),
+                software=software,
+                name=case.name,
+                group=case.group,
+                unit=case.unit,
+                value=median(block.value for block in alone),
+                one_sm=tuple(block.value for block in alone),
+                all_sms=tuple(together),
+                beside=tuple(block.beside for block in alone if block.beside is not None),
+                stamps=alone[-1].stamps,
+                how=case.how,
+                kernel=case.kernel,
+                defines=case.macros,
+                repeats=case.repeats,
+                sha256=cubin.sha256,
+                registers=cubin.resources.registers,
+                opcodes=opcodes,
+            )
+            file.write(reading.model_dump_json() + "\n")
+            file.flush()
+    store.write_checksums(info.slug, data)
+    return path
+
+
+# --- Reading them back ------------------------------------------------------------------------------------------------
+
+
+def read(path: Path) -> tuple[tuple[Reading, ...], tuple[store.Damage, ...]]:
+    """A file of readings: what is sound, and what could not be read."""
+    found: list[Reading] = []
+    damage: list[store.Damage] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        try:
+            found.append(Reading.model_validate_json(line))
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "line"
+            damage.append(store.Damage(path, number, f"{where}: {first['msg']}"))
+    return tuple(found), tuple(damage)
+
+
+def newest(gpu_slug: str, data: Path = DATA) -> dict[str, Reading]:
+    """The newest reading of each case on a GPU.
+
+    Raises:
+        NoDataError: there is none.
+    """
+    files = sorted((data / gpu_slug / "chip").glob("*.jsonl"))
+    found = {reading.name: reading for path in files for reading in read(path)[0]}
+    if not found:
+        raise NoDataError(
+            f"wanted readings of the units of GPU {gpu_slug!r} under {data / gpu_slug / 'chip'}, found none. "
+            "`flashlab chip` on such a GPU makes some."
+        )
+    return found

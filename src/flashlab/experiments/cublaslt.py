@@ -1,0 +1,592 @@
+"""Attention in three passes: Q·K by cuBLASLt, a softmax kernel, P·V by cuBLASLt; between them, scores in global memory.
+
+cuBLASLt is called through ctypes, because neither torch nor CuPy lets its algorithm be chosen. Its matrices are
+column-major, so that everything here is transposed: Sᵀ = K · Qᵀ and Oᵀ = Vᵀ · Pᵀ, on the tensors as they lie.
+
+A product's batch is a run of heads whose addresses are evenly spaced, in Q, K, V and O alike: all of them where tensors
+are contiguous, those that share keys under grouped-query attention, one where nothing is regular.
+
+The stage's tunables say how: `HEADS_A_CALL`, `SETUP_EACH_CALL`, `SCORES_FP32`, `SPLIT_K`. On a CPU, NumPy takes
+cuBLASLt's place (`Emulated`), and the softmax is the kernel's own code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from flashlab.core.errors import LaunchError, MissingPackageError, UnsupportedError
+from flashlab.core.problem import BYTES_PER_ELEMENT, DType, Problem
+from flashlab.run import emulator, gpu
+from flashlab.run.gpu import DeviceArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from flashlab.build.compiler import LaunchShape
+
+WORKSPACE_BYTES = 32 << 20
+"""What cuBLASLt may use besides its operands: its documentation's advice for Hopper."""
+PITCH = 8
+"""Rows of scores are padded to a multiple of so many elements: the softmax reads 8 at once."""
+_MAX_HEADS = 65535
+"""A CUDA grid's limit in its second dimension."""
+_MAX_ALIGNMENT_BYTES = 256
+
+# cuda_runtime's cudaDataType_t, cublasLt.h's enumerations.
+_CUDA_R_32F, _CUDA_R_16F, _CUDA_R_16BF = 0, 2, 14
+_DATA_TYPES: Mapping[str, int] = {"float16": _CUDA_R_16F, "bfloat16": _CUDA_R_16BF, "float32": _CUDA_R_32F}
+_COMPUTE_32F = 68
+_OP_N, _OP_T = 0, 1
+_DESC_TRANSA, _DESC_TRANSB = 3, 4
+_LAYOUT_BATCH_COUNT, _LAYOUT_BATCH_OFFSET = 5, 6
+_PREF_WORKSPACE = 1
+_PREF_ALIGNMENTS = (5, 6, 7, 8)
+_CONFIG_SPLIT_K, _CONFIG_REDUCTION = 2, 3
+_REDUCTIONS = (2, 4, 1)
+"""How the parts of a split sum meet: in FP32 in the workspace, in the output's type, in place."""
+_MANY_ALGORITHMS = 64
+"""How many are asked for when one that can be split is looked for."""
+
+
+class SoftmaxParams(ctypes.Structure):
+    """kernels/dead_ends/cublaslt_unfused.cu, `SoftmaxParams`."""
+
+    _fields_ = (
+        ("scores", ctypes.c_void_p),
+        ("probs", ctypes.c_void_p),
+        ("LSE", ctypes.c_void_p),
+        ("pitch", ctypes.c_longlong),
+        ("q_len", ctypes.c_int),
+        ("kv_len", ctypes.c_int),
+    )
+
+
+class _Algorithm(ctypes.Structure):
+    """cublasLt.h, `cublasLtMatmulAlgo_t`."""
+
+    _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLt.h, `cublasLtMatmulHeuristicResult_t`."""
+
+    _fields_ = (
+        ("algorithm", _Algorithm),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+# --- which heads go together ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Heads of Q that one call multiplies, evenly spaced in every tensor."""
+
+    first: int
+    """Index of the first, counted through batch and heads."""
+    count: int
+    pointers: Mapping[str, int]
+    """Address of the first head's first row in Q, K, V and O."""
+    strides: Mapping[str, int]
+    """Elements from one head to the next; 0 where all read the same one."""
+
+
+def groups(problem: Problem, arrays: Mapping[str, DeviceArray], most: int) -> tuple[Heads, ...]:
+    """The problem's heads in as few calls as their addresses allow, of `most` heads each at most (0: any number)."""
+    per_key_head = problem.q_heads // problem.kv_heads
+
+    def address(name: str, index: int) -> int:
+        array = arrays[name]
+        batch, head = divmod(index, problem.q_heads)
+        own = head if name in "QO" else head // per_key_head
+        return array.pointer + BYTES_PER_ELEMENT * (batch * array.strides[0] + own * array.strides[1])
+
+    total = problem.batch * problem.q_heads
+    limit = min(most or total, _MAX_HEADS)
+    found: list[Heads] = []
+    first = 0
+    while first < total:
+        pointers = {name: address(name, first) for name in arrays}
+        count = 1
+        steps: dict[str, int] = dict.fromkeys(arrays, 0)
+        while first + count < total and count < limit:
+            following = {name: address(name, first + count) - address(name, first + count - 1) for name in arrays}
+            if count > 1 and following != steps:
+                break
+            steps = following
+            count += 1
+        strides = {name: step // BYTES_PER_ELEMENT for name, step in steps.items()}
+        found.append(Heads(first=first, count=count, pointers=pointers, strides=strides))
+        first += count
+    return tuple(found)
+
+
+# --- products ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matrix:
+    """A column-major matrix, and how many of it lie how far apart."""
+
+    dtype: str
+    rows: int
+    columns: int
+    pitch: int
+    """Elements from a column to the next."""
+    stride: int
+    """Elements from a matrix to the next."""
+    alignment_bytes: int
+    """That every column of every one starts on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """d = alpha · op(a) · b, `count` times; FP32 sums. op transposes where `transpose_a`."""
+
+    a: Matrix
+    b: Matrix
+    d: Matrix
+    transpose_a: bool
+    alpha: float
+    count: int
+    split_k: int = 1
+    """Parts that the sum is split into."""
+
+
+def _alignment(pointer: int, pitch: int, stride: int, itemsize: int) -> int:
+    return math.gcd(pointer or _MAX_ALIGNMENT_BYTES, pitch * itemsize, stride * itemsize, _MAX_ALIGNMENT_BYTES)
+
+
+def products(
+    problem: Problem,
+    arrays: Mapping[str, DeviceArray],
+    heads: Heads,
+    *,
+    scale_log2: float,
+    parameters: Mapping[str, int],
+) -> tuple[Product, Product]:
+    """Q·K and P·V of some heads. The scores come out scaled, in units of log2."""
+    pitch = pitch_of(problem)
+    head_stride = problem.q_len * pitch
+
+    def of_tensor(name: str, length: int) -> Matrix:
+        row_stride = arrays[name].strides[2] if length > 1 else problem.head_dim
+        return Matrix(
+            dtype=problem.dtype,
+            rows=problem.head_dim,
+            columns=length,
+            pitch=row_stride,
+            stride=heads.strides[name],
+            alignment_bytes=_alignment(heads.pointers[name], row_stride, heads.strides[name], BYTES_PER_ELEMENT),
+        )
+
+    def of_scores(dtype: str, itemsize: int) -> Matrix:
+        return Matrix(
+            dtype=dtype,
+            rows=problem.kv_len,
+            columns=problem.q_len,
+            pitch=pitch,
+            stride=head_stride,
+            alignment_bytes=_alignment(0, pitch, head_stride, itemsize),
+        )
+
+    wide = bool(parameters["SCORES_FP32"])
+    q, out = of_tensor("Q", problem.q_len), of_tensor("O", problem.q_len)
+    k, v = of_tensor("K", problem.kv_len), of_tensor("V", problem.kv_len)
+    scores = of_scores("float32", 4) if wide else of_scores(problem.dtype, BYTES_PER_ELEMENT)
+    probs = of_scores(problem.dtype, BYTES_PER_ELEMENT)
+    return (
+        Product(a=k, b=q, d=scores, transpose_a=True, alpha=scale_log2, count=heads.count),
+        Product(
+            a=v, b=probs, d=out, transpose_a=False, alpha=1.0, count=heads.count, split_k=max(1, parameters["SPLIT_K"])
+        ),
+    )
+
+
+def pitch_of(problem: Problem) -> int:
+    """Elements from a row of scores to the next."""
+    return -(-problem.kv_len // PITCH) * PITCH
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """cuBLASLt.
+
+    Raises:
+        MissingPackageError: it is not there.
+    """
+    try:
+        pathfinder = importlib.import_module("cuda.pathfinder")
+        found = pathfinder.load_nvidia_dynamic_lib("cublasLt")
+        library = ctypes.CDLL(found.abs_path or "libcublasLt.so.13")
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MissingPackageError(
+            f"wanted the library cuBLASLt, got: {str(error).splitlines()[0]}. "
+            "`pip install 'nvidia-cublas>=13,<14'` installs it; so does torch."
+        ) from error
+    library.cublasLtGetStatusString.restype = ctypes.c_char_p
+    return library
+
+
+def _call(function: str, *arguments: Any) -> None:
+    """Call cuBLASLt. Pointers must be ctypes values: a bare Python integer would be cut to 32 bits.
+
+    Raises:
+        LaunchError: it returned an error.
+    """
+    status = getattr(_library(), function)(*arguments)
+    if status:
+        text = _library().cublasLtGetStatusString(status).decode()
+        raise LaunchError(f"{function}: {text} ({status})")
+
+
+def _made(function: str, *arguments: Any) -> ctypes.c_void_p:
+    """What a function that creates something hands out through its first argument."""
+    made = ctypes.c_void_p()
+    _call(function, ctypes.byref(made), *arguments)
+    return made
+
+
+def _set(function: str, target: Any, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
+    _call(function, target, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
+
+
+class Handle:
+    """cuBLASLt's state on the current device."""
+
+    def __init__(self) -> None:
+        self.value = _made("cublasLtCreate")
+
+    def close(self) -> None:
+        """Give it back."""
+        _call("cublasLtDestroy", self.value)
+
+
+class Matmul:
+    """A product described to cuBLASLt, with an algorithm chosen."""
+
+    def __init__(self, handle: Handle, product: Product) -> None:
+        self._handle = handle
+        self._made: list[tuple[str, ctypes.c_void_p]] = []
+        try:
+            self._describe(product)
+            self.algorithm = self._choose(product)
+        except BaseException:
+            self.close()
+            raise
+
+    def _keep(self, kind: str, made: ctypes.c_void_p) -> ctypes.c_void_p:
+        self._made.append((f"cublasLt{kind}Destroy", made))
+        return made
+
+    def _layout(self, matrix: Matrix, count: int) -> ctypes.c_void_p:
+        layout = self._keep(
+            "MatrixLayout",
+            _made(
+                "cublasLtMatrixLayoutCreate",
+                _DATA_TYPES[matrix.dtype],
+                ctypes.c_uint64(matrix.rows),
+                ctypes.c_uint64(matrix.columns),
+                ctypes.c_int64(matrix.pitch),
+            ),
+        )
+        if count > 1:
+            set_layout = "cublasLtMatrixLayoutSetAttribute"
+            _set(set_layout, layout, _LAYOUT_BATCH_COUNT, ctypes.c_int32(count))
+            _set(set_layout, layout, _LAYOUT_BATCH_OFFSET, ctypes.c_int64(matrix.stride))
+        return layout
+
+    def _describe(self, product: Product) -> None:
+        self._alpha, self._beta = ctypes.c_float(product.alpha), ctypes.c_float(0.0)
+        self._operation = self._keep("MatmulDesc", _made("cublasLtMatmulDescCreate", _COMPUTE_32F, _CUDA_R_32F))
+        for attribute, transposed in ((_DESC_TRANSA, product.transpose_a), (_DESC_TRANSB, False)):
+            choice = ctypes.c_int32(_OP_T if transposed else _OP_N)
+            _set("cublasLtMatmulDescSetAttribute", self._operation, attribute, choice)
+        self._a, self._b, self._d = (self._layout(m, product.count) for m in (product.a, product.b, product.d))
+        self._preference = self._keep("MatmulPreference", _made("cublasLtMatmulPreferenceCreate"))
+        set_preference = "cublasLtMatmulPreferenceSetAttribute"
+        _set(set_preference, self._preference, _PREF_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
+        for attribute, matrix in zip(_PREF_ALIGNMENTS, (product.a, product.b, product.d, product.d), strict=True):
+            _set(set_preference, self._preference, attribute, ctypes.c_uint32(matrix.alignment_bytes))
+
+    def _layouts(self) -> tuple[ctypes.c_void_p, ...]:
+        return (self._operation, self._a, self._b, self._d, self._d)
+
+    def _choose(self, product: Product) -> _Algorithm:
+        wanted = _MANY_ALGORITHMS if product.split_k > 1 else 1
+        found, count = (_Heuristic * wanted)(), ctypes.c_int(0)
+        operands = ", ".join(
+            f"{name} {m.rows}x{m.columns} {m.dtype}, columns {m.pitch} apart, aligned to {m.alignment_bytes} bytes"
+            for name, m in (("a", product.a), ("b", product.b), ("d", product.d))
+        )
+        split = f", its sum split in {product.split_k}" if product.split_k > 1 else ""
+        none = UnsupportedError(f"cuBLASLt has no algorithm for a product of {operands}{split}")
+        try:
+            _call(
+                "cublasLtMatmulAlgoGetHeuristic",
+                self._handle.value,
+                *self._layouts(),
+                self._preference,
+                wanted,
+                found,
+                ctypes.byref(count),
+            )
+        except LaunchError as error:
+            raise none from error
+        offered: list[_Algorithm] = [one.algorithm for one in found[: count.value] if one.state == 0]
+        if product.split_k == 1 and offered:
+            return offered[0]
+        for algorithm in offered:
+            if self._split(algorithm, product.split_k):
+                return algorithm
+        raise none
+
+    def _split(self, algorithm: _Algorithm, parts: int) -> bool:
+        """Whether an algorithm can split the sum; then it is set to."""
+        configure, pointer = "cublasLtMatmulAlgoConfigSetAttribute", ctypes.byref(algorithm)
+        for reduction in _REDUCTIONS:
+            checked = _Heuristic()
+            try:
+                _set(configure, pointer, _CONFIG_SPLIT_K, ctypes.c_int32(parts))
+                _set(configure, pointer, _CONFIG_REDUCTION, ctypes.c_uint32(reduction))
+                _call("cublasLtMatmulAlgoCheck", self._handle.value, *self._layouts(), pointer, ctypes.byref(checked))
+            except LaunchError:
+                continue  # Not this one: cuBLASLt says so by an error.
+            if checked.workspace_bytes <= WORKSPACE_BYTES:
+                return True
+        return False
+
+    def __call__(self, a: int, b: int, d: int, workspace: int, stream: int) -> None:
+        """Enqueue it on addresses on the device."""
+        out = ctypes.c_void_p(d)
+        _call(
+            "cublasLtMatmul",
+            self._handle.value,
+            self._operation,
+            ctypes.byref(self._alpha),
+            ctypes.c_void_p(a),
+            self._a,
+            ctypes.c_void_p(b),
+            self._b,
+            ctypes.byref(self._beta),
+            out,
+            self._d,
+            out,
+            self._d,
+            ctypes.byref(self.algorithm),
+            ctypes.c_void_p(workspace),
+            ctypes.c_size_t(WORKSPACE_BYTES),
+            ctypes.c_void_p(stream),
+        )
+
+    def close(self) -> None:
+        """Give its descriptions back."""
+        while self._made:
+            function, made = self._made.pop()
+            _call(function, made)
+
+
+@contextmanager
+def _set_up(product: Product) -> Iterator[tuple[Matmul, int]]:
+    """A product with a handle, descriptions and workspace of its own, and the workspace's address."""
+    handle = Handle()
+    try:
+        matmul = Matmul(handle, product)
+        workspace = int(gpu.call("cuMemAlloc", WORKSPACE_BYTES))
+        try:
+            yield matmul, workspace
+        finally:
+            gpu.call("cuMemFree", workspace)  # waits until the device is done
+            matmul.close()
+    finally:
+        handle.close()
+
+
+# --- the three passes, on a GPU ---------------------------------------------------------------------------------------
+
+
+def scratch_bytes(problem: Problem, heads: int, parameters: Mapping[str, int]) -> int:
+    """Device memory for scores and probabilities of `heads` heads."""
+    elements = heads * problem.q_len * pitch_of(problem)
+    return elements * (BYTES_PER_ELEMENT + (4 if parameters["SCORES_FP32"] else 0))
+
+
+@dataclass(frozen=True)
+class _Step:
+    """What one group of heads needs."""
+
+    heads: Heads
+    qk: Product
+    pv: Product
+    softmax: gpu.Launch
+
+
+class Passes:
+    """All three passes over all heads, ready: calling it enqueues them."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        arrays: Mapping[str, DeviceArray],
+        *,
+        lse_pointer: int | None,
+        scale_log2: float,
+        parameters: Mapping[str, int],
+        function: gpu.Function,
+        shape: LaunchShape,
+        device: int,
+        stream: int,
+    ) -> None:
+        """Choose algorithms and allocate memory. `arrays` are Q, K, V and O; `parameters` the stage's tunables.
+
+        Raises:
+            UnsupportedError: the scores do not fit in memory, or cuBLASLt has no algorithm for a product.
+            MissingPackageError: no cuBLASLt.
+            LaunchError: cuBLASLt or the driver refuses.
+        """
+        found = groups(problem, arrays, parameters["HEADS_A_CALL"])
+        most = max(heads.count for heads in found)
+        wanted = scratch_bytes(problem, most, parameters)
+        free = gpu.memory_free_bytes(device)
+        if wanted + WORKSPACE_BYTES > free:
+            raise UnsupportedError(
+                f"wanted {wanted / 1e9:.1f} GB for the scores of {most} heads of {problem.label}, got a GPU with "
+                f"{free / 1e9:.1f} GB free. Fewer HEADS_A_CALL need less."
+            )
+        rows = most * problem.q_len * pitch_of(problem)
+        self._probs = gpu.Zeroed(device, rows * BYTES_PER_ELEMENT, stream)
+        self._wide = gpu.Zeroed(device, rows * 4, stream) if parameters["SCORES_FP32"] else None
+        self._scores = (self._wide or self._probs).pointer
+        self._stream = stream
+        self._steps: list[_Step] = []
+        for heads in found:
+            qk, pv = products(problem, arrays, heads, scale_log2=scale_log2, parameters=parameters)
+            lse = None if lse_pointer is None else lse_pointer + 4 * heads.first * problem.q_len
+            told = SoftmaxParams(
+                self._scores, self._probs.pointer, lse, pitch_of(problem), problem.q_len, problem.kv_len
+            )
+            softmax = gpu.Launch(
+                function,
+                grid=(-(-problem.q_len // shape.tile_q), heads.count, 1),
+                block=(shape.threads, 1, 1),
+                smem_bytes=shape.smem_bytes,
+                params=[told],
+                stream=stream,
+            )
+            self._steps.append(_Step(heads, qk, pv, softmax))
+        self._each_call = bool(parameters["SETUP_EACH_CALL"])
+        self._matmuls: dict[Product, Matmul] = {}
+        self._workspace: gpu.Zeroed | None = None
+        with gpu.context(device):
+            if self._each_call:
+                for product in {one for step in self._steps for one in (step.qk, step.pv)}:
+                    with _set_up(product):  # so that a product that cannot be done is refused now
+                        pass
+            else:
+                self._handle = Handle()
+                self._workspace = gpu.Zeroed(device, WORKSPACE_BYTES, stream)
+                for step in self._steps:
+                    for product in (step.qk, step.pv):
+                        if product not in self._matmuls:
+                            self._matmuls[product] = Matmul(self._handle, product)
+
+    def _multiply(self, product: Product, a: int, b: int, d: int) -> None:
+        if self._workspace is None:
+            with _set_up(product) as (matmul, workspace):
+                matmul(a, b, d, workspace, self._stream)
+        else:
+            self._matmuls[product](a, b, d, self._workspace.pointer, self._stream)
+
+    def __call__(self) -> None:
+        """Enqueue everything, a group of heads after the other. The device's context must be current."""
+        for step in self._steps:
+            pointers = step.heads.pointers
+            self._multiply(step.qk, pointers["K"], pointers["Q"], self._scores)
+            step.softmax()
+            self._multiply(step.pv, pointers["V"], self._probs.pointer, pointers["O"])
+
+    def __del__(self) -> None:
+        # At exit, or after a kernel broke the context, the process's end frees it; there is nobody to tell.
+        with suppress(Exception):
+            for matmul in self._matmuls.values():
+                matmul.close()
+            self._handle.close()
+
+
+# --- on a CPU ---------------------------------------------------------------------------------------------------------
+
+
+class Emulated:
+    """The three passes with NumPy's products: `arguments` and `grid` are for the softmax kernel between them."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        arrays: Mapping[str, Any],
+        *,
+        lse: emulator.Pointer | None,
+        scale_log2: float,
+        parameters: Mapping[str, int],
+        shape: LaunchShape,
+    ) -> None:
+        """Multiply Q by K. `arrays` are NumPy's Q, K, V and O, (batch, heads, length, head_dim) each."""
+        import numpy as np
+
+        self._problem, self._arrays = problem, arrays
+        q, k = (_floats(arrays[name], problem.dtype) for name in "QK")
+        group = problem.q_heads // problem.kv_heads
+        scores = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(scale_log2)
+        heads, pitch = problem.batch * problem.q_heads, pitch_of(problem)
+        narrow = _narrow(problem.dtype)
+        self._probs = np.full((heads, problem.q_len, pitch), np.nan, dtype=narrow)
+        pointers = {}
+        flat = scores.reshape(heads, problem.q_len, problem.kv_len)
+        if parameters["SCORES_FP32"]:
+            wide = np.full(self._probs.shape, np.nan, dtype=np.float32)
+            wide[..., : problem.kv_len] = flat
+            pointers[SoftmaxParams.scores.offset] = emulator.Pointer(array=wide, access="r", name="scores")
+        else:
+            self._probs[..., : problem.kv_len] = flat.astype(narrow)
+        pointers[SoftmaxParams.probs.offset] = emulator.Pointer(array=self._probs, access="rw", name="probs")
+        if lse is not None:
+            pointers[SoftmaxParams.LSE.offset] = lse
+        told = SoftmaxParams(None, None, None, pitch, problem.q_len, problem.kv_len)
+        self.arguments: Sequence[emulator.Structure] = [emulator.Structure(value=told, pointers=pointers)]
+        self.grid = (-(-problem.q_len // shape.tile_q), heads, 1)
+
+    def finish(self) -> None:
+        """Multiply what the kernel made of the scores by V, into O."""
+        import numpy as np
+
+        problem = self._problem
+        shape = (problem.batch, problem.q_heads, problem.q_len, -1)
+        probs = self._probs[..., : problem.kv_len].astype(np.float32).reshape(shape)
+        group = problem.q_heads // problem.kv_heads
+        out = probs @ np.repeat(_floats(self._arrays["V"], problem.dtype), group, axis=1)
+        target = self._arrays["O"]
+        target.view(_narrow(problem.dtype))[...] = out.astype(_narrow(problem.dtype))
+
+
+def _narrow(dtype: DType) -> Any:
+    import ml_dtypes
+    import numpy as np
+
+    return np.float16 if dtype == "float16" else ml_dtypes.bfloat16
+
+
+def _floats(array: Any, dtype: DType) -> Any:
+    """float32 values of a NumPy array; bfloat16 may come as its bits."""
+    import numpy as np
+
+    return array.view(_narrow(dtype)).astype(np.float32)

@@ -1,0 +1,949 @@
+"""The cycle model of one tile: how long an SM takes over it, by its units' rates and the order of a kernel's steps.
+
+Everything is counted in clocks of one SM a score, so that the clock's frequency does not matter. There are two answers:
+
+- a floor, `Floor`: the clocks that each unit needs for its share of a score, as if the order of things did not matter.
+  Products and the FP32 pipe share what an SM can do; exponentials and the ALU pipe are slower while products run.
+- a loop, `simulate`: groups of four warps on one SM go through their steps, tile after tile. Products queue for the
+  tensor cores. Softmaxes share the other units: how fast they are together, by how many there are and whether products
+  run beside them, is measured. What one group cannot fill the others do, as far as there are others.
+
+A call adds what its blocks' beginnings, the last wave and scores that a mask throws away cost. Rates come from readings
+(chip.py) and ceilings (roofline.py); what is written down here are facts of the architecture and of the kernels'
+structure. Nothing is fitted to a kernel's time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Literal, NamedTuple
+
+from flashlab.core.errors import NoDataError, ParameterError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Mask, Problem
+from flashlab.experiments import chip
+from flashlab.kernels import registry
+from flashlab.record import store
+from flashlab.run import choice
+from flashlab.run import gpu as gpus
+from flashlab.show import tables
+
+Order = Literal["in turns", "ping-pong"]
+"""Whether groups of warps take turns at the products by a barrier, or as it comes."""
+
+LANES = 128
+"""Instructions times threads that an SM issues a clock: four schedulers, a warp of 32 each."""
+SMEM_BYTES = 128
+"""That shared memory delivers a clock."""
+GROUP_ROWS = 64
+"""Query rows of a warpgroup's product."""
+GROUP_THREADS = 128
+_LDMATRIX_BYTES = 512
+"""Of an ldmatrix.x4 of a warp."""
+_MMA_SYNC_FLOP = 4096
+"""Of an mma.m16n8k16 of a warp."""
+_WGMMA_K = 16
+_OLD_MAXIMUM = ("13_overlap", "14_stale_max", "15_renormalize", "16_ones_column")
+"""Stages whose exponentials are taken against an old maximum, or a reference that moves only when it must."""
+_PERSISTENT = ("12_persistent", "13_tma_store", *_OLD_MAXIMUM)
+"""Stages whose blocks stay, and in which each consumer stops at its own diagonal."""
+
+
+class Speeds(NamedTuple):
+    """Scores a clock of softmaxes on an SM together, by how many groups of four warps are at it."""
+
+    alone: Mapping[int, float]
+    beside: Mapping[int, float]
+    """While products run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What an SM of one GPU does; instructions are counted by thread."""
+
+    sm_count: int
+    clock_mhz: float
+    wgmma: float
+    """FLOP a clock."""
+    mma_sync: float | None
+    """FLOP a clock of the warp-level products; None where their ceiling was not measured."""
+    fma: float
+    """FFMA a clock."""
+    alu: float
+    """FMNMX a clock."""
+    exp2: float
+    shared: float
+    """Products' share of their rate plus FFMA's of theirs, when both run at once; 1 where they exclude each other."""
+    alu_beside: float
+    """FMNMX a clock while products run."""
+    exp2_beside: float
+    softmax: Speeds
+    softmax_without_max: Speeds
+    product_latency: float
+    """Clocks from issuing the first of some products to the end of the last, beyond those that they take."""
+    handover: float
+    """Clocks of a named barrier from one warpgroup to another."""
+    wait: float
+    """Clocks of asking an mbarrier whose phase is complete."""
+    copy: float
+    """Clocks of a copy of 16 KiB from L2, issue to arrival."""
+
+
+def rates_of(readings: Mapping[str, chip.Reading], ceilings: Mapping[str, store.Ceiling] | None = None) -> Rates:
+    """The model's rates from readings of the chip, and ceilings where there are any.
+
+    Raises:
+        NoDataError: a reading is missing.
+    """
+
+    def read(name: str) -> chip.Reading:
+        if name not in readings:
+            raise NoDataError(f"wanted a reading of {name} for the cycle model, found none. `flashlab chip` makes it")
+        return readings[name]
+
+    gpu = read("ffma_16_warps").gpu
+    clock_mhz = gpu.max_sm_clock_mhz
+    if clock_mhz is None:
+        raise NoDataError(f"wanted the highest SM clock of {gpu.name}, which its records lack")
+    mma = (ceilings or {}).get("mma_sync_float16")
+    mma_sync = None
+    if mma is not None:
+        # Records of version 1 have the clock after the calls alone, which is higher than the one in them.
+        clocks = mma.samples.call_clock_mhz or mma.samples.sm_clock_mhz
+        if clocks:
+            mma_sync = mma.value * 1e6 / (gpu.sm_count * median(clocks))
+    wgmma = read("wgmma_n128_2wg_rs").value
+    fma = read("ffma_16_warps").value
+    both = read("wgmma_n128_2wg_rs_beside_ffma_2wg")
+    issued = len(read("issue_n64_1wg_ss").stamps) - 1
+
+    def speeds(mix: str) -> Speeds:
+        alone = {groups: 1 / read(f"{mix}_{groups}_warps").value for groups in (1, 2, 3, 4)}
+        slow = {groups: median(read(f"wgmma_n128_2wg_rs_beside_{mix}_{groups}wg").beside) for groups in (1, 2)}
+        # More warpgroups than these do not fit beside two that multiply; they lose the same share.
+        return Speeds(alone, slow | {groups: alone[groups] * slow[2] / alone[2] for groups in (3, 4)})
+
+    return Rates(
+        sm_count=gpu.sm_count,
+        clock_mhz=clock_mhz,
+        wgmma=wgmma,
+        mma_sync=mma_sync,
+        fma=fma,
+        alu=read("fmnmx_16_warps").value,
+        exp2=read("ex2_16_warps").value,
+        shared=both.value / wgmma + median(both.beside) / fma,
+        alu_beside=median(read("wgmma_n128_2wg_rs_beside_fmnmx_2wg").beside),
+        exp2_beside=median(read("wgmma_n128_2wg_rs_beside_ex2_2wg").beside),
+        softmax=speeds("softmax"),
+        softmax_without_max=speeds("softmax_without_max"),
+        product_latency=read("issue_n64_1wg_ss").value - issued * product_clocks(64, wgmma),
+        handover=read("named_barrier_handover").value,
+        wait=read("mbarrier_try_wait").value,
+        copy=read("bulk_copy_16_kib").value,
+    )
+
+
+def product_clocks(width: int, flop_per_clock: float) -> float:
+    """Clocks of one m64nNk16."""
+    return 2.0 * GROUP_ROWS * width * _WGMMA_K / flop_per_clock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """What the model must know of a kernel."""
+
+    stage: str
+    order: Order
+    head_dim: int
+    keys: int
+    """A tile."""
+    group_rows: int
+    """Query rows of a group of four warps."""
+    groups: int
+    """A block."""
+    blocks: int
+    """On an SM at once."""
+    warpgroup_products: bool
+    """wgmma; else mma.sync."""
+    rescales: bool = True
+    """Whether the output is multiplied at every tile."""
+    product_sums: bool = False
+    """Whether the row sums are a column of the products."""
+    adds: bool = True
+    """Whether the FP32 pipe adds up the rows."""
+    maxima: bool = True
+    """Whether every score is compared with its row's maximum."""
+    persistent: bool = False
+    overlaps: bool = False
+    """Whether P·V of a tile is under way during a softmax of the same group."""
+    waits: bool = True
+    """Whether a group asks an mbarrier for each tile of K and V."""
+
+    @property
+    def tile_rows(self) -> int:
+        """Query rows of a block."""
+        return self.group_rows * self.groups
+
+    @property
+    def groups_per_sm(self) -> int:
+        """Groups of four warps on an SM."""
+        return self.groups * self.blocks
+
+    @property
+    def flops(self) -> float:
+        """Of both products, a score."""
+        return 4.0 * self.head_dim + (2.0 * 8 if self.product_sums else 0.0)
+
+    @property
+    def fma(self) -> float:
+        """Instructions of the FP32 pipe a score: scale and subtract, sum, and the output's share of a rescale."""
+        return 1.0 + self.adds + (self.head_dim / self.keys if self.rescales else 0.0)
+
+    @property
+    def alu(self) -> float:
+        """Instructions of the ALU pipe a score: maximum, half a pack."""
+        return 0.5 + self.maxima
+
+    @property
+    def smem_bytes(self) -> float:
+        """That warps load a score as fragments of K and V; a wgmma reads its operands itself, within its clocks."""
+        return 0.0 if self.warpgroup_products else 2.0 * 2 * self.head_dim / (self.group_rows / 4)
+
+    @property
+    def issued(self) -> float:
+        """Instructions a score, all of them, by thread."""
+        own = self.fma + self.alu + 1.0
+        if self.warpgroup_products:
+            return own
+        return own + 32 * (4.0 * self.head_dim / _MMA_SYNC_FLOP + self.smem_bytes / _LDMATRIX_BYTES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """Clocks a score of one SM that each limit asks for, whatever the order."""
+
+    products_and_fma: float
+    exponentials: float
+    alu: float
+    issue: float
+    smem: float
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """By name, for people."""
+        return {
+            "products and FP32 pipe": self.products_and_fma,
+            "exponentials": self.exponentials,
+            "ALU pipe": self.alu,
+            "issue slots": self.issue,
+            "shared memory": self.smem,
+        }
+
+    @property
+    def value(self) -> float:
+        """With every unit at work all the time."""
+        return max(self.limits.values())
+
+    @property
+    def why(self) -> str:
+        """What sets it."""
+        return max(self.limits, key=lambda name: self.limits[name])
+
+
+def _products_rate(kernel: Kernel, rates: Rates) -> float:
+    rate = rates.wgmma if kernel.warpgroup_products else rates.mma_sync
+    if rate is None:
+        raise NoDataError("wanted the ceiling mma_sync_float16 on record, found none. `flashlab bench` measures it")
+    return rate
+
+
+def floor(kernel: Kernel, rates: Rates) -> Floor:
+    """What no order of a kernel's steps can pass.
+
+    Raises:
+        NoDataError: it uses mma.sync, of whose rate there is no ceiling on record.
+    """
+    products = kernel.flops / _products_rate(kernel, rates)
+    return Floor(
+        products_and_fma=max(products, (products + kernel.fma / rates.fma) / rates.shared),
+        exponentials=_beside(1.0, rates.exp2, rates.exp2_beside, products),
+        alu=_beside(kernel.alu, rates.alu, rates.alu_beside, products),
+        issue=kernel.issued / LANES,
+        smem=kernel.smem_bytes / SMEM_BYTES,
+    )
+
+
+def _beside(amount: float, rate: float, rate_beside: float, products: float) -> float:
+    """Clocks of `amount` at `rate`, or at `rate_beside` for as long as products run, which is `products` clocks."""
+    if amount <= rate_beside * products:
+        return amount / rate_beside
+    return products + (amount - rate_beside * products) / rate
+
+
+class Step(NamedTuple):
+    """What a group does next."""
+
+    kind: Literal["issue", "wait", "softmax", "pause", "take turn", "pass turn"]
+    amount: float = 0.0
+    """Clocks of the tensor cores, scores of a softmax, or clocks of a pause."""
+    name: str = ""
+    """Of the product that is issued or waited for."""
+
+
+def steps_of(kernel: Kernel, rates: Rates) -> tuple[Step, ...]:
+    """The steps of a group of four warps over one tile of keys.
+
+    Raises:
+        NoDataError: as `floor`.
+    """
+    scores = kernel.group_rows * kernel.keys
+    clocks = scores * max(kernel.flops / _products_rate(kernel, rates), kernel.smem_bytes / SMEM_BYTES) / 2
+    latency = Step("pause", rates.product_latency if kernel.warpgroup_products else 0.0)
+    # The output's rescale is work of the FP32 pipe, told as so many scores more.
+    beyond = max(0.0, kernel.fma - 2.0) / rates.fma * max(rates.softmax.alone.values())
+    softmax = Step("softmax", scores * (1 + beyond))
+    tile = Step("pause", rates.wait if kernel.waits else 0.0)
+    qk, pv = Step("issue", clocks, "QK"), Step("issue", clocks, "PV")
+    done_qk, done_pv = Step("wait", name="QK"), Step("wait", name="PV")
+    turn = (Step("take turn"),) if kernel.order == "ping-pong" else ()
+    passed = (Step("pass turn"),) if kernel.order == "ping-pong" else ()
+    if kernel.overlaps:
+        # P·V is of the tile before.
+        return (tile, *turn, qk, tile, pv, *passed, done_qk, latency, softmax, done_pv)
+    if turn:
+        # P·V of this tile and Q·K of the next, in one turn.
+        return (tile, *turn, pv, tile, qk, done_pv, done_qk, *passed, latency, softmax)
+    return (tile, qk, done_qk, latency, softmax, tile, pv, done_pv, latency)
+
+
+@dataclass
+class _Group:
+    """A group of four warps on its way through its steps."""
+
+    at: int = 0
+    left: float = 0.0
+    """Of the step that it is at."""
+    tiles: int = 0
+
+
+_WARM_TILES, _TILES = 16, 64
+
+
+def simulate(steps: Sequence[Step], groups: int, speeds: Speeds, scores: float) -> float:
+    """Clocks a score of an SM on which so many groups go through their steps again and again, each on its own.
+
+    Args:
+        steps: of a tile.
+        groups: of four warps, on the SM.
+        speeds: of their softmaxes.
+        scores: of a tile of one group.
+
+    Raises:
+        ParameterError: steps that never end: a wait for what nobody issues, or a turn that nobody passes.
+    """
+    going = [_Group() for _ in range(groups)]
+    queues: list[list[tuple[str, float]]] = [[] for _ in going]
+    turn: int | None = None
+    waiting: list[int] = []  # for the turn, in the order in which they came
+
+    def advance(index: int) -> None:
+        group = going[index]
+        group.at += 1
+        if group.at == len(steps):
+            group.at, group.tiles = 0, group.tiles + 1
+
+    def settle(index: int) -> bool:
+        """Do what takes no time; whether there was any such step."""
+        nonlocal turn
+        group, step = going[index], steps[going[index].at]
+        if step.kind == "issue":
+            queues[index].append((step.name, step.amount))
+        elif step.kind == "wait":
+            if any(name == step.name for name, _ in queues[index]):
+                return False
+        elif step.kind == "take turn":
+            if index not in waiting and turn != index:
+                waiting.append(index)
+            if turn is not None or waiting[0] != index:
+                return False
+            turn = waiting.pop(0)
+        elif step.kind == "pass turn":
+            turn = None
+        elif group.left > 0:
+            return False
+        advance(index)
+        entered = steps[group.at]
+        if entered.kind in ("softmax", "pause"):
+            group.left = entered.amount
+        return True
+
+    def settle_all() -> None:
+        while any(settle(index) for index in range(groups)):
+            pass
+
+    for index, group in enumerate(going):
+        # Not all at once: blocks that start together drift apart.
+        group.left = steps[0].amount + index if steps[0].kind in ("softmax", "pause") else 0.0
+    clock = began = 0.0
+    warm = 0
+    settle_all()
+    while min(group.tiles for group in going) < _TILES:
+        if not began and min(group.tiles for group in going) >= _WARM_TILES:
+            began, warm = clock, sum(group.tiles for group in going)
+        exponentiating = [group for group in going if steps[group.at].kind == "softmax"]
+        pausing = [group for group in going if steps[group.at].kind == "pause"]
+        multiplying = [queue for queue in queues if queue]
+        by_groups = speeds.beside if multiplying else speeds.alone
+        number = min(len(exponentiating), max(by_groups))
+        softmax_rate = by_groups[number] / len(exponentiating) if exponentiating else 0.0
+        ends = [group.left / softmax_rate for group in exponentiating]
+        ends += [group.left for group in pausing]
+        ends += [queue[0][1] * len(multiplying) for queue in multiplying]
+        if not ends:
+            raise ParameterError(f"steps: wanted some that come to an end, got {list(steps)} of {groups} groups")
+        passed = min(ends)
+        clock += passed
+        for group in exponentiating:
+            group.left = _rest(group.left, passed * softmax_rate)
+        for group in pausing:
+            group.left = _rest(group.left, passed)
+        for queue in multiplying:
+            name, left = queue.pop(0)
+            left = _rest(left, passed / len(multiplying))
+            if left:
+                queue.insert(0, (name, left))
+        settle_all()
+    done = sum(group.tiles for group in going) - warm
+    return (clock - began) / (done * scores)
+
+
+def loop_of(kernel: Kernel, rates: Rates) -> float:
+    """Clocks a score of a kernel's inner loop, by `simulate`.
+
+    Raises:
+        NoDataError: as `floor`.
+    """
+    speeds = rates.softmax if kernel.maxima else rates.softmax_without_max
+    scores = float(kernel.group_rows * kernel.keys)
+    return simulate(steps_of(kernel, rates), kernel.groups_per_sm, speeds, scores)
+
+
+def _rest(left: float, done: float) -> float:
+    """What is left, 0 where rounding is all that is."""
+    return left - done if left - done > 1e-6 else 0.0
+
+
+# --- A whole call -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the model says of a kernel on a problem."""
+
+    kernel: Kernel
+    problem: Problem
+    floor: Floor
+    loop: float
+    """Clocks a score of the inner loop."""
+    computed: float
+    """Scores computed over scores wanted: a mask's edge costs whole tiles."""
+    waves: float
+    """Blocks that the SMs have room for over those that there are, in whole waves."""
+    begin: float
+    """A block's time over that of its inner loop."""
+    cycles_per_score: float
+    """Of the whole call, as `records.cycles_per_score` counts them."""
+    clock_mhz: float
+    """That the rate is given at."""
+    tflops: float
+
+
+def predict(kernel: Kernel, problem: Problem, rates: Rates, clock_mhz: float | None = None) -> Prediction:
+    """Predict a kernel on a problem.
+
+    Args:
+        kernel: what is known of it.
+        problem: what it computes.
+        rates: of the SM.
+        clock_mhz: SM clock that the rate is given at; the GPU's highest where None. No other number depends on it.
+
+    Raises:
+        NoDataError: as `floor`.
+    """
+    found = floor(kernel, rates)
+    loop = max(found.value, loop_of(kernel, rates))
+    rows = GROUP_ROWS if kernel.persistent else kernel.tile_rows  # that stop at the mask together
+    computed = _computed(problem, rows, kernel.keys)
+    blocks = problem.batch * problem.q_heads * math.ceil(problem.q_len / kernel.tile_rows)
+    room = rates.sm_count * kernel.blocks
+    # Blocks under a causal mask differ in length, and short ones fill the last wave: it is as if they were small.
+    waves = 1.0 if problem.causal else math.ceil(blocks / room) * room / blocks
+    scores = kernel.tile_rows * problem.kv_len * (0.5 if problem.causal else 1.0)
+    fill = rates.copy + 2 * rates.wait + rates.product_latency
+    hidden = kernel.persistent or kernel.blocks > 1
+    begin = 1.0 if hidden else 1.0 + fill / (loop * scores)
+    cycles = loop * computed * waves * begin
+    clock_mhz = rates.clock_mhz if clock_mhz is None else clock_mhz
+    seconds = cycles * problem.batch * problem.q_heads * problem.visible_scores / (rates.sm_count * clock_mhz * 1e6)
+    return Prediction(
+        kernel=kernel,
+        problem=problem,
+        floor=found,
+        loop=loop,
+        computed=computed,
+        waves=waves,
+        begin=begin,
+        cycles_per_score=cycles,
+        clock_mhz=clock_mhz,
+        tflops=problem.flops / seconds / 1e12,
+    )
+
+
+def _computed(problem: Problem, rows: int, keys: int) -> float:
+    """Scores in whole tiles of rows × keys that a mask leaves something of, over the scores wanted."""
+    total = 0
+    for first in range(0, problem.q_len, rows):
+        last = min(first + rows, problem.q_len) - 1
+        seen = problem.kv_len
+        if problem.causal:
+            seen = min(problem.kv_len, max(0, last + 1 + problem.kv_len - problem.q_len))
+        total += min(rows, problem.q_len - first) * math.ceil(seen / keys) * keys
+    return total / problem.visible_scores
+
+
+def kernel_of(
+    stage_id: str, head_dim: int, parameters: Mapping[str, int], blocks_per_sm: int | None = None
+) -> Kernel | None:
+    """What the model must know of a stage with these tunables; None for one that it does not describe.
+
+    Args:
+        stage_id: the stage.
+        head_dim: of the problem.
+        parameters: every tunable of the stage and its value.
+        blocks_per_sm: resident on an SM, as the driver counts them; where None as many as MIN_BLOCKS asks the compiler
+            to leave room for, which may be fewer.
+    """
+    keys = parameters.get("TILE_KV", 0)
+    blocks = parameters.get("MIN_BLOCKS", 1) if blocks_per_sm is None else blocks_per_sm
+    if stage_id in ("07_mma_registers", "08_swizzle"):
+        warps = parameters["WARPS"]
+        return Kernel(
+            stage=stage_id,
+            order="in turns",
+            head_dim=head_dim,
+            keys=keys,
+            group_rows=4 * parameters["TILE_Q"] // warps,
+            groups=max(1, warps // 4),
+            blocks=blocks,
+            warpgroup_products=False,
+            rescales=not parameters.get("LAZY_RESCALE"),
+            product_sums=bool(parameters.get("SUM_BY_MMA")),
+            adds=not parameters.get("SUM_BY_MMA"),
+            waits=False,
+            overlaps=stage_id == "08_swizzle",
+        )
+    if stage_id == "09_wgmma":
+        return Kernel(
+            stage=stage_id,
+            order="in turns",
+            head_dim=head_dim,
+            keys=keys,
+            group_rows=GROUP_ROWS,
+            groups=parameters["NUM_WARPGROUPS"],
+            blocks=blocks,
+            warpgroup_products=True,
+        )
+    if stage_id in ("10_warp_specialized", "11_pingpong", *_PERSISTENT):
+        return Kernel(
+            stage=stage_id,
+            order="ping-pong" if parameters.get("PINGPONG") else "in turns",
+            head_dim=head_dim,
+            keys=keys,
+            group_rows=GROUP_ROWS,
+            groups=parameters["NUM_CONSUMERS"],
+            blocks=blocks,
+            warpgroup_products=True,
+            rescales=stage_id not in _OLD_MAXIMUM,
+            maxima=stage_id not in _OLD_MAXIMUM,
+            product_sums=stage_id == "16_ones_column",
+            overlaps=bool(parameters.get("OVERLAP", stage_id in _PERSISTENT)),
+            persistent=stage_id in _PERSISTENT,
+        )
+    return None
+
+
+RUNGS = (
+    "07_mma_registers",
+    "08_swizzle",
+    "09_wgmma",
+    "10_warp_specialized",
+    "11_pingpong",
+    *_PERSISTENT,
+)
+"""The stages that the model describes."""
+
+
+def first_problems(
+    head_dims: Iterable[int] = (64, 128), masks: Iterable[Mask] = ("full", "causal")
+) -> tuple[Problem, ...]:
+    """The problems that the pages predict: the first shape, float16, by head dim and mask."""
+    return tuple(Problem.parse(f"16x16x2048x{d}", mask=mask) for d in head_dims for mask in masks)
+
+
+def parameters_of(stage_id: str, problem: Problem, gpu: str | None = None, data: Path = DATA) -> dict[str, int]:
+    """The tunables that a stage runs a problem with: the GPU's table over the stage's defaults."""
+    stage = registry.get(stage_id)
+    return stage.parameters(problem.head_dim, choice.parameters(stage, gpu, problem, data=data))
+
+
+def predict_loop(reading: chip.Reading, rates: Rates) -> float | None:
+    """The time of a loop that was measured (group `loop`) by the model, clocks a score; None where it cannot tell."""
+    case = reading.defines
+    if (
+        reading.group != "loop"
+        or case["ORDER"] > 1
+        or case.get("DETAILS")
+        or case["POLYNOMIAL_EVERY"]
+        or case["TAKE_SUM"] != 1
+    ):
+        return None
+    kernel = Kernel(
+        stage=reading.name,
+        order="in turns",
+        head_dim=case["HEAD_DIM"],
+        keys=case["KEYS"],
+        group_rows=GROUP_ROWS,
+        groups=case["THREADS"] // GROUP_THREADS,
+        blocks=1,
+        warpgroup_products=True,
+        rescales=bool(case.get("RESCALE")),
+        maxima=bool(case["TAKE_MAX"]),
+        overlaps=case["ORDER"] == 1,
+        waits=False,
+    )
+    return loop_of(kernel, rates)
+
+
+def measure(source: str, data: Path = DATA) -> Path | None:
+    """Read the units of this machine's GPU where `source` is `measure` and it is a Hopper; the file of readings.
+
+    Raises:
+        As `chip.measure`.
+    """
+    if source != "measure" or gpus.info().arch != chip.ARCH:
+        return None
+    return chip.measure(data=data)
+
+
+# --- Pages ------------------------------------------------------------------------------------------------------------
+
+NOTHING_YET = (
+    "**Nothing has been measured yet.** No readings of the units are on record for this GPU; `flashlab chip` on a "
+    "Hopper GPU makes them."
+)
+
+
+def _readings(gpu: str | None, data: Path) -> dict[str, chip.Reading] | None:
+    try:
+        return chip.newest(gpu or "", data)
+    except NoDataError:
+        return None
+
+
+def _came_from(readings: Iterable[chip.Reading]) -> str:
+    """Which GPU, when, which commit, as a line in italics."""
+    newest = max(readings, key=lambda reading: reading.run)
+    commit = newest.source.commit[:7] + (" and uncommitted changes" if newest.source.dirty else "")
+    return f"*{newest.gpu.name} · {newest.time[:10]} · commit {commit}*\n"
+
+
+def units(gpu: str | None, data: Path = DATA) -> str:
+    """What each unit does a clock, by warps, and its latency, as a Markdown table."""
+    found = _readings(gpu, data)
+    if found is None:
+        return NOTHING_YET
+    names = dict.fromkeys(name.removesuffix("_16_warps") for name in found if name.endswith("_16_warps"))
+    rows: list[list[tables.Cell]] = []
+    for name in names:
+        latency = found.get(f"{name}_latency")
+        rows.append(
+            [
+                name.replace("_", " "),
+                *(found[key].value if (key := f"{name}_{warps}_warps") in found else None for warps in (4, 8, 16)),
+                latency.value if latency else None,
+            ]
+        )
+    header = ("instruction", "a clock, 4 warps", "8 warps", "16 warps", "latency, clocks")
+    return tables.markdown(header, rows) + "\n" + _came_from(found.values())
+
+
+def products(gpu: str | None, data: Path = DATA) -> str:
+    """FLOP a clock and SM of wgmma, by width and warpgroups, as a Markdown table."""
+    found = _readings(gpu, data)
+    if found is None:
+        return NOTHING_YET
+    rows: list[list[tables.Cell]] = []
+    for where, text in (("ss", "shared memory"), ("rs", "registers")):
+        for suffix, how in (("_drained", "waited for by eight"), ("", "the next eight issued before the wait")):
+            for groups in (1, 2, 3):
+                values = [found.get(f"wgmma_n{width}_{groups}wg_{where}{suffix}") for width in (64, 128, 192, 256)]
+                rows.append([text, how, str(groups), *(value.value if value else None for value in values)])
+    header = ("A from", "products", "warpgroups", "n64", "n128", "n192", "n256")
+    text = tables.markdown(header, rows, left=2) + "\n" + _came_from(found.values())
+    try:
+        rates = rates_of(found, store.newest_ceilings(gpu or "", data))
+    except NoDataError:
+        return text
+    if rates.mma_sync is None:
+        return text
+    return text + (
+        f"\nThe warp-level mma.sync reaches {tables.number(rates.mma_sync, 4)}, from its ceiling and the clock in its "
+        f"calls: {_percent(rates.mma_sync, rates.wgmma)} of what two warpgroups reach at n128.\n"
+    )
+
+
+def issue(gpu: str | None, data: Path = DATA) -> str:
+    """What issuing products costs, and when they are done, as a Markdown table."""
+    found = _readings(gpu, data)
+    if found is None:
+        return NOTHING_YET
+    rows: list[list[tables.Cell]] = []
+    for reading in found.values():
+        if reading.group != "issue" or reading.defines["EACH"]:
+            continue
+        count = len(reading.stamps) - 1
+        rows.append(
+            [
+                f"{count} × n{reading.defines['WIDTH']}",
+                "registers" if reading.defines["A_IN_REGISTERS"] else "shared memory",
+                str(reading.defines["THREADS"] // GROUP_THREADS),
+                reading.stamps[-2],
+                reading.stamps[-2] / count,
+                reading.stamps[-1],
+            ]
+        )
+    header = ("products", "A from", "warpgroups", "issued after, clocks", "each", "done after")
+    return tables.markdown(header, rows, left=2) + "\n" + _came_from(found.values())
+
+
+def latencies(gpu: str | None, data: Path = DATA) -> str:
+    """Clocks of handovers and copies, as a Markdown table."""
+    found = _readings(gpu, data)
+    if found is None:
+        return NOTHING_YET
+    rows: list[list[tables.Cell]] = [
+        [reading.how, reading.value] for reading in found.values() if reading.kernel == "latency"
+    ]
+    return tables.markdown(("step", "clocks"), rows) + "\n" + _came_from(found.values())
+
+
+def beside(gpu: str | None, data: Path = DATA) -> str:
+    """What runs beside products, and what either loses, as a Markdown table."""
+    found = _readings(gpu, data)
+    if found is None:
+        return NOTHING_YET
+    rows: list[list[tables.Cell]] = []
+    for name, alone in found.items():
+        if not name.endswith("wg_alone"):
+            continue
+        what, _, groups = name.removesuffix("wg_alone").rpartition("_")
+        for width in (64, 128):
+            for tensor in (1, 2):
+                pair = found.get(f"wgmma_n{width}_{tensor}wg_rs_beside_{what}_{groups}wg")
+                free = found.get(f"wgmma_n{width}_{tensor}wg_rs_beside_nothing_1wg")
+                if pair is None or free is None or not pair.beside:
+                    continue
+                rows.append(
+                    [
+                        what.replace("_", " "),
+                        groups,
+                        f"n{width} by {tensor}",
+                        alone.value,
+                        median(pair.beside),
+                        _percent(median(pair.beside), alone.value),
+                        _percent(pair.value, free.value),
+                    ]
+                )
+    header = ("beside products", "warpgroups", "products", "alone, a clock", "beside", "keeps", "products keep")
+    return tables.markdown(header, rows, left=3) + "\n" + _came_from(found.values())
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %"
+
+
+def softmaxes(gpu: str | None, data: Path = DATA) -> str:
+    """Clocks a score of softmax mixes alone, by warps a scheduler, as a Markdown table."""
+    found = _readings(gpu, data)
+    if found is None:
+        return NOTHING_YET
+    names = dict.fromkeys(
+        name.removesuffix("_1_warps") for name, r in found.items() if r.group == "softmax" and name.endswith("_1_warps")
+    )
+    rows: list[list[tables.Cell]] = [
+        [
+            name.replace("_", " "),
+            *(
+                _clocks(found[key].value) if (key := f"{name}_{warps}_warps") in found else None
+                for warps in (1, 2, 3, 4)
+            ),
+        ]
+        for name in names
+    ]
+    header = ("clocks a score", "1 warp a scheduler", "2", "3", "4")
+    return tables.markdown(header, rows) + "\n" + _came_from(found.values())
+
+
+def _clocks(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def loops(gpu: str | None, data: Path = DATA) -> str:
+    """Clocks a score of inner loops that are products and softmax alone, as a Markdown table, the shortest first."""
+    found = _readings(gpu, data)
+    if found is None:
+        return NOTHING_YET
+    clock = next(iter(found.values())).gpu.max_sm_clock_mhz
+    try:
+        rates: Rates | None = rates_of(found)
+    except NoDataError:
+        rates = None
+    rows: list[list[tables.Cell]] = []
+    chosen = [reading for reading in found.values() if reading.group == "loop"]
+    for reading in sorted(chosen, key=lambda r: (r.defines["HEAD_DIM"], r.value)):
+        head_dim = reading.defines["HEAD_DIM"]
+        at_most = None
+        if clock is not None:
+            at_most = 4.0 * head_dim / reading.value * reading.gpu.sm_count * clock / 1e6
+        _, _, what = reading.how.partition(", order ")
+        said = predict_loop(reading, rates) if rates else None
+        rows.append(
+            [
+                f"D={head_dim}",
+                what[:1] + what[1:].lower().replace(" d=", " D="),
+                _clocks(reading.value),
+                None if said is None else _clocks(said),
+                None if said is None else f"{100 * (said / reading.value - 1):+.0f} %",
+                at_most,
+            ]
+        )
+    header = ("", "loop", "measured, clocks a score", "predicted", "off", "TFLOP/s at the highest clock")
+    return tables.markdown(header, rows, left=2) + "\n" + _came_from(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """A prediction and what was measured."""
+
+    prediction: Prediction
+    """At the clock of the record, where it has one."""
+    clock_measured: bool
+    """Whether it has one."""
+    measured_cycles: float | None
+    """Clocks a score of the newest record with the same tunables; None where there is none."""
+    measured_tflops: float | None
+
+
+def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | None = None) -> list[Compared]:
+    """Every rung's prediction on the first shape, beside the newest measurement of it.
+
+    A measurement counts with the tunables and the resident blocks it was made with: those are what is predicted where
+    there is one, and the rate is given at the clock that its calls had.
+
+    Raises:
+        NoDataError: readings or ceilings are missing.
+    """
+    slug = gpu or ""
+    readings = chip.newest(slug, data)
+    try:
+        ceilings = store.newest_ceilings(slug, data)
+        measured = [row for run in store.runs(slug, data) for row in run.measurements]
+    except NoDataError:
+        ceilings, measured = {}, []
+    rates = rates_of(readings, ceilings)
+    found: list[Compared] = []
+    for problem in problems or first_problems():
+        for stage_id in RUNGS:
+            if stage_id not in registry.RUNGS:
+                continue
+            row = next(
+                (
+                    row
+                    for row in reversed(measured)
+                    if row.name == stage_id and row.problem.problem() == problem and row.status == "ok"
+                ),
+                None,
+            )
+            samples = row.samples_of() if row else None
+            if row is not None and row.cubin is not None:
+                parameters, blocks_per_sm = row.cubin.parameters, row.cubin.blocks_per_sm
+            else:
+                parameters, blocks_per_sm = parameters_of(stage_id, problem, gpu, data), None
+            kernel = kernel_of(stage_id, problem.head_dim, parameters, blocks_per_sm)
+            if kernel is None or (not kernel.warpgroup_products and rates.mma_sync is None):
+                continue
+            clocks = samples.call_clock_mhz if samples else ()
+            found.append(
+                Compared(
+                    prediction=predict(kernel, problem, rates, median(clocks) if clocks else None),
+                    clock_measured=bool(clocks),
+                    measured_cycles=store.cycles_per_score(samples, problem, rates.sm_count) if samples else None,
+                    measured_tflops=problem.tflops(samples.median_us) if samples else None,
+                )
+            )
+    return found
+
+
+def predictions(gpu: str | None, data: Path = DATA) -> str:
+    """Predicted beside measured, as a Markdown table for each problem."""
+    if _readings(gpu, data) is None:
+        return NOTHING_YET
+    try:
+        compared = compare(gpu, data)
+    except NoDataError as error:
+        return f"*{error}*"
+    text: list[str] = []
+    for problem in dict.fromkeys(one.prediction.problem for one in compared):
+        rows: list[list[tables.Cell]] = []
+        for one in compared:
+            found = one.prediction
+            if found.problem != problem:
+                continue
+            kernel = found.kernel
+            off = None
+            if one.measured_cycles:
+                off = f"{100 * (found.cycles_per_score / one.measured_cycles - 1):+.0f} %"
+            rows.append(
+                [
+                    kernel.stage,
+                    kernel.order,
+                    f"{kernel.blocks} × {kernel.groups} × {kernel.group_rows} × {kernel.keys}",
+                    found.floor.why,
+                    _clocks(found.floor.value),
+                    _clocks(found.cycles_per_score),
+                    None if one.measured_cycles is None else _clocks(one.measured_cycles),
+                    off,
+                    f"{tables.number(found.clock_mhz, 4)}{'' if one.clock_measured else ' (highest)'}",
+                    found.tflops,
+                    one.measured_tflops,
+                ]
+            )
+        header = (
+            "stage",
+            "order",
+            "blocks × groups × rows × keys",
+            "floor set by",
+            "floor, clocks a score",
+            "predicted, clocks a score",
+            "measured",
+            "off",
+            "SM clock, MHz",
+            "predicted, TFLOP/s at this clock",
+            "measured, TFLOP/s",
+        )
+        text.append(f"### D={problem.head_dim}, {problem.mask}\n\n{tables.markdown(header, rows, left=4)}")
+    return "\n".join(text)

@@ -1,0 +1,285 @@
+"""Levers: small changes of a stage's source that were tried, each a patch with its question and what was expected.
+
+`kernels/levers/<name>.patch` is a header, an empty line, and a unified diff of the stage's file:
+
+    Stage: 13_overlap
+    Question: one sentence.
+    Prediction: written before the measurement; lines that go on are indented.
+    Why: what came of it; may come later.
+    Problems: 16x16x2048x64 causal bfloat16; ...    those of `PROBLEMS` without it
+    Parameters: 64 causal: TILE_KV=96; 128: ...     tunables of both sides, over those that won on the GPU
+
+    --- a/kernels/dead_ends/13_overlap.cu
+    +++ b/kernels/dead_ends/13_overlap.cu
+    @@ ...
+
+A hunk's lines must stand in the file word for word, once, and in the hunks' order; its line numbers are for people. So
+a change elsewhere in the file leaves a patch good, and a change of what it is about breaks it, which tests notice.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from email.parser import HeaderParser
+from pathlib import Path
+from typing import NamedTuple
+
+from flashlab.core.errors import ParameterError
+from flashlab.core.paths import BUILD, KERNELS, ROOT, writable_dir
+from flashlab.core.problem import DTYPES, MASKS, Problem
+from flashlab.kernels import registry
+
+FOLDER = KERNELS / "levers"
+PATCHED = BUILD / "levers"
+"""Where patched sources are written."""
+PROBLEMS = tuple(
+    Problem.parse(shape, dtype="bfloat16", mask=mask) for shape in ("16x16x2048x64", "16x16x2048x128") for mask in MASKS
+)
+"""What a lever is measured on, where it names nothing else."""
+REFRESH = (
+    "git diff --no-index {stage} build/levers/{name}.cu | sed '1,2d; s|^+++ .*|+++ b/{stage}|', below the header of "
+    "{patch}"
+)
+AXIS = "levers"
+"""The axis of levers' records (`records.Ablation`). Its levels are `AS_IT_IS` and the levers' names."""
+AS_IT_IS = "as it is"
+"""The level of a lever's stage without a change."""
+_FIELDS = ("Stage", "Question", "Prediction", "Why", "Problems", "Parameters")
+_NEEDED = _FIELDS[:3]
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lever:
+    """One change of one stage."""
+
+    name: str
+    stage: str
+    """Its stage's id."""
+    question: str
+    prediction: str
+    """Written before the measurement."""
+    why: str = ""
+    """What came of it, in words; empty where nobody has written it yet."""
+    problems: tuple[Problem, ...] = PROBLEMS
+    choices: Mapping[tuple[int, str], Mapping[str, int]] = field(default_factory=dict)
+    """Tunables of the plain and of the changed source, by head dim and mask."""
+    diff: str
+
+    def parameters(self, problem: Problem) -> dict[str, int]:
+        """Tunables that the lever names for a problem, over those that won on a GPU."""
+        return dict(self.choices.get((problem.head_dim, problem.mask), {}))
+
+    def changed_lines(self) -> tuple[int, int]:
+        """How many lines it adds, and how many it takes away."""
+        hunks = list(_hunks(self.diff, self.name))
+        return sum(hunk.added for hunk in hunks), sum(hunk.removed for hunk in hunks)
+
+    def shown_diff(self) -> str:
+        """The diff with the line numbers that its hunks have in the stage's file as it is now.
+
+        Raises:
+            ParameterError: it does not fit the source as it is now.
+        """
+        source = registry.get(self.stage).source
+        before, after = source.read_text(encoding="utf-8").splitlines(), self.text().splitlines()
+        return "\n".join(difflib.unified_diff(before, after, f"a/{_shown(source)}", f"b/{_shown(source)}", lineterm=""))
+
+    def text(self) -> str:
+        """The stage's source with the change.
+
+        Raises:
+            ParameterError: it does not fit the source as it is now.
+        """
+        return apply(self.diff, registry.get(self.stage).source, name=self.name)
+
+    def write(self, folder: Path = PATCHED) -> Path:
+        """The same in a file of its own, `folder`/<name>.cu.
+
+        Raises:
+            ParameterError: it does not fit the source as it is now.
+            OutputError: the folder cannot be written.
+        """
+        path = writable_dir(folder, "patched kernels") / f"{self.name}.cu"
+        text = self.text()
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            # Renamed into place: another process may be reading it.
+            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
+                file.write(text)
+            Path(file.name).chmod(0o644)
+            Path(file.name).replace(path)
+        return path
+
+
+def names() -> tuple[str, ...]:
+    """Every lever there is, in alphabetical order."""
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.patch")))
+
+
+def get(name: str) -> Lever:
+    """The lever of that name.
+
+    Raises:
+        ParameterError: there is none, or its file is no lever.
+    """
+    if name not in names():
+        raise ParameterError(f"lever: wanted one of {', '.join(names()) or 'none'}, got {name!r}")
+    return parse(name, (FOLDER / f"{name}.patch").read_text(encoding="utf-8"))
+
+
+def choose(chosen: Sequence[str] | None = None) -> tuple[Lever, ...]:
+    """The levers of those names; all where None or empty.
+
+    Raises:
+        ParameterError: there is none of a name, or a file is no lever.
+    """
+    return tuple(get(name) for name in dict.fromkeys(chosen or names()))
+
+
+# --- The file ---------------------------------------------------------------------------------------------------------
+
+
+def parse(name: str, text: str) -> Lever:
+    """A lever from its file's text.
+
+    Raises:
+        ParameterError: the header lacks something, or says what cannot be; or there is no diff of its stage's file.
+    """
+    message = HeaderParser().parsestr(text)
+    fields = {key: " ".join(str(value).split()) for key, value in message.items()}
+    missing = [key for key in _NEEDED if not fields.get(key)]
+    unknown = [key for key in fields if key not in _FIELDS]
+    if missing or unknown or len(message) != len(fields):
+        raise ParameterError(
+            f"lever {name}: wanted a header with {', '.join(_NEEDED)}, and of {', '.join(_FIELDS[3:])} what applies, "
+            f"each once; got {', '.join(message.keys()) or 'none'}"
+        )
+    stage = registry.get(fields["Stage"])
+    problems = tuple(_problem(name, one) for one in _entries(fields.get("Problems", "")))
+    diff = str(message.get_payload()).strip("\n") + "\n"
+    shown = _shown(stage.source)
+    wanted = [f"--- a/{shown}", f"+++ b/{shown}"]
+    if diff.splitlines()[:2] != wanted:
+        raise ParameterError(
+            f"lever {name}: wanted a diff of {shown} alone, which begins with {' and '.join(wanted)}, got "
+            f"{diff.splitlines()[:2]}"
+        )
+    return Lever(
+        name=name,
+        stage=stage.id,
+        question=fields["Question"],
+        prediction=fields["Prediction"],
+        why=fields.get("Why", ""),
+        problems=problems or PROBLEMS,
+        choices=_choices(name, stage, fields.get("Parameters", "")),
+        diff=diff,
+    )
+
+
+def _entries(text: str) -> list[str]:
+    return [entry.strip() for entry in text.split(";") if entry.strip()]
+
+
+def _problem(name: str, entry: str) -> Problem:
+    shape, *words = entry.split()
+    masks = [word for word in words if word in MASKS]
+    dtypes = [word for word in words if word in DTYPES]
+    if len(masks) != 1 or len(dtypes) != 1 or len(words) != 2:
+        raise ParameterError(
+            f"lever {name}, Problems: wanted `BxHxSxD mask dtype`, with one of {', '.join(MASKS)} and one of "
+            f"{', '.join(DTYPES)}, got {entry!r}"
+        )
+    return Problem.parse(shape, dtype=dtypes[0], mask=masks[0])
+
+
+def _choices(name: str, stage: registry.Stage, text: str) -> dict[tuple[int, str], dict[str, int]]:
+    found: dict[tuple[int, str], dict[str, int]] = {}
+    for entry in _entries(text):
+        matched = re.fullmatch(r"(\d+)(?: (full|causal))?:((?:\s+[A-Z0-9_]+=\d+)+)", entry)
+        if matched is None:
+            raise ParameterError(
+                f"lever {name}, Parameters: wanted `head_dim: NAME=number ...` or `head_dim mask: ...`, got {entry!r}"
+            )
+        values = {key: int(value) for key, value in (one.split("=") for one in matched[3].split())}
+        stage.parameters(int(matched[1]), values)
+        for mask in (matched[2],) if matched[2] else MASKS:
+            found[int(matched[1]), mask] = values
+    return found
+
+
+def _shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+# --- The diff ---------------------------------------------------------------------------------------------------------
+
+
+class _Hunk(NamedTuple):
+    line: int
+    """Where it says that it stands, from 1."""
+    old: list[str]
+    new: list[str]
+    added: int
+    removed: int
+
+
+def _hunks(diff: str, name: str) -> Iterator[_Hunk]:
+    lines = diff.splitlines()[2:]
+    while lines:
+        head = _HUNK.match(lines.pop(0))
+        if head is None:
+            raise ParameterError(f"lever {name}: wanted a hunk `@@ -line,lines +line,lines @@`, got another line")
+        num_old, num_new = (1 if head[i] is None else int(head[i]) for i in (2, 3))
+        body: list[str] = []
+        while lines and not lines[0].startswith("@@"):
+            body.append(lines.pop(0) or " ")  # an editor may have taken the space of an empty line
+        old, new = ([line[1:] for line in body if line[0] in signs] for signs in (" -", " +"))
+        if (len(old), len(new)) != (num_old, num_new) or {line[0] for line in body} - set(" -+"):
+            raise ParameterError(
+                f"lever {name}, hunk at line {head[1]}: wanted {num_old} lines before and {num_new} after, as it says, "
+                f"got {len(old)} and {len(new)}"
+            )
+        signs = [line[0] for line in body]
+        yield _Hunk(int(head[1]), old, new, signs.count("+"), signs.count("-"))
+
+
+def apply(diff: str, source: Path, *, name: str) -> str:
+    """The text of `source` with a unified diff applied, word for word: no line of its context may differ.
+
+    Raises:
+        ParameterError: a hunk's lines are not in the source, or more than once, or after those of a later hunk.
+    """
+    text = source.read_text(encoding="utf-8").splitlines()
+    done: list[str] = []
+    for hunk in _hunks(diff, name):
+        size = len(hunk.old)
+        places = [i for i in range(len(text) - size + 1) if text[i : i + size] == hunk.old]
+        if len(places) != 1:
+            stage = _shown(source) if source.is_relative_to(ROOT) else str(source)
+            how = REFRESH.format(stage=stage, name=name, patch=f"kernels/levers/{name}.patch")
+            raise ParameterError(
+                f"lever {name}, hunk at line {hunk.line}: {_mismatch(hunk, text, len(places), stage)}. What works: a "
+                f"copy of {stage} as it is now in build/levers/{name}.cu, the change made in it, and {how}"
+            )
+        done += text[: places[0]] + hunk.new
+        text = text[places[0] + size :]
+    return "\n".join([*done, *text]) + "\n"
+
+
+def _mismatch(hunk: _Hunk, text: Sequence[str], places: int, stage: str) -> str:
+    """What was wanted and what came, at the place that fits best."""
+    if places:
+        return f"wanted its {len(hunk.old)} lines once in {stage}, got them {places} times; more context helps"
+
+    def fitting(start: int) -> int:
+        pairs = zip(hunk.old, text[start:], strict=False)
+        return next((i for i, (old, there) in enumerate(pairs) if old != there), min(len(hunk.old), len(text) - start))
+
+    best = max(range(len(text)), key=fitting, default=0)
+    fits = fitting(best)
+    there = repr(text[best + fits]) if best + fits < len(text) else "the end of the file"
+    return f"wanted {hunk.old[fits]!r} in {stage}, got {there}" + (f" after {text[best + fits - 1]!r}" if fits else "")

@@ -1,0 +1,1 @@
+"""The registry: every stage, dead end and lever, read from data."""

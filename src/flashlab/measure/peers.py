@@ -1,0 +1,445 @@
+"""The libraries measured beside the stages, in the same run and on the same values.
+
+A peer takes contiguous torch tensors in the layout it is made for (`Peer.layout`), `bhsd`: Q (batch, q_heads, q_len,
+head_dim), K and V (batch, kv_heads, kv_len, head_dim), or `bshd`, length before heads; and returns O like Q. Each says
+why it cannot do a problem, so that a missing one is named and never silently dropped.
+
+Causal masks: flashlab aligns them bottom right (as FlashAttention does); torch's `is_causal` aligns top left. They
+agree for square problems alone, so where q_len and kv_len differ a peer gets an explicit bottom-right mask, or says no.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from flashlab.core.errors import ParameterError
+from flashlab.core.paths import KERNELS
+from flashlab.core.problem import Problem
+
+Attention = Callable[[Any, Any, Any], Any]
+"""(q, k, v) -> out, torch tensors; enqueues on torch's current stream."""
+Kind = Literal["missing", "unsupported"]
+Layout = Literal["bhsd", "bshd"]
+"""Order of the dimensions in memory: batch, heads, sequence (length), head dim; or length before heads."""
+
+
+@dataclass(frozen=True)
+class WhyNot:
+    """Why a peer is not measured: `missing` (not installed) or `unsupported` (cannot do this problem here)."""
+
+    kind: Kind
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A library's attention."""
+
+    name: str
+    title: str
+    how: str
+    """The call, for people."""
+    packages: tuple[tuple[str, str], ...]
+    """(module, what to `pip install` for it)."""
+    build: Callable[[Problem], Attention]
+    """Makes the callable for one problem. May compile, then or at its first call; imports what it needs. One that
+    chooses among several ways says which in its attribute `choice`."""
+    limits: Callable[[Problem], str | None] = lambda problem: None
+    """Why this problem is beyond it, from the problem alone; None when it is not."""
+    min_capability: tuple[int, int] = (7, 5)
+    max_capability: tuple[int, int] | None = None
+    needs_memory: bool = False
+    """True where it holds all scores at once."""
+    layout: Layout = "bhsd"
+    """What it is made for, and gets."""
+    writes_lse: bool | None = None
+    """Whether a call under `torch.no_grad()` writes a log-sum-exp too, by its source; None where that depends on what
+    it chooses."""
+    wheel: str = ""
+    """A third party's build that it is called from, which lacks element types that the library's source has."""
+
+    def wrote_lse(self, choice: str = "") -> bool | None:
+        """Whether what was timed wrote a log-sum-exp, given what it chose; None where that is not known."""
+        return _BACKENDS_WRITE_LSE.get(choice) if self.writes_lse is None else self.writes_lse
+
+    def why_not(
+        self, problem: Problem, *, compute_capability: tuple[int, int] | None = None, free_bytes: int | None = None
+    ) -> WhyNot | None:
+        """Why this peer cannot do `problem` here; None when it can.
+
+        `compute_capability` and `free_bytes` (device memory) are checked where given.
+        """
+        for module, requirement in self.packages:
+            if not _installed(module):
+                return WhyNot(
+                    "missing",
+                    f"{self.name} needs the Python package {module}; `pip install '{requirement}'` installs it",
+                )
+        if compute_capability is not None:
+            have = ".".join(map(str, compute_capability))
+            if compute_capability < self.min_capability or (
+                self.max_capability is not None and compute_capability > self.max_capability
+            ):
+                low = ".".join(map(str, self.min_capability))
+                high = f" to {'.'.join(map(str, self.max_capability))}" if self.max_capability else " or newer"
+                return WhyNot("unsupported", f"{self.name} needs compute capability {low}{high}; this GPU has {have}")
+            if problem.dtype == "bfloat16" and compute_capability < (8, 0):
+                return WhyNot("unsupported", f"bfloat16 needs compute capability 8.0 or newer; this GPU has {have}")
+        limit = self.limits(problem)
+        if limit:
+            return WhyNot("unsupported", f"{self.name}: {limit}")
+        if self.needs_memory and free_bytes is not None:
+            wanted = score_bytes(problem)
+            if wanted > free_bytes:
+                return WhyNot(
+                    "unsupported",
+                    f"{self.name} holds all scores in memory: about {wanted / 1e9:.1f} GB for {problem.label}; "
+                    f"{free_bytes / 1e9:.1f} GB are free",
+                )
+        return None
+
+
+_BACKENDS_WRITE_LSE: Mapping[str, bool] = {
+    "CUDNN_ATTENTION": False,
+    "FLASH_ATTENTION": True,
+    "EFFICIENT_ATTENTION": False,
+    "MATH": False,
+}
+"""torch's backends where no gradient is wanted (aten/src/ATen/native/transformers/attention.cpp): cuDNN and the
+memory-efficient kernel are told `compute_logsumexp` false, flash has no such switch and allocates it always."""
+
+
+def in_layout(layout: Layout, *tensors: Any) -> tuple[Any, ...]:
+    """Contiguous torch tensors (batch, heads, length, head_dim) as a peer of that layout takes them.
+
+    Themselves for `bhsd`, copies for `bshd`.
+    """
+    return tensors if layout == "bhsd" else tuple(tensor.transpose(1, 2).contiguous() for tensor in tensors)
+
+
+def bhsd_view(layout: Layout, out: Any) -> Any:
+    """A peer's output as (batch, heads, length, head_dim), a view."""
+    return out if layout == "bhsd" else out.transpose(1, 2)
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that `module` is in
+        return False
+
+
+def score_bytes(problem: Problem) -> int:
+    """Memory an unfused attention needs: scores and probabilities, with one temporary, and two float32 copies of a
+    softmax
+    that is done in float32."""
+    scores = problem.batch * problem.q_heads * problem.q_len * problem.kv_len
+    return scores * (3 * 2 + 2 * 4)
+
+
+def _bottom_right_mask(problem: Problem) -> Any:
+    """True where query i sees key j. (q_len, kv_len) on the current GPU."""
+    torch = importlib.import_module("torch")
+    ones = torch.ones(problem.q_len, problem.kv_len, dtype=torch.bool, device="cuda")
+    return ones.tril(problem.kv_len - problem.q_len)
+
+
+def _square_causal(problem: Problem) -> str | None:
+    if problem.causal and problem.q_len != problem.kv_len:
+        return "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len"
+    return None
+
+
+def _no_blind_rows(problem: Problem) -> str | None:
+    if problem.causal and problem.q_len > problem.kv_len:
+        return "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask"
+    return None
+
+
+def _sdpa(backend: str | None) -> Callable[[Problem], Attention]:
+    def build(problem: Problem) -> Attention:
+        torch = importlib.import_module("torch")
+        attend = torch.nn.functional.scaled_dot_product_attention
+        square = problem.q_len == problem.kv_len
+        mask = _bottom_right_mask(problem) if problem.causal and not square else None
+        is_causal = problem.causal and square
+        grouped = problem.q_heads != problem.kv_heads
+        what = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": grouped}
+        if backend is None:
+            return _DefaultSdpa(what)
+        kernel = importlib.import_module("torch.nn.attention")
+        choice = getattr(kernel.SDPBackend, backend)
+
+        def chosen(q: Any, k: Any, v: Any) -> Any:
+            with kernel.sdpa_kernel(choice):
+                return attend(q, k, v, **what)
+
+        return chosen
+
+    return build
+
+
+class _DefaultSdpa:
+    """torch's SDPA by its own choice of a backend, which its first call asks for."""
+
+    def __init__(self, what: Mapping[str, Any]) -> None:
+        self._torch = importlib.import_module("torch")
+        self._what = what
+        self.choice = ""
+        """The backend's name; empty before the first call."""
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        if not self.choice:
+            backends = importlib.import_module("torch.nn.attention").SDPBackend
+            self.choice = backends(self._torch._fused_sdp_choice(q, k, v, **self._what)).name
+        return self._torch.nn.functional.scaled_dot_product_attention(q, k, v, **self._what)
+
+
+def _cublas_unfused(problem: Problem) -> Attention:
+    torch = importlib.import_module("torch")
+    mask = _bottom_right_mask(problem) if problem.causal else None
+    scale = problem.head_dim**-0.5
+    group = problem.q_heads // problem.kv_heads
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if group > 1:
+            k = k.repeat_interleave(group, dim=1)
+            v = v.repeat_interleave(group, dim=1)
+        scores = torch.matmul(q * scale, k.transpose(-2, -1))
+        if mask is not None:
+            scores.masked_fill_(~mask, float("-inf"))
+        return torch.matmul(torch.softmax(scores, dim=-1), v)
+
+    return attend
+
+
+def _flex(problem: Problem) -> Attention:
+    torch = importlib.import_module("torch")
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    # Every problem is a compilation of its own; past its limit of them dynamo would run the unfused fallback unasked.
+    torch._dynamo.reset()
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    mask = None
+    if problem.causal:
+        shift = problem.kv_len - problem.q_len
+
+        def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return query + shift >= key
+
+        mask = flex.create_block_mask(sees, None, None, problem.q_len, problem.kv_len, device="cuda")
+    grouped = problem.q_heads != problem.kv_heads
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+    return attend
+
+
+class _TritonFA2:
+    """kernels/peers/triton_fa2.py on one problem. Its first call finds the sizes: some seconds."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._sizes: Mapping[str, Any] | None = None
+        self.choice = ""
+        """The sizes, for people; empty before the first call."""
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        problem = self._problem
+        kernel = _triton_fa2_module()
+        out = importlib.import_module("torch").empty_like(q)
+        group, scale_log2 = problem.q_heads // problem.kv_heads, problem.head_dim**-0.5 * math.log2(math.e)
+        arguments = (q, k, v, out, group, problem.q_len, problem.kv_len, scale_log2)
+        constants = {"HEAD_DIM": problem.head_dim, "CAUSAL": problem.causal}
+        if self._sizes is None:
+            self._compile(kernel.tuned, arguments, constants)
+            kernel.tuned[self._grid](*arguments, **constants)
+            self._sizes, self.choice = kernel.tuned.best_config.all_kwargs(), str(kernel.tuned.best_config)
+        else:
+            kernel.attend[self._grid](*arguments, **constants, **self._sizes)
+        return out
+
+    def _grid(self, chosen: Mapping[str, Any]) -> tuple[int, int]:
+        return -(-self._problem.q_len // chosen["BLOCK_M"]), self._problem.batch * self._problem.q_heads
+
+    def _compile(self, tuned: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
+        """All sizes, several at once: the autotuner compiles one after the other what it does not find."""
+        compilation = importlib.import_module("triton.runtime._async_compile")
+        with (
+            ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
+            compilation.AsyncCompileMode(pool, ignore_errors=True),
+        ):
+            tuned.warmup(*arguments, grid=self._grid, **constants)
+
+
+@cache
+def _triton_fa2_module() -> Any:
+    """The file as a module, once a process: it keeps what was compiled and chosen."""
+    spec = importlib.util.spec_from_file_location("flashlab_triton_fa2", KERNELS / "peers" / "triton_fa2.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _flash_attention(module: str) -> Callable[[Problem], Attention]:
+    """FlashAttention-3 or -4; the latter compiles at its first call of a head dim, type and mask: some seconds."""
+
+    def build(problem: Problem) -> Attention:
+        interface = importlib.import_module(module)
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            out = interface.flash_attn_func(q, k, v, causal=problem.causal)
+            return out[0] if isinstance(out, tuple) else out
+
+        return attend
+
+    return build
+
+
+def _fa3_limits(problem: Problem) -> str | None:
+    if problem.dtype != "bfloat16":
+        return f"the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16"
+    return None
+
+
+def _flash_limits(problem: Problem) -> str | None:
+    if problem.causal and problem.q_len != problem.kv_len:
+        return "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left"
+    return None
+
+
+def _efficient_limits(problem: Problem) -> str | None:
+    if problem.q_heads != problem.kv_heads:
+        return "torch's memory-efficient kernel takes no grouped-query heads"
+    return _no_blind_rows(problem)
+
+
+_TORCH = (("torch", "flashlab[gpu]"),)
+
+PEERS: Mapping[str, Peer] = {
+    peer.name: peer
+    for peer in (
+        Peer(
+            name="sdpa",
+            title="PyTorch SDPA (its own choice)",
+            how="torch.nn.functional.scaled_dot_product_attention",
+            packages=_TORCH,
+            build=_sdpa(None),
+            limits=_no_blind_rows,
+        ),
+        Peer(
+            name="sdpa_cudnn",
+            title="cuDNN (SDPA)",
+            how="SDPBackend.CUDNN_ATTENTION",
+            packages=_TORCH,
+            build=_sdpa("CUDNN_ATTENTION"),
+            writes_lse=_BACKENDS_WRITE_LSE["CUDNN_ATTENTION"],
+            limits=_square_causal,
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="sdpa_flash",
+            title="FlashAttention-2 (SDPA)",
+            how="SDPBackend.FLASH_ATTENTION",
+            packages=_TORCH,
+            build=_sdpa("FLASH_ATTENTION"),
+            writes_lse=_BACKENDS_WRITE_LSE["FLASH_ATTENTION"],
+            limits=_flash_limits,
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="sdpa_efficient",
+            title="memory-efficient (SDPA)",
+            how="SDPBackend.EFFICIENT_ATTENTION",
+            packages=_TORCH,
+            build=_sdpa("EFFICIENT_ATTENTION"),
+            writes_lse=_BACKENDS_WRITE_LSE["EFFICIENT_ATTENTION"],
+            limits=_efficient_limits,
+        ),
+        Peer(
+            name="sdpa_math",
+            title="unfused (SDPA math)",
+            how="SDPBackend.MATH",
+            packages=_TORCH,
+            build=_sdpa("MATH"),
+            writes_lse=_BACKENDS_WRITE_LSE["MATH"],
+            limits=_no_blind_rows,
+            needs_memory=True,
+        ),
+        Peer(
+            name="cublas_unfused",
+            title="cuBLAS, unfused",
+            how="torch.matmul, softmax, torch.matmul",
+            packages=_TORCH,
+            build=_cublas_unfused,
+            writes_lse=False,
+            limits=_no_blind_rows,
+            needs_memory=True,
+        ),
+        Peer(
+            name="flex",
+            title="FlexAttention",
+            how="torch.compile(flex_attention, dynamic=False)",
+            packages=(*_TORCH, ("triton", "flashlab[gpu]")),
+            build=_flex,
+            writes_lse=False,  # its OUTPUT_LOGSUMEXP is torch.is_grad_enabled()
+            limits=_no_blind_rows,
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="triton_fa2",
+            title="FlashAttention-2 in plain Triton",
+            how="kernels/peers/triton_fa2.py, by triton.autotune",
+            packages=(*_TORCH, ("triton", "flashlab[gpu]")),
+            build=_TritonFA2,
+            writes_lse=False,
+            limits=_no_blind_rows,
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="fa3",
+            title="FlashAttention-3",
+            how="fa3_fwd_interface.flash_attn_func",
+            packages=(*_TORCH, ("fa3_fwd_interface", "fa3-fwd")),
+            build=_flash_attention("fa3_fwd_interface"),
+            wheel="fa3-fwd",
+            layout="bshd",
+            writes_lse=True,  # allocates and fills one in every call
+            limits=_fa3_limits,
+            min_capability=(9, 0),
+            max_capability=(9, 0),
+        ),
+        Peer(
+            name="fa4",
+            title="FlashAttention-4 (CuTe DSL)",
+            how="flash_attn.cute.flash_attn_func",
+            packages=(*_TORCH, ("flash_attn.cute", "flash-attn-4")),
+            build=_flash_attention("flash_attn.cute"),
+            layout="bshd",
+            writes_lse=False,  # allocates one where a gradient or return_lse is wanted
+            min_capability=(8, 0),
+        ),
+    )
+}
+
+
+def get(name: str) -> Peer:
+    """The peer of that name.
+
+    Raises:
+        ParameterError: there is none.
+    """
+    try:
+        return PEERS[name]
+    except KeyError:
+        raise ParameterError(f"peer: wanted one of {', '.join(PEERS)}, got {name!r}") from None

@@ -1,0 +1,1 @@
+"""What is written down: the schema, the header every record carries, and the append-only files."""

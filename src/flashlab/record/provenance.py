@@ -1,0 +1,151 @@
+"""Which code, which software and which start of a machine made a record.
+
+In a git checkout the commit comes from git. A copy without `.git` (a GPU machine that got the tree and a bundle of
+wheels) has it from `build/bundle/provenance.json`, which `make bundle` writes: the commit, and a digest of the files
+that decide a result, so that a copy edited since says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from flashlab._version import __version__
+from flashlab.core.errors import OutputError
+from flashlab.core.paths import ROOT
+
+DECIDING = ("kernels", "src", "notebooks", "pyproject.toml", "constraints.txt")
+"""Files and folders that decide a result; a change elsewhere (pages, tests, data) leaves a record clean."""
+_BYPRODUCTS = ("__pycache__", ".ipynb_checkpoints")
+_BUNDLED = Path("build/bundle/provenance.json")
+
+PACKAGES = (
+    "flashlab",
+    "numpy",
+    "torch",
+    "triton",
+    "cupy-cuda13x",
+    "cuda-core",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+    "nvidia-cuda-runtime",
+    "nvidia-cuda-cuobjdump",
+    "nvidia-cudnn-cu13",
+    "fa3-fwd",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "cuda-bench",
+    "papermill",
+)
+"""Distributions that a record names, where installed."""
+
+
+class Source(NamedTuple):
+    """Which code: see `records.Source`."""
+
+    commit: str
+    """Full hash, or `unknown`."""
+    dirty: bool
+    """True when the deciding files differ from the commit, or could not be compared with it."""
+
+
+UNKNOWN = Source("unknown", True)
+
+
+def source(root: Path = ROOT) -> Source:
+    """The commit of the tree at `root`, and whether the deciding files differ from it.
+
+    From git where there is a commit, else from the bundle, else `UNKNOWN`. Never raises.
+    """
+    # A `.git` without a commit says nothing: some tools make an empty one around a copied tree.
+    return _from_git(root) or _from_bundle(root) if (root / ".git").exists() else _from_bundle(root)
+
+
+def write(path: Path, root: Path = ROOT) -> None:
+    """Write the commit and digest of the tree at `root` for a copy that will have no `.git`.
+
+    Raises:
+        OutputError: `path` cannot be written.
+    """
+    commit, dirty = source(root)
+    content = {"commit": commit, "dirty": dirty, "sha256": digest(root), "files": list(DECIDING)}
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise OutputError(f"wanted to write {path}, got: {error.strerror or error}") from error
+
+
+def digest(root: Path = ROOT) -> str:
+    """One sha256 over path and content of every deciding file under `root`."""
+    total = hashlib.sha256()
+    for path in sorted(_deciding_files(root), key=lambda path: path.relative_to(root).as_posix()):
+        name = path.relative_to(root).as_posix()
+        total.update(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {name}\n".encode())
+    return total.hexdigest()
+
+
+def software() -> dict[str, str]:
+    """Versions of Python and of each of `PACKAGES` that is installed, from their metadata: nothing is imported."""
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if name == "flashlab":
+                versions[name] = __version__  # a copy run with PYTHONPATH=src has no metadata of its own
+    return versions
+
+
+def start(proc: Path = Path("/proc")) -> dict[str, str] | None:
+    """The start of this machine, as `records.Start` takes it; None where the system does not say. Never raises."""
+    try:
+        boot_id = (proc / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="utf-8").strip()
+        stat = (proc / "stat").read_text(encoding="utf-8").splitlines()
+        seconds = next(int(line.split()[1]) for line in stat if line.startswith("btime "))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return None
+    at = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    return {"boot": hashlib.sha256(boot_id.encode()).hexdigest()[:8], "at": at}
+
+
+def _deciding_files(root: Path) -> Iterable[Path]:
+    for name in DECIDING:
+        top = root / name
+        if top.is_file():
+            yield top
+            continue
+        for path in top.rglob("*"):
+            parts = path.relative_to(root).parts
+            if path.is_file() and not any(part in _BYPRODUCTS or part.endswith(".egg-info") for part in parts):
+                yield path
+
+
+def _from_git(root: Path) -> Source | None:
+    try:
+        commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
+        status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *DECIDING)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return Source(commit, bool(status.strip()))
+
+
+def _git(root: Path, *arguments: str) -> str:
+    # A container often runs as another user than the one who owns the checkout, which git refuses unless told.
+    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _from_bundle(root: Path) -> Source:
+    try:
+        content = json.loads((root / _BUNDLED).read_text(encoding="utf-8"))
+        commit, dirty, sha256 = content["commit"], content["dirty"], content["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return UNKNOWN
+    return Source(str(commit), bool(dirty) or sha256 != digest(root))

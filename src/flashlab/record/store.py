@@ -1,0 +1,1029 @@
+"""Append-only data: one schema, one JSON line a (stage or peer, problem), and the files that hold them.
+
+    data/<gpu>/machine.json         the machine the runs were made on
+    data/<gpu>/runs/<run>.jsonl     records of one run; never rewritten
+    data/<gpu>/tuning/<run>.jsonl   stages with other values of their tunables, `flashlab tune`
+    data/<gpu>/tuned.json           which stage and tunables a problem gets, `flashlab tuned` (tuned.py)
+    data/<gpu>/chip/<run>.jsonl     what one SM does in a clock, `flashlab chip` (chip.py)
+    data/<gpu>/ablations/           stages with one tunable changed, `flashlab ablate`
+    data/<gpu>/parts/               stages with a part of their work left out, `flashlab split`
+    data/<gpu>/readings/            other timers, inputs and cache states beside ours, `flashlab method`
+    data/<gpu>/calls/               wall time of single calls, launch included, `flashlab claims --measure`
+    data/<gpu>/verdicts.json        what the records say of the claims in data/claims.csv, `flashlab claims --write`
+    data/<gpu>/checks/              comparisons that are not timings; see checks.py for the lines
+    data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
+    data/<gpu>/flash-attention/     the same over flash-attention's own cases, `flashlab check --suite flash-attention`
+    data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
+    data/<gpu>/counters/            what Nsight Compute counted, scripts/counters_ncu.py
+    data/<gpu>/profiles/<run>.jsonl what Nsight Compute saw of each stage, `flashlab profile`
+    data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
+
+A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources,
+clocks, software versions, the commit and whether the tree differed from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
+
+from flashlab.core.errors import DamagedRecordError, NoDataError
+from flashlab.core.inputs import NORMAL, TRAINED, require
+from flashlab.core.paths import DATA, writable_dir
+from flashlab.core.paths import slug as slug
+from flashlab.core.problem import DType, Mask, Problem
+
+SCHEMA_VERSION: Literal[2] = 2
+"""What is written. Version 1, which is read as well, lacks `call_clock_mhz`, `cycles_per_score`, `continuous_s` and
+`power_w_mean`."""
+T = TypeVar("T")
+
+Regime = Literal["burst", "sustained"]
+"""burst: short samples with idle gaps, the SM clock between them at its maximum. sustained: continuous work,
+power-limited."""
+Cache = Literal["hot", "cold"]
+"""hot: calls back to back. cold: L2 overwritten before every call."""
+Status = Literal["ok", "wrong", "unsupported", "missing", "crashed", "timeout", "error"]
+"""ok: checked and timed. wrong: the oracle rejected it. unsupported: cannot do this problem. missing: not installed.
+crashed, timeout: took its worker process down or had to be stopped. error: raised an error. Only `ok` has samples."""
+
+
+class _Model(BaseModel):
+    # JSON has no NaN or infinity; pydantic would write null and the line would not read back.
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class ProblemFields(_Model):
+    """A `problem.Problem` as data."""
+
+    batch: int = Field(ge=1)
+    q_heads: int = Field(ge=1)
+    kv_heads: int = Field(ge=1)
+    q_len: int = Field(ge=1)
+    kv_len: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    dtype: DType
+    mask: Mask
+    inputs: Annotated[str, AfterValidator(lambda name: require(name).name)] = NORMAL
+    """What Q, K and V held, one of `inputs.KINDS`; lines from before there were kinds lack it."""
+
+    @classmethod
+    def of(cls, problem: Problem) -> ProblemFields:
+        """The fields of `problem`."""
+        return cls.model_validate({name: getattr(problem, name) for name in cls.model_fields})
+
+    def problem(self) -> Problem:
+        """The problem with these fields."""
+        return Problem(**self.model_dump())
+
+
+class Conditions(_Model):
+    """The GPU's state around some samples, from NVML; None where it does not say."""
+
+    sm_clock_mhz_min: float | None
+    """Lowest SM clock seen, MHz."""
+    sm_clock_mhz_max: float | None
+    """Highest SM clock seen, MHz."""
+    power_w_max: float | None
+    """Highest power seen, W. NVML averages over tens of milliseconds, so bursts read low."""
+    power_w_mean: float | None = None
+    """Mean of the powers seen, W."""
+    temperature_c_max: float | None
+    """Highest temperature seen, °C."""
+    throttle_reasons: tuple[str, ...]
+    """NVML's names of every reason seen for holding the clock back, for example `sw_power_cap`."""
+    energy_j_per_call: float | None
+    """Joules a call from NVML's energy counter; None for bursts, which are mostly gaps."""
+
+
+class Samples(_Model):
+    """Times of one regime and cache state, in the order they were taken."""
+
+    regime: Regime
+    cache: Cache
+    calls: int = Field(ge=1)
+    """Calls between the two timing events of one sample."""
+    time_us: tuple[float, ...] = Field(min_length=1)
+    """Time of one call, microseconds, one entry a sample."""
+    sm_clock_mhz: tuple[float, ...]
+    """SM clock right after each sample, without its load, from on-chip counters; empty where it was not measured."""
+    call_clock_mhz: tuple[float, ...] = ()
+    """Mean SM clock over each sample's calls, from on-chip counters; empty where it was not measured."""
+    conditions: Conditions | None = None
+    """The GPU's state while they were taken; None where it was not read."""
+    cycles_per_score: float | None = None
+    """Clocks of one SM a score: see `cycles_per_score`; None where the clock was not measured."""
+    continuous_s: float | None = None
+    """Sustained alone: seconds of uninterrupted work, of which the samples are the later part."""
+    layer: int | None = Field(default=None, ge=0)
+    """Of `trained` inputs, the layer of the model whose Q, K and V they are on; None of every other kind."""
+
+    @model_validator(mode="after")
+    def _sound(self) -> Samples:
+        if any(not t > 0 for t in self.time_us):
+            raise ValueError("time_us: wanted positive times")
+        if self.sm_clock_mhz and len(self.sm_clock_mhz) != len(self.time_us):
+            raise ValueError("sm_clock_mhz: wanted one entry a sample, or none")
+        if self.call_clock_mhz and len(self.call_clock_mhz) != len(self.time_us):
+            raise ValueError("call_clock_mhz: wanted one entry a sample, or none")
+        return self
+
+    @property
+    def median_us(self) -> float:
+        """Median time of one call, microseconds."""
+        return median(self.time_us)
+
+    @property
+    def cv_percent(self) -> float:
+        """Standard deviation over mean, percent."""
+        return 100 * stdev(self.time_us) / fmean(self.time_us) if len(self.time_us) > 1 else 0.0
+
+
+class Verdict(_Model):
+    """What the checker said; see check.py for the rule."""
+
+    passed: bool
+    reason: str
+    """Empty when passed, else the first thing wrong."""
+    max_abs_error: float | None
+    max_abs_limit: float | None
+    rms_error: float | None
+    rms_limit: float | None
+    lse_error: float | None
+    """Largest error of the log-sum-exp; None where the implementation gives none."""
+    lse_limit: float | None
+    overall_max_error: float | None = None
+    """Largest error of the output over all rows that were compared, the same of all that a run checks at a problem; the
+    errors above are those of the band of rows that came closest to its limit. None in older records."""
+    overall_rms_error: float | None = None
+    """Root-mean-square error over the same rows."""
+
+
+class CubinFields(_Model):
+    """The machine code that was launched."""
+
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    arch: str
+    compiler: str
+    parameters: dict[str, int]
+    options: tuple[str, ...]
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    stack_bytes: int
+    static_smem_bytes: int
+    dynamic_smem_bytes: int
+    threads: int
+    tile_q: int
+    """Query rows a block."""
+    blocks_per_sm: int | None
+    """Blocks resident on an SM, from the driver's occupancy calculation."""
+    sass: dict[str, int]
+    """Static instruction counts by class; see sass.py."""
+
+
+class Gpu(_Model):
+    """Identity of a GPU."""
+
+    slug: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    """Folder name under data/: `nvidia-h200`."""
+    name: str
+    compute_capability: tuple[int, int]
+    sm_count: int
+    max_sm_clock_mhz: float | None
+    memory_bytes: int
+    l2_bytes: int
+    power_limit_w: float | None
+    driver: str
+    fingerprint: str
+    """First 12 hex digits of the sha256 of its UUID: tells two GPUs apart without publishing the UUID."""
+
+
+class Source(_Model):
+    """Which code made a record."""
+
+    commit: str
+    """Full hash, or `unknown`."""
+    dirty: bool
+    """True when kernels, package or notebooks differed from the commit, or could not be compared with it."""
+
+
+class Start(_Model):
+    """One start of a machine: tells runs on separate starts apart without naming the machine."""
+
+    boot: str = Field(pattern=r"^[0-9a-f]{8}$")
+    """First 8 hex digits of the sha256 of the kernel's boot id."""
+    at: str
+    """When the kernel started, UTC, ISO 8601. A machine resumed from an image keeps its boot id, but not this."""
+
+    def same_as(self, other: Start) -> bool:
+        """Whether both are the same start: one boot id, and times that differ by no more than clocks are set by."""
+        apart = datetime.fromisoformat(self.at) - datetime.fromisoformat(other.at)
+        return self.boot == other.boot and abs(apart.total_seconds()) <= _CLOCK_SET_S
+
+
+_CLOCK_SET_S = 60.0
+"""A kernel reckons its start from the clock of the day, which is set now and then."""
+
+
+class _Base(_Model):
+    schema_version: Literal[1, 2] = SCHEMA_VERSION
+    run: str = Field(pattern=r"^[0-9]{8}T[0-9]{6}Z-[0-9a-f]{7,}(-dirty)?$")
+    """UTC start time and commit: `20261121T054500Z-0123abc`."""
+    time: str
+    """UTC time of this record, ISO 8601."""
+    gpu: Gpu
+    source: Source
+    software: dict[str, str]
+    start: Start | None = None
+    """The start of the machine it was made on; None in older records, and where the system does not say."""
+
+
+def cycles_per_score(samples: Samples, problem: Problem, sm_count: int) -> float | None:
+    """Clocks of one SM a score, from the median sample: SM clock over the calls · SMs · time of a call ÷ scores.
+
+    Scores are what the softmax sees, batch · q_heads · q_len · kv_len, and under a causal mask those below the
+    diagonal, by area (`Problem.visible_scores`). It does not depend on the clock, so it says the same in a burst and
+    under sustained load. None where the clock was not measured.
+    """
+    if not samples.call_clock_mhz:
+        return None
+    clocks = median(mhz * time_us for mhz, time_us in zip(samples.call_clock_mhz, samples.time_us, strict=True))
+    return clocks * sm_count / (problem.batch * problem.q_heads * problem.visible_scores)
+
+
+class _Timed(_Base):
+    """What was run on one problem, and what came of it."""
+
+    problem: ProblemFields
+    status: Status
+    reason: str
+    """Empty when ok, else why there is no time."""
+    verdict: Verdict | None
+    samples: tuple[Samples, ...]
+    cubin: CubinFields | None
+    fallbacks: tuple[int, int] | None = None
+    """How often the kernel left its fast path in a call, in tiles of a warp: whose reference was moved, and whose
+    scores were computed again. Of `trained` inputs, in a call of every layer. None where nobody counted."""
+    trained: dict[str, JsonValue] | None = None
+    """Of `trained` inputs, the model that made them: digest of its weights, loss, statistics of each layer's scores."""
+
+    @model_validator(mode="after")
+    def _timed_only_when_right(self) -> Self:
+        if self.samples and self.status != "ok":
+            raise ValueError(f"status {self.status} must have no samples")
+        if self.status == "ok" and (self.verdict is None or not self.verdict.passed or not self.samples):
+            raise ValueError("status ok needs a passed verdict and samples")
+        if (self.status == "ok") == bool(self.reason):
+            raise ValueError("reason: wanted one exactly when the status is not ok")
+        for samples in self.samples:
+            if samples.cycles_per_score is not None:
+                wanted = cycles_per_score(samples, self.problem.problem(), self.gpu.sm_count)
+                if wanted is None or not math.isclose(samples.cycles_per_score, wanted, rel_tol=1e-6):
+                    raise ValueError(
+                        f"cycles_per_score: wanted {wanted} from clock and times, got {samples.cycles_per_score}"
+                    )
+        return self
+
+    def samples_of(self, regime: Regime = "burst", cache: Cache = "hot") -> Samples | None:
+        """The samples of that regime and cache state; None where none were taken.
+
+        Of `trained` inputs, the median sample of each layer, in the order of layers: the median time is the median over
+        layers, and the largest is that of the worst.
+        """
+        found = [s for s in self.samples if s.regime == regime and s.cache == cache]
+        return _over_layers(found) if found and found[0].layer is not None else next(iter(found), None)
+
+
+def _over_layers(of_layers: Sequence[Samples]) -> Samples:
+    """Samples of the layers of a model as one, a sample a layer: the median of that layer's."""
+    found = sorted(of_layers, key=lambda samples: samples.layer or 0)
+
+    def each(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+        return tuple(median(one) for one in values) if all(values) else ()
+
+    return Samples(
+        regime=found[0].regime,
+        cache=found[0].cache,
+        calls=found[0].calls,
+        time_us=each([one.time_us for one in found]),
+        sm_clock_mhz=each([one.sm_clock_mhz for one in found]),
+        call_clock_mhz=each([one.call_clock_mhz for one in found]),
+    )
+
+
+class Measurement(_Timed):
+    """One stage or peer on one problem."""
+
+    kind: Literal["stage", "peer"]
+    name: str
+    """A stage id, or a peer's name."""
+    choice: str = ""
+    """What a peer chose that tunes itself, in its own words."""
+    layout: Literal["bhsd", "bshd"] = "bhsd"
+    """Order in memory of the dimensions of Q, K and V that were timed: batch, heads, sequence, head dim, or sequence
+    before heads. Older records are all of the first: FlashAttention-3 and -4 had transposed views."""
+    lse: bool | None = None
+    """Whether what was timed wrote a log-sum-exp. A stage has a second row for that; a library writes what it writes.
+    None where it is not known, in older records, and where nothing was timed of a library."""
+
+    @property
+    def with_lse(self) -> bool:
+        """Whether it is a stage's second row, with the log-sum-exp on."""
+        return self.kind == "stage" and self.lse is True
+
+
+class Tuning(_Timed):
+    """One stage with one choice of its tunables on one problem; status `error` where it does not compile."""
+
+    kind: Literal["tuning"] = "tuning"
+    stage: str
+    """A stage id, or the name of a peer that was timed beside the variants."""
+    parameters: dict[str, int]
+    """Every tunable of the stage and its value; none of a peer."""
+
+
+class Ablation(_Timed):
+    """One level of an ablation: a stage with one tunable set, all others as they are; see ablate.py for the axes.
+
+    Or a lever: the stage's source with a patch, or the same without it; see levers.py.
+    """
+
+    kind: Literal["ablation"] = "ablation"
+    axis: str
+    """Name of the axis; `levers` where the source was changed."""
+    level: str
+    """Name of the level on it, or of the lever; `as it is` for the source beside which a lever was measured."""
+    stage: str
+    """A stage id; an axis may cross from a stage to its child."""
+    parameters: dict[str, int]
+    """Every tunable of the stage and its value."""
+
+
+class Part(_Base):
+    """The time of a stage with a part of its work left out; its output is wrong by construction, and not judged."""
+
+    kind: Literal["part"] = "part"
+    stage: str
+    """A stage id."""
+    left_out: str
+    """`nothing`, `qk`, `softmax`, `pv` or `memory`."""
+    parameters: dict[str, int]
+    """Every tunable of the stage and its value."""
+    problem: ProblemFields
+    samples: Samples
+    cubin: CubinFields
+
+
+class Reading(_Base):
+    """One implementation on one problem by one timer, on one kind of input: it judges the method."""
+
+    kind: Literal["reading"] = "reading"
+    name: str
+    """A stage id, or a peer's name."""
+    problem: ProblemFields
+    timer: Literal["events", "torch-profiler", "cuda-bench"]
+    """`events`: CUDA events, flashlab's own. `torch-profiler`: durations of kernels by CUPTI, through torch.profiler.
+    `cuda-bench`: NVBench, through its Python package."""
+    inputs: Literal["normal", "zeros"]
+    """What Q, K and V hold: random normal numbers, or zeros."""
+    samples: Samples
+    """By `cuda-bench`, those of a hot cache are means of a batch each, and the clock is its own reading."""
+    enqueue_us: float | None = None
+    """Host time to enqueue one call, microseconds; None where it was not measured."""
+
+
+class Call(_Base):
+    """Wall time of single calls, each from the host's call to the end of its kernel: launch and wait included."""
+
+    kind: Literal["call"] = "call"
+    name: str
+    """A peer's name."""
+    problem: ProblemFields
+    time_us: tuple[float, ...] = Field(min_length=1)
+    """Host time of one call, microseconds, one entry a call."""
+
+
+class Sanitized(_Base):
+    """What one of compute-sanitizer's tools found in one stage."""
+
+    tool: str
+    """memcheck, racecheck, initcheck or synccheck."""
+    version: str
+    """The tool's, as it says it."""
+    stage: str
+    """Its id."""
+    launches: int = Field(ge=0)
+    """How often it was launched under the tool."""
+    errors: int = Field(ge=0)
+    """Reports that name its kernel, and calls that failed."""
+    elsewhere: int = Field(ge=0)
+    """Errors in the tool's own count that name no stage's kernel; the same for every stage of the process."""
+    finished: bool
+    """Whether the process and the tool came to their end."""
+    findings: tuple[str, ...]
+    """The first line of some reports."""
+
+    @property
+    def clean(self) -> bool:
+        """Launched, watched to the end, and nothing found."""
+        return self.finished and self.launches > 0 and self.errors == 0 and self.elsewhere == 0
+
+
+class Ceiling(_Base):
+    """One measured limit of the GPU."""
+
+    kind: Literal["ceiling"]
+    name: str
+    """`copy`, `tensor_float16`, `fp32_fma`, `exp2`, …; see roofline.py."""
+    unit: str
+    """Unit of `value`: `TB/s`, `TFLOP/s`, `Tex2/s`."""
+    value: float
+    """From the median time."""
+    samples: Samples
+    how: str
+    """What was run."""
+
+
+Record = Annotated[Measurement | Ceiling, Field(discriminator="kind")]
+_ADAPTER: TypeAdapter[Measurement | Ceiling] = TypeAdapter(Record)
+
+
+class Machine(_Model):
+    """data/<gpu>/machine.json: what the runs were made on."""
+
+    gpu: Gpu
+    host: dict[str, str]
+    """Processor, cores, memory, operating system; no host name."""
+
+
+class _Counted(_Model):
+    """A launch under Nsight Compute."""
+
+    gpu: str
+    """Product name of the GPU."""
+    commit: str
+    """Full hash of the code that was launched, or `unknown`."""
+    dirty: bool
+    """True when that code differed from the commit."""
+    metrics: dict[str, float]
+    """Nsight Compute's metrics by their names; which there are depends on the GPU and on its version."""
+
+
+class StageCounters(_Counted):
+    """What Nsight Compute counted in one launch of a stage: full mask, float16, no log-sum-exp asked for."""
+
+    stage: str
+    """Its id."""
+    shape: str
+    """BxHxSxD."""
+
+
+class PatternCounters(_Counted):
+    """What Nsight Compute counted in a single access to shared memory by one warp."""
+
+    pattern: str
+    """Name of how the lanes' addresses lie."""
+    kernel: str
+    """Name of the access: its instruction and width."""
+    offsets: tuple[int, ...] = Field(min_length=32, max_length=32)
+    """Byte offset of each lane's address; negative where the lane takes no part."""
+
+
+class LineStalls(_Model):
+    """Where warps were when they were sampled: a line of a stage's source, with all that is inlined there."""
+
+    file: str
+    """The file's name, without its folder."""
+    line: int
+    """From 1."""
+    text: str
+    """The line as it was, without its indent."""
+    samples: dict[str, int]
+    """Samples by warp state: the reason a warp waited, or `selected` where it did not."""
+
+    @property
+    def total(self) -> int:
+        """Samples of any state."""
+        return sum(self.samples.values())
+
+
+class StageProfile(_Counted):
+    """What Nsight Compute saw in one launch of a stage, from cold caches; see profiler.py for what is asked."""
+
+    run: str
+    """Id of the run, the name of its file."""
+    stage: str
+    """Its id."""
+    problem: ProblemFields
+    parameters: dict[str, int]
+    """Every tunable and its value."""
+    cubin_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Digest of the machine code that was launched: that of a measurement of the same kernel."""
+    tile_q: int
+    """Query rows a block."""
+    ncu: str
+    """Version of Nsight Compute."""
+    samples: dict[str, int]
+    """Samples of the kernel's warps by warp state; empty where none were taken."""
+    lines: tuple[LineStalls, ...]
+    """The lines with the most samples, most first; empty where samples could not be traced to lines."""
+    time: str
+    """UTC time of the record, ISO 8601."""
+
+    def _sum(self, *names: str) -> float | None:
+        """None where one of them is missing."""
+        return sum(self.metrics[name] for name in names) if all(name in self.metrics for name in names) else None
+
+    def _per(self, name: str, other: str) -> float | None:
+        """None where one of them is missing, or nothing was counted to divide by."""
+        below = self.metrics.get(other)
+        return self.metrics[name] / below if below and name in self.metrics else None
+
+    @property
+    def time_us(self) -> float | None:
+        """The launch's own time. The kernel ran alone, from cold caches: no measurement of its speed."""
+        time_ns = self.metrics.get("gpu__time_duration.sum")
+        return None if time_ns is None else time_ns / 1e3
+
+    @property
+    def tensor_percent(self) -> float | None:
+        """Cycles in which the tensor pipe was busy, percent of those in which the SM was."""
+        return self.metrics.get(f"sm__pipe_tensor_cycles_active{_OF_ACTIVE}")
+
+    @property
+    def exp_percent(self) -> float | None:
+        """Instructions of the unit that exponentiates and converts, percent of what it could issue."""
+        return self.metrics.get(f"sm__inst_executed_pipe_xu{_OF_ACTIVE}")
+
+    @property
+    def fma_percent(self) -> float | None:
+        """Instructions of the pipes that multiply and add FP32, percent of what they could issue."""
+        return self.metrics.get(f"sm__inst_executed_pipe_fma{_OF_ACTIVE}")
+
+    @property
+    def alu_percent(self) -> float | None:
+        """Instructions of the pipe for integers, comparisons and maxima, percent of what it could issue."""
+        return self.metrics.get(f"sm__inst_executed_pipe_alu{_OF_ACTIVE}")
+
+    @property
+    def issue_percent(self) -> float | None:
+        """Issue slots that were used, percent."""
+        return self.metrics.get(f"smsp__issue_active{_OF_ACTIVE}")
+
+    @property
+    def warps_percent(self) -> float | None:
+        """Occupancy achieved: warps that were resident, percent of what an SM holds."""
+        return self.metrics.get(f"sm__warps_active{_OF_ACTIVE}")
+
+    @property
+    def warps_percent_limit(self) -> float | None:
+        """Theoretical occupancy: warps that registers, shared memory and block size let reside, percent."""
+        blocks = [value for name, value in self.metrics.items() if name.startswith("launch__occupancy_limit_")]
+        threads, warps = self.metrics.get("launch__block_size"), self.metrics.get("sm__warps_active.avg.peak_sustained")
+        return 100 * min(blocks) * math.ceil(threads / 32) / warps if blocks and threads and warps else None
+
+    @property
+    def dram_bytes(self) -> float | None:
+        """Bytes read from and written to device memory; not those that are still in L2 when the kernel ends."""
+        return self._sum("dram__bytes_read.sum", "dram__bytes_write.sum")
+
+    @property
+    def l2_bytes(self) -> float | None:
+        """Bytes that the SMs read from and wrote to L2."""
+        sectors = self.metrics.get("lts__t_sectors_srcunit_tex.sum")
+        return None if sectors is None else sectors * _SECTOR_BYTES
+
+    @property
+    def shared_wavefronts(self) -> float | None:
+        """Cycles of shared memory's pipe, summed over SMs: for loads, stores, copies, and operands of wgmma."""
+        return self.metrics.get("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")
+
+    @property
+    def bank_conflicts(self) -> float | None:
+        """Those of them that bank conflicts added."""
+        return self.metrics.get("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")
+
+    @property
+    def conflict_percent(self) -> float | None:
+        """Bank conflicts, percent of wavefronts; None where there are none of either."""
+        share = self._per(
+            "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum", "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum"
+        )
+        return None if share is None else 100 * share
+
+    @property
+    def load_sectors(self) -> float | None:
+        """32-byte sectors per request of a warp to load from global memory; None where threads loaded nothing."""
+        return self._per(*(f"l1tex__t_{what}_pipe_lsu_mem_global_op_ld.sum" for what in ("sectors", "requests")))
+
+    @property
+    def states(self) -> dict[str, float]:
+        """Where warps spent their time, in percent, the longest first: the reason a warp waited, or `selected`."""
+        total = sum(self.samples.values())
+        return {name: 100 * count / total for name, count in sorted(self.samples.items(), key=lambda item: -item[1])}
+
+
+_SECTOR_BYTES = 32
+_OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
+_COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
+
+
+AnyRecord = Measurement | Ceiling | Tuning | Ablation | Part | Reading | Call | StageProfile | Sanitized
+_FOLDERS: dict[str, type[BaseModel]] = {
+    "tuning": Tuning,
+    "ablations": Ablation,
+    "parts": Part,
+    "readings": Reading,
+    "calls": Call,
+    "sanitizer": Sanitized,
+    "profiles": StageProfile,
+}
+"""Folders whose files hold lines of one kind each."""
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A line or file that cannot be trusted."""
+
+    path: Path
+    line: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        where = f"{self.path}:{self.line}" if self.line else str(self.path)
+        return f"{where}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one run file, with what could not be read."""
+
+    path: Path
+    records: tuple[Measurement | Ceiling, ...]
+    damage: tuple[Damage, ...]
+
+    @property
+    def id(self) -> str:
+        """The run's name: the file's, without its suffix."""
+        return self.path.stem
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Its stages and peers; no row `with_lse`."""
+        return tuple(r for r in self.records if isinstance(r, Measurement) and not r.with_lse)
+
+    @property
+    def with_lse(self) -> tuple[Measurement, ...]:
+        """Stages timed with the log-sum-exp on, beside their rows without."""
+        return tuple(r for r in self.records if isinstance(r, Measurement) and r.with_lse)
+
+    @property
+    def ceilings(self) -> tuple[Ceiling, ...]:
+        """Its readings of the GPU's limits."""
+        return tuple(r for r in self.records if isinstance(r, Ceiling))
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The lines of one file of Nsight Compute's counters, with what could not be read."""
+
+    path: Path
+    lines: tuple[StageCounters | PatternCounters, ...]
+    damage: tuple[Damage, ...]
+
+    @property
+    def stages(self) -> tuple[StageCounters, ...]:
+        """Launches of stages."""
+        return tuple(line for line in self.lines if isinstance(line, StageCounters))
+
+    @property
+    def patterns(self) -> tuple[PatternCounters, ...]:
+        """Single accesses."""
+        return tuple(line for line in self.lines if isinstance(line, PatternCounters))
+
+
+def run_id(source: Source, start: datetime) -> str:
+    """The name of a run that starts then (UTC): `20261121T054500Z-0123abc`."""
+    commit = source.commit[:7] if source.commit != "unknown" else "0000000"
+    return f"{start:%Y%m%dT%H%M%SZ}-{commit}{'-dirty' if source.dirty else ''}"
+
+
+def to_line(record: AnyRecord) -> str:
+    """One line of JSON, newline included."""
+    return record.model_dump_json() + "\n"
+
+
+def parse_line(line: str) -> Measurement | Ceiling:
+    """The record in one line.
+
+    Raises:
+        pydantic.ValidationError: it is none.
+    """
+    return _ADAPTER.validate_json(line)
+
+
+def append(path: Path, record: AnyRecord) -> None:
+    """Append one record to a run file and flush it to disk, so that a crash later loses nothing."""
+    with path.open("a+b") as file:
+        # A line cut short by a crash must cost itself only, not the record after it.
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(to_line(record).encode("utf-8"))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_run(path: Path) -> Run:
+    """A run file; damaged lines are reported in `damage` and every sound one is kept."""
+    return Run(path, *_read_lines(path, parse_line))
+
+
+def read_tunings(path: Path) -> tuple[tuple[Tuning, ...], tuple[Damage, ...]]:
+    """A file of tunings: what is sound, and what could not be read."""
+    return _read_lines(path, Tuning.model_validate_json)
+
+
+def tunings(gpu: str, data: Path = DATA) -> tuple[Tuning, ...]:
+    """Every sound tuning record of a GPU, oldest file first; empty where there is none."""
+    files = sorted((data / gpu / "tuning").glob("*.jsonl"))
+    return tuple(record for path in files for record in read_tunings(path)[0])
+
+
+def read_ablations(path: Path) -> tuple[tuple[Ablation, ...], tuple[Damage, ...]]:
+    """A file of ablations: what is sound, and what could not be read."""
+    return _read_lines(path, Ablation.model_validate_json)
+
+
+def read_parts(path: Path) -> tuple[tuple[Part, ...], tuple[Damage, ...]]:
+    """A file of stages with a part left out: what is sound, and what could not be read."""
+    return _read_lines(path, Part.model_validate_json)
+
+
+def ablations(gpu: str, data: Path = DATA) -> tuple[Ablation, ...]:
+    """Every sound ablation record of a GPU, oldest file first; empty where there is none."""
+    files = sorted((data / gpu / "ablations").glob("*.jsonl"))
+    return tuple(found for path in files for found in read_ablations(path)[0])
+
+
+def parts(gpu: str, data: Path = DATA) -> tuple[Part, ...]:
+    """Every sound record of a stage with a part left out, oldest file first; empty where there is none."""
+    files = sorted((data / gpu / "parts").glob("*.jsonl"))
+    return tuple(found for path in files for found in read_parts(path)[0])
+
+
+def read_readings(path: Path) -> tuple[Reading, ...]:
+    """The sound readings of a file."""
+    return _read_lines(path, Reading.model_validate_json)[0]
+
+
+def readings(gpu: str, data: Path = DATA) -> tuple[Reading, ...]:
+    """Every sound reading that judges the method on a GPU, oldest file first; empty where there is none."""
+    return tuple(found for path in sorted((data / gpu / "readings").glob("*.jsonl")) for found in read_readings(path))
+
+
+def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
+    """Raw samples of stages and libraries on record for a GPU, by folder; those of ceilings are not counted."""
+    found = [read_run(path) for path in sorted((data / gpu / "runs").glob("*.jsonl"))]
+    several = {
+        "runs": [samples for run in found for row in (*run.measurements, *run.with_lse) for samples in row.samples],
+        "tuning": [samples for row in tunings(gpu, data) for samples in row.samples],
+        "ablations": [samples for row in ablations(gpu, data) for samples in row.samples],
+        "parts": [row.samples for row in parts(gpu, data)],
+        "readings": [row.samples for row in readings(gpu, data)],
+    }
+    return {folder: sum(len(samples.time_us) for samples in taken) for folder, taken in several.items()}
+
+
+def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
+    """Every sound profile of a GPU, oldest file first; empty where there is none."""
+    files = sorted((data / gpu / "profiles").glob("*.jsonl"))
+    return tuple(found for path in files for found in _read_lines(path, StageProfile.model_validate_json)[0])
+
+
+def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
+    """The newest record of each of compute-sanitizer's tools and stage on a GPU; empty where there is none."""
+    newest: dict[tuple[str, str], Sanitized] = {}
+    for path in sorted((data / gpu / "sanitizer").glob("*.jsonl")):
+        newest |= {(one.tool, one.stage): one for one in _read_lines(path, Sanitized.model_validate_json)[0]}
+    return tuple(newest.values())
+
+
+def read_counters(path: Path) -> Counters:
+    """A file of Nsight Compute's counters; damaged lines are reported in `damage` and every sound one is kept."""
+    return Counters(path, *_read_lines(path, _counters_of))
+
+
+def _counters_of(line: str) -> StageCounters | PatternCounters:
+    return _COUNTERS.validate_json(line)
+
+
+def _read_lines(path: Path, parse: Callable[[str], T]) -> tuple[tuple[T, ...], tuple[Damage, ...]]:
+    found: list[T] = []
+    damage: list[Damage] = []
+    for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
+        if not raw.strip():
+            continue
+        try:
+            found.append(parse(raw.decode("utf-8")))
+        except (ValidationError, UnicodeDecodeError) as error:
+            first = error.errors()[0] if isinstance(error, ValidationError) else None
+            what = f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}" if first else str(error)
+            damage.append(Damage(path, number, what))
+    return tuple(found), tuple(damage)
+
+
+def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
+    """GPUs that have at least one file of runs, or of another folder of records; the one with the most files first."""
+    if not data.is_dir():
+        return ()
+    files = {p.name: len(list((p / folder).glob("*.jsonl"))) for p in data.iterdir()}
+    return tuple(sorted((name for name, count in files.items() if count), key=lambda name: (-files[name], name)))
+
+
+def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
+    """Every run of a GPU, oldest first.
+
+    Raises:
+        NoDataError: there is none.
+    """
+    files = sorted((data / gpu / "runs").glob("*.jsonl"))
+    if not files:
+        known = ", ".join(gpus(data)) or "none yet"
+        raise NoDataError(
+            f"wanted recorded runs of GPU {gpu!r} under {data}, found none. GPUs with data: {known}. "
+            "`flashlab bench` on such a GPU makes some."
+        )
+    return tuple(read_run(path) for path in files)
+
+
+def newest_run(gpu: str, data: Path = DATA) -> Run:
+    """The newest run that holds a measurement."""
+    with_rows = [run for run in runs(gpu, data) if run.measurements]
+    if not with_rows:
+        raise NoDataError(f"wanted a run of GPU {gpu!r} with measurements, found none under {data / gpu / 'runs'}")
+    return with_rows[-1]
+
+
+def newest_ceilings(gpu: str, data: Path = DATA) -> dict[str, Ceiling]:
+    """The newest reading of each ceiling."""
+    return {ceiling.name: ceiling for run in runs(gpu, data) for ceiling in run.ceilings}
+
+
+def rows(
+    measurements: Iterable[Measurement], problem: Problem | None = None, *, ok_only: bool = False
+) -> Iterator[Measurement]:
+    """Those of `problem` (any, where None), in their order."""
+    for row in measurements:
+        if (problem is None or row.problem.problem() == problem) and (row.status == "ok" or not ok_only):
+            yield row
+
+
+def _data_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "CHECKSUMS")
+
+
+def write_checksums(gpu: str, data: Path = DATA) -> Path:
+    """Write data/<gpu>/CHECKSUMS anew, in the format of `sha256sum`."""
+    folder = writable_dir(data / gpu, "records")
+    lines = [
+        f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(folder).as_posix()}\n"
+        for p in _data_files(folder)
+    ]
+    path = folder / "CHECKSUMS"
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
+    """All that is wrong with a GPU's data: wrong checksums, files missing or unlisted, lines that are no records."""
+    folder = data / gpu
+    damage: list[Damage] = []
+    listed: dict[str, str] = {}
+    checksums = folder / "CHECKSUMS"
+    if not checksums.is_file():
+        damage.append(Damage(checksums, None, "missing"))
+    else:
+        for number, line in enumerate(checksums.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            match = re.fullmatch(r"([0-9a-f]{64})  (\S+)", line)
+            if match:
+                listed[match[2]] = match[1]
+            else:
+                damage.append(Damage(checksums, number, "not a checksum line"))
+    present = {p.relative_to(folder).as_posix(): p for p in _data_files(folder)} if folder.is_dir() else {}
+    for name in sorted(listed.keys() | present.keys()):
+        if name not in present:
+            damage.append(Damage(folder / name, None, "listed in CHECKSUMS, missing"))
+        elif name not in listed:
+            damage.append(Damage(folder / name, None, "not listed in CHECKSUMS"))
+        elif hashlib.sha256(present[name].read_bytes()).hexdigest() != listed[name]:
+            damage.append(Damage(folder / name, None, "differs from CHECKSUMS"))
+    for path in sorted((folder / "runs").glob("*.jsonl")):
+        damage.extend(read_run(path).damage)
+    for path in sorted((folder / "counters").glob("*.jsonl")):
+        damage.extend(read_counters(path).damage)
+    for name, schema in _FOLDERS.items():
+        for path in sorted((folder / name).glob("*.jsonl")):
+            damage.extend(_read_lines(path, schema.model_validate_json)[1])
+    machine = folder / "machine.json"
+    try:
+        Machine.model_validate_json(machine.read_bytes())
+    except FileNotFoundError:
+        damage.append(Damage(machine, None, "missing"))
+    except ValidationError as error:
+        damage.append(Damage(machine, None, str(error.errors()[0]["msg"])))
+    return tuple(damage)
+
+
+def require_sound(gpu: str, data: Path = DATA) -> None:
+    """Raises `DamagedRecordError` naming every damaged file and line, where there is any."""
+    damage = verify(gpu, data)
+    if damage:
+        raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {d}" for d in damage))
+
+
+def write_machine(machine: Machine, data: Path = DATA) -> Path:
+    """Write data/<gpu>/machine.json."""
+    folder = writable_dir(data / machine.gpu.slug, "records")
+    path = folder / "machine.json"
+    path.write_text(json.dumps(machine.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def flat(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, object]:
+    """One row of `flashlab results`: the headline numbers of a measurement, None where it has no time."""
+    samples = row.samples_of(regime, cache)
+    problem = row.problem.problem()
+    return {
+        "name": row.name,
+        "kind": row.kind,
+        "layout": row.layout,
+        "lse": row.lse,
+        "shape": problem.shape,
+        "dtype": problem.dtype,
+        "mask": problem.mask,
+        "inputs": problem.inputs,
+        "status": row.status,
+        "reason": row.reason,
+        "median_us": samples.median_us if samples else None,
+        "worst_layer_us": max(samples.time_us) if samples and problem.inputs == TRAINED else None,
+        "tflops": problem.tflops(samples.median_us) if samples else None,
+        "cv_percent": samples.cv_percent if samples else None,
+        "samples": len(samples.time_us) if samples else 0,
+        "sm_clock_mhz": median(samples.sm_clock_mhz) if samples and samples.sm_clock_mhz else None,
+        "call_clock_mhz": median(samples.call_clock_mhz) if samples and samples.call_clock_mhz else None,
+        "cycles_per_score": cycles_per_score(samples, problem, row.gpu.sm_count) if samples else None,
+        "power_w": power_w(samples),
+        "energy_j_per_call": samples.conditions.energy_j_per_call if samples and samples.conditions else None,
+        "regime": regime,
+        "cache": cache,
+        "run": row.run,
+        "commit": row.source.commit,
+        "dirty": row.source.dirty,
+    }
+
+
+def power_w(samples: Samples | None) -> float | None:
+    """Power under sustained load, W: from the energy counter, else NVML's mean, else its highest; None for bursts.
+
+    A burst is mostly gaps, and what NVML averages over them is not the power of the call.
+    """
+    conditions = samples.conditions if samples and samples.regime == "sustained" else None
+    if samples is None or conditions is None:
+        return None
+    if conditions.energy_j_per_call is not None:
+        return 1e6 * conditions.energy_j_per_call / fmean(samples.time_us)
+    return conditions.power_w_mean if conditions.power_w_mean is not None else conditions.power_w_max
+
+
+def speedup(row: Measurement, over: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
+    """How many times faster `row` is than `over`: the ratio of their medians; None where either has no time."""
+    a, b = row.samples_of(regime, cache), over.samples_of(regime, cache)
+    return b.median_us / a.median_us if a and b else None
+
+
+def by_name(measurements: Sequence[Measurement]) -> dict[str, Measurement]:
+    """Measurements of one problem by name."""
+    return {row.name: row for row in measurements}

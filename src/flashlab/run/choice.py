@@ -1,0 +1,330 @@
+"""Which stage and tunables a problem gets: data/<gpu>/tuned.json, which `flashlab tuned` makes from the records.
+
+A row of the table is one choice of a stage's tunables on one problem, and its time there (tune.py says which records
+become rows). For a problem p, three steps, each the same whether p is on record or not:
+
+1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on.
+2. **Its time**: that of the stage's nearest row r, scaled by what the busiest SM has to do,
+
+       time(p) = fixed + (time(r) - fixed) · waves(p) · keys(p) / (waves(r) · keys(r))
+       waves   = ⌈batch · q_heads · ⌈q_len / tile⌉ / SMs⌉          tile: query rows a block, of that row's machine code
+       keys    = FLOPs / (4 · batch · q_heads · q_len · head_dim)  that a query sees on average
+       fixed   = `FIXED_SHARE` of the least time in the table      what a call costs whatever its size
+3. **The stage**: of the ladder's stages in CUDA C++ that run p, the one with the least time, where a time from another
+   problem counts `FARTHER` times for each unit of its distance. So what was measured at p comes before what is only
+   foretold there, unless that is a great deal faster.
+
+The distance of two problems counts factors of two: of work tiles over SMs, kv_len, q_len and, by a quarter, query heads
+a KV head; another mask counts as three of them, another element type and other tunables as half of one each. Head dims
+must agree: they are other kernels.
+
+A GPU without a table gets that of its nearest kin: the same architecture, then the nearest compute capability, then the
+nearest number of SMs. Tunables are taken over within an architecture alone; on another one a stage has its defaults.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+from flashlab.core.errors import DamagedRecordError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Problem
+from flashlab.kernels import registry
+from flashlab.kernels.registry import Stage
+
+FILE = "tuned.json"
+FARTHER = 1.1
+"""What a time counts for each unit of distance of the problem that it is from."""
+FIXED_SHARE = 0.5
+"""Of the least time in the table. Both numbers are such that a problem left out of the table gets nearly the stage that
+is fastest there (tests/test_tuned.py)."""
+_GROUP_WEIGHT = 0.25
+_OTHER_MASK, _OTHER_DTYPE, _OTHER_TUNABLES = 3.0, 0.5, 0.5
+
+
+class Row(NamedTuple):
+    """One choice of a stage's tunables on one problem."""
+
+    stage: str
+    problem: Problem
+    parameters: Mapping[str, int]
+    """Every tunable of the stage and its value."""
+    time_us: float
+    """Median, in a burst with a hot L2."""
+    tile_q: int
+    """Query rows a block."""
+    variants: int
+    """So many were tuned there, in turn, and this one won; 0 where the stage was timed and not tuned."""
+    run: str
+    """The run that it is from, of data/<gpu>/tuning, or of data/<gpu>/runs where it was not tuned."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """Every row of a GPU."""
+
+    gpu: str
+    """Folder name under data/."""
+    arch: str
+    sm_count: int
+    rows: tuple[Row, ...]
+
+    @property
+    def least_us(self) -> float:
+        """The least time of all rows."""
+        return min(row.time_us for row in self.rows)
+
+
+class Choice(NamedTuple):
+    """A stage that runs a problem, with what it is expected to take."""
+
+    stage: Stage
+    parameters: Mapping[str, int]
+    """Every tunable of the stage and its value."""
+    time_us: float
+    """Predicted; as measured where the problem is on record with these tunables."""
+    row: Row
+    """Where the time comes from."""
+    tuned_on: Row | None
+    """Where the tunables come from; None where they are the stage's defaults."""
+    distance: float
+    """Between the problem and the row's."""
+
+
+class Ranking(NamedTuple):
+    """The stages that run a problem, the one to take first."""
+
+    table: Table | None
+    """Whose rows decide: the GPU's own, or its nearest kin's; None where no GPU has a table."""
+    choices: tuple[Choice, ...]
+    """Empty where nothing of that head dim is on record."""
+
+
+def path_of(gpu: str, data: Path = DATA) -> Path:
+    """The table of a GPU."""
+    return data / gpu / FILE
+
+
+def stamp(gpu: str, data: Path = DATA) -> int:
+    """When the table of a GPU was written, ns; 0 where it has none."""
+    try:
+        return os.stat(_file_of(gpu, data)).st_mtime_ns  # noqa: PTH116 - each call of `attention` asks
+    except OSError:
+        return 0
+
+
+@lru_cache(maxsize=16)
+def _file_of(gpu: str, data: Path) -> str:
+    return str(path_of(gpu, data))
+
+
+def table(gpu: str, data: Path = DATA) -> Table | None:
+    """The table of a GPU; None where it has none.
+
+    Raises:
+        DamagedRecordError: the file is no such table.
+    """
+    written = stamp(gpu, data)
+    return _read(path_of(gpu, data), written) if written else None
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, _: int) -> Table:
+    try:
+        read = json.loads(path.read_bytes())
+        rows = tuple(
+            Row(
+                str(row["stage"]),
+                Problem.parse(row["shape"], dtype=row["dtype"], mask=row["mask"]),
+                {str(name): int(value) for name, value in row["parameters"].items()},
+                float(row["time_us"]),
+                int(row["tile_q"]),
+                int(row["variants"]),
+                str(row["run"]),
+            )
+            for row in read["rows"]
+        )
+        return Table(gpu=path.parent.name, arch=str(read["arch"]), sm_count=int(read["sm_count"]), rows=rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedRecordError(
+            f"wanted a table of stages and tunables in {path}, got {type(error).__name__}: {error}. `flashlab tuned` "
+            "writes it anew from the records."
+        ) from error
+
+
+def table_for(gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Table | None:
+    """The table of a GPU, or of its nearest kin; None where there is none at all.
+
+    Raises:
+        DamagedRecordError: a table cannot be read.
+    """
+    own = table(gpu, data)
+    if own is not None:
+        return own
+
+    def far(other: Table) -> tuple[bool, int, int, int, str]:
+        (major, minor), (other_major, other_minor) = registry.capability(arch), registry.capability(other.arch)
+        sms = abs(other.sm_count - (sm_count or other.sm_count))
+        return (other.arch != arch, abs(major - other_major), abs(minor - other_minor), sms, other.gpu)
+
+    others = [found for path in data.glob(f"*/{FILE}") if (found := table(path.parent.name, data)) is not None]
+    return min(others, key=far, default=None)
+
+
+def tiles(problem: Problem, tile_q: int) -> int:
+    """Work tiles of a problem."""
+    return problem.batch * problem.q_heads * -(-problem.q_len // tile_q)
+
+
+def _busiest(problem: Problem, tile_q: int, sm_count: int) -> float:
+    """What the busiest SM has to do: waves · keys."""
+    return -(-tiles(problem, tile_q) // sm_count) * problem.visible_scores / problem.q_len
+
+
+def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
+    """How many times larger a problem is than a row's, by feature; `sms`: the row's number of SMs over the problem's.
+
+    The numbers of query heads a KV head are in it under `GQA ratio`.
+    """
+    other = row.problem
+    return {
+        "work tiles": tiles(problem, row.tile_q) / tiles(other, row.tile_q) * sms,
+        "kv_len": problem.kv_len / other.kv_len,
+        "q_len": problem.q_len / other.q_len,
+        "GQA ratio": (problem.q_heads / problem.kv_heads) / (other.q_heads / other.kv_heads),
+    }
+
+
+def distance(problem: Problem, row: Row, sms: float = 1.0) -> float:
+    """How far a row's problem is from another one of the same head dim: see the module."""
+    apart = {name: abs(math.log2(ratio)) for name, ratio in ratios(problem, row, sms).items()}
+    apart["GQA ratio"] *= _GROUP_WEIGHT
+    kind = _OTHER_MASK * (problem.mask != row.problem.mask) + _OTHER_DTYPE * (problem.dtype != row.problem.dtype)
+    return sum(apart.values()) + kind
+
+
+def _rows_of(stage: Stage, problem: Problem, found: Table) -> list[Row]:
+    """A stage's rows that may serve; what names other tunables than the stage has (it has changed since) may not."""
+    return [
+        row
+        for row in found.rows
+        if row.stage == stage.id
+        and row.problem.head_dim == problem.head_dim
+        and row.parameters.keys() == stage.params.keys()
+    ]
+
+
+def _tuned_on(stage: Stage, problem: Problem, found: Table) -> Row | None:
+    """The row of the nearest problem that a stage was tuned on."""
+    tried = [row for row in _rows_of(stage, problem, found) if row.variants]
+    return min(tried, key=lambda row: distance(problem, row), default=None)
+
+
+def parameters(
+    stage: Stage,
+    gpu: str | None,
+    problem: Problem,
+    *,
+    arch: str | None = None,
+    overrides: Mapping[str, int] | None = None,
+    data: Path = DATA,
+) -> dict[str, int]:
+    """Values of a stage's tunables that differ from its defaults, or may: `overrides` over the GPU's table.
+
+    Args:
+        stage, problem: what runs on what.
+        gpu: folder name under data/, None for a CPU, where nothing is tuned.
+        arch: of the GPU: where it has no table, a GPU of the same architecture lends its own. None: none does.
+        overrides: values that the caller names.
+        data: folder of the records.
+
+    Raises:
+        DamagedRecordError: the table cannot be read.
+    """
+    found: Mapping[str, int] = {}
+    if gpu is not None and stage.params:
+        taken = table(gpu, data) if arch is None else table_for(gpu, arch, data=data)
+        if taken is not None and arch in (None, taken.arch):
+            row = _tuned_on(stage, problem, taken)
+            found = {} if row is None else row.parameters
+    return {**found, **(overrides or {})}
+
+
+def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Ranking:
+    """The ladder's stages that run a problem on a GPU, the one to take first: see the module.
+
+    Args:
+        problem: what is computed.
+        gpu, arch, sm_count: its folder name under data/, architecture and number of SMs; as many as the table's GPU
+            has where None.
+        data: folder of the records.
+
+    Raises:
+        DamagedRecordError: a table cannot be read.
+    """
+    found = table_for(gpu, arch, sm_count, data)
+    if found is None:
+        return Ranking(None, ())
+    return Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count))
+
+
+@lru_cache(maxsize=1024)
+def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[Choice, ...]:
+    sms = found.sm_count / sm_count
+    choices = []
+    for stage in (one for one in registry.CUDA_STAGES.values() if not one.by_name_only):
+        rows = _rows_of(stage, problem, found)
+        if not rows or stage.why_not(problem, arch) is not None:
+            continue
+        tuned_on = _tuned_on(stage, problem, found) if found.arch == arch else None
+        taken = stage.parameters(problem.head_dim, None if tuned_on is None else tuned_on.parameters)
+
+        def far(row: Row, taken: Mapping[str, int] = taken) -> float:
+            return distance(problem, row, sms) + _OTHER_TUNABLES * (row.parameters != taken)
+
+        # Of rows that are equally near, the newest.
+        row = min(sorted(rows, key=lambda row: row.run, reverse=True), key=far)
+        more = _busiest(problem, row.tile_q, sm_count) / _busiest(row.problem, row.tile_q, found.sm_count)
+        fixed_us = FIXED_SHARE * found.least_us
+        time_us = row.time_us if more == 1 else fixed_us + (row.time_us - fixed_us) * more
+        choices.append(Choice(stage, taken, time_us, row, tuned_on, far(row)))
+    return tuple(sorted(choices, key=lambda choice: choice.time_us * FARTHER**choice.distance))
+
+
+def stage_for(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Stage:
+    """The stage to take for a problem on a GPU; the last rung that runs it where nothing is on record.
+
+    Raises:
+        UnsupportedError: none runs it.
+        DamagedRecordError: a table cannot be read.
+    """
+    choices = rank(problem, gpu, arch, sm_count, data).choices
+    return choices[0].stage if choices else registry.best(problem, arch)
+
+
+def reason(problem: Problem, ranking: Ranking) -> str:
+    """Why the first choice of a ranking is taken, in a sentence or two, for people."""
+    first, *others = ranking.choices
+    row = first.row
+    taken = f"{row.time_us:.1f} µs in run {row.run}"
+    if row.problem == problem:
+        text = f"On record at this problem, where {row.stage} took {taken}"
+    else:
+        sizes = ratios(problem, row)
+        kinds = {"mask": problem.mask == row.problem.mask, "type": problem.dtype == row.problem.dtype}
+        same = [name for name, ratio in sizes.items() if ratio == 1] + [name for name, alike in kinds.items() if alike]
+        other = [f"{ratio:.3g} times the {name}" for name, ratio in sizes.items() if ratio != 1]
+        other += [f"another {name}" for name, alike in kinds.items() if not alike]
+        facts = "; ".join([*([f"same {', '.join(same)}"] if same else []), *([", ".join(other)] if other else [])])
+        text = f"Nearest problem on record: {row.problem.label} ({facts}), where {row.stage} took {taken}"
+    if row.parameters != first.parameters:
+        text += " with other tunables"
+    measured = sum(choice.row.problem == row.problem for choice in ranking.choices)
+    return f"{text}; the least of {len(others) + 1} stages, {measured} of them timed there."

@@ -1,0 +1,1295 @@
+"""Kernels on the CPU: the same `.cu` files, compiled by the machine's C++ compiler against kernels/emulation, and run.
+
+A compiled kernel is an executable. Each launch starts it as a worker process of its own, so that a kernel that crashes,
+hangs or writes where it should not costs that process alone; kernels/emulation/README.md describes what the two say to
+each other. Executables are cached by content beside the machine code that compiler.py makes.
+
+Built with hooks, a kernel calls the emulation's detector at every load and store: races, uninitialised reads, accesses
+out of bounds, and counts of bank conflicts and sectors come with the result, many times slower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import math
+import mmap
+import os
+import platform
+import re
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, SupportsIndex
+
+from flashlab.build import symbols, triton_code
+from flashlab.build.compiler import COMMON, ELEMENTS, LaunchShape, launch_shape_fault
+from flashlab.core.errors import (
+    CompileError,
+    EmulationError,
+    LayoutError,
+    MissingPackageError,
+    OutputError,
+    ParameterError,
+    UnsupportedError,
+)
+from flashlab.core.paths import KERNELS, ROOT, cache_dir, writable_dir
+from flashlab.core.problem import DTYPES, DType, Mask, Problem
+from flashlab.kernels.registry import Stage
+
+EMULATION = KERNELS / "emulation"
+RUNTIME = EMULATION / "runtime"
+DEFAULT_TIMEOUT_S = 60.0
+
+Access = Literal["r", "w", "rw"]
+Status = Literal["ok", "deadlock", "misuse", "crash", "timeout"]
+_COMPILERS = ("clang++", "g++", "c++") if sys.platform == "darwin" else ("g++", "clang++", "c++")
+_OLDEST = {"g++": 12, "clang++": 14}
+"""What compiles the emulation's C++20."""
+_LANGUAGE = ("-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-finite-loops", "-fPIE", "-pthread")
+"""Kernels read one type's bytes as another's; the chip's arithmetic is spelled out, not the compiler's to fuse; and an
+endless loop, which C++ lets a compiler take out, is to hang as it does there."""
+_CACHE_FORMAT = 1
+_CACHE_PURPOSE = "the compile cache (the environment variable FLASHLAB_CACHE names another)"
+_GRACE_S = 5.0
+"""How long a worker that is told to stop has to say where everyone is."""
+_KEPT_OUTPUT_BYTES = 1 << 20
+"""Of what a kernel prints; the rest is counted and dropped."""
+_GAP_BYTES = 4096
+"""Between arrays in the emulated memory: what runs off the end of one does not reach the next."""
+_ALIGNMENT = 256
+"""Arrays keep their address modulo this: what CUDA's allocators align to."""
+
+
+# --- the compiler -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cxx:
+    """The machine's C++ compiler."""
+
+    path: str
+    family: Literal["g++", "clang++"]
+    version: int
+    """Major."""
+    banner: str
+    """First line of `--version`."""
+    machine: str
+    """What it compiles for: `x86_64-linux-gnu`."""
+
+    @property
+    def identity(self) -> tuple[str, ...]:
+        """Part of every cache key."""
+        return (self.path, self.banner, self.machine)
+
+
+def install_command() -> str:
+    """The command that installs a C++ compiler here."""
+    if sys.platform == "darwin":
+        return "xcode-select --install"
+    sudo = "" if os.geteuid() == 0 else "sudo "
+    if shutil.which("dnf"):
+        return f"{sudo}dnf install gcc-c++"
+    return f"{sudo}apt-get install g++"
+
+
+def cxx() -> Cxx:
+    """The first C++ compiler on PATH that is new enough.
+
+    Raises:
+        MissingPackageError: there is none; the message has the command that installs one.
+    """
+    return _find_cxx(os.environ.get("PATH", os.defpath))
+
+
+@lru_cache(maxsize=8)
+def _find_cxx(path: str) -> Cxx:
+    refused: list[str] = []
+    for name in _COMPILERS:
+        found = shutil.which(name, path=path)
+        if found is None:
+            continue
+        known = _ask(found)
+        if known is None:
+            refused.append(f"{found}, which does not run")
+        elif known.version < _OLDEST[known.family]:
+            refused.append(f"{found}, {known.family} {known.version}")
+        else:
+            return known
+    got = f"got {' and '.join(refused)}" if refused else "found none on PATH"
+    raise MissingPackageError(
+        f"wanted a C++20 compiler to run kernels on the CPU, g++ {_OLDEST['g++']} or clang++ {_OLDEST['clang++']} or "
+        f"newer, {got}. Install one: {install_command()}"
+    )
+
+
+def _ask(path: str) -> Cxx | None:
+    def say(*arguments: str) -> str:
+        return subprocess.run(
+            [path, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=30
+        ).stdout
+
+    try:
+        macros = dict(
+            re.findall(r"#define (__GNUC__|__clang_major__) (\d+)", say("-dM", "-E", "-x", "c++", os.devnull))
+        )
+        clang = "__clang_major__" in macros
+        return Cxx(
+            path=path,
+            family="clang++" if clang else "g++",
+            version=int(macros["__clang_major__" if clang else "__GNUC__"]),
+            banner=say("--version").partition("\n")[0],
+            machine=say("-dumpmachine").strip(),
+        )
+    except (OSError, subprocess.SubprocessError, KeyError):
+        return None
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Emulated:
+    """A kernel compiled for the CPU."""
+
+    name: str
+    """The stage's id, or the source file's name without its suffix."""
+    entry: str
+    """The kernel's name."""
+    source: Path
+    executable: Path
+    hooks: bool
+    """Whether its loads and stores report to the detector."""
+    parameters: dict[str, int]
+    """The tunables as compiled, or a file's integer macros."""
+    argument_sizes: tuple[int, ...]
+    """Bytes of each of the kernel's parameters."""
+    launch_shape: LaunchShape | None
+    """None where the source defines none."""
+    compiler: str
+    """First line of its `--version`."""
+    command: str
+    log: str = field(repr=False)
+    compile_seconds: float
+    """Time the compilation took, when it was done."""
+    cached: bool
+
+
+def build_stage(
+    stage: Stage,
+    *,
+    head_dim: int,
+    dtype: DType,
+    causal: bool,
+    aligned: bool = True,
+    overrides: Mapping[str, int] | None = None,
+    source: Path | None = None,
+    hooks: bool = False,
+) -> Emulated:
+    """Compile a stage for the CPU, or take it from the cache. Any machine runs every stage.
+
+    Args:
+        aligned: every row of every tensor starts on a 16-byte boundary.
+        overrides: tunables that differ from their defaults.
+        source: a file to compile in place of the stage's own, for example an edited copy.
+        hooks: report every load and store to the detector.
+
+    Raises:
+        UnsupportedError: the stage takes no such head dim or element type.
+        ParameterError: an unknown tunable, or a source that cannot be read.
+        CompileError: the compiler refused it, or it lacks the kernel or its launch shape.
+        MissingPackageError: no C++ compiler.
+        OutputError: the cache cannot be written.
+    """
+    if dtype not in ELEMENTS:
+        raise ParameterError(f"dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
+    mask: Mask = "causal" if causal else "full"
+    stage.require(Problem(batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=head_dim, dtype=dtype, mask=mask))
+    parameters = stage.parameters(head_dim, overrides)
+    macros: dict[str, int | str] = {
+        "HEAD_DIM": head_dim,
+        "CAUSAL": int(causal),
+        "ALIGNED": int(aligned),
+        "ELEMENT": ELEMENTS[dtype],
+        **parameters,
+    }
+    built = _build(
+        source or stage.source, name=stage.id, entry=stage.entry, macros=macros, parameters=parameters, hooks=hooks
+    )
+    fault = launch_shape_fault(stage, built.launch_shape)
+    if fault:
+        raise CompileError(f"{_shown(built.source)}: {fault}", command=built.command, log=built.log)
+    return built
+
+
+def build_file(
+    source: Path, *, entry: str, defines: Mapping[str, int | str] | None = None, hooks: bool = False
+) -> Emulated:
+    """Compile any CUDA C++ file for the CPU, or take it from the cache.
+
+    Args:
+        entry: the kernel's name.
+        defines: macros.
+        hooks: report every load and store to the detector.
+
+    Raises:
+        ParameterError: a source that cannot be read.
+        CompileError: the compiler refused it, or it has no kernel of that name.
+        MissingPackageError: no C++ compiler.
+        OutputError: the cache cannot be written.
+    """
+    macros = dict(defines or {})
+    parameters = {name: value for name, value in macros.items() if isinstance(value, int)}
+    return _build(source, name=source.stem, entry=entry, macros=macros, parameters=parameters, hooks=hooks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """Everything that decides the executable."""
+
+    source: Path
+    text: str
+    entry: str
+    macros: tuple[tuple[str, str], ...]
+    hooks: bool
+    compiler: Cxx
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """For the kernel's translation unit."""
+        how: tuple[str, ...] = ("-O2",)
+        if self.hooks and self.compiler.family == "g++":
+            # -fno-tree-sra: it would take 16-byte accesses apart before the hooks see them.
+            how = ("-O1", "-fsanitize=thread", "-fsanitize=bounds", "-fno-tree-sra")
+        elif self.hooks:
+            how = ("-O1", "-fsanitize=thread", "-fsanitize=array-bounds")
+        many = "-fmax-errors=20" if self.compiler.family == "g++" else "-ferror-limit=20"
+        # A kernel's warnings are NVRTC's business: here #pragma unroll and CUDA's attributes would fill the log.
+        return (
+            *_LANGUAGE,
+            *how,
+            # A frame larger than a page touches each, so that a stack that runs over meets the guard page below it.
+            *(("-fstack-clash-protection",) if sys.platform == "linux" else ()),
+            "-fno-optimize-sibling-calls",  # a call in last place would leave no return address in the kernel
+            "-g1",
+            "-w",
+            many,
+            f"-DEMULATION_HOOKED={'true' if self.hooks else 'false'}",
+            *(f"-D{name}=shared_bytes" for name in _dynamic_shared(self.text)),
+            *(f"-D{name}={value}" for name, value in self.macros),
+            "-include",
+            str(EMULATION / "emulation.h"),
+            f"-I{EMULATION}",
+            f"-I{COMMON}",
+        )
+
+    @property
+    def unit(self) -> str:
+        """The translation unit: the file as it stands, and what the runtime runs of it."""
+        shape = "&launch_shape" if re.search(r"\blaunch_shape\b", _without_comments(self.text)) else "nullptr"
+        return f'#include "{self.source}"\nEMULATE({self.entry}, {shape})\n'
+
+    def key(self) -> str:
+        return _digest(
+            json.dumps(
+                (
+                    _CACHE_FORMAT,
+                    str(self.source),
+                    self.text,
+                    _contents(COMMON),
+                    _contents(EMULATION),
+                    _included(self.source, self.text),
+                    self.unit,
+                    self.options,
+                    self.compiler.identity,
+                )
+            ).encode()
+        )
+
+
+def _build(
+    source: Path,
+    *,
+    name: str,
+    entry: str,
+    macros: Mapping[str, int | str],
+    parameters: dict[str, int],
+    hooks: bool,
+) -> Emulated:
+    source = source.resolve()
+    try:
+        text = source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(f"source: wanted a CUDA C++ file, got {source}: {error}") from error
+    request = _Request(
+        source=source,
+        text=text,
+        entry=entry,
+        macros=tuple((key, str(int(value) if isinstance(value, bool) else value)) for key, value in macros.items()),
+        hooks=hooks,
+        compiler=cxx(),
+    )
+    command = shlex.join([request.compiler.path, "-x", "c++", *request.options, "-c", str(source)])
+    kernels = re.findall(
+        r"\b__global__\b[^;{]*?\b(\w+)\s*\(", re.sub(r"__(?:launch_bounds|cluster_dims)__\s*\([^)]*\)", "", _code(text))
+    )
+    if entry not in kernels:
+        raise CompileError(
+            f"{_shown(source)}: wanted the kernel {entry!r}, the file defines {', '.join(kernels) or 'none'}.",
+            command=command,
+            log="",
+        )
+    folder = cache_dir() / "emulated" / request.key()
+    with _one_at_a_time(folder.name):
+        facts = _read_entry(folder, ("kernel",))
+        cached = facts is not None
+        if facts is None:
+            facts = _compile_kernel(request, folder, command)
+    shape = facts["describe"]["launch_shape"]
+    return Emulated(
+        name=name,
+        entry=entry,
+        source=source,
+        executable=folder / "kernel",
+        hooks=hooks,
+        parameters=parameters,
+        argument_sizes=tuple(facts["describe"]["arguments"]),
+        launch_shape=None if shape is None else LaunchShape(**shape),
+        compiler=request.compiler.banner,
+        command=command,
+        log=facts["log"],
+        compile_seconds=facts["compile_seconds"],
+        cached=cached,
+    )
+
+
+def _compile_kernel(request: _Request, folder: Path, command: str) -> dict[str, Any]:
+    runtime = _runtime(request.compiler)
+    start = time.perf_counter()
+    with _new_entry(folder) as work:
+        unit = work / "unit.cpp"
+        unit.write_text(request.unit, encoding="utf-8")
+        done = _compile([request.compiler.path, *request.options, "-c", str(unit), "-o", str(work / "unit.o")])
+        log = _readable(done.stderr)
+        if done.returncode:
+            raise _refusal(request, log, command)
+        pie = () if sys.platform == "darwin" else ("-pie",)
+        dl = () if sys.platform == "darwin" else ("-ldl",)
+        linked = _compile(
+            [
+                *(request.compiler.path, "-pthread", *pie, str(work / "unit.o"), *map(str, runtime)),
+                *("-o", str(work / "kernel"), *dl),
+            ]
+        )
+        if linked.returncode:
+            missing = re.search(r"undefined reference to [`'‘](.*?)['’]|\"(_\S+)\", referenced from", linked.stderr)
+            raise CompileError(
+                f"{_shown(request.source)}: it compiled for the CPU but did not link"
+                + (f": {missing[1] or missing[2]} is not part of the emulation" if missing else ""),
+                command=command,
+                log=_readable(linked.stderr),
+            )
+        (work / "unit.o").unlink()
+        said = subprocess.run([str(work / "kernel"), "--describe"], capture_output=True, text=True, timeout=60)
+        if said.returncode:
+            raise CompileError(
+                f"{_shown(request.source)}: it compiled for the CPU, and the program does not start",
+                command=command,
+                log=said.stderr,
+            )
+        return _seal(
+            work,
+            ("kernel",),
+            {
+                "describe": json.loads(said.stdout),
+                "log": log,
+                "compile_seconds": time.perf_counter() - start,
+            },
+        )
+
+
+def _runtime(compiler: Cxx) -> tuple[Path, ...]:
+    """The emulation's own objects, compiled once, in the order in which they are linked."""
+    # boundary.cpp first: code that lies before it is the kernel's.
+    sources = sorted(RUNTIME.glob("*.cpp"), key=lambda path: (path.name != "boundary.cpp", path.name))
+    options = [*_LANGUAGE, "-O3", "-g1", f"-I{EMULATION}"]
+    if compiler.family == "g++":
+        # Nothing of the runtime moves ahead of boundary.cpp, into a section for rarely called code.
+        options += ["-fno-reorder-functions", "-fno-reorder-blocks-and-partition"]
+    key = _digest(json.dumps((_CACHE_FORMAT, _contents(EMULATION), options, compiler.identity)).encode())
+    folder = cache_dir() / "emulated" / f"runtime-{key}"
+    objects = tuple(f"{path.stem}.o" for path in sources)
+    with _one_at_a_time(folder.name):
+        if _read_entry(folder, objects) is None:
+            with _new_entry(folder) as work:
+                commands = [
+                    [compiler.path, *options, "-c", str(path), "-o", str(work / name)]
+                    for path, name in zip(sources, objects, strict=True)
+                ]
+                with ThreadPoolExecutor(cores()) as pool:
+                    for path, done, command in zip(sources, pool.map(_compile, commands), commands, strict=True):
+                        if done.returncode:
+                            log = _readable(done.stderr)
+                            raise CompileError(
+                                f"{_shown(path)}: {compiler.path} did not compile the emulation's runtime"
+                                f"{_first_error(log)}",
+                                command=shlex.join(command),
+                                log=log,
+                            )
+                _seal(work, objects, {})
+    return tuple(folder / name for name in objects)
+
+
+def _compile(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        env={**os.environ, "LC_ALL": "C"},  # messages that can be read back
+    )
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# --- what the C++ compiler said ---
+
+
+_ERROR = re.compile(r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: (?P<text>.*)$", re.MULTILINE)
+
+_AT = r"([^\s:][^:\n]*):(\d+):(?:\d+:)? +"
+_EXPANSION = re.compile(rf"^{_AT}note: (?:in expansion|in definition|expanded)", re.MULTILINE)
+_INSTANTIATION = re.compile(rf"^{_AT}(?:required|note: in instantiation)", re.MULTILINE)
+_INCLUSION = re.compile(r"^(?:In file included| +) from ([^\s:][^:\n]*):(\d+)", re.MULTILINE)
+
+
+def _readable(log: str) -> str:
+    return log.replace(f"{ROOT}/", "").strip() + "\n"
+
+
+def _first_error(log: str) -> str:
+    found = _ERROR.search(log)
+    return f": {found['text']}" if found else ""
+
+
+def _refusal(request: _Request, log: str, command: str) -> CompileError:
+    """The error that says most: the first, at the line of the user's file (or header) that brought it about."""
+    errors = list(_ERROR.finditer(log))
+    where = None
+    text = errors[0]["text"] if errors else "it ended without a word"
+    for index, error in enumerate(errors):
+        # From the end of the error before to the next: what includes, expands and instantiates it is told around it.
+        begin = errors[index - 1].end() if index else 0
+        end = errors[index + 1].start() if index + 1 < len(errors) else len(log)
+        told = [(error["file"], error["line"])]
+        told += _EXPANSION.findall(log[error.end() : end])
+        told += _INSTANTIATION.findall(log[begin:end])
+        told += _INCLUSION.findall(log[begin : error.start()])
+        own = [(file, line) for file, line in told if not _emulations(file)]
+        if own:
+            where, text = _quote(*own[0]), error["text"]
+            break
+    return CompileError(
+        f"{_shown(request.source)}: wanted code for the CPU, got an error: {text}"
+        + (f"\n  {where}" if where else "")
+        + f"\nCommand: {command}\nLog:\n{log}",
+        command=command,
+        log=log,
+        source_line=where,
+    )
+
+
+def _emulations(file: str) -> bool:
+    path = ROOT / file
+    return path.is_relative_to(EMULATION) or path.name == "unit.cpp" or not path.is_file() or file.startswith("/usr/")
+
+
+def _quote(file: str, line: str) -> str:
+    path = ROOT / file
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace").splitlines()[int(line) - 1].strip()
+    except (OSError, IndexError):
+        text = "(cannot be read)"
+    return f"{_shown(path)}:{line}: {text}"
+
+
+# --- reading a source ---
+
+
+def _without_comments(text: str) -> str:
+    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
+
+
+def _code(text: str) -> str:
+    return re.sub(r'^\s*#[^\n]*|"(?:\\.|[^"\\\n])*"', " ", _without_comments(text), flags=re.MULTILINE)
+
+
+def _dynamic_shared(text: str) -> tuple[str, ...]:
+    """Names under which a file declares its dynamic shared memory, where they are not the emulation's."""
+    names = re.findall(r"\bextern\s+__shared__\b[^;]*?\b(\w+)\s*\[\s*\]\s*;", _without_comments(text))
+    return tuple(dict.fromkeys(name for name in names if name != "shared_bytes"))
+
+
+def _included(source: Path, text: str) -> list[tuple[str, str]]:
+    """Headers beside the source, directly or not included, and their digests."""
+    found: dict[Path, str] = {}
+    pending = [(source.parent, text)]
+    while pending:
+        folder, content = pending.pop()
+        for name in re.findall(r'^\s*#\s*include\s*["<]([^">]+)[">]', content, re.MULTILINE):
+            for base in (folder, source.parent):
+                path = (base / name).resolve()
+                if path.is_file() and path not in found:
+                    content_of_path = path.read_text(encoding="utf-8", errors="replace")
+                    found[path] = _digest(content_of_path.encode())
+                    pending.append((path.parent, content_of_path))
+    return sorted((str(path), digest) for path, digest in found.items())
+
+
+def _contents(folder: Path) -> list[tuple[str, str]]:
+    """Every source file below a folder, and its digest."""
+    files = (path for path in folder.rglob("*") if path.suffix in (".h", ".cuh", ".cpp") and path.is_file())
+    return sorted((str(path), _digest(path.read_bytes())) for path in files)
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _shown(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+# --- the cache: one folder an entry, with the digests of its files, put in place by one rename ---
+
+
+_LOCKS: dict[str, threading.Lock] = {}
+_LOCKS_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _one_at_a_time(key: str) -> Iterator[None]:
+    """Threads of this process do not build the same thing twice. Other processes may: the last to finish wins."""
+    with _LOCKS_LOCK:
+        lock = _LOCKS.setdefault(key, threading.Lock())
+    with lock:
+        yield
+
+
+def _read_entry(folder: Path, files: Sequence[str]) -> dict[str, Any] | None:
+    """What an entry says of itself; None where there is none, or one that is damaged."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        sound = all(facts["digests"][name] == _digest((folder / name).read_bytes()) for name in files)
+        return facts if sound else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _seal(work: Path, files: Sequence[str], facts: Mapping[str, Any]) -> dict[str, Any]:
+    sealed = {**facts, "digests": {name: _digest((work / name).read_bytes()) for name in files}}
+    (work / "facts.json").write_text(json.dumps(sealed), encoding="utf-8")
+    return sealed
+
+
+@contextlib.contextmanager
+def _new_entry(folder: Path) -> Iterator[Path]:
+    """A folder to fill, which takes its place in the cache at the end, or leaves nothing behind."""
+    writable_dir(folder.parent, _CACHE_PURPOSE)
+    work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+    try:
+        yield work
+        for _ in range(5):
+            try:
+                work.rename(folder)
+                break
+            except OSError:
+                # Another process was there first, or a damaged entry is in the way. A program that still runs from it
+                # keeps its file.
+                aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".old-"))
+                with contextlib.suppress(OSError):
+                    folder.rename(aside / "entry")
+                shutil.rmtree(aside, ignore_errors=True)
+        else:
+            raise OutputError(f"wanted to write {folder} into the compile cache, and something else keeps its name")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+# --- launching: arguments ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pointer:
+    """A pointer to an array's first element, as an argument or in a structure."""
+
+    array: Any
+    """NumPy, any strides."""
+    access: Access = "rw"
+    """r: the kernel finds its values; w: it has none until the kernel writes it; rw: both. What has a w comes back."""
+    name: str = ""
+    """In findings."""
+    surroundings: Any = None
+    """The contiguous array that `array` is a view into: what lies around the elements then goes to the kernel as well,
+    and comes back as the kernel left it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Structure:
+    """A structure passed by value, some of whose fields are pointers to arrays."""
+
+    value: ctypes.Structure
+    pointers: Mapping[int, Pointer] = field(default_factory=dict)
+    """By byte offset in the structure."""
+
+
+class _Memory:
+    """The emulated GPU's global memory: a file, mapped here and in the worker, and where each array lies in it."""
+
+    def __init__(self) -> None:
+        self._end = _GAP_BYTES
+        self._places: dict[tuple[int, tuple[int, ...], tuple[int, ...], str], int] = {}
+        self._copies: list[tuple[Pointer, int]] = []
+        self.regions: list[str] = []
+
+    def place(self, pointer: Pointer, fallback_name: str) -> int:
+        """Where the array's first element will be."""
+        array = pointer.array
+        key = (array.ctypes.data, array.shape, array.strides, str(array.dtype))
+        if key in self._places:
+            return self._places[key]
+        low, high = _extent(array if pointer.surroundings is None else pointer.surroundings)
+        address = int(array.ctypes.data)
+        if pointer.surroundings is not None and not (low <= address < high or array.size == 0):
+            raise LayoutError(f"{fallback_name}: wanted surroundings that the array lies in, got another array")
+        start = -(-self._end // _ALIGNMENT) * _ALIGNMENT + low % _ALIGNMENT
+        offset = start + address - low
+        self._end = start + (high - low) + _GAP_BYTES
+        self._places[key] = offset
+        self._copies.append((pointer, offset))
+        name = re.sub(r"\s", "_", pointer.name or fallback_name)
+        numbers = (*array.shape, *array.strides)
+        if array.size:
+            self.regions.append(
+                f"region {name} {offset} {array.itemsize} {pointer.access} {array.ndim} {' '.join(map(str, numbers))}"
+            )
+        return offset
+
+    @property
+    def bytes(self) -> int:
+        return -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def _views(self, memory: mmap.mmap) -> Iterator[tuple[Pointer, Any, Any]]:
+        import numpy as np
+
+        for pointer, offset in self._copies:
+            array, whole = pointer.array, pointer.surroundings
+            if whole is not None:
+                start = offset - (array.ctypes.data - whole.ctypes.data)
+                yield pointer, whole, np.ndarray(whole.shape, whole.dtype, memory, start, whole.strides)
+            else:
+                yield pointer, array, np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
+
+    def fill(self, memory: mmap.mmap) -> None:
+        for pointer, ours, theirs in self._views(memory):
+            if "r" in pointer.access or pointer.surroundings is not None:
+                theirs[...] = ours
+
+    def take_back(self, memory: mmap.mmap) -> None:
+        for pointer, ours, theirs in self._views(memory):
+            if "w" in pointer.access or pointer.surroundings is not None:
+                ours[...] = theirs
+
+
+def _extent(array: Any) -> tuple[int, int]:
+    """First and one past the last byte of an array."""
+    steps = [stride * (length - 1) for length, stride in zip(array.shape, array.strides, strict=True) if length]
+    low = sum(step for step in steps if step < 0)
+    high = sum(step for step in steps if step > 0) + array.itemsize
+    return array.ctypes.data + low, array.ctypes.data + high
+
+
+def _argument_bytes(value: Any, size: int, index: int) -> bytes:
+    """A scalar as the kernel's parameter of that size."""
+    import numpy as np
+
+    what = f"argument {index}"
+    if value is None and size == ctypes.sizeof(ctypes.c_void_p):
+        return bytes(size)
+    if isinstance(value, (ctypes.Structure, ctypes.Array, ctypes.Union)) or type(value).__module__ == "ctypes":
+        raw = bytes(value)
+    elif isinstance(value, np.generic):
+        raw = value.tobytes()
+    elif isinstance(value, bool):
+        raw = int(value).to_bytes(size, sys.byteorder)
+    elif isinstance(value, int):
+        try:
+            raw = value.to_bytes(size, sys.byteorder, signed=value < 0)
+        except OverflowError as error:
+            raise ParameterError(f"{what}: wanted an integer of {size} bytes, got {value}") from error
+    elif isinstance(value, float) and size in (4, 8):
+        raw = np.dtype(f"f{size}").type(value).tobytes()
+    elif isinstance(value, bytes):
+        raw = value
+    else:
+        raise ParameterError(
+            f"{what}: wanted a NumPy array or scalar, a number, a ctypes structure or value, emulator.Pointer, "
+            f"emulator.Structure or bytes, got {type(value).__name__}"
+        )
+    if len(raw) != size:
+        raise ParameterError(f"{what}: the kernel takes {size} bytes, got {len(raw)} ({type(value).__name__})")
+    return raw
+
+
+# --- launching: the report --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Code that did something, by its line of source."""
+
+    frames: tuple[symbols.Frame, ...]
+    """The innermost of what was inlined there first."""
+
+    @property
+    def frame(self) -> symbols.Frame | None:
+        """The innermost line that is not the emulation's own."""
+        return symbols.site(self.frames)
+
+    def __str__(self) -> str:
+        frame = self.frame
+        return "an unknown line" if frame is None else frame.shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Actor:
+    """One side of a finding."""
+
+    thread: int
+    """Linear, in its block."""
+    block: int
+    """The block's rank in its cluster."""
+    access: str
+    """`read`, `write`, `atomic`, `async read`, `async write`."""
+    place: Place
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Something that the detector found wrong; one a pair of source lines and kind. `str` says it for people."""
+
+    kind: str
+    """`race`, `uninitialised`, `out of bounds`, `missing fence`, `in flight`, `divergent barrier`."""
+    space: str
+    """`shared` or `global`."""
+    array: str
+    """The array it lies in; empty where none is known."""
+    offset: int
+    """Bytes from the start of the array, or of the block's shared memory."""
+    bytes: int
+    count: int
+    """How often it happened."""
+    block: tuple[int, int, int]
+    first: Actor | None
+    """The earlier access."""
+    second: Actor | None
+
+    def __str__(self) -> str:
+        last = self.offset + self.bytes - 1
+        span = f"byte {self.offset}" if self.bytes <= 1 else f"bytes {self.offset}..{last}"
+        where = f"in {self.space} memory ({', '.join(filter(None, (self.array, span)))})"
+        first, second = self.first, self.second
+        if self.kind == "race" and first and second:
+            verbs = [_PAST.get(actor.access, actor.access) for actor in (first, second)]
+            said = (
+                f"race {where}: {_who(first, second)} {verbs[0]} at {first.place}, {_who(second, first)} {verbs[1]} at "
+                f"{second.place}, with no barrier between"
+            )
+        else:
+            told = "; ".join(
+                f"thread {actor.thread} {_PAST.get(actor.access, actor.access)} at {actor.place}"
+                for actor in (first, second)
+                if actor
+            )
+            title = {"uninitialised": "read of what was never written", "out of bounds": "access out of bounds"}
+            said = f"{title.get(self.kind, self.kind)} {where}: {told or 'somewhere'}"
+        times = f", {self.count} times" if self.count > 1 else ""
+        return f"{said} (block {self.block[0]}, {self.block[1]}, {self.block[2]}{times})"
+
+
+_PAST = {
+    "read": "read",
+    "write": "wrote",
+    "atomic": "updated",
+    "async read": "had it read asynchronously",
+    "async write": "had it written asynchronously",
+}
+
+
+def _who(actor: Actor, other: Actor) -> str:
+    return f"thread {actor.thread}" + (f" of block {actor.block} of the cluster" if actor.block != other.block else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counter:
+    """What one line of source asked of memory, over the whole launch."""
+
+    place: Place
+    space: str
+    access: str
+    kind: str
+    """`plain`, `matrix` (ldmatrix, stmatrix) or `async copy`."""
+    bytes: int
+    """A lane and request."""
+    requests: int
+    """Accesses by a warp."""
+    wavefronts: int
+    """Passes that shared memory took over them."""
+    ideal_wavefronts: int
+    """The same without bank conflicts."""
+    sectors: int
+    """32-byte sectors of global memory they touched."""
+    ideal_sectors: int
+    """The same, had the lanes' bytes lain side by side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """Threads of a block that waited for the same, at the same line."""
+
+    block: tuple[int, int, int]
+    first: int
+    last: int
+    count: int
+    what: str
+    place: Place
+
+    def __str__(self) -> str:
+        who = f"thread {self.first}" if self.count == 1 else f"{self.count} threads ({self.first}..{self.last})"
+        at = f" at {self.place}" if self.place.frame else ""
+        return f"block {self.block[0]}, {self.block[1]}, {self.block[2]}: {who}: {self.what}{at}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a launch came to."""
+
+    status: Status
+    message: str
+    """Empty where the status is ok."""
+    seconds: float
+    """The kernel's time in the worker."""
+    where: Place | None = None
+    """The line that failed, crashed or was running."""
+    findings: tuple[Finding, ...] = ()
+    counters: tuple[Counter, ...] = ()
+    waiting: tuple[Waiting, ...] = ()
+    """Who waits where, after a deadlock or a timeout."""
+    printed: str = ""
+    """The kernel's printf."""
+
+
+class _Places:
+    """Places of one executable as lines of source; each is looked up once."""
+
+    def __init__(self, executable: Path) -> None:
+        self._executable = executable
+        self._wanted: set[int] = set()
+        self._found: dict[int, tuple[symbols.Frame, ...]] = {}
+
+    def want(self, result: object) -> None:
+        if isinstance(result, dict):
+            place = result.get("place")
+            if isinstance(place, int) and place:
+                self._wanted.add(place)
+            for value in result.values():
+                self.want(value)
+        elif isinstance(result, list):
+            for value in result:
+                self.want(value)
+
+    def __call__(self, place: int) -> Place:
+        missing = self._wanted - self._found.keys()
+        if missing:
+            self._found.update(symbols.resolve(self._executable, missing))
+        return Place(self._found.get(place, ()))
+
+
+def _report(result: Mapping[str, Any], emulated: Emulated, printed: str) -> Report:
+    places = _Places(emulated.executable)
+    places.want(result)
+
+    def actor(said: Mapping[str, Any] | None) -> Actor | None:
+        if said is None:
+            return None
+        return Actor(thread=said["thread"], block=said["block"], access=said["access"], place=places(said["place"]))
+
+    return Report(
+        status=result["status"],
+        message=result["message"],
+        seconds=result["seconds"],
+        where=places(result["where"]["place"]) if result.get("where") else None,
+        findings=tuple(
+            Finding(
+                **{key: said[key] for key in ("kind", "space", "array", "offset", "bytes", "count")},
+                block=tuple(said["block"]),
+                first=actor(said["first"]),
+                second=actor(said["second"]),
+            )
+            for said in result["findings"]
+        ),
+        counters=tuple(
+            Counter(**{key: value for key, value in said.items() if key != "place"}, place=places(said["place"]))
+            for said in result["counters"]
+        ),
+        waiting=tuple(
+            Waiting(
+                block=tuple(said["block"]),
+                first=said["first"],
+                last=said["last"],
+                count=said["count"],
+                what=said["what"],
+                place=places(said["place"]),
+            )
+            for said in result["waiting"]
+        ),
+        printed=printed,
+    )
+
+
+def _trouble(result: Mapping[str, Any], report: Report, emulated: Emulated, timeout_s: float | None) -> EmulationError:
+    opening = {
+        "deadlock": "deadlock",
+        "misuse": "misuse",
+        "crash": "crashed",
+        "timeout": f"not done after {timeout_s or 0:g} seconds: an endless loop, or too much work for a CPU",
+    }[report.status]
+    lines = [f"{emulated.name} on the CPU: {opening}: {report.message}"]
+    where = result.get("where")
+    if where:
+        block, thread = where["block"], where["thread"]
+        at = report.where.frame if report.where else None
+        lines.append(
+            f"  {'at ' + at.shown if at else 'somewhere'}{': ' + at.text if at and at.text else ''} "
+            f"(block {block[0]}, {block[1]}, {block[2]}, thread {thread[0]}, {thread[1]}, {thread[2]})"
+        )
+    lines += [f"  {waiting}" for waiting in report.waiting[:_SHOWN_WAITING]]
+    if len(report.waiting) > _SHOWN_WAITING:
+        lines.append(f"  … and {len(report.waiting) - _SHOWN_WAITING} more groups of threads")
+    lines += [f"  before that: {finding}" for finding in report.findings[:3]]
+    return EmulationError("\n".join(lines), report=report)
+
+
+_SHOWN_WAITING = 12
+
+
+# --- launching: the worker --------------------------------------------------------------------------------------------
+
+
+def launch(
+    emulated: Emulated,
+    arguments: Sequence[Any],
+    *,
+    grid: Sequence[int],
+    block: Sequence[int] | None = None,
+    cluster: Sequence[int] = (1, 1, 1),
+    smem_bytes: int | None = None,
+    schedule: str = "ascending",
+    threads: int | None = None,
+    blocks: int | None = None,
+    detect: bool = True,
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    cancel: threading.Event | None = None,
+) -> Report:
+    """Run a kernel in a worker process and bring back what it wrote.
+
+    Args:
+        arguments: one for each of the kernel's parameters: a NumPy array (its elements' address; read and written
+            back), a `Pointer`, a `Structure`, a NumPy or ctypes value, a number, None for a null pointer, or bytes.
+        grid: blocks, one to three numbers.
+        block: threads a block, one to three numbers; the launch shape's where None.
+        smem_bytes: dynamic shared memory a block; the launch shape's where None.
+        schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
+        threads: operating-system threads, each with one block at a time; one for each core where None.
+        blocks: run only so many blocks, the first.
+        detect: with hooks, look for races and count accesses.
+        timeout_s: after so long the worker is stopped; None for never.
+        cancel: set from another thread, it stops the worker as Ctrl-C does.
+
+    Raises:
+        ParameterError: an argument, size or schedule that does not fit.
+        EmulationError: the kernel deadlocked, crashed, misused the machine or took too long. Arrays are left as they
+            were.
+        KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
+    """
+    lines = [
+        f"grid {_dim3(grid, 'grid')}",
+        f"cluster {_dim3(cluster, 'cluster')}",
+        f"schedule {schedule_item(schedule)}",
+    ]
+    if block is not None:
+        lines.append(f"block {_dim3(block, 'block')}")
+    elif emulated.launch_shape is None:
+        raise ParameterError(f"block: wanted the number of threads: {emulated.name} defines no launch_shape")
+    if smem_bytes is not None:
+        lines.append(f"smem {smem_bytes}")
+    if threads is not None:
+        lines.append(f"threads {threads}")
+    if blocks is not None:
+        lines.append(f"blocks {blocks}")
+    lines.append(f"detect {int(detect)}")
+
+    sizes = emulated.argument_sizes
+    if len(arguments) != len(sizes):
+        raise ParameterError(f"arguments: {emulated.entry} takes {len(sizes)}, got {len(arguments)}")
+    memory = _Memory()
+    pointers: list[str] = []
+    for index, (value, size) in enumerate(zip(arguments, sizes, strict=True)):
+        if hasattr(value, "ctypes") and hasattr(value, "strides"):  # a NumPy array
+            value = Pointer(array=value)
+        if isinstance(value, Pointer):
+            value = Structure(value=ctypes.c_void_p(), pointers={0: value})  # type: ignore[arg-type]
+        if isinstance(value, Structure):
+            for byte, pointer in value.pointers.items():
+                pointers.append(f"pointer {index} {byte} {memory.place(pointer, f'argument_{index}')}")
+            value = value.value
+        lines.append(f"argument {_argument_bytes(value, size, index).hex()}")
+
+    with tempfile.TemporaryDirectory(prefix="flashlab-") as folder, _mapped(memory.bytes) as (path, mapping):
+        memory.fill(mapping)
+        result_path = Path(folder) / "result.json"
+        request = [f"result {result_path}", f"memory {path} {memory.bytes}", *lines, *pointers, *memory.regions, "run"]
+        code, printed, errors = _work(emulated.executable, "\n".join(request) + "\n", timeout_s, cancel)
+        try:
+            result = json.loads(result_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            raise EmulationError(
+                f"{emulated.name} on the CPU: the worker {how} and left no result"
+                + (f": {errors.strip()}" if errors.strip() else ""),
+            ) from None
+        report = _report(result, emulated, printed)
+        if report.status != "ok":
+            raise _trouble(result, report, emulated, timeout_s)
+        memory.take_back(mapping)
+        return report
+
+
+def schedule_item(schedule: str) -> str:
+    """A schedule as the worker reads it.
+
+    Raises:
+        ParameterError: it is none.
+    """
+    if schedule in ("ascending", "descending"):
+        return schedule
+    seeded = re.fullmatch(r"seeded:(\d+)", schedule) if isinstance(schedule, str) else None
+    if seeded is None or int(seeded[1]) >= 1 << 64:
+        raise ParameterError(f"schedule: wanted ascending, descending or seeded:N, such as seeded:7, got {schedule!r}")
+    return f"seeded {seeded[1]}"
+
+
+def _dim3(sizes: Sequence[int], name: str) -> str:
+    found = tuple(sizes) if not isinstance(sizes, int) else (sizes,)
+    if not 1 <= len(found) <= 3 or any(not isinstance(n, SupportsIndex) or n.__index__() < 1 for n in found):
+        raise ParameterError(f"{name}: wanted one to three positive integers, got {sizes!r}")
+    return " ".join(str(int(n)) for n in (*found, 1, 1)[:3])
+
+
+@contextlib.contextmanager
+def _mapped(size: int) -> Iterator[tuple[Path, mmap.mmap]]:
+    """A file of that many zeros, in memory where there is room, mapped."""
+    shm = Path("/dev/shm")
+    roomy = False
+    with contextlib.suppress(OSError):
+        room = os.statvfs(shm)
+        roomy = os.access(shm, os.W_OK) and 4 * size < room.f_bavail * room.f_frsize
+    folder = shm if roomy else Path(tempfile.gettempdir())
+    try:
+        handle, name = tempfile.mkstemp(prefix="flashlab-", dir=folder)
+        try:
+            os.ftruncate(handle, size)
+            mapping = mmap.mmap(handle, size)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        raise OutputError(f"wanted {size} bytes for the kernel's memory in {folder}: {error.strerror}") from error
+    path = Path(name)
+    try:
+        yield path, mapping
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _work(
+    executable: Path, request: str, timeout_s: float | None, cancel: threading.Event | None
+) -> tuple[int, str, str]:
+    """Run a worker to its end: its exit status, what the kernel printed, and the emulation's own complaints."""
+    process = subprocess.Popen(
+        [str(executable)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,  # Ctrl-C at a terminal reaches this process alone, which then ends the worker
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    assert process.stderr is not None
+    kept: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
+    dropped = 0
+    try:
+        with contextlib.suppress(BrokenPipeError):  # it ended early, and will say why
+            process.stdin.write(request.encode())
+            process.stdin.close()
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        told = False
+        with selectors.DefaultSelector() as selector:
+            for stream in kept:
+                selector.register(stream, selectors.EVENT_READ)
+            while selector.get_map():
+                if cancel is not None and cancel.is_set():
+                    raise KeyboardInterrupt
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    if told:
+                        process.kill()
+                        deadline = math.inf
+                        continue
+                    # First a chance to say where everyone is.
+                    process.terminate()
+                    told, deadline = True, time.monotonic() + _GRACE_S
+                    continue
+                for key, _ in selector.select(min(left, 0.1) if cancel is not None else min(left, 3600)):
+                    data = os.read(key.fd, 1 << 16)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                    room = _KEPT_OUTPUT_BYTES - len(kept[key.fileobj])
+                    kept[key.fileobj] += data[:room]
+                    dropped += max(0, len(data) - room)
+        code = process.wait()
+    except BaseException:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        process.wait()
+        raise
+    finally:
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            with contextlib.suppress(OSError):
+                pipe.close()
+    printed, errors = (bytes(kept[stream]).decode(errors="replace") for stream in (process.stdout, process.stderr))
+    return code, printed + (f"\n… and {dropped} bytes more\n" if dropped else ""), errors
+
+
+# --- stages in Triton -------------------------------------------------------------------------------------------------
+
+
+def interpreted(
+    stage: Stage, *, head_dim: int, dtype: DType, overrides: Mapping[str, int] | None, source: Path | None
+) -> Emulated:
+    """A stage in Triton as its interpreter runs it: nothing is compiled.
+
+    Raises:
+        UnsupportedError: bfloat16, or Triton or torch is missing; the message has the command that installs them.
+        ParameterError: an unknown tunable.
+    """
+    missing = triton_code.missing(interpreter=True)
+    if missing:
+        raise UnsupportedError(
+            f"Stage {stage.id} runs on a CPU by Triton's interpreter, which needs {triton_code.INTERPRETER_NEEDS}. "
+            f"There: {missing}"
+        )
+    if dtype == "bfloat16":
+        raise UnsupportedError(
+            f"Stage {stage.id} takes float16 on a CPU, got bfloat16: Triton's interpreter multiplies the bits of its "
+            "tiles (triton-lang/triton issue 11584). On a GPU it takes both."
+        )
+    parameters = stage.parameters(head_dim, overrides)
+    return Emulated(
+        name=stage.id,
+        entry=stage.entry,
+        source=(source or stage.source).resolve(),
+        executable=Path(sys.executable),
+        hooks=False,
+        parameters=parameters,
+        argument_sizes=(),
+        launch_shape=LaunchShape(threads=32 * parameters["WARPS"], smem_bytes=0, tile_q=parameters["TILE_Q"]),
+        compiler=f"Triton {triton_code.version()}, interpreted",
+        command="TRITON_INTERPRET=1",
+        log="",
+        compile_seconds=0.0,
+        cached=False,
+    )
+
+
+def interpret(
+    kernel: Emulated,
+    arguments: Mapping[str, Pointer | int | float],
+    *,
+    constants: Mapping[str, int],
+    dtype: DType,
+    grid: Sequence[int],
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    cancel: threading.Event | None = None,
+) -> Report:
+    """Run a kernel of `interpreted` in a process of its own and bring back what it wrote.
+
+    Args:
+        arguments: by the names of `triton_code.ARGUMENTS`.
+        constants: as `triton_code.CONSTANTS`.
+
+    Raises:
+        EmulationError: it failed or took too long. Arrays are left as they were.
+        KeyboardInterrupt: Ctrl-C, or `cancel`; the process is gone.
+    """
+    memory = _Memory()
+    values = {
+        name: memory.place(value, name) if isinstance(value, Pointer) else value for name, value in arguments.items()
+    }
+    with _mapped(memory.bytes) as (path, mapping):
+        memory.fill(mapping)
+        ran = triton_code.interpret(
+            kernel.source,
+            entry=kernel.entry,
+            dtype=dtype,
+            constants=constants,
+            grid=grid,
+            arguments=values,
+            memory=path,
+            timeout_s=timeout_s,
+            cancel=cancel,
+        )
+        status: Status = "ok" if ran.status == 0 else "timeout" if ran.status is None else "crash"
+        last = ran.printed.strip().rpartition("\n")[2]
+        message = {"ok": "", "timeout": f"not done after {timeout_s or 0:g} seconds"}.get(status, last)
+        report = Report(status=status, message=message, seconds=ran.seconds, printed=ran.printed)
+        if status != "ok":
+            raise EmulationError(
+                f"{kernel.name} in Triton's interpreter: {message}" + (f"\n{ran.printed}" if status == "crash" else ""),
+                report=report,
+            )
+        memory.take_back(mapping)
+    return report
+
+
+def machine() -> str:
+    """For people: the cores and the processor that kernels run on."""
+    return f"{cores()} cores, {platform.machine()}"

@@ -1,0 +1,598 @@
+"""The GPU: its identity, arrays on it, and launching machine code on the caller's stream.
+
+Nothing here touches a driver at import. Arrays are the caller's (torch, CuPy, `__cuda_array_interface__`, DLPack) and
+are never copied. Every driver error becomes a `LaunchError` with the driver's own name and text for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+from flashlab.core.errors import (
+    DeviceError,
+    DTypeError,
+    LaunchError,
+    MissingPackageError,
+    NoGpuError,
+    ParameterError,
+    UnsupportedError,
+)
+from flashlab.core.paths import slug
+from flashlab.kernels.registry import arch_for
+
+if TYPE_CHECKING:
+    from flashlab.build.compiler import Cubin
+
+WORKS_WITHOUT = (
+    "Without a GPU work `flashlab doctor`, `stages`, `compile`, `sass`, `check --on cpu`, `results`, `claims`, "
+    "`tuned`, `report`, `bench --dry-run`, `tune --dry-run` and `ablate --list`."
+)
+_WANTED = "wanted a CUDA GPU, got "
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuInfo:
+    """Identity and limits of one GPU."""
+
+    index: int
+    """As CUDA counts the devices this process sees."""
+    name: str
+    slug: str
+    """Folder name under data/."""
+    compute_capability: tuple[int, int]
+    arch: str
+    """The architecture stages are compiled for on it."""
+    sm_count: int
+    max_sm_clock_mhz: float | None
+    memory_bytes: int
+    l2_bytes: int
+    power_limit_w: float | None
+    driver: str
+    """Driver version, or `unknown`."""
+    fingerprint: str
+    """First 12 hex digits of the sha256 of its UUID."""
+    max_smem_bytes: int
+    """Most dynamic shared memory a block may ask for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceArray:
+    """A view of somebody else's array on a GPU."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    dtype: str
+    """`float16`, `bfloat16`, or whatever else its library calls it."""
+    device: int
+    """CUDA device index."""
+    owner: Any
+    """Whatever keeps the memory alive."""
+    library: str
+    """`torch`, `cupy`, or `other`."""
+    readonly: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """A kernel loaded on one device, ready to launch."""
+
+    cubin: Cubin
+    device: int
+    handle: Any
+    """cuda.bindings `CUfunction`."""
+    kernel: Any
+    """cuda.core `Kernel`: keeps the machine code loaded."""
+    smem_bytes: int
+    """Dynamic shared memory it may be launched with."""
+
+
+@cache
+def _bindings() -> Any:
+    """The driver's bindings. That they are missing is not cached, so that a later try looks again."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError as error:
+        raise MissingPackageError(
+            f"wanted the Python package cuda-bindings to reach the driver, got: {error}. "
+            "`pip install 'cuda-bindings>=13,<14'` installs it."
+        ) from error
+
+
+def call(function: str, *args: Any) -> Any:
+    """Call a driver function by name and return what it returns beside its status: nothing, a value or a tuple.
+
+    Raises:
+        LaunchError: the driver returned an error; the message has its name and text.
+    """
+    driver = _bindings()
+    status, *values = getattr(driver, function)(*args)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise LaunchError(f"{function}: {describe(status)}")
+    return values[0] if len(values) == 1 else tuple(values) or None
+
+
+def describe(status: Any) -> str:
+    """The driver's name and text for a status."""
+    driver = _bindings()
+    texts = []
+    for function in (driver.cuGetErrorName, driver.cuGetErrorString):
+        error, text = function(status)
+        texts.append(text.decode() if error == driver.CUresult.CUDA_SUCCESS and text else str(status))
+    return f"{texts[0]} ({texts[1]})"
+
+
+@cache
+def _init() -> None:
+    """Initialise the driver once. A failure is not cached, so that a later try looks again."""
+    driver = _bindings()
+    try:
+        (status,) = driver.cuInit(0)
+    except RuntimeError as error:  # cuda.bindings could not load libcuda
+        raise NoGpuError(f"{_WANTED}no driver: {error}. {WORKS_WITHOUT}") from error
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise NoGpuError(f"{_WANTED}{describe(status)} from the driver. {WORKS_WITHOUT}")
+    if call("cuDeviceGetCount") < 1:
+        raise NoGpuError(f"{_WANTED}a driver that sees none. {WORKS_WITHOUT}")
+
+
+def available() -> str | None:
+    """None when a GPU can be used, else the reason. Never raises."""
+    try:
+        _init()
+    except (NoGpuError, MissingPackageError, LaunchError) as error:
+        return str(error)
+    return None
+
+
+def absence() -> str:
+    """Why no GPU can be used, in a few words: `available` without what was wanted and what works; empty with one."""
+    return (available() or "").removesuffix(f" {WORKS_WITHOUT}").removeprefix(_WANTED).rstrip(".")
+
+
+def require() -> None:
+    """Raises `NoGpuError` (or `MissingPackageError`) with the reason where no GPU can be used."""
+    try:
+        _init()
+    except LaunchError as error:
+        raise NoGpuError(f"{_WANTED}{error}. {WORKS_WITHOUT}") from error
+
+
+def device_count() -> int:
+    """GPUs this process sees; 0 where none can be used."""
+    return int(call("cuDeviceGetCount")) if available() is None else 0
+
+
+def _attribute(device: Any, name: str) -> int:
+    enum = _bindings().CUdevice_attribute
+    return int(call("cuDeviceGetAttribute", getattr(enum, f"CU_DEVICE_ATTRIBUTE_{name}"), device))
+
+
+def nvml_handle(index: int) -> Any | None:
+    """NVML's handle of a CUDA device, or None where NVML or its Python package is not there.
+
+    Matched by PCI address, because NVML numbers devices in its own order and ignores CUDA_VISIBLE_DEVICES.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return None
+    device = call("cuDeviceGet", index)
+    bus = call("cuDeviceGetPCIBusId", 32, device)
+    try:
+        nvml.nvmlInit()
+        return nvml.nvmlDeviceGetHandleByPciBusId(bus.split(b"\0")[0].decode())
+    except nvml.NVMLError:
+        return None
+
+
+def nvml_read(function: str, *args: Any) -> Any | None:
+    """An NVML reading, or None where this GPU, driver or virtual machine does not give it."""
+    nvml = importlib.import_module("pynvml")
+    try:
+        return getattr(nvml, function)(*args)
+    except nvml.NVMLError:
+        return None
+
+
+@cache
+def _info(index: int) -> GpuInfo:
+    count = device_count()
+    if not 0 <= index < count:
+        raise NoGpuError(f"wanted GPU {index}, got {count} GPU(s) numbered from 0. {WORKS_WITHOUT}")
+    device = call("cuDeviceGet", index)
+    name = call("cuDeviceGetName", 256, device).split(b"\0")[0].decode()
+    capability = (_attribute(device, "COMPUTE_CAPABILITY_MAJOR"), _attribute(device, "COMPUTE_CAPABILITY_MINOR"))
+    uuid = bytes(call("cuDeviceGetUuid", device).bytes)
+    max_clock: float | None = _attribute(device, "CLOCK_RATE") / 1e3 or None
+    power: float | None = None
+    driver = "unknown"
+    handle = nvml_handle(index)
+    if handle is not None:
+        nvml = importlib.import_module("pynvml")
+        clock_mhz = nvml_read("nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM)
+        max_clock = float(clock_mhz) if clock_mhz else max_clock
+        limit_mw = nvml_read("nvmlDeviceGetEnforcedPowerLimit", handle)
+        power = limit_mw / 1e3 if limit_mw else None
+        driver = str(nvml_read("nvmlSystemGetDriverVersion") or driver)
+    return GpuInfo(
+        index=index,
+        name=name,
+        slug=slug(name),
+        compute_capability=capability,
+        arch=arch_for(capability),
+        sm_count=_attribute(device, "MULTIPROCESSOR_COUNT"),
+        max_sm_clock_mhz=max_clock,
+        memory_bytes=int(call("cuDeviceTotalMem", device)),
+        l2_bytes=_attribute(device, "L2_CACHE_SIZE"),
+        power_limit_w=power,
+        driver=driver,
+        fingerprint=hashlib.sha256(uuid).hexdigest()[:12],
+        max_smem_bytes=_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
+    )
+
+
+def info(index: int | None = None) -> GpuInfo:
+    """The GPU of that index; the current one (the first, where nothing made one current) where None.
+
+    Raises:
+        NoGpuError: no GPU, no driver, or no such index.
+        UnsupportedError: a GPU that flashlab compiles for no architecture of.
+    """
+    require()
+    if index is None:
+        status, device = _bindings().cuCtxGetDevice()
+        index = int(device) if status == _bindings().CUresult.CUDA_SUCCESS else 0
+    return _info(index)
+
+
+def arch_and_slug(index: int | None, arch: str | None = None, slug: str | None = None) -> tuple[str, str]:
+    """A GPU's architecture and its folder under data/; the GPU is asked only for what is not given.
+
+    Raises:
+        As `info`.
+    """
+    if arch is None or slug is None:
+        found = info(index)
+        arch, slug = arch or found.arch, slug or found.slug
+    return arch, slug
+
+
+@cache
+def _primary_context(device: int) -> Any:
+    require()
+    return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device))
+
+
+@contextmanager
+def context(device: int) -> Iterator[None]:
+    """Make a device's primary context (the one torch and CuPy use) current, and put the caller's back afterwards."""
+    primary = _primary_context(device)
+    current = call("cuCtxGetCurrent")
+    if int(current) == int(primary):
+        yield
+        return
+    call("cuCtxPushCurrent", primary)
+    try:
+        yield
+    finally:
+        call("cuCtxPopCurrent")
+
+
+def synchronize(device: int) -> None:
+    """Wait for all work on a device.
+
+    Raises:
+        LaunchError: a kernel launched earlier failed.
+    """
+    with context(device):
+        call("cuCtxSynchronize")
+
+
+def memory_free_bytes(device: int) -> int:
+    """Device memory that nobody has allocated."""
+    with context(device):
+        free, _ = call("cuMemGetInfo")
+    return int(free)
+
+
+@lru_cache(maxsize=512)
+def _load(sha256: str, entry: str, device: int, smem_bytes: int, cubin: _ByDigest) -> Function:
+    from cuda.core import ObjectCode
+
+    driver = _bindings()
+    gpu = info(device)
+    if smem_bytes > gpu.max_smem_bytes:
+        raise UnsupportedError(
+            f"{cubin.value.name}: wanted {smem_bytes} bytes of shared memory a block, got a GPU that gives "
+            f"{gpu.max_smem_bytes} ({gpu.name}). Smaller tiles or fewer pipeline stages fit."
+        )
+    with context(device):
+        try:
+            kernel = ObjectCode.from_cubin(cubin.value.code, name=cubin.value.name).get_kernel(entry)
+        except Exception as error:  # cuda.core's own CUDAError has no public name
+            raise LaunchError(
+                f"loading {cubin.value.name} for {cubin.value.arch} on {gpu.name} ({gpu.arch}): {error}"
+            ) from error
+        # cuda.core shows the attribute read-only; the driver takes more than 48 KiB only after it is raised.
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        raw = driver.CUkernel(int(kernel.handle))
+        call("cuKernelSetAttribute", attribute, smem_bytes, raw, call("cuDeviceGet", device))
+        function = call("cuKernelGetFunction", raw)
+    return Function(cubin=cubin.value, device=device, handle=function, kernel=kernel, smem_bytes=smem_bytes)
+
+
+@dataclass(frozen=True)
+class _ByDigest:
+    """A cubin compared by its digest, so that it can be part of a cache key cheaply."""
+
+    value: Cubin
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _ByDigest) and other.value.sha256 == self.value.sha256
+
+    def __hash__(self) -> int:
+        return hash(self.value.sha256)
+
+
+def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Function:
+    """The kernel of a cubin on a device, loaded once a process.
+
+    `smem_bytes` is the dynamic shared memory to allow, by default what the cubin's launch shape asks for.
+
+    Raises:
+        LaunchError: the driver does not take the machine code.
+        UnsupportedError: the GPU has less shared memory than the kernel asks for.
+    """
+    if smem_bytes is None:
+        smem_bytes = cubin.launch_shape.smem_bytes if cubin.launch_shape else 0
+    return _load(cubin.sha256, cubin.entry, device, smem_bytes, _ByDigest(cubin))
+
+
+class Zeroed:
+    """Device memory of one's own, 0 to whatever runs on `stream` after this.
+
+    Freed when collected, which waits until all work on the device is done.
+    """
+
+    __slots__ = ("_device", "_size_bytes", "pointer")
+
+    def __init__(self, device: int, size_bytes: int, stream: int) -> None:
+        self._device, self._size_bytes = device, size_bytes
+        with context(device):
+            self.pointer = int(call("cuMemAlloc", size_bytes))
+            call("cuMemsetD8Async", self.pointer, 0, size_bytes, _bindings().CUstream(stream))
+
+    def read(self) -> bytearray:
+        """What is in it when all work on the device is done."""
+        synchronize(self._device)
+        found = bytearray(self._size_bytes)
+        with context(self._device):
+            call(
+                "cuMemcpyDtoH",
+                ctypes.addressof(ctypes.c_char.from_buffer(found)),
+                self.pointer,
+                self._size_bytes,
+            )
+        return found
+
+    def __del__(self) -> None:
+        # At exit, or after a kernel broke the context, the driver frees it; there is nobody to tell.
+        with suppress(Exception):
+            call("cuMemFree", self.pointer)
+
+
+def blocks_per_sm(function: Function, threads: int, smem_bytes: int) -> int:
+    """Blocks resident on an SM, from the driver's occupancy calculation."""
+    with context(function.device):
+        return int(call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function.handle, threads, smem_bytes))
+
+
+class Launch:
+    """One launch with everything fixed: calling it enqueues the kernel and returns at once.
+
+    cuda.core's `launch` takes scalars and pointers but no struct by value (NVIDIA/cuda-python issue 2343), and the
+    kernels take structs, so this calls `cuLaunchKernel` of cuda.bindings with the address of the array of argument
+    addresses. `params` are the kernel's parameters in order, ctypes values.
+    """
+
+    __slots__ = ("_args", "_driver", "_keep", "_ok", "device", "function", "params")
+
+    def __init__(
+        self,
+        function: Function,
+        *,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem_bytes: int,
+        params: Sequence[Any],
+        stream: int,
+    ) -> None:
+        driver = _bindings()
+        pointers = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
+        self.function = function
+        self.device = function.device
+        self.params = tuple(params)
+        self._keep = pointers
+        self._driver = driver
+        self._ok = driver.CUresult.CUDA_SUCCESS
+        address = ctypes.addressof(pointers)
+        self._args = (function.handle, *grid, *block, smem_bytes, driver.CUstream(stream), address, 0)
+
+    def __call__(self) -> None:
+        """Enqueue. The device's context must be current, as it is for the library that owns the arrays.
+
+        Raises:
+            LaunchError: the driver refuses.
+        """
+        (status,) = self._driver.cuLaunchKernel(*self._args)
+        if status != self._ok:
+            raise LaunchError(f"launching {self.function.cubin.name} (cuLaunchKernel): {describe(status)}")
+
+
+def launch(
+    function: Function,
+    *,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    smem_bytes: int,
+    params: Sequence[Any],
+    stream: int,
+) -> None:
+    """Enqueue one launch on `stream` (a CUstream as an integer) and return at once. `params` are copied by the driver.
+
+    Raises:
+        LaunchError: the driver refuses.
+    """
+    with context(function.device):
+        Launch(function, grid=grid, block=block, smem_bytes=smem_bytes, params=params, stream=stream)()
+
+
+def library_of(obj: Any) -> str:
+    """`torch`, `cupy` or `other`, without importing either."""
+    kind: Any = type(obj)
+    return _library_of(kind)
+
+
+@lru_cache(maxsize=64)
+def _library_of(kind: Any) -> str:
+    names = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
+    return "torch" if "torch" in names else "cupy" if "cupy" in names else "other"
+
+
+@lru_cache(maxsize=64)
+def _text(named: Any) -> str:
+    """Of a library's element type or layout, of which there are few."""
+    return str(named)
+
+
+def stream_handle(stream: Any) -> int:
+    """The CUstream of an integer, a torch, CuPy or cuda.core stream, or anything with `__cuda_stream__`.
+
+    Raises:
+        ParameterError: it is none of them.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for attribute in ("cuda_stream", "ptr", "handle"):
+        value = getattr(stream, attribute, None)
+        if value is not None:
+            return int(value)
+    raise ParameterError(
+        "stream: wanted a CUstream as an integer, a torch, CuPy or cuda.core stream, or an object with "
+        f"__cuda_stream__, got {type(stream).__name__}"
+    )
+
+
+def current_stream(library: str, device: int) -> int:
+    """The caller's current stream on a device: torch's or CuPy's own, the default stream for any other library."""
+    if library == "torch":
+        return int(importlib.import_module("torch").cuda.current_stream(device).cuda_stream)
+    if library == "cupy":
+        return int(importlib.import_module("cupy").cuda.get_current_stream(device).ptr)
+    return 0
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def as_device_array(obj: Any, name: str, stream: int | None = None) -> DeviceArray:
+    """A view of a torch tensor, a CuPy array, or any DLPack or `__cuda_array_interface__` object. Copies nothing.
+
+    `name` is what errors call it. `stream` is where it will be used: a DLPack or interface producer orders its work
+    before that stream; torch and CuPy arrays are taken as their libraries' streams leave them. An interface must be of
+    version 3, which can name a stream.
+
+    Raises:
+        DeviceError: it is no array, or not on a CUDA GPU.
+        DTypeError: its element type cannot be expressed.
+    """
+    works = "torch or CuPy tensors on a CUDA GPU, or any array there with DLPack or __cuda_array_interface__"
+    library = library_of(obj)
+    if library == "torch" and hasattr(obj, "data_ptr"):
+        if obj.device.type != "cuda":
+            raise DeviceError(f"{name}: wanted {works}, got a torch tensor on {obj.device}. `{name}.cuda()` moves it.")
+        if _text(obj.layout) != "torch.strided":
+            raise DeviceError(f"{name}: wanted {works}, got a torch tensor with layout {obj.layout}")
+        return DeviceArray(
+            pointer=obj.data_ptr(),
+            shape=tuple(obj.shape),
+            strides=tuple(obj.stride()),
+            dtype=_text(obj.dtype).removeprefix("torch."),
+            device=obj.device.index,
+            owner=obj,
+            library="torch",
+        )
+    if library == "cupy" and hasattr(obj, "data") and hasattr(obj.data, "ptr"):
+        return DeviceArray(
+            pointer=obj.data.ptr,
+            shape=tuple(obj.shape),
+            strides=tuple(stride // obj.dtype.itemsize for stride in obj.strides),
+            dtype=obj.dtype.name,
+            device=obj.device.id,
+            owner=obj,
+            library="cupy",
+        )
+    if type(obj).__module__.partition(".")[0] == "numpy":
+        raise DeviceError(f"{name}: wanted {works}, got a NumPy array in host memory. `cupy.asarray({name})` moves it.")
+    if hasattr(obj, "__dlpack__") or hasattr(obj, "__cuda_array_interface__"):
+        return _strided_view(obj, name, works, stream)
+    raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__}")
+
+
+def _strided_view(obj: Any, name: str, works: str, stream: int | None) -> DeviceArray:
+    try:
+        from cuda.core.utils import StridedMemoryView
+    except ImportError as error:
+        raise MissingPackageError(
+            f"wanted the Python package cuda-core to read {name}, got: {error}. `pip install cuda-core` installs it."
+        ) from error
+    # DLPack names the legacy default stream 1, and forbids 0 as ambiguous; -1 asks for no ordering.
+    pointer = -1 if stream is None else stream or 1
+    if hasattr(obj, "__dlpack_device__"):
+        device_type = int(obj.__dlpack_device__()[0])
+        if device_type not in (2, 13):  # kDLCUDA, kDLCUDAManaged
+            raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__} on DLPack device type {device_type}")
+    try:
+        if hasattr(obj, "__dlpack__"):
+            view = StridedMemoryView.from_dlpack(obj, pointer)
+        else:
+            view = StridedMemoryView.from_cuda_array_interface(obj, pointer)
+        dtype = view.dtype
+    except NotImplementedError as error:
+        raise DTypeError(
+            f"{name}: wanted float16 or bfloat16, got an element type that cannot be read: {error}"
+        ) from error
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__}: {error}") from error
+    if not view.is_device_accessible or view.device_id < 0:
+        raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__} in host memory")
+    shape = tuple(int(length) for length in view.shape)
+    return DeviceArray(
+        pointer=int(view.ptr),
+        shape=shape,
+        strides=tuple(view.strides) if view.strides is not None else contiguous_strides(shape),
+        dtype="unknown" if dtype is None else dtype.name,
+        device=int(view.device_id),
+        owner=(obj, view),
+        library="other",
+        readonly=bool(view.readonly),
+    )

@@ -1,0 +1,88 @@
+"""Tensor maps, which tell Hopper's copy engine how an array lies: one description, for the driver and for the emulator.
+
+The limits are those of cuTensorMapEncodeTiled (CUDA Driver API, "Tensor Map Object Management").
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import struct
+from dataclasses import dataclass
+from typing import Literal
+
+from flashlab.core.problem import DType
+from flashlab.run import gpu
+
+MAP_BYTES = 128
+MAX_RANK = 5
+ALIGNMENT_BYTES = 16
+"""Addresses and strides are multiples of it."""
+MAX_STRIDE_BYTES = 2**40
+"""Strides are below it."""
+DATA_TYPES: dict[DType, int] = {"float16": 6, "bfloat16": 9}
+"""CUtensorMapDataType."""
+SWIZZLE_128B = 3
+"""CUtensorMapSwizzle."""
+_EMULATED_MARK = 0x50414D54  # "TMAP", kernels/emulation/async.h
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorMap:
+    """The arguments of cuTensorMapEncodeTiled but for the address; everything innermost first."""
+
+    data_type: int
+    """CUtensorMapDataType."""
+    dims: tuple[int, ...]
+    """Elements."""
+    strides: tuple[int, ...]
+    """In bytes; that of the innermost dimension, an element, left out."""
+    box: tuple[int, ...]
+    """Elements that one copy moves."""
+    swizzle: int = 0
+    """CUtensorMapSwizzle."""
+    nan_fill: bool = False
+    """Whether elements outside read as NaN, not as 0."""
+    l2_promotion: Literal["NONE", "L2_64B", "L2_128B", "L2_256B"] = "NONE"
+    """What a read from memory brings into the L2 cache at least: a hint."""
+
+    def encoded(self, address: int) -> bytes:
+        """For an array at that address of the GPU.
+
+        Raises:
+            LaunchError: the driver refuses it.
+        """
+        driver = importlib.import_module("cuda.bindings.driver")
+        fill = "NAN_REQUEST_ZERO_FMA" if self.nan_fill else "NONE"
+        tensor_map = gpu.call(
+            "cuTensorMapEncodeTiled",
+            driver.CUtensorMapDataType(self.data_type),
+            len(self.dims),
+            address,
+            [driver.cuuint64_t(n) for n in self.dims],
+            [driver.cuuint64_t(n) for n in self.strides],
+            [driver.cuuint32_t(n) for n in self.box],
+            [driver.cuuint32_t(1) for _ in self.dims],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle(self.swizzle),
+            getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{self.l2_promotion}"),
+            getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
+        )
+        return ctypes.string_at(tensor_map.getPtr(), MAP_BYTES)
+
+    def emulated(self) -> bytes:
+        """What kernels/emulation/async.h calls a TensorMap; the array's address belongs in its first 8 bytes."""
+
+        def padded(values: tuple[int, ...], length: int) -> list[int]:
+            return [*values, *[0] * (length - len(values))]
+
+        rank = len(self.dims)
+        head = struct.pack("<QIBBBB", 0, _EMULATED_MARK, self.data_type, rank, self.swizzle, self.nan_fill)
+        body = struct.pack(
+            "<4Q15I",
+            *padded(self.strides, MAX_RANK - 1),
+            *padded(self.dims, MAX_RANK),
+            *padded(self.box, MAX_RANK),
+            *padded((1,) * rank, MAX_RANK),
+        )
+        return (head + body).ljust(MAP_BYTES, b"\0")

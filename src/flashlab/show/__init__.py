@@ -1,0 +1,1 @@
+"""Charts, tables, the site and what the notebooks import."""

@@ -1,0 +1,390 @@
+"""The oracle: attention in float64, and the same computation done plainly at the precision of its inputs.
+
+Both walk the problem in tiles of query rows, so memory stays bounded whatever the lengths, and both run on NumPy or,
+handed `xp=cupy`, on a GPU. Layouts are those of `problem.Problem`: Q and O (batch, q_heads, q_len, head_dim), K and
+V (batch, kv_heads, kv_len, head_dim), log-sum-exp (batch, q_heads, q_len), natural logarithm.
+
+float16 arrives as float16. NumPy and CuPy have no bfloat16 of their own, so it may come as any of
+
+- `ml_dtypes.bfloat16`, where the array library takes it (NumPy does);
+- uint16: its raw bits (`torch_tensor.view(torch.uint16)` crosses to CuPy without a copy);
+- float32 that holds only values bfloat16 can represent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flashlab.core import inputs
+from flashlab.core.errors import DTypeError, ParameterError, ShapeError
+from flashlab.core.problem import DTYPES, DType, Precision, Problem
+
+Array = Any
+"""A NumPy or CuPy array."""
+
+UNIT_ROUNDOFF: dict[DType, float] = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Largest relative error of rounding a number to the nearest of that type."""
+
+_E4M3_MAX = 448.0
+_E4M3_DIGITS = 4
+"""Significant bits, the hidden one included."""
+_E4M3_MIN_EXPONENT = -6
+"""Below 2^-6 the distance between neighbours stays the same."""
+_E4M3_SCALE = 256.0
+"""Probabilities up to 1 are stored up to this, far from where e4m3 loses digits: they cover its range from the top."""
+
+_SCORES_PER_TILE = 1 << 22
+"""Scores held at once: 32 MiB in float64 for each of the few temporaries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The sizes of one call, checked."""
+
+    batch: int
+    q_heads: int
+    kv_heads: int
+    q_len: int
+    kv_len: int
+    head_dim: int
+
+    @classmethod
+    def of_problem(cls, problem: Problem) -> Shape:
+        """The sizes of a problem."""
+        return cls(
+            batch=problem.batch,
+            q_heads=problem.q_heads,
+            kv_heads=problem.kv_heads,
+            q_len=problem.q_len,
+            kv_len=problem.kv_len,
+            head_dim=problem.head_dim,
+        )
+
+    @classmethod
+    def of(cls, q: Array, k: Array, v: Array) -> Shape:
+        """The sizes of Q, K and V.
+
+        Raises:
+            ShapeError: they are no attention problem.
+        """
+        shapes = {name: tuple(int(n) for n in x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
+        got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        if any(len(shape) != 4 for shape in shapes.values()) or any(0 in shape for shape in shapes.values()):
+            raise ShapeError(f"wanted non-empty q, k, v of four dimensions (batch, heads, length, head_dim), got {got}")
+        (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = shapes["q"], shapes["k"]
+        if shapes["k"] != (batch, kv_heads, kv_len, head_dim) or shapes["v"] != shapes["k"] or q_heads % kv_heads:
+            raise ShapeError(
+                "wanted k and v of one shape, q's batch and head_dim, and heads that divide q's, "
+                f"for example q (2, 8, 128, 64) with k, v (2, 4, 256, 64), got {got}"
+            )
+        return cls(batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Every (batch, query head)."""
+        return tuple((b, h) for b in range(self.batch) for h in range(self.q_heads))
+
+    def visible_keys(self, rows: Array, causal: bool) -> Array:
+        """How many keys each query row sees: the first so many. `rows` int64, on the host."""
+        if not causal:
+            return np.full(len(rows), self.kv_len, dtype=np.int64)
+        return np.clip(rows + 1 + self.kv_len - self.q_len, 0, self.kv_len)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """The same query rows of some heads. Every array is on the host."""
+
+    pairs: slice
+    """Positions of these (batch, query head) in the pairs asked for."""
+    q_heads: Array
+    """Where each of them lies among all batch · q_heads heads of Q, int64."""
+    kv_heads: Array
+    """And among all batch · kv_heads heads of K and V, int64."""
+    span: slice
+    """Positions of these rows in the rows asked for."""
+    rows: Array
+    """Query rows, int64."""
+    visible: Array
+    """Keys each of them sees, int64."""
+
+
+def tiles(
+    shape: Shape,
+    *,
+    causal: bool,
+    pairs: Sequence[tuple[int, int]] | None = None,
+    rows: Sequence[int] | None = None,
+) -> Iterator[Tile]:
+    """The problem, or those (batch, query head) `pairs` and query `rows` of it, in tiles whose scores fit in memory."""
+    wanted = np.asarray(range(shape.q_len) if rows is None else rows, dtype=np.int64)
+    visible = shape.visible_keys(wanted, causal)
+    batches, heads = np.asarray(shape.pairs if pairs is None else pairs, dtype=np.int64).T
+    step = max(1, _SCORES_PER_TILE // shape.kv_len)
+    at_once = max(1, _SCORES_PER_TILE // (shape.kv_len * min(step, len(wanted))))
+    for first in range(0, len(heads), at_once):
+        some = slice(first, min(first + at_once, len(heads)))
+        for start in range(0, len(wanted), step):
+            span = slice(start, min(start + step, len(wanted)))
+            yield Tile(
+                pairs=some,
+                q_heads=batches[some] * shape.q_heads + heads[some],
+                kv_heads=batches[some] * shape.kv_heads + heads[some] // (shape.q_heads // shape.kv_heads),
+                span=span,
+                rows=wanted[span],
+                visible=visible[span],
+            )
+
+
+def heads_of(x: Array, heads: Array, xp: Any = np, rows: Array | None = None) -> Array:
+    """Some heads, (heads, length, ...), of an array (batch, heads, length, ...), or those `rows` of them; a copy."""
+    found = x.reshape(-1, *x.shape[2:])[xp.asarray(heads)]
+    if rows is None or len(rows) == found.shape[1]:
+        return found
+    if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
+        return found[:, int(rows[0]) : int(rows[-1]) + 1]
+    return found[:, xp.asarray(rows)]
+
+
+def dtype_of(x: Array) -> DType | None:
+    """The element type an array holds, None for one that no stage takes. float32 counts as neither."""
+    name = str(x.dtype)
+    return "bfloat16" if name == "uint16" else next((d for d in DTYPES if d == name), None)
+
+
+def to_float(x: Array, xp: Any = np, dtype: type[np.floating[Any]] = np.float32) -> Array:
+    """The values of float16, bfloat16 (in any of its guises) or float32 as float32 or float64, exactly.
+
+    Raises:
+        DTypeError: another element type.
+    """
+    name = str(x.dtype)
+    if name == "uint16":
+        return (x.astype(xp.uint32) << 16).view(xp.float32).astype(dtype)
+    if name not in ("float16", "bfloat16", "float32"):
+        raise DTypeError(f"wanted float16, or bfloat16 as itself, as uint16 bits or as float32, got {name}")
+    return x.astype(dtype)
+
+
+def round_to(x: Array, dtype: DType, xp: Any = np) -> Array:
+    """float32 values rounded to the nearest of `dtype`, ties to even, still as float32."""
+    if dtype == "float16":
+        return x.astype(xp.float16).astype(xp.float32)
+    # bfloat16 is the upper half of float32; done on the bits so that no array library needs to know the type.
+    bits = xp.ascontiguousarray(x).view(xp.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+    return xp.where(xp.isnan(x), x, rounded.astype(xp.uint32).view(xp.float32))
+
+
+def round_to_e4m3(x: Array, xp: Any = np) -> Array:
+    """float32 values rounded to the nearest of FP8 e4m3, ties to even, beyond 448 to 448; still as float32."""
+    _, exponent = xp.frexp(x)
+    exponent = xp.maximum(exponent - 1, _E4M3_MIN_EXPONENT) - (_E4M3_DIGITS - 1)
+    rounded = xp.ldexp(xp.rint(xp.ldexp(x, -exponent)), exponent)
+    return xp.clip(rounded, -_E4M3_MAX, _E4M3_MAX).astype(xp.float32)
+
+
+def pack(x: Array, dtype: DType, xp: Any = np) -> Array:
+    """float32 values rounded to `dtype` and stored as float16, or bfloat16 (uint16 bits where `xp` is not numpy)."""
+    if dtype == "float16":
+        return x.astype(xp.float16)
+    bits = (round_to(x, dtype, xp).view(xp.uint32) >> 16).astype(xp.uint16)
+    return bits.view(ml_dtypes.bfloat16) if xp is np else bits
+
+
+def default_scale(head_dim: int) -> float:
+    """1 / sqrt(head_dim)."""
+    return 1.0 / math.sqrt(head_dim)
+
+
+def _tile_operands(q: Array, k: Array, v: Array, tile: Tile, xp: Any, dtype: Any) -> tuple[Array, Array, Array]:
+    """Q rows (heads, rows, head_dim), K and V (heads, keys, head_dim) of a tile; keys that no row sees are left out."""
+    keys = int(tile.visible.max())
+    return (
+        to_float(heads_of(q, tile.q_heads, xp, tile.rows), xp, dtype),
+        to_float(heads_of(k, tile.kv_heads, xp)[:, :keys], xp, dtype),
+        to_float(heads_of(v, tile.kv_heads, xp)[:, :keys], xp, dtype),
+    )
+
+
+def _hide(scores: Array, tile: Tile, xp: Any) -> Array:
+    """Scores (heads, rows, keys) with -inf where the row does not see the key."""
+    keys = scores.shape[2]
+    if int(tile.visible.min()) == keys:
+        return scores
+    return xp.where(xp.arange(keys)[None, :] < xp.asarray(tile.visible)[:, None], scores, -xp.inf)
+
+
+def _softmax_parts(scores: Array, xp: Any) -> tuple[Array, Array, Array]:
+    """exp(score - max) in place of the scores, its sum (1 where no key is seen), the log-sum-exp, (heads, rows, 1)."""
+    largest = scores.max(axis=2, keepdims=True)
+    seen = largest > -xp.inf
+    scores -= xp.where(seen, largest, 0)
+    xp.exp(scores, out=scores)
+    total = xp.where(seen, scores.sum(axis=2, keepdims=True), 1)
+    return scores, total, xp.where(seen, largest + xp.log(total), -xp.inf)
+
+
+def exact_tile(q: Array, k: Array, v: Array, tile: Tile, *, scale: float, xp: Any = np) -> tuple[Array, Array, Array]:
+    """One tile in float64.
+
+    Returns:
+        Output (heads, rows, head_dim), log-sum-exp (heads, rows) and the norm of the probabilities sqrt(sum p²) (heads,
+        rows): what independent relative errors of the probabilities are multiplied by in a sum over them.
+    """
+    q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float64)
+    if keys.shape[1] == 0:
+        none = xp.zeros(q_rows.shape[:2])
+        return xp.zeros_like(q_rows), none - xp.inf, none
+    q_rows *= scale
+    weights, total, lse = _softmax_parts(_hide(q_rows @ keys.transpose(0, 2, 1), tile, xp), xp)
+    out = weights @ values / total
+    weights *= weights
+    return out, lse[:, :, 0], xp.sqrt(weights.sum(axis=2)) / total[:, :, 0]
+
+
+def plain_tile(
+    q: Array,
+    k: Array,
+    v: Array,
+    tile: Tile,
+    *,
+    scale: float,
+    dtype: DType,
+    precision: Precision = "input",
+    xp: Any = np,
+) -> tuple[Array, Array]:
+    """One tile at a precision, float32 holding its values: output (heads, rows, head_dim), log-sum-exp (heads, rows).
+
+    `input`: scores and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they, after Q, K and V were rounded
+    to e4m3. `e4m3`: scores stay FP32, as they do between two products of FP8, and exp(score - max), not yet divided by
+    its sum, is rounded to e4m3.
+    """
+    q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float32)
+    if keys.shape[1] == 0:
+        return xp.zeros_like(q_rows), xp.zeros(q_rows.shape[:2], dtype=xp.float32) - xp.float32(xp.inf)
+    if precision != "input":
+        q_rows, keys, values = (round_to_e4m3(x, xp) for x in (q_rows, keys, values))
+    scores = (q_rows @ keys.transpose(0, 2, 1)) * xp.float32(scale)
+    if precision != "e4m3":
+        scores = round_to(scores, dtype, xp)
+    weights, total, lse = _softmax_parts(_hide(scores, tile, xp), xp)
+    if precision == "e4m3":
+        weights *= xp.float32(_E4M3_SCALE)
+        out = (round_to_e4m3(weights, xp) @ values) / (total * xp.float32(_E4M3_SCALE))
+    else:
+        weights /= total
+        out = round_to(weights, dtype, xp) @ values
+    return round_to(out, dtype, xp), lse[:, :, 0]
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    rows: Sequence[int] | None = None,
+    xp: Any = np,
+) -> tuple[Array, Array]:
+    """softmax(scale · Q Kᵀ) V in float64.
+
+    Args:
+        q: (batch, q_heads, q_len, head_dim), float16, bfloat16 (see the module) or float32, any strides.
+        k, v: (batch, kv_heads, kv_len, head_dim), likewise.
+        causal: bottom-right aligned: query i sees key j when j - i <= kv_len - q_len.
+        scale: 1 / sqrt(head_dim) where None.
+        rows: only these query rows, in this order; all where None.
+        xp: numpy, or cupy where q, k and v are CuPy arrays.
+
+    Returns:
+        The output (batch, q_heads, rows, head_dim) and the log-sum-exp (batch, q_heads, rows), natural logarithm, both
+        float64. A row that sees no key has output 0 and log-sum-exp -inf.
+
+    Raises:
+        ShapeError, DTypeError: q, k, v are no attention problem.
+    """
+    shape = Shape.of(q, k, v)
+    rows = _known_rows(rows, shape)
+    scale = default_scale(shape.head_dim) if scale is None else scale
+    num_rows = shape.q_len if rows is None else len(rows)
+    out = xp.empty((shape.batch, shape.q_heads, num_rows, shape.head_dim), dtype=xp.float64)
+    lse = xp.empty(out.shape[:3], dtype=xp.float64)
+    flat_out, flat_lse = out.reshape(-1, *out.shape[2:]), lse.reshape(-1, num_rows)
+    for tile in tiles(shape, causal=causal, rows=rows):
+        at = (tile.pairs, tile.span)
+        flat_out[at], flat_lse[at], _ = exact_tile(q, k, v, tile, scale=scale, xp=xp)
+    return out, lse
+
+
+def plain(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    dtype: DType,
+    precision: Precision = "input",
+    scale: float | None = None,
+    xp: Any = np,
+) -> Array:
+    """Attention as one would write it at a precision (`plain_tile`); its error is the yardstick for a kernel's.
+
+    Sums are float32, and the output is rounded to `dtype`.
+
+    Returns:
+        The output (batch, q_heads, q_len, head_dim), stored as `pack` does.
+    """
+    shape = Shape.of(q, k, v)
+    scale = default_scale(shape.head_dim) if scale is None else scale
+    out = xp.empty((shape.batch, shape.q_heads, shape.q_len, shape.head_dim), dtype=xp.float32)
+    flat = out.reshape(-1, *out.shape[2:])
+    for tile in tiles(shape, causal=causal):
+        flat[tile.pairs, tile.span], _ = plain_tile(q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp)
+    return pack(out, dtype, xp)
+
+
+def make_inputs(problem: Problem, seed: int = 0, xp: Any = np) -> tuple[Array, Array, Array]:
+    """Q, K, V of a problem, of the kind `problem.inputs`, stored as `pack` does. The same for the same seed and `xp`.
+
+    Raises:
+        ParameterError: `trained` inputs, which are not drawn.
+    """
+    rng = xp.random.default_rng(seed)
+    q, k, v = (rng.standard_normal(shape, dtype=xp.float32) for shape in _shapes(problem))
+    inputs.change(problem.inputs, q, k, causal=problem.causal, xp=xp)
+    return pack(q, problem.dtype, xp), pack(k, problem.dtype, xp), pack(v, problem.dtype, xp)
+
+
+def make_torch_inputs(problem: Problem, seed: int = 0) -> tuple[Array, Array, Array]:
+    """As `make_inputs`, made on the current CUDA device by torch's generator: torch tensors of the problem's type."""
+    torch = importlib.import_module("torch")
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    q, k, v = (torch.randn(shape, generator=generator, device="cuda") for shape in _shapes(problem))
+    if problem.inputs != inputs.NORMAL:
+        cupy = importlib.import_module("cupy")  # views of the same memory
+        inputs.change(problem.inputs, cupy.from_dlpack(q), cupy.from_dlpack(k), causal=problem.causal, xp=cupy)
+    dtype = getattr(torch, problem.dtype)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Of Q, K and V."""
+    kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
+    return (problem.batch, problem.q_heads, problem.q_len, problem.head_dim), kv_shape, kv_shape
+
+
+def _known_rows(rows: Sequence[int] | None, shape: Shape) -> Sequence[int] | None:
+    if rows is None:
+        return None
+    if len(rows) == 0 or min(rows) < 0 or max(rows) >= shape.q_len:
+        raise ParameterError(f"rows: wanted query rows from 0 to {shape.q_len - 1}, got {list(rows)[:8]}")
+    return rows

@@ -1,0 +1,719 @@
+"""The verdict on a kernel's output, and the buffers that show what it touched.
+
+The rule. Errors are against the float64 oracle; `plain` is the same computation done plainly at the same precision,
+for every rung of the ladder that of its inputs (`reference.plain`). An output passes when in every band of 64 query
+rows of every head
+
+    max |error|  <=  2 · max |error of plain|  +  3 · slack · max |O|
+    rms  error   <=  2 · rms  error of plain   +      slack · rms  O
+
+    slack = c · u · (1 + σ) · (1 + 1 / rows in the band)
+
+with u the unit roundoff of the element type, σ = scale · max |q| · max |k| / sqrt(head_dim) the size that scores
+come in (about 1 for normal inputs) and c = 1 for float16, 1/2 for bfloat16.
+
+- The factor 2 on plain's error is the usual allowance for another order of the same roundings (flash-attention's
+  tests).
+- The slack covers what plain does not do. A kernel that multiplies in packed fp16 rounds at every step of its short
+  fp16 sums, 8 or 16 terms: the scores by about σ u, the output by about u of its size. Nobody sums in bfloat16,
+  hence c.
+- 1 / rows: a single row has few independent errors, and plain can be exact by luck.
+- The slack is in proportion to the output in the band. The usual absolute one is hundreds of times the rounding
+  error at long lengths, where outputs are small.
+- Bands, because an output's size falls with the number of keys: the first causal rows are as large as V, and their
+  errors would hide anything in the late rows. 64 rows are a tile of most kernels, so a wrong tile, head or last row
+  fills its band, and they hold enough elements to make plain's error a statistic.
+- The maximum catches one wrong element, the root mean square what is wrong everywhere by a little (a scale 1 % off).
+
+The log-sum-exp passes when in every band
+
+    |error|  <=  2 · max |error of plain|  +  6 · c · u · σ · |p|  +  8 · 2^-24 · (1 + |lse| + σ · sqrt(head_dim))
+
+with |p| the root of the sum of squared probabilities. Independent errors of the scores reach the log-sum-exp only so
+far as few keys carry the weight, so the limit tightens with length and shows a few keys too many among thousands.
+The last term is float32's own.
+
+Every comparison is `not (error <= limit)`, so NaN fails. Shape and type come first. Elements that still hold the
+poison they were filled with are told from elements computed wrong. A row that sees no key must be 0 exactly and its
+log-sum-exp -inf exactly, and -inf may appear nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from flashlab.core.errors import DTypeError, InputError, ParameterError, ShapeError
+from flashlab.core.problem import DType, Precision
+from flashlab.verify import oracle as reference
+from flashlab.verify.oracle import UNIT_ROUNDOFF, Array, Shape
+
+HOSTILE: tuple[tuple[int, int], ...] = (
+    (1, 1),
+    (2, 2),
+    (15, 15),
+    (17, 17),
+    (63, 63),
+    (64, 64),
+    (65, 65),
+    (1, 17),
+    (2, 65),
+    (130, 127),
+    (113, 203),
+    (203, 113),
+    (239, 1),
+    (1, 1024),
+    (1023, 1024),
+)
+"""Lengths (q_len, kv_len) that break kernels: one row, one key, around every tile size, more queries than keys."""
+
+BAND_ROWS = 64
+"""Query rows judged together."""
+
+POISON_WORD = 0x7FED
+GUARD_WORD = 0x7FE5
+"""16-bit words: an output's elements before the call, and everything around a buffer's elements. Both are quiet NaNs as
+float16, as bfloat16 and, in pairs, as float32, and not the NaN that hardware produces: arithmetic on them shows, and so
+does leaving or replacing them."""
+
+_PLAIN_FACTOR = 2.0
+_SUMMED_IN: dict[DType, float] = {"float16": 1.0, "bfloat16": 0.5}
+_RMS_SLACK = 1.0
+_MAX_SLACK = 3.0
+_LSE_SLACK = 6.0
+_LSE_FLOAT32_SLACK = 8 * 2.0**-24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the checker says; records.Verdict has the same fields.
+
+    Each error stands beside the limit of the same band: the one where it came closest to its limit, or passed it by
+    most. To compare implementations by, there are the errors over all rows that were compared with the oracle, the same
+    for all that share a sample. They are None where the output could not be compared: wrong shape or type, unwritten or
+    not finite.
+    """
+
+    passed: bool
+    reason: str
+    """Empty when passed, else the first thing wrong."""
+    max_abs_error: float | None = None
+    max_abs_limit: float | None = None
+    rms_error: float | None = None
+    rms_limit: float | None = None
+    lse_error: float | None = None
+    """None where the implementation gives no log-sum-exp."""
+    lse_limit: float | None = None
+    overall_max_error: float | None = None
+    overall_rms_error: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A part of a problem, for checking on a CPU what would take minutes whole."""
+
+    pairs: tuple[tuple[int, int], ...]
+    """(batch, query head), each compared over the same rows."""
+    rows: tuple[int, ...]
+    """Query rows, ascending."""
+
+    @classmethod
+    def of(cls, shape: Shape, *, max_scores: int = 1 << 26, seed: int = 0) -> Sample | None:
+        """Whole bands of some heads, `max_scores` scores or one band at most; None where the whole problem is no more.
+
+        The last and first band and the last and first head are among them as soon as the budget allows; the others are
+        drawn with `seed`.
+        """
+        bands = -(-shape.q_len // BAND_ROWS)
+        band_scores = BAND_ROWS * shape.kv_len
+        if len(shape.pairs) * bands * band_scores <= max_scores:
+            return None
+        affordable = max(1, max_scores // band_scores)
+        num_pairs = min(len(shape.pairs), max(1, math.isqrt(affordable)))
+        num_bands = min(bands, max(1, affordable // num_pairs))
+        rng = np.random.default_rng(seed)
+        pairs = tuple(shape.pairs[i] for i in _draw(len(shape.pairs), num_pairs, rng))
+        rows = tuple(
+            row
+            for band in _draw(bands, num_bands, rng)
+            for row in range(band * BAND_ROWS, min((band + 1) * BAND_ROWS, shape.q_len))
+        )
+        return cls(pairs, rows)
+
+
+def _draw(total: int, count: int, rng: np.random.Generator) -> list[int]:
+    """`count` of 0 … total - 1, ascending: the last, the first, then any."""
+    ends = [total - 1, 0][: min(count, total)] if total > 1 else [0]
+    rest = rng.permutation(np.arange(1, max(1, total - 1)))[: count - len(ends)]
+    return sorted({*ends, *(int(i) for i in rest)})
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What is known of a tile before any output: what outputs are compared with, and the yardstick."""
+
+    out: Array
+    """Exact, (heads, rows, head_dim) float64, where the arrays are; so are the next two."""
+    lse: Array
+    """(heads, rows) float64, 0 where the row sees no key."""
+    seen: Array
+    """(rows,): whether the row sees any key."""
+    stats: Mapping[str, Any]
+    """Fields of `_Comparison`, (heads, rows) float64 on the host."""
+
+
+class Oracle:
+    """What is known of one problem, kept so that several outputs of it can be checked for little more than one.
+
+    Give the same to every `check` of the same q, k, v, mask, type, scale and sample, and to no other. The precision may
+    differ.
+    """
+
+    def __init__(self) -> None:
+        self.finite = False
+        self._parts: dict[tuple[int, int, Precision], _Known] = {}
+
+    def part(self, tile: reference.Tile, precision: Precision, compute: Callable[[], _Known]) -> _Known:
+        """What is known of a tile at a precision, computed the first time."""
+        key = (tile.pairs.start, tile.span.start, precision)
+        if key not in self._parts:
+            self._parts[key] = compute()
+        return self._parts[key]
+
+
+def check(
+    out: Array,
+    lse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    dtype: DType,
+    precision: Precision = "input",
+    scale: float | None = None,
+    sample: Sample | None = None,
+    against: tuple[Array, Array | None] | None = None,
+    oracle: Oracle | None = None,
+    xp: Any = np,
+) -> Verdict:
+    """Judge an attention output.
+
+    Args:
+        out: (batch, q_heads, q_len, head_dim) of `dtype`; bfloat16 in any of the guises reference.py lists.
+        lse: (batch, q_heads, q_len) float32, natural logarithm; None where the implementation gives none.
+        q, k, v: what it was computed from, finite; see `reference.attention`.
+        causal, scale: as the implementation was told; scale None is 1 / sqrt(head_dim).
+        dtype: the type of inputs and output.
+        precision: what the implementation rounds its numbers to; see `reference.plain_tile`.
+        sample: compare only that part with the oracle. Shape, type, poison and finiteness are checked throughout.
+        against: another output and log-sum-exp of the same problem, to be compared with in place of the oracle, within
+            the same limits: two machines that run the same kernel agree.
+        oracle: what another check of the same problem found out, and where this one leaves it.
+        xp: numpy, or cupy where the arrays are CuPy arrays.
+
+    Raises:
+        InputError: q, k, v are no attention problem, or not finite, or so large that plain overflows.
+    """
+    shape = Shape.of(q, k, v)
+    scale = reference.default_scale(shape.head_dim) if scale is None else scale
+    oracle = Oracle() if oracle is None else oracle
+    for name, x in () if oracle.finite else (("q", q), ("k", k), ("v", v)):
+        if _any(~xp.isfinite(reference.to_float(x, xp)), xp):
+            raise InputError(f"{name}: wanted finite values to judge an output by, got NaN or infinity")
+    oracle.finite = True
+    _known_sample(sample, shape)
+    # One copy without gaps, if there are any: what comes then needs no kernel of its own for every layout.
+    out = xp.ascontiguousarray(out)
+    wrong = (
+        _wrong_form(out, lse, shape, dtype, xp)
+        or _wrong_contents(out, "output", shape, causal, xp)
+        or (lse is not None and _wrong_contents(lse, "LSE", shape, causal, xp))
+    )
+    if wrong:
+        return Verdict(passed=False, reason=wrong)
+    return _judge(
+        _compare(
+            out,
+            lse,
+            q,
+            k,
+            v,
+            causal=causal,
+            dtype=dtype,
+            precision=precision,
+            scale=scale,
+            sample=sample,
+            against=against,
+            oracle=oracle,
+            shape=shape,
+            xp=xp,
+        ),
+        has_lse=lse is not None,
+        unit=_SUMMED_IN[dtype] * UNIT_ROUNDOFF[dtype],
+    )
+
+
+FLASH_ATTENTION_LENGTHS: tuple[tuple[int, int], ...] = (
+    (1, 1),
+    (64, 128),
+    (128, 192),
+    (256, 256),
+    (239, 1),
+    (799, 3),
+    (113, 203),
+    (113, 128),
+    (128, 217),
+    (113, 211),
+    (108, 256),
+    (256, 512),
+    (384, 256),
+    (640, 128),
+    (512, 256),
+    (1024, 1024),
+    (1023, 1024),
+    (1024, 1023),
+    (2048, 2048),
+    (4096, 4096),
+    (4224, 4224),
+)
+"""Lengths (q_len, kv_len) of `test_flash_attn_output` in flash-attention's tests/test_flash_attn.py and
+hopper/test_flash_attn.py, each once."""
+
+
+def check_as_flash_attention(
+    out: Array,
+    lse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    dtype: DType,
+    precision: Precision = "input",
+    oracle: FlashAttentionOracle | None = None,
+    xp: Any = np,
+) -> Verdict:
+    """Judge an output by the rule of flash-attention's own tests of the forward pass.
+
+    The largest error of all may be at most twice that of the same computation done plainly in `dtype`, plus twice what
+    adding 0.3 and taking it away again does to the exact output. K times the scale, scores, probabilities and output
+    of the plain one are rounded to `dtype`, as PyTorch's operations round them. Arguments as `check` takes them;
+    `precision` changes nothing.
+    """
+    shape = Shape.of(q, k, v)
+    wrong = _wrong_form(out, lse, shape, dtype, xp) or _wrong_contents(out, "output", shape, causal, xp)
+    if wrong:
+        return Verdict(passed=False, reason=wrong)
+    oracle = FlashAttentionOracle() if oracle is None else oracle
+    exact, limit = oracle.of(q, k, v, causal=causal, dtype=dtype, xp=xp)
+    error = float(xp.abs(reference.to_float(out, xp) - exact).max())
+    reason = "" if error <= limit else f"max abs error {error:.3g} over flash-attention's limit {limit:.3g}"
+    return Verdict(passed=not reason, reason=reason, max_abs_error=error, max_abs_limit=limit)
+
+
+class FlashAttentionOracle:
+    """What `check_as_flash_attention` compares outputs of one problem with, computed the first time."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Array, float] | None = None
+
+    def of(self, q: Array, k: Array, v: Array, *, causal: bool, dtype: DType, xp: Any) -> tuple[Array, float]:
+        """The output as `dtype` holds it, in float32, and the largest error that is let pass."""
+        if self._known is None:
+            wanted, _ = reference.attention(q, k, v, causal=causal, xp=xp)
+            exact = reference.round_to(wanted.astype(xp.float32), dtype, xp)
+            scaled = reference.to_float(k, xp) * xp.float32(reference.default_scale(q.shape[3]))
+            plain = reference.plain(
+                q, reference.pack(scaled, dtype, xp), v, causal=causal, dtype=dtype, scale=1.0, xp=xp
+            )
+            shifted = reference.round_to(exact + xp.float32(0.3), dtype, xp)
+            shifted = reference.round_to(shifted - xp.float32(0.3), dtype, xp)
+            slack = xp.abs(reference.round_to(shifted - exact, dtype, xp)).max()
+            plain_error = xp.abs(reference.to_float(plain, xp) - exact).max()
+            self._known = exact, float(_PLAIN_FACTOR * (plain_error + slack))
+        return self._known
+
+
+def _known_sample(sample: Sample | None, shape: Shape) -> None:
+    if sample is None:
+        return
+    if not sample.pairs or not set(sample.pairs) <= set(shape.pairs):
+        raise ParameterError(
+            f"sample: wanted (batch, head) pairs below ({shape.batch}, {shape.q_heads}), got {sample.pairs[:8]}"
+        )
+    rows = sample.rows
+    if not rows or rows[0] < 0 or rows[-1] >= shape.q_len or list(rows) != sorted(set(rows)):
+        raise ParameterError(f"sample: wanted ascending rows from 0 to {shape.q_len - 1}, got {rows[:8]}")
+
+
+# --- Form and contents: what can be said without the oracle -----------------------------------------------------------
+
+
+def _wrong_form(out: Array, lse: Array | None, shape: Shape, dtype: DType, xp: Any) -> str:
+    wanted = (shape.batch, shape.q_heads, shape.q_len, shape.head_dim)
+    if tuple(out.shape) != wanted:
+        return f"output shape: wanted {wanted}, got {tuple(out.shape)}"
+    stands_for_bfloat16 = str(out.dtype) == "float32" and not bool((_bits(out, xp) & 0xFFFF).any())
+    if reference.dtype_of(out) != dtype and not (dtype == "bfloat16" and stands_for_bfloat16):
+        return f"output dtype: wanted {dtype}, got {out.dtype}"
+    if lse is None:
+        return ""
+    if tuple(lse.shape) != wanted[:3]:
+        return f"LSE shape: wanted {wanted[:3]}, got {tuple(lse.shape)}"
+    if str(lse.dtype) != "float32":
+        return f"LSE dtype: wanted float32, got {lse.dtype}"
+    return ""
+
+
+def _bits(x: Array, xp: Any) -> Array:
+    """The bit patterns of an array, as unsigned integers."""
+    return x.view({2: xp.uint16, 4: xp.uint32}[x.dtype.itemsize])
+
+
+def _poison(itemsize: int) -> int:
+    return POISON_WORD if itemsize == 2 else POISON_WORD << 16 | POISON_WORD
+
+
+def _any(flags: Array, xp: Any) -> bool:
+    """Whether a flag is set. For `any` CuPy compiles a kernel for each class of sizes; a maximum it has ready."""
+    return bool(xp.ascontiguousarray(flags).view(xp.uint8).max())
+
+
+def _wrong_contents(x: Array, name: str, shape: Shape, causal: bool, xp: Any) -> str:
+    """Which elements are unwritten, NaN, infinite, or not at rest where the row sees no key; empty where none are."""
+    values = reference.to_float(x, xp)
+    blind = shape.visible_keys(np.arange(shape.q_len), causal) == 0
+    if not blind.any() and not _any(~xp.isfinite(values), xp):
+        return ""  # poison is a NaN
+    bits = _bits(x, xp)
+    unwritten = bits == _poison(x.dtype.itemsize)
+    if str(x.dtype) == "float32":
+        # A bfloat16 output handed over as float32 has the poison in its upper half.
+        unwritten |= bits == POISON_WORD << 16
+    if _any(unwritten, xp):
+        return f"{name} unwritten: {_where(unwritten)}"
+    nan = xp.isnan(values)
+    if _any(nan, xp):
+        return f"NaN in {name}: {_where(nan)}"
+    infinite = xp.isinf(values)
+    at_rest = 0.0
+    if name == "LSE":
+        at_rest = -math.inf
+        infinite &= ~((values == at_rest) & xp.asarray(blind))
+    if _any(infinite, xp):
+        return f"infinity in {name}: {_where(infinite)}"
+    if blind.any():
+        blind_rows = int(blind.sum())  # They come first: the diagonal ends at the last query and the last key.
+        restless = xp.zeros(values.shape, dtype=bool)
+        restless[:, :, :blind_rows] = values[:, :, :blind_rows] != at_rest
+        if _any(restless, xp):
+            return f"{name} of rows that see no key not {at_rest:g}: {_where(restless)}"
+    return ""
+
+
+def _where(flags: Array) -> str:
+    """For people: how many elements, their query rows and the first of them. `flags` (batch, head, row[, d])."""
+    first = tuple(int(i) for i in np.unravel_index(int(flags.ravel().argmax()), flags.shape))
+    place = ", ".join(f"{axis} {i}" for axis, i in zip(("batch", "head", "row", "d"), first, strict=False))
+    in_row = flags.any(axis=3) if flags.ndim == 4 else flags
+    rows = np.flatnonzero(_to_host(in_row.any(axis=(0, 1))))
+    lines = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]}..{rows[-1]}"
+    if len(rows) != rows[-1] - rows[0] + 1:
+        lines = f"{len(rows)} rows from {rows[0]} to {rows[-1]}"
+    return f"{int(flags.sum())} of {flags.size} elements, {lines}, first at {place}"
+
+
+def _to_host(x: Array) -> Any:
+    """A NumPy array of a NumPy or CuPy array."""
+    return x.get() if hasattr(x, "get") else np.asarray(x)
+
+
+# --- Comparison with the oracle ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Comparison:
+    """Per compared row, float64 on the host, (pairs, rows) each."""
+
+    pairs: Sequence[tuple[int, int]]
+    rows: Any
+    """int64 (rows,)"""
+    head_dim: int
+    error_max: Any
+    error_squares: Any
+    plain_max: Any
+    plain_squares: Any
+    out_max: Any
+    out_squares: Any
+    score_size: Any
+    """scale · |q| · max |k| / sqrt(head_dim)"""
+    lse: Any
+    lse_error: Any
+    plain_lse_error: Any
+    weight_norm: Any
+
+
+def _compare(
+    out: Array,
+    lse: Array | None,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    dtype: DType,
+    precision: Precision,
+    scale: float,
+    sample: Sample | None,
+    against: tuple[Array, Array | None] | None,
+    oracle: Oracle,
+    shape: Shape,
+    xp: Any,
+) -> _Comparison:
+    pairs = sample.pairs if sample else shape.pairs
+    rows = sample.rows if sample else range(shape.q_len)
+    names = (
+        "error_max", "error_squares", "plain_max", "plain_squares", "out_max", "out_squares",
+        "score_size", "lse", "lse_error", "plain_lse_error", "weight_norm",
+    )  # fmt: skip
+    stats = {name: np.zeros((len(pairs), len(rows))) for name in names}
+
+    def known(tile: reference.Tile) -> _Known:
+        exact, exact_lse, weight_norm = reference.exact_tile(q, k, v, tile, scale=scale, xp=xp)
+        plain, plain_lse = reference.plain_tile(q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp)
+        q_rows = reference.to_float(reference.heads_of(q, tile.q_heads, xp, tile.rows), xp, xp.float64)
+        keys = reference.to_float(reference.heads_of(k, tile.kv_heads, xp), xp, xp.float64)
+        norms = xp.sqrt((q_rows * q_rows).sum(axis=2) * (keys * keys).sum(axis=2).max(axis=1)[:, None])
+        seen = xp.asarray(tile.visible > 0)
+        # Rows that see no key were checked exactly and have nothing to compare.
+        lse = xp.where(seen, exact_lse, 0)
+        plain_error = plain - exact
+        of_tile = {
+            "plain_max": xp.abs(plain_error).max(axis=2),
+            "plain_squares": (plain_error * plain_error).sum(axis=2),
+            "out_max": xp.abs(exact).max(axis=2),
+            "out_squares": (exact * exact).sum(axis=2),
+            "score_size": abs(scale) / math.sqrt(shape.head_dim) * norms,
+            "lse": xp.abs(lse),
+            "plain_lse_error": xp.abs(xp.where(seen, plain_lse, 0) - lse),
+            "weight_norm": weight_norm,
+        }
+        return _Known(exact, lse, seen, {name: _to_host(values) for name, values in of_tile.items()})
+
+    for tile in reference.tiles(shape, causal=causal, pairs=pairs, rows=rows):
+        at = (tile.pairs, tile.span)
+        found = oracle.part(tile, precision, partial(known, tile))
+
+        def of_tile(x: Array, tile: reference.Tile = tile) -> Array:
+            return reference.to_float(reference.heads_of(x, tile.q_heads, xp, tile.rows), xp, xp.float64)
+
+        wanted, wanted_lse = found.out, found.lse
+        if against is not None:
+            wanted = of_tile(against[0])
+            if against[1] is not None:
+                wanted_lse = xp.where(found.seen, of_tile(against[1]), 0)
+        for name, values in found.stats.items():
+            stats[name][at] = values
+        error = of_tile(out) - wanted
+        stats["error_max"][at] = _to_host(xp.abs(error).max(axis=2))
+        stats["error_squares"][at] = _to_host((error * error).sum(axis=2))
+        if lse is not None:
+            stats["lse_error"][at] = _to_host(xp.abs(xp.where(found.seen, of_tile(lse), 0) - wanted_lse))
+    if not np.isfinite(stats["plain_max"]).all():
+        raise InputError(f"wanted q and k whose scores fit in {dtype}, got some that overflow it")
+    return _Comparison(pairs=pairs, rows=np.asarray(rows), head_dim=shape.head_dim, **stats)
+
+
+def _judge(seen: _Comparison, *, has_lse: bool, unit: float) -> Verdict:
+    starts = np.flatnonzero(np.diff(seen.rows // BAND_ROWS, prepend=-1))
+    rows_in_band = np.diff(starts, append=len(seen.rows))
+
+    def most(x: Any) -> Any:
+        return np.maximum.reduceat(x, starts, axis=1)
+
+    def rms(squares: Any) -> Any:
+        return np.sqrt(np.add.reduceat(squares, starts, axis=1) / (rows_in_band * seen.head_dim))
+
+    score_size = most(seen.score_size)
+    slack = unit * (1 + score_size) * (1 + 1 / rows_in_band)
+    lse_limit = (
+        _PLAIN_FACTOR * most(seen.plain_lse_error)
+        + _LSE_SLACK * unit * score_size * most(seen.weight_norm)
+        + _LSE_FLOAT32_SLACK * (1 + most(seen.lse) + score_size * math.sqrt(seen.head_dim))
+    )
+    comparisons = [
+        ("max_abs", "max abs error", most(seen.error_max),
+         _PLAIN_FACTOR * most(seen.plain_max) + _MAX_SLACK * slack * most(seen.out_max)),
+        ("rms", "rms error", rms(seen.error_squares),
+         _PLAIN_FACTOR * rms(seen.plain_squares) + _RMS_SLACK * slack * rms(seen.out_squares)),
+    ]  # fmt: skip
+    if has_lse:
+        comparisons.append(("lse", "LSE error", most(seen.lse_error), lse_limit))
+
+    numbers = {
+        "overall_max_error": float(seen.error_max.max()),
+        "overall_rms_error": math.sqrt(float(seen.error_squares.mean()) / seen.head_dim),
+    }
+    reason = ""
+    for name, title, error, limit in comparisons:
+        # An error of 0 passes a limit of 0: a band of rows that see no key.
+        excess = np.where(error > 0, error / np.maximum(limit, np.finfo(np.float64).tiny), 0)
+        pair, band = (int(i) for i in np.unravel_index(int(np.argmax(excess)), excess.shape))
+        numbers[f"{name}_error"], numbers[f"{name}_limit"] = float(error[pair, band]), float(limit[pair, band])
+        failed = ~(error <= limit)
+        if failed.any() and not reason:
+            first = seen.rows[starts[band]]
+            last = seen.rows[np.append(starts, len(seen.rows))[band + 1] - 1]
+            batch, head = seen.pairs[pair]
+            reason = (
+                f"{title} {error[pair, band]:.3g} over its limit {limit[pair, band]:.3g} in {int(failed.sum())} of "
+                f"{failed.size} bands of rows, worst at batch {batch}, head {head}, rows {first}..{last}"
+            )
+    return Verdict(passed=not reason, reason=reason, **numbers)
+
+
+# --- Buffers that show what was touched -------------------------------------------------------------------------------
+
+
+def strides_of(shape: Sequence[int], *, row_padding: int = 0, order: str = "bhsd") -> tuple[int, ...]:
+    """Strides in elements for (batch, head, row, d) stored in the `order` of its letters, each row followed by padding.
+
+    `bshd` is the layout of a projection's output, heads side by side in a token. `row_padding` in elements.
+
+    Raises:
+        ParameterError: `order` is not the four letters with `d` last.
+    """
+    if sorted(order) != sorted("bhsd") or order[-1] != "d":
+        raise ParameterError(f"order: wanted the letters b, h, s in any order, then d, for example bshd, got {order!r}")
+    sizes = dict(zip("bhsd", shape, strict=True))
+    strides = {"d": 1}
+    step = sizes["d"] + row_padding
+    for axis in reversed(order[:-1]):
+        strides[axis] = step
+        step *= sizes[axis]
+    return tuple(strides[axis] for axis in "bhsd")
+
+
+class Guarded:
+    """An array inside a larger buffer that is full of NaN: before it, after it and between its rows.
+
+    As an output (`Guarded.output`) it starts full of poison, a NaN too: an unwritten element is told from a wrong one,
+    and a write outside is found. As an input (`Guarded.holding`) it holds given values: a read outside that matters
+    makes the output NaN, and a write to it is found.
+
+    >>> out = Guarded.output((1, 2, 65, 64), "float16", strides=strides_of((1, 2, 65, 64), row_padding=8))
+    >>> q = Guarded.holding(q_values)
+    >>> kernel(q.array, ..., out.array)
+    >>> out.why_damaged() or q.why_damaged() or check(out.array, ...).reason
+
+    Attributes:
+        array: what a kernel is handed. bfloat16 is ml_dtypes.bfloat16 on NumPy, uint16 bits elsewhere.
+        buffer: everything, guards and all: 16-bit words, contiguous.
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dtype: str,
+        *,
+        strides: Sequence[int] | None = None,
+        guard_words: int = 4096,
+        offset_words: int = 0,
+        sparse: bool = False,
+        xp: Any = np,
+    ) -> None:
+        """An output; see `output`, and `holding` for an input.
+
+        Args:
+            shape: any number of dimensions.
+            dtype: float16, bfloat16 or float32.
+            strides: in elements, not overlapping; contiguous where None.
+            guard_words: 16-bit words before and after; a multiple of 128 keeps a 256-byte alignment.
+            offset_words: moves the array by so many 16-bit words, to misalign it; even for float32.
+            sparse: leave all but the elements as the system gives it, zeros that take no memory until they are touched:
+                for rows far apart. What lies between them is not watched.
+            xp: numpy or cupy.
+        """
+        if dtype not in ("float16", "bfloat16", "float32"):
+            raise DTypeError(f"dtype: wanted float16, bfloat16 or float32, got {dtype!r}")
+        if strides is None:
+            strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        if len(strides) != len(shape):
+            raise ShapeError(f"strides: wanted one a dimension of {tuple(shape)}, got {tuple(strides)}")
+        self._xp = xp
+        self._words = 2 if dtype == "float32" else 1
+        self._shape, self._strides = tuple(shape), tuple(strides)
+        self._span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        self._before = guard_words + offset_words
+        self.sparse = sparse
+        size = self._before + self._span * self._words + guard_words
+        if not sparse:
+            self.buffer = xp.full(size, GUARD_WORD, dtype=xp.uint16)
+        elif xp is np:
+            # Pages of its own, which are small: NumPy asks for huge ones.
+            self.buffer = np.frombuffer(mmap.mmap(-1, 2 * size), dtype=np.uint16)
+        else:
+            self.buffer = xp.zeros(size, dtype=xp.uint16)
+        self._inside(self.buffer)[...] = _poison(2 * self._words)
+        self._outside: Array | None = None if sparse else self.buffer == GUARD_WORD
+        self._given: Array | None = None
+        bits = self._inside(self.buffer)
+        if dtype == "bfloat16":
+            self.array: Array = bits.view(ml_dtypes.bfloat16) if xp is np else bits
+        else:
+            self.array = bits.view(dtype)
+
+    @classmethod
+    def output(cls, shape: Sequence[int], dtype: str, **layout: Any) -> Guarded:
+        """A poisoned output; `layout` as `__init__` takes it."""
+        return cls(shape, dtype, **layout)
+
+    @classmethod
+    def holding(cls, values: Array, **layout: Any) -> Guarded:
+        """A copy of `values` (float16, float32, or bfloat16 as itself or as uint16 bits) that must not change."""
+        xp = layout.get("xp", np)
+        dtype = reference.dtype_of(values) or str(values.dtype)
+        guarded = cls(values.shape, dtype, **layout)
+        guarded._inside(guarded.buffer)[...] = _bits(xp.ascontiguousarray(values), xp)
+        guarded._given = (guarded._inside(guarded.buffer) if guarded.sparse else guarded.buffer).copy()
+        return guarded
+
+    def _inside(self, buffer: Array) -> Array:
+        """The elements as unsigned integers, a view into `buffer`."""
+        xp = self._xp
+        words = buffer[self._before : self._before + self._span * self._words]
+        elements = words.view(xp.uint32) if self._words == 2 else words
+        byte_strides = tuple(stride * elements.itemsize for stride in self._strides)
+        return xp.lib.stride_tricks.as_strided(elements, self._shape, byte_strides)
+
+    def why_damaged(self) -> str | None:
+        """What was written that must not be: outside of an output, or anywhere of an input. None where nothing was."""
+        xp = self._xp
+        if self._given is not None:
+            if not self.sparse and not _any(self.buffer != self._given, xp):
+                return None
+            changed = self._inside(self.buffer) != (self._given if self.sparse else self._inside(self._given))
+            if _any(changed, xp):
+                return f"input modified: {int(changed.sum())} of {changed.size} elements"
+        if self._outside is None:
+            return None
+        strange = self._outside & (self.buffer != GUARD_WORD)
+        if not _any(strange, xp):
+            return None
+        written = xp.flatnonzero(strange)
+        first, last = int(written[0]), int(written[-1])
+        end = self._before + self._span * self._words
+        places = [
+            f"{2 * (self._before - first)} bytes before the start" if first < self._before else "",
+            "in the padding between rows" if bool(((written >= self._before) & (written < end)).any()) else "",
+            f"up to {2 * (last + 1 - end)} bytes after the end" if last >= end else "",
+        ]
+        return f"write outside the array: {2 * len(written)} bytes, {', '.join(p for p in places if p)}"

@@ -1,0 +1,710 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import RUN, measurement, write_synthetic
+
+from flashlab.cli import app, doctor
+from flashlab.core.errors import CompileError, MissingPackageError
+from flashlab.core.inputs import KINDS
+from flashlab.core.problem import FIRST_SHAPE, Problem, suite
+from flashlab.kernels.registry import ARCHS, STAGES
+from flashlab.measure import bench
+from flashlab.record import store
+from flashlab.run import emulator, gpu
+from flashlab.run.attention import Fallbacks
+from flashlab.show import site
+from flashlab.verify import cases
+
+FIRST_STAGE = next(iter(STAGES))
+
+
+class Result:
+    """What one run of the program left."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the program in this process, through the same `main` as the installed script."""
+
+    def run(*arguments: object) -> Result:
+        monkeypatch.setattr(sys, "argv", ["flashlab", *map(str, arguments)])
+        code: object = 0
+        try:
+            app.main()
+        except SystemExit as exit_:
+            code = exit_.code
+        captured = capsys.readouterr()
+        return Result(code if isinstance(code, int) else int(code is not None), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_synthetic(tmp_path / "data", problems=(*suite("smoke"), *suite("first")))
+    return tmp_path / "data"
+
+
+def test_help_lists_every_command(run: Run) -> None:
+    result = run("--help")
+    assert result.code == 0
+    for command in (
+        *("doctor", "stages", "compile", "sass", "check", "bench", "tune", "explain", "ablate", "split", "results"),
+        "report",
+    ):
+        assert f" {command} " in result.out
+
+
+@pytest.mark.parametrize("arguments", [("nope",), ("results", "--nope"), ("sass",), ("results", "--dtype", "float8")])
+def test_wrong_usage_exits_2(run: Run, arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.code == 2
+    assert "Usage" in result.err
+    assert result.out == ""
+
+
+def test_stages(run: Run) -> None:
+    table = run("stages").out
+    rows = run("stages", "--json").json
+    assert [row["id"] for row in rows] == list(STAGES)
+    for stage in STAGES.values():
+        assert stage.id in table
+        assert stage.title in table
+
+
+def test_compile(run: Run) -> None:
+    result = run("compile", FIRST_STAGE, "--arch", "sm_80", "--json")
+    assert result.code == 0
+    rows = result.json
+    stage = STAGES[FIRST_STAGE]
+    assert len(rows) == 2 * len(stage.head_dims) * len(stage.dtypes)
+    assert all(row["registers"] > 0 and row["arch"] == "sm_80" and len(row["sha256"]) == 64 for row in rows)
+    table = run("compile", FIRST_STAGE, "--arch", "sm_80")
+    assert table.code == 0
+    assert "registers" in table.out
+
+
+def test_compile_failure_shows_source_line_command_and_log(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashlab.build import compiler
+
+    error = CompileError(
+        "a.cu: refused", command="nvrtc a.cu", log="a.cu(3): error: what", source_line="a.cu:3: what()"
+    )
+    monkeypatch.setattr(compiler, "compile_many", lambda work, progress: tuple(error for _ in work))
+    result = run("compile", FIRST_STAGE, "--arch", "sm_80")
+    assert result.code == 1
+    for part in ("a.cu: refused", "a.cu:3: what()", "nvrtc a.cu", "error: what"):
+        assert part in result.err
+
+
+def test_a_stage_newer_than_the_architecture_is_said(run: Run) -> None:
+    newer = [stage for stage in STAGES.values() if stage.min_arch != ARCHS[0]]
+    if not newer:
+        pytest.skip("every stage runs on the oldest architecture")
+    for command in ("compile", "sass"):
+        result = run(command, newer[0].id, "--arch", ARCHS[0])
+        assert result.code == 1
+        assert f"got {ARCHS[0]}" in result.err
+        assert newer[0].min_arch in result.err
+        assert "this GPU" not in result.err
+
+
+def test_sass(run: Run) -> None:
+    counts = run("sass", FIRST_STAGE, "--arch", "sm_80", "--json").json["counts"]
+    assert counts["total"] == sum(count for name, count in counts.items() if name != "total") > 0
+    assert "what it holds" in run("sass", FIRST_STAGE, "--arch", "sm_80").out
+
+
+def test_sass_listing(run: Run) -> None:
+    listing = run("sass", FIRST_STAGE, "--arch", "sm_80", "--listing").out
+    instructions = run("sass", FIRST_STAGE, "--arch", "sm_80", "--listing", "--json").json
+    assert len(listing.splitlines()) == len(instructions)
+    assert any(instruction["opcode"] == "EXIT" for instruction in instructions)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("sass", "99_none"), FIRST_STAGE),
+        (("compile", "99_none"), FIRST_STAGE),
+        (("sass", FIRST_STAGE, "--arch", "sm_10"), "sm_75"),
+        (("compile", "--arch", "sm_10"), "sm_75"),
+        (("sass", FIRST_STAGE, "--head-dim", "96"), "64"),
+        (("sass", FIRST_STAGE, "--head-dim", "0"), "positive"),
+        (("sass", FIRST_STAGE, "--dtype", "float8"), "float16"),
+        (("sass", FIRST_STAGE, "--mask", "sparse"), "causal"),
+        (("results", "--shape", "16x16"), "BxHxSxD"),
+        (("results", "--inputs", "sink_frist"), "got 'sink_frist'; the nearest is sink_first"),
+        (("bench", "--inputs", "normal,scale3"), "inputs: wanted one of normal, scale2, scale4"),
+        (("check", "--on", "cpu", "--inputs", "trained"), "wanted a kind that is drawn from a seed"),
+        (("profile", "--inputs", "trained"), "wanted a kind that is drawn from a seed"),
+        (("results", "--gpu", "none-such"), "nvidia-h200"),
+        (("results", "--regime", "sustained", "--cache", "cold"), "--regime burst --cache cold"),
+        (("results", "--against-peers", "--cache", "cold"), "no --regime or --cache beside it, got --cache cold"),
+        (("results", "--against-peers", "--regime", "burst"), "got --regime burst"),
+    ],
+)
+def test_bad_input_is_named_with_what_works(run: Run, data: Path, arguments: tuple[str, ...], wanted: str) -> None:
+    if arguments[0] == "results":
+        arguments = (*arguments, "--data", str(data))
+    result = run(*arguments)
+    assert result.code == 1
+    assert result.out == ""
+    assert result.err.startswith("flashlab: ")
+    assert wanted in result.err
+    assert "Traceback" not in result.err
+
+
+def test_results_have_the_promised_fields(run: Run, data: Path) -> None:
+    arguments = ("--gpu", "nvidia-h200", "--shape", FIRST_SHAPE, "--dtype", "float16", "--mask", "causal")
+    rows = run("results", *arguments, "--data", data, "--json").json
+    assert {row["name"] for row in rows} >= set(STAGES)
+    for row in rows:
+        assert row.keys() >= {"name", "kind", "median_us", "tflops", "cv_percent", "samples", "run", "commit"}
+        assert row["kind"] in ("stage", "peer")
+        assert (row["shape"], row["dtype"], row["mask"], row["run"]) == (FIRST_SHAPE, "float16", "causal", RUN)
+        assert (row["median_us"] is None) == (row["status"] != "ok")
+        assert (row["samples"] > 0) == (row["status"] == "ok")
+
+
+def test_results_filter(run: Run, data: Path) -> None:
+    everything = run("results", "--data", data, "--json").json
+    full = run("results", "--data", data, "--mask", "full", "--json").json
+    assert 2 * len(full) == len(everything)
+    long_form = FIRST_SHAPE.replace("16x16x2048", "16x16x16x2048x2048", 1)
+    assert run("results", "--data", data, "--shape", long_form, "--json").json == [
+        row for row in everything if row["shape"] == FIRST_SHAPE
+    ]
+    sustained = run("results", "--data", data, "--regime", "sustained", "--json").json
+    assert {row["regime"] for row in sustained} == {"sustained"}
+
+
+def test_results_table_names_run_and_reasons(run: Run, data: Path) -> None:
+    table = run("results", "--data", data).out
+    assert RUN in table
+    assert "missing: " in table
+
+
+def test_an_older_run_answers_where_the_newest_has_no_such_row(run: Run, data: Path) -> None:
+    runs = data / "nvidia-h200" / "runs"
+    lines = (runs / f"{RUN}.jsonl").read_text(encoding="utf-8").splitlines()
+    newer = "20270102T030405Z-0123abc"
+    line = next(line for line in lines if FIRST_STAGE in line).replace(RUN, newer)
+    (runs / f"{newer}.jsonl").write_text(line + "\n", encoding="utf-8")
+    assert {row["run"] for row in run("results", "--data", data, "--json").json} == {newer}
+    assert {row["run"] for row in run("results", "--data", data, "--shape", FIRST_SHAPE, "--json").json} == {RUN}
+
+
+def test_no_matching_rows_lists_what_there_is(run: Run, data: Path) -> None:
+    result = run("results", "--data", data, "--shape", "1x1x7x64")
+    assert result.code == 1
+    assert "1x1x7x64" in result.err
+    assert "B16 H16 S2048 D64" in result.err
+
+
+def test_no_data_says_how_to_make_some(run: Run, tmp_path: Path) -> None:
+    result = run("results", "--data", tmp_path)
+    assert result.code == 1
+    assert "flashlab bench" in result.err
+
+
+def test_verify(run: Run, data: Path) -> None:
+    sound = run("results", "--verify", "--data", data)
+    assert sound.code == 0
+    assert "sound" in sound.out
+    assert run("results", "--verify", "--data", data, "--json").json == []
+
+
+def test_a_damaged_line_is_named_and_the_rest_still_shown(run: Run, data: Path) -> None:
+    path = data / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    path.write_text("\n".join([lines[0], lines[1][:40], *lines[2:]]) + "\n", encoding="utf-8")
+    verified = run("results", "--verify", "--data", data)
+    assert verified.code == 1
+    assert f"{path}:2:" in verified.err
+    assert run("results", "--verify", "--data", data, "--json").code == 1
+    shown = run("results", "--data", data, "--json")
+    assert shown.code == 0
+    assert f"{path}:2:" in shown.err
+    assert len(shown.json) > 1
+
+
+def test_doctor(run: Run, tmp_path: Path) -> None:
+    result = run("doctor", "--data", tmp_path)
+    assert result.code == 0
+    assert "compiler" in result.out
+    assert {finding["state"] for finding in run("doctor", "--data", tmp_path, "--json").json} <= {"ok", "absent"}
+
+
+def test_doctor_fails_and_prints_the_fix_where_something_is_broken(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = doctor.Finding(name="compiler", state="broken", detail="no NVRTC", fix="pip install it")
+    monkeypatch.setattr(doctor, "examine", lambda data: (broken,))
+    result = run("doctor")
+    assert result.code == 1
+    assert "no NVRTC" in result.out
+    assert "pip install it" in result.err
+
+
+@pytest.mark.parametrize(
+    "command", ["bench", "check --on gpu", "check 00_naive --on both --length 1x1", "check --record"]
+)
+def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, command: str) -> None:
+    if gpu.available() is None:
+        pytest.skip("there is a GPU")
+    result = run(*command.split(), "--data", tmp_path)
+    assert result.code == 1
+    assert "wanted a CUDA GPU" in result.err
+    assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("bench", "--suite", "none-such"), "smoke, first, standard"),
+        (("bench", "--shape", "16x16"), "BxHxSxD"),
+        (("bench", "--stages", "99_none"), FIRST_STAGE),
+        (("bench", "--peers", "none-such"), "sdpa"),
+        (("bench", "--stages", "none", "--peers", "none"), "at least one stage or peer"),
+        (("bench", "--samples", "0"), "samples"),
+        (("bench", "--source", FIRST_STAGE), "STAGE=FILE"),
+        (("bench", "--source", f"{FIRST_STAGE}=/none/such.cu"), "a file that exists"),
+        (("check", "99_none"), FIRST_STAGE),
+        (("check", "--length", "113"), "SQxSK"),
+        (("check", "--length", "0x5"), "positive"),
+        (("check", "--on", "cpu", "--schedule", "random"), "seeded:7"),
+        (("check", "--on", "cpu", "--record"), "--on gpu or both"),
+        (("check", "--on", "cpu", "--suite", "llama"), "suite: wanted one of flash-attention"),
+        (("check", "--on", "cpu", "--suite", "flash-attention", "--length", "1x1"), "wanted no --random, --length"),
+        (("check", "--on", "gpu", "--races"), "--on cpu"),
+        (("report", "--source", "guess"), "replay"),
+        (("report", "--suite", "none-such"), "smoke, first, standard"),
+        (("report", "--stages", "99_none"), FIRST_STAGE),
+        (("report", "--source", "replay", "--gpu", "none-such"), "GPUs with data"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    run: Run, tmp_path: Path, arguments: tuple[str, ...], wanted: str
+) -> None:
+    result = run(*arguments, "--data", tmp_path)
+    assert result.code == 1
+    assert result.out == ""
+    assert wanted in result.err
+    assert "Traceback" not in result.err
+
+
+@pytest.mark.parametrize("command", ["bench", "report"])
+def test_an_unwritable_folder_is_said(run: Run, read_only_dir: Path, tmp_path: Path, command: str) -> None:
+    place = ("--data", read_only_dir) if command == "bench" else ("--out", read_only_dir, "--data", tmp_path)
+    result = run(command, *place)
+    assert result.code == 1
+    assert "writable folder" in result.err
+
+
+def test_bench_hands_on_what_was_asked_and_shows_the_run(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(problems: Any, **options: Any) -> Path:
+        asked.update(options, problems=list(problems))
+        options["progress"](bench.Progress(1, 2, "timing"))
+        return write_synthetic(options["data"], problems=problems)
+
+    monkeypatch.setattr(bench, "run", measure)
+    result = run("bench", "--shape", "1x2x130x64", "--dtype", "float16", "--mask", "full", "--peers", "none",
+                 "--stages", FIRST_STAGE, "--data", tmp_path, "--json")  # fmt: skip
+    assert result.code == 0
+    assert [problem.label for problem in asked["problems"]] == ["B1 H2 S130 D64 full float16"]
+    assert (asked["stages"], asked["peers"]) == ([FIRST_STAGE], [])
+    assert {row["name"] for row in result.json} >= set(STAGES)
+    assert "[1/2] timing" in result.err
+    assert f"recorded in {tmp_path}" in result.err
+    assert "TFLOP/s" in run("bench", "--suite", "smoke", "--data", tmp_path).out
+    assert {problem.mask for problem in asked["problems"]} == {"full", "causal"}
+    assert (asked["stages"], asked["peers"]) == (None, None)
+
+
+def test_bench_takes_part_of_a_suite(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(problems: Any, **options: Any) -> Path:
+        asked.update(options, problems=list(problems))
+        return write_synthetic(options["data"], problems=problems)
+
+    monkeypatch.setattr(bench, "run", measure)
+    lengths = ("bench", "--suite", "lengths", "--dtype", "float16", "--mask", "full", "--data", tmp_path)
+    assert run(*lengths, "--head-dim", "64", "--length", "512", "--length", "16384").code == 0
+    assert [problem.shape for problem in asked["problems"]] == ["64x16x512x64", "2x16x16384x64"]
+    assert asked["plan"] == bench.plan_of("lengths")
+    run(*lengths, "--length", "512", "--sustained", "7", "--sustained-on", "sdpa,fa3", "--samples", "9", "--cold", "2")
+    plan = asked["plan"]
+    assert (plan.samples, plan.cold_samples, plan.sustained_seconds) == (9, 2, 7.0)
+    assert (plan.sustained_shapes, plan.sustained_names) == (None, ("sdpa", "fa3"))
+    refused = run(*lengths, "--length", "513")
+    assert refused.code == 1
+    assert "lengths 512, 1024, 2048, 4096, 8192, 16384" in refused.err
+    # A suite without a plan of its own is sustained at the first shape alone.
+    run("bench", "--suite", "first", "--data", tmp_path)
+    assert asked["plan"] == bench.Plan()
+
+
+def test_bench_measures_each_problem_on_each_kind_of_inputs(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(problems: Any, **options: Any) -> Path:
+        asked.update(options, problems=list(problems))
+        return write_synthetic(options["data"], problems=asked["problems"][:1])
+
+    monkeypatch.setattr(bench, "run", measure)
+    some = ("--head-dim", "64", "--length", "2048", "--mask", "full", "--dtype", "float16", "--data", tmp_path)
+    assert run("bench", "--suite", "inputs", *some).code == 0
+    assert [problem.inputs for problem in asked["problems"]] == list(KINDS)
+    assert len({problem.shape for problem in asked["problems"]}) == 1
+    assert asked["plan"] == bench.plan_of("inputs")
+    assert "scale4" in run("bench", "--suite", "lengths", *some, "--inputs", "scale4").out
+    assert [problem.inputs for problem in asked["problems"]] == ["scale4"]
+    run("bench", "--suite", "gqa", "--head-dim", "64", "--data", tmp_path)
+    assert {problem.inputs for problem in asked["problems"]} == {"normal"}
+    # Kinds of one problem follow one another.
+    run("bench", "--shape", "1x2x64x64", "--dtype", "float16", "--inputs", "zeros,rising", "--data", tmp_path)
+    assert [problem.label for problem in asked["problems"]] == [
+        f"B1 H2 S64 D64 {mask} float16 {kind}" for mask in ("full", "causal") for kind in ("zeros", "rising")
+    ]
+
+
+def test_bench_foretells_all_kinds_of_inputs(run: Run) -> None:
+    asked = ("bench", "--suite", "inputs", "--dry-run", "--head-dim", "64", "--stages", "none", "--peers", "sdpa,fa4")
+    found = run(*asked, "--json").json
+    assert Counter(one["problem"]["inputs"] for one in found["problems"]) == dict.fromkeys(KINDS, 8)
+    assert all(one["implementations"] == 2 for one in found["problems"])
+    assert "sink_first" in run(*asked, "--inputs", "sink_first").out
+
+
+def test_results_of_other_inputs_where_they_are_asked_for(run: Run, tmp_path: Path) -> None:
+    first = Problem.parse(FIRST_SHAPE)
+    write_synthetic(tmp_path, problems=[first, replace(first, inputs="falling")])
+
+    def shown(*arguments: str) -> Counter[str]:
+        return Counter(row["inputs"] for row in run("results", *arguments, "--json", "--data", tmp_path).json)
+
+    assert set(shown()) == {"normal"}
+    assert set(shown("--inputs", "falling")) == {"falling"}
+    assert set(shown("--inputs", "all")) == {"normal", "falling"}
+    assert shown("--against-peers") == {"normal": 1}
+    assert shown("--against-peers", "--inputs", "all") == {"normal": 1, "falling": 1}
+    assert "falling" in run("results", "--against-peers", "--inputs", "all", "--data", tmp_path).out
+    refused = run("results", "--against-peers", "--inputs", "zeros", "--data", tmp_path)
+    assert refused.code == 1
+    assert "on zeros inputs among the records" in refused.err
+
+
+def test_check_takes_kinds_of_inputs_and_says_which_it_leaves_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def measure(*_: Any, **options: Any) -> bench.CheckRun:
+        asked.update(options)
+        return bench.CheckRun(None, ())
+
+    monkeypatch.setattr(bench, "check_stages", measure)
+    result = run("check", "--on", "gpu", "--inputs", "all")
+    assert asked["inputs"] == tuple(kind for kind in KINDS if kind != "trained")
+    assert "trained inputs are left out" in result.err
+    run("check", "--on", "gpu")
+    assert asked["inputs"] is None  # hostile ones too
+
+
+def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("a dry run measures nothing"))
+    asked = ("bench", "--suite", "peers", "--dry-run", "--head-dim", "64", "--peers", "sdpa,fa3", "--stages", "none")
+    told = run(*asked)
+    assert told.code == 0
+    assert "minutes with the start; nothing was measured" in told.err
+    found = run(*asked, "--json").json
+    assert {one["problem"]["dtype"]: one["implementations"] for one in found["problems"]} == {
+        "float16": 1,
+        "bfloat16": 2,
+    }
+    assert all(one["sustained"] == one["implementations"] for one in found["problems"])
+    assert found["seconds"] > sum(one["seconds"] for one in found["problems"]) > 6 * 5
+
+
+def test_results_against_peers(run: Run, data: Path) -> None:
+    told = run("results", "--against-peers", "--data", data)
+    assert told.code == 0
+    assert "sustained ratio" in told.out
+    rows = run("results", "--against-peers", "--shape", FIRST_SHAPE, "--mask", "causal", "--json", "--data", data).json
+    assert [(row["shape"], row["dtype"], row["mask"]) for row in rows] == [(FIRST_SHAPE, "float16", "causal")]
+    (row,) = rows
+    assert row["ratio"] == pytest.approx(row["peer_median_us"] / row["stage_median_us"])
+    assert row["best_stage"] in STAGES
+    assert row["sustained"]["ratio"] > 0
+    assert row["against_named"]["burst"]["best_peer"] in ("fa3", "sdpa_cudnn")
+    refused = run("results", "--against-peers", "--shape", "1x1x7x64", "--data", data)
+    assert refused.code == 1
+    assert "among the records" in refused.err
+
+
+def test_bench_fails_where_a_row_failed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(problems: Any, **options: Any) -> Path:
+        row = measurement(FIRST_STAGE, next(iter(problems)))
+        lost = {"status": "crashed", "reason": "illegal address", "samples": (), "verdict": None}
+        path = tmp_path / f"{RUN}.jsonl"
+        path.write_text(store.to_line(row.model_copy(update=lost)), encoding="utf-8")
+        return path
+
+    monkeypatch.setattr(bench, "run", measure)
+    result = run("bench", "--suite", "smoke", "--data", tmp_path)
+    assert result.code == 1
+    assert "crashed: illegal address" in result.out
+    assert f"{FIRST_STAGE} at B1 H2 S130 D64 full float16: crashed" in result.err
+
+
+def test_check_counts_and_names_failures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = next(iter(suite("smoke")))
+
+    def row(status: str, reason: str) -> bench.CheckRow:
+        return bench.CheckRow(
+            stage=FIRST_STAGE, problem=problem, layout="padded", status=status, reason=reason, verdict=None
+        )
+
+    def found(*rows: bench.CheckRow) -> None:
+        monkeypatch.setattr(bench, "check_stages", lambda *_, **options: bench.CheckRun(options["data"], rows))
+
+    found(row("ok", ""), row("unsupported", "too old"))
+    assert run("check", "--on", "gpu").code == 0
+    found(row("ok", ""), row("wrong", "output: NaN at (0, 0, 0, 0)"))
+    result = run("check", "--on", "gpu")
+    assert result.code == 1
+    assert FIRST_STAGE in result.out
+    assert "padded: wrong: output: NaN" in result.err
+    assert "1 of 2 checks failed" in result.err
+    assert [shown["status"] for shown in run("check", "--on", "gpu", "--json").json] == ["ok", "wrong"]
+    counted = replace(row("ok", ""), fallbacks=Fallbacks(renormalized=5, recomputed=7))
+    found(counted, counted, row("ok", ""))
+    result = run("check", "--on", "gpu")
+    assert result.out.split() == [
+        *("stage", "passed", "failed", "unsupported", "renormalized", "recomputed"),
+        *(FIRST_STAGE, "3", "0", "0", "10", "14"),
+    ]  # fmt: skip
+    assert [shown["fallbacks"] for shown in run("check", "--on", "gpu", "--json").json] == [
+        *[{"renormalized": 5, "recomputed": 7}] * 2, None
+    ]  # fmt: skip
+
+
+CPU_CHECK = ("check", FIRST_STAGE, "--length", "65x66", "--mask", "causal")
+
+
+def _needs_a_compiler() -> None:
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        pytest.skip(str(error))
+
+
+def test_check_runs_on_the_cpu(run: Run) -> None:
+    _needs_a_compiler()
+    result = run(*CPU_CHECK, "--on", "cpu", "--schedule", "descending", "--schedule", "seeded:7", "--races", "--json")
+    assert result.code == 0, result.err
+    rows = result.json
+    assert {row["status"] for row in rows} == {"ok"}
+    assert {row["schedule"] for row in rows} == {"descending", "seeded:7"}
+    assert {row["layout"] for row in rows} == set(cases.LAYOUTS)
+    assert all(row["findings"] == [] and row["verdict"]["passed"] for row in rows)
+    if gpu.available() is not None:
+        result = run(*CPU_CHECK)
+        assert result.code == 0
+        (line,) = (line for line in result.err.splitlines() if "no GPU" in line)
+        assert line == f"no GPU ({gpu.absence()}), so on the CPU"
+        assert FIRST_STAGE in result.out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("q_row >= p.q_len", "q_row + 1 >= p.q_len", "unwritten"),
+        ("const int q_row", "const int oops q_row", "wanted code for the CPU"),
+    ],
+)
+def test_check_on_the_cpu_says_what_is_wrong_with_an_edited_kernel(
+    run: Run, tmp_path: Path, old: str, new: str, words: str
+) -> None:
+    _needs_a_compiler()
+    source = tmp_path / "edited.cu"
+    text = STAGES[FIRST_STAGE].source.read_text(encoding="utf-8")
+    assert old in text
+    source.write_text(text.replace(old, new), encoding="utf-8")
+    result = run(*CPU_CHECK, "--on", "cpu", "--source", f"{FIRST_STAGE}={source}")
+    assert result.code == 1
+    assert f"{FIRST_STAGE}@edited" in result.err
+    assert words in result.err
+    assert "8 of 16 checks failed" in result.err
+
+
+def test_check_on_the_cpu_without_a_compiler_names_the_package(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    result = run(*CPU_CHECK, "--on", "cpu")
+    assert result.code == 1
+    assert emulator.install_command() in result.err
+    assert "Traceback" not in result.err
+
+
+def test_report_says_where_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = tmp_path / "site" / "index.html"
+    monkeypatch.setattr(site, "run", lambda **options: index)
+    shown = run("report", "--out", tmp_path)
+    assert shown.code == 0
+    assert str(index) in shown.out
+    assert "search works only when it is served: `make serve`" in shown.out
+    assert run("report", "--out", tmp_path, "--json").json == {"index": str(index)}
+
+
+def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "flashlab", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | environment, timeout=120, check=False
+    )
+
+
+def test_the_module_runs_as_the_program() -> None:
+    result = program("stages", "--json")
+    assert result.returncode == 0
+    assert [row["id"] for row in json.loads(result.stdout)] == list(STAGES)
+
+
+def test_an_unwritable_cache_is_said_without_a_traceback(read_only_dir: Path) -> None:
+    result = program("compile", FIRST_STAGE, "--arch", "sm_80", FLASHLAB_CACHE=str(read_only_dir))
+    assert result.returncode == 1
+    assert str(read_only_dir) in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_reader_that_leaves_early_is_no_fault() -> None:
+    command = f"'{sys.executable}' -m flashlab sass {FIRST_STAGE} --arch sm_80 --listing | head -n 1"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, check=True)
+    assert len(result.stdout.splitlines()) == 1
+    assert result.stderr == ""
+
+
+def test_starting_imports_nothing_heavy() -> None:
+    heavy = ("torch", "cupy", "cuda.bindings", "numpy", "pandas", "seaborn", "matplotlib", "pynvml")
+    code = f"import sys, flashlab.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_ablate_lists_its_axes(run: Run) -> None:
+    table = run("ablate", "--list").out
+    listed = run("ablate", "--list", "tile", "exp", "--json").json
+    assert [axis["name"] for axis in listed] == ["tile", "exp"]
+    assert all(axis["prediction"] and axis["levels"] for axis in listed)
+    assert "64 × 64, 8 warps" in table
+    refused = run("ablate", "colour")
+    assert refused.code == 1
+    assert "tile" in refused.err
+
+
+def test_ablate_lists_its_levers(run: Run) -> None:
+    table = run("ablate", "--levers", "--list").out
+    listed = run("ablate", "--levers", "--list", "take_early", "--json").json
+    assert [lever["name"] for lever in listed] == ["take_early"]
+    assert listed[0]["diff"].startswith("--- a/kernels/")
+    assert len(listed[0]["problems"]) == 4
+    assert "static_rows" in table
+    causal = run("ablate", "--levers", "--list", "take_early", "--mask", "causal", "--dtype", "float16", "--json").json
+    assert causal[0]["problems"] == [f"B16 H16 S2048 D{d} causal float16" for d in (64, 128)]
+    other = run("ablate", "--levers", "--list", "take_early", "--shape", "1x2x64x64", "--json").json
+    assert other[0]["problems"] == [f"B1 H2 S64 D64 {mask} bfloat16" for mask in ("full", "causal")]
+    refused = run("ablate", "--levers", "colour")
+    assert refused.code == 1
+    assert "take_early" in refused.err
+
+
+def test_train_tells_what_each_model_became(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flashlab.measure import trained
+
+    asked: list[tuple[int, int, str]] = []
+
+    def train(config: trained.Config, *, device: str, follow: trained.Follow) -> dict[str, Any]:
+        asked.append((config.head_dim, config.steps, device))
+        follow(0, config.steps, "loss 5.5")
+        facts = {"head_dim": config.head_dim, "digest": "abc", "loss": 0.9, "held_out_loss": 1.0, "steps": config.steps}
+        return {**facts, "seconds": 50.0, "layers": [{"std_nats": 2.5, "largest_nats": 31.0}] * config.layers}
+
+    monkeypatch.setattr(trained, "train", train)
+    assert [one["head_dim"] for one in run("train", "--json").json] == [64, 128]
+    assert asked == [(config.head_dim, config.steps, "cuda:0") for config in trained.CONFIGS.values()]
+    asked.clear()
+    table = run("train", "--head-dim", "128", "--steps", "7", "--device", "1")
+    assert asked == [(128, 7, "cuda:1")]
+    assert "[0/7] loss 5.5" in table.err
+    assert table.out.count("31") == trained.CONFIGS[128].layers
+    assert run("train", "--head-dim", "96").code == 2
+
+
+@pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU")
+def test_train_needs_torch_and_a_gpu_and_says_so(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
+    result = run("train")
+    assert result.code == 1
+    assert "torch" in result.err or "GPU" in result.err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU")
+@pytest.mark.parametrize("command", [["ablate"], ["ablate", "--levers"], ["split"]], ids=" ".join)
+def test_ablations_need_a_gpu_and_say_so(run: Run, command: list[str], tmp_path: Path) -> None:
+    result = run(*command, "--data", tmp_path)
+    assert result.code == 1
+    assert "GPU" in result.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_claims_are_judged_written_and_compared(run: Run, data: Path) -> None:
+    shown = run("claims", "--data", data, "--json")
+    assert shown.code == 0
+    assert len(shown.json) == 65
+    first = shown.json[0]
+    assert (first["id"], first["unit"]) == ("A01", "TFLOP/s")
+    assert first["interval"][0] < first["value"] < first["interval"][1]
+    assert first["record"].startswith("nvidia-h200/runs/")
+    assert first["reason"]
+    written = run("claims", "--data", data, "--write")
+    assert written.code == 0
+    assert "A01" in written.out
+    path = data / "nvidia-h200" / "verdicts.json"
+    assert "pending" in written.err
+    same = run("claims", "--data", data, "--compare", path)
+    assert (same.code, same.out) == (0, "")
+    entries = json.loads(path.read_text(encoding="utf-8"))
+    entries[0]["verdict"] = "needs_hardware"
+    path.write_text(json.dumps(entries), encoding="utf-8")
+    other = run("claims", "--data", data, "--compare", path, "--json")
+    assert other.code == 1
+    assert [(one["id"], one["there"]["verdict"]) for one in other.json] == [("A01", "needs_hardware")]
+    assert "1 of 65 verdicts differ" in other.err
+    assert "A01" in run("claims", "--data", data, "--compare", path).out
+    assert "flashlab claims --write" in run("claims", "--data", data, "--compare", data / "none.json").err

@@ -1,0 +1,366 @@
+"""The choice of stage and tunables: exact problems, the nearest ones, other GPUs, refusals, and `flashlab explain`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from flashlab.cli.app import app
+from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Problem
+from flashlab.kernels import registry
+from flashlab.measure import tune
+from flashlab.run import choice as tuned
+from flashlab.run import gpu
+
+H200, ARCH, SMS = "nvidia-h200", "sm_90a", 132
+SMALL, LARGE = Problem.parse("1x8x512x64"), Problem.parse("16x16x2048x64")
+OLD, NEW = "20260101T000000Z-0123abc", "20260102T000000Z-0123abc"
+PINGPONG, PERSISTENT, SWIZZLE = (registry.get(name) for name in ("11_pingpong", "12_persistent", "08_swizzle"))
+
+
+def row(
+    stage: registry.Stage,
+    problem: Problem,
+    time_us: float,
+    *,
+    variants: int = 4,
+    run: str = OLD,
+    tile_q: int = 192,
+    **parameters: int,
+) -> tuned.Row:
+    return tuned.Row(stage.id, problem, stage.parameters(problem.head_dim, parameters), time_us, tile_q, variants, run)
+
+
+ROWS = (
+    row(PINGPONG, LARGE, 535.0),
+    row(PERSISTENT, LARGE, 513.0),
+    row(SWIZZLE, LARGE, 800.0, tile_q=128),
+    row(PINGPONG, SMALL, 6.7, tile_q=64, run=NEW, NUM_CONSUMERS=1),
+    row(PERSISTENT, SMALL, 7.3, tile_q=64, run=NEW, NUM_CONSUMERS=1),
+    row(SWIZZLE, SMALL, 11.9, tile_q=128, run=NEW),
+)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return written(tmp_path, ROWS)
+
+
+def written(data: Path, rows: Sequence[tuned.Row], *, slug: str = H200, arch: str = ARCH, sm_count: int = SMS) -> Path:
+    path = tuned.path_of(slug, data)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(tune.table_text(arch, sm_count, rows), encoding="utf-8")
+    return data
+
+
+def first(problem: Problem, data: Path, slug: str = H200, arch: str = ARCH, sm_count: int | None = SMS) -> tuned.Choice:
+    return tuned.rank(problem, slug, arch, sm_count, data).choices[0]
+
+
+# --- The table ---
+
+
+def test_a_table_reads_back_as_it_was_written_a_line_a_row(data: Path) -> None:
+    found = tuned.table(H200, data)
+    assert found is not None
+    assert found.rows == ROWS
+    assert (found.arch, found.sm_count, found.least_us) == (ARCH, SMS, 6.7)
+    text = tuned.path_of(H200, data).read_text(encoding="utf-8")
+    assert sum('"stage"' in line for line in text.splitlines()) == len(ROWS)
+    entry = json.loads(text)["rows"][3]
+    assert entry == {
+        "stage": "11_pingpong",
+        "shape": "1x8x512x64",
+        "mask": "full",
+        "dtype": "float16",
+        "parameters": PINGPONG.parameters(64, {"NUM_CONSUMERS": 1}),
+        "time_us": 6.7,
+        "tile_q": 64,
+        "variants": 4,
+        "run": NEW,
+    }
+    assert tuned.table("nvidia-l4", data) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", '[{"stage": "x"}]', "7", '{"arch": "sm_90a", "sm_count": 132}'])
+def test_a_damaged_table_says_what_helps(tmp_path: Path, text: str) -> None:
+    path = tuned.path_of(H200, tmp_path)
+    path.parent.mkdir(parents=True)
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(DamagedRecordError, match="flashlab tuned"):
+        tuned.table(H200, tmp_path)
+
+
+# --- Tunables ---
+
+
+def test_named_values_come_before_the_table_and_the_table_before_defaults(data: Path) -> None:
+    def found(problem: Problem, slug: str | None = H200, arch: str | None = ARCH, **overrides: int) -> dict[str, int]:
+        return tuned.parameters(PINGPONG, slug, problem, arch=arch, overrides=overrides, data=data)
+
+    small = PINGPONG.parameters(64, {"NUM_CONSUMERS": 1})
+    assert found(SMALL) == small
+    assert found(SMALL, TILE_KV=64) == {**small, "TILE_KV": 64}
+    assert found(replace(SMALL, batch=2)) == found(replace(SMALL, dtype="bfloat16")) == small
+    assert found(LARGE) == found(replace(LARGE, q_len=4096, kv_len=4096)) == PINGPONG.parameters(64)
+    assert found(SMALL, None) == found(SMALL, "nvidia-l4", "sm_89") == found(SMALL, "nvidia-gh200", None) == {}
+    assert found(SMALL, "nvidia-gh200") == small, "the same architecture lends its tunables"
+    assert found(replace(SMALL, head_dim=128)) == {}, "another head dim is another kernel"
+
+
+def test_what_was_timed_and_not_tuned_decides_no_tunables(tmp_path: Path) -> None:
+    measured = row(PINGPONG, SMALL, 9.0, variants=0, run=NEW, NUM_CONSUMERS=2)
+    data = written(tmp_path, (row(PINGPONG, LARGE, 535.0), measured))
+    assert tuned.parameters(PINGPONG, H200, SMALL, data=data) == PINGPONG.parameters(64)
+    choice = first(SMALL, data)
+    assert (choice.row, choice.time_us) == (measured, 9.0)
+    assert choice.distance > 0, "a time with other tunables is not one of its own"
+
+
+def test_a_row_from_before_the_stage_changed_counts_for_nothing(tmp_path: Path) -> None:
+    gone = tuned.Row("11_pingpong", SMALL, {"GONE": 1}, 1.0, 64, 4, NEW)
+    data = written(tmp_path, (*ROWS[:3], gone))
+    assert tuned.parameters(PINGPONG, H200, SMALL, data=data) == PINGPONG.parameters(64)
+    assert first(SMALL, data).row.run == OLD
+
+
+# --- The stage ---
+
+
+def test_a_problem_on_record_gets_what_was_fastest_there(data: Path) -> None:
+    choice = first(SMALL, data)
+    assert choice.stage is PINGPONG
+    assert choice.parameters["NUM_CONSUMERS"] == 1
+    assert (choice.time_us, choice.distance, choice.row) == (6.7, 0.0, ROWS[3])
+    assert choice.tuned_on == ROWS[3]
+    assert first(LARGE, data).stage is PERSISTENT
+    assert tuned.stage_for(SMALL, H200, ARCH, SMS, data) is PINGPONG
+
+
+def test_another_problem_gets_the_choice_of_the_nearest(data: Path) -> None:
+    for near, stage in (
+        (Problem.parse("2x8x512x64"), PINGPONG),
+        (Problem.parse("1x8x500x64", dtype="bfloat16"), PINGPONG),
+        (Problem.parse("2x8x2x600x600x64"), PINGPONG),
+        (Problem.parse("8x16x4096x64"), PERSISTENT),
+        (Problem.parse("16x32x2048x64", mask="causal"), PERSISTENT),
+    ):
+        choice = first(near, data)
+        assert choice.stage is stage, near.label
+        assert choice.distance > 0
+        assert choice.row.problem == (SMALL if stage is PINGPONG else LARGE)
+
+
+def test_a_time_is_scaled_by_waves_and_keys(data: Path) -> None:
+    fixed = tuned.FIXED_SHARE * 6.7
+    # Twice the tiles, 128, are still one wave; the same keys a query.
+    assert first(Problem.parse("2x8x512x64"), data).time_us == 6.7
+    # 192 tiles are two waves.
+    assert first(Problem.parse("3x8x512x64"), data).time_us == pytest.approx(fixed + 2 * (6.7 - fixed))
+    longer = first(Problem.parse("1x8x8x512x1024x64"), data)
+    assert longer.time_us == pytest.approx(fixed + 2 * (6.7 - fixed))
+    # Of 2816 tiles an SM has 22; of twice as many, 43.
+    twice = first(Problem.parse("32x16x2048x64"), data)
+    assert twice.time_us == pytest.approx(fixed + 43 / 22 * (513.0 - fixed))
+    causal = first(Problem.parse("16x16x2048x64", mask="causal"), data)
+    assert causal.time_us == pytest.approx(fixed + (513.0 - fixed) / 2)
+
+
+def test_what_was_measured_there_comes_before_what_is_foretold_unless_it_is_far_slower(tmp_path: Path) -> None:
+    away, least = row(PERSISTENT, LARGE, 513.0), row(PINGPONG, replace(SMALL, head_dim=128), 5.0)
+    foretold = first(SMALL, written(tmp_path, (away, least, row(PINGPONG, SMALL, 600.0, tile_q=64))))
+    assert foretold.stage is PERSISTENT
+    assert foretold.row == away
+    near = first(
+        SMALL, written(tmp_path / "near", (away, least, row(PINGPONG, SMALL, foretold.time_us * 1.5, tile_q=64)))
+    )
+    assert near.stage is PINGPONG
+
+
+def test_of_two_rows_at_a_problem_the_newer_one_tells_the_time(tmp_path: Path) -> None:
+    newer = row(PINGPONG, SMALL, 7.0, variants=0, run=NEW, NUM_CONSUMERS=1)
+    data = written(tmp_path, (row(PINGPONG, SMALL, 6.7, run=OLD, NUM_CONSUMERS=1), newer))
+    assert first(SMALL, data).row == newer
+
+
+def test_only_the_ladder_is_a_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton, dead = registry.get("t0_triton"), registry.get("branch_free")
+    data = written(tmp_path, (*ROWS, row(triton, SMALL, 1.0), row(dead, SMALL, 1.0)))
+    names = [choice.stage.id for choice in tuned.rank(SMALL, H200, ARCH, SMS, data).choices]
+    assert names == ["11_pingpong", "12_persistent", "08_swizzle"]
+    left = {name: stage for name, stage in registry.CUDA_STAGES.items() if name != "11_pingpong"}
+    monkeypatch.setattr(registry, "CUDA_STAGES", left)
+    tuned._choices.cache_clear()
+    assert first(SMALL, data).stage is PERSISTENT
+    tuned._choices.cache_clear()
+
+
+def test_a_head_dim_that_is_not_on_record_gets_the_last_rung(data: Path) -> None:
+    wide = Problem.parse("1x8x512x128")
+    assert tuned.rank(wide, H200, ARCH, SMS, data).choices == ()
+    assert tuned.stage_for(wide, H200, ARCH, SMS, data) is registry.best(wide, ARCH)
+    with pytest.raises(UnsupportedError, match="no stage runs"):
+        tuned.stage_for(Problem.parse("1x8x512x96"), H200, ARCH, SMS, data)
+
+
+# --- Other GPUs ---
+
+
+def test_an_unknown_gpu_gets_its_nearest_kins_choice(data: Path) -> None:
+    ranking = tuned.rank(SMALL, "nvidia-gh200-480gb", ARCH, SMS, data)
+    assert ranking.table is not None
+    assert ranking.table.gpu == H200
+    assert ranking.choices[0].stage is PINGPONG
+    assert ranking.choices[0].parameters["NUM_CONSUMERS"] == 1
+
+
+def test_an_architecture_that_cannot_run_that_stage_gets_the_best_that_it_can(data: Path) -> None:
+    choice = first(SMALL, data, "nvidia-a100-sxm4-80gb", "sm_80", 108)
+    assert choice.stage is SWIZZLE
+    assert choice.tuned_on is None
+    assert choice.parameters == SWIZZLE.parameters(64), "tunables stay within an architecture"
+    with pytest.raises(UnsupportedError):
+        tuned.stage_for(replace(SMALL, dtype="bfloat16"), "tesla-t4", "sm_75", 40, data)
+
+
+def test_the_nearest_kin_is_of_the_same_architecture_then_capability_then_size(tmp_path: Path) -> None:
+    def lender(arch: str, sm_count: int | None = None) -> str:
+        found = tuned.table_for("nobody", arch, sm_count, tmp_path)
+        assert found is not None
+        return found.gpu
+
+    assert tuned.table_for("nobody", ARCH, SMS, tmp_path) is None
+    for slug, arch, sm_count in (("a100", "sm_80", 108), ("h200", ARCH, 132), ("h100-pcie", ARCH, 114)):
+        written(tmp_path, ROWS, slug=slug, arch=arch, sm_count=sm_count)
+    assert lender(ARCH, 132) == "h200"
+    assert lender(ARCH, 110) == "h100-pcie"
+    assert lender("sm_86") == lender("sm_75") == "a100"
+    assert lender("sm_100a", 130) == "h200"
+    own = tuned.table_for("a100", ARCH, SMS, tmp_path)
+    assert own is not None
+    assert own.gpu == "a100", "its own comes first"
+
+
+# --- The committed table ---
+
+
+def test_a_problem_left_out_of_the_committed_table_gets_nearly_the_best() -> None:
+    """The rule judged by the records: forget one problem, choose for it by the others, and look up what that takes."""
+    found = tuned.table(H200)
+    assert found is not None
+    lost, wrong = [], []
+    for problem in sorted({row.problem for row in found.rows}):
+        there: dict[str, float] = {}
+        for one in found.rows:
+            if one.problem == problem and one.stage in registry.CUDA_STAGES:
+                there[one.stage] = min(one.time_us, there.get(one.stage, math.inf))
+        if len(there) < 4:
+            continue
+        rest = replace(found, rows=tuple(one for one in found.rows if one.problem != problem))
+        choice = next(one for one in tuned._choices(problem, rest, ARCH, SMS) if one.stage.id in there)
+        lost.append(math.log(there[choice.stage.id] / min(there.values())))
+        wrong.append(abs(math.log(choice.time_us / there[choice.stage.id])))
+    assert len(lost) > 10
+    assert math.exp(math.fsum(lost) / len(lost)) < 1.05, "slower than the best, on geometric average"
+    assert math.exp(max(lost)) < 1.3
+    assert math.exp(math.fsum(wrong) / len(wrong)) < 1.15, "predicted over measured, or the other way round"
+
+
+# --- flashlab explain ---
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "available", lambda: "wanted a CUDA GPU, got none")
+
+
+def explained(data: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["explain", *arguments, "--data", str(data)])
+
+
+def as_json(data: Path, *arguments: str) -> Mapping[str, Any]:
+    result = explained(data, *arguments, "--json")
+    assert result.exit_code == 0, result.exception
+    found: Mapping[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_explain_tells_the_choice_its_record_and_the_runners_up(data: Path) -> None:
+    found = as_json(data, "1x8x512x64")
+    assert found["problem"] == "B1 H8 S512 D64 full float16"
+    assert (found["gpu"], found["arch"], found["kin"], found["lent"]) == (H200, ARCH, None, "")
+    assert (found["stage"], found["parameters"]["NUM_CONSUMERS"]) == ("11_pingpong", 1)
+    assert (found["predicted_us"], found["on_record"], found["run"]) == (6.7, True, NEW)
+    assert [(one["stage"], one["predicted_us"]) for one in found["runners_up"]] == [
+        ("12_persistent", 7.3),
+        ("08_swizzle", 11.9),
+    ]
+    assert found["reason"] == (
+        f"On record at this problem, where 11_pingpong took 6.7 µs in run {NEW}; the least of 3 stages, 3 of them "
+        "timed there."
+    )
+    shown = explained(data, "1x8x512x64").stdout
+    assert found["reason"] in shown
+    assert shown.index("11_pingpong") < shown.index("12_persistent") < shown.index("08_swizzle")
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_explain_says_in_what_the_nearest_problem_is_near(data: Path) -> None:
+    found = as_json(data, "2x8x512x64", "--dtype", "bfloat16")
+    assert not found["on_record"]
+    assert found["time_from"] == found["tuned_on"] == "B1 H8 S512 D64 full float16"
+    assert found["reason"].startswith(
+        "Nearest problem on record: B1 H8 S512 D64 full float16 (same kv_len, q_len, GQA ratio, mask; 2 times the work "
+        "tiles, another type), where 11_pingpong took 6.7 µs"
+    )
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_explain_says_whose_choice_an_unknown_gpu_gets(data: Path) -> None:
+    found = as_json(data, "1x8x512x64", "--gpu", "nvidia-h100-80gb-hbm3")
+    assert (found["kin"], found["stage"], found["predicted_us"]) == (H200, "11_pingpong", 6.7)
+    assert found["lent"].startswith("nvidia-h100-80gb-hbm3 has no records of its own, so its nearest kin, nvidia-h200")
+    assert "device memory" in found["lent"]
+    stranger = as_json(data, "1x8x512x64", "--gpu", "nvidia-a100-sxm4-80gb", "--arch", "sm_80")
+    assert (stranger["stage"], stranger["predicted_us"]) == ("08_swizzle", None)
+    assert "no time is foretold" in stranger["lent"]
+    assert stranger["lent"] in explained(data, "1x8x512x64", "--gpu", "nvidia-a100-sxm4-80gb", "--arch", "sm_80").stdout
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_explain_falls_back_to_the_last_rung_and_says_so(data: Path) -> None:
+    found = as_json(data, "1x8x512x128", "--mask", "causal")
+    assert found["stage"] == registry.best(Problem.parse("1x8x512x128"), ARCH).id
+    assert (found["predicted_us"], found["runners_up"]) == (None, [])
+    assert found["reason"].startswith("Nothing of head dim 128 is on record")
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_explain_refuses_what_it_cannot_know(data: Path, tmp_path: Path) -> None:
+    for arguments, error, words in (
+        (("1x8x512",), ValueError, "shape: wanted"),
+        (("1x8x512x96",), UnsupportedError, "no stage runs"),
+        (("1x8x512x64", "--gpu", "nvidia-nobody"), ParameterError, "--arch beside it, got 'nvidia-nobody'"),
+        (("1x8x512x64", "--gpu", "nvidia-nobody", "--arch", "sm_1"), ParameterError, "arch: wanted one of"),
+    ):
+        refused = explained(data, *arguments)
+        assert isinstance(refused.exception, error)
+        assert words in str(refused.exception)
+    nothing = explained(tmp_path / "empty", "1x8x512x64")
+    assert isinstance(nothing.exception, NoDataError)
+    assert "flashlab tuned" in str(nothing.exception)
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_explain_takes_the_committed_records() -> None:
+    assert as_json(DATA, "16x16x2048x64", "--gpu", H200)["on_record"]

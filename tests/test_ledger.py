@@ -1,0 +1,521 @@
+"""The ledger: its claims, its rules, and that the committed verdicts follow from the committed records."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic import COMMIT, RUN, measurement, write_synthetic
+
+from flashlab.build import compiler, sass
+from flashlab.core.errors import DamagedRecordError, FlashlabError, NoDataError, NoGpuError, ParameterError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Problem, suite
+from flashlab.experiments import ablation, ledger
+from flashlab.experiments.evidence import EVALUATORS, FIRST, SINGLE, Evidence, concludes, interval
+from flashlab.experiments.ledger import Estimate, Kind, Range, judge
+from flashlab.kernels.registry import DEAD_ENDS, STAGES, get
+from flashlab.record import store
+from flashlab.run import gpu
+
+
+def exact(value: float) -> Estimate:
+    return Estimate(value=value, low=value, high=value)
+
+
+def claimed(low: float, high: float | None = None) -> Range:
+    return Range(low=low, high=low if high is None else high)
+
+
+def test_every_claim_is_read_once_with_its_rule_and_numbers() -> None:
+    found = {claim.id: claim for claim in ledger.read()}
+    assert len(found) == 65
+    assert {claim.rule for claim in found.values()} == set(ledger.RULES)
+    assert found["A16"].numbers == (claimed(2e-3),)
+    assert found["B07"].numbers == (claimed(15, 25),)
+    assert [str(number) for number in found["E06"].numbers] == ["20", "10–15", "10", "5"]
+    assert found["E06"].units == ("%",) * 4
+    assert found["B11"].units == ("registers", "KB", "bytes spilled")
+    assert found["B10"].numbers == (None,)
+    assert found["A01"].document == "Phase 1 CUDA Baseline: Status Report"
+    assert len({claim.document for claim in found.values()}) == 5
+
+
+@pytest.mark.parametrize(
+    ("rule", "ours", "theirs", "kind"),
+    [
+        ("near", exact(12), claimed(10), "confirmed"),
+        ("near", exact(12.1), claimed(10), "off"),
+        ("near", exact(7.9), claimed(10), "off"),
+        ("near", Estimate(value=12.5, low=11.9, high=13), claimed(10), "confirmed"),
+        ("near", exact(0), claimed(0), "confirmed"),
+        ("near", exact(1), claimed(0), "off"),
+        ("gain", exact(1.6), claimed(1.5), "confirmed"),
+        ("gain", exact(1.61), claimed(1.5), "off"),
+        ("gain", exact(1.02), claimed(1.5), "off"),
+        ("gain", exact(0.97), claimed(1.5), "refuted"),
+        ("gain", Estimate(value=0.99, low=0.97, high=1.01), claimed(1.5), "off"),
+        ("gain", exact(1.03), claimed(1.05), "confirmed"),
+        ("beats", Estimate(value=1.1, low=1.01, high=1.2), None, "confirmed"),
+        ("beats", Estimate(value=1.1, low=1.0, high=1.2), None, "refuted"),
+        ("at_least", exact(150), claimed(150, 200), "confirmed"),
+        ("at_least", exact(149), claimed(150, 200), "refuted"),
+        ("at_most", exact(20), claimed(15, 20), "confirmed"),
+        ("at_most", exact(20.1), claimed(15, 20), "refuted"),
+        ("recomputes", exact(1633), claimed(1723), "refuted"),
+        ("recomputes", exact(1720), claimed(1723), "confirmed"),
+        ("share", exact(24), claimed(20), "confirmed"),
+        ("share", exact(26), claimed(20), "off"),
+    ],
+)
+def test_rules(rule: str, ours: Estimate, theirs: Range | None, kind: Kind) -> None:
+    assert judge(rule, ours, theirs) == kind
+
+
+@pytest.mark.parametrize("rule", [name for name in ledger.RULES if name != "beats"])
+def test_a_rule_that_needs_a_number_says_so(rule: str) -> None:
+    with pytest.raises(ParameterError, match="wanted a claimed number"):
+        judge(rule, exact(1), None)
+
+
+def test_the_least_favourable_number_counts() -> None:
+    assert ledger.least_favourable(["confirmed", "off", "confirmed"]) == "off"
+    assert ledger.least_favourable(["off", "refuted"]) == "refuted"
+    assert ledger.least_favourable(["refuted", "pending"]) == "pending"
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("X1,S,c,about 5,x,H100,,how,near", "wanted a number"),
+        ("X1,S,c,5,x,H100,,how,nearly", "wanted one of near"),
+        ("X1,S,c,5,x,H100,,how,near\nX1,S,c,5,x,H100,,how,near", "wanted every id once"),
+    ],
+)
+def test_what_is_no_claim_is_refused(line: str, fault: str, tmp_path: Path) -> None:
+    path = tmp_path / "claims.csv"
+    path.write_text(f"id,source,claim,value,unit,gpu,shape,how_to_test,rule\n{line}\n", encoding="utf-8")
+    with pytest.raises(ParameterError, match=fault):
+        ledger.read(path)
+
+
+# --- From records to verdicts -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made-up records of the whole ladder, with an ablation, parts, single calls and a dead end that is wrong."""
+    folder = tmp_path_factory.mktemp("data")
+    write_synthetic(folder, problems=(*suite("standard"), *suite("claims")))
+    return folder
+
+
+def _add(data: Path, folder: str, *lines: store.AnyRecord, slug: str = "nvidia-h200") -> None:
+    path = data / slug / folder / f"{RUN}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(map(store.to_line, lines))
+
+
+def _timed(name: str, problem: Problem, time_us: float) -> dict[str, Any]:
+    """The fields of a record of `name` whose bursts take about `time_us`."""
+    row = measurement(name, problem).model_dump()
+    for samples in row["samples"]:
+        middle = float(np.median(samples["time_us"]))
+        samples["time_us"] = [time_us * one / middle for one in samples["time_us"]]
+    return row
+
+
+def _ablation(level: str, time_us: float, **choice: int) -> store.Ablation:
+    row = _timed("06_cp_async", FIRST, time_us)
+    for name in ("kind", "name", "choice", "layout", "lse"):
+        del row[name]
+    parameters = {**STAGES["06_cp_async"].parameters(64), **choice}
+    return store.Ablation.model_validate(
+        {**row, "axis": "reduction", "level": level, "stage": "06_cp_async", "parameters": parameters}
+    )
+
+
+def _part(left_out: str, time_us: float) -> store.Part:
+    row = _timed("04_wmma_qk", SINGLE, time_us)
+    fields = {name: row[name] for name in ("run", "time", "gpu", "source", "software", "problem", "cubin")}
+    fields |= {"stage": "04_wmma_qk", "left_out": left_out, "parameters": {}, "samples": row["samples"][0]}
+    return store.Part.model_validate(fields)
+
+
+def _one(data: Path, name: str, slug: str = "nvidia-h200") -> ledger.Verdict:
+    claim = next(claim for claim in ledger.read() if claim.id == name)
+    return ledger.evaluate(claim, _evidence(data, slug))
+
+
+@cache
+def _evidence(data: Path, slug: str) -> Evidence:
+    return Evidence(slug, data)
+
+
+def test_a_stages_row_with_the_log_sum_exp_on_is_no_evidence(tmp_path: Path) -> None:
+    plain = measurement("00_naive", FIRST).model_copy(update={"lse": False})
+    _add(tmp_path, "runs", plain, plain.model_copy(update={"lse": True}), slug="nvidia-h200")
+    assert [one.record for one in Evidence("nvidia-h200", tmp_path).measurements] == [plain]
+
+
+def test_every_claim_has_an_evaluator_and_a_verdict(data: Path) -> None:
+    assert EVALUATORS.keys() == {claim.id for claim in ledger.read()}
+    found = ledger.verdicts("nvidia-h200", data)
+    assert [one.id for one in found] == [claim.id for claim in ledger.read()]
+    for one in found:
+        assert one.reason.endswith(".")
+        assert (one.verdict == "pending") <= (not one.numbers)
+        for number in one.numbers:
+            assert number.low <= number.value <= number.high
+        for place in one.records:
+            path, _, line = place.rpartition(":")
+            assert (data / path).read_text(encoding="utf-8").splitlines()[int(line) - 1]
+
+
+def test_a_rate_comes_with_its_interval_record_and_reason(data: Path) -> None:
+    one = _one(data, "A01")
+    row = measurement("00_naive", FIRST).samples_of()
+    assert row is not None
+    (number,) = one.numbers
+    assert number.value == pytest.approx(FIRST.tflops(row.median_us))
+    assert FIRST.tflops(max(row.time_us)) < number.low < number.value < number.high < FIRST.tflops(min(row.time_us))
+    assert one.records == (f"nvidia-h200/runs/{RUN}.jsonl:1",)
+    assert one.flat()["interval"] == [number.low, number.high]
+    assert "a factor of" in one.reason
+    assert "H100" in one.conclusion
+
+
+def test_nothing_on_record_is_pending_and_says_what_makes_it(tmp_path: Path) -> None:
+    write_synthetic(tmp_path, problems=suite("smoke"))
+    one = _one(tmp_path, "B08")
+    assert (one.verdict, one.numbers) == ("pending", ())
+    assert "`flashlab ablate reduction`" in one.reason
+    assert _one(tmp_path, "E05").reason.count("flashlab split") == 1
+    assert _one(tmp_path, "C06").reason.count("flashlab claims --measure") == 1
+
+
+def test_an_ablation_is_judged_within_its_axis(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    _add(
+        tmp_path / "data",
+        "ablations",
+        _ablation("shuffles", 1000.0, REDUCTION=0),
+        _ablation("shared memory, warp barriers", 1400.0, REDUCTION=1),
+        _ablation("shared memory, block barriers", 1150.0, REDUCTION=2),
+    )
+    one = _one(tmp_path / "data", "B08")
+    assert one.verdict == "confirmed"
+    assert one.numbers[0].value == pytest.approx(15, abs=0.5)
+    assert one.numbers[0].unit == "%"
+    assert [place.rpartition(":")[2] for place in one.records] == ["3", "1"]
+
+
+def test_a_lever_speaks_for_no_stage(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    before = len(_evidence(data, "nvidia-h200").variants)
+    lever = _ablation("as it is", 1000.0).model_copy(update={"axis": "levers"})
+    _add(tmp_path / "data", "ablations", lever, _ablation("shuffles", 1000.0))
+    assert len(_evidence(tmp_path / "data", "nvidia-h200").variants) <= before + 1
+    assert all(
+        getattr(one.record, "axis", "") != "levers" for one in _evidence(tmp_path / "data", "nvidia-h200").variants
+    )
+
+
+def test_parts_are_shares_of_the_whole(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    parts = {"nothing": 100.0, "qk": 80.0, "softmax": 71.0, "pv": 69.0, "memory": 40.0}
+    _add(tmp_path / "data", "parts", *(_part(name, time_us) for name, time_us in parts.items()))
+    one = _one(tmp_path / "data", "E05")
+    assert [round(number.value) for number in one.numbers] == [20, 29, 31, 60]
+    assert [number.verdict for number in one.numbers] == ["confirmed", "confirmed", "confirmed", "off"]
+    assert one.verdict == "off"
+    assert one.decisive is one.numbers[3]
+
+
+def test_a_single_call_is_wall_time(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    row = measurement("sdpa", SINGLE).model_dump()
+    fields = {name: row[name] for name in ("run", "time", "gpu", "source", "software", "problem", "name")}
+    _add(tmp_path / "data", "calls", store.Call.model_validate({**fields, "time_us": [24.0, 25.0, 26.0]}))
+    one = _one(tmp_path / "data", "C06")
+    assert one.verdict == "confirmed"
+    assert one.numbers[0].value == 25.0
+    assert "the kernel itself takes" in one.reason
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason", "value", "told"),
+    [
+        ({"max_abs_error": 1.5, "max_abs_limit": 0.01}, "max abs error 1.5 over its limit", 150, "largest error 1.5"),
+        ({}, "NaN in output: 56 of 524288 elements, row 239, first at batch 0", 56, "56 of 524288 elements are NaN"),
+    ],
+    ids=["error", "NaN"],
+)
+def test_a_wrong_partition_may_leave_no_number(
+    errors: dict[str, float], reason: str, value: float, told: str, tmp_path: Path
+) -> None:
+    problem = Problem.parse("2x8x512x64")
+    sound = measurement("06_cp_async", problem)
+    none = dict.fromkeys(("max_abs_error", "max_abs_limit", "rms_error", "rms_limit", "lse_error", "lse_limit"))
+    verdict = store.Verdict(**{**none, **errors, "passed": False, "reason": reason})
+    wrong = sound.model_copy(update={"name": "tile48", "status": "wrong", "reason": reason, "verdict": verdict})
+    write_synthetic(tmp_path)
+    path = next((tmp_path / "nvidia-h200" / "runs").glob("*.jsonl"))
+    path.write_text(wrong.model_copy(update={"samples": ()}).model_dump_json() + "\n", encoding="utf-8")
+    finding = EVALUATORS["D05"](Evidence("nvidia-h200", tmp_path))
+    assert finding.estimates == (exact(value),)
+    assert told in finding.said
+
+
+def test_profiles_speak_to_utilisation_and_sectors(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    fastest = min(
+        (row for name in STAGES if (row := measurement(name, FIRST)).samples),
+        key=lambda row: row.samples[0].median_us,
+    ).name
+    sectors = {"l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum": 10.0}
+    time_ns = 500_000.0
+    unit = {
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active": 75.0,
+        "dram__bytes_read.sum": 0.048 * time_ns * 1e3,
+        "dram__bytes_write.sum": 0.048 * time_ns * 1e3,
+        "gpu__time_duration.sum": time_ns,
+    }
+    wanted = {
+        "00_naive": sectors | {"l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": 20.0},
+        "01_coalesced": sectors | {"l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum": 160.0},
+    }
+    wanted[fastest] = wanted.get(fastest, {}) | unit
+    _add(tmp_path / "data", "profiles", *(_profile(name, metrics) for name, metrics in wanted.items()))
+    used = _one(tmp_path / "data", "B20")
+    assert [round(number.value, 6) for number in used.numbers] == [75.0, 2.0]
+    assert [number.verdict for number in used.numbers] == ["confirmed", "refuted"]
+    reason = _one(tmp_path / "data", "A07").reason
+    assert "2.00 sectors in `00_naive`" in reason
+    assert "16.0 in `01_coalesced`" in reason
+
+
+def _profile(stage: str, metrics: Mapping[str, float]) -> store.StageProfile:
+    return store.StageProfile(
+        run=RUN,
+        tile_q=64,
+        gpu="NVIDIA H200",
+        commit=COMMIT,
+        dirty=False,
+        metrics=dict(metrics),
+        stage=stage,
+        problem=store.ProblemFields.of(FIRST),
+        parameters={},
+        cubin_sha256="0" * 64,
+        ncu="made up",
+        samples={},
+        lines=(),
+        time="2026-01-02T03:04:05Z",
+    )
+
+
+def test_a_time_on_another_chip_needs_that_chip_and_shows_what_can_be_shown(data: Path, tmp_path: Path) -> None:
+    here = _one(data, "D02")
+    assert here.verdict == "needs_hardware"
+    assert here.numbers
+    assert "`05_wmma` compiles for sm_89" in here.conclusion
+    write_synthetic(tmp_path, "nvidia-l4", problems=suite("standard"))
+    there = _one(tmp_path, "D02", "nvidia-l4")
+    assert there.verdict in ("confirmed", "off")
+    assert there.conclusion == ""
+    ratio = _one(data, "D08")
+    assert ratio.verdict in ("confirmed", "off")
+    assert "nvidia-h200" in ratio.conclusion
+
+
+def test_a_time_that_memory_bounds_is_said_to_carry_over_with_care() -> None:
+    assert concludes("H100", "nvidia-h200", "time", 0.2) == (True, concludes("H100", "nvidia-h200", "time", 0.2)[1])
+    assert "carries over" in concludes("H100", "nvidia-h200", "time", 0.2)[1]
+    assert "may be slower" in concludes("H100", "nvidia-h200", "time", 3.0)[1]
+    assert not concludes("H100", "tesla-t4", "time", 0.2)[0]
+    assert concludes("L4", "nvidia-l4", "time", 0.2) == (True, "")
+
+
+def test_a_verdict_says_where_its_record_is_older_than_the_rules(data: Path, tmp_path: Path) -> None:
+    assert RUN < ledger.RULES_WRITTEN
+    old = _one(data, "A01")
+    assert old.older
+    assert not _one(data, "D07").older
+    path = tmp_path / "nvidia-h200" / "runs" / "20990101T000000Z-0123abc.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text(store.to_line(measurement("00_naive", FIRST)), encoding="utf-8")
+    new = _one(tmp_path, "A01")
+    assert not new.older
+    assert "older than the rules" in ledger.table([old])
+    assert "older than the rules" not in ledger.table([new])
+    assert ledger.standing([old, new]).startswith("1 of the 2 verdicts")
+
+
+def test_arithmetic_is_recomputed(data: Path) -> None:
+    values = {name: _one(data, name).numbers[0].value for name in ("A06", "A14", "A15", "C05", "D07")}
+    assert values == pytest.approx({"A06": 5, "A14": 4.886, "A15": 281.25, "C05": 1632.7, "D07": 1.2121}, rel=1e-3)
+    assert all(_one(data, name).verdict == "refuted" for name in ("A14", "A15", "C05", "D06", "D07"))
+
+
+def test_batched_work_is_not_compared_with_a_single_call(data: Path) -> None:
+    one = _one(data, "C09")
+    assert one.verdict == "not_comparable"
+    assert "B32 H8 S128 D64, a sequence with B1 H8 S512 D64" in one.reason
+
+
+def test_the_machine_code_is_compiled_on_the_spot(data: Path) -> None:
+    one = _one(data, "D04")
+    assert (one.verdict, one.numbers[0].value) == ("refuted", 99)
+    assert "`06_cp_async.cu` for sm_89" in one.reason
+    assert _one(data, "B11").numbers[2].value == 0
+
+
+@pytest.mark.parametrize(("claim", "stage_id"), [("C01", "00_naive"), ("C02", "branch_free"), ("C03", "wmma_no_smem")])
+def test_branches_are_those_of_the_kernels_own_code(claim: str, stage_id: str, data: Path) -> None:
+    cubin = compiler.compile_stage(get(stage_id), head_dim=64, dtype="float16", causal=False, arch="sm_90a")
+    every = sass.mix(cubin.code, cubin.entry)["branch_predicated"]
+    one = _one(data, claim)
+    assert one.numbers[0].value < every, "exits and slow paths are not counted"
+    assert f"it has {every}" in one.reason, "and are told"
+
+
+def test_an_interval_narrows_with_samples_and_is_the_same_each_time() -> None:
+    rng = np.random.default_rng(1)
+    few, many = rng.normal(100, 5, 20), rng.normal(100, 5, 2000)
+
+    def median(times: Any, axis: int) -> Any:
+        return np.median(times, axis=axis)
+
+    wide, narrow = interval(median, few), interval(median, many)
+    assert narrow.high - narrow.low < (wide.high - wide.low) / 3
+    assert wide == interval(median, few)
+    assert interval(median, [7.0]) == exact(7.0)
+
+
+def test_written_verdicts_are_read_back_and_compared(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(data, tmp_path / "data")
+    found = ledger.verdicts("nvidia-h200", tmp_path / "data")
+    path = ledger.write(found, "nvidia-h200", tmp_path / "data")
+    assert ledger.read_verdicts(path) == found
+    assert store.verify("nvidia-h200", tmp_path / "data") == ()
+    assert ledger.differences(found, found) == ()
+    changed = (*found[1:], found[0].model_copy(update={"verdict": "confirmed"}))
+    (difference,) = ledger.differences(found, changed)
+    assert (difference.id, difference.here, difference.there) == ("A01", found[0], changed[-1])
+    assert [one.id for one in ledger.differences(found, found[1:])] == ["A01"]
+    with pytest.raises(NoDataError, match="flashlab claims --write"):
+        ledger.read_verdicts(tmp_path / "none.json")
+    path.write_text('{"id": 1}', encoding="utf-8")
+    with pytest.raises(DamagedRecordError, match="flashlab claims --write"):
+        ledger.read_verdicts(path)
+
+
+def test_tables_name_every_claim_and_contradiction(data: Path) -> None:
+    found = ledger.verdicts("nvidia-h200", data)
+    table = ledger.table(found)
+    assert all(f"| {one.id} |" in table for one in found)
+    assert ledger.summary(found).splitlines()[-1].split("|")[-2].strip() == "65"
+    contradictions = ledger.contradictions(found)
+    assert "1.6 TFLOP/s" in contradictions
+    assert "0.65 TFLOP/s" in contradictions
+    assert {name for one in ledger.CONTRADICTIONS for name in one.ids} <= {one.id for one in found}
+
+
+@pytest.mark.parametrize("slug", sorted(path.parent.name for path in DATA.glob(f"*/{ledger.VERDICTS}")))
+def test_the_committed_verdicts_follow_from_the_committed_records(slug: str) -> None:
+    committed = ledger.read_verdicts(DATA / slug / ledger.VERDICTS)
+    found = ledger.verdicts(slug)
+    assert [(one.id, one.verdict) for one in committed] == [(one.id, one.verdict) for one in found]
+    assert committed == found, "`flashlab claims --write` writes them anew"
+
+
+@pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU, where measuring is possible")
+def test_measuring_needs_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(NoGpuError):
+        ledger.time_calls("sdpa", SINGLE, data=tmp_path)
+    with pytest.raises(FlashlabError, match=r"GPU|torch|package"):
+        ledger.measure(data=tmp_path)
+    assert not list(tmp_path.rglob("*.jsonl"))
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]:
+    """Nothing is measured; what would be is kept."""
+    asked: dict[str, Any] = {}
+
+    def run(problems: Any, **options: Any) -> Path:
+        names = (*options["stages"], *options["peers"])
+        at = {problem: [name for name in names if options["only"](problem, name)] for problem in problems}
+        asked.setdefault("runs", []).append(at)
+        return tmp_path / "run"
+
+    monkeypatch.setattr(ledger.bench, "run", run)
+    monkeypatch.setattr(ledger.gpus, "info", lambda _: SimpleNamespace(slug="nvidia-h200"))
+    monkeypatch.setattr(ledger.ablate, "measure", lambda axes, **_: asked.update(axes=axes) or tmp_path / "axes")
+    monkeypatch.setattr(ledger.ablate, "split", lambda ids, **_: asked.update(split=ids) or tmp_path / "split")
+    monkeypatch.setattr(ledger, "time_calls", lambda *_, **__: tmp_path / "calls")
+    return asked
+
+
+def test_what_judges_the_claims_is_measured_in_turn(measuring: dict[str, Any], tmp_path: Path) -> None:
+    made = ledger.reproduce(data=tmp_path)
+    assert [path.name for path in made] == ["run", "run", "axes", "split", "calls"]
+    ladder, dead = measuring["runs"]
+    assert {problem: set(names) for problem, names in dead.items()} == {
+        problem: {*names, "sdpa"} for problem, names in ledger.DEAD_ENDS
+    }
+    # A run with a dead end is shown among the dead ends alone.
+    assert not any(name in DEAD_ENDS for names in ladder.values() for name in names)
+    assert ladder[Problem.parse("16x16x2048x64", dtype="bfloat16")] == ["fa3"]
+    for mask in ("full", "causal"):
+        assert set(ladder[Problem.parse("16x16x2048x64", mask=mask)]) == {*STAGES, *ledger.LIBRARIES}
+    assert set(ladder) >= {problem for problem in suite("claims") if not problem.causal}
+    assert (measuring["axes"], measuring["split"]) == (list(ledger.AXES), ledger.SPLIT)
+
+
+def test_named_stages_alone_leave_dead_ends_their_parent(measuring: dict[str, Any], tmp_path: Path) -> None:
+    ledger.reproduce(data=tmp_path, stages=["16_ones_column"])
+    ladder, dead = measuring["runs"]
+    assert [name for name in ladder[FIRST] if name in STAGES] == ["16_ones_column"]
+    assert "00_naive" in dead[FIRST]
+
+
+@pytest.mark.parametrize(
+    ("commit", "dirty", "again"), [(COMMIT, False, False), (COMMIT, True, True), ("0", False, True)]
+)
+def test_what_this_code_just_measured_is_not_measured_again(
+    commit: str, dirty: bool, again: bool, measuring: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = {"boot": "01234567", "at": "2026-01-02T03:00:00+00:00"}
+    monkeypatch.setattr(ledger.provenance, "source", lambda: (commit, dirty))
+    monkeypatch.setattr(ledger.provenance, "start", lambda: start)
+    row = measurement("04_wmma_qk", FIRST)
+    base = row.model_dump(include={"run", "time", "gpu", "software", "verdict"})
+    base |= {"source": {"commit": COMMIT, "dirty": dirty}, "start": start, "parameters": {}, "stage": "04_wmma_qk"}
+    folder = tmp_path / "nvidia-h200"
+    for name in ("ablations", "parts"):
+        (folder / name).mkdir(parents=True)
+    for axis in ledger.AXES:
+        for level in ablation.AXES[axis].levels:
+            fields = {**base, "axis": axis, "level": level.name, "problem": store.ProblemFields.of(FIRST)}
+            fields |= {"status": "ok", "reason": "", "samples": row.samples, "cubin": row.cubin}
+            store.append(folder / "ablations" / f"{RUN}.jsonl", store.Ablation.model_validate(fields))
+    small = {**base, "problem": store.ProblemFields.of(SINGLE), "samples": row.samples[0], "cubin": row.cubin}
+    del small["verdict"]
+    for part in ablation.PARTS:
+        fields = {**small, "left_out": part}
+        store.append(folder / "parts" / f"{RUN}.jsonl", store.Part.model_validate(fields))
+    ledger.reproduce(data=tmp_path)
+    assert ("axes" in measuring, "split" in measuring) == (again, again)
+
+
+def test_no_calls_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ParameterError, match="calls: wanted a positive number, got 0"):
+        ledger.time_calls("sdpa", SINGLE, data=tmp_path, calls=0)

@@ -1,0 +1,258 @@
+"""The built site: strict, whole, alone, and readable on a phone and a desk, in the light and in the dark."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urljoin, urlparse
+
+import pytest
+from synthetic import write_synthetic
+
+from flashlab.core.paths import SITE
+from flashlab.kernels.registry import DEAD_ENDS, STAGES
+from flashlab.show import notebook, site
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+PAGES = (
+    "",
+    "stages/",
+    "stages/06_cp_async/",
+    "dead_ends/",
+    "dead_ends/tile48/",
+    "results/",
+    "generated/results/nvidia-h200/",
+    "against/",
+    "roofline/",
+    "cycle_model/",
+    "tuning/",
+    "ablations/",
+    "levers/",
+    "ledger/",
+    "hardware/",
+    "anatomy/",
+    "correctness/",
+    "emulation/",
+    "edit/",
+    "method/",
+    "timers/",
+    "glossary/",
+    "data/",
+    "reproduce/",
+)
+WITH_FIGURES = (
+    "",
+    "stages/",
+    "stages/06_cp_async/",
+    "generated/results/nvidia-h200/",
+    "against/",
+    "roofline/",
+    "hardware/",
+    "anatomy/",
+    *(() if notebook.no_compiler() else ("edit/",)),
+)
+SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole report of made-up records: notebooks executed, pages generated, site built."""
+    root = tmp_path_factory.mktemp("site")
+    write_synthetic(root / "data")
+    shutil.copytree(SITE, root / "pages", ignore=shutil.ignore_patterns("generated"))
+    said: list[str] = []
+    index = site.run(source="replay", data=root / "data", out=root / "build", site=root / "pages", progress=said.append)
+    assert index == root / "build" / "site" / "index.html"
+    assert any("02_ladder" in line for line in said)
+    return index.parent
+
+
+def _pages(built: Path) -> list[Path]:
+    return sorted(path for path in built.rglob("*.html") if path.name != "404.html")
+
+
+def test_every_page_is_there_and_nothing_half_made(built: Path) -> None:
+    for page in (*PAGES, *(f"stages/{stage_id}/" for stage_id in STAGES), *(f"dead_ends/{one}/" for one in DEAD_ENDS)):
+        text = (built / page / "index.html").read_text(encoding="utf-8")
+        assert "--8&lt;--" not in text, page
+        assert "<h1" in text, page
+    assert not list(built.rglob("snippets"))
+
+
+def test_every_stage_is_in_the_navigation(built: Path) -> None:
+    text = (built / "stages" / "index.html").read_text(encoding="utf-8")
+    for stage_id in STAGES:
+        assert re.search(rf'<a href="{stage_id}/" class="md-nav__link">', text)
+
+
+def test_no_reference_leads_to_another_host_or_nowhere(built: Path) -> None:
+    for path in _pages(built):
+        text = path.read_text(encoding="utf-8")
+        loaded = re.findall(r'<(?:script|img|link|iframe|source)\b[^>]*?\b(?:src|href)="([^"]+)"', text)
+        for reference in loaded:
+            assert not urlparse(reference).netloc, f"{path} loads {reference}"
+        for reference in re.findall(r'\b(?:src|href)="([^"#?]+)', text):
+            if not urlparse(reference).scheme and not reference.startswith("/"):
+                target = (path.parent / reference).resolve()
+                assert (target / "index.html" if target.is_dir() else target).is_file(), f"{path} names {reference}"
+
+
+def test_no_path_of_this_machine(built: Path) -> None:
+    for path in (*_pages(built), *built.rglob("search_index.json")):
+        assert str(built.parents[1]) not in path.read_text(encoding="utf-8"), path
+
+
+@pytest.fixture(scope="module")
+def address(built: Path) -> Iterator[str]:
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(built)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield started
+        started.close()
+
+
+def _open(browser: Browser, address: str, path: str, size: str, scheme: str) -> tuple[Page, list[str]]:
+    """A page opened, with everything that went wrong on the way."""
+    width, height = SIZES[size]
+    page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}"))
+    page.on(
+        "request",
+        lambda request: None if request.url.startswith((address, "data:", "blob:")) else wrong.append(request.url),
+    )
+    page.goto(urljoin(address, path), wait_until="load")
+    return page, wrong
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path or "home")
+def test_opens_without_error_or_outside_request(
+    path: str, size: str, scheme: str, browser: Browser, address: str
+) -> None:
+    page, wrong = _open(browser, address, path, size, scheme)
+    try:
+        assert not wrong
+        assert page.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[scheme]
+        overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert overflow <= 0, "the page itself must not scroll sideways"
+        figures = page.locator("figure.chart")
+        assert (figures.count() > 0) == (path in WITH_FIGURES or path == "correctness/")
+        for index in range(figures.count()):
+            figure = figures.nth(index)
+            visible = [image for image in figure.locator("img").all() if image.is_visible()]
+            assert len(visible) == 1, "one variant of four is shown"
+            source = visible[0].get_attribute("src") or ""
+            assert f".{'narrow' if size == 'phone' else 'wide'}.{scheme}.svg" in source
+            visible[0].scroll_into_view_if_needed()
+            visible[0].evaluate("image => image.decode()")
+            box = visible[0].bounding_box()
+            assert box is not None
+            assert box["width"] > 300
+            assert box["height"] > 80
+            assert len(visible[0].get_attribute("alt") or "") > 20
+    finally:
+        page.close()
+
+
+def test_the_toggle_changes_page_and_figure(browser: Browser, address: str) -> None:
+    page, wrong = _open(browser, address, "", "desktop", "light")
+    try:
+        page.locator('label[title="Switch to the dark theme"]').click()
+        page.wait_for_function("document.body.dataset.mdColorScheme == 'slate'")
+        shown = page.locator("figure.chart img:visible")
+        assert shown.count() == 1
+        assert "wide.dark" in (shown.get_attribute("src") or "")
+        assert not wrong
+    finally:
+        page.close()
+
+
+def test_search_finds_a_stage(browser: Browser, address: str) -> None:
+    page, wrong = _open(browser, address, "", "desktop", "light")
+    try:
+        page.locator("input.md-search__input").click()
+        page.keyboard.type("cp_async")
+        page.wait_for_selector(".md-search-result__item a[href*='06_cp_async']")
+        assert not wrong
+    finally:
+        page.close()
+
+
+def test_the_ledger_sorts_and_filters_by_keyboard(browser: Browser, address: str) -> None:
+    page, wrong = _open(browser, address, "ledger/", "desktop", "light")
+    try:
+        rows = page.locator(".ledger tbody tr:visible")
+        total = rows.count()
+        assert total == 65
+        page.get_by_label("Document").select_option("Cycle 5: Full WMMA Results")
+        assert rows.count() == 9
+        assert page.get_by_role("status").first.inner_text() == "9 of 65 claims"
+        page.get_by_label("Words").fill("coalescing alone")
+        assert rows.count() == 1
+        page.get_by_label("Words").fill("")
+        page.get_by_label("Document").select_option("")
+        verdict = page.locator(".ledger tbody td:nth-child(4)").first.inner_text()
+        page.get_by_label("Verdict").select_option(verdict)
+        assert 0 < rows.count() <= total
+        page.get_by_label("Verdict").select_option("")
+        heading = page.locator(".ledger th").first
+        heading.get_by_role("button").focus()
+        page.keyboard.press("Enter")
+        assert heading.get_attribute("aria-sort") == "ascending"
+        assert rows.first.locator("td").first.inner_text() == "A01"
+        page.keyboard.press("Space")
+        assert heading.get_attribute("aria-sort") == "descending"
+        assert rows.first.locator("td").first.inner_text() == "E09"
+        assert not wrong
+    finally:
+        page.close()
+
+
+def test_the_ledger_is_a_plain_table_without_its_script(built: Path) -> None:
+    text = (built / "ledger" / "index.html").read_text(encoding="utf-8")
+    table = text.partition('class="ledger"')[2].partition("</table>")[0]
+    assert table.count("<tr>") == 66
+    assert "<button" not in table
+    assert re.search(r'href="../generated/data/nvidia-h200/runs/[^"]+\.jsonl"', table)

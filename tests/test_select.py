@@ -1,0 +1,620 @@
+"""Which rows the report shows, in which order, and which library is the fastest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import measurement, write_synthetic
+
+from flashlab.core.errors import NoDataError
+from flashlab.core.inputs import KINDS
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.kernels import registry
+from flashlab.query import select
+from flashlab.record import store
+from flashlab.show import tables
+
+FIRST = Problem.parse(FIRST_SHAPE)
+GPU = "nvidia-h200"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write_synthetic(tmp_path, GPU)
+    return tmp_path
+
+
+def test_a_later_run_of_one_stage_does_not_hide_the_ladder(data: Path) -> None:
+    before = select.load(GPU, data).rows(FIRST)
+    later = "20990101T000000Z-0123abc"
+    store.append(data / GPU / "runs" / f"{later}.jsonl", measurement("00_naive", FIRST, run=later))
+    assert select.load(GPU, data).rows(FIRST) == before
+
+
+def test_a_later_whole_run_replaces_the_earlier(data: Path) -> None:
+    later = "20990101T000000Z-0123abc"
+    for stage_id in registry.STAGES:
+        store.append(data / GPU / "runs" / f"{later}.jsonl", measurement(stage_id, FIRST, run=later, seed=5))
+    shown = select.load(GPU, data)
+    assert {row.run for row in shown.rows(FIRST)} == {later}
+    assert shown.newest == later
+
+
+def test_stages_stand_in_the_ladders_order_and_libraries_by_speed(data: Path) -> None:
+    rows = select.load(GPU, data).rows(FIRST)
+    ladder = [row.name for row in rows if row.kind == "stage"]
+    assert ladder == list(registry.STAGES)
+    assert [row.kind for row in rows] == sorted((row.kind for row in rows), reverse=True)
+    rates = [select.rate(row) or 0.0 for row in rows if row.kind == "peer"]
+    assert rates == sorted(rates, reverse=True)
+    fastest = select.fastest_peer(rows)
+    assert fastest is not None
+    assert select.rate(fastest) == rates[0]
+
+
+def test_the_parent_is_the_registrys(data: Path) -> None:
+    rows = select.load(GPU, data).rows(FIRST)
+    for row in rows:
+        parent = select.parent_of(row, rows)
+        wanted = registry.STAGES[row.name].parent if row.kind == "stage" else None
+        assert (parent.name if parent else None) == wanted
+
+
+def test_rates_follow_from_the_median() -> None:
+    row = measurement("00_naive", FIRST)
+    samples = row.samples_of()
+    assert samples is not None
+    assert select.rate(row) == pytest.approx(FIRST.flops / samples.median_us / 1e6)
+    assert select.rate(measurement("00_naive", Problem.parse(FIRST_SHAPE, dtype="bfloat16"))) is None
+
+
+def test_what_was_not_measured_is_named_with_what_was(data: Path) -> None:
+    with pytest.raises(NoDataError, match=r"B3 H1 S7 D64 .*found none\. Measured: B16 H16 S2048 D64"):
+        select.load(GPU, data).rows(Problem.parse("3x1x7x64"))
+    with pytest.raises(NoDataError, match="nvidia-unheard-of"):
+        select.load("nvidia-unheard-of", data)
+    assert [shown.gpu for shown in select.load_all(data)] == [GPU]
+
+
+# --- Sessions ---------------------------------------------------------------------------------------------------------
+
+
+def _write(data: Path, run: str, *rows: store.Measurement) -> None:
+    path = data / GPU / "runs" / f"{run}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for row in rows:
+        store.append(path, row)
+
+
+def _timed(name: str, problem: Problem, run: str, time_us: float, **states: float) -> store.Measurement:
+    """A row with one burst sample of `time_us`, and one sustained where `sustained` is given."""
+    row = measurement(name, problem, run=run)
+    taken: list[store.Samples] = []
+    for samples in row.samples:
+        wanted = {"burst": time_us, "sustained": states.get("sustained")}[samples.regime]
+        if wanted and samples.cache == "hot":
+            changes = {"time_us": (wanted,), "sm_clock_mhz": (1980.0,), "call_clock_mhz": (1700.0,)}
+            taken.append(samples.model_copy(update=changes))
+    return row.model_copy(update={"samples": tuple(taken)})
+
+
+def _runs(tmp_path: Path, *ids: str) -> dict[str, str]:
+    for run in ids:
+        _write(tmp_path, run, measurement("00_naive", FIRST, run=run))
+    return select.sessions_of(store.runs(GPU, tmp_path))
+
+
+def test_a_session_is_the_runs_of_one_commit_close_together(tmp_path: Path) -> None:
+    a, b, c, d, e = (
+        "20260102T030000Z-0123abc",
+        "20260102T035959Z-0123abc",
+        "20260102T040000Z-4567def",
+        "20260102T050000Z-0123abc-dirty",
+        "20260102T090000Z-0123abc",
+    )
+    f = "20260102T160000Z-0123abc"
+    assert _runs(tmp_path, a, b, c, d, e, f) == {a: a, b: a, c: c, d: d, e: a, f: f}
+
+
+def test_what_one_run_of_a_session_left_out_is_filled_in_from_another(tmp_path: Path) -> None:
+    first, second, older = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc", "20260101T030000Z-4567def"
+    _write(tmp_path, older, *(measurement(name, FIRST, run=older) for name in list(registry.STAGES)[:2]))
+    _write(tmp_path, first, *(measurement(name, FIRST, run=first) for name in ("00_naive", "01_coalesced", "sdpa")))
+    _write(tmp_path, second, *(measurement(name, FIRST, run=second) for name in ("00_naive", "02_half2")))
+    rows = {row.name: row.run for row in select.load(GPU, tmp_path).rows(FIRST)}
+    # The two runs tried equally many: the newer is the base.
+    assert rows == {"00_naive": second, "01_coalesced": first, "02_half2": second, "sdpa": first}
+
+
+def test_a_library_that_was_missing_in_one_run_is_shown_from_another_of_the_session(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    missing = measurement("flex", FIRST, run=first).model_copy(
+        update={"status": "missing", "reason": "not installed", "samples": (), "verdict": None}
+    )
+    _write(tmp_path, first, *(measurement(name, FIRST, run=first) for name in ("00_naive", "01_coalesced")), missing)
+    _write(tmp_path, second, measurement("00_naive", FIRST, run=second), measurement("flex", FIRST, run=second))
+    rows = {row.name: (row.run, row.status) for row in select.load(GPU, tmp_path).rows(FIRST)}
+    assert rows == {"00_naive": (first, "ok"), "01_coalesced": (first, "ok"), "flex": (second, "ok")}
+
+
+def test_stages_that_do_not_take_a_problem_do_not_keep_a_later_run_from_view(tmp_path: Path) -> None:
+    problem = Problem.parse("16x16x2048x64", dtype="bfloat16")
+    unable = [name for name, stage in registry.STAGES.items() if stage.why_not(problem)]
+    older, newer = "20260101T030000Z-4567def", "20260102T030000Z-0123abc"
+    assert len(unable) > 1
+    _write(tmp_path, older, *(measurement(name, problem, run=older) for name in (*unable, "06_cp_async")))
+    _write(tmp_path, newer, *(measurement(name, problem, run=newer) for name in ("12_persistent", "16_ones_column")))
+    assert [row.name for row in select.load(GPU, tmp_path).rows(problem)] == ["12_persistent", "16_ones_column"]
+
+
+def test_within_a_session_the_run_with_more_states_is_shown(tmp_path: Path) -> None:
+    full, bursts = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(tmp_path, full, measurement("00_naive", FIRST, run=full))
+    _write(tmp_path, bursts, _timed("00_naive", FIRST, bursts, 1.0))
+    assert {row.run for row in select.load(GPU, tmp_path).rows(FIRST)} == {full}
+
+
+def test_a_library_of_another_type_stands_beside_rows_of_its_session(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    bf16 = Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    unfit = measurement("sdpa_cudnn", FIRST, run=first).model_copy(
+        update={"status": "unsupported", "reason": "bfloat16 alone", "samples": (), "verdict": None}
+    )
+    _write(tmp_path, first, measurement("00_naive", FIRST, run=first), unfit)
+    _write(tmp_path, second, measurement("sdpa_cudnn", bf16, run=second))
+    shown = select.load(GPU, tmp_path)
+    assert [(row.name, row.run) for row in shown.beside(FIRST)] == [("sdpa_cudnn", second)]
+    # Another session has a stage there and is shown for that type; the hollow mark stays in its own session.
+    later = "20260103T030000Z-4567abc"
+    able = next(stage.id for stage in registry.STAGES.values() if "bfloat16" in stage.dtypes)
+    _write(tmp_path, later, measurement("sdpa_cudnn", bf16, run=later), measurement(able, bf16, run=later))
+    shown = select.load(GPU, tmp_path)
+    assert {row.run for row in shown.rows(bf16)} == {later}
+    assert [(row.name, row.run) for row in shown.beside(FIRST)] == [("sdpa_cudnn", second)]
+
+
+def test_a_library_of_another_type_and_another_session_does_not_stand_beside(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T100000Z-0123abc"
+    unfit = measurement("sdpa_cudnn", FIRST, run=first).model_copy(
+        update={"status": "unsupported", "reason": "bfloat16 alone", "samples": (), "verdict": None}
+    )
+    _write(tmp_path, first, measurement("00_naive", FIRST, run=first), unfit)
+    _write(tmp_path, second, measurement("sdpa_cudnn", Problem.parse(FIRST_SHAPE, dtype="bfloat16"), run=second))
+    assert select.load(GPU, tmp_path).beside(FIRST) == ()
+
+
+def test_a_state_that_a_run_left_out_is_filled_in_from_its_session(tmp_path: Path) -> None:
+    first, second, other = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc", "20260102T033500Z-4567abc"
+    burst = _timed("00_naive", FIRST, first, 300.0), _timed("01_coalesced", FIRST, first, 100.0)
+    _write(tmp_path, first, *burst)
+    _write(tmp_path, second, _timed("01_coalesced", FIRST, second, 120.0, sustained=150.0))
+    _write(tmp_path, other, _timed("00_naive", FIRST, other, 300.0, sustained=400.0))
+    shown = select.load(GPU, tmp_path)
+    naive, coalesced = shown.rows(FIRST)
+    taken = {(samples.regime, samples.median_us) for samples in coalesced.samples}
+    assert taken == {("burst", 100.0), ("sustained", 150.0)}
+    assert {samples.regime for samples in naive.samples} == {"burst"}  # another commit's are not its own
+    assert (naive.run, coalesced.run) == (first, first)
+    assert select.run_files([naive]) == (f"{GPU}/runs/{first}.jsonl",)
+    assert select.run_files([naive, coalesced]) == tuple(f"{GPU}/runs/{run}.jsonl" for run in (first, second))
+
+
+def test_a_later_session_adds_libraries_and_no_stages(tmp_path: Path) -> None:
+    """Else a percentage of the fastest library leaves out one that was measured since."""
+    earliest, shown, later = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    _write(tmp_path, earliest, _timed("sdpa_math", FIRST, earliest, 900.0))
+    _write(
+        tmp_path,
+        shown,
+        _timed("00_naive", FIRST, shown, 300.0),
+        _timed("01_coalesced", FIRST, shown, 100.0),
+        _timed("sdpa", FIRST, shown, 90.0),
+    )
+    _write(
+        tmp_path,
+        later,
+        _timed("01_coalesced", FIRST, later, 98.0, sustained=120.0),
+        _timed("sdpa", FIRST, later, 88.0, sustained=110.0),
+        _timed("triton_fa2", FIRST, later, 80.0),
+    )
+    found = select.load(GPU, tmp_path)
+    rows = {row.name: row for row in found.rows(FIRST)}
+    assert {name: row.run for name, row in rows.items()} == {
+        "00_naive": shown,
+        "01_coalesced": shown,
+        "sdpa": shown,
+        "triton_fa2": later,
+    }
+    assert {samples.regime: samples.median_us for samples in rows["sdpa"].samples} == {
+        "burst": 90.0,
+        "sustained": 110.0,
+    }
+    assert {samples.regime for samples in rows["01_coalesced"].samples} == {"burst"}
+    fastest = select.fastest_peer(rows.values())
+    assert fastest is not None
+    assert fastest.name == "triton_fa2"
+    assert [row.name for row in select.elsewhere(found.rows(FIRST))] == ["triton_fa2"]
+    # No stage of the session was kept busy: there is nothing that the library could be apart from.
+    assert select.elsewhere(found.rows(FIRST), "sustained") == ()
+    assert select.provenance([rows["sdpa"]], "sustained").endswith("commit 4567def")
+    assert select.provenance([rows["sdpa"]]).endswith("commit 0123abc")
+
+
+@pytest.mark.parametrize("status", ["missing", "unsupported", "error", "crashed", "timeout", "wrong"])
+def test_a_library_without_a_time_is_shown_from_a_later_session_that_has_one(tmp_path: Path, status: str) -> None:
+    shown, later = "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    without = _timed("flex", FIRST, shown, 1.0).model_copy(
+        update={"status": status, "reason": "made up", "samples": ()}
+    )
+    _write(tmp_path, shown, *(_timed(name, FIRST, shown, 9.0) for name in ("00_naive", "01_coalesced")), without)
+    _write(tmp_path, later, _timed("01_coalesced", FIRST, later, 9.0), _timed("flex", FIRST, later, 8.0))
+    rows = {row.name: row.run for row in select.load(GPU, tmp_path).rows(FIRST)}
+    assert rows == {"00_naive": shown, "01_coalesced": shown, "flex": later}
+
+
+def test_other_machine_code_fills_nothing_in(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(tmp_path, first, _timed("00_naive", FIRST, first, 300.0), _timed("01_coalesced", FIRST, first, 100.0))
+    tuned = _timed("01_coalesced", FIRST, second, 90.0, sustained=150.0)
+    assert tuned.cubin is not None
+    retuned = tuned.model_copy(update={"cubin": tuned.cubin.model_copy(update={"sha256": "0" * 64})})
+    _write(tmp_path, second, retuned)
+    coalesced = select.load(GPU, tmp_path).rows(FIRST)[1]
+    assert {samples.regime for samples in coalesced.samples} == {"burst"}
+
+
+# --- Against the libraries --------------------------------------------------------------------------------------------
+
+
+def _against(data: Path, **filters: Any) -> dict[tuple[str, str], select.AgainstPeers]:
+    return {(one.problem.dtype, one.problem.mask): one for one in select.against_peers(GPU, data)}
+
+
+def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    bf16 = Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    able = next(stage.id for stage in registry.STAGES.values() if "bfloat16" in stage.dtypes)
+    _write(
+        tmp_path,
+        run,
+        _timed("00_naive", FIRST, run, 300.0, sustained=310.0),
+        _timed("01_coalesced", FIRST, run, 100.0, sustained=150.0),
+        _timed("sdpa_cudnn", FIRST, run, 130.0, sustained=140.0),
+        _timed("sdpa_flash", FIRST, run, 120.0, sustained=180.0),
+        _timed(able, bf16, run, 100.0),
+        _timed("sdpa_flash", bf16, run, 90.0),
+    )
+    found = _against(tmp_path)
+    fp16 = found["float16", "full"]
+    assert fp16.burst is not None
+    assert (fp16.burst.stage, fp16.burst.peer) == ("01_coalesced", "sdpa_flash")
+    assert fp16.burst.ratio == pytest.approx(1.2)
+    assert (fp16.burst.stage_clock_mhz, fp16.burst.peer_clock_mhz) == (1700.0, 1700.0)
+    # Sustained: the same stage, and whichever library is the fastest there.
+    assert fp16.sustained is not None
+    assert (fp16.sustained.stage, fp16.sustained.peer) == ("01_coalesced", "sdpa_cudnn")
+    assert fp16.sustained.ratio == pytest.approx(140 / 150)
+    assert fp16.named is not None
+    assert (fp16.named.peer, fp16.named.ratio) == ("sdpa_cudnn", pytest.approx(1.3))
+    other = found["bfloat16", "full"]
+    assert other.burst is not None
+    assert other.burst.ratio == pytest.approx(0.9)
+    assert other.sustained is None
+    assert other.named is None
+    flat = other.flat()
+    assert flat["ratio"] == pytest.approx(0.9)
+    assert flat["sustained"] is None
+
+
+def _wrote(row: store.Measurement, lse: bool | None) -> store.Measurement:
+    return row.model_copy(update={"lse": lse})
+
+
+@pytest.mark.parametrize(
+    ("library_writes", "adjusted", "sustained"),
+    [(True, 130.0 / 104.0, 180.0 / 160.0), (False, 1.3, 1.2), (None, None, None)],
+)
+def test_an_adjusted_ratio_has_the_log_sum_exp_on_for_both_or_for_neither(
+    tmp_path: Path, library_writes: bool | None, adjusted: float | None, sustained: float | None
+) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _wrote(_timed("01_coalesced", FIRST, run, 100.0, sustained=150.0), False),
+        _wrote(_timed("01_coalesced", FIRST, run, 104.0, sustained=160.0), True),
+        _wrote(_timed("sdpa_cudnn", FIRST, run, 130.0, sustained=180.0), library_writes),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert found.sustained is not None
+    assert (found.burst.stage_us, found.burst.ratio) == (100.0, pytest.approx(1.3))
+    assert found.burst.adjusted_ratio == pytest.approx(adjusted)
+    assert found.sustained.adjusted_ratio == pytest.approx(sustained)
+    flat = found.flat()
+    assert flat["adjusted_ratio"] == pytest.approx(adjusted)
+    assert flat["peer_writes_lse"] is library_writes
+    # The row with the log-sum-exp on is nobody's time but the adjusted ratio's.
+    shown = select.load(GPU, tmp_path)
+    assert {row.name: row.samples_of() and row.samples_of().median_us for row in shown.rows(FIRST)} == {  # type: ignore[union-attr]
+        "01_coalesced": 100.0,
+        "sdpa_cudnn": 130.0,
+    }
+
+
+def test_a_library_that_writes_a_log_sum_exp_has_no_adjusted_ratio_without_such_a_row(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _wrote(_timed("01_coalesced", FIRST, run, 100.0), False),
+        _wrote(_timed("fa3", FIRST, run, 130.0), True),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert (found.burst.ratio, found.burst.adjusted_ratio) == (pytest.approx(1.3), None)
+
+
+def test_a_rate_is_a_percentage_of_the_tensor_cores_peak_at_its_clock(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(tmp_path, run, _timed("01_coalesced", FIRST, run, 100.0), _timed("sdpa_cudnn", FIRST, run, 130.0))
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    peak = 4096 * 132 * 1700.0 / 1e6  # TFLOP/s at the clock in the calls
+    assert found.burst.stage_percent_of_peak == pytest.approx(100 * FIRST.tflops(100.0) / peak)
+    assert found.flat()["peer_percent_of_peak"] == pytest.approx(100 * FIRST.tflops(130.0) / peak)
+    # Where the clock was not read there is none, and on a GPU whose tensor cores are not known here neither.
+    old = "20260103T030000Z-0123abc"
+    rows = [_timed(name, FIRST, old, 99.0) for name in ("01_coalesced", "sdpa_cudnn")]
+    blind = [
+        row.model_copy(update={"samples": tuple(s.model_copy(update={"call_clock_mhz": ()}) for s in row.samples)})
+        for row in rows
+    ]
+    _write(tmp_path, old, *blind)
+    found = _against(tmp_path)["float16", "full"]
+    assert found.run == old
+    assert found.flat()["stage_percent_of_peak"] is None
+
+
+def test_other_inputs_are_shown_where_they_are_asked_for(tmp_path: Path) -> None:
+    run, later = "20260102T030000Z-0123abc", "20260102T040000Z-0123abc"
+    sink = replace(FIRST, inputs="sink_first")
+    _write(tmp_path, run, _timed("01_coalesced", FIRST, run, 100.0), _timed("sdpa", FIRST, run, 110.0))
+    _write(tmp_path, later, _timed("01_coalesced", sink, later, 400.0), _timed("sdpa", sink, later, 110.0))
+    assert list(select.load(GPU, tmp_path).problems) == [FIRST]
+    assert list(select.load(GPU, tmp_path, ("sink_first",)).problems) == [sink]
+    (normal,) = select.against_peers(GPU, tmp_path)
+    assert (normal.problem, normal.flat()["inputs"]) == (FIRST, "normal")
+    both = select.against_peers(GPU, tmp_path, tuple(KINDS))
+    assert [(one.problem.inputs, one.burst and one.burst.ratio) for one in both] == [
+        ("normal", pytest.approx(1.1)),
+        ("sink_first", pytest.approx(0.275)),
+    ]
+    assert both[0].flat()["worst_ratio"] is None
+
+
+def _layers(name: str, problem: Problem, run: str, *times_us: float) -> store.Measurement:
+    row = _timed(name, problem, run, 1.0)
+    taken = [
+        row.samples[0].model_copy(update={"layer": layer, "time_us": (time_us,), "sm_clock_mhz": ()} | UNCLOCKED)
+        for layer, time_us in enumerate(times_us)
+    ]
+    return row.model_copy(update={"samples": tuple(taken)})
+
+
+UNCLOCKED = {"call_clock_mhz": (), "cycles_per_score": None}
+
+
+def test_the_worst_layer_of_trained_inputs_stands_beside_their_ratio(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    problem = replace(FIRST, inputs="trained")
+    _write(
+        tmp_path,
+        run,
+        _layers("01_coalesced", problem, run, 100.0, 200.0, 100.0),
+        _layers("sdpa_cudnn", problem, run, 120.0, 150.0, 130.0),
+        _layers("sdpa_flash", problem, run, 300.0, 140.0, 300.0),
+    )
+    (found,) = select.against_peers(GPU, tmp_path, ("trained",))
+    assert found.burst is not None
+    assert (found.burst.peer, found.burst.ratio) == ("sdpa_cudnn", pytest.approx(1.3))
+    # On layer 1 another library is the fastest.
+    assert (found.burst.worst_layer, found.burst.worst_ratio) == (1, pytest.approx(0.7))
+    flat = found.flat()
+    assert (flat["inputs"], flat["worst_layer"], flat["worst_ratio"]) == ("trained", 1, pytest.approx(0.7))
+    assert "×0.700 on layer 1" in tables.against([found])
+
+
+def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) -> None:
+    old, both, alone = "20260101T030000Z-4567def", "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    causal = Problem.parse(FIRST_SHAPE, mask="causal")
+    _write(
+        tmp_path,
+        old,
+        _timed("01_coalesced", FIRST, old, 100.0, sustained=200.0),
+        _timed("sdpa", FIRST, old, 100.0, sustained=300.0),
+    )
+    _write(tmp_path, old, _timed("01_coalesced", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
+    _write(tmp_path, both, _timed("01_coalesced", FIRST, both, 50.0), _timed("sdpa", FIRST, both, 100.0))
+    _write(tmp_path, alone, _timed("01_coalesced", FIRST, alone, 10.0))
+    found = {one.problem: one for one in select.against_peers(GPU, tmp_path)}
+    first = found[FIRST]
+    assert (first.run, first.burst and first.burst.ratio) == (both, 2.0)
+    assert (first.sustained_run, first.sustained and first.sustained.ratio) == (old, 1.5)
+    assert found[causal].run == old
+    assert found[causal].sustained_run is None
+
+
+def test_a_session_without_the_fastest_library_gives_no_ratio(tmp_path: Path) -> None:
+    fast, slow = "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    _write(tmp_path, fast, _timed("01_coalesced", FIRST, fast, 100.0), _timed("sdpa", FIRST, fast, 110.0))
+    _write(tmp_path, slow, _timed("01_coalesced", FIRST, slow, 99.0), _timed("sdpa_math", FIRST, slow, 900.0))
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert (found.run, found.burst.peer) == (fast, "sdpa")
+
+
+def test_the_stage_of_a_sustained_ratio_is_the_fastest_under_load(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _timed("00_naive", FIRST, run, 100.0, sustained=150.0),
+        _timed("01_coalesced", FIRST, run, 110.0, sustained=120.0),
+        _timed("sdpa_cudnn", FIRST, run, 130.0, sustained=180.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    for contest in (found.sustained, found.named_sustained):
+        assert contest is not None
+        assert (found.burst.stage, contest.stage, contest.ratio) == ("00_naive", "01_coalesced", pytest.approx(1.5))
+
+
+def test_the_named_ratio_is_over_the_faster_of_the_named_libraries(tmp_path: Path) -> None:
+    first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(tmp_path, first, _timed("01_coalesced", FIRST, first, 100.0), _timed("fa3", FIRST, first, 105.0))
+    _write(
+        tmp_path,
+        second,
+        _timed("01_coalesced", FIRST, second, 100.0),
+        _timed("triton_fa2", FIRST, second, 90.0),
+        _timed("sdpa_cudnn", FIRST, second, 150.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert found.named is not None
+    assert (found.run, found.named_run) == (second, first)
+    assert (found.named.peer, found.named.ratio) == ("fa3", pytest.approx(1.05))
+
+
+def test_a_session_is_held_against_its_fastest_library_though_another_run_timed_more(tmp_path: Path) -> None:
+    most, fastest = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(
+        tmp_path,
+        most,
+        _timed("00_naive", FIRST, most, 300.0),
+        _timed("01_coalesced", FIRST, most, 100.0),
+        _timed("sdpa", FIRST, most, 130.0),
+        _timed("sdpa_cudnn", FIRST, most, 130.0),
+    )
+    _write(
+        tmp_path, fastest, _timed("01_coalesced", FIRST, fastest, 101.0), _timed("triton_fa2", FIRST, fastest, 110.0)
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert (found.burst.peer, found.run) == ("triton_fa2", fastest)
+    assert found.burst.ratio == pytest.approx(110 / 101)
+
+
+def test_no_sustained_ratio_leaves_out_the_library_that_is_the_fastest_in_bursts(tmp_path: Path) -> None:
+    run, full = "20260102T030000Z-0123abc", "20260101T030000Z-4567def"
+    rows = [_timed("01_coalesced", FIRST, run, 100.0, sustained=150.0), _timed("sdpa_flash", FIRST, run, 120.0)]
+    _write(tmp_path, run, *rows, _timed("sdpa", FIRST, run, 190.0, sustained=200.0))
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert found.burst.peer == "sdpa_flash"
+    assert (found.sustained, found.named_sustained, found.sustained_run) == (None, None, None)
+    _write(
+        tmp_path,
+        full,
+        _timed("01_coalesced", FIRST, full, 100.0, sustained=150.0),
+        _timed("sdpa_flash", FIRST, full, 120.0, sustained=165.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.sustained_run == full
+    assert found.sustained is not None
+    assert found.sustained.ratio == pytest.approx(1.1)
+
+
+def test_the_named_libraries_sustained_ratio_is_of_the_newest_run_that_kept_theirs_busy(tmp_path: Path) -> None:
+    old, new = "20260101T030000Z-4567def", "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        old,
+        _timed("01_coalesced", FIRST, old, 100.0, sustained=150.0),
+        _timed("sdpa_cudnn", FIRST, old, 120.0, sustained=180.0),
+    )
+    _write(
+        tmp_path,
+        new,
+        _timed("01_coalesced", FIRST, new, 100.0, sustained=150.0),
+        _timed("triton_fa2", FIRST, new, 110.0, sustained=165.0),
+        _timed("sdpa_cudnn", FIRST, new, 120.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.sustained is not None
+    assert found.named_sustained is not None
+    assert (found.sustained_run, found.sustained.ratio) == (new, pytest.approx(1.1))
+    assert (found.named_sustained_run, found.named_sustained.ratio) == (old, pytest.approx(1.2))
+
+
+def test_a_library_that_is_as_fast_in_bursts_stands_for_the_fastest_under_load(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _timed("01_coalesced", FIRST, run, 100.0, sustained=150.0),
+        _timed("sdpa", FIRST, run, 119.5),
+        _timed("sdpa_cudnn", FIRST, run, 120.0, sustained=180.0),
+    )
+    found = _against(tmp_path)["float16", "full"]
+    assert found.burst is not None
+    assert found.sustained is not None
+    assert (found.burst.peer, found.sustained.peer) == ("sdpa", "sdpa_cudnn")
+    assert found.sustained.ratio == pytest.approx(1.2)
+
+
+def test_no_ratio_is_older_than_the_last_rung(tmp_path: Path) -> None:
+    old, new = "20260101T030000Z-4567def", "20260102T030000Z-0123abc"
+    causal = Problem.parse(FIRST_SHAPE, mask="causal")
+    _write(tmp_path, old, _timed("00_naive", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
+    _write(tmp_path, new, _timed("01_coalesced", FIRST, new, 1.0), _timed("sdpa", FIRST, new, 1.0))
+    assert [one.problem for one in select.against_peers(GPU, tmp_path)] == [FIRST]
+
+
+def test_an_edited_copy_is_no_stage_of_ours(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    copy = _timed("00_naive", FIRST, run, 1.0).model_copy(update={"name": "00_naive@mine"})
+    _write(tmp_path, run, copy, _timed("sdpa", FIRST, run, 100.0))
+    (found,) = select.against_peers(GPU, tmp_path)
+    assert found.burst is None
+    assert found.flat()["ratio"] is None
+    assert found.reason == "no stage has a time in that run"
+
+
+def _erring(name: str, problem: Problem, run: str, rms: float | None, largest: float | None) -> store.Measurement:
+    row = measurement(name, problem, run=run)
+    assert row.verdict is not None
+    changes = {"overall_rms_error": rms, "overall_max_error": largest}
+    return row.model_copy(update={"verdict": row.verdict.model_copy(update=changes)})
+
+
+def test_errors_are_of_the_newest_run_that_has_a_stage_and_a_reference(tmp_path: Path) -> None:
+    old, new, alone = "20260101T030000Z-4567def", "20260102T030000Z-0123abc", "20260103T030000Z-0123abc"
+    bf16 = Problem.parse(FIRST_SHAPE, dtype="bfloat16")
+    able = next(stage.id for stage in registry.STAGES.values() if "bfloat16" in stage.dtypes)
+    _write(tmp_path, old, _erring(able, bf16, old, 9.0, 9.0), _erring("fa3", bf16, old, 1.0, 1.0))
+    _write(
+        tmp_path,
+        new,
+        _erring(able, bf16, new, 3e-4, 2e-3),
+        _erring("fa3", bf16, new, 2e-4, 4e-3),
+        _erring("sdpa_cudnn", bf16, new, 5e-4, 4e-3),
+        _erring("sdpa_flash", bf16, new, None, None),  # from before there were such errors
+    )
+    _write(tmp_path, alone, _erring(able, bf16, alone, 1.0, 1.0), _erring("fa3", bf16, alone, None, None))
+    elsewhere = Problem.parse("1x8x512x64", dtype="bfloat16")
+    _write(tmp_path, alone, _erring(able, elsewhere, alone, 1.0, 1.0), _erring("fa3", elsewhere, alone, 1.0, 1.0))
+    (found,) = select.accuracy(GPU, tmp_path)
+    assert (found.problem, found.run, found.reference) == (bf16, new, "fa3")
+    assert set(found.errors) == {able, "fa3", "sdpa_cudnn"}
+    assert found.over_reference(able) == (pytest.approx(1.5), pytest.approx(0.5))
+    assert found.over_reference("fa3") == (1.0, 1.0)
+
+
+def test_there_is_no_ratio_without_data(tmp_path: Path) -> None:
+    with pytest.raises(NoDataError):
+        select.against_peers(GPU, tmp_path)

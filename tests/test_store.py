@@ -1,0 +1,556 @@
+"""Records: what may be written, that it reads back, and that damage is found and costs only itself."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from flashlab.core.errors import DamagedRecordError, NoDataError
+from flashlab.core.problem import DTYPES, Problem
+from flashlab.record import store
+from flashlab.record.store import (
+    Ceiling,
+    Conditions,
+    Damage,
+    Gpu,
+    Machine,
+    Measurement,
+    ProblemFields,
+    Samples,
+    Source,
+    Tuning,
+    Verdict,
+    append,
+    parse_line,
+    read_run,
+    to_line,
+)
+
+SLUG = "made-up-gpu"
+EARLY, LATE = "20260101T000000Z-0123abc", "20260102T000000Z-0123abc-dirty"
+GPU = Gpu(
+    slug=SLUG, name="Made-Up GPU", compute_capability=(9, 0), sm_count=1, max_sm_clock_mhz=None, memory_bytes=1,
+    l2_bytes=1, power_limit_w=None, driver="1", fingerprint="0123456789ab",
+)  # fmt: skip
+PASSED = Verdict(
+    passed=True, reason="", max_abs_error=1e-4, max_abs_limit=1e-3, rms_error=1e-5, rms_limit=1e-4, lse_error=None,
+    lse_limit=None,
+)  # fmt: skip
+PROBLEM = Problem.parse("1x2x1x64x65x64", mask="causal")
+CONDITIONS = Conditions(
+    sm_clock_mhz_min=None, sm_clock_mhz_max=None, power_w_max=700.0, power_w_mean=650.0, temperature_c_max=None,
+    throttle_reasons=(), energy_j_per_call=0.5,
+)  # fmt: skip
+
+
+def samples(*time_us: float, **changes: Any) -> Samples:
+    return Samples(**{"regime": "burst", "cache": "hot", "calls": 3, "time_us": time_us, "sm_clock_mhz": (), **changes})
+
+
+def measurement(**changes: Any) -> Measurement:
+    fields: dict[str, Any] = {
+        "run": EARLY, "time": "2026-01-01T00:00:00Z", "gpu": GPU, "source": Source(commit="0123abc", dirty=False),
+        "software": {"numpy": "2"}, "kind": "stage", "name": "00_naive", "problem": ProblemFields.of(PROBLEM),
+        "status": "ok", "reason": "", "verdict": PASSED, "samples": (samples(2.0, 1.0, 3.0),),
+        "cubin": None,
+    }  # fmt: skip
+    return Measurement(**{**fields, **changes})
+
+
+def ceiling(**changes: Any) -> Ceiling:
+    fields: dict[str, Any] = {
+        "run": EARLY, "time": "2026-01-01T00:00:00Z", "gpu": GPU, "source": Source(commit="0123abc", dirty=False),
+        "software": {}, "kind": "ceiling", "name": "copy", "unit": "TB/s", "value": 1.5, "samples": samples(1.0),
+        "how": "copied",
+    }  # fmt: skip
+    return Ceiling(**{**fields, **changes})
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Two runs of one GPU, sealed."""
+    runs = tmp_path / SLUG / "runs"
+    runs.mkdir(parents=True)
+    append(runs / f"{EARLY}.jsonl", measurement())
+    append(runs / f"{EARLY}.jsonl", ceiling())
+    append(runs / f"{LATE}.jsonl", measurement(run=LATE, name="01_coalesced"))
+    store.write_machine(Machine(gpu=GPU, host={"cores": "2"}), tmp_path)
+    store.write_checksums(SLUG, tmp_path)
+    return tmp_path
+
+
+def test_a_stages_row_with_the_log_sum_exp_on_stands_apart(tmp_path: Path) -> None:
+    path = tmp_path / SLUG / "runs" / f"{EARLY}.jsonl"
+    path.parent.mkdir(parents=True)
+    plain, second = measurement(lse=False), measurement(lse=True, samples=(samples(2.0),))
+    library = measurement(kind="peer", name="fa3", lse=True, layout="bshd")
+    for one in (plain, second, library):
+        append(path, one)
+    run = read_run(path)
+    assert (run.measurements, run.with_lse) == ((plain, library), (second,))
+    assert store.count_samples(SLUG, tmp_path)["runs"] == 7
+
+
+def test_a_record_from_before_says_nothing_of_a_log_sum_exp() -> None:
+    old = json.loads(to_line(measurement(kind="peer", name="fa3")))
+    del old["lse"], old["layout"]
+    read = parse_line(json.dumps(old))
+    assert isinstance(read, Measurement)
+    assert (read.lse, read.layout) == (None, "bhsd")
+
+
+# --- One record -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "record", [measurement(), measurement(kind="peer", name="torch"), ceiling()], ids=["stage", "peer", "ceiling"]
+)
+def test_a_record_is_one_line_and_reads_back(record: Measurement | Ceiling) -> None:
+    line = to_line(record)
+    assert line.endswith("\n")
+    assert line.count("\n") == 1
+    assert parse_line(line) == record
+
+
+def test_a_record_of_the_first_schema_reads_on() -> None:
+    new = measurement(samples=(samples(2.0, sm_clock_mhz=(1000.0,), conditions=CONDITIONS),))
+    old = json.loads(to_line(new))
+    old["schema_version"] = 1
+    assert old["samples"][0]["conditions"].pop("power_w_mean") == 650.0
+    for one in old["samples"]:
+        del one["cycles_per_score"], one["continuous_s"], one["call_clock_mhz"]
+    read = parse_line(json.dumps(old))
+    assert isinstance(read, Measurement)
+    assert read.schema_version == 1
+    without = CONDITIONS.model_copy(update={"power_w_mean": None})
+    assert read.samples == (new.samples[0].model_copy(update={"conditions": without}),)
+    assert new.schema_version == store.SCHEMA_VERSION == 2
+
+
+def test_a_line_from_before_there_were_kinds_of_inputs_is_on_normal_ones() -> None:
+    old = json.loads(to_line(measurement()))
+    del old["problem"]["inputs"], old["trained"], old["samples"][0]["layer"], old["fallbacks"]
+    read = parse_line(json.dumps(old))
+    assert read == measurement()
+    assert read.problem.inputs == "normal"
+    assert read.problem.problem() == PROBLEM
+
+
+def test_fallbacks_read_back() -> None:
+    row = measurement(fallbacks=(12, 345678))
+    assert '"fallbacks":[12,345678]' in to_line(row).replace(" ", "")
+    assert parse_line(to_line(row)) == row
+
+
+def test_the_kind_of_inputs_reads_back_and_an_unknown_one_is_refused() -> None:
+    sink = replace(PROBLEM, inputs="sink_first")
+    row = measurement(problem=ProblemFields.of(sink))
+    read = parse_line(to_line(row))
+    assert isinstance(read, Measurement)
+    assert read.problem.problem() == sink
+    assert store.flat(read)["inputs"] == "sink_first"
+    assert store.flat(read)["worst_layer_us"] is None
+    line = to_line(row).replace("sink_first", "sink_fist")
+    with pytest.raises(ValidationError, match="the nearest is sink_first"):
+        parse_line(line)
+
+
+def test_the_time_on_trained_inputs_is_the_median_over_layers() -> None:
+    problem = Problem.parse("1x16x64x64", inputs="trained")
+    layers = [(1.0, 2.0, 9.0), (5.0, 4.0, 3.0), (8.0, 7.0, 6.0), (3.0, 3.0, 3.0)]
+    taken = [
+        samples(*times, layer=layer, sm_clock_mhz=(900.0 + layer,) * 3, conditions=CONDITIONS)
+        for layer, times in enumerate(layers)
+    ]
+    row = measurement(
+        problem=ProblemFields.of(problem),
+        samples=(*reversed(taken), samples(70.0, layer=0, regime="sustained")),
+        trained={"digest": "0123", "loss": 0.5, "layers": [{"sd": 2.5}]},
+    )
+    read = parse_line(to_line(row))
+    assert isinstance(read, Measurement)
+    assert read == row
+    found = read.samples_of()
+    assert found is not None
+    assert found.time_us == (2.0, 4.0, 7.0, 3.0)
+    assert found.sm_clock_mhz == (900.0, 901.0, 902.0, 903.0)
+    assert found.median_us == 3.5
+    flat = store.flat(read)
+    assert (flat["median_us"], flat["worst_layer_us"]) == (3.5, 7.0)
+    sustained = read.samples_of("sustained")
+    assert sustained is not None
+    assert sustained.time_us == (70.0,)
+    assert read.samples_of("burst", "cold") is None
+
+
+def test_cycles_per_score_follow_from_clock_and_time() -> None:
+    # Two SMs at 1000 MHz for 3 us: 6000 clocks, over 2 batches, 4 heads and 30 scores.
+    full = Problem.parse("2x4x4x5x6x64")
+    taken = samples(1.0, 3.0, 100.0, call_clock_mhz=(1000.0, 1000.0, 1000.0))
+    assert store.cycles_per_score(taken, full, 2) == pytest.approx(6000 / (2 * 4 * 30))
+    half = Problem.parse("2x4x4x6x6x64", mask="causal")
+    assert store.cycles_per_score(taken, half, 2) == pytest.approx(6000 / (2 * 4 * 18))
+    slower = samples(6.0, call_clock_mhz=(500.0,))
+    assert store.cycles_per_score(slower, full, 2) == store.cycles_per_score(taken, full, 2)
+    # The clock after the calls says nothing of them.
+    assert store.cycles_per_score(samples(1.0, sm_clock_mhz=(1000.0,)), full, 2) is None
+
+
+def test_a_record_holds_the_cycles_that_its_samples_say() -> None:
+    taken = samples(2.0, call_clock_mhz=(1000.0,))
+    right = store.cycles_per_score(taken, PROBLEM, GPU.sm_count)
+    assert right is not None
+    kept = measurement(samples=(taken.model_copy(update={"cycles_per_score": right}),))
+    assert store.flat(kept)["cycles_per_score"] == pytest.approx(right)
+    with pytest.raises(ValidationError, match="cycles_per_score"):
+        measurement(samples=(taken.model_copy(update={"cycles_per_score": 2 * right}),))
+    with pytest.raises(ValidationError, match="cycles_per_score"):
+        measurement(samples=(samples(2.0, cycles_per_score=1.0),))
+
+
+def test_power_is_the_energy_counters_and_never_a_bursts() -> None:
+    long = samples(1000.0, regime="sustained", conditions=CONDITIONS)
+    assert store.power_w(long) == pytest.approx(500.0)
+    silent = CONDITIONS.model_copy(update={"energy_j_per_call": None})
+    assert store.power_w(long.model_copy(update={"conditions": silent})) == 650.0
+    assert store.power_w(samples(1000.0, conditions=silent)) is None
+    assert store.power_w(None) is None
+
+
+def test_a_tuning_is_a_record_of_its_own(tmp_path: Path) -> None:
+    fields = measurement().model_dump() | {"kind": "tuning", "stage": "00_naive", "parameters": {"THREADS": 64}}
+    for name in ("name", "choice", "layout", "lse"):
+        del fields[name]
+    tuning = Tuning(**fields)
+    folder = tmp_path / SLUG / "tuning"
+    folder.mkdir(parents=True)
+    append(folder / f"{EARLY}.jsonl", tuning)
+    with (folder / f"{EARLY}.jsonl").open("a", encoding="utf-8") as file:
+        file.write("{}\n")
+    assert store.tunings(SLUG, tmp_path) == (tuning,)
+    assert store.tunings("another", tmp_path) == ()
+    store.write_machine(Machine(gpu=GPU, host={}), tmp_path)
+    store.write_checksums(SLUG, tmp_path)
+    assert [damage.line for damage in store.verify(SLUG, tmp_path)] == [2]
+    with pytest.raises(ValidationError, match="samples"):
+        Tuning(**{**fields, "status": "error", "reason": "static_assert"})
+
+
+def test_line_breaks_inside_a_record_do_not_break_its_line() -> None:
+    record = measurement(status="error", reason="first\nsecond\u2028third", samples=(), verdict=None)
+    assert to_line(record).count("\n") == 1
+    assert parse_line(to_line(record)) == record
+
+
+def test_a_problem_survives_as_data() -> None:
+    for dtype in DTYPES:
+        problem = Problem.parse("2x8x2x7x9x128", dtype=dtype)
+        assert ProblemFields.of(problem).problem() == problem
+
+
+def test_median_and_spread() -> None:
+    taken = samples(2.0, 1.0, 4.0)
+    assert taken.median_us == 2.0
+    assert taken.cv_percent == pytest.approx(100 * math.sqrt(7 / 3) / (7 / 3))
+    assert samples(5.0).cv_percent == 0.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"status": "wrong", "reason": "it is"},
+        {"verdict": None},
+        {"verdict": PASSED.model_copy(update={"passed": False})},
+        {"reason": "no reason needed"},
+        {"status": "timeout", "samples": ()},
+        {"status": "fine"},
+        {"run": "yesterday"},
+        {"kind": "kernel"},
+        {"unknown": 1},
+    ],
+)
+def test_a_measurement_that_contradicts_itself_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        measurement(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"time_us": ()},
+        {"time_us": (1.0, 0.0)},
+        {"time_us": (-1.0,)},
+        {"time_us": (math.nan,)},
+        {"time_us": (math.inf,)},
+        {"sm_clock_mhz": (1980.0, 1980.0)},
+        {"call_clock_mhz": (1980.0, 1980.0)},
+        {"calls": 0},
+        {"regime": "idle"},
+    ],
+)
+def test_samples_are_positive_finite_times(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        samples(*changes.pop("time_us", (1.0,)), **changes)
+
+
+def test_numbers_that_json_cannot_hold_are_refused_when_written() -> None:
+    with pytest.raises(ValidationError):
+        PASSED.model_validate({**PASSED.model_dump(), "max_abs_error": math.nan})
+    with pytest.raises(ValidationError):
+        ceiling(value=math.inf)
+
+
+def test_samples_are_found_by_regime_and_cache() -> None:
+    cold, sustained = samples(1.0, cache="cold"), samples(1.0, regime="sustained")
+    record = measurement(samples=(cold, sustained))
+    assert record.samples_of() is None
+    assert record.samples_of(cache="cold") == cold
+    assert record.samples_of("sustained") == sustained
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA H200", "nvidia-h200"),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090"),
+        ("  A100-SXM4 (80GB) ", "a100-sxm4-80gb"),
+    ],
+)
+def test_a_gpu_name_makes_a_folder_name(name: str, expected: str) -> None:
+    assert store.slug(name) == expected
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_reads_back_in_order(data: Path) -> None:
+    run = read_run(data / SLUG / "runs" / f"{EARLY}.jsonl")
+    assert run.id == EARLY
+    assert run.measurements == (measurement(),)
+    assert run.ceilings == (ceiling(),)
+    assert run.damage == ()
+
+
+@pytest.mark.parametrize(
+    "line", [b"{", b"not json", b"\xff\xfe", b"[]", b'{"kind": "stage"}', to_line(measurement()).encode()[:-20]]
+)
+def test_a_damaged_line_is_named_and_costs_only_itself(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / f"{EARLY}.jsonl"
+    append(path, measurement())
+    with path.open("ab") as file:
+        file.write(line + b"\n")
+    append(path, ceiling())
+    run = read_run(path)
+    assert run.records == (measurement(), ceiling())
+    assert [(d.path, d.line) for d in run.damage] == [(path, 2)]
+    assert str(run.damage[0]).startswith(f"{path}:2: ")
+
+
+def test_a_line_cut_short_by_a_crash_does_not_spoil_the_next(tmp_path: Path) -> None:
+    path = tmp_path / f"{EARLY}.jsonl"
+    append(path, measurement())
+    with path.open("ab") as file:
+        file.write(to_line(measurement()).encode()[:50])
+    append(path, ceiling())
+    run = read_run(path)
+    assert run.records == (measurement(), ceiling())
+    assert [d.line for d in run.damage] == [2]
+
+
+def test_appending_never_rewrites(tmp_path: Path) -> None:
+    path = tmp_path / f"{EARLY}.jsonl"
+    append(path, measurement())
+    before = path.read_bytes()
+    append(path, ceiling())
+    assert path.read_bytes().startswith(before)
+    assert path.read_bytes().count(b"\n") == 2
+
+
+def test_an_empty_run_has_no_records_and_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / f"{EARLY}.jsonl"
+    path.write_bytes(b"\n\n")
+    assert (read_run(path).records, read_run(path).damage) == ((), ())
+
+
+def test_runs_are_oldest_first_and_the_newest_with_rows_wins(data: Path) -> None:
+    assert [run.id for run in store.runs(SLUG, data)] == [EARLY, LATE]
+    assert store.newest_run(SLUG, data).id == LATE
+    append(data / SLUG / "runs" / "20260103T000000Z-0123abc.jsonl", ceiling(value=2.0))
+    assert store.newest_run(SLUG, data).id == LATE
+    assert store.newest_ceilings(SLUG, data)["copy"].value == 2.0
+
+
+def test_gpus_are_those_with_runs(data: Path) -> None:
+    (data / "empty-gpu" / "runs").mkdir(parents=True)
+    (data / "claims.csv").write_text("", encoding="utf-8")
+    assert store.gpus(data) == (SLUG,)
+    assert store.gpus(data / "nowhere") == ()
+
+
+def test_a_gpu_without_data_is_refused_with_those_that_have_some(data: Path) -> None:
+    with pytest.raises(NoDataError, match=f"GPU 'other-gpu' .* GPUs with data: {SLUG}"):
+        store.runs("other-gpu", data)
+    with pytest.raises(NoDataError, match="GPUs with data: none yet"):
+        store.newest_run("other-gpu", data / "nowhere")
+
+
+def test_a_run_of_ceilings_alone_has_no_rows(tmp_path: Path) -> None:
+    (tmp_path / SLUG / "runs").mkdir(parents=True)
+    append(tmp_path / SLUG / "runs" / f"{EARLY}.jsonl", ceiling())
+    with pytest.raises(NoDataError, match="with measurements"):
+        store.newest_run(SLUG, tmp_path)
+
+
+def test_rows_are_chosen_by_problem_and_status() -> None:
+    other = measurement(problem=ProblemFields.of(Problem.parse("1x1x8x64")))
+    failed = measurement(status="crashed", reason="it did", samples=(), verdict=None)
+    everything = (measurement(), other, failed)
+    assert list(store.rows(everything)) == [*everything]
+    assert list(store.rows(everything, PROBLEM)) == [measurement(), failed]
+    assert list(store.rows(everything, PROBLEM, ok_only=True)) == [measurement()]
+
+
+# --- Checksums --------------------------------------------------------------------------------------------------------
+
+
+def test_sound_data_has_nothing_wrong(data: Path) -> None:
+    assert store.verify(SLUG, data) == ()
+    store.require_sound(SLUG, data)
+
+
+def test_sha256sum_agrees(data: Path) -> None:
+    command = ["sha256sum", "--check", "--strict", "CHECKSUMS"]
+    assert subprocess.run(command, cwd=data / SLUG, capture_output=True, check=False).returncode == 0
+
+
+def _change(folder: Path) -> None:
+    path = folder / "runs" / f"{EARLY}.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"numpy":"2"', b'"numpy":"3"'))
+
+
+def _break_line(folder: Path) -> None:
+    path = folder / "runs" / f"{EARLY}.jsonl"
+    path.write_bytes(b"{\n" + path.read_bytes())
+    store.write_checksums(SLUG, folder.parent)
+
+
+def _remove_run(folder: Path) -> None:
+    (folder / "runs" / f"{EARLY}.jsonl").unlink()
+
+
+def _add_file(folder: Path) -> None:
+    (folder / "runs" / "stray.txt").write_text("", encoding="utf-8")
+
+
+def _remove_checksums(folder: Path) -> None:
+    (folder / "CHECKSUMS").unlink()
+
+
+def _spoil_checksums(folder: Path) -> None:
+    with (folder / "CHECKSUMS").open("ab") as file:
+        file.write(b"\xff\xfe\n")
+
+
+def _remove_machine(folder: Path) -> None:
+    (folder / "machine.json").unlink()
+    store.write_checksums(SLUG, folder.parent)
+
+
+def _spoil_machine(folder: Path) -> None:
+    (folder / "machine.json").write_text(json.dumps({"gpu": {}}), encoding="utf-8")
+    store.write_checksums(SLUG, folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("harm", "place", "reason"),
+    [
+        (_change, f"runs/{EARLY}.jsonl", "differs from CHECKSUMS"),
+        (_break_line, f"runs/{EARLY}.jsonl:1", "line: Invalid JSON"),
+        (_remove_run, f"runs/{EARLY}.jsonl", "listed in CHECKSUMS, missing"),
+        (_add_file, "runs/stray.txt", "not listed in CHECKSUMS"),
+        (_remove_checksums, "CHECKSUMS", "missing"),
+        (_spoil_checksums, "CHECKSUMS:4", "not a checksum line"),
+        (_remove_machine, "machine.json", "missing"),
+        (_spoil_machine, "machine.json", "Field required"),
+    ],
+)
+def test_damage_is_found_and_named(data: Path, harm: Any, place: str, reason: str) -> None:
+    harm(data / SLUG)
+    found = [str(damage) for damage in store.verify(SLUG, data)]
+    assert any(line.startswith(f"{data / SLUG / place}: {reason}") for line in found), found
+    with pytest.raises(DamagedRecordError, match="wanted sound records, found:") as caught:
+        store.require_sound(SLUG, data)
+    assert all(line in str(caught.value) for line in found)
+
+
+def test_damage_names_the_line_where_there_is_one() -> None:
+    assert str(Damage(Path("a/b"), 3, "bad")) == "a/b:3: bad"
+    assert str(Damage(Path("a/b"), None, "bad")) == "a/b: bad"
+
+
+# --- What Nsight Compute counted ---
+
+_STAGE_LINE: dict[str, Any] = {
+    "stage": "00_naive",
+    "shape": "1x2x128x64",
+    "gpu": "Made-Up GPU",
+    "commit": "0123abc",
+    "dirty": False,
+    "metrics": {"smsp__inst_executed.sum": 3, "a_metric_of_tomorrow.avg": 0.5},
+}
+_PATTERN_LINE: dict[str, Any] = {key: _STAGE_LINE[key] for key in ("gpu", "commit", "dirty", "metrics")} | {
+    "pattern": "one for all",
+    "kernel": "pattern_load_4",
+    "offsets": [0] * 31 + [-1],
+}
+
+
+def write_counters(folder: Path, *lines: dict[str, Any]) -> Path:
+    path = folder / "counters" / f"{EARLY}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def test_counters_read_back_whatever_their_metrics(tmp_path: Path) -> None:
+    found = store.read_counters(write_counters(tmp_path, _STAGE_LINE, _PATTERN_LINE))
+    assert found.damage == ()
+    (stage,) = found.stages
+    (pattern,) = found.patterns
+    assert stage.metrics == _STAGE_LINE["metrics"]
+    assert pattern.offsets[-1] == -1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {key: value for key, value in _STAGE_LINE.items() if key != "metrics"},
+        {**_STAGE_LINE, "metrics": {"x": "many"}},
+        {**_PATTERN_LINE, "offsets": [0]},
+        {"gpu": "Made-Up GPU"},
+    ],
+    ids=["no metrics", "no number", "too few lanes", "neither stage nor pattern"],
+)
+def test_a_damaged_line_of_counters_costs_itself(line: dict[str, Any], tmp_path: Path) -> None:
+    path = write_counters(tmp_path, line, _STAGE_LINE)
+    found = store.read_counters(path)
+    assert len(found.lines) == 1
+    assert [(damage.path, damage.line) for damage in found.damage] == [(path, 1)]
+
+
+def test_checksums_cover_counters(data: Path) -> None:
+    path = write_counters(data / SLUG, _STAGE_LINE)
+    assert [str(damage) for damage in store.verify(SLUG, data)] == [f"{path}: not listed in CHECKSUMS"]
+    store.write_checksums(SLUG, data)
+    assert store.verify(SLUG, data) == ()
+    path.write_text("{broken\n", encoding="utf-8")
+    store.write_checksums(SLUG, data)
+    (damage,) = store.verify(SLUG, data)
+    assert (damage.path, damage.line) == (path, 1)

@@ -1,0 +1,514 @@
+"""Other timers beside ours: what their files say, what is compared, what separate starts are, and what pages show."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import synthetic
+
+from flashlab.core.errors import LaunchError, NoGpuError, ParameterError, UnknownStageError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.experiments import timers
+from flashlab.record import provenance, store
+from flashlab.record.store import ProblemFields, Reading, Samples, Source, Start
+
+FIRST, SMALL = Problem.parse(FIRST_SHAPE), Problem.parse("1x8x512x64")
+GPU = "nvidia-h200"
+NAMES = {"16_ones_column": (500.0, 12.0), "sdpa_cudnn": (590.0, 9.0)}
+
+
+def reading(
+    name: str,
+    problem: Problem,
+    timer: str,
+    time_us: float,
+    *,
+    inputs: str = "normal",
+    cache: str = "hot",
+    regime: str = "burst",
+    mhz: float | None = 1900.0,
+    run: str = synthetic.RUN,
+    enqueue_us: float | None = 6.0,
+) -> Reading:
+    rng = np.random.default_rng([*f"{name}{problem.label}{timer}{inputs}{cache}{regime}".encode()])
+    times = tuple(float(t) for t in time_us * rng.normal(1, 0.001, 12))
+    return Reading(
+        run=run,
+        time="2026-01-02T03:04:05Z",
+        gpu=synthetic.gpu(),
+        source=Source(commit=synthetic.COMMIT, dirty=False),
+        software={"torch": "2.11.0"},
+        name=name,
+        problem=ProblemFields.of(problem),
+        timer=timer,  # type: ignore[arg-type]
+        inputs=inputs,  # type: ignore[arg-type]
+        samples=Samples(
+            regime=regime,  # type: ignore[arg-type]
+            cache=cache,  # type: ignore[arg-type]
+            calls=1,
+            time_us=times,
+            sm_clock_mhz=(),
+            call_clock_mhz=(mhz,) * 12 if mhz else (),
+        ),
+        enqueue_us=enqueue_us,
+    )
+
+
+def write(data: Path, readings: list[Reading]) -> None:
+    folder = data / GPU / "readings"
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in readings:
+        store.append(folder / f"{one.run}.jsonl", one)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Readings of three timers: CUPTI misses a launch a call, NVBench meets a lower clock, and the host when hot."""
+    synthetic.write_synthetic(tmp_path, problems=[FIRST])
+    found = []
+    for name, (first, small) in NAMES.items():
+        for problem, time_us in ((FIRST, first), (SMALL, small)):
+            for cache, more in (("hot", 0.0), ("cold", 3.0)):
+                for inputs, factor in (("normal", 1.0), ("zeros", 0.97)):
+                    us = (time_us + more) * factor
+                    both: dict[str, Any] = {"cache": cache, "inputs": inputs}
+                    found.append(reading(name, problem, "events", us, **both))
+                    found.append(reading(name, problem, "torch-profiler", us - 1.2, **both))
+                    slowed = us * 1.05 if problem == FIRST else us + (8 if cache == "hot" else 0)
+                    mhz = 1900.0 / 1.05 if problem == FIRST and cache == "cold" else None
+                    enqueue = {"enqueue_us": 20.0 if problem == SMALL else 6.0}
+                    found.append(reading(name, problem, "cuda-bench", slowed, mhz=mhz, **both, **enqueue))
+        for inputs, factor in (("normal", 1.2), ("zeros", 1.0)):
+            found.append(reading(name, FIRST, "events", first * factor, inputs=inputs, regime="sustained", mhz=1600.0))
+    write(tmp_path, found)
+    return tmp_path
+
+
+# --- What other timers write ------------------------------------------------------------------------------------------
+
+
+def event(ts: float, dur: float, name: str, cat: str = "kernel") -> dict[str, Any]:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+
+def test_kernels_between_spins_are_calls() -> None:
+    events = [
+        event(0, 900, "void micro_spin(MicroParams)"),
+        event(1000, 5, "warm"),
+        event(1010, 21, "micro_spin"),
+        event(2000, 30, "Memset (Device)", "gpu_memset"),  # the L2 is overwritten before the spin
+        event(2100, 900, "micro_spin"),
+        event(3000, 40, "attend"),
+        event(3041, 2, "Memset (Device)", "gpu_memset"),  # a library's own
+        event(3044, 44, "attend"),
+        event(3090, 2, "Memset (Device)", "gpu_memset"),
+        event(3100, 21, "micro_spin"),
+        event(3050, 9, "cudaLaunchKernel", "cuda_runtime"),
+    ]
+    assert timers.kernel_times({"traceEvents": events[::-1]}, [2]) == [44.0]
+    assert timers.kernel_times({"traceEvents": events}, [1, 2]) == [5.0, 44.0]
+
+
+def test_a_trace_that_lost_kernels_is_no_reading() -> None:
+    events = [event(0, 900, "micro_spin"), event(1000, 5, "attend"), event(1010, 21, "micro_spin")]
+    with pytest.raises(LaunchError, match="wanted 2 samples in the profiler's trace, found 1"):
+        timers.kernel_times({"traceEvents": events}, [1, 1])
+    with pytest.raises(LaunchError, match="kernels of 2 calls"):
+        timers.kernel_times({"traceEvents": events}, [2])
+
+
+def nvbench_file(folder: Path, *, with_samples: bool = True) -> Path:
+    """JSON in the form that NVBench writes with `--jsonbin`."""
+
+    def summary(tag: str, **values: object) -> dict[str, Any]:
+        return {
+            "tag": tag,
+            "name": tag,
+            "data": [{"name": k, "type": "any", "value": str(v)} for k, v in values.items()],
+        }
+
+    for name, numbers in (("times", (1e-3, 1.1e-3)), ("freqs", (1.9e9, 1.8e9))):
+        (folder / f"out-{name}").mkdir()
+        (folder / f"out-{name}" / "0.bin").write_bytes(struct.pack("<2f", *numbers))
+    summaries = [
+        summary("nv/cold/sample_size", value=2),
+        summary("nv/batch/sample_size", value=50),
+        summary("nv/batch/time/gpu/mean", value=9.5e-4),
+        summary("nv/json/freqs-bin:nv/cold/sample_freqs", filename="out-freqs/0.bin", size=2),
+    ]
+    if with_samples:
+        summaries.append(summary("nv/json/bin:nv/cold/sample_times", filename="out-times/0.bin", size=2))
+    axis = [{"name": "step", "type": "int64", "value": "7"}]
+    state = {"name": "step=7", "axis_values": axis, "summaries": summaries, "is_skipped": False}
+    skipped = {"name": "step=8", "axis_values": axis, "summaries": None, "is_skipped": True}
+    file = folder / "out.json"
+    file.write_text(json.dumps({"benchmarks": [{"name": "flashlab_method", "states": [state, skipped]}]}))
+    return file
+
+
+def test_nvbench_gives_cold_samples_and_a_hot_batch(tmp_path: Path) -> None:
+    (cold_step, cold), (hot_step, hot) = timers.nvbench_samples(nvbench_file(tmp_path))
+    assert (cold_step, hot_step) == (7, 7)
+    assert (cold["cache"], cold["calls"], hot["cache"], hot["calls"]) == ("cold", 1, "hot", 50)
+    assert cold["time_us"] == pytest.approx([1000.0, 1100.0])
+    assert cold["call_clock_mhz"] == pytest.approx([1900.0, 1800.0])
+    assert hot["time_us"] == pytest.approx([950.0])
+    for samples in (cold, hot):
+        Samples.model_validate(samples)
+
+
+def test_nvbench_without_samples_is_said(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="step 7"):
+        timers.nvbench_samples(nvbench_file(tmp_path, with_samples=False))
+
+
+# --- The parent and its workers ---------------------------------------------------------------------------------------
+
+SCRIPT = """
+import json, os, sys
+job = json.load(sys.stdin)
+with open(job["messages"], "a") as file:
+    say = lambda **message: print(json.dumps(message), file=file, flush=True)
+    hello, reading = {hello!r}, {reading!r}
+    if {refuse}:
+        say(kind="refused", error="NoGpuError", message="wanted a CUDA GPU, got none")
+    else:
+        say(kind="hello", **hello)
+        second = "cuda-bench" in job["timers"]
+        {more}
+        if second:
+            assert job["names"] == ["16_ones_column"] and not job["check"], job
+            print("its last words")
+            os._exit(5)
+        say(kind="reading", reading=reading)
+        say(kind="missing", what="00_naive at it", reason="made up", name="00_naive")
+"""
+
+
+def worker(tmp_path: Path, *, refuse: bool = False, more: str = "pass") -> list[str]:
+    one = reading("16_ones_column", FIRST, "events", 500.0)
+    fields = one.model_dump(mode="json", include={"name", "problem", "timer", "inputs", "samples", "enqueue_us"})
+    hello = {"gpu": synthetic.gpu().model_dump(mode="json"), "software": {"torch": "2.11.0"}}
+    script = tmp_path / "worker.py"
+    script.write_text(SCRIPT.format(hello=hello, reading=fields, refuse=refuse, more=more))
+    return [sys.executable, str(script)]
+
+
+def test_readings_outlive_a_worker_that_dies(tmp_path: Path) -> None:
+    said: list[str] = []
+    found = timers.measure(
+        ["00_naive", "16_ones_column"], [], [FIRST_SHAPE], data=tmp_path, worker=worker(tmp_path), say=said.append
+    )
+    (one,) = store.read_readings(found.path)
+    assert (one.name, one.timer, one.start is None) == ("16_ones_column", "events", provenance.start() is None)
+    assert found.path.parent == tmp_path / GPU / "readings"
+    assert found.missing[0] == "00_naive at it: made up"
+    assert "cuda-bench, events: the worker ended with status 5; its last words: its last words" in found.missing[1]
+    assert len(said) == 2
+    checksums = (tmp_path / GPU / "CHECKSUMS").read_text()
+    assert f"readings/{found.path.name}" in checksums
+
+
+def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
+    wait = (
+        "say(kind='reading', reading=reading)\n"
+        "        import glob, time\n"
+        f"        while not glob.glob({str(tmp_path)!r} + '/*/readings/*.jsonl'): time.sleep(0.05)\n"
+        "        os._exit(0)"
+    )
+    found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=wait), timeout_s=20)
+    assert found.missing == ()
+    assert len(store.read_readings(found.path)) == 2
+
+
+def test_what_both_workers_take_has_one_limit(tmp_path: Path) -> None:
+    hang = "say(kind='reading', reading=reading)\n        import time\n        time.sleep(60)"
+    began = time.monotonic()
+    found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=hang), timeout_s=4)
+    assert time.monotonic() - began < 6
+    assert len(store.read_readings(found.path)) == 2
+    assert [" had not ended after " in reason for reason in found.missing] == [True, True]
+
+
+def test_a_second_worker_that_cannot_work_costs_its_own_readings(tmp_path: Path) -> None:
+    no = "if second: say(kind='refused', error='MissingPackageError', message='no CuPy any more'); os._exit(0)"
+    found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=no))
+    assert len(store.read_readings(found.path)) == 1
+    assert "cuda-bench, events: no CuPy any more" in found.missing
+
+
+def test_an_unsound_reading_costs_itself(tmp_path: Path) -> None:
+    bad = "say(kind='reading', reading={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
+    found = timers.measure(["00_naive", "16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=bad))
+    assert len(store.read_readings(found.path)) == 1
+    assert found.missing[0].startswith("16_ones_column by events: no sound reading: ")
+
+
+@pytest.mark.parametrize("seconds", [60.0, 0.0])
+def test_what_one_problem_or_timer_loses_is_not_the_others(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    problems = [vars(problem) for problem in (FIRST, SMALL)]
+    job = {
+        "device": 0,
+        "seed": 0,
+        "seconds": seconds,
+        "problems": problems,
+        "samples": 4,
+        "timers": list(timers.TIMERS),
+    }
+    one = timers._Worker(job, sent.append)
+    read: list[tuple[str, str]] = []
+
+    def events(problem: Problem) -> None:
+        read.append(("events", problem.shape))
+
+    def profiler(problem: Problem) -> None:
+        if problem == FIRST:
+            raise LaunchError("no kernels in the trace")
+        read.append(("torch-profiler", problem.shape))
+
+    monkeypatch.setattr(one, "_events", events)
+    monkeypatch.setattr(one, "_profiler", profiler)
+    monkeypatch.setitem(sys.modules, "cuda.bench", None)  # not installed
+    one._read()
+    lost = [message["what"] for message in sent]
+    if seconds:
+        assert lost == [f"torch-profiler at {FIRST.label}", "cuda-bench"]
+        assert "`pip install cuda-bench`" in sent[-1]["reason"]
+        assert read == [("events", FIRST.shape), ("events", SMALL.shape), ("torch-profiler", SMALL.shape)]
+    else:
+        assert (len(lost), read) == (5, [])
+        assert all("were over" in message["reason"] for message in sent)
+
+
+def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "for name in ('scipy', 'pandas', 'seaborn', 'matplotlib', 'papermill', 'nbformat', 'tqdm'):\n"
+        "    sys.modules[name] = None\n"
+        "from flashlab import ablate, bench, chip, claims, cli, method, profiler, records\n"
+        f"found = method.measure(['08_swizzle'], [], data=cli.Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
+        "print(len(method.comparisons(method.pools(records.read_readings(found.path)))))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
+
+
+def test_a_worker_that_hangs_is_stopped(tmp_path: Path) -> None:
+    script = [sys.executable, "-c", "import time; time.sleep(60)"]
+    with pytest.raises(LaunchError, match=r"had not ended after 0\.3 s"):
+        timers.measure(["16_ones_column"], [], data=tmp_path, worker=script, timeout_s=0.5)
+
+
+def test_a_machine_without_a_gpu_is_told(tmp_path: Path) -> None:
+    with pytest.raises(NoGpuError, match="wanted a CUDA GPU"):
+        timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, refuse=True))
+
+
+def test_nonsense_is_refused_before_any_work(tmp_path: Path) -> None:
+    with pytest.raises(UnknownStageError):
+        timers.measure(["99_nothing"], data=tmp_path, worker=["false"])
+    with pytest.raises(ParameterError, match="peer"):
+        timers.measure([], ["nobody"], data=tmp_path, worker=["false"])
+    with pytest.raises(ParameterError, match="samples"):
+        timers.measure(samples=1, data=tmp_path, worker=["false"])
+    with pytest.raises(ParameterError, match="at least one"):
+        timers.measure([], [], data=tmp_path, worker=["false"])
+
+
+def test_defaults_name_what_exists() -> None:
+    from flashlab.kernels import registry
+    from flashlab.measure import peers
+
+    assert set(timers.STAGES) <= registry.STAGES.keys()
+    assert set(timers.PEERS) <= peers.PEERS.keys()
+    assert set(timers.SUSTAINED) <= {*timers.STAGES, *timers.PEERS}
+
+
+# --- Comparisons ------------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> None:
+    found = timers.comparisons(timers.pools(store.readings(GPU, data)))
+    by = {(c.ours.name, c.ours.problem, c.other.timer, c.ours.cache): c for c in found if c.ours.inputs == "normal"}
+    assert by["16_ones_column", FIRST, "torch-profiler", "hot"].agrees
+    assert by["16_ones_column", FIRST, "torch-profiler", "hot"].why == ""
+    short = by["16_ones_column", SMALL, "torch-profiler", "hot"]
+    assert not short.agrees
+    assert short.why.startswith("a launch: events see 1.2")
+    assert by["16_ones_column", SMALL, "cuda-bench", "hot"].why.startswith("the host: 20.0 µs")
+    assert by["16_ones_column", SMALL, "cuda-bench", "cold"].agrees
+    assert by["16_ones_column", FIRST, "cuda-bench", "cold"].why.startswith("the clock: 1,810 MHz")
+    assert by["16_ones_column", FIRST, "cuda-bench", "hot"].why.startswith("not explained")
+    for one in found:
+        assert one.ratio.low <= one.ratio.value <= one.ratio.high
+
+
+def test_the_interval_of_a_ratio_narrows_with_samples() -> None:
+    rng = np.random.default_rng(1)
+    widths = []
+    for size in (10, 1000):
+        above, below = (list(rng.normal(mean, 0.05, size)) for mean in (1.1, 1.0))
+        ratio = timers.Ratio.of(above, below)
+        assert ratio.low < ratio.value < ratio.high
+        widths.append(ratio.high - ratio.low)
+    assert widths[1] < widths[0] / 3
+    assert ratio.low < 1.1 < ratio.high
+
+
+def test_only_the_newest_run_of_a_problem_counts(data: Path) -> None:
+    newer = "20260202T030405Z-0123abc"
+    write(data, [reading("16_ones_column", SMALL, "events", 99.0, run=newer)])
+    found = timers.pools(store.readings(GPU, data))
+    assert {pool.run for pool in found if pool.problem == SMALL} == {newer}
+    assert {pool.run for pool in found if pool.problem == FIRST} == {synthetic.RUN}
+
+
+def test_readings_of_one_state_are_pooled(tmp_path: Path) -> None:
+    write(tmp_path, [reading("16_ones_column", FIRST, "events", us) for us in (500.0, 502.0)])
+    (pool,) = timers.pools(store.readings(GPU, tmp_path))
+    assert len(pool.time_us) == 24
+    assert pool.clock_mhz == 1900.0
+
+
+# --- Separate starts --------------------------------------------------------------------------------------------------
+
+
+def started(name: str, at: str, boot: str, slower: float, *, run: str) -> store.Measurement:
+    """A row from that start, whose clock was lower by that factor."""
+    row = synthetic.measurement(name, FIRST, run=run)
+    taken = []
+    for samples in row.samples:
+        clocks = tuple(mhz / slower for mhz in samples.call_clock_mhz)
+        times = tuple(us * slower for us in samples.time_us)
+        changed = samples.model_copy(update={"time_us": times, "call_clock_mhz": clocks})
+        cycles = store.cycles_per_score(changed, FIRST, row.gpu.sm_count)
+        taken.append(changed.model_copy(update={"cycles_per_score": cycles}))
+    return row.model_copy(update={"samples": tuple(taken), "start": Start(boot=boot, at=at), "time": run[:8]})
+
+
+BOOTS = (
+    ("20260102T030405Z-0123abc", "2026-01-02T03:00:00+00:00", "00000001", 1.0),
+    ("20260202T030405Z-0123abc", "2026-02-02T03:00:00+00:00", "00000001", 1.02),  # an image resumed a month later
+    ("20260302T030405Z-0123abc", "2026-03-02T03:00:00+00:00", "00000002", 1.01),
+    ("20260402T030405Z-0123abc", "2026-03-02T03:00:01+00:00", "00000002", 1.03),  # the same start, and newer
+)
+
+
+def test_spread_between_starts_takes_the_newest_row_of_each() -> None:
+    rows = [started("16_ones_column", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
+    (found,) = timers.spreads(rows)
+    assert [row.run for row in found.rows] == [BOOTS[0][0], BOOTS[1][0], BOOTS[3][0]]
+    assert found.between_percent == pytest.approx(3.0)
+    assert found.between_clocks_percent == pytest.approx(0.0)
+    assert 0 < found.within_percent < 2
+    assert found.chips == 1
+
+
+def test_other_code_and_rows_without_a_start_do_not_count() -> None:
+    rows = [started("16_ones_column", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
+    cubin = rows[1].cubin
+    assert cubin is not None
+    other = rows[1].model_copy(update={"cubin": cubin.model_copy(update={"sha256": "f" * 64})})
+    assert [len(found.rows) for found in timers.spreads([rows[0], other, rows[3]])] == [2]
+    unknown = rows[1].model_copy(update={"start": None})
+    assert [len(found.rows) for found in timers.spreads([rows[0], unknown, rows[3]])] == [2]
+    peer = [started("sdpa", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
+    newer = [row.model_copy(update={"software": {"torch": "3"}}) for row in peer[1:]]
+    assert [len(found.rows) for found in timers.spreads([peer[0], *newer])] == [2]
+    assert timers.spreads([*rows[2:]]) == ()
+
+
+def test_this_machine_tells_its_start(tmp_path: Path) -> None:
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text("11111111-2222\n")
+    (tmp_path / "stat").write_text("cpu 1 2\nbtime 1767322800\n")
+    found = provenance.start(tmp_path)
+    assert found is not None
+    start = Start.model_validate(found)
+    assert start.at == "2026-01-02T03:00:00+00:00"
+    assert "1111" not in start.boot
+    assert provenance.start(tmp_path / "nothing") is None
+    assert start.same_as(start.model_copy(update={"at": "2026-01-02T03:00:30+00:00"}))
+    assert not start.same_as(start.model_copy(update={"boot": "00000000"}))
+
+
+# --- Samples and pages ------------------------------------------------------------------------------------------------
+
+
+def test_enough_raw_samples_are_committed() -> None:
+    counts = store.count_samples(GPU, DATA)
+    assert counts["runs"] >= timers.ENOUGH_SAMPLES
+    assert f"**{sum(counts.values()):,}**" in timers.samples_line(GPU, DATA)
+    assert "are wanted" not in timers.samples_line(GPU, DATA)
+
+
+def test_samples_are_counted_where_they_lie(data: Path) -> None:
+    counts = store.count_samples(GPU, data)
+    rows = [row for run in store.runs(GPU, data) for row in run.measurements]
+    assert counts["runs"] == sum(len(samples.time_us) for row in rows for samples in row.samples)
+    assert counts["readings"] == 12 * len(store.readings(GPU, data))
+    assert "20,000 are wanted" in timers.samples_line(GPU, data)
+
+
+def test_pages_show_what_there_is(data: Path) -> None:
+    table = timers.timers_table(GPU, data)
+    assert table.index(FIRST.label) < table.index(SMALL.label)
+    assert "4 of 8 medians are within 2 %" in table
+    assert "the host: 20.0 µs" in table
+    assert timers.missing_timers(GPU, data) == ""
+    zeros = timers.zeros_table(GPU, data)
+    assert "sustained" in zeros
+    assert "0.970" in zeros
+    assert "CUPTI" in timers.cache_table(GPU, data)
+    chart = timers.timers_chart(GPU, data)
+    assert not isinstance(chart, str)
+    assert "NVBench, hot L2" in chart.alt
+    assert chart.data_files == (f"{GPU}/readings/{synthetic.RUN}.jsonl",)
+    assert "power limit" in timers.clock_table(GPU, data) or "nothing" in timers.clock_table(GPU, data)
+    assert timers.summary(GPU, data)["compared"] == 16
+
+
+def test_pages_name_a_timer_that_was_not_there(tmp_path: Path) -> None:
+    write(tmp_path, [reading("16_ones_column", FIRST, timer, 500.0) for timer in ("events", "torch-profiler")])
+    assert "NVBench (`pip install cuda-bench`)" in timers.missing_timers(GPU, tmp_path)
+
+
+def test_pages_show_starts(data: Path) -> None:
+    path = data / GPU / "runs" / "20260502T030405Z-0123abc.jsonl"
+    for name in ("16_ones_column", "sdpa_cudnn"):
+        for run, at, boot, slower in BOOTS:
+            store.append(path, started(name, at, boot, slower, run=run))
+    table = timers.spread_table(GPU, data)
+    assert "start 3, µs" in table
+    assert "2026-01-02 03:00 UTC, 2026-02-02 03:00 UTC, 2026-03-02 03:00 UTC" in table
+    assert "2026-03-02 03:00 UTC, 2026-03-02 03:00 UTC" not in table
+    chart = timers.spread_chart(GPU, data)
+    assert not isinstance(chart, str)
+    assert "start 3" in chart.alt
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        timers.timers_table,
+        timers.timers_chart,
+        timers.zeros_table,
+        timers.cache_table,
+        timers.clock_table,
+        timers.spread_table,
+        timers.spread_chart,
+    ],
+)
+def test_pages_say_that_nothing_is_there(draw: Any, tmp_path: Path) -> None:
+    assert draw(None, tmp_path).startswith("**Nothing has been measured yet.**")
+    assert draw(GPU, tmp_path).startswith("**Nothing has been measured yet.**")
