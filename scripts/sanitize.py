@@ -1,4 +1,4 @@
-"""compute-sanitizer over every stage: memcheck, racecheck, initcheck, synccheck (src/flashlab/experiments/sanitizer.py).
+"""compute-sanitizer over every stage: memcheck, racecheck, initcheck, synccheck (experiments/sanitizer.py).
 
 On a GPU machine with `compute-sanitizer`, torch and this tree:
 
