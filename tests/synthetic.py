@@ -11,8 +11,7 @@ import numpy as np
 from flashlab.build import sass
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
-from flashlab.kernels import registry
-from flashlab.measure import peers
+from flashlab.kernels import peers, registry
 from flashlab.measure.profile import METRICS
 from flashlab.record import store
 from flashlab.record.store import (

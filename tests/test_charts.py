@@ -15,9 +15,8 @@ from synthetic import RUN, measurement, profile, write_synthetic
 from flashlab.build import sass
 from flashlab.core.errors import NoDataError
 from flashlab.core.problem import FIRST_SHAPE, LENGTHS, Problem, suite
-from flashlab.kernels import registry
+from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import STAGES
-from flashlab.measure import peers
 from flashlab.query import select
 from flashlab.query.select import Results
 from flashlab.record import store

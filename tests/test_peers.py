@@ -18,7 +18,7 @@ import pytest
 from flashlab.build import triton_code
 from flashlab.core import errors
 from flashlab.core.problem import Problem
-from flashlab.measure import peers
+from flashlab.kernels import peers
 
 FULL = Problem.parse("1x2x64x64")
 BFLOAT16 = Problem.parse("1x2x64x64", dtype="bfloat16")

@@ -13,8 +13,7 @@ from flashlab.build.symbols import Frame
 from flashlab.core.errors import NoDataError
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
-from flashlab.measure import ceilings
-from flashlab.query import select
+from flashlab.query import roofline, select
 from flashlab.query.select import Accuracy, AgainstPeers, Contest
 from flashlab.record import store
 from flashlab.record.store import Regime, StageCounters, cycles_per_score
@@ -207,7 +206,7 @@ def test_traffic_sets_measured_bytes_beside_counted_ones() -> None:
     metrics = {"dram__bytes_read.sum": 1.5 * counted, "dram__bytes_write.sum": 0.5 * counted}
     line = tables.traffic([profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
     assert f"| `05_wmma` | {tables.number(counted / 1e6)} | {tables.number(2 * counted / 1e6)} | ×2.00 |" in line
-    in_l2 = ceilings.l2_bytes(FIRST, 64)
+    in_l2 = roofline.l2_bytes(FIRST, 64)
     assert line.endswith(f"| {tables.number(in_l2 / 1e6)} | – | – |")
 
 

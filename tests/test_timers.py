@@ -326,8 +326,7 @@ def test_nonsense_is_refused_before_any_work(tmp_path: Path) -> None:
 
 
 def test_defaults_name_what_exists() -> None:
-    from flashlab.kernels import registry
-    from flashlab.measure import peers
+    from flashlab.kernels import peers, registry
 
     assert set(timers.STAGES) <= registry.STAGES.keys()
     assert set(timers.PEERS) <= peers.PEERS.keys()

@@ -12,8 +12,8 @@ import pytest
 
 from flashlab.core import inputs
 from flashlab.core.problem import DTYPES, MASKS, Problem
-from flashlab.kernels import registry
-from flashlab.measure import bench, peers
+from flashlab.kernels import peers, registry
+from flashlab.measure import bench
 from flashlab.record import store
 from flashlab.verify.oracle import make_torch_inputs
 

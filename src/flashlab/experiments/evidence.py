@@ -23,8 +23,8 @@ from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA, KERNELS
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import levers
-from flashlab.kernels import registry
-from flashlab.measure import ceilings, peers
+from flashlab.kernels import peers, registry
+from flashlab.query import roofline as ceilings
 from flashlab.query import select
 from flashlab.record import store
 from flashlab.record.store import Ablation, Call, Ceiling, Measurement, Part, Samples, StageProfile, Tuning
@@ -132,7 +132,7 @@ def concludes(claimed: str, measured: str, about: About, demand_tb_s: float | No
         return True, "" if carries else f"The ratio is that of {measured}; an {claimed} has other limits."
     if not carries:
         return False, f"What {measured} reaches does not carry over to an {claimed}."
-    sheet = ceilings.datasheet(FOLDERS[claimed])
+    sheet = ceilings.DATASHEETS.get(FOLDERS[claimed])
     same = f"An {claimed} is the same chip but for its memory"
     if demand_tb_s is None or sheet is None:
         return True, f"{same}."
@@ -898,7 +898,7 @@ def _profile_of(evidence: Evidence, stage: str, *metrics: str) -> Found[StagePro
 def _profiled(evidence: Evidence) -> Finding:
     fastest = _fastest(evidence, _any).record.name
     found = _profile_of(evidence, fastest, *_DRAM, _DURATION_NS)
-    sheet = ceilings.datasheet(evidence.gpu)
+    sheet = ceilings.DATASHEETS.get(evidence.gpu)
     tensor = found.record.tensor_percent if found else None
     if found is None or tensor is None or sheet is None:
         raise PendingError(f"flashlab profile {fastest}")
@@ -1128,7 +1128,7 @@ def _neither_roof(evidence: Evidence) -> Finding:
     places: tuple[str, ...] = ()
     try:
         (row,) = evidence.timed(PAIR, "05_wmma")
-        here = ceilings.datasheet(evidence.gpu)
+        here = ceilings.DATASHEETS.get(evidence.gpu)
         if here:
             told = (
                 f"; `05_wmma` on {evidence.gpu}: {_n(100 * _demand(row) / here.memory_tb_s)} % and "
@@ -1230,7 +1230,7 @@ def _wmma_saturates(evidence: Evidence) -> Finding:
     reading = evidence.ceiling("mma_sync_float16")
     share = ceilings.percent_of_peak(evidence.gpu, reading.record.name, reading.record.value)
     if share is None:
-        raise PendingError(f"a data sheet of {evidence.gpu} in roofline.py")
+        raise PendingError(f"a data sheet of {evidence.gpu} in query/datasheets.toml")
     cubin = compiler.compile_file(
         KERNELS / "micro" / "tensor.cu",
         entry="micro_tensor",

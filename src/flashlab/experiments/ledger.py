@@ -44,8 +44,8 @@ from flashlab.experiments.evidence import (
     kinship,
     shown_without,
 )
-from flashlab.kernels import registry
-from flashlab.measure import bench, peers
+from flashlab.kernels import peers, registry
+from flashlab.measure import bench
 from flashlab.record import provenance
 from flashlab.record import store as records
 from flashlab.record.store import Call

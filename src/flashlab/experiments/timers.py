@@ -56,8 +56,7 @@ from flashlab.core.errors import (
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA, writable_dir
 from flashlab.core.problem import FIRST_SHAPE, Problem
-from flashlab.kernels import registry
-from flashlab.measure import peers
+from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
 from flashlab.query import select
 from flashlab.record import provenance, store

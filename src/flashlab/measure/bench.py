@@ -51,10 +51,10 @@ from flashlab.core.errors import (
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA, writable_dir
 from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, Precision, Problem
+from flashlab.kernels import peers
 from flashlab.kernels import registry as stages
 from flashlab.kernels.registry import variant_in
 from flashlab.measure import ceilings as roofline
-from flashlab.measure import peers
 from flashlab.measure import timer as timing
 from flashlab.record import provenance, store
 from flashlab.record.store import (

@@ -31,9 +31,9 @@ from flashlab.build import compiler
 from flashlab.core.errors import CompileError, NoDataError, ParameterError
 from flashlab.core.paths import DATA, writable_dir
 from flashlab.core.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
-from flashlab.kernels import registry
+from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Stage, arch_for
-from flashlab.measure import bench, peers
+from flashlab.measure import bench
 from flashlab.record import store
 from flashlab.record.store import Measurement, Samples, Tuning
 from flashlab.run import choice as tuned

@@ -35,7 +35,7 @@ from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Problem, suite
 from flashlab.kernels import registry
-from flashlab.measure import ceilings as roofline
+from flashlab.query import roofline
 from flashlab.record import store
 from flashlab.record.store import Cache, Ceiling, Damage, Machine, Measurement, Regime, Run, StageProfile
 from flashlab.verify.cases import read_lines as check_lines

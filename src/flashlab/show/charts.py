@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.problem import STANDARD_SHAPES, Problem, suite
-from flashlab.kernels import registry
-from flashlab.measure import ceilings as roofline_model
-from flashlab.measure import peers
+from flashlab.kernels import peers, registry
+from flashlab.query import roofline as roofline_model
 from flashlab.query import select
 from flashlab.record.store import Cache, Measurement, Regime, StageProfile
 from flashlab.show.tables import beside_note, beside_title, elsewhere_note, number, peer_title, short_title
@@ -1169,7 +1168,7 @@ def _roofs(shown: Results, problem: Problem, bandwidth: str) -> list[_Roof]:
     if bandwidth in shown.ceilings:
         label = {"copy": "device memory", "l2_read": "L2"}[bandwidth]
         found.append(_Roof(label=label, value=shown.ceilings[bandwidth].value, is_slope=True, measured=True))
-    sheet = roofline_model.datasheet(shown.gpu)
+    sheet = roofline_model.DATASHEETS.get(shown.gpu)
     if sheet:
         for name, label, is_slope in (
             (f"tensor_{problem.dtype}", "tensor cores", False),
@@ -1177,7 +1176,7 @@ def _roofs(shown: Results, problem: Problem, bandwidth: str) -> list[_Roof]:
         ):
             peak = sheet.peak(name)
             if peak:
-                found.append(_Roof(label=label, value=peak.value, is_slope=is_slope, measured=False))
+                found.append(_Roof(label=label, value=peak, is_slope=is_slope, measured=False))
     return found
 
 
@@ -1563,7 +1562,7 @@ def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
     Raises:
         NoDataError: nothing measured has a data sheet's value beside it.
     """
-    sheet = roofline_model.datasheet(shown.gpu)
+    sheet = roofline_model.DATASHEETS.get(shown.gpu)
     found = [(c, peak) for c in shown.ceilings.values() if sheet and (peak := sheet.peak(c.name))]
     if not found:
         raise NoDataError(f"wanted measured ceilings of {shown.gpu} with a data sheet's value beside them, found none")
@@ -1572,10 +1571,10 @@ def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
         axes: Axes = figure.subplots()
         thickness = 0.56 if layout == "wide" else 0.36
         for y, (ceiling, peak) in enumerate(found):
-            share = 100 * ceiling.value / peak.value
+            share = 100 * ceiling.value / peak
             axes.barh(y, 100, height=thickness, color=GRID, alpha=0.6)
             axes.barh(y, share, height=thickness, color=STAGE)
-            of = f" of {number(peak.value)}" if layout == "wide" else ""
+            of = f" of {number(peak)}" if layout == "wide" else ""
             axes.text(max(share, 100) + 2, y, f"{number(ceiling.value)}{of} {ceiling.unit}", va="center")
         axes.set_xlim(0, 165)
         axes.set_xticks([0, 25, 50, 75, 100])
@@ -1584,7 +1583,7 @@ def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
         axes.set_xlabel("percent of the data sheet's peak")
 
     first = found[0][0]
-    told = "; ".join(f"{c.name} {number(c.value)} of {number(p.value)} {c.unit}" for c, p in found)
+    told = "; ".join(f"{c.name} {number(c.value)} of {number(p)} {c.unit}" for c, p in found)
     return _chart(
         draw,
         name=name,

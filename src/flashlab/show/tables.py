@@ -19,10 +19,8 @@ from flashlab.build.sass import Instruction
 from flashlab.core.errors import CompileError, NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA
-from flashlab.kernels import registry
-from flashlab.measure import ceilings as roofline
-from flashlab.measure import peers
-from flashlab.query import select
+from flashlab.kernels import peers, registry
+from flashlab.query import roofline, select
 from flashlab.query.select import Results
 from flashlab.record.store import (
     Cache,

@@ -1,0 +1,117 @@
+"""The roofline: what a GPU's data sheet promises (datasheets.toml), and where a problem or a stage stands under a roof.
+
+A problem's place is its counted floating-point operations over its counted bytes; what can be attained there is the
+lower of the compute ceiling and bandwidth times that ratio. The ceilings are measured by measure/ceilings.py.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from flashlab.core.errors import ParameterError
+from flashlab.core.problem import BYTES_PER_ELEMENT, Problem
+
+Unit = Literal["TB/s", "TFLOP/s", "Tex2/s", "us"]
+
+
+class Datasheet(BaseModel):
+    """A GPU's data sheet: dense peaks."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    title: str
+    tensor_tflops: float
+    """float16 or bfloat16 in, float32 accumulation."""
+    fp32_tflops: float
+    memory_tb_s: float
+    tensor_mhz: float | None = None
+    """SM clock that `tensor_tflops` assumes; a sheet may take another for each rate."""
+    fp32_mhz: float | None = None
+    """SM clock that `fp32_tflops` assumes."""
+    source: str
+
+    def peak(self, ceiling: str) -> float | None:
+        """The peak that stands beside a measured ceiling, in the ceiling's unit; None where the sheet has none."""
+        if ceiling.startswith(("tensor_", "mma_sync_")):
+            return self.tensor_tflops
+        return {"fp32_fma": self.fp32_tflops, "copy": self.memory_tb_s}.get(ceiling)
+
+
+_SHEETS = tomllib.loads((Path(__file__).with_name("datasheets.toml")).read_text(encoding="utf-8"))
+DATASHEETS: Mapping[str, Datasheet] = {slug: Datasheet.model_validate(sheet) for slug, sheet in _SHEETS.items()}
+"""By folder name under data/. A GPU that is not here has no data-sheet peak, and no percentage of one."""
+
+
+def percent_of_peak(gpu_slug: str, ceiling: str, value: float) -> float | None:
+    """A rate as a percentage of the data sheet's; None, never 0, where the GPU or the peak is unknown."""
+    sheet = DATASHEETS.get(gpu_slug)
+    peak = sheet.peak(ceiling) if sheet else None
+    return None if peak is None else 100 * value / peak
+
+
+_TENSOR_FLOP_PER_CYCLE: Mapping[tuple[int, int], int] = {(9, 0): 4096}
+"""Operations per cycle of one SM's tensor cores, 16-bit in and float32 sums, dense, by compute capability.
+
+Hopper's follows from the data sheet: 989.4 TFLOP/s on 132 SMs at 1830 MHz."""
+
+
+def percent_of_tensor_peak(
+    tflops: float, *, compute_capability: tuple[int, int], sm_count: int, clock_mhz: float | None
+) -> float | None:
+    """A rate as a percentage of what the tensor cores can do at that SM clock; None where either is not known."""
+    per_cycle = _TENSOR_FLOP_PER_CYCLE.get(compute_capability)
+    return 1e8 * tflops / (per_cycle * sm_count * clock_mhz) if per_cycle and clock_mhz else None
+
+
+def l2_bytes(problem: Problem, tile_q: int) -> float:
+    """Bytes that cross from L2 to the SMs, counted: Q and O once, K and V once for every tile of `tile_q` query rows.
+
+    Under a causal mask a tile reads the keys up to its last row's diagonal.
+
+    Raises:
+        ParameterError: `tile_q` is not positive.
+    """
+    if tile_q < 1:
+        raise ParameterError(f"tile_q: wanted a positive number of query rows, got {tile_q}")
+    rows = 0
+    for tile in range(math.ceil(problem.q_len / tile_q)):
+        last = min((tile + 1) * tile_q, problem.q_len)
+        keys = last + problem.kv_len - problem.q_len if problem.causal else problem.kv_len
+        rows += max(0, min(keys, problem.kv_len))
+    heads = problem.batch * problem.q_heads
+    elements = heads * problem.head_dim * (2 * problem.q_len + 2 * rows)
+    return float(BYTES_PER_ELEMENT * elements)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a problem stands under a compute roof and the slope of device memory."""
+
+    intensity: float
+    """Operations per byte that must cross device memory."""
+    attainable_tflops: float
+    bound: Literal["compute", "bandwidth"]
+
+
+def place(problem: Problem, *, compute_tflops: float, bandwidth_tb_s: float) -> Place:
+    """Place a problem under a compute roof and a bandwidth.
+
+    Raises:
+        ParameterError: a ceiling that is no positive number.
+    """
+    if not (compute_tflops > 0 and bandwidth_tb_s > 0):
+        raise ParameterError(f"wanted positive ceilings, got {compute_tflops} TFLOP/s and {bandwidth_tb_s} TB/s")
+    intensity = problem.flops / problem.compulsory_bytes
+    slope = intensity * bandwidth_tb_s
+    return Place(
+        intensity=intensity,
+        attainable_tflops=min(compute_tflops, slope),
+        bound="compute" if compute_tflops <= slope else "bandwidth",
+    )
