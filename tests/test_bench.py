@@ -21,7 +21,7 @@ from flashlab.core import errors
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.measure import bench
-from flashlab.record import store
+from flashlab.record import checks, store
 from flashlab.run import emulator
 from flashlab.run.attention import Fallbacks
 from flashlab.verify import cases
@@ -717,7 +717,7 @@ def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: 
     assert {row.status for row in found.failures} == {"crashed"}
     assert {row.stage for row in found.failures} == {"00_naive"}
     assert found.path is not None
-    lines = cases.read_lines(found.path)
+    lines = checks.read_lines(found.path)
     assert len(lines) == len(found.rows)
     assert {line["layout"] for line in lines} == set(bench.LAYOUTS)
     assert {line["gpu"]["name"] for line in lines} == {"Test GPU"}

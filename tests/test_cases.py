@@ -19,6 +19,7 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.measure import bench
 from flashlab.query import select
+from flashlab.record import checks
 from flashlab.record.store import Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import Fallbacks
@@ -274,8 +275,8 @@ PASSED = Verdict(
 OTHER = PASSED.model_copy(update={"lse_error": 1e-6, "lse_limit": 3e-4})
 FAILED = PASSED.model_copy(update={"passed": False, "reason": "max |error|", "max_abs_error": None})
 ROWS = (
-    cases.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="ok", reason="", verdict=PASSED),
-    cases.CheckRow(
+    checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="ok", reason="", verdict=PASSED),
+    checks.CheckRow(
         stage="06_cp_async",
         problem=PROBLEM,
         layout="padded",
@@ -284,50 +285,52 @@ ROWS = (
         verdict=PASSED,
         fallbacks=Fallbacks(renormalized=3, recomputed=70000),
     ),
-    cases.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="wrong", reason="bad", verdict=FAILED),
-    cases.CheckRow(stage="05_wmma", problem=PROBLEM, layout="bshd", status="crashed", reason="gone", verdict=None),
-    cases.CheckRow(
+    checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="padded", status="wrong", reason="bad", verdict=FAILED),
+    checks.CheckRow(stage="05_wmma", problem=PROBLEM, layout="bshd", status="crashed", reason="gone", verdict=None),
+    checks.CheckRow(
         stage="05_wmma",
         problem=PROBLEM,
         layout="bshd",
         status="wrong",
         reason="emulator: apart",
         verdict=PASSED,
-        emulator=cases.EmulatorVerdict(
+        emulator=checks.EmulatorVerdict(
             status="wrong", reason="apart", shape=PROBLEM.shape, verdict=PASSED, agreement=FAILED
         ),
     ),
-    cases.CheckRow(
+    checks.CheckRow(
         stage="05_wmma",
         problem=PROBLEM,
         layout="bshd",
         status="timeout",
         reason="emulator: late",
         verdict=PASSED,
-        emulator=cases.EmulatorVerdict(status="timeout", reason="late", shape="1x1x1x64", verdict=None, agreement=None),
+        emulator=checks.EmulatorVerdict(
+            status="timeout", reason="late", shape="1x1x1x64", verdict=None, agreement=None
+        ),
     ),
-    cases.CheckRow(
+    checks.CheckRow(
         stage="05_wmma",
         problem=PROBLEM,
         layout="contiguous",
         status="ok",
         reason="",
         verdict=PASSED,
-        emulator=cases.EmulatorVerdict(status="ok", reason="", shape="1x1x1x64", verdict=OTHER, agreement=PASSED),
+        emulator=checks.EmulatorVerdict(status="ok", reason="", shape="1x1x1x64", verdict=OTHER, agreement=PASSED),
     ),
 )
 
 
-def _lines(rows: Sequence[cases.CheckRow]) -> list[object]:
+def _lines(rows: Sequence[checks.CheckRow]) -> list[object]:
     """A line for each problem in a layout, in their order."""
-    of_cases: dict[object, list[cases.CheckRow]] = {}
+    of_cases: dict[object, list[checks.CheckRow]] = {}
     for row in rows:
         of_cases.setdefault((row.problem, row.layout), []).append(row)
-    return [cases.case_line(of_case) for of_case in of_cases.values()]
+    return [checks.case_line(of_case) for of_case in of_cases.values()]
 
 
 def _written(path: Path) -> Path:
-    header = cases.header_line(
+    header = checks.header_line(
         run="20260102T030405Z-0123abc", time="2026-01-02T03:04:05Z", gpu={"name": "G"}, source={"dirty": False},
         software={"numpy": "2"},
     )  # fmt: skip
@@ -355,14 +358,14 @@ def test_cases_take_kinds_of_inputs_and_name_them_on_record(tmp_path: Path) -> N
     _written(path)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in _lines([row]))
-    assert Problem(**cases.read_lines(path)[-1]["problem"]) == row.problem
+    assert Problem(**checks.read_lines(path)[-1]["problem"]) == row.problem
     # What is shown unasked is on normal inputs.
     assert len(select.checks("nvidia-h200", tmp_path)) == len(ROWS)
     assert len(select.checks("nvidia-h200", tmp_path, inputs=("falling",))) == 1
 
 
 def test_comparisons_on_record_read_back(tmp_path: Path) -> None:
-    lines = cases.read_lines(_written(tmp_path / "checks.jsonl"))
+    lines = checks.read_lines(_written(tmp_path / "checks.jsonl"))
     assert [line["status"] for line in lines] == [row.status for row in ROWS]
     assert [line["reason"] for line in lines] == [row.reason for row in ROWS]
     assert all(Problem(**line["problem"]) == PROBLEM for line in lines)
@@ -391,10 +394,10 @@ def test_comparisons_on_record_read_back(tmp_path: Path) -> None:
 
 def test_a_file_of_the_first_format_reads_alike_and_is_ten_times_as_long(tmp_path: Path) -> None:
     old = next(path for path in sorted(DATA.glob("*/checks/*.jsonl")) if '"format"' not in path.read_text()[:40])
-    lines = cases.read_lines(old)
+    lines = checks.read_lines(old)
     assert {"run", "time", "gpu", "source", "software", "stage", "problem", "layout", "status"} <= set(lines[0])
     rows = [
-        cases.CheckRow(
+        checks.CheckRow(
             stage=line["stage"],
             problem=Problem(**line["problem"]),
             layout=line["layout"],
@@ -407,14 +410,14 @@ def test_a_file_of_the_first_format_reads_alike_and_is_ten_times_as_long(tmp_pat
     new = tmp_path / "new.jsonl"
     same = {name: lines[0][name] for name in ("run", "time", "gpu", "source", "software")}
     new.write_text(
-        "".join(json.dumps(x) + "\n" for x in (cases.header_line(**same), *_lines(rows))),
+        "".join(json.dumps(x) + "\n" for x in (checks.header_line(**same), *_lines(rows))),
         encoding="utf-8",
     )
 
     def known(found: Iterable[dict[str, Any]]) -> list[str]:
         return sorted(json.dumps({**line, "time": "", "verdict": None}, sort_keys=True) for line in found)
 
-    assert known(cases.read_lines(new)) == known(lines)
+    assert known(checks.read_lines(new)) == known(lines)
     assert new.stat().st_size < old.stat().st_size / 10
 
 
@@ -424,4 +427,4 @@ def test_a_damaged_comparison_is_named(tmp_path: Path) -> None:
     for bad in ("{", "[]", '{"stage": "05_wmma"}', text[1].replace("x64", "x")):
         path.write_text("\n".join([*text[:2], bad]), encoding="utf-8")
         with pytest.raises(DamagedRecordError, match=r"checks\.jsonl:3"):
-            cases.read_lines(path)
+            checks.read_lines(path)

@@ -16,10 +16,10 @@ from flashlab.kernels import registry
 from flashlab.query import roofline, select
 from flashlab.query.select import Accuracy, AgainstPeers, Contest
 from flashlab.record import store
+from flashlab.record.checks import CheckRow
 from flashlab.record.store import Regime, StageCounters, cycles_per_score
 from flashlab.run.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.show import tables
-from flashlab.verify.cases import CheckRow
 
 FIRST = Problem.parse(FIRST_SHAPE)
 

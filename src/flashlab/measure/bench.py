@@ -57,6 +57,8 @@ from flashlab.kernels.registry import variant_in
 from flashlab.measure import ceilings as roofline
 from flashlab.measure import timer as timing
 from flashlab.record import provenance, store
+from flashlab.record.checks import CheckRow as CheckRow
+from flashlab.record.checks import EmulatorVerdict, case_line, header_line
 from flashlab.record.store import (
     Ablation,
     Ceiling,
@@ -78,23 +80,19 @@ from flashlab.verify.cases import (
     FLASH_ATTENTION,
     SUITES,
     TENSORS,
-    EmulatorVerdict,
     build_all,
-    case_line,
     cases,
     damage,
     default_cases,
     emulate_beside,
     emulates,
     finite,
-    header_line,
     laid_out,
     placement,
     random_cases,
     suite_cases,
 )
 from flashlab.verify.cases import LAYOUTS as LAYOUTS
-from flashlab.verify.cases import CheckRow as CheckRow
 from flashlab.verify.cases import CheckRun as CheckRun
 from flashlab.verify.oracle import Shape, make_torch_inputs
 from flashlab.verify.verdict import HOSTILE, POISON_WORD, FlashAttentionOracle, Guarded, Oracle, Sample, check

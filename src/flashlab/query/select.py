@@ -37,8 +37,8 @@ from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Problem, suite
 from flashlab.kernels import registry
 from flashlab.query import roofline
 from flashlab.record import store
+from flashlab.record.checks import read_lines as check_lines
 from flashlab.record.store import Cache, Ceiling, Damage, Machine, Measurement, Regime, Run, StageProfile
-from flashlab.verify.cases import read_lines as check_lines
 
 SESSION_GAP = timedelta(hours=6)
 """Between the starts of two runs of one session, at most."""

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from flashlab.build import triton_code
 from flashlab.core.errors import (
@@ -42,6 +42,7 @@ from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, DType, Problem
 from flashlab.experiments import cublaslt
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
+from flashlab.record.checks import Fallbacks as Fallbacks
 from flashlab.run import choice, emulator, gpu
 from flashlab.run.gpu import DeviceArray
 from flashlab.run.tensor_map import DATA_TYPES, MAP_BYTES, MAX_STRIDE_BYTES, SWIZZLE_128B, TensorMap
@@ -106,15 +107,6 @@ class AttentionParams(ctypes.Structure):
         ("work", ctypes.c_void_p),
         ("fallbacks", ctypes.c_void_p),
     )
-
-
-class Fallbacks(NamedTuple):
-    """How often a call left the fast path: the counters behind `AttentionParams.fallbacks`, in tiles of a warp."""
-
-    renormalized: int
-    """Whose reference was moved."""
-    recomputed: int
-    """Whose scores were computed again."""
 
 
 class AttentionMaps(ctypes.Structure):

@@ -48,13 +48,13 @@ from flashlab.kernels import registry
 from flashlab.query import select as results
 from flashlab.query.select import AgainstPeers, Results
 from flashlab.record import provenance, store
+from flashlab.record.checks import CheckRow
 from flashlab.record.store import Measurement, StageCounters, StageProfile
 from flashlab.run import emulator
 from flashlab.run import gpu as gpus
 from flashlab.run.attention import emulate
 from flashlab.show.charts import Chart
 from flashlab.verify import cases
-from flashlab.verify.cases import CheckRow
 from flashlab.verify.verdict import Verdict, check
 
 if TYPE_CHECKING:

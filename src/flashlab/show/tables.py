@@ -22,6 +22,7 @@ from flashlab.core.paths import DATA
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline, select
 from flashlab.query.select import Results
+from flashlab.record.checks import CheckRow
 from flashlab.record.store import (
     Cache,
     Ceiling,
@@ -40,7 +41,6 @@ from flashlab.record.store import (
 from flashlab.record.store import runs as recorded_runs
 from flashlab.run.emulator import Actor, Counter, Place, Report
 from flashlab.verify import verdict as check
-from flashlab.verify.cases import CheckRow
 
 Cell = str | int | float | None
 

@@ -1,0 +1,225 @@
+"""Comparisons of stages with the oracle on record: how a file of them is written, and read.
+
+A comparison is no timing: one stage on one problem in one layout, and what the oracle said. Thousands of them stand in
+a file under data/<gpu>/checks, random or flash-attention, so that a line holds those of a case, and a number has three
+digits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flashlab.core.errors import DamagedRecordError, FlashlabError
+from flashlab.core.inputs import NORMAL
+from flashlab.core.problem import Problem
+from flashlab.record.store import Verdict
+
+
+class Fallbacks(NamedTuple):
+    """How often a call left the fast path: the counters behind `AttentionParams.fallbacks`, in tiles of a warp."""
+
+    renormalized: int
+    """Whose reference was moved."""
+    recomputed: int
+    """Whose scores were computed again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmulatorVerdict:
+    """What the emulator says of the inputs a GPU was given."""
+
+    status: str
+    """As `records.Status`: `ok` where the emulator passes the check and agrees with the chip."""
+    reason: str
+    shape: str
+    """What was emulated: the problem, or of a large one some of its heads."""
+    verdict: Verdict | None
+    """The emulator's output against the oracle."""
+    agreement: Verdict | None
+    """The chip's output against the emulator's, within the same limits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckRow:
+    """One stage on one problem in one layout."""
+
+    stage: str
+    problem: Problem
+    layout: str
+    status: str
+    """As `records.Status`; `ok` is passed."""
+    reason: str
+    verdict: Verdict | None
+    schedule: str = ""
+    """On a CPU: the order in which warps took their turns."""
+    findings: tuple[str, ...] = ()
+    """On a CPU, where races were looked for: everything found."""
+    fallbacks: Fallbacks | None = None
+    """How often the kernel left its fast path; None where it did not come to an end."""
+    emulator: EmulatorVerdict | None = None
+    """On a GPU, where the emulator was asked too."""
+
+
+FORMAT = 3
+"""Of a file of comparisons: a first line with what holds for all of them, then a line for each case, a problem in a
+layout. In format 2 a line is a comparison; a file whose first line names no format is of the first one, in which each
+of them holds everything, too. `read_lines` reads all alike."""
+_DIGITS = 3
+_ERRORS = ("max_abs", "rms", "lse")
+_SIDES = ("error", "limit")
+
+
+def header_line(*, run: str, time: str, gpu: object, source: object, software: Mapping[str, str]) -> dict[str, Any]:
+    """The first line of a file: what holds for every comparison in it. `time` is UTC, ISO 8601."""
+    return {"format": FORMAT, "run": run, "time": time, "gpu": gpu, "source": source, "software": dict(software)}
+
+
+def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
+    """The comparisons of one case, short.
+
+    `ok` has the numbers of each stage that passed: errors, then limits, in the order of `_ERRORS`, with few digits;
+    where the emulator was asked, the same of its output, and of the two compared. `emulated` is what it ran. `other`
+    has what did not pass. `inputs` is the kind where it is not normal, `fallbacks` the counts of stages that had any.
+    """
+    problem = rows[0].problem
+    line: dict[str, Any] = {
+        "shape": problem.shape,
+        "dtype": problem.dtype,
+        "mask": problem.mask,
+        **({} if problem.inputs == NORMAL else {"inputs": problem.inputs}),
+        "layout": rows[0].layout,
+        "ok": {row.stage: _numbers(row) for row in rows if _passed(row)},
+    }
+    fallbacks = {row.stage: row.fallbacks for row in rows if row.fallbacks and any(row.fallbacks)}
+    if fallbacks:
+        line["fallbacks"] = fallbacks
+    other = [_other_line(row) for row in rows if not _passed(row)]
+    if other:
+        line["other"] = other
+    emulated = [row.emulator.shape for row in rows if row.emulator is not None and _passed(row)]
+    if emulated:
+        line["emulated"] = emulated[0]
+    return line
+
+
+def _passed(row: CheckRow) -> bool:
+    return row.status == "ok" and row.verdict is not None and not row.reason
+
+
+def _numbers(row: CheckRow) -> list[float | None]:
+    verdicts = [row.verdict, *((row.emulator.verdict, row.emulator.agreement) if row.emulator else ())]
+    shorts = [_short(verdict) for verdict in verdicts if verdict is not None]
+    return [number for short in shorts for side in _SIDES for number in short[side]]
+
+
+def _other_line(row: CheckRow) -> dict[str, Any]:
+    line: dict[str, Any] = {"stage": row.stage, "status": row.status}
+    if row.reason:
+        line["reason"] = row.reason
+    if row.verdict is not None:
+        line["verdict"] = _short(row.verdict)
+    if row.emulator is not None:
+        beside: dict[str, Any] = {"status": row.emulator.status, "shape": row.emulator.shape}
+        if row.emulator.reason:
+            beside["reason"] = row.emulator.reason
+        for name in ("verdict", "agreement"):
+            verdict = getattr(row.emulator, name)
+            if verdict is not None:
+                beside[name] = _short(verdict)
+        line["emulator"] = beside
+    return line
+
+
+def _short(verdict: Verdict) -> dict[str, Any]:
+    def digits(value: float | None) -> float | None:
+        return None if value is None else float(f"{value:.{_DIGITS}g}")
+
+    short: dict[str, Any] = {side: [digits(getattr(verdict, f"{name}_{side}")) for name in _ERRORS] for side in _SIDES}
+    return short if verdict.passed else {"failed": verdict.reason, **short}
+
+
+def _long(short: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    if short is None:
+        return None
+    numbers = {f"{name}_{side}": value for side in _SIDES for name, value in zip(_ERRORS, short[side], strict=True)}
+    return {"passed": "failed" not in short, "reason": short.get("failed", ""), **numbers}
+
+
+def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
+    """The comparisons in a file of either format.
+
+    Each has run, time, gpu, source, software, stage, problem (its fields), layout, status, reason, verdict and, where
+    the emulator was asked, emulator, and where the kernel left its fast path, fallbacks.
+
+    Raises:
+        DamagedRecordError: a line that is none.
+    """
+    found: list[dict[str, Any]] = []
+    header: dict[str, Any] = {}
+    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not text.strip():
+            continue
+        try:
+            line = json.loads(text)
+            if "format" in line:
+                header = {key: value for key, value in line.items() if key != "format"}
+            else:
+                found.extend([{**header, **one} for one in _expanded(line)] if header else [_first_format(line)])
+        except (ValueError, KeyError, TypeError, FlashlabError) as error:
+            raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {error!r}") from error
+    return tuple(found)
+
+
+def _first_format(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Its line, from before there were kinds of inputs."""
+    return {**line, "problem": {**line["problem"], "inputs": NORMAL}}
+
+
+def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The comparisons of a line of `case_line`, or the one of a line of format 2."""
+    what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
+    problem = asdict(Problem.parse(line["shape"], **what))
+    if "stage" in line:
+        return [_full(line, problem, line["layout"])]
+    rows = [_passed_line(stage, numbers, line.get("emulated")) for stage, numbers in line["ok"].items()]
+    found = [_full(row, problem, line["layout"]) for row in (*rows, *line.get("other", ()))]
+    counted = line.get("fallbacks", {})
+    return [one | ({"fallbacks": counted[one["stage"]]} if one["stage"] in counted else {}) for one in found]
+
+
+def _passed_line(stage: str, numbers: Sequence[float | None], emulated: str | None) -> dict[str, Any]:
+    """As `_other_line` has it."""
+    per_side, per_verdict = len(_ERRORS), len(_ERRORS) * len(_SIDES)
+    verdicts = [
+        {side: numbers[at + i * per_side : at + (i + 1) * per_side] for i, side in enumerate(_SIDES)}
+        for at in range(0, len(numbers), per_verdict)
+    ]
+    row: dict[str, Any] = {"stage": stage, "status": "ok", "verdict": verdicts[0]}
+    if len(verdicts) > 1:
+        row["emulator"] = {"status": "ok", "shape": emulated, "verdict": verdicts[1], "agreement": verdicts[2]}
+    return row
+
+
+def _full(row: Mapping[str, Any], problem: Mapping[str, Any], layout: str) -> dict[str, Any]:
+    full = {
+        "stage": row["stage"],
+        "problem": problem,
+        "layout": layout,
+        "status": row["status"],
+        "reason": row.get("reason", ""),
+        "verdict": _long(row.get("verdict")),
+    }
+    beside = row.get("emulator")
+    if beside is not None:
+        full["emulator"] = {
+            "status": beside["status"],
+            "reason": beside.get("reason", ""),
+            "shape": beside["shape"],
+            "verdict": _long(beside.get("verdict")),
+            "agreement": _long(beside.get("agreement")),
+        }
+    return full
