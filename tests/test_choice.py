@@ -333,7 +333,7 @@ def test_explain_says_whose_choice_an_unknown_gpu_gets(data: Path) -> None:
     assert "device memory" in found["lent"]
     stranger = as_json(data, "1x8x512x64", "--gpu", "nvidia-a100-sxm4-80gb", "--arch", "sm_80")
     assert (stranger["stage"], stranger["predicted_us"]) == ("08_swizzle", None)
-    assert "no time is foretold" in stranger["lent"]
+    assert "no time is predicted" in stranger["lent"]
     assert stranger["lent"] in explained(data, "1x8x512x64", "--gpu", "nvidia-a100-sxm4-80gb", "--arch", "sm_80").stdout
 
 

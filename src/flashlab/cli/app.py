@@ -824,14 +824,14 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Say which stage and tunables `flashlab.attention` takes for a problem, why, and how long it may take."""
-    from flashlab.experiments import evidence
+    from flashlab.query.kinship import times_carry_over
     from flashlab.run import choice as module
 
     problem = Problem.parse(shape, dtype=dtype, mask=mask)
     name, arch, sm_count = _explained_gpu(gpu, arch, data)
     found = module.rank(problem, name, arch, sm_count, data)
     kin = found.table.gpu if found.table is not None and found.table.gpu != name else None
-    carries, differs = evidence.lends(name, kin) if kin else (True, "")
+    carries, differs = times_carry_over(name, kin) if kin else (True, "")
     lent = f"{name} has no records of its own, so its nearest kin, {kin}, chooses. {differs}" if kin else ""
     chosen: dict[str, object] = {"gpu": name, "arch": arch, **_problem_fields(problem)}
     if not found.choices:
@@ -870,7 +870,7 @@ def explain(
 
 def _explained_gpu(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, int | None]:
     """Folder, architecture and SMs of the GPU to explain a choice for; None where its SMs are not known."""
-    from flashlab.experiments import evidence
+    from flashlab.query.kinship import MODELS, model_in
     from flashlab.run import choice as tables
     from flashlab.run import gpu as module
 
@@ -886,8 +886,8 @@ def _explained_gpu(gpu: str | None, arch: str | None, data: Path) -> tuple[str, 
     if here is not None and name == here.slug:
         return name, here.arch, here.sm_count
     own = tables.table(name, data)
-    model = next((model for model, folder in evidence.FOLDERS.items() if folder == name), "")
-    found = own.arch if own is not None else arch or evidence.ARCHS.get(model)
+    model = model_in(name)
+    found = own.arch if own is not None else arch or (MODELS[model].arch if model else None)
     if found is None:
         raise ParameterError(
             f"gpu: wanted one with a table under {data} ({', '.join(known) or 'none yet'}), or --arch beside it, got "

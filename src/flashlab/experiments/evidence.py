@@ -26,6 +26,7 @@ from flashlab.experiments import levers
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as ceilings
 from flashlab.query import select
+from flashlab.query.kinship import MODELS, kinship
 from flashlab.record import store
 from flashlab.record.store import Ablation, Call, Ceiling, Measurement, Part, Samples, StageProfile, Tuning
 from flashlab.show import tables
@@ -52,67 +53,8 @@ About = Literal["time", "ratio", "code", "arithmetic", "numbers"]
 """What a claim is about. time: a time, or a rate. ratio: of two times, or of two limits. code: the machine code, or
 what it takes of an SM. arithmetic: what follows from the document's own numbers. numbers: what a kernel computes."""
 
-FOLDERS: Mapping[str, str] = {"H100": "nvidia-h100-80gb-hbm3", "L4": "nvidia-l4"}
-"""Folder under data/ of the models that the documents measured on."""
 _BANDWIDTH_SHARE = 0.5
 """Of another GPU's device memory: a kernel that needs less of it is not held up by it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Kinship:
-    """What a measurement on one GPU says of another one."""
-
-    claimed: str
-    """The model that is spoken of, as in data/claims.csv."""
-    measured: str
-    """Folder under data/ of the one that was measured."""
-    same: str
-    differs: str
-    time: bool
-    """Whether a time carries over, where device memory does not bound it."""
-
-
-KINSHIPS: tuple[Kinship, ...] = (
-    Kinship(
-        claimed="H100",
-        measured="nvidia-h200",
-        same=("the same chip: 132 SMs, 1980 MHz, 700 W, 227 KB of shared memory a block, and the same machine code"),
-        differs="device memory, 80 GB at 3.35 TB/s in place of 141 GB at 4.8 TB/s",
-        time=True,
-    ),
-    Kinship(
-        claimed="L4",
-        measured="nvidia-h200",
-        same="the programming model, and warp-level matrix products",
-        differs=(
-            "58 SMs in place of 132, 72 W in place of 700 W, 0.3 TB/s in place of 4.8 TB/s, 99 KB of shared memory a "
-            "block in place of 227 KB, and which unit a kernel meets first"
-        ),
-        time=False,
-    ),
-)
-"""Of other pairs nothing is known, so that times do not carry over."""
-
-
-def kinship(claimed: str, measured: str) -> Kinship | None:
-    """What a GPU's records say of a claimed model; None where nothing is known of the pair, or it is that model."""
-    return next((one for one in KINSHIPS if (one.claimed, one.measured) == (claimed, measured)), None)
-
-
-def lends(gpu: str, kin: str) -> tuple[bool, str]:
-    """Whether the times of a GPU that another one's choices are taken from carry over, and why, for people.
-
-    Args:
-        gpu, kin: folders under data/ of the one without records of its own, and of the other.
-    """
-    model = next((name for name, folder in FOLDERS.items() if folder == gpu), gpu)
-    found = kinship(model, kin)
-    if found is None:
-        return False, f"Nothing is known of how {gpu} and {kin} differ, so that no time is foretold."
-    carries = "so times carry over where that does not bound them" if found.time else "so no time is foretold"
-    return found.time, f"Between them are the same: {found.same.removeprefix('the same ')}. They differ in " + (
-        f"{found.differs}; {carries}."
-    )
 
 
 def concludes(claimed: str, measured: str, about: About, demand_tb_s: float | None = None) -> tuple[bool, str]:
@@ -124,7 +66,7 @@ def concludes(claimed: str, measured: str, about: About, demand_tb_s: float | No
         about: what the claim is about.
         demand_tb_s: bytes that must cross device memory over the time it took, TB/s, where known.
     """
-    if about in ("arithmetic", "code", "numbers") or FOLDERS.get(claimed) == measured:
+    if about in ("arithmetic", "code", "numbers") or (claimed in MODELS and MODELS[claimed].folder == measured):
         return True, ""
     kin = kinship(claimed, measured)
     carries = kin is not None and kin.time
@@ -132,7 +74,7 @@ def concludes(claimed: str, measured: str, about: About, demand_tb_s: float | No
         return True, "" if carries else f"The ratio is that of {measured}; an {claimed} has other limits."
     if not carries:
         return False, f"What {measured} reaches does not carry over to an {claimed}."
-    sheet = ceilings.DATASHEETS.get(FOLDERS[claimed])
+    sheet = ceilings.DATASHEETS.get(MODELS[claimed].folder)
     same = f"An {claimed} is the same chip but for its memory"
     if demand_tb_s is None or sheet is None:
         return True, f"{same}."
@@ -141,16 +83,12 @@ def concludes(claimed: str, measured: str, about: About, demand_tb_s: float | No
     return True, f"{same}, of whose bandwidth this needs {_n(100 * share, 2)} %, {so}."
 
 
-ARCHS: Mapping[str, str] = {"L4": "sm_89", "H100": "sm_90a"}
-"""Architecture of the models that the documents measured on."""
-
-
 def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path = DATA) -> str:
     """What can be said of stages without the GPU that a claim is about: their machine code for it, and runs on a CPU.
 
     One sentence, about the last of them that is CUDA C++; empty where there is none.
     """
-    arch = ARCHS.get(claimed)
+    arch = MODELS[claimed].arch if claimed in MODELS else None
     known = [stage for stage in map(_known, stage_ids) if stage and stage.language == "cuda" and arch in stage.archs]
     if not known or arch is None:
         return ""
@@ -845,7 +783,7 @@ def _memory_bound(evidence: Evidence) -> Finding:
             f"that must cross it, and the tensor cores {_n(tensor_us)} µs"
         ),
         beside=(
-            f"with the {ceilings.DATASHEETS[FOLDERS['H100']].memory_tb_s} TB/s of an H100 that is "
+            f"with the {ceilings.DATASHEETS[MODELS['H100'].folder].memory_tb_s} TB/s of an H100 that is "
             f"{_n(FIRST.compulsory_bytes / 3.35e6 / tensor_us)}, so the kernel is not memory-bound there either"
         ),
         places=(copy.place, tensor.place),
@@ -1120,7 +1058,7 @@ def _wrong_partition(evidence: Evidence) -> Finding:
 
 
 def _neither_roof(evidence: Evidence) -> Finding:
-    sheet = ceilings.DATASHEETS[FOLDERS["L4"]]
+    sheet = ceilings.DATASHEETS[MODELS["L4"].folder]
     time_us = 318.4
     memory = 100 * PAIR.compulsory_bytes / time_us / 1e6 / sheet.memory_tb_s
     compute = 100 * PAIR.tflops(time_us) / sheet.tensor_tflops

@@ -34,18 +34,17 @@ from flashlab.experiments import ablation
 from flashlab.experiments.evidence import (
     EVALUATORS,
     FIRST,
-    KINSHIPS,
     PAIR,
     SINGLE,
     Estimate,
     Evidence,
     PendingError,
     concludes,
-    kinship,
     shown_without,
 )
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench
+from flashlab.query.kinship import KINSHIPS, kinship
 from flashlab.record import provenance
 from flashlab.record import store as records
 from flashlab.record.store import Call
