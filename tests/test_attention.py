@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import io
 import os
+import shutil
 import struct
 import sys
 from contextlib import nullcontext
@@ -20,6 +21,7 @@ from emulation import hopper_sum
 
 import flashlab
 from flashlab import attention
+from flashlab.build import compiler
 from flashlab.build.compiler import LaunchShape, compile_file
 from flashlab.core import errors
 from flashlab.core.problem import DTYPES, DType, Problem
@@ -758,6 +760,37 @@ def test_an_edited_source_and_a_new_table_are_noticed(
     monkeypatch.setattr(choice, "stamp", lambda *_: 7)
     prepare(q, k, v, **call)
     assert len(planned) == 3
+
+
+def test_an_edited_header_and_a_file_of_the_same_age_are_noticed(
+    monkeypatch: pytest.MonkeyPatch, planned: list[Any], tmp_path: Path
+) -> None:
+    _Launches(monkeypatch)
+    common = tmp_path / "common"
+    shutil.copytree(compiler.COMMON, common)
+    monkeypatch.setattr(compiler, "COMMON", common)
+    q, k, v = qkv()
+    source = tmp_path / "edited.cu"
+    source.write_bytes(registry.get("01_coalesced").source.read_bytes())
+    call: dict[str, Any] = {"stage": "01_coalesced", "stream": 5, "source": source}
+    call["out"] = array(2, 4, 8, 64, pointer=OUT)
+    first = prepare(q, k, v, **call)
+    for file, old, new in (
+        (common / "attention.cuh", "LN_2 = 0.69", "LN_2 = 0.70"),
+        (source, "extern", "static __device__ int another;\nextern"),
+    ):
+        age = file.stat().st_mtime_ns
+        text = file.read_text(encoding="utf-8")
+        assert old in text
+        file.write_text(text.replace(old, new, 1), encoding="utf-8")
+        os.utime(file, ns=(age, age))
+        count = len(planned)
+        second = prepare(q, k, v, **call)
+        assert len(planned) == count + 1
+        assert second.cubin.options == first.cubin.options
+        assert not second.cubin.cached
+        prepare(q, k, v, **call)
+        assert len(planned) == count + 1
 
 
 # --- structures ---

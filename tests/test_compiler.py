@@ -506,10 +506,12 @@ def test_a_copy_elsewhere_makes_the_same_machine_code(tmp_path: Path, empty_cach
     assert naive(copy).sha256 == naive().sha256
 
 
+@pytest.mark.parametrize("name", ["cubin", "facts.json"])
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty", "text", "swapped"])
-def test_a_damaged_entry_is_compiled_anew(tmp_path: Path, empty_cache: Path, damage: str) -> None:
+def test_a_damaged_entry_is_compiled_anew(tmp_path: Path, empty_cache: Path, name: str, damage: str) -> None:
     first = build(tmp_path)
-    (entry,) = empty_cache.iterdir()
+    (folder,) = empty_cache.iterdir()
+    entry = folder / name
     content = entry.read_bytes()
     middle = len(content) // 2
     flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
@@ -530,7 +532,7 @@ def test_a_damaged_entry_is_compiled_anew(tmp_path: Path, empty_cache: Path, dam
 
 def test_processes_share_a_cache(empty_cache: Path) -> None:
     program = (
-        "from flashlab import compiler; from flashlab.errors import CompileError\n"
+        "from flashlab.build import compiler\n"
         "work = [j for j in compiler.jobs(archs=['sm_90a']) if j.stage.id == '00_naive' and j.head_dim == 64] * 3\n"
         "for cubin in compiler.compile_many(work): print(cubin.sha256)\n"
     )
@@ -552,7 +554,8 @@ def test_an_unwritable_cache_is_named(tmp_path: Path, read_only_dir: Path, monke
 
 def test_importing_the_module_loads_no_compiler() -> None:
     program = (
-        "import sys, flashlab.compiler, flashlab.sass; print([m for m in sys.modules if m.split('.')[0] == 'cuda'])"
+        "import sys; from flashlab.build import compiler, sass; "
+        "print([m for m in sys.modules if m.split('.')[0] == 'cuda'])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"

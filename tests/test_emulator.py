@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -309,6 +311,24 @@ def test_threads_that_want_the_same_build_it_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(built.cached for built in found) == [False, True, True, True]
+
+
+@needs_compiler
+def test_processes_that_want_the_same_build_it_once(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text(
+        f'// {time.time_ns()}\nextern "C" __global__ void kernel(int* p) {{ *p = 1; }}\n', encoding="utf-8"
+    )
+    program = (
+        "import sys; from pathlib import Path; from flashlab.run.emulator import build_file; "
+        "print(build_file(Path(sys.argv[1]), entry='kernel').cached)"
+    )
+    command = [sys.executable, "-c", program, str(source)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    said = [process.communicate(timeout=120)[0].strip() for process in running]
+    assert sorted(said) == ["False", "True", "True"]
+    folder = build_file(source, entry="kernel").executable.parent
+    assert not folder.with_name(f"{folder.name}.lock").exists()
 
 
 @needs_compiler

@@ -114,6 +114,13 @@ def test_the_bundle_names_pinned_packages() -> None:
     assert not {canonicalize_name(name) for name in names} - pins().keys()
 
 
+def test_the_package_says_that_it_is_typed() -> None:
+    """PEP 561; the wheel takes every file of the package."""
+    assert (Path(flashlab.__file__).parent / "py.typed").is_file()
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {"packages": ["src/flashlab"]}
+
+
 def test_environment_installs_the_project_through_the_lock() -> None:
     environment = yaml.safe_load((ROOT / "environment.yml").read_text(encoding="utf-8"))
     *conda, last = environment["dependencies"]

@@ -9,9 +9,7 @@ Threads may compile at once (NVRTC runs outside Python's lock), and so may proce
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import io
-import json
 import os
 import pickle
 import re
@@ -19,19 +17,20 @@ import shlex
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from flashlab.build import triton_code
-from flashlab.core.errors import CompileError, MissingPackageError, OutputError, ParameterError, PerformanceWarningError
-from flashlab.core.paths import KERNELS, ROOT, cache_dir, writable_dir
+from flashlab.build import cache, triton_code
+from flashlab.build.sources import contents, digest, quote, read, readable, shown
+from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, PerformanceWarningError
+from flashlab.core.paths import KERNELS, ROOT
 from flashlab.core.problem import DTYPES, DType, Mask, Problem
 from flashlab.kernels.registry import ARCHS, CUDA_STAGES, STAGES, Stage, capability
 
@@ -42,7 +41,6 @@ ELEMENTS: Mapping[DType, str] = {"float16": "__half", "bfloat16": "__nv_bfloat16
 _STD = "c++17"
 _IMPORTING = threading.Lock()
 """cuda.core swaps its modules while it is first imported: two threads must not do it at once."""
-_CACHE_FORMAT = 2
 _HEADER_WHEELS = {
     "nvidia-cuda-runtime": ("", "cuda_fp16.h"),
     "nvidia-cuda-crt": ("", "crt/mma.h"),
@@ -163,7 +161,7 @@ class Job:
         return " ".join([self.stage.id, f"D{self.head_dim}", mask, self.dtype, self.arch, *extra])
 
 
-@cache
+@lru_cache(maxsize=1)
 def toolchain() -> Toolchain:
     """The compiler and the header folders.
 
@@ -204,7 +202,7 @@ def toolchain() -> Toolchain:
             continue
         if found not in include_dirs:
             include_dirs.append(found)
-        identity.append(f"{wheel} {_wheel_version(wheel)} {_digest((found / header).read_bytes())}")
+        identity.append(f"{wheel} {_wheel_version(wheel)} {digest((found / header).read_bytes())}")
     if missing:
         wanted = ", ".join(f"nvidia/cu{major}/include/{Path(*part).as_posix()}" for part in _HEADER_WHEELS.values())
         raise MissingPackageError(
@@ -422,20 +420,20 @@ class _Request:
             f"--std={_STD}",
             "--ptxas-options=-v",
             *(["-lineinfo"] if self.line_info else []),
-            f"-I{_shown(COMMON)}",
+            f"-I{shown(COMMON)}",
             *defines,
         )
 
     @property
     def command(self) -> str:
         """The same for nvcc, to be run in the checkout. Its register allocation may differ from NVRTC's."""
-        wheels = (f"-I{_shown(path)}" for path in self.tools.include_dirs)
+        wheels = (f"-I{shown(path)}" for path in self.tools.include_dirs)
         return shlex.join(["nvcc", "--cubin", *self.options, *wheels, self.display])
 
-    def key(self) -> str:
-        headers = {_shown(path): _digest(path.read_bytes()) for path in _own_headers(self.source, self.text)}
-        content = (_CACHE_FORMAT, self.display, self.text, sorted(headers.items()), self.options, self.tools.identity)
-        return _digest(json.dumps(content).encode())
+    @property
+    def key(self) -> tuple[Any, ...]:
+        headers = contents(self.source, self.text, [COMMON])
+        return (self.display, self.text, headers, self.options, self.tools.identity)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -474,9 +472,9 @@ class _TritonRequest:
         """What it comes to: Triton has no command line."""
         return shlex.join(["triton.compile", self.display, *self.options])
 
-    def key(self) -> str:
-        content = (_CACHE_FORMAT, "triton", self.version, self.display, self.text, self.entry, self.options)
-        return _digest(json.dumps(content).encode())
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return ("triton", self.version, self.display, self.text, self.entry, self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -497,20 +495,13 @@ class _Build:
         return _error(kind, message, command=self.request.command, log=self.log)
 
 
-def _read(source: Path, what: str) -> str:
-    try:
-        return source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(f"source: wanted a {what} file, got {source}: {error}") from error
-
-
 def _build(source: Path, arch: str, macros: Mapping[str, int | str], *, line_info: bool = False) -> _Build:
     tools = toolchain()
     source = source.resolve()
-    text = _read(source, "CUDA C++")
+    text = read(source, "CUDA C++")
     request = _Request(
         source=source,
-        display=_shown(source),
+        display=shown(source),
         text=text,
         arch=arch,
         macros=tuple((name, str(int(value) if isinstance(value, bool) else value)) for name, value in macros.items()),
@@ -522,16 +513,15 @@ def _build(source: Path, arch: str, macros: Mapping[str, int | str], *, line_inf
 
 
 def _cached(request: _Request | _TritonRequest, compile_it: Callable[[], tuple[bytes, str]]) -> _Build:
-    entry = cache_dir() / "cubins" / request.key()
-    found = _read_entry(entry)
-    if found:
-        code, log, seconds = found
-        return _Build(request=request, code=code, log=log, compile_seconds=seconds, cached=True)
-    start = time.perf_counter()
-    code, log = compile_it()
-    seconds = time.perf_counter() - start
-    _write_entry(entry, code, log, seconds)
-    return _Build(request=request, code=code, log=log, compile_seconds=seconds, cached=False)
+    def make(folder: Path) -> dict[str, Any]:
+        start = time.perf_counter()
+        code, log = compile_it()
+        (folder / "cubin").write_bytes(code)
+        return {"log": log, "compile_seconds": time.perf_counter() - start}
+
+    made = cache.entry("cubins", request.key, ["cubin"], make)
+    code = (made.folder / "cubin").read_bytes()
+    return _Build(request=request, code=code, cached=made.cached, **made.facts)
 
 
 def _compile_triton(
@@ -544,8 +534,8 @@ def _compile_triton(
     known = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **parameters}
     request = _TritonRequest(
         source=source,
-        display=_shown(source),
-        text=_read(source, "Python"),
+        display=shown(source),
+        text=read(source, "Python"),
         entry=stage.entry,
         arch=arch,
         dtype=problem.dtype,
@@ -582,7 +572,7 @@ def _triton(request: _TritonRequest) -> tuple[bytes, str]:
         capability=capability(request.arch),
         aligned=request.aligned,
     )
-    log = _readable(made.log)
+    log = readable(made.log)
     if made.code is None:
         raise _error(
             CompileError,
@@ -620,7 +610,7 @@ def _cubin(build: _Build, *, name: str, entry: str, parameters: dict[str, int], 
         entry=entry,
         arch=build.request.arch,
         code=build.code,
-        sha256=_digest(build.code),
+        sha256=digest(build.code),
         parameters=parameters,
         options=build.request.options,
         compiler=_compiler_name(build.request, compiler),
@@ -673,7 +663,7 @@ _ALTERS_NVRTC = ("torch", "cupy")
 run a scaled_dot_product_attention, with NVRTC 13.0.88. A process that has loaded one compiles in another."""
 _ELSEWHERE = (
     "import pickle, sys; path, request = pickle.load(sys.stdin.buffer); sys.path[:] = path; "
-    "from flashlab import compiler; compiler._serve(pickle.loads(request))"
+    "from flashlab.build import compiler; compiler._serve(pickle.loads(request))"
 )
 
 
@@ -728,13 +718,8 @@ def _run_here(request: _Request) -> tuple[bytes | None, str]:
     except Exception as error:  # cuda.core's error type is private, and it carries the log in its text alone
         if "NVRTC_ERROR" not in str(error):
             raise
-        return None, _readable(str(error).partition("compilation log:")[2] or str(error))
-    return bytes(compiled.code), _readable(log.getvalue())
-
-
-def _readable(log: str) -> str:
-    """Without the zero bytes that end NVRTC's texts, and with paths relative to the checkout."""
-    return log.replace("\0", "").replace(f"{ROOT}/", "").strip() + "\n"
+        return None, readable(str(error).partition("compilation log:")[2] or str(error))
+    return bytes(compiled.code), readable(log.getvalue())
 
 
 def _ptx(request: _Request) -> str | None:
@@ -784,16 +769,7 @@ def _ptx_source_line(request: _Request) -> str | None:
 
 
 def _quote(request: _Request, file: str, line: int) -> str:
-    path = ROOT / file
-    is_source = path == request.source
-    try:
-        lines = (
-            request.text.splitlines() if is_source else path.read_text(encoding="utf-8", errors="replace").splitlines()
-        )
-        text = lines[line - 1].strip()
-    except (OSError, IndexError):
-        text = "(cannot be read)"
-    return f"{request.display if is_source else _shown(path)}:{line}: {text}"
+    return quote(file, line, request.text if ROOT / file == request.source else None)
 
 
 # --- reading what came out ---
@@ -858,62 +834,8 @@ def _parse_resources(log: str, entry: str) -> Resources | None:
     )
 
 
-# --- the cache: one file an entry, its own digest first, put in place by one rename ---
-
-
-def _read_entry(path: Path) -> tuple[bytes, str, float] | None:
-    """Code, log and compile time; None where there is no entry, or one that is damaged."""
-    try:
-        digest, _, body = path.read_bytes().partition(b"\n")
-    except OSError:
-        return None
-    if digest != _digest(body).encode():
-        return None
-    header, _, code = body.partition(b"\n")
-    facts = json.loads(header)
-    return code, facts["log"], facts["compile_seconds"]
-
-
-def _write_entry(path: Path, code: bytes, log: str, compile_seconds: float) -> None:
-    body = json.dumps({"log": log, "compile_seconds": compile_seconds}).encode() + b"\n" + code
-    folder = writable_dir(path.parent, "the compile cache (the environment variable FLASHLAB_CACHE names another)")
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_digest(body).encode() + b"\n" + body)
-        Path(temporary).replace(path)
-    except OSError as error:
-        raise OutputError(f"wanted to write {path} into the compile cache: {error.strerror or error}") from error
-    finally:
-        Path(temporary).unlink(missing_ok=True)  # there only where something went wrong
-
-
-def _own_headers(source: Path, text: str) -> set[Path]:
-    """Headers that are no wheel's: all of kernels/common, and whatever the source includes, directly or not."""
-    headers = {path for path in COMMON.rglob("*") if path.is_file()}
-    pending = [(source.parent, text)]
-    pending += [(path.parent, path.read_text(encoding="utf-8")) for path in headers]
-    while pending:
-        folder, content = pending.pop()
-        for name in re.findall(r'^\s*#\s*include\s*["<]([^">]+)[">]', content, re.MULTILINE):
-            for base in (folder, source.parent):
-                path = (base / name).resolve()
-                if path.is_file() and path not in headers:
-                    headers.add(path)
-                    pending.append((path.parent, path.read_text(encoding="utf-8", errors="replace")))
-    return headers
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def _wheel_version(wheel: str) -> str:
     try:
         return metadata.version(wheel)
     except metadata.PackageNotFoundError:  # headers without their wheel's record: the probed header still tells
         return "unknown"
-
-
-def _shown(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)

@@ -46,7 +46,7 @@ _STRIDE_ELEMENTS = 8
 """What ALIGNED=1 promises of Q, K, V and O: addresses in bytes, strides in elements."""
 _ELEMENTS: Mapping[DType, str] = {"float16": "fp16", "bfloat16": "bf16"}
 _POLL_S = 0.05
-_ELSEWHERE = "import sys; from flashlab import triton_code; sys.exit(triton_code.serve(sys.argv[1]))"
+_ELSEWHERE = "import sys; from flashlab.build import triton_code; sys.exit(triton_code.serve(sys.argv[1]))"
 _OLDEST_INTERPRETER = (3, 9)
 """3.6's does not run with NumPy 2.4; none in between was tried."""
 INTERPRETER_NEEDS = (

@@ -16,7 +16,6 @@ import importlib
 import logging
 import math
 import numbers
-import os
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -26,7 +25,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from flashlab.build import triton_code
+from flashlab.build import compiler, triton_code
+from flashlab.build.sources import Stamps, included, read, stamps
 from flashlab.core.errors import (
     DeviceError,
     DTypeError,
@@ -426,58 +426,6 @@ def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RE
     return (clusters * cluster, problem.q_heads, problem.batch)
 
 
-@lru_cache(maxsize=512)
-def _compiled(
-    stage_id: str,
-    head_dim: int,
-    dtype: DType,
-    causal: bool,
-    arch: str,
-    aligned: bool,
-    overrides: tuple[tuple[str, int], ...],
-    source: Path | None,
-    modified_ns: int,
-    may_spill: bool,
-) -> Cubin:
-    from flashlab.build.compiler import compile_stage
-
-    return compile_stage(
-        registry.get(stage_id),
-        head_dim=head_dim,
-        dtype=dtype,
-        causal=causal,
-        arch=arch,
-        aligned=aligned,
-        overrides=dict(overrides),
-        source=source,
-        may_spill=may_spill,
-    )
-
-
-def cubin_for(
-    found: Plan,
-    arch: str,
-    *,
-    overrides: Mapping[str, int] | None = None,
-    source: Path | None = None,
-    may_spill: bool = False,
-) -> Cubin:
-    """The machine code of a plan, compiled once a process for each file as it stands."""
-    problem = found.problem
-    return _compiled(
-        found.stage.id,
-        problem.head_dim,
-        problem.dtype,
-        problem.causal,
-        arch,
-        found.aligned,
-        tuple(sorted((overrides or {}).items())),
-        source,
-        (source or found.stage.source).stat().st_mtime_ns,
-        may_spill,
-    )
-
-
 class Prepared:
     """A validated, compiled, loaded call: calling it enqueues the kernel and returns at once.
 
@@ -610,13 +558,15 @@ class _Recipe:
     """The kernel's first argument, whose addresses count for nothing."""
     encoders: Mapping[str, Callable[[int], bytes]]
     """Of those of Q, K, V, O that have a tensor map: their address to the map."""
-    source: str
-    modified_ns: int
-    """When the file was written that was compiled."""
+    sources: Stamps
+    """Of the file that was compiled and the headers that it includes."""
 
     def stands(self) -> bool:
-        """Whether the file is what it was."""
-        return os.stat(self.source).st_mtime_ns == self.modified_ns  # noqa: PTH116 - each call asks
+        """Whether the sources are what they were."""
+        try:
+            return stamps(path for path, *_ in self.sources) == self.sources
+        except FileNotFoundError:
+            return False
 
 
 _recipes: dict[tuple[Any, ...], _Recipe] = {}
@@ -688,8 +638,19 @@ def _recipe(
         _tell_of_kin(there.slug, arch)
     chosen = choice.parameters(found.stage, there.slug, problem, arch=arch, overrides=params)
     file = source or found.stage.source
-    modified_ns = file.stat().st_mtime_ns
-    cubin = cubin_for(found, arch, overrides=chosen, source=source, may_spill=may_spill)
+    headers = included(file, read(file, "CUDA C++"), [compiler.COMMON])
+    sources = stamps([file, *headers])  # before they are read to be compiled
+    cubin = compiler.compile_stage(
+        found.stage,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        causal=problem.causal,
+        arch=arch,
+        aligned=found.aligned,
+        overrides=chosen,
+        source=source,
+        may_spill=may_spill,
+    )
     shape = cubin.launch_shape
     assert shape is not None
     function = gpu.load(cubin, found.device)
@@ -709,8 +670,7 @@ def _recipe(
         grid=grid_for(problem, shape, resident),
         params=params_for(found, first, second, third, target, None),
         encoders={name: _encoder(one, found.device) for name, one in tile_maps(found, shape, views).items()},
-        source=str(file),
-        modified_ns=modified_ns,
+        sources=sources,
     )
     if len(_recipes) >= _MAX_RECIPES:
         _recipes.clear()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import json
 import math
 import mmap
@@ -35,8 +34,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
-from flashlab.build import symbols, triton_code
+from flashlab.build import cache, symbols, triton_code
 from flashlab.build.compiler import COMMON, ELEMENTS, LaunchShape, launch_shape_fault
+from flashlab.build.sources import contents, quote, read, readable, shown
 from flashlab.core.errors import (
     CompileError,
     EmulationError,
@@ -46,7 +46,7 @@ from flashlab.core.errors import (
     ParameterError,
     UnsupportedError,
 )
-from flashlab.core.paths import KERNELS, ROOT, cache_dir, writable_dir
+from flashlab.core.paths import KERNELS, ROOT
 from flashlab.core.problem import DTYPES, DType, Mask, Problem
 from flashlab.kernels.registry import Stage
 
@@ -62,8 +62,6 @@ _OLDEST = {"g++": 12, "clang++": 14}
 _LANGUAGE = ("-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-finite-loops", "-fPIE", "-pthread")
 """Kernels read one type's bytes as another's; the chip's arithmetic is spelled out, not the compiler's to fuse; and an
 endless loop, which C++ lets a compiler take out, is to hang as it does there."""
-_CACHE_FORMAT = 1
-_CACHE_PURPOSE = "the compile cache (the environment variable FLASHLAB_CACHE names another)"
 _GRACE_S = 5.0
 """How long a worker that is told to stop has to say where everyone is."""
 _KEPT_OUTPUT_BYTES = 1 << 20
@@ -231,7 +229,7 @@ def build_stage(
     )
     fault = launch_shape_fault(stage, built.launch_shape)
     if fault:
-        raise CompileError(f"{_shown(built.source)}: {fault}", command=built.command, log=built.log)
+        raise CompileError(f"{shown(built.source)}: {fault}", command=built.command, log=built.log)
     return built
 
 
@@ -302,22 +300,10 @@ class _Request:
         shape = "&launch_shape" if re.search(r"\blaunch_shape\b", _without_comments(self.text)) else "nullptr"
         return f'#include "{self.source}"\nEMULATE({self.entry}, {shape})\n'
 
-    def key(self) -> str:
-        return _digest(
-            json.dumps(
-                (
-                    _CACHE_FORMAT,
-                    str(self.source),
-                    self.text,
-                    _contents(COMMON),
-                    _contents(EMULATION),
-                    _included(self.source, self.text),
-                    self.unit,
-                    self.options,
-                    self.compiler.identity,
-                )
-            ).encode()
-        )
+    @property
+    def key(self) -> tuple[Any, ...]:
+        headers = contents(self.source, self.text, [COMMON, EMULATION])
+        return (str(self.source), self.text, headers, self.unit, self.options, self.compiler.identity)
 
 
 def _build(
@@ -330,10 +316,7 @@ def _build(
     hooks: bool,
 ) -> Emulated:
     source = source.resolve()
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(f"source: wanted a CUDA C++ file, got {source}: {error}") from error
+    text = read(source, "CUDA C++")
     request = _Request(
         source=source,
         text=text,
@@ -348,22 +331,18 @@ def _build(
     )
     if entry not in kernels:
         raise CompileError(
-            f"{_shown(source)}: wanted the kernel {entry!r}, the file defines {', '.join(kernels) or 'none'}.",
+            f"{shown(source)}: wanted the kernel {entry!r}, the file defines {', '.join(kernels) or 'none'}.",
             command=command,
             log="",
         )
-    folder = cache_dir() / "emulated" / request.key()
-    with _one_at_a_time(folder.name):
-        facts = _read_entry(folder, ("kernel",))
-        cached = facts is not None
-        if facts is None:
-            facts = _compile_kernel(request, folder, command)
+    made = cache.entry("emulated", request.key, ["kernel"], lambda work: _compile_kernel(request, work, command))
+    facts = made.facts
     shape = facts["describe"]["launch_shape"]
     return Emulated(
         name=name,
         entry=entry,
         source=source,
-        executable=folder / "kernel",
+        executable=made.folder / "kernel",
         hooks=hooks,
         parameters=parameters,
         argument_sizes=tuple(facts["describe"]["arguments"]),
@@ -372,53 +351,44 @@ def _build(
         command=command,
         log=facts["log"],
         compile_seconds=facts["compile_seconds"],
-        cached=cached,
+        cached=made.cached,
     )
 
 
-def _compile_kernel(request: _Request, folder: Path, command: str) -> dict[str, Any]:
+def _compile_kernel(request: _Request, work: Path, command: str) -> dict[str, Any]:
     runtime = _runtime(request.compiler)
     start = time.perf_counter()
-    with _new_entry(folder) as work:
-        unit = work / "unit.cpp"
-        unit.write_text(request.unit, encoding="utf-8")
-        done = _compile([request.compiler.path, *request.options, "-c", str(unit), "-o", str(work / "unit.o")])
-        log = _readable(done.stderr)
-        if done.returncode:
-            raise _refusal(request, log, command)
-        pie = () if sys.platform == "darwin" else ("-pie",)
-        dl = () if sys.platform == "darwin" else ("-ldl",)
-        linked = _compile(
-            [
-                *(request.compiler.path, "-pthread", *pie, str(work / "unit.o"), *map(str, runtime)),
-                *("-o", str(work / "kernel"), *dl),
-            ]
+    unit = work / "unit.cpp"
+    unit.write_text(request.unit, encoding="utf-8")
+    done = _compile([request.compiler.path, *request.options, "-c", str(unit), "-o", str(work / "unit.o")])
+    log = readable(done.stderr)
+    if done.returncode:
+        raise _refusal(request, log, command)
+    pie = () if sys.platform == "darwin" else ("-pie",)
+    dl = () if sys.platform == "darwin" else ("-ldl",)
+    linked = _compile(
+        [
+            *(request.compiler.path, "-pthread", *pie, str(work / "unit.o"), *map(str, runtime)),
+            *("-o", str(work / "kernel"), *dl),
+        ]
+    )
+    if linked.returncode:
+        missing = re.search(r"undefined reference to [`'‘](.*?)['’]|\"(_\S+)\", referenced from", linked.stderr)
+        raise CompileError(
+            f"{shown(request.source)}: it compiled for the CPU but did not link"
+            + (f": {missing[1] or missing[2]} is not part of the emulation" if missing else ""),
+            command=command,
+            log=readable(linked.stderr),
         )
-        if linked.returncode:
-            missing = re.search(r"undefined reference to [`'‘](.*?)['’]|\"(_\S+)\", referenced from", linked.stderr)
-            raise CompileError(
-                f"{_shown(request.source)}: it compiled for the CPU but did not link"
-                + (f": {missing[1] or missing[2]} is not part of the emulation" if missing else ""),
-                command=command,
-                log=_readable(linked.stderr),
-            )
-        (work / "unit.o").unlink()
-        said = subprocess.run([str(work / "kernel"), "--describe"], capture_output=True, text=True, timeout=60)
-        if said.returncode:
-            raise CompileError(
-                f"{_shown(request.source)}: it compiled for the CPU, and the program does not start",
-                command=command,
-                log=said.stderr,
-            )
-        return _seal(
-            work,
-            ("kernel",),
-            {
-                "describe": json.loads(said.stdout),
-                "log": log,
-                "compile_seconds": time.perf_counter() - start,
-            },
+    (work / "unit.o").unlink()
+    said = subprocess.run([str(work / "kernel"), "--describe"], capture_output=True, text=True, timeout=60)
+    if said.returncode:
+        raise CompileError(
+            f"{shown(request.source)}: it compiled for the CPU, and the program does not start",
+            command=command,
+            log=said.stderr,
         )
+    return {"describe": json.loads(said.stdout), "log": log, "compile_seconds": time.perf_counter() - start}
 
 
 def _runtime(compiler: Cxx) -> tuple[Path, ...]:
@@ -429,28 +399,27 @@ def _runtime(compiler: Cxx) -> tuple[Path, ...]:
     if compiler.family == "g++":
         # Nothing of the runtime moves ahead of boundary.cpp, into a section for rarely called code.
         options += ["-fno-reorder-functions", "-fno-reorder-blocks-and-partition"]
-    key = _digest(json.dumps((_CACHE_FORMAT, _contents(EMULATION), options, compiler.identity)).encode())
-    folder = cache_dir() / "emulated" / f"runtime-{key}"
-    objects = tuple(f"{path.stem}.o" for path in sources)
-    with _one_at_a_time(folder.name):
-        if _read_entry(folder, objects) is None:
-            with _new_entry(folder) as work:
-                commands = [
-                    [compiler.path, *options, "-c", str(path), "-o", str(work / name)]
-                    for path, name in zip(sources, objects, strict=True)
-                ]
-                with ThreadPoolExecutor(cores()) as pool:
-                    for path, done, command in zip(sources, pool.map(_compile, commands), commands, strict=True):
-                        if done.returncode:
-                            log = _readable(done.stderr)
-                            raise CompileError(
-                                f"{_shown(path)}: {compiler.path} did not compile the emulation's runtime"
-                                f"{_first_error(log)}",
-                                command=shlex.join(command),
-                                log=log,
-                            )
-                _seal(work, objects, {})
-    return tuple(folder / name for name in objects)
+    objects = [f"{path.stem}.o" for path in sources]
+
+    def make(work: Path) -> dict[str, Any]:
+        commands = [
+            [compiler.path, *options, "-c", str(path), "-o", str(work / name)]
+            for path, name in zip(sources, objects, strict=True)
+        ]
+        with ThreadPoolExecutor(cores()) as pool:
+            for path, done, command in zip(sources, pool.map(_compile, commands), commands, strict=True):
+                if done.returncode:
+                    log = readable(done.stderr)
+                    raise CompileError(
+                        f"{shown(path)}: {compiler.path} did not compile the emulation's runtime{_first_error(log)}",
+                        command=shlex.join(command),
+                        log=log,
+                    )
+        return {}
+
+    key = ("runtime", contents(sources[0], "", [EMULATION]), options, compiler.identity)
+    made = cache.entry("emulated", key, objects, make)
+    return tuple(made.folder / name for name in objects)
 
 
 def _compile(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -482,10 +451,6 @@ _INSTANTIATION = re.compile(rf"^{_AT}(?:required|note: in instantiation)", re.MU
 _INCLUSION = re.compile(r"^(?:In file included| +) from ([^\s:][^:\n]*):(\d+)", re.MULTILINE)
 
 
-def _readable(log: str) -> str:
-    return log.replace(f"{ROOT}/", "").strip() + "\n"
-
-
 def _first_error(log: str) -> str:
     found = _ERROR.search(log)
     return f": {found['text']}" if found else ""
@@ -506,10 +471,10 @@ def _refusal(request: _Request, log: str, command: str) -> CompileError:
         told += _INCLUSION.findall(log[begin : error.start()])
         own = [(file, line) for file, line in told if not _emulations(file)]
         if own:
-            where, text = _quote(*own[0]), error["text"]
+            where, text = quote(own[0][0], int(own[0][1])), error["text"]
             break
     return CompileError(
-        f"{_shown(request.source)}: wanted code for the CPU, got an error: {text}"
+        f"{shown(request.source)}: wanted code for the CPU, got an error: {text}"
         + (f"\n  {where}" if where else "")
         + f"\nCommand: {command}\nLog:\n{log}",
         command=command,
@@ -521,15 +486,6 @@ def _refusal(request: _Request, log: str, command: str) -> CompileError:
 def _emulations(file: str) -> bool:
     path = ROOT / file
     return path.is_relative_to(EMULATION) or path.name == "unit.cpp" or not path.is_file() or file.startswith("/usr/")
-
-
-def _quote(file: str, line: str) -> str:
-    path = ROOT / file
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace").splitlines()[int(line) - 1].strip()
-    except (OSError, IndexError):
-        text = "(cannot be read)"
-    return f"{_shown(path)}:{line}: {text}"
 
 
 # --- reading a source ---
@@ -547,92 +503,6 @@ def _dynamic_shared(text: str) -> tuple[str, ...]:
     """Names under which a file declares its dynamic shared memory, where they are not the emulation's."""
     names = re.findall(r"\bextern\s+__shared__\b[^;]*?\b(\w+)\s*\[\s*\]\s*;", _without_comments(text))
     return tuple(dict.fromkeys(name for name in names if name != "shared_bytes"))
-
-
-def _included(source: Path, text: str) -> list[tuple[str, str]]:
-    """Headers beside the source, directly or not included, and their digests."""
-    found: dict[Path, str] = {}
-    pending = [(source.parent, text)]
-    while pending:
-        folder, content = pending.pop()
-        for name in re.findall(r'^\s*#\s*include\s*["<]([^">]+)[">]', content, re.MULTILINE):
-            for base in (folder, source.parent):
-                path = (base / name).resolve()
-                if path.is_file() and path not in found:
-                    content_of_path = path.read_text(encoding="utf-8", errors="replace")
-                    found[path] = _digest(content_of_path.encode())
-                    pending.append((path.parent, content_of_path))
-    return sorted((str(path), digest) for path, digest in found.items())
-
-
-def _contents(folder: Path) -> list[tuple[str, str]]:
-    """Every source file below a folder, and its digest."""
-    files = (path for path in folder.rglob("*") if path.suffix in (".h", ".cuh", ".cpp") and path.is_file())
-    return sorted((str(path), _digest(path.read_bytes())) for path in files)
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
-def _shown(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
-
-
-# --- the cache: one folder an entry, with the digests of its files, put in place by one rename ---
-
-
-_LOCKS: dict[str, threading.Lock] = {}
-_LOCKS_LOCK = threading.Lock()
-
-
-@contextlib.contextmanager
-def _one_at_a_time(key: str) -> Iterator[None]:
-    """Threads of this process do not build the same thing twice. Other processes may: the last to finish wins."""
-    with _LOCKS_LOCK:
-        lock = _LOCKS.setdefault(key, threading.Lock())
-    with lock:
-        yield
-
-
-def _read_entry(folder: Path, files: Sequence[str]) -> dict[str, Any] | None:
-    """What an entry says of itself; None where there is none, or one that is damaged."""
-    try:
-        facts: dict[str, Any] = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
-        sound = all(facts["digests"][name] == _digest((folder / name).read_bytes()) for name in files)
-        return facts if sound else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _seal(work: Path, files: Sequence[str], facts: Mapping[str, Any]) -> dict[str, Any]:
-    sealed = {**facts, "digests": {name: _digest((work / name).read_bytes()) for name in files}}
-    (work / "facts.json").write_text(json.dumps(sealed), encoding="utf-8")
-    return sealed
-
-
-@contextlib.contextmanager
-def _new_entry(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which takes its place in the cache at the end, or leaves nothing behind."""
-    writable_dir(folder.parent, _CACHE_PURPOSE)
-    work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
-    try:
-        yield work
-        for _ in range(5):
-            try:
-                work.rename(folder)
-                break
-            except OSError:
-                # Another process was there first, or a damaged entry is in the way. A program that still runs from it
-                # keeps its file.
-                aside = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".old-"))
-                with contextlib.suppress(OSError):
-                    folder.rename(aside / "entry")
-                shutil.rmtree(aside, ignore_errors=True)
-        else:
-            raise OutputError(f"wanted to write {folder} into the compile cache, and something else keeps its name")
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 # --- launching: arguments ---------------------------------------------------------------------------------------------

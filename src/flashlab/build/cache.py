@@ -1,0 +1,115 @@
+"""The compile cache: one folder an entry, named by the digest of everything that decides what is in it.
+
+An entry is put in place by one rename. Who wants one that another thread or process is making waits for it, so that
+nothing is compiled twice; a damaged one is made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flashlab.build.sources import digest
+from flashlab.core.errors import OutputError
+from flashlab.core.paths import cache_dir, writable_dir
+
+_FORMAT = 3
+_FACTS = "facts.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What was made once."""
+
+    folder: Path
+    """It holds the entry's files."""
+    facts: Mapping[str, Any]
+    """What its maker said of it."""
+    cached: bool
+    """Whether it was there before."""
+
+
+def entry(kind: str, key: object, files: Sequence[str], make: Callable[[Path], Mapping[str, Any]]) -> Entry:
+    """The entry of a key; where there is none, `make` fills a folder with `files` and returns the entry's facts.
+
+    Args:
+        kind: the folder of the cache that holds such entries.
+        key: everything that decides the content; JSON, as the facts are.
+
+    Raises:
+        OutputError: the cache cannot be written.
+    """
+    folder = cache_dir() / kind / digest(json.dumps((_FORMAT, key)).encode())
+    facts = _read(folder, files)
+    if facts is not None:
+        return Entry(folder, facts, cached=True)
+    writable_dir(folder.parent, "the compile cache (the environment variable FLASHLAB_CACHE names another)")
+    with _locked(folder.with_name(f"{folder.name}.lock")):
+        facts = _read(folder, files)
+        return Entry(folder, facts or _make(folder, files, make), cached=facts is not None)
+
+
+def _read(folder: Path, files: Sequence[str]) -> dict[str, Any] | None:
+    """An entry's facts; None where there is no entry, or one that is damaged."""
+    try:
+        checksum, _, body = (folder / _FACTS).read_bytes().partition(b"\n")
+        if checksum.decode() != digest(body):
+            return None
+        content = json.loads(body)
+        facts: dict[str, Any] = content["facts"]
+        sound = all(content["digests"][name] == digest((folder / name).read_bytes()) for name in files)
+        return facts if sound else None
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _make(folder: Path, files: Sequence[str], make: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
+    """Fill a folder and put it in the entry's place; where anything fails, nothing is left behind."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
+        work = Path(temporary) / "entry"
+        work.mkdir()
+        facts = dict(make(work))
+        content = {"facts": facts, "digests": {name: digest((work / name).read_bytes()) for name in files}}
+        body = json.dumps(content).encode()
+        try:
+            (work / _FACTS).write_bytes(digest(body).encode() + b"\n" + body)
+            if folder.exists():  # damaged; a program that still runs from it keeps its file
+                folder.rename(Path(temporary) / "damaged")
+            work.rename(folder)
+        except OSError as error:
+            raise OutputError(f"wanted to write {folder} into the compile cache: {error.strerror or error}") from error
+    return facts
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Held by one thread of one process at a time."""
+    handle = _lock(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def _lock(path: Path) -> int:
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: two may then make the same entry
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle).st_ino == path.stat().st_ino:
+                return handle
+        except FileNotFoundError:  # removed by whoever held it; so is one of another number
+            pass
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)

@@ -1,0 +1,83 @@
+"""Source files as the compilers see them: their text, the headers they include, and how messages name their lines."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from flashlab.core.errors import ParameterError
+from flashlab.core.paths import ROOT
+
+
+def digest(content: bytes) -> str:
+    """Its sha256, in hex."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def shown(path: Path) -> str:
+    """A path for messages and keys: relative to the checkout where it lies in there."""
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+def readable(log: str) -> str:
+    """A compiler's log without the zero bytes that end NVRTC's texts, and with paths relative to the checkout."""
+    return log.replace("\0", "").replace(f"{ROOT}/", "").strip() + "\n"
+
+
+def read(source: Path, language: str) -> str:
+    """The text of a source file.
+
+    Raises:
+        ParameterError: it cannot be read; the message names the file and the language.
+    """
+    try:
+        return source.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ParameterError(f"source: wanted a {language} file, got {source}: {error}") from error
+
+
+def quote(file: str | Path, line: int, text: str | None = None) -> str:
+    """`file:line: text` of a line, counted from 1; `text` is the file's content where it is known already."""
+    path = ROOT / file
+    try:
+        lines = (path.read_text(encoding="utf-8", errors="replace") if text is None else text).splitlines()
+        quoted = lines[line - 1].strip()
+    except (OSError, IndexError):
+        quoted = "(cannot be read)"
+    return f"{shown(path)}:{line}: {quoted}"
+
+
+def included(source: Path, text: str, folders: Sequence[Path]) -> set[Path]:
+    """The headers that a file includes, directly or not, from its own folder, the includer's, or one of `folders`."""
+    headers: set[Path] = set()
+    pending = [(source.parent, text)]
+    while pending:
+        includer, content = pending.pop()
+        for name in re.findall(r'^\s*#\s*include\s*["<]([^">]+)[">]', content, re.MULTILINE):
+            for folder in (includer, source.parent, *folders):
+                path = (folder / name).resolve()
+                if path not in headers and path.is_file():
+                    headers.add(path)
+                    pending.append((path.parent, path.read_text(encoding="utf-8", errors="replace")))
+    return headers
+
+
+def contents(source: Path, text: str, folders: Sequence[Path]) -> list[tuple[str, str]]:
+    """For a cache key: every file below `folders` and every other header that a file includes, with its digest."""
+    files = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".h", ".cuh", ".cpp")}
+    return sorted((shown(path), digest(path.read_bytes())) for path in files | included(source, text, ()))
+
+
+Stamps = tuple[tuple[str, int, int, int], ...]
+
+
+def stamps(paths: Iterable[str | Path]) -> Stamps:
+    """What changes in the file system when a file's content does: cheap to compare, so that every call may."""
+    return tuple(
+        (os.fspath(path), status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+        for path in paths
+        for status in (os.stat(path),)  # noqa: PTH116 - a Path object would cost more than the call
+    )
