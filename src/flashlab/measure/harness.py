@@ -1,0 +1,426 @@
+"""A worker process for whatever measures: each word to it and from it has a deadline, and its death is survived.
+
+The parent never touches CUDA. It starts a `Worker`, gives it a job and acts on what it says, one JSON line at a time
+over a socket of their own. A crash (an illegal address poisons the whole process's CUDA context), a kill or a hang then
+costs the step in hand: what was recorded before stays recorded. A worker's module calls `serve`.
+
+Messages have a `type`. Of these the harness knows the meaning:
+
+    hello     it has taken hold of its GPU; until then `startup_s` counts, afterwards `step_s`
+    step      what it does next, with `extra_s` where that may take longer
+    refused   it cannot work here: `error`, a class of core/errors.py, and `message`
+    fatal     it cannot go on, for a `reason`
+    done      it has nothing more to say
+
+A `Book` is the header of the records that a measurement writes, and the file that they go to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import platform
+import selectors
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO, Any, Literal, Self
+
+from flashlab.core import errors
+from flashlab.core.errors import FlashlabError, LaunchError
+from flashlab.core.paths import cache_dir, writable_dir
+from flashlab.record import provenance, store
+from flashlab.record.store import Gpu, Machine
+
+Message = dict[str, Any]
+Send = Callable[[Message], None]
+"""Says a message to the parent; ValueError where it holds a number that is none."""
+
+REASON_CHARS = 2000
+_LOG_CHARS = 1500
+_POLL_S = 0.1
+"""How often a worker that says nothing is looked after."""
+_REFUSALS = {
+    name: getattr(errors, name)
+    for name in (
+        "NoGpuError", "MissingPackageError", "MissingError", "UnsupportedError", "ParameterError", "OutputError",
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a measurement is."""
+
+    done: int
+    total: int
+    """Steps of the whole measurement."""
+    text: str
+    """What happens now."""
+
+
+Report = Callable[[Progress], None]
+
+
+def words(error: BaseException) -> str:
+    """An error in one line: its class and what it says."""
+    return f"{type(error).__name__}: {error}"[:REASON_CHARS]
+
+
+# --- The parent's side ------------------------------------------------------------------------------------------------
+
+
+class WorkerDiedError(Exception):
+    """The worker ended, hung or spoke nonsense.
+
+    Attributes:
+        status: crashed or timeout.
+        reason: how, with its last words.
+        step: the last `step` that it said, None where it said none.
+    """
+
+    def __init__(self, status: Literal["crashed", "timeout"], reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.step: Message | None = None
+
+
+class Worker:
+    """A worker process; leaving the context ends it and everything that it started.
+
+    Args:
+        command: starts it; `--connect PATH`, the socket to call, is appended. It may be wrapped in a profiler.
+        environment: in place of this process's own.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashlab-")))
+            self._log = stack.enter_context((folder / "log").open("w+b"))
+            self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+            self._listener.bind(str(folder / "socket"))
+            self._listener.listen(1)
+            self._process = subprocess.Popen(
+                [*command, "--connect", str(folder / "socket")],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=environment,
+            )
+            stack.callback(self._end)
+            self._stack = stack.pop_all()
+        self._connection: socket.socket | None = None
+        self._buffer = b""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        # A driver takes its time to tear down a context with a kernel still running in it.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=60)
+
+    def send(self, message: Message, limit_s: float) -> None:
+        """Give it a message.
+
+        Raises:
+            WorkerDiedError: it did not take it in time, or ended.
+        """
+        ends = time.monotonic() + limit_s
+        left = memoryview(json.dumps(message).encode() + b"\n")
+        while left:
+            connection = self._ready(selectors.EVENT_WRITE, ends, limit_s)
+            try:
+                left = left[connection.send(left) :]
+            except OSError as error:
+                raise WorkerDiedError("crashed", self._how_it_ended()) from error
+
+    def receive(self, limit_s: float) -> Message:
+        """Its next message.
+
+        Raises:
+            WorkerDiedError: none came in time, it ended, or what came is no message.
+        """
+        ends = time.monotonic() + limit_s
+        while b"\n" not in self._buffer:
+            try:
+                data = self._ready(selectors.EVENT_READ, ends, limit_s).recv(1 << 16)
+            except OSError as error:
+                raise WorkerDiedError("crashed", self._how_it_ended()) from error
+            if not data:
+                raise WorkerDiedError("crashed", self._how_it_ended())
+            self._buffer += data
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+            raise WorkerDiedError("crashed", f"the worker said something that is no message: {line[:80]!r}")
+        return message
+
+    def run(self, job: Message, act: Callable[[Message], None], *, startup_s: float, step_s: float) -> None:
+        """Give it a job and act on what it says until it is done.
+
+        Args:
+            job: as its module takes it.
+            act: gets every message but the last; KeyError, TypeError, ValueError or AttributeError where it is none.
+            startup_s: until its `hello`.
+            step_s: for each message after that.
+
+        Raises:
+            MissingError, UnsupportedError, ParameterError, OutputError: it says that it cannot work here.
+            LaunchError: it died before its `hello`.
+            WorkerDiedError: it died after it.
+        """
+        greeted, step = False, None
+        try:
+            self.send(job, startup_s)
+            while True:
+                extra = step.get("extra_s", 0) if step else 0
+                limit_s = step_s + (extra if isinstance(extra, int | float) else 0)
+                message = self.receive(limit_s if greeted else startup_s)
+                kind = message["type"]
+                if kind == "done":
+                    return
+                if kind == "refused":
+                    raise _REFUSALS.get(str(message.get("error")), LaunchError)(str(message.get("message")))
+                if kind == "fatal":
+                    raise WorkerDiedError("crashed", str(message.get("reason")))
+                try:
+                    act(message)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    # ValueError covers pydantic's ValidationError: a record that is none.
+                    reason = f"the worker said something that is no message: {error}"[:REASON_CHARS]
+                    raise WorkerDiedError("crashed", reason) from error
+                greeted = greeted or kind == "hello"
+                step = message if kind == "step" else step
+        except WorkerDiedError as death:
+            if not greeted:
+                raise LaunchError(f"wanted a worker process that starts, got: {death.reason}") from death
+            death.step = step
+            raise
+
+    def wait(self, limit_s: float) -> int:
+        """Its exit status, once it has ended.
+
+        Raises:
+            WorkerDiedError: it had not ended in time.
+        """
+        try:
+            return self._process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            raise WorkerDiedError("timeout", f"no end within {limit_s:g} s; stopped") from None
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        self._log.flush()
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def _ready(self, event: int, ends: float, limit_s: float) -> socket.socket:
+        """The connection, once it can be written to or read from."""
+        with selectors.DefaultSelector() as selector:
+            while True:
+                if self._connection is None:
+                    selector.register(self._listener, selectors.EVENT_READ)
+                else:
+                    selector.register(self._connection, event)
+                left_s = ends - time.monotonic()
+                ended = self._process.poll() is not None
+                ready = selector.select(max(0.0, min(left_s, _POLL_S)))
+                if ready and self._connection is not None:
+                    return self._connection
+                if ready:
+                    selector.unregister(self._listener)
+                    self._connection = self._stack.enter_context(self._listener.accept()[0])
+                    self._connection.setblocking(False)
+                    continue
+                if ended:  # A process that it started may still hold the connection open.
+                    raise WorkerDiedError("crashed", self._how_it_ended())
+                if left_s <= 0:
+                    what = "it did not take its job" if event == selectors.EVENT_WRITE else "no answer"
+                    raise WorkerDiedError("timeout", f"{what} within {limit_s:g} s; stopped")
+                selector.unregister(self._listener if self._connection is None else self._connection)
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            return "the worker closed its connection"
+        how = f"exit status {code}"
+        if code < 0:
+            how = f"killed by {signal.Signals(-code).name if -code in list(signal.Signals) else f'signal {-code}'}"
+        tail = " | ".join(self.output()[-_LOG_CHARS:].split("\n")).strip(" |")
+        return f"the worker ended: {how}" + (f"; its last words: {tail}" if tail else "")
+
+
+# --- The worker's side ------------------------------------------------------------------------------------------------
+
+
+def serve(work: Callable[[Message, Send], None], arguments: Sequence[str] | None = None) -> int:
+    """What a worker's module does when it is run: takes a job from its parent, works on it and says how that ended.
+
+    An error of ours before its `hello` is a refusal; any other ends the worker and is its last word.
+    """
+    parser = argparse.ArgumentParser(description="Internal: a worker of flashlab, which its parent starts.")
+    parser.add_argument("--connect", required=True, help="the socket of the parent")
+    path = parser.parse_args(arguments).connect
+    # Not inherited: a compiler's process, say, must not keep the connection open when the worker dies.
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(path)
+        with connection.makefile("rw", encoding="utf-8") as pipe:
+            return _serve(work, pipe)
+
+
+def _serve(work: Callable[[Message, Send], None], pipe: IO[str]) -> int:
+    greeted = False
+
+    def send(message: Message) -> None:
+        nonlocal greeted
+        greeted = greeted or message["type"] == "hello"
+        pipe.write(json.dumps(message, allow_nan=False) + "\n")
+        pipe.flush()
+
+    try:
+        work(json.loads(pipe.readline()), send)
+    except Exception as error:
+        if isinstance(error, FlashlabError) and not greeted:
+            send({"type": "refused", "error": type(error).__name__, "message": str(error)})
+            return 1
+        send({"type": "fatal", "reason": words(error)})
+        raise
+    send({"type": "done"})
+    return 0
+
+
+# --- The header of what is measured -----------------------------------------------------------------------------------
+
+
+def host() -> dict[str, str]:
+    """What the host is; no host name."""
+
+    def first(path: str, key: str) -> str | None:
+        try:
+            lines = Path(path).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return None
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
+
+    facts = {
+        "processor": first("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+        "machine": platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "system": platform.system(),
+    }
+    memory_kib = first("/proc/meminfo", "MemTotal")
+    if memory_kib:
+        facts["memory_gib"] = f"{int(memory_kib.split()[0]) / 2**20:.0f}"
+    return facts
+
+
+class Book:
+    """The header of a measurement's records, the file that they go to, and the GPU's lock while they are made.
+
+    Leaving the context brings machine.json and CHECKSUMS up to date, also where it is left by an error half-way.
+
+    Args:
+        data: the folder that holds data/<gpu>.
+        folder: the records' folder below data/<gpu>.
+
+    Raises:
+        OutputError: `data` cannot be written. Before any GPU work: an hour of measuring must not end there.
+    """
+
+    def __init__(self, data: Path, folder: str) -> None:
+        self._data = writable_dir(data, "records")
+        self._folder = folder
+        commit, dirty = provenance.source()
+        self.source = store.Source(commit=commit, dirty=dirty)
+        self.run = store.run_id(self.source, datetime.now(UTC))
+        self.gpu: Gpu | None = None
+        self.software: dict[str, str] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._stack:
+            if self.gpu is not None and self.path.exists():
+                store.write_machine(Machine(gpu=self.gpu, host=host()), self._data)
+                store.write_checksums(self.gpu.slug, self._data)
+
+    def hello(self, message: Message) -> None:
+        """Learn the GPU and the software from a worker's greeting, and lock that GPU; every worker has the same.
+
+        Raises:
+            LaunchError: another GPU than the first worker's, or one that another process of flashlab measures on.
+            OutputError: the folder, or that of the lock, cannot be written.
+        """
+        gpu = Gpu.model_validate(message["gpu"])
+        if self.gpu is not None and gpu.fingerprint != self.gpu.fingerprint:
+            raise LaunchError(f"wanted the GPU this run began on ({self.gpu.fingerprint}), got {gpu.fingerprint}")
+        if self.gpu is None:
+            self._stack.enter_context(gpu_lock(gpu.fingerprint))
+            writable_dir(self._data / gpu.slug / self._folder, "records")
+        self.gpu = gpu
+        self.software = {str(name): str(version) for name, version in message["software"].items()}
+
+    @property
+    def path(self) -> Path:
+        """The file of this run; a GPU must be known."""
+        assert self.gpu is not None
+        return self._data / self.gpu.slug / self._folder / f"{self.run}.jsonl"
+
+    def header(self) -> dict[str, Any]:
+        """The fields that every record has; a GPU must be known."""
+        assert self.gpu is not None
+        return {
+            "run": self.run,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "gpu": self.gpu,
+            "source": self.source,
+            "software": self.software,
+            "start": provenance.start(),
+        }
+
+
+@contextlib.contextmanager
+def gpu_lock(fingerprint: str) -> Any:
+    """Hold a GPU, by its fingerprint, for this process alone among those of flashlab that measure.
+
+    Raises:
+        LaunchError: another one holds it.
+        OutputError: the cache cannot be written.
+    """
+    folder = writable_dir(cache_dir(), "the compile cache (the environment variable FLASHLAB_CACHE names another)")
+    with (folder / f"gpu-{fingerprint}.lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise LaunchError(
+                f"wanted the GPU {fingerprint} for this measurement alone, got one that process "
+                f"{file.read().strip() or 'unknown'} of flashlab measures on. Try again once that has ended."
+            ) from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
