@@ -10,21 +10,17 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-import numpy
+import typer
 
-from flashlab.build import compiler, sass, symbols, triton_code
+from flashlab.cli.options import Data, Json
+from flashlab.cli.output import answer, say
 from flashlab.core.errors import FlashlabError, MissingError, MissingPackageError
 from flashlab.core.paths import BUILD, DATA, ROOT, cache_dir, writable_dir
-from flashlab.kernels.registry import ARCHS, STAGES
-from flashlab.measure import profile
-from flashlab.record import store
-from flashlab.run import emulator, gpu
-from flashlab.run.attention import emulate
 
 State = Literal["ok", "absent", "broken"]
 """absent: not there, and flashlab does without, as `detail` says. broken: something flashlab needs does not work."""
@@ -80,6 +76,9 @@ def _python(_: Path) -> Iterator[Finding]:
 
 def _compile_and_read(_: Path) -> Iterator[Finding]:
     """Compiles the first stage for the oldest architecture and reads it back: proof beats a version number."""
+    from flashlab.build import compiler, sass
+    from flashlab.kernels.registry import ARCHS, STAGES
+
     stage = next(iter(STAGES.values()))
     try:
         cubin = compiler.compile_stage(
@@ -99,6 +98,13 @@ def _compile_and_read(_: Path) -> Iterator[Finding]:
 
 def _cpu(_: Path) -> Iterator[Finding]:
     """Compiles the first stage for the CPU and runs it."""
+    import numpy
+
+    from flashlab.build import symbols
+    from flashlab.kernels.registry import STAGES
+    from flashlab.run import emulator
+    from flashlab.run.attention import emulate
+
     try:
         found = emulator.cxx()
     except MissingPackageError as error:
@@ -121,6 +127,8 @@ def _cpu(_: Path) -> Iterator[Finding]:
 
 
 def _gpu(_: Path) -> Iterator[Finding]:
+    from flashlab.run import gpu
+
     reason = gpu.available()
     if reason:
         yield Finding(name="gpu", state="absent", detail=f"{reason} The report replays the committed data.")
@@ -134,6 +142,9 @@ def _gpu(_: Path) -> Iterator[Finding]:
 
 
 def _gpu_packages(_: Path) -> Iterator[Finding]:
+    from flashlab.build import triton_code
+    from flashlab.run import gpu
+
     has_gpu = gpu.available() is None
     for name, module, without in (
         ("torch", "torch", "no measuring"),
@@ -181,6 +192,8 @@ def _programs(_: Path) -> Iterator[Finding]:
 
 
 def _profiler(_: Path) -> Iterator[Finding]:
+    from flashlab.measure import profile
+
     try:
         yield Finding(name="ncu", state="ok", detail=f"Nsight Compute {profile.version()}, {profile.program()}")
     except MissingError as error:
@@ -201,6 +214,8 @@ def _folders(_: Path) -> Iterator[Finding]:
 
 
 def _data(data: Path) -> Iterator[Finding]:
+    from flashlab.record import store
+
     with_data = store.gpus(data)
     if not with_data:
         yield Finding(
@@ -222,3 +237,17 @@ def _data(data: Path) -> Iterator[Finding]:
 
 
 _LOOKS = (_python, _compile_and_read, _cpu, _gpu, _gpu_packages, _programs, _profiler, _folders, _data)
+
+
+def doctor(*, data: Data = DATA, as_json: Json = False) -> None:
+    """Say what this machine has of what flashlab uses, and the command that puts right what is missing."""
+    findings = examine(data)
+    answer([asdict(one) for one in findings], {"": "name", "state": "state", "found": "detail"}, as_json=as_json)
+    for one in findings:
+        if one.fix and not as_json:
+            say(f"{one.name}: {one.fix}")
+    if any(one.state == "broken" for one in findings):
+        raise typer.Exit(1)
+
+
+COMMANDS = {"doctor": doctor}

@@ -1,0 +1,142 @@
+"""The options that several commands share: one name, one type and one way to read each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashlab.core.errors import ParameterError
+from flashlab.core.inputs import ALL, KINDS
+from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
+
+KIND_NAMES = ", ".join(KINDS)
+_COMMA = re.compile(r",(?![^\[]*\])")
+_SHAPE_HELP = "BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64"
+
+
+def complete_stages(incomplete: str) -> list[str]:
+    """The names that a shell offers for the beginning of a stage's id, or of the last of several joined by commas."""
+    from flashlab.kernels import names
+
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + stage_id for stage_id in names.known() if stage_id.startswith(last)]
+
+
+def names_in(text: str | None) -> list[str] | None:
+    """Names joined by commas, those in brackets left alone; None where none are given, empty for `none`."""
+    if text is None:
+        return None
+    return [name.strip() for name in _COMMA.split(text) if name.strip() not in ("", "none")]
+
+
+def stages_in(text: str | None) -> list[str] | None:
+    """As `names_in`, of stages: a unique prefix becomes the full id.
+
+    Raises:
+        UnknownStageError: no stage begins so, or several do.
+    """
+    return _resolve_all(names_in(text))
+
+
+def _resolve(value: str | None) -> str | None:
+    from flashlab.kernels import names
+
+    return value and names.resolve(value)
+
+
+def _resolve_all(values: Sequence[str] | None) -> list[str] | None:
+    from flashlab.kernels import names
+
+    return None if values is None else [names.resolve(value) for value in values]
+
+
+Stage = typer.Argument(
+    metavar="STAGE",
+    callback=_resolve,
+    autocompletion=complete_stages,
+    help="A stage's id or a unique prefix of it; ID[NAME=VALUE] with values of its tunables.",
+)
+StageIds = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[STAGE]...",
+        callback=_resolve_all,
+        autocompletion=complete_stages,
+        help="Stage ids, or unique prefixes of them; all where none is given.",
+    ),
+]
+Stages = Annotated[
+    str | None,
+    typer.Option(
+        "--stages",
+        metavar="STAGE[,STAGE]...",
+        autocompletion=complete_stages,
+        help="Stage ids, or ID[NAME=VALUE], or none; the ladder if not given.",
+    ),
+]
+DeadEnds = Annotated[
+    bool, typer.Option("--dead-ends", help="The dead ends too; without named stages, in place of the ladder.")
+]
+Peers = Annotated[str | None, typer.Option(metavar="NAME[,NAME]...", help="Libraries, or none; all if not given.")]
+Source = Annotated[
+    list[str] | None,
+    typer.Option(metavar="STAGE=FILE", help="An edited copy of a stage's kernel, measured beside it; may be repeated."),
+]
+Shape = Annotated[str | None, typer.Option(help=f"{_SHAPE_HELP}.")]
+Shapes = Annotated[list[str] | None, typer.Option(help=f"{_SHAPE_HELP}; may be repeated.")]
+OneDType = Annotated[DType | None, typer.Option(help="Element type; all if not given.")]
+TheDType = Annotated[DType, typer.Option(help="Element type.")]
+OneMask = Annotated[Mask | None, typer.Option(help="Mask; both if not given.")]
+TheMask = Annotated[Mask, typer.Option(help="Mask.")]
+HeadDims = Annotated[list[int] | None, typer.Option(help="Head dim; all if not given; may be repeated.")]
+Inputs = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND[,KIND]...", help=f"What Q, K and V hold: {KIND_NAMES}; or {ALL}. The command's own if not given."
+    ),
+]
+Samples = Annotated[int | None, typer.Option(help="Samples of each to aim for; the plan's if not given.", min=2)]
+Gpu = Annotated[str | None, typer.Option(help="Folder under data/, such as nvidia-h200; chosen if not given.")]
+Arch = Annotated[str | None, typer.Option(help="Architecture, such as sm_90a.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, and measure nothing.")]
+Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
+Data = Annotated[Path, typer.Option(help="Folder of recorded data.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+
+
+def problems(
+    shapes: Sequence[str], dtype: DType | None = None, mask: Mask | None = None, *, inputs: str = "normal"
+) -> list[Problem]:
+    """A problem for each shape, element type and mask; all types and masks where none is given.
+
+    Raises:
+        ShapeError: a shape that does not parse.
+    """
+    return [
+        Problem.parse(shape, dtype=one_dtype, mask=one_mask, inputs=inputs)
+        for shape in shapes
+        for one_dtype in ((dtype,) if dtype else DTYPES)
+        for one_mask in ((mask,) if mask else MASKS)
+    ]
+
+
+def sources(texts: Sequence[str] | None) -> dict[str, Path]:
+    """Edited copies of stages, by stage id.
+
+    Raises:
+        ParameterError: no STAGE=FILE, or no such file.
+        UnknownStageError: no such stage.
+    """
+    from flashlab.kernels import names
+
+    files = {}
+    for text in texts or ():
+        stage_id, equals, file = text.partition("=")
+        if not equals or not Path(file).is_file():
+            raise ParameterError(f"source: wanted STAGE=FILE with a file that exists, got {text!r}")
+        files[names.resolve(stage_id)] = Path(file).resolve()
+    return files

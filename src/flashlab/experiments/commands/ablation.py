@@ -1,0 +1,161 @@
+"""`flashlab ablate` and `flashlab split`: change, or leave out, one thing in a stage at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from flashlab.cli.options import (
+    Data,
+    Device,
+    Json,
+    OneDType,
+    OneMask,
+    Samples,
+    Shape,
+    Shapes,
+    StageIds,
+    TheDType,
+    TheMask,
+)
+from flashlab.cli.output import Row, answer, following, say
+from flashlab.core.errors import CheckFailedError, MissingPackageError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import FIRST_SHAPE, Problem
+
+if TYPE_CHECKING:
+    from flashlab.experiments.ablation import Effect
+
+
+def ablate(
+    axes: Annotated[
+        list[str] | None, typer.Argument(metavar="[AXIS]...", help="Axes, or levers; all where none is given.")
+    ] = None,
+    *,
+    of_source: Annotated[
+        bool, typer.Option("--levers", help="Patches of a stage's source (kernels/levers/) in place of axes.")
+    ] = False,
+    shape: Shape = None,
+    dtype: OneDType = None,
+    mask: OneMask = None,
+    samples: Samples = None,
+    listed: Annotated[bool, typer.Option("--list", help="Say which there are, and measure nothing.")] = False,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Change one thing in a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/.
+
+    An axis is measured on non-causal float16, unless told otherwise. A lever names the problems that it is measured on;
+    --shape, --dtype and --mask put others in their place.
+    """
+    from flashlab.experiments import ablation, levers
+
+    measure: Callable[..., Path]
+    effects: Callable[..., list[Effect]]
+    if of_source:
+        chosen = levers.choose(axes)
+
+        def instead(of: Problem) -> Problem:
+            return replace(Problem.parse(shape) if shape else of, dtype=dtype or of.dtype, mask=mask or of.mask)
+
+        problems = {lever.name: list(dict.fromkeys(map(instead, lever.problems))) for lever in chosen}
+        if listed:
+            fields = ("name", "stage", "question", "prediction", "why")
+            rows: list[Row] = [
+                {
+                    **{key: getattr(lever, key) for key in fields},
+                    "problems": [of.label for of in problems[lever.name]],
+                    "diff": lever.diff,
+                }
+                for lever in chosen
+            ]
+            columns: dict[str, Any] = {key: key for key in fields[:3]}
+            answer(rows, columns | {"problems": lambda row: "; ".join(row["problems"])}, as_json=as_json)
+            return
+        measure, effects, plan = partial(ablation.measure_levers, problems), ablation.lever_effects, ablation.LEVER_PLAN
+    else:
+        levels = ablation.choose(axes)
+        if listed:
+            rows = [{**asdict(axis), "levels": {one.name: dict(one.params) for one in axis.levels}} for axis in levels]
+            columns = {"axis": "name", "stage": "stage", "levels": lambda row: "; ".join(row["levels"])}
+            answer(rows, columns | {"claims": "claims"}, as_json=as_json)
+            return
+        problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype or "float16", mask=mask or "full")
+        measure = partial(ablation.measure, [axis.name for axis in levels], problem=problem)
+        effects, plan = ablation.effects, ablation.PLAN
+    plan = plan if samples is None else replace(plan, samples=samples)
+    _measure(measure, effects, plan=plan, device=device, data=data, as_json=as_json)
+
+
+def _measure(
+    measure: Callable[..., Path], effects: Callable[..., list[Effect]], *, as_json: bool, **options: Any
+) -> None:
+    """Levels of axes, or levers, beside the first of their group; an error where one has no time."""
+    from flashlab.record import store
+
+    with following("measuring") as follow:
+        path = measure(**options, announce=say, progress=follow)
+    found = effects(store.read_ablations(path)[0])
+    _show(found, path, as_json)
+    failures = [one for one in found if one.median_us is None]
+    if failures:
+        raise CheckFailedError(
+            f"{len(failures)} of {len(found)} levels have no time: "
+            + "; ".join(f"{one.group}, {one.name}: {one.reason}" for one in failures)
+        )
+
+
+def split(
+    stage_ids: StageIds = None,
+    *,
+    shape: Shapes = None,
+    dtype: TheDType = "float16",
+    mask: TheMask = "full",
+    samples: Samples = None,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Leave out one part of a stage's work at a time, on the GPU, and append its times to data/<gpu>/parts/.
+
+    Q·K, the softmax, P·V, and the tiles of K and V. Without stages, all whose parts can be left out.
+    """
+    from flashlab.experiments import ablation
+    from flashlab.record import store
+
+    missing: list[str] = []
+    with following("measuring") as follow:
+        path = ablation.split(
+            stage_ids,
+            problems=[Problem.parse(one, dtype=dtype, mask=mask) for one in shape or ablation.SPLIT_SHAPES],
+            plan=ablation.PLAN if samples is None else replace(ablation.PLAN, samples=samples),
+            data=data,
+            device=device,
+            announce=say,
+            progress=follow,
+            note=missing.append,
+        )
+    _show(ablation.shares(store.read_parts(path)[0]) if path.is_file() else [], path, as_json)
+    if missing:
+        raise CheckFailedError(f"{len(missing)} parts have no time: {'; '.join(missing)}")
+
+
+def _show(effects: Sequence[Effect], path: Path, as_json: bool) -> None:
+    """Levels or parts beside the first of their group."""
+    try:
+        rows = [one.flat() for one in effects]
+    except MissingPackageError as error:  # The records are written: what is missing here can be drawn elsewhere.
+        say(f"without intervals: {error}")
+        rows = [one.flat(intervals=False) for one in effects]
+    columns = ("group", "name", "shape", "mask", "median_us", "ratio", "interval", "verdict", "samples")
+    answer(rows, (*columns, "registers", "spill_store_bytes", "blocks_per_sm", "reason"), as_json=as_json)
+    say(f"Recorded in {path}")
+
+
+COMMANDS = {"ablate": ablate, "split": split}

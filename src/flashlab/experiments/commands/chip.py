@@ -1,0 +1,51 @@
+"""`flashlab chip`: per-SM throughput and latencies."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from flashlab.cli.options import Data, Device, Json
+from flashlab.cli.output import answer, following, say
+from flashlab.core.paths import DATA
+
+
+def chip(
+    cases: Annotated[
+        list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases or groups; all where none is given.")
+    ] = None,
+    *,
+    launches: Annotated[int, typer.Option(help="Of each case, on one SM and again on all.", min=1)] = 5,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Read what one Hopper SM does in a clock, and append the readings to data/<gpu>/chip/."""
+    from flashlab.experiments import chip as module
+
+    names: list[str] = []
+    with following("measuring", lines=False) as follow:
+        total = len(module.choose(cases or None))
+
+        def announce(name: str) -> None:
+            names.append(name)
+            follow(len(names), total, name)
+
+        path = module.measure(cases or None, data=data, device=device, launches=launches, announce=announce)
+    readings, _ = module.read(path)
+    answer(
+        [reading.model_dump(mode="json") for reading in readings],
+        {
+            **{"case": "name", "unit": "unit", "one SM": "value"},
+            "all SMs": lambda row: median(row["all_sms"]),
+            "beside": lambda row: median(row["beside"]) if row["beside"] else None,
+        },
+        as_json=as_json,
+    )
+    if not as_json:
+        say(f"Recorded in {path}")
+
+
+COMMANDS = {"chip": chip}

@@ -1,0 +1,77 @@
+"""`flashlab claims`: what others claimed, judged by the records."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashlab.cli.options import Data, Device, Gpu, Json
+from flashlab.cli.output import answer, following, say
+from flashlab.cli.records import gpu_with_data
+from flashlab.core.errors import CheckFailedError
+from flashlab.core.paths import DATA
+
+
+def claims(
+    *,
+    gpu: Gpu = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="First measure, on this GPU, what claims need and no other command does.")
+    ] = False,
+    write: Annotated[bool, typer.Option("--write", help="Write the verdicts to data/<gpu>/verdicts.json.")] = False,
+    compare: Annotated[
+        Path | None, typer.Option(help="A verdicts.json: list the claims whose verdict differs, and fail if any does.")
+    ] = None,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Judge the claims of data/claims.csv by a GPU's records: verdict, our number, its interval, record and reason."""
+    from flashlab.experiments import ledger
+
+    if measure:
+        with following("measuring") as follow:
+            for path in ledger.measure(data=data, device=device, progress=follow, note=say):
+                say(f"recorded in {path}")
+    name = gpu_with_data(gpu, data)
+    verdicts = ledger.verdicts(name, data)
+    if write:
+        say(f"written to {ledger.write(verdicts, name, data)}")
+    if compare is not None:
+        differences = ledger.differences(verdicts, ledger.read_verdicts(compare))
+        rows = [
+            {
+                "id": one.id,
+                "here": one.here.flat() if one.here else None,
+                "there": one.there.flat() if one.there else None,
+            }
+            for one in differences
+        ]
+        columns = {"claim": "id", "here": "here.verdict", "there": "there.verdict"}
+        if rows or as_json:
+            answer(rows, columns | {"reason here": "here.reason", "reason there": "there.reason"}, as_json=as_json)
+        if differences:
+            raise CheckFailedError(f"{len(differences)} of {len(verdicts)} verdicts differ from those in {compare}")
+        say(f"All {len(verdicts)} verdicts are those in {compare}")
+        return
+    decisive = {one.id: ledger.shown(one.decisive) for one in verdicts if one.decisive}
+    answer(
+        [one.flat() for one in verdicts],
+        {
+            "claim": "id",
+            "verdict": lambda row: ledger.words(row["verdict"]),
+            "ours": lambda row: decisive.get(row["id"]),
+            **{"claimed": "claimed", "record": "record", "reason": "reason"},
+        },
+        as_json=as_json,
+        title=f"{len(verdicts)} claims, judged by the records of {name}",
+    )
+    if not as_json:
+        counts = Counter(one.verdict for one in verdicts)
+        say(", ".join(f"{counts[kind]} {ledger.words(kind)}" for kind in ledger.KINDS if counts[kind]))
+
+
+COMMANDS = {"claims": claims}

@@ -1,0 +1,78 @@
+"""`flashlab method`: other timers beside ours."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from flashlab.cli.options import Data, Device, Json, Peers, Shapes, Stages, names_in, stages_in
+from flashlab.cli.output import answer, say
+from flashlab.core.paths import DATA
+
+
+def method(
+    *,
+    stages: Stages = None,
+    peers: Peers = None,
+    shape: Shapes = None,
+    samples: Annotated[int, typer.Option(help="Of each, by CUDA events.", min=4)] = 20,
+    rounds: Annotated[int, typer.Option(help="Of NVBench's measurements.", min=1)] = 4,
+    sustained: Annotated[float, typer.Option(help="Seconds of continuous calls, 0 for none.", min=0)] = 1.5,
+    seconds: Annotated[float, typer.Option(help="For all of it; what does not fit is left out.", min=1)] = 90,
+    device: Device = 0,
+    data: Data = DATA,
+    as_json: Json = False,
+) -> None:
+    """Read the same kernels with CUDA events, CUPTI and NVBench, hot and cold, on random numbers and zeros.
+
+    The readings go to data/<gpu>/readings/. The first shape is called for seconds too. A timer that is not installed is
+    named with what installs it.
+    """
+    from flashlab.experiments import timers
+    from flashlab.record import store
+
+    measured = timers.measure(
+        stages_in(stages),
+        names_in(peers),
+        shape,
+        samples=samples,
+        rounds=rounds,
+        sustained_s=sustained,
+        timeout_s=seconds,
+        data=data,
+        device=device,
+        say=say,
+    )
+    rows = [
+        {
+            "name": one.ours.name,
+            "shape": one.ours.problem.shape,
+            "inputs": one.ours.inputs,
+            "cache": one.ours.cache,
+            "timer": one.other.timer,
+            "events_us": one.ours.median_us,
+            "other_us": one.other.median_us,
+            "ratio": asdict(one.ratio),
+            "agrees": one.agrees,
+            "why": one.why,
+        }
+        for one in timers.comparisons(timers.pools(store.read_readings(measured.path)))
+    ]
+    answer(
+        rows,
+        {
+            **{"name": "name", "shape": "shape", "inputs": "inputs", "L2": "cache", "timer": "timer"},
+            **{"events µs": "events_us", "other µs": "other_us", "other / events": "ratio"},
+            "difference": lambda row: row["why"] or "agrees",
+        },
+        as_json=as_json,
+        document={"path": str(measured.path), "missing": measured.missing, "comparisons": rows},
+    )
+    for line in measured.missing:
+        say(f"no reading: {line}")
+    say(f"Recorded in {measured.path}")
+
+
+COMMANDS = {"method": method}
