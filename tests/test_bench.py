@@ -24,9 +24,8 @@ from flashlab.measure import bench
 from flashlab.record import checks, store
 from flashlab.run import emulator
 from flashlab.run.attention import Fallbacks
-from flashlab.verify import cases
+from flashlab.verify import on_cpu
 from flashlab.verify.oracle import make_inputs
-from flashlab.verify.verdict import Verdict as CheckVerdict
 
 PROBLEMS = [Problem.parse("1x2x64x64"), Problem.parse("1x2x64x64", mask="causal")]
 GPU = {
@@ -792,8 +791,8 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
 
     def in_place_of_a_gpu(stage_id: str, problem: Problem, values: Any, inputs: Any, **options: Any) -> Any:
         if (stage_id, problem) == ("00_naive", problems[1]):
-            return CheckVerdict(passed=False, reason="bad"), None, None, None
-        verdict, ran = cases.emulated_verdict(stage_id, problem, values, **options)
+            return store.Verdict(passed=False, reason="bad"), None, None, None
+        verdict, ran = on_cpu.emulated_verdict(stage_id, problem, values, **options)
         return verdict, ran.out, ran.lse, counted
 
     monkeypatch.setattr(bench, "_guarded_run", in_place_of_a_gpu)

@@ -23,7 +23,7 @@ from flashlab.record import checks
 from flashlab.record.store import Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import Fallbacks
-from flashlab.verify import cases
+from flashlab.verify import cases, on_cpu
 from flashlab.verify.oracle import attention, make_inputs, pack, plain
 from flashlab.verify.verdict import (
     FLASH_ATTENTION_LENGTHS,
@@ -54,23 +54,22 @@ def test_cases_are_what_stages_take() -> None:
     with pytest.raises(ParameterError, match="layout: wanted one of contiguous"):
         cases.cases({"x": STAGE}, layouts=("diagonal",))
     with pytest.raises(ParameterError, match="at least one stage"):
-        cases.cases({"x": STAGE}, dtypes=("bfloat16",))
+        cases.only(cases.default_cases({"x": STAGE}), dtypes=("bfloat16",))
     for options, words in (
         ({"lengths": []}, "at least one length"),
         ({"inputs": []}, "at least one kind of inputs"),
         ({"suite": "llama"}, "suite: wanted one of flash-attention, got 'llama'"),
     ):
         with pytest.raises(ParameterError, match=words):
-            cases.check_on_cpu(["05_wmma"], **options)  # type: ignore[arg-type]
+            on_cpu.check_on_cpu(["05_wmma"], **options)  # type: ignore[arg-type]
 
 
-EVERYTHING: dict[str, Any] = {"dtypes": cases.DTYPES, "masks": cases.MASKS, "head_dims": None}
 LAST = {"x": registry.get("13_overlap")}
 
 
 def test_a_cpu_goes_through_all_that_breaks_kernels_by_default() -> None:
-    found = cases.default_cases_on_cpu(LAST, **EVERYTHING)
-    problems = [(case.problem, case.layout, schedule) for case, schedule in found]
+    found = cases.default_cases_on_cpu(LAST)
+    problems = [(case.problem, case.layout, case.schedule) for case in found]
     assert len(set(problems)) == len(problems)
     variants = {(p.head_dim, p.dtype, p.mask) for p, _, _ in problems}
     assert len(variants) == 8
@@ -128,7 +127,7 @@ def test_rows_far_apart_have_offsets_of_more_than_32_bits_and_take_little_memory
 @needs_compiler
 def test_hostile_inputs_reach_the_fallback_and_normal_ones_do_not() -> None:
     def fallbacks(dtype: str, kind: str) -> tuple[int, int]:
-        found = cases.check_on_cpu(
+        found = on_cpu.check_on_cpu(
             ["13_overlap"],
             lengths=[(70, 256)] if kind == "normal" else cases.HOSTILE_LENGTHS[:1],
             inputs=[kind],
@@ -199,7 +198,7 @@ def test_flash_attentions_limit_for_one_key_is_what_adding_and_taking_away_does(
 
 @needs_compiler
 def test_a_suite_is_judged_by_its_own_rule() -> None:
-    found = cases.check_on_cpu(
+    found = on_cpu.check_on_cpu(
         ["05_wmma"], suite="flash-attention", head_dims=[64], masks=["causal"], dtypes=["float16"]
     )
     assert found.failures == ()
@@ -214,14 +213,14 @@ def test_what_a_gpu_gave_is_compared_with_the_emulator(q_len: int) -> None:
     values = make_inputs(problem)
     exact, lse = attention(*values, causal=True)
     chip = pack(exact.astype("float32"), "float16")
-    found = cases.emulate_beside(STAGE.id, problem, values, chip, lse.astype("float32"), layout="misaligned")
+    found = on_cpu.emulate_beside(STAGE.id, problem, values, chip, lse.astype("float32"), layout="misaligned")
     assert (found.status, found.reason) == ("ok", "")
     assert found.verdict is not None
     assert found.agreement is not None
     assert found.agreement.max_abs_error <= found.agreement.max_abs_limit
     assert found.shape == ("1x2x1x520x130x64" if q_len == 520 else problem.shape)
     chip[0, 1, q_len - 20] *= 1.25
-    found = cases.emulate_beside(STAGE.id, problem, values, chip, lse.astype("float32"), layout="contiguous")
+    found = on_cpu.emulate_beside(STAGE.id, problem, values, chip, lse.astype("float32"), layout="contiguous")
     assert found.status == "wrong"
     assert found.reason.startswith("chip and emulator: max abs error")
     message = json.loads(json.dumps(bench._emulator_message(found)))
@@ -236,7 +235,7 @@ def test_a_row_is_kept_for_whatever_happens_on_the_cpu(tmp_path: Path) -> None:
     first = "  const int warp = threadIdx.x / WARP;\n"
     assert first in text
     edited.write_text(text.replace(first, f"  while (p.q_len) {{ }}\n{first}"), encoding="utf-8")
-    found = cases.check_on_cpu(
+    found = on_cpu.check_on_cpu(
         ["05_wmma"],
         lengths=[(3, 5)],
         masks=("full",),

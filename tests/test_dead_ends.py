@@ -32,7 +32,7 @@ from flashlab.run import emulator
 from flashlab.run.gpu import DeviceArray, contiguous_strides
 from flashlab.show import site
 from flashlab.show.notebook import NOTHING_YET
-from flashlab.verify import cases, oracle
+from flashlab.verify import on_cpu, oracle
 from flashlab.verify import verdict as check
 
 every_dead_end = pytest.mark.parametrize("stage", DEAD_ENDS.values(), ids=DEAD_ENDS)
@@ -208,7 +208,7 @@ def _on_a_cpu() -> list[str]:
 @emulated
 @pytest.mark.parametrize("name", _on_a_cpu())
 def test_a_dead_end_is_right_on_the_cpu(name: str) -> None:
-    found = cases.check_on_cpu([name], lengths=[(65, 65), (113, 70)], layouts=("contiguous",))
+    found = on_cpu.check_on_cpu([name], lengths=[(65, 65), (113, 70)], layouts=("contiguous",))
     assert [f"{row.problem.label}, {row.layout}: {row.reason}" for row in found.failures] == []
     assert any(row.status == "ok" for row in found.rows)
 
@@ -218,11 +218,11 @@ def test_a_dead_end_is_right_on_the_cpu(name: str) -> None:
 def test_48_rows_on_six_warps_are_wrong_by_the_split_alone(causal: bool) -> None:
     problem = replace(Problem.parse("1x1x96x64"), mask="causal" if causal else "full")
     values = oracle.make_inputs(problem)
-    wrong, _ = cases.emulated_verdict("tile48", problem, values)
+    wrong, _ = on_cpu.emulated_verdict("tile48", problem, values)
     assert not wrong.passed
     assert "rows" in wrong.reason
     for variant in ({"SPLIT_FROM_TILE": 1}, {"TILE_Q": 32}):
-        right, ran = cases.emulated_verdict("tile48", problem, values, params=variant, races=True)
+        right, ran = on_cpu.emulated_verdict("tile48", problem, values, params=variant, races=True)
         assert right.passed, f"{variant}: {right.reason}"
         assert ran.report.findings == ()
 
@@ -230,7 +230,7 @@ def test_48_rows_on_six_warps_are_wrong_by_the_split_alone(causal: bool) -> None
 @emulated
 def test_the_detector_names_what_is_wrong_with_48_rows() -> None:
     problem = Problem.parse("1x1x48x64")
-    _, ran = cases.emulated_verdict("tile48", problem, oracle.make_inputs(problem), races=True)
+    _, ran = on_cpu.emulated_verdict("tile48", problem, oracle.make_inputs(problem), races=True)
     found = " ".join(str(finding) for finding in ran.report.findings)
     assert "read of what was never written in shared memory" in found
     assert "race in shared memory" in found
@@ -250,7 +250,7 @@ def test_e4m3_rounds_as_its_type_does() -> None:
 @pytest.mark.parametrize("name", ["fp8_simulated", "fp8"])
 def test_fp8_is_judged_against_fp8_and_fails_against_fp16(name: str) -> None:
     values = oracle.make_inputs(SMALL)
-    verdict, ran = cases.emulated_verdict(name, SMALL, values)
+    verdict, ran = on_cpu.emulated_verdict(name, SMALL, values)
     assert verdict.passed, verdict.reason
     strict = check.check(ran.out, ran.lse, *values, causal=False, dtype="float16")
     assert not strict.passed
@@ -260,7 +260,7 @@ def test_fp8_is_judged_against_fp8_and_fails_against_fp16(name: str) -> None:
 @emulated
 def test_the_checker_rejects_a_wrong_scale_at_fp8_too() -> None:
     values = oracle.make_inputs(SMALL)
-    _, ran = cases.emulated_verdict("fp8", SMALL, values)
+    _, ran = on_cpu.emulated_verdict("fp8", SMALL, values)
     off = (ran.out.astype(np.float32) * 1.1).astype(np.float16)
     assert not check.check(off, ran.lse, *values, causal=False, dtype="float16", precision="e4m3").passed
 
@@ -269,7 +269,7 @@ def test_the_checker_rejects_a_wrong_scale_at_fp8_too() -> None:
 def test_the_sources_fp8_error_is_that_against_rounded_inputs() -> None:
     problem = Problem.parse("1x1x512x64")
     values = oracle.make_inputs(problem)
-    _, ran = cases.emulated_verdict("fp8_simulated", problem, values)
+    _, ran = on_cpu.emulated_verdict("fp8_simulated", problem, values)
     rounded = tuple(oracle.round_to_e4m3(x.astype(np.float32)).astype(np.float16) for x in values)
     own, _ = oracle.attention(*rounded, causal=False)
     exact, _ = oracle.attention(*values, causal=False)

@@ -202,4 +202,4 @@ def test_other_types_are_refused(dtype: Any) -> None:
 def test_a_problem_and_its_arrays_have_one_shape() -> None:
     problem = Problem.parse("2x8x4x96x160x64")
     arrays = make_inputs(problem, seed=0)
-    assert oracle.Shape.of_problem(problem) == oracle.Shape.of(*arrays)
+    assert oracle.problem_of(*arrays, causal=False) == problem

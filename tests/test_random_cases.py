@@ -15,7 +15,7 @@ from flashlab.query import select
 from flashlab.record import store
 from flashlab.run import emulator
 from flashlab.show import tables
-from flashlab.verify import cases
+from flashlab.verify import on_cpu
 from flashlab.verify.cases import CPU_SCORES, GPU_SCORES, TENSORS, laid_out, placement, random_cases
 from flashlab.verify.oracle import attention, make_inputs
 from flashlab.verify.verdict import Guarded, Oracle, check
@@ -107,7 +107,7 @@ def test_stages_pass_random_cases_on_the_cpu() -> None:
     except MissingPackageError as error:
         pytest.skip(str(error))
     drawn = random_cases(CUDA_STAGES, 40, seed=1, max_scores=CPU_SCORES)
-    found = cases.check_on_cpu(list(CUDA_STAGES), random=40, seed=1)
+    found = on_cpu.check_on_cpu(list(CUDA_STAGES), random=40, seed=1)
     assert [f"{row.stage} {row.problem.label} {row.layout}: {row.reason}" for row in found.failures] == []
     assert len(found.rows) == sum(len(case.names) for case in drawn)
 

@@ -18,7 +18,7 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import STAGES, Stage
 from flashlab.run.attention import AttentionParams, TensorView, triton_arguments
-from flashlab.verify.cases import check_on_cpu
+from flashlab.verify.on_cpu import check_on_cpu
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import check
 

@@ -13,7 +13,7 @@ from wrong.cuda import MISTAKES, Mistake
 from flashlab.core.errors import MissingPackageError
 from flashlab.kernels import registry
 from flashlab.run import emulator
-from flashlab.verify import cases
+from flashlab.verify import cases, on_cpu
 
 HEAD_DIM = 64
 """One is enough, and half the time."""
@@ -24,7 +24,7 @@ def _which(mistake: Mistake) -> dict[str, tuple[str, ...] | tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[cases.CheckRun]]]:
+def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[on_cpu.CheckRun]]]:
     """What the check said of each."""
     try:
         emulator.cxx()
@@ -32,17 +32,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Fut
         pytest.skip(str(error))
     folder = tmp_path_factory.mktemp("mistakes")
 
-    def run(mistake: Mistake) -> cases.CheckRun:
+    def run(mistake: Mistake) -> on_cpu.CheckRun:
         source = folder / f"{mistake.label}.cu"
         source.write_text(mistake.source(), encoding="utf-8")
-        return cases.check_on_cpu([], sources={mistake.stage: source}, **_which(mistake))  # type: ignore[arg-type]
+        return on_cpu.check_on_cpu([], sources={mistake.stage: source}, **_which(mistake))  # type: ignore[arg-type]
 
     with ahead({mistake.label: partial(run, mistake) for mistake in MISTAKES}) as results:
         yield results
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.label)
-def test_the_check_finds_it(mistake: Mistake, found: Mapping[str, Future[cases.CheckRun]]) -> None:
+def test_the_check_finds_it(mistake: Mistake, found: Mapping[str, Future[on_cpu.CheckRun]]) -> None:
     run = found[mistake.label].result()
     assert run.failures, f"{len(run.rows)} passed"
     assert {row.status for row in run.failures} <= {"wrong", "crashed", "timeout"}
@@ -51,7 +51,6 @@ def test_the_check_finds_it(mistake: Mistake, found: Mapping[str, Future[cases.C
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.label)
 def test_those_cases_are_among_the_default(mistake: Mistake) -> None:
     able = {mistake.stage: registry.get(mistake.stage)}
-    everything = {"dtypes": cases.DTYPES, "masks": cases.MASKS, "head_dims": None}
-    assert set(cases.default_cases_on_cpu(able, **_which(mistake))) <= set(
-        cases.default_cases_on_cpu(able, **everything)
+    assert set(cases.only(cases.default_cases_on_cpu(able), **_which(mistake))) <= set(  # type: ignore[arg-type]
+        cases.default_cases_on_cpu(able)
     )

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from flashlab.core.problem import Problem
+from flashlab.record.store import Verdict
 from flashlab.verify.oracle import make_inputs
-from flashlab.verify.verdict import Guarded, Verdict, check, strides_of
+from flashlab.verify.verdict import Guarded, check, strides_of
 from wrong.simulation import Fault, Style, run
 
 SQUARE = Problem.parse("2x4x2x130x200x64")

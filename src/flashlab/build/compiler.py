@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import pickle
 import re
 import shlex
@@ -20,7 +19,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
@@ -28,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlab.build import cache, triton_code
+from flashlab.build.parallel import on_all_cores
 from flashlab.build.sources import contents, digest, quote, read, readable, shown
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, PerformanceWarningError
 from flashlab.core.paths import KERNELS, ROOT
@@ -357,34 +356,13 @@ def compile_many(
     """
     if any(job.stage.language == "cuda" for job in work):
         toolchain()
-    results: dict[int, Cubin | CompileError] = {}
-    pool = ThreadPoolExecutor(workers or len(os.sched_getaffinity(0)))
-    try:
-        futures = {pool.submit(_compile_job, job): index for index, job in enumerate(work)}
-        for future in as_completed(futures):
-            index = futures[future]
-            results[index] = future.result()
-            if progress:
-                progress(work[index], results[index])
-    finally:
-        pool.shutdown(cancel_futures=True)
-    return tuple(results[index] for index in range(len(work)))
+    report = None if progress is None else lambda _, job, cubin: progress(job, cubin)
+    return tuple(on_all_cores(_compile_job, work, progress=report, workers=workers))
 
 
 def _compile_job(job: Job) -> Cubin | CompileError:
     try:
-        return compile_stage(
-            job.stage,
-            head_dim=job.head_dim,
-            dtype=job.dtype,
-            causal=job.causal,
-            arch=job.arch,
-            aligned=job.aligned,
-            overrides=job.overrides,
-            source=job.source,
-            line_info=job.line_info,
-            may_spill=job.may_spill,
-        )
+        return compile_stage(**vars(job))
     except CompileError as error:
         return error
 

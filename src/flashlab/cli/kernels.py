@@ -230,7 +230,7 @@ def check(
     from flashlab.measure import bench
     from flashlab.run import gpu
     from flashlab.run.emulator import DEFAULT_TIMEOUT_S
-    from flashlab.verify import cases
+    from flashlab.verify import on_cpu
 
     kinds = None if inputs is None else kinds_in(inputs)
     if kinds and TRAINED in kinds and len(kinds) > 1:
@@ -271,7 +271,7 @@ def check(
     with following("checking") as follow:
         if on == "cpu":
             timeout_s = None if insist else DEFAULT_TIMEOUT_S
-            results = cases.check_on_cpu(
+            results = on_cpu.check_on_cpu(
                 chosen, **common, schedules=schedule, races=races, timeout_s=timeout_s, follow=follow
             )
         else:

@@ -65,7 +65,6 @@ from flashlab.run import gpu
 from flashlab.run.attention import prepare
 from flashlab.show import charts, tables
 from flashlab.show.charts import Chart
-from flashlab.verify.oracle import Shape
 from flashlab.verify.verdict import POISON_WORD, Sample, check
 
 Timer = Literal["events", "torch-profiler", "cuda-bench"]
@@ -446,13 +445,12 @@ class _Worker:
             layout = peers.get(name).layout
             out = peers.bhsd_view(layout, self._peer(name, problem)(*peers.in_layout(layout, q, k, v)))
         gpu.synchronize(self._device)
-        shape = Shape.of_problem(problem)
         verdict = check(
             *(self._cupy.from_dlpack(out.contiguous()), None),
             *(self._cupy.from_dlpack(tensor) for tensor in (q, k, v)),
             causal=problem.causal,
             dtype=problem.dtype,
-            sample=Sample.of(shape, max_scores=_CHECKED_SCORES, seed=self._job["seed"]),
+            sample=Sample.of(problem, max_scores=_CHECKED_SCORES, seed=self._job["seed"]),
             xp=self._cupy,
         )
         if not verdict.passed:

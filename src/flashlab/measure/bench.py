@@ -75,28 +75,12 @@ from flashlab.record.store import (
 from flashlab.run import choice as tuned
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks, Prepared, prepare
-from flashlab.verify.cases import (
-    FAR_LAYOUTS,
-    FLASH_ATTENTION,
-    SUITES,
-    TENSORS,
-    build_all,
-    cases,
-    damage,
-    default_cases,
-    emulate_beside,
-    emulates,
-    finite,
-    laid_out,
-    placement,
-    random_cases,
-    suite_cases,
-)
+from flashlab.verify.cases import FAR_LAYOUTS, FLASH_ATTENTION, SUITES, TENSORS, chosen_cases, laid_out, placement
 from flashlab.verify.cases import LAYOUTS as LAYOUTS
-from flashlab.verify.cases import CheckRun as CheckRun
-from flashlab.verify.oracle import Shape, make_torch_inputs
-from flashlab.verify.verdict import HOSTILE, POISON_WORD, FlashAttentionOracle, Guarded, Oracle, Sample, check
-from flashlab.verify.verdict import Verdict as CheckVerdict
+from flashlab.verify.on_cpu import CheckRun as CheckRun
+from flashlab.verify.on_cpu import build_all, emulate_beside, emulates, implementations
+from flashlab.verify.oracle import make_torch_inputs
+from flashlab.verify.verdict import POISON_WORD, FlashAttentionOracle, Guarded, Oracle, Sample, check, damage
 
 WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.measure.bench", "--worker")
 _HEAT_SECONDS = 2.0
@@ -1170,13 +1154,13 @@ def check_stages(
     Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
     the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere where `data` is None.
 
-    Where lengths, layouts and inputs are left open, these are `checks.default_cases`. Where one of them is given, every
+    Where lengths, layouts and inputs are left open, these are `cases.default_cases`. Where one of them is given, every
     combination runs: by default of all hostile lengths, every layout and normal inputs. `inputs` are kinds that are
     drawn from a seed: all but `trained`.
 
     `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two. `random` replaces
-    lengths, masks, types, layouts and head dims by so many `checks.random_cases`; their rows go to data/<gpu>/random/.
-    `suite` replaces them by the cases of one of `checks.SUITES`, judged by its rule, and the folder is its name.
+    lengths, masks, types, layouts and head dims by so many `cases.random_cases`; their rows go to data/<gpu>/random/.
+    `suite` replaces them by the cases of one of `cases.SUITES`, judged by its rule, and the folder is its name.
 
     Raises:
         As `run`.
@@ -1184,20 +1168,21 @@ def check_stages(
     names = _names(stage_ids, (), sources or {})
     _positive(timeout_s=timeout_s, startup_s=startup_s)
     able = {name: stages.get(identity) for name, _, identity, _ in names}
-    what: Message = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims}
-    if random:
-        wanted = random_cases(able, random, seed=seed, inputs=inputs or (NORMAL,))
-    elif suite:
-        wanted = suite_cases(suite, able, **what)
-    elif lengths is None and layouts is None and inputs is None:
-        wanted = default_cases(able, **what)
-    else:
-        what |= {"layouts": tuple(LAYOUTS) if layouts is None else layouts}
-        what |= {"inputs": (NORMAL,) if inputs is None else inputs}
-        wanted = cases(able, lengths=HOSTILE if lengths is None else lengths, **what)
+    wanted = chosen_cases(
+        able,
+        lengths=lengths,
+        dtypes=dtypes,
+        masks=masks,
+        layouts=layouts,
+        inputs=inputs,
+        head_dims=head_dims,
+        random=random,
+        suite=suite,
+        seed=seed,
+        on_cpu=False,
+    )
     with ThreadPoolExecutor(1) as aside:
-        which = {name: (identity, source) for name, _, identity, source in names}
-        built = aside.submit(build_all, which, wanted) if emulate else None
+        built = aside.submit(build_all, implementations(stage_ids, sources), wanted) if emulate else None
         _compile_ahead(names, [(case.problem, case.names) for case in wanted], device, aligned=(True, False))
         if built:
             built.result()
@@ -1536,7 +1521,6 @@ class _Worker:
     def _judge(
         self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any, precision: Precision = "input"
     ) -> Message:
-        shape = Shape.of_problem(problem)
         verdict = check(
             self._for_oracle(out),
             None if lse is None else self._for_oracle(lse),
@@ -1544,12 +1528,12 @@ class _Worker:
             causal=problem.causal,
             dtype=problem.dtype,
             precision=precision,
-            sample=Sample.of(shape, max_scores=self._checked_scores, seed=self._job["seed"]),
+            sample=Sample.of(problem, max_scores=self._checked_scores, seed=self._job["seed"]),
             oracle=self._oracle,
             xp=self.cupy,
         )
         self.cupy.get_default_memory_pool().free_all_blocks()
-        said = finite(verdict)
+        said = verdict.model_dump()
         if not verdict.passed:
             raise _RefusedError("wrong", verdict.reason, said)
         return said
@@ -1815,7 +1799,7 @@ class _Worker:
                     params=which["params"],
                     judge=judge,
                 )
-                said = finite(verdict)
+                said = verdict.model_dump()
             except Exception as error:
                 self._survive(error)
                 self._send_check(index, name, *_classify(error), None)
@@ -1895,7 +1879,7 @@ def guarded_verdict(
     *,
     layout: str = "contiguous",
     source: Path | None = None,
-) -> CheckVerdict:
+) -> Verdict:
     """Run a stage once on the current GPU between guards and say what is wrong with it.
 
     `values` are q, k, v as `reference.make_inputs(problem, xp=cupy)` gives them, `layout` is one of `LAYOUTS`.
@@ -1921,8 +1905,8 @@ def _guarded_run(
     layout: str,
     source: Path | None,
     params: Mapping[str, int] | None = None,
-    judge: Callable[..., CheckVerdict] = check,
-) -> tuple[CheckVerdict, Any, Any, Fallbacks | None]:
+    judge: Callable[..., Verdict] = check,
+) -> tuple[Verdict, Any, Any, Fallbacks | None]:
     """The verdict, the output and log-sum-exp it is on, and fallbacks; `inputs` are `_guarded_inputs` of the values."""
     cupy = _need("cupy")
     out_shape = values[0].shape

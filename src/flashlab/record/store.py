@@ -160,18 +160,22 @@ class Samples(_Model):
 
 
 class Verdict(_Model):
-    """What the checker said; see check.py for the rule."""
+    """What the checker says; verify/verdict.py has the rule.
+
+    Each error stands beside the limit of the same band of rows: the one where it came closest to its limit, or passed
+    it by most. They are None where the output could not be compared: wrong shape or type, unwritten or not finite.
+    """
 
     passed: bool
     reason: str
     """Empty when passed, else the first thing wrong."""
-    max_abs_error: float | None
-    max_abs_limit: float | None
-    rms_error: float | None
-    rms_limit: float | None
-    lse_error: float | None
+    max_abs_error: float | None = None
+    max_abs_limit: float | None = None
+    rms_error: float | None = None
+    rms_limit: float | None = None
+    lse_error: float | None = None
     """Largest error of the log-sum-exp; None where the implementation gives none."""
-    lse_limit: float | None
+    lse_limit: float | None = None
     overall_max_error: float | None = None
     """Largest error of the output over all rows that were compared, the same of all that a run checks at a problem; the
     errors above are those of the band of rows that came closest to its limit. None in older records."""

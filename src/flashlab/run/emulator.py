@@ -28,7 +28,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -36,6 +35,8 @@ from typing import Any, Literal, SupportsIndex
 
 from flashlab.build import cache, symbols, triton_code
 from flashlab.build.compiler import COMMON, ELEMENTS, LaunchShape, launch_shape_fault
+from flashlab.build.parallel import cores as cores
+from flashlab.build.parallel import on_all_cores
 from flashlab.build.sources import contents, quote, read, readable, shown
 from flashlab.core.errors import (
     CompileError,
@@ -406,15 +407,14 @@ def _runtime(compiler: Cxx) -> tuple[Path, ...]:
             [compiler.path, *options, "-c", str(path), "-o", str(work / name)]
             for path, name in zip(sources, objects, strict=True)
         ]
-        with ThreadPoolExecutor(cores()) as pool:
-            for path, done, command in zip(sources, pool.map(_compile, commands), commands, strict=True):
-                if done.returncode:
-                    log = readable(done.stderr)
-                    raise CompileError(
-                        f"{shown(path)}: {compiler.path} did not compile the emulation's runtime{_first_error(log)}",
-                        command=shlex.join(command),
-                        log=log,
-                    )
+        for path, done, command in zip(sources, on_all_cores(_compile, commands), commands, strict=True):
+            if done.returncode:
+                log = readable(done.stderr)
+                raise CompileError(
+                    f"{shown(path)}: {compiler.path} did not compile the emulation's runtime{_first_error(log)}",
+                    command=shlex.join(command),
+                    log=log,
+                )
         return {}
 
     key = ("runtime", contents(sources[0], "", [EMULATION]), options, compiler.identity)
@@ -431,13 +431,6 @@ def _compile(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         errors="replace",
         env={**os.environ, "LC_ALL": "C"},  # messages that can be read back
     )
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # --- what the C++ compiler said ---

@@ -49,13 +49,13 @@ from flashlab.query import select as results
 from flashlab.query.select import AgainstPeers, Results
 from flashlab.record import provenance, store
 from flashlab.record.checks import CheckRow
-from flashlab.record.store import Measurement, StageCounters, StageProfile
+from flashlab.record.store import Measurement, StageCounters, StageProfile, Verdict
 from flashlab.run import emulator
 from flashlab.run import gpu as gpus
 from flashlab.run.attention import emulate
 from flashlab.show.charts import Chart
-from flashlab.verify import cases
-from flashlab.verify.verdict import Verdict, check
+from flashlab.verify import cases, on_cpu
+from flashlab.verify.verdict import check
 
 if TYPE_CHECKING:
     from flashlab.experiments.ledger import Verdict as ClaimVerdict
@@ -190,12 +190,12 @@ class Lab:
         able = {stage_id: registry.get(stage_id) for stage_id in chosen}
         wanted = cases.cases(able, **options)
         # First all of them, side by side, so that the seconds of a stage are those of its runs.
-        cases.build_all(cases.implementations(chosen, None), wanted, hooks=True)
+        on_cpu.build_all(on_cpu.implementations(chosen, None), wanted, hooks=True)
         rows: list[CheckRow] = []
         seconds: dict[str, float] = {}
         for stage_id in chosen:
             began = time.perf_counter()
-            rows += cases.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
+            rows += on_cpu.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
             seconds[stage_id] = time.perf_counter() - began
         return Here(rows=tuple(rows), seconds=seconds)
 

@@ -34,13 +34,13 @@ from flashlab.record.store import (
     StageCounters,
     StageProfile,
     Status,
+    Verdict,
     cycles_per_score,
     flat,
     power_w,
 )
 from flashlab.record.store import runs as recorded_runs
 from flashlab.run.emulator import Actor, Counter, Place, Report
-from flashlab.verify import verdict as check
 
 Cell = str | int | float | None
 
@@ -966,7 +966,7 @@ def excerpt(instructions: Sequence[Instruction], opcode: str, *, lines: int = 16
     return f"```text\n{text}\n```\n"
 
 
-def judged(verdicts: Mapping[str, check.Verdict]) -> str:
+def judged(verdicts: Mapping[str, Verdict]) -> str:
     """What the checker says of outputs at hand."""
     return markdown(
         ("output", "verdict", "why", "largest error", "limit"),

@@ -1,52 +1,31 @@
-"""The comparison of stages with the oracle, over what breaks kernels: which cases there are, and running them on a CPU.
+"""Which problems and layouts break kernels: what a check of stages goes through, on a GPU (bench.py) or a CPU.
 
-bench.py runs the same cases on a GPU. Every buffer lies between guards of NaN, outputs are poisoned, inputs compared
-afterwards; grouped-query heads and the log-sum-exp are always on. Beside normal inputs of hostile lengths there are
-hostile inputs, whose scores reach what a kernel does seldom, and rows that lie far apart.
+Grouped-query heads are always on. Beside normal inputs of hostile lengths there are hostile inputs, whose scores reach
+what a kernel does seldom, and rows that lie far apart. on_cpu.py runs the cases on a CPU.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
-from hashlib import sha256
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from flashlab.core.errors import (
-    CompileError,
-    EmulationError,
-    FlashlabError,
-    ParameterError,
-    UnsupportedError,
-)
+from flashlab.core.errors import ParameterError
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
 from flashlab.core.inputs import NORMAL, SCALE8, drawn
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, Problem
-from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
-from flashlab.record.checks import CheckRow, EmulatorVerdict
 from flashlab.record.store import Verdict
-from flashlab.run import emulator
-from flashlab.run.attention import Emulation, emulate
-from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import (
     FLASH_ATTENTION_LENGTHS,
     HOSTILE,
-    Guarded,
-    Oracle,
-    check,
     check_as_flash_attention,
     strides_of,
 )
-from flashlab.verify.verdict import Verdict as CheckVerdict
 
 LAYOUTS: dict[str, str] = {
     "contiguous": "batch, heads, length, head_dim without gaps",
@@ -75,21 +54,6 @@ HOSTILE_LENGTHS = ((70, 400), (400, 400))
 """Lengths for hostile inputs: several tiles of keys, whose scores grow from either end. A CPU takes the first."""
 SCHEDULES = ("ascending", "seeded:1")
 """The orders of warps that a CPU goes through: a copy or a warp that is early in one is late in the other."""
-MANY_SCORES_IN_ALL = 1 << 17
-"""Of a problem with more, a CPU runs beside a GPU the first group of query heads alone."""
-
-
-@dataclass(frozen=True)
-class CheckRun:
-    """Every verdict, and the file that holds them."""
-
-    path: Path | None
-    rows: tuple[CheckRow, ...]
-
-    @property
-    def failures(self) -> tuple[CheckRow, ...]:
-        """What is wrong; a stage that cannot do a problem is not."""
-        return tuple(row for row in self.rows if row.status not in ("ok", "unsupported"))
 
 
 @dataclass(frozen=True)
@@ -99,6 +63,19 @@ class Case:
     problem: Problem
     layout: str
     names: tuple[str, ...]
+    schedule: str = SCHEDULES[0]
+    """On a CPU: the order in which warps take their turns."""
+
+    @property
+    def aligned(self) -> bool:
+        """Whether every row starts on a 16-byte boundary."""
+        steps = re.findall(r"[+@](\d+)", self.layout)  # of a random layout
+        return "misaligned" not in self.layout and all(int(n) * BYTES_PER_ELEMENT % 16 == 0 for n in steps)
+
+    @property
+    def detectable(self) -> bool:
+        """Whether the race detector has room for it: it keeps something for each byte, between rows far apart too."""
+        return self.layout not in FAR_LAYOUTS
 
 
 def cases(
@@ -115,21 +92,15 @@ def cases(
     """Every combination that at least one implementation takes. `able` is the stage of each name.
 
     Raises:
-        ParameterError: an unknown layout, mask or type, inputs that are not drawn, or nothing is left.
+        ParameterError: an unknown layout, mask or type, or inputs that are not drawn.
     """
     kinds = [drawn(name) for name in inputs]
-    for wanted, known, what in (
-        (layouts, {**LAYOUTS, **FAR_LAYOUTS}, "layout"),
-        (masks, MASKS, "mask"),
-        (dtypes, DTYPES, "dtype"),
-    ):
-        for value in wanted:
-            if value not in known:
-                raise ParameterError(f"{what}: wanted one of {', '.join(known)}, got {value!r}")
-    dims = sorted({dim for stage in able.values() for dim in stage.head_dims}) if head_dims is None else head_dims
+    _require("layout", layouts, {**LAYOUTS, **FAR_LAYOUTS})
+    _require("mask", masks, MASKS)
+    _require("dtype", dtypes, DTYPES)
     batch, q_heads, kv_heads = heads
-    found: list[Case] = []
-    for head_dim in dims:
+    combinations: list[Case] = []
+    for head_dim in _head_dims(able) if head_dims is None else head_dims:
         for dtype in dtypes:
             for mask in masks:
                 for q_len, kv_len in lengths:
@@ -144,78 +115,144 @@ def cases(
                         mask=mask,  # type: ignore[arg-type]
                     )
                     names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
-                    found.extend(
-                        Case(replace(problem, inputs=kind), layout, names)
-                        for kind in kinds
-                        for layout in layouts
-                        if names
-                    )
-    if not found:
+                    of_problem = (replace(problem, inputs=kind) for kind in kinds if names)
+                    combinations += [Case(same, layout, names) for same in of_problem for layout in layouts]
+    return combinations
+
+
+def _require(what: str, values: Sequence[str], known: Collection[str]) -> None:
+    for value in values:
+        if value not in known:
+            raise ParameterError(f"{what}: wanted one of {', '.join(known)}, got {value!r}")
+
+
+def _some(chosen: list[Case]) -> list[Case]:
+    if not chosen:
         raise ParameterError("wanted at least one stage that takes one of those types and head dims, got none")
-    return found
+    return chosen
 
 
-def default_cases(
-    able: Mapping[str, Stage],
+def _head_dims(able: Mapping[str, Stage]) -> list[int]:
+    return sorted({dim for stage in able.values() for dim in stage.head_dims})
+
+
+def only(
+    among: Sequence[Case],
     *,
     dtypes: Sequence[str] = DTYPES,
     masks: Sequence[str] = MASKS,
     head_dims: Sequence[int] | None = None,
 ) -> list[Case]:
+    """The cases of those types, masks and head dims.
+
+    Raises:
+        ParameterError: an unknown type or mask, or nothing is left.
+    """
+    _require("mask", masks, MASKS)
+    _require("dtype", dtypes, DTYPES)
+    return _some(
+        [
+            case
+            for case in among
+            if case.problem.dtype in dtypes
+            and case.problem.mask in masks
+            and (head_dims is None or case.problem.head_dim in head_dims)
+        ]
+    )
+
+
+def chosen_cases(
+    able: Mapping[str, Stage],
+    *,
+    lengths: Sequence[tuple[int, int]] | None,
+    dtypes: Sequence[str],
+    masks: Sequence[str],
+    layouts: Sequence[str] | None,
+    inputs: Sequence[str] | None,
+    head_dims: Sequence[int] | None,
+    schedules: Sequence[str] | None = None,
+    random: int,
+    suite: str | None,
+    seed: int,
+    on_cpu: bool,
+) -> list[Case]:
+    """The cases of a check.
+
+    Where lengths, layouts, inputs and schedules are left open, those of `default_cases` or `default_cases_on_cpu`.
+    Where one of them is given, every combination: by default of all hostile lengths, every layout (on a CPU for long
+    problems the first alone), normal inputs, and the first schedule. `random` replaces lengths, masks, types, layouts
+    and head dims by so many `random_cases`, `suite` by the cases of one of `SUITES`.
+
+    Raises:
+        ParameterError: what was asked for does not exist.
+    """
+    for values, what in ((lengths, "length"), (layouts, "layout"), (inputs, "kind of inputs"), (schedules, "schedule")):
+        if values is not None and not values:
+            raise ParameterError(f"wanted at least one {what}, got none")
+    some: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims}
+    kinds = inputs or (NORMAL,)
+    if random:
+        scores = CPU_SCORES if on_cpu else GPU_SCORES
+        chosen = random_cases(able, random, seed=seed, max_scores=scores, inputs=kinds)
+    elif suite:
+        _require("suite", [suite], SUITES)
+        chosen = only(flash_attention_cases(able, on_cpu=on_cpu), **some)
+    elif not (lengths or layouts or inputs or schedules):
+        return only(default_cases_on_cpu(able) if on_cpu else default_cases(able), **some)
+    else:
+        chosen = []
+        for pair in lengths or HOSTILE:
+            through = layouts or tuple(LAYOUTS)
+            if on_cpu and is_long(*pair):
+                through = through[:1]
+            heads = _heads_on_cpu(*pair) if on_cpu else HEADS
+            chosen += cases(able, lengths=[pair], layouts=through, inputs=kinds, heads=heads, **some)
+    return [replace(case, schedule=schedule) for case in _some(chosen) for schedule in schedules or SCHEDULES[:1]]
+
+
+def default_cases(able: Mapping[str, Stage]) -> list[Case]:
     """What a GPU goes through: hostile lengths in every layout, hostile inputs, rows that lie far apart."""
-    what: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims}
-    hostile: dict[str, Any] = {**what, "lengths": HOSTILE_LENGTHS, "inputs": tuple(HOSTILE_INPUTS)}
-    return [
-        *cases(able, lengths=HOSTILE, layouts=tuple(LAYOUTS), **what),
-        *cases(able, layouts=("contiguous", "misaligned"), **hostile),
-        *_far_cases(able, **what),
-    ]
+    hostile = cases(able, lengths=HOSTILE_LENGTHS, layouts=("contiguous", "misaligned"), inputs=tuple(HOSTILE_INPUTS))
+    return [*cases(able), *hostile, *_far_cases(able)]
 
 
-def default_cases_on_cpu(able: Mapping[str, Stage], **what: Any) -> list[tuple[Case, str]]:
-    """What a CPU goes through, and under which schedule; arguments as `default_cases` takes them.
+def default_cases_on_cpu(able: Mapping[str, Stage]) -> list[Case]:
+    """What a CPU goes through.
 
     A hostile length goes through the first layout under the first schedule, and through another of them, by turns,
     under the second; a long one goes through the first alone. So does a hostile kind of inputs, for which the masks
     share layouts and schedules, and head dims take turns.
     """
     first, *others = LAYOUTS
-    ascending, seeded = SCHEDULES
 
-    def turn(problem: Problem) -> int:
+    def variant(problem: Problem) -> int:
         return DTYPES.index(problem.dtype) + MASKS.index(problem.mask)
 
-    def elsewhere(case: Case) -> tuple[Case, str]:
+    def elsewhere(case: Case) -> Case:
         problem = case.problem
-        which = turn(problem) + problem.head_dim // 64 + problem.q_len + problem.kv_len
-        return replace(case, layout=others[which % len(others)]), seeded
+        which = variant(problem) + problem.head_dim // 64 + problem.q_len + problem.kv_len
+        return replace(case, layout=others[which % len(others)], schedule=SCHEDULES[1])
 
-    wanted: list[tuple[Case, str]] = []
+    chosen: list[Case] = []
     for pair in HOSTILE:
-        for case in cases(able, lengths=[pair], layouts=(first,), heads=_heads_on_cpu(*pair), **what):
-            wanted += [(case, ascending)] if is_long(*pair) else [(case, ascending), elsewhere(case)]
-    dims = sorted({dim for stage in able.values() for dim in stage.head_dims})
+        for case in cases(able, lengths=[pair], layouts=(first,), heads=_heads_on_cpu(*pair)):
+            chosen += [case] if is_long(*pair) else [case, elsewhere(case)]
+    dims = _head_dims(able)
     for number, kind in enumerate(HOSTILE_INPUTS):
-        for case in cases(able, lengths=HOSTILE_LENGTHS[:1], layouts=(first,), inputs=(kind,), **what):
-            if case.problem.head_dim == dims[(number + turn(case.problem)) % len(dims)]:
-                wanted.append(elsewhere(case) if case.problem.causal else (case, ascending))
-    return wanted + [(case, ascending) for case in _far_cases(able, **what)]
+        for case in cases(able, lengths=HOSTILE_LENGTHS[:1], layouts=(first,), inputs=(kind,)):
+            if case.problem.head_dim == dims[(number + variant(case.problem)) % len(dims)]:
+                chosen.append(elsewhere(case) if case.problem.causal else case)
+    return chosen + _far_cases(able)
 
 
-def _far_cases(
-    able: Mapping[str, Stage], *, dtypes: Sequence[str], masks: Sequence[str], head_dims: Sequence[int] | None
-) -> list[Case]:
+def _far_cases(able: Mapping[str, Stage]) -> list[Case]:
     """Of one head, one head dim and one mask: what an offset is computed from does not depend on them."""
-    dim = min(dim for stage in able.values() for dim in stage.head_dims)
-    if _FAR_MASK not in masks or (head_dims is not None and dim not in head_dims):
-        return []
     return cases(
         able,
         lengths=FAR_LENGTHS,
-        dtypes=dtypes,
         masks=(_FAR_MASK,),
         layouts=tuple(FAR_LAYOUTS),
-        head_dims=(dim,),
+        head_dims=_head_dims(able)[:1],
         heads=LONE_HEAD,
         inputs=("hostile_waves",),
     )
@@ -235,20 +272,13 @@ def _heads_on_cpu(q_len: int, kv_len: int) -> tuple[int, int, int]:
 _WARPGROUP_ROWS = 64
 FLASH_ATTENTION: Literal["flash-attention"] = "flash-attention"
 FLASH_ATTENTION_INPUTS = (NORMAL, SCALE8.name, "sink_first")
-SUITES: Mapping[str, Callable[..., CheckVerdict]] = {FLASH_ATTENTION: check_as_flash_attention}
+SUITES: Mapping[str, Callable[..., Verdict]] = {FLASH_ATTENTION: check_as_flash_attention}
 """Cases of other people's tests, and the rule by which they judge."""
 _FLASH_ATTENTION_HEADS = ((6, 6), (6, 2), (6, 1))
 """Query heads and key heads: one each, some shared, one for all."""
 
 
-def flash_attention_cases(
-    able: Mapping[str, Stage],
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    masks: Sequence[str] = MASKS,
-    head_dims: Sequence[int] | None = None,
-    on_cpu: bool = False,
-) -> list[Case]:
+def flash_attention_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[Case]:
     """The forward cases of flash-attention's own tests, on normal inputs, on scaled ones and with a sink.
 
     Batches and heads are theirs, and so is the layout. A CPU has one batch, and takes short lengths alone.
@@ -261,25 +291,11 @@ def flash_attention_cases(
         for case in cases(
             able,
             lengths=[(q_len, kv_len)],
-            dtypes=dtypes,
-            masks=masks,
             layouts=("bshd",),
-            head_dims=head_dims,
             heads=(1 if on_cpu else 9 if kv_len <= 2048 else 2, q_heads, kv_heads),
             inputs=FLASH_ATTENTION_INPUTS,
         )
     ]
-
-
-def suite_cases(suite: str, able: Mapping[str, Stage], **what: Any) -> list[Case]:
-    """The cases of one of `SUITES`; arguments as `flash_attention_cases` takes them.
-
-    Raises:
-        ParameterError: no suite of that name.
-    """
-    if suite not in SUITES:
-        raise ParameterError(f"suite: wanted one of {', '.join(SUITES)}, got {suite!r}")
-    return flash_attention_cases(able, **what)
 
 
 _LONGEST = 1500
@@ -311,12 +327,12 @@ def random_cases(
         raise ParameterError(f"wanted at least one random case and one stage, got {count} and {len(able)}")
     rng = np.random.default_rng(seed)
     dtypes = sorted({dtype for stage in able.values() for dtype in stage.dtypes})
-    dims = sorted({dim for stage in able.values() for dim in stage.head_dims})
-    found: list[Case] = []
-    while len(found) < count:
+    dims = _head_dims(able)
+    heads = [(b, g * h, h) for b in (1, 2, 3) for g in (1, 2, 3, 4) for h in (1, 2, 3)]
+    drawn_cases: list[Case] = []
+    while len(drawn_cases) < count:
         q_len, kv_len = (_random_length(rng) for _ in range(2))
-        heads = [(b, g * h, h) for b in (1, 2, 3) for g in (1, 2, 3, 4) for h in (1, 2, 3)]
-        fitting = [one for one in heads if one[0] * one[1] * q_len * kv_len <= max_scores]
+        fitting = [(b, q, kv) for b, q, kv in heads if b * q * q_len * kv_len <= max_scores]
         if not fitting:
             continue
         batch, q_heads, kv_heads = fitting[int(rng.integers(len(fitting)))]
@@ -329,12 +345,12 @@ def random_cases(
             head_dim=int(rng.choice(dims)),
             dtype=rng.choice(dtypes).item(),
             mask=rng.choice(MASKS).item(),
-            inputs=kinds[len(found) % len(kinds)],
+            inputs=kinds[len(drawn_cases) % len(kinds)],
         )
         names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
         if names:
-            found.append(Case(problem, _random_layout(rng), names))
-    return found
+            drawn_cases.append(Case(problem, _random_layout(rng), names))
+    return drawn_cases
 
 
 def _random_length(rng: np.random.Generator) -> int:
@@ -354,7 +370,7 @@ def _random_layout(rng: np.random.Generator) -> str:
     return "/".join(places)
 
 
-# --- What a call touched ----------------------------------------------------------------------------------------------
+# --- How a case's tensors lie in memory -------------------------------------------------------------------------------
 
 
 def _place(layout: str, tensor: str) -> re.Match[str] | None:
@@ -401,395 +417,3 @@ def placement(shape: Sequence[int], layout: str, tensor: str = "out") -> dict[st
     if layout == "misaligned":
         return {"strides": strides_of(shape, row_padding=1), "offset_words": 1}
     return {}
-
-
-def finite(verdict: CheckVerdict) -> dict[str, Any]:
-    """A verdict as JSON has it: a number that is not finite is none."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in asdict(verdict).items()
-    }
-
-
-def damage(out: Guarded, lse: Guarded, inputs: Sequence[Guarded]) -> CheckVerdict | None:
-    """The verdict on a call that wrote where it must not; None where it did not."""
-    for what, buffer in (("out", out), ("lse", lse), *zip("qkv", inputs, strict=True)):
-        why = buffer.why_damaged()
-        if why:
-            return CheckVerdict(passed=False, reason=f"{what}: {why}")
-    return None
-
-
-# --- on a CPU ---------------------------------------------------------------------------------------------------------
-
-
-def emulated_verdict(
-    stage_id: str,
-    problem: Problem,
-    values: tuple[Any, Any, Any],
-    *,
-    layout: str = "contiguous",
-    source: Path | None = None,
-    params: Mapping[str, int] | None = None,
-    schedule: str = "ascending",
-    races: bool = False,
-    threads: int | None = None,
-    timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
-    cancel: threading.Event | None = None,
-    judge: Callable[..., CheckVerdict] = check,
-) -> tuple[CheckVerdict, Emulation]:
-    """Run a stage once on the CPU between guards and say what is wrong with it.
-
-    `values` are q, k, v as `reference.make_inputs(problem)` gives them, `layout` is one of `LAYOUTS` or a random one,
-    for which `laid_out` has been asked. A finding of the detector fails the verdict where the output passes. `judge`
-    stands in for `check.check`.
-
-    Raises:
-        What `attention.emulate` raises.
-    """
-    inputs = [Guarded.holding(x, **placement(x.shape, layout, t)) for x, t in zip(values, TENSORS, strict=False)]
-    out_shape = values[0].shape
-    out = Guarded.output(out_shape, problem.dtype, **placement(out_shape, layout))
-    lse = Guarded.output(out_shape[:3], "float32")
-    buffers = dict(zip(("q", "k", "v", "out", "lse"), (*inputs, out, lse), strict=True))
-    ran = emulate(
-        *(buffer.array for buffer in inputs),
-        causal=problem.causal,
-        stage=stage_id,
-        out=out.array,
-        lse=lse.array,
-        source=source,
-        params=params,
-        schedule=schedule,
-        races=races,
-        threads=threads,
-        timeout_s=timeout_s,
-        cancel=cancel,
-        surroundings={name: buffer.buffer for name, buffer in buffers.items() if not buffer.sparse},
-        count_fallbacks=True,
-    )
-    verdict = damage(out, lse, inputs) or judge(
-        out.array,
-        lse.array,
-        *values,
-        causal=problem.causal,
-        dtype=problem.dtype,
-        precision=registry.get(stage_id).precision,
-    )
-    if verdict.passed and ran.report.findings:
-        more = len(ran.report.findings) - 1
-        verdict = CheckVerdict(
-            **asdict(verdict)
-            | {"passed": False, "reason": f"{ran.report.findings[0]}{f', and {more} more' if more else ''}"}
-        )
-    return verdict, ran
-
-
-@dataclass(frozen=True)
-class _Build:
-    """What decides an executable."""
-
-    stage: str
-    source: Path | None
-    variant: tuple[tuple[str, int], ...]
-    head_dim: int
-    dtype: str
-    causal: bool
-    aligned: bool
-    hooks: bool
-
-    @classmethod
-    def of(cls, name: str, which: tuple[str, Path | None], case: Case, *, hooks: bool) -> _Build:
-        stage_id, source = which
-        problem = case.problem
-        odd = re.findall(r"[+@](\d+)", case.layout)  # of a random layout
-        aligned = "misaligned" not in case.layout and all(int(n) * BYTES_PER_ELEMENT % 16 == 0 for n in odd)
-        variant = tuple(registry.variant_in(name).items())
-        return cls(
-            stage_id, source, variant, problem.head_dim, problem.dtype, problem.causal, aligned, hooks and _hooked(case)
-        )
-
-    def __call__(self) -> None:
-        emulator.build_stage(
-            registry.get(self.stage),
-            head_dim=self.head_dim,
-            dtype=self.dtype,  # type: ignore[arg-type]
-            causal=self.causal,
-            aligned=self.aligned,
-            source=self.source,
-            overrides=dict(self.variant),
-            hooks=self.hooks,
-        )
-
-
-def _hooked(case: Case) -> bool:
-    """Whether the detector can follow it: what it keeps for each byte of memory has no room for rows far apart."""
-    return case.layout not in FAR_LAYOUTS
-
-
-Implementations = Mapping[str, tuple[str, Path | None]]
-"""By the name in a row: a stage's id, and the file that stands in for its own."""
-Follow = Callable[[int, int, str], None]
-"""Told of every step: how many are done, of how many, and what it was."""
-
-
-def implementations(stage_ids: Sequence[str] | None, sources: Mapping[str, Path] | None) -> Implementations:
-    """Stages by the names their rows have: an edited copy is `id@file`, and tunables may follow an id (`stages.parse`).
-
-    Raises:
-        UnknownStageError, ParameterError: a stage or file that is not there.
-    """
-    found: dict[str, tuple[str, Path | None]] = {
-        name: (registry.parse(name)[0].id, None)
-        for name in dict.fromkeys(registry.STAGES if stage_ids is None else stage_ids)
-    }
-    for stage_id, source in (sources or {}).items():
-        if not source.is_file():
-            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
-        found[f"{registry.get(stage_id).id}@{source.stem}"] = (stage_id, source.resolve())
-    return found
-
-
-def build_all(
-    which: Implementations, wanted: Sequence[Case], *, hooks: bool = False, follow: Follow | None = None
-) -> dict[_Build, CompileError]:
-    """Compile what those cases run, several at once; those that the compiler refuses come back with its error.
-
-    Raises:
-        MissingPackageError, OutputError: no compiler, or nowhere to keep what it makes.
-    """
-    emulator.cxx()
-    builds = list(
-        dict.fromkeys(
-            _Build.of(name, which[name], case, hooks=hooks)
-            for case in wanted
-            for name in case.names
-            if registry.get(which[name][0]).language == "cuda"
-        )
-    )
-    refused: dict[_Build, CompileError] = {}
-    with ThreadPoolExecutor(emulator.cores()) as pool:
-        futures = {pool.submit(build): build for build in builds}
-        try:
-            for done, future in enumerate(as_completed(futures), 1):
-                build = futures[future]
-                try:
-                    future.result()
-                except CompileError as error:
-                    refused[build] = error
-                if follow:
-                    follow(done, len(builds), f"compile {build.stage} D{build.head_dim} {build.dtype} for the CPU")
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return refused
-
-
-def check_on_cpu(
-    stage_ids: Sequence[str] | None = None,
-    *,
-    lengths: Sequence[tuple[int, int]] | None = None,
-    dtypes: Sequence[str] = DTYPES,
-    masks: Sequence[str] = MASKS,
-    layouts: Sequence[str] | None = None,
-    inputs: Sequence[str] | None = None,
-    head_dims: Sequence[int] | None = None,
-    sources: Mapping[str, Path] | None = None,
-    schedules: Sequence[str] | None = None,
-    races: bool = False,
-    random: int = 0,
-    suite: str | None = None,
-    seed: int = 0,
-    timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
-    follow: Follow | None = None,
-) -> CheckRun:
-    """Compare stages with the oracle on the CPU, over lengths, masks, types, layouts and schedules that break kernels.
-
-    Where lengths, layouts, inputs and schedules are left open, `default_cases_on_cpu` says which go together. Where one
-    of them is given, every combination runs: by default of all hostile lengths, every layout (for long problems the
-    first alone), normal inputs, and the first schedule. `races` also looks for races, uninitialised reads and accesses
-    out of bounds; a finding is a failure. `random` replaces lengths, masks, types, layouts and head dims by so many
-    `random_cases`, `suite` by the cases of one of `SUITES`, which are judged by its rule.
-
-    Raises:
-        InputError: what was asked for does not exist.
-        MissingPackageError: no C++ compiler.
-        OutputError: the cache cannot be written.
-        KeyboardInterrupt: every worker is gone.
-    """
-    for schedule in schedules or ():
-        emulator.schedule_item(schedule)
-    which = implementations(stage_ids, sources)
-    able = {name: registry.get(stage_id) for name, (stage_id, _) in which.items()}
-    for values, what in ((lengths, "length"), (layouts, "layout"), (inputs, "kind of inputs"), (schedules, "schedule")):
-        if values is not None and not values:
-            raise ParameterError(f"wanted at least one {what}, got none")
-    options: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims}
-    if not (random or suite or lengths or layouts or inputs or schedules):
-        wanted = default_cases_on_cpu(able, **options)
-    else:
-        if random:
-            chosen = random_cases(able, random, seed=seed, max_scores=CPU_SCORES, inputs=inputs or (NORMAL,))
-        elif suite:
-            chosen = suite_cases(suite, able, on_cpu=True, **options)
-        else:
-            chosen = []
-            through = layouts or tuple(LAYOUTS)
-            for pair in lengths or HOSTILE:
-                more: dict[str, Any] = {"heads": _heads_on_cpu(*pair), "inputs": inputs or (NORMAL,), **options}
-                chosen += cases(able, lengths=[pair], layouts=through[:1] if is_long(*pair) else through, **more)
-        wanted = [(case, schedule) for case in chosen for schedule in schedules or SCHEDULES[:1]]
-    refused = build_all(which, [case for case, _ in wanted], hooks=races, follow=follow)
-    cancel = threading.Event()
-    made = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
-    verdicts: dict[tuple[Problem, str, str, bytes, bytes], CheckVerdict] = {}
-    rule = SUITES[suite] if suite else check
-
-    def judge(case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> CheckVerdict:
-        """`check`, once for the same bits: another schedule or layout rarely changes any."""
-        numbers = case.layout if "=" in case.layout else ""  # shared heads are other numbers
-        key = (
-            case.problem,
-            numbers,
-            options["precision"],
-            sha256(out.tobytes()).digest(),
-            sha256(lse.tobytes()).digest(),
-        )
-        if key not in verdicts:
-            verdicts[key] = rule(out, lse, *values, **options)
-        return verdicts[key]
-
-    def run(name: str, case: Case, schedule: str) -> CheckRow:
-        stage_id, source = which[name]
-        error: FlashlabError | None = refused.get(_Build.of(name, which[name], case, hooks=races))
-        verdict = None
-        findings: tuple[str, ...] = ()
-        fallbacks = None
-        if error is None:
-            try:
-                verdict, ran = emulated_verdict(
-                    stage_id,
-                    case.problem,
-                    laid_out(made(case.problem), case.layout),
-                    layout=case.layout,
-                    source=source,
-                    params=registry.variant_in(name),
-                    schedule=schedule,
-                    races=races and _hooked(case),
-                    threads=1,
-                    timeout_s=timeout_s,
-                    cancel=cancel,
-                    judge=partial(judge, case),
-                )
-                fallbacks = ran.fallbacks
-                findings = tuple(str(finding) for finding in ran.report.findings)
-            except FlashlabError as caught:
-                error = caught
-        status, reason = ("ok" if verdict.passed else "wrong", verdict.reason) if verdict else status_of(error)
-        return CheckRow(
-            stage=name,
-            problem=case.problem,
-            layout=case.layout,
-            status=status,
-            reason=reason,
-            verdict=None if verdict is None else Verdict.model_validate(finite(verdict)),
-            schedule=schedule,
-            findings=findings,
-            fallbacks=fallbacks,
-        )
-
-    todo = [(name, case, schedule) for case, schedule in wanted for name in case.names]
-    # The long ones first, so that none is left alone at the end.
-    order = sorted(range(len(todo)), key=lambda index: -todo[index][1].problem.flops)
-    futures: dict[Future[CheckRow], int] = {}
-    rows: list[CheckRow | None] = [None] * len(todo)
-    with ThreadPoolExecutor(emulator.cores()) as pool:
-        try:
-            futures = {pool.submit(run, *todo[index]): index for index in order}
-            for done, future in enumerate(as_completed(futures), 1):
-                row = rows[futures[future]] = future.result()
-                if follow:
-                    follow(done, len(todo), f"{row.stage} {row.problem.label} {row.layout} {row.schedule}")
-        except BaseException:
-            cancel.set()
-            pool.shutdown(cancel_futures=True)
-            raise
-    return CheckRun(None, tuple(row for row in rows if row is not None))
-
-
-def status_of(error: FlashlabError | None) -> tuple[str, str]:
-    """A row's status and reason for an error on the CPU."""
-    if isinstance(error, UnsupportedError):
-        return "unsupported", str(error)
-    if isinstance(error, EmulationError):
-        late = error.report is not None and error.report.status == "timeout"
-        return "timeout" if late else "crashed", str(error)
-    if isinstance(error, CompileError):
-        return "error", str(error).partition("\nCommand:")[0]
-    return "error", str(error)
-
-
-def emulates(problem: Problem, layout: str) -> bool:
-    """Whether a case of a GPU is run on the CPU too: long problems contiguous alone, or in a random layout."""
-    return problem.q_len * problem.kv_len <= MANY_SCORES or layout not in tuple(LAYOUTS)[1:]
-
-
-def emulate_beside(
-    stage_id: str,
-    problem: Problem,
-    values: tuple[Any, Any, Any],
-    out: Any,
-    lse: Any,
-    *,
-    layout: str,
-    source: Path | None = None,
-    params: Mapping[str, int] | None = None,
-    threads: int | None = None,
-) -> EmulatorVerdict:
-    """Run on the CPU what a GPU ran, and compare the two within the checker's limits.
-
-    Of a large problem the first group of query heads is run, on the very same numbers.
-
-    Args:
-        values: q, k, v on the host, as `reference.make_inputs` gives them.
-        out, lse: what the GPU made of them, on the host.
-        threads: as `attention.emulate` takes it.
-    """
-    if problem.batch * problem.q_heads * problem.q_len * problem.kv_len > MANY_SCORES_IN_ALL:
-        group = problem.q_heads // problem.kv_heads
-        values = (values[0][:1, :group], values[1][:1, :1], values[2][:1, :1])
-        out, lse = out[:1, :group], lse[:1, :group]
-        sizes = asdict(problem) | {"batch": 1, "q_heads": group, "kv_heads": 1}
-        problem = Problem(**sizes)
-    judge = partial(check, oracle=Oracle())
-    try:
-        verdict, ran = emulated_verdict(
-            stage_id,
-            problem,
-            values,
-            layout=layout,
-            source=source,
-            params=params,
-            threads=threads,
-            judge=judge,
-        )
-    except FlashlabError as error:
-        status, reason = status_of(error)
-        return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=None, agreement=None)
-    agreement = judge(
-        out,
-        lse,
-        *values,
-        causal=problem.causal,
-        dtype=problem.dtype,
-        precision=registry.get(stage_id).precision,
-        against=(ran.out, ran.lse),
-    )
-    reason = verdict.reason or (agreement.reason and f"chip and emulator: {agreement.reason}")
-    return EmulatorVerdict(
-        status="wrong" if reason else "ok",
-        reason=reason,
-        shape=problem.shape,
-        verdict=Verdict.model_validate(finite(verdict)),
-        agreement=Verdict.model_validate(finite(agreement)),
-    )

@@ -44,58 +44,44 @@ _SCORES_PER_TILE = 1 << 22
 """Scores held at once: 32 MiB in float64 for each of the few temporaries."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """The sizes of one call, checked."""
+def problem_of(q: Array, k: Array, v: Array, *, causal: bool, dtype: DType = "float16") -> Problem:
+    """The attention problem that Q, K and V are.
 
-    batch: int
-    q_heads: int
-    kv_heads: int
-    q_len: int
-    kv_len: int
-    head_dim: int
-
-    @classmethod
-    def of_problem(cls, problem: Problem) -> Shape:
-        """The sizes of a problem."""
-        return cls(
-            batch=problem.batch,
-            q_heads=problem.q_heads,
-            kv_heads=problem.kv_heads,
-            q_len=problem.q_len,
-            kv_len=problem.kv_len,
-            head_dim=problem.head_dim,
+    Raises:
+        ShapeError: they are none.
+    """
+    shapes = [tuple(int(n) for n in x.shape) for x in (q, k, v)]
+    got = ", ".join(f"{name} {shape}" for name, shape in zip("qkv", shapes, strict=True))
+    if any(len(shape) != 4 for shape in shapes) or any(0 in shape for shape in shapes):
+        raise ShapeError(f"wanted non-empty q, k, v of four dimensions (batch, heads, length, head_dim), got {got}")
+    (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _), v_shape = shapes
+    if shapes[1] != (batch, kv_heads, kv_len, head_dim) or v_shape != shapes[1] or q_heads % kv_heads:
+        raise ShapeError(
+            "wanted k and v of one shape, q's batch and head_dim, and heads that divide q's, "
+            f"for example q (2, 8, 128, 64) with k, v (2, 4, 256, 64), got {got}"
         )
+    return Problem(
+        batch=batch,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=head_dim,
+        dtype=dtype,
+        mask="causal" if causal else "full",
+    )
 
-    @classmethod
-    def of(cls, q: Array, k: Array, v: Array) -> Shape:
-        """The sizes of Q, K and V.
 
-        Raises:
-            ShapeError: they are no attention problem.
-        """
-        shapes = {name: tuple(int(n) for n in x.shape) for name, x in (("q", q), ("k", k), ("v", v))}
-        got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        if any(len(shape) != 4 for shape in shapes.values()) or any(0 in shape for shape in shapes.values()):
-            raise ShapeError(f"wanted non-empty q, k, v of four dimensions (batch, heads, length, head_dim), got {got}")
-        (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = shapes["q"], shapes["k"]
-        if shapes["k"] != (batch, kv_heads, kv_len, head_dim) or shapes["v"] != shapes["k"] or q_heads % kv_heads:
-            raise ShapeError(
-                "wanted k and v of one shape, q's batch and head_dim, and heads that divide q's, "
-                f"for example q (2, 8, 128, 64) with k, v (2, 4, 256, 64), got {got}"
-            )
-        return cls(batch=batch, q_heads=q_heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len, head_dim=head_dim)
+def heads(problem: Problem) -> tuple[tuple[int, int], ...]:
+    """Every (batch, query head)."""
+    return tuple((b, h) for b in range(problem.batch) for h in range(problem.q_heads))
 
-    @property
-    def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Every (batch, query head)."""
-        return tuple((b, h) for b in range(self.batch) for h in range(self.q_heads))
 
-    def visible_keys(self, rows: Array, causal: bool) -> Array:
-        """How many keys each query row sees: the first so many. `rows` int64, on the host."""
-        if not causal:
-            return np.full(len(rows), self.kv_len, dtype=np.int64)
-        return np.clip(rows + 1 + self.kv_len - self.q_len, 0, self.kv_len)
+def visible_keys(problem: Problem, rows: Array) -> Array:
+    """How many keys each query row sees: the first so many. `rows` int64, on the host."""
+    if not problem.causal:
+        return np.full(len(rows), problem.kv_len, dtype=np.int64)
+    return np.clip(rows + 1 + problem.kv_len - problem.q_len, 0, problem.kv_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,40 +103,37 @@ class Tile:
 
 
 def tiles(
-    shape: Shape,
-    *,
-    causal: bool,
-    pairs: Sequence[tuple[int, int]] | None = None,
-    rows: Sequence[int] | None = None,
+    problem: Problem, *, pairs: Sequence[tuple[int, int]] | None = None, rows: Sequence[int] | None = None
 ) -> Iterator[Tile]:
     """The problem, or those (batch, query head) `pairs` and query `rows` of it, in tiles whose scores fit in memory."""
-    wanted = np.asarray(range(shape.q_len) if rows is None else rows, dtype=np.int64)
-    visible = shape.visible_keys(wanted, causal)
-    batches, heads = np.asarray(shape.pairs if pairs is None else pairs, dtype=np.int64).T
-    step = max(1, _SCORES_PER_TILE // shape.kv_len)
-    at_once = max(1, _SCORES_PER_TILE // (shape.kv_len * min(step, len(wanted))))
-    for first in range(0, len(heads), at_once):
-        some = slice(first, min(first + at_once, len(heads)))
-        for start in range(0, len(wanted), step):
-            span = slice(start, min(start + step, len(wanted)))
+    all_rows = np.asarray(range(problem.q_len) if rows is None else rows, dtype=np.int64)
+    visible = visible_keys(problem, all_rows)
+    batches, q_heads = np.asarray(heads(problem) if pairs is None else pairs, dtype=np.int64).T
+    kv_heads = q_heads // (problem.q_heads // problem.kv_heads)
+    rows_per_tile = max(1, _SCORES_PER_TILE // problem.kv_len)
+    heads_per_tile = max(1, _SCORES_PER_TILE // (problem.kv_len * min(rows_per_tile, len(all_rows))))
+    for first in range(0, len(q_heads), heads_per_tile):
+        of_tile = slice(first, min(first + heads_per_tile, len(q_heads)))
+        for start in range(0, len(all_rows), rows_per_tile):
+            span = slice(start, min(start + rows_per_tile, len(all_rows)))
             yield Tile(
-                pairs=some,
-                q_heads=batches[some] * shape.q_heads + heads[some],
-                kv_heads=batches[some] * shape.kv_heads + heads[some] // (shape.q_heads // shape.kv_heads),
+                pairs=of_tile,
+                q_heads=batches[of_tile] * problem.q_heads + q_heads[of_tile],
+                kv_heads=batches[of_tile] * problem.kv_heads + kv_heads[of_tile],
                 span=span,
-                rows=wanted[span],
+                rows=all_rows[span],
                 visible=visible[span],
             )
 
 
 def heads_of(x: Array, heads: Array, xp: Any = np, rows: Array | None = None) -> Array:
     """Some heads, (heads, length, ...), of an array (batch, heads, length, ...), or those `rows` of them; a copy."""
-    found = x.reshape(-1, *x.shape[2:])[xp.asarray(heads)]
-    if rows is None or len(rows) == found.shape[1]:
-        return found
+    chosen = x.reshape(-1, *x.shape[2:])[xp.asarray(heads)]
+    if rows is None or len(rows) == chosen.shape[1]:
+        return chosen
     if int(rows[-1]) - int(rows[0]) + 1 == len(rows):
-        return found[:, int(rows[0]) : int(rows[-1]) + 1]
-    return found[:, xp.asarray(rows)]
+        return chosen[:, int(rows[0]) : int(rows[-1]) + 1]
+    return chosen[:, xp.asarray(rows)]
 
 
 def dtype_of(x: Array) -> DType | None:
@@ -264,8 +247,8 @@ def plain_tile(
     """One tile at a precision, float32 holding its values: output (heads, rows, head_dim), log-sum-exp (heads, rows).
 
     `input`: scores and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they, after Q, K and V were rounded
-    to e4m3. `e4m3`: scores stay FP32, as they do between two products of FP8, and exp(score - max), not yet divided by
-    its sum, is rounded to e4m3.
+    to e4m3. `e4m3`: scores stay FP32, as they do between the QK and PV GEMMs of FP8, and exp(score - max), not yet
+    divided by its sum, is rounded to e4m3.
     """
     q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float32)
     if keys.shape[1] == 0:
@@ -311,15 +294,17 @@ def attention(
 
     Raises:
         ShapeError, DTypeError: q, k, v are no attention problem.
+        ParameterError: a row that they do not have.
     """
-    shape = Shape.of(q, k, v)
-    rows = _known_rows(rows, shape)
-    scale = default_scale(shape.head_dim) if scale is None else scale
-    num_rows = shape.q_len if rows is None else len(rows)
-    out = xp.empty((shape.batch, shape.q_heads, num_rows, shape.head_dim), dtype=xp.float64)
+    problem = problem_of(q, k, v, causal=causal)
+    if rows is not None and (len(rows) == 0 or min(rows) < 0 or max(rows) >= problem.q_len):
+        raise ParameterError(f"rows: wanted query rows from 0 to {problem.q_len - 1}, got {list(rows)[:8]}")
+    scale = default_scale(problem.head_dim) if scale is None else scale
+    num_rows = problem.q_len if rows is None else len(rows)
+    out = xp.empty((problem.batch, problem.q_heads, num_rows, problem.head_dim), dtype=xp.float64)
     lse = xp.empty(out.shape[:3], dtype=xp.float64)
     flat_out, flat_lse = out.reshape(-1, *out.shape[2:]), lse.reshape(-1, num_rows)
-    for tile in tiles(shape, causal=causal, rows=rows):
+    for tile in tiles(problem, rows=rows):
         at = (tile.pairs, tile.span)
         flat_out[at], flat_lse[at], _ = exact_tile(q, k, v, tile, scale=scale, xp=xp)
     return out, lse
@@ -343,11 +328,11 @@ def plain(
     Returns:
         The output (batch, q_heads, q_len, head_dim), stored as `pack` does.
     """
-    shape = Shape.of(q, k, v)
-    scale = default_scale(shape.head_dim) if scale is None else scale
-    out = xp.empty((shape.batch, shape.q_heads, shape.q_len, shape.head_dim), dtype=xp.float32)
+    problem = problem_of(q, k, v, causal=causal)
+    scale = default_scale(problem.head_dim) if scale is None else scale
+    out = xp.empty(q.shape, dtype=xp.float32)
     flat = out.reshape(-1, *out.shape[2:])
-    for tile in tiles(shape, causal=causal):
+    for tile in tiles(problem):
         flat[tile.pairs, tile.span], _ = plain_tile(q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp)
     return pack(out, dtype, xp)
 
@@ -380,11 +365,3 @@ def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """Of Q, K and V."""
     kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
     return (problem.batch, problem.q_heads, problem.q_len, problem.head_dim), kv_shape, kv_shape
-
-
-def _known_rows(rows: Sequence[int] | None, shape: Shape) -> Sequence[int] | None:
-    if rows is None:
-        return None
-    if len(rows) == 0 or min(rows) < 0 or max(rows) >= shape.q_len:
-        raise ParameterError(f"rows: wanted query rows from 0 to {shape.q_len - 1}, got {list(rows)[:8]}")
-    return rows

@@ -1,7 +1,7 @@
 """The verdict on a kernel's output, and the buffers that show what it touched.
 
 The rule. Errors are against the float64 oracle; `plain` is the same computation done plainly at the same precision,
-for every rung of the ladder that of its inputs (`reference.plain`). An output passes when in every band of 64 query
+for every rung of the ladder that of its inputs (`oracle.plain`). An output passes when in every band of 64 query
 rows of every head
 
     max |error|  <=  2 · max |error of plain|  +  3 · slack · max |O|
@@ -51,9 +51,10 @@ import ml_dtypes
 import numpy as np
 
 from flashlab.core.errors import DTypeError, InputError, ParameterError, ShapeError
-from flashlab.core.problem import DType, Precision
+from flashlab.core.problem import DType, Precision, Problem
+from flashlab.record.store import Verdict
 from flashlab.verify import oracle as reference
-from flashlab.verify.oracle import UNIT_ROUNDOFF, Array, Shape
+from flashlab.verify.oracle import UNIT_ROUNDOFF, Array
 
 HOSTILE: tuple[tuple[int, int], ...] = (
     (1, 1),
@@ -91,30 +92,6 @@ _LSE_SLACK = 6.0
 _LSE_FLOAT32_SLACK = 8 * 2.0**-24
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What the checker says; records.Verdict has the same fields.
-
-    Each error stands beside the limit of the same band: the one where it came closest to its limit, or passed it by
-    most. To compare implementations by, there are the errors over all rows that were compared with the oracle, the same
-    for all that share a sample. They are None where the output could not be compared: wrong shape or type, unwritten or
-    not finite.
-    """
-
-    passed: bool
-    reason: str
-    """Empty when passed, else the first thing wrong."""
-    max_abs_error: float | None = None
-    max_abs_limit: float | None = None
-    rms_error: float | None = None
-    rms_limit: float | None = None
-    lse_error: float | None = None
-    """None where the implementation gives no log-sum-exp."""
-    lse_limit: float | None = None
-    overall_max_error: float | None = None
-    overall_rms_error: float | None = None
-
-
 @dataclass(frozen=True)
 class Sample:
     """A part of a problem, for checking on a CPU what would take minutes whole."""
@@ -125,25 +102,26 @@ class Sample:
     """Query rows, ascending."""
 
     @classmethod
-    def of(cls, shape: Shape, *, max_scores: int = 1 << 26, seed: int = 0) -> Sample | None:
+    def of(cls, problem: Problem, *, max_scores: int = 1 << 26, seed: int = 0) -> Sample | None:
         """Whole bands of some heads, `max_scores` scores or one band at most; None where the whole problem is no more.
 
         The last and first band and the last and first head are among them as soon as the budget allows; the others are
         drawn with `seed`.
         """
-        bands = -(-shape.q_len // BAND_ROWS)
-        band_scores = BAND_ROWS * shape.kv_len
-        if len(shape.pairs) * bands * band_scores <= max_scores:
+        heads = reference.heads(problem)
+        bands = -(-problem.q_len // BAND_ROWS)
+        band_scores = BAND_ROWS * problem.kv_len
+        if len(heads) * bands * band_scores <= max_scores:
             return None
         affordable = max(1, max_scores // band_scores)
-        num_pairs = min(len(shape.pairs), max(1, math.isqrt(affordable)))
+        num_pairs = min(len(heads), max(1, math.isqrt(affordable)))
         num_bands = min(bands, max(1, affordable // num_pairs))
         rng = np.random.default_rng(seed)
-        pairs = tuple(shape.pairs[i] for i in _draw(len(shape.pairs), num_pairs, rng))
+        pairs = tuple(heads[i] for i in _draw(len(heads), num_pairs, rng))
         rows = tuple(
             row
             for band in _draw(bands, num_bands, rng)
-            for row in range(band * BAND_ROWS, min((band + 1) * BAND_ROWS, shape.q_len))
+            for row in range(band * BAND_ROWS, min((band + 1) * BAND_ROWS, problem.q_len))
         )
         return cls(pairs, rows)
 
@@ -156,17 +134,24 @@ def _draw(total: int, count: int, rng: np.random.Generator) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _ExactTile:
     """What is known of a tile before any output: what outputs are compared with, and the yardstick."""
 
     out: Array
-    """Exact, (heads, rows, head_dim) float64, where the arrays are; so are the next two."""
+    """(heads, rows, head_dim) float64, where the arrays are; so are the next two."""
     lse: Array
     """(heads, rows) float64, 0 where the row sees no key."""
     seen: Array
     """(rows,): whether the row sees any key."""
-    stats: Mapping[str, Any]
-    """Fields of `_Comparison`, (heads, rows) float64 on the host."""
+    statistics: Mapping[str, Any]
+    """Those of `_STATISTICS` that no output decides, (heads, rows) float64 on the host."""
+
+
+_STATISTICS = (
+    "error_max", "error_squares", "lse_error",
+    "plain_max", "plain_squares", "out_max", "out_squares", "score_size", "lse", "plain_lse_error", "weight_norm",
+)  # fmt: skip
+"""Of each compared row; `score_size` is scale · |q| · max |k| / sqrt(head_dim)."""
 
 
 class Oracle:
@@ -178,14 +163,14 @@ class Oracle:
 
     def __init__(self) -> None:
         self.finite = False
-        self._parts: dict[tuple[int, int, Precision], _Known] = {}
+        self._tiles: dict[tuple[int, int, Precision], _ExactTile] = {}
 
-    def part(self, tile: reference.Tile, precision: Precision, compute: Callable[[], _Known]) -> _Known:
+    def tile(self, tile: reference.Tile, precision: Precision, compute: Callable[[], _ExactTile]) -> _ExactTile:
         """What is known of a tile at a precision, computed the first time."""
         key = (tile.pairs.start, tile.span.start, precision)
-        if key not in self._parts:
-            self._parts[key] = compute()
-        return self._parts[key]
+        if key not in self._tiles:
+            self._tiles[key] = compute()
+        return self._tiles[key]
 
 
 def check(
@@ -207,12 +192,12 @@ def check(
     """Judge an attention output.
 
     Args:
-        out: (batch, q_heads, q_len, head_dim) of `dtype`; bfloat16 in any of the guises reference.py lists.
+        out: (batch, q_heads, q_len, head_dim) of `dtype`; bfloat16 in any of the guises oracle.py lists.
         lse: (batch, q_heads, q_len) float32, natural logarithm; None where the implementation gives none.
-        q, k, v: what it was computed from, finite; see `reference.attention`.
-        causal, scale: as the implementation was told; scale None is 1 / sqrt(head_dim).
+        q, k, v: what it was computed from, finite; see `oracle.attention`.
+        causal, scale: those of the call; scale None is 1 / sqrt(head_dim).
         dtype: the type of inputs and output.
-        precision: what the implementation rounds its numbers to; see `reference.plain_tile`.
+        precision: what the implementation rounds its numbers to; see `oracle.plain_tile`.
         sample: compare only that part with the oracle. Shape, type, poison and finiteness are checked throughout.
         against: another output and log-sum-exp of the same problem, to be compared with in place of the oracle, within
             the same limits: two machines that run the same kernel agree.
@@ -222,43 +207,33 @@ def check(
     Raises:
         InputError: q, k, v are no attention problem, or not finite, or so large that plain overflows.
     """
-    shape = Shape.of(q, k, v)
-    scale = reference.default_scale(shape.head_dim) if scale is None else scale
+    problem = reference.problem_of(q, k, v, causal=causal, dtype=dtype)
+    scale = reference.default_scale(problem.head_dim) if scale is None else scale
     oracle = Oracle() if oracle is None else oracle
     for name, x in () if oracle.finite else (("q", q), ("k", k), ("v", v)):
         if _any(~xp.isfinite(reference.to_float(x, xp)), xp):
             raise InputError(f"{name}: wanted finite values to judge an output by, got NaN or infinity")
     oracle.finite = True
-    _known_sample(sample, shape)
+    _require_sample(sample, problem)
     # One copy without gaps, if there are any: what comes then needs no kernel of its own for every layout.
     out = xp.ascontiguousarray(out)
     wrong = (
-        _wrong_form(out, lse, shape, dtype, xp)
-        or _wrong_contents(out, "output", shape, causal, xp)
-        or (lse is not None and _wrong_contents(lse, "LSE", shape, causal, xp))
+        _wrong_form(out, lse, problem, xp)
+        or _wrong_contents(out, "output", problem, xp)
+        or (lse is not None and _wrong_contents(lse, "LSE", problem, xp))
     )
     if wrong:
-        return Verdict(passed=False, reason=wrong)
-    return _judge(
-        _compare(
-            out,
-            lse,
-            q,
-            k,
-            v,
-            causal=causal,
-            dtype=dtype,
-            precision=precision,
-            scale=scale,
-            sample=sample,
-            against=against,
-            oracle=oracle,
-            shape=shape,
-            xp=xp,
-        ),
-        has_lse=lse is not None,
-        unit=_SUMMED_IN[dtype] * UNIT_ROUNDOFF[dtype],
-    )
+        return _verdict(wrong)
+    pairs, rows = (sample.pairs, sample.rows) if sample else (reference.heads(problem), tuple(range(problem.q_len)))
+    statistics = {name: np.zeros((len(pairs), len(rows))) for name in _STATISTICS}
+    for tile in reference.tiles(problem, pairs=pairs, rows=rows):
+        compute = partial(_exact_tile, q, k, v, tile, problem=problem, precision=precision, scale=scale, xp=xp)
+        exact = oracle.tile(tile, precision, compute)
+        for name, values in {**exact.statistics, **_errors(out, lse, tile, exact, against, xp)}.items():
+            statistics[name][tile.pairs, tile.span] = values
+    if not np.isfinite(statistics["plain_max"]).all():
+        raise InputError(f"wanted q and k whose scores fit in {dtype}, got some that overflow it")
+    return _judge(statistics, problem, pairs, np.asarray(rows), has_lse=lse is not None)
 
 
 FLASH_ATTENTION_LENGTHS: tuple[tuple[int, int], ...] = (
@@ -308,15 +283,15 @@ def check_as_flash_attention(
     of the plain one are rounded to `dtype`, as PyTorch's operations round them. Arguments as `check` takes them;
     `precision` changes nothing.
     """
-    shape = Shape.of(q, k, v)
-    wrong = _wrong_form(out, lse, shape, dtype, xp) or _wrong_contents(out, "output", shape, causal, xp)
+    problem = reference.problem_of(q, k, v, causal=causal, dtype=dtype)
+    wrong = _wrong_form(out, lse, problem, xp) or _wrong_contents(out, "output", problem, xp)
     if wrong:
-        return Verdict(passed=False, reason=wrong)
+        return _verdict(wrong)
     oracle = FlashAttentionOracle() if oracle is None else oracle
     exact, limit = oracle.of(q, k, v, causal=causal, dtype=dtype, xp=xp)
     error = float(xp.abs(reference.to_float(out, xp) - exact).max())
     reason = "" if error <= limit else f"max abs error {error:.3g} over flash-attention's limit {limit:.3g}"
-    return Verdict(passed=not reason, reason=reason, max_abs_error=error, max_abs_limit=limit)
+    return _verdict(reason, max_abs_error=error, max_abs_limit=limit)
 
 
 class FlashAttentionOracle:
@@ -328,8 +303,8 @@ class FlashAttentionOracle:
     def of(self, q: Array, k: Array, v: Array, *, causal: bool, dtype: DType, xp: Any) -> tuple[Array, float]:
         """The output as `dtype` holds it, in float32, and the largest error that is let pass."""
         if self._known is None:
-            wanted, _ = reference.attention(q, k, v, causal=causal, xp=xp)
-            exact = reference.round_to(wanted.astype(xp.float32), dtype, xp)
+            exact, _ = reference.attention(q, k, v, causal=causal, xp=xp)
+            exact = reference.round_to(exact.astype(xp.float32), dtype, xp)
             scaled = reference.to_float(k, xp) * xp.float32(reference.default_scale(q.shape[3]))
             plain = reference.plain(
                 q, reference.pack(scaled, dtype, xp), v, causal=causal, dtype=dtype, scale=1.0, xp=xp
@@ -342,32 +317,39 @@ class FlashAttentionOracle:
         return self._known
 
 
-def _known_sample(sample: Sample | None, shape: Shape) -> None:
+def _verdict(reason: str = "", **numbers: float) -> Verdict:
+    """Passed where there is no reason. A number that is not finite is none, for JSON has no word for it."""
+    return Verdict(
+        passed=not reason, reason=reason, **{name: n if math.isfinite(n) else None for name, n in numbers.items()}
+    )
+
+
+def _require_sample(sample: Sample | None, problem: Problem) -> None:
     if sample is None:
         return
-    if not sample.pairs or not set(sample.pairs) <= set(shape.pairs):
+    if not sample.pairs or not set(sample.pairs) <= set(reference.heads(problem)):
         raise ParameterError(
-            f"sample: wanted (batch, head) pairs below ({shape.batch}, {shape.q_heads}), got {sample.pairs[:8]}"
+            f"sample: wanted (batch, head) pairs below ({problem.batch}, {problem.q_heads}), got {sample.pairs[:8]}"
         )
     rows = sample.rows
-    if not rows or rows[0] < 0 or rows[-1] >= shape.q_len or list(rows) != sorted(set(rows)):
-        raise ParameterError(f"sample: wanted ascending rows from 0 to {shape.q_len - 1}, got {rows[:8]}")
+    if not rows or rows[0] < 0 or rows[-1] >= problem.q_len or list(rows) != sorted(set(rows)):
+        raise ParameterError(f"sample: wanted ascending rows from 0 to {problem.q_len - 1}, got {rows[:8]}")
 
 
 # --- Form and contents: what can be said without the oracle -----------------------------------------------------------
 
 
-def _wrong_form(out: Array, lse: Array | None, shape: Shape, dtype: DType, xp: Any) -> str:
-    wanted = (shape.batch, shape.q_heads, shape.q_len, shape.head_dim)
-    if tuple(out.shape) != wanted:
-        return f"output shape: wanted {wanted}, got {tuple(out.shape)}"
+def _wrong_form(out: Array, lse: Array | None, problem: Problem, xp: Any) -> str:
+    shape, dtype = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim), problem.dtype
+    if tuple(out.shape) != shape:
+        return f"output shape: wanted {shape}, got {tuple(out.shape)}"
     stands_for_bfloat16 = str(out.dtype) == "float32" and not bool((_bits(out, xp) & 0xFFFF).any())
     if reference.dtype_of(out) != dtype and not (dtype == "bfloat16" and stands_for_bfloat16):
         return f"output dtype: wanted {dtype}, got {out.dtype}"
     if lse is None:
         return ""
-    if tuple(lse.shape) != wanted[:3]:
-        return f"LSE shape: wanted {wanted[:3]}, got {tuple(lse.shape)}"
+    if tuple(lse.shape) != shape[:3]:
+        return f"LSE shape: wanted {shape[:3]}, got {tuple(lse.shape)}"
     if str(lse.dtype) != "float32":
         return f"LSE dtype: wanted float32, got {lse.dtype}"
     return ""
@@ -387,10 +369,10 @@ def _any(flags: Array, xp: Any) -> bool:
     return bool(xp.ascontiguousarray(flags).view(xp.uint8).max())
 
 
-def _wrong_contents(x: Array, name: str, shape: Shape, causal: bool, xp: Any) -> str:
+def _wrong_contents(x: Array, name: str, problem: Problem, xp: Any) -> str:
     """Which elements are unwritten, NaN, infinite, or not at rest where the row sees no key; empty where none are."""
     values = reference.to_float(x, xp)
-    blind = shape.visible_keys(np.arange(shape.q_len), causal) == 0
+    blind = reference.visible_keys(problem, np.arange(problem.q_len)) == 0
     if not blind.any() and not _any(~xp.isfinite(values), xp):
         return ""  # poison is a NaN
     bits = _bits(x, xp)
@@ -439,128 +421,97 @@ def _to_host(x: Array) -> Any:
 # --- Comparison with the oracle ---------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Comparison:
-    """Per compared row, float64 on the host, (pairs, rows) each."""
-
-    pairs: Sequence[tuple[int, int]]
-    rows: Any
-    """int64 (rows,)"""
-    head_dim: int
-    error_max: Any
-    error_squares: Any
-    plain_max: Any
-    plain_squares: Any
-    out_max: Any
-    out_squares: Any
-    score_size: Any
-    """scale · |q| · max |k| / sqrt(head_dim)"""
-    lse: Any
-    lse_error: Any
-    plain_lse_error: Any
-    weight_norm: Any
-
-
-def _compare(
-    out: Array,
-    lse: Array | None,
+def _exact_tile(
     q: Array,
     k: Array,
     v: Array,
+    tile: reference.Tile,
     *,
-    causal: bool,
-    dtype: DType,
+    problem: Problem,
     precision: Precision,
     scale: float,
-    sample: Sample | None,
-    against: tuple[Array, Array | None] | None,
-    oracle: Oracle,
-    shape: Shape,
     xp: Any,
-) -> _Comparison:
-    pairs = sample.pairs if sample else shape.pairs
-    rows = sample.rows if sample else range(shape.q_len)
-    names = (
-        "error_max", "error_squares", "plain_max", "plain_squares", "out_max", "out_squares",
-        "score_size", "lse", "lse_error", "plain_lse_error", "weight_norm",
-    )  # fmt: skip
-    stats = {name: np.zeros((len(pairs), len(rows))) for name in names}
-
-    def known(tile: reference.Tile) -> _Known:
-        exact, exact_lse, weight_norm = reference.exact_tile(q, k, v, tile, scale=scale, xp=xp)
-        plain, plain_lse = reference.plain_tile(q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp)
-        q_rows = reference.to_float(reference.heads_of(q, tile.q_heads, xp, tile.rows), xp, xp.float64)
-        keys = reference.to_float(reference.heads_of(k, tile.kv_heads, xp), xp, xp.float64)
-        norms = xp.sqrt((q_rows * q_rows).sum(axis=2) * (keys * keys).sum(axis=2).max(axis=1)[:, None])
-        seen = xp.asarray(tile.visible > 0)
-        # Rows that see no key were checked exactly and have nothing to compare.
-        lse = xp.where(seen, exact_lse, 0)
-        plain_error = plain - exact
-        of_tile = {
-            "plain_max": xp.abs(plain_error).max(axis=2),
-            "plain_squares": (plain_error * plain_error).sum(axis=2),
-            "out_max": xp.abs(exact).max(axis=2),
-            "out_squares": (exact * exact).sum(axis=2),
-            "score_size": abs(scale) / math.sqrt(shape.head_dim) * norms,
-            "lse": xp.abs(lse),
-            "plain_lse_error": xp.abs(xp.where(seen, plain_lse, 0) - lse),
-            "weight_norm": weight_norm,
-        }
-        return _Known(exact, lse, seen, {name: _to_host(values) for name, values in of_tile.items()})
-
-    for tile in reference.tiles(shape, causal=causal, pairs=pairs, rows=rows):
-        at = (tile.pairs, tile.span)
-        found = oracle.part(tile, precision, partial(known, tile))
-
-        def of_tile(x: Array, tile: reference.Tile = tile) -> Array:
-            return reference.to_float(reference.heads_of(x, tile.q_heads, xp, tile.rows), xp, xp.float64)
-
-        wanted, wanted_lse = found.out, found.lse
-        if against is not None:
-            wanted = of_tile(against[0])
-            if against[1] is not None:
-                wanted_lse = xp.where(found.seen, of_tile(against[1]), 0)
-        for name, values in found.stats.items():
-            stats[name][at] = values
-        error = of_tile(out) - wanted
-        stats["error_max"][at] = _to_host(xp.abs(error).max(axis=2))
-        stats["error_squares"][at] = _to_host((error * error).sum(axis=2))
-        if lse is not None:
-            stats["lse_error"][at] = _to_host(xp.abs(xp.where(found.seen, of_tile(lse), 0) - wanted_lse))
-    if not np.isfinite(stats["plain_max"]).all():
-        raise InputError(f"wanted q and k whose scores fit in {dtype}, got some that overflow it")
-    return _Comparison(pairs=pairs, rows=np.asarray(rows), head_dim=shape.head_dim, **stats)
+) -> _ExactTile:
+    exact, exact_lse, weight_norm = reference.exact_tile(q, k, v, tile, scale=scale, xp=xp)
+    plain, plain_lse = reference.plain_tile(q, k, v, tile, scale=scale, dtype=problem.dtype, precision=precision, xp=xp)
+    q_rows = reference.to_float(reference.heads_of(q, tile.q_heads, xp, tile.rows), xp, xp.float64)
+    keys = reference.to_float(reference.heads_of(k, tile.kv_heads, xp), xp, xp.float64)
+    norms = xp.sqrt((q_rows * q_rows).sum(axis=2) * (keys * keys).sum(axis=2).max(axis=1)[:, None])
+    seen = xp.asarray(tile.visible > 0)
+    # Rows that see no key were checked exactly and have nothing to compare.
+    lse = xp.where(seen, exact_lse, 0)
+    plain_error = plain - exact
+    statistics = {
+        "plain_max": xp.abs(plain_error).max(axis=2),
+        "plain_squares": (plain_error * plain_error).sum(axis=2),
+        "out_max": xp.abs(exact).max(axis=2),
+        "out_squares": (exact * exact).sum(axis=2),
+        "score_size": abs(scale) / math.sqrt(problem.head_dim) * norms,
+        "lse": xp.abs(lse),
+        "plain_lse_error": xp.abs(xp.where(seen, plain_lse, 0) - lse),
+        "weight_norm": weight_norm,
+    }
+    return _ExactTile(exact, lse, seen, {name: _to_host(values) for name, values in statistics.items()})
 
 
-def _judge(seen: _Comparison, *, has_lse: bool, unit: float) -> Verdict:
-    starts = np.flatnonzero(np.diff(seen.rows // BAND_ROWS, prepend=-1))
-    rows_in_band = np.diff(starts, append=len(seen.rows))
+def _errors(
+    out: Array,
+    lse: Array | None,
+    tile: reference.Tile,
+    exact: _ExactTile,
+    against: tuple[Array, Array | None] | None,
+    xp: Any,
+) -> dict[str, Any]:
+    """The statistics of an output: its errors against the oracle, or its distance from another output."""
 
-    def most(x: Any) -> Any:
-        return np.maximum.reduceat(x, starts, axis=1)
+    def of_tile(x: Array) -> Array:
+        return reference.to_float(reference.heads_of(x, tile.q_heads, xp, tile.rows), xp, xp.float64)
 
-    def rms(squares: Any) -> Any:
-        return np.sqrt(np.add.reduceat(squares, starts, axis=1) / (rows_in_band * seen.head_dim))
+    target, target_lse = exact.out, exact.lse
+    if against is not None:
+        target = of_tile(against[0])
+        if against[1] is not None:
+            target_lse = xp.where(exact.seen, of_tile(against[1]), 0)
+    error = of_tile(out) - target
+    errors = {"error_max": xp.abs(error).max(axis=2), "error_squares": (error * error).sum(axis=2)}
+    if lse is not None:
+        errors["lse_error"] = xp.abs(xp.where(exact.seen, of_tile(lse), 0) - target_lse)
+    return {name: _to_host(values) for name, values in errors.items()}
 
-    score_size = most(seen.score_size)
+
+def _judge(
+    statistics: Mapping[str, Any], problem: Problem, pairs: Sequence[tuple[int, int]], rows: Any, *, has_lse: bool
+) -> Verdict:
+    """The verdict on the statistics of the compared `rows` of the (batch, head) `pairs`, (pairs, rows) each."""
+    unit = _SUMMED_IN[problem.dtype] * UNIT_ROUNDOFF[problem.dtype]
+    starts = np.flatnonzero(np.diff(rows // BAND_ROWS, prepend=-1))
+    rows_in_band = np.diff(starts, append=len(rows))
+
+    def most(name: str) -> Any:
+        return np.maximum.reduceat(statistics[name], starts, axis=1)
+
+    def rms(name: str) -> Any:
+        return np.sqrt(np.add.reduceat(statistics[name], starts, axis=1) / (rows_in_band * problem.head_dim))
+
+    score_size = most("score_size")
     slack = unit * (1 + score_size) * (1 + 1 / rows_in_band)
     lse_limit = (
-        _PLAIN_FACTOR * most(seen.plain_lse_error)
-        + _LSE_SLACK * unit * score_size * most(seen.weight_norm)
-        + _LSE_FLOAT32_SLACK * (1 + most(seen.lse) + score_size * math.sqrt(seen.head_dim))
+        _PLAIN_FACTOR * most("plain_lse_error")
+        + _LSE_SLACK * unit * score_size * most("weight_norm")
+        + _LSE_FLOAT32_SLACK * (1 + most("lse") + score_size * math.sqrt(problem.head_dim))
     )
     comparisons = [
-        ("max_abs", "max abs error", most(seen.error_max),
-         _PLAIN_FACTOR * most(seen.plain_max) + _MAX_SLACK * slack * most(seen.out_max)),
-        ("rms", "rms error", rms(seen.error_squares),
-         _PLAIN_FACTOR * rms(seen.plain_squares) + _RMS_SLACK * slack * rms(seen.out_squares)),
+        ("max_abs", "max abs error", most("error_max"),
+         _PLAIN_FACTOR * most("plain_max") + _MAX_SLACK * slack * most("out_max")),
+        ("rms", "rms error", rms("error_squares"),
+         _PLAIN_FACTOR * rms("plain_squares") + _RMS_SLACK * slack * rms("out_squares")),
     ]  # fmt: skip
     if has_lse:
-        comparisons.append(("lse", "LSE error", most(seen.lse_error), lse_limit))
+        comparisons.append(("lse", "LSE error", most("lse_error"), lse_limit))
 
     numbers = {
-        "overall_max_error": float(seen.error_max.max()),
-        "overall_rms_error": math.sqrt(float(seen.error_squares.mean()) / seen.head_dim),
+        "overall_max_error": float(statistics["error_max"].max()),
+        "overall_rms_error": math.sqrt(float(statistics["error_squares"].mean()) / problem.head_dim),
     }
     reason = ""
     for name, title, error, limit in comparisons:
@@ -570,14 +521,14 @@ def _judge(seen: _Comparison, *, has_lse: bool, unit: float) -> Verdict:
         numbers[f"{name}_error"], numbers[f"{name}_limit"] = float(error[pair, band]), float(limit[pair, band])
         failed = ~(error <= limit)
         if failed.any() and not reason:
-            first = seen.rows[starts[band]]
-            last = seen.rows[np.append(starts, len(seen.rows))[band + 1] - 1]
-            batch, head = seen.pairs[pair]
+            first = rows[starts[band]]
+            last = rows[np.append(starts, len(rows))[band + 1] - 1]
+            batch, head = pairs[pair]
             reason = (
                 f"{title} {error[pair, band]:.3g} over its limit {limit[pair, band]:.3g} in {int(failed.sum())} of "
                 f"{failed.size} bands of rows, worst at batch {batch}, head {head}, rows {first}..{last}"
             )
-    return Verdict(passed=not reason, reason=reason, **numbers)
+    return _verdict(reason, **numbers)
 
 
 # --- Buffers that show what was touched -------------------------------------------------------------------------------
@@ -717,3 +668,12 @@ class Guarded:
             f"up to {2 * (last + 1 - end)} bytes after the end" if last >= end else "",
         ]
         return f"write outside the array: {2 * len(written)} bytes, {', '.join(p for p in places if p)}"
+
+
+def damage(out: Guarded, lse: Guarded, inputs: Sequence[Guarded]) -> Verdict | None:
+    """The verdict on a call that wrote where it must not; None where it did not."""
+    for name, buffer in (("out", out), ("lse", lse), *zip("qkv", inputs, strict=True)):
+        why = buffer.why_damaged()
+        if why:
+            return _verdict(f"{name}: {why}")
+    return None

@@ -1,0 +1,54 @@
+"""Work spread over the cores that this process may use, in threads: compilers and kernels run outside Python."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import TypeVar
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def on_all_cores(
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    progress: Callable[[int, Item, Result], None] | None = None,
+    workers: int | None = None,
+    cancel: threading.Event | None = None,
+) -> list[Result]:
+    """The function's result for each item, in their order.
+
+    Args:
+        progress: called in the caller's thread as each one ends: how many are done, the item and its result.
+        workers: threads; one for each core where None.
+        cancel: set where anything is raised, an interrupt included, so that running calls can stop.
+
+    Raises:
+        The first exception of a call; those that have not begun are dropped.
+    """
+    results: dict[int, Result] = {}
+    with ThreadPoolExecutor(workers or cores()) as pool:
+        try:
+            futures = {pool.submit(function, item): index for index, item in enumerate(items)}
+            for done, future in enumerate(as_completed(futures), 1):
+                index = futures[future]
+                results[index] = future.result()
+                if progress:
+                    progress(done, items[index], results[index])
+        except BaseException:
+            if cancel is not None:
+                cancel.set()
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [results[index] for index in range(len(items))]

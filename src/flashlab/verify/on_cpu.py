@@ -1,0 +1,391 @@
+"""Stages on the CPU, compared with the oracle: each case of cases.py once, between guards, by the emulator.
+
+Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards; the log-sum-exp is always on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flashlab.build.parallel import on_all_cores
+from flashlab.core.errors import CompileError, EmulationError, FlashlabError, ParameterError, UnsupportedError
+from flashlab.core.problem import DTYPES, MASKS, DType, Problem
+from flashlab.kernels import registry
+from flashlab.kernels.registry import Stage
+from flashlab.record.checks import CheckRow, EmulatorVerdict
+from flashlab.record.store import Verdict
+from flashlab.run import emulator
+from flashlab.run.attention import Emulation, emulate
+from flashlab.verify.cases import LAYOUTS, MANY_SCORES, SUITES, TENSORS, Case, chosen_cases, laid_out, placement
+from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import Guarded, Oracle, check, damage
+
+MANY_SCORES_IN_ALL = 1 << 17
+"""Of a problem with more, a CPU runs beside a GPU the first group of query heads alone."""
+Follow = Callable[[int, int, str], None]
+"""Called at every step: how many are done, of how many, and what it was."""
+Rule = Callable[..., Verdict]
+"""`verdict.check`, or what stands in for it."""
+
+
+@dataclass(frozen=True)
+class CheckRun:
+    """Every verdict, and the file that holds them."""
+
+    path: Path | None
+    rows: tuple[CheckRow, ...]
+
+    @property
+    def failures(self) -> tuple[CheckRow, ...]:
+        """What is wrong; a stage that cannot do a problem is not."""
+        return tuple(row for row in self.rows if row.status not in ("ok", "unsupported"))
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What stands behind a name in a row."""
+
+    stage: Stage
+    source: Path | None = None
+    """The file that stands in for the stage's own."""
+    overrides: Mapping[str, int] | None = None
+
+
+def implementations(stage_ids: Sequence[str] | None, sources: Mapping[str, Path] | None) -> dict[str, Implementation]:
+    """Stages by the names that their rows have.
+
+    An edited copy is `id@file`, and tunables may follow an id (`registry.parse`).
+
+    Raises:
+        UnknownStageError, ParameterError: a stage or file that is not there.
+    """
+    by_name: dict[str, Implementation] = {}
+    for name in registry.STAGES if stage_ids is None else stage_ids:
+        stage, overrides = registry.parse(name)
+        by_name[name] = Implementation(stage, overrides=overrides)
+    for stage_id, source in (sources or {}).items():
+        if not source.is_file():
+            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
+        stage = registry.get(stage_id)
+        by_name[f"{stage.id}@{source.stem}"] = Implementation(stage, source.resolve())
+    return by_name
+
+
+class _Variant(NamedTuple):
+    """What decides an executable."""
+
+    name: str
+    head_dim: int
+    dtype: DType
+    causal: bool
+    aligned: bool
+    hooks: bool
+
+    @classmethod
+    def of(cls, name: str, case: Case, *, hooks: bool) -> _Variant:
+        problem = case.problem
+        hooks = hooks and case.detectable
+        return cls(name, problem.head_dim, problem.dtype, problem.causal, case.aligned, hooks)
+
+
+def build_all(
+    by_name: Mapping[str, Implementation],
+    cases: Sequence[Case],
+    *,
+    hooks: bool = False,
+    follow: Follow | None = None,
+) -> dict[_Variant, CompileError]:
+    """Compile what those cases run, several at once; those that the compiler refuses come back with its error.
+
+    Raises:
+        MissingPackageError, OutputError: no compiler, or nowhere to keep what it makes.
+    """
+    emulator.cxx()
+    pairs = [(name, case) for case in cases for name in case.names if by_name[name].stage.language == "cuda"]
+    variants = list(dict.fromkeys(_Variant.of(name, case, hooks=hooks) for name, case in pairs))
+
+    def build(variant: _Variant) -> CompileError | None:
+        name, *_ = variant
+        chosen = by_name[name]
+        options: dict[str, Any] = {key: value for key, value in variant._asdict().items() if key != "name"}
+        try:
+            emulator.build_stage(chosen.stage, overrides=chosen.overrides, source=chosen.source, **options)
+        except CompileError as error:
+            return error
+        return None
+
+    def report(done: int, variant: _Variant, _: object) -> None:
+        if follow:
+            name, head_dim, dtype, *_ = variant
+            follow(done, len(variants), f"compile {name} D{head_dim} {dtype} for the CPU")
+
+    errors = on_all_cores(build, variants, progress=report)
+    return {variant: error for variant, error in zip(variants, errors, strict=True) if error is not None}
+
+
+def check_on_cpu(
+    stage_ids: Sequence[str] | None = None,
+    *,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    masks: Sequence[str] = MASKS,
+    layouts: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
+    head_dims: Sequence[int] | None = None,
+    sources: Mapping[str, Path] | None = None,
+    schedules: Sequence[str] | None = None,
+    races: bool = False,
+    random: int = 0,
+    suite: str | None = None,
+    seed: int = 0,
+    timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
+    follow: Follow | None = None,
+) -> CheckRun:
+    """Compare stages with the oracle on the CPU, over lengths, masks, types, layouts and schedules that break kernels.
+
+    `cases.chosen_cases` says which go together. `races` also looks for races, uninitialised reads and accesses out of
+    bounds; a finding is a failure. The cases of a `suite` are judged by its rule.
+
+    Raises:
+        InputError: what was asked for does not exist.
+        MissingPackageError: no C++ compiler.
+        OutputError: the cache cannot be written.
+        KeyboardInterrupt: every worker is gone.
+    """
+    for schedule in schedules or ():
+        emulator.schedule_item(schedule)
+    by_name = implementations(stage_ids, sources)
+    chosen = chosen_cases(
+        {name: one.stage for name, one in by_name.items()},
+        lengths=lengths,
+        dtypes=dtypes,
+        masks=masks,
+        layouts=layouts,
+        inputs=inputs,
+        head_dims=head_dims,
+        schedules=schedules,
+        random=random,
+        suite=suite,
+        seed=seed,
+        on_cpu=True,
+    )
+    refused = build_all(by_name, chosen, hooks=races, follow=follow)
+    rule = SUITES[suite] if suite else check
+    checker = _Checker(by_name, refused, rule=rule, seed=seed, races=races, timeout_s=timeout_s)
+    todo = [(name, case) for case in chosen for name in case.names]
+    # The long ones first, so that none is left alone at the end.
+    order = sorted(range(len(todo)), key=lambda index: -todo[index][1].problem.flops)
+
+    def report(done: int, _: int, row: CheckRow) -> None:
+        if follow:
+            follow(done, len(todo), f"{row.stage} {row.problem.label} {row.layout} {row.schedule}")
+
+    rows = on_all_cores(lambda index: checker(*todo[index]), order, progress=report, cancel=checker.cancel)
+    return CheckRun(None, tuple(row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])))
+
+
+class _Checker:
+    """Checks a case; threads share what it has made: inputs, and verdicts on outputs of the same bits."""
+
+    def __init__(
+        self,
+        by_name: Mapping[str, Implementation],
+        refused: Mapping[_Variant, CompileError],
+        *,
+        rule: Rule,
+        seed: int,
+        races: bool,
+        timeout_s: float | None,
+    ) -> None:
+        self.cancel = threading.Event()
+        self._by_name, self._refused = by_name, refused
+        self._rule, self._races, self._timeout_s = rule, races, timeout_s
+        self._inputs = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
+        self._verdicts: dict[tuple[Problem, str, str, bytes, bytes], Verdict] = {}
+
+    def _judge(self, case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> Verdict:
+        """The rule's verdict, once for the same bits: another schedule or layout rarely changes any."""
+        layout = case.layout if "=" in case.layout else ""  # shared heads are other numbers
+        digests = (sha256(out.tobytes()).digest(), sha256(lse.tobytes()).digest())
+        key = (case.problem, layout, options["precision"], *digests)
+        if key not in self._verdicts:
+            self._verdicts[key] = self._rule(out, lse, *values, **options)
+        return self._verdicts[key]
+
+    def __call__(self, name: str, case: Case) -> CheckRow:
+        chosen = self._by_name[name]
+        row = CheckRow(
+            stage=name,
+            problem=case.problem,
+            layout=case.layout,
+            status="ok",
+            reason="",
+            verdict=None,
+            schedule=case.schedule,
+        )
+        try:
+            error = self._refused.get(_Variant.of(name, case, hooks=self._races))
+            if error is not None:
+                raise error
+            verdict, ran = emulated_verdict(
+                chosen.stage.id,
+                case.problem,
+                laid_out(self._inputs(case.problem), case.layout),
+                layout=case.layout,
+                source=chosen.source,
+                params=chosen.overrides,
+                schedule=case.schedule,
+                races=self._races and case.detectable,
+                threads=1,
+                timeout_s=self._timeout_s,
+                cancel=self.cancel,
+                judge=partial(self._judge, case),
+            )
+        except FlashlabError as error:
+            status, reason = status_of(error)
+            return replace(row, status=status, reason=reason)
+        return replace(
+            row,
+            status="ok" if verdict.passed else "wrong",
+            reason=verdict.reason,
+            verdict=verdict,
+            findings=tuple(str(finding) for finding in ran.report.findings),
+            fallbacks=ran.fallbacks,
+        )
+
+
+def emulated_verdict(
+    stage_id: str,
+    problem: Problem,
+    values: tuple[Any, Any, Any],
+    *,
+    layout: str = "contiguous",
+    source: Path | None = None,
+    params: Mapping[str, int] | None = None,
+    schedule: str = "ascending",
+    races: bool = False,
+    threads: int | None = None,
+    timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
+    cancel: threading.Event | None = None,
+    judge: Rule = check,
+) -> tuple[Verdict, Emulation]:
+    """Run a stage once on the CPU between guards and say what is wrong with it.
+
+    A finding of the detector fails the verdict where the output passes.
+
+    Args:
+        values: q, k, v as `oracle.make_inputs(problem)` gives them.
+        layout: one of `cases.LAYOUTS`, or a random one, for which `cases.laid_out` has made the values.
+        judge: what stands in for `verdict.check`.
+
+    Raises:
+        What `attention.emulate` raises.
+    """
+    inputs = [Guarded.holding(x, **placement(x.shape, layout, t)) for x, t in zip(values, TENSORS, strict=False)]
+    out_shape = values[0].shape
+    out = Guarded.output(out_shape, problem.dtype, **placement(out_shape, layout))
+    lse = Guarded.output(out_shape[:3], "float32")
+    buffers = dict(zip(("q", "k", "v", "out", "lse"), (*inputs, out, lse), strict=True))
+    ran = emulate(
+        *(buffer.array for buffer in inputs),
+        causal=problem.causal,
+        stage=stage_id,
+        out=out.array,
+        lse=lse.array,
+        source=source,
+        params=params,
+        schedule=schedule,
+        races=races,
+        threads=threads,
+        timeout_s=timeout_s,
+        cancel=cancel,
+        surroundings={name: buffer.buffer for name, buffer in buffers.items() if not buffer.sparse},
+        count_fallbacks=True,
+    )
+    verdict = damage(out, lse, inputs) or judge(
+        out.array,
+        lse.array,
+        *values,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        precision=registry.get(stage_id).precision,
+    )
+    findings = ran.report.findings
+    if verdict.passed and findings:
+        reason = f"{findings[0]}{f', and {len(findings) - 1} more' if len(findings) > 1 else ''}"
+        verdict = verdict.model_copy(update={"passed": False, "reason": reason})
+    return verdict, ran
+
+
+def status_of(error: FlashlabError) -> tuple[str, str]:
+    """A row's status and reason for an error on the CPU."""
+    if isinstance(error, UnsupportedError):
+        return "unsupported", str(error)
+    if isinstance(error, EmulationError):
+        late = error.report is not None and error.report.status == "timeout"
+        return "timeout" if late else "crashed", str(error)
+    if isinstance(error, CompileError):
+        return "error", str(error).partition("\nCommand:")[0]
+    return "error", str(error)
+
+
+# --- beside a GPU -----------------------------------------------------------------------------------------------------
+
+
+def emulates(problem: Problem, layout: str) -> bool:
+    """Whether a case of a GPU is run on the CPU too: long problems contiguous alone, or in a random layout."""
+    return problem.q_len * problem.kv_len <= MANY_SCORES or layout not in tuple(LAYOUTS)[1:]
+
+
+def emulate_beside(
+    stage_id: str,
+    problem: Problem,
+    values: tuple[Any, Any, Any],
+    out: Any,
+    lse: Any,
+    *,
+    layout: str,
+    source: Path | None = None,
+    params: Mapping[str, int] | None = None,
+    threads: int | None = None,
+) -> EmulatorVerdict:
+    """Run on the CPU what a GPU ran, and compare the two within the checker's limits.
+
+    Of a large problem the first group of query heads is run, on the very same numbers.
+
+    Args:
+        values: q, k, v on the host, as `oracle.make_inputs` gives them.
+        out, lse: what the GPU made of them, on the host.
+        threads: as `attention.emulate` takes it.
+    """
+    if problem.batch * problem.q_heads * problem.q_len * problem.kv_len > MANY_SCORES_IN_ALL:
+        group = problem.q_heads // problem.kv_heads
+        values = (values[0][:1, :group], values[1][:1, :1], values[2][:1, :1])
+        out, lse = out[:1, :group], lse[:1, :group]
+        problem = replace(problem, batch=1, q_heads=group, kv_heads=1)
+    judge = partial(check, oracle=Oracle())
+    try:
+        verdict, ran = emulated_verdict(
+            stage_id, problem, values, layout=layout, source=source, params=params, threads=threads, judge=judge
+        )
+    except FlashlabError as error:
+        status, reason = status_of(error)
+        return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=None, agreement=None)
+    agreement = judge(
+        out,
+        lse,
+        *values,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        precision=registry.get(stage_id).precision,
+        against=(ran.out, ran.lse),
+    )
+    reason = verdict.reason or (agreement.reason and f"chip and emulator: {agreement.reason}")
+    status = "wrong" if reason else "ok"
+    return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=verdict, agreement=agreement)
