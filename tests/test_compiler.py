@@ -323,7 +323,7 @@ def test_a_missing_kernel_names_those_there_are(tmp_path: Path, empty_cache: Pat
 
 @pytest.mark.parametrize(
     ("line", "reason"),
-    [("", "found none. Define:"), ("launch_shape = {2048, 0, 64};", "got LaunchShape(threads=2048")],
+    [("", "got a file without one. Define:"), ("launch_shape = {2048, 0, 64};", "got LaunchShape(threads=2048")],
     ids=["absent", "too many threads"],
 )
 def test_a_stage_without_a_launch_shape_is_refused(tmp_path: Path, empty_cache: Path, line: str, reason: str) -> None:

@@ -195,17 +195,17 @@ def toolchain() -> Toolchain:
     missing: list[str] = []
     identity = [f"nvrtc {major}.{minor} {Path(library).stat().st_size if library else 0}", f"cuda-core {core}"]
     for wheel, (folder, header) in _HEADER_WHEELS.items():
-        found = next((root / folder for root in roots if (root / folder / header).is_file()), None)
-        if found is None:
+        include_dir = next((root / folder for root in roots if (root / folder / header).is_file()), None)
+        if include_dir is None:
             missing.append(f"'{wheel}=={major}.{minor}.*'")
             continue
-        if found not in include_dirs:
-            include_dirs.append(found)
-        identity.append(f"{wheel} {_wheel_version(wheel)} {digest((found / header).read_bytes())}")
+        if include_dir not in include_dirs:
+            include_dirs.append(include_dir)
+        identity.append(f"{wheel} {_wheel_version(wheel)} {digest((include_dir / header).read_bytes())}")
     if missing:
-        wanted = ", ".join(f"nvidia/cu{major}/include/{Path(*part).as_posix()}" for part in _HEADER_WHEELS.values())
+        headers = ", ".join(f"nvidia/cu{major}/include/{Path(*part).as_posix()}" for part in _HEADER_WHEELS.values())
         raise MissingPackageError(
-            f"wanted the CUDA headers {wanted} from wheels, not all are installed. "
+            f"wanted the CUDA headers {headers} from wheels, not all are installed. "
             f"Install them: pip install {' '.join(missing)}"
         )
     return Toolchain(nvrtc_version=f"{major}.{minor}", include_dirs=tuple(include_dirs), identity=tuple(identity))
@@ -244,35 +244,50 @@ def compile_stage(
         OutputError: the cache cannot be written.
     """
     _require_arch(arch)
+    problem = least_problem(head_dim=head_dim, dtype=dtype, causal=causal)
+    stage.require(problem, arch)
+    parameters = stage.parameters(head_dim, overrides)
+    source = source or stage.source
+    if stage.language == "triton":
+        request: _Request = _TritonRequest.of(stage, problem, arch, parameters, aligned, source)
+    else:
+        defines = {**stage_macros(problem, aligned=aligned), **parameters}
+        request = _NvrtcRequest.of(source, arch, defines, line_info=line_info)
+    may_spill = may_spill or stage.may_spill(head_dim, arch) or not aligned or stage.language == "triton"
+    cubin = _cubin(request, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=may_spill)
+    fault = launch_shape_fault(stage, cubin.launch_shape)
+    if fault:
+        raise request.error(fault, cubin.log)
+    return cubin
+
+
+def least_problem(*, head_dim: int, dtype: DType, causal: bool) -> Problem:
+    """The smallest problem that such a kernel runs.
+
+    Raises:
+        ParameterError: an element type that no stage takes.
+    """
     if dtype not in ELEMENTS:
         raise ParameterError(f"dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
     mask: Mask = "causal" if causal else "full"
-    problem = Problem(batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=head_dim, dtype=dtype, mask=mask)
-    stage.require(problem, arch)
-    parameters = stage.parameters(head_dim, overrides)
-    if stage.language == "triton":
-        return _compile_triton(stage, problem, arch, parameters, aligned, source or stage.source)
-    macros: dict[str, int | str] = {
-        "HEAD_DIM": head_dim,
-        "CAUSAL": int(causal),
+    return Problem(batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=head_dim, dtype=dtype, mask=mask)
+
+
+def stage_macros(problem: Problem, *, aligned: bool) -> dict[str, int | str]:
+    """What every stage in CUDA C++ is compiled with, beside its tunables."""
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "CAUSAL": int(problem.causal),
         "ALIGNED": int(aligned),
-        "ELEMENT": ELEMENTS[dtype],
-        **parameters,
+        "ELEMENT": ELEMENTS[problem.dtype],
     }
-    build = _build(source or stage.source, arch, macros, line_info=line_info)
-    may_spill = may_spill or stage.may_spill(head_dim, arch) or not aligned
-    cubin = _cubin(build, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=may_spill)
-    fault = launch_shape_fault(stage, cubin.launch_shape)
-    if fault:
-        raise build.error(f"{build.display}: {fault}")
-    return cubin
 
 
 def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
     """What is wrong with the launch shape of a stage's kernel; None where it can be launched."""
     if shape is None:
         return (
-            "wanted the constant that says how to launch it, found none. Define: "
+            "wanted the constant that says how to launch it, got a file without one. Define: "
             'extern "C" __device__ const LaunchShape launch_shape = {THREADS, SMEM_BYTES, TILE_Q};'
         )
     if not (0 < shape.threads <= _MAX_THREADS and shape.smem_bytes >= 0 and shape.tile_q > 0):
@@ -290,7 +305,7 @@ def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
     if not stage.tensor_maps and any((*boxes, shape.panels_kv)):
         return (
             f"wanted launch_shape without box_q, box_kv and panels_kv, got {shape}: the stage takes no tensor maps "
-            "(`Stage.tensor_maps` in src/flashlab/stages.py)"
+            "(`Stage.tensor_maps`)"
         )
     return None
 
@@ -314,8 +329,8 @@ def compile_file(
     """
     _require_arch(arch)
     parameters = {name: value for name, value in defines.items() if isinstance(value, int)}
-    build = _build(source, arch, defines)
-    return _cubin(build, name=source.stem, entry=entry, parameters=parameters, may_spill=may_spill)
+    request = _NvrtcRequest.of(source, arch, defines)
+    return _cubin(request, name=source.stem, entry=entry, parameters=parameters, may_spill=may_spill)
 
 
 def jobs(
@@ -380,26 +395,210 @@ class _Request:
     """Everything that decides the machine code."""
 
     source: Path
-    display: str
-    """The source's name in logs: relative to the checkout where it lies in it."""
+    """Absolute."""
     text: str
     arch: str
-    macros: tuple[tuple[str, str], ...]
+    options: tuple[str, ...]
+    """Those that are recorded: no folder of this machine is among them."""
+
+    @property
+    def display(self) -> str:
+        """The source's name in messages."""
+        return shown(self.source)
+
+    @property
+    def command(self) -> str:
+        """An equivalent command line."""
+        raise NotImplementedError
+
+    @property
+    def compiler(self) -> str:
+        """Its name and version, for people."""
+        raise NotImplementedError
+
+    def key(self) -> list[Any]:
+        """What decides the code beside the text and the options."""
+        raise NotImplementedError
+
+    def compile(self) -> tuple[bytes, dict[str, Any]]:
+        """Machine code, and facts of which one is the `log`."""
+        raise NotImplementedError
+
+    def cached(self) -> cache.Entry:
+        """The cache's entry, made where there is none."""
+
+        def make(folder: Path) -> dict[str, Any]:
+            start = time.perf_counter()
+            code, facts = self.compile()
+            (folder / "cubin").write_bytes(code)
+            return {**facts, "compile_seconds": time.perf_counter() - start}
+
+        return cache.entry("cubins", [self.display, self.text, self.options, *self.key()], ["cubin"], make)
+
+    def error(
+        self, message: str, log: str, *, kind: type[CompileError] = CompileError, source_line: str | None = None
+    ) -> CompileError:
+        """An error with the command, the log and the line of source where one is known."""
+        parts = [
+            f"{self.display}: {message}",
+            *([f"  {source_line}"] if source_line else []),
+            f"Equivalent command: {self.command}",
+            f"Log:\n{log or '(empty)'}",
+        ]
+        return kind("\n".join(parts), command=self.command, log=log, source_line=source_line)
+
+
+def _cubin(request: _Request, *, name: str, entry: str, parameters: dict[str, int], may_spill: bool) -> Cubin:
+    made = request.cached()
+    code, log = (made.folder / "cubin").read_bytes(), made.facts["log"]
+    kernels, launch_shape, compiler = _read_elf(code)
+    if "launch_shape" in made.facts:
+        launch_shape = LaunchShape(**made.facts["launch_shape"])
+    if entry not in kernels:
+        raise request.error(
+            f"wanted the kernel {entry!r}, the file defines {', '.join(kernels) or 'none'}. "
+            'Declare it extern "C" __global__.',
+            log,
+        )
+    resources = _parse_resources(log, entry)
+    if resources is None:
+        raise request.error(f"wanted ptxas's report on {entry!r} in the compiler's log, got a log without one", log)
+    lost = [line.strip() for line in _LOST_PERFORMANCE.findall(log)]
+    if not may_spill and (resources.spill_store_bytes or resources.spill_load_bytes):
+        lost.append(
+            f"{entry} keeps {resources.registers} registers a thread and spills the rest: "
+            f"{resources.spill_store_bytes} bytes of stores, {resources.spill_load_bytes} bytes of loads"
+        )
+    if lost:
+        message = f"compiled for {request.arch} with lost performance:\n  " + "\n  ".join(lost)
+        raise request.error(message, log, kind=PerformanceWarningError)
+    return Cubin(
+        name=name,
+        entry=entry,
+        arch=request.arch,
+        code=code,
+        sha256=digest(code),
+        parameters=parameters,
+        options=request.options,
+        compiler=f"NVRTC {compiler}" if compiler and isinstance(request, _NvrtcRequest) else request.compiler,
+        resources=resources,
+        launch_shape=launch_shape,
+        log=log,
+        compile_seconds=made.facts["compile_seconds"],
+        cached=made.cached,
+    )
+
+
+# --- Triton ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TritonRequest(_Request):
+    entry: str
+    dtype: DType
+    constants: Mapping[str, int]
+    parameters: Mapping[str, int]
+    max_registers: int
+    """0: as many as ptxas wants."""
+    aligned: bool
+
+    @classmethod
+    def of(
+        cls, stage: Stage, problem: Problem, arch: str, parameters: dict[str, int], aligned: bool, source: Path
+    ) -> _TritonRequest:
+        missing = triton_code.missing()
+        if missing:
+            raise MissingPackageError(f"wanted Triton to compile stage {stage.id}, got none. Install it: {missing}")
+        values = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **parameters}
+        constants = {name: values[name] for name in triton_code.CONSTANTS}
+        # Without 16-byte copies it takes registers that no bound foresaw; that code is there to answer.
+        max_registers = parameters["MAX_REGISTERS"] if aligned else 0
+        options = (
+            f"--target={arch}",
+            f"--num-warps={parameters['WARPS']}",
+            f"--num-stages={parameters['PIPELINE_STAGES']}",
+            *((f"--maxnreg={max_registers}",) if max_registers else ()),
+            f"--element={problem.dtype}",
+            f"--aligned={int(aligned)}",
+            *(f"--constant={name}={value}" for name, value in constants.items()),
+        )
+        return cls(
+            source=source.resolve(),
+            text=read(source, "Python"),
+            arch=arch,
+            options=options,
+            entry=stage.entry,
+            dtype=problem.dtype,
+            constants=constants,
+            parameters=parameters,
+            max_registers=max_registers,
+            aligned=aligned,
+        )
+
+    @property
+    def command(self) -> str:
+        """What it comes to: Triton has no command line."""
+        return shlex.join(["triton.compile", self.display, *self.options])
+
+    @property
+    def compiler(self) -> str:
+        return f"Triton {triton_code.version()}"
+
+    def key(self) -> list[Any]:
+        return ["triton", self.compiler, self.entry]
+
+    def compile(self) -> tuple[bytes, dict[str, Any]]:
+        made = triton_code.compile_kernel(
+            self.source,
+            entry=self.entry,
+            dtype=self.dtype,
+            constants=self.constants,
+            warps=self.parameters["WARPS"],
+            pipeline_stages=self.parameters["PIPELINE_STAGES"],
+            max_registers=self.max_registers,
+            capability=capability(self.arch),
+            aligned=self.aligned,
+        )
+        log = readable(made.log)
+        if made.code is None:
+            message = f"wanted machine code for {self.arch} from {self.compiler}, got an error:"
+            raise self.error(message, log, source_line=log.strip().rpartition("\n")[2] or None)
+        shape = {"threads": made.threads, "smem_bytes": made.smem_bytes, "tile_q": self.constants["TILE_Q"]}
+        return made.code, {"log": log, "launch_shape": shape}
+
+
+# --- NVRTC ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NvrtcRequest(_Request):
     include_dirs: tuple[Path, ...]
     """Searched in this order, after the source's own folder."""
     tools: Toolchain
+    macros: tuple[tuple[str, str], ...]
     line_info: bool = False
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        defines = tuple(f"-D{name}={value}" for name, value in self.macros)
-        return (
-            f"--gpu-architecture={self.arch}",
+    @classmethod
+    def of(cls, source: Path, arch: str, defines: Mapping[str, int | str], *, line_info: bool = False) -> _NvrtcRequest:
+        tools = toolchain()
+        values = {name: int(value) if isinstance(value, bool) else value for name, value in defines.items()}
+        options = (
+            f"--gpu-architecture={arch}",
             f"--std={_STD}",
             "--ptxas-options=-v",
-            *(["-lineinfo"] if self.line_info else []),
+            *(["-lineinfo"] if line_info else []),
             f"-I{shown(COMMON)}",
-            *defines,
+            *(f"-D{name}={value}" for name, value in values.items()),
+        )
+        return cls(
+            source=source.resolve(),
+            text=read(source, "CUDA C++"),
+            arch=arch,
+            options=options,
+            include_dirs=(COMMON, *tools.include_dirs),
+            tools=tools,
+            macros=tuple((name, str(value)) for name, value in values.items()),
+            line_info=line_info,
         )
 
     @property
@@ -409,231 +608,19 @@ class _Request:
         return shlex.join(["nvcc", "--cubin", *self.options, *wheels, self.display])
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        headers = contents(self.source, self.text, [COMMON])
-        return (self.display, self.text, headers, self.options, self.tools.identity)
+    def compiler(self) -> str:
+        return f"NVRTC {self.tools.nvrtc_version}"
 
+    def key(self) -> list[Any]:
+        return [contents(self.source, self.text, [COMMON]), self.tools.identity]
 
-@dataclass(frozen=True, kw_only=True)
-class _TritonRequest:
-    """Everything that decides the machine code of a stage in Triton."""
-
-    source: Path
-    display: str
-    text: str
-    entry: str
-    arch: str
-    dtype: DType
-    constants: tuple[tuple[str, int], ...]
-    warps: int
-    pipeline_stages: int
-    max_registers: int
-    """0: as many as ptxas wants."""
-    aligned: bool
-    version: str
-    """Triton's."""
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        return (
-            f"--target={self.arch}",
-            f"--num-warps={self.warps}",
-            f"--num-stages={self.pipeline_stages}",
-            *((f"--maxnreg={self.max_registers}",) if self.max_registers else ()),
-            f"--element={self.dtype}",
-            f"--aligned={int(self.aligned)}",
-            *(f"--constant={name}={value}" for name, value in self.constants),
-        )
-
-    @property
-    def command(self) -> str:
-        """What it comes to: Triton has no command line."""
-        return shlex.join(["triton.compile", self.display, *self.options])
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return ("triton", self.version, self.display, self.text, self.entry, self.options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Build:
-    """A compilation's outcome, fresh or from the cache."""
-
-    request: _Request | _TritonRequest
-    code: bytes
-    log: str
-    compile_seconds: float
-    cached: bool
-
-    @property
-    def display(self) -> str:
-        return self.request.display
-
-    def error(self, message: str, kind: type[CompileError] = CompileError) -> CompileError:
-        return _error(kind, message, command=self.request.command, log=self.log)
-
-
-def _build(source: Path, arch: str, macros: Mapping[str, int | str], *, line_info: bool = False) -> _Build:
-    tools = toolchain()
-    source = source.resolve()
-    text = read(source, "CUDA C++")
-    request = _Request(
-        source=source,
-        display=shown(source),
-        text=text,
-        arch=arch,
-        macros=tuple((name, str(int(value) if isinstance(value, bool) else value)) for name, value in macros.items()),
-        include_dirs=(COMMON, *tools.include_dirs),
-        tools=tools,
-        line_info=line_info,
-    )
-    return _cached(request, lambda: _nvrtc(request))
-
-
-def _cached(request: _Request | _TritonRequest, compile_it: Callable[[], tuple[bytes, str]]) -> _Build:
-    def make(folder: Path) -> dict[str, Any]:
-        start = time.perf_counter()
-        code, log = compile_it()
-        (folder / "cubin").write_bytes(code)
-        return {"log": log, "compile_seconds": time.perf_counter() - start}
-
-    made = cache.entry("cubins", request.key, ["cubin"], make)
-    code = (made.folder / "cubin").read_bytes()
-    return _Build(request=request, code=code, cached=made.cached, **made.facts)
-
-
-def _compile_triton(
-    stage: Stage, problem: Problem, arch: str, parameters: dict[str, int], aligned: bool, source: Path
-) -> Cubin:
-    missing = triton_code.missing()
-    if missing:
-        raise MissingPackageError(f"wanted Triton to compile stage {stage.id}, found none. Install it: {missing}")
-    source = source.resolve()
-    known = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **parameters}
-    request = _TritonRequest(
-        source=source,
-        display=shown(source),
-        text=read(source, "Python"),
-        entry=stage.entry,
-        arch=arch,
-        dtype=problem.dtype,
-        constants=tuple((name, known[name]) for name in triton_code.CONSTANTS),
-        warps=parameters["WARPS"],
-        pipeline_stages=parameters["PIPELINE_STAGES"],
-        # Without 16-byte copies it takes registers that no bound foresaw; that code is there to answer.
-        max_registers=parameters["MAX_REGISTERS"] if aligned else 0,
-        aligned=aligned,
-        version=triton_code.version(),
-    )
-    build = _cached(request, lambda: _triton(request))
-    made = _TRITON_MADE.search(build.log)
-    assert made is not None
-    shape = LaunchShape(threads=int(made[1]), smem_bytes=int(made[2]), tile_q=parameters["TILE_Q"])
-    cubin = _cubin(build, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=True)
-    return dataclasses.replace(cubin, launch_shape=shape)
-
-
-_TRITON_MADE = re.compile(r"^launched with (\d+) threads and (\d+) bytes of shared memory$", re.MULTILINE)
-"""Kept with ptxas's report: Triton says it beside the machine code, not in it."""
-
-
-def _triton(request: _TritonRequest) -> tuple[bytes, str]:
-    """Machine code and log."""
-    made = triton_code.compile_kernel(
-        request.source,
-        entry=request.entry,
-        dtype=request.dtype,
-        constants=dict(request.constants),
-        warps=request.warps,
-        pipeline_stages=request.pipeline_stages,
-        max_registers=request.max_registers,
-        capability=capability(request.arch),
-        aligned=request.aligned,
-    )
-    log = readable(made.log)
-    if made.code is None:
-        raise _error(
-            CompileError,
-            f"{request.display}: wanted machine code for {request.arch} from Triton {request.version}, got an error:",
-            command=request.command,
-            log=log,
-            source_line=log.strip().rpartition("\n")[2] or None,
-        )
-    return made.code, f"{log}launched with {made.threads} threads and {made.smem_bytes} bytes of shared memory\n"
-
-
-def _cubin(build: _Build, *, name: str, entry: str, parameters: dict[str, int], may_spill: bool) -> Cubin:
-    kernels, launch_shape, compiler = _read_elf(build.code)
-    if entry not in kernels:
-        raise build.error(
-            f"{build.display}: wanted the kernel {entry!r}, the file defines {', '.join(kernels) or 'none'}. "
-            'Declare it extern "C" __global__.'
-        )
-    resources = _parse_resources(build.log, entry)
-    if resources is None:
-        raise build.error(f"{build.display}: wanted ptxas's report on {entry!r} in the compiler's log, found none")
-    lost = [line.strip() for line in _LOST_PERFORMANCE.findall(build.log)]
-    if not may_spill and (resources.spill_store_bytes or resources.spill_load_bytes):
-        lost.append(
-            f"{entry} keeps {resources.registers} registers a thread and spills the rest: "
-            f"{resources.spill_store_bytes} bytes of stores, {resources.spill_load_bytes} bytes of loads"
-        )
-    if lost:
-        raise build.error(
-            f"{build.display}: compiled for {build.request.arch} with lost performance:\n  " + "\n  ".join(lost),
-            PerformanceWarningError,
-        )
-    return Cubin(
-        name=name,
-        entry=entry,
-        arch=build.request.arch,
-        code=build.code,
-        sha256=digest(build.code),
-        parameters=parameters,
-        options=build.request.options,
-        compiler=_compiler_name(build.request, compiler),
-        resources=resources,
-        launch_shape=launch_shape,
-        log=build.log,
-        compile_seconds=build.compile_seconds,
-        cached=build.cached,
-    )
-
-
-def _compiler_name(request: _Request | _TritonRequest, in_code: str | None) -> str:
-    if isinstance(request, _TritonRequest):
-        return f"Triton {request.version}"
-    return f"NVRTC {in_code or request.tools.nvrtc_version}"
-
-
-def _error(
-    kind: type[CompileError], message: str, *, command: str, log: str, source_line: str | None = None
-) -> CompileError:
-    parts = [
-        message,
-        *([f"  {source_line}"] if source_line else []),
-        f"Equivalent command: {command}",
-        f"Log:\n{log or '(empty)'}",
-    ]
-    return kind("\n".join(parts), command=command, log=log, source_line=source_line)
-
-
-# --- NVRTC ---
-
-
-def _nvrtc(request: _Request) -> tuple[bytes, str]:
-    """Machine code and log."""
-    code, log = _run_nvrtc(request)
-    if code is not None:
-        return code, log
-    where = _ptx_source_line(request) if re.search(r"^ptxas .*error", log, re.MULTILINE) else _source_line(request, log)
-    raise _error(
-        CompileError,
-        f"{request.display}: wanted machine code for {request.arch}, got an error:",
-        command=request.command,
-        log=log,
-        source_line=where,
-    )
+    def compile(self) -> tuple[bytes, dict[str, Any]]:
+        code, log = _run_nvrtc(self)
+        if code is not None:
+            return code, {"log": log}
+        in_assembly = re.search(r"^ptxas .*error", log, re.MULTILINE)
+        line = _ptx_source_line(self) if in_assembly else _source_line(self, log)
+        raise self.error(f"wanted machine code for {self.arch}, got an error:", log, source_line=line)
 
 
 _ALTERS_NVRTC = ("torch", "cupy")
@@ -645,14 +632,14 @@ _ELSEWHERE = (
 )
 
 
-def _run_nvrtc(request: _Request) -> tuple[bytes | None, str]:
+def _run_nvrtc(request: _NvrtcRequest) -> tuple[bytes | None, str]:
     """Machine code (None on an error) and log."""
     if any(name in sys.modules for name in _ALTERS_NVRTC):
         return _run_elsewhere(request)
     return _run_here(request)
 
 
-def _run_elsewhere(request: _Request) -> tuple[bytes | None, str]:
+def _run_elsewhere(request: _NvrtcRequest) -> tuple[bytes | None, str]:
     done = subprocess.run(
         [sys.executable, "-c", _ELSEWHERE],
         input=pickle.dumps((sys.path, pickle.dumps(request))),
@@ -660,23 +647,19 @@ def _run_elsewhere(request: _Request) -> tuple[bytes | None, str]:
         check=False,
     )
     if done.returncode:
-        raise _error(
-            CompileError,
-            f"{request.display}: wanted a process of its own for the compiler, it ended with {done.returncode}",
-            command=request.command,
-            log=done.stderr.decode(errors="replace"),
-        )
+        message = f"wanted a process of its own for the compiler, it ended with {done.returncode}"
+        raise request.error(message, done.stderr.decode(errors="replace"))
     code: bytes | None
     code, log = pickle.loads(done.stdout)
     return code, log
 
 
-def _serve(request: _Request) -> None:
+def _serve(request: _NvrtcRequest) -> None:
     """The other process's part."""
     sys.stdout.buffer.write(pickle.dumps(_run_here(request)))
 
 
-def _run_here(request: _Request) -> tuple[bytes | None, str]:
+def _run_here(request: _NvrtcRequest) -> tuple[bytes | None, str]:
     with _IMPORTING:
         from cuda.core import Program, ProgramOptions
 
@@ -700,7 +683,7 @@ def _run_here(request: _Request) -> tuple[bytes | None, str]:
     return bytes(compiled.code), readable(log.getvalue())
 
 
-def _ptx(request: _Request) -> str | None:
+def _ptx(request: _NvrtcRequest) -> str | None:
     """The PTX that NVRTC hands to ptxas, with line information; None on an error."""
     from cuda.bindings import nvrtc  # cuda.core wants a driver for PTX, to compare versions
 
@@ -720,7 +703,7 @@ def _ptx(request: _Request) -> str | None:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _source_line(request: _Request, log: str) -> str | None:
+def _source_line(request: _NvrtcRequest, log: str) -> str | None:
     """`file:line: text` of the error in a compiler log that says most: a static_assert's, else the first."""
     errors = re.findall(r"^(\S.*)\((\d+)\): (?:\w+ )?error\b(.*)", log, re.MULTILINE)
     if not errors:
@@ -729,7 +712,7 @@ def _source_line(request: _Request, log: str) -> str | None:
     return _quote(request, file, int(line))
 
 
-def _ptx_source_line(request: _Request) -> str | None:
+def _ptx_source_line(request: _NvrtcRequest) -> str | None:
     """`file:line: text` of the assembly that ptxas refused.
 
     ptxas counts lines of generated PTX; with line information on, that PTX says which source line each came from.

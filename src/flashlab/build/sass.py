@@ -21,7 +21,7 @@ from typing import NamedTuple
 from flashlab.core.errors import MissingPackageError, ParameterError
 
 CLASSES: Mapping[str, str] = {
-    "tensor": "matrix products on the tensor cores: HMMA, IMMA, HGMMA, QGMMA, UTCHMMA",
+    "tensor": "matrix multiply-accumulates on the tensor cores: HMMA, IMMA, HGMMA, QGMMA, UTCHMMA",
     "mufu": "the special-function unit: ex2, rcp, rsqrt, lg2",
     "fma": "FP32 (and FP64) arithmetic: multiply-add, add, multiply, min/max, compare, select",
     "half": "packed 16-bit arithmetic: HFMA2, HADD2, HMUL2, HMNMX2, HSETP2",
@@ -133,19 +133,9 @@ def lines(code: bytes, entry: str) -> dict[int, tuple[Frame, ...]]:
         MissingPackageError: no nvdisasm.
         ParameterError: `code` is no cubin.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
-        file.flush()
-        run = subprocess.run(
-            [_nvdisasm(), "--print-code", "--print-line-info-inline", file.name],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if run.returncode:
-        raise ParameterError(f"code: wanted a cubin, nvdisasm refused it: {(run.stderr or run.stdout).strip()}")
-    section = run.stdout.partition(f".section\t.text.{entry},")[2].partition("\t.section\t")[0]
-    found: dict[int, tuple[Frame, ...]] = {}
+    text = _disassembled(code, "--print-line-info-inline")
+    section = text.partition(f".section\t.text.{entry},")[2].partition("\t.section\t")[0]
+    by_address: dict[int, tuple[Frame, ...]] = {}
     frames: tuple[Frame, ...] = ()
     chain: list[Frame] = []
     for match in _LINE_OR_ADDRESS.finditer(section):
@@ -155,8 +145,8 @@ def lines(code: bytes, entry: str) -> dict[int, tuple[Frame, ...]]:
         if chain:
             frames, chain = tuple(chain), []
         if frames:
-            found[int(match["address"], 16)] = frames
-    return found
+            by_address[int(match["address"], 16)] = frames
+    return by_address
 
 
 _LINE_OR_ADDRESS = re.compile(
@@ -240,18 +230,7 @@ def without_padding(instructions: tuple[Instruction, ...]) -> tuple[Instruction,
 
 @lru_cache(maxsize=16)
 def _functions(code: bytes) -> dict[str, tuple[Instruction, ...]]:
-    program = _nvdisasm()
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(code)
-        file.flush()
-        run = subprocess.run(
-            [program, "--print-code", "--emit-json", file.name], capture_output=True, text=True, check=False
-        )
-    if run.returncode and "emit-json" in run.stderr:
-        raise MissingPackageError(f"wanted an nvdisasm that writes JSON, {program} is too old. {_INSTALL}")
-    if run.returncode:
-        raise ParameterError(f"code: wanted a cubin, nvdisasm refused it: {(run.stderr or run.stdout).strip()}")
-    _, functions = json.loads(run.stdout)
+    _, functions = json.loads(_disassembled(code, "--emit-json"))
     return {
         function["function-name"]: tuple(
             Instruction(
@@ -264,6 +243,20 @@ def _functions(code: bytes) -> dict[str, tuple[Instruction, ...]]:
         )
         for function in functions
     }
+
+
+def _disassembled(code: bytes, option: str) -> str:
+    """What nvdisasm prints of the code."""
+    program = _nvdisasm()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        run = subprocess.run([program, "--print-code", option, file.name], capture_output=True, text=True, check=False)
+    if run.returncode and option.removeprefix("--") in run.stderr:
+        raise MissingPackageError(f"wanted an nvdisasm that knows {option}, {program} is too old. {_INSTALL}")
+    if run.returncode:
+        raise ParameterError(f"code: wanted a cubin, nvdisasm refused it: {(run.stderr or run.stdout).strip()}")
+    return run.stdout
 
 
 @cache

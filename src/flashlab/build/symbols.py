@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from flashlab.core.paths import KERNELS, ROOT
+from flashlab.build.sources import shown
+from flashlab.core.paths import KERNELS
 
 EMULATION = KERNELS / "emulation"
 """Its own code is left out of what a user is shown."""
@@ -45,8 +46,7 @@ class Frame:
     @property
     def shown(self) -> str:
         """Path and line, relative to the checkout where it lies in there: `kernels/05_wmma.cu:120`."""
-        path = self.file.relative_to(ROOT) if self.file.is_relative_to(ROOT) else self.file
-        return f"{path.as_posix()}:{self.line}" if self.line else path.as_posix()
+        return f"{shown(self.file)}:{self.line}" if self.line else shown(self.file)
 
     @property
     def text(self) -> str:
@@ -65,17 +65,16 @@ def resolve(executable: Path, places: Iterable[int]) -> dict[int, tuple[Frame, .
 
     Never raises: a place of which nothing is known, and every place where `missing` gives a reason, has no frames.
     """
-    wanted = sorted(set(places))
-    found: dict[int, tuple[Frame, ...]] = dict.fromkeys(wanted, ())
+    addresses = sorted(set(places))
+    unknown: dict[int, tuple[Frame, ...]] = dict.fromkeys(addresses, ())
     tool = _tool()
-    if tool is None or not wanted:
-        return found
+    if tool is None or not addresses:
+        return unknown
     base = _MACHO_BASE if _MACOS else 0
-    addresses = [f"{base + place - 1:#x}" for place in wanted]
     try:
         done = subprocess.run(
             tool.command(executable),
-            input="".join(f"{address}\n" for address in addresses),
+            input="".join(f"{base + address - 1:#x}\n" for address in addresses),
             capture_output=True,
             text=True,
             errors="replace",
@@ -83,8 +82,8 @@ def resolve(executable: Path, places: Iterable[int]) -> dict[int, tuple[Frame, .
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
-        return found
-    return found | dict(zip(wanted, tool.read(done.stdout), strict=False))
+        return unknown
+    return unknown | dict(zip(addresses, tool.read(done.stdout), strict=False))
 
 
 def missing() -> str | None:
@@ -102,22 +101,6 @@ def missing() -> str | None:
 def site(frames: tuple[Frame, ...]) -> Frame | None:
     """The frame that a user cares about: the innermost one outside the emulation, where there is one."""
     return next((frame for frame in frames if not frame.emulated), frames[0] if frames else None)
-
-
-def trail(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """From the site outward: it, and the calls that were inlined around it, as far as the kernel's own file."""
-    outside = tuple(frame for frame in frames if not frame.emulated)
-    # Around the kernel lies the generated file that calls it.
-    last = max((i for i, frame in enumerate(outside) if frame.file.suffix == ".cu"), default=len(outside) - 1)
-    return outside[: last + 1] or frames[:1]
-
-
-def describe(place: int, frames: tuple[Frame, ...]) -> str:
-    """For people: `kernels/05_wmma.cu:120: K_smem[row] = value; (load_tile)`, or the number where nothing is known."""
-    frame = site(frames)
-    if frame is None:
-        return f"place {place:#x}"
-    return f"{frame.shown}{': ' if frame.text else ''}{frame.text} ({frame.function})"
 
 
 @dataclass(frozen=True)
@@ -153,28 +136,28 @@ def _tools() -> Mapping[str, _Tool]:
 
 def _read_gnu(text: str) -> list[tuple[Frame, ...]]:
     """An address, then a function and its location by turns."""
-    found: list[list[Frame]] = []
+    by_address: list[list[Frame]] = []
     lines = iter(text.splitlines())
     for line in lines:
         if re.fullmatch(r"0x[0-9a-f]+", line):
-            found.append([])
+            by_address.append([])
             continue
         location = _LOCATION.fullmatch(next(lines, ""))
-        if found and location and location["file"] != "??":
+        if by_address and location and location["file"] != "??":
             number = 0 if location["line"] == "?" else int(location["line"])
-            found[-1].append(_frame(line, location["file"], number))
-    return [tuple(frames) for frames in found]
+            by_address[-1].append(_frame(line, location["file"], number))
+    return [tuple(frames) for frames in by_address]
 
 
 def _read_atos(text: str) -> list[tuple[Frame, ...]]:
     """A line for each address: `function (in program) (/path/file.cpp:12)`, as often as it was inlined."""
-    found = []
+    by_address = []
     for line in text.splitlines():
         parts = (_ATOS.fullmatch(part.strip()) for part in line.split(_ATOS_INLINED))
-        found.append(
+        by_address.append(
             tuple(_frame(part["function"], part["file"], int(part["line"])) for part in parts if part and part["file"])
         )
-    return found
+    return by_address
 
 
 def _frame(function: str, file: str, line: int) -> Frame:

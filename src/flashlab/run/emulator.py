@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 from flashlab.build import cache, symbols, triton_code
-from flashlab.build.compiler import COMMON, ELEMENTS, LaunchShape, launch_shape_fault
+from flashlab.build.compiler import COMMON, LaunchShape, launch_shape_fault, least_problem, stage_macros
 from flashlab.build.parallel import cores as cores
 from flashlab.build.parallel import on_all_cores
 from flashlab.build.sources import contents, quote, read, readable, shown
@@ -48,7 +48,7 @@ from flashlab.core.errors import (
     UnsupportedError,
 )
 from flashlab.core.paths import KERNELS, ROOT
-from flashlab.core.problem import DTYPES, DType, Mask, Problem
+from flashlab.core.problem import DType
 from flashlab.kernels.registry import Stage
 
 EMULATION = KERNELS / "emulation"
@@ -213,18 +213,10 @@ def build_stage(
         MissingPackageError: no C++ compiler.
         OutputError: the cache cannot be written.
     """
-    if dtype not in ELEMENTS:
-        raise ParameterError(f"dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
-    mask: Mask = "causal" if causal else "full"
-    stage.require(Problem(batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=head_dim, dtype=dtype, mask=mask))
+    problem = least_problem(head_dim=head_dim, dtype=dtype, causal=causal)
+    stage.require(problem)
     parameters = stage.parameters(head_dim, overrides)
-    macros: dict[str, int | str] = {
-        "HEAD_DIM": head_dim,
-        "CAUSAL": int(causal),
-        "ALIGNED": int(aligned),
-        "ELEMENT": ELEMENTS[dtype],
-        **parameters,
-    }
+    macros = {**stage_macros(problem, aligned=aligned), **parameters}
     built = _build(
         source or stage.source, name=stage.id, entry=stage.entry, macros=macros, parameters=parameters, hooks=hooks
     )
@@ -771,72 +763,43 @@ class Report:
     """The kernel's printf."""
 
 
-class _Places:
-    """Places of one executable as lines of source; each is looked up once."""
-
-    def __init__(self, executable: Path) -> None:
-        self._executable = executable
-        self._wanted: set[int] = set()
-        self._found: dict[int, tuple[symbols.Frame, ...]] = {}
-
-    def want(self, result: object) -> None:
-        if isinstance(result, dict):
-            place = result.get("place")
-            if isinstance(place, int) and place:
-                self._wanted.add(place)
-            for value in result.values():
-                self.want(value)
-        elif isinstance(result, list):
-            for value in result:
-                self.want(value)
-
-    def __call__(self, place: int) -> Place:
-        missing = self._wanted - self._found.keys()
-        if missing:
-            self._found.update(symbols.resolve(self._executable, missing))
-        return Place(self._found.get(place, ()))
-
-
 def _report(result: Mapping[str, Any], emulated: Emulated, printed: str) -> Report:
-    places = _Places(emulated.executable)
-    places.want(result)
+    """The worker's result with its addresses looked up."""
+    frames = symbols.resolve(emulated.executable, _addresses(result))
 
-    def actor(said: Mapping[str, Any] | None) -> Actor | None:
-        if said is None:
-            return None
-        return Actor(thread=said["thread"], block=said["block"], access=said["access"], place=places(said["place"]))
+    def located(value: Any) -> Any:
+        """`value` with a `Place` for each address of code, and tuples for lists."""
+        if isinstance(value, dict):
+            return {
+                key: Place(frames.get(item, ())) if key == "place" else located(item) for key, item in value.items()
+            }
+        return tuple(map(located, value)) if isinstance(value, list) else value
+
+    said = located(result)
+
+    def actor(side: Mapping[str, Any] | None) -> Actor | None:
+        return None if side is None else Actor(**side)
 
     return Report(
-        status=result["status"],
-        message=result["message"],
-        seconds=result["seconds"],
-        where=places(result["where"]["place"]) if result.get("where") else None,
+        status=said["status"],
+        message=said["message"],
+        seconds=said["seconds"],
+        where=said["where"]["place"] if said.get("where") else None,
         findings=tuple(
-            Finding(
-                **{key: said[key] for key in ("kind", "space", "array", "offset", "bytes", "count")},
-                block=tuple(said["block"]),
-                first=actor(said["first"]),
-                second=actor(said["second"]),
-            )
-            for said in result["findings"]
+            Finding(**{**one, "first": actor(one["first"]), "second": actor(one["second"])}) for one in said["findings"]
         ),
-        counters=tuple(
-            Counter(**{key: value for key, value in said.items() if key != "place"}, place=places(said["place"]))
-            for said in result["counters"]
-        ),
-        waiting=tuple(
-            Waiting(
-                block=tuple(said["block"]),
-                first=said["first"],
-                last=said["last"],
-                count=said["count"],
-                what=said["what"],
-                place=places(said["place"]),
-            )
-            for said in result["waiting"]
-        ),
+        counters=tuple(Counter(**one) for one in said["counters"]),
+        waiting=tuple(Waiting(**one) for one in said["waiting"]),
         printed=printed,
     )
+
+
+def _addresses(value: Any) -> set[int]:
+    """Every address of code in a result."""
+    if isinstance(value, dict):
+        own = {value["place"]} if value.get("place") else set()
+        return own.union(*map(_addresses, value.values()))
+    return set().union(*map(_addresses, value)) if isinstance(value, list) else set()
 
 
 def _trouble(result: Mapping[str, Any], report: Report, emulated: Emulated, timeout_s: float | None) -> EmulationError:
