@@ -90,7 +90,7 @@ def test_a_source_opens_with_its_id_and_reads_every_tunable(stage: Stage) -> Non
         assert header.startswith(f"// {stage.id}: ")
         assert f"Parent: {stage.parent}" in header
         assert header.count("\n") <= 8
-    host = Path(cublaslt.__file__).read_text(encoding="utf-8") if stage.unfused else ""
+    host = Path(cublaslt.__file__).read_text(encoding="utf-8") if stage.runner else ""
     for name in stage.params:
         assert re.search(rf"\b{name}\b", text.replace(header, "")) or f'"{name}"' in host, name
 
@@ -199,7 +199,7 @@ def _on_a_cpu() -> list[str]:
     for stage in DEAD_ENDS.values():
         for name, variant in ((stage.id, {}), *zip(stage.variant_names, stage.variants, strict=True)):
             values = stage.parameters(stage.head_dims[0], variant)
-            kernel = {n: v for n, v in values.items() if not stage.unfused or n in ("ROW_LANES", "SCORES_FP32")}
+            kernel = {n: v for n, v in values.items() if not stage.runner or n in ("ROW_LANES", "SCORES_FP32")}
             if not stage.defect or variant:
                 found.setdefault((stage.source, *kernel.items()), name)
     return list(found.values())

@@ -1,8 +1,8 @@
-"""Stages in Triton: to machine code on any machine, or run on a CPU by Triton's interpreter.
+"""Stages in Triton: to machine code on any machine.
 
 Triton compiles for a named architecture without a GPU, and what it makes is machine code like any other: flashlab
-loads, launches, reads and times it as it does its own. Compiling and interpreting happen in a process of their own:
-Triton reads its settings from the environment, and decides at import which of the two it does.
+loads, launches, reads and times it as it does its own. It compiles in a process of its own, because it reads its
+settings from the environment at import.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import mmap
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ _STRIDE_ELEMENTS = 8
 """What ALIGNED=1 promises of Q, K, V and O: addresses in bytes, strides in elements."""
 _ELEMENTS: Mapping[DType, str] = {"float16": "fp16", "bfloat16": "bf16"}
 _POLL_S = 0.05
-_ELSEWHERE = "import sys; from flashlab.build import triton_code; sys.exit(triton_code.serve(sys.argv[1]))"
+_ELSEWHERE = "import importlib, sys; sys.exit(importlib.import_module(sys.argv[1]).serve(sys.argv[2]))"
 _OLDEST_INTERPRETER = (3, 9)
 """3.6's does not run with NumPy 2.4; none in between was tried."""
 INTERPRETER_NEEDS = (
@@ -107,10 +106,9 @@ def compile_kernel(
     `max_registers` bounds those of a thread; 0 does not.
     """
     request = {
-        "do": "compile",
         "source": str(source),
         "entry": entry,
-        "signature": _signature(dtype) | dict.fromkeys(constants, "constexpr"),
+        "signature": signature(dtype) | dict.fromkeys(constants, "constexpr"),
         "constants": dict(constants),
         "options": {
             "num_warps": warps,
@@ -121,7 +119,7 @@ def compile_kernel(
         "divisibility": _divisibility() if aligned else {},
     }
     with tempfile.TemporaryDirectory(prefix="flashlab-triton-") as folder:
-        status, log = _work(Path(folder), request, interpret=False)
+        status, log = run_worker(Path(folder), request, __name__)
         made = Path(folder) / "made.json"
         if status or not made.is_file():
             return Compiled(code=None, log=log, threads=0, smem_bytes=0)
@@ -134,54 +132,8 @@ def compile_kernel(
     return Compiled(code=code, log=log, threads=_WARP * facts["num_warps"], smem_bytes=facts["shared"])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interpreted:
-    """How a run in Triton's interpreter ended."""
-
-    status: int | None
-    """Of the process; None where it was stopped."""
-    printed: str
-    seconds: float
-
-
-def interpret(
-    source: Path,
-    *,
-    entry: str,
-    dtype: DType,
-    constants: Mapping[str, int],
-    grid: Sequence[int],
-    arguments: Mapping[str, int | float],
-    memory: Path,
-    timeout_s: float | None,
-    cancel: threading.Event | None,
-) -> Interpreted:
-    """Run a kernel on the CPU. Needs Triton and torch.
-
-    Args:
-        arguments: by the names of `ARGUMENTS`; pointers as offsets in bytes in `memory`.
-        memory: a file that holds every array, which the kernel changes.
-
-    Raises:
-        KeyboardInterrupt: `cancel` was set.
-    """
-    request = {
-        "do": "interpret",
-        "source": str(source),
-        "entry": entry,
-        "signature": _signature(dtype),
-        "constants": dict(constants),
-        "grid": list(grid),
-        "arguments": dict(arguments),
-        "memory": str(memory),
-    }
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="flashlab-triton-") as folder:
-        status, printed = _work(Path(folder), request, interpret=True, timeout_s=timeout_s, cancel=cancel)
-    return Interpreted(status=status, printed=printed, seconds=time.perf_counter() - start)
-
-
-def _signature(dtype: DType) -> dict[str, str]:
+def signature(dtype: DType) -> dict[str, str]:
+    """Triton's names of the types of `ARGUMENTS`, for an element type."""
     return {name: kind.replace("element", _ELEMENTS[dtype]) for name, kind in ARGUMENTS.items()}
 
 
@@ -189,30 +141,46 @@ def _divisibility() -> dict[str, int]:
     return dict.fromkeys("QKVO", _POINTER_BYTES) | dict.fromkeys(_STRIDES, _STRIDE_ELEMENTS)
 
 
-def _work(
+def run_worker(
     folder: Path,
     request: Mapping[str, Any],
+    module: str,
     *,
-    interpret: bool,
+    environment: Mapping[str, str] | None = None,
     timeout_s: float | None = None,
     cancel: threading.Event | None = None,
 ) -> tuple[int | None, str]:
-    """The worker's exit status, None where it was stopped, and what it printed."""
+    """Call `serve(folder)` of a module in a process in which Triton is not imported yet.
+
+    Args:
+        folder: where `request.json` is written and the worker leaves what it makes.
+        request: what to do, for JSON.
+        module: by its full name.
+        environment: of the process, beside this one's without Triton's settings.
+        timeout_s: seconds until it is stopped.
+        cancel: stops it when set.
+
+    Returns:
+        The worker's exit status, None where it was stopped, and what it printed.
+
+    Raises:
+        KeyboardInterrupt: `cancel` was set.
+    """
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {
+    settings = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "TRITON_DUMP_PTXAS_LOG": "1",
         "TRITON_DEFAULT_FP_FUSION": "1",
-        **({"TRITON_INTERPRET": "1"} if interpret else {}),
+        **(environment or {}),
     }
     with (folder / "printed").open("wb") as printed:
         process = subprocess.Popen(
-            [sys.executable, "-c", _ELSEWHERE, str(folder)],
+            [sys.executable, "-c", _ELSEWHERE, module, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=settings,
             process_group=0,
         )
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -235,7 +203,8 @@ def _work(
 # --- in the process of its own ----------------------------------------------------------------------------------------
 
 
-def _kernel(request: Mapping[str, Any]) -> Any:
+def kernel_in(request: Mapping[str, Any]) -> Any:
+    """The Triton function that a request names."""
     spec = importlib.util.spec_from_file_location("kernel", request["source"])
     if spec is None or spec.loader is None:
         raise ImportError(f"{request['source']} is no Python file")
@@ -248,7 +217,7 @@ def _compile(request: Mapping[str, Any], folder: Path) -> None:
     triton = importlib.import_module("triton")
     compiler = importlib.import_module("triton.compiler")
     backends = importlib.import_module("triton.backends.compiler")
-    kernel, signature = _kernel(request), request["signature"]
+    kernel, signature = kernel_in(request), request["signature"]
     names = list(signature)
     attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in request["divisibility"].items()}
     made = triton.compile(
@@ -262,31 +231,11 @@ def _compile(request: Mapping[str, Any], folder: Path) -> None:
     (folder / "made.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
-def _interpret(request: Mapping[str, Any]) -> None:
-    torch = importlib.import_module("torch")
-    types = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32}
-    with Path(request["memory"]).open("r+b") as file:
-        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-    values = []
-    for name, kind in request["signature"].items():
-        value = request["arguments"][name]
-        if kind in types:
-            # All a pointer's tensor is asked for is its type and its address.
-            element = types[kind].itemsize
-            value = memory[value : value + element].view(types[kind])
-        values.append(value)
-    _kernel(request)[tuple(request["grid"])](*values, **request["constants"])
-
-
 def serve(path: str) -> int:
     """The part of the process of its own: its exit status."""
     folder = Path(path)
-    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     try:
-        if request["do"] == "compile":
-            _compile(request, folder)
-        else:
-            _interpret(request)
+        _compile(json.loads((folder / "request.json").read_text(encoding="utf-8")), folder)
     except Exception:
         traceback.print_exc()
         return 1

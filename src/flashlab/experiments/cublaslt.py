@@ -7,7 +7,7 @@ A product's batch is a run of heads whose addresses are evenly spaced, in Q, K, 
 are contiguous, those that share keys under grouped-query attention, one where nothing is regular.
 
 The stage's tunables say how: `HEADS_A_CALL`, `SETUP_EACH_CALL`, `SCORES_FP32`, `SPLIT_K`. On a CPU, NumPy takes
-cuBLASLt's place (`Emulated`), and the softmax is the kernel's own code.
+cuBLASLt's place (`EmulatedPasses`), and the softmax is the kernel's own code.
 """
 
 from __future__ import annotations
@@ -527,7 +527,7 @@ class Passes:
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
 
 
-class Emulated:
+class EmulatedPasses:
     """The three passes with NumPy's products: `arguments` and `grid` are for the softmax kernel between them."""
 
     def __init__(

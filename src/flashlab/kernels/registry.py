@@ -107,8 +107,9 @@ class Stage:
     """Why `flashlab.attention` runs it only where it is named; empty where it may be chosen."""
     kernel: str | None = None
     """The stage whose file it runs with other tunables; None: its own."""
-    unfused: bool = False
-    """Whether its file is the softmax alone, between two products by cuBLASLt: see unfused.py."""
+    runner: str | None = None
+    """The module that launches it, or that runs it on a CPU, where the core cannot; imported at the launch. What it
+    offers is in `attention._runner`."""
     precision: Precision = "input"
     """What its numbers are rounded to; it is judged against the same computation at that precision."""
     defect: str = ""
@@ -590,6 +591,7 @@ STAGES: Mapping[str, Stage] = {
                 "libraries that overlap the two."
             ),
             language="triton",
+            runner="flashlab.experiments.triton_interpreter",
             min_arch="sm_80",
             dtypes=("float16", "bfloat16"),
             params={
@@ -940,7 +942,7 @@ DEAD_ENDS: Mapping[str, Stage] = {
             params=_unfused_params(heads=1, setup=1, fp32=1, lanes=1, split=1),
             dtypes=("float16", "bfloat16"),
             dead_end=True,
-            unfused=True,
+            runner="flashlab.experiments.cublaslt",
             variants=({"SETUP_EACH_CALL": 0}, {"ROW_LANES": 32, "SETUP_EACH_CALL": 0}),
         ),
         Stage(
@@ -963,7 +965,7 @@ DEAD_ENDS: Mapping[str, Stage] = {
             dtypes=("float16", "bfloat16"),
             dead_end=True,
             kernel="cublaslt_unfused",
-            unfused=True,
+            runner="flashlab.experiments.cublaslt",
             variants=({"HEADS_A_CALL": 4}, {"SCORES_FP32": 1}),
         ),
         Stage(
@@ -982,7 +984,7 @@ DEAD_ENDS: Mapping[str, Stage] = {
             dtypes=("float16", "bfloat16"),
             dead_end=True,
             kernel="cublaslt_unfused",
-            unfused=True,
+            runner="flashlab.experiments.cublaslt",
             variants=({"ROW_LANES": 32, "SETUP_EACH_CALL": 0},),
         ),
         Stage(

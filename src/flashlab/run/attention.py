@@ -39,7 +39,6 @@ from flashlab.core.errors import (
     UnsupportedError,
 )
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, DType, Problem
-from flashlab.experiments import cublaslt
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
@@ -413,6 +412,16 @@ def _triton_parameters(params: AttentionParams) -> list[Any]:
     return [*(kind(values[name]) for name, kind in of_type.items()), *hidden]
 
 
+def _runner(stage: Stage) -> Any:
+    """The module of `Stage.runner`; None where the core launches the stage by itself.
+
+    It has one or more of these, whose docstrings say what they take: `Passes` enqueues the stage's kernel among others
+    on a GPU, and `EmulatedPasses` does on a CPU; `interpreted` and `interpret` run the stage on a CPU where the
+    emulator cannot.
+    """
+    return None if stage.runner is None else importlib.import_module(stage.runner)
+
+
 def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RESIDENT_BLOCKS) -> tuple[int, int, int]:
     """Blocks: query tiles, query heads, batch; of a persistent kernel no more than are resident at once.
 
@@ -765,8 +774,9 @@ def prepare(
     counters, work_pointer = _new_counters(q, found.device, handle) if shape.persistent else (None, None)
     fallbacks = gpu.Zeroed(found.device, _FALLBACKS_BYTES, handle) if count_fallbacks else None
     launch: Callable[[], None]
-    if found.stage.unfused:
-        launch = cublaslt.Passes(
+    runner = _runner(found.stage)
+    if hasattr(runner, "Passes"):
+        launch = runner.Passes(
             found.problem,
             views,
             lse_pointer=lse_pointer,
@@ -968,13 +978,14 @@ def emulate(
     if lse_view is not None:
         _check_lse(lse_view, first)
     problem = found.problem
-    if found.stage.language == "triton":
+    runner = _runner(found.stage)
+    if hasattr(runner, "interpret"):
         if races or schedule != "ascending":
             raise UnsupportedError(
                 f"Stage {found.stage.id} runs on a CPU by Triton's interpreter, one program after the other: there are "
                 "no races to look for and no schedule but ascending."
             )
-        kernel = emulator.interpreted(
+        kernel = runner.interpreted(
             found.stage, head_dim=problem.head_dim, dtype=problem.dtype, overrides=params, source=source
         )
     else:
@@ -1020,8 +1031,8 @@ def emulate(
         arguments.append(emulator.Structure(value=maps, pointers=addresses if found.aligned else {}))
     grid = grid_for(problem, shape)
     passes = None
-    if found.stage.unfused:
-        passes = cublaslt.Emulated(
+    if hasattr(runner, "EmulatedPasses"):
+        passes = runner.EmulatedPasses(
             problem,
             {name: view.owner for name, view in views.items()},
             lse=places.get("LSE"),
@@ -1032,9 +1043,9 @@ def emulate(
         arguments, grid = list(passes.arguments), passes.grid
 
     def launch(limit_s: float | None, blocks: int | None = None) -> emulator.Report:
-        if found.stage.language == "triton":
+        if hasattr(runner, "interpret"):
             known = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **kernel.parameters}
-            return emulator.interpret(
+            report: emulator.Report = runner.interpret(
                 kernel,
                 {**triton_arguments(told), "wants_lse": int("LSE" in places), **places},
                 constants={name: known[name] for name in triton_code.CONSTANTS},
@@ -1043,6 +1054,7 @@ def emulate(
                 timeout_s=limit_s,
                 cancel=cancel,
             )
+            return report
         return emulator.launch(
             kernel,
             arguments,

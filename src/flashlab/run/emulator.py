@@ -33,7 +33,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
-from flashlab.build import cache, symbols, triton_code
+from flashlab.build import cache, symbols
 from flashlab.build.compiler import COMMON, LaunchShape, launch_shape_fault, least_problem, stage_macros
 from flashlab.build.parallel import cores as cores
 from flashlab.build.parallel import on_all_cores
@@ -45,7 +45,6 @@ from flashlab.core.errors import (
     MissingPackageError,
     OutputError,
     ParameterError,
-    UnsupportedError,
 )
 from flashlab.core.paths import KERNELS, ROOT
 from flashlab.core.problem import DType
@@ -517,7 +516,7 @@ class Structure:
     """By byte offset in the structure."""
 
 
-class _Memory:
+class Memory:
     """The emulated GPU's global memory: a file, mapped here and in the worker, and where each array lies in it."""
 
     def __init__(self) -> None:
@@ -551,6 +550,7 @@ class _Memory:
 
     @property
     def bytes(self) -> int:
+        """Its size: whole pages."""
         return -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def _views(self, memory: mmap.mmap) -> Iterator[tuple[Pointer, Any, Any]]:
@@ -565,11 +565,13 @@ class _Memory:
                 yield pointer, array, np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
 
     def fill(self, memory: mmap.mmap) -> None:
+        """Copy in what is read, and all of what an array lies in."""
         for pointer, ours, theirs in self._views(memory):
             if "r" in pointer.access or pointer.surroundings is not None:
                 theirs[...] = ours
 
     def take_back(self, memory: mmap.mmap) -> None:
+        """Copy out what may have been written."""
         for pointer, ours, theirs in self._views(memory):
             if "w" in pointer.access or pointer.surroundings is not None:
                 ours[...] = theirs
@@ -887,7 +889,7 @@ def launch(
     sizes = emulated.argument_sizes
     if len(arguments) != len(sizes):
         raise ParameterError(f"arguments: {emulated.entry} takes {len(sizes)}, got {len(arguments)}")
-    memory = _Memory()
+    memory = Memory()
     pointers: list[str] = []
     for index, (value, size) in enumerate(zip(arguments, sizes, strict=True)):
         if hasattr(value, "ctypes") and hasattr(value, "strides"):  # a NumPy array
@@ -900,7 +902,7 @@ def launch(
             value = value.value
         lines.append(f"argument {_argument_bytes(value, size, index).hex()}")
 
-    with tempfile.TemporaryDirectory(prefix="flashlab-") as folder, _mapped(memory.bytes) as (path, mapping):
+    with tempfile.TemporaryDirectory(prefix="flashlab-") as folder, mapped(memory.bytes) as (path, mapping):
         memory.fill(mapping)
         result_path = Path(folder) / "result.json"
         request = [f"result {result_path}", f"memory {path} {memory.bytes}", *lines, *pointers, *memory.regions, "run"]
@@ -942,7 +944,7 @@ def _dim3(sizes: Sequence[int], name: str) -> str:
 
 
 @contextlib.contextmanager
-def _mapped(size: int) -> Iterator[tuple[Path, mmap.mmap]]:
+def mapped(size: int) -> Iterator[tuple[Path, mmap.mmap]]:
     """A file of that many zeros, in memory where there is room, mapped."""
     shm = Path("/dev/shm")
     roomy = False
@@ -1023,97 +1025,6 @@ def _work(
                 pipe.close()
     printed, errors = (bytes(kept[stream]).decode(errors="replace") for stream in (process.stdout, process.stderr))
     return code, printed + (f"\n… and {dropped} bytes more\n" if dropped else ""), errors
-
-
-# --- stages in Triton -------------------------------------------------------------------------------------------------
-
-
-def interpreted(
-    stage: Stage, *, head_dim: int, dtype: DType, overrides: Mapping[str, int] | None, source: Path | None
-) -> Emulated:
-    """A stage in Triton as its interpreter runs it: nothing is compiled.
-
-    Raises:
-        UnsupportedError: bfloat16, or Triton or torch is missing; the message has the command that installs them.
-        ParameterError: an unknown tunable.
-    """
-    missing = triton_code.missing(interpreter=True)
-    if missing:
-        raise UnsupportedError(
-            f"Stage {stage.id} runs on a CPU by Triton's interpreter, which needs {triton_code.INTERPRETER_NEEDS}. "
-            f"There: {missing}"
-        )
-    if dtype == "bfloat16":
-        raise UnsupportedError(
-            f"Stage {stage.id} takes float16 on a CPU, got bfloat16: Triton's interpreter multiplies the bits of its "
-            "tiles (triton-lang/triton issue 11584). On a GPU it takes both."
-        )
-    parameters = stage.parameters(head_dim, overrides)
-    return Emulated(
-        name=stage.id,
-        entry=stage.entry,
-        source=(source or stage.source).resolve(),
-        executable=Path(sys.executable),
-        hooks=False,
-        parameters=parameters,
-        argument_sizes=(),
-        launch_shape=LaunchShape(threads=32 * parameters["WARPS"], smem_bytes=0, tile_q=parameters["TILE_Q"]),
-        compiler=f"Triton {triton_code.version()}, interpreted",
-        command="TRITON_INTERPRET=1",
-        log="",
-        compile_seconds=0.0,
-        cached=False,
-    )
-
-
-def interpret(
-    kernel: Emulated,
-    arguments: Mapping[str, Pointer | int | float],
-    *,
-    constants: Mapping[str, int],
-    dtype: DType,
-    grid: Sequence[int],
-    timeout_s: float | None = DEFAULT_TIMEOUT_S,
-    cancel: threading.Event | None = None,
-) -> Report:
-    """Run a kernel of `interpreted` in a process of its own and bring back what it wrote.
-
-    Args:
-        arguments: by the names of `triton_code.ARGUMENTS`.
-        constants: as `triton_code.CONSTANTS`.
-
-    Raises:
-        EmulationError: it failed or took too long. Arrays are left as they were.
-        KeyboardInterrupt: Ctrl-C, or `cancel`; the process is gone.
-    """
-    memory = _Memory()
-    values = {
-        name: memory.place(value, name) if isinstance(value, Pointer) else value for name, value in arguments.items()
-    }
-    with _mapped(memory.bytes) as (path, mapping):
-        memory.fill(mapping)
-        ran = triton_code.interpret(
-            kernel.source,
-            entry=kernel.entry,
-            dtype=dtype,
-            constants=constants,
-            grid=grid,
-            arguments=values,
-            memory=path,
-            timeout_s=timeout_s,
-            cancel=cancel,
-        )
-        status: Status = "ok" if ran.status == 0 else "timeout" if ran.status is None else "crash"
-        last = ran.printed.strip().rpartition("\n")[2]
-        message = {"ok": "", "timeout": f"not done after {timeout_s or 0:g} seconds"}.get(status, last)
-        report = Report(status=status, message=message, seconds=ran.seconds, printed=ran.printed)
-        if status != "ok":
-            raise EmulationError(
-                f"{kernel.name} in Triton's interpreter: {message}" + (f"\n{ran.printed}" if status == "crash" else ""),
-                report=report,
-            )
-        memory.take_back(mapping)
-    return report
 
 
 def machine() -> str:

@@ -1,0 +1,146 @@
+"""Stages in Triton on a CPU, by Triton's interpreter.
+
+It interprets in a process of its own: Triton decides at import whether it compiles or interprets. What happens when two
+programs run at once cannot be told here, since programs run one after the other.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import mmap
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from flashlab.build import triton_code
+from flashlab.build.compiler import LaunchShape
+from flashlab.core.errors import EmulationError, UnsupportedError
+from flashlab.core.problem import DType
+from flashlab.kernels.registry import Stage
+from flashlab.run.emulator import DEFAULT_TIMEOUT_S, Emulated, Memory, Pointer, Report, Status, mapped
+
+
+def interpreted(
+    stage: Stage, *, head_dim: int, dtype: DType, overrides: Mapping[str, int] | None, source: Path | None
+) -> Emulated:
+    """A stage in Triton as its interpreter runs it: nothing is compiled.
+
+    Raises:
+        UnsupportedError: bfloat16, or Triton or torch is missing; the message has the command that installs them.
+        ParameterError: an unknown tunable.
+    """
+    missing = triton_code.missing(interpreter=True)
+    if missing:
+        raise UnsupportedError(
+            f"Stage {stage.id} runs on a CPU by Triton's interpreter, which needs {triton_code.INTERPRETER_NEEDS}. "
+            f"There: {missing}"
+        )
+    if dtype == "bfloat16":
+        raise UnsupportedError(
+            f"Stage {stage.id} takes float16 on a CPU, got bfloat16: Triton's interpreter multiplies the bits of its "
+            "tiles (triton-lang/triton issue 11584). On a GPU it takes both."
+        )
+    parameters = stage.parameters(head_dim, overrides)
+    return Emulated(
+        name=stage.id,
+        entry=stage.entry,
+        source=(source or stage.source).resolve(),
+        executable=Path(sys.executable),
+        hooks=False,
+        parameters=parameters,
+        argument_sizes=(),
+        launch_shape=LaunchShape(threads=32 * parameters["WARPS"], smem_bytes=0, tile_q=parameters["TILE_Q"]),
+        compiler=f"Triton {triton_code.version()}, interpreted",
+        command="TRITON_INTERPRET=1",
+        log="",
+        compile_seconds=0.0,
+        cached=False,
+    )
+
+
+def interpret(
+    kernel: Emulated,
+    arguments: Mapping[str, Pointer | int | float],
+    *,
+    constants: Mapping[str, int],
+    dtype: DType,
+    grid: Sequence[int],
+    timeout_s: float | None = DEFAULT_TIMEOUT_S,
+    cancel: threading.Event | None = None,
+) -> Report:
+    """Run a kernel of `interpreted` in a process of its own and bring back what it wrote.
+
+    Args:
+        kernel: what to run.
+        arguments: by the names of `triton_code.ARGUMENTS`.
+        constants: as `triton_code.CONSTANTS`.
+        dtype: of Q, K, V and O.
+        grid: programs.
+        timeout_s: seconds; None without limit.
+        cancel: stops it when set.
+
+    Raises:
+        EmulationError: it failed or took too long. Arrays are left as they were.
+        KeyboardInterrupt: Ctrl-C, or `cancel`; the process is gone.
+    """
+    memory = Memory()
+    request = {
+        "source": str(kernel.source),
+        "entry": kernel.entry,
+        "signature": triton_code.signature(dtype),
+        "constants": dict(constants),
+        "grid": list(grid),
+        "arguments": {
+            name: memory.place(value, name) if isinstance(value, Pointer) else value
+            for name, value in arguments.items()
+        },
+    }
+    start = time.perf_counter()
+    with mapped(memory.bytes) as (path, mapping), tempfile.TemporaryDirectory(prefix="flashlab-triton-") as folder:
+        memory.fill(mapping)
+        code, printed = triton_code.run_worker(
+            Path(folder),
+            {**request, "memory": str(path)},
+            __name__,
+            environment={"TRITON_INTERPRET": "1"},
+            timeout_s=timeout_s,
+            cancel=cancel,
+        )
+        status: Status = "ok" if code == 0 else "timeout" if code is None else "crash"
+        last = printed.strip().rpartition("\n")[2]
+        message = {"ok": "", "timeout": f"not done after {timeout_s or 0:g} seconds"}.get(status, last)
+        report = Report(status=status, message=message, seconds=time.perf_counter() - start, printed=printed)
+        if status != "ok":
+            raise EmulationError(
+                f"{kernel.name} in Triton's interpreter: {message}" + (f"\n{printed}" if status == "crash" else ""),
+                report=report,
+            )
+        memory.take_back(mapping)
+    return report
+
+
+def serve(path: str) -> int:
+    """The part of the process of its own: its exit status. Pointers are offsets in bytes in the file of all arrays."""
+    try:
+        torch = importlib.import_module("torch")
+        request = json.loads((Path(path) / "request.json").read_text(encoding="utf-8"))
+        types = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32}
+        with Path(request["memory"]).open("r+b") as file:
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+        values = []
+        for name, kind in request["signature"].items():
+            value = request["arguments"][name]
+            if kind in types:
+                # All a pointer's tensor is asked for is its type and its address.
+                value = memory[value : value + types[kind].itemsize].view(types[kind])
+            values.append(value)
+        triton_code.kernel_in(request)[tuple(request["grid"])](*values, **request["constants"])
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
