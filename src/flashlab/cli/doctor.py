@@ -1,4 +1,4 @@
-"""What this machine has of what flashlab uses, each finding with the command that puts it right."""
+"""`flashlab doctor`: what this machine has of what flashlab uses, each finding with the command that puts it right."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ from typing import Literal
 
 import typer
 
-from flashlab.cli.options import Data, Json
+from flashlab.cli import options as opt
 from flashlab.cli.output import answer, say
-from flashlab.core.errors import FlashlabError, MissingError, MissingPackageError
+from flashlab.core.errors import FlashlabError, MissingError
 from flashlab.core.paths import BUILD, DATA, ROOT, cache_dir, writable_dir
 
 State = Literal["ok", "absent", "broken"]
 """absent: not there, and flashlab does without, as `detail` says. broken: something flashlab needs does not work."""
-
 OLDEST_PYTHON = (3, 11)
-_LOG_BEGINS = "\nCommand:"
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
     """One thing looked at."""
 
@@ -44,14 +42,7 @@ class Finding:
 
 def examine(data: Path = DATA) -> tuple[Finding, ...]:
     """Everything looked at, in reading order. Never raises."""
-    return tuple(finding for look in _LOOKS for finding in _guarded(look, data))
-
-
-def _guarded(look: Callable[[Path], Iterator[Finding]], data: Path) -> Iterator[Finding]:
-    try:
-        yield from look(data)
-    except FlashlabError as error:
-        yield Finding(name=look.__name__.strip("_"), state="broken", detail=str(error), fix="see the message")
+    return (*_toolchain(), *_gpu(), *_programs(), *_folders(), *_data(data))
 
 
 def apt(package: str) -> str:
@@ -59,93 +50,78 @@ def apt(package: str) -> str:
     return f"{'' if os.geteuid() == 0 else 'sudo '}apt-get install {package}"
 
 
-def _pip(*wanted: str) -> str:
-    constraints = ROOT / "constraints.txt"
-    return shlex.join([sys.executable, "-m", "pip", "install", "-c", str(constraints), *wanted])
-
-
-def _python(_: Path) -> Iterator[Finding]:
-    new_enough = sys.version_info >= OLDEST_PYTHON
-    yield Finding(
-        name="python",
-        state="ok" if new_enough else "broken",
-        detail=f"{platform.python_version()} at {sys.executable}",
-        fix="" if new_enough else apt("python3 python3-venv"),
+def _pip(extra: str = "") -> str:
+    return shlex.join(
+        [sys.executable, "-m", "pip", "install", "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}{extra}"]
     )
 
 
-def _compile_and_read(_: Path) -> Iterator[Finding]:
-    """Compiles the first stage for the oldest architecture and reads it back: proof beats a version number."""
-    from flashlab.build import compiler, sass
-    from flashlab.kernels.registry import ARCHS, STAGES
+def _look(name: str, look: Callable[[], str], *, fix: str, missing: State = "broken", without: str = "") -> Finding:
+    """What `look` says; where it raises, its message.
 
-    stage = next(iter(STAGES.values()))
+    Args:
+        fix: the command that puts it right.
+        missing: the state where a package or program is missing; of any other error it is `broken`.
+        without: what is lost where it is missing.
+    """
     try:
-        cubin = compiler.compile_stage(
-            stage, head_dim=stage.head_dims[0], dtype=stage.dtypes[0], causal=False, arch=stage.archs[0]
-        )
+        return Finding(name, "ok", look())
+    except MissingError as error:
+        return Finding(name, missing, f"{error}{without}", fix)
     except FlashlabError as error:
-        yield Finding(name="compiler", state="broken", detail=str(error), fix=_pip("-e", str(ROOT)))
-        return
-    yield Finding(name="compiler", state="ok", detail=f"{cubin.compiler}, compiles for {', '.join(ARCHS)}")
-    try:
-        total = sass.mix(cubin.code)["total"]
-    except FlashlabError as error:
-        yield Finding(name="disassembler", state="broken", detail=str(error), fix=_pip("-e", str(ROOT)))
-    else:
-        yield Finding(name="disassembler", state="ok", detail=f"read {total} instructions of stage {stage.id}")
+        return Finding(name, "broken", str(error).partition("\nCommand:")[0], fix)
 
 
-def _cpu(_: Path) -> Iterator[Finding]:
-    """Compiles the first stage for the CPU and runs it."""
+def _toolchain() -> Iterator[Finding]:
+    """Compiles the first stage, for the oldest architecture and for the CPU: proof beats a version number."""
     import numpy
 
-    from flashlab.build import symbols
-    from flashlab.kernels.registry import STAGES
+    from flashlab.build import compiler, sass, symbols
+    from flashlab.kernels.registry import ARCHS, STAGES
     from flashlab.run import emulator
     from flashlab.run.attention import emulate
 
-    try:
-        found = emulator.cxx()
-    except MissingPackageError as error:
-        yield Finding(
-            name="cpu", state="absent", detail=f"{error}. Kernels run on a GPU alone", fix=emulator.install_command()
-        )
-        return
     stage = next(iter(STAGES.values()))
-    q = numpy.ones((1, 1, 1, stage.head_dims[0]), numpy.float16)
-    try:
+
+    def cubin() -> compiler.Cubin:
+        kind = {"head_dim": stage.head_dims[0], "dtype": stage.dtypes[0], "arch": stage.archs[0]}
+        return compiler.compile_stage(stage, causal=False, **kind)
+
+    def on_cpu() -> str:
+        banner = emulator.cxx().banner
+        q = numpy.ones((1, 1, 1, stage.head_dims[0]), numpy.float16)
         emulate(q, q, q, stage=stage.id)
-    except FlashlabError as error:
-        detail = f"{found.banner}: {str(error).partition(_LOG_BEGINS)[0]}"
-        yield Finding(name="cpu", state="broken", detail=detail, fix="see the message")
-        return
-    yield Finding(name="cpu", state="ok", detail=f"{found.banner}, runs kernels on {emulator.machine()}")
+        return f"{banner}, runs kernels on {emulator.machine()}"
+
+    current = sys.version_info >= OLDEST_PYTHON
+    state: State = "ok" if current else "broken"
+    python = f"{platform.python_version()} at {sys.executable}"
+    yield Finding("python", state, python, "" if current else apt("python3 python3-venv"))
+    yield _look("compiler", lambda: f"{cubin().compiler}, compiles for {', '.join(ARCHS)}", fix=_pip())
+    yield _look(
+        "disassembler", lambda: f"read {sass.mix(cubin().code)['total']} instructions of stage {stage.id}", fix=_pip()
+    )
+    cpu = _look("cpu", on_cpu, fix=emulator.install_command(), missing="absent", without=". Kernels run on a GPU alone")
+    yield cpu
     reason = symbols.missing()
-    if reason:
-        yield Finding(name="source lines", state="absent", detail=reason, fix=apt("binutils"))
+    if cpu.state == "ok" and reason:
+        yield Finding("source lines", "absent", reason, apt("binutils"))
 
 
-def _gpu(_: Path) -> Iterator[Finding]:
+def _gpu() -> Iterator[Finding]:
+    from flashlab.build import triton_code
+    from flashlab.measure import profile
     from flashlab.run import gpu
 
     reason = gpu.available()
-    if reason:
-        yield Finding(name="gpu", state="absent", detail=f"{reason} The report replays the committed data.")
-        return
     try:
-        found = gpu.info()
+        found = None if reason else gpu.info()
     except FlashlabError as error:
-        yield Finding(name="gpu", state="absent", detail=str(error))
-        return
-    yield Finding(name="gpu", state="ok", detail=f"{found.name}, {found.arch}, driver {found.driver}")
-
-
-def _gpu_packages(_: Path) -> Iterator[Finding]:
-    from flashlab.build import triton_code
-    from flashlab.run import gpu
-
-    has_gpu = gpu.available() is None
+        found, reason = None, str(error)
+    if found is None:
+        yield Finding("gpu", "absent", f"{reason} The report replays the committed data.")
+    else:
+        yield Finding("gpu", "ok", f"{found.name}, {found.arch}, driver {found.driver}")
     for name, module, without in (
         ("torch", "torch", "no measuring"),
         ("cupy", "cupy", "no measuring"),
@@ -153,93 +129,69 @@ def _gpu_packages(_: Path) -> Iterator[Finding]:
         ("flash-attention-3", "fa3_fwd_interface", "no FlashAttention-3 peer"),
         ("flash-attention-4", "flash_attn", "no FlashAttention-4 peer"),
     ):
+        needs = f"of use for the stages in Triton alone, whose interpreter needs {triton_code.INTERPRETER_NEEDS}"
         if importlib.util.find_spec(module):
-            yield Finding(name=name, state="ok", detail=_version(module))
-        elif has_gpu:
-            yield Finding(name=name, state="absent", detail=f"not installed: {without}", fix=_pip("-e", f"{ROOT}[gpu]"))
+            names = dict.fromkeys(metadata.packages_distributions().get(module, []))
+            yield Finding(name, "ok", ", ".join(f"{one} {metadata.version(one)}" for one in names) or "installed")
+        elif gpu.available() is None:
+            yield Finding(name, "absent", f"not installed: {without}", _pip("[gpu]"))
         elif name in ("torch", "triton"):
-            needs = f"of use for the stages in Triton alone, whose interpreter needs {triton_code.INTERPRETER_NEEDS}"
-            yield Finding(name=name, state="absent", detail=f"not installed, and without a GPU {needs}")
+            yield Finding(name, "absent", f"not installed, and without a GPU {needs}")
         else:
-            yield Finding(name=name, state="absent", detail="not installed, and of no use without a GPU")
+            yield Finding(name, "absent", "not installed, and of no use without a GPU")
+    tool = _look("ncu", lambda: f"Nsight Compute {profile.version()}, {profile.program()}", fix="", missing="absent")
+    yield tool if tool.state == "ok" else Finding("ncu", tool.state, f"no profiling: {tool.detail}")
 
 
-def _version(module: str) -> str:
-    names = metadata.packages_distributions().get(module, [])
-    return ", ".join(f"{name} {metadata.version(name)}" for name in dict.fromkeys(names)) or "installed"
-
-
-def _programs(_: Path) -> Iterator[Finding]:
-    for names, package, without in (
-        (("git",), "git", "records cannot name the commit that made them"),
-        (("g++",), "g++", "Triton and FlexAttention cannot build their launchers"),
-        (CHROMIUM_NAMES, "chromium", "the tests that open the site in a browser are skipped"),
+def _programs() -> Iterator[Finding]:
+    for names, without in (
+        (("git",), "records cannot name the commit that made them"),
+        (("g++",), "Triton and FlexAttention cannot build their launchers"),
+        (CHROMIUM_NAMES, "the tests that open the site in a browser are skipped"),
     ):
-        found = next(filter(None, map(shutil.which, names)), None)
-        yield Finding(
-            name=names[0],
-            state="ok" if found else "absent",
-            detail=found or f"not on PATH: {without}",
-            fix="" if found else apt(package),
+        path = next(filter(None, map(shutil.which, names)), None)
+        yield (
+            Finding(names[0], "ok", path)
+            if path
+            else Finding(names[0], "absent", f"not on PATH: {without}", apt(names[0]))
         )
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    yield Finding(
-        name="Python.h",
-        state="ok" if header.is_file() else "absent",
-        detail=str(header) if header.is_file() else "not there: Triton and FlexAttention cannot build their launchers",
-        fix="" if header.is_file() else apt(f"python{sys.version_info[0]}.{sys.version_info[1]}-dev"),
-    )
+    if header.is_file():
+        yield Finding("Python.h", "ok", str(header))
+    else:
+        package = apt(f"python{sys.version_info[0]}.{sys.version_info[1]}-dev")
+        without = "not there: Triton and FlexAttention cannot build their launchers"
+        yield Finding("Python.h", "absent", without, package)
 
 
-def _profiler(_: Path) -> Iterator[Finding]:
-    from flashlab.measure import profile
-
-    try:
-        yield Finding(name="ncu", state="ok", detail=f"Nsight Compute {profile.version()}, {profile.program()}")
-    except MissingError as error:
-        yield Finding(name="ncu", state="absent", detail=f"no profiling: {error}")
-
-
-def _folders(_: Path) -> Iterator[Finding]:
+def _folders() -> Iterator[Finding]:
     for name, folder, fix in (
         ("cache", cache_dir(), "export FLASHLAB_CACHE=/a/folder/you/may/write"),
         ("build", BUILD, f"sudo chown -R {os.geteuid()} {shlex.quote(str(ROOT))}"),
     ):
-        try:
-            writable_dir(folder, name)
-        except FlashlabError as error:
-            yield Finding(name=name, state="broken", detail=str(error), fix=fix)
-        else:
-            yield Finding(name=name, state="ok", detail=f"{folder} can be written")
+        yield _look(name, lambda: f"{writable_dir(folder, name)} can be written", fix=fix)  # noqa: B023
 
 
 def _data(data: Path) -> Iterator[Finding]:
     from flashlab.record import store
 
-    with_data = store.gpus(data)
-    if not with_data:
-        yield Finding(
-            name="data",
-            state="absent",
-            detail=f"no recorded runs under {data}: there is nothing to replay",
-            fix="flashlab bench, on a machine with an NVIDIA GPU",
-        )
-    for name in with_data:
+    gpus = store.gpus(data)
+    if not gpus:
+        lost = f"no recorded runs under {data}: there is nothing to replay"
+        yield Finding("data", "absent", lost, "flashlab bench, on a machine with an NVIDIA GPU")
+    for name in gpus:
         damage = store.verify(name, data)
-        runs = store.runs(name, data)
-        num_records = sum(len(run.records) for run in runs)
-        yield Finding(
-            name=f"data/{name}",
-            state="broken" if damage else "ok",
-            detail="; ".join(map(str, damage)) or f"{num_records} sound records in {len(runs)} runs",
-            fix=f"git checkout -- {shlex.quote(str(data / name))}" if damage else "",
-        )
+        if damage:
+            fix = f"git checkout -- {shlex.quote(str(data / name))}"
+            yield Finding(f"data/{name}", "broken", "; ".join(map(str, damage)), fix)
+        else:
+            runs = store.runs(name, data)
+            yield Finding(
+                f"data/{name}", "ok", f"{sum(len(run.records) for run in runs)} sound records in {len(runs)} runs"
+            )
 
 
-_LOOKS = (_python, _compile_and_read, _cpu, _gpu, _gpu_packages, _programs, _profiler, _folders, _data)
-
-
-def doctor(*, data: Data = DATA, as_json: Json = False) -> None:
+def doctor(*, data: opt.Data = DATA, as_json: opt.Json = False) -> None:
     """Say what this machine has of what flashlab uses, and the command that puts right what is missing."""
     findings = examine(data)
     answer([asdict(one) for one in findings], {"": "name", "state": "state", "found": "detail"}, as_json=as_json)
