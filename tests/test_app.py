@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -14,11 +15,13 @@ import pytest
 from synthetic import RUN, measurement, write_synthetic
 
 from flashlab.cli import app, doctor
-from flashlab.core.errors import CompileError, MissingPackageError
+from flashlab.core.errors import CompileError, MissingPackageError, UnknownStageError
 from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
+from flashlab.kernels import names
 from flashlab.kernels.registry import ARCHS, STAGES
 from flashlab.measure import bench
+from flashlab.query import select
 from flashlab.record import store
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks
@@ -206,14 +209,29 @@ def test_results_table_names_run_and_reasons(run: Run, data: Path) -> None:
     assert "missing: " in table
 
 
-def test_an_older_run_answers_where_the_newest_has_no_such_row(run: Run, data: Path) -> None:
+def test_a_newer_fragment_does_not_hide_the_ladder(run: Run, data: Path) -> None:
     runs = data / "nvidia-h200" / "runs"
     lines = (runs / f"{RUN}.jsonl").read_text(encoding="utf-8").splitlines()
+    whole = run("results", "--data", data, "--json").json
     newer = "20270102T030405Z-0123abc"
     line = next(line for line in lines if FIRST_STAGE in line).replace(RUN, newer)
     (runs / f"{newer}.jsonl").write_text(line + "\n", encoding="utf-8")
-    assert {row["run"] for row in run("results", "--data", data, "--json").json} == {newer}
-    assert {row["run"] for row in run("results", "--data", data, "--shape", FIRST_SHAPE, "--json").json} == {RUN}
+    assert run("results", "--data", data, "--json").json == whole
+    alphabetically_first = data / "a-gpu" / "runs"
+    alphabetically_first.mkdir(parents=True)
+    (alphabetically_first / f"{newer}.jsonl").write_text(line + "\n", encoding="utf-8")
+    assert run("results", "--data", data, "--json").json == whole
+
+
+def test_results_are_what_the_report_shows(run: Run) -> None:
+    shown = select.load_all()[0]
+    rows = run("results", "--json").json
+    medians = {
+        (row.name, problem.shape, problem.dtype, problem.mask): taken.median_us if (taken := row.samples_of()) else None
+        for problem, rows_there in shown.problems.items()
+        for row in rows_there
+    }
+    assert {(row["name"], row["shape"], row["dtype"], row["mask"]): row["median_us"] for row in rows} == medians
 
 
 def test_no_matching_rows_lists_what_there_is(run: Run, data: Path) -> None:
@@ -339,7 +357,7 @@ def test_bench_hands_on_what_was_asked_and_shows_the_run(
     assert {row["name"] for row in result.json} >= set(STAGES)
     assert "[1/2] timing" in result.err
     assert f"recorded in {tmp_path}" in result.err
-    assert "TFLOP/s" in run("bench", "--suite", "smoke", "--data", tmp_path).out
+    assert "tflops" in run("bench", "--suite", "smoke", "--data", tmp_path).out
     assert {problem.mask for problem in asked["problems"]} == {"full", "causal"}
     assert (asked["stages"], asked["peers"]) == (None, None)
 
@@ -610,10 +628,57 @@ def test_a_reader_that_leaves_early_is_no_fault() -> None:
 
 
 def test_starting_imports_nothing_heavy() -> None:
-    heavy = ("torch", "cupy", "cuda.bindings", "numpy", "pandas", "seaborn", "matplotlib", "pynvml")
+    heavy = ("torch", "cupy", "cuda.bindings", "numpy", "pandas", "seaborn", "matplotlib", "pynvml", "pydantic")
     code = f"import sys, flashlab.cli; print([name for name in {heavy!r} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_reading_records_imports_no_compiler() -> None:
+    code = (
+        "import sys; from flashlab.cli.app import app; sys.argv = ['flashlab', 'results', '--shape', '16x16x2048x64']\n"
+        "try: app()\nexcept SystemExit: pass\n"
+        "parts = ('build', 'run', 'verify', 'measure', 'experiments.ledger', 'experiments.ablation')\n"
+        "print([name for name in sys.modules if name.startswith(tuple(f'flashlab.{part}' for part in parts))])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("given", "full"),
+    [("16", "16_ones_column"), ("00_n", "00_naive"), ("t0", "t0_triton"), ("09[STAGES=3]", "09_wgmma[STAGES=3]")],
+)
+def test_a_unique_prefix_names_a_stage(given: str, full: str) -> None:
+    assert names.resolve(given) == full
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("0", "wanted a unique prefix, got '0', which begins 00_naive, 01_coalesced"),
+        ("16_one_colum", "Did you mean 16_ones_column?"),
+        ("pingpng", "Did you mean 11_pingpong"),
+        ("", "wanted one of 00_naive"),
+    ],
+)
+def test_a_name_that_is_none_is_answered_with_what_was_meant(given: str, words: str) -> None:
+    with pytest.raises(UnknownStageError, match=re.escape(words)):
+        names.resolve(given)
+
+
+def test_commands_take_prefixes(run: Run, tmp_path: Path) -> None:
+    assert next(row["stage"] for row in run("compile", "00", "--arch", "sm_80", "--json").json) == FIRST_STAGE
+    assert run("sass", "00", "--arch", "sm_80", "--json").json["stage"] == FIRST_STAGE
+    asked = ("bench", "--suite", "first", "--dry-run", "--peers", "none", "--json", "--stages")
+    assert run(*asked, "00,01").json == run(*asked, "00_naive,01_coalesced").json
+    assert "Did you mean 11_pingpong" in run("tune", "11_pingpng", "--dry-run").err
+
+
+def test_a_shell_completes_stages() -> None:
+    environment = {"_FLASHLAB_COMPLETE": "complete_bash", "COMP_CWORD": "2", "COMP_WORDS": "flashlab check 0"}
+    assert "09_wgmma" in program(**environment).stdout.split()
+    assert "--install-completion" in program("--help").stdout
 
 
 def test_ablate_lists_its_axes(run: Run) -> None:

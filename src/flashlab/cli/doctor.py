@@ -84,8 +84,8 @@ def _toolchain() -> Iterator[Finding]:
     stage = next(iter(STAGES.values()))
 
     def cubin() -> compiler.Cubin:
-        kind = {"head_dim": stage.head_dims[0], "dtype": stage.dtypes[0], "arch": stage.archs[0]}
-        return compiler.compile_stage(stage, causal=False, **kind)
+        dtype, arch = stage.dtypes[0], stage.archs[0]
+        return compiler.compile_stage(stage, head_dim=stage.head_dims[0], dtype=dtype, causal=False, arch=arch)
 
     def on_cpu() -> str:
         banner = emulator.cxx().banner

@@ -11,26 +11,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flashlab.cli.options import (
-    KIND_NAMES,
-    Arch,
-    Data,
-    DeadEnds,
-    Device,
-    Gpu,
-    Json,
-    OneDType,
-    OneMask,
-    Source,
-    Stage,
-    StageIds,
-    TheDType,
-    TheMask,
-    sources,
-)
-from flashlab.cli.output import Row, answer, complain, following, say, write_json
+from flashlab.cli import options as opt
+from flashlab.cli.output import answer, complain, following, say
 from flashlab.core.errors import CheckFailedError, CompileError, NoDataError, ParameterError
-from flashlab.core.inputs import ALL, NORMAL, TRAINED
+from flashlab.core.inputs import TRAINED
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, MASKS, Problem
@@ -43,22 +27,13 @@ def _chosen(ids: Sequence[str] | None, dead_ends: bool = False) -> list[str]:
     return list(dict.fromkeys([*(ids or ()), *(registry.DEAD_ENDS if dead_ends else ())]) or registry.STAGES)
 
 
-def _archs(archs: Sequence[str] | None) -> tuple[str, ...]:
-    from flashlab.kernels import registry
-
-    for arch in archs or ():
-        if arch not in registry.ARCHS:
-            raise ParameterError(f"arch: wanted one of {', '.join(registry.ARCHS)}, got {arch!r}")
-    return tuple(archs or registry.ARCHS)
-
-
-def stages(*, dead_ends: DeadEnds = False, as_json: Json = False) -> None:
+def stages(*, dead_ends: opt.DeadEnds = False, as_json: opt.Json = False) -> None:
     """List the stages: what each changes, where it runs, what can be tuned."""
     from flashlab.kernels import registry
 
-    same = ("id", "title", "parent", "question", "change", "prediction", "archs", "dtypes", "head_dims", "needs")
-    rows: list[Row] = [
-        {name: getattr(stage, name) for name in same}
+    fields = ("id", "title", "parent", "question", "change", "prediction", "archs", "needs", "dtypes", "head_dims")
+    rows = [
+        {name: getattr(stage, name) for name in fields}
         | {
             "params": {
                 name: {"default": param.default, "choices": param.choices, "by_head_dim": dict(param.by_head_dim)}
@@ -67,66 +42,50 @@ def stages(*, dead_ends: DeadEnds = False, as_json: Json = False) -> None:
         }
         for stage in map(registry.get, _chosen(None, dead_ends))
     ]
-    columns = {
-        **{"stage": "id", "title": "title", "parent": "parent", "architectures": "needs"},
-        **{"dtypes": "dtypes", "head dims": "head_dims"},
-        "tunables": lambda row: {name: param["default"] for name, param in row["params"].items()},
-    }
-    answer(rows, columns, as_json=as_json)
+    columns = {name: name for name in ("id", "title", "parent", "needs", "dtypes", "head_dims")}
+    tunables = {"tunables": lambda row: {name: param["default"] for name, param in row["params"].items()}}
+    answer(rows, columns | tunables, as_json=as_json)
 
 
 def compile_(
-    stage_ids: StageIds = None,
+    stage_ids: opt.StageIds = None,
     *,
-    dead_ends: DeadEnds = False,
-    arch: Annotated[list[str] | None, typer.Option(help="Architecture, such as sm_90a; may be repeated.")] = None,
-    as_json: Json = False,
+    dead_ends: opt.DeadEnds = False,
+    arch: opt.Archs = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Compile stages for architectures, no GPU needed, and show what ptxas says of each."""
     from flashlab.build import compiler
     from flashlab.kernels import registry
 
     chosen = [registry.get(one) for one in _chosen(stage_ids, dead_ends)] if stage_ids or dead_ends else None
-    jobs = compiler.jobs(chosen, _archs(arch))
+    jobs = compiler.jobs(chosen, arch or registry.ARCHS)
     if not jobs:
         able = "; ".join(f"{stage.id} for {', '.join(stage.archs)}" for stage in chosen or ())
         raise ParameterError(
             f"arch: wanted one that a named stage is compiled for, got {', '.join(arch or ())}. Compiled are {able}"
         )
-    done = Counter[str]()
-    with following("compiling", lines=False) as follow:
-
-        def step(job: compiler.Job, _: object) -> None:
-            done["jobs"] += 1
-            follow(done["jobs"], len(jobs), job.label)
-
-        results = compiler.compile_many(jobs, progress=step)
-    rows: list[Row] = []
+    with following("compiling", len(jobs)) as follow:
+        results = compiler.compile_many(jobs, progress=lambda job, _: follow(job.label))
+    rows: list[dict[str, Any]] = []
     for job, result in zip(jobs, results, strict=True):
-        row = {"stage": job.stage.id, "arch": job.arch, "head_dim": job.head_dim, "dtype": job.dtype}
-        row["mask"] = "causal" if job.causal else "full"
+        rows.append({"stage": job.stage.id, "arch": job.arch, "head_dim": job.head_dim, "dtype": job.dtype})
+        rows[-1]["mask"] = "causal" if job.causal else "full"
         if isinstance(result, CompileError):
-            rows.append({**row, "error": str(result)})
+            rows[-1]["error"] = str(result)
             continue
         launch = result.launch_shape
-        rows.append(
-            {
-                **row,
-                **asdict(result.resources),
-                "dynamic_smem_bytes": launch.smem_bytes if launch else None,
-                "threads": launch.threads if launch else None,
-                "seconds": round(result.compile_seconds, 3),
-                "cached": result.cached,
-                "sha256": result.sha256,
-            }
-        )
-    columns = {
-        **{"stage": "stage", "arch": "arch", "D": "head_dim", "dtype": "dtype", "mask": "mask"},
-        **{"registers": "registers", "spilled B": "spill_store_bytes", "stack B": "stack_bytes"},
-        **{"static B": "static_smem_bytes", "dynamic B": "dynamic_smem_bytes", "threads": "threads"},
-        **{"seconds": "seconds", "cached": "cached"},
-    }
-    answer(rows, columns, as_json=as_json)
+        rows[-1] |= asdict(result.resources)
+        rows[-1] |= {
+            "dynamic_smem_bytes": launch.smem_bytes if launch else None,
+            "threads": launch.threads if launch else None,
+            "seconds": round(result.compile_seconds, 3),
+            "cached": result.cached,
+            "sha256": result.sha256,
+        }
+    columns = ("stage", "arch", "head_dim", "dtype", "mask", "registers", "spill_store_bytes", "stack_bytes")
+    sizes = ("static_smem_bytes", "dynamic_smem_bytes", "threads", "seconds", "cached")
+    answer(rows, (*columns, *sizes), as_json=as_json)
     failures = [result for result in results if isinstance(result, CompileError)]
     for failure in failures:
         complain(failure)
@@ -136,14 +95,14 @@ def compile_(
 
 
 def sass(
-    stage_id: Annotated[str, Stage],
+    stage_id: Annotated[str, opt.STAGE],
     *,
-    arch: Arch = "sm_90a",
+    arch: opt.Arch = "sm_90a",
     head_dim: Annotated[int | None, typer.Option(help="The stage's first if not given.")] = None,
-    dtype: TheDType = "float16",
-    mask: TheMask = "full",
+    dtype: opt.TheDType = "float16",
+    mask: opt.TheMask = "full",
     listing: Annotated[bool, typer.Option("--listing", help="Print every instruction.")] = False,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Count a stage's machine instructions by class, or list them; no GPU needed."""
     from flashlab.build import compiler
@@ -151,33 +110,35 @@ def sass(
     from flashlab.kernels import registry
 
     stage, variant = registry.parse(stage_id)
-    assert arch is not None
-    _archs([arch])
     # A problem of one query checks the head dim the way every other command does.
     problem = Problem.parse(f"1x1x1x{stage.head_dims[0] if head_dim is None else head_dim}", dtype=dtype, mask=mask)
+    assert arch is not None
     cubin = compiler.compile_stage(
-        stage, head_dim=problem.head_dim, dtype=problem.dtype, causal=problem.causal, arch=arch, overrides=variant
+        stage, head_dim=problem.head_dim, dtype=dtype, causal=problem.causal, arch=arch, overrides=variant
     )
     instructions = module.disassemble(cubin.code, cubin.entry)
     if listing:
         if as_json:
-            write_json([asdict(instruction) | {"class": module.classify(instruction)} for instruction in instructions])
+            rows = [asdict(one) | {"class": module.classify(one)} for one in instructions]
+            answer(rows, as_json=True)
         else:
-            sys.stdout.writelines(f"{instruction.address:6x}  {instruction.text}\n" for instruction in instructions)
+            sys.stdout.writelines(f"{one.address:6x}  {one.text}\n" for one in instructions)
         return
     counts = module.mix(cubin.code, cubin.entry)
     branches, shared = module.branches(instructions), module.shared_memory(instructions)
-    total = counts["total"] or 1
+    percent = 100 / (counts["total"] or 1)
     answer(
-        [
-            {"class": name, "count": count, "%": f"{100 * count / total:.1f}", "what it holds": module.CLASSES[name]}
-            for name, count in counts.items()
-        ],
-        ("class", "count", "%", "what it holds"),
+        list(counts),
+        {
+            "class": str,
+            "count": counts.get,
+            "%": lambda name: f"{percent * counts[name]:.1f}",
+            "what it holds": module.CLASSES.get,
+        },
         as_json=as_json,
-        title=f"{stage_id} D{problem.head_dim} {problem.mask} {problem.dtype} on {arch}",
-        document={"stage": stage.id, "arch": arch, "sha256": cubin.sha256, "counts": counts}
-        | {"branches": asdict(branches), "shared_memory": shared},
+        title=f"{stage_id} D{problem.head_dim} {mask} {dtype} on {arch}",
+        document={"stage": stage.id, "arch": arch, "sha256": cubin.sha256}
+        | {"counts": counts, "branches": branches, "shared_memory": shared},
     )
     if not as_json:
         say(
@@ -187,45 +148,36 @@ def sass(
 
 
 def check(
-    stage_ids: StageIds = None,
+    stage_ids: opt.StageIds = None,
     *,
-    dead_ends: DeadEnds = False,
+    dead_ends: opt.DeadEnds = False,
     length: Annotated[list[str] | None, typer.Option(help="SQxSK, such as 113x203; hostile ones if not given.")] = None,
-    dtype: OneDType = None,
-    mask: OneMask = None,
-    inputs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND[,KIND]...",
-            help=f"What Q, K and V hold: {KIND_NAMES}; or {ALL}. {NORMAL} if not given, hostile ones without --length.",
-        ),
-    ] = None,
-    source: Source = None,
+    dtype: opt.OneDType = None,
+    mask: opt.OneMask = None,
+    inputs: opt.Inputs = None,
+    source: opt.Source = None,
     on: Annotated[
         Literal["gpu", "cpu", "both"] | None, typer.Option(help="both compares them; gpu where there is one, else cpu.")
     ] = None,
     schedule: Annotated[
-        list[str] | None,
-        typer.Option(help="On the CPU, the order of warps: ascending, descending or seeded:N; may be repeated."),
+        list[str] | None, typer.Option(help="CPU: order of warps, ascending, descending or seeded:N; may be repeated.")
     ] = None,
-    races: Annotated[bool, typer.Option("--races", help="On the CPU, look for races too; slower.")] = False,
-    random: Annotated[
-        int, typer.Option(min=0, help="So many random problems and layouts in place of lengths, types, masks, layouts.")
-    ] = 0,
+    races: Annotated[bool, typer.Option("--races", help="CPU: look for races and bad accesses too; slower.")] = False,
+    random: Annotated[int, typer.Option(min=0, help="So many random problems and layouts, instead.")] = 0,
     suite: Annotated[
-        str | None,
-        typer.Option(help="Other people's cases, by their rule: flash-attention, the forward cases of its own tests."),
+        str | None, typer.Option(help="flash-attention: the forward cases of its own tests, by its rule, instead.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the inputs, and of what --random draws.")] = 0,
-    insist: Annotated[bool, typer.Option("--insist", help="On the CPU, however long it takes.")] = False,
+    insist: Annotated[bool, typer.Option("--insist", help="CPU: however long it takes.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Append the verdicts to data/<gpu>/.")] = False,
-    device: Device = 0,
-    data: Data = DATA,
-    as_json: Json = False,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Compare stages with the float64 oracle, over lengths, layouts, types, masks and inputs that break kernels.
 
-    Runs on the GPU, or on the CPU, where every stage runs on any machine.
+    Runs on the GPU, or on the CPU, where every stage runs on any machine. Inputs are normal if not given, and without
+    --length hostile ones too.
     """
     from flashlab.measure import bench
     from flashlab.run import gpu
@@ -240,83 +192,56 @@ def check(
         on = "cpu" if gpu.available() and not record else "gpu"
         if on == "cpu":
             say(f"no GPU ({gpu.absence()}), so on the CPU")
-    for refused, message in (
-        (
-            on != "cpu" and (schedule or races or insist),
-            f"--schedule, --races and --insist: wanted --on cpu, which they are for, got --on {on}",
-        ),
-        (
-            suite and (random or length or inputs or schedule),
-            "--suite: wanted no --random, --length, --inputs or --schedule, which it has itself",
-        ),
-        (
-            random and (length or dtype or mask),
-            "--random: wanted no --length, --dtype or --mask beside it, since it draws them itself",
-        ),
-        (on == "cpu" and record, "--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu"),
-    ):
-        if refused:
-            raise ParameterError(message)
+    if on != "cpu" and (schedule or races or insist):
+        raise ParameterError(f"--schedule, --races and --insist: wanted --on cpu, which they are for, got --on {on}")
+    if suite and (random or length or inputs or schedule):
+        raise ParameterError("--suite: wanted no --random, --length, --inputs or --schedule, which it has itself")
+    if random and (length or dtype or mask):
+        raise ParameterError("--random: wanted no --length, --dtype or --mask beside it, since it draws them itself")
+    if on == "cpu" and record:
+        raise ParameterError("--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu")
     chosen = _chosen(stage_ids, dead_ends)
     common: dict[str, Any] = {
         "lengths": [_length(text) for text in length] if length else None,
         "dtypes": (dtype,) if dtype else DTYPES,
         "masks": (mask,) if mask else MASKS,
         "inputs": kinds,
-        "sources": sources(source),
-        "random": random,
-        "suite": suite,
-        "seed": seed,
+        "sources": opt.sources(source),
+        **{"random": random, "suite": suite, "seed": seed},
     }
     with following("checking") as follow:
         if on == "cpu":
             timeout_s = None if insist else DEFAULT_TIMEOUT_S
-            results = on_cpu.check_on_cpu(
-                chosen, **common, schedules=schedule, races=races, timeout_s=timeout_s, follow=follow
-            )
+            how: dict[str, Any] = {"schedules": schedule, "races": races, "timeout_s": timeout_s, "follow": follow}
+            results = on_cpu.check_on_cpu(chosen, **common, **how)
         else:
-            where = data if record else None
-            results = bench.check_stages(
-                chosen, **common, data=where, emulate=on == "both", device=device, progress=follow
-            )
-    if as_json:
-        write_json([_case(row) for row in results.rows])
-    else:
-        _count(results.rows)
+            how = {"data": data if record else None, "emulate": on == "both", "device": device, "progress": follow}
+            results = bench.check_stages(chosen, **common, **how)
+    rows = [
+        {
+            name: getattr(row, name)
+            for name in ("stage", "layout", "status", "reason", "verdict", "findings", "emulator")
+        }
+        | {**problem_fields(row.problem), "schedule": row.schedule or None}
+        | {"fallbacks": row.fallbacks and row.fallbacks._asdict()}
+        for row in results.rows
+    ]
+    counts: dict[str, Counter[str]] = {}
+    for row in rows:
+        count = counts.setdefault(row["stage"], Counter())
+        count[{"ok": "passed", "unsupported": "unsupported"}.get(row["status"], "failed")] += 1
+        count.update(row["fallbacks"] or {})
+    shown = ("passed", "failed", "unsupported", "renormalized", "recomputed")
+    totals = [{"stage": name, **{key: count[key] for key in shown}} for name, count in counts.items()]
+    answer(totals, ("stage", *shown), as_json=as_json, document=rows)
     if results.path:
         say(f"recorded in {results.path}")
     for failure in results.failures:
-        how = " ".join(filter(None, (failure.layout, failure.schedule)))
-        say(f"{failure.stage}, {failure.problem.label}, {how}: {failure.status}: {failure.reason}")
+        how_run = " ".join(filter(None, (failure.layout, failure.schedule)))
+        say(f"{failure.stage}, {failure.problem.label}, {how_run}: {failure.status}: {failure.reason}")
     failures = [failure for failure in results.failures if not kept_wrong(failure.stage, failure.status)]
     if failures:
-        raise CheckFailedError(f"{len(failures)} of {len(results.rows)} checks failed")
-
-
-def _case(row: Any) -> Row:
-    problem = {name: getattr(row.problem, name) for name in ("shape", "dtype", "mask", "inputs")}
-    return {
-        "stage": row.stage,
-        **problem,
-        **{name: getattr(row, name) for name in ("layout", "status", "reason")},
-        "verdict": row.verdict.model_dump() if row.verdict else None,
-        "schedule": row.schedule or None,
-        "findings": row.findings,
-        "fallbacks": row.fallbacks._asdict() if row.fallbacks else None,
-        "emulator": asdict(row.emulator) if row.emulator else None,
-    }
-
-
-def _count(cases: Sequence[Any]) -> None:
-    """How many cases of each stage passed, and how often their rare branches ran."""
-    counts: dict[str, Counter[str]] = {}
-    for row in cases:
-        count = counts.setdefault(row.stage, Counter())
-        count[{"ok": "passed", "unsupported": "unsupported"}.get(row.status, "failed")] += 1
-        count.update(row.fallbacks._asdict() if row.fallbacks else {})
-    shown = ("passed", "failed", "unsupported", "renormalized", "recomputed")
-    rows = [{"stage": name, **{key: count[key] for key in shown}} for name, count in counts.items()]
-    answer(rows, ("stage", *shown))
+        raise CheckFailedError(f"{len(failures)} of {len(rows)} checks failed")
 
 
 def kept_wrong(name: str, status: str) -> bool:
@@ -336,14 +261,14 @@ def _length(text: str) -> tuple[int, int]:
 
 
 def explain(
-    shape: Annotated[str, typer.Argument(metavar="SHAPE", help="BxHxSxD or BxHxHkvxSqxSkxD, such as 1x8x512x64.")],
+    shape: Annotated[str, typer.Argument(metavar="SHAPE", help=f"{opt.SHAPE_HELP}.")],
     *,
-    mask: TheMask = "full",
-    dtype: TheDType = "float16",
-    gpu: Gpu = None,
-    arch: Arch = None,
-    data: Data = DATA,
-    as_json: Json = False,
+    mask: opt.TheMask = "full",
+    dtype: opt.TheDType = "float16",
+    gpu: opt.Gpu = None,
+    arch: opt.Arch = None,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Say which stage and tunables `flashlab.attention` takes for a problem, why, and how long it may take.
 
@@ -360,24 +285,21 @@ def explain(
     carries, differs = times_carry_over(name, kin) if kin else (True, "")
     lent = f"{name} has no records of its own, so its nearest kin, {kin}, chooses. {differs}" if kin else ""
     if ranking.choices:
-        first, *others = (choice_fields(one, carries=carries) for one in ranking.choices[:3])
+        rows = [choice_fields(one, carries=carries) for one in ranking.choices[:3]]
         reason = choice.reason(problem, ranking)
     else:
         # What `attention` falls back to; it raises where nothing runs the problem.
         last = registry.best(problem, arch)
         reason = f"Nothing of head dim {problem.head_dim} is on record: the last rung that runs it."
-        first = {"stage": last.id, "parameters": last.parameters(problem.head_dim), "predicted_us": None}
-        first, others = {**first, "on_record": False}, []
-    told = {"reason": reason, "kin": kin, "lent": lent, "runners_up": others}
+        tunables = last.parameters(problem.head_dim)
+        rows = [{"stage": last.id, "parameters": tunables, "predicted_us": None, "on_record": False}]
     answer(
-        [{"": place, **row} for place, row in zip(("taken", "second", "third"), [first, *others], strict=False)],
-        {
-            **{"": "", "stage": "stage", "tunables": "parameters", "predicted µs": "predicted_us"},
-            **{"time from": "time_from", "run": "run", "tunables from": "tuned_on"},
-        },
+        [{"": place, **row} for place, row in zip(("taken", "second", "third"), rows, strict=False)],
+        ("", "stage", "parameters", "predicted_us", "time_from", "run", "tuned_on"),
         as_json=as_json,
         title=f"{problem.label} on {name}",
-        document={"gpu": name, "arch": arch, **problem_fields(problem), **first, **told},
+        document={"gpu": name, "arch": arch, **problem_fields(problem), **rows[0]}
+        | {"reason": reason, "kin": kin, "lent": lent, "runners_up": rows[1:]},
     )
     if not as_json:
         typer.echo(" ".join(filter(None, (reason, lent))))
@@ -397,7 +319,6 @@ def _explained_gpu(gpu: str | None, arch: str | None, data: Path) -> tuple[str, 
             f"wanted a GPU, or a table of choices under {data}, found neither. `flashlab tune` and `flashlab tuned` on "
             "a machine with an NVIDIA GPU make one."
         )
-    archs = _archs([arch] if arch else None)
     if here is not None and name == here.slug:
         return name, here.arch, here.sm_count
     table = choice.table(name, data)
@@ -408,14 +329,14 @@ def _explained_gpu(gpu: str | None, arch: str | None, data: Path) -> tuple[str, 
     if arch is None:
         raise ParameterError(
             f"gpu: wanted one with a table under {data} ({', '.join(known) or 'none yet'}), or --arch beside it, got "
-            f"{name!r}. Architectures: {', '.join(archs)}."
+            f"{name!r}. Architectures: {', '.join(opt.known_archs())}."
         )
     return name, arch, None
 
 
 def problem_fields(problem: Problem) -> dict[str, object]:
-    """A problem as JSON has it, for people and as `--shape`, `--mask` and `--dtype` take it."""
-    return {"problem": problem.label, "shape": problem.shape, "mask": problem.mask, "dtype": problem.dtype}
+    """A problem as JSON has it: for people, and as the options take it."""
+    return {"problem": problem.label} | {name: getattr(problem, name) for name in ("shape", "mask", "dtype", "inputs")}
 
 
 def choice_fields(choice: Any, *, carries: bool = True) -> dict[str, Any]:

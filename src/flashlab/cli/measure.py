@@ -9,140 +9,95 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from flashlab.cli import options as opt
 from flashlab.cli.kernels import choice_fields, kept_wrong, problem_fields
-from flashlab.cli.options import (
-    KIND_NAMES,
-    Data,
-    DeadEnds,
-    Device,
-    DryRun,
-    Gpu,
-    HeadDims,
-    Inputs,
-    Json,
-    OneDType,
-    OneMask,
-    Peers,
-    Samples,
-    Shape,
-    Shapes,
-    Source,
-    Stage,
-    StageIds,
-    Stages,
-    TheDType,
-    TheMask,
-    names_in,
-    problems,
-    sources,
-    stages_in,
-)
-from flashlab.cli.output import Row, answer, following, say
+from flashlab.cli.output import answer, following, say
 from flashlab.cli.records import RUN_COLUMNS
 from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
-from flashlab.core.problem import FIRST_SHAPE, MASKS, SUITES, Problem
+from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, Problem
 from flashlab.core.problem import suite as suite_of
 
 
 def bench(
     *,
     suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "first",
-    shape: Shapes = None,
-    dtype: OneDType = None,
-    mask: OneMask = None,
-    head_dim: HeadDims = None,
-    length: Annotated[list[int] | None, typer.Option(help="Of the suite, only these sequence lengths.")] = None,
-    inputs: Inputs = None,
-    stages: Stages = None,
-    dead_ends: DeadEnds = False,
-    peers: Peers = None,
-    source: Source = None,
+    shape: opt.Shapes = None,
+    dtype: opt.OneDType = None,
+    mask: opt.OneMask = None,
+    head_dim: opt.HeadDims = None,
+    length: Annotated[list[int] | None, typer.Option(help="Only this sequence length; may be repeated.")] = None,
+    inputs: opt.Inputs = None,
+    stages: opt.Stages = None,
+    dead_ends: opt.DeadEnds = False,
+    peers: opt.Peers = None,
+    source: opt.Source = None,
     ceilings: Annotated[bool, typer.Option(help="Measure the GPU's own limits too.")] = True,
-    samples: Samples = None,
-    min_samples: Annotated[int | None, typer.Option(help="Samples of a slow one at least.")] = None,
+    samples: opt.Samples = None,
     cold: Annotated[int | None, typer.Option(help="Samples with a cold L2.")] = None,
-    sustained: Annotated[
-        float | None, typer.Option(help="Seconds of continuous calls at every problem, 0 for none.")
-    ] = None,
+    sustained: Annotated[float | None, typer.Option(help="Seconds of continuous calls at every problem.")] = None,
     sustained_on: Annotated[
         str | None, typer.Option(metavar="NAME[,NAME]...", help="Call these alone for seconds.")
     ] = None,
-    lse: Annotated[
-        bool | None, typer.Option("--lse/--no-lse", help="Time every stage with the log-sum-exp on, too.")
-    ] = None,
-    dry_run: DryRun = False,
-    device: Device = 0,
-    data: Data = DATA,
-    as_json: Json = False,
+    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Time the log-sum-exp too.")] = None,
+    dry_run: opt.DryRun = False,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
-    """Check and time stages and libraries on the GPU, in turn, and append a run to data/<gpu>/runs/.
+    """Check and time stages and libraries on the GPU, interleaved, and append a run to data/<gpu>/runs/.
 
-    How much is measured of each problem is the suite's to say, and every option that is not given: `peers` and `inputs`
-    time the log-sum-exp too, `inputs` has all kinds, and `smoke`, `first` and `standard` are sustained at the first
-    shape alone. --shape takes the place of a suite.
+    What is not given is the suite's to say: `peers` and `inputs` time the log-sum-exp too, `inputs` has all kinds, and
+    `smoke`, `first` and `standard` are sustained at the first shape alone. --shape takes the place of a suite.
     """
     from flashlab.kernels import registry
     from flashlab.measure import bench as module
     from flashlab.record import store
 
-    base = problems(shape, dtype, mask) if shape else suite_of(suite)
-    base = [one for one in base if dtype in (None, one.dtype) and mask in (None, one.mask)]
-    kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
-    chosen = [
+    if shape:
+        every = [Problem.parse(text, dtype=of_type, mask=of) for text in shape for of_type in DTYPES for of in MASKS]
+    else:
+        every = list(suite_of(suite))
+    every = [one for one in every if dtype in (None, one.dtype) and mask in (None, one.mask)]
+    problems = [
         replace(one, inputs=kind)
-        for one in base
-        for kind in kinds
+        for one in every
+        for kind in kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
         if (not head_dim or one.head_dim in head_dim) and (not length or one.q_len in length)
     ]
-    if not chosen:
+    if not problems:
         raise ParameterError(
             f"wanted problems of that kind in {' '.join(shape) if shape else f'suite {suite}'}, found none. It has "
-            f"head dims {', '.join(map(str, sorted({one.head_dim for one in base})))} and lengths "
-            f"{', '.join(map(str, sorted({one.q_len for one in base})))}"
+            f"head dims {', '.join(map(str, sorted({one.head_dim for one in every})))} and lengths "
+            f"{', '.join(map(str, sorted({one.q_len for one in every})))}"
         )
-    named = stages_in(stages)
+    named = opt.stages_in(stages)
     if dead_ends:
         variants = (name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
         named = [*(named or ()), *variants]
-    given = {
+    changes: dict[str, Any] = {
         "samples": samples,
-        "min_samples": min_samples,
         "cold_samples": cold,
         "sustained_seconds": sustained,
-        "sustained_names": None if sustained_on is None else tuple(names_in(sustained_on) or ()),
+        "sustained_names": None if sustained_on is None else tuple(opt.names_in(sustained_on) or ()),
         "lse": lse,
     }
-    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    changes = {name: value for name, value in changes.items() if value is not None}
     if sustained is not None:
         changes["sustained_shapes"] = None
-    what: dict[str, Any] = {
-        "stages": named,
-        "peers": names_in(peers),
-        "sources": sources(source),
-        "plan": replace(module.Plan() if shape else module.plan_of(suite), **changes),
-        "ceilings": ceilings,
-    }
+    what: dict[str, Any] = {"stages": named, "peers": opt.names_in(peers), "sources": opt.sources(source)}
+    what |= {"plan": replace(module.Plan() if shape else module.plan_of(suite), **changes), "ceilings": ceilings}
     if dry_run:
         known = [row for name in store.gpus() for run in store.runs(name) for row in run.measurements]
-        estimates, total_s = module.estimate(chosen, **what, known=known)
-        answer(
-            estimates,
-            {
-                "problem": "problem.label",
-                "implementations": "implementations",
-                "sustained": "sustained",
-                "seconds": "seconds",
-            },
-            as_json=as_json,
-            document={"seconds": total_s, "problems": [asdict(one) for one in estimates]},
-        )
+        estimates, total_s = module.estimate(problems, **what, known=known)
+        columns = {"problem": "problem.label", **{name: name for name in ("implementations", "sustained", "seconds")}}
+        answer(estimates, columns, as_json=as_json, document={"seconds": total_s, "problems": estimates})
         say(f"about {total_s / 60:.1f} minutes with the start; nothing was measured")
         return
     with following("measuring") as follow:
-        path = module.run(chosen, **what, data=data, device=device, progress=follow, note=say)
+        path = module.run(problems, **what, data=data, device=device, progress=follow, note=say)
     run = store.read_run(path)
     rows = (*run.measurements, *run.with_lse)
     answer([store.flat(row) for row in rows], RUN_COLUMNS, as_json=as_json, title=f"{path.stem}, burst, hot L2")
@@ -157,28 +112,22 @@ def bench(
 
 
 def tune(
-    stage: Annotated[str | None, Stage] = None,
+    stage: Annotated[str | None, opt.STAGE] = None,
     *,
     plan: Annotated[
-        Path | None,
-        typer.Option(help="A JSON list of stages, head dims and variants, such as scripts/tuning.json, for no STAGE."),
+        Path | None, typer.Option(help="JSON, such as scripts/tuning.json: stages and variants, for no STAGE.")
     ] = None,
-    head_dim: HeadDims = None,
-    mask: OneMask = None,
-    dtype: TheDType = "float16",
-    param: Annotated[
-        list[str] | None, typer.Option(help="NAME=a,b,c: values of a tunable; if none is given, all choices of all.")
-    ] = None,
-    listed: Annotated[
-        Path | None, typer.Option("--variants", help="A JSON list of variants, in place of a grid.")
-    ] = None,
+    head_dim: opt.HeadDims = None,
+    mask: opt.OneMask = None,
+    dtype: opt.TheDType = "float16",
+    param: Annotated[list[str] | None, typer.Option(help="NAME=a,b,c: values to try; all of all if not given.")] = None,
     each: Annotated[bool, typer.Option("--each", help="Vary one tunable at a time, not all combinations.")] = False,
     limit: Annotated[int, typer.Option(help="Refuse more combinations than these.", min=1)] = 256,
-    shape: Shapes = None,
-    dry_run: DryRun = False,
-    device: Device = 0,
-    data: Data = DATA,
-    as_json: Json = False,
+    shape: opt.Shapes = None,
+    dry_run: opt.DryRun = False,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Try a stage's tunables on the GPU, and append every variant, losers too, to data/<gpu>/tuning/."""
     from flashlab.kernels import registry
@@ -186,7 +135,7 @@ def tune(
 
     if (stage is None) == (plan is None):
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
-    rounds: Sequence[Any] = []
+    done: list[Any] = []
     if plan is not None:
         tasks = [
             task
@@ -200,41 +149,19 @@ def tune(
             say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
             return
         with following("tuning") as follow:
-            rounds = module.tune_all(tasks, data=data, device=device, announce=say, progress=follow)
-    else:
-        assert stage is not None
+            done += module.tune_all(tasks, data=data, device=device, announce=say, progress=follow)
+    elif stage is not None:
         entry = registry.get(stage)
-        grid = module.parse_grid(entry, param) if param else None
-        rounds = []
-        for one_head_dim, one_mask in [
-            (one_head_dim, one_mask) for one_head_dim in head_dim or entry.head_dims for one_mask in MASKS
-        ]:
-            if mask not in (None, one_mask):
-                continue
-            variants = module.read_variants(listed, entry, one_head_dim) if listed else None
-            if dry_run:
-                tried = variants or module.variants_of(entry, one_head_dim, grid, each=each, limit=limit)
-                say(f"{stage} D{one_head_dim} {one_mask} {dtype}: {len(tried)} variants")
-                continue
-            rounds.append(
-                module.tune(
-                    stage,
-                    head_dim=one_head_dim,
-                    mask=one_mask,
-                    dtype=dtype,
-                    variants=variants,
-                    grid=grid,
-                    each=each,
-                    limit=limit,
-                    shapes=shape,
-                    data=data,
-                    device=device,
-                    announce=say,
-                )
-            )
-        if dry_run:
-            return
-    _show_tuned(rounds, as_json)
+        how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each, "limit": limit}
+        where: dict[str, Any] = {"shapes": shape, "data": data, "device": device, "announce": say}
+        for dim in head_dim or entry.head_dims:
+            for of in (mask,) if mask else MASKS:
+                if dry_run:
+                    say(f"{stage} D{dim} {of} {dtype}: {len(module.variants_of(entry, dim, **how))} variants")
+                else:
+                    done.append(module.tune(stage, head_dim=dim, mask=of, dtype=dtype, **how, **where))
+    if not dry_run:
+        _show_tuned(done, as_json)
 
 
 def _show_tuned(done: Sequence[Any], as_json: bool) -> None:
@@ -243,20 +170,18 @@ def _show_tuned(done: Sequence[Any], as_json: bool) -> None:
     from flashlab.record import store
 
     lines = [
-        (trial.key, trial, one.rounds[-1])
+        (trial, one.rounds[-1])
         for one in done
         for trial in module.trials(store.read_tunings(one.rounds[-1])[0])
         if trial.key.stage == one.stage and trial.key.problem in one.problems
     ]
-    lines.sort(key=lambda line: (line[0], line[1].median_us or float("inf")))
+    lines.sort(key=lambda line: (line[0].key, line[0].median_us or float("inf")))
+    columns = {"stage": "key.stage", "problem": "key.problem.label", "variant": "parameters", "median_us": "median_us"}
     answer(
-        [trial for _, trial, _ in lines],
-        {
-            **{"stage": "key.stage", "problem": "key.problem.label", "variant": "parameters", "µs": "median_us"},
-            **{"defaults / it": "speedup", "why not": lambda trial: trial.reason[:80]},
-        },
+        [trial for trial, _ in lines],
+        {**columns, "speedup": "speedup", "reason": lambda trial: trial.reason[:80]},
         as_json=as_json,
-        document=[{**asdict(trial), "path": str(path)} for _, trial, path in lines],
+        document=[{**asdict(trial), "path": path} for trial, path in lines],
     )
     for one in () if as_json else done:
         say(
@@ -265,18 +190,26 @@ def _show_tuned(done: Sequence[Any], as_json: bool) -> None:
         )
 
 
-def tuned(*, gpu: Gpu = None, data: Data = DATA, as_json: Json = False) -> None:
+def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = False) -> None:
     """Write data/<gpu>/tuned.json, from which `flashlab.attention` chooses stage and tunables, from the records.
 
     Shows what is chosen for every problem that torch's SDPA was timed on, and where that is slower. For the GPU at
     hand, else the only one with tuning records.
     """
     from flashlab.measure import tune as module
+    from flashlab.record import store
+    from flashlab.run import gpu as devices
 
-    name = _tuned_gpu(gpu, data)
-    path = module.write_table(name, data)
-    held = module.held_against(name, data=data)
-    rows: list[Row] = [
+    known = store.gpus(data, "tuning")
+    gpu = gpu or (devices.info().slug if devices.available() is None else known[0] if len(known) == 1 else None)
+    if gpu not in known:
+        raise NoDataError(
+            f"gpu: wanted one with tuning records under {data}, got {gpu or 'none named'}. GPUs with some: "
+            f"{', '.join(known) or 'none yet'}. `flashlab tune` on a machine with an NVIDIA GPU makes some."
+        )
+    path = module.write_table(gpu, data)
+    held = module.held_against(gpu, data=data)
+    rows = [
         {
             **problem_fields(one.problem),
             **choice_fields(one.choice),
@@ -288,46 +221,23 @@ def tuned(*, gpu: Gpu = None, data: Data = DATA, as_json: Json = False) -> None:
         }
         for one in held
     ]
-    columns = {
-        **{"problem": "problem", "stage": "stage", "tunables": "parameters", "µs": "measured_us"},
-        **{"SDPA, µs": "sdpa_us", "times faster": "ratio", "run": lambda row: row["run"] or "not in one process"},
-    }
-    answer(rows, columns, as_json=as_json)
-    if not as_json:
-        slower = [one.problem.label for one in held if one.ratio is not None and one.ratio < 1]
-        say(f"{len(slower)} of {len(held)} slower than SDPA{': ' if slower else ''}{', '.join(slower)}")
-        say(f"Written to {path}")
-
-
-def _tuned_gpu(gpu: str | None, data: Path) -> str:
-    """The GPU to make a table for: the one named, else the one at hand, else the only one with tuning records."""
-    from flashlab.record import store
-    from flashlab.run import gpu as module
-
-    known = store.gpus(data, "tuning")
-    if gpu is None and module.available() is None:
-        gpu = module.info().slug
-    if gpu is None and len(known) == 1:
-        return known[0]
-    if gpu not in known:
-        raise NoDataError(
-            f"gpu: wanted one with tuning records under {data}, got {gpu or 'none named'}. GPUs with some: "
-            f"{', '.join(known) or 'none yet'}. `flashlab tune` on a machine with an NVIDIA GPU makes some."
-        )
-    return gpu
+    answer(rows, ("problem", "stage", "parameters", "measured_us", "sdpa_us", "ratio", "run"), as_json=as_json)
+    slower = [one.problem.label for one in held if one.ratio is not None and one.ratio < 1]
+    say(f"{len(slower)} of {len(held)} slower than SDPA{': ' if slower else ''}{', '.join(slower)}")
+    say(f"Written to {path}")
 
 
 def profile(
-    stage_ids: StageIds = None,
+    stage_ids: opt.StageIds = None,
     *,
-    shape: Shape = None,
-    dtype: TheDType = "float16",
-    mask: TheMask = "full",
-    inputs: Annotated[str, typer.Option(metavar="KIND", help=f"What Q, K and V hold: {KIND_NAMES}.")] = NORMAL,
+    shape: opt.Shape = None,
+    dtype: opt.TheDType = "float16",
+    mask: opt.TheMask = "full",
+    inputs: Annotated[str, typer.Option(metavar="KIND", help=f"{opt.KINDS_HELP}.")] = NORMAL,
     lines: Annotated[int, typer.Option(help="Source lines to print of each stage; 0 for none.", min=0)] = 3,
-    device: Device = 0,
-    data: Data = DATA,
-    as_json: Json = False,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Profile stages with Nsight Compute, and append what units and warps did to data/<gpu>/profiles/."""
     from flashlab.measure import profile as module
@@ -341,35 +251,33 @@ def profile(
             missed.append(line)
 
     path, profiles = module.profile(stage_ids or None, problem, data=data, device=device, say=note)
-
+    counters = (
+        "stage",
+        "tensor_percent",
+        "issue_percent",
+        "warps_percent",
+        "dram_bytes",
+        "l2_bytes",
+        "conflict_percent",
+    )
     answer(
         profiles,
-        {
-            **{"stage": "stage", "tensor %": "tensor_percent", "issue %": "issue_percent", "warps %": "warps_percent"},
-            "DRAM MB": lambda one: None if one.dram_bytes is None else one.dram_bytes / 1e6,
-            "L2 MB": lambda one: None if one.l2_bytes is None else one.l2_bytes / 1e6,
-            "conflicts %": "conflict_percent",
-            "warps": lambda one: ", ".join(f"{state} {share:.0f} %" for state, share in [*one.states.items()][:3]),
-        },
+        {name: name for name in counters}
+        | {"warps": lambda one: ", ".join(f"{state} {share:.0f} %" for state, share in [*one.states.items()][:3])},
         as_json=as_json,
         title=f"{problem.label} on {profiles[0].gpu}",
-        document=[one.model_dump(mode="json") for one in profiles],
     )
-    hot: list[Row] = [
-        {
-            "stage": one.stage,
-            "line": f"{line.file}:{line.line}",
-            "samples %": 100 * line.total / sum(one.samples.values()),
-            "most": next(iter(line.samples)),
-            "source": line.text,
+    hot = [(one, line) for one in profiles for line in one.lines[:lines]]
+    if hot and not as_json:
+        columns = {
+            "stage": lambda at: at[0].stage,
+            "line": lambda at: f"{at[1].file}:{at[1].line}",
+            "samples %": lambda at: 100 * at[1].total / sum(at[0].samples.values()),
+            "most": lambda at: next(iter(at[1].samples)),
+            "source": lambda at: at[1].text,
         }
-        for one in profiles
-        for line in one.lines[:lines]
-    ]
-    if not as_json:
-        if hot:
-            answer(hot, tuple(hot[0]))
-        say(f"Recorded in {path}")
+        answer(hot, columns)
+    say(f"Recorded in {path}")
     if missed:
         raise typer.Exit(1)
 
@@ -378,8 +286,8 @@ def train(
     *,
     head_dim: Annotated[Literal["64", "128", "both"], typer.Option(help="Of which model.")] = "both",
     steps: Annotated[int | None, typer.Option(help="In place of the model's own number of them.", min=1)] = None,
-    device: Device = 0,
-    as_json: Json = False,
+    device: opt.Device = 0,
+    as_json: opt.Json = False,
 ) -> None:
     """Train the language models whose Q, K and V are the inputs `trained`, on the GPU, and keep them in the cache.
 

@@ -11,19 +11,11 @@ import typer
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.inputs import ALL, KINDS
-from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
+from flashlab.core.problem import DType, Mask
 
-KIND_NAMES = ", ".join(KINDS)
+SHAPE_HELP = "BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64"
+KINDS_HELP = f"What Q, K and V hold: {', '.join(KINDS)}"
 _COMMA = re.compile(r",(?![^\[]*\])")
-_SHAPE_HELP = "BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64"
-
-
-def complete_stages(incomplete: str) -> list[str]:
-    """The names that a shell offers for the beginning of a stage's id, or of the last of several joined by commas."""
-    from flashlab.kernels import names
-
-    before, comma, last = incomplete.rpartition(",")
-    return [before + comma + stage_id for stage_id in names.known() if stage_id.startswith(last)]
 
 
 def names_in(text: str | None) -> list[str] | None:
@@ -42,6 +34,37 @@ def stages_in(text: str | None) -> list[str] | None:
     return _resolve_all(names_in(text))
 
 
+def sources(texts: Sequence[str] | None) -> dict[str, Path]:
+    """Edited copies of stages, by stage id.
+
+    Raises:
+        ParameterError: no STAGE=FILE, or no such file.
+        UnknownStageError: no such stage.
+    """
+    files = {}
+    for text in texts or ():
+        stage_id, equals, file = text.partition("=")
+        if not equals or not Path(file).is_file():
+            raise ParameterError(f"source: wanted STAGE=FILE with a file that exists, got {text!r}")
+        files[str(_resolve(stage_id))] = Path(file).resolve()
+    return files
+
+
+def known_archs() -> tuple[str, ...]:
+    """The architectures that stages are compiled for."""
+    from flashlab.kernels import registry
+
+    return registry.ARCHS
+
+
+def _complete(incomplete: str) -> list[str]:
+    """The stages that a shell offers for the beginning of an id, or of the last of several joined by commas."""
+    from flashlab.kernels import names
+
+    before, comma, last = incomplete.rpartition(",")
+    return [before + comma + stage_id for stage_id in names.known() if stage_id.startswith(last)]
+
+
 def _resolve(value: str | None) -> str | None:
     from flashlab.kernels import names
 
@@ -49,15 +72,23 @@ def _resolve(value: str | None) -> str | None:
 
 
 def _resolve_all(values: Sequence[str] | None) -> list[str] | None:
-    from flashlab.kernels import names
-
-    return None if values is None else [names.resolve(value) for value in values]
+    return None if values is None else [str(_resolve(value)) for value in values]
 
 
-Stage = typer.Argument(
+def _known_arch(value: str | None) -> str | None:
+    if value is not None and value not in known_archs():
+        raise ParameterError(f"arch: wanted one of {', '.join(known_archs())}, got {value!r}")
+    return value
+
+
+def _known_archs(values: Sequence[str] | None) -> list[str]:
+    return [arch for value in values or () if (arch := _known_arch(value))]
+
+
+STAGE = typer.Argument(
     metavar="STAGE",
     callback=_resolve,
-    autocompletion=complete_stages,
+    autocompletion=_complete,
     help="A stage's id or a unique prefix of it; ID[NAME=VALUE] with values of its tunables.",
 )
 StageIds = Annotated[
@@ -65,16 +96,15 @@ StageIds = Annotated[
     typer.Argument(
         metavar="[STAGE]...",
         callback=_resolve_all,
-        autocompletion=complete_stages,
+        autocompletion=_complete,
         help="Stage ids, or unique prefixes of them; all where none is given.",
     ),
 ]
 Stages = Annotated[
     str | None,
     typer.Option(
-        "--stages",
         metavar="STAGE[,STAGE]...",
-        autocompletion=complete_stages,
+        autocompletion=_complete,
         help="Stage ids, or ID[NAME=VALUE], or none; the ladder if not given.",
     ),
 ]
@@ -83,60 +113,23 @@ DeadEnds = Annotated[
 ]
 Peers = Annotated[str | None, typer.Option(metavar="NAME[,NAME]...", help="Libraries, or none; all if not given.")]
 Source = Annotated[
-    list[str] | None,
-    typer.Option(metavar="STAGE=FILE", help="An edited copy of a stage's kernel, measured beside it; may be repeated."),
+    list[str] | None, typer.Option(metavar="STAGE=FILE", help="An edited copy of a stage's kernel; may be repeated.")
 ]
-Shape = Annotated[str | None, typer.Option(help=f"{_SHAPE_HELP}.")]
-Shapes = Annotated[list[str] | None, typer.Option(help=f"{_SHAPE_HELP}; may be repeated.")]
+Shape = Annotated[str | None, typer.Option(help=f"{SHAPE_HELP}.")]
+Shapes = Annotated[list[str] | None, typer.Option(help=f"{SHAPE_HELP}; may be repeated.")]
 OneDType = Annotated[DType | None, typer.Option(help="Element type; all if not given.")]
 TheDType = Annotated[DType, typer.Option(help="Element type.")]
 OneMask = Annotated[Mask | None, typer.Option(help="Mask; both if not given.")]
 TheMask = Annotated[Mask, typer.Option(help="Mask.")]
 HeadDims = Annotated[list[int] | None, typer.Option(help="Head dim; all if not given; may be repeated.")]
-Inputs = Annotated[
-    str | None,
-    typer.Option(
-        metavar="KIND[,KIND]...", help=f"What Q, K and V hold: {KIND_NAMES}; or {ALL}. The command's own if not given."
-    ),
-]
+Inputs = Annotated[str | None, typer.Option(metavar="KIND[,KIND]...", help=f"{KINDS_HELP}; or {ALL}.")]
 Samples = Annotated[int | None, typer.Option(help="Samples of each to aim for; the plan's if not given.", min=2)]
 Gpu = Annotated[str | None, typer.Option(help="Folder under data/, such as nvidia-h200; chosen if not given.")]
-Arch = Annotated[str | None, typer.Option(help="Architecture, such as sm_90a.")]
+Arch = Annotated[str | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a.")]
+Archs = Annotated[
+    list[str] | None, typer.Option(callback=_known_archs, help="Architecture, such as sm_90a; may be repeated.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, and measure nothing.")]
 Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
 Data = Annotated[Path, typer.Option(help="Folder of recorded data.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
-
-
-def problems(
-    shapes: Sequence[str], dtype: DType | None = None, mask: Mask | None = None, *, inputs: str = "normal"
-) -> list[Problem]:
-    """A problem for each shape, element type and mask; all types and masks where none is given.
-
-    Raises:
-        ShapeError: a shape that does not parse.
-    """
-    return [
-        Problem.parse(shape, dtype=one_dtype, mask=one_mask, inputs=inputs)
-        for shape in shapes
-        for one_dtype in ((dtype,) if dtype else DTYPES)
-        for one_mask in ((mask,) if mask else MASKS)
-    ]
-
-
-def sources(texts: Sequence[str] | None) -> dict[str, Path]:
-    """Edited copies of stages, by stage id.
-
-    Raises:
-        ParameterError: no STAGE=FILE, or no such file.
-        UnknownStageError: no such stage.
-    """
-    from flashlab.kernels import names
-
-    files = {}
-    for text in texts or ():
-        stage_id, equals, file = text.partition("=")
-        if not equals or not Path(file).is_file():
-            raise ParameterError(f"source: wanted STAGE=FILE with a file that exists, got {text!r}")
-        files[names.resolve(stage_id)] = Path(file).resolve()
-    return files

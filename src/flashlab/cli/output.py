@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rich.console import Console
@@ -16,30 +17,26 @@ from flashlab.core.errors import CompileError, FlashlabError
 PIPED_WIDTH = 200
 """Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
 
-Row = Mapping[str, Any]
-Columns = Mapping[str, Any]
-"""By heading: a field or attribute of the row, `a.b` for one inside another, or a function from the row to the cell."""
+Columns = Sequence[str] | Mapping[str, str | Callable[[Any], object]]
+"""Names of fields, which are the headings too; or by heading a field, `a.b` for one inside another, or what makes the
+cell from the row."""
 
 
 def answer(
-    rows: Sequence[Any],
-    columns: Columns | Sequence[str],
-    *,
-    as_json: bool = False,
-    title: str | None = None,
-    document: object = None,
+    rows: Sequence[Any], columns: Any = (), *, as_json: bool = False, title: str | None = None, document: Any = None
 ) -> None:
     """Write rows to stdout: all their fields as JSON, or some of them as a table.
 
     Args:
-        rows: one mapping a row, or an object with attributes where `document` has what JSON is to hold. What JSON
-            cannot hold is written as text.
-        columns: of the table, by heading; names of fields stand for themselves.
+        rows: mappings, dataclasses or pydantic models.
+        columns: of the table, `Columns`.
+        as_json: JSON instead of the table.
         title: above the table.
         document: what JSON holds in place of the rows, where they are only a part of it.
     """
     if as_json:
-        write_json(rows if document is None else document)
+        document = rows if document is None else document
+        sys.stdout.write(json.dumps(document, indent=2, default=_plain) + "\n")
         return
     from rich.table import Table
 
@@ -54,18 +51,19 @@ def answer(
     Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
 
 
-def write_json(value: object) -> None:
-    """Write one JSON document to stdout."""
-    sys.stdout.write(json.dumps(value, indent=2, default=str) + "\n")
+def _plain(value: Any) -> object:
+    """What JSON can hold of a row; anything else as text."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else str(value)
 
 
-def _value(row: Row, column: Any) -> object:
+def _value(row: Any, column: str | Callable[[Any], object]) -> object:
     if callable(column):
         return column(row)
-    value: Any = row
     for name in column.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
-    return value
+        row = row.get(name) if isinstance(row, Mapping) else getattr(row, name, None)
+    return row
 
 
 def _text(value: object) -> str:
@@ -103,21 +101,27 @@ def complain(error: FlashlabError) -> None:
 
 
 @contextmanager
-def following(what: str, *, lines: bool = True) -> Iterator[Callable[..., None]]:
-    """Shows how far something is: a bar at a terminal, else a line a step, or nothing without `lines`.
+def following(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
+    """Shows how far something is: a bar at a terminal, else a line a step.
 
-    What it gives is called with `done, total, text`, or with one object that has these fields.
+    Args:
+        what: stands there before the first step.
+        total: steps, where each is called with its text alone; no line is written then. Otherwise they are called with
+            `done, total, text`, or with one object that has these fields.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task(what, total=None)
+        task = progress.add_task(what, total=total)
 
         def step(*now: Any) -> None:
-            done, total, text = now if len(now) == 3 else (now[0].done, now[0].total, now[0].text)
-            progress.update(task, completed=done, total=total, description=text)
-            if progress.disable and lines:
-                say(f"[{done}/{total}] {text}")
+            if total is not None:
+                progress.update(task, advance=1, description=now[0])
+                return
+            done, of, text = now if len(now) == 3 else (now[0].done, now[0].total, now[0].text)
+            progress.update(task, completed=done, total=of, description=text)
+            if progress.disable:
+                say(f"[{done}/{of}] {text}")
 
         yield step

@@ -8,21 +8,18 @@ from typing import Annotated
 
 import typer
 
-from flashlab.cli.options import Data, Gpu, Inputs, Json, OneDType, OneMask, Shape
-from flashlab.cli.output import answer, say, write_json
+from flashlab.cli import options as opt
+from flashlab.cli.output import answer, say
 from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
-from flashlab.core.inputs import NORMAL
+from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Problem
-from flashlab.record import store
-from flashlab.record.store import Cache, Regime
+from flashlab.core.problem import Cache, Problem, Regime
 
 RUN_COLUMNS = {
     "name": lambda row: row["name"] + (", log-sum-exp on" if row["kind"] == "stage" and row["lse"] else ""),
-    **{"kind": "kind", "shape": "shape", "dtype": "dtype", "mask": "mask", "inputs": "inputs"},
-    **{"median µs": "median_us", "TFLOP/s": "tflops", "CV %": "cv_percent", "samples": "samples"},
-    **{"MHz": "call_clock_mhz", "clocks/score": "cycles_per_score", "J/call": "energy_j_per_call"},
+    **{name: name for name in ("kind", "shape", "dtype", "mask", "inputs", "median_us", "tflops", "cv_percent")},
+    **{name: name for name in ("samples", "call_clock_mhz", "cycles_per_score", "energy_j_per_call")},
     "status": lambda row: row["status"] + (f": {row['reason']}" if row["status"] != "ok" else ""),
 }
 """The table of a run's rows."""
@@ -30,11 +27,11 @@ RUN_COLUMNS = {
 
 def results(
     *,
-    gpu: Gpu = None,
-    shape: Shape = None,
-    dtype: OneDType = None,
-    mask: OneMask = None,
-    inputs: Inputs = NORMAL,
+    gpu: opt.Gpu = None,
+    shape: opt.Shape = None,
+    dtype: opt.OneDType = None,
+    mask: opt.OneMask = None,
+    inputs: opt.Inputs = NORMAL,
     regime: Annotated[
         Regime | None, typer.Option(help="burst: short samples with gaps (if not given); sustained: power-limited.")
     ] = None,
@@ -46,15 +43,17 @@ def results(
         typer.Option("--against-peers", help="Our best stage against the best library, both of one run, instead."),
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Check checksums and every line instead.")] = False,
-    data: Data = DATA,
-    as_json: Json = False,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
-    """Show the newest recorded run, or what is left of it after the filters."""
+    """Show what the report shows of a GPU: for every problem the newest session that covers most of the ladder."""
+    from flashlab.query import select
+    from flashlab.record import store
+
     name = gpu_with_data(gpu, data)
     if verify:
         _verify(name, data, as_json)
         return
-    wanted = Problem.parse(shape).shape if shape else None
     kinds = kinds_in(inputs or NORMAL)
     if against_peers and (regime or cache):
         given = " ".join(f"--{key} {value}" for key, value in (("regime", regime), ("cache", cache)) if value)
@@ -62,47 +61,32 @@ def results(
             f"--against-peers: wanted no --regime or --cache beside it, got {given}. It shows bursts and sustained "
             "load side by side, with a hot L2; --shape, --dtype, --mask and --inputs go with it"
         )
+    wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
 
     def suits(problem: Problem) -> bool:
-        return (
-            (wanted is None or problem.shape == wanted)
-            and (dtype is None or problem.dtype == dtype)
-            and (mask is None or problem.mask == mask)
-            and problem.inputs in kinds
-        )
+        return all(value in (None, getattr(problem, field)) for field, value in wanted.items())
 
     if against_peers:
         _against_peers(name, data, suits, kinds, as_json)
         return
-    runs = store.runs(name, data)
-    fitting = [
-        rows for run in reversed(runs) if (rows := [row for row in run.measurements if suits(row.problem.problem())])
-    ]
-    for run in runs:
-        for damage in run.damage:
-            say(f"damaged, left out: {damage}")
-    if not fitting:
-        known = sorted({row.problem.problem().label for run in runs for row in run.measurements})
-        what = " ".join(filter(None, (wanted, dtype, mask, inputs)))
-        raise NoDataError(f"wanted rows of {what} on {name}, found none. Recorded: {'; '.join(known)}")
-    regime, cache = regime or "burst", cache or "hot"
-    chosen = _timed_so(fitting, regime, cache) if (regime, cache) != ("burst", "hot") else fitting[0]
-    flat = [store.flat(row, regime, cache) for row in chosen]
-    answer(flat, RUN_COLUMNS, as_json=as_json, title=f"{name}, run {flat[0]['run']}, {regime}, {cache} L2")
-
-
-def _timed_so(
-    fitting: Sequence[Sequence[store.Measurement]], regime: Regime, cache: Cache
-) -> Sequence[store.Measurement]:
-    """Of the runs' rows, newest first, the first that has a time in that state."""
-    for rows in fitting:
-        if any(row.samples_of(regime, cache) for row in rows):
-            return rows
-    known = {(one.regime, one.cache) for rows in fitting for row in rows for one in row.samples}
-    works = "; ".join(f"--regime {one} --cache {other}" for one, other in sorted(known))
-    raise NoDataError(
-        f"wanted times with --regime {regime} --cache {cache}, found none in these rows. Recorded: {works or 'none'}"
-    )
+    shown = select.load(name, data, kinds)
+    for damage in shown.damage:
+        say(f"damaged, left out: {damage}")
+    rows = [row for problem, rows in shown.problems.items() if suits(problem) for row in rows]
+    if not rows:
+        known = "; ".join(problem.label for problem in select.load(name, data, tuple(KINDS)).problems)
+        what = " ".join(filter(None, (*wanted.values(), inputs)))
+        raise NoDataError(f"wanted rows of {what} on {name}, found none. Recorded: {known}")
+    state: tuple[Regime, Cache] = (regime or "burst", cache or "hot")
+    if (regime or cache) and not any(row.samples_of(*state) for row in rows):
+        states = sorted({(one.regime, one.cache) for row in rows for one in row.samples})
+        works = "; ".join(f"--regime {one} --cache {other}" for one, other in states)
+        raise NoDataError(
+            f"wanted times with --regime {state[0]} --cache {state[1]}, found none in these rows. "
+            f"Recorded: {works or 'none'}"
+        )
+    title = f"{name}, newest run {max(row.run for row in rows)}, {state[0]}, {state[1]} L2"
+    answer([store.flat(row, *state) for row in rows], RUN_COLUMNS, as_json=as_json, title=title)
 
 
 def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], kinds: Sequence[str], as_json: bool) -> None:
@@ -112,65 +96,48 @@ def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], kinds
     pairs = [one for one in select.against_peers(gpu, data, kinds) if suits(one.problem)]
     if not pairs:
         raise NoDataError(f"wanted such problems on {', '.join(kinds)} inputs among the records of {gpu}, found none")
-    if as_json:
-        write_json([one.flat() for one in pairs])
-        return
+    of_best = {"stage µs": "stage_us", "% of peak": "stage_percent_of_peak", "library": "peer", "library µs": "peer_us"}
     answer(
-        [
-            {
-                "problem": one.problem.label,
-                "stage": one.burst.stage if one.burst else one.reason,
-                "stage µs": one.burst.stage_us if one.burst else None,
-                "% of peak": one.burst.stage_percent_of_peak if one.burst else None,
-                "library": one.burst.peer if one.burst else None,
-                "library µs": one.burst.peer_us if one.burst else None,
-                "% of its peak": one.burst.peer_percent_of_peak if one.burst else None,
-                **dict(zip(_RATIOS, one.ratios, strict=True)),
-                "worst layer": one.burst.worst_ratio if one.burst else None,
-            }
-            for one in pairs
-        ],
-        (
-            *("problem", "stage", "stage µs", "% of peak", "library", "library µs", "% of its peak"),
-            *(*_RATIOS, "worst layer"),
-        ),
-        title=f"{gpu}, newest run {max(one.run for one in pairs)}: the library's median time over the stage's, "
-        "on normally distributed inputs of unit scale where a problem names no others",
+        pairs,
+        {
+            "problem": "problem.label",
+            "stage": lambda one: one.burst.stage if one.burst else one.reason,
+            **{heading: f"burst.{field}" for heading, field in of_best.items()},
+            **{"% of its peak": "burst.peer_percent_of_peak", "ratio": "burst.ratio"},
+            **{"with lse alike": "burst.adjusted_ratio", "to fa3 or cuDNN": "named.ratio"},
+            **{"sustained ratio": "sustained.ratio", "with lse alike, sustained": "sustained.adjusted_ratio"},
+            **{"to fa3 or cuDNN, sustained": "named_sustained.ratio", "worst layer": "burst.worst_ratio"},
+        },
+        as_json=as_json,
+        title=f"{gpu}, newest run {max(one.run for one in pairs)}: speed-up over the library (ratio of medians), on "
+        "normally distributed inputs of unit scale where a problem names no others",
+        document=[one.flat() for one in pairs],
     )
 
 
-_RATIOS = (
-    *("ratio", "with lse alike", "to fa3 or cuDNN"),
-    *("sustained ratio", "with lse alike, sustained", "to fa3 or cuDNN, sustained"),
-)
-
-
 def gpu_with_data(gpu: str | None, data: Path) -> str:
-    """The GPU named, else the first with recorded runs.
+    """The GPU named, else the one with most recorded runs.
 
     Raises:
         NoDataError: it has none.
     """
+    from flashlab.record import store
+
     known = store.gpus(data)
-    if gpu is None and not known:
+    if not known or gpu not in (None, *known):
         raise NoDataError(
-            f"wanted recorded runs under {data}, found none. "
-            "`flashlab bench` on a machine with an NVIDIA GPU makes some."
+            f"gpu: wanted one with recorded runs under {data}, got {gpu or 'none named'}. GPUs with data: "
+            f"{', '.join(known) or 'none yet'}. `flashlab bench` on a machine with an NVIDIA GPU makes some."
         )
-    if gpu is None:
-        return known[0]
-    if gpu not in known:
-        raise NoDataError(
-            f"gpu: wanted one with recorded runs under {data}, got {gpu!r}. "
-            f"GPUs with data: {', '.join(known) or 'none yet'}."
-        )
-    return gpu
+    return gpu or known[0]
 
 
 def _verify(gpu: str, data: Path, as_json: bool) -> None:
+    from flashlab.record import store
+
     damage = store.verify(gpu, data)
     if as_json:
-        write_json([{"path": str(one.path), "line": one.line, "reason": one.reason} for one in damage])
+        answer([{"path": str(one.path), "line": one.line, "reason": one.reason} for one in damage], as_json=True)
         if damage:
             raise typer.Exit(1)
         return

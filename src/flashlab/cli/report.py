@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flashlab.cli.options import Data, Json, Stages, stages_in
-from flashlab.cli.output import say, write_json
+from flashlab.cli import options as opt
+from flashlab.cli.output import answer, say
 from flashlab.core.paths import BUILD, DATA
 from flashlab.core.problem import SUITES
 
@@ -17,11 +17,11 @@ def report(
     *,
     source: Annotated[str, typer.Option(help="auto, measure or replay; auto measures where there is a GPU.")] = "auto",
     gpu: Annotated[str, typer.Option(help="Folder under data/ to show; the one at hand if not given.")] = "",
-    stages: Stages = None,
+    stages: opt.Stages = None,
     suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "standard",
     out: Annotated[Path, typer.Option(help="Folder for notebooks and site.", show_default=False)] = BUILD,
-    data: Data = DATA,
-    as_json: Json = False,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Run every notebook and build the report site; with an NVIDIA GPU, measure it first."""
     from flashlab.show import site
@@ -29,14 +29,14 @@ def report(
     index = site.run(
         source=source,
         gpu=gpu,
-        stages=",".join(stages_in(stages) or ()),
+        stages=",".join(opt.stages_in(stages) or ()),
         suite=suite,
         data=data.resolve(),
         out=out.resolve(),
         progress=say,
     )
     if as_json:
-        write_json({"index": str(index)})
+        answer((), as_json=True, document={"index": str(index)})
     else:
         typer.echo(
             f"The report is in {index.parent}: open {index}. Its search works only when it is served: `make serve`."

@@ -19,6 +19,11 @@ Mask = Literal["full", "causal"]
 Precision = Literal["input", "e4m3_inputs", "e4m3"]
 """What a computation's numbers are rounded to: its inputs' own type; Q, K and V to FP8 (e4m3); those and the
 probabilities. Sums are FP32, and the output is of the inputs' type, always."""
+Regime = Literal["burst", "sustained"]
+"""burst: short samples with idle gaps, the SM clock between them at its maximum. sustained: continuous work,
+power-limited."""
+Cache = Literal["hot", "cold"]
+"""hot: calls back to back. cold: L2 overwritten before every call."""
 DTYPES: tuple[DType, ...] = get_args(DType)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 BYTES_PER_ELEMENT = 2

@@ -51,18 +51,15 @@ from flashlab.core.errors import DamagedRecordError, NoDataError
 from flashlab.core.inputs import NORMAL, TRAINED, require
 from flashlab.core.paths import DATA, writable_dir
 from flashlab.core.paths import slug as slug
+from flashlab.core.problem import Cache as Cache
 from flashlab.core.problem import DType, Mask, Problem
+from flashlab.core.problem import Regime as Regime
 
 SCHEMA_VERSION: Literal[2] = 2
 """What is written. Version 1, which is read as well, lacks `call_clock_mhz`, `cycles_per_score`, `continuous_s` and
 `power_w_mean`."""
 T = TypeVar("T")
 
-Regime = Literal["burst", "sustained"]
-"""burst: short samples with idle gaps, the SM clock between them at its maximum. sustained: continuous work,
-power-limited."""
-Cache = Literal["hot", "cold"]
-"""hot: calls back to back. cold: L2 overwritten before every call."""
 Status = Literal["ok", "wrong", "unsupported", "missing", "crashed", "timeout", "error"]
 """ok: checked and timed. wrong: the oracle rejected it. unsupported: cannot do this problem. missing: not installed.
 crashed, timeout: took its worker process down or had to be stopped. error: raised an error. Only `ok` has samples."""

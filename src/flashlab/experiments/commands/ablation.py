@@ -10,20 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashlab.cli.options import (
-    Data,
-    Device,
-    Json,
-    OneDType,
-    OneMask,
-    Samples,
-    Shape,
-    Shapes,
-    StageIds,
-    TheDType,
-    TheMask,
-)
-from flashlab.cli.output import Row, answer, following, say
+from flashlab.cli import options as opt
+from flashlab.cli.output import answer, following, say
 from flashlab.core.errors import CheckFailedError, MissingPackageError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
@@ -40,14 +28,14 @@ def ablate(
     of_source: Annotated[
         bool, typer.Option("--levers", help="Patches of a stage's source (kernels/levers/) in place of axes.")
     ] = False,
-    shape: Shape = None,
-    dtype: OneDType = None,
-    mask: OneMask = None,
-    samples: Samples = None,
+    shape: opt.Shape = None,
+    dtype: opt.OneDType = None,
+    mask: opt.OneMask = None,
+    samples: opt.Samples = None,
     listed: Annotated[bool, typer.Option("--list", help="Say which there are, and measure nothing.")] = False,
-    device: Device = 0,
-    data: Data = DATA,
-    as_json: Json = False,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Change one thing in a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/.
 
@@ -67,7 +55,7 @@ def ablate(
         problems = {lever.name: list(dict.fromkeys(map(instead, lever.problems))) for lever in chosen}
         if listed:
             fields = ("name", "stage", "question", "prediction", "why")
-            rows: list[Row] = [
+            rows = [
                 {
                     **{key: getattr(lever, key) for key in fields},
                     "problems": [of.label for of in problems[lever.name]],
@@ -112,15 +100,15 @@ def _measure(
 
 
 def split(
-    stage_ids: StageIds = None,
+    stage_ids: opt.StageIds = None,
     *,
-    shape: Shapes = None,
-    dtype: TheDType = "float16",
-    mask: TheMask = "full",
-    samples: Samples = None,
-    device: Device = 0,
-    data: Data = DATA,
-    as_json: Json = False,
+    shape: opt.Shapes = None,
+    dtype: opt.TheDType = "float16",
+    mask: opt.TheMask = "full",
+    samples: opt.Samples = None,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Leave out one part of a stage's work at a time, on the GPU, and append its times to data/<gpu>/parts/.
 

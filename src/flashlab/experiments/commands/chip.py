@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from flashlab.cli.options import Data, Device, Json
+from flashlab.cli import options as opt
 from flashlab.cli.output import answer, following, say
 from flashlab.core.paths import DATA
 
@@ -18,22 +18,15 @@ def chip(
     ] = None,
     *,
     launches: Annotated[int, typer.Option(help="Of each case, on one SM and again on all.", min=1)] = 5,
-    device: Device = 0,
-    data: Data = DATA,
-    as_json: Json = False,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Read what one Hopper SM does in a clock, and append the readings to data/<gpu>/chip/."""
     from flashlab.experiments import chip as module
 
-    names: list[str] = []
-    with following("measuring", lines=False) as follow:
-        total = len(module.choose(cases or None))
-
-        def announce(name: str) -> None:
-            names.append(name)
-            follow(len(names), total, name)
-
-        path = module.measure(cases or None, data=data, device=device, launches=launches, announce=announce)
+    with following("measuring", len(module.choose(cases or None))) as follow:
+        path = module.measure(cases or None, data=data, device=device, launches=launches, announce=follow)
     readings, _ = module.read(path)
     answer(
         [reading.model_dump(mode="json") for reading in readings],

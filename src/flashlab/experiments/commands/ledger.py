@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from flashlab.cli.options import Data, Device, Gpu, Json
+from flashlab.cli import options as opt
 from flashlab.cli.output import answer, following, say
 from flashlab.cli.records import gpu_with_data
 from flashlab.core.errors import CheckFailedError
@@ -17,7 +17,7 @@ from flashlab.core.paths import DATA
 
 def claims(
     *,
-    gpu: Gpu = None,
+    gpu: opt.Gpu = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="First measure, on this GPU, what claims need and no other command does.")
     ] = False,
@@ -25,9 +25,9 @@ def claims(
     compare: Annotated[
         Path | None, typer.Option(help="A verdicts.json: list the claims whose verdict differs, and fail if any does.")
     ] = None,
-    device: Device = 0,
-    data: Data = DATA,
-    as_json: Json = False,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Judge the claims of data/claims.csv by a GPU's records: verdict, our number, its interval, record and reason."""
     from flashlab.experiments import ledger

@@ -7,23 +7,23 @@ from typing import Annotated
 
 import typer
 
-from flashlab.cli.options import Data, Device, Json, Peers, Shapes, Stages, names_in, stages_in
+from flashlab.cli import options as opt
 from flashlab.cli.output import answer, say
 from flashlab.core.paths import DATA
 
 
 def method(
     *,
-    stages: Stages = None,
-    peers: Peers = None,
-    shape: Shapes = None,
+    stages: opt.Stages = None,
+    peers: opt.Peers = None,
+    shape: opt.Shapes = None,
     samples: Annotated[int, typer.Option(help="Of each, by CUDA events.", min=4)] = 20,
     rounds: Annotated[int, typer.Option(help="Of NVBench's measurements.", min=1)] = 4,
     sustained: Annotated[float, typer.Option(help="Seconds of continuous calls, 0 for none.", min=0)] = 1.5,
     seconds: Annotated[float, typer.Option(help="For all of it; what does not fit is left out.", min=1)] = 90,
-    device: Device = 0,
-    data: Data = DATA,
-    as_json: Json = False,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
 ) -> None:
     """Read the same kernels with CUDA events, CUPTI and NVBench, hot and cold, on random numbers and zeros.
 
@@ -34,8 +34,8 @@ def method(
     from flashlab.record import store
 
     measured = timers.measure(
-        stages_in(stages),
-        names_in(peers),
+        opt.stages_in(stages),
+        opt.names_in(peers),
         shape,
         samples=samples,
         rounds=rounds,
