@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 from synthetic import COMMIT, RUN, measurement, write_synthetic
 
 from flashlab.build import compiler, sass
@@ -18,15 +21,16 @@ from flashlab.core.errors import DamagedRecordError, FlashlabError, NoDataError,
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
 from flashlab.experiments import ablation, ledger
-from flashlab.experiments.evidence import EVALUATORS, FIRST, SINGLE, Evidence, concludes, interval
-from flashlab.experiments.ledger import Estimate, Kind, Range, judge
+from flashlab.experiments.evidence import FIRST, QUANTITIES, Entry, Records, concludes, entries, facts, find
+from flashlab.experiments.ledger import Kind, Range, judge
 from flashlab.kernels.registry import DEAD_ENDS, STAGES, get
-from flashlab.record import store
+from flashlab.query.statistics import Estimate
+from flashlab.record import checks, store
+from flashlab.record.checks import CheckRow
 from flashlab.run import gpu
 
-
-def exact(value: float) -> Estimate:
-    return Estimate(value=value, low=value, high=value)
+SINGLE = Problem.parse("1x8x512x64")
+exact = Estimate.exactly
 
 
 def claimed(low: float, high: float | None = None) -> Range:
@@ -105,6 +109,28 @@ def test_what_is_no_claim_is_refused(line: str, fault: str, tmp_path: Path) -> N
         ledger.read(path)
 
 
+@pytest.mark.parametrize(
+    ("fields", "fault"),
+    [
+        ({"quantity": "rates"}, "quantity: wanted .*rate, .*got rates"),
+        ({"quantity": "rate", "of": ["00_naiv"]}, "of: wanted 00_naive.*got 00_naiv"),
+        ({"quantity": "speedup", "axis": "tiles"}, "axis: wanted tile, .*got tiles"),
+        ({"quantity": "machine_code", "counts": ["register"]}, "counts: wanted registers, .*got register"),
+        ({"quantity": "rate", "beside": [{"quantity": "rates"}]}, "got rates"),
+        ({"quantity": "rate", "shap": "1x1x1x64"}, "shap"),
+    ],
+)
+def test_an_entry_that_names_what_does_not_exist_is_refused(fields: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValidationError, match=fault):
+        Entry.model_validate(fields)
+
+
+def test_what_stands_beside_is_of_the_same_problem() -> None:
+    entry = entries()["C07"]
+    assert entry.beside[0].problem == entry.problem
+    assert entries()["A03"].beside[0].problem.dtype == "bfloat16"
+
+
 # --- From records to verdicts -----------------------------------------------------------------------------------------
 
 
@@ -151,22 +177,24 @@ def _part(left_out: str, time_us: float) -> store.Part:
 
 def _one(data: Path, name: str, slug: str = "nvidia-h200") -> ledger.Verdict:
     claim = next(claim for claim in ledger.read() if claim.id == name)
-    return ledger.evaluate(claim, _evidence(data, slug))
+    return ledger.evaluate(claim, _records(data, slug))
 
 
 @cache
-def _evidence(data: Path, slug: str) -> Evidence:
-    return Evidence(slug, data)
+def _records(data: Path, slug: str) -> Records:
+    return Records(slug, data)
 
 
 def test_a_stages_row_with_the_log_sum_exp_on_is_no_evidence(tmp_path: Path) -> None:
     plain = measurement("00_naive", FIRST).model_copy(update={"lse": False})
     _add(tmp_path, "runs", plain, plain.model_copy(update={"lse": True}), slug="nvidia-h200")
-    assert [one.record for one in Evidence("nvidia-h200", tmp_path).measurements] == [plain]
+    assert [row.record for row in Records("nvidia-h200", tmp_path).measurements] == [plain]
 
 
-def test_every_claim_has_an_evaluator_and_a_verdict(data: Path) -> None:
-    assert EVALUATORS.keys() == {claim.id for claim in ledger.read()}
+def test_every_claim_has_an_entry_and_a_verdict(data: Path) -> None:
+    assert entries().keys() == {claim.id for claim in ledger.read()}
+    used = {entry.quantity for claim in entries().values() for entry in (claim, *claim.beside)}
+    assert used == QUANTITIES.keys()
     found = ledger.verdicts("nvidia-h200", data)
     assert [one.id for one in found] == [claim.id for claim in ledger.read()]
     for one in found:
@@ -217,15 +245,13 @@ def test_an_ablation_is_judged_within_its_axis(data: Path, tmp_path: Path) -> No
     assert [place.rpartition(":")[2] for place in one.records] == ["3", "1"]
 
 
-def test_a_lever_speaks_for_no_stage(data: Path, tmp_path: Path) -> None:
+def test_a_lever_and_a_level_of_another_axis_speak_for_no_claim(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "data")
-    before = len(_evidence(data, "nvidia-h200").variants)
-    lever = _ablation("as it is", 1000.0).model_copy(update={"axis": "levers"})
-    _add(tmp_path / "data", "ablations", lever, _ablation("shuffles", 1000.0))
-    assert len(_evidence(tmp_path / "data", "nvidia-h200").variants) <= before + 1
-    assert all(
-        getattr(one.record, "axis", "") != "levers" for one in _evidence(tmp_path / "data", "nvidia-h200").variants
-    )
+    levels = {"shuffles": 1000.0, "shared memory, block barriers": 1150.0}
+    for axis in ("levers", "tile"):
+        rows = [_ablation(level, us, REDUCTION=2 * index) for index, (level, us) in enumerate(levels.items())]
+        _add(tmp_path / "data", "ablations", *(row.model_copy(update={"axis": axis}) for row in rows))
+    assert _one(tmp_path / "data", "B08").verdict == "pending"
 
 
 def test_parts_are_shares_of_the_whole(data: Path, tmp_path: Path) -> None:
@@ -269,9 +295,30 @@ def test_a_wrong_partition_may_leave_no_number(
     write_synthetic(tmp_path)
     path = next((tmp_path / "nvidia-h200" / "runs").glob("*.jsonl"))
     path.write_text(wrong.model_copy(update={"samples": ()}).model_dump_json() + "\n", encoding="utf-8")
-    finding = EVALUATORS["D05"](Evidence("nvidia-h200", tmp_path))
-    assert finding.estimates == (exact(value),)
-    assert told in finding.said
+    finding = find(Records("nvidia-h200", tmp_path), entries()["D05"])
+    assert finding.numbers == (exact(value),)
+    assert told in finding.text
+
+
+def test_the_largest_error_links_the_line_that_its_case_is_in(tmp_path: Path) -> None:
+    """A line of comparisons is a case, with every stage that was compared there, and the first is what holds for all."""
+    rounded = Problem.parse("1x1x64x64")
+    worst = Problem.parse("1x1x65x64")
+    verdict = store.Verdict(passed=True, reason="", max_abs_error=1e-4, max_abs_limit=1.0, rms_error=0.0, rms_limit=1.0)
+    rows = [
+        CheckRow(stage=name, problem=problem, layout="bhsd", status="ok", reason="", verdict=verdict)
+        for problem in (rounded, worst)
+        for name in STAGES
+    ]
+    rows[-1] = replace(rows[-1], verdict=verdict.model_copy(update={"max_abs_error": 0.5}))
+    header = checks.header_line(run=RUN, time="2026-01-02T03:04:05Z", gpu={}, source={}, software={})
+    lines = [header, *(checks.case_line([row for row in rows if row.problem == one]) for one in (rounded, worst))]
+    path = tmp_path / "nvidia-h200" / "checks" / f"{RUN}.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    one = _one(tmp_path, "A16")
+    assert one.numbers[0].value == 0.5
+    assert one.records == (f"nvidia-h200/checks/{RUN}.jsonl:3",)
 
 
 def test_profiles_speak_to_utilisation_and_sectors(data: Path, tmp_path: Path) -> None:
@@ -386,19 +433,6 @@ def test_branches_are_those_of_the_kernels_own_code(claim: str, stage_id: str, d
     assert f"it has {every}" in one.reason, "and are told"
 
 
-def test_an_interval_narrows_with_samples_and_is_the_same_each_time() -> None:
-    rng = np.random.default_rng(1)
-    few, many = rng.normal(100, 5, 20), rng.normal(100, 5, 2000)
-
-    def median(times: Any, axis: int) -> Any:
-        return np.median(times, axis=axis)
-
-    wide, narrow = interval(median, few), interval(median, many)
-    assert narrow.high - narrow.low < (wide.high - wide.low) / 3
-    assert wide == interval(median, few)
-    assert interval(median, [7.0]) == exact(7.0)
-
-
 def test_written_verdicts_are_read_back_and_compared(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "data")
     found = ledger.verdicts("nvidia-h200", tmp_path / "data")
@@ -425,15 +459,17 @@ def test_tables_name_every_claim_and_contradiction(data: Path) -> None:
     contradictions = ledger.contradictions(found)
     assert "1.6 TFLOP/s" in contradictions
     assert "0.65 TFLOP/s" in contradictions
-    assert {name for one in ledger.CONTRADICTIONS for name in one.ids} <= {one.id for one in found}
+    assert {name for one in facts()["contradictions"] for name in one["ids"]} <= {one.id for one in found}
 
 
 @pytest.mark.parametrize("slug", sorted(path.parent.name for path in DATA.glob(f"*/{ledger.VERDICTS}")))
 def test_the_committed_verdicts_follow_from_the_committed_records(slug: str) -> None:
-    committed = ledger.read_verdicts(DATA / slug / ledger.VERDICTS)
+    committed = (DATA / slug / ledger.VERDICTS).read_bytes()
     found = ledger.verdicts(slug)
-    assert [(one.id, one.verdict) for one in committed] == [(one.id, one.verdict) for one in found]
-    assert committed == found, "`flashlab claims --write` writes them anew"
+    assert [(one.id, one.verdict) for one in ledger.read_verdicts(DATA / slug / ledger.VERDICTS)] == [
+        (one.id, one.verdict) for one in found
+    ]
+    assert ledger.as_json(found).encode() == committed, "`flashlab claims --write` writes them anew"
 
 
 @pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU, where measuring is possible")
@@ -443,6 +479,9 @@ def test_measuring_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(FlashlabError, match=r"GPU|torch|package"):
         ledger.measure(data=tmp_path)
     assert not list(tmp_path.rglob("*.jsonl"))
+
+
+AXES = {"tile", "warps", "padding-wmma", "reduction", "buffers-wmma", "registers", "feed", "order-wgmma"}
 
 
 @pytest.fixture
@@ -458,30 +497,33 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]
 
     monkeypatch.setattr(ledger.bench, "run", run)
     monkeypatch.setattr(ledger.gpus, "info", lambda _: SimpleNamespace(slug="nvidia-h200"))
-    monkeypatch.setattr(ledger.ablate, "measure", lambda axes, **_: asked.update(axes=axes) or tmp_path / "axes")
-    monkeypatch.setattr(ledger.ablate, "split", lambda ids, **_: asked.update(split=ids) or tmp_path / "split")
+    monkeypatch.setattr(ledger.ablation, "measure", lambda axes, **_: asked.update(axes=axes) or tmp_path / "axes")
+    monkeypatch.setattr(ledger.ablation, "split", lambda ids, **_: asked.update(split=ids) or tmp_path / "split")
     monkeypatch.setattr(ledger, "time_calls", lambda *_, **__: tmp_path / "calls")
     return asked
 
 
 def test_what_judges_the_claims_is_measured_in_turn(measuring: dict[str, Any], tmp_path: Path) -> None:
-    made = ledger.reproduce(data=tmp_path)
+    made = ledger.measure(data=tmp_path, everything=True)
     assert [path.name for path in made] == ["run", "run", "axes", "split", "calls"]
     ladder, dead = measuring["runs"]
     assert {problem: set(names) for problem, names in dead.items()} == {
-        problem: {*names, "sdpa"} for problem, names in ledger.DEAD_ENDS
+        FIRST: {"00_naive", "branch_free", "cublaslt_unfused", "cublaslt_batched", "split_k", "sdpa"},
+        SINGLE: {"wmma_no_smem", "fp8_simulated", "sdpa"},
+        Problem.parse("2x8x512x64"): {"tile48", "sdpa"},
     }
     # A run with a dead end is shown among the dead ends alone.
     assert not any(name in DEAD_ENDS for names in ladder.values() for name in names)
     assert ladder[Problem.parse("16x16x2048x64", dtype="bfloat16")] == ["fa3"]
     for mask in ("full", "causal"):
-        assert set(ladder[Problem.parse("16x16x2048x64", mask=mask)]) == {*STAGES, *ledger.LIBRARIES}
+        assert set(ladder[Problem.parse("16x16x2048x64", mask=mask)]) == {*STAGES, "sdpa", "sdpa_efficient"}
     assert set(ladder) >= {problem for problem in suite("claims") if not problem.causal}
-    assert (measuring["axes"], measuring["split"]) == (list(ledger.AXES), ledger.SPLIT)
+    assert set(measuring["axes"]) == AXES
+    assert measuring["split"] == ["04_wmma_qk"]
 
 
 def test_named_stages_alone_leave_dead_ends_their_parent(measuring: dict[str, Any], tmp_path: Path) -> None:
-    ledger.reproduce(data=tmp_path, stages=["16_ones_column"])
+    ledger.measure(data=tmp_path, everything=True, stages=["16_ones_column"])
     ladder, dead = measuring["runs"]
     assert [name for name in ladder[FIRST] if name in STAGES] == ["16_ones_column"]
     assert "00_naive" in dead[FIRST]
@@ -502,7 +544,7 @@ def test_what_this_code_just_measured_is_not_measured_again(
     folder = tmp_path / "nvidia-h200"
     for name in ("ablations", "parts"):
         (folder / name).mkdir(parents=True)
-    for axis in ledger.AXES:
+    for axis in AXES:
         for level in ablation.AXES[axis].levels:
             fields = {**base, "axis": axis, "level": level.name, "problem": store.ProblemFields.of(FIRST)}
             fields |= {"status": "ok", "reason": "", "samples": row.samples, "cubin": row.cubin}
@@ -512,7 +554,7 @@ def test_what_this_code_just_measured_is_not_measured_again(
     for part in ablation.PARTS:
         fields = {**small, "left_out": part}
         store.append(folder / "parts" / f"{RUN}.jsonl", store.Part.model_validate(fields))
-    ledger.reproduce(data=tmp_path)
+    ledger.measure(data=tmp_path, everything=True)
     assert ("axes" in measuring, "split" in measuring) == (again, again)
 
 

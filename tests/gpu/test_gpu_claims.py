@@ -8,7 +8,7 @@ import pytest
 
 from flashlab.core.problem import Problem
 from flashlab.experiments import ledger
-from flashlab.experiments.evidence import Evidence
+from flashlab.experiments.evidence import Records
 from flashlab.record import store
 from flashlab.run import gpu
 
@@ -20,6 +20,6 @@ def test_single_calls_take_longer_than_their_kernel(tmp_path: Path) -> None:
     path = ledger.time_calls("sdpa", problem, data=tmp_path, calls=20)
     assert path.parent == tmp_path / gpu.info().slug / "calls"
     assert store.verify(gpu.info().slug, tmp_path)[-1].reason == "missing"  # machine.json alone, which runs write
-    (found,) = Evidence(gpu.info().slug, tmp_path).calls
-    assert len(found.record.time_us) == 20
-    assert min(found.record.time_us) > 1.0
+    (found,) = Records(gpu.info().slug, tmp_path).calls
+    assert len(found.times_us) == 20
+    assert min(found.times_us) > 1.0

@@ -29,24 +29,25 @@ from pydantic import BaseModel, ConfigDict
 
 from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA, writable_dir
-from flashlab.core.problem import FIRST_SHAPE, Problem, suite
+from flashlab.core.problem import Problem, suite
 from flashlab.experiments import ablation
 from flashlab.experiments.evidence import (
-    EVALUATORS,
     FIRST,
-    PAIR,
-    SINGLE,
-    Estimate,
-    Evidence,
+    Entry,
     PendingError,
+    Records,
     concludes,
+    entries,
+    facts,
+    find,
     shown_without,
 )
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench
+from flashlab.measure import ceilings as limits
 from flashlab.query.kinship import KINSHIPS, kinship
-from flashlab.record import provenance
-from flashlab.record import store as records
+from flashlab.query.statistics import Estimate
+from flashlab.record import provenance, store
 from flashlab.record.store import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
@@ -156,130 +157,36 @@ def read(path: Path = CLAIMS) -> tuple[Claim, ...]:
 
 # --- The rules --------------------------------------------------------------------------------------------------------
 
-TOLERANCE = 0.2
-"""Of a number, a gain or a limit: two GPUs of one model, or two drivers, hardly differ by more."""
-SMALLEST_TOLERANCE = 0.02
-"""Of a gain: that is how far two measurements of the same thing may lie apart."""
-ARITHMETIC = 0.01
-"""What rounding explains where a number follows from others."""
-SHARE_POINTS = 5.0
-"""Percentage points: the shares that the documents give are multiples of ten."""
 
+class Rule(BaseModel):
+    """How a claimed number and ours are compared; ledger.toml explains the fields."""
 
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """How a claimed number and ours are compared."""
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
     meaning: str
-    judge: Callable[[Estimate, Range], Kind]
-    """Takes our number and the claimed one; for a rule without claimed numbers that is NaN."""
+    otherwise: Kind
+    relative: float = 0
+    excess: float = 0
+    least: float = 0
+    open: Literal["above", "below", "wholly above one", ""] = ""
+    no_gain: float = -math.inf
+
+    @property
+    def told(self) -> str:
+        """What it means, with its numbers."""
+        return self.meaning.format(percent=100 * (self.relative or self.excess), least=self.least)
+
+    def band(self, claimed: Range) -> tuple[float, float]:
+        """The numbers that confirm a claimed one."""
+        below, above = (
+            max(self.relative * end + self.excess * (end - 1), self.least) for end in (claimed.low, claimed.high)
+        )
+        low = -math.inf if self.open == "below" else claimed.low - below
+        return low, math.inf if self.open == "above" else claimed.high + above
 
 
-def _overlaps(ours: Estimate, low: float, high: float) -> bool:
-    return ours.low <= high and ours.high >= low
-
-
-def _near(ours: Estimate, claimed: Range) -> Kind:
-    within = _overlaps(ours, (1 - TOLERANCE) * claimed.low, (1 + TOLERANCE) * claimed.high)
-    return "confirmed" if within else "off"
-
-
-def gain_band(claimed: Range) -> tuple[float, float]:
-    """The factors that confirm a claimed gain: its excess over one, give or take the tolerance."""
-    below, above = (max(TOLERANCE * (factor - 1), SMALLEST_TOLERANCE) for factor in (claimed.low, claimed.high))
-    return claimed.low - below, claimed.high + above
-
-
-def _gain(ours: Estimate, claimed: Range) -> Kind:
-    if _overlaps(ours, *gain_band(claimed)):
-        return "confirmed"
-    return "refuted" if ours.high <= 1 else "off"
-
-
-def _beats(ours: Estimate, _: Range) -> Kind:
-    return "confirmed" if ours.low > 1 else "refuted"
-
-
-def _at_least(ours: Estimate, claimed: Range) -> Kind:
-    return "confirmed" if ours.high >= claimed.low else "refuted"
-
-
-def _at_most(ours: Estimate, claimed: Range) -> Kind:
-    return "confirmed" if ours.low <= claimed.high else "refuted"
-
-
-def _recomputes(ours: Estimate, claimed: Range) -> Kind:
-    within = _overlaps(ours, (1 - ARITHMETIC) * claimed.low, (1 + ARITHMETIC) * claimed.high)
-    return "confirmed" if within else "refuted"
-
-
-def _share(ours: Estimate, claimed: Range) -> Kind:
-    return "confirmed" if _overlaps(ours, claimed.low - SHARE_POINTS, claimed.high + SHARE_POINTS) else "off"
-
-
-RULES: Mapping[str, Rule] = {
-    rule.name: rule
-    for rule in (
-        Rule(
-            name="near",
-            meaning=(
-                f"A rate, time or count: confirmed where our 95 % interval meets the claimed number, or range, widened "
-                f"by {100 * TOLERANCE:.0f} %; else off, by the factor that is said."
-            ),
-            judge=_near,
-        ),
-        Rule(
-            name="gain",
-            meaning=(
-                f"A speed-up: confirmed where our interval meets the claimed factor, its excess over one widened by "
-                f"{100 * TOLERANCE:.0f} %, at least by {SMALLEST_TOLERANCE:g}; refuted where our whole interval says "
-                "that there is no gain; else off."
-            ),
-            judge=_gain,
-        ),
-        Rule(
-            name="beats",
-            meaning="A comparison without a number: confirmed where our whole interval lies above one, else refuted.",
-            judge=_beats,
-        ),
-        Rule(
-            name="at_least",
-            meaning="A target: confirmed where our interval reaches the low end of the claim, else refuted.",
-            judge=_at_least,
-        ),
-        Rule(
-            name="at_most",
-            meaning="A limit: refuted where our whole interval lies above the claim's high end, else confirmed.",
-            judge=_at_most,
-        ),
-        Rule(
-            name="recomputes",
-            meaning=(
-                f"Arithmetic on numbers that the document gives itself: confirmed where it comes out within "
-                f"{100 * ARITHMETIC:.0f} %, which rounding explains, else refuted."
-            ),
-            judge=_recomputes,
-        ),
-        Rule(
-            name="share",
-            meaning=(
-                f"Shares of a whole: confirmed where every one lies within {SHARE_POINTS:.0f} percentage points, "
-                "else off."
-            ),
-            judge=_share,
-        ),
-        Rule(
-            name="same_problem",
-            meaning=(
-                "A ratio of two times: not comparable where they are of two problems, and then the ratio for one and "
-                "the same problem is said; else as a gain."
-            ),
-            judge=_gain,
-        ),
-    )
-}
-"""The rules that data/claims.csv names. They know numbers alone, not what a claim is about."""
+RULES: Mapping[str, Rule] = {name: Rule.model_validate(rule) for name, rule in facts()["rules"].items()}
+"""The rules that data/claims.csv names."""
 
 
 def judge(rule: str, ours: Estimate, claimed: Range | None) -> Kind:
@@ -290,12 +197,18 @@ def judge(rule: str, ours: Estimate, claimed: Range | None) -> Kind:
     """
     if rule not in RULES:
         raise ParameterError(f"rule: wanted one of {', '.join(RULES)}, got {rule!r}")
-    if claimed is None and rule != "beats":
+    by = RULES[rule]
+    if by.open == "wholly above one":
+        return "confirmed" if ours.low > 1 else by.otherwise
+    if claimed is None:
         raise ParameterError(f"rule {rule}: wanted a claimed number, got none; `beats` needs none")
-    return RULES[rule].judge(ours, claimed or Range(low=math.nan, high=math.nan))
+    low, high = by.band(claimed)
+    if ours.low <= high and ours.high >= low:
+        return "confirmed"
+    return "refuted" if ours.high <= by.no_gain else by.otherwise
 
 
-def least_favourable(kinds: list[Kind]) -> Kind:
+def least_favourable(kinds: Iterable[Kind]) -> Kind:
     """Of the verdicts on a claim's numbers, the one that counts."""
     return max(kinds, key=list(KINDS).index)
 
@@ -331,19 +244,19 @@ class Verdict(BaseModel):
     """The model that the claim is about."""
     rule: str
     verdict: Kind
-    numbers: tuple[Number, ...]
+    numbers: tuple[Number, ...] = ()
     """One for each claimed number; none where nothing is on record."""
     measured_on: str
     """Folder under data/ of the GPU whose records were asked."""
-    records: tuple[str, ...]
+    records: tuple[str, ...] = ()
     """File and line of each record under data/; none where the number was computed or compiled."""
-    stages: tuple[str, ...]
+    stages: tuple[str, ...] = ()
     """Stages and dead ends that it is about."""
-    older: bool
+    older: bool = False
     """Whether a record that it rests on is older than the rules, so that its outcome could be known to their author."""
     reason: str
     """One sentence."""
-    conclusion: str
+    conclusion: str = ""
     """What may be concluded for the model that the claim is about; empty where there is nothing to add."""
 
     @property
@@ -364,16 +277,6 @@ class Verdict(BaseModel):
             "reason": self.reason,
             **self.model_dump(mode="json", exclude={"id", "verdict", "reason"}),
         }
-
-
-def _as_factors(rule: str, unit: str, ours: Estimate, claimed: Range | None) -> tuple[Estimate, Range | None]:
-    """Gains in percent as the factors that the rule takes."""
-    if rule != "gain" or unit != "%" or claimed is None:
-        return ours, claimed
-    return (
-        Estimate(value=1 + ours.value / 100, low=1 + ours.low / 100, high=1 + ours.high / 100),
-        Range(low=1 + claimed.low / 100, high=1 + claimed.high / 100),
-    )
 
 
 _WORDS: Mapping[Kind, str] = {
@@ -415,79 +318,60 @@ def _against(number: Number, claimed: Range | None) -> str:
     return told
 
 
-def evaluate(claim: Claim, evidence: Evidence) -> Verdict:
+def evaluate(claim: Claim, records: Records) -> Verdict:
     """The verdict on one claim from a GPU's records. Never raises for what is not on record: it is `pending` then."""
-    common: dict[str, Any] = {
-        "id": claim.id,
-        "source": claim.source,
-        "claim": claim.claim,
-        "claimed": claim.claimed,
-        "gpu": claim.gpu,
-        "rule": claim.rule,
-        "measured_on": evidence.gpu,
+    fields: dict[str, Any] = {
+        name: getattr(claim, name) for name in ("id", "source", "claim", "claimed", "gpu", "rule")
     }
+    fields["measured_on"] = records.gpu
     try:
-        finding = EVALUATORS[claim.id](evidence)
-    except PendingError as missing:
-        carries, why = concludes(claim.gpu, evidence.gpu, "time")
+        finding = find(records, entries()[claim.id])
+    except PendingError as command:
+        carries, why = concludes(claim.gpu, records.gpu, "time")
         absolute = not carries and claim.rule == "near"
         return Verdict(
-            **common,
+            **fields,
             verdict="needs_hardware" if absolute else "pending",
-            numbers=(),
-            records=(),
-            stages=(),
-            older=False,
-            reason=f"What would tell is not on record: `{missing}` makes it.",
+            reason=f"What would tell is not on record: `{command}` makes it.",
             conclusion=why if absolute else "",
         )
-    carries, conclusion = concludes(claim.gpu, evidence.gpu, finding.about, finding.demand_tb_s)
-    numbers, told = [], []
-    for ours, claimed, unit in zip(finding.estimates, claim.numbers, claim.units, strict=True):
-        kind: Kind = judge(claim.rule, *_as_factors(claim.rule, unit, ours, claimed))
+    carries, conclusion = concludes(claim.gpu, records.gpu, finding.about, finding.demand_tb_s)
+    numbers, sentences = [], []
+    for ours, claimed, unit in zip(finding.numbers, claim.numbers, claim.units, strict=True):
+        factor = claimed
+        if claim.rule == "gain" and unit == "%":  # A gain in percent is judged as the factor that it is.
+            factor = claimed and Range(low=1 + claimed.low / 100, high=1 + claimed.high / 100)
+        kind = judge(claim.rule, ours, factor)
         if claim.rule == "same_problem" and len(set(finding.problems)) > 1:
             kind = "not_comparable"
         if not carries:
             kind = "needs_hardware"
+        shown_ours = ours if factor == claimed else ours.percent_gain()
         number = Number(
-            claimed="" if claimed is None else str(claimed),
-            value=ours.value,
-            low=ours.low,
-            high=ours.high,
+            claimed=str(claimed or ""),
             unit=unit,
             verdict=kind,
+            **{name: getattr(shown_ours, name) for name in ("value", "low", "high")},
         )
         numbers.append(number)
-        told.append(_against(number, claimed))
-    if conclusion and not _carries_time(claim.gpu, evidence.gpu):
-        more = shown_without(claim.gpu, finding.stages, evidence.gpu, evidence.data)
+        sentences.append(_against(number, claimed))
+    kin = kinship(claim.gpu, records.gpu)
+    if conclusion and not (kin and kin.time):
+        more = shown_without(claim.gpu, finding.stages, records.gpu, records.data)
         conclusion = " ".join(filter(None, (conclusion, more)))
     compared = f" (compared: {' with '.join(finding.problems)})" if finding.problems else ""
     beside = f"; {finding.beside}" if finding.beside else ""
+    places = tuple(row.place for row in finding.rows)
     return Verdict(
-        **common,
-        verdict=least_favourable([number.verdict for number in numbers]),
+        **fields,
+        verdict=least_favourable(number.verdict for number in numbers),
         numbers=tuple(numbers),
-        records=finding.places,
-        stages=tuple(name for name in finding.stages if name not in peers.PEERS),
-        older=any(_older(place) for place in finding.places),
-        reason=f"{_capital(finding.said)}: {'; '.join(told)}{compared}{beside}.",
+        records=places,
+        stages=finding.stages,
+        older=any(Path(place).name < RULES_WRITTEN for place in places),
+        reason=f"{finding.text[:1].upper()}{finding.text[1:]}: {'; '.join(sentences)}{compared}{beside}.",
         conclusion=conclusion,
     )
-
-
-def _older(place: str) -> bool:
-    """Whether a record was made before the rules were."""
-    return Path(place).name < RULES_WRITTEN
-
-
-def _carries_time(claimed: str, measured: str) -> bool:
-    kin = kinship(claimed, measured)
-    return kin is not None and kin.time
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def verdicts(gpu: str, data: Path = DATA, claims: Path = CLAIMS) -> tuple[Verdict, ...]:
@@ -497,9 +381,14 @@ def verdicts(gpu: str, data: Path = DATA, claims: Path = CLAIMS) -> tuple[Verdic
         NoDataError: the GPU has no run.
         ParameterError: as `read`.
     """
-    records.runs(gpu, data)
-    evidence = Evidence(gpu, data)
-    return tuple(evaluate(claim, evidence) for claim in read(claims))
+    store.runs(gpu, data)
+    on_record = Records(gpu, data)
+    return tuple(evaluate(claim, on_record) for claim in read(claims))
+
+
+def as_json(found: Sequence[Verdict]) -> str:
+    """What data/<gpu>/verdicts.json holds."""
+    return json.dumps([one.model_dump(mode="json") for one in found], indent=1, ensure_ascii=False) + "\n"
 
 
 def write(found: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
@@ -509,9 +398,8 @@ def write(found: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
         OutputError: it cannot be written.
     """
     path = writable_dir(data / gpu, "verdicts") / VERDICTS
-    text = json.dumps([one.model_dump(mode="json") for one in found], indent=1, ensure_ascii=False)
-    path.write_text(text + "\n", encoding="utf-8")
-    records.write_checksums(gpu, data)
+    path.write_text(as_json(found), encoding="utf-8")
+    store.write_checksums(gpu, data)
     return path
 
 
@@ -557,27 +445,45 @@ def _kind(one: Verdict | None) -> Kind | None:
 
 # --- Measuring what nothing else measures -----------------------------------------------------------------------------
 
-LIBRARIES = ("sdpa", "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
-"""Libraries that the claims of the suite `claims` are about."""
-STAGES = (
-    *("00_naive", "01_coalesced", "02_half2", "03_warp_rows", "04_wmma_qk", "05_wmma", "06_cp_async"),
-    *("t0_triton", *(name for name, stage in registry.CUDA_STAGES.items() if "PINGPONG" in stage.params)),
-)
-"""Stages that claims of the suite `claims` are about."""
-DEAD_ENDS: tuple[tuple[Problem, tuple[str, ...]], ...] = (
-    (FIRST, ("00_naive", "branch_free", "cublaslt_unfused", "split_k")),
-    (SINGLE, ("wmma_no_smem", "fp8_simulated")),
-    (PAIR, ("tile48",)),
-)
-"""Dead ends that claims are about, where they are, with the stage that one of them is held against."""
-AXES = ("tile", "warps", "padding-wmma", "reduction", "buffers-wmma", "registers", "feed", "order-wgmma")
-"""Ablations that claims are about."""
-SPLIT = ("04_wmma_qk",)
-"""Stages whose time is split into parts for a claim."""
-CEILINGS = ("launch", "copy", "mma_sync_float16", "tensor_float16")
-"""Limits that claims are held against."""
 SINGLE_CALLS = 300
 _WARM_UP_CALLS = 20
+
+
+def _entries() -> list[Entry]:
+    return [entry for claim in entries().values() for entry in (claim, *claim.beside)]
+
+
+def ceilings() -> list[str]:
+    """Limits that claims are held against."""
+    return [name for entry in _entries() for name in entry.names if name in limits.CEILINGS]
+
+
+def ladder(stages: Sequence[str] | None = None, *, everything: bool = True) -> dict[Problem, list[str]]:
+    """What claims need of each problem, dead ends apart: the ladder, and the libraries that ledger.toml names.
+
+    Args:
+        stages: of the ladder only these ids; all where None.
+        everything: the first shape too, and libraries in the element type that they are named in.
+    """
+    rungs = [name for name in registry.STAGES if stages is None or name in stages]
+    named = [(entry.problem, name) for entry in _entries() for name in entry.names if name in peers.PEERS]
+    libraries = dict.fromkeys(name for problem, name in named if problem.dtype == "float16")
+    problems = [*(suite("first") if everything else ()), *(one for one in suite("claims") if not one.causal)]
+    wanted = {problem: [*rungs, *libraries] for problem in problems}
+    for problem, name in named if everything else ():
+        if problem.dtype != "float16":
+            wanted[problem] = list(dict.fromkeys([*wanted.get(problem, ()), name]))
+    return wanted
+
+
+def dead_ends() -> dict[Problem, list[str]]:
+    """Dead ends that claims are about, by problem, with what they are held against."""
+    wanted: dict[Problem, list[str]] = {}
+    for entry in _entries():
+        if registry.DEAD_ENDS.keys() & set(entry.names) and not entry.counts:
+            before = wanted.get(entry.problem, ())
+            wanted[entry.problem] = list(dict.fromkeys([*before, *entry.names, "sdpa"]))
+    return wanted
 
 
 def measure(
@@ -585,16 +491,23 @@ def measure(
     data: Path = DATA,
     device: int = 0,
     stages: Sequence[str] | None = None,
+    everything: bool = False,
     calls: int = SINGLE_CALLS,
     progress: Callable[[bench.Progress], None] | None = None,
     note: Callable[[str], None] | None = None,
 ) -> tuple[Path, ...]:
     """Measure what the claims need and no other command does: the suite `claims`, some limits, and single calls.
 
+    With `everything`, what other commands measure too, in a few minutes: the first shape, dead ends, ablations, parts.
+    Dead ends are then a run of their own, since a run with a dead end tells of dead ends alone (`results`). Axes and
+    parts that this very code measured since this machine's start are not measured again. Profiles are not taken anew:
+    Nsight Compute needs a permission that a rented GPU may refuse; nor is the comparison over hostile lengths, which
+    `flashlab check` records.
+
     Args:
         data: folder of the records.
         device: CUDA device index.
-        stages: of `STAGES`, only these ids; all of them where None.
+        stages: of the ladder, only these ids; all of them where None.
         calls: how many single calls are timed.
         progress, note: as `bench.run` takes them.
 
@@ -604,105 +517,67 @@ def measure(
     Raises:
         As `bench.run`.
     """
-    problems = [problem for problem in suite("claims") if not problem.causal]
-    run = bench.run(
-        problems,
-        stages=[name for name in STAGES if stages is None or name in stages],
-        peers=LIBRARIES,
-        plan=bench.plan_of("claims"),
-        ceilings=CEILINGS,
-        data=data,
-        device=device,
-        progress=progress,
-        note=note,
-    )
-    return run, time_calls("sdpa", SINGLE, data=data, device=device, calls=calls)
-
-
-def reproduce(
-    *,
-    data: Path = DATA,
-    device: int = 0,
-    stages: Sequence[str] | None = None,
-    progress: Callable[[bench.Progress], None] | None = None,
-    note: Callable[[str], None] | None = None,
-) -> tuple[Path, ...]:
-    """Measure what judges the claims, in a few minutes: the first shape, dead ends, ablations, parts, and `measure`.
-
-    One run holds stages and libraries, another one dead ends with what they are held against: a run with a dead end
-    tells of dead ends alone (`results`). Axes and parts that this very code measured since this machine's start are not
-    measured again. Profiles are not taken anew: Nsight Compute needs a permission that a rented GPU may refuse; nor is
-    the comparison over hostile lengths, which `flashlab check` records.
-
-    Args:
-        data, device, stages, progress, note: as `measure` takes them.
-
-    Returns:
-        The files of the records.
-
-    Raises:
-        As `bench.run`.
-    """
     where: dict[str, Any] = {"data": data, "device": device, "progress": progress}
-    made = []
-    for wanted, ceilings in zip(_wanted(stages), (CEILINGS, ()), strict=True):
-        names = dict.fromkeys(name for of_problem in wanted.values() for name in of_problem)
-        made.append(
-            bench.run(
-                list(wanted),
-                stages=[name for name in names if name not in peers.PEERS],
-                peers=[name for name in names if name in peers.PEERS],
-                only=partial(_is_in, wanted),
-                plan=bench.plan_of("claims"),
-                ceilings=ceilings,
-                note=note,
-                **where,
-            )
+    runs = [(ladder(stages, everything=everything), ceilings())]
+    if everything:
+        runs.append((dead_ends(), []))
+    made = [
+        bench.run(
+            list(wanted),
+            stages=[name for name in _joined(wanted) if name not in peers.PEERS],
+            peers=[name for name in _joined(wanted) if name in peers.PEERS],
+            only=partial(_is_in, wanted),
+            plan=bench.plan_of("claims"),
+            ceilings=of_gpu,
+            note=note,
+            **where,
         )
-    slug = gpus.info(device).slug
-    just_made = _just_made()
-    levels = {
-        (one.axis, one.level)
-        for one in records.ablations(slug, data)
-        if one.problem.problem() == FIRST and just_made(one)
-    }
-    axes = [name for name in AXES if any((name, level.name) not in levels for level in ablation.AXES[name].levels)]
-    if axes:
-        made.append(ablation.measure(axes, **where))
-    parts = {
-        (one.stage, one.left_out)
-        for one in records.parts(slug, data)
-        if one.problem.problem() == SINGLE and just_made(one)
-    }
-    if any((stage, part) not in parts for stage in SPLIT for part in ablation.PARTS):
-        made.append(ablation.split(SPLIT, note=note, **where))
-    return (*made, time_calls("sdpa", SINGLE, data=data, device=device))
+        for wanted, of_gpu in runs
+    ]
+    if everything:
+        made += _measure_variants(note, where)
+    for entry in _entries():
+        if entry.quantity == "call_time":
+            made += [time_calls(name, entry.problem, data=data, device=device, calls=calls) for name in entry.names]
+    return tuple(made)
 
 
-def _wanted(stages: Sequence[str] | None) -> tuple[Mapping[Problem, Sequence[str]], Mapping[Problem, Sequence[str]]]:
-    """What `reproduce` times at each problem, of the ladder only `stages` where those are named; and the dead ends."""
-
-    def chosen(ids: Iterable[str]) -> list[str]:
-        return [name for name in ids if stages is None or name in stages]
-
-    ladder = {problem: [*chosen(registry.STAGES), *LIBRARIES] for problem in suite("first")}
-    ladder |= {problem: [*chosen(STAGES), *LIBRARIES] for problem in suite("claims") if not problem.causal}
-    ladder[Problem.parse(FIRST_SHAPE, dtype="bfloat16")] = ["fa3"]
-    return ladder, {problem: [*ids, "sdpa"] for problem, ids in DEAD_ENDS}
+def _joined(wanted: Mapping[Problem, Sequence[str]]) -> dict[str, None]:
+    return dict.fromkeys(name for names in wanted.values() for name in names)
 
 
 def _is_in(wanted: Mapping[Problem, Sequence[str]], problem: Problem, name: str) -> bool:
     return name in wanted[problem]
 
 
-def _just_made() -> Callable[[records.Ablation | records.Part], bool]:
+def _measure_variants(note: Callable[[str], None] | None, where: Mapping[str, Any]) -> list[Path]:
+    """Ablations and parts that claims are about, but for those that were measured by this code since this start."""
+    slug, data, just_made = gpus.info(where["device"]).slug, where["data"], _just_made()
+    levels = {(one.problem.problem(), one.axis, one.level) for one in store.ablations(slug, data) if just_made(one)}
+    axes = [
+        axis
+        for axis in dict.fromkeys(entry.axis for entry in _entries() if entry.axis)
+        if any((FIRST, axis, level.name) not in levels for level in ablation.AXES[axis].levels)
+    ]
+    made = [ablation.measure(axes, **where)] if axes else []
+    parts = {(one.problem.problem(), one.stage, one.left_out) for one in store.parts(slug, data) if just_made(one)}
+    split_up = [
+        name
+        for entry in _entries()
+        for name in entry.names
+        if entry.quantity == "time_shares" and any((entry.problem, name, part) not in parts for part in ablation.PARTS)
+    ]
+    return [*made, ablation.split(split_up, note=note, **where)] if split_up else made
+
+
+def _just_made() -> Callable[[store.Ablation | store.Part], bool]:
     """Says whether a record is of this code, unedited, and of this start of this machine."""
     commit, dirty = provenance.source()
-    source = records.Source(commit=commit, dirty=dirty)
+    source = store.Source(commit=commit, dirty=dirty)
     at = provenance.start()
-    start = records.Start.model_validate(at) if at and not dirty else None
+    start = store.Start.model_validate(at) if at and not dirty else None
 
-    def just_made(one: records.Ablation | records.Part) -> bool:
+    def just_made(one: store.Ablation | store.Part) -> bool:
         return start is not None and one.source == source and one.start is not None and one.start.same_as(start)
 
     return just_made
@@ -745,61 +620,29 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
             if index >= _WARM_UP_CALLS:
                 times.append((perf_counter_ns() - began) / 1e3)
     commit, dirty = provenance.source()
-    source = records.Source(commit=commit, dirty=dirty)
+    source = store.Source(commit=commit, dirty=dirty)
     now = datetime.now(UTC)
-    run = records.run_id(source, now)
+    run = store.run_id(source, now)
     path = data / info.slug / "calls" / f"{run}.jsonl"
-    records.append(
+    store.append(
         path,
         Call(
             run=run,
             time=now.isoformat(timespec="seconds"),
-            gpu=records.Gpu.model_validate({field: getattr(info, field) for field in records.Gpu.model_fields}),
+            gpu=store.Gpu.model_validate({field: getattr(info, field) for field in store.Gpu.model_fields}),
             source=source,
             software=provenance.software(),
             name=name,
-            problem=records.ProblemFields.of(problem),
+            problem=store.ProblemFields.of(problem),
             time_us=tuple(times),
         ),
     )
-    records.write_checksums(info.slug, data)
+    store.write_checksums(info.slug, data)
     return path
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, kw_only=True)
-class Contradiction:
-    """Claims that cannot all hold."""
-
-    what: str
-    ids: tuple[str, ...]
-
-
-CONTRADICTIONS: tuple[Contradiction, ...] = (
-    Contradiction(what="One scalar baseline at one shape on one GPU has two rates.", ids=("A01", "B01")),
-    Contradiction(
-        what="The two rates lie a factor of hundreds apart, the latencies that are made of them one of thousands.",
-        ids=("A01", "A03", "A15"),
-    ),
-    Contradiction(what="The factor is not the ratio of the two latencies beside it.", ids=("C04", "C06", "C05")),
-    Contradiction(
-        what="A rate is called ambitious for a chip on which a library is measured at many times that rate.",
-        ids=("B17", "A03"),
-    ),
-    Contradiction(
-        what="A share of a batch is set against a whole call of a larger problem.", ids=("C07", "C06", "C09")
-    ),
-    Contradiction(what="A limit of shared memory is what a block gets unasked, not what the chip has.", ids=("D04",)),
-    Contradiction(
-        what="What Amdahl's law is said to allow was exceeded, and the formula is not the law.", ids=("D07", "D08")
-    ),
-    Contradiction(
-        what="A kernel is memory-bound in the text and far from the roof by its own shape and time.", ids=("D06", "B16")
-    ),
-)
-"""Where the documents contradict one another, themselves, or the chip."""
 
 NOTHING_YET = (
     "**Nothing has been measured yet.** No GPU has records that could judge the claims; `flashlab bench` makes some."
@@ -868,7 +711,7 @@ def standing(found: Sequence[Verdict]) -> str:
 
 def rules_table() -> str:
     """The rules, as a Markdown table."""
-    return tables.markdown(("rule", "what it says"), [(f"`{one.name}`", one.meaning) for one in RULES.values()], left=2)
+    return tables.markdown(("rule", "what it says"), [(f"`{name}`", rule.told) for name, rule in RULES.items()], left=2)
 
 
 def kinds_table() -> str:
@@ -880,12 +723,12 @@ def contradictions(found: Sequence[Verdict]) -> str:
     """Where the claims contradict one another or the chip, and what we found, as a Markdown table."""
     by_id = {one.id: one for one in found}
     rows: list[list[tables.Cell]] = []
-    for one in CONTRADICTIONS:
-        these = [by_id[name] for name in one.ids if name in by_id]
+    for one in facts()["contradictions"]:
+        these = [by_id[name] for name in one["ids"] if name in by_id]
         rows.append(
             [
                 ", ".join(each.id for each in these),
-                one.what,
+                one["what"],
                 "; ".join(f"{each.id}: {each.claimed or each.claim}" for each in these),
                 "; ".join(f"{each.id}: {shown(each.decisive)}" for each in these if each.decisive) or None,
                 ", ".join(f"{each.id} {words(each.verdict)}" for each in these),

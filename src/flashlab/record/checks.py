@@ -152,8 +152,9 @@ def _long(short: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
     """The comparisons in a file of either format.
 
-    Each has run, time, gpu, source, software, stage, problem (its fields), layout, status, reason, verdict and, where
-    the emulator was asked, emulator, and where the kernel left its fast path, fallbacks.
+    Each has line (its number in the file, from 1), run, time, gpu, source, software, stage, problem (its fields),
+    layout, status, reason, verdict and, where the emulator was asked, emulator, and where the kernel left its fast
+    path, fallbacks.
 
     Raises:
         DamagedRecordError: a line that is none.
@@ -168,7 +169,8 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
             if "format" in line:
                 header = {key: value for key, value in line.items() if key != "format"}
             else:
-                found.extend([{**header, **one} for one in _expanded(line)] if header else [_first_format(line)])
+                rows = [{**header, **one} for one in _expanded(line)] if header else [_first_format(line)]
+                found.extend({**row, "line": number} for row in rows)
         except (ValueError, KeyError, TypeError, FlashlabError) as error:
             raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {error!r}") from error
     return tuple(found)

@@ -303,7 +303,7 @@ class Lab:
         from flashlab.experiments import ledger as claims
 
         with _progress_bar() as progress:
-            claims.reproduce(data=self.data, stages=self.stages, progress=progress)
+            claims.measure(data=self.data, stages=self.stages, everything=True, progress=progress)
         self.__dict__.pop("results", None)
 
     def claims(self) -> tuple[ClaimVerdict, ...]:
