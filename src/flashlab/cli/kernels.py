@@ -6,14 +6,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, complain, following, say
-from flashlab.core.errors import CheckFailedError, CompileError, NoDataError, ParameterError
+from flashlab.core.errors import CheckFailedError, CompileError, ParameterError
 from flashlab.core.inputs import TRAINED
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
@@ -222,7 +221,7 @@ def check(
             name: getattr(row, name)
             for name in ("stage", "layout", "status", "reason", "verdict", "findings", "emulator")
         }
-        | {**problem_fields(row.problem), "schedule": row.schedule or None}
+        | {**row.problem.flat(), "schedule": row.schedule or None}
         | {"fallbacks": row.fallbacks and row.fallbacks._asdict()}
         for row in results.rows
     ]
@@ -274,82 +273,18 @@ def explain(
 
     For this machine's GPU, or one under data/; --arch is that of a --gpu that has no records and is not here.
     """
-    from flashlab.kernels import registry
-    from flashlab.query.kinship import times_carry_over
-    from flashlab.run import choice
+    from flashlab.run import explain as module
 
     problem = Problem.parse(shape, dtype=dtype, mask=mask)
-    name, arch, sm_count = _explained_gpu(gpu, arch, data)
-    ranking = choice.rank(problem, name, arch, sm_count, data)
-    kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None
-    carries, differs = times_carry_over(name, kin) if kin else (True, "")
-    lent = f"{name} has no records of its own, so its nearest kin, {kin}, chooses. {differs}" if kin else ""
-    if ranking.choices:
-        rows = [choice_fields(one, carries=carries) for one in ranking.choices[:3]]
-        reason = choice.reason(problem, ranking)
-    else:
-        # What `attention` falls back to; it raises where nothing runs the problem.
-        last = registry.best(problem, arch)
-        reason = f"Nothing of head dim {problem.head_dim} is on record: the last rung that runs it."
-        tunables = last.parameters(problem.head_dim)
-        rows = [{"stage": last.id, "parameters": tunables, "predicted_us": None, "on_record": False}]
-    answer(
-        [{"": place, **row} for place, row in zip(("taken", "second", "third"), rows, strict=False)],
-        ("", "stage", "parameters", "predicted_us", "time_from", "run", "tuned_on"),
-        as_json=as_json,
-        title=f"{problem.label} on {name}",
-        document={"gpu": name, "arch": arch, **problem_fields(problem), **rows[0]}
-        | {"reason": reason, "kin": kin, "lent": lent, "runners_up": rows[1:]},
-    )
+    chosen = module.explain(problem, gpu=gpu, arch=arch, data=data)
+    rows = [
+        {"": place, **row}
+        for place, row in zip(("taken", "second", "third"), [chosen, *chosen["runners_up"]], strict=False)
+    ]
+    columns = ("", "stage", "parameters", "predicted_us", "time_from", "run", "tuned_on")
+    answer(rows, columns, as_json=as_json, title=f"{problem.label} on {chosen['gpu']}", document=chosen)
     if not as_json:
-        typer.echo(" ".join(filter(None, (reason, lent))))
-
-
-def _explained_gpu(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, int | None]:
-    """Folder, architecture and SMs of the GPU to explain a choice for; None where its SMs are not known."""
-    from flashlab.query.kinship import MODELS, model_in
-    from flashlab.run import choice
-    from flashlab.run import gpu as module
-
-    here = module.info() if module.available() is None else None
-    known = sorted(path.parent.name for path in data.glob(f"*/{choice.FILE}"))
-    name = gpu or (here.slug if here else known[0] if known else None)
-    if name is None:
-        raise NoDataError(
-            f"wanted a GPU, or a table of choices under {data}, found neither. `flashlab tune` and `flashlab tuned` on "
-            "a machine with an NVIDIA GPU make one."
-        )
-    if here is not None and name == here.slug:
-        return name, here.arch, here.sm_count
-    table = choice.table(name, data)
-    if table is not None:
-        return name, table.arch, table.sm_count
-    model = model_in(name)
-    arch = arch or (MODELS[model].arch if model else None)
-    if arch is None:
-        raise ParameterError(
-            f"gpu: wanted one with a table under {data} ({', '.join(known) or 'none yet'}), or --arch beside it, got "
-            f"{name!r}. Architectures: {', '.join(opt.known_archs())}."
-        )
-    return name, arch, None
-
-
-def problem_fields(problem: Problem) -> dict[str, object]:
-    """A problem as JSON has it: for people, and as the options take it."""
-    return {"problem": problem.label} | {name: getattr(problem, name) for name in ("shape", "mask", "dtype", "inputs")}
-
-
-def choice_fields(choice: Any, *, carries: bool = True) -> dict[str, Any]:
-    """A choice as JSON has it; without its time where that does not carry over."""
-    return {
-        "stage": choice.stage.id,
-        "parameters": dict(choice.parameters),
-        "predicted_us": choice.time_us if carries else None,
-        "on_record": choice.distance == 0,
-        "time_from": choice.row.problem.label,
-        "run": choice.row.run,
-        "tuned_on": choice.tuned_on.problem.label if choice.tuned_on else None,
-    }
+        typer.echo(" ".join(filter(None, (chosen["reason"], chosen["lent"]))))
 
 
 COMMANDS = {"stages": stages, "compile": compile_, "sass": sass, "check": check, "explain": explain}

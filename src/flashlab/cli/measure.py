@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.kernels import choice_fields, kept_wrong, problem_fields
+from flashlab.cli.kernels import kept_wrong
 from flashlab.cli.output import answer, following, say
 from flashlab.cli.records import RUN_COLUMNS
 from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
@@ -198,6 +198,7 @@ def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = Fal
     """
     from flashlab.measure import tune as module
     from flashlab.record import store
+    from flashlab.run import explain
     from flashlab.run import gpu as devices
 
     known = store.gpus(data, "tuning")
@@ -211,8 +212,8 @@ def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = Fal
     held = module.held_against(gpu, data=data)
     rows = [
         {
-            **problem_fields(one.problem),
-            **choice_fields(one.choice),
+            **one.problem.flat(),
+            **explain.flat(one.choice),
             "run": one.run or None,
             "measured_us": one.time_us,
             "sdpa_us": one.peer_us,

@@ -50,13 +50,6 @@ def sources(texts: Sequence[str] | None) -> dict[str, Path]:
     return files
 
 
-def known_archs() -> tuple[str, ...]:
-    """The architectures that stages are compiled for."""
-    from flashlab.kernels import registry
-
-    return registry.ARCHS
-
-
 def _complete(incomplete: str) -> list[str]:
     """The stages that a shell offers for the beginning of an id, or of the last of several joined by commas."""
     from flashlab.kernels import names
@@ -76,13 +69,15 @@ def _resolve_all(values: Sequence[str] | None) -> list[str] | None:
 
 
 def _known_arch(value: str | None) -> str | None:
-    if value is not None and value not in known_archs():
-        raise ParameterError(f"arch: wanted one of {', '.join(known_archs())}, got {value!r}")
+    from flashlab.kernels.registry import ARCHS
+
+    if value not in (None, *ARCHS):
+        raise ParameterError(f"arch: wanted one of {', '.join(ARCHS)}, got {value!r}")
     return value
 
 
 def _known_archs(values: Sequence[str] | None) -> list[str]:
-    return [arch for value in values or () if (arch := _known_arch(value))]
+    return [str(_known_arch(value)) for value in values or ()]
 
 
 STAGE = typer.Argument(

@@ -106,6 +106,11 @@ class Problem:
         """For people: `B16 H16 S2048 D64 causal float16`, and the inputs where they are not normal."""
         return f"{self.sizes} {self.mask} {self.dtype}" + ("" if self.inputs == NORMAL else f" {self.inputs}")
 
+    def flat(self) -> dict[str, object]:
+        """As JSON has it: for people, and as the options of a command take it."""
+        fields = ("shape", "mask", "dtype", "inputs")
+        return {"problem": self.label} | {name: getattr(self, name) for name in fields}
+
     @property
     def visible_scores(self) -> float:
         """Scores a head needs: q_len · kv_len, under a causal mask the area below the diagonal.

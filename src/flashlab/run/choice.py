@@ -307,24 +307,3 @@ def stage_for(problem: Problem, gpu: str, arch: str, sm_count: int | None = None
     """
     choices = rank(problem, gpu, arch, sm_count, data).choices
     return choices[0].stage if choices else registry.best(problem, arch)
-
-
-def reason(problem: Problem, ranking: Ranking) -> str:
-    """Why the first choice of a ranking is taken, in a sentence or two, for people."""
-    first, *others = ranking.choices
-    row = first.row
-    taken = f"{row.time_us:.1f} µs in run {row.run}"
-    if row.problem == problem:
-        text = f"On record at this problem, where {row.stage} took {taken}"
-    else:
-        sizes = ratios(problem, row)
-        kinds = {"mask": problem.mask == row.problem.mask, "type": problem.dtype == row.problem.dtype}
-        same = [name for name, ratio in sizes.items() if ratio == 1] + [name for name, alike in kinds.items() if alike]
-        other = [f"{ratio:.3g} times the {name}" for name, ratio in sizes.items() if ratio != 1]
-        other += [f"another {name}" for name, alike in kinds.items() if not alike]
-        facts = "; ".join([*([f"same {', '.join(same)}"] if same else []), *([", ".join(other)] if other else [])])
-        text = f"Nearest problem on record: {row.problem.label} ({facts}), where {row.stage} took {taken}"
-    if row.parameters != first.parameters:
-        text += " with other tunables"
-    measured = sum(choice.row.problem == row.problem for choice in ranking.choices)
-    return f"{text}; the least of {len(others) + 1} stages, {measured} of them timed there."

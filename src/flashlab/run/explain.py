@@ -1,0 +1,117 @@
+"""Why a problem gets the stage and the tunables that `flashlab.attention` takes: what `flashlab explain` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from flashlab.core.errors import NoDataError, ParameterError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Problem
+from flashlab.kernels import registry
+from flashlab.query.kinship import MODELS, model_in, times_carry_over
+from flashlab.record import store
+from flashlab.run import choice
+from flashlab.run import gpu as devices
+from flashlab.run.choice import Choice, Ranking
+
+
+def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None, data: Path = DATA) -> dict[str, Any]:
+    """The choice for a problem on a GPU that need not be here, why, and the two that come next.
+
+    Args:
+        problem: what is computed.
+        gpu: folder name under data/; the GPU at hand where None, else the one with most records.
+        arch: its architecture, of one that has no records and is not here.
+        data: folder of the records.
+
+    Returns:
+        As `flashlab explain --json` prints it.
+
+    Raises:
+        UnsupportedError: no stage runs the problem there.
+        NoDataError: no GPU is named or at hand, and none has a table.
+        ParameterError: nothing says the architecture of `gpu`.
+        DamagedRecordError: a table cannot be read.
+    """
+    name, arch, sm_count = _device(gpu, arch, data)
+    ranking = choice.rank(problem, name, arch, sm_count, data)
+    kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None
+    carries, differs = times_carry_over(name, kin) if kin else (True, "")
+    if ranking.choices:
+        chosen, *others = (flat(one, carries=carries) for one in ranking.choices[:3])
+        why = reason(problem, ranking)
+    else:
+        # What `attention` falls back to; it raises where nothing runs the problem.
+        last = registry.best(problem, arch)
+        chosen, others = {"stage": last.id, "parameters": last.parameters(problem.head_dim)}, []
+        chosen |= {"predicted_us": None, "on_record": False}
+        why = f"Nothing of head dim {problem.head_dim} is on record: the last rung that runs it."
+    return {
+        "gpu": name,
+        "arch": arch,
+        **problem.flat(),
+        **chosen,
+        "reason": why,
+        "kin": kin,
+        "lent": f"{name} has no records of its own, so its nearest kin, {kin}, chooses. {differs}" if kin else "",
+        "runners_up": others,
+    }
+
+
+def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, int | None]:
+    """Folder, architecture and SMs of the GPU to explain a choice for; None where its SMs are not known."""
+    here = devices.info() if devices.available() is None else None
+    tables = [name for name in store.gpus(data) if choice.path_of(name, data).is_file()]
+    tables += sorted({path.parent.name for path in data.glob(f"*/{choice.FILE}")} - {*tables})
+    name = gpu or (here.slug if here else next(iter(tables), None))
+    if name is None:
+        raise NoDataError(
+            f"wanted a GPU, or a table of choices under {data}, found neither. `flashlab tune` and `flashlab tuned` on "
+            "a machine with an NVIDIA GPU make one."
+        )
+    if here is not None and name == here.slug:
+        return name, here.arch, here.sm_count
+    if (table := choice.table(name, data)) is not None:
+        return name, table.arch, table.sm_count
+    model = model_in(name)
+    if arch is None and model is None:
+        raise ParameterError(
+            f"gpu: wanted one with a table under {data} ({', '.join(tables) or 'none yet'}), or --arch beside it, got "
+            f"{name!r}. Architectures: {', '.join(registry.ARCHS)}."
+        )
+    return name, arch or MODELS[str(model)].arch, None
+
+
+def flat(chosen: Choice, *, carries: bool = True) -> dict[str, Any]:
+    """A choice as JSON has it; without its time where that does not carry over."""
+    return {
+        "stage": chosen.stage.id,
+        "parameters": dict(chosen.parameters),
+        "predicted_us": chosen.time_us if carries else None,
+        "on_record": chosen.distance == 0,
+        "time_from": chosen.row.problem.label,
+        "run": chosen.row.run,
+        "tuned_on": chosen.tuned_on.problem.label if chosen.tuned_on else None,
+    }
+
+
+def reason(problem: Problem, ranking: Ranking) -> str:
+    """Why the first choice of a ranking is taken, in a sentence or two, for people."""
+    first, *others = ranking.choices
+    row = first.row
+    taken = f"{row.time_us:.1f} µs in run {row.run}"
+    if row.problem == problem:
+        text = f"On record at this problem, where {row.stage} took {taken}"
+    else:
+        sizes = choice.ratios(problem, row)
+        kinds = {"mask": problem.mask == row.problem.mask, "type": problem.dtype == row.problem.dtype}
+        same = [name for name, ratio in sizes.items() if ratio == 1] + [name for name, alike in kinds.items() if alike]
+        other = [f"{ratio:.3g} times the {name}" for name, ratio in sizes.items() if ratio != 1]
+        other += [f"another {name}" for name, alike in kinds.items() if not alike]
+        facts = "; ".join([*([f"same {', '.join(same)}"] if same else []), *([", ".join(other)] if other else [])])
+        text = f"Nearest problem on record: {row.problem.label} ({facts}), where {row.stage} took {taken}"
+    if row.parameters != first.parameters:
+        text += " with other tunables"
+    measured = sum(one.row.problem == row.problem for one in ranking.choices)
+    return f"{text}; the least of {len(others) + 1} stages, {measured} of them timed there."
