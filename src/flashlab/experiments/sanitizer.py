@@ -1,38 +1,37 @@
 """compute-sanitizer over every stage: out-of-bounds accesses, races, uninitialised reads, barriers that do not match.
 
-Each tool runs a process of this module that launches every stage over head dims, masks, element types, lengths and
+Each tool runs a worker of this module that launches every stage over head dims, masks, element types, lengths and
 aligned and odd rows; memory is allocated for each call anew, so that an access past an array is past an allocation.
-What is on record says how often each stage was launched, and what was found in it.
+A record says how often a stage was launched under a tool, and what the tool found in it.
 
     PYTHONPATH=src python3 scripts/sanitize.py     appends to data/<gpu>/sanitizer/
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flashlab.build import compiler
 from flashlab.core.errors import FlashlabError, LaunchError, MissingError, ParameterError
-from flashlab.core.paths import DATA, writable_dir
+from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, MASKS, Problem
 from flashlab.kernels import registry
+from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, serve
 from flashlab.record import provenance, store
-from flashlab.record.store import Gpu, Sanitized, Source
+from flashlab.record.store import Gpu, Sanitized
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
 from flashlab.verify.oracle import make_inputs
@@ -51,7 +50,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a tool said of one process."""
+    """What a tool's log says."""
 
     total: int | None
     """Errors by its own count; None where it did not come to its summary."""
@@ -59,6 +58,26 @@ class Found:
     """Reports that name a stage's kernel."""
     words: Mapping[str, tuple[str, ...]]
     """Their first lines, the first few of each stage; those that name no stage under an empty name."""
+
+
+@dataclass
+class _Watched:
+    """What came of the process that a tool watched."""
+
+    launches: Counter[str] = field(default_factory=Counter)
+    failed: dict[str, list[str]] = field(default_factory=dict)
+    """Why launches of a stage failed."""
+    death: str = ""
+    """How it ended early; empty where it came to its end."""
+
+    def act(self, message: Message) -> None:
+        """Count a launch; KeyError where the message is none."""
+        if message["type"] == "launched":
+            self.launches[message["stage"]] += 1
+        elif message["type"] == "failed":
+            self.failed.setdefault(message["stage"], []).append(message["reason"])
+        elif message["type"] != "hello":
+            raise KeyError(message["type"])
 
 
 def parse(text: str) -> Found:
@@ -82,23 +101,23 @@ def parse(text: str) -> Found:
     return Found(total=total, of_stage=counts, words={name: tuple(lines[:_KEPT]) for name, lines in words.items()})
 
 
-def _paragraphs(text: str) -> Iterator[list[str]]:
+def _paragraphs(log: str) -> Iterator[list[str]]:
     """The reports and summaries in a log, a list of lines each; what the tool says of itself is left out."""
     lines: list[str] = []
-    for line in (*text.splitlines(), "========="):
+    for line in (*log.splitlines(), "========="):
         if not line.startswith("========="):
             continue
-        said = line.removeprefix("=========").strip()
-        if said.startswith("COMPUTE-SANITIZER"):
+        text = line.removeprefix("=========").strip()
+        if text.startswith("COMPUTE-SANITIZER"):
             continue
-        if said and not _SUMMARY.search(said):
-            lines.append(said)
+        if text and not _SUMMARY.search(text):
+            lines.append(text)
             continue
         if lines:
             yield lines
         lines = []
-        if said:
-            yield [said]
+        if text:
+            yield [text]
 
 
 def program() -> str:
@@ -139,8 +158,8 @@ def sanitize(
         lengths: (q_len, kv_len) of the launches.
         data: the folder that holds data/<gpu>.
         device: CUDA device index.
-        timeout_s: for each tool.
-        say: told what happens, a line at a time.
+        timeout_s: seconds, for each tool.
+        say: gets what happens, a line at a time.
 
     Returns:
         The file, and its records, one a tool and stage.
@@ -153,91 +172,84 @@ def sanitize(
     unknown = [tool for tool in tools if tool not in TOOLS]
     if unknown or not tools:
         raise ParameterError(f"tools: wanted some of {', '.join(TOOLS)}, got {', '.join(unknown) or 'none'}")
-    found = gpu.info(device)
-    chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
-    able = [stage.id for stage in chosen if found.arch in stage.archs]
+    device_info = gpu.info(device)
+    arch = device_info.arch or ""
+    stages = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
+    able = [stage for stage in stages if arch in stage.archs]
     if not able:
-        raise ParameterError(f"wanted a stage that runs on {found.arch}, got none")
+        raise ParameterError(f"wanted a stage that runs on {arch}, got none")
     command = program()
-    said = version(command)
-    folder = writable_dir(data / found.slug / "sanitizer", "records")
-    commit, dirty = provenance.source()
-    source = Source(commit=commit, dirty=dirty)
-    run = store.run_id(source, datetime.now(UTC))
-    path = folder / f"{run}.jsonl"
-    say("compiling")
-    cuda = [registry.get(stage_id) for stage_id in able if stage_id in registry.CUDA_STAGES]
-    compiler.compile_many(compiler.jobs(cuda, [found.arch or ""], aligned=(True, False)))
-    job = {"stages": able, "lengths": [list(pair) for pair in lengths], "device": device}
+    tool_version = version(command)
+    records: list[Sanitized] = []
+    with Book(data, "sanitizer") as book:
+        fields = {name: getattr(device_info, name) for name in Gpu.model_fields}
+        book.hello({"gpu": fields, "software": provenance.software()})
+        say("compiling")
+        cuda = [stage for stage in able if stage.language == "cuda"]
+        compiler.compile_many(compiler.jobs(cuda, [arch], aligned=(True, False)))
+        job = {"stages": [stage.id for stage in able], "lengths": lengths, "device": device}
 
-    def under(tool: str) -> tuple[Found, dict[str, Any], str]:
-        say(f"{tool}: started")
-        result = _run(command, tool, job, timeout_s)
-        say(f"{tool}: {'no summary' if result[0].total is None else f'{result[0].total} errors'}")
-        return result
+        def under(tool: str) -> tuple[Found, _Watched]:
+            say(f"{tool}: started")
+            found, watched = _run(command, tool, job, timeout_s)
+            say(f"{tool}: {'no summary' if found.total is None else f'{found.total} errors'}")
+            return found, watched
 
-    with ThreadPoolExecutor(len(tools)) as pool:
-        results = dict(zip(tools, pool.map(under, tools), strict=True))
-    written = []
-    for tool, (told, done, tail) in results.items():
-        whole = told.total is not None and bool(done.get("done"))
-        elsewhere = max(0, (told.total or 0) - sum(told.of_stage.values()))
-        for stage_id in able:
-            reasons = (*told.words.get(stage_id, ()), *done.get("failed", {}).get(stage_id, ()))
-            if elsewhere:
-                reasons += told.words.get("", ())
-            record = Sanitized(
-                run=run,
-                time=datetime.now(UTC).isoformat(timespec="seconds"),
-                gpu=Gpu.model_validate({name: getattr(found, name) for name in Gpu.model_fields}),
-                source=source,
-                software=provenance.software(),
-                tool=tool,
-                version=said,
-                stage=stage_id,
-                launches=int(done.get("launches", {}).get(stage_id, 0)),
-                errors=told.of_stage.get(stage_id, 0) + len(done.get("failed", {}).get(stage_id, ())),
-                elsewhere=elsewhere,
-                finished=whole,
-                findings=(*reasons, *(() if whole else (tail,))),
-            )
-            store.append(path, record)
-            written.append(record)
-    store.write_checksums(found.slug, data)
-    return path, tuple(written)
+        with ThreadPoolExecutor(len(tools)) as pool:
+            results = dict(zip(tools, pool.map(under, tools), strict=True))
+        for tool, (found, watched) in results.items():
+            elsewhere = max(0, (found.total or 0) - sum(found.of_stage.values()))
+            finished = found.total is not None and not watched.death
+            for stage in able:
+                failed = watched.failed.get(stage.id, [])
+                record = Sanitized(
+                    **book.header(),
+                    tool=tool,
+                    version=tool_version,
+                    stage=stage.id,
+                    launches=watched.launches[stage.id],
+                    errors=found.of_stage.get(stage.id, 0) + len(failed),
+                    elsewhere=elsewhere,
+                    finished=finished,
+                    findings=(
+                        *found.words.get(stage.id, ()),
+                        *failed,
+                        *(found.words.get("", ()) if elsewhere else ()),
+                        *(() if finished else (watched.death or "the tool wrote no summary",)),
+                    ),
+                )
+                store.append(book.path, record)
+                records.append(record)
+    return book.path, tuple(records)
 
 
-def _run(command: str, tool: str, job: Mapping[str, object], timeout_s: float) -> tuple[Found, dict[str, Any], str]:
-    """What a tool found, what the process it watched says it did, and the end of what both printed."""
+def _run(command: str, tool: str, job: Message, timeout_s: float) -> tuple[Found, _Watched]:
+    """What a tool found, and what came of the process that it watched."""
+    watched, ends = _Watched(), time.monotonic() + timeout_s
+
+    def act(message: Message) -> None:
+        if time.monotonic() > ends:
+            raise WorkerDiedError("timeout", f"no end within {timeout_s:g} s; stopped")
+        watched.act(message)
+
     with tempfile.TemporaryDirectory() as folder:
-        log, report = Path(folder) / "log", Path(folder) / "report"
-        asked = [command, "--tool", tool, *OPTIONS, "--log-file", str(log)]
-        own = [
-            sys.executable,
-            "-m",
-            "flashlab.experiments.sanitizer",
-            "--launch",
-            json.dumps(job),
-            "--report",
-            str(report),
-        ]
+        log = Path(folder) / "log"
+        watch = [command, "--tool", tool, *OPTIONS, "--log-file", str(log)]
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each array an allocation of its own
-        try:
-            ended = subprocess.run(
-                [*asked, *own], capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
-            )
-            tail = f"exit status {ended.returncode}: {(ended.stdout + ended.stderr)[-500:]}"
-        except subprocess.TimeoutExpired:
-            tail = f"no end within {timeout_s:g} s"
+        with Worker([*watch, sys.executable, "-m", "flashlab.experiments.sanitizer"], environment) as worker:
+            try:
+                worker.run(job, act, startup_s=timeout_s, step_s=timeout_s)
+                worker.wait(max(0.0, ends - time.monotonic()))  # until the tool has written its summary
+            except (WorkerDiedError, FlashlabError) as error:
+                watched.death = str(error)
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        done = json.loads(report.read_text(encoding="utf-8")) if report.exists() else {}
-    return parse(text), done, tail
+    return parse(text), watched
 
 
 # --- Under the tool ---------------------------------------------------------------------------------------------------
 
 
-def problems(stage_id: str, lengths: Sequence[tuple[int, int]]) -> list[Problem]:
+def problems(stage_id: str, lengths: Sequence[Sequence[int]]) -> list[Problem]:
     """What a stage is launched on: grouped heads, every head dim, type, mask and pair of lengths it takes."""
     stage = registry.get(stage_id)
     whole = Problem(batch=1, q_heads=2, kv_heads=1, q_len=1, kv_len=1, head_dim=stage.head_dims[0])
@@ -251,30 +263,21 @@ def problems(stage_id: str, lengths: Sequence[tuple[int, int]]) -> list[Problem]
     ]
 
 
-def _launch(job: Mapping[str, Any], report: Path) -> None:
-    """Launch every stage; `report` says how often, and what was refused."""
+def _launch(job: Message, send: Send) -> None:
+    """Launch every stage, and say of each launch whether it ran."""
     torch = importlib.import_module("torch")
     torch.cuda.set_device(job["device"])
-    lengths = [(q_len, kv_len) for q_len, kv_len in job["lengths"]]
-    launches: Counter[str] = Counter()
-    failed: dict[str, list[str]] = {}
-
-    def write(done: bool) -> None:
-        report.write_text(json.dumps({"launches": launches, "failed": failed, "done": done}), encoding="utf-8")
-
+    send({"type": "hello"})
     for stage_id in job["stages"]:
-        for problem in problems(stage_id, lengths):
+        for problem in problems(stage_id, job["lengths"]):
             for odd in (0, 1):
                 try:
                     _launch_once(torch, stage_id, problem, odd)
-                    launches[stage_id] += 1
+                    send({"type": "launched", "stage": stage_id})
                 except (FlashlabError, RuntimeError) as error:
-                    failed.setdefault(stage_id, []).append(f"{problem.label}: {error}")
+                    send({"type": "failed", "stage": stage_id, "reason": f"{problem.label}: {error}"})
                     if isinstance(error, LaunchError) or not isinstance(error, FlashlabError):
-                        write(done=False)
-                        return  # what runs afterwards in this process says nothing
-        write(done=False)
-    write(done=True)
+                        raise  # what runs afterwards in this process says nothing
 
 
 def _launch_once(torch: Any, stage_id: str, problem: Problem, odd: int) -> None:
@@ -300,15 +303,5 @@ def _launch_once(torch: Any, stage_id: str, problem: Problem, odd: int) -> None:
     torch.cuda.synchronize()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """What a tool runs."""
-    parser = argparse.ArgumentParser(prog="python -m flashlab.sanitizer", description="Internal: launches, watched.")
-    parser.add_argument("--launch", required=True, help="stages, lengths and device as JSON")
-    parser.add_argument("--report", type=Path, required=True, help="where to say what was launched")
-    options = parser.parse_args(arguments)
-    _launch(json.loads(options.launch), options.report)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_launch))
