@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
@@ -56,19 +57,16 @@ def _pip(extra: str = "") -> str:
     )
 
 
-def _look(name: str, look: Callable[[], str], *, fix: str, missing: State = "broken", without: str = "") -> Finding:
-    """What `look` says; where it raises, its message.
+def _look(name: str, look: Callable[[], str], *, fix: str = "", lost: str = "") -> Finding:
+    """What `look` says; where it raises, its message and `fix`.
 
-    Args:
-        fix: the command that puts it right.
-        missing: the state where a package or program is missing; of any other error it is `broken`.
-        without: what is lost where it is missing.
+    Where a program is missing without which only `lost` is lost, it is absent; anything else that raises is broken.
     """
     try:
         return Finding(name, "ok", look())
-    except MissingError as error:
-        return Finding(name, missing, f"{error}{without}", fix)
     except FlashlabError as error:
+        if lost and isinstance(error, MissingError):
+            return Finding(name, "absent", f"{lost}: {error}", fix)
         return Finding(name, "broken", str(error).partition("\nCommand:")[0], fix)
 
 
@@ -98,10 +96,8 @@ def _toolchain() -> Iterator[Finding]:
     python = f"{platform.python_version()} at {sys.executable}"
     yield Finding("python", state, python, "" if current else apt("python3 python3-venv"))
     yield _look("compiler", lambda: f"{cubin().compiler}, compiles for {', '.join(ARCHS)}", fix=_pip())
-    yield _look(
-        "disassembler", lambda: f"read {sass.mix(cubin().code)['total']} instructions of stage {stage.id}", fix=_pip()
-    )
-    cpu = _look("cpu", on_cpu, fix=emulator.install_command(), missing="absent", without=". Kernels run on a GPU alone")
+    yield _look("disassembler", lambda: f"read {sass.mix(cubin().code)['total']} instructions", fix=_pip())
+    cpu = _look("cpu", on_cpu, fix=emulator.install_command(), lost="kernels run on a GPU alone")
     yield cpu
     reason = symbols.missing()
     if cpu.state == "ok" and reason:
@@ -115,53 +111,41 @@ def _gpu() -> Iterator[Finding]:
 
     reason = gpu.available()
     try:
-        found = None if reason else gpu.info()
+        here = None if reason else gpu.info()
     except FlashlabError as error:
-        found, reason = None, str(error)
-    if found is None:
+        here, reason = None, str(error)
+    if here is None:
         yield Finding("gpu", "absent", f"{reason} The report replays the committed data.")
     else:
-        yield Finding("gpu", "ok", f"{found.name}, {found.arch}, driver {found.driver}")
-    for name, module, without in (
-        ("torch", "torch", "no measuring"),
-        ("cupy", "cupy", "no measuring"),
-        ("triton", "triton", "no FlexAttention peer"),
-        ("flash-attention-3", "fa3_fwd_interface", "no FlashAttention-3 peer"),
-        ("flash-attention-4", "flash_attn", "no FlashAttention-4 peer"),
+        yield Finding("gpu", "ok", f"{here.name}, {here.arch}, driver {here.driver}")
+    on_cpu = f"and without a GPU of use for the stages in Triton alone: {triton_code.INTERPRETER_NEEDS}"
+    for name, module, lost, without_gpu in (
+        ("torch", "torch", "no measuring", on_cpu),
+        ("cupy", "cupy", "no measuring", "and of no use without a GPU"),
+        ("triton", "triton", "no FlexAttention peer", on_cpu),
+        ("flash-attention-3", "fa3_fwd_interface", "no FlashAttention-3 peer", "and of no use without a GPU"),
+        ("flash-attention-4", "flash_attn", "no FlashAttention-4 peer", "and of no use without a GPU"),
     ):
-        needs = f"of use for the stages in Triton alone, whose interpreter needs {triton_code.INTERPRETER_NEEDS}"
         if importlib.util.find_spec(module):
             names = dict.fromkeys(metadata.packages_distributions().get(module, []))
             yield Finding(name, "ok", ", ".join(f"{one} {metadata.version(one)}" for one in names) or "installed")
         elif gpu.available() is None:
-            yield Finding(name, "absent", f"not installed: {without}", _pip("[gpu]"))
-        elif name in ("torch", "triton"):
-            yield Finding(name, "absent", f"not installed, and without a GPU {needs}")
+            yield Finding(name, "absent", f"not installed: {lost}", _pip("[gpu]"))
         else:
-            yield Finding(name, "absent", "not installed, and of no use without a GPU")
-    tool = _look("ncu", lambda: f"Nsight Compute {profile.version()}, {profile.program()}", fix="", missing="absent")
-    yield tool if tool.state == "ok" else Finding("ncu", tool.state, f"no profiling: {tool.detail}")
+            yield Finding(name, "absent", f"not installed, {without_gpu}")
+    yield _look("ncu", lambda: f"Nsight Compute {profile.version()}, {profile.program()}", lost="no profiling")
 
 
 def _programs() -> Iterator[Finding]:
-    for names, without in (
-        (("git",), "records cannot name the commit that made them"),
-        (("g++",), "Triton and FlexAttention cannot build their launchers"),
-        (CHROMIUM_NAMES, "the tests that open the site in a browser are skipped"),
-    ):
-        path = next(filter(None, map(shutil.which, names)), None)
-        yield (
-            Finding(names[0], "ok", path)
-            if path
-            else Finding(names[0], "absent", f"not on PATH: {without}", apt(names[0]))
-        )
     header = Path(sysconfig.get_path("include")) / "Python.h"
-    if header.is_file():
-        yield Finding("Python.h", "ok", str(header))
-    else:
-        package = apt(f"python{sys.version_info[0]}.{sys.version_info[1]}-dev")
-        without = "not there: Triton and FlexAttention cannot build their launchers"
-        yield Finding("Python.h", "absent", without, package)
+    launchers = "Triton and FlexAttention cannot build their launchers"
+    for name, path, lost, package in (
+        ("git", shutil.which("git"), "records cannot name the commit that made them", "git"),
+        ("g++", shutil.which("g++"), launchers, "g++"),
+        ("chromium", next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None), "no tests in a browser", "chromium"),
+        ("Python.h", header if header.is_file() else None, launchers, f"python3.{sys.version_info[1]}-dev"),
+    ):
+        yield Finding(name, "ok", str(path)) if path else Finding(name, "absent", f"not there: {lost}", apt(package))
 
 
 def _folders() -> Iterator[Finding]:
@@ -169,7 +153,11 @@ def _folders() -> Iterator[Finding]:
         ("cache", cache_dir(), "export FLASHLAB_CACHE=/a/folder/you/may/write"),
         ("build", BUILD, f"sudo chown -R {os.geteuid()} {shlex.quote(str(ROOT))}"),
     ):
-        yield _look(name, lambda: f"{writable_dir(folder, name)} can be written", fix=fix)  # noqa: B023
+        yield _look(name, partial(_writable, folder, name), fix=fix)
+
+
+def _writable(folder: Path, name: str) -> str:
+    return f"{writable_dir(folder, name)} can be written"
 
 
 def _data(data: Path) -> Iterator[Finding]:
@@ -180,15 +168,10 @@ def _data(data: Path) -> Iterator[Finding]:
         lost = f"no recorded runs under {data}: there is nothing to replay"
         yield Finding("data", "absent", lost, "flashlab bench, on a machine with an NVIDIA GPU")
     for name in gpus:
-        damage = store.verify(name, data)
-        if damage:
-            fix = f"git checkout -- {shlex.quote(str(data / name))}"
-            yield Finding(f"data/{name}", "broken", "; ".join(map(str, damage)), fix)
-        else:
-            runs = store.runs(name, data)
-            yield Finding(
-                f"data/{name}", "ok", f"{sum(len(run.records) for run in runs)} sound records in {len(runs)} runs"
-            )
+        damage, runs = store.verify(name, data), store.runs(name, data)
+        sound = f"{sum(len(run.records) for run in runs)} sound records in {len(runs)} runs"
+        fix = f"git checkout -- {shlex.quote(str(data / name))}" if damage else ""
+        yield Finding(f"data/{name}", "broken" if damage else "ok", "; ".join(map(str, damage)) or sound, fix)
 
 
 def doctor(*, data: opt.Data = DATA, as_json: opt.Json = False) -> None:

@@ -17,7 +17,7 @@ from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
-from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, Problem
+from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, Problem, matching
 from flashlab.core.problem import suite as suite_of
 
 
@@ -56,17 +56,11 @@ def bench(
     from flashlab.measure import bench as module
     from flashlab.record import store
 
-    if shape:
-        every = [Problem.parse(text, dtype=of_type, mask=of) for text in shape for of_type in DTYPES for of in MASKS]
-    else:
-        every = list(suite_of(suite))
-    every = [one for one in every if dtype in (None, one.dtype) and mask in (None, one.mask)]
-    problems = [
-        replace(one, inputs=kind)
-        for one in every
-        for kind in kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
-        if (not head_dim or one.head_dim in head_dim) and (not length or one.q_len in length)
-    ]
+    shapes = [Problem.parse(text, dtype=of_type, mask=of) for text in shape or () for of_type in DTYPES for of in MASKS]
+    every = matching(shapes or suite_of(suite), dtype=dtype, mask=mask)
+    kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
+    few = matching(every, head_dim=head_dim, q_len=length)
+    problems = [replace(one, inputs=kind) for one in few for kind in kinds]
     if not problems:
         raise ParameterError(
             f"wanted problems of that kind in {' '.join(shape) if shape else f'suite {suite}'}, found none. It has "

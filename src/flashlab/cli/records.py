@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -14,7 +14,7 @@ from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Cache, Problem, Regime
+from flashlab.core.problem import Cache, Problem, Regime, matching
 
 RUN_COLUMNS = {
     "name": lambda row: row["name"] + (", log-sum-exp on" if row["kind"] == "stage" and row["lse"] else ""),
@@ -63,16 +63,13 @@ def results(
         )
     wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
 
-    def suits(problem: Problem) -> bool:
-        return all(value in (None, getattr(problem, field)) for field, value in wanted.items())
-
     if against_peers:
-        _against_peers(name, data, suits, kinds, as_json)
+        _against_peers(name, data, wanted, kinds, as_json)
         return
     shown = select.load(name, data, kinds)
     for damage in shown.damage:
         say(f"damaged, left out: {damage}")
-    rows = [row for problem, rows in shown.problems.items() if suits(problem) for row in rows]
+    rows = [row for problem in matching(shown.problems, **wanted) for row in shown.problems[problem]]
     if not rows:
         known = "; ".join(problem.label for problem in select.load(name, data, tuple(KINDS)).problems)
         what = " ".join(filter(None, (*wanted.values(), inputs)))
@@ -89,11 +86,11 @@ def results(
     answer([store.flat(row, *state) for row in rows], RUN_COLUMNS, as_json=as_json, title=title)
 
 
-def _against_peers(gpu: str, data: Path, suits: Callable[[Problem], bool], kinds: Sequence[str], as_json: bool) -> None:
+def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], as_json: bool) -> None:
     """Our best stage against the best library, a row a problem."""
     from flashlab.query import select
 
-    pairs = [one for one in select.against_peers(gpu, data, kinds) if suits(one.problem)]
+    pairs = [one for one in select.against_peers(gpu, data, kinds) if matching([one.problem], **wanted)]
     if not pairs:
         raise NoDataError(f"wanted such problems on {', '.join(kinds)} inputs among the records of {gpu}, found none")
     of_best = {"stage µs": "stage_us", "% of peak": "stage_percent_of_peak", "library": "peer", "library µs": "peer_us"}

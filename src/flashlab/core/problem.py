@@ -8,6 +8,7 @@ A query that sees no key has output 0 and log-sum-exp -inf.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -183,6 +184,15 @@ _CAUSAL_SUITES = ("offsets",)
 """Of which the full mask says nothing new."""
 
 SUITES = tuple(_SUITE_CELLS)
+
+
+def matching(problems: Iterable[Problem], **wanted: object) -> list[Problem]:
+    """The problems whose fields are as wanted: of one value, or of any of a list; None and an empty list want nothing.
+
+    For example `matching(suite("standard"), dtype="float16", head_dim=[64, 128])`.
+    """
+    values = {name: value if isinstance(value, list) else [value] for name, value in wanted.items() if value}
+    return [one for one in problems if all(getattr(one, name) in among for name, among in values.items())]
 
 
 def suite(name: str) -> tuple[Problem, ...]:
