@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import struct
+import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,20 +28,21 @@ from flashlab.core import errors
 from flashlab.core.problem import DTYPES, DType, Problem
 from flashlab.kernels import registry
 from flashlab.measure.timer import MicroParams
+from flashlab.record.checks import Fallbacks
+from flashlab.run import arrays as arrays_module
 from flashlab.run import choice, emulator, gpu
-from flashlab.run.attention import (
+from flashlab.run.arguments import (
     AttentionMaps,
     AttentionParams,
-    Fallbacks,
     TensorView,
     grid_for,
     params_for,
-    plan,
-    prepare,
     tile_map,
     tile_maps,
 )
-from flashlab.run.gpu import DeviceArray
+from flashlab.run.arrays import DeviceArray, contiguous_strides
+from flashlab.run.attention import prepare
+from flashlab.run.plan import plan
 from flashlab.run.tensor_map import TensorMap
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import check
@@ -66,7 +68,7 @@ def array(
     return DeviceArray(
         pointer=pointer,
         shape=shape,
-        strides=strides or gpu.contiguous_strides(shape),
+        strides=strides or contiguous_strides(shape),
         dtype=dtype,
         device=device,
         owner=None,
@@ -220,7 +222,7 @@ class _OnGpu:
         ({"q": _OnGpu(), "device": "cpu"}, errors.DeviceError, r"q: wanted NumPy .* on a GPU.*cupy.asnumpy\(q\)"),
         ({"k": _OnGpu()}, errors.DeviceError, r"k: wanted NumPy .* on a GPU"),
         ({"v": [1.0]}, errors.DeviceError, "v: wanted NumPy .*, got list"),
-        ({"v": None}, errors.DeviceError, "v: wanted NumPy .*, got NoneType"),
+        ({"v": None}, errors.DeviceError, "v: wanted NumPy .*, got None$"),
         ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
         ({"stage": "99_none"}, errors.UnknownStageError, "00_naive"),
         ({"params": {"NONE": 1}}, errors.ParameterError, "no parameter"),
@@ -236,6 +238,49 @@ def test_bad_input_on_the_cpu_is_refused(changes: dict[str, Any], error: type[Ex
     call: dict[str, Any] = {"q": one, "k": one, "v": one, **changes}
     with pytest.raises(error, match=words):
         flashlab.attention(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "words"),
+    [
+        (None, errors.DeviceError, r"q: wanted a NumPy array, a torch or CuPy tensor, .* got None$"),
+        ([[1.0]], errors.DeviceError, r"got list\. `numpy\.asarray\(q, dtype=numpy\.float16\)` makes an array of it"),
+        (1.5, errors.DeviceError, r"got float\. `numpy\.asarray"),
+        ("q", errors.DeviceError, r"q: wanted .* got str$"),
+        (
+            np.zeros((1, 1, 1, 64), np.float32),
+            errors.DTypeError,
+            r'q: wanted float16 or bfloat16, got float32\. `q\.astype\("float16"\)` works',
+        ),
+        (np.zeros((1, 1, 1, 64), np.int64), errors.DTypeError, "q: wanted float16 or bfloat16, got int64"),
+    ],
+)
+@pytest.mark.parametrize("call", [flashlab.attention, flashlab.emulate])
+def test_what_is_no_array_of_ours_is_refused_with_what_works(
+    call: Any, value: Any, error: type[Exception], words: str
+) -> None:
+    """Before anything asks for a GPU, and the same for every entry point."""
+    if call is flashlab.emulate:
+        words = words.replace("a NumPy array, a torch or CuPy tensor", "NumPy arrays")
+    with pytest.raises(error, match=words):
+        call(value, value, value)
+
+
+def test_a_torch_tensor_of_another_type_is_advised_in_torchs_words() -> None:
+    q = array(1, 1, 1, 64, dtype="float32")
+    with pytest.raises(errors.DTypeError, match=r"got float32\. `q\.half\(\)` works"):
+        plan(*(replace(q, library="torch"),) * 3, arch=ARCH)
+
+
+def test_the_public_calls_are_documented_and_lazy() -> None:
+    for name in ("attention", "emulate", "prepare"):
+        text = getattr(flashlab, name).__doc__
+        assert "Args:" in text
+        assert "Raises:" in text
+    assert {"attention", "emulate", "prepare"} <= set(dir(flashlab))
+    program = "import sys, flashlab; print([name for name in sys.modules if 'flashlab.run' in name or name == 'numpy'])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_read_only_output_is_refused() -> None:
@@ -339,19 +384,17 @@ def test_a_stage_that_lacks_the_type_names_those_that_have_it() -> None:
         plan(*qkv(dtype="bfloat16"), arch=ARCH, stage="00_naive")
 
 
-def test_what_the_kernel_is_told() -> None:
+def test_what_the_kernel_gets() -> None:
     q, k, v = qkv(kv_heads=2, q_len=9, kv_len=5)
     out = array(2, 4, 9, 64, strides=(8 * 4 * 64 * 2, 64, 4 * 64, 1), pointer=OUT)
     found = plan(q, k, v, out=out, arch=ARCH, scale=0.5)
-    told = params_for(found, q, k, v, out, None)
-    assert (told.q_heads, told.kv_heads, told.q_len, told.kv_len) == (4, 2, 9, 5)
-    assert told.scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
-    assert told.LSE is None
-    assert (told.O.data, told.O.batch_stride, told.O.head_stride, told.O.row_stride) == (OUT, 4096, 64, 256)
-    assert (told.K.data, told.K.batch_stride) == (1 << 24, 2 * 5 * 64)
-    assert params_for(found, q, k, v, out, 4096).LSE == 4096
-    assert params_for(found, q, k, v, out, None).work is None
-    assert (told.batch, params_for(found, q, k, v, out, None, 8192).work) == (2, 8192)
+    params = params_for(found, {"Q": q, "K": k, "V": v, "O": out})
+    assert (params.q_heads, params.kv_heads, params.q_len, params.kv_len) == (4, 2, 9, 5)
+    assert params.scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
+    assert (params.LSE, params.work, params.fallbacks) == (None, None, None)
+    assert params.batch == 2
+    assert (params.O.data, params.O.batch_stride, params.O.head_stride, params.O.row_stride) == (OUT, 4096, 64, 256)
+    assert (params.K.data, params.K.batch_stride) == (1 << 24, 2 * 5 * 64)
     assert grid_for(found.problem, LaunchShape(threads=128, smem_bytes=0, tile_q=4)) == (3, 4, 2)
 
 
@@ -521,7 +564,7 @@ def test_counters_that_are_left_behind_are_an_error(sum_stage: str, tmp_path: Pa
     edited = tmp_path / "edited.cu"
     edited.write_text(text.replace("atomicExch(&p.work[0], 0u);", ""), encoding="utf-8")
     q = np.zeros((1, 1, 65, 64), np.float16)
-    with pytest.raises(errors.EmulationError, match=r"wanted the counters of its work back at 0 .*, got \[4, 0\]"):
+    with pytest.raises(errors.EmulationError, match=r"wanted the tile scheduler's counters back at 0 .*, got \[4, 0\]"):
         flashlab.emulate(q, q, q, stage=sum_stage, source=edited)
 
 
@@ -535,7 +578,7 @@ class _Launches:
         monkeypatch.setattr(attention_module, "_recipes", {})
         for name in ("require", "load"):
             monkeypatch.setattr(gpu, name, lambda *_, **__: None)
-        monkeypatch.setattr(gpu, "as_device_array", lambda obj, *_: obj)
+        monkeypatch.setattr(arrays_module, "on_device", lambda obj, *_: obj)
         monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch=ARCH, sm_count=4, slug="nobody"))
         monkeypatch.setattr(gpu, "blocks_per_sm", lambda *_: 2)
         monkeypatch.setattr(gpu, "context", lambda _: nullcontext())
@@ -641,7 +684,7 @@ def test_another_gpus_choice_is_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     _Launches(monkeypatch)
-    attention_module._tell_of_kin.cache_clear()
+    attention_module._warn_of_kin.cache_clear()
     found = replace(_table("01_coalesced", registry.get("01_coalesced").parameters(64), "1x1x1x64"), gpu="kin")
     monkeypatch.setattr(choice, "table_for", lambda *_, **__: found)
     for length in (256, 128):
@@ -650,7 +693,7 @@ def test_another_gpus_choice_is_told_once(
         assert prepared.plan.stage.id == "01_coalesced"
     (told,) = caplog.messages
     assert told.startswith("nobody has no records of its own: stages are chosen by those of kin")
-    attention_module._tell_of_kin.cache_clear()
+    attention_module._warn_of_kin.cache_clear()
 
 
 # --- what is kept between calls ---

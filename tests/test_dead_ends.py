@@ -29,7 +29,7 @@ from flashlab.query import select
 from flashlab.record import store
 from flashlab.record.store import Measurement, Verdict
 from flashlab.run import emulator
-from flashlab.run.gpu import DeviceArray, contiguous_strides
+from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.show import site
 from flashlab.show.notebook import NOTHING_YET
 from flashlab.verify import on_cpu, oracle

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from flashlab.core import errors
-from flashlab.run import gpu
+from flashlab.run import arrays, gpu
 
 
 def test_strides_of_a_contiguous_array() -> None:
-    assert gpu.contiguous_strides((2, 3, 4)) == (12, 4, 1)
-    assert gpu.contiguous_strides((2, 0, 4)) == (4, 4, 1)
-    assert gpu.contiguous_strides(()) == ()
+    assert arrays.contiguous_strides((2, 3, 4)) == (12, 4, 1)
+    assert arrays.contiguous_strides((2, 0, 4)) == (4, 4, 1)
+    assert arrays.contiguous_strides(()) == ()
 
 
 class _Pair:
@@ -39,20 +39,20 @@ class _Pair:
     ],
 )
 def test_streams_of_every_library(stream: Any, handle: int) -> None:
-    assert gpu.stream_handle(stream) == handle
+    assert arrays.stream_handle(stream) == handle
 
 
 @pytest.mark.parametrize("stream", [-1, True, "0", 1.5, object()])
 def test_what_is_no_stream(stream: Any) -> None:
     with pytest.raises(errors.ParameterError, match="stream: wanted"):
-        gpu.stream_handle(stream)
+        arrays.stream_handle(stream)
 
 
 def test_host_arrays_are_refused_with_what_works() -> None:
     with pytest.raises(errors.DeviceError, match=r"q: wanted .*got a NumPy array.*cupy.asarray\(q\)"):
-        gpu.as_device_array(np.zeros(3, np.float16), "q")
+        arrays.on_device(np.zeros(3, np.float16), "q")
     with pytest.raises(errors.DeviceError, match="got list"):
-        gpu.as_device_array([1.0], "q")
+        arrays.on_device([1.0], "q")
 
 
 class _HostDlpack:
@@ -70,7 +70,7 @@ class _HostDlpack:
 
 def test_a_dlpack_array_in_host_memory_is_refused() -> None:
     with pytest.raises(errors.DeviceError, match=r"k: wanted .*DLPack device type 1"):
-        gpu.as_device_array(_HostDlpack(), "k")
+        arrays.on_device(_HostDlpack(), "k")
 
 
 class _Interface:
@@ -82,7 +82,7 @@ class _Interface:
 
 def test_an_array_interface_that_is_broken_is_refused() -> None:
     with pytest.raises((errors.DeviceError, errors.DTypeError), match="v: wanted"):
-        gpu.as_device_array(_Interface(typestr="nonsense"), "v")
+        arrays.on_device(_Interface(typestr="nonsense"), "v")
 
 
 def _fake_torch(**fields: Any) -> Any:
@@ -103,16 +103,16 @@ def _fake_torch(**fields: Any) -> Any:
 
 
 def test_a_torch_tensor_is_read_through_its_own_attributes() -> None:
-    view = gpu.as_device_array(_fake_torch(), "q")
+    view = arrays.on_device(_fake_torch(), "q")
     assert (view.pointer, view.device, view.dtype, view.library) == (4096, 1, "bfloat16", "torch")
     assert view.strides == (384, 192, 64, 1)
 
 
 def test_torch_tensors_that_cannot_be_read() -> None:
     with pytest.raises(errors.DeviceError, match=r"q.cuda\(\)"):
-        gpu.as_device_array(_fake_torch(device=SimpleNamespace(type="cpu", index=None)), "q")
+        arrays.on_device(_fake_torch(device=SimpleNamespace(type="cpu", index=None)), "q")
     with pytest.raises(errors.DeviceError, match="sparse"):
-        gpu.as_device_array(_fake_torch(layout="torch.sparse_coo"), "q")
+        arrays.on_device(_fake_torch(layout="torch.sparse_coo"), "q")
 
 
 def test_a_cupy_array_has_strides_in_bytes() -> None:
@@ -123,15 +123,15 @@ def test_a_cupy_array_has_strides_in_bytes() -> None:
         "device": SimpleNamespace(id=0),
     }.items():  # fmt: skip
         setattr(array, name, value)
-    view = gpu.as_device_array(array, "q")
+    view = arrays.on_device(array, "q")
     assert (view.pointer, view.strides, view.dtype, view.library) == (8192, (72, 1), "float16", "cupy")
 
 
 def test_a_subclass_of_a_librarys_array_is_that_librarys() -> None:
     base = type("Tensor", (), {"__module__": "torch"})
     mine = type("Mine", (base,), {"__module__": "somewhere"})
-    assert gpu.library_of(mine()) == "torch"
-    assert gpu.library_of(np.zeros(1)) == "other"
+    assert arrays.library_of(mine()) == "torch"
+    assert arrays.library_of(np.zeros(1)) == "other"
 
 
 class _NoDriver:

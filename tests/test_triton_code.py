@@ -17,7 +17,7 @@ from flashlab.core import errors
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import STAGES, Stage
-from flashlab.run.attention import AttentionParams, TensorView, triton_arguments
+from flashlab.run.arguments import AttentionParams, TensorView, triton_arguments, triton_parameters
 from flashlab.verify.on_cpu import check_on_cpu
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import check
@@ -113,11 +113,9 @@ def test_bfloat16_is_not_interpreted(monkeypatch: pytest.MonkeyPatch, stage: Sta
 
 
 def test_the_launcher_passes_every_argument_in_order() -> None:
-    from flashlab.run.attention import _triton_parameters
-
     views = [TensorView(1 << (20 + i), 100 + i, 200 + i, 300 + i) for i in range(4)]
     params = AttentionParams(*views, 1 << 30, 8, 2, 33, -44, 0.5, 3, None)
-    passed = _triton_parameters(params)
+    passed = triton_parameters(params)
     values = [value.value for value in passed[: len(triton_code.ARGUMENTS)]]
     strides = [step + i for i in range(4) for step in (100, 200, 300)]
     assert values == [1 << 20, 1 << 21, 1 << 22, 1 << 23, 1 << 30, *strides, 8, 2, 33, -44, 1, 0.5]

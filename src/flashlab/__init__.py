@@ -1,4 +1,15 @@
-"""flashlab: a reproducible lab for one question, how an attention kernel gets fast and what each step buys."""
+"""flashlab: a reproducible lab for one question, how an attention kernel gets fast and what each step buys.
+
+The calls, each documented in full where it is defined (flashlab.run.attention):
+
+- `attention(q, k, v)`: softmax(scale · Q Kᵀ) V where the arrays are, on a GPU enqueued on the caller's stream.
+- `prepare(q, k, v)`: the same call on a GPU, compiled and loaded but not launched: a callable to repeat and to time.
+- `emulate(q, k, v)`: the same kernel on the CPU, with what it did wrong: races, bounds, bank conflicts.
+
+q is (batch, q_heads, q_len, head_dim), k and v are (batch, kv_heads, kv_len, head_dim), float16 or bfloat16, with any
+strides whose last is 1: NumPy arrays, torch tensors, CuPy arrays, or anything with DLPack. Every error is a
+`flashlab.core.errors.FlashlabError` that says what was wanted, what came, and what works.
+"""
 
 from __future__ import annotations
 
@@ -20,3 +31,7 @@ def __getattr__(name: str) -> Any:
     if name in ("attention", "emulate", "prepare"):
         return getattr(import_module("flashlab.run.attention"), name)
     raise AttributeError(f"module 'flashlab' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

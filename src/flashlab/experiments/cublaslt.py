@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from flashlab.core.errors import LaunchError, MissingPackageError, UnsupportedError
 from flashlab.core.problem import BYTES_PER_ELEMENT, DType, Problem
 from flashlab.run import emulator, gpu
-from flashlab.run.gpu import DeviceArray
+from flashlab.run.arrays import DeviceArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -1,12 +1,12 @@
 """The public call: `attention(q, k, v)` on the caller's arrays and stream, by the stage that suits the problem.
 
-Validation (`plan`) is a pure function of array descriptions, so that every refusal is tested without a GPU; `prepare`
-compiles and loads what a plan needs and gives a callable that only enqueues, which is what gets timed. Arrays in host
-memory run on the CPU: `emulate`, which also says what the kernel did wrong.
+plan.py checks the arguments and chooses the stage; `prepare` compiles and loads what a plan needs and gives a callable
+that only enqueues, which is what gets timed. Arrays in host memory run on the CPU: `emulate`, which also says what the
+kernel did wrong.
 
 All that does not depend on addresses (the checks, the choice, the machine code, the grid, the strides) is done once for
-a layout and kept as a `_Recipe`; a call with the same layout fills in addresses, tensor maps and counters. Nothing that
-a kernel is told is shared between calls, so that threads and streams need no lock.
+a layout and kept as a `_Recipe`; a call with the same layout fills in addresses, tensor maps and counters. No argument
+of a kernel is shared between calls, so that threads and streams need no lock.
 """
 
 from __future__ import annotations
@@ -14,402 +14,52 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
-import math
-import numbers
 import threading
-import warnings
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.sources import Stamps, included, read, stamps
-from flashlab.core.errors import (
-    DeviceError,
-    DTypeError,
-    EmulationError,
-    InputError,
-    LayoutError,
-    ParameterError,
-    ShapeError,
-    TooLargeError,
-    UnsupportedError,
-)
-from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, DType, Problem
-from flashlab.kernels import registry
+from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
-from flashlab.run import choice, emulator, gpu
-from flashlab.run.gpu import DeviceArray
-from flashlab.run.tensor_map import DATA_TYPES, MAP_BYTES, MAX_STRIDE_BYTES, SWIZZLE_128B, TensorMap
+from flashlab.run import arrays, choice, emulator, gpu
+from flashlab.run.arguments import (
+    WORK_COUNTERS,
+    AttentionMaps,
+    AttentionParams,
+    grid_for,
+    maps_for,
+    params_for,
+    scale_log2,
+    tile_maps,
+    triton_arguments,
+    triton_parameters,
+)
+from flashlab.run.arrays import DeviceArray
+from flashlab.run.plan import ROW_ALIGNMENT_BYTES, Plan, check_lse, plan, refuse_overlap
+from flashlab.run.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
 
-ROW_ALIGNMENT_BYTES = 16
-"""What ALIGNED=1 promises a kernel of every row's address: its widest access, and what tensor maps want."""
-PANEL = 64
-"""Elements of a row in one panel of a tile: 128 bytes, the widest swizzle."""
-WARP_ROWS = 16
-"""Rows of a copy of O: a warp's, as kernels/common/hopper.cuh has it."""
-CPU_RESIDENT_BLOCKS = 3
-"""The grid of a persistent kernel on a CPU: few, so that each takes several tiles."""
-_MAX_GRID_YZ = 65535
-_MAX_LENGTH = 2**31 - 1
-HOST = -1
-"""`DeviceArray.device` of an array in host memory."""
-DEVICES = ("cpu", "gpu", "cuda")
+_WORD_BYTES = ctypes.sizeof(ctypes.c_uint)
 _SMALL_FLOPS = 1e9
-"""Up to here a CPU is not asked how long it will take."""
+"""Up to here nobody asks how long a CPU will take."""
 _ASSUMED_FLOPS_PER_S = 2e8
 """What a core is taken to do where not even a block's time can be taken first."""
 _HOOKS_COST = 10.0
 """How many times longer a kernel is taken to run with hooks."""
 _CLEARLY = 20.0
 """How many times over its limit a problem must be for the assumption to be enough."""
+_TRIAL_S = 5.0
+"""How long running a few blocks, to say how long all would take, may itself take."""
 _MAX_RECIPES = 1024
 _MAX_MAPS = 256
 """Addresses of one array whose tensor maps a recipe keeps: an allocator hands out the same ones again and again."""
-_TRIAL_S = 5.0
-"""How long running a few blocks, to say how long all would take, may itself take."""
-
-
-class TensorView(ctypes.Structure):
-    """kernels/common/attention.cuh, `TensorView`."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch_stride", ctypes.c_longlong),
-        ("head_stride", ctypes.c_longlong),
-        ("row_stride", ctypes.c_longlong),
-    )
-
-
-class AttentionParams(ctypes.Structure):
-    """kernels/common/attention.cuh, `AttentionParams`, field by field."""
-
-    _fields_ = (
-        ("Q", TensorView),
-        ("K", TensorView),
-        ("V", TensorView),
-        ("O", TensorView),
-        ("LSE", ctypes.c_void_p),
-        ("q_heads", ctypes.c_int),
-        ("kv_heads", ctypes.c_int),
-        ("q_len", ctypes.c_int),
-        ("kv_len", ctypes.c_int),
-        ("scale_log2", ctypes.c_float),
-        ("batch", ctypes.c_int),
-        ("work", ctypes.c_void_p),
-        ("fallbacks", ctypes.c_void_p),
-    )
-
-
-class AttentionMaps(ctypes.Structure):
-    """kernels/common/hopper.cuh, `AttentionMaps`."""
-
-    _fields_ = tuple((name, ctypes.c_ubyte * MAP_BYTES) for name in "QKVO")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A call found sound: what to compile and what to tell the kernel."""
-
-    problem: Problem
-    stage: Stage
-    scale: float
-    why_slow: str
-    """Why rows go element by element, which is slower: the first array that the fast path cannot take. Empty where it
-    takes all: every row of Q, K, V and O starts on a 16-byte boundary, and where the stage takes tensor maps, they can
-    describe all four. An expanded K or V, of stride 0, is one that they cannot."""
-    device: int
-    """CUDA device index, or `HOST`."""
-
-    @property
-    def aligned(self) -> bool:
-        """Whether the kernel is the one for aligned rows, which is fast."""
-        return not self.why_slow
-
-
-def _device_name(device: int) -> str:
-    return "host memory" if device == HOST else f"GPU {device}"
-
-
-def _extent(array: DeviceArray) -> tuple[int, int]:
-    """First and one past the last byte that an array touches."""
-    steps = [stride * (length - 1) for length, stride in zip(array.shape, array.strides, strict=True)]
-    low = sum(step for step in steps if step < 0)
-    high = sum(step for step in steps if step > 0) + 1
-    return array.pointer + low * BYTES_PER_ELEMENT, array.pointer + high * BYTES_PER_ELEMENT
-
-
-def _why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:
-    """Why rows of an array cannot be read 16 bytes at a time, or by tensor maps; empty where they can."""
-    if array.pointer % ROW_ALIGNMENT_BYTES:
-        return f"{name} starts at {array.pointer:#x}, no multiple of {ROW_ALIGNMENT_BYTES} bytes"
-    for of, length, stride in zip(("batch", "head", "row"), array.shape, array.strides, strict=False):
-        stride_bytes = stride * BYTES_PER_ELEMENT
-        if length == 1:
-            continue
-        if stride_bytes % ROW_ALIGNMENT_BYTES:
-            return f"{name} has a {of} stride of {stride_bytes} bytes, no multiple of {ROW_ALIGNMENT_BYTES}"
-        if tensor_maps and not 0 < stride_bytes < MAX_STRIDE_BYTES:
-            instead = " Shared heads are fast as fewer kv_heads." if stride == 0 and of == "head" else ""
-            return (
-                f"{name} has a {of} stride of {stride_bytes} bytes, and tensor maps take 1 to {MAX_STRIDE_BYTES - 1}; "
-                f"a contiguous copy works.{instead}"
-            )
-    return ""
-
-
-def _overlaps_itself(array: DeviceArray) -> bool:
-    """Whether two elements may share an address: strides, smallest first, must each step over all that lies below."""
-    reach = 0
-    for stride, length in sorted((abs(s), n) for n, s in zip(array.shape, array.strides, strict=True) if n > 1):
-        if stride <= reach:
-            return True
-        reach += stride * (length - 1)
-    return False
-
-
-def _problem(q: DeviceArray, k: DeviceArray, v: DeviceArray, causal: bool) -> Problem:
-    want = "wanted 4 dimensions (batch, heads, length, head_dim)"
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if len(array.shape) != 4:
-            raise ShapeError(f"{name}: {want}, got shape {array.shape}")
-        if 0 in array.shape:
-            raise ShapeError(
-                f"{name}: wanted at least one element in every dimension, got shape {array.shape}; "
-                "attention over no keys or no queries has no value"
-            )
-        if max(array.shape) > _MAX_LENGTH:
-            raise ShapeError(f"{name}: wanted dimensions below 2^31, got shape {array.shape}")
-    batch, q_heads, q_len, head_dim = q.shape
-    _, kv_heads, kv_len, _ = k.shape
-    if k.shape != v.shape:
-        raise ShapeError(f"v: wanted the shape of k, {k.shape}, got {v.shape}")
-    if k.shape[0] != batch:
-        raise ShapeError(f"k: wanted the batch of q, {batch}, got {k.shape[0]}")
-    if k.shape[3] != head_dim:
-        raise ShapeError(f"k: wanted the head dim of q, {head_dim}, got {k.shape[3]}")
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.dtype not in DTYPES:
-            raise DTypeError(
-                f"{name}: wanted {' or '.join(DTYPES)}, got {array.dtype}. "
-                f"Converting it, for example `{name}.half()`, works."
-            )
-    if not q.dtype == k.dtype == v.dtype:
-        raise DTypeError(f"wanted q, k and v of one type, got {q.dtype}, {k.dtype} and {v.dtype}")
-    for name, heads in (("batch", batch), ("heads", q_heads)):
-        if heads > _MAX_GRID_YZ:
-            raise ShapeError(
-                f"q: wanted at most {_MAX_GRID_YZ} as {name} (a CUDA grid's limit), got {heads}; split the call"
-            )
-    return Problem(
-        batch=batch,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=head_dim,
-        dtype=cast(DType, q.dtype),
-        mask="causal" if causal else "full",
-    )
-
-
-def _check_out(out: DeviceArray, q: DeviceArray, inputs: tuple[tuple[str, DeviceArray], ...]) -> None:
-    if out.shape != q.shape:
-        raise ShapeError(f"out: wanted the shape of q, {q.shape}, got {out.shape}")
-    if out.dtype != q.dtype:
-        raise DTypeError(f"out: wanted the type of q, {q.dtype}, got {out.dtype}")
-    if out.readonly:
-        raise LayoutError("out: wanted memory that may be written, got a read-only array")
-    if _overlaps_itself(out):
-        raise LayoutError(
-            f"out: wanted an address of its own for every element, got strides {out.strides} over shape {out.shape}; "
-            "an expanded or overlapping view cannot be written"
-        )
-    _refuse_overlap(out, inputs)
-
-
-def _refuse_overlap(out: DeviceArray, inputs: tuple[tuple[str, DeviceArray], ...]) -> None:
-    """The one check of `plan` that two addresses decide together."""
-    low, high = _extent(out)
-    for name, array in inputs:
-        other_low, other_high = _extent(array)
-        if low < other_high and other_low < high:
-            raise LayoutError(
-                f"out: wanted memory apart from {name}, got memory that overlaps it; a separate tensor works"
-            )
-
-
-def _check_lse(lse: DeviceArray, q: DeviceArray) -> None:
-    if lse.shape != q.shape[:3]:
-        raise ShapeError(f"lse: wanted (batch, q_heads, q_len), {q.shape[:3]}, got {lse.shape}")
-    if lse.dtype != "float32":
-        raise DTypeError(f"lse: wanted float32, got {lse.dtype}")
-    if lse.device != q.device:
-        raise DeviceError(f"lse: wanted the device of q, {_device_name(q.device)}, got {_device_name(lse.device)}")
-    expected = gpu.contiguous_strides(lse.shape)
-    if any(n > 1 and a != b for n, a, b in zip(lse.shape, lse.strides, expected, strict=True)):
-        raise LayoutError(f"lse: wanted a contiguous array, got strides {lse.strides} over shape {lse.shape}")
-
-
-def plan(
-    q: DeviceArray,
-    k: DeviceArray,
-    v: DeviceArray,
-    *,
-    arch: str | None,
-    out: DeviceArray | None = None,
-    causal: bool = False,
-    scale: float | None = None,
-    stage: str | None = None,
-    slug: str | None = None,
-    sm_count: int | None = None,
-) -> Plan:
-    """What a call would run, once its arguments are found sound. Needs no GPU. `out` None means an aligned new tensor.
-
-    `arch` None is a CPU, which runs every stage. Where no stage is named, `slug`, a GPU's folder under data/, and its
-    `sm_count` let the records choose (tuned.py); the last rung that runs the problem without them.
-
-    Raises:
-        ShapeError, DTypeError, LayoutError, DeviceError, ParameterError, UnknownStageError: the arguments are off.
-        UnsupportedError: no stage, or not the named one, runs this problem on `arch`.
-    """
-    if not isinstance(causal, bool):
-        raise ParameterError(f"causal: wanted True or False, got {causal!r}")
-    chosen = None if stage is None else registry.get(stage)
-    inputs = (("q", q), ("k", k), ("v", v))
-    problem = _problem(q, k, v, causal)
-    for name, array in (*inputs, *([("out", out)] if out is not None else [])):
-        if array.device != q.device:
-            raise DeviceError(
-                f"{name}: wanted the device of q, {_device_name(q.device)}, got {_device_name(array.device)}. "
-                "Moving one of them works."
-            )
-        if len(array.shape) == 4 and array.strides[3] != 1 and array.shape[3] > 1:
-            raise LayoutError(
-                f"{name}: wanted a contiguous last dimension, got strides {array.strides} (elements); the others may "
-                f"be anything. `{name}.contiguous()` (torch) or `ascontiguousarray({name})` (NumPy, CuPy) makes one."
-            )
-        if array.pointer % BYTES_PER_ELEMENT:
-            raise LayoutError(
-                f"{name}: wanted an address that is a multiple of {BYTES_PER_ELEMENT}, got {array.pointer:#x}"
-            )
-    if out is not None:
-        _check_out(out, q, inputs)
-    if scale is None:
-        scale = problem.head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise ParameterError(f"scale: wanted a finite number, or None for 1/sqrt(head_dim), got {scale!r}")
-    if chosen is None:
-        if arch is None or slug is None:
-            chosen = registry.best(problem, arch)
-        else:
-            chosen = choice.stage_for(problem, slug, arch, sm_count)
-    chosen.require(problem, arch)
-    arrays = (*inputs, *([("out", out)] if out is not None else []))
-    reasons = (_why_slow(name, array, tensor_maps=chosen.tensor_maps) for name, array in arrays)
-    return Plan(
-        problem=problem,
-        stage=chosen,
-        scale=float(scale),
-        why_slow=next(filter(None, reasons), ""),
-        device=q.device,
-    )
-
-
-def params_for(
-    found: Plan,
-    q: DeviceArray,
-    k: DeviceArray,
-    v: DeviceArray,
-    out: DeviceArray,
-    lse_pointer: int | None,
-    work_pointer: int | None = None,
-    fallbacks_pointer: int | None = None,
-) -> AttentionParams:
-    """The kernel's first argument."""
-    views = [TensorView(a.pointer, *a.strides[:3]) for a in (q, k, v, out)]
-    problem = found.problem
-    return AttentionParams(
-        *views,
-        lse_pointer,
-        problem.q_heads,
-        problem.kv_heads,
-        problem.q_len,
-        problem.kv_len,
-        found.scale * math.log2(math.e),
-        problem.batch,
-        work_pointer,
-        fallbacks_pointer,
-    )
-
-
-def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0) -> TensorMap:
-    """A tensor map whose box is `rows` rows of one head, as kernels/common/hopper.cuh describes it; `panels` 0: all."""
-    batch, heads, length, head_dim = array.shape
-    panel_bytes = PANEL * BYTES_PER_ELEMENT
-    # Nothing is ever `stride` away in a dimension of one, whose stride may be anything: the map wants a sound one.
-    batch_stride, head_stride, row_stride = (
-        stride * BYTES_PER_ELEMENT if n > 1 else panel_bytes
-        for n, stride in zip(array.shape[:3], array.strides[:3], strict=True)
-    )
-    return TensorMap(
-        data_type=DATA_TYPES[dtype],
-        dims=(PANEL, length, head_dim // PANEL, heads, batch),
-        strides=(row_stride, panel_bytes, head_stride, batch_stride),
-        box=(PANEL, rows, panels or head_dim // PANEL, 1, 1),
-        swizzle=SWIZZLE_128B,
-        l2_promotion="L2_128B",
-    )
-
-
-def tile_maps(found: Plan, shape: LaunchShape, arrays: Mapping[str, DeviceArray]) -> dict[str, TensorMap]:
-    """The tensor maps of Q, K, V and O; none where they cannot describe them, or the kernel takes none."""
-    if not (found.aligned and found.stage.tensor_maps):
-        return {}
-    maps = {}
-    for name, array in arrays.items():
-        rows = {"Q": shape.box_q, "O": WARP_ROWS}.get(name, shape.box_kv)
-        panels = shape.panels_kv if name in ("K", "V") else 0
-        maps[name] = tile_map(array, found.problem.dtype, rows, panels)
-    return maps
-
-
-def maps_for(encoded: Mapping[str, bytes]) -> AttentionMaps:
-    """The second argument of a kernel that takes tensor maps, of Q, K, V, O; zeros where there are none."""
-    maps = AttentionMaps()
-    for name, code in encoded.items():
-        ctypes.memmove(ctypes.addressof(maps) + getattr(AttentionMaps, name).offset, code, MAP_BYTES)
-    return maps
-
-
-def triton_arguments(params: AttentionParams) -> dict[str, int | float]:
-    """The arguments of a kernel in Triton, by the names of `triton_code.ARGUMENTS`; null pointers are 0."""
-    views = {name: getattr(params, name) for name in "QKVO"}
-    strides = {
-        f"{name}_{step}": int(getattr(view, f"{step}_stride"))
-        for name, view in views.items()
-        for step in ("batch", "head", "row")
-    }
-    sizes = {name: int(getattr(params, name)) for name in ("q_heads", "kv_heads", "q_len", "kv_len")}
-    pointers = {name: int(view.data or 0) for name, view in views.items()} | {"LSE": int(params.LSE or 0)}
-    return {**pointers, **strides, **sizes, "wants_lse": int(bool(params.LSE)), "scale_log2": float(params.scale_log2)}
-
-
-_TRITON_TYPES: Mapping[str, Any] = {"i64": ctypes.c_longlong, "i32": ctypes.c_int, "fp32": ctypes.c_float}
-
-
-def _triton_parameters(params: AttentionParams) -> list[Any]:
-    values = triton_arguments(params)
-    of_type = {name: _TRITON_TYPES.get(kind, ctypes.c_void_p) for name, kind in triton_code.ARGUMENTS.items()}
-    hidden = [ctypes.c_void_p() for _ in range(triton_code.HIDDEN_POINTERS)]
-    return [*(kind(values[name]) for name, kind in of_type.items()), *hidden]
 
 
 def _runner(stage: Stage) -> Any:
@@ -422,19 +72,10 @@ def _runner(stage: Stage) -> Any:
     return None if stage.runner is None else importlib.import_module(stage.runner)
 
 
-def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RESIDENT_BLOCKS) -> tuple[int, int, int]:
-    """Blocks: query tiles, query heads, batch; of a persistent kernel no more than are resident at once.
-
-    Whole clusters, at least one.
-    """
-    cluster = max(1, shape.cluster)
-    clusters = -(-problem.q_len // (shape.tile_q * cluster))  # a head
-    if shape.persistent:
-        resident = max(1, resident_blocks // cluster)
-        return (min(clusters * problem.q_heads * problem.batch, resident) * cluster, 1, 1)
-    return (clusters * cluster, problem.q_heads, problem.batch)
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
     """A validated, compiled, loaded call: calling it enqueues the kernel and returns at once.
 
@@ -442,115 +83,34 @@ class Prepared:
     counters of a persistent kernel.
     """
 
-    __slots__ = ("_fallbacks", "_keep", "_launch", "cubin", "function", "launch_shape", "lse", "out", "plan")
+    plan: Plan
+    cubin: Cubin
+    function: gpu.Function
+    out: Any
+    lse: Any
+    launch: Callable[[], None]
+    keep: tuple[Any, ...]
+    """What must live as long as this."""
+    counted: gpu.Zeroed | None
+    """The counters behind `fallbacks`."""
 
-    def __init__(
-        self,
-        *,
-        plan: Plan,
-        cubin: Cubin,
-        function: gpu.Function,
-        launch: Callable[[], None],
-        out: Any,
-        lse: Any,
-        keep: tuple[Any, ...],
-        fallbacks: gpu.Zeroed | None = None,
-    ) -> None:
-        assert cubin.launch_shape is not None
-        self.plan = plan
-        self.cubin = cubin
-        self.function = function
-        self.launch_shape = cubin.launch_shape
-        self.out = out
-        self.lse = lse
-        self._launch = launch
-        self._keep = keep
-        self._fallbacks = fallbacks
+    @property
+    def launch_shape(self) -> LaunchShape:
+        """Threads, shared memory and tiles of the kernel."""
+        assert self.cubin.launch_shape is not None
+        return self.cubin.launch_shape
 
     def __call__(self) -> None:
         """Enqueue once. The device's context must be current (torch and CuPy see to it on their current device)."""
-        self._launch()
+        self.launch()
 
     def fallbacks(self) -> Fallbacks | None:
         """What all calls so far counted, once they are done; None where `prepare` was not asked to count."""
-        if self._fallbacks is None:
-            return None
-        return Fallbacks(*memoryview(self._fallbacks.read()).cast("I"))
+        return None if self.counted is None else Fallbacks(*memoryview(self.counted.read()).cast("I"))
 
     def blocks_per_sm(self) -> int:
         """Blocks resident on an SM."""
         return gpu.blocks_per_sm(self.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
-
-
-def _refuse_gradients(*arrays: tuple[str, Any]) -> None:
-    for name, array in arrays:
-        wanted = gpu.library_of(array) == "torch" and getattr(array, "requires_grad", False)
-        if wanted and importlib.import_module("torch").is_grad_enabled():
-            raise InputError(
-                f"{name}: wanted a tensor that needs no gradient, got requires_grad=True: there is no backward pass, "
-                "and the gradient would silently be lost. Under `torch.no_grad()`, or with "
-                f"`{name}.detach()`, it works."
-            )
-
-
-def _cupy_stream(stream: int) -> Any:
-    """The caller's stream for CuPy, whose pool hands memory back to the stream that allocated it."""
-    # ExternalStream is deprecated for Stream.from_external, but what that returns destroys the stream when it is
-    # collected, and this one is the caller's.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return importlib.import_module("cupy").cuda.ExternalStream(stream)
-
-
-def _torch_stream(stream: int, device: Any) -> Any:
-    """A context in which the caller's stream is torch's current one on a device."""
-    cuda = importlib.import_module("torch").cuda
-    if cuda.current_stream(device).cuda_stream == stream:
-        return nullcontext()
-    # To ExternalStream, 0 is not the default stream but the wish for a new one.
-    return cuda.stream(cuda.ExternalStream(stream, device) if stream else cuda.default_stream(device))
-
-
-def _new(like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> Any:
-    """A new array of the caller's library beside `like`; `dtype` None means that of `like`."""
-    library = gpu.library_of(like)
-    if library == "torch":
-        torch = importlib.import_module("torch")
-        return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
-    if library == "cupy":
-        cupy = importlib.import_module("cupy")
-        with like.device, _cupy_stream(stream):
-            return cupy.empty(shape, dtype=like.dtype if dtype is None else dtype)
-    raise ParameterError(
-        "out and return_lse: wanted torch or CuPy arrays, whose library can make a new one, got "
-        f"{type(like).__name__}. Pass `out=`, and leave return_lse False."
-    )
-
-
-_FALLBACKS_BYTES = len(Fallbacks._fields) * ctypes.sizeof(ctypes.c_uint)
-_COUNTERS = 2
-"""Unsigned integers that a persistent kernel counts its work in."""
-
-
-def _new_counters(like: Any, device: int, stream: int) -> tuple[Any, int]:
-    """A persistent kernel's counters, zero to whatever runs on `stream` after this, and their address.
-
-    The caller's library allocates them on that stream: it hands the memory on when the stream has done with it, so that
-    giving them up waits for nothing.
-    """
-    library = gpu.library_of(like)
-    if library == "torch":
-        torch = importlib.import_module("torch")
-        with _torch_stream(stream, like.device):
-            counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=like.device)
-        return counters, int(counters.data_ptr())
-    if library == "cupy":
-        cupy = importlib.import_module("cupy")
-        with like.device, _cupy_stream(stream):
-            counters = cupy.zeros(_COUNTERS, dtype="uint32")
-        return counters, int(counters.data.ptr)
-    zeroed = gpu.Zeroed(device, _COUNTERS * ctypes.sizeof(ctypes.c_uint), stream)
-    return zeroed, zeroed.pointer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -577,6 +137,20 @@ class _Recipe:
         except FileNotFoundError:
             return False
 
+    def arguments(
+        self, views: Mapping[str, DeviceArray], *, lse: int | None, work: int | None, fallbacks: int | None
+    ) -> list[Any]:
+        """The kernel's arguments for those arrays; the others are addresses."""
+        params = AttentionParams.from_buffer_copy(self.params)
+        for name, view in views.items():
+            getattr(params, name).data = view.pointer
+        params.LSE, params.work, params.fallbacks = lse, work, fallbacks
+        if self.plan.stage.language == "triton":
+            return triton_parameters(params)
+        if not self.plan.stage.tensor_maps:
+            return [params]
+        return [params, maps_for({name: encode(views[name].pointer) for name, encode in self.encoders.items()})]
+
 
 _recipes: dict[tuple[Any, ...], _Recipe] = {}
 
@@ -585,8 +159,8 @@ def _layout(array: DeviceArray | None) -> tuple[Any, ...] | None:
     """What `plan` and a recipe take from an array."""
     if array is None:
         return None
-    at = array.pointer % ROW_ALIGNMENT_BYTES
-    return (array.shape, array.strides, array.dtype, array.device, at, array.readonly)
+    misalignment = array.pointer % ROW_ALIGNMENT_BYTES
+    return (array.shape, array.strides, array.dtype, array.device, misalignment, array.readonly)
 
 
 def _encoder(tensor_map: TensorMap, device: int) -> Callable[[int], bytes]:
@@ -599,9 +173,7 @@ def _encoder(tensor_map: TensorMap, device: int) -> Callable[[int], bytes]:
 
 
 def _recipe(
-    first: DeviceArray,
-    second: DeviceArray,
-    third: DeviceArray,
+    inputs: Mapping[str, DeviceArray],
     out: DeviceArray | None,
     *,
     causal: bool,
@@ -616,79 +188,89 @@ def _recipe(
     Raises:
         What `plan` raises, and what compiling and loading do.
     """
-    there = gpu.info(first.device)
+    device = gpu.info(inputs["q"].device)
     options = (causal, scale, stage, source, may_spill, tuple(sorted((params or {}).items())))
     # 1, 1.0 and True are one key, and one of them is no scale.
     kinds = (type(causal), type(scale))
-    key = (*map(_layout, (first, second, third, out)), *options, *kinds, there.slug, choice.stamp(there.slug))
+    key = (*map(_layout, (*inputs.values(), out)), *options, *kinds, device.slug, choice.stamp(device.slug))
     try:
         kept = _recipes.get(key)
     except TypeError:  # an option that cannot be part of a key is one that `plan` refuses
         kept = None
     if kept is not None and kept.stands():
         if out is not None:
-            _refuse_overlap(out, (("q", first), ("k", second), ("v", third)))
+            refuse_overlap(out, inputs)
         return kept
-    arch = there.arch
-    found = plan(
-        first,
-        second,
-        third,
-        arch=arch,
+    planned = plan(
+        *inputs.values(),
+        arch=device.arch,
         out=out,
         causal=causal,
         scale=scale,
         stage=stage,
-        slug=there.slug,
-        sm_count=there.sm_count,
+        slug=device.slug,
+        sm_count=device.sm_count,
     )
-    problem = found.problem
     if stage is None:
-        _tell_of_kin(there.slug, arch)
-    chosen = choice.parameters(found.stage, there.slug, problem, arch=arch, overrides=params)
-    file = source or found.stage.source
-    headers = included(file, read(file, "CUDA C++"), [compiler.COMMON])
-    sources = stamps([file, *headers])  # before they are read to be compiled
-    cubin = compiler.compile_stage(
-        found.stage,
-        head_dim=problem.head_dim,
-        dtype=problem.dtype,
-        causal=problem.causal,
-        arch=arch,
-        aligned=found.aligned,
-        overrides=chosen,
-        source=source,
-        may_spill=may_spill,
-    )
-    shape = cubin.launch_shape
-    assert shape is not None
-    function = gpu.load(cubin, found.device)
-    resident = 1
-    if shape.persistent:
-        blocks = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes)
-        resident = max(1, there.sm_count * blocks)
-    # A new output is contiguous.
-    target = out or replace(first, strides=gpu.contiguous_strides(first.shape))
-    views = {"Q": first, "K": second, "V": third, "O": target}
-    made = _Recipe(
-        plan=found,
-        cubin=cubin,
-        shape=shape,
-        function=function,
-        parameters=chosen,
-        grid=grid_for(problem, shape, resident),
-        params=params_for(found, first, second, third, target, None),
-        encoders={name: _encoder(one, found.device) for name, one in tile_maps(found, shape, views).items()},
-        sources=sources,
-    )
+        _warn_of_kin(device.slug, device.arch)
+    made = _make_recipe(planned, inputs, out, device, params=params, source=source, may_spill=may_spill)
     if len(_recipes) >= _MAX_RECIPES:
         _recipes.clear()
     _recipes[key] = made
     return made
 
 
+def _make_recipe(
+    planned: Plan,
+    inputs: Mapping[str, DeviceArray],
+    out: DeviceArray | None,
+    device: gpu.GpuInfo,
+    *,
+    params: Mapping[str, int] | None,
+    source: Path | None,
+    may_spill: bool,
+) -> _Recipe:
+    stage, problem = planned.stage, planned.problem
+    parameters = choice.parameters(stage, device.slug, problem, arch=device.arch, overrides=params)
+    file = source or stage.source
+    headers = included(file, read(file, "CUDA C++"), [compiler.COMMON])
+    sources = stamps([file, *headers])  # before they are read to be compiled
+    cubin = compiler.compile_stage(
+        stage,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        causal=problem.causal,
+        arch=device.arch,
+        aligned=planned.aligned,
+        overrides=parameters,
+        source=source,
+        may_spill=may_spill,
+    )
+    shape = cubin.launch_shape
+    assert shape is not None
+    function = gpu.load(cubin, planned.device)
+    resident = 1
+    if shape.persistent:
+        resident = max(1, device.sm_count * gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes))
+    q, k, v = inputs.values()
+    # A new output is contiguous.
+    target = out or replace(q, strides=arrays.contiguous_strides(q.shape))
+    views = {"Q": q, "K": k, "V": v, "O": target}
+    return _Recipe(
+        plan=planned,
+        cubin=cubin,
+        shape=shape,
+        function=function,
+        parameters=parameters,
+        grid=grid_for(problem, shape, resident),
+        params=params_for(planned, views),
+        encoders={name: _encoder(one, planned.device) for name, one in tile_maps(planned, shape, views).items()},
+        sources=sources,
+    )
+
+
 @lru_cache(maxsize=16)
-def _tell_of_kin(slug: str, arch: str) -> None:
+def _warn_of_kin(slug: str, arch: str) -> None:
     """Log, once a process, that another GPU's records choose the stages here."""
     table = choice.table_for(slug, arch)
     if table is not None and table.gpu != slug:
@@ -739,19 +321,17 @@ def prepare(
         What `attention` raises.
     """
     gpu.require()
-    library = gpu.library_of(q)
-    _refuse_gradients(("q", q), ("k", k), ("v", v), ("out", out))
-    explicit = None if stream is None else gpu.stream_handle(stream)
+    library = arrays.library_of(q)
+    arrays.refuse_gradients(q=q, k=k, v=v, out=out)
+    explicit = None if stream is None else arrays.stream_handle(stream)
     # Only torch and CuPy have a current stream, which depends on the device; any other library's arrays are ordered
     # before the default stream.
-    first = gpu.as_device_array(q, "q", 0 if explicit is None and library == "other" else explicit)
-    handle = gpu.current_stream(library, first.device) if explicit is None else explicit
-    second, third = gpu.as_device_array(k, "k", handle), gpu.as_device_array(v, "v", handle)
-    target = None if out is None else gpu.as_device_array(out, "out", handle)
+    q_view = arrays.on_device(q, "q", 0 if explicit is None and library == "other" else explicit)
+    handle = arrays.current_stream(library, q_view.device) if explicit is None else explicit
+    inputs = {"q": q_view, "k": arrays.on_device(k, "k", handle), "v": arrays.on_device(v, "v", handle)}
+    target = None if out is None else arrays.on_device(out, "out", handle)
     recipe = _recipe(
-        first,
-        second,
-        third,
+        inputs,
         target,
         causal=causal,
         scale=scale,
@@ -760,59 +340,78 @@ def prepare(
         source=source,
         may_spill=may_spill,
     )
-    found, shape, function = recipe.plan, recipe.shape, recipe.function
     if target is None:
-        out = _new(q, first.shape, None, handle)
-        target = gpu.as_device_array(out, "out", handle)
+        out = arrays.empty_on_device(q, q_view.shape, None, handle)
+        target = arrays.on_device(out, "out", handle)
     if lse is None and return_lse:
-        lse = _new(q, first.shape[:3], "float32", handle)
-    lse_view = None if lse is None else gpu.as_device_array(lse, "lse", handle)
+        lse = arrays.empty_on_device(q, q_view.shape[:3], "float32", handle)
+    lse_view = None if lse is None else arrays.on_device(lse, "lse", handle)
     if lse_view is not None:
-        _check_lse(lse_view, first)
-    views = {"Q": first, "K": second, "V": third, "O": target}
-    lse_pointer = None if lse_view is None else lse_view.pointer
-    counters, work_pointer = _new_counters(q, found.device, handle) if shape.persistent else (None, None)
-    fallbacks = gpu.Zeroed(found.device, _FALLBACKS_BYTES, handle) if count_fallbacks else None
-    launch: Callable[[], None]
-    runner = _runner(found.stage)
-    if hasattr(runner, "Passes"):
-        launch = runner.Passes(
-            found.problem,
-            views,
-            lse_pointer=lse_pointer,
-            scale_log2=found.scale * math.log2(math.e),
-            parameters=found.stage.parameters(found.problem.head_dim, recipe.parameters),
-            function=function,
-            shape=shape,
-            device=found.device,
-            stream=handle,
-        )
-    else:
-        told = AttentionParams.from_buffer_copy(recipe.params)
-        for name, view in views.items():
-            getattr(told, name).data = view.pointer
-        told.LSE, told.work = lse_pointer, work_pointer
-        told.fallbacks = fallbacks.pointer if fallbacks else None
-        arguments = _triton_parameters(told) if found.stage.language == "triton" else [told]
-        if found.stage.tensor_maps:
-            arguments.append(maps_for({name: encode(views[name].pointer) for name, encode in recipe.encoders.items()}))
-        launch = gpu.Launch(
-            function,
-            grid=recipe.grid,
-            block=(shape.threads, 1, 1),
-            smem_bytes=shape.smem_bytes,
-            params=arguments,
-            stream=handle,
-        )
+        check_lse(lse_view, q_view)
+    views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
+    device = recipe.plan.device
+    work, work_pointer = _work_counters(q, device, handle) if recipe.shape.persistent else (None, None)
+    counted = gpu.Zeroed(device, len(Fallbacks._fields) * _WORD_BYTES, handle) if count_fallbacks else None
+    launch = _launch(
+        recipe,
+        views,
+        lse=None if lse_view is None else lse_view.pointer,
+        work=work_pointer,
+        fallbacks=counted.pointer if counted else None,
+        stream=handle,
+    )
     return Prepared(
-        plan=found,
+        plan=recipe.plan,
         cubin=recipe.cubin,
-        function=function,
+        function=recipe.function,
         launch=launch,
         out=out,
         lse=lse,
-        keep=(first, second, third, target, lse_view, counters, stream),
-        fallbacks=fallbacks,
+        keep=(*views.values(), lse_view, work, stream),
+        counted=counted,
+    )
+
+
+def _work_counters(like: Any, device: int, stream: int) -> tuple[Any, int]:
+    """The counters of a persistent kernel's tile scheduler, zero to whatever runs on `stream`, and their address."""
+    counters = arrays.counters_on_device(like, WORK_COUNTERS, stream)
+    if counters is not None:
+        return counters
+    zeroed = gpu.Zeroed(device, WORK_COUNTERS * _WORD_BYTES, stream)
+    return zeroed, zeroed.pointer
+
+
+def _launch(
+    recipe: _Recipe,
+    views: Mapping[str, DeviceArray],
+    *,
+    lse: int | None,
+    work: int | None,
+    fallbacks: int | None,
+    stream: int,
+) -> Callable[[], None]:
+    planned, shape = recipe.plan, recipe.shape
+    runner = _runner(planned.stage)
+    if hasattr(runner, "Passes"):
+        passes: Callable[[], None] = runner.Passes(
+            planned.problem,
+            views,
+            lse_pointer=lse,
+            scale_log2=scale_log2(planned),
+            parameters=planned.stage.parameters(planned.problem.head_dim, recipe.parameters),
+            function=recipe.function,
+            shape=shape,
+            device=planned.device,
+            stream=stream,
+        )
+        return passes
+    return gpu.Launch(
+        recipe.function,
+        grid=recipe.grid,
+        block=(shape.threads, 1, 1),
+        smem_bytes=shape.smem_bytes,
+        params=recipe.arguments(views, lse=lse, work=work, fallbacks=fallbacks),
+        stream=stream,
     )
 
 
@@ -833,93 +432,6 @@ class Emulation:
     plan: Plan
     fallbacks: Fallbacks | None = None
     """None where it was not asked to count."""
-
-
-def _is_numpy(obj: Any) -> bool:
-    """Whether it is a NumPy array, without importing NumPy."""
-    return any(cls.__module__ == "numpy" and cls.__name__ == "ndarray" for cls in type(obj).__mro__)
-
-
-def _memory_of(obj: Any) -> str | None:
-    """`cpu` or `gpu`, where an array lies; None where that is not said."""
-    if _is_numpy(obj):
-        return "cpu"
-    library = gpu.library_of(obj)
-    if library == "torch" and hasattr(obj, "device"):
-        return "cpu" if obj.device.type == "cpu" else "gpu"
-    if library == "cupy" or hasattr(obj, "__cuda_array_interface__"):
-        return "gpu"
-    if hasattr(obj, "__dlpack_device__"):
-        return "cpu" if int(obj.__dlpack_device__()[0]) == 1 else "gpu"  # kDLCPU
-    return None
-
-
-def _runs_on(q: Any, device: str | None) -> str:
-    """`cpu` or `gpu`: as told, or where q is. Whether the arrays are there is for whoever reads them to say."""
-    if device is not None and device not in DEVICES:
-        raise ParameterError(f"device: wanted {', '.join(DEVICES)}, or None for where the arrays are, got {device!r}")
-    if device is None:
-        return _memory_of(q) or "gpu"
-    return "cpu" if device == "cpu" else "gpu"
-
-
-def _host_view(obj: Any, name: str) -> DeviceArray:
-    """An array in host memory, copying nothing; `owner` is a NumPy view of it."""
-    works = "NumPy arrays, torch CPU tensors or anything with DLPack in host memory"
-    if _memory_of(obj) == "gpu":
-        raise DeviceError(
-            f"{name}: wanted {works} for a run on the CPU, got {type(obj).__name__} on a GPU. "
-            f"`{name}.cpu()` (torch) or `cupy.asnumpy({name})` brings it here; without device='cpu', arrays on a GPU "
-            "run there."
-        )
-    import numpy as np
-
-    library = gpu.library_of(obj)
-    if not (_is_numpy(obj) or hasattr(obj, "__dlpack__")):
-        raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__}")
-    dtype = None
-    try:
-        if _is_numpy(obj):
-            array = obj
-        elif library == "torch":
-            torch = importlib.import_module("torch")
-            dtype = str(obj.dtype).removeprefix("torch.")
-            # NumPy has no bfloat16 of its own: the bits pass as integers.
-            array = (obj.detach().view(torch.int16) if dtype == "bfloat16" else obj.detach()).numpy()
-        else:
-            array = np.from_dlpack(obj)
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise DTypeError(
-            f"{name}: wanted {works}, of float16 or bfloat16, got {type(obj).__name__}, which NumPy cannot read: "
-            f"{error}. `numpy.asarray` of it, with ml_dtypes.bfloat16 as the type where it is bfloat16, works."
-        ) from error
-    if array.dtype.byteorder not in "=|" and not array.dtype.isnative:
-        raise DTypeError(f"{name}: wanted this machine's byte order, got {array.dtype}")
-    if any(stride % array.itemsize for stride in array.strides):
-        raise LayoutError(f"{name}: wanted strides of whole elements, got {array.strides} bytes")
-    return DeviceArray(
-        pointer=int(array.ctypes.data),
-        shape=tuple(array.shape),
-        strides=tuple(stride // array.itemsize for stride in array.strides),
-        dtype=dtype or array.dtype.name,
-        device=HOST,
-        owner=array,
-        library=library,
-        readonly=not array.flags.writeable,
-    )
-
-
-def _new_on_host(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    if gpu.library_of(like) == "torch":
-        torch = importlib.import_module("torch")
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    import numpy as np
-
-    if dtype == "bfloat16":
-        import ml_dtypes
-
-        return np.empty(shape, dtype=ml_dtypes.bfloat16)
-    return np.empty(shape, dtype=dtype)
 
 
 def emulate(
@@ -965,125 +477,156 @@ def emulate(
         What `attention` raises of bad input; TooLargeError, EmulationError, CompileError, MissingPackageError.
     """
     emulator.schedule_item(schedule)
-    _refuse_gradients(("q", q), ("k", k), ("v", v), ("out", out))
-    first, second, third = _host_view(q, "q"), _host_view(k, "k"), _host_view(v, "v")
-    target = None if out is None else _host_view(out, "out")
-    found = plan(first, second, third, arch=None, out=target, causal=causal, scale=scale, stage=stage)
+    arrays.refuse_gradients(q=q, k=k, v=v, out=out)
+    inputs = {name: arrays.on_host(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
+    target = None if out is None else arrays.on_host(out, "out")
+    planned = plan(*inputs.values(), arch=None, out=target, causal=causal, scale=scale, stage=stage)
+    q_view = inputs["q"]
     if target is None:
-        out = _new_on_host(q, first.shape, first.dtype)
-        target = _host_view(out, "out")
+        out = arrays.empty_on_host(q, q_view.shape, q_view.dtype)
+        target = arrays.on_host(out, "out")
     if lse is None and return_lse:
-        lse = _new_on_host(q, first.shape[:3], "float32")
-    lse_view = None if lse is None else _host_view(lse, "lse")
+        lse = arrays.empty_on_host(q, q_view.shape[:3], "float32")
+    lse_view = None if lse is None else arrays.on_host(lse, "lse")
     if lse_view is not None:
-        _check_lse(lse_view, first)
-    problem = found.problem
-    runner = _runner(found.stage)
+        check_lse(lse_view, q_view)
+    views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
+    kernel = _kernel_on_cpu(planned, params=params, source=source, schedule=schedule, races=races)
+    call = _EmulatedCall(planned, kernel, views, lse_view, surroundings or {}, params, count_fallbacks)
+    launch = partial(call.launch, schedule=schedule, threads=threads, cancel=cancel)
+    if timeout_s is not None and call.passes is None:
+        _refuse_too_large(planned, call.shape, launch, timeout_s=timeout_s, races=races, threads=threads)
+    report = launch(timeout_s)
+    if call.passes is not None:
+        call.passes.finish()
+    if call.work.any():
+        raise EmulationError(
+            f"{planned.stage.id} on the CPU: wanted the tile scheduler's counters back at 0 after the last block, for "
+            f"the launch after this one, got {call.work.tolist()}",
+            report=report,
+        )
+    fallbacks = Fallbacks(*call.fallbacks.tolist()) if count_fallbacks else None
+    return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)
+
+
+def _kernel_on_cpu(
+    planned: Plan, *, params: Mapping[str, int] | None, source: Path | None, schedule: str, races: bool
+) -> emulator.Emulated:
+    stage, problem = planned.stage, planned.problem
+    runner = _runner(stage)
     if hasattr(runner, "interpret"):
         if races or schedule != "ascending":
             raise UnsupportedError(
-                f"Stage {found.stage.id} runs on a CPU by Triton's interpreter, one program after the other: there are "
+                f"Stage {stage.id} runs on a CPU by Triton's interpreter, one program after the other: there are "
                 "no races to look for and no schedule but ascending."
             )
-        kernel = runner.interpreted(
-            found.stage, head_dim=problem.head_dim, dtype=problem.dtype, overrides=params, source=source
+        kernel: emulator.Emulated = runner.interpreted(
+            stage, head_dim=problem.head_dim, dtype=problem.dtype, overrides=params, source=source
         )
-    else:
-        kernel = emulator.build_stage(
-            found.stage,
-            head_dim=problem.head_dim,
-            dtype=problem.dtype,
-            causal=problem.causal,
-            aligned=found.aligned,
-            overrides=params,
-            source=source,
-            hooks=races,
-        )
-    shape = kernel.launch_shape
-    assert shape is not None
-    import numpy as np
+        return kernel
+    return emulator.build_stage(
+        stage,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        causal=problem.causal,
+        aligned=planned.aligned,
+        overrides=params,
+        source=source,
+        hooks=races,
+    )
 
-    around = surroundings or {}
-    views = {"Q": first, "K": second, "V": third, "O": target}
-    names = {"Q": "q", "K": "k", "V": "v", "O": "out"}
-    places = {
-        name: emulator.Pointer(
-            array=view.owner, access="w" if name == "O" else "r", name=name, surroundings=around.get(names[name])
-        )
-        for name, view in views.items()
-    }
-    pointers = {getattr(AttentionParams, name).offset + TensorView.data.offset: place for name, place in places.items()}
-    if lse_view is not None:
-        places["LSE"] = pointers[AttentionParams.LSE.offset] = emulator.Pointer(
-            array=lse_view.owner, access="w", name="LSE", surroundings=around.get("lse")
-        )
-    counters = np.zeros(_COUNTERS, np.uint32)
-    if shape.persistent:
-        pointers[AttentionParams.work.offset] = emulator.Pointer(array=counters, name="work")
-    fallbacks = np.zeros(len(Fallbacks._fields), np.uint32)
-    if count_fallbacks:
-        pointers[AttentionParams.fallbacks.offset] = emulator.Pointer(array=fallbacks, name="fallbacks")
-    told = params_for(found, first, second, third, target, None)
-    arguments = [emulator.Structure(value=told, pointers=pointers)]
-    if found.stage.tensor_maps:
-        maps = maps_for({name: one.emulated() for name, one in tile_maps(found, shape, views).items()})
-        addresses = {getattr(AttentionMaps, name).offset: places[name] for name in "QKVO"}
-        arguments.append(emulator.Structure(value=maps, pointers=addresses if found.aligned else {}))
-    grid = grid_for(problem, shape)
-    passes = None
-    if hasattr(runner, "EmulatedPasses"):
-        passes = runner.EmulatedPasses(
-            problem,
-            {name: view.owner for name, view in views.items()},
-            lse=places.get("LSE"),
-            scale_log2=found.scale * math.log2(math.e),
-            parameters=found.stage.parameters(problem.head_dim, params),
-            shape=shape,
-        )
-        arguments, grid = list(passes.arguments), passes.grid
 
-    def launch(limit_s: float | None, blocks: int | None = None) -> emulator.Report:
-        if hasattr(runner, "interpret"):
-            known = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **kernel.parameters}
-            report: emulator.Report = runner.interpret(
-                kernel,
-                {**triton_arguments(told), "wants_lse": int("LSE" in places), **places},
-                constants={name: known[name] for name in triton_code.CONSTANTS},
+class _EmulatedCall:
+    """The arguments of a kernel on the CPU, ready to be launched."""
+
+    def __init__(
+        self,
+        planned: Plan,
+        kernel: emulator.Emulated,
+        views: Mapping[str, DeviceArray],
+        lse: DeviceArray | None,
+        surroundings: Mapping[str, Any],
+        params: Mapping[str, int] | None,
+        count_fallbacks: bool,
+    ) -> None:
+        import numpy as np
+
+        assert kernel.launch_shape is not None
+        self._planned, self._kernel, self.shape = planned, kernel, kernel.launch_shape
+        self.work = np.zeros(WORK_COUNTERS, np.uint32)
+        self.fallbacks = np.zeros(len(Fallbacks._fields), np.uint32)
+        names = {"Q": "q", "K": "k", "V": "v", "O": "out", "LSE": "lse"}
+        self._places = {
+            name: emulator.Pointer(
+                array=view.owner,
+                access="r" if name in "QKV" else "w",
+                name=name,
+                surroundings=surroundings.get(names[name]),
+            )
+            for name, view in {**views, **({} if lse is None else {"LSE": lse})}.items()
+        }
+        pointers = {getattr(AttentionParams, name).offset: place for name, place in self._places.items()}
+        if self.shape.persistent:
+            pointers[AttentionParams.work.offset] = emulator.Pointer(array=self.work, name="work")
+        if count_fallbacks:
+            pointers[AttentionParams.fallbacks.offset] = emulator.Pointer(array=self.fallbacks, name="fallbacks")
+        self._params = params_for(planned, views)
+        self._arguments = [emulator.Structure(value=self._params, pointers=pointers)]
+        if planned.stage.tensor_maps:
+            maps = maps_for({name: one.emulated() for name, one in tile_maps(planned, self.shape, views).items()})
+            addresses = {getattr(AttentionMaps, name).offset: self._places[name] for name in "QKVO"}
+            self._arguments.append(emulator.Structure(value=maps, pointers=addresses if planned.aligned else {}))
+        self._grid = grid_for(planned.problem, self.shape)
+        self._runner, self.passes = _runner(planned.stage), None
+        if hasattr(self._runner, "EmulatedPasses"):
+            self.passes = self._runner.EmulatedPasses(
+                planned.problem,
+                {name: view.owner for name, view in views.items()},
+                lse=self._places.get("LSE"),
+                scale_log2=scale_log2(planned),
+                parameters=planned.stage.parameters(planned.problem.head_dim, params),
+                shape=self.shape,
+            )
+            self._arguments, self._grid = list(self.passes.arguments), self.passes.grid
+
+    def launch(
+        self,
+        timeout_s: float | None,
+        blocks: int | None = None,
+        *,
+        schedule: str,
+        threads: int | None,
+        cancel: threading.Event | None,
+    ) -> emulator.Report:
+        """Run the kernel; `blocks`: only the first so many."""
+        problem = self._planned.problem
+        if hasattr(self._runner, "interpret"):
+            values = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **self._kernel.parameters}
+            report: emulator.Report = self._runner.interpret(
+                self._kernel,
+                {**triton_arguments(self._params), "wants_lse": int("LSE" in self._places), **self._places},
+                constants={name: values[name] for name in triton_code.CONSTANTS},
                 dtype=problem.dtype,
-                grid=grid,
-                timeout_s=limit_s,
+                grid=self._grid,
+                timeout_s=timeout_s,
                 cancel=cancel,
             )
             return report
         return emulator.launch(
-            kernel,
-            arguments,
-            grid=grid,
-            cluster=(max(1, shape.cluster), 1, 1),
+            self._kernel,
+            self._arguments,
+            grid=self._grid,
+            cluster=(max(1, self.shape.cluster), 1, 1),
             schedule=schedule,
             threads=threads,
             blocks=blocks,
-            timeout_s=limit_s,
+            timeout_s=timeout_s,
             cancel=cancel,
         )
 
-    if timeout_s is not None and passes is None:
-        _refuse_too_large(found, shape, launch, timeout_s=timeout_s, races=races, threads=threads)
-    report = launch(timeout_s)
-    if passes is not None:
-        passes.finish()
-    if counters.any():
-        raise EmulationError(
-            f"{found.stage.id} on the CPU: wanted the counters of its work back at 0 after the last block, for the "
-            f"launch after this one, got {counters.tolist()}",
-            report=report,
-        )
-    counted = Fallbacks(*fallbacks.tolist()) if count_fallbacks else None
-    return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=found, fallbacks=counted)
-
 
 def _refuse_too_large(
-    found: Plan,
+    planned: Plan,
     shape: LaunchShape,
     launch: Callable[[float | None, int | None], emulator.Report],
     *,
@@ -1091,26 +634,24 @@ def _refuse_too_large(
     races: bool,
     threads: int | None,
 ) -> None:
-    problem = found.problem
+    problem = planned.problem
     cost = _HOOKS_COST if races else 1.0
     if problem.flops * cost <= _SMALL_FLOPS:
         return
     cores = threads or emulator.cores()
     # The first blocks are the first query rows of the first head: as many as run at once. (Of a persistent kernel the
-    # first alone would do the work of all.)
-    tiles = -(-problem.q_len // shape.tile_q)
-    blocks = min(tiles, cores)
+    # first alone would go through all work tiles.)
+    blocks = min(-(-problem.q_len // shape.tile_q), cores)
     rows = min(blocks * shape.tile_q, problem.q_len)
-    keys = problem.kv_len
+    keys, share = problem.kv_len, 1.0
     if problem.causal:
         keys = max(0, min(problem.kv_len, rows + problem.kv_len - problem.q_len))
-    trial_flops = (
-        4.0 * problem.head_dim * rows * keys / (2 if problem.causal and problem.q_len >= problem.kv_len else 1)
-    )
+        share = 0.5 if problem.q_len >= problem.kv_len else 1.0
+    trial_flops = 4.0 * problem.head_dim * rows * keys * share
     seconds = problem.flops * cost / (_ASSUMED_FLOPS_PER_S * cores)
     # A trial is better than any assumption, where it is not itself too long, and the answer not clear anyway.
     trial_s = trial_flops * cost / (_ASSUMED_FLOPS_PER_S * blocks)
-    in_parts = not shape.persistent and shape.cluster <= 1 and found.stage.language == "cuda"
+    in_parts = not shape.persistent and shape.cluster <= 1 and planned.stage.language == "cuda"
     if in_parts and 0 < trial_s < _TRIAL_S and seconds < _CLEARLY * timeout_s:
         try:
             trial = launch(2 * _TRIAL_S, blocks)
@@ -1121,7 +662,7 @@ def _refuse_too_large(
             seconds = trial.seconds * (problem.flops / trial_flops) * (blocks / cores)
     if seconds > timeout_s:
         raise TooLargeError(
-            f"{problem.label} by stage {found.stage.id} would take about {_duration(seconds)} on {cores} "
+            f"{problem.label} by stage {planned.stage.id} would take about {_duration(seconds)} on {cores} "
             f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works, and "
             "`flashlab.emulate(…, timeout_s=None)` runs it for as long as it takes.",
             seconds=seconds,
@@ -1134,6 +675,9 @@ def _duration(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} seconds"
+
+
+# --- wherever the arrays are ------------------------------------------------------------------------------------------
 
 
 def attention(
@@ -1185,7 +729,7 @@ def attention(
         UnsupportedError: no stage, or not the named one, runs this here; TooLargeError on a CPU that would take long.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
-    if _runs_on(q, device) == "cpu":
+    if arrays.runs_on(q, device) == "cpu":
         if stream is not None:
             raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
         ran = emulate(q, k, v, causal=causal, scale=scale, stage=stage, out=out, params=params)

@@ -16,12 +16,9 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from flashlab.core.errors import (
-    DeviceError,
-    DTypeError,
     LaunchError,
     MissingPackageError,
     NoGpuError,
-    ParameterError,
     UnsupportedError,
 )
 from flashlab.core.paths import slug
@@ -60,25 +57,6 @@ class GpuInfo:
     """First 12 hex digits of the sha256 of its UUID."""
     max_smem_bytes: int
     """Most dynamic shared memory a block may ask for."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeviceArray:
-    """A view of somebody else's array on a GPU."""
-
-    pointer: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements."""
-    dtype: str
-    """`float16`, `bfloat16`, or whatever else its library calls it."""
-    device: int
-    """CUDA device index."""
-    owner: Any
-    """Whatever keeps the memory alive."""
-    library: str
-    """`torch`, `cupy`, or `other`."""
-    readonly: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,163 +414,3 @@ class Launch:
         (status,) = self._driver.cuLaunchKernel(*self._args)
         if status != self._ok:
             raise LaunchError(f"launching {self.function.cubin.name} (cuLaunchKernel): {describe(status)}")
-
-
-def launch(
-    function: Function,
-    *,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    smem_bytes: int,
-    params: Sequence[Any],
-    stream: int,
-) -> None:
-    """Enqueue one launch on `stream` (a CUstream as an integer) and return at once. `params` are copied by the driver.
-
-    Raises:
-        LaunchError: the driver refuses.
-    """
-    with context(function.device):
-        Launch(function, grid=grid, block=block, smem_bytes=smem_bytes, params=params, stream=stream)()
-
-
-def library_of(obj: Any) -> str:
-    """`torch`, `cupy` or `other`, without importing either."""
-    kind: Any = type(obj)
-    return _library_of(kind)
-
-
-@lru_cache(maxsize=64)
-def _library_of(kind: Any) -> str:
-    names = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
-    return "torch" if "torch" in names else "cupy" if "cupy" in names else "other"
-
-
-@lru_cache(maxsize=64)
-def _text(named: Any) -> str:
-    """Of a library's element type or layout, of which there are few."""
-    return str(named)
-
-
-def stream_handle(stream: Any) -> int:
-    """The CUstream of an integer, a torch, CuPy or cuda.core stream, or anything with `__cuda_stream__`.
-
-    Raises:
-        ParameterError: it is none of them.
-    """
-    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
-        return stream
-    protocol = getattr(stream, "__cuda_stream__", None)
-    if protocol is not None:
-        return int((protocol() if callable(protocol) else protocol)[1])
-    for attribute in ("cuda_stream", "ptr", "handle"):
-        value = getattr(stream, attribute, None)
-        if value is not None:
-            return int(value)
-    raise ParameterError(
-        "stream: wanted a CUstream as an integer, a torch, CuPy or cuda.core stream, or an object with "
-        f"__cuda_stream__, got {type(stream).__name__}"
-    )
-
-
-def current_stream(library: str, device: int) -> int:
-    """The caller's current stream on a device: torch's or CuPy's own, the default stream for any other library."""
-    if library == "torch":
-        return int(importlib.import_module("torch").cuda.current_stream(device).cuda_stream)
-    if library == "cupy":
-        return int(importlib.import_module("cupy").cuda.get_current_stream(device).ptr)
-    return 0
-
-
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a C-contiguous array."""
-    strides: list[int] = []
-    step = 1
-    for length in reversed(shape):
-        strides.append(step)
-        step *= max(length, 1)
-    return tuple(reversed(strides))
-
-
-def as_device_array(obj: Any, name: str, stream: int | None = None) -> DeviceArray:
-    """A view of a torch tensor, a CuPy array, or any DLPack or `__cuda_array_interface__` object. Copies nothing.
-
-    `name` is what errors call it. `stream` is where it will be used: a DLPack or interface producer orders its work
-    before that stream; torch and CuPy arrays are taken as their libraries' streams leave them. An interface must be of
-    version 3, which can name a stream.
-
-    Raises:
-        DeviceError: it is no array, or not on a CUDA GPU.
-        DTypeError: its element type cannot be expressed.
-    """
-    works = "torch or CuPy tensors on a CUDA GPU, or any array there with DLPack or __cuda_array_interface__"
-    library = library_of(obj)
-    if library == "torch" and hasattr(obj, "data_ptr"):
-        if obj.device.type != "cuda":
-            raise DeviceError(f"{name}: wanted {works}, got a torch tensor on {obj.device}. `{name}.cuda()` moves it.")
-        if _text(obj.layout) != "torch.strided":
-            raise DeviceError(f"{name}: wanted {works}, got a torch tensor with layout {obj.layout}")
-        return DeviceArray(
-            pointer=obj.data_ptr(),
-            shape=tuple(obj.shape),
-            strides=tuple(obj.stride()),
-            dtype=_text(obj.dtype).removeprefix("torch."),
-            device=obj.device.index,
-            owner=obj,
-            library="torch",
-        )
-    if library == "cupy" and hasattr(obj, "data") and hasattr(obj.data, "ptr"):
-        return DeviceArray(
-            pointer=obj.data.ptr,
-            shape=tuple(obj.shape),
-            strides=tuple(stride // obj.dtype.itemsize for stride in obj.strides),
-            dtype=obj.dtype.name,
-            device=obj.device.id,
-            owner=obj,
-            library="cupy",
-        )
-    if type(obj).__module__.partition(".")[0] == "numpy":
-        raise DeviceError(f"{name}: wanted {works}, got a NumPy array in host memory. `cupy.asarray({name})` moves it.")
-    if hasattr(obj, "__dlpack__") or hasattr(obj, "__cuda_array_interface__"):
-        return _strided_view(obj, name, works, stream)
-    raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__}")
-
-
-def _strided_view(obj: Any, name: str, works: str, stream: int | None) -> DeviceArray:
-    try:
-        from cuda.core.utils import StridedMemoryView
-    except ImportError as error:
-        raise MissingPackageError(
-            f"wanted the Python package cuda-core to read {name}, got: {error}. `pip install cuda-core` installs it."
-        ) from error
-    # DLPack names the legacy default stream 1, and forbids 0 as ambiguous; -1 asks for no ordering.
-    pointer = -1 if stream is None else stream or 1
-    if hasattr(obj, "__dlpack_device__"):
-        device_type = int(obj.__dlpack_device__()[0])
-        if device_type not in (2, 13):  # kDLCUDA, kDLCUDAManaged
-            raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__} on DLPack device type {device_type}")
-    try:
-        if hasattr(obj, "__dlpack__"):
-            view = StridedMemoryView.from_dlpack(obj, pointer)
-        else:
-            view = StridedMemoryView.from_cuda_array_interface(obj, pointer)
-        dtype = view.dtype
-    except NotImplementedError as error:
-        raise DTypeError(
-            f"{name}: wanted float16 or bfloat16, got an element type that cannot be read: {error}"
-        ) from error
-    except (BufferError, RuntimeError, TypeError, ValueError) as error:
-        raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__}: {error}") from error
-    if not view.is_device_accessible or view.device_id < 0:
-        raise DeviceError(f"{name}: wanted {works}, got {type(obj).__name__} in host memory")
-    shape = tuple(int(length) for length in view.shape)
-    return DeviceArray(
-        pointer=int(view.ptr),
-        shape=shape,
-        strides=tuple(view.strides) if view.strides is not None else contiguous_strides(shape),
-        dtype="unknown" if dtype is None else dtype.name,
-        device=int(view.device_id),
-        owner=(obj, view),
-        library="other",
-        readonly=bool(view.readonly),
-    )

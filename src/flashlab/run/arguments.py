@@ -1,0 +1,154 @@
+"""What a kernel is launched with: its structures, as kernels/common declares them, tensor maps and the grid."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from flashlab.build import triton_code
+from flashlab.core.problem import BYTES_PER_ELEMENT, DType, Problem
+from flashlab.run.arrays import DeviceArray
+from flashlab.run.plan import Plan
+from flashlab.run.tensor_map import DATA_TYPES, MAP_BYTES, SWIZZLE_128B, TensorMap
+
+if TYPE_CHECKING:
+    from flashlab.build.compiler import LaunchShape
+
+PANEL = 64
+"""Elements of a row in one panel of a tile: 128 bytes, the widest swizzle."""
+WARP_ROWS = 16
+"""Rows of a TMA store of O: a warp's, as kernels/common/hopper.cuh has it."""
+CPU_RESIDENT_BLOCKS = 3
+"""The grid of a persistent kernel on a CPU: few, so that each takes several work tiles."""
+WORK_COUNTERS = 2
+"""Unsigned integers in which a persistent kernel's tile scheduler counts."""
+
+
+class TensorView(ctypes.Structure):
+    """kernels/common/attention.cuh, `TensorView`."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("batch_stride", ctypes.c_longlong),
+        ("head_stride", ctypes.c_longlong),
+        ("row_stride", ctypes.c_longlong),
+    )
+
+
+class AttentionParams(ctypes.Structure):
+    """kernels/common/attention.cuh, `AttentionParams`, field by field."""
+
+    _fields_ = (
+        ("Q", TensorView),
+        ("K", TensorView),
+        ("V", TensorView),
+        ("O", TensorView),
+        ("LSE", ctypes.c_void_p),
+        ("q_heads", ctypes.c_int),
+        ("kv_heads", ctypes.c_int),
+        ("q_len", ctypes.c_int),
+        ("kv_len", ctypes.c_int),
+        ("scale_log2", ctypes.c_float),
+        ("batch", ctypes.c_int),
+        ("work", ctypes.c_void_p),
+        ("fallbacks", ctypes.c_void_p),
+    )
+
+
+class AttentionMaps(ctypes.Structure):
+    """kernels/common/hopper.cuh, `AttentionMaps`."""
+
+    _fields_ = tuple((name, ctypes.c_ubyte * MAP_BYTES) for name in "QKVO")
+
+
+def scale_log2(planned: Plan) -> float:
+    """The scale of scores whose exponentials are powers of two."""
+    return planned.scale * math.log2(math.e)
+
+
+def params_for(planned: Plan, views: Mapping[str, DeviceArray]) -> AttentionParams:
+    """The kernel's first argument; `views` are Q, K, V and O. `LSE`, `work` and `fallbacks` are null."""
+    problem = planned.problem
+    return AttentionParams(
+        **{name: TensorView(view.pointer, *view.strides[:3]) for name, view in views.items()},
+        **{name: getattr(problem, name) for name in ("q_heads", "kv_heads", "q_len", "kv_len", "batch")},
+        scale_log2=scale_log2(planned),
+    )
+
+
+def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0) -> TensorMap:
+    """A tensor map whose box is `rows` rows of one head, as kernels/common/hopper.cuh describes it; `panels` 0: all."""
+    batch, heads, length, head_dim = array.shape
+    panel_bytes = PANEL * BYTES_PER_ELEMENT
+    # Nothing is ever `stride` away in a dimension of one, whose stride may be anything: the map wants a sound one.
+    batch_stride, head_stride, row_stride = (
+        stride * BYTES_PER_ELEMENT if n > 1 else panel_bytes
+        for n, stride in zip(array.shape[:3], array.strides[:3], strict=True)
+    )
+    return TensorMap(
+        data_type=DATA_TYPES[dtype],
+        dims=(PANEL, length, head_dim // PANEL, heads, batch),
+        strides=(row_stride, panel_bytes, head_stride, batch_stride),
+        box=(PANEL, rows, panels or head_dim // PANEL, 1, 1),
+        swizzle=SWIZZLE_128B,
+        l2_promotion="L2_128B",
+    )
+
+
+def tile_maps(planned: Plan, shape: LaunchShape, arrays: Mapping[str, DeviceArray]) -> dict[str, TensorMap]:
+    """The tensor maps of Q, K, V and O; none where they cannot describe them, or the kernel takes none."""
+    if not (planned.aligned and planned.stage.tensor_maps):
+        return {}
+    maps = {}
+    for name, array in arrays.items():
+        rows = {"Q": shape.box_q, "O": WARP_ROWS}.get(name, shape.box_kv)
+        panels = shape.panels_kv if name in ("K", "V") else 0
+        maps[name] = tile_map(array, planned.problem.dtype, rows, panels)
+    return maps
+
+
+def maps_for(encoded: Mapping[str, bytes]) -> AttentionMaps:
+    """The second argument of a kernel that takes tensor maps, of Q, K, V, O; zeros where there are none."""
+    maps = AttentionMaps()
+    for name, code in encoded.items():
+        ctypes.memmove(ctypes.addressof(maps) + getattr(AttentionMaps, name).offset, code, MAP_BYTES)
+    return maps
+
+
+def triton_arguments(params: AttentionParams) -> dict[str, int | float]:
+    """The arguments of a kernel in Triton, by the names of `triton_code.ARGUMENTS`; null pointers are 0."""
+    views = {name: getattr(params, name) for name in "QKVO"}
+    strides = {
+        f"{name}_{step}": int(getattr(view, f"{step}_stride"))
+        for name, view in views.items()
+        for step in ("batch", "head", "row")
+    }
+    sizes = {name: int(getattr(params, name)) for name in ("q_heads", "kv_heads", "q_len", "kv_len")}
+    pointers = {name: int(view.data or 0) for name, view in views.items()} | {"LSE": int(params.LSE or 0)}
+    return {**pointers, **strides, **sizes, "wants_lse": int(bool(params.LSE)), "scale_log2": float(params.scale_log2)}
+
+
+_TRITON_TYPES: Mapping[str, Any] = {"i64": ctypes.c_longlong, "i32": ctypes.c_int, "fp32": ctypes.c_float}
+
+
+def triton_parameters(params: AttentionParams) -> list[Any]:
+    """The same as ctypes values in order, with null pointers for what Triton may add."""
+    values = triton_arguments(params)
+    of_type = {name: _TRITON_TYPES.get(kind, ctypes.c_void_p) for name, kind in triton_code.ARGUMENTS.items()}
+    hidden = [ctypes.c_void_p() for _ in range(triton_code.HIDDEN_POINTERS)]
+    return [*(kind(values[name]) for name, kind in of_type.items()), *hidden]
+
+
+def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RESIDENT_BLOCKS) -> tuple[int, int, int]:
+    """Blocks: query tiles, query heads, batch; of a persistent kernel no more than are resident at once.
+
+    Whole clusters, at least one.
+    """
+    cluster = max(1, shape.cluster)
+    clusters = -(-problem.q_len // (shape.tile_q * cluster))  # a head
+    if shape.persistent:
+        resident = max(1, resident_blocks // cluster)
+        return (min(clusters * problem.q_heads * problem.batch, resident) * cluster, 1, 1)
+    return (clusters * cluster, problem.q_heads, problem.batch)

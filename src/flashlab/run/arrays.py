@@ -1,0 +1,409 @@
+"""The caller's arrays and streams: NumPy, torch, CuPy, `__cuda_array_interface__` and DLPack. Nothing is copied.
+
+No library is imported unless an array of its own comes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from flashlab.core.errors import (
+    DeviceError,
+    DTypeError,
+    InputError,
+    LayoutError,
+    MissingPackageError,
+    ParameterError,
+)
+from flashlab.core.problem import BYTES_PER_ELEMENT
+
+HOST = -1
+"""`DeviceArray.device` of an array in host memory."""
+_ANYWHERE = "a NumPy array, a torch or CuPy tensor, or anything with DLPack, in host memory or on a CUDA GPU"
+_ON_GPU = "torch or CuPy tensors on a CUDA GPU, or any array there with DLPack or __cuda_array_interface__"
+_ON_HOST = "NumPy arrays, torch CPU tensors or anything with DLPack in host memory"
+_DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceArray:
+    """A view of somebody else's array."""
+
+    pointer: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    dtype: str
+    """`float16`, `bfloat16`, or whatever else its library calls it."""
+    device: int
+    """CUDA device index, or `HOST`."""
+    owner: Any
+    """Whatever keeps the memory alive; in host memory a NumPy view of it."""
+    library: str
+    """`torch`, `cupy`, or `other`."""
+    readonly: bool = False
+
+    @property
+    def place(self) -> str:
+        """Where it lies, for people."""
+        return "host memory" if self.device == HOST else f"GPU {self.device}"
+
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First and one past the last byte that it touches."""
+        steps = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
+        low = sum(step for step in steps if step < 0)
+        high = sum(step for step in steps if step > 0) + 1
+        return self.pointer + low * BYTES_PER_ELEMENT, self.pointer + high * BYTES_PER_ELEMENT
+
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether two elements may share an address: strides, smallest first, must each step over all below."""
+        reach = 0
+        for stride, length in sorted((abs(s), n) for n, s in zip(self.shape, self.strides, strict=True) if n > 1):
+            if stride <= reach:
+                return True
+            reach += stride * (length - 1)
+        return False
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a C-contiguous array."""
+    strides: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def library_of(obj: Any) -> str:
+    """`torch`, `cupy` or `other`, without importing either."""
+    kind: Any = type(obj)
+    return _library_of(kind)
+
+
+@lru_cache(maxsize=64)
+def _library_of(kind: Any) -> str:
+    names = {cls.__module__.partition(".")[0] for cls in kind.__mro__}
+    return "torch" if "torch" in names else "cupy" if "cupy" in names else "other"
+
+
+@lru_cache(maxsize=64)
+def _text(named: Any) -> str:
+    """Of a library's element type or layout, of which there are few."""
+    return str(named)
+
+
+def _is_numpy(obj: Any) -> bool:
+    """Whether it is a NumPy array, without importing NumPy."""
+    return any(cls.__module__ == "numpy" and cls.__name__ == "ndarray" for cls in type(obj).__mro__)
+
+
+def runs_on(q: Any, device: str | None) -> str:
+    """`cpu` or `gpu`: the device that was asked for, or where `q` lies.
+
+    Raises:
+        ParameterError: no such device.
+        DeviceError: `q` is no array, and no device was asked for.
+    """
+    devices = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
+    if device is None:
+        memory = _memory_of(q)
+        if memory is None:
+            raise _no_array(q, "q", _ANYWHERE, "numpy")
+        return memory
+    if device not in devices:
+        raise ParameterError(f"device: wanted {', '.join(devices)}, or None for where the arrays are, got {device!r}")
+    return devices[device]
+
+
+def _memory_of(obj: Any) -> str | None:
+    """`cpu` or `gpu`, where an array lies; None where that is not said."""
+    if _is_numpy(obj):
+        return "cpu"
+    library = library_of(obj)
+    if library == "torch" and hasattr(obj, "device"):
+        return "cpu" if obj.device.type == "cpu" else "gpu"
+    if library == "cupy" or hasattr(obj, "__cuda_array_interface__"):
+        return "gpu"
+    if hasattr(obj, "__dlpack_device__"):
+        return "cpu" if int(obj.__dlpack_device__()[0]) == _DLPACK_CPU else "gpu"
+    return None
+
+
+def _no_array(obj: Any, name: str, works: str, module: str) -> DeviceError:
+    got = "None" if obj is None else type(obj).__name__
+    values = isinstance(obj, (list, tuple, int, float))
+    convert = f". `{module}.asarray({name}, dtype={module}.float16)` makes an array of it" if values else ""
+    return DeviceError(f"{name}: wanted {works}, got {got}{convert}")
+
+
+def refuse_gradients(**arrays: Any) -> None:
+    """Refuse a torch tensor that wants a gradient, by its name.
+
+    Raises:
+        InputError: there is one.
+    """
+    for name, array in arrays.items():
+        wants = library_of(array) == "torch" and getattr(array, "requires_grad", False)
+        if wants and importlib.import_module("torch").is_grad_enabled():
+            raise InputError(
+                f"{name}: wanted a tensor that needs no gradient, got requires_grad=True: there is no backward pass, "
+                "and the gradient would silently be lost. Under `torch.no_grad()`, or with "
+                f"`{name}.detach()`, it works."
+            )
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def stream_handle(stream: Any) -> int:
+    """The CUstream of an integer, a torch, CuPy or cuda.core stream, or anything with `__cuda_stream__`.
+
+    Raises:
+        ParameterError: it is none of them.
+    """
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        return int((protocol() if callable(protocol) else protocol)[1])
+    for attribute in ("cuda_stream", "ptr", "handle"):
+        value = getattr(stream, attribute, None)
+        if value is not None:
+            return int(value)
+    raise ParameterError(
+        "stream: wanted a CUstream as an integer, a torch, CuPy or cuda.core stream, or an object with "
+        f"__cuda_stream__, got {type(stream).__name__}"
+    )
+
+
+def current_stream(library: str, device: int) -> int:
+    """The caller's current stream on a device: torch's or CuPy's own, the default stream for any other library."""
+    if library == "torch":
+        return int(importlib.import_module("torch").cuda.current_stream(device).cuda_stream)
+    if library == "cupy":
+        return int(importlib.import_module("cupy").cuda.get_current_stream(device).ptr)
+    return 0
+
+
+def on_device(obj: Any, name: str, stream: int | None = None) -> DeviceArray:
+    """A view of a torch tensor, a CuPy array, or any DLPack or `__cuda_array_interface__` object on a GPU.
+
+    `name` is what errors call it. `stream` is where it will be used: a DLPack or interface producer orders its work
+    before that stream; torch and CuPy arrays are taken as their libraries' streams leave them. An interface must be of
+    version 3, which can name a stream.
+
+    Raises:
+        DeviceError: it is no array, or not on a CUDA GPU.
+        DTypeError: its element type cannot be expressed.
+    """
+    library = library_of(obj)
+    if library == "torch" and hasattr(obj, "data_ptr"):
+        if obj.device.type != "cuda":
+            raise DeviceError(
+                f"{name}: wanted {_ON_GPU}, got a torch tensor on {obj.device}. `{name}.cuda()` moves it."
+            )
+        if _text(obj.layout) != "torch.strided":
+            raise DeviceError(f"{name}: wanted {_ON_GPU}, got a torch tensor with layout {obj.layout}")
+        return DeviceArray(
+            pointer=obj.data_ptr(),
+            shape=tuple(obj.shape),
+            strides=tuple(obj.stride()),
+            dtype=_text(obj.dtype).removeprefix("torch."),
+            device=obj.device.index,
+            owner=obj,
+            library="torch",
+        )
+    if library == "cupy" and hasattr(obj, "data") and hasattr(obj.data, "ptr"):
+        return DeviceArray(
+            pointer=obj.data.ptr,
+            shape=tuple(obj.shape),
+            strides=tuple(stride // obj.dtype.itemsize for stride in obj.strides),
+            dtype=obj.dtype.name,
+            device=obj.device.id,
+            owner=obj,
+            library="cupy",
+        )
+    if _is_numpy(obj):
+        raise DeviceError(
+            f"{name}: wanted {_ON_GPU}, got a NumPy array in host memory. `cupy.asarray({name})` moves it."
+        )
+    if hasattr(obj, "__dlpack__") or hasattr(obj, "__cuda_array_interface__"):
+        return _through_protocol(obj, name, stream)
+    raise _no_array(obj, name, _ON_GPU, "cupy")
+
+
+def _through_protocol(obj: Any, name: str, stream: int | None) -> DeviceArray:
+    try:
+        from cuda.core.utils import StridedMemoryView
+    except ImportError as error:
+        raise MissingPackageError(
+            f"wanted the Python package cuda-core to read {name}, got: {error}. `pip install cuda-core` installs it."
+        ) from error
+    kind = type(obj).__name__
+    if hasattr(obj, "__dlpack_device__"):
+        device_type = int(obj.__dlpack_device__()[0])
+        if device_type not in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
+            raise DeviceError(f"{name}: wanted {_ON_GPU}, got {kind} on DLPack device type {device_type}")
+    # DLPack names the legacy default stream 1, and forbids 0 as ambiguous; -1 asks for no ordering.
+    consumer = -1 if stream is None else stream or 1
+    try:
+        if hasattr(obj, "__dlpack__"):
+            view = StridedMemoryView.from_dlpack(obj, consumer)
+        else:
+            view = StridedMemoryView.from_cuda_array_interface(obj, consumer)
+        dtype = view.dtype
+    except NotImplementedError as error:
+        raise DTypeError(
+            f"{name}: wanted float16 or bfloat16, got an element type that cannot be read: {error}"
+        ) from error
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise DeviceError(f"{name}: wanted {_ON_GPU}, got {kind}: {error}") from error
+    if not view.is_device_accessible or view.device_id < 0:
+        raise DeviceError(f"{name}: wanted {_ON_GPU}, got {kind} in host memory")
+    shape = tuple(int(length) for length in view.shape)
+    return DeviceArray(
+        pointer=int(view.ptr),
+        shape=shape,
+        strides=tuple(view.strides) if view.strides is not None else contiguous_strides(shape),
+        dtype="unknown" if dtype is None else dtype.name,
+        device=int(view.device_id),
+        owner=(obj, view),
+        library="other",
+        readonly=bool(view.readonly),
+    )
+
+
+@contextmanager
+def _current(stream: int, like: Any) -> Iterator[None]:
+    """Make the caller's stream the current one of the library of `like`, on its device."""
+    if library_of(like) == "torch":
+        cuda = importlib.import_module("torch").cuda
+        if cuda.current_stream(like.device).cuda_stream == stream:
+            yield
+            return
+        # To ExternalStream, 0 is not the default stream but the wish for a new one.
+        theirs = cuda.ExternalStream(stream, like.device) if stream else cuda.default_stream(like.device)
+        with cuda.stream(theirs):
+            yield
+        return
+    with like.device:
+        # ExternalStream is deprecated for Stream.from_external, but what that returns destroys the stream when it is
+        # collected, and this one is the caller's.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            theirs = importlib.import_module("cupy").cuda.ExternalStream(stream)
+        with theirs:
+            yield
+
+
+def empty_on_device(like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> Any:
+    """A new array of the caller's library beside `like`; `dtype` None means that of `like`.
+
+    Raises:
+        ParameterError: neither torch nor CuPy.
+    """
+    library = library_of(like)
+    if library == "torch":
+        torch = importlib.import_module("torch")
+        return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
+    if library == "cupy":
+        cupy = importlib.import_module("cupy")
+        with _current(stream, like):  # CuPy's pool hands memory back to the stream that allocated it
+            return cupy.empty(shape, dtype=like.dtype if dtype is None else dtype)
+    raise ParameterError(
+        "out and return_lse: wanted torch or CuPy arrays, whose library can make a new one, got "
+        f"{type(like).__name__}. Pass `out=`, and leave return_lse False."
+    )
+
+
+def counters_on_device(like: Any, count: int, stream: int) -> tuple[Any, int] | None:
+    """So many 32-bit zeros to whatever runs on `stream` after this, and their address; None where `like` is no torch
+    tensor or CuPy array.
+
+    The caller's library allocates them on that stream: it hands the memory on when the stream has done with it, so that
+    giving them up waits for nothing.
+    """
+    library = library_of(like)
+    if library == "torch":
+        torch = importlib.import_module("torch")
+        with _current(stream, like):
+            counters = torch.zeros(count, dtype=torch.int32, device=like.device)
+        return counters, int(counters.data_ptr())
+    if library == "cupy":
+        with _current(stream, like):
+            counters = importlib.import_module("cupy").zeros(count, dtype="uint32")
+        return counters, int(counters.data.ptr)
+    return None
+
+
+# --- in host memory ---------------------------------------------------------------------------------------------------
+
+
+def on_host(obj: Any, name: str) -> DeviceArray:
+    """A view of an array in host memory.
+
+    Raises:
+        DeviceError: it is no array, or on a GPU.
+        DTypeError, LayoutError: NumPy cannot read its elements, or its strides.
+    """
+    if _memory_of(obj) == "gpu":
+        raise DeviceError(
+            f"{name}: wanted {_ON_HOST} for a run on the CPU, got {type(obj).__name__} on a GPU. "
+            f"`{name}.cpu()` (torch) or `cupy.asnumpy({name})` brings it here; without device='cpu', arrays on a GPU "
+            "run there."
+        )
+    if not (_is_numpy(obj) or hasattr(obj, "__dlpack__")):
+        raise _no_array(obj, name, _ON_HOST, "numpy")
+    import numpy as np
+
+    library = library_of(obj)
+    dtype = None
+    try:
+        if _is_numpy(obj):
+            array = obj
+        elif library == "torch":
+            torch = importlib.import_module("torch")
+            dtype = str(obj.dtype).removeprefix("torch.")
+            # NumPy has no bfloat16 of its own: the bits pass as integers.
+            array = (obj.detach().view(torch.int16) if dtype == "bfloat16" else obj.detach()).numpy()
+        else:
+            array = np.from_dlpack(obj)
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise DTypeError(
+            f"{name}: wanted {_ON_HOST}, of float16 or bfloat16, got {type(obj).__name__}, which NumPy cannot read: "
+            f"{error}. `numpy.asarray` of it, with ml_dtypes.bfloat16 as the type where it is bfloat16, works."
+        ) from error
+    if array.dtype.byteorder not in "=|" and not array.dtype.isnative:
+        raise DTypeError(f"{name}: wanted this machine's byte order, got {array.dtype}")
+    if any(stride % array.itemsize for stride in array.strides):
+        raise LayoutError(f"{name}: wanted strides of whole elements, got {array.strides} bytes")
+    return DeviceArray(
+        pointer=int(array.ctypes.data),
+        shape=tuple(array.shape),
+        strides=tuple(stride // array.itemsize for stride in array.strides),
+        dtype=dtype or array.dtype.name,
+        device=HOST,
+        owner=array,
+        library=library,
+        readonly=not array.flags.writeable,
+    )
+
+
+def empty_on_host(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new array of the caller's library, NumPy's where it is neither that nor torch."""
+    if library_of(like) == "torch":
+        torch = importlib.import_module("torch")
+        return torch.empty(shape, dtype=getattr(torch, dtype))
+    import ml_dtypes
+    import numpy as np
+
+    return np.empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
