@@ -53,7 +53,9 @@ def _root(version: Version = False) -> None:
 
 for _group in _groups():
     for _name, _command in _group.COMMANDS.items():
-        app.command(_name)(_command)
+        # A paragraph a line: typer would keep the line breaks of the source.
+        _paragraphs = [" ".join(text.split()) for text in (_command.__doc__ or "").split("\n\n")]
+        app.command(_name, help="\n\n".join(_paragraphs))(_command)
 
 
 def main() -> None:

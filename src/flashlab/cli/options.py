@@ -89,7 +89,7 @@ STAGE = typer.Argument(
 StageIds = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[STAGE]...",
+        metavar="STAGE",
         callback=_resolve_all,
         autocompletion=_complete,
         help="Stage ids, or unique prefixes of them; all where none is given.",

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def ablate(
     axes: Annotated[
-        list[str] | None, typer.Argument(metavar="[AXIS]...", help="Axes, or levers; all where none is given.")
+        list[str] | None, typer.Argument(metavar="AXIS", help="Axes, or levers; all where none is given.")
     ] = None,
     *,
     of_source: Annotated[

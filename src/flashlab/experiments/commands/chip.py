@@ -14,7 +14,7 @@ from flashlab.core.paths import DATA
 
 def chip(
     cases: Annotated[
-        list[str] | None, typer.Argument(metavar="[CASE]...", help="Cases or groups; all where none is given.")
+        list[str] | None, typer.Argument(metavar="CASE", help="Cases or groups; all where none is given.")
     ] = None,
     *,
     launches: Annotated[int, typer.Option(help="Of each case, on one SM and again on all.", min=1)] = 5,
@@ -22,7 +22,7 @@ def chip(
     data: opt.Data = DATA,
     as_json: opt.Json = False,
 ) -> None:
-    """Read what one Hopper SM does in a clock, and append the readings to data/<gpu>/chip/."""
+    """Measure per-SM throughput and latency on Hopper, in cycles, and append the readings to data/<gpu>/chip/."""
     from flashlab.experiments import chip as module
 
     with following("measuring", len(module.choose(cases or None))) as follow:
