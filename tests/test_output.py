@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+from flashlab.cli.output import answer, following
+
+
+class Inner(BaseModel):
+    value: float
+    path: Path
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    inner: Inner | None
+
+
+ROWS = [Row("[a]", Inner(value=12345.678, path=Path("x"))), Row("b", None)]
+
+
+def test_a_table_takes_fields_paths_and_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    answer(ROWS, {"name": "name", "value": "inner.value", "long": lambda row: len(row.name) > 1}, title="Rows")
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["Rows"],
+        ["name", "value", "long"],
+        ["[a]", "12346", "yes"],
+        ["b", "–", "no"],
+    ]
+
+
+def test_json_holds_all_fields_of_any_row(capsys: pytest.CaptureFixture[str]) -> None:
+    answer(ROWS, ("name",), as_json=True)
+    assert json.loads(capsys.readouterr().out) == [
+        {"name": "[a]", "inner": {"value": 12345.678, "path": "x"}},
+        {"name": "b", "inner": None},
+    ]
+    answer(ROWS, ("name",), as_json=True, document={"rows": 2})
+    assert json.loads(capsys.readouterr().out) == {"rows": 2}
+
+
+def test_cells_join_lists_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    answer([{"list": [1, 0.25], "parameters": {"WARPS": 4, "PADDING": 8}}], ("list", "parameters", "absent"))
+    assert capsys.readouterr().out.splitlines()[1].split() == ["1", "0.25", "WARPS=4", "PADDING=8", "–"]
+
+
+def test_steps_are_lines_on_stderr_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with following("measuring") as step:
+        step(1, 2, "first")
+    with following("compiling", 2) as step:
+        step("quiet")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "[1/2] first\n")
