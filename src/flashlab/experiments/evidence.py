@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -31,7 +32,7 @@ from flashlab.query import roofline, select
 from flashlab.query.kinship import MODELS, kinship
 from flashlab.query.statistics import Estimate, interval, median, ratio_of_medians
 from flashlab.record import store
-from flashlab.record.store import Ablation, Call, Ceiling, Measurement, Part, Samples, StageProfile
+from flashlab.record.store import Ablation, Call, Ceiling, Measurement, Part, ProblemFields, Samples, StageProfile
 from flashlab.show import tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -62,8 +63,10 @@ class Entry(BaseModel):
     dtype: DType = "float16"
     axis: str = ""
     per: float = 1
+    arch: str = "sm_90a"
     counts: tuple[str, ...] = ()
     given: Mapping[str, float] = {}
+    problems: tuple[str, ...] = ()
     fused: bool = True
     text: str = ""
     note: str = ""
@@ -214,10 +217,10 @@ class Row:
         return str(getattr(self.record, "name", None) or self.record.stage)
 
     @property
-    def problem(self) -> Problem:
-        """What was measured."""
-        problem: Problem = self.record.problem.problem()
-        return problem
+    def problem(self) -> Problem | None:
+        """What was measured; None of a ceiling."""
+        fields: ProblemFields | None = getattr(self.record, "problem", None)
+        return fields.problem() if fields else None
 
     @property
     def times_us(self) -> Sequence[float]:
@@ -233,11 +236,6 @@ class Row:
         """Of `times_us`."""
         return float(np.median(self.times_us))
 
-    @property
-    def demand_tb_s(self) -> float:
-        """Bytes that must cross device memory over the time of a call, TB/s."""
-        return self.problem.compulsory_bytes / self.median_us / 1e6
-
 
 class Records:
     """All that is on record of one GPU, on normal inputs, with the line that each record is in."""
@@ -245,60 +243,33 @@ class Records:
     def __init__(self, gpu: str, data: Path = DATA) -> None:
         self.gpu = gpu
         self.data = data
+        self._of_folder: dict[str, tuple[Row, ...]] = {}
 
-    def _read(self, folder: str, parse: Callable[[str], Any]) -> tuple[Row, ...]:
-        """Oldest first; a damaged line is left out, and `flashlab results --verify` names it."""
-        rows = []
-        for path in sorted((self.data / self.gpu / folder).glob("*.jsonl")):
-            for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-                try:
-                    record = parse(line.decode("utf-8"))
-                except (ValidationError, UnicodeDecodeError):
-                    continue
-                problem = getattr(record, "problem", None)
-                if problem is None or problem.inputs == NORMAL:
-                    rows.append(Row(record, f"{path.relative_to(self.data).as_posix()}:{number}"))
-        return tuple(rows)
-
-    @cached_property
-    def _runs(self) -> tuple[Row, ...]:
-        return self._read("runs", store.parse_line)
+    def every(self, folder: Literal["runs", "ablations", "parts", "calls", "profiles"]) -> tuple[Row, ...]:
+        """A folder's records, oldest first; a damaged line is left out, and `flashlab results --verify` names it."""
+        if folder not in self._of_folder:
+            rows = []
+            for path in sorted((self.data / self.gpu / folder).glob("*.jsonl")):
+                for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+                    with suppress(ValidationError, UnicodeDecodeError):
+                        row = Row(_PARSERS[folder](line.decode()), f"{path.relative_to(self.data).as_posix()}:{number}")
+                        if row.problem is None or row.problem.inputs == NORMAL:
+                            rows.append(row)
+            self._of_folder[folder] = tuple(rows)
+        return self._of_folder[folder]
 
     @cached_property
     def measurements(self) -> tuple[Row, ...]:
         """Stages, dead ends and libraries, oldest first; no row `with_lse`."""
-        return tuple(row for row in self._runs if isinstance(row.record, Measurement) and not row.record.with_lse)
+        return tuple(
+            row for row in self.every("runs") if isinstance(row.record, Measurement) and not row.record.with_lse
+        )
 
-    @cached_property
-    def ceilings(self) -> tuple[Row, ...]:
-        """Readings of the GPU's limits, oldest first."""
-        return tuple(row for row in self._runs if isinstance(row.record, Ceiling))
-
-    @cached_property
-    def ablations(self) -> tuple[Row, ...]:
-        """Levels of ablations, oldest first."""
-        return self._read("ablations", Ablation.model_validate_json)
-
-    @cached_property
-    def parts(self) -> tuple[Row, ...]:
-        """Stages with a part of their work left out, oldest first."""
-        return self._read("parts", Part.model_validate_json)
-
-    @cached_property
-    def calls(self) -> tuple[Row, ...]:
-        """Wall times of single calls, oldest first."""
-        return self._read("calls", Call.model_validate_json)
-
-    @cached_property
-    def profiles(self) -> tuple[Row, ...]:
-        """What Nsight Compute saw, oldest first."""
-        return self._read("profiles", StageProfile.model_validate_json)
-
-    def timed(self, *problems: Problem) -> Iterator[Row]:
+    def timed(self, *problems: Problem) -> list[Row]:
         """Those of `measurements` at some problems that are right and have a time."""
-        for row in self.measurements:
-            if row.record.status == "ok" and row.times_us and row.problem in problems:
-                yield row
+        return [
+            row for row in self.measurements if row.record.status == "ok" and row.times_us and row.problem in problems
+        ]
 
     def of(self, problem: Problem, names: Sequence[str]) -> tuple[Row, ...]:
         """Rows of stages or libraries at a problem, of the newest run that timed them all.
@@ -306,7 +277,7 @@ class Records:
         Raises:
             PendingError: no run did.
         """
-        rows = (row for row in self.timed(problem) if row.name in names)
+        rows = [row for row in self.timed(problem) if row.name in names]
         return of_one_run(rows, lambda row: row.name, names, _bench(problem, names))
 
     def levels(self, axis: str, operands: Sequence[str]) -> tuple[Row, ...]:
@@ -315,21 +286,13 @@ class Records:
         Raises:
             PendingError: no run has.
         """
-
-        def choice(name: str, parameters: Mapping[str, int]) -> tuple[str, frozenset[tuple[str, int]]]:
-            # What only ablations set is 0 where nobody names it.
-            return name, frozenset((key, value) for key, value in parameters.items() if value)
-
         wanted = [
-            choice(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
+            _level(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
             for name, values in map(split, operands)
         ]
-        rows = (
-            row
-            for row in self.ablations
-            if row.record.axis == axis and row.record.status == "ok" and row.problem == FIRST
-        )
-        key = lambda row: choice(row.record.stage, row.record.parameters)  # noqa: E731
+        on_axis = (row for row in self.every("ablations") if row.record.axis == axis and row.record.status == "ok")
+        rows = [row for row in on_axis if row.problem == FIRST]
+        key = lambda row: _level(row.name, row.record.parameters)  # noqa: E731
         return of_one_run(rows, key, wanted, f"flashlab ablate {axis}")
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
@@ -349,7 +312,7 @@ class Records:
         return min(able, key=lambda row: row.median_us)
 
     def named(self, entry: Entry, group: Sequence[str]) -> tuple[Row, ...]:
-        """The timed rows that a group of an entry's names stands for.
+        """The rows that a group of an entry's names stands for.
 
         Raises:
             PendingError: they are not on record.
@@ -358,9 +321,19 @@ class Records:
             return self.levels(entry.axis, group)
         if any(name.startswith(FASTEST) for name in group):
             return tuple(self.fastest(entry.problem, name.partition(":")[2]) for name in group)
+        if ceilings.CEILINGS.keys() >= set(group):
+            readings = [row for row in self.every("runs") if isinstance(row.record, Ceiling)]
+            return newest(readings, group, "flashlab bench --suite smoke")
         return self.of(entry.problem, group)
 
 
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "runs": store.parse_line,
+    "ablations": Ablation.model_validate_json,
+    "parts": Part.model_validate_json,
+    "calls": Call.model_validate_json,
+    "profiles": StageProfile.model_validate_json,
+}
 CONDITIONS: Mapping[str, Callable[[Measurement], bool]] = {
     "": lambda _: True,
     "scalar": lambda row: row.cubin is not None and row.cubin.sass["tensor"] == 0,
@@ -368,6 +341,11 @@ CONDITIONS: Mapping[str, Callable[[Measurement], bool]] = {
     "before_hopper": lambda row: (stage := registry.RUNGS[row.name]).language == "cuda" and stage.max_arch is None,
 }
 """Which stages `fastest:CONDITION` is the fastest of."""
+
+
+def _level(name: str, parameters: Mapping[str, int]) -> tuple[str, frozenset[tuple[str, int]]]:
+    """What makes two levels the same; what only ablations set is 0 where nobody names it."""
+    return name, frozenset((key, value) for key, value in parameters.items() if value)
 
 
 def of_one_run(rows: Iterable[Row], key: Callable[[Row], Any], wanted: Sequence[Any], command: str) -> tuple[Row, ...]:
@@ -409,27 +387,25 @@ def _bench(problem: Problem, names: Sequence[str]) -> str:
 # --- Findings ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """What the records say about one claim."""
+    """What the records say about one claim; a quantity fills the first three fields, and `find` the others."""
 
     numbers: tuple[Estimate, ...]
     """One for each claimed number."""
-    rows: tuple[Row, ...] = ()
+    rows: Sequence[Row] = ()
     """The records that they come from; none where they were computed or compiled."""
-    values: Mapping[str, object] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
     """What else stands in braces in an entry's text and note."""
-    about: About = "arithmetic"
-    text: str = ""
+    about: About = field(default="arithmetic", kw_only=True)
+    text: str = field(default="", kw_only=True)
     """What was measured or computed, for people."""
-    beside: str = ""
+    beside: str = field(default="", kw_only=True)
     """What else is worth saying; empty for nothing."""
-    stages: tuple[str, ...] = ()
+    stages: tuple[str, ...] = field(default=(), kw_only=True)
     """Stages and dead ends that it is about."""
-    demand_tb_s: float | None = None
+    demand_tb_s: float | None = field(default=None, kw_only=True)
     """Bytes that must cross device memory over the time it took, TB/s, of a time."""
-    problems: tuple[str, ...] = ()
-    """The two problems that the claim compares, where they differ."""
 
 
 Evaluator = Callable[[Records, Entry], Finding]
@@ -438,7 +414,7 @@ QUANTITIES: dict[str, tuple[About, str, Evaluator]] = {}
 
 
 def _quantity(about: About, text: str = "") -> Callable[[Evaluator], Evaluator]:
-    """Registers a function under its name. It fills numbers, rows, values and problems; `find` the rest."""
+    """Registers a function as a quantity of its name."""
 
     def register(evaluate: Evaluator) -> Evaluator:
         QUANTITIES[evaluate.__name__] = (about, text, evaluate)
@@ -472,13 +448,7 @@ def find(records: Records, entry: Entry) -> Finding:
         finding.rows[index].name if operand.startswith(FASTEST) else split(operand)[0]
         for index, operand in enumerate(entry.operands)
     ]
-    choices = [
-        " ".join(f"{name}={value}" for name, value in split(operand)[1].items()) or "its defaults"
-        if any("[" in one for one in group)
-        else ""
-        for group in entry.of
-        for operand in group
-    ]
+    choices = [_choice(operand) if any("[" in one for one in group) else "" for group in entry.of for operand in group]
     names = [f"`{name}`{f' with {choice}' if choice else ''}" for name, choice in zip(stages, choices, strict=True)]
     values = {
         "problem": entry.problem.label,
@@ -491,41 +461,47 @@ def find(records: Records, entry: Entry) -> Finding:
         **finding.values,
     }
     shown = {name: _shown(value) for name, value in values.items()}
-    others = []
+    beside = []
     for other in entry.beside:
-        try:
-            others.append((other, find(records, other)))
-        except PendingError:
-            continue
-    cited = dict.fromkeys(row for other, found in others if other.cited for row in found.rows)
-    named = [
-        *(name for _, found in others for name in found.stages),
-        *(n for other in entry.beside for n in other.names),
-    ]
-    subject = entry.stages or stages or named
-    timed = (
-        about == "time" and entry.fused and finding.rows and isinstance(finding.rows[0].record, Measurement | Ablation)
-    )
+        with suppress(PendingError):
+            beside.append((other, find(records, other)))
+    cited = dict.fromkeys(row for other, found in beside if other.cited for row in found.rows)
+    theirs = [*(name for _, found in beside for name in found.stages), *(n for one in entry.beside for n in one.names)]
+    first = next(iter(finding.rows), None)
+    timed = about == "time" and entry.fused and first and isinstance(first.record, Measurement | Ablation)
+    sentences = (entry.note.format(*names, **shown), ", ".join(found.text for _, found in beside))
     return replace(
         finding,
         rows=(*finding.rows, *(row for row in cited if row not in finding.rows)),
         about=about,
         text=(entry.text or text).format(*names, **shown),
-        beside="; ".join(
-            filter(None, (entry.note.format(*names, **shown), ", ".join(found.text for _, found in others)))
-        ),
-        stages=tuple(filter(is_stage, dict.fromkeys(subject))),
-        demand_tb_s=finding.rows[0].demand_tb_s if timed else None,
+        beside="; ".join(filter(None, sentences)),
+        stages=tuple(filter(is_stage, dict.fromkeys(entry.stages or stages or theirs))),
+        demand_tb_s=_demand_tb_s(first) if timed and first else None,
     )
+
+
+def _choice(operand: str) -> str:
+    return " ".join(f"{name}={value}" for name, value in split(operand)[1].items()) or "its defaults"
 
 
 def _exact(*values: float) -> tuple[Estimate, ...]:
     return tuple(map(Estimate.exactly, values))
 
 
+def _problem(row: Row) -> Problem:
+    assert row.problem is not None, "only a ceiling is of no problem"
+    return row.problem
+
+
+def _demand_tb_s(row: Row) -> float:
+    """Bytes that must cross device memory over the time of a call."""
+    return _problem(row).compulsory_bytes / row.median_us / 1e6
+
+
 def _rate(row: Row) -> Estimate:
     """TFLOP/s."""
-    time, tflops = interval(median, row.times_us), row.problem.tflops
+    time, tflops = interval(median, row.times_us), _problem(row).tflops
     return Estimate(value=tflops(time.value), low=tflops(time.high), high=tflops(time.low))
 
 
@@ -540,58 +516,56 @@ def _speedup(slow: Row, fast: Row) -> Estimate:
 def rate(records: Records, entry: Entry) -> Finding:
     """TFLOP/s of each."""
     rows = [row for group in entry.of for row in records.named(entry, group)]
-    return Finding(numbers=tuple(map(_rate, rows)), rows=tuple(rows))
+    return Finding(tuple(map(_rate, rows)), rows)
 
 
 @_quantity("time", "{0} at {problem}")
 def time(records: Records, entry: Entry) -> Finding:
     """Microseconds of a call of each, over `per`."""
     rows = [row for group in entry.of for row in records.named(entry, group)]
-    return Finding(
-        numbers=tuple(interval(median, row.times_us).scaled(1 / entry.per) for row in rows), rows=tuple(rows)
-    )
+    return Finding(tuple(interval(median, row.times_us).scaled(1 / entry.per) for row in rows), rows)
+
+
+@_quantity("time")
+def call_time(records: Records, entry: Entry) -> Finding:
+    """Microseconds of a single call by the host's clock, launch and wait included."""
+    calls = [row for row in records.every("calls") if row.problem == entry.problem]
+    (row,) = newest(calls, entry.operands, "flashlab claims --measure")
+    return Finding((interval(median, row.times_us),), (row,))
 
 
 @_quantity("ratio", "{1} over {slower} at {problem}")
 def speedup(records: Records, entry: Entry) -> Finding:
     """Of each pair, how many times faster the second is."""
     pairs = [records.named(entry, group) for group in entry.of]
-    return Finding(numbers=tuple(_speedup(*pair) for pair in pairs), rows=tuple(row for pair in pairs for row in pair))
+    return Finding(tuple(_speedup(*pair) for pair in pairs), [row for pair in pairs for row in pair])
 
 
 @_quantity("ratio")
 def causal_speedup(records: Records, entry: Entry) -> Finding:
     """A stage without a mask over the same under a causal one, in one run; and the range over that run's stages."""
-    masks: dict[str, Problem] = {one: Problem.parse(entry.shape, mask=one) for one in MASKS}
-    rows = [row for row in records.timed(*masks.values()) if row.name in registry.RUNGS]
-    ours = (row for row in rows if row.name in entry.operands)
-    pair = of_one_run(ours, lambda row: row.problem.mask, [*masks], _bench(entry.problem, entry.operands))
-    by_stage: dict[str, dict[str, Row]] = {}
+    problems = [Problem.parse(entry.shape, mask=mask) for mask in MASKS]
+    rows = [row for row in records.timed(*problems) if row.name in registry.RUNGS]
+    ours = [row for row in rows if row.name in entry.operands]
+    pair = of_one_run(ours, lambda row: row.problem, problems, _bench(entry.problem, entry.operands))
+    by_stage: dict[str, dict[Problem, Row]] = {}
     for row in rows:
         if row.record.run == pair[0].record.run:
-            by_stage.setdefault(row.name, {})[row.problem.mask] = row
-    gains = [_speedup(*(of[mask] for mask in masks)).value for of in by_stage.values() if len(of) == len(masks)]
-    return Finding(
-        numbers=(_speedup(*pair),), rows=pair, values={"stages": len(gains), "least": min(gains), "most": max(gains)}
-    )
+            by_stage.setdefault(row.name, {})[_problem(row)] = row
+    gains = [_speedup(*(of[one] for one in problems)).value for of in by_stage.values() if len(of) == len(problems)]
+    return Finding((_speedup(*pair),), pair, {"stages": len(gains), "least": min(gains), "most": max(gains)})
 
 
 @_quantity("ratio")
 def share_against_call(records: Records, entry: Entry) -> Finding:
-    """`target_us` over a stage's share of a batch, and a library's time over the stage's, both at the batch.
-
-    The claim sets the share of a batch against a whole call of another problem.
-    """
+    """`target_us` over a stage's share of a batch, and a library's time over the stage's, both at the batch."""
     batch = entry.problem
     ours, library = records.of(batch, entry.operands)
     alone, _ = records.of(replace(batch, batch=1), entry.operands)
     share = interval(median, ours.times_us).scaled(1 / batch.batch)
-    return Finding(
-        numbers=(share.inverse_of(entry.given["target_us"]), _speedup(library, ours)),
-        rows=(ours, library, alone),
-        values={"share": share.value, "alone": alone.median_us, "times_longer": alone.median_us / share.value},
-        problems=(f"{batch.sizes}, a sequence", Problem.parse("1x8x512x64").sizes),
-    )
+    values = {"share": share.value, "alone": alone.median_us, "times_longer": alone.median_us / share.value}
+    numbers = (share.inverse_of(entry.given["target_us"]), _speedup(library, ours))
+    return Finding(numbers, (ours, library, alone), values)
 
 
 PARTS = tuple(part for part in ablation.PARTS if part != "nothing")
@@ -600,9 +574,9 @@ PARTS = tuple(part for part in ablation.PARTS if part != "nothing")
 @_quantity("ratio")
 def time_shares(records: Records, entry: Entry) -> Finding:
     """Percent of a stage's time that goes when a part of its work is left out, for each part."""
-    parts = (row for row in records.parts if row.name in entry.operands and row.problem == entry.problem)
-    command = f"flashlab split {entry.operands[0]}"
-    rows = of_one_run(parts, lambda row: row.record.left_out, ("nothing", *PARTS), command)
+    (name,) = entry.operands
+    parts = [row for row in records.every("parts") if (row.name, row.problem) == (name, entry.problem)]
+    rows = of_one_run(parts, lambda row: row.record.left_out, ("nothing", *PARTS), f"flashlab split {name}")
 
     def share(whole_us: Any, without_us: Any, axis: int) -> Any:
         return 1 - median(without_us, axis) / median(whole_us, axis)
@@ -610,11 +584,8 @@ def time_shares(records: Records, entry: Entry) -> Finding:
     shares = tuple(interval(share, rows[0].times_us, part.times_us).scaled(100) for part in rows[1:])
     rest = 100 - sum(number.value for number in shares)
     unexplained = "{} % is in no part alone" if rest > 0 else "the parts overlap by {} %"
-    return Finding(
-        numbers=shares,
-        rows=rows,
-        values={"parts": ", ".join(PARTS), "unexplained": unexplained.format(tables.number(abs(rest)))},
-    )
+    values = {"parts": ", ".join(PARTS), "unexplained": unexplained.format(tables.number(abs(rest)))}
+    return Finding(shares, rows, values)
 
 
 @_quantity("ratio")
@@ -629,154 +600,91 @@ def cycles_hidden(records: Records, entry: Entry) -> Finding:
     resident = cubin.blocks_per_sm * two.record.gpu.sm_count
     tiles = blocks / resident * math.ceil(FIRST.kv_len / cubin.parameters["TILE_KV"])
     saved_us = interval(lambda more, less, axis: median(more, axis) - median(less, axis), one.times_us, two.times_us)
-    return Finding(
-        numbers=(saved_us.scaled(float(np.median(clocks_mhz)) / tiles),),
-        rows=(one, two),
-        values={"tiles": tiles, "blocks": cubin.blocks_per_sm},
-    )
+    cycles = saved_us.scaled(float(np.median(clocks_mhz)) / tiles)
+    return Finding((cycles,), (one, two), {"tiles": tiles, "blocks": cubin.blocks_per_sm})
 
 
 @_quantity("ratio")
 def spread(records: Records, _: Entry) -> Finding:
     """What 19 of 20 rows stay below: the largest of all grows with their number, and a rerun has fewer."""
-    spreads = [
-        (samples.cv_percent, row)
-        for row in records.measurements
-        if row.name in registry.RUNGS and (samples := row.record.samples_of()) and len(samples.time_us) > 1
-    ]
-    if not spreads:
+    rows = [row for row in records.measurements if row.name in registry.RUNGS and len(row.times_us) > 1]
+    if not rows:
         raise PendingError("flashlab bench --suite standard")
-    percents = [percent for percent, _ in spreads]
-    worst, row = max(spreads, key=lambda one: one[0])
-    middle, most = np.percentile(percents, (50, 95))
-    return Finding(
-        numbers=_exact(float(most)),
-        rows=(row,),
-        values={
-            "rows": len(spreads),
-            "middle": float(middle),
-            "worst": worst,
-            "at": f"`{row.name}` at {row.problem.label}",
-        },
-    )
-
-
-@_quantity("time")
-def call_time(records: Records, entry: Entry) -> Finding:
-    """Microseconds of a single call by the host's clock, launch and wait included."""
-    calls = (row for row in records.calls if row.problem == entry.problem)
-    (row,) = newest(calls, entry.operands, "flashlab claims --measure")
-    return Finding(numbers=(interval(median, row.times_us),), rows=(row,))
+    percents = [row.record.samples_of().cv_percent for row in rows]
+    worst = rows[percents.index(max(percents))]
+    middle, most = map(float, np.percentile(percents, (50, 95)))
+    at = f"`{worst.name}` at {_problem(worst).label}"
+    return Finding(_exact(most), (worst,), {"rows": len(rows), "middle": middle, "worst": max(percents), "at": at})
 
 
 # --- Quantities of limits and counters --------------------------------------------------------------------------------
 
 
-@_quantity("time")
-def ceiling_time(records: Records, entry: Entry) -> Finding:
-    """Microseconds of what a ceiling runs."""
-    (row,) = newest(records.ceilings, entry.operands, "flashlab bench --suite smoke")
-    return Finding(numbers=(interval(median, row.times_us),), rows=(row,))
-
-
 @_quantity("ratio")
 def memory_over_compute(records: Records, entry: Entry) -> Finding:
     """The time that device memory needs for a problem over the time that the tensor cores need."""
-    problem = entry.problem
-    rows = newest(records.ceilings, entry.operands, "flashlab bench --suite smoke")
-    memory_us, tensor_us = (
-        amount / row.record.value / 1e6
-        for amount, row in zip((problem.compulsory_bytes, problem.flops), rows, strict=True)
-    )
-    h100_tb_s = roofline.DATASHEETS[MODELS["H100"].folder].memory_tb_s
-    return Finding(
-        numbers=_exact(memory_us / tensor_us),
-        rows=rows,
-        values={
-            "memory_us": memory_us,
-            "tensor_us": tensor_us,
-            "megabytes": problem.compulsory_bytes / 1e6,
-            "h100_tb_s": f"{h100_tb_s}",
-            "on_h100": problem.compulsory_bytes / (h100_tb_s * 1e6) / tensor_us,
-        },
-    )
+    copy, tensor = records.named(entry, entry.operands)
+    bytes_, tensor_us = entry.problem.compulsory_bytes, entry.problem.flops / tensor.record.value / 1e6
+    memory_us, h100_tb_s = bytes_ / copy.record.value / 1e6, roofline.DATASHEETS[MODELS["H100"].folder].memory_tb_s
+    values = {"memory_us": memory_us, "tensor_us": tensor_us, "megabytes": bytes_ / 1e6, "h100_tb_s": h100_tb_s}
+    on_h100 = bytes_ / (h100_tb_s * 1e6) / tensor_us
+    return Finding(_exact(memory_us / tensor_us), (copy, tensor), {**values, "on_h100": on_h100})
 
 
 @_quantity("time")
 def percent_of_peak(records: Records, entry: Entry) -> Finding:
     """A ceiling's rate, percent of the data sheet's; and what its products are made of on sm_89."""
-    (row,) = newest(records.ceilings, entry.operands, "flashlab bench --suite smoke")
-    share = roofline.percent_of_peak(records.gpu, row.name, row.record.value)
-    if share is None:
-        raise PendingError(f"a data sheet of {records.gpu} in query/datasheets.toml")
+    (row,) = records.named(entry, entry.operands)
+    share = 100 * row.record.value / (_sheet(records.gpu).peak(row.name) or math.nan)
     defines: dict[str, int | str] = {"CHAINS": 1, "UNROLL": 1, "ELEMENT": "__half"}
     cubin = compiler.compile_file(KERNELS / "micro" / "tensor.cu", entry="micro_tensor", arch="sm_89", defines=defines)
     opcodes = {one.opcode for one in _instructions(cubin) if sass.classify(one) == "tensor"}
-    return Finding(
-        numbers=_exact(share), rows=(row,), values={"tflops": row.record.value, "opcodes": ", ".join(sorted(opcodes))}
-    )
+    return Finding(_exact(share), (row,), {"tflops": row.record.value, "opcodes": ", ".join(sorted(opcodes))})
+
+
+def _sheet(gpu: str) -> roofline.Datasheet:
+    if gpu not in roofline.DATASHEETS:
+        raise PendingError(f"a data sheet of {gpu} in query/datasheets.toml")
+    return roofline.DATASHEETS[gpu]
 
 
 @_quantity("arithmetic")
-def roof_shares(_: Records, entry: Entry) -> Finding:
-    """Percent of an L4's bandwidth and of its compute that a call of `time_us` reaches."""
-    sheet, problem, time_us = roofline.DATASHEETS[MODELS["L4"].folder], entry.problem, entry.given["time_us"]
+def roof_shares(records: Records, entry: Entry) -> Finding:
+    """Percent of device memory's bandwidth and of the tensor cores' rate: of a stage here, or of `time_us` on an L4."""
+    rows = records.of(entry.problem, entry.operands) if entry.operands else ()
+    time_us = rows[0].median_us if rows else entry.given["time_us"]
+    sheet, problem = _sheet(records.gpu if rows else MODELS["L4"].folder), entry.problem
     memory = 100 * problem.compulsory_bytes / time_us / 1e6 / sheet.memory_tb_s
     compute = 100 * problem.tflops(time_us) / sheet.tensor_tflops
     amounts = {"megabytes": problem.compulsory_bytes / 1e6, "gflop": problem.flops / 1e9}
-    return Finding(numbers=_exact(memory, compute), values=amounts)
+    return Finding(_exact(memory, compute), rows, amounts)
 
 
-@_quantity("ratio")
-def roof_shares_here(records: Records, entry: Entry) -> Finding:
-    """The same of a stage's call on this GPU."""
-    (row,) = records.of(entry.problem, entry.operands)
-    sheet = roofline.DATASHEETS.get(records.gpu)
-    if sheet is None:
-        raise PendingError(f"a data sheet of {records.gpu} in query/datasheets.toml")
-    shares = (100 * row.demand_tb_s / sheet.memory_tb_s, 100 * _rate(row).value / sheet.tensor_tflops)
-    return Finding(numbers=_exact(*shares), rows=(row,))
-
-
-def _profile(records: Records, problem: Problem, names: Sequence[str], metrics: Sequence[str]) -> tuple[Row, ...]:
+def _profiles(records: Records, problem: Problem, names: Sequence[str], *metrics: str) -> tuple[Row, ...]:
     """The newest profile of each stage that has those metrics."""
-    rows = (
-        row
-        for row in records.profiles
-        if row.problem == problem and all(row.record.metrics.get(metric) for metric in metrics)
-    )
+    at_problem = (row for row in records.every("profiles") if row.problem == problem)
+    rows = [row for row in at_problem if all(row.record.metrics.get(metric) for metric in metrics)]
     return newest(rows, names, f"flashlab profile {names[0]}")
-
-
-_SECTORS = "l1tex__t_sectors_pipe_lsu_mem_global_op_ld.sum"
-_REQUESTS = "l1tex__t_requests_pipe_lsu_mem_global_op_ld.sum"
-_TENSOR = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active"
-_DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-_DURATION_NS = "gpu__time_duration.sum"
 
 
 @_quantity("ratio")
 def sectors_per_request(records: Records, entry: Entry) -> Finding:
     """Sectors that a request to load from global memory takes, of each stage."""
-    rows = _profile(records, entry.problem, entry.operands, (_SECTORS, _REQUESTS))
-    return Finding(
-        numbers=_exact(*(row.record.metrics[_SECTORS] / row.record.metrics[_REQUESTS] for row in rows)), rows=rows
-    )
+    sectors, requests = (f"l1tex__t_{what}_pipe_lsu_mem_global_op_ld.sum" for what in ("sectors", "requests"))
+    rows = _profiles(records, entry.problem, entry.operands, sectors, requests)
+    return Finding(_exact(*(row.record.metrics[sectors] / row.record.metrics[requests] for row in rows)), rows)
 
 
 @_quantity("ratio")
 def utilization(records: Records, entry: Entry) -> Finding:
     """Percent of the tensor cores' and of device memory's peak, as Nsight Compute saw the fastest stage."""
+    tensor, time_ns = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "gpu__time_duration.sum"
+    dram = ("dram__bytes_read.sum", "dram__bytes_write.sum")
     name = records.fastest(entry.problem).name
-    sheet = roofline.DATASHEETS.get(records.gpu)
-    if sheet is None:
-        raise PendingError(f"a data sheet of {records.gpu} in query/datasheets.toml")
-    (row,) = _profile(records, entry.problem, (name,), (_TENSOR, *_DRAM, _DURATION_NS))
-    metrics = row.record.metrics
-    tb_s = sum(metrics[metric] for metric in _DRAM) / metrics[_DURATION_NS] / 1e3
-    return Finding(
-        numbers=_exact(row.record.tensor_percent, 100 * tb_s / sheet.memory_tb_s), rows=(row,), values={"tb_s": tb_s}
-    )
+    (row,) = _profiles(records, entry.problem, (name,), tensor, *dram, time_ns)
+    tb_s = sum(row.record.metrics[metric] for metric in dram) / row.record.metrics[time_ns] / 1e3
+    shares = _exact(row.record.tensor_percent, 100 * tb_s / _sheet(records.gpu).memory_tb_s)
+    return Finding(shares, (row,), {"tb_s": tb_s})
 
 
 # --- Errors -----------------------------------------------------------------------------------------------------------
@@ -786,9 +694,9 @@ def utilization(records: Records, entry: Entry) -> Finding:
 def absolute_error(records: Records, entry: Entry) -> Finding:
     """The largest error of the newest result that was compared, right or wrong."""
     judged = (row for row in records.measurements if row.problem == entry.problem and row.record.verdict)
-    rows = (row for row in judged if row.record.verdict.max_abs_error is not None)
+    rows = [row for row in judged if row.record.verdict.max_abs_error is not None]
     (row,) = newest(rows, entry.operands, _bench(entry.problem, entry.operands))
-    return Finding(numbers=_exact(row.record.verdict.max_abs_error), rows=(row,))
+    return Finding(_exact(row.record.verdict.max_abs_error), (row,))
 
 
 @_quantity("numbers")
@@ -797,10 +705,8 @@ def error_over_limit(records: Records, entry: Entry) -> Finding:
 
     What a kernel with a data race computes differs from run to run.
     """
-    for row in reversed(records.measurements):
-        verdict = row.record.verdict
-        if row.name not in entry.operands or verdict is None:
-            continue
+    for row in reversed([row for row in records.measurements if row.name in entry.operands and row.record.verdict]):
+        verdict, at = row.record.verdict, _problem(row).label
         nan = re.match(r"NaN in output: (\d+) of (\d+) elements", verdict.reason)
         if verdict.max_abs_error is not None and verdict.max_abs_limit:
             value = verdict.max_abs_error / verdict.max_abs_limit
@@ -810,44 +716,38 @@ def error_over_limit(records: Records, entry: Entry) -> Finding:
             outcome = f"{nan[1]} of {nan[2]} elements are NaN, so that there is no largest error"
         else:
             continue
-        return Finding(numbers=_exact(value), rows=(row,), values={"at": row.problem.label, "outcome": outcome})
+        return Finding(_exact(value), (row,), {"at": at, "outcome": outcome})
     raise PendingError(_bench(entry.problem, entry.operands))
 
 
 @_quantity("numbers")
 def largest_error(records: Records, _: Entry) -> Finding:
     """Of every float16 result on record: what was timed, and the newest comparison over hostile lengths."""
+    right = [row for row in records.measurements if row.record.status == "ok" and row.name in registry.RUNGS]
     errors = [
-        (row.record.verdict.max_abs_error, row.place, f"`{row.name}` at {row.problem.label}")
-        for row in records.measurements
-        if row.name in registry.RUNGS
-        and row.record.status == "ok"
-        and row.problem.dtype == "float16"
-        and row.record.verdict is not None
-        and row.record.verdict.max_abs_error is not None
+        (row.record.verdict.max_abs_error, row.place, f"`{row.name}` at {_problem(row).label}")
+        for row in right
+        if row.record.problem.dtype == "float16" and row.record.verdict and row.record.verdict.max_abs_error is not None
     ]
-    try:
+    with suppress(NoDataError):
         path = select.checks_file(records.gpu, records.data).relative_to(records.data).as_posix()
-        for line in select.checks(records.gpu, records.data):
-            problem = store.ProblemFields.model_validate(line["problem"]).problem()
-            if line["status"] == "ok" and problem.dtype == "float16" and line["verdict"]:
-                error = line["verdict"]["max_abs_error"] or 0.0
-                errors.append((error, f"{path}:{line['line']}", f"`{line['stage']}` at {problem.label}"))
-    except NoDataError:
-        pass
+        errors += [
+            (check["verdict"]["max_abs_error"] or 0.0, f"{path}:{check['line']}", f"`{check['stage']}` at {label}")
+            for check in select.checks(records.gpu, records.data)
+            if check["status"] == "ok" and check["problem"]["dtype"] == "float16" and check["verdict"]
+            for label in [Problem(**check["problem"]).label]
+        ]
     if not errors:
         raise PendingError("flashlab bench --suite standard")
     worst, place, at = max(errors)
     within = sum(error <= 2e-3 for error, _, _ in errors)
-    return Finding(
-        numbers=_exact(worst), rows=(Row(None, place),), values={"results": len(errors), "within": within, "at": at}
-    )
+    return Finding(_exact(worst), (Row(None, place),), {"results": len(errors), "within": within, "at": at})
 
 
 # --- Machine code -----------------------------------------------------------------------------------------------------
 
 
-def _built(operand: str, *, arch: str = "sm_90a") -> compiler.Cubin:
+def _built(operand: str, *, arch: str) -> compiler.Cubin:
     """Machine code at head dim 64, without a mask, in float16.
 
     Raises:
@@ -868,17 +768,17 @@ def _smem_kb(cubin: compiler.Cubin) -> float:
     return (cubin.launch_shape.smem_bytes + cubin.resources.static_smem_bytes) / 1024
 
 
-def _source(cubin: compiler.Cubin, operand: str) -> str:
-    return f"`{registry.get(split(operand)[0]).source.name}` for {cubin.arch}"
-
-
 def _instructions(cubin: compiler.Cubin) -> Sequence[sass.Instruction]:
     return sass.disassemble(cubin.code, cubin.entry)
 
 
+SMEM_LIMIT_KB: Mapping[str, int] = {"sm_89": 99}
+"""Shared memory that a block may have once it asks for it: CUDA C++ Programming Guide, technical specifications per
+compute capability."""
 COUNTS: Mapping[str, Callable[[compiler.Cubin], float]] = {
     "registers": lambda cubin: cubin.resources.registers,
     "smem_kb": _smem_kb,
+    "smem_limit_kb": lambda cubin: SMEM_LIMIT_KB[cubin.arch],
     "spilled_bytes": lambda cubin: cubin.resources.spill_store_bytes,
     "branches": lambda cubin: sass.branches(_instructions(cubin)).predicated,
     "smem_instructions": lambda cubin: sass.shared_memory(_instructions(cubin)),
@@ -888,30 +788,18 @@ COUNTS: Mapping[str, Callable[[compiler.Cubin], float]] = {
 
 @_quantity("code")
 def machine_code(_: Records, entry: Entry) -> Finding:
-    """Some of `COUNTS` of a stage for sm_90a."""
+    """Some of `COUNTS` of a stage."""
     (operand,) = entry.operands
-    cubin = _built(operand)
-    jumps = sass.branches(_instructions(cubin))
-    every = jumps.predicated + jumps.predicated_exits + jumps.in_subroutines
-    return Finding(
-        numbers=_exact(*(COUNTS[name](cubin) for name in entry.counts)),
-        values={"source": _source(cubin, operand), "every": every},
-    )
-
-
-SMEM_LIMIT_KB: Mapping[str, int] = {"sm_89": 99}
-"""Shared memory that a block may have once it asks for it: CUDA C++ Programming Guide, technical specifications per
-compute capability."""
-
-
-@_quantity("code")
-def smem_limit(_: Records, entry: Entry) -> Finding:
-    """The shared memory that a block may have on sm_89, KB, beside what a stage takes."""
-    (operand,), arch = entry.operands, "sm_89"
-    cubin = _built(operand, arch=arch)
+    cubin = _built(operand, arch=entry.arch)
     assert cubin.launch_shape is not None
-    values = {"source": _source(cubin, operand), "rows": cubin.launch_shape.tile_q, "used_kb": _smem_kb(cubin)}
-    return Finding(numbers=_exact(SMEM_LIMIT_KB[arch]), values=values)
+    jumps = sass.branches(_instructions(cubin))
+    values = {
+        "source": f"`{registry.get(split(operand)[0]).source.name}` for {cubin.arch}",
+        "every": jumps.predicated + jumps.predicated_exits + jumps.in_subroutines,
+        "rows": cubin.launch_shape.tile_q,
+        "used_kb": _smem_kb(cubin),
+    }
+    return Finding(_exact(*(COUNTS[name](cubin) for name in entry.counts)), (), values)
 
 
 # --- Arithmetic -------------------------------------------------------------------------------------------------------
@@ -920,7 +808,7 @@ def smem_limit(_: Records, entry: Entry) -> Finding:
 @_quantity("arithmetic")
 def quotient(_: Records, entry: Entry) -> Finding:
     """`above` over `below`, two numbers of the document."""
-    return Finding(numbers=_exact(entry.given["above"] / entry.given["below"]))
+    return Finding(_exact(entry.given["above"] / entry.given["below"]))
 
 
 @_quantity("arithmetic")
@@ -928,7 +816,7 @@ def amdahl(_: Records, entry: Entry) -> Finding:
     """What Amdahl's law allows where a `share` of the time gets `factor` times faster; what share `gain` takes."""
     share, factor, gain = (entry.given[name] for name in ("share", "factor", "gain"))
     needed = 100 * (1 - 1 / gain) / (1 - 1 / factor)
-    return Finding(numbers=_exact(1 / (1 - share + share / factor)), values={"needed": needed})
+    return Finding(_exact(1 / (1 - share + share / factor)), (), {"needed": needed})
 
 
 @_quantity("arithmetic")
@@ -937,7 +825,7 @@ def resident_blocks(_: Records, entry: Entry) -> Finding:
     given = entry.given
     blocks = given["sm_smem_kb"] // (given["smem_kb"] + given["reserved_kb"])
     by_registers = given["sm_registers"] // (math.ceil(given["registers"] / 8) * 8 * given["threads"])
-    return Finding(numbers=_exact(blocks), values={"by_registers": by_registers})
+    return Finding(_exact(blocks), (), {"by_registers": by_registers})
 
 
 @_quantity("arithmetic")
@@ -945,4 +833,4 @@ def model_latency(_: Records, entry: Entry) -> Finding:
     """The time of attention in a model's `layers` at a rate of `tflops`, ms."""
     layer_ms = entry.problem.flops / (entry.given["tflops"] * 1e12) * 1e3
     values = {"gflop": entry.problem.flops / 1e9, "layer_ms": layer_ms}
-    return Finding(numbers=_exact(entry.given["layers"] * layer_ms), values=values)
+    return Finding(_exact(entry.given["layers"] * layer_ms), (), values)

@@ -17,15 +17,15 @@ import importlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA, writable_dir
@@ -43,8 +43,7 @@ from flashlab.experiments.evidence import (
     shown_without,
 )
 from flashlab.kernels import peers, registry
-from flashlab.measure import bench
-from flashlab.measure import ceilings as limits
+from flashlab.measure import bench, ceilings, harness
 from flashlab.query.kinship import KINSHIPS, kinship
 from flashlab.query.statistics import Estimate
 from flashlab.record import provenance, store
@@ -82,10 +81,22 @@ class Range:
     def __str__(self) -> str:
         return f"{self.low:g}" if self.low == self.high else f"{self.low:g}–{self.high:g}"
 
+    @classmethod
+    def parse(cls, text: str) -> Range:
+        """A number, or two joined by a hyphen; a ValueError where it is neither."""
+        match = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", text)
+        if match is None:
+            raise ValueError(f"wanted a number, or two joined by a hyphen, got {text!r}")
+        return cls(low=float(match[1]), high=float(match[2] or match[1]))
 
-@dataclass(frozen=True, kw_only=True)
-class Claim:
+
+_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
+
+
+class Claim(BaseModel):
     """One line of data/claims.csv."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str
     """A letter for the document and a number."""
@@ -103,15 +114,17 @@ class Claim:
     rule: str
     """Name of one of `RULES`."""
 
-    @property
-    def document(self) -> str:
-        """Title of the document."""
-        return self.source.partition(" § ")[0]
+    @field_validator("rule")
+    @classmethod
+    def _known(cls, rule: str) -> str:
+        if rule not in RULES:
+            raise ValueError(f"wanted one of {', '.join(RULES)}, got {rule!r}")
+        return rule
 
-    @property
+    @cached_property
     def numbers(self) -> tuple[Range | None, ...]:
         """The claimed numbers; a single None where there is none."""
-        return tuple(_range(part) for part in self.value.split("/")) if self.value else (None,)
+        return tuple(map(Range.parse, self.value.split("/"))) if self.value else (None,)
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -126,17 +139,6 @@ class Claim:
         return f"{self.value} {unit}".replace("-", "–").replace("e–", "e-") if self.value else ""
 
 
-_NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
-
-
-def _range(text: str) -> Range:
-    match = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", text)
-    if match is None:
-        raise ParameterError(f"value of a claim: wanted a number, or two joined by a hyphen, got {text!r}")
-    low = float(match[1])
-    return Range(low=low, high=float(match[2] or low))
-
-
 def read(path: Path = CLAIMS) -> tuple[Claim, ...]:
     """The claims of a file, in its order.
 
@@ -144,15 +146,16 @@ def read(path: Path = CLAIMS) -> tuple[Claim, ...]:
         ParameterError: a value that is no number, a rule that does not exist, an id that occurs twice.
     """
     with path.open(encoding="utf-8", newline="") as file:
-        found = tuple(Claim(**row) for row in csv.DictReader(file))
-    for claim in found:
-        _ = claim.numbers
-        if claim.rule not in RULES:
-            raise ParameterError(f"rule of claim {claim.id}: wanted one of {', '.join(RULES)}, got {claim.rule!r}")
-    ids = [claim.id for claim in found]
-    if len(set(ids)) < len(ids):
-        raise ParameterError(f"claims: wanted every id once, got {', '.join(i for i in ids if ids.count(i) > 1)} again")
-    return found
+        try:
+            rows = list(csv.DictReader(file))
+            claims = {row["id"]: Claim.model_validate(row) for row in rows}
+            _ = [claim.numbers for claim in claims.values()]
+        except ValueError as error:
+            raise ParameterError(f"{path}: {error}") from error
+    if len(claims) < len(rows):
+        again = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
+        raise ParameterError(f"{path}: wanted every id once, got {', '.join(again)} again")
+    return tuple(claims.values())
 
 
 # --- The rules --------------------------------------------------------------------------------------------------------
@@ -172,7 +175,7 @@ class Rule(BaseModel):
     no_gain: float = -math.inf
 
     @property
-    def told(self) -> str:
+    def words(self) -> str:
         """What it means, with its numbers."""
         return self.meaning.format(percent=100 * (self.relative or self.excess), least=self.least)
 
@@ -279,19 +282,9 @@ class Verdict(BaseModel):
         }
 
 
-_WORDS: Mapping[Kind, str] = {
-    "confirmed": "confirmed",
-    "off": "off",
-    "refuted": "refuted",
-    "not_comparable": "not comparable",
-    "needs_hardware": "needs hardware",
-    "pending": "pending",
-}
-
-
 def words(kind: Kind) -> str:
     """A verdict for people."""
-    return _WORDS[kind]
+    return kind.replace("_", " ")
 
 
 def shown(number: Number) -> str:
@@ -325,7 +318,8 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
     }
     fields["measured_on"] = records.gpu
     try:
-        finding = find(records, entries()[claim.id])
+        entry = entries()[claim.id]
+        finding = find(records, entry)
     except PendingError as command:
         carries, why = concludes(claim.gpu, records.gpu, "time")
         absolute = not carries and claim.rule == "near"
@@ -342,7 +336,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
         if claim.rule == "gain" and unit == "%":  # A gain in percent is judged as the factor that it is.
             factor = claimed and Range(low=1 + claimed.low / 100, high=1 + claimed.high / 100)
         kind = judge(claim.rule, ours, factor)
-        if claim.rule == "same_problem" and len(set(finding.problems)) > 1:
+        if claim.rule == "same_problem" and len(set(entry.problems)) > 1:
             kind = "not_comparable"
         if not carries:
             kind = "needs_hardware"
@@ -359,7 +353,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
     if conclusion and not (kin and kin.time):
         more = shown_without(claim.gpu, finding.stages, records.gpu, records.data)
         conclusion = " ".join(filter(None, (conclusion, more)))
-    compared = f" (compared: {' with '.join(finding.problems)})" if finding.problems else ""
+    compared = f" (compared: {' with '.join(entry.problems)})" if entry.problems else ""
     beside = f"; {finding.beside}" if finding.beside else ""
     places = tuple(row.place for row in finding.rows)
     return Verdict(
@@ -420,27 +414,13 @@ def read_verdicts(path: Path) -> tuple[Verdict, ...]:
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """A claim on which two sets of verdicts differ; None where one of them lacks it."""
-
-    id: str
-    here: Verdict | None
-    there: Verdict | None
-
-
-def differences(here: Sequence[Verdict], there: Sequence[Verdict]) -> tuple[Difference, ...]:
-    """The claims whose verdicts differ, whatever their numbers are."""
-    ours, theirs = ({one.id: one for one in found} for found in (here, there))
-    return tuple(
-        Difference(id=name, here=ours.get(name), there=theirs.get(name))
-        for name in dict.fromkeys([*ours, *theirs])
-        if _kind(ours.get(name)) != _kind(theirs.get(name))
-    )
-
-
-def _kind(one: Verdict | None) -> Kind | None:
-    return one.verdict if one else None
+def differences(
+    here: Sequence[Verdict], there: Sequence[Verdict]
+) -> Mapping[str, tuple[Verdict | None, Verdict | None]]:
+    """The claims on which two sets of verdicts differ, whatever their numbers are; None where a set lacks the claim."""
+    ours, theirs = ({one.id: one for one in verdicts} for verdicts in (here, there))
+    both = {name: (ours.get(name), theirs.get(name)) for name in (*ours, *theirs)}
+    return {name: (a, b) for name, (a, b) in both.items() if (a and a.verdict) != (b and b.verdict)}
 
 
 # --- Measuring what nothing else measures -----------------------------------------------------------------------------
@@ -453,12 +433,7 @@ def _entries() -> list[Entry]:
     return [entry for claim in entries().values() for entry in (claim, *claim.beside)]
 
 
-def ceilings() -> list[str]:
-    """Limits that claims are held against."""
-    return [name for entry in _entries() for name in entry.names if name in limits.CEILINGS]
-
-
-def ladder(stages: Sequence[str] | None = None, *, everything: bool = True) -> dict[Problem, list[str]]:
+def ladder(stages: Sequence[str] | None = None, *, everything: bool = True) -> dict[Problem, dict[str, None]]:
     """What claims need of each problem, dead ends apart: the ladder, and the libraries that ledger.toml names.
 
     Args:
@@ -467,22 +442,21 @@ def ladder(stages: Sequence[str] | None = None, *, everything: bool = True) -> d
     """
     rungs = [name for name in registry.STAGES if stages is None or name in stages]
     named = [(entry.problem, name) for entry in _entries() for name in entry.names if name in peers.PEERS]
-    libraries = dict.fromkeys(name for problem, name in named if problem.dtype == "float16")
+    libraries = [name for problem, name in named if problem.dtype == "float16"]
     problems = [*(suite("first") if everything else ()), *(one for one in suite("claims") if not one.causal)]
-    wanted = {problem: [*rungs, *libraries] for problem in problems}
-    for problem, name in named if everything else ():
-        if problem.dtype != "float16":
-            wanted[problem] = list(dict.fromkeys([*wanted.get(problem, ()), name]))
+    wanted = {problem: dict.fromkeys([*rungs, *libraries]) for problem in problems}
+    for problem, name in named:
+        if everything and problem.dtype != "float16":
+            wanted.setdefault(problem, {})[name] = None
     return wanted
 
 
-def dead_ends() -> dict[Problem, list[str]]:
+def dead_ends() -> dict[Problem, dict[str, None]]:
     """Dead ends that claims are about, by problem, with what they are held against."""
-    wanted: dict[Problem, list[str]] = {}
+    wanted: dict[Problem, dict[str, None]] = {}
     for entry in _entries():
         if registry.DEAD_ENDS.keys() & set(entry.names) and not entry.counts:
-            before = wanted.get(entry.problem, ())
-            wanted[entry.problem] = list(dict.fromkeys([*before, *entry.names, "sdpa"]))
+            wanted.setdefault(entry.problem, {}).update(dict.fromkeys([*entry.names, "sdpa"]))
     return wanted
 
 
@@ -499,10 +473,9 @@ def measure(
     """Measure what the claims need and no other command does: the suite `claims`, some limits, and single calls.
 
     With `everything`, what other commands measure too, in a few minutes: the first shape, dead ends, ablations, parts.
-    Dead ends are then a run of their own, since a run with a dead end tells of dead ends alone (`results`). Axes and
-    parts that this very code measured since this machine's start are not measured again. Profiles are not taken anew:
-    Nsight Compute needs a permission that a rented GPU may refuse; nor is the comparison over hostile lengths, which
-    `flashlab check` records.
+    Dead ends are then a run of their own, since a run with a dead end tells of dead ends alone (`results`). Profiles
+    are not taken anew: Nsight Compute needs a permission that a rented GPU may refuse; nor is the comparison over
+    hostile lengths, which `flashlab check` records.
 
     Args:
         data: folder of the records.
@@ -518,22 +491,24 @@ def measure(
         As `bench.run`.
     """
     where: dict[str, Any] = {"data": data, "device": device, "progress": progress}
-    runs = [(ladder(stages, everything=everything), ceilings())]
+    limits = [name for entry in _entries() for name in entry.names if name in ceilings.CEILINGS]
+    plans = [(ladder(stages, everything=everything), limits)]
     if everything:
-        runs.append((dead_ends(), []))
-    made = [
-        bench.run(
+        plans.append((dead_ends(), []))
+    made = []
+    for wanted, limits in plans:
+        names = {name for of_problem in wanted.values() for name in of_problem}
+        run = bench.run(
             list(wanted),
-            stages=[name for name in _joined(wanted) if name not in peers.PEERS],
-            peers=[name for name in _joined(wanted) if name in peers.PEERS],
-            only=partial(_is_in, wanted),
+            stages=[name for name in (*registry.STAGES, *registry.DEAD_ENDS) if name in names],
+            peers=[name for name in peers.PEERS if name in names],
+            only=partial(_is_wanted, wanted),
             plan=bench.plan_of("claims"),
-            ceilings=of_gpu,
+            ceilings=limits,
             note=note,
             **where,
         )
-        for wanted, of_gpu in runs
-    ]
+        made.append(run)
     if everything:
         made += _measure_variants(note, where)
     for entry in _entries():
@@ -542,45 +517,36 @@ def measure(
     return tuple(made)
 
 
-def _joined(wanted: Mapping[Problem, Sequence[str]]) -> dict[str, None]:
-    return dict.fromkeys(name for names in wanted.values() for name in names)
-
-
-def _is_in(wanted: Mapping[Problem, Sequence[str]], problem: Problem, name: str) -> bool:
+def _is_wanted(wanted: Mapping[Problem, Mapping[str, None]], problem: Problem, name: str) -> bool:
     return name in wanted[problem]
 
 
 def _measure_variants(note: Callable[[str], None] | None, where: Mapping[str, Any]) -> list[Path]:
-    """Ablations and parts that claims are about, but for those that were measured by this code since this start."""
-    slug, data, just_made = gpus.info(where["device"]).slug, where["data"], _just_made()
+    """Ablations and parts that claims are about, but for what this very code measured since this machine's start."""
+    slug, data = gpus.info(where["device"]).slug, where["data"]
+    commit, dirty = provenance.source()
+    source, at = store.Source(commit=commit, dirty=dirty), provenance.start()
+    start = store.Start.model_validate(at) if at and not dirty else None
+
+    def just_made(record: store.Ablation | store.Part) -> bool:
+        same_start = start is not None and record.start is not None and record.start.same_as(start)
+        return same_start and record.source == source
+
     levels = {(one.problem.problem(), one.axis, one.level) for one in store.ablations(slug, data) if just_made(one)}
+    parts = {(one.problem.problem(), one.stage, one.left_out) for one in store.parts(slug, data) if just_made(one)}
     axes = [
         axis
         for axis in dict.fromkeys(entry.axis for entry in _entries() if entry.axis)
         if any((FIRST, axis, level.name) not in levels for level in ablation.AXES[axis].levels)
     ]
-    made = [ablation.measure(axes, **where)] if axes else []
-    parts = {(one.problem.problem(), one.stage, one.left_out) for one in store.parts(slug, data) if just_made(one)}
     split_up = [
         name
         for entry in _entries()
         for name in entry.names
         if entry.quantity == "time_shares" and any((entry.problem, name, part) not in parts for part in ablation.PARTS)
     ]
+    made = [ablation.measure(axes, **where)] if axes else []
     return [*made, ablation.split(split_up, note=note, **where)] if split_up else made
-
-
-def _just_made() -> Callable[[store.Ablation | store.Part], bool]:
-    """Says whether a record is of this code, unedited, and of this start of this machine."""
-    commit, dirty = provenance.source()
-    source = store.Source(commit=commit, dirty=dirty)
-    at = provenance.start()
-    start = store.Start.model_validate(at) if at and not dirty else None
-
-    def just_made(one: store.Ablation | store.Part) -> bool:
-        return start is not None and one.source == source and one.start is not None and one.start.same_as(start)
-
-    return just_made
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:
@@ -598,7 +564,6 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
     why_not = peer.why_not(problem, compute_capability=info.compute_capability)
     if why_not:
         raise UnsupportedError(why_not.reason)
-    writable_dir(data / info.slug / "calls", "records")
     torch = importlib.import_module("torch")
     torch.cuda.set_device(device)
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -608,8 +573,10 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
         torch.randn(one, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
         for one in (shape, kv_shape, kv_shape)
     )
-    times = []
-    with torch.no_grad():
+    times_us = []
+    with harness.Book(data, "calls") as book, torch.no_grad():
+        identity = {field: getattr(info, field) for field in store.Gpu.model_fields}
+        book.hello({"gpu": identity, "software": provenance.software()})
         attend = peer.build(problem)
         given = peers.in_layout(peer.layout, q, k, v)
         for index in range(_WARM_UP_CALLS + calls):
@@ -618,27 +585,10 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
             attend(*given)
             torch.cuda.synchronize()
             if index >= _WARM_UP_CALLS:
-                times.append((perf_counter_ns() - began) / 1e3)
-    commit, dirty = provenance.source()
-    source = store.Source(commit=commit, dirty=dirty)
-    now = datetime.now(UTC)
-    run = store.run_id(source, now)
-    path = data / info.slug / "calls" / f"{run}.jsonl"
-    store.append(
-        path,
-        Call(
-            run=run,
-            time=now.isoformat(timespec="seconds"),
-            gpu=store.Gpu.model_validate({field: getattr(info, field) for field in store.Gpu.model_fields}),
-            source=source,
-            software=provenance.software(),
-            name=name,
-            problem=store.ProblemFields.of(problem),
-            time_us=tuple(times),
-        ),
-    )
-    store.write_checksums(info.slug, data)
-    return path
+                times_us.append((perf_counter_ns() - began) / 1e3)
+        call = Call(**book.header(), name=name, problem=store.ProblemFields.of(problem), time_us=tuple(times_us))
+        store.append(book.path, call)
+        return book.path
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
@@ -711,7 +661,9 @@ def standing(found: Sequence[Verdict]) -> str:
 
 def rules_table() -> str:
     """The rules, as a Markdown table."""
-    return tables.markdown(("rule", "what it says"), [(f"`{name}`", rule.told) for name, rule in RULES.items()], left=2)
+    return tables.markdown(
+        ("rule", "what it says"), [(f"`{name}`", rule.words) for name, rule in RULES.items()], left=2
+    )
 
 
 def kinds_table() -> str:

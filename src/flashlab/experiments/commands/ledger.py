@@ -43,12 +43,8 @@ def claims(
     if compare is not None:
         differences = ledger.differences(verdicts, ledger.read_verdicts(compare))
         rows = [
-            {
-                "id": one.id,
-                "here": one.here.flat() if one.here else None,
-                "there": one.there.flat() if one.there else None,
-            }
-            for one in differences
+            {"id": name, "here": here and here.flat(), "there": there and there.flat()}
+            for name, (here, there) in differences.items()
         ]
         columns = {"claim": "id", "here": "here.verdict", "there": "there.verdict"}
         if rows or as_json:
