@@ -174,23 +174,28 @@ def test_nvbench_without_samples_is_said(tmp_path: Path) -> None:
 # --- The parent and its workers ---------------------------------------------------------------------------------------
 
 SCRIPT = """
-import json, os, sys
-job = json.load(sys.stdin)
-with open(job["messages"], "a") as file:
-    say = lambda **message: print(json.dumps(message), file=file, flush=True)
-    hello, reading = {hello!r}, {reading!r}
-    if {refuse}:
-        say(kind="refused", error="NoGpuError", message="wanted a CUDA GPU, got none")
-    else:
-        say(kind="hello", **hello)
-        second = "cuda-bench" in job["timers"]
-        {more}
-        if second:
-            assert job["names"] == ["16_ones_column"] and not job["check"], job
-            print("its last words")
-            os._exit(5)
-        say(kind="reading", reading=reading)
-        say(kind="missing", what="00_naive at it", reason="made up", name="00_naive")
+import json, os, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[sys.argv.index("--connect") + 1])
+pipe = connection.makefile("rw")
+job = json.loads(pipe.readline())
+def say(**message):
+    pipe.write(json.dumps(message) + "\\n")
+    pipe.flush()
+hello, reading = {hello!r}, {reading!r}
+if {refuse}:
+    say(type="refused", error="NoGpuError", message="wanted a CUDA GPU, got none")
+else:
+    say(type="hello", **hello)
+    second = "cuda-bench" in job["timers"]
+    {more}
+    if second:
+        assert job["names"] == ["16_ones_column"] and not job["check"], job
+        print("its last words", flush=True)
+        os._exit(5)
+    say(type="reading", reading=reading)
+    say(type="missing", what="00_naive at it", reason="made up", name="00_naive")
+    say(type="done")
 """
 
 
@@ -212,7 +217,7 @@ def test_readings_outlive_a_worker_that_dies(tmp_path: Path) -> None:
     assert (one.name, one.timer, one.start is None) == ("16_ones_column", "events", provenance.start() is None)
     assert found.path.parent == tmp_path / GPU / "readings"
     assert found.missing[0] == "00_naive at it: made up"
-    assert "cuda-bench, events: the worker ended with status 5; its last words: its last words" in found.missing[1]
+    assert "cuda-bench, events: the worker ended: exit status 5; its last words: its last words" in found.missing[1]
     assert len(said) == 2
     checksums = (tmp_path / GPU / "CHECKSUMS").read_text()
     assert f"readings/{found.path.name}" in checksums
@@ -220,10 +225,10 @@ def test_readings_outlive_a_worker_that_dies(tmp_path: Path) -> None:
 
 def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
     wait = (
-        "say(kind='reading', reading=reading)\n"
-        "        import glob, time\n"
-        f"        while not glob.glob({str(tmp_path)!r} + '/*/readings/*.jsonl'): time.sleep(0.05)\n"
-        "        os._exit(0)"
+        "say(type='reading', reading=reading)\n"
+        "    import glob, time\n"
+        f"    while not glob.glob({str(tmp_path)!r} + '/*/readings/*.jsonl'): time.sleep(0.05)\n"
+        "    say(type='done'); os._exit(0)"
     )
     found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=wait), timeout_s=20)
     assert found.missing == ()
@@ -231,23 +236,23 @@ def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
 
 
 def test_what_both_workers_take_has_one_limit(tmp_path: Path) -> None:
-    hang = "say(kind='reading', reading=reading)\n        import time\n        time.sleep(60)"
+    hang = "say(type='reading', reading=reading)\n    import time\n    time.sleep(60)"
     began = time.monotonic()
     found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=hang), timeout_s=4)
     assert time.monotonic() - began < 6
     assert len(store.read_readings(found.path)) == 2
-    assert [" had not ended after " in reason for reason in found.missing] == [True, True]
+    assert [": no answer within " in reason for reason in found.missing] == [True, True]
 
 
 def test_a_second_worker_that_cannot_work_costs_its_own_readings(tmp_path: Path) -> None:
-    no = "if second: say(kind='refused', error='MissingPackageError', message='no CuPy any more'); os._exit(0)"
+    no = "if second: say(type='refused', error='MissingPackageError', message='no CuPy any more'); os._exit(0)"
     found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=no))
     assert len(store.read_readings(found.path)) == 1
     assert "cuda-bench, events: no CuPy any more" in found.missing
 
 
 def test_an_unsound_reading_costs_itself(tmp_path: Path) -> None:
-    bad = "say(kind='reading', reading={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
+    bad = "say(type='reading', reading={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
     found = timers.measure(["00_naive", "16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=bad))
     assert len(store.read_readings(found.path)) == 1
     assert found.missing[0].startswith("16_ones_column by events: no sound reading: ")
@@ -295,9 +300,11 @@ def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
         "import sys\n"
         "for name in ('scipy', 'pandas', 'seaborn', 'matplotlib', 'papermill', 'nbformat', 'tqdm'):\n"
         "    sys.modules[name] = None\n"
-        "from flashlab import ablate, bench, chip, claims, cli, method, profiler, records\n"
-        f"found = method.measure(['08_swizzle'], [], data=cli.Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
-        "print(len(method.comparisons(method.pools(records.read_readings(found.path)))))\n"
+        "from pathlib import Path\n"
+        "from flashlab.experiments import timers\n"
+        "from flashlab.record import store\n"
+        f"found = timers.measure(['08_swizzle'], [], data=Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
+        "print(len(timers.comparisons(timers.pools(store.read_readings(found.path)))))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
@@ -305,7 +312,7 @@ def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
 
 def test_a_worker_that_hangs_is_stopped(tmp_path: Path) -> None:
     script = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with pytest.raises(LaunchError, match=r"had not ended after 0\.3 s"):
+    with pytest.raises(LaunchError, match="within"):
         timers.measure(["16_ones_column"], [], data=tmp_path, worker=script, timeout_s=0.5)
 
 
@@ -350,18 +357,6 @@ def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> Non
     assert by["16_ones_column", FIRST, "cuda-bench", "hot"].why.startswith("not explained")
     for one in found:
         assert one.ratio.low <= one.ratio.value <= one.ratio.high
-
-
-def test_the_interval_of_a_ratio_narrows_with_samples() -> None:
-    rng = np.random.default_rng(1)
-    widths = []
-    for size in (10, 1000):
-        above, below = (list(rng.normal(mean, 0.05, size)) for mean in (1.1, 1.0))
-        ratio = timers.Ratio.of(above, below)
-        assert ratio.low < ratio.value < ratio.high
-        widths.append(ratio.high - ratio.low)
-    assert widths[1] < widths[0] / 3
-    assert ratio.low < 1.1 < ratio.high
 
 
 def test_only_the_newest_run_of_a_problem_counts(data: Path) -> None:

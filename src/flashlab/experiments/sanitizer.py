@@ -227,18 +227,13 @@ def _run(command: str, tool: str, job: Message, timeout_s: float) -> tuple[Found
     """What a tool found, and what came of the process that it watched."""
     watched, ends = _Watched(), time.monotonic() + timeout_s
 
-    def act(message: Message) -> None:
-        if time.monotonic() > ends:
-            raise WorkerDiedError("timeout", f"no end within {timeout_s:g} s; stopped")
-        watched.act(message)
-
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         watch = [command, "--tool", tool, *OPTIONS, "--log-file", str(log)]
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each array an allocation of its own
         with Worker([*watch, sys.executable, "-m", "flashlab.experiments.sanitizer"], environment) as worker:
             try:
-                worker.run(job, act, startup_s=timeout_s, step_s=timeout_s)
+                worker.run(job, watched.act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
                 worker.wait(max(0.0, ends - time.monotonic()))  # until the tool has written its summary
             except (WorkerDiedError, FlashlabError) as error:
                 watched.death = str(error)

@@ -20,21 +20,15 @@ The second half of this module makes tables and figures of what is on record.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import importlib
 import json
-import os
 import random
-import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
@@ -43,7 +37,6 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import ValidationError
 
-from flashlab.core import errors
 from flashlab.core.errors import (
     CheckFailedError,
     FlashlabError,
@@ -54,11 +47,13 @@ from flashlab.core.errors import (
     UnsupportedError,
 )
 from flashlab.core.inputs import NORMAL
-from flashlab.core.paths import DATA, writable_dir
+from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
+from flashlab.measure.harness import REASON_CHARS, Book, Message, Send, Worker, WorkerDiedError, serve
 from flashlab.query import select
+from flashlab.query.statistics import Estimate, interval, ratio_of_medians
 from flashlab.record import provenance, store
 from flashlab.record.store import Cache, Gpu, Measurement, ProblemFields, Reading, Regime, Samples
 from flashlab.run import gpu
@@ -87,14 +82,13 @@ SUSTAINED = (LAST_RUNG, "sdpa_cudnn")
 """Of them, what is called for seconds at the first shape."""
 _WORKERS: tuple[tuple[str, ...], ...] = (("events", "torch-profiler", "sustained"), ("cuda-bench", "events"))
 """What each of the two workers reads with, in order."""
-WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.experiments.timers", "--worker")
+WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.experiments.timers")
 AGREE = 0.02
 """Two timers agree where the ratio of their medians is within this of one."""
 ENOUGH_SAMPLES = 20_000
 """What a GPU's data is to hold, in raw samples of stages and libraries."""
 STARTS = 3
 """On so many separate starts the first shape's ladder is to be measured."""
-Message = dict[str, Any]
 Say = Callable[[str], None]
 
 _PROFILED_CALLS = 20
@@ -120,8 +114,6 @@ _NVBENCH_SHARE = 0.75
 """Of the second worker's time; the rest is for our events after it."""
 _STOPPING_S = 3.0
 """A worker begins nothing in its last seconds."""
-_POLL_S = 0.1
-_LOG_CHARS = 1500
 _CHECKED_SCORES = 1 << 27
 
 
@@ -160,15 +152,15 @@ def measure(
     Args:
         stage_ids: `STAGES` where None.
         peer_names: `PEERS` where None.
-        shapes: BxHxSxD, full mask, float16; `SHAPES` where None. The first is called for seconds, too.
+        shapes: BxHxSxD, non-causal, float16; `SHAPES` where None. The first is called for seconds, too.
         samples: of each implementation and cache state, by events; half as many by CUPTI.
         rounds: how often NVBench measures each.
         sustained_s: seconds of continuous calls, on normal inputs and on zeros; none where 0.
         data: folder of the records.
         device: CUDA device index.
         seed: of inputs and order.
-        timeout_s: for all of it; what does not fit is left out, and is in `Measured.missing`.
-        say: told what begins.
+        timeout_s: seconds, for all of it; what does not fit is left out, and is in `Measured.missing`.
+        say: gets what begins, a line at a time.
         worker: the command that starts a worker.
 
     Raises:
@@ -176,7 +168,6 @@ def measure(
         NoGpuError, MissingPackageError: the worker cannot work here.
         LaunchError: no timer gave a reading.
     """
-    writable_dir(data, "records")
     names = [registry.get(name).id for name in (STAGES if stage_ids is None else stage_ids)]
     names += [peers.get(name).name for name in (PEERS if peer_names is None else peer_names)]
     problems = [Problem.parse(shape) for shape in (SHAPES if shapes is None else shapes)]
@@ -188,10 +179,6 @@ def measure(
             f"got {samples}, {rounds}, {sustained_s} and {timeout_s}"
         )
     ends = time.monotonic() + timeout_s
-    commit, dirty = provenance.source()
-    source = store.Source(commit=commit, dirty=dirty)
-    started = datetime.now(UTC)
-    run = store.run_id(source, started)
     job: Message = {
         "device": device,
         "seed": seed,
@@ -202,99 +189,42 @@ def measure(
         "sustained_s": sustained_s,
     }
     missing: list[str] = []
-    path: Path | None = None
-    slug = ""
-    try:
+    readings = 0
+    with Book(data, "readings") as book:
+
+        def act(message: Message) -> None:
+            nonlocal readings
+            if message["type"] == "hello":
+                book.hello(message)
+            elif message["type"] == "missing":
+                missing.append(f"{message['what']}: {message['reason']}")
+                job["names"] = [name for name in job["names"] if name != message.get("name")]
+            else:
+                fields = message["reading"]
+                try:
+                    reading = Reading.model_validate({**book.header(), **fields})
+                except ValidationError as error:
+                    what = f"{fields.get('name')} by {fields.get('timer')}"
+                    missing.append(f"{what}: no sound reading: {error.errors()[0]['msg']}")
+                    return
+                store.append(book.path, reading)
+                readings += 1
+
         for timers in _WORKERS:
             say(f"{', '.join(timers)}: {len(names)} implementations, {len(problems)} shapes")
-            hello: Message = {}
-            limit_s = (ends - time.monotonic()) * (_FIRST_SHARE if timers is _WORKERS[0] else 1)
+            limit_s = max(0.0, ends - time.monotonic()) * (_FIRST_SHARE if timers is _WORKERS[0] else 1)
             # The second worker's implementations are those of the first: the same code on the same inputs.
-            task = {**job, "timers": timers, "check": path is None}
-            with contextlib.closing(_listen(task, worker, limit_s)) as messages:
-                for message in messages:
-                    kind = message["kind"]
-                    if kind == "hello":
-                        hello = message
-                        slug = Gpu.model_validate(hello["gpu"]).slug
-                    elif kind == "refused" and path is None:
-                        raise getattr(errors, message["error"], LaunchError)(message["message"])
-                    elif kind == "refused":
-                        missing.append(f"{', '.join(timers)}: {message['message']}")
-                    elif kind == "missing":
-                        missing.append(f"{message['what']}: {message['reason']}")
-                        job["names"] = [name for name in job["names"] if name != message.get("name")]
-                    else:
-                        fields = message["reading"]
-                        try:
-                            reading = _reading(fields, hello, run, source)
-                        except ValidationError as error:
-                            what = f"{fields.get('name')} by {fields.get('timer')}"
-                            missing.append(f"{what}: no sound reading: {error.errors()[0]['msg']}")
-                            continue
-                        path = path or writable_dir(data / slug / "readings", "records") / f"{run}.jsonl"
-                        store.append(path, reading)
-    finally:
-        if path is not None:
-            store.write_checksums(slug, data)
-    if path is None:
-        raise LaunchError("wanted at least one reading, got none: " + "; ".join(missing))
-    return Measured(path=path, missing=tuple(dict.fromkeys(missing)))
-
-
-def _reading(fields: Message, hello: Message, run: str, source: store.Source) -> Reading:
-    return Reading.model_validate(
-        {
-            "run": run,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "gpu": hello["gpu"],
-            "source": source,
-            "software": hello["software"],
-            "start": provenance.start(),
-            **fields,
-        }
-    )
-
-
-def _listen(job: Message, command: Sequence[str], limit_s: float) -> Generator[Message, None, None]:
-    """A worker's messages as they come; how it ended comes as one more where that was not its own end."""
-    deadline = time.monotonic() + limit_s
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "log").open("w+b") as log:
-        said = Path(folder) / "messages.jsonl"
-        said.touch()
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        assert process.stdin is not None
-        try:
-            # What it does not read, as it has died, is of no use to it.
-            with contextlib.suppress(BrokenPipeError), process.stdin:
-                task = {**job, "messages": str(said), "seconds": max(0.0, limit_s - _STOPPING_S)}
-                process.stdin.write(json.dumps(task).encode())
-            with said.open("rb") as file:
-                pending = b""
-                ended = late = False
-                while not (ended or late):
-                    ended, late = process.poll() is not None, time.monotonic() > deadline
-                    pending += file.read()
-                    *lines, pending = pending.split(b"\n")
-                    for line in lines:
-                        # A worker that something else writes over may leave nonsense.
-                        with contextlib.suppress(ValueError):
-                            yield json.loads(line)
-                    if not (ended or late):
-                        with contextlib.suppress(subprocess.TimeoutExpired):
-                            process.wait(_POLL_S)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if not ended or process.returncode:
-            how = f"ended with status {process.returncode}" if ended else f"had not ended after {limit_s:.1f} s"
-            tail = (Path(folder) / "log").read_text(encoding="utf-8", errors="replace")[-_LOG_CHARS:]
-            words = " | ".join(filter(None, map(str.strip, tail.splitlines())))
-            reason = f"the worker {how}; its last words: {words}"
-            yield {"kind": "missing", "what": ", ".join(job["timers"]), "reason": reason}
+            task = {**job, "timers": timers, "check": not readings, "seconds": max(0.0, limit_s - _STOPPING_S)}
+            try:
+                with Worker(worker) as process:
+                    process.run(task, act, startup_s=limit_s, step_s=limit_s, total_s=limit_s)
+            except (WorkerDiedError, FlashlabError) as error:
+                if isinstance(error, FlashlabError) and not readings:
+                    raise
+                missing.append(f"{', '.join(timers)}: {error}")
+        if not readings:
+            raise LaunchError("wanted at least one reading, got none: " + "; ".join(missing))
+        return Measured(path=book.path, missing=tuple(dict.fromkeys(missing)))
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -331,7 +261,7 @@ class _Provider:
 class _Worker:
     """Reads implementations with some timers."""
 
-    def __init__(self, job: Message, send: Callable[[Message], None]) -> None:
+    def __init__(self, job: Message, send: Send) -> None:
         self._job = job
         self._send = send
         self._device = int(job["device"])
@@ -357,7 +287,7 @@ class _Worker:
         stream = torch.cuda.Stream(device=self._device)
         self._stream = int(stream.cuda_stream)
         fields = {name: getattr(info, name) for name in Gpu.model_fields}
-        self._send({"kind": "hello", "gpu": fields, "software": provenance.software()})
+        self._send({"type": "hello", "gpu": fields, "software": provenance.software()})
         with torch.no_grad(), torch.cuda.stream(stream):
             self._backend = timing.CudaBackend(self._device, self._stream)
             for problem in self._problems:
@@ -383,7 +313,7 @@ class _Worker:
         return [(f"{timer} at {problem.label}", partial(read, problem)) for problem in self._problems]
 
     def _missing(self, what: str, reason: str, name: str | None = None) -> None:
-        self._send({"kind": "missing", "what": what, "reason": reason[:_LOG_CHARS], "name": name})
+        self._send({"type": "missing", "what": what, "reason": reason[:REASON_CHARS], "name": name})
 
     # -- implementations
 
@@ -468,7 +398,7 @@ class _Worker:
             "samples": samples,
             "enqueue_us": case.enqueue_us,
         }
-        self._send({"kind": "reading", "reading": reading})
+        self._send({"type": "reading", "reading": reading})
 
     # -- timers
 
@@ -697,25 +627,9 @@ def _need(module: str) -> Any:
         ) from error
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The worker's entry point; `flashlab method` is the one for people."""
-    parser = argparse.ArgumentParser(
-        prog="python -m flashlab.method", description="Internal: the worker of `flashlab method`."
-    )
-    parser.add_argument("--worker", action="store_true", required=True)
-    parser.parse_args(arguments)
-    job = json.load(sys.stdin)
-    with Path(job["messages"]).open("a", encoding="utf-8") as file:
-
-        def send(message: Message) -> None:
-            file.write(json.dumps(message, allow_nan=False) + "\n")
-            file.flush()
-
-        try:
-            _Worker(job, send).work()
-        except FlashlabError as error:
-            send({"kind": "refused", "error": type(error).__name__, "message": str(error)})
-    return 0
+def _work(job: Message, send: Send) -> None:
+    """The worker of `measure`."""
+    _Worker(job, send).work()
 
 
 # --- What the readings say --------------------------------------------------------------------------------------------
@@ -778,26 +692,14 @@ def pools(readings: Iterable[Reading]) -> tuple[Pool, ...]:
     return tuple(found)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """One median over another, with its 95 % interval by bootstrap."""
+def _ratio(above: Pool, below: Pool) -> Estimate:
+    """The ratio of the medians of two pools, which are resampled each on its own."""
+    return interval(ratio_of_medians, above.time_us, below.time_us)
 
-    value: float
-    low: float
-    high: float
 
-    @classmethod
-    def of(cls, above: Sequence[float], below: Sequence[float], *, draws: int = 2000) -> Ratio:
-        """The ratio of two medians; both samples are drawn anew, with replacement, from a fixed seed."""
-        rng = np.random.default_rng(0)
-        medians = [
-            np.median(rng.choice(np.asarray(values), size=(draws, len(values))), axis=1) for values in (above, below)
-        ]
-        low, high = np.percentile(medians[0] / medians[1], (2.5, 97.5))
-        return cls(value=median(above) / median(below), low=float(low), high=float(high))
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} ({self.low:.3f}–{self.high:.3f})"
+def with_interval(ratio: Estimate) -> str:
+    """A ratio for people: `1.003 (0.998–1.007)`."""
+    return f"{ratio.value:.3f} ({ratio.low:.3f}–{ratio.high:.3f})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -806,7 +708,7 @@ class Comparison:
 
     ours: Pool
     other: Pool
-    ratio: Ratio
+    ratio: Estimate
     """The other's median over ours."""
 
     @property
@@ -858,7 +760,7 @@ def comparisons(found: Iterable[Pool]) -> tuple[Comparison, ...]:
     every = list(found)
     ours = {_state(pool): pool for pool in every if pool.timer == "events"}
     return tuple(
-        Comparison(ours=ours[_state(pool)], other=pool, ratio=Ratio.of(pool.time_us, ours[_state(pool)].time_us))
+        Comparison(ours=ours[_state(pool)], other=pool, ratio=_ratio(pool, ours[_state(pool)]))
         for pool in every
         if pool.timer != "events" and _state(pool) in ours
     )
@@ -1024,7 +926,7 @@ def timers_table(gpu_slug: str | None, data: Path = DATA) -> str:
                     one.why or "agrees",
                     tables.number(one.ours.median_us, 4),
                     tables.number(one.other.median_us, 4),
-                    str(one.ratio),
+                    with_interval(one.ratio),
                 ]
             )
         header = ("", "other timer", "L2", "difference", "events, µs", "other, µs", "other / events (95 %)")
@@ -1083,7 +985,7 @@ def zeros_table(gpu_slug: str | None, data: Path = DATA) -> str:
                 zeros.regime if zeros.regime == "sustained" else f"burst, {zeros.cache} L2",
                 tables.number(normal.median_us, 4),
                 tables.number(zeros.median_us, 4),
-                str(Ratio.of(zeros.time_us, normal.time_us)),
+                with_interval(_ratio(zeros, normal)),
                 *(tables.number(pool.clock_mhz, 4) for pool in (normal, zeros)),
                 *(_power(pool) for pool in (normal, zeros)),
             ]
@@ -1124,7 +1026,7 @@ def cache_table(gpu_slug: str | None, data: Path = DATA) -> str:
                 TIMERS[cold.timer],
                 tables.number(hot.median_us, 4),
                 tables.number(cold.median_us, 4),
-                str(Ratio.of(cold.time_us, hot.time_us)),
+                with_interval(_ratio(cold, hot)),
             ]
             for cold, hot in sorted(pairs, key=lambda pair: list(TIMERS).index(pair[0].timer))
             if cold.problem == problem
@@ -1267,4 +1169,4 @@ def summary(gpu_slug: str | None, data: Path = DATA) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_work))

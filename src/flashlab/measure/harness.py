@@ -21,6 +21,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import math
 import os
 import platform
 import selectors
@@ -175,7 +176,15 @@ class Worker:
             raise WorkerDiedError("crashed", f"the worker said something that is no message: {line[:80]!r}")
         return message
 
-    def run(self, job: Message, act: Callable[[Message], None], *, startup_s: float, step_s: float) -> None:
+    def run(
+        self,
+        job: Message,
+        act: Callable[[Message], None],
+        *,
+        startup_s: float,
+        step_s: float,
+        total_s: float = math.inf,
+    ) -> None:
         """Give it a job and act on what it says until it is done.
 
         Args:
@@ -183,6 +192,7 @@ class Worker:
             act: gets every message but the last; KeyError, TypeError, ValueError or AttributeError where it is none.
             startup_s: until its `hello`.
             step_s: for each message after that.
+            total_s: for all of it.
 
         Raises:
             MissingError, UnsupportedError, ParameterError, OutputError: it says that it cannot work here.
@@ -190,12 +200,14 @@ class Worker:
             WorkerDiedError: it died after it.
         """
         greeted, step = False, None
+        ends = time.monotonic() + total_s
         try:
-            self.send(job, startup_s)
+            self.send(job, min(startup_s, total_s))
             while True:
                 extra = step.get("extra_s", 0) if step else 0
                 limit_s = step_s + (extra if isinstance(extra, int | float) else 0)
-                message = self.receive(limit_s if greeted else startup_s)
+                limit_s = limit_s if greeted else startup_s
+                message = self.receive(max(0.0, min(limit_s, ends - time.monotonic())))
                 kind = message["type"]
                 if kind == "done":
                     return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -54,7 +53,7 @@ def method(
             "timer": one.other.timer,
             "events_us": one.ours.median_us,
             "other_us": one.other.median_us,
-            "ratio": asdict(one.ratio),
+            "ratio": one.ratio,
             "agrees": one.agrees,
             "why": one.why,
         }
@@ -64,7 +63,11 @@ def method(
         rows,
         {
             **{"name": "name", "shape": "shape", "inputs": "inputs", "L2": "cache", "timer": "timer"},
-            **{"events µs": "events_us", "other µs": "other_us", "other / events": "ratio"},
+            **{
+                "events µs": "events_us",
+                "other µs": "other_us",
+                "other / events": lambda row: timers.with_interval(row["ratio"]),
+            },
             "difference": lambda row: row["why"] or "agrees",
         },
         as_json=as_json,
