@@ -10,7 +10,7 @@ import shutil
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -127,8 +127,9 @@ def _gpu() -> Iterator[Finding]:
         ("flash-attention-4", "flash_attn", "no FlashAttention-4 peer", "and of no use without a GPU"),
     ):
         if importlib.util.find_spec(module):
-            names = dict.fromkeys(metadata.packages_distributions().get(module, []))
-            yield Finding(name, "ok", ", ".join(f"{one} {metadata.version(one)}" for one in names) or "installed")
+            packages = dict.fromkeys(metadata.packages_distributions().get(module, []))
+            versions = ", ".join(f"{package} {metadata.version(package)}" for package in packages)
+            yield Finding(name, "ok", versions or "installed")
         elif gpu.available() is None:
             yield Finding(name, "absent", f"not installed: {lost}", _pip("[gpu]"))
         else:
@@ -177,11 +178,11 @@ def _data(data: Path) -> Iterator[Finding]:
 def doctor(*, data: opt.Data = DATA, as_json: opt.Json = False) -> None:
     """Say what this machine has of what flashlab uses, and the command that puts right what is missing."""
     findings = examine(data)
-    answer([asdict(one) for one in findings], {"": "name", "state": "state", "found": "detail"}, as_json=as_json)
-    for one in findings:
-        if one.fix and not as_json:
-            say(f"{one.name}: {one.fix}")
-    if any(one.state == "broken" for one in findings):
+    answer(findings, ("name", "state", "detail"), as_json=as_json)
+    for finding in findings:
+        if finding.fix and not as_json:
+            say(f"{finding.name}: {finding.fix}")
+    if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(1)
 
 

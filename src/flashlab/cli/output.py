@@ -75,7 +75,7 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
     if isinstance(value, Mapping):
-        return " ".join(f"{name}={one}" for name, one in value.items())
+        return " ".join(f"{name}={entry}" for name, entry in value.items())
     if isinstance(value, list | tuple):
         return " ".join(map(_text, value))
     return str(value)

@@ -76,8 +76,8 @@ def results(
         raise NoDataError(f"wanted rows of {what} on {name}, found none. Recorded: {known}")
     state: tuple[Regime, Cache] = (regime or "burst", cache or "hot")
     if (regime or cache) and not any(row.samples_of(*state) for row in rows):
-        states = sorted({(one.regime, one.cache) for row in rows for one in row.samples})
-        works = "; ".join(f"--regime {one} --cache {other}" for one, other in states)
+        states = sorted({(samples.regime, samples.cache) for row in rows for samples in row.samples})
+        works = "; ".join("--regime {} --cache {}".format(*known) for known in states)
         raise NoDataError(
             f"wanted times with --regime {state[0]} --cache {state[1]}, found none in these rows. "
             f"Recorded: {works or 'none'}"
@@ -90,7 +90,7 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
     """Our best stage against the best library, a row a problem."""
     from flashlab.query import select
 
-    pairs = [one for one in select.against_peers(gpu, data, kinds) if matching([one.problem], **wanted)]
+    pairs = [pair for pair in select.against_peers(gpu, data, kinds) if matching([pair.problem], **wanted)]
     if not pairs:
         raise NoDataError(f"wanted such problems on {', '.join(kinds)} inputs among the records of {gpu}, found none")
     of_best = {"stage µs": "stage_us", "% of peak": "stage_percent_of_peak", "library": "peer", "library µs": "peer_us"}
@@ -98,7 +98,7 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
         pairs,
         {
             "problem": "problem.label",
-            "stage": lambda one: one.burst.stage if one.burst else one.reason,
+            "stage": lambda pair: pair.burst.stage if pair.burst else pair.reason,
             **{heading: f"burst.{field}" for heading, field in of_best.items()},
             **{"% of its peak": "burst.peer_percent_of_peak", "ratio": "burst.ratio"},
             **{"with lse alike": "burst.adjusted_ratio", "to fa3 or cuDNN": "named.ratio"},
@@ -106,9 +106,9 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
             **{"to fa3 or cuDNN, sustained": "named_sustained.ratio", "worst layer": "burst.worst_ratio"},
         },
         as_json=as_json,
-        title=f"{gpu}, newest run {max(one.run for one in pairs)}: speed-up over the library (ratio of medians), on "
+        title=f"{gpu}, newest run {max(pair.run for pair in pairs)}: speed-up over the library (ratio of medians), on "
         "normally distributed inputs of unit scale where a problem names no others",
-        document=[one.flat() for one in pairs],
+        document=[pair.flat() for pair in pairs],
     )
 
 
@@ -134,12 +134,13 @@ def _verify(gpu: str, data: Path, as_json: bool) -> None:
 
     damage = store.verify(gpu, data)
     if as_json:
-        answer([{"path": str(one.path), "line": one.line, "reason": one.reason} for one in damage], as_json=True)
+        answer(damage, as_json=True)
         if damage:
             raise typer.Exit(1)
         return
     if damage:
-        raise DamagedRecordError(f"data/{gpu}: wanted sound records, found:\n" + "\n".join(f"  {d}" for d in damage))
+        lines = "\n  ".join(map(str, damage))
+        raise DamagedRecordError(f"data/{gpu}: wanted sound records, found:\n  {lines}")
     runs = store.runs(gpu, data)
     typer.echo(f"data/{gpu} is sound: {sum(len(run.records) for run in runs)} records in {len(runs)} runs")
 

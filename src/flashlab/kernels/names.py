@@ -29,7 +29,7 @@ def resolve(name: str) -> str:
     # Without its number too, which is what people misremember.
     titles = {stage_id.partition("_")[2]: stage_id for stage_id in registry.STAGES}
     near = difflib.get_close_matches(prefix, [*ids, *titles], n=3)
-    meant = dict.fromkeys(titles.get(one, one) for one in near)
+    meant = dict.fromkeys(titles.get(match, match) for match in near)
     raise UnknownStageError(
         f"stage: wanted one of {', '.join(registry.STAGES)}, got {prefix!r}."
         + (f" Did you mean {' or '.join(meant)}?" if meant else "")

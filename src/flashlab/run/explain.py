@@ -39,7 +39,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None
     carries, differs = times_carry_over(name, kin) if kin else (True, "")
     if ranking.choices:
-        chosen, *others = (flat(one, carries=carries) for one in ranking.choices[:3])
+        chosen, *others = (flat(taken, carries=carries) for taken in ranking.choices[:3])
         why = reason(problem, ranking)
     else:
         # What `attention` falls back to; it raises where nothing runs the problem.
@@ -113,5 +113,5 @@ def reason(problem: Problem, ranking: Ranking) -> str:
         text = f"Nearest problem on record: {row.problem.label} ({facts}), where {row.stage} took {taken}"
     if row.parameters != first.parameters:
         text += " with other tunables"
-    measured = sum(one.row.problem == row.problem for one in ranking.choices)
+    measured = sum(other.row.problem == row.problem for other in ranking.choices)
     return f"{text}; the least of {len(others) + 1} stages, {measured} of them timed there."

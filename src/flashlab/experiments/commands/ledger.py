@@ -53,9 +53,9 @@ def claims(
             raise CheckFailedError(f"{len(differences)} of {len(verdicts)} verdicts differ from those in {compare}")
         say(f"All {len(verdicts)} verdicts are those in {compare}")
         return
-    decisive = {one.id: ledger.shown(one.decisive) for one in verdicts if one.decisive}
+    decisive = {verdict.id: ledger.shown(verdict.decisive) for verdict in verdicts if verdict.decisive}
     answer(
-        [one.flat() for one in verdicts],
+        [verdict.flat() for verdict in verdicts],
         {
             "claim": "id",
             "verdict": lambda row: ledger.words(row["verdict"]),
@@ -66,7 +66,7 @@ def claims(
         title=f"{len(verdicts)} claims, judged by the records of {name}",
     )
     if not as_json:
-        counts = Counter(one.verdict for one in verdicts)
+        counts = Counter(verdict.verdict for verdict in verdicts)
         say(", ".join(f"{counts[kind]} {ledger.words(kind)}" for kind in ledger.KINDS if counts[kind]))
 
 

@@ -46,18 +46,18 @@ def method(
     )
     rows = [
         {
-            "name": one.ours.name,
-            "shape": one.ours.problem.shape,
-            "inputs": one.ours.inputs,
-            "cache": one.ours.cache,
-            "timer": one.other.timer,
-            "events_us": one.ours.median_us,
-            "other_us": one.other.median_us,
-            "ratio": one.ratio,
-            "agrees": one.agrees,
-            "why": one.why,
+            "name": comparison.ours.name,
+            "shape": comparison.ours.problem.shape,
+            "inputs": comparison.ours.inputs,
+            "cache": comparison.ours.cache,
+            "timer": comparison.other.timer,
+            "events_us": comparison.ours.median_us,
+            "other_us": comparison.other.median_us,
+            "ratio": comparison.ratio,
+            "agrees": comparison.agrees,
+            "why": comparison.why,
         }
-        for one in timers.comparisons(timers.pools(store.read_readings(measured.path)))
+        for comparison in timers.comparisons(timers.pools(store.read_readings(measured.path)))
     ]
     answer(
         rows,
