@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from flashlab.core.problem import Problem
 from flashlab.experiments import ablation as ablate
 from flashlab.experiments import levers
 from flashlab.kernels import registry
-from flashlab.measure import bench
+from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.store import Ablation, Part
 from flashlab.run import choice, emulator
@@ -345,16 +346,18 @@ def test_without_records_pages_say_so() -> None:
 # --- measuring, with a worker that makes its numbers up ---------------------------------------------------------------
 
 FAKE = """
-import json, os, sys
-job = json.load(sys.stdin)
-pipe = os.fdopen(int(sys.argv[sys.argv.index("--fd") + 1]), "w")
+import json, socket, sys
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[sys.argv.index("--connect") + 1])
+pipe = connection.makefile("rw")
+job = json.loads(pipe.readline())
 def send(**message):
     pipe.write(json.dumps(message) + "\\n"); pipe.flush()
 open(sys.argv[1], "a").write(json.dumps(job) + "\\n")
 rows = json.loads(sys.argv[2])
 send(type="hello", gpu=rows["gpu"], software={})
 for cell in job["cells"]:
-    for name in cell["names"]:
+    for name in cell["pending"]:
         which = job["implementations"][name]
         send(type="step", cell=cell["index"], name=name, what="time")
         if name in rows["refused"]:
@@ -363,7 +366,7 @@ for cell in job["cells"]:
             verdict = rows["verdict"] if which["judged"] else None
             cubin = {**rows["cubin"], "parameters": which["params"]}
             row = {"status": "ok", "reason": "", "verdict": verdict, "samples": [rows["samples"]], "cubin": cubin}
-        send(type="row", cell=cell["index"], row={"name": name, **row})
+        send(type="row", cell=cell["index"], name=name, row=row)
     send(type="cell_done", cell=cell["index"])
 send(type="done")
 """
@@ -377,6 +380,7 @@ def fake_worker(tmp_path: Path, refused: Sequence[str] = ()) -> list[str]:
     script = tmp_path / "worker.py"
     script.write_text(FAKE, encoding="utf-8")
     given = {name: row[name] for name in ("gpu", "verdict", "cubin")}
+    given["gpu"]["fingerprint"] = sha256(str(tmp_path).encode()).hexdigest()[:12]  # locked while it is measured
     samples = {**row["samples"][0], "cycles_per_score": None}
     return [
         *(sys.executable, str(script), str(tmp_path / "jobs")),
@@ -393,9 +397,8 @@ def jobs_of(tmp_path: Path) -> list[dict[str, Any]]:
 def test_levels_of_an_axis_take_turns_and_are_recorded_in_one_file(tmp_path: Path) -> None:
     path = ablate.measure(
         ["exp", "feed"],
-        data=tmp_path / "data",
         arch="sm_90a",
-        worker=fake_worker(tmp_path, refused=["exp: expf"]),
+        options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path, refused=["exp: expf"])),
     )
     found, damage = store.read_ablations(path)
     assert not damage
@@ -405,7 +408,7 @@ def test_levels_of_an_axis_take_turns_and_are_recorded_in_one_file(tmp_path: Pat
         *(("feed", level, "ok") for level in ("cp.async", "tensor copies")),
     ]
     (job,) = jobs_of(tmp_path)
-    assert [len(cell["names"]) for cell in job["cells"]] == [3, 2]
+    assert [len(cell["pending"]) for cell in job["cells"]] == [3, 2]
     stage = registry.STAGES["07_mma_registers"]
     assert found[1].parameters == {**stage.parameters(64), "EXPONENTIAL": 1}
     assert job["implementations"]["exp: __expf"]["params"] == found[1].parameters, "nothing is left to what won here"
@@ -417,11 +420,13 @@ def test_parts_are_recorded_without_a_verdict_and_never_as_measurements(tmp_path
     path = ablate.split(
         ["06_cp_async"],
         problems=[PROBLEM],
-        data=tmp_path / "data",
         arch="sm_90a",
         slug="nvidia-none",
-        note=notes.append,
-        worker=fake_worker(tmp_path, refused=["06_cp_async without pv"]),
+        options=Options(
+            data=tmp_path / "data",
+            note=notes.append,
+            worker=fake_worker(tmp_path, refused=["06_cp_async without pv"]),
+        ),
     )
     found, damage = store.read_parts(path)
     assert not damage
@@ -443,11 +448,10 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     told: list[str] = []
     path = ablate.measure_levers(
         {first: problems, second: problems[:1]},
-        data=tmp_path / "data",
         arch="sm_90a",
         slug="nvidia-h200",
         announce=told.append,
-        worker=fake_worker(tmp_path),
+        options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path)),
     )
     found, damage = store.read_ablations(path)
     assert not damage
@@ -460,7 +464,7 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     problem = found[-1].problem.problem()
     assert found[-1].parameters == stage.parameters(64, choice.parameters(stage, "nvidia-h200", problem))
     (job,) = jobs_of(tmp_path)
-    assert [len(cell["names"]) for cell in job["cells"]] == [3, 2]
+    assert [len(cell["pending"]) for cell in job["cells"]] == [3, 2]
     sources = [one["source"] and Path(one["source"]) for one in job["implementations"].values()]
     assert [one and one.stem for one in sources] == [None, first, second, None, first]
     assert sources[1].read_text(encoding="utf-8") == levers.get(first).text()
@@ -498,12 +502,6 @@ def test_a_lever_is_shown_beside_what_it_was_measured_with() -> None:
     assert "commit" in table
     assert "static_assert" in ablate.lever_table(ablate.lever_effects(found, second))
     assert ablate.lever_table(ablate.lever_effects(found[:1])) == ablate.lever_chart([]) == ablate.LEVER_NOT_MEASURED
-
-
-def test_a_group_may_not_share_a_name() -> None:
-    one = {"a": bench.Variation(stage="06_cp_async", params={})}
-    with pytest.raises(ParameterError, match="every name once"):
-        bench.time_groups("ablations", [one, one], [PROBLEM], lambda *_: None, plan=ablate.PLAN)
 
 
 def test_the_notebook_shows_what_is_recorded(tmp_path: Path) -> None:

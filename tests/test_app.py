@@ -20,13 +20,16 @@ from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
 from flashlab.kernels import names
 from flashlab.kernels.registry import ARCHS, STAGES
-from flashlab.measure import bench
+from flashlab.measure import bench, check
+from flashlab.measure.harness import Progress
 from flashlab.query import select
 from flashlab.record import store
+from flashlab.record.checks import CheckRow
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks
 from flashlab.show import site
 from flashlab.verify import cases
+from flashlab.verify.on_cpu import CheckRun
 
 FIRST_STAGE = next(iter(STAGES))
 
@@ -345,8 +348,8 @@ def test_bench_hands_on_what_was_asked_and_shows_the_run(
 
     def measure(problems: Any, **options: Any) -> Path:
         asked.update(options, problems=list(problems))
-        options["progress"](bench.Progress(1, 2, "timing"))
-        return write_synthetic(options["data"], problems=problems)
+        options["options"].progress(Progress(1, 2, "timing"))
+        return write_synthetic(options["options"].data, problems=problems)
 
     monkeypatch.setattr(bench, "run", measure)
     result = run("bench", "--shape", "1x2x130x64", "--dtype", "float16", "--mask", "full", "--peers", "none",
@@ -367,7 +370,7 @@ def test_bench_takes_part_of_a_suite(run: Run, tmp_path: Path, monkeypatch: pyte
 
     def measure(problems: Any, **options: Any) -> Path:
         asked.update(options, problems=list(problems))
-        return write_synthetic(options["data"], problems=problems)
+        return write_synthetic(options["options"].data, problems=problems)
 
     monkeypatch.setattr(bench, "run", measure)
     lengths = ("bench", "--suite", "lengths", "--dtype", "float16", "--mask", "full", "--data", tmp_path)
@@ -393,7 +396,7 @@ def test_bench_measures_each_problem_on_each_kind_of_inputs(
 
     def measure(problems: Any, **options: Any) -> Path:
         asked.update(options, problems=list(problems))
-        return write_synthetic(options["data"], problems=asked["problems"][:1])
+        return write_synthetic(options["options"].data, problems=asked["problems"][:1])
 
     monkeypatch.setattr(bench, "run", measure)
     some = ("--head-dim", "64", "--length", "2048", "--mask", "full", "--dtype", "float16", "--data", tmp_path)
@@ -441,11 +444,11 @@ def test_results_of_other_inputs_where_they_are_asked_for(run: Run, tmp_path: Pa
 def test_check_takes_kinds_of_inputs_and_says_which_it_leaves_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 
-    def measure(*_: Any, **options: Any) -> bench.CheckRun:
+    def measure(*_: Any, **options: Any) -> CheckRun:
         asked.update(options)
-        return bench.CheckRun(None, ())
+        return CheckRun(None, ())
 
-    monkeypatch.setattr(bench, "check_stages", measure)
+    monkeypatch.setattr(check, "check_stages", measure)
     result = run("check", "--on", "gpu", "--inputs", "all")
     assert asked["inputs"] == tuple(kind for kind in KINDS if kind != "trained")
     assert "trained inputs are left out" in result.err
@@ -502,13 +505,11 @@ def test_bench_fails_where_a_row_failed(run: Run, tmp_path: Path, monkeypatch: p
 def test_check_counts_and_names_failures(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = next(iter(suite("smoke")))
 
-    def row(status: str, reason: str) -> bench.CheckRow:
-        return bench.CheckRow(
-            stage=FIRST_STAGE, problem=problem, layout="padded", status=status, reason=reason, verdict=None
-        )
+    def row(status: str, reason: str) -> CheckRow:
+        return CheckRow(stage=FIRST_STAGE, problem=problem, layout="padded", status=status, reason=reason, verdict=None)
 
-    def found(*rows: bench.CheckRow) -> None:
-        monkeypatch.setattr(bench, "check_stages", lambda *_, **options: bench.CheckRun(options["data"], rows))
+    def found(*rows: CheckRow) -> None:
+        monkeypatch.setattr(check, "check_stages", lambda *_, **__: CheckRun(None, rows))
 
     found(row("ok", ""), row("unsupported", "too old"))
     assert run("check", "--on", "gpu").code == 0

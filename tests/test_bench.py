@@ -8,23 +8,29 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from synthetic import measurement
 from test_timer import Fake as FakeGpu
 
 from flashlab.core import errors
 from flashlab.core.problem import FIRST_SHAPE, Problem
-from flashlab.kernels import registry
-from flashlab.measure import bench
+from flashlab.kernels import peers, registry
+from flashlab.measure import bench, check, harness, tune
+from flashlab.measure.cells import RefusedError, refusal
+from flashlab.measure.options import BURSTS, Options, Plan, plan_of
+from flashlab.measure.worker import BenchWorker, Candidate
 from flashlab.record import checks, store
-from flashlab.run import emulator
+from flashlab.record.checks import CheckRow
+from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks
-from flashlab.verify import on_cpu
+from flashlab.verify import cases, on_cpu
 from flashlab.verify.oracle import make_inputs
 
 PROBLEMS = [Problem.parse("1x2x64x64"), Problem.parse("1x2x64x64", mask="causal")]
@@ -34,27 +40,29 @@ GPU = {
 }  # fmt: skip
 
 FAKE = """
-import json, os, signal, subprocess, sys, time
+import json, os, signal, socket, subprocess, sys, time
 gpu, plan = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-fd = int(sys.argv[sys.argv.index("--fd") + 1])
-job = json.load(sys.stdin)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[sys.argv.index("--connect") + 1])
+job = json.loads(connection.makefile().readline())
 with open(plan["log"], "a") as log:
     log.write(json.dumps(job) + "\\n")
 
 def send(message):
-    os.write(fd, (json.dumps(message) + "\\n").encode())
+    connection.sendall((json.dumps(message) + "\\n").encode())
 
 def act(what):
     print("about to", what, file=sys.stderr, flush=True)
     if what == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
     if what == "exit": sys.exit(7)
     if what == "hang": time.sleep(600)
-    if what == "garbage": os.write(fd, b"\\x00\\xff not json\\n"); time.sleep(600)
+    if what == "garbage": connection.sendall(b"\\x00\\xff not json\\n"); time.sleep(600)
     if what == "fatal": send({"type": "fatal", "reason": "CUDA_ERROR_ILLEGAL_ADDRESS"}); sys.exit(3)
-    if what == "bad_row": send({"type": "row", "cell": 0, "row": {"name": 5}}); time.sleep(600)
+    if what == "bad_row": send({"type": "row", "cell": 1, "row": {"name": 5}}); time.sleep(600)
     if what == "unknown": send({"type": "dance"}); time.sleep(600)
-    if what == "orphan": # dies, while a process that it started lives on and holds the pipe
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(fd,)); os._exit(5)
+    if what == "orphan": # dies, while a process that it started lives on and holds the connection
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(connection.fileno(),))
+        os._exit(5)
 
 if plan.get("refuse"):
     send({"type": "refused", "error": plan["refuse"], "message": "wanted a GPU, got none"}); sys.exit(1)
@@ -63,24 +71,26 @@ if plan.get("start"):
 send({"type": "hello", "gpu": gpu, "software": {"python": "3"}})
 series = {"regime": "burst", "cache": "hot", "calls": 1, "time_us": [1.0, 1.1], "sm_clock_mhz": [900.0, 901.0],
           "call_clock_mhz": [800.0, 801.0]}
-for name in job.get("ceilings", []):
-    send({"type": "step", "cell": None, "name": name, "what": "measure"})
-    if name in plan: act(plan[name])
-    send({"type": "ceiling", "ceiling": {"name": name, "unit": "us", "value": 1.0, "how": "fake", "samples": series}})
 verdict = {"passed": True, "reason": "", "max_abs_error": 0.0, "max_abs_limit": 1.0, "rms_error": 0.0, "rms_limit": 1.0,
            "lse_error": None, "lse_limit": None}
 for cell in job["cells"]:
     send({"type": "step", "cell": cell["index"], "name": "", "what": "make inputs"})
     if "inputs" in plan: act(plan["inputs"])
-    for name in cell["names"]:
+    for name in cell["pending"]:
         send({"type": "step", "cell": cell["index"], "name": name, "what": "check"})
         if name in plan: act(plan[name])
-    for name in cell["names"]:
+    for name in cell["pending"]:
         if name in plan.get("forget", []): continue
-        row = {"name": name, "status": "ok", "reason": "", "verdict": verdict}
-        if job["kind"] == "bench":
+        row = {"status": "ok", "reason": "", "verdict": verdict}
+        if cell["problem"] is None:
+            row = {"status": "ok", "reason": "", "name": name, "unit": "us", "value": 1.0, "how": "fake",
+                   "samples": series}
+        elif "plan" in job:
             row.update(samples=[series], cubin=None)
-        send({"type": "row", "cell": cell["index"], "row": row})
+            if job["implementations"][name]["kind"] == "peer": row.update(choice="", layout="bshd", lse=None)
+        else:
+            row.update(stage=name, problem=cell["problem"], layout=cell["layout"])
+        send({"type": "row", "cell": cell["index"], "name": name, "row": row})
     send({"type": "cell_done", "cell": cell["index"]})
 send({"type": "done"})
 """
@@ -93,14 +103,21 @@ def fake(tmp_path: Path) -> Any:
 
     def command(**plan: Any) -> list[str]:
         plan["log"] = str(tmp_path / "jobs.jsonl")
-        return [sys.executable, str(script), json.dumps(GPU), json.dumps(plan)]
+        # A GPU of its own: tests run beside one another, and a GPU is locked while it is measured.
+        gpu = {**GPU, "fingerprint": sha256(str(tmp_path).encode()).hexdigest()[:12]}
+        return [sys.executable, str(script), json.dumps(gpu), json.dumps(plan)]
 
     return command
 
 
+def _options(tmp_path: Path, worker: list[str], **told: Any) -> Options:
+    return Options(data=tmp_path / "data", worker=worker, timeout_s=2.0, startup_s=20.0, **told)
+
+
 def _run(tmp_path: Path, worker: list[str], **options: Any) -> store.Run:
     options = {"stages": ["00_naive", "01_coalesced"], "peers": ["sdpa"], "ceilings": ["launch"], **options}
-    path = bench.run(PROBLEMS, data=tmp_path / "data", worker=worker, timeout_s=2.0, startup_s=20.0, **options)
+    told = {name: options.pop(name) for name in ("progress", "note") if name in options}
+    path = bench.run(PROBLEMS, options=_options(tmp_path, worker, **told), **options)
     assert store.verify("test-gpu", tmp_path / "data") == ()
     return store.read_run(path)
 
@@ -114,7 +131,7 @@ def _jobs(tmp_path: Path) -> list[Any]:
 
 
 def test_every_row_is_recorded_and_the_data_is_sound(tmp_path: Path, fake: Any) -> None:
-    told: list[bench.Progress] = []
+    told: list[harness.Progress] = []
     run = _run(tmp_path, fake(), progress=told.append)
     assert set(_statuses(run).values()) == {"ok"}
     assert len(run.measurements) == 6
@@ -133,8 +150,8 @@ def test_a_problem_may_want_some_of_them_only(tmp_path: Path, fake: Any) -> None
 
 def test_a_runs_machine_code_is_made_ahead(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr(bench.gpu, "available", lambda: None)
-    monkeypatch.setattr(bench.gpu, "info", lambda _: SimpleNamespace(arch="sm_90a", slug="test-gpu"))
+    monkeypatch.setattr(gpu, "available", lambda: None)
+    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch="sm_90a", slug="test-gpu"))
     monkeypatch.setattr(bench.compiler, "compile_many", lambda jobs: made.extend(job.label for job in jobs))
     _run(tmp_path, fake(), only=lambda problem, name: name == "00_naive" or problem.causal)
     assert sorted(made) == [
@@ -175,12 +192,11 @@ def test_a_death_costs_the_implementation_in_hand_only(
     assert len(run.ceilings) == 1
     # Each restart leaves out what is done: the second worker has no ceiling left, the third not the first problem.
     jobs = _jobs(tmp_path)
-    assert [job["ceilings"] for job in jobs] == [["launch"], [], []]
-    assert [len(job["cells"]) for job in jobs] == [2, 2, 1]
+    assert [len(job["cells"]) for job in jobs] == [3, 2, 1]
 
 
 def test_a_death_before_any_implementation_is_charged_to_the_problem(tmp_path: Path, fake: Any) -> None:
-    run = _run(tmp_path, fake(inputs="exit"))
+    run = _run(tmp_path, fake(inputs="exit"), ceilings=False)
     assert set(_statuses(run).values()) == {"crashed"}
     assert len(run.measurements) == 6
     assert all("make inputs" in row.reason for row in run.measurements)
@@ -221,12 +237,12 @@ def test_the_real_worker_says_that_there_is_no_gpu(tmp_path: Path) -> None:
     if gpu.available() is None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(errors.NoGpuError, match="wanted a CUDA GPU"):
-        bench.run(PROBLEMS, data=tmp_path)
+        bench.run(PROBLEMS, options=Options(data=tmp_path))
 
 
 def test_an_unwritable_folder_is_found_before_any_work(read_only_dir: Path, fake: Any, tmp_path: Path) -> None:
     with pytest.raises(errors.OutputError, match="writable folder"):
-        bench.run(PROBLEMS, data=read_only_dir, worker=fake())
+        bench.run(PROBLEMS, options=Options(data=read_only_dir, worker=fake()))
     assert not (tmp_path / "jobs.jsonl").exists()
 
 
@@ -237,9 +253,7 @@ def test_an_unwritable_folder_is_found_before_any_work(read_only_dir: Path, fake
         ({"peers": ["cublas"]}, errors.ParameterError, "cublas_unfused"),
         ({"ceilings": ["speed"]}, errors.ParameterError, "smem_read"),
         ({"stages": [], "peers": []}, errors.ParameterError, "at least one stage or peer"),
-        ({"plan": bench.Plan(samples=0)}, errors.ParameterError, "samples"),
-        ({"plan": bench.Plan(cap_s=-1.0)}, errors.ParameterError, "cap_s"),
-        ({"plan": bench.Plan(sustained_names=("fa9",))}, errors.ParameterError, "among 00_naive.*got fa9"),
+        ({"plan": Plan(sustained_names=("fa9",))}, errors.ParameterError, "among 00_naive.*got fa9"),
         ({"sources": {"00_naive": Path("/no/such.cu")}}, errors.ParameterError, "such.cu"),
     ],
 )
@@ -247,8 +261,22 @@ def test_bad_arguments_are_refused_before_any_work(
     options: Any, error: type[Exception], words: str, tmp_path: Path, fake: Any
 ) -> None:
     with pytest.raises(error, match=words):
-        bench.run(PROBLEMS, data=tmp_path / "data", worker=fake(), **options)
+        bench.run(PROBLEMS, options=_options(tmp_path, fake()), **options)
     assert not (tmp_path / "jobs.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "numbers", "words"),
+    [
+        (Plan, {"samples": 0}, "samples"),
+        (Plan, {"cap_s": -1.0}, "cap_s"),
+        (Options, {"timeout_s": 0.0}, "timeout_s"),
+        (Options, {"device": -1}, "device"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused(make: Any, numbers: Any, words: str) -> None:
+    with pytest.raises(errors.ParameterError, match=words):
+        make(**numbers)
 
 
 def test_an_edited_copy_is_measured_beside_the_stage(tmp_path: Path, fake: Any) -> None:
@@ -256,37 +284,27 @@ def test_an_edited_copy_is_measured_beside_the_stage(tmp_path: Path, fake: Any) 
     copy.write_text(registry.get("00_naive").source.read_text(encoding="utf-8"), encoding="utf-8")
     run = _run(tmp_path, fake(), sources={"00_naive": copy})
     assert {row.name for row in run.measurements} == {"00_naive", "01_coalesced", "sdpa", "00_naive@mine"}
-    assert _jobs(tmp_path)[0]["implementations"]["00_naive@mine"] == {
-        "kind": "stage",
-        "id": "00_naive",
-        "source": str(copy),
-        "params": {},
-    }
-
-
-def test_cycles_per_score_are_recorded(tmp_path: Path, fake: Any) -> None:
-    run = _run(tmp_path, fake())
-    row = next(row for row in run.measurements if row.problem.mask == "full")
-    # Four SMs, 800 and 801 MHz for 1.0 and 1.1 us, over 2 heads of 64 by 64 scores.
-    assert row.samples[0].cycles_per_score == pytest.approx(4 * (800.0 + 881.1) / 2 / (2 * 64 * 64))
+    sent = _jobs(tmp_path)[0]["implementations"]["00_naive@mine"]
+    assert (sent["kind"], sent["id"], sent["source"], sent["params"]) == ("stage", "00_naive", str(copy), {})
 
 
 def test_the_plan_reaches_the_worker(tmp_path: Path, fake: Any) -> None:
-    plan = bench.Plan(samples=3, sustained_shapes=None, sustained_names=("sdpa",), checked_scores=5)
+    plan = Plan(samples=3, sustained_shapes=None, sustained_names=("sdpa",), checked_scores=5)
     _run(tmp_path, fake(), plan=plan)
-    sent = bench.Plan(**_jobs(tmp_path)[0]["plan"])
+    sent = Plan(**_jobs(tmp_path)[0]["plan"])
     assert (sent.samples, sent.checked_scores) == (3, 5)
     assert sent.sustains(PROBLEMS[0], "sdpa")
     assert not sent.sustains(PROBLEMS[0], "00_naive")
-    assert not bench.Plan().sustains(PROBLEMS[0], "sdpa")
-    assert bench.Plan().sustains(Problem.parse(FIRST_SHAPE), "sdpa")
-    assert not bench.Plan(sustained_seconds=0).sustains(Problem.parse(FIRST_SHAPE), "sdpa")
+    assert not Plan().sustains(PROBLEMS[0], "sdpa")
+    assert Plan().sustains(Problem.parse(FIRST_SHAPE), "sdpa")
+    assert not Plan(sustained_seconds=0).sustains(Problem.parse(FIRST_SHAPE), "sdpa")
 
 
 def test_a_stage_has_a_second_row_with_the_log_sum_exp_on(tmp_path: Path, fake: Any) -> None:
-    run = _run(tmp_path, fake(**{"01_coalesced+lse": "segfault"}), plan=bench.Plan(lse=True))
+    run = _run(tmp_path, fake(**{"01_coalesced+lse": "segfault"}), plan=Plan(lse=True))
     sent = _jobs(tmp_path)[0]["implementations"]
-    assert sent["00_naive+lse"] == {**sent["00_naive"], "lse_of": "00_naive"}
+    second = {"lse_of": "00_naive", "record": {"name": "00_naive", "kind": "stage", "lse": True}}
+    assert sent["00_naive+lse"] == {**sent["00_naive"], **second}
     assert set(sent) == {"00_naive", "01_coalesced", "sdpa", "00_naive+lse", "01_coalesced+lse"}
     assert {(row.name, row.lse, row.status) for row in run.measurements} == {
         ("00_naive", False, "ok"),
@@ -298,27 +316,20 @@ def test_a_stage_has_a_second_row_with_the_log_sum_exp_on(tmp_path: Path, fake: 
         ("01_coalesced", True, "crashed"),
     }
     assert all(row.kind == "stage" for row in run.with_lse)
-    assert bench.plan_of("peers").lse
-    assert bench.plan_of("inputs").lse
-    assert not bench.plan_of("standard").lse
+    assert plan_of("peers").lse
+    assert plan_of("inputs").lse
+    assert not plan_of("standard").lse
 
 
 def test_only_problems_that_want_a_stage_get_its_second_row(tmp_path: Path, fake: Any) -> None:
-    run = _run(tmp_path, fake(), plan=bench.Plan(lse=True), only=lambda problem, name: not problem.causal)
+    run = _run(tmp_path, fake(), plan=Plan(lse=True), only=lambda problem, name: not problem.causal)
     assert {(row.name, row.problem.mask) for row in run.with_lse} == {("00_naive", "full"), ("01_coalesced", "full")}
 
 
 def test_variants_become_tuning_records(tmp_path: Path, fake: Any) -> None:
-    variants = [{"THREADS": 64}, {"THREADS": 256}, {}]
-    path = bench.time_variants(
-        "00_naive",
-        variants,
-        PROBLEMS,
-        data=tmp_path / "data",
-        worker=fake(**{"00_naive[THREADS=64]": "segfault"}),
-        timeout_s=2.0,
-        startup_s=20.0,
-    )
+    variants = ({"THREADS": 64}, {"THREADS": 256}, {})
+    tasks = [tune.Task(tune.Key("00_naive", problem), variants) for problem in PROBLEMS]
+    path = tune.time(tasks, plan=BURSTS, options=_options(tmp_path, fake(**{"00_naive[THREADS=64]": "segfault"})))
     assert path.parent == tmp_path / "data" / "test-gpu" / "tuning"
     found = store.tunings("test-gpu", tmp_path / "data")
     assert {record.stage for record in found} == {"00_naive"}
@@ -329,19 +340,20 @@ def test_variants_become_tuning_records(tmp_path: Path, fake: Any) -> None:
     }
     assert len(found) == 6
     sent = _jobs(tmp_path)[0]["implementations"]
-    assert [one["params"] for one in sent.values()] == variants
+    assert [one["params"] for one in sent.values()] == list(variants)
     assert store.verify("test-gpu", tmp_path / "data") == ()
 
 
-def test_what_is_tried_on_one_problem_takes_turns_with_the_libraries_beside_it(tmp_path: Path, fake: Any) -> None:
-    full, causal = PROBLEMS
+def test_what_is_tried_on_one_problem_is_interleaved_with_the_libraries_beside_it(tmp_path: Path, fake: Any) -> None:
+    full = PROBLEMS[0]
+    naive, coalesced = "00_naive", "01_coalesced"
     tasks = [
-        bench.Task("00_naive", ({"THREADS": 64}, {}), (full, causal), ("sdpa",)),
-        bench.Task("01_coalesced", ({},), (full,), ("sdpa",)),
+        *(tune.Task(tune.Key(naive, problem), ({"THREADS": 64}, {}), ("sdpa",)) for problem in PROBLEMS),
+        tune.Task(tune.Key(coalesced, full), ({},), ("sdpa",)),
     ]
-    path = bench.time_tasks(tasks, data=tmp_path / "data", worker=fake(), timeout_s=2.0, startup_s=20.0)
+    path = tune.time(tasks, plan=BURSTS, options=_options(tmp_path, fake()))
     (job,) = _jobs(tmp_path)
-    assert [cell["names"] for cell in job["cells"]] == [
+    assert [cell["pending"] for cell in job["cells"]] == [
         ["00_naive[THREADS=64]", "00_naive[]", "sdpa", "01_coalesced[]"],
         ["00_naive[THREADS=64]", "00_naive[]", "sdpa"],
     ]
@@ -357,34 +369,47 @@ def test_what_is_tried_on_one_problem_takes_turns_with_the_libraries_beside_it(t
         ("full", {}),
         ("causal", {}),
     ]
+    assert {one.status for one in found} == {"ok"}, "what a library's row says beyond a tuning's is left out"
     assert store.verify("test-gpu", tmp_path / "data") == ()
     with pytest.raises(errors.ParameterError, match="peer: wanted one of"):
-        bench.time_tasks([bench.Task("00_naive", ({},), (full,), ("nobody",))], data=tmp_path, worker=fake())
+        tune.time([tune.Task(tune.Key(naive, full), ({},), ("nobody",))], plan=BURSTS, options=Options())
 
 
 def test_variants_that_make_no_sense_are_refused_before_any_work(tmp_path: Path, fake: Any) -> None:
-    for variants, problems, words in (([{"TILE": 3}], PROBLEMS, "TILE"), ([], PROBLEMS, "variant"), ([{}], [], "0")):
+    key = tune.Key("00_naive", PROBLEMS[0])
+    wrong = ([tune.Task(key, ({"TILE": 3},))], "TILE"), ([tune.Task(key, ())], "at least one"), ([], "at least one")
+    for tasks, words in wrong:
         with pytest.raises(errors.ParameterError, match=words):
-            bench.time_variants("00_naive", variants, problems, data=tmp_path, worker=fake())
+            tune.time(tasks, plan=BURSTS, options=_options(tmp_path, fake()))
     assert not (tmp_path / "jobs.jsonl").exists()
+
+
+PASSED = store.Verdict(
+    passed=True, reason="", max_abs_error=0.1, max_abs_limit=1.0, rms_error=None, rms_limit=None, lse_error=None,
+    lse_limit=None,
+)  # fmt: skip
+
+
+def _job(plan: Plan | None = None, implementations: Any = None) -> Any:
+    """As the job arrives: through JSON, which knows no tuples."""
+    job = {"device": 0, "seed": 0, "implementations": implementations or {}, "plan": asdict(plan or Plan())}
+    return json.loads(json.dumps(job))
 
 
 def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_fastest() -> None:
     fake = FakeGpu({"fast": 100.0, "slow": 1000.0, "other": 500.0})
-    plan = bench.Plan(samples=5, min_samples=3, cold_samples=4, sustained_shapes=None, sustained_names=("fast", "slow"))
+    plan = Plan(samples=5, min_samples=3, cold_samples=4, sustained_shapes=None, sustained_names=("fast", "slow"))
     sent: list[Any] = []
-    # As the job arrives: through JSON, which knows no tuples.
-    worker = bench._Worker(
-        json.loads(json.dumps({"device": 0, "seed": 0, "implementations": {}, "plan": asdict(plan)})), sent.append
-    )
+    worker = BenchWorker(_job(plan), sent.append)
     worker._backend = fake  # type: ignore[assignment]
+    worker.info = SimpleNamespace(sm_count=4)  # type: ignore[assignment]
     worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext)
-    ready = {name: bench._Candidate(run, {"passed": True}, None, lambda: None) for name, run in fake.runs().items()}
-    worker._time(0, PROBLEMS[0], ready, bench.Plan(**worker._job["plan"]), (), [()])
+    ready = {name: Candidate(run, PASSED, lambda: None) for name, run in fake.runs().items()}
+    worker.time(0, PROBLEMS[0], ready, worker._plan, (), [()])
     steps = [(m["name"], m["what"]) for m in sent if m["type"] == "step" and "sustained" in m["what"]]
     assert [name for name, _ in steps] == ["slow", "fast"]
     assert all(m["extra_s"] > 2 * 5 for m in sent if m["type"] == "step" and "sustained" in m["what"])
-    rows = {m["row"]["name"]: m["row"] for m in sent if m["type"] == "row"}
+    rows = {m["name"]: m["row"] for m in sent if m["type"] == "row"}
     assert set(rows) == {"fast", "slow", "other"}
     for name, row in rows.items():
         found = [store.Samples.model_validate(one) for one in row["samples"]]
@@ -392,6 +417,9 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
         assert [(one.regime, one.cache) for one in found] == wanted
         assert [len(one.time_us) for one in found[:2]] == [5, 4]
         assert all(len(one.call_clock_mhz) == len(one.time_us) for one in found)
+        for one in found:  # of four SMs, over 2 heads of 64 by 64 scores
+            clocks = one.call_clock_mhz[0] * one.median_us * 4
+            assert one.cycles_per_score == pytest.approx(clocks / (2 * 64 * 64), rel=0.1)
         for one in found[2:]:
             assert one.continuous_s is not None
             assert one.continuous_s >= 5
@@ -402,21 +430,19 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
 def test_second_rows_take_turns_in_hot_bursts_and_the_fastest_is_kept_busy() -> None:
     names = {"stage": 100.0, "slow": 300.0, "library": 110.0, "stage+lse": 101.0, "slow+lse": 303.0}
     fake = FakeGpu(names)
-    plan = bench.Plan(samples=5, min_samples=3, cold_samples=4, sustained_shapes=None)
+    plan = Plan(samples=5, min_samples=3, cold_samples=4, sustained_shapes=None)
     implementations = {
-        name: {"kind": "stage", "lse_of": name.removesuffix("+lse")} for name in names if name.endswith("+lse")
+        name: {"kind": "stage", "id": "x", "lse_of": name.removesuffix("+lse")} for name in names if "+" in name
     }
     sent: list[Any] = []
-    job = {"device": 0, "seed": 0, "implementations": implementations, "plan": asdict(plan)}
-    worker = bench._Worker(json.loads(json.dumps(job)), sent.append)
+    worker = BenchWorker(_job(plan, implementations), sent.append)
     worker._backend = fake  # type: ignore[assignment]
+    worker.info = SimpleNamespace(sm_count=4)  # type: ignore[assignment]
     worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext)
-    ready = {name: bench._Candidate(run, {"passed": True}, None, lambda: None) for name, run in fake.runs().items()}
-    worker._time(0, PROBLEMS[0], ready, plan, (), [()])
+    ready = {name: Candidate(run, PASSED, lambda: None) for name, run in fake.runs().items()}
+    worker.time(0, PROBLEMS[0], ready, plan, (), [()])
     taken = {
-        m["row"]["name"]: [(one["regime"], one["cache"]) for one in m["row"]["samples"]]
-        for m in sent
-        if m["type"] == "row"
+        m["name"]: [(one["regime"], one["cache"]) for one in m["row"]["samples"]] for m in sent if m["type"] == "row"
     }
     every = [("burst", "hot"), ("burst", "cold"), ("sustained", "hot")]
     assert taken == {
@@ -442,21 +468,20 @@ def test_a_library_gets_its_own_layout_and_says_what_it_wrote(monkeypatch: pytes
 
         return attend
 
-    made = bench.peers.Peer(name="made", title="made", how="", packages=(), build=build, layout="bshd", writes_lse=True)
-    monkeypatch.setattr(bench.peers, "PEERS", {"made": made, "again": replace(made, name="again")})
-    monkeypatch.setattr(bench.gpu, "synchronize", lambda device: None)
-    monkeypatch.setattr(bench.gpu, "memory_free_bytes", lambda device: 0)
-    job = {"device": 0, "seed": 0, "implementations": {}, "plan": asdict(bench.Plan())}
-    worker = bench._Worker(json.loads(json.dumps(job)), lambda message: None)
+    made = peers.Peer(name="made", title="made", how="", packages=(), build=build, layout="bshd", writes_lse=True)
+    monkeypatch.setattr(peers, "PEERS", {"made": made, "again": replace(made, name="again")})
+    monkeypatch.setattr(gpu, "synchronize", lambda device: None)
+    monkeypatch.setattr(gpu, "memory_free_bytes", lambda device: 0)
+    worker = BenchWorker(_job(), lambda message: None)
     worker.torch = torch
     worker.cupy = NumPyAsCuPy()
-    worker._info = SimpleNamespace(compute_capability=(9, 0))  # type: ignore[assignment]
+    worker.info = SimpleNamespace(compute_capability=(9, 0))  # type: ignore[assignment]
     worker._checked_scores = 1 << 20
     (q, k, v), other = (tuple(torch.randn(1, heads, 64, 64).half() for heads in (4, 2, 2)) for _ in range(2))
     found = [worker._peer(name, problem, q, k, v) for name in ("made", "again")]
     for one in found:
         assert one.verdict is not None
-        assert one.verdict["passed"], one.verdict["reason"]
+        assert one.verdict.passed, one.verdict.reason
         assert one.fields == {"choice": "", "layout": "bshd", "lse": True}
         one.run()
     assert len(seen) == 4
@@ -467,7 +492,7 @@ def test_a_library_gets_its_own_layout_and_says_what_it_wrote(monkeypatch: pytes
     worker._load((q, k, v), other)
     verdict = found[0].judge()
     assert verdict is not None
-    assert verdict["passed"], verdict["reason"]
+    assert verdict.passed, verdict.reason
     assert torch.equal(seen[-1][0].transpose(1, 2), other[0])
 
 
@@ -494,7 +519,7 @@ class Tensor:
 TRAINED = Problem.parse("1x16x128x64", inputs="trained")
 
 
-def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: bench.Plan, why_not: str | None = None) -> list[Any]:
+def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: Plan, why_not: str | None = None) -> list[Any]:
     """What a worker says of three implementations on a model of four layers; `odd` is wrong on the third."""
     made: list[int] = []
 
@@ -512,15 +537,16 @@ def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: bench.Plan, why_not: str |
     monkeypatch.setitem(sys.modules, "flashlab.measure.trained", model)
     fake = FakeGpu({"fast": 100.0, "slow": 1000.0, "odd": 500.0})
     sent: list[Any] = []
-    worker = bench._Worker({"device": 0, "seed": 0, "implementations": {}, "plan": asdict(plan)}, sent.append)
+    worker = BenchWorker(_job(plan), sent.append)
     worker._backend = fake  # type: ignore[assignment]
+    worker.info = SimpleNamespace(sm_count=4)  # type: ignore[assignment]
     worker.torch = SimpleNamespace(
         no_grad=contextlib.nullcontext, empty_like=lambda x, memory_format: Tensor(), contiguous_format=None
     )
-    monkeypatch.setattr(worker, "_free", lambda: None)
-    monkeypatch.setattr(worker, "_survive", lambda error: None)
+    monkeypatch.setattr(worker, "free", lambda: None)
+    monkeypatch.setattr(worker, "survive", lambda error: None)
 
-    def candidate(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> bench._Candidate:
+    def candidate(name: str, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Candidate:
         plain = fake.run(name)
         least = fake.call_us[name]
 
@@ -528,38 +554,37 @@ def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: bench.Plan, why_not: str |
             fake.call_us[name] = least * (1 + v.layer)
             plain()
 
-        def judge() -> dict[str, Any]:
+        def judge() -> store.Verdict:
             assert q.layer == k.layer == v.layer
-            said = {"passed": True, "reason": "", "max_abs_error": 0.1 * (v.layer + 1), "max_abs_limit": 1.0}
-            said |= dict.fromkeys(("rms_error", "rms_limit", "lse_error", "lse_limit"))
-            said |= {"overall_max_error": (0.5, 0.2, 0.7, 0.3)[v.layer], "overall_rms_error": float(v.layer)}
+            overall = {"overall_max_error": (0.5, 0.2, 0.7, 0.3)[v.layer], "overall_rms_error": float(v.layer)}
+            verdict = PASSED.model_copy(update={"max_abs_error": 0.1 * (v.layer + 1), **overall})
             if name == "odd" and v.layer == 2:
-                raise bench._RefusedError("wrong", "too far off", {**said, "passed": False})
-            return said
+                raise RefusedError("wrong", "too far off", verdict=verdict.model_copy(update={"passed": False}))
+            return verdict
 
         checked: list[int] = []
 
         def counted() -> Fallbacks | None:
             return Fallbacks(renormalized=len(checked), recomputed=0) if name == "fast" else None
 
-        def checks_again() -> dict[str, Any]:
+        def checks_again() -> store.Verdict:
             checked.append(v.layer)
             return judge()
 
-        return bench._Candidate(run, checks_again(), None, checks_again, fallbacks=counted)
+        return Candidate(run, checks_again(), checks_again, fallbacks=counted)
 
-    monkeypatch.setattr(worker, "_candidate", candidate)
-    worker._bench_cell({"index": 0, "problem": asdict(TRAINED), "names": list(fake.call_us)})
+    monkeypatch.setattr(worker, "candidate", candidate)
+    worker.bench(0, TRAINED, list(fake.call_us))
     assert made == ([] if why_not else [0, 1, 2, 3])
     return sent
 
 
 def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = bench.Plan(samples=15, min_samples=5, cold_samples=0, sustained_shapes=None, sustained_seconds=2.0)
+    plan = Plan(samples=15, min_samples=5, cold_samples=0, sustained_shapes=None, sustained_seconds=2.0)
     sent = _on_layers(monkeypatch, plan)
-    rows = {message["row"]["name"]: message["row"] for message in sent if message["type"] == "row"}
+    rows = {message["name"]: message["row"] for message in sent if message["type"] == "row"}
     assert (rows["odd"]["status"], rows["odd"]["reason"]) == ("wrong", "layer 2: too far off")
-    assert not rows["odd"]["samples"]
+    assert "samples" not in rows["odd"]
     for name, least in (("fast", 100.0), ("slow", 1000.0)):
         row = rows[name]
         assert row["status"] == "ok"
@@ -567,7 +592,7 @@ def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch
         assert row["verdict"]["overall_max_error"] == 0.7  # over all layers
         assert row["verdict"]["overall_rms_error"] == pytest.approx(((0 + 1 + 4 + 9) / 4) ** 0.5)
         assert row["trained"]["digest"] == "0123"
-        assert row.get("fallbacks") == ((4, 0) if name == "fast" else None)
+        assert row.get("fallbacks") == ([4, 0] if name == "fast" else None)
         found = [store.Samples.model_validate(one) for one in row["samples"]]
         assert [one.layer for one in found] == [0, 1, 2, 3] * 2
         assert [one.regime for one in found] == ["burst"] * 4 + ["sustained"] * 4
@@ -576,17 +601,14 @@ def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch
     # Kept warm: the slow one first, through all layers.
     steps = [m["name"] for m in sent if m["type"] == "step" and m["what"] == "time, sustained"]
     assert steps == ["slow"] * 4 + ["fast"] * 4
-    assert sent[-1] == {"type": "cell_done", "cell": 0}
 
 
 def test_trained_inputs_that_cannot_be_made_are_named_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent = _on_layers(monkeypatch, bench.Plan(), why_not="no weights in the cache")
-    rows = [message["row"] for message in sent if message["type"] == "row"]
-    assert [row["name"] for row in rows] == ["fast", "slow", "odd"]
-    assert {row["status"] for row in rows} == {"unsupported"}
-    assert {row["reason"] for row in rows} == {"trained inputs: no weights in the cache"}
-    assert not any(row["samples"] for row in rows)
-    assert sent[-1] == {"type": "cell_done", "cell": 0}
+    sent = _on_layers(monkeypatch, Plan(), why_not="no weights in the cache")
+    rows = {message["name"]: message["row"] for message in sent if message["type"] == "row"}
+    assert list(rows) == ["fast", "slow", "odd"]
+    refused = {"status": "unsupported", "reason": "trained inputs: no weights in the cache"}
+    assert all(row == refused for row in rows.values())
 
 
 def test_a_library_is_built_once_for_all_kinds_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -597,11 +619,11 @@ def test_a_library_is_built_once_for_all_kinds_of_inputs(monkeypatch: pytest.Mon
         return lambda q, k, v: q
 
     library = SimpleNamespace(why_not=lambda *_, **__: None, build=build, layout="bhsd", wrote_lse=lambda choice: False)
-    monkeypatch.setattr(bench.peers, "get", lambda name: library)
-    monkeypatch.setattr(bench.gpu, "memory_free_bytes", lambda device: 0)
-    monkeypatch.setattr(bench.gpu, "synchronize", lambda device: None)
-    worker = bench._Worker({"device": 0, "seed": 0, "implementations": {}}, lambda message: None)
-    worker._info = SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr(peers, "get", lambda name: library)
+    monkeypatch.setattr(gpu, "memory_free_bytes", lambda device: 0)
+    monkeypatch.setattr(gpu, "synchronize", lambda device: None)
+    worker = BenchWorker(_job(), lambda message: None)
+    worker.info = SimpleNamespace(compute_capability=(9, 0))
     memory = SimpleNamespace(memory_reserved=lambda: 0, memory_allocated=lambda: 0)
     worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext, cuda=memory)
     monkeypatch.setattr(worker, "_judge", lambda *_: {"passed": True})
@@ -612,21 +634,20 @@ def test_a_library_is_built_once_for_all_kinds_of_inputs(monkeypatch: pytest.Mon
 
 
 def test_layers_together_cost_about_what_one_kind_costs() -> None:
-    plan = bench.Plan().shared(12)
+    plan = Plan().shared(12)
     assert plan.samples == plan.cold_samples == 5
-    assert 12 * plan.cap_s == pytest.approx(bench.Plan().cap_s)
-    assert 12 * plan.sustained_seconds == pytest.approx(bench.Plan().sustained_seconds)
-    assert bench.Plan(sustained_seconds=0.0, cold_samples=0).shared(12).cold_samples == 0
-    assert bench.Plan(sustained_seconds=0.0).shared(12).sustained_seconds == 0
-    plan.require()
+    assert 12 * plan.cap_s == pytest.approx(Plan().cap_s)
+    assert 12 * plan.sustained_seconds == pytest.approx(Plan().sustained_seconds)
+    assert Plan(sustained_seconds=0.0, cold_samples=0).shared(12).cold_samples == 0
+    assert Plan(sustained_seconds=0.0).shared(12).sustained_seconds == 0
 
 
 def test_the_oracle_sees_less_of_other_inputs_than_normal() -> None:
     normal = Problem.parse(FIRST_SHAPE)
     other = replace(normal, inputs="sink_first")
-    assert bench.Plan().checks(normal) == 1 << 30
-    assert bench.Plan().checks(other) == bench.plan_of("inputs").checks(normal) == 1 << 27
-    assert bench.Plan(checked_scores=5).checks(other) == 5
+    assert Plan().checks(normal) == 1 << 30
+    assert Plan().checks(other) == plan_of("inputs").checks(normal) == 1 << 27
+    assert Plan(checked_scores=5).checks(other) == 5
 
 
 # --- How long it will take --------------------------------------------------------------------------------------------
@@ -640,7 +661,7 @@ def _seconds(problem: Problem, known: Sequence[store.Measurement] = (), **option
 
 def test_an_estimate_counts_what_is_taken() -> None:
     first = Problem.parse(FIRST_SHAPE)
-    short = bench.Plan(sustained_seconds=0.0, cold_samples=0)
+    short = Plan(sustained_seconds=0.0, cold_samples=0)
     plain = _seconds(first, stages=["00_naive"], peers=["sdpa", "fa3"], plan=short)
     assert (plain.implementations, plain.sustained) == (2, 0)  # the wheel (fa3-fwd) lacks float16
     long = _seconds(first, stages=["00_naive"], peers=["sdpa", "fa3"], plan=replace(short, sustained_seconds=5.0))
@@ -655,7 +676,7 @@ def test_an_estimate_counts_what_is_taken() -> None:
 
 def test_an_estimate_counts_second_rows() -> None:
     first = Problem.parse(FIRST_SHAPE)
-    plan = bench.Plan(cold_samples=0, sustained_seconds=5.0)
+    plan = Plan(cold_samples=0, sustained_seconds=5.0)
     what: dict[str, Any] = {"stages": ["00_naive"], "peers": ["sdpa"]}
     more = _seconds(first, plan=replace(plan, lse=True), **what).seconds - _seconds(first, plan=plan, **what).seconds
     assert 5 < more < 12
@@ -663,16 +684,14 @@ def test_an_estimate_counts_second_rows() -> None:
 
 def test_an_estimate_scales_what_is_on_record() -> None:
     known = [measurement("00_naive", Problem.parse("16x16x2048x64"))]
-    slow = _seconds(Problem.parse("2x16x16384x64"), known, stages=["00_naive"], peers=[], plan=bench.plan_of("lengths"))
+    slow = _seconds(Problem.parse("2x16x16384x64"), known, stages=["00_naive"], peers=[], plan=plan_of("lengths"))
     samples = known[0].samples_of()
     assert samples is not None
     # Eight times the operations; three samples, each after a gap, and five calls beside them.
     assert slow.seconds > 8 * samples.median_us / 1e6 * 7
     assert slow.seconds < 8 * samples.median_us / 1e6 * 7 + 3
     # A stage that was never measured is taken to be like its parent.
-    child = _seconds(
-        Problem.parse("2x16x16384x64"), known, stages=["01_coalesced"], peers=[], plan=bench.plan_of("lengths")
-    )
+    child = _seconds(Problem.parse("2x16x16384x64"), known, stages=["01_coalesced"], peers=[], plan=plan_of("lengths"))
     assert child.seconds == pytest.approx(slow.seconds)
 
 
@@ -681,14 +700,14 @@ def test_an_estimate_takes_the_same_inputs_first() -> None:
     known = [measurement("00_naive", first), measurement("00_naive", replace(sink, batch=4))]
     for row in known:
         row.samples[0].__dict__["time_us"] = (1e6 if row.problem.inputs == "normal" else 10.0,)
-    options: dict[str, Any] = {"stages": ["00_naive"], "peers": [], "plan": bench.plan_of("inputs")}
+    options: dict[str, Any] = {"stages": ["00_naive"], "peers": [], "plan": plan_of("inputs")}
     assert _seconds(sink, known, **options).seconds < 10 < _seconds(first, known, **options).seconds
     assert _seconds(replace(first, inputs="zeros"), known, **options).seconds > 10  # any, where there is none
 
 
 def test_an_estimate_compiles_a_library_once_for_all_kinds_of_inputs() -> None:
     first = Problem.parse(FIRST_SHAPE)
-    options: dict[str, Any] = {"stages": [], "peers": ["fa4"], "ceilings": False, "plan": bench.plan_of("inputs")}
+    options: dict[str, Any] = {"stages": [], "peers": ["fa4"], "ceilings": False, "plan": plan_of("inputs")}
     found, _ = bench.estimate([replace(first, inputs=kind) for kind in ("normal", "zeros", "steps")], **options)
     assert found[0].seconds - found[1].seconds == pytest.approx(5.0)
     assert found[1].seconds == pytest.approx(found[2].seconds)
@@ -701,24 +720,22 @@ def test_a_hanging_worker_is_ended_with_all_it_started(tmp_path: Path, fake: Any
 
 
 def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: Any) -> None:
-    found = bench.check_stages(
+    found = check.check_stages(
         ["00_naive", "01_coalesced"],
         lengths=[(1, 1), (65, 17)],
         masks=["causal"],
         dtypes=["float16"],
         head_dims=[64],
-        data=tmp_path / "data",
-        worker=fake(**{"00_naive": "segfault"}),
-        timeout_s=2.0,
+        options=_options(tmp_path, fake(**{"00_naive": "segfault"})),
     )
-    assert len(found.rows) == 2 * 2 * len(bench.LAYOUTS)
+    assert len(found.rows) == 2 * 2 * len(cases.LAYOUTS)
     assert {row.status for row in found.rows if row.stage == "01_coalesced"} == {"ok"}
     assert {row.status for row in found.failures} == {"crashed"}
     assert {row.stage for row in found.failures} == {"00_naive"}
     assert found.path is not None
     lines = checks.read_lines(found.path)
     assert len(lines) == len(found.rows)
-    assert {line["layout"] for line in lines} == set(bench.LAYOUTS)
+    assert {line["layout"] for line in lines} == set(cases.LAYOUTS)
     assert {line["gpu"]["name"] for line in lines} == {"Test GPU"}
     # What holds for all of them stands there once.
     assert found.path.read_text().count("Test GPU") == 1
@@ -726,37 +743,29 @@ def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: 
 
 
 def test_checks_without_a_folder_leave_nothing_behind(tmp_path: Path, fake: Any) -> None:
-    found = bench.check_stages(["00_naive"], lengths=[(1, 1)], data=None, worker=fake())
+    found = check.check_stages(["00_naive"], lengths=[(1, 1)], record=False, options=Options(worker=fake()))
     assert found.path is None
     assert found.rows
     assert not found.failures
 
 
-def test_checks_refuse_what_does_not_exist(fake: Any) -> None:
+def test_checks_refuse_what_does_not_exist() -> None:
     with pytest.raises(errors.ParameterError, match="bshd"):
-        bench.check_stages(["00_naive"], layouts=["diagonal"], data=None, worker=fake())
+        check.check_stages(["00_naive"], layouts=["diagonal"], record=False)
     with pytest.raises(errors.ParameterError, match="at least one stage"):
-        bench.check_stages(["00_naive"], dtypes=["bfloat16"], data=None, worker=fake())
-
-
-def test_the_host_is_described_without_its_name() -> None:
-    import platform
-
-    facts = bench.host()
-    assert facts["cores"].isdigit()
-    assert platform.node() not in facts.values()
+        check.check_stages(["00_naive"], dtypes=["bfloat16"], record=False)
 
 
 def test_errors_become_statuses() -> None:
     class OutOfMemoryError(RuntimeError):
         pass
 
-    assert bench._classify(errors.UnsupportedError("too old"))[0] == "unsupported"
-    assert bench._classify(errors.MissingPackageError("no torch"))[0] == "missing"
-    assert bench._classify(RuntimeError("No available kernel. Aborting execution."))[0] == "unsupported"
-    assert bench._classify(OutOfMemoryError("CUDA out of memory"))[0] == "unsupported"
-    assert bench._classify(ZeroDivisionError("oh"))[0] == "error"
-    assert bench._classify(ZeroDivisionError("oh"))[1] == "ZeroDivisionError: oh"
+    assert refusal(errors.UnsupportedError("too old")).status == "unsupported"
+    assert refusal(errors.MissingPackageError("no torch")).status == "missing"
+    assert refusal(RuntimeError("No available kernel. Aborting execution.")).status == "unsupported"
+    assert refusal(OutOfMemoryError("CUDA out of memory")).status == "unsupported"
+    assert refusal(ZeroDivisionError("oh")).status == "error"
+    assert refusal(ZeroDivisionError("oh")).reason == "ZeroDivisionError: oh"
 
 
 def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -768,24 +777,23 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
     names = ["00_naive", "05_wmma"]
     sent: list[Any] = []
     job = {
-        "kind": "check",
         "device": 0,
         "seed": 0,
         "emulate": True,
         "implementations": {name: {"kind": "stage", "id": name, "source": None, "params": {}} for name in names},
         "cells": [
-            {"index": index, "problem": asdict(problem), "names": names, "layout": "padded"}
+            {"index": index, "problem": asdict(problem), "pending": names, "layout": "padded"}
             for index, problem in enumerate(problems)
         ],
     }
-    worker = bench._Worker(job, sent.append)
-    worker._info = SimpleNamespace(arch="sm_90a")
+    worker = check.CheckWorker(job, sent.append)
+    worker.info = SimpleNamespace(arch="sm_90a")
     worker.cupy = np
-    monkeypatch.setattr(worker, "_inputs", make_inputs)
-    monkeypatch.setattr(worker, "_for_oracle", lambda array: array)
-    monkeypatch.setattr(worker, "_on_host", lambda array: array)
-    monkeypatch.setattr(worker, "_survive", lambda error: None)
-    monkeypatch.setattr(bench, "_guarded_inputs", lambda values, layout: [])
+    monkeypatch.setattr(worker, "inputs", make_inputs)
+    monkeypatch.setattr(worker, "for_oracle", lambda array: array)
+    monkeypatch.setattr(worker, "on_host", lambda array: array)
+    monkeypatch.setattr(worker, "survive", lambda error: None)
+    monkeypatch.setattr(check, "_guarded_inputs", lambda values, layout: [])
 
     counted = Fallbacks(renormalized=1, recomputed=2)
 
@@ -795,22 +803,25 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
         verdict, ran = on_cpu.emulated_verdict(stage_id, problem, values, **options)
         return verdict, ran.out, ran.lse, counted
 
-    monkeypatch.setattr(bench, "_guarded_run", in_place_of_a_gpu)
+    monkeypatch.setattr(check, "_guarded_run", in_place_of_a_gpu)
     worker.work()
     kinds = [message["type"] for message in sent]
     assert kinds.count("cell_done") == 2
-    assert kinds[-1] == "done"
     for index in range(2):
         of_cell = [message["type"] for message in sent if message.get("cell") == index and message["type"] != "step"]
         assert of_cell == ["row", "row", "cell_done"]
-    rows = {(message["cell"], message["row"]["name"]): message["row"] for message in sent if message["type"] == "row"}
-    assert {key: row["status"] for key, row in rows.items()} == {
+    rows = {
+        (message["cell"], message["name"]): TypeAdapter(CheckRow).validate_python(message["row"])
+        for message in json.loads(json.dumps(sent))
+        if message["type"] == "row"
+    }
+    assert {key: row.status for key, row in rows.items()} == {
         (0, "00_naive"): "ok", (0, "05_wmma"): "ok", (1, "00_naive"): "wrong", (1, "05_wmma"): "ok",
     }  # fmt: skip
-    assert [rows[key].get("fallbacks") for key in sorted(rows)] == [counted, counted, None, counted]
-    assert "emulator" not in rows[1, "00_naive"]
+    assert [rows[key].fallbacks for key in sorted(rows)] == [counted, counted, None, counted]
+    assert rows[1, "00_naive"].emulator is None
     for key in ((0, "00_naive"), (0, "05_wmma"), (1, "05_wmma")):
-        found = bench._emulator_verdict(rows[key]["emulator"])
+        found = rows[key].emulator
         assert found is not None
         assert found.agreement is not None
         assert found.agreement.max_abs_error == 0

@@ -17,7 +17,7 @@ from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.measure import tune
+from flashlab.measure.tuned import table_text
 from flashlab.run import choice as tuned
 from flashlab.run import gpu
 
@@ -58,7 +58,7 @@ def data(tmp_path: Path) -> Path:
 def written(data: Path, rows: Sequence[tuned.Row], *, slug: str = H200, arch: str = ARCH, sm_count: int = SMS) -> Path:
     path = tuned.path_of(slug, data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(tune.table_text(arch, sm_count, rows), encoding="utf-8")
+    path.write_text(table_text(arch, sm_count, rows), encoding="utf-8")
     return data
 
 

@@ -109,8 +109,11 @@ def test_a_name_may_carry_values_of_tunables() -> None:
 
 
 def test_a_run_takes_names_with_tunables_and_measures_each_once() -> None:
-    names = bench._names(["tile48[TILE_Q=32]", "tile48", "tile48[TILE_Q=32]"], [], {})
-    assert names == [("tile48[TILE_Q=32]", "stage", "tile48", None), ("tile48", "stage", "tile48", None)]
+    named = bench.implementations_of(["tile48[TILE_Q=32]", "tile48", "tile48[TILE_Q=32]"], [])
+    assert {name: (one.kind, one.id, one.params) for name, one in named.items()} == {
+        "tile48[TILE_Q=32]": ("stage", "tile48", {"TILE_Q": 32}),
+        "tile48": ("stage", "tile48", {}),
+    }
     known = [measurement("05_wmma", FIRST)]
     (told,), _ = bench.estimate([FIRST], stages=["tile48[TILE_Q=32]"], peers=[], ceilings=False, known=known)
     assert told.implementations == 1

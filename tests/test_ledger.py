@@ -24,6 +24,7 @@ from flashlab.experiments import ablation, ledger
 from flashlab.experiments.evidence import FIRST, QUANTITIES, Entry, Records, concludes, entries, facts, find
 from flashlab.experiments.ledger import Kind, Range, judge
 from flashlab.kernels.registry import DEAD_ENDS, STAGES, get
+from flashlab.measure.options import Options
 from flashlab.query.statistics import Estimate
 from flashlab.record import checks, store
 from flashlab.record.checks import CheckRow
@@ -475,7 +476,7 @@ def test_measuring_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(NoGpuError):
         ledger.time_calls("sdpa", SINGLE, data=tmp_path)
     with pytest.raises(FlashlabError, match=r"GPU|torch|package"):
-        ledger.measure(data=tmp_path)
+        ledger.measure(options=Options(data=tmp_path))
     assert not list(tmp_path.rglob("*.jsonl"))
 
 
@@ -502,7 +503,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]
 
 
 def test_what_judges_the_claims_is_measured_in_turn(measuring: dict[str, Any], tmp_path: Path) -> None:
-    made = ledger.measure(data=tmp_path, everything=True)
+    made = ledger.measure(options=Options(data=tmp_path), everything=True)
     assert [path.name for path in made] == ["run", "run", "axes", "split", "calls"]
     ladder, dead = measuring["runs"]
     assert {problem: set(names) for problem, names in dead.items()} == {
@@ -521,7 +522,7 @@ def test_what_judges_the_claims_is_measured_in_turn(measuring: dict[str, Any], t
 
 
 def test_named_stages_alone_leave_dead_ends_their_parent(measuring: dict[str, Any], tmp_path: Path) -> None:
-    ledger.measure(data=tmp_path, everything=True, stages=["16_ones_column"])
+    ledger.measure(options=Options(data=tmp_path), everything=True, stages=["16_ones_column"])
     ladder, dead = measuring["runs"]
     assert [name for name in ladder[FIRST] if name in STAGES] == ["16_ones_column"]
     assert "00_naive" in dead[FIRST]
@@ -552,7 +553,7 @@ def test_what_this_code_just_measured_is_not_measured_again(
     for part in ablation.PARTS:
         fields = {**small, "left_out": part}
         store.append(folder / "parts" / f"{RUN}.jsonl", store.Part.model_validate(fields))
-    ledger.measure(data=tmp_path, everything=True)
+    ledger.measure(options=Options(data=tmp_path), everything=True)
     assert ("axes" in measuring, "split" in measuring) == (again, again)
 
 

@@ -11,7 +11,8 @@ from flashlab.build import compiler
 from flashlab.core import errors
 from flashlab.kernels import registry
 from flashlab.measure import timer as timing
-from flashlab.measure.timer import Reading, State, Summary, Timer, throttle_reasons
+from flashlab.measure.timer import Reading, State, Timer, conditions, throttle_reasons
+from flashlab.record.store import Conditions
 
 MICRO_DEFINES: dict[str, dict[str, int | str]] = {
     "fp32_fma": {"CHAINS": 8, "UNROLL": 16},
@@ -248,34 +249,37 @@ def test_counts_that_make_no_sense(samples: int, least: int, cap: float) -> None
 def test_sustained_runs_for_as_long_as_asked_after_its_warm_up() -> None:
     fake = Fake({"a": 100.0})
     found = Timer(fake).sustained(fake.run("a"), seconds=2.0)
-    assert found.series.regime == "sustained"
-    assert found.series.calls == 500
-    counted = sum(t * found.series.calls for t in found.series.time_us) / 1e6
+    assert found.regime == "sustained"
+    assert found.calls == 500
+    counted = sum(t * found.calls for t in found.time_us) / 1e6
     assert 1.5 <= counted <= 1.6
+    assert found.continuous_s is not None
     assert 2.0 <= found.continuous_s < 2.1
     assert fake.time_s >= found.continuous_s
-    assert set(found.series.sm_clock_mhz) == {900.0}
-    assert set(found.series.call_clock_mhz) == {850.0}
-    assert len(found.series.call_clock_mhz) == len(found.series.time_us)
-    assert found.energy_j_per_call == pytest.approx(500.0 * 100e-6, rel=0.05)
+    assert set(found.sm_clock_mhz) == {900.0}
+    assert set(found.call_clock_mhz) == {850.0}
+    assert len(found.call_clock_mhz) == len(found.time_us)
+    assert found.conditions is not None
+    assert found.conditions.energy_j_per_call == pytest.approx(500.0 * 100e-6, rel=0.05)
     with pytest.raises(errors.ParameterError, match="seconds"):
         Timer(fake).sustained(fake.run("a"), seconds=0)
 
 
 def test_what_nvml_said_is_summed_up() -> None:
     fake = Fake({"a": 5000.0})
-    timer = Timer(fake)
-    timer.burst(fake.runs(), samples=7)
-    assert timer.summary("a").power_w_max == timer.summary("a").power_w_mean == 300.0
-    assert timer.summary("never") == Summary.of([])
+    found = Timer(fake).burst(fake.runs(), samples=7)["a"].conditions
+    assert found is not None
+    assert found.power_w_max == found.power_w_mean == 300.0
+    assert found.energy_j_per_call is None
+    assert conditions([]).power_w_max is None
     states = [
         State(sm_clock_mhz=900.0, power_w=None, temperature_c=40.0, throttle_reasons=("b",)),
         State(sm_clock_mhz=1000.0, power_w=5.0, temperature_c=None, throttle_reasons=("a", "b")),
         State(sm_clock_mhz=None, power_w=4.0, temperature_c=None, throttle_reasons=()),
     ]
-    assert Summary.of(states) == Summary(
+    assert conditions(states, 0.5) == Conditions(
         sm_clock_mhz_min=900.0, sm_clock_mhz_max=1000.0, power_w_max=5.0, power_w_mean=4.5,
-        temperature_c_max=40.0, throttle_reasons=("a", "b"),
+        temperature_c_max=40.0, throttle_reasons=("a", "b"), energy_j_per_call=0.5,
     )  # fmt: skip
 
 

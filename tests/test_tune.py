@@ -18,10 +18,12 @@ from flashlab.core.errors import CompileError, FlashlabError, NoDataError, Param
 from flashlab.core.paths import DATA, ROOT
 from flashlab.core.problem import MASKS, Problem, suite
 from flashlab.kernels import registry
-from flashlab.measure import bench, tune
+from flashlab.measure import tune, tuned
+from flashlab.measure.options import Options, Plan
 from flashlab.record import store
 from flashlab.record.store import Tuning
 from flashlab.run import choice, gpu
+from flashlab.show import tuning
 
 STAGE = registry.STAGES["03_warp_rows"]
 PROBLEM = Problem.parse("16x16x2048x64")
@@ -57,34 +59,28 @@ def speed_of(parameters: Mapping[str, int]) -> float:
 
 
 class FakeTiming:
-    """In place of `bench.time_variants`: writes records at once, and remembers what it was asked."""
+    """In place of `tune.time`: writes records at once, and remembers what it was asked."""
 
     def __init__(self) -> None:
         self.rounds: list[tuple[list[dict[str, int]], int]] = []
 
-    def __call__(
-        self,
-        stage_id: str,
-        variants: Sequence[Mapping[str, int]],
-        problems: Sequence[Problem],
-        *,
-        data: Path,
-        plan: bench.Plan,
-        **_: Any,
-    ) -> Path:
-        self.rounds.append(([dict(variant) for variant in variants], plan.samples))
+    def __call__(self, tasks: Sequence[tune.Task], *, plan: Plan, options: Options) -> Path:
+        self.rounds.append((list(tasks[0].variants), plan.samples))
         run = f"20260102T03040{len(self.rounds)}Z-0123abc"
-        path = data / "nvidia-h200" / "tuning" / f"{run}.jsonl"
+        path = options.data / "nvidia-h200" / "tuning" / f"{run}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        for variant in variants:
-            for problem in problems:
-                store.append(path, record(variant, speed_of(variant), run=run, problem=problem, samples=plan.samples))
+        for (_, problem), variants, _ in tasks:
+            for variant in variants:
+                row = record(variant, speed_of(variant), run=run, problem=problem, samples=plan.samples)
+                store.append(path, row)
         return path
 
 
 def tune_fake(tmp_path: Path, timing: FakeTiming, **what: Any) -> tune.Tuned:
-    what = {"head_dim": 64, "mask": "full", **what}
-    return tune.tune(STAGE.id, data=tmp_path, arch="sm_90a", slug="nvidia-h200", timing=timing, **what)
+    what = {"head_dim": 64, "mask": "full", "arch": "sm_90a", "slug": "nvidia-h200", **what}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "time", timing)
+        return tune.tune(STAGE.id, options=Options(data=tmp_path), **what)
 
 
 def test_variants_are_every_combination_with_the_defaults_first() -> None:
@@ -154,7 +150,7 @@ def test_losers_cost_little_and_every_variant_is_recorded(tmp_path: Path) -> Non
     assert {row.parameters["TILE_KV"] for row in first if row.status == "error"} == {60}
     assert sizes[0] + done.refused + done.twins == 36
     best = min((tuple(sorted(v.items())) for v in timing.rounds[0][0]), key=lambda v: speed_of(dict(v)))
-    (row,) = tune.rows("nvidia-h200", tmp_path)
+    (row,) = tuned.rows("nvidia-h200", tmp_path)
     assert (row.stage, row.problem) == (done.stage, *done.problems)
     assert row.parameters == dict(best)
     assert (row.run, row.variants) == (done.rounds[-1].stem, sizes[-1])
@@ -191,23 +187,23 @@ def test_a_newer_round_replaces_the_choice_even_where_it_is_slower(tmp_path: Pat
     newer = "20260102T030406Z-0123abc"
     for row in (record(a, 10.0), record(b, 20.0), record(a, 30.0, run=newer), record(b, 25.0, run=newer)):
         store.append(folder / f"{row.run}.jsonl", row)
-    path = tune.write_table("nvidia-h200", tmp_path)
+    path = tuned.write_table("nvidia-h200", tmp_path)
     found = choice.table("nvidia-h200", tmp_path)
     assert found is not None
     assert found.rows == (choice.Row(STAGE.id, PROBLEM, b, 25.0, 64, 2, newer),)
     assert (found.gpu, found.arch, found.sm_count) == ("nvidia-h200", "sm_90a", 132)
-    assert path.read_text(encoding="utf-8") == tune.table_text("sm_90a", 132, found.rows)
+    assert path.read_text(encoding="utf-8") == tuned.table_text("sm_90a", 132, found.rows)
 
 
 def test_no_table_can_be_made_of_nothing(tmp_path: Path) -> None:
     with pytest.raises(NoDataError, match="flashlab tune"):
-        tune.write_table("nvidia-h200", tmp_path)
+        tuned.write_table("nvidia-h200", tmp_path)
 
 
 def test_trials_are_compared_within_their_round() -> None:
     start, other = STAGE.parameters(64), STAGE.parameters(64, {"WARPS": 8})
     later = "20260102T030406Z-0123abc"
-    found = tune.trials(
+    found = tuning.trials(
         [
             record(start, 100.0, samples=3),
             record(other, 50.0, samples=3),
@@ -221,8 +217,7 @@ def test_trials_are_compared_within_their_round() -> None:
     assert by_variant[tuple(sorted(start.items()))].speedup == 1.0
     refused = by_variant[tuple(sorted({**start, "TILE_KV": 60}.items()))]
     assert (refused.status, refused.speedup, refused.reason) == ("error", None, "static_assert")
-    best = {(lever.name, lever.value): lever.best for lever in tune.levers(found)}
-    assert best == {("WARPS", 4): 1.0, ("WARPS", 8): pytest.approx(1.5), ("TILE_KV", 60): None, ("TILE_KV", 64): 1.5}
+    assert tuning.worth(found) == {"WARPS": {4: 1.0, 8: pytest.approx(1.5)}, "TILE_KV": {60: None, 64: 1.5}}
 
 
 GPUS = sorted(path.parent.name for path in DATA.glob(f"*/{choice.FILE}")) or [None]
@@ -234,7 +229,7 @@ def test_the_committed_table_is_what_the_records_say(slug: str | None) -> None:
     found = None if slug is None else choice.table(slug)
     if slug is None or found is None:
         pytest.skip("no GPU has a table yet")
-    said = tune.rows(slug)
+    said = tuned.rows(slug)
     assert [row for row in found.rows if row.variants] == [row for row in said if row.variants]
     recorded = {
         (row.run, row.name, row.problem.problem()): (row.cubin.parameters, round(samples.median_us, 3))
@@ -245,7 +240,7 @@ def test_the_committed_table_is_what_the_records_say(slug: str | None) -> None:
     for row in found.rows:
         if not row.variants:
             assert recorded[row.run, row.stage, row.problem] == (row.parameters, row.time_us)
-    written = tune.table_text(found.arch, found.sm_count, found.rows)
+    written = tuned.table_text(found.arch, found.sm_count, found.rows)
     assert choice.path_of(slug).read_text(encoding="utf-8") == written
 
 
@@ -283,7 +278,7 @@ def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None) -> N
 @pytest.mark.parametrize("slug", GPUS)
 def test_the_choice_is_never_slower_than_torch_where_its_variants_were_tried(slug: str | None) -> None:
     """On the problems that were tuned beside torch's SDPA; `flashlab tuned` lists those that only a bench has timed."""
-    held = [one for one in tune.held_against(slug or "") if one.small_grids]
+    held = [one for one in tuned.held_against(slug or "") if one.small_grids]
     if not held:
         pytest.skip("torch's SDPA was timed beside no tuning yet")
     slower = [
@@ -311,15 +306,15 @@ def test_a_choice_is_held_against_the_library_in_one_process_alone(tmp_path: Pat
     ):
         store.append(folder / f"{row.run}.jsonl", row)
     assert store.read_tunings(folder / f"{newer}.jsonl")[1] == ()
-    tune.write_table("nvidia-h200", tmp_path)
-    first, second = tune.held_against("nvidia-h200", data=tmp_path)
+    tuned.write_table("nvidia-h200", tmp_path)
+    first, second = tuned.held_against("nvidia-h200", data=tmp_path)
     assert (first.problem, first.choice.parameters, first.time_us, first.peer_us) == (PROBLEM, b, 10.0, 9.0)
     assert (first.ratio, first.small_grids, first.run) == (0.9, True, synthetic.RUN)
     assert (second.problem, second.ratio, second.run) == (other, None, ""), "two processes are no comparison"
-    shown = tune.choices_table("nvidia-h200", tmp_path)
+    shown = tuning.choices_table("nvidia-h200", tmp_path)
     assert "| 0.90 |" in shown
     assert "not in one process" in shown
-    assert "sdpa" not in tune.trials_table("nvidia-h200", tmp_path), "a library is no variant"
+    assert "sdpa" not in tuning.trials_table("nvidia-h200", tmp_path), "a library is no variant"
 
 
 def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:
@@ -328,7 +323,7 @@ def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:
     folder = tmp_path / "nvidia-h200" / "tuning"
     folder.mkdir(parents=True)
     store.append(folder / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
-    made = tune.rows("nvidia-h200", tmp_path)
+    made = tuned.rows("nvidia-h200", tmp_path)
     assert [row.variants for row in made if row.problem == PROBLEM] == [1]
     measured = [row for row in made if row.problem == problem]
     assert {row.stage for row in measured} == set(registry.STAGES), "no library, and each stage once"
@@ -349,13 +344,13 @@ def test_the_command_says_what_it_would_try(tmp_path: Path) -> None:
 
 
 def test_pages_show_winners_levers_and_losers(tmp_path: Path) -> None:
-    for show in (tune.winners_table, tune.levers_table, tune.trials_table):
-        assert show("nvidia-h200", tmp_path) == tune.NOTHING_YET
+    for show in (tuning.winners_table, tuning.levers_table, tuning.trials_table):
+        assert show("nvidia-h200", tmp_path) == tuning.NOTHING_YET
     tune_fake(tmp_path, FakeTiming(), grid={"WARPS": (2, 4, 8), "TILE_KV": (60, 64)})
-    assert "| WARPS=8 |" in tune.winners_table("nvidia-h200", tmp_path)
-    levers = tune.levers_table("nvidia-h200", tmp_path)
+    assert "| WARPS=8 |" in tuning.winners_table("nvidia-h200", tmp_path)
+    levers = tuning.levers_table("nvidia-h200", tmp_path)
     assert "60: does not run" in levers
-    trials = tune.trials_table("nvidia-h200", tmp_path)
+    trials = tuning.trials_table("nvidia-h200", tmp_path)
     assert "6 variants" in trials
     assert trials.count("| error: ") + trials.count(">error: ") == 3
 
@@ -380,7 +375,7 @@ def test_the_committed_plans_name_what_there_is_and_try_each_variant_once(path: 
 
 def test_the_plan_of_small_grids_is_short_and_has_what_fills_them() -> None:
     tasks = tune.read_plan(ROOT / "scripts" / "tuning_small.json")
-    assert all(task.peers == (tune.BESIDE,) for task in tasks)
+    assert all(task.peers == (tuned.BESIDE,) for task in tasks)
     assert tune.estimate_s(tasks) <= 150
     tried: dict[Problem, set[int]] = {}
     for task in tasks:
@@ -425,29 +420,36 @@ def test_a_plan_says_masks_and_type_or_means_all_masks_and_float16(tmp_path: Pat
             tune.read_plan(path)
 
 
-def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(tmp_path: Path) -> None:
-    asked: list[list[bench.Task]] = []
+def _timing(slug: str, asked: list[list[tune.Task]]) -> Any:
+    """In place of `tune.time`, for a plan."""
 
-    def timing(tasks: list[bench.Task], *, data: Path, plan: bench.Plan, **_: Any) -> Path:
+    def timing(tasks: list[tune.Task], *, plan: Plan, options: Options) -> Path:
         asked.append(tasks)
-        path = data / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl"
+        path = options.data / slug / "tuning" / f"{synthetic.RUN}.jsonl"
         path.parent.mkdir(parents=True)
-        for task in tasks:
-            for variant in task.variants:
-                store.append(path, record(variant, speed_of(variant), problem=task.problems[0], stage=task.stage))
+        for (stage, problem), variants, _ in tasks:
+            for variant in variants:
+                store.append(path, record(variant, speed_of(variant), problem=problem, stage=stage))
         return path
 
+    return timing
+
+
+def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[tune.Task]] = []
+    monkeypatch.setattr(tune, "time", _timing("nvidia-h200", asked))
     variants = tuple(STAGE.parameters(64, {"WARPS": warps, "TILE_KV": keys}) for warps in (2, 8) for keys in (60, 64))
     keys = [tune.Key(STAGE.id, Problem.parse("16x16x2048x64", mask=mask)) for mask in MASKS]
     done = tune.tune_all(
         [tune.Task(key, variants, ("sdpa",)) for key in keys],
-        data=tmp_path,
         arch="sm_90a",
         slug="nvidia-h200",
-        timing=timing,
+        options=Options(data=tmp_path),
     )
     (tasks,) = asked
-    assert [(task.stage, *task.problems, task.peers) for task in tasks] == [(*key, ("sdpa",)) for key in keys]
+    assert [(*task.key, task.peers) for task in tasks] == [(*key, ("sdpa",)) for key in keys]
     for task in tasks:
         assert STAGE.parameters(64) in task.variants
         assert {variant["TILE_KV"] for variant in task.variants} == {64}
@@ -455,28 +457,21 @@ def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(tmp_path: Pat
     found, damage = store.read_tunings(done[0].rounds[0])
     assert not damage
     assert sum(row.status == "error" for row in found) == 4
-    rows = tune.rows("nvidia-h200", tmp_path)
+    rows = tuned.rows("nvidia-h200", tmp_path)
     assert {(row.stage, row.problem): row.parameters["WARPS"] for row in rows} == dict.fromkeys(keys, 8)
 
 
-def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(tmp_path: Path) -> None:
-    timed: list[str] = []
+def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[tune.Task]] = []
     told: list[str] = []
-
-    def timing(tasks: list[bench.Task], *, data: Path, **_: Any) -> Path:
-        timed.extend(task.stage for task in tasks)
-        path = data / "nvidia-a100" / "tuning" / f"{synthetic.RUN}.jsonl"
-        path.parent.mkdir(parents=True)
-        for task in tasks:
-            for variant in task.variants:
-                store.append(path, record(variant, speed_of(variant), problem=task.problems[0], stage=task.stage))
-        return path
-
+    monkeypatch.setattr(tune, "time", _timing("nvidia-a100", asked))
     hopper = registry.get("09_wgmma")
     tasks = [tune.Task(tune.Key(stage.id, PROBLEM), (stage.parameters(64),)) for stage in (hopper, STAGE)]
-    where: dict[str, Any] = {"data": tmp_path, "arch": "sm_80", "slug": "nvidia-a100", "timing": timing}
+    where: dict[str, Any] = {"options": Options(data=tmp_path), "arch": "sm_80", "slug": "nvidia-a100"}
     (done,) = tune.tune_all(tasks, announce=told.append, **where)
-    assert timed == [STAGE.id] == [done.stage]
+    assert [task.key.stage for task in asked[0]] == [STAGE.id] == [done.stage]
     assert any("09_wgmma needs sm_90a and this GPU is sm_80" in line for line in told)
     with pytest.raises(ParameterError, match="runs on sm_80"):
         tune.tune_all(tasks[:1], **where)

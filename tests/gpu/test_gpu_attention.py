@@ -20,10 +20,11 @@ from flashlab.build import compiler
 from flashlab.core import errors
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.measure import bench
+from flashlab.measure import check
 from flashlab.run import choice, gpu
 from flashlab.run.attention import prepare
 from flashlab.verify import cases
+from flashlab.verify.on_cpu import CheckRun
 from flashlab.verify.oracle import make_inputs
 
 # The libraries' own warnings are not under test here.
@@ -40,16 +41,16 @@ def cupy() -> Any:
     return pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
 
 
-ASIDE = {"checked": lambda _: bench.check_stages(data=None)}
+ASIDE = {"checked": lambda _: check.check_stages(record=False)}
 
 
 @pytest.fixture(scope="module")
-def checked(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+def checked(aside: Callable[[str], CheckRun]) -> CheckRun:
     return aside("checked")
 
 
 @pytest.mark.parametrize("stage", registry.STAGES)
-def test_every_hostile_length_mask_type_and_layout(stage: str, checked: bench.CheckRun) -> None:
+def test_every_hostile_length_mask_type_and_layout(stage: str, checked: CheckRun) -> None:
     mine = [row for row in checked.rows if row.stage == stage]
     assert mine
     wrong = [row for row in mine if row.status not in ("ok", "unsupported")]
@@ -88,7 +89,7 @@ def test_wrong_kernels_are_rejected_for_the_right_reason(
 ) -> None:
     q, k, v = make_inputs(patch.problem, xp=cupy)
     q, k = (x * cupy.float16(patch.amplitude) for x in (q, k))
-    verdict = bench.guarded_verdict(patch.stage, patch.problem, (q, k, v), source=wrong_sources[patch.name])
+    verdict = check.guarded_verdict(patch.stage, patch.problem, (q, k, v), source=wrong_sources[patch.name])
     assert not verdict.passed
     assert re.match(patch.reason, verdict.reason), verdict.reason
 
@@ -96,7 +97,7 @@ def test_wrong_kernels_are_rejected_for_the_right_reason(
 def test_the_kernels_those_were_made_from_pass(cupy: Any) -> None:
     for patch in PATCHES:
         values = make_inputs(patch.problem, xp=cupy)
-        assert bench.guarded_verdict(patch.stage, patch.problem, values).reason == ""
+        assert check.guarded_verdict(patch.stage, patch.problem, values).reason == ""
 
 
 def _close(torch: Any, got: Any, q: Any, k: Any, v: Any, **options: Any) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import peers, registry
-from flashlab.measure import bench, ceilings, timer
+from flashlab.measure import bench, ceilings, timer, tune
+from flashlab.measure.options import BURSTS, Options, Plan
 from flashlab.query import roofline
 from flashlab.record import store
 from flashlab.run import gpu
@@ -44,10 +45,9 @@ def _crash(folder: Path) -> store.Run:
         stages=["00_naive"],
         peers=["sdpa", "sdpa_math", "fa3"],
         sources={"00_naive": _broken(folder, "illegal", ILLEGAL)},
-        data=folder / "data",
-        plan=bench.Plan(samples=7, cold_samples=3),
+        plan=Plan(samples=7, cold_samples=3),
         ceilings=["launch"],
-        timeout_s=60,
+        options=Options(data=folder / "data", timeout_s=60),
     )
     return store.read_run(first)
 
@@ -59,10 +59,9 @@ def _hang(folder: Path) -> store.Run:
         stages=["00_naive"],
         peers=[],
         sources={"00_naive": _broken(folder, "endless", ENDLESS)},
-        data=folder / "data",
-        plan=bench.Plan(samples=7, cold_samples=0),
+        plan=Plan(samples=7, cold_samples=0),
         ceilings=False,
-        timeout_s=30,
+        options=Options(data=folder / "data", timeout_s=30),
     )
     return store.read_run(path)
 
@@ -73,10 +72,9 @@ def _with_lse(folder: Path) -> store.Run:
         [Problem.parse("2x4x2x256x256x64", dtype="bfloat16", mask="causal")],
         stages=["08_swizzle", list(registry.STAGES)[-1]],
         peers=["sdpa", "sdpa_flash", "fa3", "fa4"],
-        data=folder / "data",
-        plan=bench.Plan(samples=7, cold_samples=3, sustained_seconds=0.5, sustained_shapes=None, lse=True),
+        plan=Plan(samples=7, cold_samples=3, sustained_seconds=0.5, sustained_shapes=None, lse=True),
         ceilings=False,
-        timeout_s=120,
+        options=Options(data=folder / "data", timeout_s=120),
     )
     return store.read_run(path)
 
@@ -87,8 +85,10 @@ ASIDE = {
     "broken_run": _crash,
     "endless_run": _hang,
     "lse_run": _with_lse,
-    "variants": lambda folder: bench.time_variants(
-        TUNED.id, [{TUNABLE: value} for value in CHOICES], [SMALL], data=folder
+    "variants": lambda folder: tune.time(
+        [tune.Task(tune.Key(TUNED.id, SMALL), tuple({TUNABLE: value} for value in CHOICES), ("sdpa",))],
+        plan=BURSTS,
+        options=Options(data=folder),
     ),
 }
 
@@ -200,8 +200,8 @@ def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
     problem = Problem.parse(FIRST_SHAPE)
     fastest = registry.best(problem, gpu.info().arch).id
-    plan = bench.Plan(sustained_seconds=1.0)
-    path = bench.run([problem], stages=[fastest], peers=["sdpa"], data=tmp_path, ceilings=False, plan=plan)
+    plan, options = Plan(sustained_seconds=1.0), Options(data=tmp_path)
+    path = bench.run([problem], stages=[fastest], peers=["sdpa"], ceilings=False, plan=plan, options=options)
     rows = store.by_name(store.read_run(path).measurements)
     row = rows[fastest]
     assert row.status == "ok", row.reason
@@ -290,17 +290,16 @@ def test_two_spins_take_twice_as_long_as_one(backend: timer.CudaBackend) -> None
 
 def test_ceilings_are_plausible(backend: timer.CudaBackend) -> None:
     pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
-    found = {r.name: r for r in ceilings.measure(timer.Timer(backend), 0, 0, samples=7)}
-    assert set(found) == set(ceilings.CEILINGS)
+    found = {name: ceilings.measure(name, timer.Timer(backend), 0, 0, samples=7)["value"] for name in ceilings.CEILINGS}
     sheet = roofline.DATASHEETS.get(gpu.info().slug)
-    for name, reading in found.items():
-        assert reading.value > 0
+    for name, value in found.items():
+        assert value > 0
         peak = sheet.peak(name) if sheet else None
         if peak:
             # The clock may pass the sheet's boost clock a little.
-            assert 0.3 * peak < reading.value < 1.15 * peak, (name, reading.value, peak)
-    assert found["l2_read"].value > found["copy"].value / 2
-    assert found["half2_fma"].value > found["fp32_fma"].value
+            assert 0.3 * peak < value < 1.15 * peak, (name, value, peak)
+    assert found["l2_read"] > found["copy"] / 2
+    assert found["half2_fma"] > found["fp32_fma"]
 
 
 @pytest.mark.parametrize("name", peers.PEERS)

@@ -10,8 +10,11 @@ import pytest
 from flashlab.core.problem import Problem
 from flashlab.kernels.registry import DEAD_ENDS
 from flashlab.measure import bench
+from flashlab.measure.check import check_stages
+from flashlab.measure.options import Options, Plan
 from flashlab.record import store
 from flashlab.run import gpu
+from flashlab.verify.on_cpu import CheckRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 LENGTHS = ((1, 17), (65, 65), (113, 203))
@@ -24,26 +27,26 @@ def _timed(folder: Path) -> Path:
         [Problem.parse("1x8x512x64")],
         stages=SPLITS[:2],
         peers=[],
-        data=folder,
-        plan=bench.Plan(samples=7, cold_samples=0, sustained_seconds=0.0),
+        plan=Plan(samples=7, cold_samples=0, sustained_seconds=0.0),
         ceilings=False,
+        options=Options(data=folder),
     )
 
 
 ASIDE = {
-    "dead_ends": lambda _: bench.check_stages(RIGHT, lengths=LENGTHS, data=None),
-    "split": lambda _: bench.check_stages(SPLITS, lengths=[(96, 96)], layouts=("contiguous",), data=None),
+    "dead_ends": lambda _: check_stages(RIGHT, lengths=LENGTHS, record=False),
+    "split": lambda _: check_stages(SPLITS, lengths=[(96, 96)], layouts=("contiguous",), record=False),
     "timed": _timed,
 }
 
 
 @pytest.fixture(scope="module")
-def dead_ends(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+def dead_ends(aside: Callable[[str], CheckRun]) -> CheckRun:
     return aside("dead_ends")
 
 
 @pytest.fixture
-def split(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+def split(aside: Callable[[str], CheckRun]) -> CheckRun:
     return aside("split")
 
 
@@ -53,7 +56,7 @@ def timed(aside: Callable[[str], Path]) -> Path:
 
 
 @pytest.mark.parametrize("stage", RIGHT)
-def test_a_dead_end_is_right(stage: str, dead_ends: bench.CheckRun) -> None:
+def test_a_dead_end_is_right(stage: str, dead_ends: CheckRun) -> None:
     if gpu.info().arch not in DEAD_ENDS[stage].archs:
         pytest.skip(f"needs {DEAD_ENDS[stage].needs}")
     mine = [row for row in dead_ends.rows if row.stage == stage]
@@ -62,7 +65,7 @@ def test_a_dead_end_is_right(stage: str, dead_ends: bench.CheckRun) -> None:
     assert {row.status for row in mine if row.layout == "contiguous"} == {"ok"}
 
 
-def test_48_rows_are_wrong_by_the_split_alone(split: bench.CheckRun) -> None:
+def test_48_rows_are_wrong_by_the_split_alone(split: CheckRun) -> None:
     assert {(row.stage, row.status) for row in split.rows} == {
         (SPLITS[0], "wrong"), (SPLITS[1], "ok"), (SPLITS[2], "ok")
     }  # fmt: skip

@@ -14,10 +14,11 @@ from wrong.cuda import MISTAKES, Mistake
 from flashlab.core.inputs import HOSTILE
 from flashlab.core.problem import DTYPES, DType, Problem
 from flashlab.kernels import registry
-from flashlab.measure import bench
+from flashlab.measure import check
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
 from flashlab.verify import cases
+from flashlab.verify.on_cpu import CheckRun
 from flashlab.verify.oracle import make_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -27,13 +28,13 @@ ONE_KEY = "it subtracts no maximum, so that the only weight is rounded and need 
 TOGETHER = "one row's large score makes its warp's 16 rows find a new maximum, which rounds all of them anew"
 
 
-def _own_cases(_: Path) -> bench.CheckRun:
-    return bench.check_stages(HOPPER, suite=cases.FLASH_ATTENTION, data=None)
+def _own_cases(_: Path) -> CheckRun:
+    return check.check_stages(HOPPER, suite=cases.FLASH_ATTENTION, record=False)
 
 
 ASIDE: Mapping[str, Callable[[Path], Any]] = {
     "own_cases": _own_cases,
-    "of_overlap": lambda _: bench.check_stages(["13_overlap"], data=None),
+    "of_overlap": lambda _: check.check_stages(["13_overlap"], record=False),
 }
 
 
@@ -48,12 +49,12 @@ def cupy() -> Any:
 
 
 @pytest.fixture(scope="module")
-def own_cases(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+def own_cases(aside: Callable[[str], CheckRun]) -> CheckRun:
     return aside("own_cases")
 
 
 @pytest.fixture(scope="module")
-def of_overlap(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+def of_overlap(aside: Callable[[str], CheckRun]) -> CheckRun:
     return aside("of_overlap")
 
 
@@ -67,7 +68,7 @@ def _told(rows: Any) -> list[str]:
     return [f"{row.problem.label} {row.layout}: {row.status} {row.reason}" for row in rows]
 
 
-def test_hostile_inputs_reach_the_fallback_on_a_gpu_too(of_overlap: bench.CheckRun) -> None:
+def test_hostile_inputs_reach_the_fallback_on_a_gpu_too(of_overlap: CheckRun) -> None:
     _supported("13_overlap")
     assert _told(of_overlap.failures) == []
     assert {row.problem.inputs for row in of_overlap.rows} == {"normal", *HOSTILE}
@@ -87,7 +88,7 @@ def test_hostile_inputs_reach_the_fallback_on_a_gpu_too(of_overlap: bench.CheckR
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", HOPPER)
 def test_flash_attentions_own_cases_pass_by_its_own_rule(
-    request: pytest.FixtureRequest, stage: str, dtype: DType, own_cases: bench.CheckRun
+    request: pytest.FixtureRequest, stage: str, dtype: DType, own_cases: CheckRun
 ) -> None:
     _supported(stage)
     if (stage, dtype) == ("13_overlap", "bfloat16"):  # a unit in the last place, which the rule lets pass or not
@@ -155,7 +156,7 @@ def test_the_check_finds_mistakes_on_a_gpu_too(mistake: Mistake, tmp_path: Path,
     # Hostile inputs first: there it shows, where it does not everywhere.
     for case in sorted(found, key=lambda case: case.problem.inputs == "normal"):
         made = make_inputs(case.problem, xp=cupy)
-        verdict = bench.guarded_verdict(stage.id, case.problem, made, layout=case.layout, source=source)
+        verdict = check.guarded_verdict(stage.id, case.problem, made, layout=case.layout, source=source)
         if not verdict.passed:
             return
     raise AssertionError(f"{len(found)} cases passed")

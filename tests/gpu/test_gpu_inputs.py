@@ -14,6 +14,8 @@ from flashlab.core import inputs
 from flashlab.core.problem import DTYPES, MASKS, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench
+from flashlab.measure.check import check_stages
+from flashlab.measure.options import Options, Plan
 from flashlab.record import store
 from flashlab.verify.oracle import make_torch_inputs
 
@@ -29,10 +31,9 @@ def _run(folder: Path) -> store.Run:
         [replace(SMALL, inputs=name) for name in inputs.KINDS],
         stages=STAGES,
         peers=["sdpa", "sdpa_math", "flex"],
-        data=folder,
-        plan=bench.Plan(samples=5, min_samples=3, cold_samples=0, sustained_seconds=0.2, sustained_shapes=None),
+        plan=Plan(samples=5, min_samples=3, cold_samples=0, sustained_seconds=0.2, sustained_shapes=None),
         ceilings=False,
-        timeout_s=120,
+        options=Options(data=folder, timeout_s=120),
     )
     return store.read_run(path)
 
@@ -101,7 +102,7 @@ def test_trained_inputs_that_cannot_be_made_are_named(run: store.Run) -> None:
 def test_stages_are_right_on_every_kind(name: str) -> None:
     for module in ("torch", "cupy"):
         pytest.importorskip(module, reason=f"needs {module}: pip install 'flashlab[gpu]'")
-    options: dict[str, Any] = {"lengths": [(130, 300), (65, 66)], "layouts": ["contiguous"], "data": None}
-    found = bench.check_stages(list(registry.STAGES), inputs=[name], **options)
+    options: dict[str, Any] = {"lengths": [(130, 300), (65, 66)], "layouts": ["contiguous"], "record": False}
+    found = check_stages(list(registry.STAGES), inputs=[name], **options)
     assert found.rows
     assert not found.failures, [(row.stage, row.problem.label, row.reason) for row in found.failures]

@@ -8,22 +8,23 @@ from collections.abc import Callable
 import pytest
 
 from flashlab.kernels import registry
-from flashlab.measure import bench
+from flashlab.measure.check import check_stages
 from flashlab.run import gpu
+from flashlab.verify.on_cpu import CheckRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 COUNT = 1000
 
 
-ASIDE = {"at_random": lambda _: bench.check_stages(random=COUNT, seed=0, data=None)}
+ASIDE = {"at_random": lambda _: check_stages(random=COUNT, record=False)}
 
 
 @pytest.fixture
-def at_random(aside: Callable[[str], bench.CheckRun]) -> bench.CheckRun:
+def at_random(aside: Callable[[str], CheckRun]) -> CheckRun:
     return aside("at_random")
 
 
-def test_random_shapes_and_strides(at_random: bench.CheckRun) -> None:
+def test_random_shapes_and_strides(at_random: CheckRun) -> None:
     found = at_random
     wrong = [f"{row.stage} {row.problem.label} {row.layout}: {row.status}: {row.reason}" for row in found.failures]
     assert not wrong, f"{len(wrong)} of {len(found.rows)}:\n" + "\n".join(wrong[:20])

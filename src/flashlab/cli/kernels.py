@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, Literal
 
 import typer
@@ -178,7 +178,7 @@ def check(
     Runs on the GPU, or on the CPU, where every stage runs on any machine. Inputs are normal if not given, and without
     --length hostile ones too.
     """
-    from flashlab.measure import bench
+    from flashlab.measure import check as module
     from flashlab.run import gpu
     from flashlab.run.emulator import DEFAULT_TIMEOUT_S
     from flashlab.verify import on_cpu
@@ -206,16 +206,16 @@ def check(
         "masks": (mask,) if mask else MASKS,
         "inputs": kinds,
         "sources": opt.sources(source),
-        **{"random": random, "suite": suite, "seed": seed},
+        **{"random": random, "suite": suite},
     }
     with following("checking") as follow:
         if on == "cpu":
             timeout_s = None if insist else DEFAULT_TIMEOUT_S
             how: dict[str, Any] = {"schedules": schedule, "races": races, "timeout_s": timeout_s, "follow": follow}
-            results = on_cpu.check_on_cpu(chosen, **common, **how)
+            results = on_cpu.check_on_cpu(chosen, **common, seed=seed, **how)
         else:
-            how = {"data": data if record else None, "emulate": on == "both", "device": device, "progress": follow}
-            results = bench.check_stages(chosen, **common, **how)
+            options = replace(module.OPTIONS, data=data, device=device, seed=seed, progress=follow)
+            results = module.check_stages(chosen, **common, record=record, emulate=on == "both", options=options)
     rows = [
         {
             name: getattr(row, name)

@@ -91,7 +91,8 @@ def bench(
         say(f"about {total_s / 60:.1f} minutes with the start; nothing was measured")
         return
     with following("measuring") as follow:
-        path = module.run(problems, **what, data=data, device=device, progress=follow, note=say)
+        options = module.Options(data=data, device=device, progress=follow, note=say)
+        path = module.run(problems, **what, options=options)
     run = store.read_run(path)
     rows = (*run.measurements, *run.with_lse)
     answer([store.flat(row) for row in rows], RUN_COLUMNS, as_json=as_json, title=f"{path.stem}, burst, hot L2")
@@ -118,6 +119,7 @@ def tune(
     each: Annotated[bool, typer.Option("--each", help="Vary one tunable at a time, not all combinations.")] = False,
     limit: Annotated[int, typer.Option(help="Refuse more combinations than these.", min=1)] = 256,
     shape: opt.Shapes = None,
+    inputs: opt.TheInputs = NORMAL,
     dry_run: opt.DryRun = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
@@ -126,6 +128,7 @@ def tune(
     """Try a stage's tunables on the GPU, and append every variant, losers too, to data/<gpu>/tuning/."""
     from flashlab.kernels import registry
     from flashlab.measure import tune as module
+    from flashlab.measure.options import Options
 
     if (stage is None) == (plan is None):
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
@@ -143,11 +146,13 @@ def tune(
             say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
             return
         with following("tuning") as follow:
-            done += module.tune_all(tasks, data=data, device=device, announce=say, progress=follow)
+            options = Options(data=data, device=device, progress=follow, note=say)
+            done += module.tune_all(tasks, announce=say, options=options)
     elif stage is not None:
         entry = registry.get(stage)
         how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each, "limit": limit}
-        where: dict[str, Any] = {"shapes": shape, "data": data, "device": device, "announce": say}
+        where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs), "announce": say}
+        where["options"] = Options(data=data, device=device, note=say)
         for dim in head_dim or entry.head_dims:
             for of in (mask,) if mask else MASKS:
                 if dry_run:
@@ -160,8 +165,8 @@ def tune(
 
 def _show_tuned(done: Sequence[Any], as_json: bool) -> None:
     """What the last round of each tuning gave."""
-    from flashlab.measure import tune as module
     from flashlab.record import store
+    from flashlab.show import tuning as module
 
     lines = [
         (trial, one.rounds[-1])
@@ -190,7 +195,7 @@ def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = Fal
     Shows what is chosen for every problem that torch's SDPA was timed on, and where that is slower. For the GPU at
     hand, else the only one with tuning records.
     """
-    from flashlab.measure import tune as module
+    from flashlab.measure import tuned as module
     from flashlab.record import store
     from flashlab.run import explain
     from flashlab.run import gpu as devices
@@ -228,7 +233,7 @@ def profile(
     shape: opt.Shape = None,
     dtype: opt.TheDType = "float16",
     mask: opt.TheMask = "full",
-    inputs: Annotated[str, typer.Option(metavar="KIND", help=f"{opt.KINDS_HELP}.")] = NORMAL,
+    inputs: opt.TheInputs = NORMAL,
     lines: Annotated[int, typer.Option(help="Source lines to print of each stage; 0 for none.", min=0)] = 3,
     device: opt.Device = 0,
     data: opt.Data = DATA,

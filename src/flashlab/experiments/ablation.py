@@ -25,14 +25,14 @@ from typing import Any
 
 from flashlab.build import compiler
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
-from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import levers
 from flashlab.kernels import registry
 from flashlab.measure import bench
+from flashlab.measure.options import Implementation, Options, Plan
 from flashlab.query import select
 from flashlab.record import store
-from flashlab.record.store import Ablation, CubinFields, Part, ProblemFields, Samples
+from flashlab.record.store import Ablation, CubinFields, Part, Samples
 from flashlab.run import choice, gpu
 from flashlab.show import tables
 from flashlab.show.charts import Chart, Interval, intervals
@@ -40,7 +40,7 @@ from flashlab.show.charts import Chart, Interval, intervals
 CONFIDENCE = 0.95
 _RESAMPLES = 4999
 _SEED = 0
-PLAN = bench.Plan(samples=40, min_samples=9, cold_samples=0, cap_s=0.6, sustained_seconds=0.0, checked_scores=1 << 26)
+PLAN = Plan(samples=40, min_samples=9, cold_samples=0, cap_s=0.6, sustained_seconds=0.0, checked_scores=1 << 26)
 """How much is measured of each level and part: hot bursts."""
 LEVER_PLAN = replace(PLAN, samples=60, cap_s=1.5)
 """How much of each lever: more, as many of them do little."""
@@ -333,13 +333,10 @@ def measure(
     names: Sequence[str] | None = None,
     *,
     problem: Problem | None = None,
-    plan: bench.Plan = PLAN,
-    data: Path = DATA,
-    device: int = 0,
+    plan: Plan = PLAN,
     arch: str | None = None,
     announce: Callable[[str], None] = lambda text: None,
-    progress: bench.Report | None = None,
-    worker: Sequence[str] = bench.WORKER,
+    options: Options | None = None,
 ) -> Path:
     """Measure axes on one problem, and append a record a level to data/<gpu>/ablations/<run>.jsonl.
 
@@ -347,201 +344,160 @@ def measure(
         names: axes; all where None.
         problem: what is computed; the sources' shape, full, float16 where None.
         plan: how much is measured.
-        data, device, progress, worker: as `bench.run` takes them.
         arch: the GPU's architecture; asked of the GPU where None.
         announce: told of every level that is compiled.
+        options: how it runs; `Options()` where None.
 
     Raises:
         ParameterError: no such axis.
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
-    axes = choose(names)
+    options = options or Options()
     problem = problem or Problem.parse(FIRST_SHAPE)
-    levels = {f"{axis.name}: {level.name}": (axis, level) for axis in axes for level in axis.levels}
-    parameters = {
-        name: registry.get(axis.stage).parameters(problem.head_dim, level.params)
-        for name, (axis, level) in levels.items()
-    }
-    variations = {
-        name: bench.Variation(stage=axis.stage, params=parameters[name]) for name, (axis, _) in levels.items()
-    }
-    _compile_ahead(variations.values(), [problem], arch or gpu.info(device).arch, announce)
-
-    def record(base: dict[str, Any], of: Problem, row: dict[str, Any]) -> Ablation:
-        axis, level = levels[row["name"]]
-        fields = {key: value for key, value in row.items() if key != "name"}
-        fields |= {"axis": axis.name, "level": level.name, "stage": axis.stage}
-        fields |= {"parameters": parameters[row["name"]], "problem": ProblemFields.of(of)}
-        return Ablation.model_validate({**base, **fields})
-
-    return bench.time_groups(
-        "ablations",
-        [{name: variation for name, variation in variations.items() if levels[name][0] is axis} for axis in axes],
-        [problem],
-        record,
-        plan=plan,
-        data=data,
-        device=device,
-        progress=progress,
-        worker=worker,
-    )
+    levels: dict[str, Implementation] = {}
+    cells = []
+    for axis in choose(names):
+        stage = registry.get(axis.stage)
+        of_axis = {
+            f"{axis.name}: {level.name}": Implementation(
+                kind="stage",
+                id=stage.id,
+                params=stage.parameters(problem.head_dim, level.params),
+                may_spill=True,
+                record={"axis": axis.name, "level": level.name, "stage": stage.id},
+            )
+            for level in axis.levels
+        }
+        levels |= of_axis
+        cells.append((problem, list(of_axis)))
+    _compile_ahead([(problem, one) for one in levels.values()], arch or gpu.info(options.device).arch, announce)
+    return bench.measure("ablations", levels, cells, plan=plan, options=options)
 
 
 def split(
     stage_ids: Sequence[str] | None = None,
     *,
     problems: Sequence[Problem] | None = None,
-    plan: bench.Plan = PLAN,
-    data: Path = DATA,
-    device: int = 0,
+    plan: Plan = PLAN,
     arch: str | None = None,
     slug: str | None = None,
     announce: Callable[[str], None] = lambda text: None,
-    progress: bench.Report | None = None,
-    note: Callable[[str], None] | None = None,
-    worker: Sequence[str] = bench.WORKER,
+    options: Options | None = None,
 ) -> Path:
-    """Time stages with each part of their work left out in turn; the records go to data/<gpu>/parts/<run>.jsonl.
+    """Time stages with each part of their work left out, interleaved; the records go to data/<gpu>/parts/<run>.jsonl.
 
     A stage has the tunables that won on this GPU, as on the ladder.
 
     Args:
         stage_ids: ids; those of `SPLIT_STAGES` where None or empty.
         problems: what is computed; `SPLIT_SHAPES` where None.
-        plan, data, device, arch, announce, progress, worker: as `measure` takes them.
+        plan, arch, announce, options: as `measure` takes them.
         slug: the GPU's folder; asked of the GPU where None.
-        note: told of what could not be timed.
 
     Raises:
         ParameterError: a stage whose parts cannot be left out.
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
+    options = options or Options()
     chosen = tuple(dict.fromkeys(stage_ids or SPLIT_STAGES))
     for stage_id in chosen:
         if stage_id not in SPLIT_STAGES:
             raise ParameterError(f"stage: wanted one of {', '.join(SPLIT_STAGES)}, got {stage_id!r}")
     problems = problems or [Problem.parse(shape) for shape in SPLIT_SHAPES]
-    arch, here = gpu.arch_and_slug(device, arch, slug)
-
-    def variation(stage_id: str, part: str) -> bench.Variation:
-        params = {} if part == "nothing" else {"LEAVE_OUT": PARTS[part]}
-        return bench.Variation(stage=stage_id, params=params, judged=part == "nothing")
-
-    def parameters(one: bench.Variation, problem: Problem) -> dict[str, int]:
-        stage = registry.get(one.stage)
-        values = choice.parameters(stage, here, problem, arch=arch, overrides=one.params)
-        return stage.parameters(problem.head_dim, values)
-
-    parts = {f"{stage_id} without {part}": (stage_id, part) for stage_id in chosen for part in PARTS}
-    variations = {name: variation(*part) for name, part in parts.items()}
+    arch, slug = gpu.arch_and_slug(options.device, arch, slug)
+    parts = {
+        f"{stage_id} without {part}": Implementation(
+            kind="stage",
+            id=stage_id,
+            params={} if part == "nothing" else {"LEAVE_OUT": value},
+            may_spill=True,
+            judged=part == "nothing",
+            record={"stage": stage_id, "left_out": part},
+        )
+        for stage_id in chosen
+        for part, value in PARTS.items()
+    }
+    complete = []
     for problem in problems:
-        complete = [bench.Variation(stage=one.stage, params=parameters(one, problem)) for one in variations.values()]
-        _compile_ahead(complete, [problem], arch, announce)
-
-    def record(base: dict[str, Any], of: Problem, row: dict[str, Any]) -> Part | None:
-        if row["status"] != "ok":
-            return None
-        stage_id, part = parts[row["name"]]
-        (samples,) = row["samples"]
-        fields = {"stage": stage_id, "left_out": part, "problem": ProblemFields.of(of), "samples": samples}
-        fields |= {"parameters": row["cubin"]["parameters"], "cubin": row["cubin"]}
-        return Part.model_validate({**base, **fields})
-
-    return bench.time_groups(
-        "parts",
-        [{name: variations[name] for name, part in parts.items() if part[0] == stage_id} for stage_id in chosen],
-        problems,
-        record,
-        plan=plan,
-        data=data,
-        device=device,
-        progress=progress,
-        note=note,
-        worker=worker,
-    )
+        for one in parts.values():
+            stage = registry.get(one.id)
+            values = choice.parameters(stage, slug, problem, arch=arch, overrides=one.params)
+            complete.append((problem, replace(one, params=stage.parameters(problem.head_dim, values))))
+    _compile_ahead(complete, arch, announce)
+    cells = [
+        (problem, [name for name, one in parts.items() if one.id == stage_id])
+        for problem in problems
+        for stage_id in chosen
+    ]
+    return bench.measure("parts", parts, cells, plan=plan, options=options)
 
 
 def measure_levers(
     problems: Mapping[str, Sequence[Problem]] | None = None,
     *,
-    plan: bench.Plan = LEVER_PLAN,
-    data: Path = DATA,
-    device: int = 0,
+    plan: Plan = LEVER_PLAN,
     arch: str | None = None,
     slug: str | None = None,
     announce: Callable[[str], None] = lambda text: None,
-    progress: bench.Report | None = None,
-    worker: Sequence[str] = bench.WORKER,
+    options: Options | None = None,
 ) -> Path:
     """Measure levers beside their stages as they are; the records go to data/<gpu>/ablations/<run>.jsonl.
 
-    Levers that share a stage, a problem and its tunables take turns with one copy of the stage.
+    Levers that share a stage, a problem and its tunables are interleaved with one copy of the stage.
 
     Args:
         problems: levers, and what is computed with each; all, and what they name, where None.
-        plan, data, device, arch, announce, progress, worker: as `measure` takes them.
+        plan, arch, announce, options: as `measure` takes them.
         slug: the GPU's folder; asked of the GPU where None.
 
     Raises:
         ParameterError: no such lever, or one that does not fit its stage's source.
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
+    options = options or Options()
     chosen = levers.choose(None if problems is None else tuple(problems))
     files = {lever.name: lever.write() for lever in chosen}
-    arch, slug = gpu.arch_and_slug(device, arch, slug)
-    groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, bench.Variation]] = {}
-    levels: dict[str, str] = {}
+    arch, slug = gpu.arch_and_slug(options.device, arch, slug)
+    groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, Implementation]] = {}
     for lever in chosen:
         stage = registry.get(lever.stage)
         for problem in lever.problems if problems is None else problems[lever.name]:
             values = choice.parameters(stage, slug, problem, arch=arch, overrides=lever.parameters(problem))
             params = stage.parameters(problem.head_dim, values)
+            title = " ".join([stage.id, problem.label, *(f"{name}={value}" for name, value in params.items())])
             group = groups.setdefault((stage.id, problem, tuple(params.items())), {})
             for level, source in ((levers.AS_IT_IS, None), (lever.name, files[lever.name])):
-                title = " ".join([stage.id, problem.label, *(f"{name}={value}" for name, value in params.items())])
-                levels[f"{title}: {level}"] = level
-                group[f"{title}: {level}"] = bench.Variation(stage=stage.id, params=params, source=source, on=problem)
-    variations = {name: variation for group in groups.values() for name, variation in group.items()}
-    _compile_ahead(variations.values(), (), arch, announce)
-
-    def record(base: dict[str, Any], of: Problem, row: dict[str, Any]) -> Ablation:
-        variation = variations[row["name"]]
-        fields = {key: value for key, value in row.items() if key != "name"}
-        fields |= {"axis": levers.AXIS, "level": levels[row["name"]], "stage": variation.stage}
-        fields |= {"parameters": variation.params, "problem": ProblemFields.of(of)}
-        return Ablation.model_validate({**base, **fields})
-
-    return bench.time_groups(
-        "ablations",
-        list(groups.values()),
-        list(dict.fromkeys(problem for _, problem, _ in groups)),
-        record,
-        plan=plan,
-        data=data,
-        device=device,
-        progress=progress,
-        worker=worker,
-    )
+                group[f"{title}: {level}"] = Implementation(
+                    kind="stage",
+                    id=stage.id,
+                    params=params,
+                    source=None if source is None else str(source.resolve()),
+                    may_spill=True,
+                    record={"axis": levers.AXIS, "level": level, "stage": stage.id},
+                )
+    every = {name: one for group in groups.values() for name, one in group.items()}
+    cells = [(problem, list(group)) for (_, problem, _), group in groups.items()]
+    _compile_ahead([(problem, every[name]) for problem, names in cells for name in names], arch, announce)
+    return bench.measure("ablations", every, cells, plan=plan, options=options)
 
 
 def _compile_ahead(
-    variations: Iterable[bench.Variation], problems: Sequence[Problem], arch: str, announce: Callable[[str], None]
+    wanted: Iterable[tuple[Problem, Implementation]], arch: str, announce: Callable[[str], None]
 ) -> None:
     """Fill the cache on all cores; what does not compile is the worker's to record."""
     work = [
         compiler.Job(
-            stage=registry.get(one.stage),
+            stage=registry.get(one.id),
             head_dim=problem.head_dim,
             dtype=problem.dtype,
             causal=problem.causal,
             arch=arch,
             overrides=one.params,
-            source=one.source,
+            source=None if one.source is None else Path(one.source),
             may_spill=True,
         )
-        for one in variations
-        for problem in (problems if one.on is None else (one.on,))
-        if registry.get(one.stage).why_not(problem, arch) is None
+        for problem, one in wanted
+        if registry.get(one.id).why_not(problem, arch) is None
     ]
 
     def told(job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:

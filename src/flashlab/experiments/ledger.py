@@ -44,6 +44,7 @@ from flashlab.experiments.evidence import (
 )
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, harness
+from flashlab.measure.options import Options
 from flashlab.query.kinship import KINSHIPS, kinship
 from flashlab.query.statistics import Estimate
 from flashlab.record import provenance, store
@@ -462,13 +463,10 @@ def dead_ends() -> dict[Problem, dict[str, None]]:
 
 def measure(
     *,
-    data: Path = DATA,
-    device: int = 0,
     stages: Sequence[str] | None = None,
     everything: bool = False,
     calls: int = SINGLE_CALLS,
-    progress: Callable[[bench.Progress], None] | None = None,
-    note: Callable[[str], None] | None = None,
+    options: Options | None = None,
 ) -> tuple[Path, ...]:
     """Measure what the claims need and no other command does: the suite `claims`, some limits, and single calls.
 
@@ -478,11 +476,9 @@ def measure(
     hostile lengths, which `flashlab check` records.
 
     Args:
-        data: folder of the records.
-        device: CUDA device index.
         stages: of the ladder, only these ids; all of them where None.
         calls: how many single calls are timed.
-        progress, note: as `bench.run` takes them.
+        options: how it runs; `Options()` where None.
 
     Returns:
         The files of the records.
@@ -490,7 +486,7 @@ def measure(
     Raises:
         As `bench.run`.
     """
-    where: dict[str, Any] = {"data": data, "device": device, "progress": progress}
+    options = options or Options()
     limits = [name for entry in _entries() for name in entry.names if name in ceilings.CEILINGS]
     plans = [(ladder(stages, everything=everything), limits)]
     if everything:
@@ -505,15 +501,15 @@ def measure(
             only=partial(_is_wanted, wanted),
             plan=bench.plan_of("claims"),
             ceilings=limits,
-            note=note,
-            **where,
+            options=options,
         )
         made.append(run)
     if everything:
-        made += _measure_variants(note, where)
+        made += _measure_variants(options)
     for entry in _entries():
         if entry.quantity == "call_time":
-            made += [time_calls(name, entry.problem, data=data, device=device, calls=calls) for name in entry.names]
+            where: dict[str, Any] = {"data": options.data, "device": options.device, "calls": calls}
+            made += [time_calls(name, entry.problem, **where) for name in entry.names]
     return tuple(made)
 
 
@@ -521,9 +517,9 @@ def _is_wanted(wanted: Mapping[Problem, Mapping[str, None]], problem: Problem, n
     return name in wanted[problem]
 
 
-def _measure_variants(note: Callable[[str], None] | None, where: Mapping[str, Any]) -> list[Path]:
+def _measure_variants(options: Options) -> list[Path]:
     """Ablations and parts that claims are about, but for what this very code measured since this machine's start."""
-    slug, data = gpus.info(where["device"]).slug, where["data"]
+    slug, data = gpus.info(options.device).slug, options.data
     commit, dirty = provenance.source()
     source, at = store.Source(commit=commit, dirty=dirty), provenance.start()
     start = store.Start.model_validate(at) if at and not dirty else None
@@ -545,8 +541,8 @@ def _measure_variants(note: Callable[[str], None] | None, where: Mapping[str, An
         for name in entry.names
         if entry.quantity == "time_shares" and any((entry.problem, name, part) not in parts for part in ablation.PARTS)
     ]
-    made = [ablation.measure(axes, **where)] if axes else []
-    return [*made, ablation.split(split_up, note=note, **where)] if split_up else made
+    made = [ablation.measure(axes, options=options)] if axes else []
+    return [*made, ablation.split(split_up, options=options)] if split_up else made
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:

@@ -414,11 +414,10 @@ class _Worker:
                 min_samples=4,
                 cap_s=0.6,
             )
-            for label, series in found.items():
+            for label, taken in found.items():
                 if not cold:
-                    self._calls[label] = series.calls
-                conditions = {**asdict(timer.summary(label)), "energy_j_per_call": None}
-                self._keep(cases[label], "events", {**asdict(series), "conditions": conditions})
+                    self._calls[label] = taken.calls
+                self._keep(cases[label], "events", taken.model_dump(mode="json"))
 
     def _sustained(self) -> None:
         """Our own timer, without a pause, on normal inputs and zeros one after the other."""
@@ -431,10 +430,8 @@ class _Worker:
         for case in chosen:
             if self._left_s() < 2 * seconds:
                 raise LaunchError(f"no time was left for {case.label} and what comes after it")
-            found = timer.sustained(case.run, seconds=seconds, call_us=case.call_us)
-            conditions = {**asdict(found.summary), "energy_j_per_call": found.energy_j_per_call}
-            samples = {**asdict(found.series), "conditions": conditions, "continuous_s": found.continuous_s}
-            self._keep(case, "events", samples)
+            taken = timer.sustained(case.run, seconds=seconds, call_us=case.call_us)
+            self._keep(case, "events", taken.model_dump(mode="json"))
 
     def _profiler(self, problem: Problem) -> None:
         """CUPTI's times of the kernels, in bursts."""

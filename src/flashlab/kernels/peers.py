@@ -63,6 +63,8 @@ class Peer:
     writes_lse: bool | None = None
     """Whether a call under `torch.no_grad()` writes a log-sum-exp too, by its source; None where that depends on what
     it chooses."""
+    compile_s: float = 0.0
+    """About how long it compiles at a new shape, seconds."""
     wheel: str = ""
     """A third party's build that it is called from, which lacks element types that the library's source has."""
 
@@ -392,6 +394,7 @@ PEERS: Mapping[str, Peer] = {
             how="torch.compile(flex_attention, dynamic=False)",
             packages=(*_TORCH, ("triton", "flashlab[gpu]")),
             build=_flex,
+            compile_s=5.0,
             writes_lse=False,  # its OUTPUT_LOGSUMEXP is torch.is_grad_enabled()
             limits=_no_blind_rows,
             min_capability=(8, 0),
@@ -402,6 +405,7 @@ PEERS: Mapping[str, Peer] = {
             how="kernels/peers/triton_fa2.py, by triton.autotune",
             packages=(*_TORCH, ("triton", "flashlab[gpu]")),
             build=_TritonFA2,
+            compile_s=5.0,
             writes_lse=False,
             limits=_no_blind_rows,
             min_capability=(8, 0),
@@ -426,6 +430,7 @@ PEERS: Mapping[str, Peer] = {
             packages=(*_TORCH, ("flash_attn.cute", "flash-attn-4")),
             build=_flash_attention("flash_attn.cute"),
             layout="bshd",
+            compile_s=5.0,
             writes_lse=False,  # allocates one where a gradient or return_lse is wanted
             min_capability=(8, 0),
         ),

@@ -6,19 +6,20 @@ A ceiling is the median of burst samples of a micro-benchmark (kernels/micro) or
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.problem import DType
 from flashlab.measure import timer as timing
-from flashlab.measure.timer import Buffer, MicroParams, Run, Series, Timer
+from flashlab.measure.timer import Buffer, MicroParams, Run, Timer
 from flashlab.query.roofline import Unit
 from flashlab.run import gpu
 
 _CHAINS, _UNROLL = 8, 16
-_BLOCKS_PER_SM = 2
+_BLOCKS_PER_SM = 4
 _TENSOR_TILE = 16
 _MATMUL = 8192
 
@@ -34,45 +35,9 @@ class Workload:
     how: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """A measured ceiling."""
-
-    name: str
-    unit: Unit
-    value: float
-    how: str
-    series: Series
-
-
 def value_of(amount: float, unit: Unit, time_us: float) -> float:
     """A rate in `unit` from the amount done in one call of `time_us`; for `us` the time itself."""
     return time_us if unit == "us" else amount / time_us / 1e6
-
-
-def _run(
-    name: str,
-    device: int,
-    stream: int,
-    *,
-    blocks: int,
-    threads: int,
-    buffers: tuple[Buffer, Buffer],
-    count: int = 0,
-    repeats: int = 1,
-    defines: Mapping[str, int | str] | None = None,
-) -> Run:
-    """A micro-benchmark's launch; the buffers (out, in) live as long as it does."""
-    function = timing.micro(name, device, tuple(sorted((defines or {}).items())))
-    launch = gpu.Launch(
-        function,
-        grid=(blocks, 1, 1),
-        block=(threads, 1, 1),
-        smem_bytes=0,
-        params=[MicroParams(buffers[0].pointer, buffers[1].pointer, count, repeats)],
-        stream=stream,
-    )
-    return _holding(launch, *buffers)
 
 
 def _holding(run: Run, *buffers: Buffer) -> Run:
@@ -84,14 +49,45 @@ def _holding(run: Run, *buffers: Buffer) -> Run:
     return held
 
 
-def _small() -> tuple[Buffer, Buffer]:
-    # 32 KiB is the most that a micro-benchmark reads as input.
-    return Buffer.new(1 << 20), Buffer.new(1 << 20)
+def _micro(
+    name: str,
+    device: int,
+    stream: int,
+    *,
+    unit: Unit,
+    how: str,
+    per_thread: float,
+    repeats: int = 1,
+    threads: int = 512,
+    count: int = 0,
+    input_bytes: int = 1 << 20,
+    defines: Mapping[str, int | str] | None = None,
+) -> Workload:
+    """A micro-benchmark of kernels/micro with four blocks an SM, each thread doing `per_thread` in every repeat."""
+    blocks = _BLOCKS_PER_SM * gpu.info(device).sm_count
+    out, values = Buffer.new(1 << 20), Buffer.new(input_bytes)
+    launch = gpu.Launch(
+        timing.micro(name, device, tuple(sorted((defines or {}).items()))),
+        grid=(blocks, 1, 1),
+        block=(threads, 1, 1),
+        smem_bytes=0,
+        params=[MicroParams(out.pointer, values.pointer, count, repeats)],
+        stream=stream,
+    )
+    amount = per_thread * threads * blocks * repeats
+    return Workload(run=_holding(launch, out, values), amount=amount, unit=unit, how=how)
 
 
 def _empty(device: int, stream: int) -> Workload:
-    run = _run("empty", device, stream, blocks=1, threads=1, buffers=_small())
-    return Workload(run=run, amount=1, unit="us", how="an empty kernel between the two events, a hundred in a row")
+    launch = gpu.Launch(
+        timing.micro("empty", device),
+        grid=(1, 1, 1),
+        block=(1, 1, 1),
+        smem_bytes=0,
+        params=[MicroParams(None, None, 0, 1)],
+        stream=stream,
+    )
+    return Workload(run=launch, amount=1, unit="us", how="an empty kernel between the two events, a hundred in a row")
 
 
 def _copy(device: int, stream: int) -> Workload:
@@ -106,73 +102,64 @@ def _copy(device: int, stream: int) -> Workload:
 
 def _l2_read(device: int, stream: int) -> Workload:
     info = gpu.info(device)
-    threads, blocks, in_flight, repeats = 512, 4 * info.sm_count, 4, 20
-    step_bytes = 16 * threads * blocks * in_flight
-    size = max(1, info.l2_bytes // 4 // step_bytes) * step_bytes
-    run = _run(
+    threads, in_flight, repeats = 512, 4, 20
+    step_bytes = 16 * threads * _BLOCKS_PER_SM * info.sm_count * in_flight
+    steps = max(1, info.l2_bytes // 4 // step_bytes)
+    size = steps * step_bytes
+    return _micro(
         "l2_read",
         device,
         stream,
-        blocks=blocks,
-        threads=threads,
-        buffers=(Buffer.new(1 << 20), Buffer.new(size)),
-        count=size // 16,
+        unit="TB/s",
+        how=f"reads {size} bytes past L1, {repeats} times over, 16 bytes an access",
+        per_thread=16.0 * in_flight * steps,
         repeats=repeats,
+        threads=threads,
+        count=size // 16,
+        input_bytes=size,
     )
-    how = f"reads {size} bytes past L1, {repeats} times over, 16 bytes an access"
-    return Workload(run=run, amount=float(size) * repeats, unit="TB/s", how=how)
 
 
 def _smem_read(device: int, stream: int) -> Workload:
-    threads, repeats, step = 512, 2000, 512
-    blocks = _BLOCKS_PER_SM * 2 * gpu.info(device).sm_count
-    run = _run(
+    return _micro(
         "smem_read",
         device,
         stream,
-        blocks=blocks,
-        threads=threads,
-        buffers=_small(),
-        count=step,
-        repeats=repeats,
+        unit="TB/s",
+        how="conflict-free 16-byte reads of shared memory on every SM",
+        per_thread=16.0 * _UNROLL,
+        repeats=2000,
+        count=512,
         defines={"UNROLL": _UNROLL},
     )
-    amount = 16.0 * threads * blocks * _UNROLL * repeats
-    return Workload(run=run, amount=amount, unit="TB/s", how="conflict-free 16-byte reads of shared memory on every SM")
 
 
 def _scalar(name: str, per_result: float, unit: Unit, repeats: int, how: str, device: int, stream: int) -> Workload:
-    threads, blocks = 512, 2 * _BLOCKS_PER_SM * gpu.info(device).sm_count
-    run = _run(
+    return _micro(
         name,
         device,
         stream,
-        blocks=blocks,
-        threads=threads,
-        buffers=_small(),
+        unit=unit,
+        how=f"independent {how} chains on every SM",
+        per_thread=per_result * _CHAINS * _UNROLL,
         repeats=repeats,
         defines={"CHAINS": _CHAINS, "UNROLL": _UNROLL},
     )
-    amount = per_result * threads * blocks * _CHAINS * _UNROLL * repeats
-    return Workload(run=run, amount=amount, unit=unit, how=how)
 
 
 def _mma_sync(dtype: DType, device: int, stream: int) -> Workload:
-    threads, blocks, repeats = 256, 2 * _BLOCKS_PER_SM * gpu.info(device).sm_count, 500
     element = {"float16": "__half", "bfloat16": "__nv_bfloat16"}[dtype]
-    run = _run(
+    return _micro(
         "tensor",
         device,
         stream,
-        blocks=blocks,
-        threads=threads,
-        buffers=_small(),
-        repeats=repeats,
+        unit="TFLOP/s",
+        how=f"16x16x16 warp-level MMAs of zeros (wmma, that is mma.sync), {dtype} in, float32 out, from registers",
+        per_thread=2.0 * _TENSOR_TILE**3 / 32 * _CHAINS * _UNROLL,
+        repeats=500,
+        threads=256,
         defines={"CHAINS": _CHAINS, "UNROLL": _UNROLL, "ELEMENT": element},
     )
-    amount = 2.0 * _TENSOR_TILE**3 * (threads // 32) * blocks * _CHAINS * _UNROLL * repeats
-    how = f"16x16x16 warp-level products of zeros (wmma, that is mma.sync), {dtype} in, float32 out, from registers"
-    return Workload(run=run, amount=amount, unit="TFLOP/s", how=how)
 
 
 def _matmul(dtype: DType, device: int, stream: int) -> Workload:
@@ -197,9 +184,9 @@ CEILINGS: Mapping[str, Callable[[int, int], Workload]] = {
     "copy": _copy,
     "l2_read": _l2_read,
     "smem_read": _smem_read,
-    "fp32_fma": partial(_scalar, "fp32_fma", 2.0, "TFLOP/s", 400, "independent FFMA chains on every SM"),
-    "half2_fma": partial(_scalar, "half2_fma", 4.0, "TFLOP/s", 400, "independent HFMA2 chains on every SM"),
-    "exp2": partial(_scalar, "exp2", 1.0, "Tex2/s", 60, "independent ex2.approx.ftz.f32 chains on every SM"),
+    "fp32_fma": partial(_scalar, "fp32_fma", 2.0, "TFLOP/s", 400, "FFMA"),
+    "half2_fma": partial(_scalar, "half2_fma", 4.0, "TFLOP/s", 400, "HFMA2"),
+    "exp2": partial(_scalar, "exp2", 1.0, "Tex2/s", 60, "ex2.approx.ftz.f32"),
     "mma_sync_float16": partial(_mma_sync, "float16"),
     "mma_sync_bfloat16": partial(_mma_sync, "bfloat16"),
     "tensor_float16": partial(_matmul, "float16"),
@@ -209,31 +196,27 @@ CEILINGS: Mapping[str, Callable[[int, int], Workload]] = {
 (cuBLAS uses them); `mma_sync_*` that of the warp-level ones, which is all that the stages before wgmma can reach."""
 
 
-def measure(
-    timer: Timer,
-    device: int,
-    stream: int,
-    names: Sequence[str] | None = None,
-    *,
-    samples: int = 20,
-    announce: Callable[[str], None] = lambda name: None,
-) -> Iterator[Reading]:
-    """Measure ceilings one after another, each as burst samples; all where `names` is None.
+def require(names: Iterable[str]) -> list[str]:
+    """Those names.
 
     Raises:
-        ParameterError: a name that is no ceiling.
-        MissingPackageError, LaunchError, CompileError, ImportError: as the workload's building or running raises.
+        ParameterError: one is no ceiling.
     """
-    for name in CEILINGS if names is None else names:
+    for name in (named := list(names)):
         if name not in CEILINGS:
             raise ParameterError(f"ceiling: wanted one of {', '.join(CEILINGS)}, got {name!r}")
-        announce(name)
-        workload = CEILINGS[name](device, stream)
-        series = timer.burst({name: workload.run}, samples=samples, min_samples=min(7, samples))[name]
-        yield Reading(
-            name=name,
-            unit=workload.unit,
-            value=value_of(workload.amount, workload.unit, series.median_us),
-            how=workload.how,
-            series=series,
-        )
+    return named
+
+
+def measure(name: str, timer: Timer, device: int, stream: int, *, samples: int = 20) -> dict[str, Any]:
+    """Measure a ceiling in bursts: the fields of a `store.Ceiling` but its header and kind.
+
+    Raises:
+        ParameterError: it is no ceiling.
+        MissingPackageError, LaunchError, CompileError, ImportError: as the workload's building or running raises.
+    """
+    (name,) = require([name])
+    workload = CEILINGS[name](device, stream)
+    taken = timer.burst({name: workload.run}, samples=samples, min_samples=min(7, samples))[name]
+    value = value_of(workload.amount, workload.unit, taken.median_us)
+    return {"name": name, "unit": workload.unit, "value": value, "how": workload.how, "samples": taken}

@@ -33,15 +33,16 @@ import importlib
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from statistics import fmean, median
+from statistics import fmean
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import KERNELS
+from flashlab.record.store import Conditions, Samples
 from flashlab.run import gpu
 
 Run = Callable[[], object]
@@ -120,27 +121,6 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Series:
-    """Samples of one implementation in one regime and cache state, in the order they were taken."""
-
-    regime: Literal["burst", "sustained"]
-    cache: Literal["hot", "cold"]
-    calls: int
-    """Calls between the two events of a sample."""
-    time_us: tuple[float, ...]
-    """Of one call."""
-    sm_clock_mhz: tuple[float, ...]
-    """Right after each sample's calls, without their load."""
-    call_clock_mhz: tuple[float, ...]
-    """Mean over each sample's calls; empty where it could not be read of one."""
-
-    @property
-    def median_us(self) -> float:
-        """Median time of one call."""
-        return median(self.time_us)
-
-
-@dataclass(frozen=True, kw_only=True)
 class State:
     """What NVML said at one moment; None where this GPU or machine does not say."""
 
@@ -150,31 +130,20 @@ class State:
     throttle_reasons: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What NVML said around an implementation's samples."""
-
-    sm_clock_mhz_min: float | None
-    sm_clock_mhz_max: float | None
-    power_w_max: float | None
-    power_w_mean: float | None
-    temperature_c_max: float | None
-    throttle_reasons: tuple[str, ...]
-
-    @classmethod
-    def of(cls, states: list[State]) -> Summary:
-        """Extremes, mean power and every throttle reason of some states; None where none of them says."""
-        clocks = [s.sm_clock_mhz for s in states if s.sm_clock_mhz is not None]
-        powers = [s.power_w for s in states if s.power_w is not None]
-        temperatures = [s.temperature_c for s in states if s.temperature_c is not None]
-        return cls(
-            sm_clock_mhz_min=min(clocks, default=None),
-            sm_clock_mhz_max=max(clocks, default=None),
-            power_w_max=max(powers, default=None),
-            power_w_mean=fmean(powers) if powers else None,
-            temperature_c_max=max(temperatures, default=None),
-            throttle_reasons=tuple(sorted({reason for s in states for reason in s.throttle_reasons})),
-        )
+def conditions(states: Sequence[State], energy_j_per_call: float | None = None) -> Conditions:
+    """Extremes, mean power and every throttle reason of some states; None where none of them says."""
+    clocks = [s.sm_clock_mhz for s in states if s.sm_clock_mhz is not None]
+    powers = [s.power_w for s in states if s.power_w is not None]
+    temperatures = [s.temperature_c for s in states if s.temperature_c is not None]
+    return Conditions(
+        sm_clock_mhz_min=min(clocks, default=None),
+        sm_clock_mhz_max=max(clocks, default=None),
+        power_w_max=max(powers, default=None),
+        power_w_mean=fmean(powers) if powers else None,
+        temperature_c_max=max(temperatures, default=None),
+        throttle_reasons=tuple(sorted({reason for s in states for reason in s.throttle_reasons})),
+        energy_j_per_call=energy_j_per_call,
+    )
 
 
 class Backend(Protocol):
@@ -213,26 +182,25 @@ class _Progress:
     """How many plain gaps come before its samples."""
     probe_mhz: float | None = None
     """The clock of a first sample that was like those to come; None where there was none."""
-    time_us: list[float] = field(default_factory=list)
-    clocks: list[float] = field(default_factory=list)
-    call_clocks: list[float | None] = field(default_factory=list)
+    readings: list[Reading] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)
     spent_s: float = 0.0
     last_state_s: float | None = None
 
     def wants_more(self, samples: int, min_samples: int, cap_s: float) -> bool:
-        taken = len(self.time_us)
+        taken = len(self.readings)
         return taken < min_samples or (taken < samples and self.spent_s < cap_s)
 
 
-@dataclass(frozen=True)
-class Sustained:
-    """Seconds of continuous calls."""
-
-    series: Series
-    summary: Summary
-    energy_j_per_call: float | None
-    continuous_s: float
-    """How long it ran without a pause, the part that is not counted included."""
+def _samples(readings: Sequence[Reading], **fields: Any) -> Samples:
+    """Readings as they are recorded; no clock of the calls where it could not be read of one."""
+    call_clocks = [reading.call_clock_mhz for reading in readings]
+    return Samples(
+        time_us=tuple(reading.time_us for reading in readings),
+        sm_clock_mhz=tuple(reading.sm_clock_mhz for reading in readings),
+        call_clock_mhz=() if None in call_clocks else tuple(mhz for mhz in call_clocks if mhz is not None),
+        **fields,
+    )
 
 
 class Timer:
@@ -243,7 +211,6 @@ class Timer:
         self._random = random.Random(seed)
         self._busy_s = 0.0
         self._top_mhz = 0.0
-        self._states: dict[str, list[State]] = {}
 
     def _sample(self, progress: _Progress, cold: bool) -> Reading:
         backend = self._backend
@@ -285,11 +252,11 @@ class Timer:
                 return
             progress.calls //= 2
 
-    def _watch(self, name: str, progress: _Progress) -> None:
+    def _watch(self, progress: _Progress) -> None:
         now = self._backend.now()
         if progress.last_state_s is None or now - progress.last_state_s > 0.25:
             progress.last_state_s = now
-            self._states.setdefault(name, []).append(self._backend.state())
+            progress.states.append(self._backend.state())
 
     def burst(
         self,
@@ -300,7 +267,7 @@ class Timer:
         min_samples: int = 7,
         cap_s: float = 3.0,
         announce: Announce = lambda name: None,
-    ) -> dict[str, Series]:
+    ) -> dict[str, Samples]:
         """Samples of every implementation, taken in turn in an order drawn anew each round.
 
         Args:
@@ -320,7 +287,6 @@ class Timer:
                 f"got min_samples {min_samples}, samples {samples}, cap_s {cap_s}"
             )
         going: dict[str, _Progress] = {}
-        self._states.clear()
         for name, run in implementations.items():
             announce(name)
             going[name] = self._start(run, cold)
@@ -336,31 +302,24 @@ class Timer:
                 progress = going[name]
                 start = self._backend.now()
                 reading = self._sample(progress, cold)
-                progress.time_us.append(reading.time_us)
-                progress.clocks.append(reading.sm_clock_mhz)
-                progress.call_clocks.append(reading.call_clock_mhz)
+                progress.readings.append(reading)
                 if self._held_back(reading.sm_clock_mhz):
                     progress.gap_factor = min(2 * progress.gap_factor, _GAP_FACTORS[-1])
-                self._watch(name, progress)
+                self._watch(progress)
                 progress.spent_s += self._backend.now() - start
             names = [name for name in going if going[name].wants_more(samples, min_samples, cap_s)]
         return {
-            name: Series(
+            name: _samples(
+                progress.readings,
                 regime="burst",
                 cache="cold" if cold else "hot",
                 calls=progress.calls,
-                time_us=tuple(progress.time_us),
-                sm_clock_mhz=tuple(progress.clocks),
-                call_clock_mhz=_all_or_none(progress.call_clocks),
+                conditions=conditions(progress.states),
             )
             for name, progress in going.items()
         }
 
-    def summary(self, name: str) -> Summary:
-        """What NVML said around an implementation's samples of the last burst."""
-        return Summary.of(self._states.get(name, []))
-
-    def sustained(self, run: Run, *, seconds: float = 5.0, call_us: float | None = None) -> Sustained:
+    def sustained(self, run: Run, *, seconds: float = 5.0, call_us: float | None = None) -> Samples:
         """Call back to back for at least `seconds`, in chunks of about 50 ms; the samples are the chunks.
 
         The first fifth brings the chip to its steady state and is not counted. `call_us` is a known time of one call,
@@ -400,23 +359,14 @@ class Timer:
             ended_j = backend.energy_j()
             pending()
         energy = (ended_j - began_j) / counted if began_j is not None and ended_j is not None and counted else None
-        return Sustained(
-            Series(
-                regime="sustained",
-                cache="hot",
-                calls=calls,
-                time_us=tuple(reading.time_us for reading in readings),
-                sm_clock_mhz=tuple(reading.sm_clock_mhz for reading in readings),
-                call_clock_mhz=_all_or_none([reading.call_clock_mhz for reading in readings]),
-            ),
-            Summary.of(watcher.states),
-            energy if energy and energy > 0 else None,
-            passed,
+        return _samples(
+            readings,
+            regime="sustained",
+            cache="hot",
+            calls=calls,
+            conditions=conditions(watcher.states, energy if energy and energy > 0 else None),
+            continuous_s=passed,
         )
-
-
-def _all_or_none(clocks: list[float | None]) -> tuple[float, ...]:
-    return () if None in clocks else tuple(clock for clock in clocks if clock is not None)
 
 
 class _Watcher:

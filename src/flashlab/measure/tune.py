@@ -1,19 +1,18 @@
-"""The autotuner: try a stage's tunables on a GPU, keep a record of every one tried, and make the table of choices.
+"""The autotuner: try a stage's tunables on a GPU, and keep a record of every one tried.
 
 A tuning of one stage on one problem, or on several, goes like this:
 
 1. Every variant is compiled, several at once. Those that a static_assert refuses, that spill or lose performance
    otherwise, cost no GPU time; their record says why. Those whose machine code another variant has too are left out.
-2. The others are checked against the oracle and timed in turn, in one process, in short bursts; then the faster third
-   again with more samples, and so on. The stage's defaults and the table's present choice take part in every round,
-   so that every round has something to be compared with.
+2. The others are checked against the oracle and timed interleaved, in one process, in short bursts; then the faster
+   third again with more samples, and so on. The stage's defaults and the table's present choice take part in every
+   round, so that every round has something to be compared with.
 3. Every variant of every round is a record in data/<gpu>/tuning, losers and refused ones too.
 
-A plan does this for many stages and problems in one worker and a single round; all that is tried on one problem takes
-turns, whatever its stage, and with it the libraries that the plan names.
+A plan does this for many stages and problems in one worker and a single round; all that is tried on one problem is
+interleaved, whatever its stage, and with it the libraries that the plan names.
 
-`rows` makes the table (tuned.py) from records and nothing else. Of every stage and problem it has the fastest variant
-of the newest round, and what the newest run of `flashlab bench` measured.
+measure/tuned.py makes the table of choices from the records.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from flashlab.build import compiler
-from flashlab.core.errors import CompileError, NoDataError, ParameterError
-from flashlab.core.paths import DATA, writable_dir
+from flashlab.core.errors import CompileError, ParameterError
+from flashlab.core.inputs import NORMAL
+from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers, registry
-from flashlab.kernels.registry import Stage, arch_for
+from flashlab.kernels.registry import Stage
 from flashlab.measure import bench
+from flashlab.measure.options import BURSTS, Implementation, Options, Plan
 from flashlab.record import store
-from flashlab.record.store import Measurement, Samples, Tuning
-from flashlab.run import choice as tuned
-from flashlab.run import gpu
-from flashlab.show import tables
+from flashlab.record.store import Tuning
+from flashlab.run import choice, gpu
 
 Variant = dict[str, int]
 """Every tunable of a stage and its value."""
@@ -58,14 +57,11 @@ _PLAN_CAP_S = 0.5
 """Of a plan: host time after which a variant takes no more samples than it must."""
 _CHECKED_SCORES = 1 << 26
 """Scores of a problem that are compared with the oracle."""
+_PLAN = replace(BURSTS, samples=_SAMPLES[-1], checked_scores=_CHECKED_SCORES)
 _START_S, _EACH_S, _CHECK_S = 25.0, 0.2, 0.25
 """Assumptions of `estimate_s`: start and compilers, a variant without its check, a check of as many scores as are."""
 _TASKS_AT_ONCE = 4
 """Tasks of a plan that are compiled at once, so that the last variant of one leaves no core idle."""
-
-
-BESIDE = "sdpa"
-"""The library that a choice is held against: torch's SDPA, with its own choice of kernels."""
 
 
 class Key(NamedTuple):
@@ -211,12 +207,13 @@ def variants_of(
     return _unique(stage.parameters(head_dim, variant) for variant in found)
 
 
-def _items(variant: Mapping[str, int]) -> Items:
+def items(variant: Mapping[str, int]) -> Items:
+    """A variant as a key."""
     return tuple(sorted(variant.items()))
 
 
 def _unique(variants: Iterable[Variant]) -> list[Variant]:
-    return list({_items(variant): variant for variant in variants}.values())
+    return list({items(variant): variant for variant in variants}.values())
 
 
 class Compiled(NamedTuple):
@@ -276,7 +273,9 @@ def _why(error: CompileError) -> str:
     return " ".join(text.split())[:_REASON_CHARS]
 
 
-def problems_of(*, head_dim: int, mask: Mask, dtype: DType, shapes: Sequence[str] | None = None) -> tuple[Problem, ...]:
+def problems_of(
+    *, head_dim: int, mask: Mask, dtype: DType, shapes: Sequence[str] | None = None, inputs: str = NORMAL
+) -> tuple[Problem, ...]:
     """The problems of one tuning: the shapes, or the first one of the suites, with that head dim.
 
     Raises:
@@ -285,15 +284,11 @@ def problems_of(*, head_dim: int, mask: Mask, dtype: DType, shapes: Sequence[str
     if shapes is None:
         first = Problem.parse(FIRST_SHAPE)
         shapes = (f"{first.batch}x{first.q_heads}x{first.q_len}x{head_dim}",)
-    problems = tuple(Problem.parse(shape, dtype=dtype, mask=mask) for shape in shapes)
+    problems = tuple(Problem.parse(shape, dtype=dtype, mask=mask, inputs=inputs) for shape in shapes)
     for problem in problems:
         if problem.head_dim != head_dim:
             raise ParameterError(f"--shape: wanted head dim {head_dim}, got {problem.shape}")
     return problems
-
-
-Timing = Callable[..., Path]
-"""As `bench.time_variants`."""
 
 
 def tune(
@@ -307,13 +302,11 @@ def tune(
     each: bool = False,
     limit: int = LIMIT,
     shapes: Sequence[str] | None = None,
-    data: Path = DATA,
-    device: int = 0,
+    inputs: str = NORMAL,
     arch: str | None = None,
     slug: str | None = None,
     announce: Callable[[str], None] = lambda text: None,
-    progress: bench.Report | None = None,
-    timing: Timing = bench.time_variants,
+    options: Options | None = None,
 ) -> Tuned:
     """Tune a stage for one head dim, mask and element type, and record every variant.
 
@@ -322,35 +315,27 @@ def tune(
         head_dim, mask, dtype: what for.
         variants: what to try; from `grid`, `each` and `limit` (see `variants_of`) where None.
         shapes: on which problems; the suites' first where None. With several, the geometric mean of the times decides.
-        data, device: where records go, and the GPU's index.
+        inputs: what Q, K and V hold. The table is made of normal ones alone.
         arch, slug: the GPU's architecture and folder; asked of the GPU where None.
         announce: told of each variant that is compiled, and of each round.
-        progress: as `bench.time_variants` takes it.
-        timing: in place of `bench.time_variants`.
+        options: how it runs; `Options()` where None.
 
     Raises:
         UnknownStageError, ParameterError, UnsupportedError: what was asked for does not exist.
         CompileError: no variant compiles.
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
+    options = options or Options()
     stage = registry.get(stage_id)
-    problems = problems_of(head_dim=head_dim, mask=mask, dtype=dtype, shapes=shapes)
-    arch, slug = gpu.arch_and_slug(device, arch, slug)
+    problems = problems_of(head_dim=head_dim, mask=mask, dtype=dtype, shapes=shapes, inputs=inputs)
+    arch, slug = gpu.arch_and_slug(options.device, arch, slug)
     for problem in problems:
         stage.require(problem, arch)
-    causal = mask == "causal"
-    stay = _staying(Key(stage_id, problems[0]), arch, slug, data)
+    stay = _staying(Key(stage_id, problems[0]), arch, slug, options.data)
     if variants is None:
         variants = variants_of(stage, head_dim, grid, each=each, base=stay[-1], limit=limit)
-    compiled = compile_variants(
-        stage,
-        _unique([*stay, *variants]),
-        head_dim=head_dim,
-        causal=causal,
-        dtype=dtype,
-        arch=arch,
-        progress=announce,
-    )
+    how: dict[str, Any] = {"head_dim": head_dim, "causal": mask == "causal", "dtype": dtype}
+    compiled = compile_variants(stage, _unique([*stay, *variants]), **how, arch=arch, progress=announce)
     if not compiled.good:
         raise CompileError(
             f"{stage_id}: no variant of {len(variants)} compiles, the first because of {compiled.refused[0][1]}",
@@ -363,90 +348,91 @@ def tune(
         last = len(left) <= _FINALISTS + len(stay)
         samples = _SAMPLES[-1] if last else _SAMPLES[min(len(rounds), len(_SAMPLES) - 2)]
         announce(f"round {len(rounds) + 1}: {len(left)} variants, {samples} samples each")
-        path = timing(
-            stage_id,
-            left,
-            problems,
-            data=data,
-            device=device,
-            plan=_plan(samples),
-            progress=progress,
-        )
-        found, _ = store.read_tunings(path)
+        tasks = [Task(Key(stage_id, problem), tuple(left)) for problem in problems]
+        path = time(tasks, plan=replace(_PLAN, samples=samples, min_samples=min(3, samples)), options=options)
+        timed, _ = store.read_tunings(path)
         if not rounds:
-            _record_refused(path, found, compiled.refused, problems)
-            store.write_checksums(slug, data)
+            _record_refused(path, timed, compiled.refused, problems)
+            store.write_checksums(slug, options.data)
         rounds.append(path)
-        ranked = rank(found, problems)
+        ranked = rank(timed, problems)
         if last or not ranked:
             break
         kept = max(_FINALISTS, len(left) // _KEPT)
         left = _unique([*ranked[:kept], *(variant for variant in ranked if variant in stay)])
-    return Tuned(
-        stage=stage_id,
-        problems=problems,
-        refused=len(compiled.refused),
-        twins=len(compiled.twins),
-        rounds=tuple(rounds),
-    )
+    refused, twins = len(compiled.refused), len(compiled.twins)
+    return Tuned(stage=stage_id, problems=problems, refused=refused, twins=twins, rounds=tuple(rounds))
 
 
-def _plan(samples: int, cap_s: float = 1.0) -> bench.Plan:
-    return bench.Plan(
-        samples=samples,
-        min_samples=min(3, samples),
-        cold_samples=0,
-        cap_s=cap_s,
-        sustained_seconds=0.0,
-        checked_scores=_CHECKED_SCORES,
-    )
+def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
+    """Check and time the variants of tasks, those on one problem interleaved; the records go to data/<gpu>/tuning/.
+
+    Returns:
+        The file of `store.Tuning`. A variant that does not compile or run costs its own rows only.
+
+    Raises:
+        As `bench.measure`; ParameterError for a tunable that a stage lacks, or no such library.
+    """
+    implementations: dict[str, Implementation] = {}
+    wanted: dict[Problem, dict[str, None]] = {}
+    for task in tasks:
+        of_task = {
+            registry.variant_name(task.key.stage, variant): Implementation(
+                kind="stage", id=task.key.stage, params=variant, record={"stage": task.key.stage}
+            )
+            for variant in task.variants
+        }
+        for name in task.peers:
+            of_task[name] = Implementation(kind="peer", id=peers.get(name).name, record={"stage": name})
+        implementations |= of_task
+        wanted.setdefault(task.key.problem, {}).update(dict.fromkeys(of_task))
+    cells = [(problem, list(names)) for problem, names in wanted.items()]
+    return bench.measure("tuning", implementations, cells, plan=plan, options=options)
 
 
 def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
     """What takes part in every round: the defaults and the table's present choice, which comes last."""
     stage, head_dim = registry.get(key.stage), key.problem.head_dim
     # Records may go elsewhere than the table comes from.
-    tables_in = data if tuned.path_of(slug, data).exists() else DATA
-    present = tuned.parameters(stage, slug, key.problem, arch=arch, data=tables_in)
+    tables_in = data if choice.path_of(slug, data).exists() else DATA
+    present = choice.parameters(stage, slug, key.problem, arch=arch, data=tables_in)
     return _unique([stage.parameters(head_dim), stage.parameters(head_dim, present)])
 
 
 def tune_all(
     tasks: Sequence[Task],
     *,
-    data: Path = DATA,
-    device: int = 0,
     arch: str | None = None,
     slug: str | None = None,
     announce: Callable[[str], None] = lambda text: None,
-    progress: bench.Report | None = None,
-    timing: Callable[..., Path] = bench.time_tasks,
+    options: Options | None = None,
 ) -> list[Tuned]:
     """`tune` for several short lists: everything is compiled first, then one worker times all, a single round each.
 
-    What is tried on one problem takes turns, whatever its stage, together with the libraries that a task names.
+    What is tried on one problem is interleaved, whatever its stage, with the libraries that a task names.
 
     Args:
         tasks: what to tune, each key once.
-        data, device, arch, slug, announce, progress: as `tune` takes them.
-        timing: in place of `bench.time_tasks`.
+        arch, slug, announce, options: as `tune` takes them.
 
     Raises:
         As `tune`; a task whose stage this GPU does not run, or of which nothing compiles, is announced and left out.
     """
-    arch, slug = gpu.arch_and_slug(device, arch, slug)
+    options = options or Options()
+    arch, slug = gpu.arch_and_slug(options.device, arch, slug)
     kinds: dict[tuple[str, int, Mask, DType], list[Task]] = {}
     for task in tasks:
         stage, problem = registry.get(task.key.stage), task.key.problem
         stage.require(problem)
-        if arch not in stage.archs:
-            announce(f"{_title(task.key)}: left out, {stage.id} needs {stage.needs} and this GPU is {arch}")
-            continue
-        kinds.setdefault((stage.id, problem.head_dim, problem.mask, problem.dtype), []).append(task)
+        if arch in stage.archs:
+            kinds.setdefault((stage.id, problem.head_dim, problem.mask, problem.dtype), []).append(task)
+        else:
+            left_out = f"left out, {stage.id} needs {stage.needs} and this GPU is {arch}"
+            announce(f"{stage.id}, {problem.label}: {left_out}")
     if not kinds:
         raise ParameterError(f"wanted a stage to tune that runs on {arch}, got none")
     tried = {
-        task.key: _unique([*_staying(task.key, arch, slug, data), *task.variants])
+        task.key: _unique([*_staying(task.key, arch, slug, options.data), *task.variants])
         for of_kind in kinds.values()
         for task in of_kind
     }
@@ -457,7 +443,7 @@ def tune_all(
         how: dict[str, Any] = {"head_dim": head_dim, "causal": mask == "causal", "dtype": dtype}
         return compile_variants(registry.get(stage_id), every, **how, arch=arch)
 
-    found: list[tuple[Task, Compiled]] = []
+    able: list[tuple[Task, Compiled]] = []
     with ThreadPoolExecutor(_TASKS_AT_ONCE) as pool:
         for (stage_id, head_dim, mask, dtype), compiled in zip(kinds, pool.map(build, kinds), strict=True):
             name = f"{stage_id}, D={head_dim}, {mask}, {dtype}"
@@ -465,25 +451,19 @@ def tune_all(
             for task in kinds[stage_id, head_dim, mask, dtype]:
                 own = compiled.of(tried[task.key])
                 if own.good:
-                    found.append((task, own))
-    if not found:
+                    able.append((task._replace(variants=own.good), own))
+    if not able:
         raise ParameterError("wanted at least one variant that compiles, got none")
-    path = timing(
-        [bench.Task(task.key.stage, compiled.good, (task.key.problem,), task.peers) for task, compiled in found],
-        data=data,
-        device=device,
-        plan=_plan(_SAMPLES[-1], _PLAN_CAP_S),
-        progress=progress,
-    )
-    read, _ = store.read_tunings(path)
+    path = time([task for task, _ in able], plan=replace(_PLAN, cap_s=_PLAN_CAP_S), options=options)
+    timed, _ = store.read_tunings(path)
     done = []
-    for task, compiled in found:
+    for task, compiled in able:
         stage_id, problem = task.key
-        own_rows = [one for one in read if (one.stage, one.problem.problem()) == task.key]
+        own_rows = [row for row in timed if (row.stage, row.problem.problem()) == task.key]
         _record_refused(path, own_rows, compiled.refused, (problem,))
         refused, twins = len(compiled.refused), len(compiled.twins)
         done.append(Tuned(stage=stage_id, problems=(problem,), refused=refused, twins=twins, rounds=(path,)))
-    store.write_checksums(slug, data)
+    store.write_checksums(slug, options.data)
     return done
 
 
@@ -516,14 +496,13 @@ def _record_refused(
             store.append(path, Tuning.model_validate(line))
 
 
-def times_us(found: Iterable[Tuning], problems: Sequence[Problem]) -> dict[tuple[tuple[str, int], ...], float]:
+def times_us(found: Iterable[Tuning], problems: Sequence[Problem]) -> dict[Items, float]:
     """Geometric mean over the problems of the median times, by variant (its sorted items) that is right on all."""
-    medians: dict[tuple[tuple[str, int], ...], dict[Problem, float]] = {}
+    medians: dict[Items, dict[Problem, float]] = {}
     for record in found:
         samples = record.samples_of()
         if record.status == "ok" and samples is not None:
-            key = tuple(sorted(record.parameters.items()))
-            medians.setdefault(key, {})[record.problem.problem()] = samples.median_us
+            medians.setdefault(items(record.parameters), {})[record.problem.problem()] = samples.median_us
     return {
         key: math.exp(math.fsum(math.log(times[problem]) for problem in problems) / len(problems))
         for key, times in medians.items()
@@ -535,379 +514,3 @@ def rank(found: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:
     """The variants that are right, fastest first."""
     times = times_us(found, problems)
     return [dict(key) for key in sorted(times, key=lambda key: times[key])]
-
-
-# --- The table --------------------------------------------------------------------------------------------------------
-
-
-def rows(gpu_slug: str, data: Path = DATA) -> list[tuned.Row]:
-    """The rows of a GPU's table, from the records alone; by stage, then problem.
-
-    Of each stage and problem the winner of the newest round that tuned it, and the newest run's measurement of it. What
-    a shape, a mask and an element type do not tell apart (records on other inputs) is left out, and so is what names
-    other tunables than the stage has.
-
-    Raises:
-        NoDataError: no tuning of that GPU is on record.
-    """
-    found = store.tunings(gpu_slug, data)
-    if not found:
-        raise NoDataError(
-            f"wanted tuning records of GPU {gpu_slug!r} under {data / gpu_slug / 'tuning'}, found none. "
-            "`flashlab tune` on such a GPU makes some."
-        )
-    rounds: dict[Key, dict[str, list[Tuning]]] = {}
-    for record in found:
-        if _fits(record.stage, record.parameters):
-            rounds.setdefault(Key(record.stage, record.problem.problem()), {}).setdefault(record.run, []).append(record)
-    made = []
-    for key, by_run in rounds.items():
-        for run in sorted(by_run, reverse=True):
-            timed = [one for one in by_run[run] if one.status == "ok" and one.cubin is not None]
-            if timed:
-                best = min(timed, key=lambda one: _taken(one).median_us)
-                made.append(_row(key, best.parameters, best, variants=len(timed)))
-                break
-    newest: dict[Key, tuned.Row] = {}
-    for measured in _measurements(gpu_slug, data):
-        cubin = measured.cubin
-        if measured.status == "ok" and cubin is not None and _fits(measured.name, cubin.parameters):
-            key = Key(measured.name, measured.problem.problem())
-            newest[key] = _row(key, cubin.parameters, measured, variants=0)
-    made += newest.values()
-    return sorted((row for row in made if _plain(row.problem)), key=lambda row: (row.stage, row.problem, row.variants))
-
-
-def _measurements(gpu_slug: str, data: Path) -> list[Measurement]:
-    """Of all runs, the oldest first."""
-    runs = store.runs(gpu_slug, data) if gpu_slug in store.gpus(data) else ()
-    return [row for run in runs for row in run.measurements]
-
-
-def _fits(name: str, parameters: Mapping[str, int]) -> bool:
-    """Whether a record is a stage's, as it stands now."""
-    stage = registry.STAGES.get(name) or registry.DEAD_ENDS.get(name)
-    return stage is not None and parameters.keys() == stage.params.keys()
-
-
-def _plain(problem: Problem) -> bool:
-    return problem == Problem.parse(problem.shape, dtype=problem.dtype, mask=problem.mask)
-
-
-def _taken(record: Tuning | Measurement) -> Samples:
-    samples = record.samples_of()
-    assert samples is not None, "a record that is ok has burst samples"
-    return samples
-
-
-def _row(key: Key, parameters: Mapping[str, int], record: Tuning | Measurement, *, variants: int) -> tuned.Row:
-    assert record.cubin is not None
-    time_us, tile_q = round(_taken(record).median_us, 3), record.cubin.tile_q
-    return tuned.Row(key.stage, key.problem, parameters, time_us, tile_q, variants, record.run)
-
-
-def table_text(arch: str, sm_count: int, made: Iterable[tuned.Row]) -> str:
-    """The text of a GPU's tuned.json: a line a row, so that a change of the table can be read."""
-    lines = []
-    for row in made:
-        entry = {"stage": row.stage, "shape": row.problem.shape, "mask": row.problem.mask, "dtype": row.problem.dtype}
-        rest = {name: value for name, value in row._asdict().items() if name not in ("stage", "problem")}
-        lines.append(json.dumps({**entry, **rest, "parameters": dict(row.parameters)}))
-    joined = ",\n  ".join(lines)
-    return f'{{\n"arch": "{arch}",\n"sm_count": {sm_count},\n"rows": [\n  {joined}\n]\n}}\n'
-
-
-def table_of(gpu_slug: str, data: Path = DATA) -> str:
-    """What a GPU's tuned.json has to say, by its records.
-
-    Raises:
-        NoDataError: there are none.
-    """
-    made = rows(gpu_slug, data)
-    seen = store.tunings(gpu_slug, data)[-1].gpu
-    return table_text(arch_for(seen.compute_capability), seen.sm_count, made)
-
-
-def write_table(gpu_slug: str, data: Path = DATA) -> Path:
-    """Write data/<gpu>/tuned.json from the records.
-
-    Raises:
-        NoDataError: there are none.
-        OutputError: it cannot be written.
-    """
-    text = table_of(gpu_slug, data)
-    path = tuned.path_of(gpu_slug, data)
-    writable_dir(path.parent, "records")
-    path.write_text(text, encoding="utf-8")
-    store.write_checksums(gpu_slug, data)
-    return path
-
-
-# --- The choices, held against a library ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """What is chosen for a problem on record, beside the library in one process."""
-
-    problem: Problem
-    choice: tuned.Choice
-    run: str
-    """The newest run that timed both; empty where none did."""
-    small_grids: bool
-    """Whether that was a tuning, whose variants suit the problem, and not a run of `flashlab bench`."""
-    time_us: float | None
-    peer_us: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        """How many times faster than the library."""
-        return self.peer_us / self.time_us if self.peer_us and self.time_us else None
-
-
-def held_against(gpu_slug: str, peer: str = BESIDE, data: Path = DATA) -> list[Held]:
-    """What `flashlab.attention` chooses on a GPU for every problem that a library was timed on, the worst ratio first.
-
-    Raises:
-        DamagedRecordError: the table cannot be read.
-    """
-    table = tuned.table(gpu_slug, data)
-    if table is None:
-        return []
-    times: dict[Problem, dict[str, dict[tuple[str, Items], float]]] = {}
-    tuning_runs = set()
-    for record in store.tunings(gpu_slug, data):
-        if record.status == "ok":
-            tuning_runs.add(record.run)
-            of_run = times.setdefault(record.problem.problem(), {}).setdefault(record.run, {})
-            of_run[record.stage, _items(record.parameters)] = _taken(record).median_us
-    for row in _measurements(gpu_slug, data):
-        if row.status == "ok" and row.samples_of() is not None:
-            of_run = times.setdefault(row.problem.problem(), {}).setdefault(row.run, {})
-            of_run[row.name, _items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us
-    found = []
-    for problem, by_run in times.items():
-        library = (peer, _items({}))
-        choices = tuned.rank(problem, gpu_slug, table.arch, data=data).choices
-        if not (_plain(problem) and choices and any(library in of_run for of_run in by_run.values())):
-            continue
-        mine = (choices[0].stage.id, _items(choices[0].parameters))
-        both = [run for run, of_run in by_run.items() if mine in of_run and library in of_run]
-        run = max(both, default="")
-        found.append(
-            Held(
-                problem=problem,
-                choice=choices[0],
-                run=run,
-                small_grids=run in tuning_runs,
-                time_us=by_run[run][mine] if run else None,
-                peer_us=by_run[run][library] if run else None,
-            )
-        )
-    return sorted(found, key=lambda one: (one.ratio is None, one.ratio or 0.0, one.problem))
-
-
-# --- What each lever did ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One variant on one key: how it did beside the stage's defaults in the same round."""
-
-    key: Key
-    parameters: Mapping[str, int]
-    status: store.Status
-    reason: str
-    median_us: float | None
-    speedup: float | None
-    """Time of the defaults over its own, in the round that gave it most samples; None without either."""
-    samples: int
-    run: str
-    commit: str
-    dirty: bool
-
-
-def trials(found: Iterable[Tuning]) -> list[Trial]:
-    """Every variant on record, once a problem: where it got most samples, and of those the newest."""
-    by_run: dict[tuple[Key, str], list[Tuning]] = {}
-    for record in found:
-        if record.stage not in peers.PEERS:
-            by_run.setdefault((Key(record.stage, record.problem.problem()), record.run), []).append(record)
-    best: dict[tuple[Key, tuple[tuple[str, int], ...]], Trial] = {}
-    for (key, run), of_run in sorted(by_run.items(), key=lambda item: item[0][1]):
-        stage = registry.RUNGS.get(key.stage)
-        defaults = None if stage is None else stage.parameters(key.problem.head_dim)
-        start = next((r.samples_of() for r in of_run if r.parameters == defaults and r.status == "ok"), None)
-        for record in of_run:
-            samples = record.samples_of()
-            trial = Trial(
-                key=key,
-                parameters=record.parameters,
-                status=record.status,
-                reason=record.reason,
-                median_us=samples.median_us if samples else None,
-                speedup=start.median_us / samples.median_us if start and samples else None,
-                samples=len(samples.time_us) if samples else 0,
-                run=run,
-                commit=record.source.commit,
-                dirty=record.source.dirty,
-            )
-            place = (key, tuple(sorted(record.parameters.items())))
-            before = best.get(place)
-            if before is None or trial.samples >= before.samples:
-                best[place] = trial
-    return list(best.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lever:
-    """One value of one tunable: how far it gets with the best of everything else tried."""
-
-    key: Key
-    name: str
-    value: int
-    best: float | None
-    """Speed of the fastest variant that has it, over the defaults; None where none of them ran."""
-    tried: int
-    """Variants that have it, refused ones among them."""
-
-
-def levers(found: Iterable[Trial]) -> list[Lever]:
-    """What each value of each tunable got, by key, for those of which more than one value was tried."""
-    grouped: dict[Key, list[Trial]] = {}
-    for trial in found:
-        grouped.setdefault(trial.key, []).append(trial)
-    result: list[Lever] = []
-    for key, of_key in grouped.items():
-        names = dict.fromkeys(name for trial in of_key for name in trial.parameters)
-        for name in names:
-            values = sorted({trial.parameters[name] for trial in of_key if name in trial.parameters})
-            if len(values) < 2:
-                continue
-            for value in values:
-                having = [trial for trial in of_key if trial.parameters.get(name) == value]
-                speeds = [trial.speedup for trial in having if trial.speedup is not None]
-                result.append(Lever(key=key, name=name, value=value, best=max(speeds, default=None), tried=len(having)))
-    return result
-
-
-# --- Pages ------------------------------------------------------------------------------------------------------------
-
-NOTHING_YET = (
-    "**Nothing has been measured yet.** No tuning is on record for this GPU; `flashlab tune STAGE` on it makes one."
-)
-
-
-def _found(gpu_slug: str | None, data: Path) -> list[Trial]:
-    return trials(store.tunings(gpu_slug or "", data))
-
-
-def _title(key: Key) -> str:
-    return f"{key.stage}, {key.problem.label}"
-
-
-def _text(parameters: Mapping[str, int], beside: Mapping[str, int] | None = None) -> str:
-    """Tunables as text, those alone that differ where there is something to differ from."""
-    shown = {name: value for name, value in parameters.items() if beside is None or beside.get(name) != value}
-    return " ".join(f"{name}={value}" for name, value in shown.items()) or "the defaults"
-
-
-def winners_table(gpu_slug: str | None, data: Path = DATA) -> str:
-    """What won on every problem that a stage was tuned on, and what it gains over the defaults, as a Markdown table."""
-    found = _found(gpu_slug, data)
-    if not found:
-        return NOTHING_YET
-    lines: list[list[tables.Cell]] = []
-    for row in rows(gpu_slug or "", data):
-        of_key = [trial for trial in found if trial.key == (row.stage, row.problem)]
-        if not row.variants:
-            continue
-        own = [trial for trial in of_key if trial.parameters == row.parameters]
-        gain = next((trial.speedup for trial in own if trial.speedup is not None), None)
-        stage = registry.RUNGS.get(row.stage)
-        defaults = stage.parameters(row.problem.head_dim) if stage else None
-        lines.append(
-            [
-                row.stage,
-                row.problem.label,
-                _text(row.parameters, defaults),
-                None if gain is None else f"{gain:.3f}",
-                str(len(of_key)),
-                row.run,
-            ]
-        )
-    header = ("stage", "problem", "differs from the defaults", "times faster", "tried", "run")
-    return tables.markdown(header, lines, left=3)
-
-
-def choices_table(gpu_slug: str | None, data: Path = DATA) -> str:
-    """What is chosen for every problem that torch's SDPA was timed on, the worst first, as a Markdown table."""
-    held = held_against(gpu_slug or "", data=data)
-    if not held:
-        return NOTHING_YET
-    lines: list[list[tables.Cell]] = [
-        [
-            one.problem.label,
-            one.choice.stage.id,
-            _text(one.choice.parameters, one.choice.stage.parameters(one.problem.head_dim)),
-            f"{one.choice.time_us if one.time_us is None else one.time_us:.1f}",
-            None if one.peer_us is None else f"{one.peer_us:.1f}",
-            None if one.ratio is None else f"{one.ratio:.2f}",
-            one.run or "not in one process",
-        ]
-        for one in held
-    ]
-    header = ("problem", "stage", "differs from the defaults", "µs", "SDPA, µs", "times faster", "run")
-    return tables.markdown(header, lines, left=3)
-
-
-def levers_table(gpu_slug: str | None, data: Path = DATA) -> str:
-    """How far each value of each tunable gets with the best of the others, folded away, as Markdown for each key."""
-    found = _found(gpu_slug, data)
-    if not found:
-        return NOTHING_YET
-    text: list[str] = []
-    every = levers(found)
-    for key in sorted({lever.key for lever in every}):
-        lines: list[list[tables.Cell]] = []
-        for name in dict.fromkeys(lever.name for lever in every if lever.key == key):
-            of_name = [lever for lever in every if (lever.key, lever.name) == (key, name)]
-            said = ", ".join(
-                f"{lever.value}: {'does not run' if lever.best is None else f'{lever.best:.3f}'}" for lever in of_name
-            )
-            reached = [lever.best for lever in of_name if lever.best is not None]
-            spread = f"{100 * (max(reached) / min(reached) - 1):.1f} %" if reached else None
-            lines.append([name, said, spread])
-        header = ("tunable", "value: best speed with it, the defaults being 1", "worth")
-        text.append(_folded(_title(key), tables.markdown(header, lines, left=2)))
-    return "\n".join(text)
-
-
-def _folded(title: str, table: str) -> str:
-    body = table.replace("\n", "\n    ").rstrip()
-    return f'??? note "{title}"\n\n    {body}\n'
-
-
-def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
-    """Every variant on record, the fastest first and the refused last, folded away, as Markdown for each key."""
-    found = _found(gpu_slug, data)
-    if not found:
-        return NOTHING_YET
-    text: list[str] = []
-    for key in sorted({trial.key for trial in found}):
-        of_key = [trial for trial in found if trial.key == key]
-        of_key.sort(key=lambda trial: (-(trial.speedup or 0.0), trial.median_us or math.inf))
-        lines: list[list[tables.Cell]] = [
-            [
-                _text(trial.parameters),
-                None if trial.median_us is None else f"{trial.median_us:.1f}",
-                None if trial.speedup is None else f"{trial.speedup:.3f}",
-                str(trial.samples),
-                trial.status if trial.status == "ok" else f"{trial.status}: {trial.reason[:160]}",
-                trial.run,
-            ]
-            for trial in of_key
-        ]
-        header = ("variant", "µs", "times faster than the defaults", "samples", "outcome", "run")
-        text.append(_folded(f"{_title(key)}: {len(of_key)} variants", tables.markdown(header, lines)))
-    return "\n".join(text)

@@ -145,10 +145,9 @@ class Lab:
             run = bench.run(
                 [replace(problem, inputs=kind) for problem in problems for kind in self.inputs] if suite else (),
                 stages=self.stages,
-                data=self.data,
                 plan=bench.plan_of(of or self.suite),
                 ceilings=ceilings,
-                progress=progress,
+                options=bench.Options(data=self.data, progress=progress),
             )
         self.__dict__.pop("results", None)  # what was read before is no longer the newest
         return run
@@ -161,13 +160,14 @@ class Lab:
         Raises:
             NoGpuError, OutputError: as `measure`.
         """
-        from flashlab.measure import bench
+        from flashlab.measure import check
         from flashlab.show import tables
 
         kinds = [kind for kind in self.inputs if kind != TRAINED]  # which have one shape
         if self.source == "measure":
             with _progress_bar() as progress:
-                bench.check_stages(self.stages, inputs=kinds, data=self.data, progress=progress)
+                options = replace(check.OPTIONS, data=self.data, progress=progress)
+                check.check_stages(self.stages, inputs=kinds, options=options)
         try:
             return tables.checks(results.checks(self.gpu or "", self.data, inputs=kinds))
         except NoDataError as error:
@@ -301,9 +301,11 @@ class Lab:
         if self.source == "replay":
             return
         from flashlab.experiments import ledger as claims
+        from flashlab.measure.options import Options
 
         with _progress_bar() as progress:
-            claims.measure(data=self.data, stages=self.stages, everything=True, progress=progress)
+            options = Options(data=self.data, progress=progress)
+            claims.measure(stages=self.stages, everything=True, options=options)
         self.__dict__.pop("results", None)
 
     def claims(self) -> tuple[ClaimVerdict, ...]:

@@ -78,17 +78,18 @@ def ablate(
         measure = partial(ablation.measure, [axis.name for axis in levels], problem=problem)
         effects, plan = ablation.effects, ablation.PLAN
     plan = plan if samples is None else replace(plan, samples=samples)
-    _measure(measure, effects, plan=plan, device=device, data=data, as_json=as_json)
+    _measure(partial(measure, plan=plan), effects, device=device, data=data, as_json=as_json)
 
 
 def _measure(
-    measure: Callable[..., Path], effects: Callable[..., list[Effect]], *, as_json: bool, **options: Any
+    measure: Callable[..., Path], effects: Callable[..., list[Effect]], *, device: int, data: Path, as_json: bool
 ) -> None:
     """Levels of axes, or levers, beside the first of their group; an error where one has no time."""
+    from flashlab.measure.options import Options
     from flashlab.record import store
 
     with following("measuring") as follow:
-        path = measure(**options, announce=say, progress=follow)
+        path = measure(announce=say, options=Options(data=data, device=device, progress=follow))
     found = effects(store.read_ablations(path)[0])
     _show(found, path, as_json)
     failures = [one for one in found if one.median_us is None]
@@ -115,6 +116,7 @@ def split(
     Q·K, the softmax, P·V, and the tiles of K and V. Without stages, all whose parts can be left out.
     """
     from flashlab.experiments import ablation
+    from flashlab.measure.options import Options
     from flashlab.record import store
 
     missing: list[str] = []
@@ -123,11 +125,8 @@ def split(
             stage_ids,
             problems=[Problem.parse(one, dtype=dtype, mask=mask) for one in shape or ablation.SPLIT_SHAPES],
             plan=ablation.PLAN if samples is None else replace(ablation.PLAN, samples=samples),
-            data=data,
-            device=device,
             announce=say,
-            progress=follow,
-            note=missing.append,
+            options=Options(data=data, device=device, progress=follow, note=missing.append),
         )
     _show(ablation.shares(store.read_parts(path)[0]) if path.is_file() else [], path, as_json)
     if missing:

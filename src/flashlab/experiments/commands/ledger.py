@@ -31,10 +31,11 @@ def claims(
 ) -> None:
     """Judge the claims of data/claims.csv by a GPU's records: verdict, our number, its interval, record and reason."""
     from flashlab.experiments import ledger
+    from flashlab.measure.options import Options
 
     if measure:
         with following("measuring") as follow:
-            for path in ledger.measure(data=data, device=device, progress=follow, note=say):
+            for path in ledger.measure(options=Options(data=data, device=device, progress=follow, note=say)):
                 say(f"recorded in {path}")
     name = gpu_with_data(gpu, data)
     verdicts = ledger.verdicts(name, data)

@@ -1,0 +1,258 @@
+"""Implementations on problems, in worker processes until there is a row of each: the protocol of `bench` and `check`.
+
+A cell is a problem, in a layout where that matters, and the implementations that are still to come on it; or the GPU's
+own ceilings. A worker that dies costs the implementation in hand: it is recorded as crashed or timed out, and another
+worker goes on without it. Every row is on disk before the next is asked for.
+
+In a worker, `GpuWorker` holds the GPU and says which cell and implementation come next, should it die of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from flashlab.core.errors import LaunchError, MissingError, MissingPackageError, UnsupportedError
+from flashlab.core.problem import Problem
+from flashlab.measure.harness import REASON_CHARS, Message, Progress, Send, Worker, WorkerDiedError, words
+from flashlab.measure.options import Implementation, Options
+from flashlab.record import provenance
+from flashlab.record.store import Gpu, Status
+from flashlab.run import gpu
+from flashlab.verify.oracle import make_torch_inputs
+
+NO_RESULT = "the worker gave no result"
+Lost = Literal["crashed", "timeout", "error"]
+"""Why an implementation gives no row of its own."""
+
+
+# --- The parent's side ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cell:
+    """A problem (or a checked layout of one) and the implementations still to come."""
+
+    problem: Problem | None
+    """None for the GPU's own ceilings, whose names stand for implementations."""
+    pending: list[str]
+    layout: str = ""
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        return " ".join(filter(None, (self.problem.label if self.problem else "ceilings", self.layout)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Handlers:
+    """What to do with what a worker says."""
+
+    hello: Callable[[Message], None]
+    row: Callable[[Cell, str, Message], None]
+    """Takes a row of that implementation; ValidationError, KeyError or TypeError where it is none."""
+    lost: Callable[[Cell, str, Lost, str], None]
+    """An implementation that will give no row of its own, and why."""
+    closed: Callable[[Cell], None] = lambda cell: None
+    """Nothing more will come of a cell."""
+
+
+class Supervisor:
+    """Runs a job to its end, however many workers that takes."""
+
+    def __init__(self, cells: Sequence[Cell], handlers: Handlers, options: Options) -> None:
+        self._left = {index: cell for index, cell in enumerate(cells) if cell.pending}
+        self._total = sum(len(cell.pending) for cell in cells)
+        self._handlers = handlers
+        self._options = options
+
+    def run(self, job: Message, implementations: Mapping[str, Implementation]) -> None:
+        """Until every row is there.
+
+        Raises:
+            MissingError, UnsupportedError: the worker says that it cannot work here.
+            LaunchError: it dies before it has begun.
+        """
+        options = self._options
+        job = {
+            **job,
+            "device": options.device,
+            "seed": options.seed,
+            "implementations": {name: asdict(one) for name, one in implementations.items()},
+        }
+        while self._left:
+            job["cells"] = [{"index": index, **asdict(cell)} for index, cell in self._left.items()]
+            with Worker(options.worker) as worker:
+                try:
+                    worker.run(job, self._act, startup_s=options.startup_s, step_s=options.timeout_s)
+                except WorkerDiedError as death:
+                    self._bury(death)
+                    continue
+            for index in list(self._left):
+                self._close(index, "error", NO_RESULT)
+
+    def _act(self, message: Message) -> None:
+        """KeyError, TypeError or ValueError where the message makes no sense."""
+        kind = message["type"]
+        if kind == "hello":
+            self._handlers.hello(message)
+        elif kind == "step":
+            self._step(message)
+        elif kind == "row":
+            cell, name = self._left[message["cell"]], message["name"]
+            if name not in cell.pending:
+                raise KeyError(f"row of {name!r}, which is not pending")
+            self._handlers.row(cell, name, message["row"])
+            cell.pending.remove(name)
+        elif kind == "cell_done":
+            self._close(message["cell"], "error", NO_RESULT)
+        else:
+            raise KeyError(kind)
+
+    def _step(self, message: Message) -> None:
+        cell, name = self._left[message["cell"]], message["name"]
+        if name and name not in cell.pending:
+            raise KeyError(f"step of {name!r}, which is not pending")
+        done = self._total - sum(len(one.pending) for one in self._left.values())
+        text = " · ".join(filter(None, (cell.label, name, message["what"])))
+        self._options.progress(Progress(done, self._total, text))
+
+    def _close(self, index: int, status: Lost, reason: str) -> None:
+        cell = self._left.pop(index)
+        for name in cell.pending:
+            self._handlers.lost(cell, name, status, reason)
+        self._handlers.closed(cell)
+
+    def _bury(self, death: WorkerDiedError) -> None:
+        """Charge a death to what was in hand, so that the next worker leaves it out."""
+        step = death.step
+        if step is None:
+            raise LaunchError(f"wanted a worker process that starts, got: {death.reason}") from death
+        index, name = step["cell"], step["name"]
+        reason = f"{step['what']}: {death.reason}"[:REASON_CHARS]
+        cell = self._left.get(index)
+        if cell is None:
+            return  # It died between two problems, and there is nobody to charge.
+        if name in cell.pending:
+            cell.pending.remove(name)
+            self._handlers.lost(cell, name, death.status, reason)
+        if not name or not cell.pending:
+            self._close(index, death.status, reason)
+
+
+# --- The worker's side ------------------------------------------------------------------------------------------------
+
+
+def need(module: str) -> Any:
+    """A Python package that measuring needs; MissingPackageError where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"wanted the Python package {module} to measure on a GPU, got: {error}. "
+            "`pip install 'flashlab[gpu]'` installs it."
+        ) from error
+
+
+class RefusedError(Exception):
+    """An implementation that gives no time: its row's status and reason, and what else the row says."""
+
+    def __init__(self, status: Status, reason: str, **fields: Any) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.fields = fields
+
+
+def refusal(error: Exception) -> RefusedError:
+    """What a row says of an error that the worker survived."""
+    text = str(error)
+    if isinstance(error, RefusedError):
+        return error
+    if isinstance(error, UnsupportedError):
+        return RefusedError("unsupported", text or "unsupported")
+    if isinstance(error, MissingError):
+        return RefusedError("missing", text or "missing")
+    # torch's words for a pinned SDPA backend that does not take the problem, and for too little memory.
+    if "No available kernel" in text or type(error).__name__ == "OutOfMemoryError":
+        return RefusedError("unsupported", words(error))
+    return RefusedError("error", words(error))
+
+
+class GpuWorker:
+    """What a worker process does with its GPU, whatever the job. Talks through `send`."""
+
+    def __init__(self, job: Message, send: Send) -> None:
+        self.job = job
+        self.send = send
+        self.device = int(job["device"])
+        self.implementations = {name: Implementation(**one) for name, one in job["implementations"].items()}
+
+    def hold(self) -> None:
+        """Take hold of the GPU and greet.
+
+        Raises:
+            MissingError, UnsupportedError: it cannot work here.
+        """
+        gpu.require()
+        self.info = gpu.info(self.device)
+        self.torch, self.cupy = need("torch"), need("cupy")
+        self.torch.cuda.set_device(self.device)
+        self.cupy.cuda.Device(self.device).use()
+        self.torch.zeros(1, device="cuda")
+        fields = {name: getattr(self.info, name) for name in Gpu.model_fields}
+        self.send({"type": "hello", "gpu": fields, "software": provenance.software()})
+
+    def cells(self) -> Iterator[tuple[int, Problem | None, list[str], str]]:
+        """The cells of the job: index, problem, names, layout."""
+        for cell in self.job["cells"]:
+            problem = None if cell["problem"] is None else Problem(**cell["problem"])
+            yield cell["index"], problem, cell["pending"], cell["layout"]
+
+    def step(self, cell: int, name: str, what: str, extra_s: float = 0.0) -> None:
+        """Say what comes next: should this process die of it, the parent knows."""
+        self.send({"type": "step", "cell": cell, "name": name, "what": what, "extra_s": extra_s})
+
+    def row(self, cell: int, name: str, row: Message) -> None:
+        """Say what came of an implementation; `row` is JSON."""
+        self.send({"type": "row", "cell": cell, "name": name, "row": row})
+
+    @contextmanager
+    def surviving(self, cell: int, name: str, refuse: Callable[[int, str, RefusedError], None]) -> Iterator[None]:
+        """Turn an error into a row, where the CUDA context outlived it; else end the process: it never recovers."""
+        try:
+            yield
+        except Exception as error:
+            if not isinstance(error, RefusedError):
+                self.survive(error)
+            refuse(cell, name, refusal(error))
+
+    def survive(self, error: Exception) -> None:
+        """Return when the CUDA context outlived an error."""
+        try:
+            gpu.synchronize(self.device)
+        except LaunchError as broken:
+            self.send({"type": "fatal", "reason": f"{words(error)} (then {broken})"[:REASON_CHARS]})
+            # No clean-up: every destructor would meet the broken context.
+            os._exit(3)
+
+    def free(self) -> None:
+        """Give memory back to the GPU."""
+        gc.collect()
+        self.torch.cuda.empty_cache()
+        self.cupy.get_default_memory_pool().free_all_blocks()
+
+    def inputs(self, problem: Problem) -> tuple[Any, Any, Any]:
+        """Q, K and V, torch tensors."""
+        return make_torch_inputs(problem, self.job["seed"])
+
+    def for_oracle(self, tensor: Any) -> Any:
+        """A CuPy view of a torch tensor; bfloat16 as its bits, since CuPy need not know the type."""
+        if str(tensor.dtype) == "torch.bfloat16":
+            return self.cupy.from_dlpack(tensor.view(self.torch.int16)).view(self.cupy.uint16)
+        return self.cupy.from_dlpack(tensor)

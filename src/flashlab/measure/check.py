@@ -1,0 +1,363 @@
+"""Compare stages with the oracle on a GPU, in a worker process, and record what it says.
+
+verify/cases.py says which cases there are, and runs the same on a CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+from pydantic import TypeAdapter
+
+from flashlab.core.problem import DTYPES, MASKS, Problem
+from flashlab.kernels import registry as stages
+from flashlab.measure import harness
+from flashlab.measure.bench import compile_ahead, implementations_of
+from flashlab.measure.cells import Cell, GpuWorker, Handlers, Lost, RefusedError, Supervisor, need, refusal
+from flashlab.measure.harness import REASON_CHARS, Book, Message, Send
+from flashlab.measure.options import Options
+from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, case_line, header_line
+from flashlab.record.store import Verdict
+from flashlab.run import emulator, gpu
+from flashlab.run.attention import prepare
+from flashlab.verify.cases import FAR_LAYOUTS, FLASH_ATTENTION, SUITES, TENSORS, chosen_cases, laid_out, placement
+from flashlab.verify.on_cpu import CheckRun, build_all, emulate_beside, emulates, implementations
+from flashlab.verify.verdict import FlashAttentionOracle, Guarded, Oracle, check, damage
+
+OPTIONS = Options(timeout_s=120.0, worker=(sys.executable, "-m", "flashlab.measure.check"))
+_WAITING_EMULATIONS = 256
+"""Runs of the emulator that may wait for a core, so that their arrays do not fill the memory."""
+_ROW = TypeAdapter(CheckRow)
+
+
+# --- The parent -------------------------------------------------------------------------------------------------------
+
+
+def check_stages(
+    stage_ids: Sequence[str] | None = None,
+    *,
+    lengths: Sequence[tuple[int, int]] | None = None,
+    dtypes: Sequence[str] = DTYPES,
+    masks: Sequence[str] = MASKS,
+    layouts: Sequence[str] | None = None,
+    inputs: Sequence[str] | None = None,
+    head_dims: Sequence[int] | None = None,
+    sources: Mapping[str, Path] | None = None,
+    record: bool = True,
+    emulate: bool = False,
+    random: int = 0,
+    suite: str | None = None,
+    options: Options = OPTIONS,
+) -> CheckRun:
+    """Compare stages with the oracle on the GPU, over lengths, masks, types, layouts and inputs that break kernels.
+
+    Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
+    the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere without `record`.
+
+    Where lengths, layouts and inputs are left open, these are `cases.default_cases`. Where one of them is given, every
+    combination runs: by default of all hostile lengths, every layout and normal inputs. `inputs` are kinds that are
+    drawn from a seed: all but `trained`.
+
+    `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two. `random` replaces
+    lengths, masks, types, layouts and head dims by so many `cases.random_cases`; their rows go to data/<gpu>/random/.
+    `suite` replaces them by the cases of one of `cases.SUITES`, judged by its rule, and the folder is its name.
+
+    Raises:
+        As `bench.run`.
+    """
+    named = implementations_of(stage_ids, (), sources)
+    wanted = chosen_cases(
+        {name: stages.get(one.id) for name, one in named.items()},
+        lengths=lengths,
+        dtypes=dtypes,
+        masks=masks,
+        layouts=layouts,
+        inputs=inputs,
+        head_dims=head_dims,
+        random=random,
+        suite=suite,
+        seed=options.seed,
+        on_cpu=False,
+    )
+    with ThreadPoolExecutor(1) as aside:
+        built = aside.submit(build_all, implementations(stage_ids, sources), wanted) if emulate else None
+        compile_ahead(named, [(case.problem, case.names) for case in wanted], options.device, aligned=(True, False))
+        if built:
+            built.result()
+    with tempfile.TemporaryDirectory() as nowhere:
+        folder = "random" if random else FLASH_ATTENTION if suite else "checks"
+        with Book(options.data if record else Path(nowhere), folder) as book:
+            cells = [Cell(case.problem, list(case.names), case.layout) for case in wanted]
+            rows = _Rows(book)
+            handlers = Handlers(hello=book.hello, row=rows.row, lost=rows.lost, closed=rows.closed)
+            try:
+                Supervisor(cells, handlers, options).run({"emulate": emulate, "suite": suite}, named)
+            finally:
+                rows.broken_off()
+            return CheckRun(book.path if record else None, tuple(rows.every))
+
+
+class _Rows:
+    """Comparisons as they come; those of a case are appended to the run's file together."""
+
+    def __init__(self, book: Book) -> None:
+        self.every: list[CheckRow] = []
+        self._book = book
+        self._of_case: dict[int, list[CheckRow]] = {}
+
+    def _keep(self, cell: Cell, row: CheckRow) -> None:
+        self.every.append(row)
+        self._of_case.setdefault(id(cell), []).append(row)
+
+    def row(self, cell: Cell, _: str, message: Message) -> None:
+        self._keep(cell, _ROW.validate_python(message))
+
+    def lost(self, cell: Cell, name: str, status: Lost, reason: str) -> None:
+        assert cell.problem is not None
+        row = CheckRow(stage=name, problem=cell.problem, layout=cell.layout, status=status, reason=reason, verdict=None)
+        self._keep(cell, row)
+
+    def closed(self, cell: Cell) -> None:
+        """Append a case; the file begins with what holds for all of them."""
+        rows = self._of_case.pop(id(cell), None)
+        if rows:
+            self._append(rows)
+
+    def broken_off(self) -> None:
+        """Append what there is of the others."""
+        for rows in self._of_case.values():
+            self._append(rows)
+
+    def _append(self, rows: Sequence[CheckRow]) -> None:
+        book, lines = self._book, [case_line(rows)]
+        if not book.path.exists():
+            header = book.header()
+            sources = {name: header[name].model_dump(mode="json") for name in ("gpu", "source")}
+            lines.insert(0, header_line(run=book.run, time=header["time"], software=book.software, **sources))
+        with book.path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+
+
+# --- The worker -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """A case in hand."""
+
+    cell: int
+    problem: Problem
+    layout: str
+    names: list[str]
+
+
+class CheckWorker(GpuWorker):
+    """Compares stages with the oracle, while the emulator runs the same beside it where that is wanted."""
+
+    def __init__(self, job: Message, send: Send) -> None:
+        super().__init__(job, send)
+        # Processes, since most of what a run of the emulator costs is Python's; and new ones, since CUDA is not forked.
+        self._pool = (
+            ProcessPoolExecutor(emulator.cores(), mp_context=multiprocessing.get_context("spawn"))
+            if job.get("emulate")
+            else None
+        )
+        self._emulating: dict[Future[EmulatorVerdict], tuple[int, CheckRow]] = {}
+        """Runs of the emulator under way: the cell, and the row that it is to complete."""
+        self._unfinished: dict[int, int] = {}
+        """Of each cell, how many of them are its own."""
+
+    def work(self) -> None:
+        """Do the job."""
+        try:
+            for cell, problem, names, layout in self.cells():
+                assert problem is not None
+                self._check(_Case(cell=cell, problem=problem, layout=layout, names=names))
+                if layout in FAR_LAYOUTS:
+                    self.free()  # gigabytes
+            self._collect(most=0)
+        finally:
+            if self._pool:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _check(self, case: _Case) -> None:
+        self.step(case.cell, "", "make inputs")
+        values = laid_out(tuple(self.for_oracle(x) for x in self.inputs(case.problem)), case.layout, self.cupy)
+        try:
+            inputs = _guarded_inputs(values, case.layout)
+        except Exception as error:  # rows far apart take gigabytes
+            self.survive(error)
+            for name in case.names:
+                self._say(case.cell, _row(case, name, refusal(error)))
+        else:
+            self._check_each(case, values, inputs)
+        self._unfinished[case.cell] = sum(cell == case.cell for cell, _ in self._emulating.values())
+        if not self._unfinished[case.cell]:
+            self.send({"type": "cell_done", "cell": case.cell})
+        self._collect(most=_WAITING_EMULATIONS)
+
+    def _check_each(self, case: _Case, values: tuple[Any, Any, Any], inputs: Sequence[Guarded]) -> None:
+        rule = self.job.get("suite")
+        judge = partial(SUITES[rule], oracle=FlashAttentionOracle()) if rule else partial(check, oracle=Oracle())
+        host: tuple[Any, ...] = ()
+        for name in case.names:
+            self.step(case.cell, name, "check")
+            one = self.implementations[name]
+            how: dict[str, Any] = {"layout": case.layout, "params": one.params}
+            how["source"] = None if one.source is None else Path(one.source)
+            try:
+                stages.get(one.id).require(case.problem, self.info.arch)
+                verdict, out, lse, fallbacks = _guarded_run(one.id, case.problem, values, inputs, judge=judge, **how)
+            except Exception as error:
+                self.survive(error)
+                self._say(case.cell, _row(case, name, refusal(error)))
+                continue
+            row = replace(_row(case, name), verdict=verdict, fallbacks=fallbacks)
+            if not verdict.passed:
+                inputs = _guarded_inputs(values, case.layout)  # it may have written to them
+                row = replace(row, status="wrong", reason=verdict.reason)
+            elif self._pool and one.id in stages.CUDA_STAGES and emulates(case.problem, case.layout):
+                host = host or tuple(self.on_host(x) for x in values)
+                made = self.on_host(out), self.on_host(lse)
+                future = self._pool.submit(emulate_beside, one.id, case.problem, host, *made, threads=1, **how)
+                self._emulating[future] = (case.cell, row)
+                continue
+            self._say(case.cell, row)
+
+    def _collect(self, most: int) -> None:
+        """Send what the emulator has said, and wait until no more than `most` of its runs are left."""
+        while self._emulating:
+            late = len(self._emulating) > most
+            if late:
+                cell, row = next(iter(self._emulating.values()))
+                self.step(cell, row.stage, "emulate")
+            done, _ = wait(self._emulating, timeout=None if late else 0, return_when=FIRST_COMPLETED)
+            for future in done:
+                cell, row = self._emulating.pop(future)
+                try:
+                    beside = future.result()
+                    reason = beside.reason and f"emulator: {beside.reason}"
+                    row = replace(row, status=beside.status, reason=reason, emulator=beside)
+                except Exception as error:
+                    refused = refusal(error)
+                    row = replace(row, status=refused.status, reason=refused.reason)
+                self._say(cell, row)
+                self._unfinished[cell] -= 1
+                if not self._unfinished[cell]:
+                    self.send({"type": "cell_done", "cell": cell})
+            if not late:
+                return
+
+    def _say(self, cell: int, row: CheckRow) -> None:
+        self.row(cell, row.stage, _ROW.dump_python(replace(row, reason=row.reason[:REASON_CHARS]), mode="json"))
+
+    def on_host(self, array: Any) -> Any:
+        """A CuPy array as NumPy's; bits of bfloat16 as ml_dtypes'."""
+        host = array.get()
+        return host.view(ml_dtypes.bfloat16) if str(host.dtype) == "uint16" else host
+
+
+def _row(case: _Case, name: str, refused: RefusedError | None = None) -> CheckRow:
+    return CheckRow(
+        stage=name,
+        problem=case.problem,
+        layout=case.layout,
+        status=refused.status if refused else "ok",
+        reason=refused.reason if refused else "",
+        verdict=None,
+    )
+
+
+def guarded_verdict(
+    stage_id: str,
+    problem: Problem,
+    values: tuple[Any, Any, Any],
+    *,
+    layout: str = "contiguous",
+    source: Path | None = None,
+) -> Verdict:
+    """Run a stage once on the current GPU between guards and say what is wrong with it.
+
+    `values` are q, k, v as `reference.make_inputs(problem, xp=cupy)` gives them, `layout` is one of `LAYOUTS`.
+
+    Raises:
+        What `attention.prepare` raises; LaunchError where the kernel breaks off.
+    """
+    inputs = _guarded_inputs(values, layout)
+    return _guarded_run(stage_id, problem, values, inputs, layout=layout, source=source)[0]
+
+
+def _guarded_inputs(values: tuple[Any, Any, Any], layout: str) -> list[Guarded]:
+    cupy = need("cupy")
+    return [Guarded.holding(x, xp=cupy, **placement(x.shape, layout, t)) for x, t in zip(values, TENSORS, strict=False)]
+
+
+def _guarded_run(
+    stage_id: str,
+    problem: Problem,
+    values: tuple[Any, Any, Any],
+    inputs: Sequence[Guarded],
+    *,
+    layout: str,
+    source: Path | None,
+    params: Mapping[str, int] | None = None,
+    judge: Callable[..., Verdict] = check,
+) -> tuple[Verdict, Any, Any, Fallbacks | None]:
+    """The verdict, the output and log-sum-exp it is on, and fallbacks; `inputs` are `_guarded_inputs` of the values."""
+    cupy = need("cupy")
+    out_shape = values[0].shape
+    out = Guarded.output(out_shape, problem.dtype, xp=cupy, **placement(out_shape, layout))
+    lse = Guarded.output(out_shape[:3], "float32", xp=cupy)
+    views = [_for_kernel(buffer.array, problem) for buffer in (*inputs, out)]
+    prepared = prepare(
+        *views[:3],
+        causal=problem.causal,
+        stage=stage_id,
+        out=views[3],
+        lse=lse.array,
+        source=source,
+        params=params,
+        stream=cupy.cuda.get_current_stream(),
+        count_fallbacks=True,
+    )
+    prepared()
+    gpu.synchronize(prepared.plan.device)
+    verdict = damage(out, lse, inputs) or judge(
+        out.array,
+        lse.array,
+        *values,
+        causal=problem.causal,
+        dtype=problem.dtype,
+        precision=stages.get(stage_id).precision,
+        xp=cupy,
+    )
+    return verdict, out.array, lse.array, prepared.fallbacks()
+
+
+def _for_kernel(array: Any, problem: Problem) -> Any:
+    """A CuPy array as `attention` takes it: bfloat16, which arrives as bits, as a torch view."""
+    if problem.dtype == "float16":
+        return array
+    torch = need("torch")
+    return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
+
+
+def work(job: Message, send: Send) -> None:
+    """Do a job of `check_stages`."""
+    worker = CheckWorker(job, send)
+    worker.hold()
+    worker.work()
+
+
+if __name__ == "__main__":
+    sys.exit(harness.serve(work))

@@ -1,0 +1,190 @@
+"""The table of choices, data/<gpu>/tuned.json: made from the records and nothing else, and held against a library.
+
+Of every stage and problem it has the fastest variant of the newest round of tuning, and what the newest run of
+`flashlab bench` measured. run/choice.py reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashlab.core.errors import NoDataError
+from flashlab.core.paths import DATA, writable_dir
+from flashlab.core.problem import Problem
+from flashlab.kernels import registry
+from flashlab.kernels.registry import arch_for
+from flashlab.measure.tune import Items, Key, items
+from flashlab.record import store
+from flashlab.record.store import Measurement, Samples, Tuning
+from flashlab.run import choice
+from flashlab.run.choice import Choice
+
+BESIDE = "sdpa"
+"""The library that a choice is held against: torch's SDPA, with its own choice of kernels."""
+
+
+def rows(gpu_slug: str, data: Path = DATA) -> list[choice.Row]:
+    """The rows of a GPU's table, from the records alone; by stage, then problem.
+
+    Of each stage and problem the winner of the newest round that tuned it, and the newest run's measurement of it. What
+    a shape, a mask and an element type do not tell apart (records on other inputs) is left out, and so is what names
+    other tunables than the stage has.
+
+    Raises:
+        NoDataError: no tuning of that GPU is on record.
+    """
+    found = store.tunings(gpu_slug, data)
+    if not found:
+        raise NoDataError(
+            f"wanted tuning records of GPU {gpu_slug!r} under {data / gpu_slug / 'tuning'}, found none. "
+            "`flashlab tune` on such a GPU makes some."
+        )
+    rounds: dict[Key, dict[str, list[Tuning]]] = {}
+    for record in found:
+        if _fits(record.stage, record.parameters):
+            rounds.setdefault(Key(record.stage, record.problem.problem()), {}).setdefault(record.run, []).append(record)
+    made = []
+    for key, by_run in rounds.items():
+        for run in sorted(by_run, reverse=True):
+            timed = [one for one in by_run[run] if one.status == "ok" and one.cubin is not None]
+            if timed:
+                best = min(timed, key=lambda one: _taken(one).median_us)
+                made.append(_row(key, best.parameters, best, variants=len(timed)))
+                break
+    newest: dict[Key, choice.Row] = {}
+    for measured in _measurements(gpu_slug, data):
+        cubin = measured.cubin
+        if measured.status == "ok" and cubin is not None and _fits(measured.name, cubin.parameters):
+            key = Key(measured.name, measured.problem.problem())
+            newest[key] = _row(key, cubin.parameters, measured, variants=0)
+    made += newest.values()
+    return sorted((row for row in made if _plain(row.problem)), key=lambda row: (row.stage, row.problem, row.variants))
+
+
+def _measurements(gpu_slug: str, data: Path) -> list[Measurement]:
+    """Of all runs, the oldest first."""
+    runs = store.runs(gpu_slug, data) if gpu_slug in store.gpus(data) else ()
+    return [row for run in runs for row in run.measurements]
+
+
+def _fits(name: str, parameters: Mapping[str, int]) -> bool:
+    """Whether a record is a stage's, as it stands now."""
+    stage = registry.STAGES.get(name) or registry.DEAD_ENDS.get(name)
+    return stage is not None and parameters.keys() == stage.params.keys()
+
+
+def _plain(problem: Problem) -> bool:
+    return problem == Problem.parse(problem.shape, dtype=problem.dtype, mask=problem.mask)
+
+
+def _taken(record: Tuning | Measurement) -> Samples:
+    samples = record.samples_of()
+    assert samples is not None, "a record that is ok has burst samples"
+    return samples
+
+
+def _row(key: Key, parameters: Mapping[str, int], record: Tuning | Measurement, *, variants: int) -> choice.Row:
+    assert record.cubin is not None
+    time_us, tile_q = round(_taken(record).median_us, 3), record.cubin.tile_q
+    return choice.Row(key.stage, key.problem, parameters, time_us, tile_q, variants, record.run)
+
+
+def table_text(arch: str, sm_count: int, made: Iterable[choice.Row]) -> str:
+    """The text of a GPU's tuned.json: a line a row, so that a change of the table can be read."""
+    lines = []
+    for row in made:
+        entry = {"stage": row.stage, "shape": row.problem.shape, "mask": row.problem.mask, "dtype": row.problem.dtype}
+        rest = {name: value for name, value in row._asdict().items() if name not in ("stage", "problem")}
+        lines.append(json.dumps({**entry, **rest, "parameters": dict(row.parameters)}))
+    joined = ",\n  ".join(lines)
+    return f'{{\n"arch": "{arch}",\n"sm_count": {sm_count},\n"rows": [\n  {joined}\n]\n}}\n'
+
+
+def table_of(gpu_slug: str, data: Path = DATA) -> str:
+    """What a GPU's tuned.json has to say, by its records.
+
+    Raises:
+        NoDataError: there are none.
+    """
+    made = rows(gpu_slug, data)
+    seen = store.tunings(gpu_slug, data)[-1].gpu
+    return table_text(arch_for(seen.compute_capability), seen.sm_count, made)
+
+
+def write_table(gpu_slug: str, data: Path = DATA) -> Path:
+    """Write data/<gpu>/tuned.json from the records.
+
+    Raises:
+        NoDataError: there are none.
+        OutputError: it cannot be written.
+    """
+    text = table_of(gpu_slug, data)
+    path = choice.path_of(gpu_slug, data)
+    writable_dir(path.parent, "records")
+    path.write_text(text, encoding="utf-8")
+    store.write_checksums(gpu_slug, data)
+    return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What is chosen for a problem on record, beside the library in one process."""
+
+    problem: Problem
+    choice: Choice
+    run: str
+    """The newest run that timed both; empty where none did."""
+    small_grids: bool
+    """Whether that was a tuning, whose variants suit the problem, and not a run of `flashlab bench`."""
+    time_us: float | None
+    peer_us: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times faster than the library."""
+        return self.peer_us / self.time_us if self.peer_us and self.time_us else None
+
+
+def held_against(gpu_slug: str, peer: str = BESIDE, data: Path = DATA) -> list[Held]:
+    """What `flashlab.attention` chooses on a GPU for every problem that a library was timed on, the worst ratio first.
+
+    Raises:
+        DamagedRecordError: the table cannot be read.
+    """
+    table = choice.table(gpu_slug, data)
+    if table is None:
+        return []
+    times: dict[Problem, dict[str, dict[tuple[str, Items], float]]] = {}
+    tuning_runs = set()
+    for record in store.tunings(gpu_slug, data):
+        if record.status == "ok":
+            tuning_runs.add(record.run)
+            of_run = times.setdefault(record.problem.problem(), {}).setdefault(record.run, {})
+            of_run[record.stage, items(record.parameters)] = _taken(record).median_us
+    for row in _measurements(gpu_slug, data):
+        if row.status == "ok" and row.samples_of() is not None:
+            of_run = times.setdefault(row.problem.problem(), {}).setdefault(row.run, {})
+            of_run[row.name, items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us
+    found = []
+    for problem, by_run in times.items():
+        library = (peer, items({}))
+        choices = choice.rank(problem, gpu_slug, table.arch, data=data).choices
+        if not (_plain(problem) and choices and any(library in of_run for of_run in by_run.values())):
+            continue
+        mine = (choices[0].stage.id, items(choices[0].parameters))
+        both = [run for run, of_run in by_run.items() if mine in of_run and library in of_run]
+        run = max(both, default="")
+        found.append(
+            Held(
+                problem=problem,
+                choice=choices[0],
+                run=run,
+                small_grids=run in tuning_runs,
+                time_us=by_run[run][mine] if run else None,
+                peer_us=by_run[run][library] if run else None,
+            )
+        )
+    return sorted(found, key=lambda one: (one.ratio is None, one.ratio or 0.0, one.problem))

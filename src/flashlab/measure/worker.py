@@ -1,0 +1,422 @@
+"""The worker of `bench`, tuning and ablations: checks implementations on a GPU and times those that are right.
+
+For each problem: make inputs, check every implementation against the float64 oracle with its output poisoned
+beforehand, and time those that passed, interleaved.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic_core import to_jsonable_python
+
+from flashlab.build import sass
+from flashlab.core.inputs import NORMAL, TRAINED
+from flashlab.core.problem import Precision, Problem
+from flashlab.kernels import peers
+from flashlab.kernels import registry as stages
+from flashlab.measure import ceilings, harness
+from flashlab.measure.cells import GpuWorker, RefusedError
+from flashlab.measure.harness import REASON_CHARS, Message, Send
+from flashlab.measure.options import Implementation, Plan
+from flashlab.measure.timer import CudaBackend, Run, Timer
+from flashlab.record.checks import Fallbacks
+from flashlab.record.store import CubinFields, Samples, Verdict, cycles_per_score
+from flashlab.run import gpu
+from flashlab.run.attention import Prepared, prepare
+from flashlab.verify.verdict import POISON_WORD, Oracle, Sample, check
+
+_HEAT_SECONDS = 2.0
+"""Of work before the first sustained measurement of a problem, so that all of them find a warm chip; no more than one
+such measurement takes."""
+_NEAR = 1.1
+"""Of the rows with the log-sum-exp on, those are kept busy that are slower by no more than this factor than the fastest
+of them in bursts."""
+_MODEL_S = 300.0
+"""What making `trained` inputs may take longer than a step of anything else."""
+T = TypeVar("T")
+
+
+@dataclass
+class Candidate:
+    """An implementation that is ready to be timed: it passed its check, or is not judged."""
+
+    run: Run
+    verdict: Verdict | None
+    """None where it is not judged."""
+    judge: Callable[[], Verdict | None]
+    """Checks it again, on what its inputs hold by then; `RefusedError` where it is wrong."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """What else its row says."""
+    fallbacks: Callable[[], Fallbacks | None] = lambda: None
+    """Of all checks so far."""
+
+
+class BenchWorker(GpuWorker):
+    """Measures ceilings, and checks and times implementations."""
+
+    def __init__(self, job: Message, send: Send) -> None:
+        super().__init__(job, send)
+        self._plan = Plan(**job["plan"])
+        self._oracle = Oracle()
+        """Of the problem in hand, and the layer."""
+        self._checked_scores = 0
+        """How many of its scores are compared with the oracle."""
+        self._model: Message | None = None
+        """What there is to say of the model that made the inputs in hand; None where none did."""
+        self._peers: tuple[Problem | None, dict[str, peers.Attention]] = None, {}
+        """Libraries as built for a problem, whatever its inputs."""
+        self._copies: dict[peers.Layout, tuple[Any, ...]] = {}
+        """Of Q, K and V in hand, by layout."""
+
+    def work(self) -> None:
+        """Do the job."""
+        self.hold()
+        stream = int(self.torch.cuda.current_stream(self.device).cuda_stream)
+        self._backend = CudaBackend(self.device, stream)
+        for index, problem, names, _ in self.cells():
+            if problem is None:
+                self._ceilings(index, names, stream)
+            else:
+                self.bench(index, problem, names)
+            self.send({"type": "cell_done", "cell": index})
+
+    def _say(self, cell: int, name: str, **row: Any) -> None:
+        model = {"trained": self._model} if self._model else {}
+        self.row(cell, name, to_jsonable_python({"status": "ok", "reason": "", **row, **model}))
+
+    def _refuse(self, cell: int, name: str, refused: RefusedError) -> None:
+        self._say(cell, name, status=refused.status, reason=refused.reason[:REASON_CHARS], **refused.fields)
+
+    def _each(self, cell: int, names: Sequence[str], what: str, act: Callable[[str], T]) -> dict[str, T]:
+        """What comes of each implementation; the row of one that gives none is sent."""
+        made: dict[str, T] = {}
+        for name in names:
+            self.step(cell, name, what)
+            with self.surviving(cell, name, self._refuse):
+                made[name] = act(name)
+        return made
+
+    def _ceilings(self, cell: int, names: Sequence[str], stream: int) -> None:
+        def measure(name: str) -> None:
+            timer = Timer(self._backend, seed=self.job["seed"])
+            self._say(cell, name, **ceilings.measure(name, timer, self.device, stream))
+            self.free()
+
+        self._each(cell, names, "measure", measure)
+
+    # -- inputs
+
+    def bench(self, cell: int, problem: Problem, names: Sequence[str]) -> None:
+        """Check and time implementations on a problem, and send a row of each."""
+        trained = problem.inputs == TRAINED
+        self.step(cell, "", "make inputs", extra_s=_MODEL_S if trained else 0.0)
+        self._oracle, self._copies, self._model = Oracle(), {}, None  # of the problem before: its memory goes with it
+        self.free()
+        plan = self._plan
+        if trained:
+            # Loaded where it is wanted: it wants torch.
+            model = importlib.import_module("flashlab.measure.trained")
+            if why_not := model.why_not(problem):
+                for name in names:
+                    self._refuse(cell, name, RefusedError("unsupported", f"{TRAINED} inputs: {why_not}"))
+                return
+            layers = [model.activations(problem, layer) for layer in range(model.layers(problem))]
+            self._model = model.describe(problem.head_dim)
+            plan = plan.shared(len(layers))
+            # Kernels are made ready once, for these addresses, and every layer goes through them.
+            tensors = tuple(self.torch.empty_like(x, memory_format=self.torch.contiguous_format) for x in layers[0])
+        else:
+            tensors = self.inputs(problem)
+            layers = [tensors]
+        self._checked_scores = plan.checks(problem)
+        self._load(tensors, layers[0])
+        ready = self._each(cell, names, "build and check", lambda name: self.candidate(name, problem, *tensors))
+        self.time(cell, problem, ready, plan, tensors, layers)
+
+    def _load(self, tensors: Sequence[Any], layer: Sequence[Any]) -> None:
+        """Put other values into Q, K and V."""
+        self._oracle = Oracle()  # of the values before: its memory goes with it
+        for tensor, values in zip(tensors, layer, strict=True):
+            if tensor is not values:
+                tensor.copy_(values)
+        for layout, copies in self._copies.items():
+            for copy, tensor in zip(copies, tensors, strict=True):
+                if copy is not tensor:
+                    peers.bhsd_view(layout, copy).copy_(tensor)
+
+    # -- candidates
+
+    def candidate(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
+        """An implementation, made ready and checked.
+
+        Raises:
+            RefusedError: it cannot do the problem, or is wrong.
+        """
+        one = self.implementations[name]
+        return self._peer(one.id, problem, q, k, v) if one.kind == "peer" else self._stage(one, problem, q, k, v)
+
+    def _judge(
+        self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any, precision: Precision = "input"
+    ) -> Verdict:
+        verdict = check(
+            self.for_oracle(out),
+            None if lse is None else self.for_oracle(lse),
+            *(self.for_oracle(x) for x in (q, k, v)),
+            causal=problem.causal,
+            dtype=problem.dtype,
+            precision=precision,
+            sample=Sample.of(problem, max_scores=self._checked_scores, seed=self.job["seed"]),
+            oracle=self._oracle,
+            xp=self.cupy,
+        )
+        self.cupy.get_default_memory_pool().free_all_blocks()
+        if not verdict.passed:
+            raise RefusedError("wrong", verdict.reason, verdict=verdict)
+        return verdict
+
+    def _stage(self, one: Implementation, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
+        stage = stages.get(one.id)
+        reason = stage.why_not(problem, self.info.arch)
+        if reason:
+            raise RefusedError("unsupported", reason)
+        out = self.torch.empty_like(q)
+        prepared = partial(
+            prepare,
+            q,
+            k,
+            v,
+            causal=problem.causal,
+            stage=one.id,
+            out=out,
+            source=None if one.source is None else Path(one.source),
+            params=one.params,
+            may_spill=one.may_spill,
+        )
+        if not one.judged:
+            timed = prepared()
+            timed()
+            gpu.synchronize(self.device)
+            return Candidate(timed, None, lambda: None, {"cubin": _cubin_fields(timed)})
+        lse = self.torch.empty(q.shape[:3], dtype=self.torch.float32, device=q.device)
+        apart = one.lse_of is None
+        with_lse = prepared(lse=lse, count_fallbacks=apart)
+        timed = prepared() if apart else with_lse
+
+        def judge() -> Verdict:
+            out.view(self.torch.int16).fill_(POISON_WORD)
+            lse.view(self.torch.int32).fill_(POISON_WORD << 16 | POISON_WORD)
+            with_lse()
+            gpu.synchronize(self.device)
+            verdict = self._judge(out, lse, problem, q, k, v, stage.precision)
+            if timed is with_lse:
+                return verdict
+            # What is timed writes no log-sum-exp, so it is run too: the same bits, into an output poisoned anew.
+            first = out.clone()
+            out.view(self.torch.int16).fill_(POISON_WORD)
+            timed()
+            gpu.synchronize(self.device)
+            if not self.torch.equal(first.view(self.torch.int16), out.view(self.torch.int16)):
+                self._judge(out, None, problem, q, k, v, stage.precision)
+            return verdict
+
+        return Candidate(timed, judge(), judge, {"cubin": _cubin_fields(timed)}, with_lse.fallbacks)
+
+    def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
+        peer = peers.get(name)
+        memory = self.torch.cuda
+        why_not = peer.why_not(
+            problem,
+            compute_capability=self.info.compute_capability,
+            free_bytes=gpu.memory_free_bytes(self.device) + memory.memory_reserved() - memory.memory_allocated(),
+        )
+        if why_not:
+            raise RefusedError(why_not.kind, why_not.reason)
+        # Some compile for seconds, and none of them asks what the inputs hold.
+        shape = replace(problem, inputs=NORMAL)
+        if self._peers[0] != shape:
+            self._peers = shape, {}
+        built = self._peers[1]
+        if peer.layout not in self._copies:  # one copy for all of that layout
+            self._copies[peer.layout] = peers.in_layout(peer.layout, q, k, v)
+        given = self._copies[peer.layout]
+        with self.torch.no_grad():
+            attend = built[name] = built.get(name) or peer.build(problem)
+
+        def judge() -> Verdict:
+            with self.torch.no_grad():
+                out = peers.bhsd_view(peer.layout, attend(*given))
+                gpu.synchronize(self.device)
+                return self._judge(out, None, problem, q, k, v)
+
+        def run() -> None:
+            attend(*given)
+
+        verdict = judge()  # Only then has one that tunes itself chosen.
+        choice = getattr(attend, "choice", "")
+        fields = {"choice": choice, "layout": peer.layout, "lse": peer.wrote_lse(choice)}
+        return Candidate(run, verdict, judge, fields)
+
+    # -- times
+
+    def time(
+        self,
+        cell: int,
+        problem: Problem,
+        ready: Mapping[str, Candidate],
+        plan: Plan,
+        tensors: Sequence[Any],
+        layers: Sequence[Sequence[Any]],
+    ) -> None:
+        """Time all that is ready, interleaved, and send their rows; of inputs with layers, on one after the other."""
+        timer = Timer(self._backend, seed=self.job["seed"])
+        taken: dict[str, list[Samples]] = {name: [] for name in ready}
+        second = {name: self._lse_of(name) for name in ready if self._lse_of(name)}
+        hot: list[Mapping[str, Samples]] = []
+
+        def keep(name: str, samples: Samples, number: int) -> None:
+            cycles = cycles_per_score(samples, problem, self.info.sm_count)
+            layer = None if self._model is None else number
+            taken[name].append(samples.model_copy(update={"cycles_per_score": cycles, "layer": layer}))
+
+        for number, layer in enumerate(layers):
+            if number:
+                self._load(tensors, layer)
+                ready = self._checked_again(cell, number, ready)
+            if not ready:
+                return
+            runs = {name: candidate.run for name, candidate in ready.items()}
+            once = {name: run for name, run in runs.items() if name not in second}
+            with self.torch.no_grad():
+                hot.append(self._burst(timer, runs, cell, "hot", plan.samples, plan.min_samples, plan.cap_s))
+                bursts = [hot[-1]]
+                if plan.cold_samples:
+                    bursts.append(self._burst(timer, once, cell, "cold", plan.cold_samples, 3, plan.cap_s / 2))
+            for burst in bursts:
+                for name, samples in burst.items():
+                    keep(name, samples, number)
+        long = self._sustained_names(problem, ready, plan, hot[0])
+        heat_s = min(_HEAT_SECONDS, plan.sustained_seconds * len(layers))
+        for name in long:
+            for number, layer in enumerate(layers):
+                self.step(cell, name, "time, sustained", extra_s=2 * plan.sustained_seconds + heat_s)
+                self._load(tensors, layer)
+                sustained = partial(timer.sustained, ready[name].run, call_us=hot[number][name].median_us)
+                with self.torch.no_grad():
+                    if name == long[0] and not number:
+                        sustained(seconds=heat_s)
+                    keep(name, sustained(seconds=plan.sustained_seconds), number)
+        for name, one in ready.items():
+            counted = one.fallbacks()
+            fallbacks = {"fallbacks": counted} if counted else {}
+            self._say(cell, name, verdict=one.verdict, samples=taken[name], **one.fields, **fallbacks)
+
+    def _lse_of(self, name: str) -> str | None:
+        return self.implementations[name].lse_of if name in self.implementations else None
+
+    def _burst(
+        self, timer: Timer, runs: Mapping[str, Run], cell: int, cache: str, samples: int, least: int, cap_s: float
+    ) -> dict[str, Samples]:
+        return timer.burst(
+            runs,
+            cold=cache == "cold",
+            samples=samples,
+            min_samples=min(least, samples),
+            cap_s=cap_s,
+            announce=lambda name: self.step(cell, name, f"time, {cache}"),
+        )
+
+    def _sustained_names(
+        self, problem: Problem, ready: Mapping[str, Candidate], plan: Plan, hot: Mapping[str, Samples]
+    ) -> list[str]:
+        """What is called for seconds, from the slowest to the fastest, without a pause between them.
+
+        So what is compared most closely runs one after the other, on a chip that the one before kept warm.
+        """
+        second = {name: of for name in ready if (of := self._lse_of(name))}
+        near_us = _NEAR * min((hot[name].median_us for name in second), default=0.0)
+        long = [
+            name
+            for name in ready
+            if plan.sustains(problem, second.get(name, name)) and (name not in second or hot[name].median_us <= near_us)
+        ]
+        return sorted(long, key=lambda name: -hot[name].median_us)
+
+    def _checked_again(self, cell: int, number: int, ready: Mapping[str, Candidate]) -> dict[str, Candidate]:
+        """Those that are right on another layer too; each keeps the verdict that came closest to its limit.
+
+        But for the overall errors, which are over the layers so far: the same rows of all implementations.
+        """
+
+        def judged(name: str) -> Candidate:
+            candidate = ready[name]
+            try:
+                verdict = candidate.judge()
+            except RefusedError as refused:
+                raise RefusedError(refused.status, f"layer {number}: {refused.reason}", **refused.fields) from None
+            candidate.verdict = _over_layers(candidate.verdict, verdict, number)
+            return candidate
+
+        return self._each(cell, list(ready), f"check on layer {number}", judged)
+
+
+def _closeness(verdict: Verdict) -> float:
+    """An error over its limit; 0 where there is none."""
+    return (verdict.max_abs_error or 0.0) / verdict.max_abs_limit if verdict.max_abs_limit else 0.0
+
+
+def _over_layers(before: Verdict | None, verdict: Verdict | None, layers: int) -> Verdict | None:
+    """The verdict closer to its limit, with overall errors over `layers` layers before and one more."""
+    if before is None or verdict is None:
+        return verdict
+    chosen = verdict if _closeness(verdict) > _closeness(before) else before
+    errors = [(one.overall_max_error or 0.0, one.overall_rms_error or 0.0) for one in (before, verdict)]
+    (largest_before, rms_before), (largest, rms) = errors
+    return chosen.model_copy(
+        update={
+            "overall_max_error": max(largest_before, largest),
+            "overall_rms_error": math.sqrt((layers * rms_before**2 + rms**2) / (layers + 1)),
+        }
+    )
+
+
+@lru_cache(maxsize=256)
+def _sass_mix(sha256: str, entry: str, code: bytes) -> dict[str, int]:
+    return sass.mix(code, entry)
+
+
+def _cubin_fields(prepared: Prepared) -> CubinFields:
+    cubin, shape = prepared.cubin, prepared.launch_shape
+    return CubinFields(
+        sha256=cubin.sha256,
+        arch=cubin.arch,
+        compiler=cubin.compiler,
+        parameters=cubin.parameters,
+        options=cubin.options,
+        registers=cubin.resources.registers,
+        spill_store_bytes=cubin.resources.spill_store_bytes,
+        spill_load_bytes=cubin.resources.spill_load_bytes,
+        stack_bytes=cubin.resources.stack_bytes,
+        static_smem_bytes=cubin.resources.static_smem_bytes,
+        dynamic_smem_bytes=shape.smem_bytes,
+        threads=shape.threads,
+        tile_q=shape.tile_q,
+        blocks_per_sm=prepared.blocks_per_sm(),
+        sass=_sass_mix(cubin.sha256, cubin.entry, cubin.code),
+    )
+
+
+def work(job: Message, send: Send) -> None:
+    """Do a job of `bench`."""
+    BenchWorker(job, send).work()
+
+
+if __name__ == "__main__":
+    sys.exit(harness.serve(work))

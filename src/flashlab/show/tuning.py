@@ -1,0 +1,189 @@
+"""What tuning found, as tables: what is chosen, what won, what each tunable is worth, and every variant tried."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashlab.core.paths import DATA
+from flashlab.kernels import peers, registry
+from flashlab.measure import tuned
+from flashlab.measure.tune import Items, Key, items
+from flashlab.record import store
+from flashlab.record.store import Tuning
+from flashlab.show import tables
+
+NOTHING_YET = (
+    "**Nothing has been measured yet.** No tuning is on record for this GPU; `flashlab tune STAGE` on it makes one."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One variant on one key: how it did beside the stage's defaults in the same round."""
+
+    key: Key
+    parameters: Mapping[str, int]
+    status: store.Status
+    reason: str
+    median_us: float | None
+    speedup: float | None
+    """Time of the defaults over its own, in the round that gave it most samples; None without either."""
+    samples: int
+    run: str
+    commit: str
+    dirty: bool
+
+
+def trials(records: Iterable[Tuning]) -> list[Trial]:
+    """Every variant on record, once a problem: where it got most samples, and of those the newest."""
+    by_run: dict[tuple[str, Key], list[Tuning]] = {}
+    for record in records:
+        if record.stage not in peers.PEERS:
+            by_run.setdefault((record.run, Key(record.stage, record.problem.problem())), []).append(record)
+    best: dict[tuple[Key, Items], Trial] = {}
+    for (run, key), of_run in sorted(by_run.items(), key=lambda item: item[0][0]):
+        stage = registry.RUNGS.get(key.stage)
+        defaults = None if stage is None else stage.parameters(key.problem.head_dim)
+        start = next((r.samples_of() for r in of_run if r.parameters == defaults and r.status == "ok"), None)
+        for record in of_run:
+            samples = record.samples_of()
+            trial = Trial(
+                key=key,
+                parameters=record.parameters,
+                status=record.status,
+                reason=record.reason,
+                median_us=samples.median_us if samples else None,
+                speedup=start.median_us / samples.median_us if start and samples else None,
+                samples=len(samples.time_us) if samples else 0,
+                run=run,
+                commit=record.source.commit,
+                dirty=record.source.dirty,
+            )
+            place = (key, items(record.parameters))
+            if place not in best or trial.samples >= best[place].samples:
+                best[place] = trial
+    return list(best.values())
+
+
+def worth(of_key: Sequence[Trial]) -> dict[str, dict[int, float | None]]:
+    """By tunable and value, how far that gets with the best of everything else tried.
+
+    The speed of the fastest variant that has it, over the defaults; None where none of them ran. A tunable of which one
+    value alone was tried is left out.
+    """
+    found: dict[str, dict[int, float | None]] = {}
+    for name in dict.fromkeys(name for trial in of_key for name in trial.parameters):
+        speeds: dict[int, list[float]] = {}
+        for trial in of_key:
+            if name in trial.parameters:
+                speeds.setdefault(trial.parameters[name], []).extend(filter(None, [trial.speedup]))
+        if len(speeds) > 1:
+            found[name] = {value: max(speeds[value], default=None) for value in sorted(speeds)}
+    return found
+
+
+def _by_key(gpu_slug: str | None, data: Path) -> dict[Key, list[Trial]]:
+    found: dict[Key, list[Trial]] = {}
+    for trial in trials(store.tunings(gpu_slug or "", data)):
+        found.setdefault(trial.key, []).append(trial)
+    return {key: found[key] for key in sorted(found)}
+
+
+def _text(parameters: Mapping[str, int], beside: Mapping[str, int] | None = None) -> str:
+    """Tunables as text, those alone that differ where there is something to differ from."""
+    shown = {name: value for name, value in parameters.items() if beside is None or beside.get(name) != value}
+    return " ".join(f"{name}={value}" for name, value in shown.items()) or "the defaults"
+
+
+def _folded(title: str, table: str) -> str:
+    body = table.replace("\n", "\n    ").rstrip()
+    return f'??? note "{title}"\n\n    {body}\n'
+
+
+def winners_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """What won on every problem that a stage was tuned on, and what it gains over the defaults, as a Markdown table."""
+    by_key = _by_key(gpu_slug, data)
+    if not by_key:
+        return NOTHING_YET
+    lines: list[list[tables.Cell]] = []
+    for row in tuned.rows(gpu_slug or "", data):
+        if not row.variants:
+            continue
+        of_key = by_key.get(Key(row.stage, row.problem), [])
+        gains = [trial.speedup for trial in of_key if trial.parameters == row.parameters and trial.speedup is not None]
+        stage = registry.RUNGS.get(row.stage)
+        differs = _text(row.parameters, stage.parameters(row.problem.head_dim) if stage else None)
+        gain = f"{gains[0]:.3f}" if gains else None
+        lines.append([row.stage, row.problem.label, differs, gain, str(len(of_key)), row.run])
+    header = ("stage", "problem", "differs from the defaults", "times faster", "tried", "run")
+    return tables.markdown(header, lines, left=3)
+
+
+def choices_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """What is chosen for every problem that torch's SDPA was timed on, the worst first, as a Markdown table."""
+    held = tuned.held_against(gpu_slug or "", data=data)
+    if not held:
+        return NOTHING_YET
+    lines: list[list[tables.Cell]] = [
+        [
+            one.problem.label,
+            one.choice.stage.id,
+            _text(one.choice.parameters, one.choice.stage.parameters(one.problem.head_dim)),
+            f"{one.choice.time_us if one.time_us is None else one.time_us:.1f}",
+            None if one.peer_us is None else f"{one.peer_us:.1f}",
+            None if one.ratio is None else f"{one.ratio:.2f}",
+            one.run or "not in one process",
+        ]
+        for one in held
+    ]
+    header = ("problem", "stage", "differs from the defaults", "µs", "SDPA, µs", "times faster", "run")
+    return tables.markdown(header, lines, left=3)
+
+
+def levers_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """How far each value of each tunable gets with the best of the others, folded away, as Markdown for each key."""
+    by_key = _by_key(gpu_slug, data)
+    if not by_key:
+        return NOTHING_YET
+    text: list[str] = []
+    for key, of_key in by_key.items():
+        lines: list[list[tables.Cell]] = []
+        for name, best in worth(of_key).items():
+            values = [
+                f"{value}: {'does not run' if speed is None else f'{speed:.3f}'}" for value, speed in best.items()
+            ]
+            reached = [speed for speed in best.values() if speed is not None]
+            spread = f"{100 * (max(reached) / min(reached) - 1):.1f} %" if reached else None
+            lines.append([name, ", ".join(values), spread])
+        if lines:
+            header = ("tunable", "value: best speed with it, the defaults being 1", "worth")
+            text.append(_folded(f"{key.stage}, {key.problem.label}", tables.markdown(header, lines, left=2)))
+    return "\n".join(text)
+
+
+def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """Every variant on record, the fastest first and the refused last, folded away, as Markdown for each key."""
+    by_key = _by_key(gpu_slug, data)
+    if not by_key:
+        return NOTHING_YET
+    text: list[str] = []
+    for key, of_key in by_key.items():
+        of_key.sort(key=lambda trial: (-(trial.speedup or 0.0), trial.median_us or math.inf))
+        lines: list[list[tables.Cell]] = [
+            [
+                _text(trial.parameters),
+                None if trial.median_us is None else f"{trial.median_us:.1f}",
+                None if trial.speedup is None else f"{trial.speedup:.3f}",
+                str(trial.samples),
+                trial.status if trial.status == "ok" else f"{trial.status}: {trial.reason[:160]}",
+                trial.run,
+            ]
+            for trial in of_key
+        ]
+        header = ("variant", "µs", "times faster than the defaults", "samples", "outcome", "run")
+        title = f"{key.stage}, {key.problem.label}: {len(of_key)} variants"
+        text.append(_folded(title, tables.markdown(header, lines)))
+    return "\n".join(text)
