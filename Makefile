@@ -60,7 +60,7 @@ chart: $(BASE) ## draw the chart of README.md anew from data/
 	@$(PYTHON) scripts/chart.py $(ARGS)
 
 clean: ## remove what was built; .venv and the compile cache stay
-	rm -rf build site/generated .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(BASE): $(LOCKED) scripts/install.sh
 	@scripts/install.sh $(GPU)

@@ -30,7 +30,7 @@ from flashlab.record import store
 from flashlab.record.store import Measurement, Verdict
 from flashlab.run import emulator
 from flashlab.run.arrays import DeviceArray, contiguous_strides
-from flashlab.show import site
+from flashlab.show import pages
 from flashlab.show.notebook import NOTHING_YET
 from flashlab.verify import on_cpu, oracle
 from flashlab.verify import verdict as check
@@ -418,7 +418,7 @@ def test_a_run_of_the_ladder_may_hold_a_rung_that_was_retired(tmp_path: Path) ->
     assert against.burst.stage == best.name
     assert select.dead_ends("nvidia-h200", tmp_path) == {}
     assert registry.best(FIRST, "sm_90a").id != retired
-    page = site._dead_end_result(DEAD_ENDS[retired], {FIRST: shown.rows()})
+    page = pages.dead_end_result(DEAD_ENDS[retired], {FIRST: shown.rows()})
     assert f"**{retired}**" in page or f"**`{retired}`**" in page
     assert "| `12_persistent`" in page or "| 12_persistent" in page
 
@@ -462,9 +462,9 @@ def test_no_page_is_without_a_dead_end() -> None:
 @pytest.mark.parametrize("measured", [False, True])
 def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path, measured: bool) -> None:
     told = select.dead_ends("nvidia-h200", data) if measured else {}
-    out = site._Output(root=tmp_path)
+    out = pages.Output(root=tmp_path)
     for stage in DEAD_ENDS.values():
-        site._generate_dead_end(out, stage, told)
+        pages.dead_end_page(out, stage, told)
         text = (tmp_path / "snippets" / "dead_ends" / f"{stage.id}.md").read_text(encoding="utf-8")
         for section in ("title", "question", "built", "prediction", "result", "code"):
             assert text.count(f"[start:{section}]") == text.count(f"[end:{section}]") == 1
@@ -473,7 +473,7 @@ def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path,
         assert (f"### {FIRST.label}" in text) == (f"generated/data/nvidia-h200/runs/{LATER}.jsonl" in text) == measured
         assert all(f"`{name}`" in text for name in (stage.id, *stage.variant_names)), "branches in the machine code"
         assert ("**tile48: wrong.** made up: NaN" in text) == (measured and stage.id == "tile48")
-    site._generate_dead_end_list(out, told, {})
+    pages.dead_end_list(out, told, {})
     listed = (tmp_path / "snippets" / "dead_ends.md").read_text(encoding="utf-8")
     assert all(f"({stage_id}.md)" in listed for stage_id in DEAD_ENDS)
     assert ("no time: wrong" in listed) == measured

@@ -15,9 +15,8 @@ from urllib.parse import urljoin, urlparse
 import pytest
 from synthetic import write_synthetic
 
-from flashlab.core.paths import SITE
 from flashlab.kernels.registry import DEAD_ENDS, STAGES
-from flashlab.show import notebook, site
+from flashlab.show import site, trial
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -68,7 +67,7 @@ WITH_FIGURES = (
     "roofline/",
     "hardware/",
     "anatomy/",
-    *(() if notebook.no_compiler() else ("edit/",)),
+    *(() if trial.no_compiler() else ("edit/",)),
 )
 SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
 
@@ -78,9 +77,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The whole report of made-up records: notebooks executed, pages generated, site built."""
     root = tmp_path_factory.mktemp("site")
     write_synthetic(root / "data")
-    shutil.copytree(SITE, root / "pages", ignore=shutil.ignore_patterns("generated"))
     said: list[str] = []
-    index = site.run(source="replay", data=root / "data", out=root / "build", site=root / "pages", progress=said.append)
+    index = site.run(source="replay", data=root / "data", out=root / "build", progress=said.append)
     assert index == root / "build" / "site" / "index.html"
     assert any("02_ladder" in line for line in said)
     return index.parent

@@ -20,7 +20,7 @@ from flashlab.kernels import registry
 from flashlab.record import store
 from flashlab.record.store import Sanitized
 from flashlab.run import gpu
-from flashlab.show import site, tables
+from flashlab.show import pages, tables
 
 SLUG = "nvidia-h200"
 CLEAN = "========= COMPUTE-SANITIZER\n========= ERROR SUMMARY: 0 errors\n"
@@ -183,7 +183,7 @@ def test_a_stage_is_launched_on_all_that_it_takes(stage_id: str) -> None:
 
 def test_the_site_says_what_was_found(tool: Any, tmp_path: Path) -> None:
     def page() -> str:
-        out = site.generate(tmp_path / "data", site=tmp_path / "site")
+        out = pages.generate(tmp_path / "generated", tmp_path / "data")
         return (out / "snippets" / "sanitizer.md").read_text(encoding="utf-8")
 
     synthetic.write_synthetic(tmp_path / "data", SLUG, problems=[Problem.parse(FIRST_SHAPE)])
@@ -191,7 +191,7 @@ def test_the_site_says_what_was_found(tool: Any, tmp_path: Path) -> None:
     run = next(iter(tool("05_wmma").values())).run
     assert "| `05_wmma` | 0 in 8 |" in page()
     assert f"(generated/data/{SLUG}/sanitizer/{run}.jsonl)" in page()
-    assert (tmp_path / "site" / "generated" / "data" / SLUG / "sanitizer" / f"{run}.jsonl").is_file()
+    assert (tmp_path / "generated" / "data" / SLUG / "sanitizer" / f"{run}.jsonl").is_file()
 
 
 @pytest.mark.parametrize("slug", store.gpus() or ["none"])

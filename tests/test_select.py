@@ -425,7 +425,7 @@ def test_the_worst_layer_of_trained_inputs_stands_beside_their_ratio(tmp_path: P
     assert (found.burst.worst_layer, found.burst.worst_ratio) == (1, pytest.approx(0.7))
     flat = found.flat()
     assert (flat["inputs"], flat["worst_layer"], flat["worst_ratio"]) == ("trained", 1, pytest.approx(0.7))
-    assert "×0.700 on layer 1" in tables.against([found])
+    assert "×0.700 on layer 1" in tables.table(tables.AGAINST, [found])
 
 
 def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) -> None:

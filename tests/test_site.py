@@ -16,12 +16,13 @@ from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_synt
 from flashlab.core.errors import NoDataError, OutputError, ParameterError, ReportError
 from flashlab.core.paths import NOTEBOOKS, SITE
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
-from flashlab.experiments import levers
+from flashlab.experiments import ablation, levers
 from flashlab.experiments.ablation import LEVER_NOT_MEASURED
 from flashlab.kernels.registry import STAGES
 from flashlab.query import select
 from flashlab.record import store
 from flashlab.record.store import ProblemFields, Status
+from flashlab.show import pages as content
 from flashlab.show import site as report
 from flashlab.show import tables
 from flashlab.show.notebook import NOTHING_YET
@@ -34,10 +35,17 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """site/ with everything generated from made-up records; the notebooks are not executed for it."""
     root = tmp_path_factory.mktemp("report")
     write_synthetic(root / "data", problems=(*suite("first"), Problem.parse(FIRST_SHAPE, dtype="bfloat16")))
-    site = root / "site"
-    shutil.copytree(SITE, site, ignore=shutil.ignore_patterns("generated"))
-    report.generate(root / "data", site=site, executed=NOTEBOOKS)
-    return site
+    return report.write_pages(root, data=root / "data", executed=NOTEBOOKS)
+
+
+def test_a_report_writes_nothing_outside_its_own_folder(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "data", problems=[Problem.parse(FIRST_SHAPE)])
+    before = {path: path.stat().st_mtime_ns for path in SITE.rglob("*")}
+    folders = [report.write_pages(tmp_path / name, data=tmp_path / "data") for name in ("one", "other")]
+    assert {path: path.stat().st_mtime_ns for path in SITE.rglob("*")} == before
+    for folder in folders:
+        assert (folder / "index.md").read_bytes() == (SITE / "index.md").read_bytes()
+        assert (folder / "generated" / "nav.json").is_file()
 
 
 def test_every_stage_has_one_page_with_every_section() -> None:
@@ -81,8 +89,8 @@ def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_typ
         timed("fa3", other, 120.0),
     ):
         store.append(path, row)
-    out = report._Output(root=tmp_path / "generated")
-    report._generate_front(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    out = content.Output(root=tmp_path / "generated")
+    content._front_page(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
     text = (out.root / "snippets" / "front-numbers.md").read_text(encoding="utf-8")
     in_bfloat16, in_float16 = text.index("<dd>120 %</dd>"), text.index("<dd>130 %</dd>")
     assert in_bfloat16 < in_float16
@@ -109,8 +117,8 @@ def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(t
     for row in rows:
         path.parent.mkdir(parents=True, exist_ok=True)
         store.append(path, row)
-    out = report._Output(root=tmp_path / "generated")
-    report._generate_inputs(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    out = content.Output(root=tmp_path / "generated")
+    content._inputs_and_errors(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
     ratios, errors = (
         (out.root / "snippets" / name).read_text(encoding="utf-8") for name in ("against-inputs.md", "accuracy.md")
     )
@@ -145,7 +153,7 @@ def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:
 
 def test_diff_turns_the_parent_into_the_stage() -> None:
     for stage in STAGES.values():
-        diff = report.diff_against_parent(stage).splitlines()
+        diff = content.diff_against_parent(stage).splitlines()
         if stage.parent is None or STAGES[stage.parent].language != stage.language:
             assert not diff
             continue
@@ -198,10 +206,7 @@ def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for level, factor in ((levers.AS_IT_IS, 1.0), (levers.names()[0], 1.25)):
         store.append(folder / f"{RUN}.jsonl", lever_record(level, factor))
     store.write_checksums("nvidia-h200", root / "data")
-    site = root / "site"
-    shutil.copytree(SITE, site, ignore=shutil.ignore_patterns("generated"))
-    report.generate(root / "data", site=site, executed=NOTEBOOKS)
-    return site
+    return report.write_pages(root, data=root / "data", executed=NOTEBOOKS)
 
 
 def test_the_results_page_shows_ratios_lengths_costs_and_profiles(long_pages: Path) -> None:
@@ -270,7 +275,7 @@ def test_a_lever_that_no_longer_fits_is_shown_as_such(tmp_path: Path, monkeypatc
     stale = levers.choose(levers.names()[:1])[0]
     stale = dataclasses.replace(stale, diff=stale.diff.replace("\n ", "\n no such line ", 1))
     monkeypatch.setattr(levers, "choose", lambda: (stale,))
-    report._generate_levers(report._Output(root=tmp_path), None, tmp_path)
+    ablation.levers_page(content.Output(root=tmp_path), None, tmp_path)
     text = (tmp_path / "snippets" / "levers.md").read_text(encoding="utf-8")
     assert "which no longer fits the stage" in text
     assert " no such line" in text
@@ -304,8 +309,7 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     path = tmp_path / "data" / "nvidia-h200" / "checks" / f"{RUN}.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
-    shutil.copytree(SITE, tmp_path / "site", ignore=shutil.ignore_patterns("generated"))
-    out = report.generate(tmp_path / "data", site=tmp_path / "site", executed=NOTEBOOKS)
+    out = content.generate(tmp_path / "generated", tmp_path / "data", executed=NOTEBOOKS)
     text = (out / "snippets" / "checks.md").read_text(encoding="utf-8")
     assert f"{len(lines)} comparisons of {len(STAGES)} stages, over 1 problems" in text
     assert f"{len(lines) - 1} passed, 1 failed" in text
@@ -324,9 +328,8 @@ def test_links_of_a_notebook_hold_on_its_page(pages: Path) -> None:
 
 
 def test_conclusions_about_another_gpu_are_labelled(pages: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
     write_synthetic(tmp_path / "data", "nvidia-a100", problems=suite("first"))
-    report.generate(tmp_path / "data", site=site)
+    site = report.write_pages(tmp_path, data=tmp_path / "data")
     files = ("stages/09_wgmma.md", "notebooks/04_roofline.md", "notebooks/06_cycle_model.md")
     for root, labelled in ((site, True), (pages, False)):
         for file in files:
@@ -376,8 +379,7 @@ def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) 
 
 
 def test_before_anything_was_measured_every_page_says_so(tmp_path: Path) -> None:
-    shutil.copytree(SITE, tmp_path / "site", ignore=shutil.ignore_patterns("generated"))
-    out = report.generate(tmp_path / "data", site=tmp_path / "site", executed=NOTEBOOKS)
+    out = content.generate(tmp_path / "generated", tmp_path / "data", executed=NOTEBOOKS)
     for name in ("front-chart.md", "results.md", "downloads.md", "stages/00_naive.md"):
         assert NOTHING_YET in (out / "snippets" / name).read_text(encoding="utf-8")
 
@@ -386,8 +388,7 @@ def test_damage_is_shown_and_nothing_else_is_lost(tmp_path: Path) -> None:
     path = write_synthetic(tmp_path / "data", problems=[Problem.parse(FIRST_SHAPE)])
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text(lines[0] + "{broken\n" + "".join(lines[1:]), encoding="utf-8")
-    shutil.copytree(SITE, tmp_path / "site", ignore=shutil.ignore_patterns("generated"))
-    out = report.generate(tmp_path / "data", site=tmp_path / "site", executed=NOTEBOOKS)
+    out = content.generate(tmp_path / "generated", tmp_path / "data", executed=NOTEBOOKS)
     text = (out / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
     assert f"{RUN}.jsonl:2" in text
     assert all(f"`{stage_id}`" in text for stage_id in STAGES)
@@ -395,7 +396,7 @@ def test_damage_is_shown_and_nothing_else_is_lost(tmp_path: Path) -> None:
 
 def test_generate_refuses_an_unknown_gpu(tmp_path: Path) -> None:
     with pytest.raises(NoDataError, match="GPUs with data: none yet"):
-        report.generate(tmp_path, site=tmp_path / "site", gpu="nvidia-abacus")
+        content.generate(tmp_path / "generated", tmp_path, gpu="nvidia-abacus")
 
 
 def test_run_refuses_wrong_parameters_before_anything_runs(tmp_path: Path, read_only_dir: Path) -> None:
@@ -408,12 +409,12 @@ def test_run_refuses_wrong_parameters_before_anything_runs(tmp_path: Path, read_
 
 
 def test_site_needs_generated_pages(tmp_path: Path) -> None:
-    with pytest.raises(ReportError, match=r"report\.generate makes them"):
-        report.build_site(tmp_path / "out", site=tmp_path)
+    with pytest.raises(ReportError, match=r"site\.write_pages makes them"):
+        report.build_site(tmp_path / "out")
 
 
 def test_a_broken_link_fails_the_build(pages: Path, tmp_path: Path) -> None:
-    shutil.copytree(pages, tmp_path / "site")
-    (tmp_path / "site" / "method.md").write_text("# Method\n\n[nowhere](nowhere.md)\n", encoding="utf-8")
+    shutil.copytree(pages, tmp_path / "pages")
+    (tmp_path / "pages" / "method.md").write_text("# Method\n\n[nowhere](nowhere.md)\n", encoding="utf-8")
     with pytest.raises(ReportError, match=r"nowhere\.md"):
-        report.build_site(tmp_path / "out", site=tmp_path / "site")
+        report.build_site(tmp_path)

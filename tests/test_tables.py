@@ -19,7 +19,8 @@ from flashlab.record import store
 from flashlab.record.checks import CheckRow
 from flashlab.record.store import Regime, StageCounters, cycles_per_score
 from flashlab.run.emulator import Actor, Counter, Finding, Place, Report
-from flashlab.show import tables
+from flashlab.show import tables, trial
+from flashlab.show.tables import table as table_of
 
 FIRST = Problem.parse(FIRST_SHAPE)
 
@@ -101,8 +102,8 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
         named_run=None, named_sustained=None, named_sustained_run=None, reason="no library has a time in that run",
     )  # fmt: skip
     known = replace(contest, stage_percent_of_peak=61.0, peer_percent_of_peak=52.0, peer_lse=True, stage_lse_us=104.0)
-    won, told, lost = tables.against(
-        [replace(none, burst=contest, reason=""), replace(none, burst=known, reason=""), none]
+    won, told, lost = table_of(
+        tables.AGAINST, [replace(none, burst=contest, reason=""), replace(none, burst=known, reason=""), none]
     ).splitlines()[-3:]
     ours, theirs = (tables.number(FIRST.tflops(time_us)) for time_us in (100.0, 130.0))
     assert won.endswith(f"| ×1.30 | – | – | – | – | – | `05_wmma` {ours} | – | cuDNN {theirs} | – |")
@@ -195,7 +196,7 @@ def test_profiles_name_what_warps_waited_for() -> None:
     active = ".avg.pct_of_peak_sustained_active"
     metrics = {f"sm__pipe_tensor_cycles_active{active}": 61.0}
     samples = {"gmma": 3, "made_up": 1}
-    line = tables.profiles([profile("05_wmma", FIRST, metrics=metrics, samples=samples)]).splitlines()[-1]
+    line = table_of(tables.PROFILES, [profile("05_wmma", FIRST, metrics=metrics, samples=samples)]).splitlines()[-1]
     assert "61.0 %" in line
     assert "wgmma 75 %, made_up 25 %" in line
     assert line.count("| –") == 4
@@ -204,7 +205,7 @@ def test_profiles_name_what_warps_waited_for() -> None:
 def test_traffic_sets_measured_bytes_beside_counted_ones() -> None:
     counted = FIRST.compulsory_bytes
     metrics = {"dram__bytes_read.sum": 1.5 * counted, "dram__bytes_write.sum": 0.5 * counted}
-    line = tables.traffic([profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
+    line = table_of(tables.TRAFFIC, [profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
     assert f"| `05_wmma` | {tables.number(counted / 1e6)} | {tables.number(2 * counted / 1e6)} | ×2.00 |" in line
     in_l2 = roofline.l2_bytes(FIRST, 64)
     assert line.endswith(f"| {tables.number(in_l2 / 1e6)} | – | – |")
@@ -219,10 +220,10 @@ def test_occupancy_names_what_holds_it_back() -> None:
         "launch__registers_per_thread": 80.0,
         "sm__warps_active.avg.peak_sustained": 64.0,
     }
-    line = tables.occupancy([profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
+    line = table_of(tables.OCCUPANCY, [profile("05_wmma", FIRST, metrics=metrics)]).splitlines()[-1]
     assert "| `05_wmma` | threads | 80.0 | 25.0 % | – |" in line, "shared memory follows what else holds back"
     alone = metrics | {"launch__occupancy_limit_warps": 4.0}
-    line = tables.occupancy([profile("05_wmma", FIRST, metrics=alone)]).splitlines()[-1]
+    line = table_of(tables.OCCUPANCY, [profile("05_wmma", FIRST, metrics=alone)]).splitlines()[-1]
     assert "| `05_wmma` | shared memory | 80.0 |" in line
 
 
@@ -294,15 +295,15 @@ def test_a_line_keeps_its_row_when_an_edit_moves_it(folder: Path) -> None:
     after = Report(
         status="ok", message="", seconds=1, counters=(_counter(_place(folder, 3, "edited.cu"), passes=16, ideal=16),)
     )
-    table = tables.conflicts({"before": before, "after": after}).splitlines()
+    table = trial.conflicts({"before": before, "after": after}).splitlines()
     assert len(table) == 2 + 2 + 1
     assert "| 32 | ×2.0 | 16 | ×1.0 |" in table[3]
     assert table[2].endswith("| 4 | ×1.0 | – | – |")
     assert table[-1].startswith("| in all |")
     assert "a&#91;i&#93; = x &#124; y;" in table[2]
-    assert "×1.5" in tables.sectors({"before": before})
-    assert "global memory" in tables.sectors({"after": after})
-    assert tables.conflicts({"gone": None}) == tables.NO_REPORT
+    assert "×1.5" in trial.sectors({"before": before})
+    assert "global memory" in trial.sectors({"after": after})
+    assert trial.conflicts({"gone": None}) == trial.NO_REPORT
 
 
 def test_findings_quote_both_lines_and_say_when_there_are_none(folder: Path) -> None:
@@ -319,13 +320,13 @@ def test_findings_quote_both_lines_and_say_when_there_are_none(folder: Path) -> 
         first=first,
         second=second,
     )
-    table = tables.findings(Report(status="ok", message="", seconds=1, findings=(found,)))
+    table = trial.findings(Report(status="ok", message="", seconds=1, findings=(found,)))
     assert "**race**, shared memory, 1,200 times | thread\N{NO-BREAK SPACE}3 writes |" in table
     assert '<code class="place">kernel.cu:1</code><br><code>a&#91;i&#93; = x &#124; y;</code>' in table
     assert '<code class="place">kernel.cu:2</code><br><code>b&#91;i&#93; = a' in table
-    assert "found nothing" in tables.findings(Report(status="ok", message="", seconds=1))
-    assert "Up to where it stopped" in tables.findings(Report(status="timeout", message="", seconds=1))
-    assert tables.findings(None) == tables.NO_REPORT
+    assert "found nothing" in trial.findings(Report(status="ok", message="", seconds=1))
+    assert "Up to where it stopped" in trial.findings(Report(status="timeout", message="", seconds=1))
+    assert trial.findings(None) == trial.NO_REPORT
 
 
 def test_counters_beside_nsight_computes_tell_equal_from_near(folder: Path) -> None:
@@ -352,9 +353,9 @@ def test_counters_beside_nsight_computes_tell_equal_from_near(folder: Path) -> N
             "smsp__sass_inst_executed_op_global_ld.sum": 2,
         },
     )
-    counted = tables.counted(report, line)
+    counted = trial.counted(report, line)
     assert counted == {"shared loads": (2, 2, 8, 4)}  # no metric for global sectors, and no stores at all
-    assert "| 2 | 2 | equal | wavefronts | 8 | 4 | ×2.00 |" in tables.counters({"00_naive": counted})
+    assert "| 2 | 2 | equal | wavefronts | 8 | 4 | ×2.00 |" in trial.counters({"00_naive": counted})
 
 
 def test_runs_on_the_cpu_are_summed_up_a_stage() -> None:
@@ -371,7 +372,7 @@ def test_runs_on_the_cpu_are_summed_up_a_stage() -> None:
         )
         for status, reason, schedule in (("ok", "", "ascending"), ("wrong", "race in shared memory", "descending"))
     ]
-    table = tables.emulated(rows, {"00_naive": 0.25})
+    table = str(trial.CpuCheck(rows=tuple(rows), seconds={"00_naive": 0.25}))
     assert "| `00_naive` | ascending, descending | 2 | 1 | 1 | 0.250 |" in table
     assert f"| `00_naive` | {FIRST.label} | descending | race in shared memory |" in table
 
@@ -393,7 +394,7 @@ def test_chip_and_emulator_that_disagree_are_named() -> None:
         },
         {"stage": "06_cp_async", "status": "ok", "emulator": crashed},
     ]
-    table = tables.agreement(lines)
+    table = trial.agreement(lines)
     assert "| `05_wmma` | 2 | 2 | 2 | 1 | 200 % |" in table
     assert "| `05_wmma` | b | apart |" in table
     assert "| `06_cp_async` | 1 | 1 | 0 | 0 | – |" in table

@@ -8,7 +8,7 @@ from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import DATA
 from flashlab.record import store
 from flashlab.run import emulator
-from flashlab.show import notebook, tables
+from flashlab.show import trial
 
 FILES = sorted(DATA.glob("*/counters/*.jsonl"))
 EQUAL = ("00_naive", "01_coalesced", "02_half2", "03_warp_rows", "04_wmma_qk")
@@ -26,8 +26,7 @@ except MissingPackageError as error:
 def test_stages_count_what_the_chip_counts() -> None:
     lines = store.read_counters(FILES[-1]).stages
     compared = {
-        (line.stage, line.shape): tables.counted(notebook.count_accesses(line.stage, line.shape), line)
-        for line in lines
+        (line.stage, line.shape): trial.counted(trial.count_accesses(line.stage, line.shape), line) for line in lines
     }
     assert {stage for stage, _ in compared} >= set(EQUAL)
     differing = {}

@@ -36,6 +36,7 @@ from flashlab.record.store import Ablation, CubinFields, Part, Samples
 from flashlab.run import choice, gpu
 from flashlab.show import tables
 from flashlab.show.charts import Chart, Interval, intervals
+from flashlab.show.pages import Output, data_links, indent, stage_link
 
 CONFIDENCE = 0.95
 _RESAMPLES = 4999
@@ -957,3 +958,35 @@ def split_table(found: Sequence[Effect]) -> str:
             )
     header = ("stage", "problem", "left out", "µs", "share, % (95 %)", "registers", "spilled B", "blocks/SM")
     return tables.markdown(header, rows, left=3)
+
+
+def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
+    """Every lever: its question, its diff, what was expected and the result."""
+    page = "levers.md"
+    effects = lever_effects(store.ablations(shown.gpu, data)) if shown else []
+    drawn = lever_chart(effects)
+    out.snippet("levers-chart.md", drawn if isinstance(drawn, str) else out.chart(drawn, page))
+    parts = []
+    for lever in levers.choose():
+        mine = [one for one in effects if one.is_first or one.name == lever.name]
+        files = [f"{one.gpu.slug}/ablations/{one.run}.jsonl" for one in mine if not one.is_first]
+        links = ", ".join(data_links(dict.fromkeys(files), page))
+        added, removed = lever.changed_lines()
+        heading = f"{lever.stage}, changed: {added} lines added, {removed} removed"
+        try:
+            diff = lever.shown_diff()
+        except ParameterError as error:
+            diff = lever.diff.rstrip()
+            heading = f"The change, which no longer fits the stage: {error}".replace('"', "'")
+        parts += [
+            f"### {lever.name.replace('_', ' ')}",
+            f"{lever.question} (`{lever.name}`, {stage_link(lever.stage)})",
+            f'??? abstract "{heading}"\n\n' + indent(f"``` {{ .diff }}\n{diff}\n```"),
+            f"*Expected:* {lever.prediction}",
+            lever_table(mine) + (f" <small>· {links}</small>" if links else ""),
+            lever.why,
+        ]
+    out.snippet("levers.md", "\n\n".join(part for part in parts if part))
+
+
+PAGES = {"levers": levers_page}

@@ -46,11 +46,13 @@ from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, harness
 from flashlab.measure.options import Options
 from flashlab.query.kinship import KINSHIPS, kinship
+from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
 from flashlab.record import provenance, store
 from flashlab.record.store import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
+from flashlab.show.pages import Output, stage_link
 
 CLAIMS = DATA / "claims.csv"
 VERDICTS = "verdicts.json"
@@ -701,3 +703,27 @@ def kinship_table() -> str:
         ],
         left=5,
     )
+
+
+def page(out: Output, shown: Results | None, data: Path) -> None:
+    """The claims with their verdicts, each with links to its records and to the pages of its stages."""
+    out.snippet("ledger-rules.md", rules_table())
+    out.snippet("ledger-verdicts.md", kinds_table())
+    out.snippet("ledger-gpus.md", kinship_table())
+    out.text("data/claims.csv", CLAIMS.read_text(encoding="utf-8"))
+    if shown is None:
+        out.snippet("ledger.md", NOTHING_YET)
+        return
+
+    def record(place: str) -> str:
+        file, _, line = place.rpartition(":")
+        folder = Path(file).parent.name
+        beside = {"ablations": " ([page](ablations.md))"}.get(folder, "")
+        return f"[{folder}, line {line}](generated/data/{file}){beside}"
+
+    claims = table(verdicts(shown.gpu, data), record=record, stage=stage_link)
+    out.snippet("ledger.md", f'<div class="ledger" markdown>\n\n{claims}\n</div>\n')
+
+
+PAGES = {"ledger": page}
+RECORDS = (Verdict, Number)

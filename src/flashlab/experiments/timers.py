@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import ValidationError
@@ -61,6 +61,10 @@ from flashlab.run.attention import prepare
 from flashlab.show import charts, tables
 from flashlab.show.charts import Chart
 from flashlab.verify.verdict import POISON_WORD, Sample, check
+
+if TYPE_CHECKING:
+    from flashlab.query.select import Results
+    from flashlab.show.pages import Output
 
 Timer = Literal["events", "torch-profiler", "cuda-bench"]
 Inputs = Literal["normal", "zeros"]
@@ -1136,6 +1140,15 @@ def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: str = "full")
         provenance=select.provenance(rows),
         data_files=select.run_files(rows),
     )
+
+
+def samples_page(out: Output, shown: Results | None, data: Path) -> None:
+    """How many raw samples are on record, a line a GPU."""
+    lines = [f"- {samples_line(slug, data)}" for slug in store.gpus(data)]
+    out.snippet("samples.md", "\n".join(lines) if shown else NOTHING_YET)
+
+
+PAGES = {"timers": samples_page}
 
 
 def samples_line(gpu_slug: str, data: Path = DATA) -> str:

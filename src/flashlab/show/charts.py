@@ -337,7 +337,7 @@ def ladder(
         axes.spines[["left", "bottom"]].set_visible(False)
         axes.set_xlabel("TFLOP/s, logarithmic")
 
-    note = beside_note(rows, beside, regime, cache)
+    note = beside_note(rows, beside)
     best = (
         f"The fastest stage, {stage.name}, reaches {number(rates[stage.name][1])} TFLOP/s"
         if stage
@@ -357,7 +357,7 @@ def ladder(
         caption="Throughput of each stage (circles) and library (diamonds): median, with the 5th to 95th percentile as "
         f"a band, often narrower than the mark. The dashed line is the fastest library in {rows[0].problem.dtype}."
         + (f" Hollow: {note}" if note else "")
-        + (f" {late}" if (late := elsewhere_note(rows, regime, cache)) else ""),
+        + (f" {late}" if (late := elsewhere_note(rows, regime)) else ""),
         provenance=select.provenance(timed, regime, cache),
         data_files=select.run_files(timed),
     )

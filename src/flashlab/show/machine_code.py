@@ -1,0 +1,64 @@
+"""What kernels compile to, in Markdown: registers, classes of instructions, branches, and the code itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flashlab.build import sass
+from flashlab.build.compiler import Cubin
+from flashlab.build.sass import Instruction
+from flashlab.core.errors import CompileError
+from flashlab.show.tables import Column, code, markdown, stage, table
+
+
+def compiled(cubins: Sequence[Cubin | CompileError], labels: Sequence[tuple[str, str]]) -> str:
+    """Registers a thread of each kernel on each architecture, and what spills.
+
+    Args:
+        labels: (stage id, architecture) of each of `cubins`.
+    """
+    cells: dict[str, dict[str, str]] = {}
+    for (name, arch), cubin in zip(labels, cubins, strict=True):
+        text = "refused"
+        if isinstance(cubin, Cubin):
+            spilled = cubin.resources.spill_store_bytes + cubin.resources.spill_load_bytes
+            text = f"{cubin.resources.registers}{f' + {spilled} B spilled' if spilled else ''}"
+        cells.setdefault(name, {})[arch] = text
+    archs = list(dict.fromkeys(arch for _, arch in labels))
+    lines = [(code(name), *(of_arch.get(arch) for arch in archs)) for name, of_arch in cells.items()]
+    return markdown(("registers a thread", *archs), lines)
+
+
+def mixes(counts: Mapping[str, Mapping[str, int]]) -> str:
+    """Instructions of each class in each kernel; classes that no kernel has are left out."""
+    kinds = [kind for kind in sass.CLASSES if any(mix.get(kind) for mix in counts.values())]
+    lines = [(kind.replace("_", " "), *(mix.get(kind) for mix in counts.values())) for kind in kinds]
+    return markdown(("class", *map(code, counts)), lines)
+
+
+def classes(groups: Mapping[str, Sequence[str]]) -> str:
+    """What each class of instructions holds, and the group that charts show it in."""
+    group_of = {kind: group for group, kinds in groups.items() for kind in kinds}
+    lines = [(kind.replace("_", " "), group_of.get(kind), meaning) for kind, meaning in sass.CLASSES.items()]
+    return markdown(("class", "in charts", "what it holds"), lines, left=3)
+
+
+def branches(kernels: Mapping[str, Sequence[Instruction]]) -> str:
+    """Jumps and accesses to shared and local memory in machine code, by a kernel's name."""
+    columns = (
+        stage(lambda item: item[0]),
+        Column("branches under a condition", lambda item: sass.branches(item[1]).predicated),
+        Column("exits under one", lambda item: sass.branches(item[1]).predicated_exits),
+        Column("in subroutines", lambda item: sass.branches(item[1]).in_subroutines),
+        Column("on shared memory", lambda item: sass.shared_memory(item[1])),
+        Column("on local memory", lambda item: sum(sass.classify(one) == "local" for one in item[1])),
+    )
+    return table(columns, kernels.items())
+
+
+def excerpt(instructions: Sequence[Instruction], opcode: str, *, lines: int = 16) -> str:
+    """Machine code from the densest stretch of instructions whose opcode starts with `opcode`, as a code block."""
+    starts = range(max(1, len(instructions) - lines + 1))
+    best = max(starts, key=lambda i: sum(one.opcode.startswith(opcode) for one in instructions[i : i + lines]))
+    text = "\n".join(f"{one.address:06x}  {one.text}" for one in instructions[best : best + lines])
+    return f"```text\n{text}\n```\n"

@@ -1,0 +1,770 @@
+"""What the site's pages take in: figures, tables and downloads drawn from data/, kernels/ and the executed notebooks.
+
+site/ holds hand-written Markdown that takes in snippets from generated/snippets/; no number is written by hand. Pages
+of experiments come from the experiments themselves, which register what they need (`experiments.registered`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import difflib
+import hashlib
+import html
+import importlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, get_args
+
+from flashlab.build import compiler, sass
+from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
+from flashlab.core.inputs import KINDS, NORMAL
+from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
+from flashlab.core.problem import DTYPES, MASKS, Problem, suite
+from flashlab.kernels import registry
+from flashlab.kernels.registry import Stage
+from flashlab.query import select
+from flashlab.query.select import Results
+from flashlab.record import store
+from flashlab.record.store import Measurement
+from flashlab.show import charts, machine_code, tables
+from flashlab.show.charts import LAYOUTS, MIME, THEMES, Chart
+from flashlab.show.notebook import NOTHING_YET
+from flashlab.show.tables import Column, code, markdown, number, percent, table, times
+from flashlab.verify.cases import FLASH_ATTENTION, FLASH_ATTENTION_INPUTS
+
+PAGE_OF: Mapping[str, str] = {
+    "02_ladder": "stages/index.md",
+    "07_against_peers": "against.md",
+    "04_roofline": "roofline.md",
+    "06_cycle_model": "cycle_model.md",
+    "01_correctness": "correctness.md",
+    "00_hardware": "hardware.md",
+    "03_anatomy": "anatomy.md",
+    "09_tuning": "tuning.md",
+    "10_method": "timers.md",
+    "05_ablations": "ablations.md",
+    "08_claims": "ledger.md",
+    "edit_a_kernel": "edit.md",
+}
+"""The page each notebook is shown on, those that measure before those that show what was measured."""
+
+WRITTEN_ABOUT, _ITS_NAME = "nvidia-h200", "H200"
+"""The GPU that the hand-written conclusions are about."""
+_CONCLUDING = ("04_roofline", "06_cycle_model")
+"""Notebooks whose text draws conclusions from that GPU's numbers."""
+NO_CHECKS = (
+    "*No such comparison is on record yet: `flashlab check --random 1000 --record` and `flashlab check --record` on a "
+    "GPU make them.*"
+)
+NO_SANITIZER = "*No such run is on record yet: `python scripts/sanitize.py` on a GPU with compute-sanitizer makes one.*"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Writes what is generated."""
+
+    root: Path
+
+    def text(self, path: str, content: str) -> None:
+        """Write a file below the folder."""
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
+
+    def snippet(self, path: str, content: str) -> None:
+        """Write what a page takes in by that name."""
+        self.text(f"snippets/{path}", content)
+
+    def chart(self, chart: Chart, page: str) -> str:
+        """Write a chart's variants; the Markdown that shows the fitting one on `page` (relative to docs_dir)."""
+        alt = chart.alt.replace("[", "(").replace("]", ")").replace("\n", " ")
+        images = []
+        for layout in LAYOUTS:
+            # With its size known the browser keeps the room, and nothing jumps when a figure arrives.
+            width, height = charts.size_px(chart.svg[layout])
+            for theme in THEMES:
+                name = f"figures/{chart.name}.{layout}.{theme}.svg"
+                self.text(name, chart.themed(layout, theme))
+                attributes = f".{layout} loading=lazy width={width} height={height}"
+                images.append(f"![{alt}]({up(page)}generated/{name}#only-{theme}){{ {attributes} }}")
+        links = data_links(chart.data_files, page)
+        source = " · ".join([html.escape(chart.provenance, quote=False), *links] if chart.provenance else links)
+        return (
+            f'<figure class="chart" markdown>\n{"".join(images)}\n'
+            f'<figcaption markdown="span">{chart.caption}'
+            f"{f' <small>{source}</small>' if source else ''}</figcaption>\n</figure>\n"
+        )
+
+
+def up(page: str) -> str:
+    """From a page's folder to docs_dir: `../` for each folder it lies in."""
+    return "../" * page.count("/")
+
+
+def data_links(files: Iterable[str], page: str, *, named: bool = False) -> list[str]:
+    """Links from a page to copies of raw data."""
+    return [f"[{Path(file).name if named else 'data'}]({up(page)}generated/data/{file})" for file in files]
+
+
+def stage_link(name: str) -> str:
+    """A link to a stage's page, from a page at the site's root."""
+    folder = "stages" if name in registry.STAGES else "dead_ends"
+    return f"[{code(name)}]({folder}/{name}.md)"
+
+
+def indent(text: str) -> str:
+    """Text four spaces in, as what can be unfolded holds it."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines()) + "\n"
+
+
+def generate(root: Path, data: Path = DATA, *, executed: Path | None = None, gpu: str = "") -> Path:
+    """Write everything the pages take in to the folder `root`, anew; that folder.
+
+    Args:
+        data: folder of the records.
+        executed: folder of executed notebooks; pages say that they were not executed, where None.
+        gpu: the GPU that pages about the ladder show; empty: the one measured last.
+
+    Raises:
+        NoDataError: `gpu` has no records.
+        OutputError: `root` cannot be written.
+    """
+    if gpu:
+        store.runs(gpu, data)
+    shutil.rmtree(root, ignore_errors=True)
+    out = Output(root=writable_dir(root, "generated pages"))
+    everything = select.load_all(data)
+    shown = next((one for one in everything if one.gpu == gpu), everything[0] if everything else None)
+    dead_ends = select.dead_ends(shown.gpu, data) if shown else {}
+    # A rung that was retired was measured with the ladder, at every problem.
+    ladder = {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
+    # Drawing is most of the work, and independent from page to page.
+    with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
+        jobs = [pool.submit(_stage_page, out, stage, shown, data) for stage in registry.STAGES.values()]
+        jobs += [pool.submit(_results_page, out, one, data) for one in everything]
+        jobs += [
+            pool.submit(dead_end_page, out, stage, ladder if stage.retired else dead_ends)
+            for stage in registry.DEAD_ENDS.values()
+        ]
+        for name, page in PAGE_OF.items():
+            _notebook_page(out, name, page, executed, shown)
+        _front_page(out, shown, data)
+        _inputs_and_errors(out, shown, data)
+        _lists(out, everything)
+        dead_end_list(out, dead_ends, ladder)
+        check_records(out, everything, data)
+        for pages in _registered("PAGES"):
+            for write in pages.values():
+                write(out, shown, data)
+        _downloads(out, everything, data)
+        for job in jobs:
+            job.result()
+    out.text("nav.json", json.dumps([[one.name, f"generated/results/{one.gpu}.md"] for one in everything]))
+    return out.root
+
+
+def _registered(what: str) -> Iterable[Any]:
+    """What experiments register under a name, found without importing any of them here."""
+    found: Iterable[Any] = importlib.import_module("flashlab.experiments").registered(what)
+    return found
+
+
+def _elsewhere(shown: Results | None, what: str) -> str:
+    """That hand-written text is about another GPU than the one shown; empty where it is not."""
+    if shown is None or shown.gpu == WRITTEN_ABOUT:
+        return ""
+    return f'!!! note ""\n    {what} was written about the {_ITS_NAME}; the numbers are those of the {shown.name}.\n'
+
+
+def _section(name: str, content: str) -> str:
+    return f"<!-- --8<-- [start:{name}] -->\n{content.strip()}\n<!-- --8<-- [end:{name}] -->\n"
+
+
+def _notebook_page(out: Output, name: str, page: str, executed: Path | None, shown: Results | None) -> None:
+    """An executed notebook as Markdown, its charts as figures."""
+    import nbformat
+    from nbconvert import MarkdownExporter
+
+    source = (executed or NOTEBOOKS) / f"{name}.ipynb"
+    if not source.is_file():
+        raise ReportError(f"notebook {name}: wanted it executed in {source.parent}, found none; site.execute makes it")
+    notebook = nbformat.read(source, as_version=4)  # type: ignore[no-untyped-call]
+    hidden = {"parameters", "injected-parameters", "hide"}
+    notebook.cells = [cell for cell in notebook.cells if not hidden & set(cell.metadata.get("tags", []))]
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            # Links that hold where the notebook lies, made to hold on its page.
+            cell.source = cell.source.replace("](../site/", f"]({up(page)}")
+            continue
+        if "hide-input" in cell.metadata.get("tags", []):
+            cell.metadata["transient"] = {"remove_source": True}  # what nbconvert's templates look for
+        # What goes to stderr is progress bars.
+        cell["outputs"] = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
+        for output in cell["outputs"]:
+            if MIME in output.get("data", {}):
+                output["data"] = {"text/markdown": out.chart(Chart.from_mime(output["data"][MIME]), page)}
+    text, _ = MarkdownExporter().from_notebook_node(notebook)  # type: ignore[no-untyped-call]
+    (out.root / "notebooks").mkdir(exist_ok=True)
+    shutil.copyfile(source, out.root / "notebooks" / source.name)
+    if name in _CONCLUDING:
+        title, _, rest = text.strip().partition("\n")
+        text = f"{title}\n\n{_elsewhere(shown, 'The text of this page')}\n{rest}"
+    state = "executed for this page" if executed else "not executed for this page, so it shows no results"
+    note = (
+        '<p class="source" markdown="span">This page is the notebook '
+        f"[`notebooks/{name}.ipynb`]({up(page)}generated/notebooks/{name}.ipynb), {state}. "
+        "The notebook holds the code of every figure and table.</p>\n"
+    )
+    out.snippet(f"notebooks/{name}.md", f"{text.strip()}\n\n{note}")
+
+
+def _front_page(out: Output, shown: Results | None, data: Path) -> None:
+    if shown is None or shown.first is None:
+        out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
+        out.snippet("front-numbers.md", "")
+        return
+    rows, beside = shown.rows(), shown.beside()
+    try:
+        chart = out.chart(charts.ladder(rows, name="front", beside=beside), "index.md")
+    except NoDataError as error:
+        chart = f'!!! note ""\n    {error}\n'
+    out.snippet("front-chart.md", chart)
+    cards = _front_cards(shown, rows, beside, data)
+    timed = sum(row.status == "ok" for of_problem in shown.problems.values() for row in of_problem)
+    cards.append((str(timed), f"checked and timed rows over {len(shown.problems)} problems"))
+    items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
+    where = f"Rates and ratios are those at {shown.first.label}, {select.on_inputs([shown.first])}."
+    out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n<p class="source">{where}</p>\n')
+
+
+def _front_cards(
+    shown: Results, rows: Sequence[Measurement], beside: Sequence[Measurement], data: Path
+) -> list[tuple[str, str]]:
+    """The fastest stage: its rate, over the first stage and over the libraries."""
+    stage, peer = select.fastest_stage(rows), select.fastest_peer(rows)
+    rate, first = (select.rate(stage) if stage else None), shown.first
+    if stage is None or rate is None or first is None:
+        return []
+    cards = [(f"{number(rate)} TFLOP/s", f"fastest stage, {stage.name}")]
+    foot = next((row for row in rows if row.kind == "stage" and select.rate(row)), stage)
+    if foot is not stage:
+        cards.append((times(rate / (select.rate(foot) or rate)), f"over {foot.name}"))
+    if peer is None:
+        return cards
+    said = f"of the fastest library in {peer.problem.dtype}, {tables.peer_title(peer.name)}"
+    faster = select.fastest_peer([peer, *beside])
+    if faster is not None and faster is not peer:
+        # The library to pass lacks this type: what counts first is the ratio in the type that it has.
+        other = dataclasses.replace(first, dtype=faster.problem.dtype)
+        contest = next((one.burst for one in select.against_peers(shown.gpu, data) if one.problem == other), None)
+        if contest:
+            where = f"of the fastest library in {other.dtype}, {tables.peer_title(contest.peer)}"
+            cards.append((percent(100 * contest.ratio), where))
+        said += f"; {tables.peer_title(faster.name)}: {tables.lacks(faster.name, peer.problem.dtype)}"
+    return [*cards, (percent(100 * rate / (select.rate(peer) or rate)), said)]
+
+
+def _inputs_and_errors(out: Output, shown: Results | None, data: Path) -> None:
+    """Ratios over the libraries, and errors, by kind of inputs; a note where they were not measured."""
+    out.snippet("inputs.md", tables.inputs())
+    if shown is None:
+        out.snippet("against-inputs.md", NOTHING_YET)
+        out.snippet("accuracy.md", NOTHING_YET)
+        return
+
+    def source(runs: Iterable[str]) -> str:
+        ids = sorted(set(runs))
+        commits = sorted({select.commit_label(run) for run in ids})
+        return f"<small>{shown.name} · {tables.days(ids)} · commit {', '.join(commits)}</small>"
+
+    shapes = {problem.shape for problem in select.MAIN}
+    try:
+        found = select.against_peers(shown.gpu, data, tuple(KINDS))
+        parts = [tables.against_inputs(found)]
+        with contextlib.suppress(NoDataError):
+            parts.append(f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(found, "sustained"))}')
+        runs = [run for one in found if one.problem.shape in shapes for run in (one.run, one.sustained_run)]
+        ratios = "\n".join([*parts, source(filter(None, runs))])
+    except NoDataError as error:
+        ratios = f"*{error}*"
+    out.snippet("against-inputs.md", ratios)
+    errors = select.accuracy(shown.gpu, data)
+    try:
+        text = f"{tables.accuracy(errors)}\n{source(one.run for one in errors)}"
+    except NoDataError as error:
+        text = f"*{error}*"
+    out.snippet("accuracy.md", text)
+
+
+# --- A stage's page ---------------------------------------------------------------------------------------------------
+
+
+def diff_against_parent(stage: Stage) -> str:
+    """Unified diff of a stage's kernel against its parent's; empty at the ladder's foot, and between languages."""
+    if stage.parent is None or registry.get(stage.parent).language != stage.language:
+        return ""
+    parent = registry.get(stage.parent)
+    before, after = (one.source.read_text(encoding="utf-8").splitlines() for one in (parent, stage))
+    return "\n".join(difflib.unified_diff(before, after, parent.source.name, stage.source.name, lineterm="", n=3))
+
+
+def _kernel_text(stage: Stage) -> str:
+    source = stage.source.read_text(encoding="utf-8")
+    language = "cuda" if stage.language == "cuda" else "python"
+    return f'??? abstract "The whole kernel, {stage.source.name}"\n\n' + indent(
+        f"``` {{ .{language} .kernel }}\n{source.rstrip()}\n```"
+    )
+
+
+def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
+    """What a stage is made from and takes, and its tunables."""
+
+    def defaults(param: registry.Param) -> str:
+        special = "".join(f", {value} at head dim {dim}" for dim, value in param.by_head_dim.items())
+        return f"default {param.default}{special}"
+
+    facts = [
+        parent,
+        ("Architectures", stage.needs),
+        ("Element types", ", ".join(stage.dtypes)),
+        ("Head dims", ", ".join(map(str, stage.head_dims))),
+        *((code(name), f"{one.meaning}; {defaults(one)}") for name, one in stage.params.items()),
+        *((code(name), f"for ablations: {one.meaning}; {defaults(one)}") for name, one in stage.ablations.items()),
+    ]
+    return markdown(("", ""), facts, left=2)
+
+
+def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) -> None:
+    diff, whole = diff_against_parent(stage), _kernel_text(stage)
+    change = f"{stage.change}\n\n" + whole.replace("??? abstract", "???+ abstract", 1)
+    if diff:
+        added = sum(line.startswith("+") and not line.startswith("+++") for line in diff.splitlines())
+        removed = sum(line.startswith("-") and not line.startswith("---") for line in diff.splitlines())
+        heading = f"{stage.parent} → {stage.id}: {added} lines added, {removed} removed"
+        change = f'{stage.change}\n\n``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```\n\n{whole}'
+    parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
+    result = f"{_stage_result(out, stage, shown, data)}\n\n{_elsewhere(shown, 'What follows')}"
+    sections = {
+        "title": f"# {stage.id}: {stage.title}",
+        "question": stage.question,
+        "change": change,
+        "needs": _needs(stage, ("Parent", parent)),
+        "prediction": stage.prediction,
+        "result": result,
+    }
+    out.snippet(f"stages/{stage.id}.md", "".join(_section(name, text) for name, text in sections.items()))
+
+
+def _in_state(regime: str, what: str) -> Any:
+    return lambda item: item[regime][what]
+
+
+EVERY_PROBLEM = (
+    Column("problem", lambda item: item["problem"].label),
+    Column("burst TFLOP/s", lambda item: item["burst"]["tflops"] if item["row"].status == "ok" else item["row"].status),
+    Column("over parent", _in_state("burst", "over_parent"), times),
+    Column("of the fastest library", _in_state("burst", "percent_of_best"), percent),
+    Column("sustained TFLOP/s", _in_state("sustained", "tflops")),
+    Column("of the fastest library", _in_state("sustained", "percent_of_best"), percent),
+    Column("SM clocks a score", _in_state("burst", "cycles_per_score"), number),
+    Column(tables.ENERGY.header, lambda item: tables.ENERGY.value(item["row"])),
+)
+
+
+def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) -> str:
+    """The Result section: the stage on the ladder, against its parent everywhere, its samples and its resources."""
+    if shown is None or shown.first is None:
+        return NOTHING_YET
+    page, rows = f"stages/{stage.id}.md", shown.rows()
+    row = next((one for one in rows if one.name == stage.id), None)
+    if row is None:
+        return f"*This stage was not measured in the run that is shown ({select.date(shown.newest)}).*"
+    if row.status != "ok":
+        return f"**No time at {shown.first.label}: {row.status}.** {row.reason}"
+    parent, peer = select.parent_of(row, rows), select.fastest_peer(rows)
+    chart = charts.ladder(rows, name=f"ladder-{stage.id}", beside=shown.beside(), highlight=stage.id)
+    items: list[dict[str, Any]] = [
+        {"problem": problem, "row": mine, "burst": tables.line(mine, of_problem)}
+        | {"sustained": tables.line(mine, of_problem, regime="sustained")}
+        for problem, of_problem in shown.problems.items()
+        for mine in of_problem
+        if mine.name == stage.id
+    ]
+    parts = [
+        _stage_sentence(shown, tables.line(row, rows), parent, peer),
+        out.chart(chart, page),
+        f"### Every problem\n\n{table(EVERY_PROBLEM, items)}\n\n"
+        "The fastest library is the one of the same problem, element type included, also where a later session timed "
+        "it than the stage; [Against the libraries](../against.md) has both from one run. "
+        "A dash: not measured. Energy is that of sustained load, clocks a score are those of bursts.",
+        f"### Clocks, power and energy\n\n{tables.costs([one for one in (row, parent, peer) if one and one.samples])}"
+        f"\n\nAt {shown.first.label}; a dash: not recorded. "
+        "[Method](../method.md#how-a-time-is-taken) says how the clock in the calls is read.",
+    ]
+    profiled = [one for one in select.profiles(shown.gpu, data) if one.stage in (stage.id, stage.parent)]
+    parts += _profiles(profiled, page)
+    traced = [one for one in profiled if one.stage == stage.id and one.lines][:1]
+    if traced:
+        parts.append(
+            f"### Where its warps were\n\n{tables.hot_lines(traced, lines=10)}\n"
+            f"Samples at regular times, {select.profile_provenance(traced)}. A line stands for what is inlined there."
+        )
+    parts.append(f"### Samples\n\n{out.chart(charts.samples(row, name=f'samples-{stage.id}'), page)}")
+    cubins = {one.name: one.cubin for one in (row, parent) if one and one.cubin}
+    for item in items:
+        # The same source in another element type is other machine code.
+        problem, cubin = item["problem"], item["row"].cubin
+        if cubin and problem != shown.first and dataclasses.replace(problem, dtype=shown.first.dtype) == shown.first:
+            cubins[f"{stage.id} {problem.dtype}"] = cubin
+    if cubins:
+        mixes = machine_code.mixes({name: cubin.sass for name, cubin in cubins.items()})
+        parts += [
+            f"### What it takes of an SM\n\n{tables.resources(cubins)}",
+            f"### What it is made of\n\n{mixes}\n\nInstructions in the machine code by class, counted once each: "
+            "[Anatomy](../anatomy.md) says what the classes hold.",
+        ]
+    return "\n\n".join(parts)
+
+
+def _stage_sentence(
+    shown: Results, line: Mapping[str, Any], parent: Measurement | None, peer: Measurement | None
+) -> str:
+    assert shown.first is not None
+    where = f"{shown.first.label}, {select.on_inputs([shown.first])}, on one {shown.name}"
+    said = f"**{number(line['tflops'])} TFLOP/s** at {where}"
+    if parent and line["over_parent"]:
+        slower = "" if line["over_parent"] >= 1 else ", slower than its parent"
+        said += f": **{times(line['over_parent'])}** over {code(parent.name)}{slower}"
+    if peer and line["percent_of_best"]:
+        said += (
+            f", {percent(line['percent_of_best'])} of {tables.peer_title(peer.name)}, "
+            f"the fastest library in {peer.problem.dtype}"
+        )
+    return said + "."
+
+
+def _profiles(found: Sequence[store.StageProfile], page: str) -> list[str]:
+    """What the SM's units did, a table a problem, with where it comes from; nothing where no profile is on record."""
+    parts = []
+    for problem in dict.fromkeys(one.problem.problem() for one in found):
+        those = [one for one in found if one.problem.problem() == problem]
+        links = ", ".join(data_links(select.profile_files(those), page, named=True))
+        parts.append(
+            f"### What the units did: {problem.label}\n\n{table(tables.PROFILES, those)}\n"
+            f"Percent of the cycles in which the SM was busy.\n\n{table(tables.TRAFFIC, those)}\n"
+            "Bytes of one launch. Counted: Q, K and V read and O written once, and from L2 what each tile fetches.\n\n"
+            f"{select.profile_provenance(those)} · {links}"
+        )
+    return parts
+
+
+# --- What did not work ------------------------------------------------------------------------------------------------
+
+
+def dead_end_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
+    """The sections of a dead end's page; `measured` as `select.dead_ends` gives them."""
+    needs = _needs(stage, ("Made from", code(stage.parent) if stage.parent else None))
+    sections = {
+        "title": f"# {stage.id}: {stage.title}",
+        "question": stage.question,
+        "built": f"{stage.change}\n\n{needs}\n{_kernel_text(stage)}",
+        "prediction": stage.prediction,
+        "result": dead_end_result(stage, measured),
+        "code": _dead_end_code(stage),
+    }
+    out.snippet(f"dead_ends/{stage.id}.md", "".join(_section(name, text) for name, text in sections.items()))
+
+
+def dead_end_result(stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> str:
+    """A table a problem, with what was measured beside it, and why what has no time has none."""
+    own = {stage.id, *stage.variant_names}
+    parts = []
+    for problem, rows in measured.items():
+        mine = [row for row in rows if row.name in own]
+        if not mine:
+            continue
+        rungs = {*registry.STAGES, stage.parent}
+        beside = [row for row in rows if row.name in own or row.kind == "peer" or row.name in rungs]
+        parts.append(f"### {problem.label}\n\n{tables.dead_ends(beside, own)}")
+        parts += [f"**{row.name}: {row.status}.** {row.reason}" for row in mine if row.status != "ok"]
+        links = ", ".join(data_links(select.run_files(mine), f"dead_ends/{stage.id}.md"))
+        parts.append(f"<small>{select.provenance(mine)} · {links}</small>")
+    return "\n\n".join(parts) or NOTHING_YET
+
+
+def _dead_end_code(stage: Stage) -> str:
+    """Branches and memory accesses of its machine code and its parent's, compiled here."""
+    kernels: dict[str, Sequence[sass.Instruction]] = {}
+    arch = "sm_90a"
+    try:
+        for name in (*([stage.parent] if stage.parent else ()), stage.id, *stage.variant_names):
+            one, variant = registry.parse(name)
+            cubin = compiler.compile_stage(
+                one, head_dim=one.head_dims[0], dtype="float16", causal=False, arch=arch, overrides=variant
+            )
+            kernels[name] = sass.without_padding(sass.disassemble(cubin.code, cubin.entry))
+    except MissingPackageError as error:
+        return f"*Not compiled for this page: {error}*"
+    return (
+        f"{machine_code.branches(kernels)}\nInstructions in the machine code for {arch}, head dim "
+        f"{stage.head_dims[0]}, full mask, counted once each; `flashlab sass` lists them."
+    )
+
+
+def dead_end_list(
+    out: Output,
+    measured: Mapping[Problem, Sequence[Measurement]],
+    ladder: Mapping[Problem, Sequence[Measurement]],
+) -> None:
+    """The table of all dead ends, each with its rate at the first problem that one was measured at."""
+    first = next(iter(measured), None)
+    rows = {row.name: row for row in (*ladder.get(first, ()), *measured[first])} if first else {}
+
+    def result(stage: Stage) -> str | None:
+        row = rows.get(stage.id)
+        rate = select.rate(row) if row else None
+        return f"{number(rate)} TFLOP/s" if rate else f"no time: {row.status}" if row else None
+
+    columns = (
+        Column("", lambda stage: f"[{code(stage.id)}]({stage.id}.md)"),
+        Column("what", "title", left=True),
+        Column("hypothesis, as a question", "question", left=True),
+        Column(f"at {first.label}" if first else "measured", result),
+    )
+    out.snippet("dead_ends.md", table(columns, registry.DEAD_ENDS.values()))
+
+
+# --- A GPU's page -----------------------------------------------------------------------------------------------------
+
+
+def _results_page(out: Output, shown: Results, data: Path) -> None:
+    """The page of one GPU: every problem, stage, library, regime, and what has no time."""
+    page = f"generated/results/{shown.gpu}.md"
+    parts = [
+        f"# Results: {shown.name}",
+        "Every row passed the checker before it was timed; a row without a time says why. "
+        "Rates count 4·B·H·Sq·Sk·D operations, half of that under a square causal mask. "
+        "[How it is measured](../../method.md).",
+        "A percentage of the fastest library keeps to one problem: shape, mask and element type. "
+        "Rows of another element type are a problem of their own. A library that the session did not time stands there "
+        "from the newest later one that did.",
+    ]
+    beside = [f"{tables.peer_title(row.name)}: {row.problem.dtype}" for row in shown.beside()]
+    if beside:
+        parts.append(
+            "Not every library, or the wheel it is called from, has every type. Measured in one type alone: "
+            f"{', '.join(beside)}; look for it there, and not among the {shown.rows()[0].problem.dtype} percentages."
+        )
+    if shown.damage:
+        listed = "\n".join(f"    - {html.escape(str(one).replace(str(ROOT), '.'))}" for one in shown.damage)
+        parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
+    parts.append(
+        "## Against the libraries\n\n"
+        "The best stage and the best library of the same element type, of those that took turns in one run: the "
+        "newest whose session has the fastest library on record, or one close to it; on normally distributed inputs of "
+        "unit scale where a problem names no others. Log-sum-exp alike: on for both where the library writes one, else "
+        "off for both. Peak: what the tensor cores can do at the clock inside the calls. Sustained ratios, and those "
+        "over the named libraries alone, may be of other runs; `flashlab results --against-peers --json` names "
+        "each.\n\n"
+        f"{table(tables.AGAINST, select.against_peers(shown.gpu, data))}"
+    )
+    for mask in MASKS:
+        for dtype in DTYPES:
+            with contextlib.suppress(NoDataError):
+                chart = charts.scaling(shown, mask=mask, dtype=dtype, name=f"scaling-{shown.gpu}-{mask}-{dtype}")
+                parts.append(f"## All shapes, {mask}, {dtype}\n\n{out.chart(chart, page)}")
+    parts.append(_lengths(out, shown, page))
+    if shown.first:
+        parts += _first_problem(out, shown, page)
+    profiled = _profiles(select.profiles(shown.gpu, data), page)
+    if profiled:
+        parts.append("## In the SM\n\n" + "\n\n".join(profiled))
+    parts.append(_problems(shown))
+    everything = [row for rows in shown.problems.values() for row in rows]
+    missing = tables.untimed(everything) or "Every stage and library has a time at every problem."
+    parts.append(f"## Rows without a time\n\n{missing}")
+    if shown.ceilings:
+        parts.append(f"## Ceilings\n\n{tables.ceilings(shown)}")
+    if shown.machine:
+        parts.append(f"## Machine\n\n{tables.machine(shown)}\n{tables.chips(shown, data)}")
+    if everything:
+        parts.append(f"## Software\n\n{tables.software(shown)}")
+    out.text(f"results/{shown.gpu}.md", "\n\n".join(parts))
+
+
+def _lengths(out: Output, shown: Results, page: str) -> str:
+    """Figures and tables over sequence length; a sentence where there are none."""
+    parts = []
+    for dtype in DTYPES:
+        for head_dim in (64, 128):
+            for mask in MASKS:
+                for regime in get_args(store.Regime):
+                    what: dict[str, Any] = {"head_dim": head_dim, "mask": mask, "dtype": dtype, "regime": regime}
+                    name = f"lengths-{shown.gpu}-D{head_dim}-{mask}-{dtype}-{regime}"
+                    with contextlib.suppress(NoDataError):
+                        chart, text = charts.lengths(shown, name=name, **what), tables.lengths(shown, **what)
+                        title = f"D{head_dim}, {mask}, {dtype}, {regime}: the numbers"
+                        parts.append(f'{out.chart(chart, page)}\n\n??? abstract "{title}"\n\n{indent(text)}')
+    missing = "*Not measured on this GPU yet: `flashlab bench --suite lengths` does it.*"
+    return "## Over sequence length\n\n" + ("\n\n".join(parts) or missing)
+
+
+def _first_problem(out: Output, shown: Results, page: str) -> list[str]:
+    """Regimes and costs at the problem of the ladder."""
+    assert shown.first is not None
+    rows, parts = shown.rows(), []
+    with contextlib.suppress(NoDataError):
+        parts.append(
+            f"## Burst, cold and sustained\n\n{out.chart(charts.regimes(rows, name=f'regimes-{shown.gpu}'), page)}\n\n"
+            "A burst is over before the GPU meets its power limit; kept busy, it does, and slows down. "
+            "Both are true, of different uses. A cold cache means that L2 was overwritten before every call."
+        )
+    parts.append(
+        f"## Clocks, power and energy\n\n{tables.costs(rows)}\n\nAt {shown.first.label}; a dash: not recorded. "
+        "Clocks a score do not depend on the clock and say most about a kernel; under sustained load the "
+        "currency is energy."
+    )
+    return parts
+
+
+def _problems(shown: Results) -> str:
+    """Every problem: the fastest of each, and its rows unfolded."""
+
+    def anchor(problem: Problem) -> str:
+        return problem.label.lower().replace(" ", "-").replace("/", "-")
+
+    index = [
+        (
+            f"[{problem.label}](#{anchor(problem)})",
+            *tables.best(select.fastest_stage(rows)),
+            *tables.best(select.fastest_peer(rows)),
+        )
+        for problem, rows in shown.problems.items()
+    ]
+    header = ("problem", "fastest stage", "TFLOP/s", "fastest library", "TFLOP/s")
+    parts = [f"## Every problem\n\n{markdown(header, index)}"]
+    for place, (problem, rows) in enumerate(shown.problems.items()):
+        files = " · ".join(f"[data](../data/{file})" for file in select.run_files(rows))
+        late = tables.elsewhere_note(rows, "sustained")
+        # The anchor lies inside: following a link to it opens the section.
+        section = (
+            f"{select.provenance(rows)} · {files}\n{{ .source #{anchor(problem)} }}\n\n"
+            f"{tables.rates(rows, beside=shown.beside(problem))}\n"
+            f"**Burst and sustained, hot and cold L2**:\n\n{tables.states(rows)}\n"
+            f"{f'*Sustained: {late[0].lower()}{late[1:]}*{chr(10)}{chr(10)}' if late else ''}"
+            f"**Clocks, power and energy**:\n\n{tables.costs(rows)}"
+        )
+        parts.append(f'???{"" if place else "+"} abstract "{problem.label}"\n\n{indent(section)}')
+    return "\n\n".join(parts)
+
+
+# --- Lists and downloads ----------------------------------------------------------------------------------------------
+
+
+def _lists(out: Output, everything: Sequence[Results]) -> None:
+    """The stages, and the GPUs with records."""
+    stages = (
+        Column("stage", lambda stage: f"[{code(stage.id)}]({stage.id}.md)"),
+        Column("idea", "title", left=True),
+        Column("change", "change", left=True),
+    )
+    out.snippet("stages.md", table(stages, registry.STAGES.values()))
+
+    def timed(shown: Results, ok: bool) -> int:
+        return sum((row.status == "ok") == ok for rows in shown.problems.values() for row in rows)
+
+    def fastest(shown: Results) -> str | None:
+        best = select.fastest_stage(shown.rows()) if shown.first else None
+        return f"{number(select.rate(best))} ({code(best.name)})" if best else None
+
+    gpus = (
+        Column("GPU", lambda shown: f"[{shown.name}](generated/results/{shown.gpu}.md)"),
+        Column("problems", lambda shown: len(shown.problems)),
+        Column("rows with a time", lambda shown: timed(shown, ok=True)),
+        Column("rows without", lambda shown: timed(shown, ok=False)),
+        Column("fastest stage at the first problem, TFLOP/s", fastest),
+        Column("measured", lambda shown: select.date(shown.newest)),
+    )
+    out.snippet("results.md", table(gpus, everything) if everything else NOTHING_YET)
+
+
+def check_records(out: Output, everything: Sequence[Results], data: Path) -> None:
+    """The newest comparisons on record of each GPU, and what compute-sanitizer found there."""
+    said, sanitized = [], []
+    for shown in everything:
+        kinds: tuple[tuple[select.CheckFolder, tuple[str, ...], str], ...] = (
+            ("checks", (NORMAL,), ""),
+            ("random", (NORMAL,), ""),
+            (FLASH_ATTENTION, FLASH_ATTENTION_INPUTS, "flash-attention's own forward cases, by its own rule: "),
+        )
+        for kind, inputs, what in kinds:
+            with contextlib.suppress(NoDataError):
+                path = select.checks_file(shown.gpu, data, kind, inputs)
+                lines = select.checks(shown.gpu, data, kind, inputs)
+                said.append(f"- {what}{tables.check_record(lines)} [Data](generated/data/{path.relative_to(data)})")
+        found = store.sanitized(shown.gpu, data)
+        if found:
+            file = f"generated/data/{shown.gpu}/sanitizer/{found[0].run}.jsonl"
+            sanitized.append(f"{tables.sanitized(found)}\n[Data]({file})")
+    out.snippet("checks.md", "\n".join(said) if said else NO_CHECKS)
+    out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else NO_SANITIZER)
+
+
+def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
+    """Copies of the raw data, the flattened tables, and what every field means."""
+    listed = []
+    for shown in everything:
+        folder = out.root / "data" / shown.gpu
+        shutil.copytree(data / shown.gpu, folder, dirs_exist_ok=True)
+        rows = [row for run in store.runs(shown.gpu, data) for row in (*run.measurements, *run.with_lse)]
+        _write_csv(folder / "measurements.csv", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
+        _write_csv(folder / "samples.csv", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
+        for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+            name = path.relative_to(out.root / "data").as_posix()
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            listed.append((f"[{name}](generated/data/{name})", f"{path.stat().st_size:,}", f"`{digest[:12]}…`"))
+    out.snippet("downloads.md", markdown(("file", "bytes", "sha256"), listed) if listed else NOTHING_YET)
+    for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
+        lines = [(code(column), meaning) for column, meaning in columns.items()]
+        out.snippet(f"dictionary-{name}.md", markdown(("column", "meaning"), lines, left=2))
+    models = [store.Measurement, store.Ceiling, store.Samples, store.Verdict, store.CubinFields, store.Conditions]
+    models += [
+        store.Tuning,
+        store.Reading,
+        store.Call,
+        *(model for records in _registered("RECORDS") for model in records),
+    ]
+    models += [store.StageCounters, store.PatternCounters, store.StageProfile, store.LineStalls]
+    out.snippet("dictionary-records.md", "\n\n".join(map(_dictionary, (*models, store.Gpu, store.Source, store.Start))))
+
+
+def _dictionary(model: Any) -> str:
+    """What the fields of a record mean."""
+    columns = (
+        Column("field", lambda item: code(item[0])),
+        Column("type", lambda item: code(_type_name(item[1].annotation)), left=True),
+        Column("meaning", lambda item: " ".join((item[1].description or "").replace("`", "").split()), left=True),
+    )
+    return f"### {model.__name__}\n\n{(model.__doc__ or '').strip()}\n\n{table(columns, model.model_fields.items())}"
+
+
+def _type_name(annotation: object) -> str:
+    """A field's type for people: `float | None`, `tuple[Samples, ...]`."""
+    text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
+    return re.sub(r"(?:\w+\.)+(?=\w)", "", text)
+
+
+def _write_csv(path: Path, columns: Mapping[str, str], lines: Iterable[Mapping[str, object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(columns))
+        writer.writeheader()
+        writer.writerows(lines)

@@ -1,0 +1,587 @@
+"""A kernel, or an edited copy of one, run on this machine's CPU, and what is to be said of it.
+
+copy = edited("05_wmma", old, new)   a stage with one change, in a file of its own
+before = attempt("05_wmma")          a run whose races were looked for; an error comes back as text
+after = attempt("05_wmma", copy)
+compare({"as it is": before, "edited": after})
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import tempfile
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flashlab.core.errors import (
+    CompileError,
+    EmulationError,
+    FlashlabError,
+    MissingPackageError,
+    NoDataError,
+    OutputError,
+    ParameterError,
+)
+from flashlab.core.paths import BUILD, ROOT, writable_dir
+from flashlab.core.problem import Problem
+from flashlab.kernels import registry
+from flashlab.record.checks import CheckRow
+from flashlab.record.store import StageCounters, Verdict
+from flashlab.run import emulator
+from flashlab.run.attention import emulate
+from flashlab.run.emulator import Counter, Place, Report
+from flashlab.show import charts
+from flashlab.show.charts import Chart
+from flashlab.show.tables import Cell, Column, code, markdown, number, place, source, stage, table, tiny
+from flashlab.verify import oracle
+from flashlab.verify.verdict import check
+
+EDITS = BUILD / "edits"
+"""Where edited kernels are written; kernels/ stays as it is."""
+QUERY_ROWS = 16
+"""Query rows whose errors are shown as one."""
+NO_REPORT = "*There is nothing to say of its accesses: it did not run.*"
+_CUDA_ALIGNMENT = 256
+"""Bytes: where CUDA's allocators put arrays, and so what sectors are counted from."""
+
+
+def no_compiler() -> str:
+    """Why kernels cannot run on this machine's CPU and the command that helps, as Markdown; empty where they can."""
+    try:
+        emulator.cxx()
+    except MissingPackageError as error:
+        return f"**No kernel runs on this machine's CPU yet.** {error}"
+    return ""
+
+
+# --- Edited copies ----------------------------------------------------------------------------------------------------
+
+
+def own_copy(stage_id: str) -> Path:
+    """`build/edits/<stage>.cu`: a copy of a stage's file to edit. Once edited it is never overwritten.
+
+    Raises:
+        UnknownStageError: no such stage.
+        OutputError: it cannot be written.
+    """
+    original = registry.get(stage_id).source
+    path = writable_dir(EDITS, "edited kernels") / original.name
+    # What it was made from: a copy that nobody has edited follows the stage.
+    made_from = writable_dir(EDITS / "original", "edited kernels") / path.name
+    untouched = path.is_file() and made_from.is_file() and path.read_bytes() == made_from.read_bytes()
+    if untouched or not path.exists():
+        for copy in (made_from, path):
+            _write(copy, original.read_text(encoding="utf-8"))
+    return path
+
+
+def edited(stage_id: str, old: str, new: str) -> Path:
+    """A copy of a stage's file in which `old` has become `new`: `build/edits/<stage>-<digest of its content>.cu`.
+
+    Raises:
+        UnknownStageError: no such stage.
+        ParameterError: `old` does not occur exactly once.
+        OutputError: it cannot be written.
+    """
+    original = registry.get(stage_id).source
+    text = original.read_text(encoding="utf-8")
+    count = text.count(old) if old else 0
+    if count != 1:
+        lines = [number for number, line in enumerate(text.splitlines(), 1) if old and old in line]
+        where = f", in lines {', '.join(map(str, lines))}; more of the line around it says which" if lines else ""
+        raise ParameterError(
+            f"old: wanted text that occurs once in {original.relative_to(ROOT)}, got {old!r}, "
+            f"which occurs {count} times{where}"
+        )
+    text = text.replace(old, new)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    path = writable_dir(EDITS, "edited kernels") / f"{original.stem}-{digest}{original.suffix}"
+    _write(path, text)
+    return path
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: another notebook may be compiling the file."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
+        whole = Path(folder) / path.name
+        whole.write_text(text, encoding="utf-8")
+        whole.replace(path)
+
+
+def diff(before: Path, after: Path) -> str:
+    """What turns one file into another, as a code block; a sentence where nothing does."""
+    old, new = (path.read_text(encoding="utf-8").splitlines() for path in (before, after))
+    lines = list(difflib.unified_diff(old, new, before.name, after.name, n=2, lineterm=""))
+    if not lines:
+        return "*The two files are the same: no line is changed.*"
+    return "```diff\n" + "\n".join(lines) + "\n```\n"
+
+
+# --- Runs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trial:
+    """One run of a kernel on the CPU."""
+
+    stage: str
+    problem: Problem
+    schedule: str
+    verdict: Verdict | None = None
+    """On the numbers alone; None where there are none."""
+    report: Report | None = None
+    """Findings and counters, of one that was stopped as far as it came; None where it did not run."""
+    errors: tuple[float, ...] = ()
+    """The largest error of every `QUERY_ROWS` query rows, over all heads; NaN where one is NaN."""
+    error: str = ""
+    """Why there is no result, for people; empty where there is one."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the result is right and the detector found nothing."""
+        return self.verdict is not None and self.verdict.passed and not (self.report and self.report.findings)
+
+
+def attempt(
+    stage_id: str,
+    source: Path | None = None,
+    *,
+    shape: str = "1x2x128x64",
+    mask: str = "full",
+    schedule: str = "ascending",
+    params: Mapping[str, int] | None = None,
+    timeout_s: float = 20.0,
+) -> Trial:
+    """Run a stage, or `source` in its place, once on the CPU, looking for races; a failure is in what comes back.
+
+    Args:
+        shape, mask: the problem, float16.
+        schedule: `ascending`, `descending` or `seeded:N`.
+        params: tunables that differ from their defaults.
+        timeout_s: after so long it is stopped.
+
+    Raises:
+        UnknownStageError, ParameterError, UnsupportedError: what was asked for does not exist.
+        OutputError: the compile cache cannot be written.
+    """
+    import numpy as np
+
+    kernel = registry.get(stage_id)
+    problem = Problem.parse(shape, mask=mask)
+    kernel.require(problem)
+    q, k, v = (_aligned_like_cuda(values) for values in oracle.make_inputs(problem))
+    what: dict[str, Any] = {"stage": kernel.id, "problem": problem, "schedule": schedule}
+    try:
+        ran = emulate(
+            q,
+            k,
+            v,
+            causal=problem.causal,
+            stage=kernel.id,
+            out=_aligned_like_cuda(np.zeros_like(q)),
+            params=params,
+            source=source,
+            schedule=schedule,
+            races=kernel.language == "cuda",
+            timeout_s=timeout_s,
+        )
+    except (ParameterError, OutputError):
+        raise
+    except CompileError as error:
+        return Trial(**what, error=str(error).partition("\nCommand:")[0])
+    except EmulationError as error:
+        return Trial(**what, error=str(error), report=error.report)
+    except FlashlabError as error:
+        return Trial(**what, error=str(error))
+    exact, _ = oracle.attention(q, k, v, causal=problem.causal)
+    apart = np.abs(ran.out.astype(np.float64) - exact).max(axis=(0, 1, 3))
+    return Trial(
+        **what,
+        verdict=check(ran.out, ran.lse, q, k, v, causal=problem.causal, dtype=problem.dtype),
+        report=ran.report,
+        errors=tuple(float(apart[row : row + QUERY_ROWS].max()) for row in range(0, problem.q_len, QUERY_ROWS)),
+    )
+
+
+def _aligned_like_cuda(values: Any) -> Any:
+    """A copy at an address like CUDA's: sectors are counted from it, and NumPy's addresses differ from run to run."""
+    import numpy as np
+
+    room = np.zeros(values.nbytes + _CUDA_ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % _CUDA_ALIGNMENT
+    placed = room[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    placed[...] = values
+    return placed
+
+
+def count_accesses(stage_id: str, shape: str) -> Report:
+    """Run a stage on the CPU as scripts/counters_ncu.py does on a GPU, full, float16, no log-sum-exp, and count.
+
+    Raises:
+        UnknownStageError, ParameterError, UnsupportedError, MissingPackageError, CompileError, EmulationError.
+    """
+    import numpy as np
+
+    kernel = registry.get(stage_id)
+    problem = Problem.parse(shape)
+    kernel.require(problem)
+    inputs = [_aligned_like_cuda(values) for values in oracle.make_inputs(problem)]
+    out = _aligned_like_cuda(np.zeros_like(inputs[0]))
+    return emulate(*inputs, stage=kernel.id, out=out, return_lse=False, races=True, timeout_s=None).report
+
+
+# --- What is said of runs ---------------------------------------------------------------------------------------------
+
+
+def compare(trials: Mapping[str, Trial]) -> str:
+    """Runs side by side, as a Markdown table: verdict, error, findings."""
+
+    def cells(trial: Trial) -> list[Cell]:
+        verdict, report = trial.verdict, trial.report
+        if verdict is None or report is None:
+            return ["no result", trial.error.partition("\n")[0], None, None, None]
+        kinds = Tally(finding.kind for finding in report.findings)
+        found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "none"
+        limits = (tiny(verdict.max_abs_error), tiny(verdict.max_abs_limit))
+        return ["right" if verdict.passed else "wrong", verdict.reason or None, *limits, found]
+
+    header = ("", "result", "why", "largest error", "limit", "findings")
+    return markdown(header, [[title, *cells(trial)] for title, trial in trials.items()], left=3)
+
+
+def compare_rows(trials: Mapping[str, Trial], *, name: str) -> Chart | str:
+    """The runs' errors block by block of query rows, as a figure; a sentence where no run has a finite one."""
+    runs = list(trials.values())
+    limit = next((run.verdict.max_abs_limit for run in runs if run.verdict and run.verdict.max_abs_limit), None)
+    schedules = " and ".join(dict.fromkeys(run.schedule for run in runs))
+    note = f"{runs[0].stage} · {runs[0].problem.label} · {schedules} · on a CPU"
+    try:
+        errors = {title: trial.errors for title, trial in trials.items()}
+        return charts.row_errors(errors, rows=QUERY_ROWS, limit=limit, note=note, name=name)
+    except NoDataError:
+        return "*No run has a number to draw.*"
+
+
+def said(trial: Trial) -> str:
+    """An error in full, as a code block; or that there was none."""
+    if not trial.error:
+        return "*It ran to its end.*"
+    return f"```text\n{trial.error}\n```\n"
+
+
+def judged(verdicts: Mapping[str, Verdict]) -> str:
+    """What the checker says of outputs at hand, as a Markdown table."""
+    columns = (
+        Column("output", lambda item: item[0]),
+        Column("verdict", lambda item: "passed" if item[1].passed else "rejected", left=True),
+        Column("why", lambda item: item[1].reason or None, left=True),
+        Column("largest error", lambda item: tiny(item[1].max_abs_error)),
+        Column("limit", lambda item: tiny(item[1].max_abs_limit)),
+    )
+    return table(columns, verdicts.items())
+
+
+_ACCESSES: Mapping[str, str] = {
+    "read": "reads",
+    "write": "writes",
+    "atomic": "updates",
+    "async read": "has it read",
+    "async write": "has it written",
+}
+
+
+def _place(at: Place) -> str:
+    return place(at.frame.file.name, at.frame.line) if at.frame else "unknown"
+
+
+def _source(at: Place) -> str:
+    return source(at.frame.text) if at.frame and at.frame.text else ""
+
+
+def findings(report: Report | None) -> str:
+    """What the detector found, with the source of both accesses; a sentence where it found nothing or did not run."""
+    if report is None:
+        return NO_REPORT
+    if not report.findings:
+        if report.status != "ok":
+            return "*Up to where it stopped, the detector found nothing.*"
+        return "*No race, no uninitialised read, no access out of bounds: the detector found nothing.*"
+    lines: list[list[Cell]] = []
+    for finding in report.findings:
+        where = ", ".join(filter(None, (f"{finding.space} memory", finding.array)))
+        times = f", {finding.count:,} times" if finding.count > 1 else ""
+        accesses: list[list[Cell]] = [
+            [
+                f"thread\N{NO-BREAK SPACE}{actor.thread} {_ACCESSES.get(actor.access, actor.access)}",
+                f"{_place(actor.place)}<br>{_source(actor.place)}",
+            ]
+            for actor in (finding.first, finding.second)
+            if actor
+        ]
+        first, *more = accesses or [[None, None]]
+        lines += [[f"**{finding.kind}**, {where}{times}", *first], *(["", *cells] for cells in more)]
+    return markdown(("finding", "first seen", "at"), lines, left=3)
+
+
+_Line = tuple[str, str, int, str]
+"""Access, kind, width and source text of a line: what survives an edit elsewhere."""
+_Passes = Callable[[Counter], tuple[int, int]]
+_PerLine = dict[tuple[_Line, int], tuple[Place, Tally[str]]]
+
+
+def _per_line(
+    counters: Iterable[Counter], space: str, passes: _Passes
+) -> dict[tuple[_Line, int], tuple[Place, Tally[str]]]:
+    """Passes over lines of source, actual and ideal, by the line and how many such lines came before."""
+    lines: dict[tuple[str, int, _Line], tuple[Place, Tally[str]]] = {}
+    for counter in counters:
+        frame = counter.place.frame
+        if counter.space != space or frame is None:
+            continue
+        line = (counter.access, counter.kind, counter.bytes, frame.text)
+        _, total = lines.setdefault((frame.file.name, frame.line, line), (counter.place, Tally()))
+        actual, ideal = passes(counter)
+        total.update(actual=actual, ideal=ideal)
+    seen: Tally[_Line] = Tally()
+    ranked: _PerLine = {}
+    # The kernel's own file first, then the headers.
+    for (_, _, line), entry in sorted(lines.items(), key=lambda item: (item[0][0].endswith("h"), item[0])):
+        ranked[line, seen[line]] = entry
+        seen[line] += 1
+    return ranked
+
+
+def _accesses(space: str, name: str, passes: _Passes, reports: Mapping[str, Report | None]) -> str:
+    sides = {title: _per_line(report.counters, space, passes) for title, report in reports.items() if report}
+    if not sides:
+        return NO_REPORT
+    keys = list(dict.fromkeys(key for side in sides.values() for key in side))
+    if not keys:
+        return f"*No line asks anything of {space} memory.*"
+
+    def cells(totals: Iterable[Tally[str]]) -> tuple[Cell, Cell]:
+        total = sum(totals, Tally[str]())
+        over = f"×{number(total['actual'] / total['ideal'], 2)}" if total["ideal"] else None
+        return (f"{total['actual']:,}", over) if over else (None, None)
+
+    lines: list[list[Cell]] = []
+    for key in keys:
+        (access, kind, width, _), _ = key
+        at = next(side[key][0] for side in sides.values() if key in side)
+        how = {"matrix": "matrix ", "async copy": "copy, "}.get(kind, "") + access
+        counts = (cell for side in sides.values() for cell in cells([side[key][1]] if key in side else []))
+        lines.append([_place(at), _source(at), f"{how}, {width} B a lane", *counts])
+    totals = (cell for side in sides.values() for cell in cells(total for _, total in side.values()))
+    lines.append(["in all", None, None, *totals])
+    header = ["line", "source", "access"]
+    for title in sides:
+        header += [f"{title}: {name}" if len(reports) > 1 else name, "over ideal"]
+    return markdown(header, lines, left=3)
+
+
+def conflicts(reports: Mapping[str, Report | None]) -> str:
+    """Shared memory's wavefronts, line by line, and how many times what they would be without bank conflicts.
+
+    Args:
+        reports: by name, runs to stand side by side; the same line of source is one row.
+    """
+    return _accesses("shared", "wavefronts", lambda counter: (counter.wavefronts, counter.ideal_wavefronts), reports)
+
+
+def sectors(reports: Mapping[str, Report | None]) -> str:
+    """Global memory's 32-byte sectors, line by line, and how many times what side-by-side bytes would take.
+
+    Args:
+        reports: as for `conflicts`.
+    """
+    return _accesses("global", "sectors", lambda counter: (counter.sectors, counter.ideal_sectors), reports)
+
+
+# --- Beside a GPU -----------------------------------------------------------------------------------------------------
+
+_OPERATIONS: Mapping[str, tuple[str, str, str, str, str]] = {
+    "global loads": ("global", "read", "plain", "global_ld", "ld"),
+    "global stores": ("global", "write", "plain", "global_st", "st"),
+    "cp.async": ("global", "read", "async copy", "ldgsts", "ldgsts"),
+    "shared loads": ("shared", "read", "plain", "shared_ld", "ld"),
+    "ldmatrix": ("shared", "read", "matrix", "ldsm", "ldsm"),
+    "shared stores": ("shared", "write", "plain", "shared_st", "st"),
+}
+"""Accesses by memory, access and kind, as the emulator counts them, and how Nsight Compute's metrics name them.
+
+Nsight Compute counts these by patched instructions; what the hardware's own counters add is arbitration."""
+_PASSES = {
+    "global": ("sectors", "t_sectors_pipe_lsu_mem_global"),
+    "shared": ("wavefronts", "data_pipe_lsu_wavefronts_mem_shared"),
+}
+Counts = tuple[int, int, int, int]
+"""The emulator's requests and Nsight Compute's, the emulator's passes and Nsight Compute's."""
+
+
+def counted(report: Report, line: StageCounters) -> dict[str, Counts]:
+    """Both counts of each kind of access.
+
+    Kinds that neither saw, or that this version of Nsight Compute has no metric for, are left out.
+    """
+    counts = {}
+    for what, (space, access, kind, instruction, operation) in _OPERATIONS.items():
+        passes, pipe = _PASSES[space]
+        metrics = (f"smsp__sass_inst_executed_op_{instruction}.sum", f"smsp__sass_l1tex_{pipe}_op_{operation}.sum")
+        if not all(name in line.metrics for name in metrics):
+            continue
+        mine = [one for one in report.counters if (one.space, one.access, one.kind) == (space, access, kind)]
+        ours = sum(one.requests for one in mine), sum(getattr(one, passes) for one in mine)
+        theirs = [round(line.metrics[name]) for name in metrics]
+        if any((*ours, *theirs)):
+            counts[what] = (ours[0], theirs[0], ours[1], theirs[1])
+    return counts
+
+
+def _over(ours: int, theirs: int) -> str:
+    if ours == theirs:
+        return "equal"
+    return f"×{number(ours / theirs)}" if theirs else "–"
+
+
+def counters(compared: Mapping[str, Mapping[str, Counts]]) -> str:
+    """The emulator's counters beside Nsight Compute's, as a Markdown table.
+
+    Args:
+        compared: by stage, as `counted` gives them.
+    """
+    lines = [
+        (
+            code(stage_id),
+            what.replace(" ", "\N{NO-BREAK SPACE}"),
+            *(f"{requests:,}", f"{their_requests:,}", _over(requests, their_requests)),
+            _PASSES[_OPERATIONS[what][0]][0],
+            *(f"{passes:,}", f"{their_passes:,}", _over(passes, their_passes)),
+        )
+        for stage_id, of_stage in compared.items()
+        for what, (requests, their_requests, passes, their_passes) in of_stage.items()
+    ]
+    sides = ("Nsight Compute", "ratio")
+    return markdown(("", "access", "requests, emulator", *sides, "passes", "emulator", *sides), lines, left=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """The emulator's counters beside Nsight Compute's of the same launches."""
+
+    compared: Mapping[str, Mapping[str, Counts]] = field(default_factory=dict)
+    """By stage, as `counted` gives them."""
+    source: str = ""
+    """GPU, shapes and commits of Nsight Compute's."""
+    patterns: int = 0
+    """Single accesses that are on record beside the stages."""
+    missing: str = ""
+    """Why there is nothing to compare, for people."""
+
+    @property
+    def equal(self) -> tuple[str, ...]:
+        """Stages of which every count is the same."""
+        return tuple(
+            stage_id
+            for stage_id, of_stage in self.compared.items()
+            if all(counts[0] == counts[1] and counts[2] == counts[3] for counts in of_stage.values())
+        )
+
+    def __str__(self) -> str:
+        if self.missing or not self.compared:
+            return self.missing or "*No stage that is shown here is among the recorded counters.*"
+        said = f"Every count of {', '.join(map(code, self.equal))} is the same." if self.equal else ""
+        if self.patterns:
+            said += (
+                f" On record beside the stages are {self.patterns} single accesses to shared memory, which tests hold "
+                "the model of bank conflicts against."
+            )
+        return f"{counters(self.compared)}\n{said.strip()}\n\n*{self.source}*\n"
+
+
+def _by_stage(items: Iterable[Any], stage_of: Callable[[Any], str]) -> dict[str, list[Any]]:
+    grouped: dict[str, list[Any]] = {}
+    for item in items:
+        grouped.setdefault(stage_of(item), []).append(item)
+    return grouped
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuCheck:
+    """What the stages did on this machine's CPU, against the oracle."""
+
+    rows: tuple[CheckRow, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each stage's runs took."""
+    missing: str = ""
+    """Why nothing ran, for people; empty where it did."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether no run failed; also where none was possible."""
+        return all(row.status == "ok" for row in self.rows)
+
+    @property
+    def outcomes(self) -> dict[str, bool]:
+        """Whether all runs of a stage passed, by its id."""
+        return {stage: all(row.status == "ok" for row in self.rows if row.stage == stage) for stage in self.seconds}
+
+    def __str__(self) -> str:
+        if self.missing:
+            return self.missing
+        columns = (
+            stage(lambda item: item[0]),
+            Column("schedules", lambda item: ", ".join(dict.fromkeys(row.schedule for row in item[1])), left=True),
+            Column("runs", lambda item: len(item[1])),
+            Column("passed", lambda item: sum(row.status == "ok" for row in item[1])),
+            Column("findings", lambda item: sum(len(row.findings) for row in item[1])),
+            Column("seconds", lambda item: self.seconds.get(item[0])),
+        )
+        failed = [
+            (code(row.stage), row.problem.label, row.schedule, row.reason)
+            for row in self.rows
+            if row.status not in ("ok", "unsupported")
+        ]
+        return table(columns, _by_stage(self.rows, lambda row: row.stage).items()) + (
+            "\n" + markdown(("what failed", "problem", "schedule", "why"), failed, left=4) if failed else ""
+        )
+
+
+def agreement(lines: Iterable[Mapping[str, Any]]) -> str:
+    """GPU and emulator on the same inputs (`select.emulated_checks`), a row a stage, as a Markdown table."""
+    by_stage = _by_stage(lines, lambda line: line["stage"])
+
+    def shares(of_stage: Sequence[Mapping[str, Any]]) -> list[float]:
+        apart = [line["emulator"]["agreement"] for line in of_stage]
+        return [
+            100 * one["max_abs_error"] / one["max_abs_limit"]
+            for one in apart
+            if one and one["max_abs_error"] is not None and one["max_abs_limit"]
+        ]
+
+    def passed(of_stage: Sequence[Mapping[str, Any]], what: str) -> int:
+        return sum(bool((line["emulator"][what] or {}).get("passed")) for line in of_stage)
+
+    columns = (
+        stage(lambda item: item[0]),
+        Column("inputs", lambda item: len(item[1])),
+        Column("chip passed", lambda item: sum(line["status"] == "ok" for line in item[1])),
+        Column("emulator passed", lambda item: passed(item[1], "verdict")),
+        Column("agree", lambda item: passed(item[1], "agreement")),
+        Column(
+            "largest difference, of its limit",
+            lambda item: f"{number(max(found))} %" if (found := shares(item[1])) else None,
+        ),
+    )
+    failed = [
+        (code(stage_id), line["emulator"]["shape"], line["emulator"]["reason"])
+        for stage_id, of_stage in by_stage.items()
+        for line in of_stage
+        if line["emulator"]["status"] != "ok"
+    ]
+    return table(columns, by_stage.items()) + (
+        "\n" + markdown(("what failed", "shape", "why"), failed, left=3) if failed else ""
+    )
