@@ -23,9 +23,11 @@ from flashlab.core.errors import CompileError, MissingPackageError, ParameterErr
 from flashlab.core.paths import NOTEBOOKS
 from flashlab.core.problem import Problem
 from flashlab.experiments import ablation as ablate
+from flashlab.experiments import effects as analysis
 from flashlab.experiments import levers
 from flashlab.kernels import registry
 from flashlab.measure.options import Options
+from flashlab.query.statistics import interval, ratio_of_medians
 from flashlab.record import store
 from flashlab.record.store import Ablation, Part
 from flashlab.run import choice, emulator
@@ -241,21 +243,18 @@ def test_only_a_stage_that_can_be_split_is() -> None:
 # --- effects ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_interval_holds_the_ratio_and_shrinks_with_pairs() -> None:
+def test_a_paired_interval_holds_the_ratio_and_shrinks_with_rounds() -> None:
     pytest.importorskip("scipy")
     generator = np.random.default_rng(1)
     drift = generator.normal(1.0, 0.05, size=100)  # what both of a round meet
     slow = list(1.2 * drift * generator.normal(1.0, 0.005, size=100))
     fast = list(drift * generator.normal(1.0, 0.005, size=100))
-    low, high = ablate.ratio_interval(slow, fast)
-    assert low < 1.2 < high
-    assert high - low < 0.03
-    few = ablate.ratio_interval(slow[:8], fast[:8])
-    assert few[1] - few[0] > high - low
-    assert ablate.ratio_interval([*slow, 99.0], fast) == (low, high)
-    assert ablate.ratio_interval(slow, fast) == (low, high), "the same data gives the same interval"
-    with pytest.raises(ParameterError, match="at least 2 samples"):
-        ablate.ratio_interval([1.0], fast)
+    whole = interval(ratio_of_medians, slow, fast, paired=True)
+    assert whole.low < 1.2 < whole.high
+    assert whole.high - whole.low < 0.03
+    few = interval(ratio_of_medians, slow[:8], fast[:8], paired=True)
+    assert few.high - few.low > whole.high - whole.low
+    assert interval(ratio_of_medians, [*slow, 99.0], fast, paired=True) == whole
 
 
 def _samples(time_us: float, count: int = 20) -> store.Samples:
@@ -298,10 +297,10 @@ def exp_axis(run: str = synthetic.RUN, factor: float = 1.0) -> list[Ablation]:
 
 def test_effects_are_beside_the_first_level_of_the_newest_run() -> None:
     pytest.importorskip("scipy")
-    found = ablate.effects([*exp_axis("20270102T030405Z-0123abc", 2.0), *exp_axis(), ablation("exp", "gone", 1.0)])
+    found = analysis.effects([*exp_axis("20270102T030405Z-0123abc", 2.0), *exp_axis(), ablation("exp", "gone", 1.0)])
     assert [one.name for one in found] == ["2^x", "__expf", "expf"]
     first, slower, refused = found
-    assert {one.run for one in found} == {"20270102T030405Z-0123abc"}
+    assert {one.record.run for one in found} == {"20270102T030405Z-0123abc"}
     assert first.median_us == pytest.approx(2000, rel=0.01)
     assert (first.ratio, first.interval, first.verdict) == (1.0, None, "")
     assert slower.ratio == pytest.approx(1.2, rel=0.01)
@@ -314,33 +313,35 @@ def test_effects_are_beside_the_first_level_of_the_newest_run() -> None:
 def test_shares_are_of_the_whole_stage() -> None:
     pytest.importorskip("scipy")
     times = {"nothing": 1000.0, "qk": 800.0, "softmax": 700.0, "pv": 700.0, "memory": 1010.0}
-    found = ablate.shares([part("06_cp_async", *one) for one in reversed(times.items())])
+    found = analysis.shares([part("06_cp_async", *one) for one in reversed(times.items())])
     assert [one.name for one in found] == list(ablate.PARTS)
     assert [one.ratio for one in found] == pytest.approx([1.0, 0.8, 0.7, 0.7, 1.01], rel=0.01)
-    table = ablate.split_table(found)
+    table = analysis.split_table(found)
     assert "sum of the shares" in table
     assert len(table.splitlines()) == 2 + 5 + 1
 
 
 def test_charts_and_tables_show_what_was_expected_and_what_came() -> None:
     pytest.importorskip("scipy")
-    found = ablate.effects(exp_axis())
-    drawn = ablate.chart(found)
+    found = analysis.effects(exp_axis())
+    drawn = analysis.chart(found)
     assert not isinstance(drawn, str)
     assert "__expf: 1.2" in drawn.alt
     assert drawn.data_files == (f"nvidia-h200/ablations/{synthetic.RUN}.jsonl",)
-    text = ablate.table(found)
+    text = analysis.table(found)
     assert ablate.AXES["exp"].prediction in text
     assert "static_assert" in text
     assert "slower" in text
-    split = ablate.split_chart(ablate.shares([part("06_cp_async", "nothing", 900.0), part("06_cp_async", "pv", 600.0)]))
+    split = analysis.split_chart(
+        analysis.shares([part("06_cp_async", "nothing", 900.0), part("06_cp_async", "pv", 600.0)])
+    )
     assert not isinstance(split, str)
     assert "P·V 33" in split.alt
 
 
 def test_without_records_pages_say_so() -> None:
-    for said in (ablate.chart([]), ablate.split_chart([]), ablate.table([]), ablate.split_table([])):
-        assert said == ablate.NOTHING_YET
+    for said in (analysis.chart([]), analysis.split_chart([]), analysis.table([]), analysis.split_table([])):
+        assert said == analysis.NOTHING_YET
 
 
 # --- measuring, with a worker that makes its numbers up ---------------------------------------------------------------
@@ -470,10 +471,10 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     assert sources[1].read_text(encoding="utf-8") == levers.get(first).text()
     assert len(told) == 5
     assert sum(f"{first}.cu" in line for line in told) == 2
-    shown = ablate.lever_effects(found)
+    shown = analysis.lever_effects(found)
     assert [(one.name, one.is_first) for one in shown[:3]] == [("as it is", True), (first, False), (second, False)]
-    assert ablate.effects(found) == []
-    assert ablate.lever_effects(found, second)[-1].ratio == 1.0
+    assert analysis.effects(found) == []
+    assert analysis.lever_effects(found, second)[-1].ratio == 1.0
 
 
 def test_a_lever_is_shown_beside_what_it_was_measured_with() -> None:
@@ -485,23 +486,27 @@ def test_a_lever_is_shown_beside_what_it_was_measured_with() -> None:
         *(lever_level(level, time, run=later) for level, time in ((first, 1900.0), ("as it is", 2000.0))),
         lever_level("gone", 1.0),
     ]
-    shown = ablate.lever_effects(found)
-    assert [(one.run, one.name) for one in shown] == [
+    shown = analysis.lever_effects(found)
+    assert [(one.record.run, one.name) for one in shown] == [
         *((later, name) for name in ("as it is", first)),
         *((synthetic.RUN, name) for name in ("as it is", second)),
     ]
     assert shown[1].ratio == pytest.approx(0.95, rel=0.01)
     assert shown[1].verdict == "faster"
     assert shown[-1].reason == "static_assert"
-    drawn = ablate.lever_chart(shown)
+    drawn = analysis.lever_chart(shown)
     assert not isinstance(drawn, str)
     assert f"{first}, B16 H16 S2048 D64 full float16: 0.9" in drawn.alt
     assert drawn.data_files == (f"nvidia-h200/ablations/{later}.jsonl",)
-    table = ablate.lever_table(ablate.lever_effects(found, first))
+    table = analysis.lever_table(analysis.lever_effects(found, first))
     assert re.search(r"faster \| [12]\d{3}\.\d \| 1\d{3}\.\d \| 0\.9\d\d \(0\.9\d\d to 0\.9\d\d\)", table)
     assert "commit" in table
-    assert "static_assert" in ablate.lever_table(ablate.lever_effects(found, second))
-    assert ablate.lever_table(ablate.lever_effects(found[:1])) == ablate.lever_chart([]) == ablate.LEVER_NOT_MEASURED
+    assert "static_assert" in analysis.lever_table(analysis.lever_effects(found, second))
+    assert (
+        analysis.lever_table(analysis.lever_effects(found[:1]))
+        == analysis.lever_chart([])
+        == analysis.LEVER_NOT_MEASURED
+    )
 
 
 def test_the_notebook_shows_what_is_recorded(tmp_path: Path) -> None:

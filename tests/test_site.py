@@ -16,8 +16,8 @@ from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_synt
 from flashlab.core.errors import NoDataError, OutputError, ParameterError, ReportError
 from flashlab.core.paths import NOTEBOOKS, SITE
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
-from flashlab.experiments import ablation, levers
-from flashlab.experiments.ablation import LEVER_NOT_MEASURED
+from flashlab.experiments import effects, levers
+from flashlab.experiments.effects import LEVER_NOT_MEASURED
 from flashlab.kernels.registry import STAGES
 from flashlab.query import select
 from flashlab.record import store
@@ -275,7 +275,7 @@ def test_a_lever_that_no_longer_fits_is_shown_as_such(tmp_path: Path, monkeypatc
     stale = levers.choose(levers.names()[:1])[0]
     stale = dataclasses.replace(stale, diff=stale.diff.replace("\n ", "\n no such line ", 1))
     monkeypatch.setattr(levers, "choose", lambda: (stale,))
-    ablation.levers_page(content.Output(root=tmp_path), None, tmp_path)
+    effects.levers_page(content.Output(root=tmp_path), None, tmp_path)
     text = (tmp_path / "snippets" / "levers.md").read_text(encoding="utf-8")
     assert "which no longer fits the stage" in text
     assert " no such line" in text

@@ -12,12 +12,12 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, following, say
-from flashlab.core.errors import CheckFailedError, MissingPackageError
+from flashlab.core.errors import CheckFailedError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 
 if TYPE_CHECKING:
-    from flashlab.experiments.ablation import Effect
+    from flashlab.experiments.effects import Effect
 
 
 def ablate(
@@ -43,6 +43,7 @@ def ablate(
     --shape, --dtype and --mask put others in their place.
     """
     from flashlab.experiments import ablation, levers
+    from flashlab.experiments import effects as analysis
 
     measure: Callable[..., Path]
     effects: Callable[..., list[Effect]]
@@ -66,7 +67,7 @@ def ablate(
             columns: dict[str, Any] = {key: key for key in fields[:3]}
             answer(rows, columns | {"problems": lambda row: "; ".join(row["problems"])}, as_json=as_json)
             return
-        measure, effects, plan = partial(ablation.measure_levers, problems), ablation.lever_effects, ablation.LEVER_PLAN
+        measure, effects, plan = partial(ablation.measure_levers, problems), analysis.lever_effects, ablation.LEVER_PLAN
     else:
         levels = ablation.choose(axes)
         if listed:
@@ -76,7 +77,7 @@ def ablate(
             return
         problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype or "float16", mask=mask or "full")
         measure = partial(ablation.measure, [axis.name for axis in levels], problem=problem)
-        effects, plan = ablation.effects, ablation.PLAN
+        effects, plan = analysis.effects, ablation.PLAN
     plan = plan if samples is None else replace(plan, samples=samples)
     _measure(partial(measure, plan=plan), effects, device=device, data=data, as_json=as_json)
 
@@ -116,6 +117,7 @@ def split(
     Q·K, the softmax, P·V, and the tiles of K and V. Without stages, all whose parts can be left out.
     """
     from flashlab.experiments import ablation
+    from flashlab.experiments.effects import shares
     from flashlab.measure.options import Options
     from flashlab.record import store
 
@@ -128,19 +130,19 @@ def split(
             announce=say,
             options=Options(data=data, device=device, progress=follow, note=missing.append),
         )
-    _show(ablation.shares(store.read_parts(path)[0]) if path.is_file() else [], path, as_json)
+    _show(shares(store.read_parts(path)[0]) if path.is_file() else [], path, as_json)
     if missing:
         raise CheckFailedError(f"{len(missing)} parts have no time: {'; '.join(missing)}")
 
 
 def _show(effects: Sequence[Effect], path: Path, as_json: bool) -> None:
     """Levels or parts beside the first of their group."""
+    columns = ("group", "name", "shape", "mask", "median_us", "ratio", "interval", "verdict", "samples")
     try:
         rows = [one.flat() for one in effects]
-    except MissingPackageError as error:  # The records are written: what is missing here can be drawn elsewhere.
+    except ImportError as error:  # The records are written: what is missing here can be drawn elsewhere.
         say(f"without intervals: {error}")
         rows = [one.flat(intervals=False) for one in effects]
-    columns = ("group", "name", "shape", "mask", "median_us", "ratio", "interval", "verdict", "samples")
     answer(rows, (*columns, "registers", "spill_store_bytes", "blocks_per_sm", "reason"), as_json=as_json)
     say(f"Recorded in {path}")
 

@@ -1,0 +1,454 @@
+"""What a change did to a stage's time: levels of axes, levers, and parts that were left out; as tables and charts.
+
+An effect is the ratio of a level's median time to the first level's, with its interval over the rounds: samples of one
+round are a pair, since they met the same clock and temperature. A part's share of the time is one minus that ratio, of
+the stage without the part to the whole stage. Shares need not add up to one: parts that overlap each look small, and
+parts that stall each other look large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TypeVar
+
+from flashlab.core.errors import ParameterError
+from flashlab.core.problem import Problem
+from flashlab.experiments import levers
+from flashlab.experiments.ablation import AXES, PARTS
+from flashlab.query import select
+from flashlab.query.statistics import Estimate, interval, ratio_of_medians
+from flashlab.record import store
+from flashlab.record.store import Ablation, CubinFields, Part, Samples
+from flashlab.show import tables
+from flashlab.show.charts import Chart, Interval, intervals
+from flashlab.show.pages import Output, data_links, indent, stage_link
+
+NOTHING_YET = (
+    "**Nothing has been measured yet.** No such record of this GPU; `flashlab ablate` and `flashlab split` on it make "
+    "them."
+)
+LEVER_NOT_MEASURED = "Not measured yet: `flashlab ablate --levers` on a Hopper GPU does it."
+_WHOLE = "nothing"
+_PART_TITLES = {"qk": "Q·K", "softmax": "softmax", "pv": "P·V", "memory": "memory"}
+_REASON_CHARS = 160
+T = TypeVar("T", Ablation, Part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """A level beside the first of its axis, a lever beside its stage as it is, or a stage without a part beside it."""
+
+    group: str
+    """Axis, or stage id."""
+    name: str
+    """Level, lever, or the part that is left out."""
+    record: Ablation | Part
+    first: Ablation | Part | None
+    """What it is compared with; None where that is not on record."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it is what the others of its group are compared with."""
+        return self.record is self.first
+
+    @property
+    def problem(self) -> Problem:
+        """What was computed."""
+        return self.record.problem.problem()
+
+    @property
+    def samples(self) -> Samples | None:
+        """None where there is no time."""
+        return _samples(self.record)
+
+    @property
+    def median_us(self) -> float | None:
+        """None where there is no time."""
+        return self.samples.median_us if self.samples else None
+
+    @property
+    def reason(self) -> str:
+        """Why there is no time."""
+        return "" if isinstance(self.record, Part) else self.record.reason
+
+    @property
+    def cubin(self) -> CubinFields | None:
+        """Its machine code; None where it did not compile."""
+        return self.record.cubin
+
+    @property
+    def ratio(self) -> float | None:
+        """Median time over the first's, of the rounds that both were in; None where either has no time."""
+        samples, first = self.samples, _samples(self.first)
+        if samples is None or first is None:
+            return None
+        rounds = min(len(samples.time_us), len(first.time_us))
+        return float(ratio_of_medians(samples.time_us[:rounds], first.time_us[:rounds]))
+
+    @cached_property
+    def change(self) -> Estimate | None:
+        """`ratio` with its 95 % interval, which the first has none of."""
+        samples, first = self.samples, _samples(self.first)
+        if samples is None or first is None:
+            return None
+        if self.is_first:
+            return Estimate.exactly(1.0)
+        return interval(ratio_of_medians, samples.time_us, first.time_us, paired=True)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Its 95 % interval; None for the first, and where either has one sample."""
+        change = self.change
+        return None if change is None or change.low == change.high else (change.low, change.high)
+
+    @property
+    def verdict(self) -> str:
+        """What can be said with 95 % confidence: `slower`, `faster`, or `no difference shown`; empty without it."""
+        if self.interval is None:
+            return ""
+        low, high = self.interval
+        return "slower" if low > 1 else "faster" if high < 1 else "no difference shown"
+
+    def flat(self, *, intervals: bool = True) -> dict[str, object]:
+        """For `--json`; `intervals`, and the verdict with them, need SciPy."""
+        return {
+            "group": self.group,
+            "name": self.name,
+            "shape": self.problem.shape,
+            "dtype": self.problem.dtype,
+            "mask": self.problem.mask,
+            "median_us": self.median_us,
+            "ratio": self.ratio,
+            "interval": self.interval if intervals else None,
+            "verdict": (self.verdict or None) if intervals else None,
+            "samples": len(self.samples.time_us) if self.samples else 0,
+            "registers": self.cubin.registers if self.cubin else None,
+            "spill_store_bytes": self.cubin.spill_store_bytes if self.cubin else None,
+            "blocks_per_sm": self.cubin.blocks_per_sm if self.cubin else None,
+            "reason": self.reason,
+            "run": self.record.run,
+        }
+
+
+def _samples(record: Ablation | Part | None) -> Samples | None:
+    return record.samples if isinstance(record, Part) else record.samples_of() if record else None
+
+
+def _newest(
+    records: Iterable[T], of: str, name: str, problem: Problem | None
+) -> dict[tuple[str, Problem], dict[str, T]]:
+    """Records by group (their field `of`) and problem, and by their field `name`: of the newest run that has any."""
+    newest: dict[tuple[str, Problem], dict[str, T]] = {}
+    for record in sorted(records, key=lambda record: record.run):
+        key = (getattr(record, of), record.problem.problem())
+        if problem not in (None, key[1]):
+            continue
+        if any(other.run != record.run for other in newest.get(key, {}).values()):
+            del newest[key]
+        newest.setdefault(key, {})[getattr(record, name)] = record
+    return newest
+
+
+def effects(records: Iterable[Ablation], problem: Problem | None = None) -> list[Effect]:
+    """Every level of every axis, of the newest run that has the axis, in the registry's order.
+
+    Axes and levels that the registry no longer has are left out.
+
+    Args:
+        records: of one GPU.
+        problem: of it alone; of every problem on record where None.
+    """
+    newest = _newest(records, "axis", "level", problem)
+    return [
+        Effect(group=axis.name, name=level.name, record=levels[level.name], first=levels.get(axis.levels[0].name))
+        for axis in AXES.values()
+        for (name, _), levels in newest.items()
+        if name == axis.name
+        for level in axis.levels
+        if level.name in levels
+    ]
+
+
+def shares(records: Iterable[Part], problem: Problem | None = None) -> list[Effect]:
+    """Every part of every stage, of the newest run that has the stage: its time without the part over its whole time.
+
+    A part's share of the time is one minus the ratio.
+    """
+    newest = sorted(_newest(records, "stage", "left_out", problem).items(), key=lambda item: item[0][0])
+    return [
+        Effect(group=stage, name=part, record=parts[part], first=parts.get(_WHOLE))
+        for (stage, _), parts in newest
+        for part in PARTS
+        if part in parts
+    ]
+
+
+def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[Effect]:
+    """Levers beside their stage as it is, each of the newest run that has it at a problem; and what they are beside.
+
+    Levers that are no longer there are left out.
+
+    Args:
+        records: of one GPU.
+        name: of that lever alone.
+    """
+    plain: dict[object, Ablation] = {}
+    newest: dict[tuple[str, Problem], Ablation] = {}
+    for record in sorted((one for one in records if one.axis == levers.AXIS), key=lambda record: record.run):
+        if record.level == levers.AS_IT_IS:
+            plain[_beside(record)] = record
+        elif record.level in levers.names() and name in (None, record.level):
+            newest[record.level, record.problem.problem()] = record
+    result: list[Effect] = []
+    for place in dict.fromkeys(_beside(record) for record in newest.values()):
+        first = plain.get(place)
+        here = [first] if first else []
+        here += [r for _, r in sorted(newest.items(), key=lambda item: item[0][0]) if _beside(r) == place]
+        result += [Effect(group=record.stage, name=record.level, record=record, first=first) for record in here]
+    return result
+
+
+def _beside(record: Ablation) -> tuple[object, ...]:
+    """What a lever's record and that of its stage as it is have in common."""
+    return record.run, record.stage, record.problem.problem(), tuple(sorted(record.parameters.items()))
+
+
+# --- Charts -----------------------------------------------------------------------------------------------------------
+
+
+def _caption(shown: Sequence[Effect]) -> str:
+    """GPU, problem, regime, date and commit."""
+    labels = sorted({effect.problem.label for effect in shown})
+    runs = sorted({effect.record.run for effect in shown})
+    commits = sorted({select.commit_label(effect.record.run, effect.record.source.dirty) for effect in shown})
+    return " · ".join(
+        [
+            shown[0].record.gpu.name,
+            labels[0] if len(labels) == 1 else f"{len(labels)} problems",
+            "burst, hot L2",
+            ", ".join(dict.fromkeys(select.date(run) for run in runs)),
+            f"commit {', '.join(commits)}",
+        ]
+    )
+
+
+def _files(shown: Iterable[Effect], folder: str) -> tuple[str, ...]:
+    return tuple(sorted({f"{effect.record.gpu.slug}/{folder}/{effect.record.run}.jsonl" for effect in shown}))
+
+
+def chart(shown: Sequence[Effect], *, name: str = "ablations") -> Chart | str:
+    """Every level of every axis beside the first of its axis: time over its time, with 95 % intervals."""
+    timed = [one for one in shown if one.ratio is not None]
+    if not timed:
+        return NOTHING_YET
+    values = "; ".join(f"{one.group}, {one.name}: {one.ratio:.3f}" for one in timed if not one.is_first)
+    return _ratio_chart(
+        [(f"{one.group} ({AXES[one.group].stage[:2]})", one.name, one) for one in timed],
+        name=name,
+        first="the first level",
+        alt=f"Time of every level over that of the first level of its axis. {values}.",
+        caption="What one change does to a stage's time: each level beside the first of its axis (in brackets the "
+        "stage)",
+    )
+
+
+def lever_chart(shown: Sequence[Effect], *, name: str = "levers") -> Chart | str:
+    """Every lever's time over that of its stage as it is, a row a problem, with 95 % intervals."""
+    timed = [one for one in shown if one.ratio is not None and not one.is_first]
+    if not timed:
+        return LEVER_NOT_MEASURED
+    values = "; ".join(f"{one.name}, {_problem(one)}: {one.ratio:.3f}" for one in timed)
+    ordered = sorted(timed, key=lambda one: (one.name, one.problem.head_dim, one.problem.mask != "full"))
+    return _ratio_chart(
+        [(one.name, _problem(one), one) for one in ordered],
+        name=name,
+        first="the stage as it is",
+        alt=f"Time of every lever over that of its stage as it is. {values}.",
+        caption="What a change of the source does to a stage's time, each beside the stage as it is",
+    )
+
+
+def _ratio_chart(rows: Sequence[tuple[str, str, Effect]], *, name: str, first: str, alt: str, caption: str) -> Chart:
+    """Time over that of the first, by group: rows are group, title and effect, each of which has a ratio."""
+    groups: dict[str, list[Interval]] = {}
+    for group, title, one in rows:
+        assert one.change is not None
+        look = {"slower": "worse", "faster": "better"}.get(one.verdict, "first" if one.is_first else "plain")
+        row = Interval(name=title, value=one.change.value, low=one.change.low, high=one.change.high, look=look)  # type: ignore[arg-type]
+        groups.setdefault(group, []).append(row)
+    shown = [one for _, _, one in rows]
+    return intervals(
+        groups,
+        name=name,
+        xlabel=f"time over that of {first}; less is better",
+        reference=1.0,
+        ratio=True,
+        alt=alt,
+        caption=f"{caption}, with the 95 % interval of the ratio, which is often narrower than the mark.",
+        provenance=_caption(shown),
+        data_files=_files(shown, "ablations"),
+    )
+
+
+def split_chart(shown: Sequence[Effect], *, name: str = "time-split") -> Chart | str:
+    """By how much each part's absence shortens a stage, in percent of its time, with 95 % intervals."""
+    timed = [(one, share) for one in shown if (share := _share(one)) is not None]
+    if not timed:
+        return NOTHING_YET
+    groups: dict[str, list[Interval]] = {}
+    for one, share in timed:
+        row = Interval(name=_PART_TITLES[one.name], value=share.value, low=share.low, high=share.high)
+        groups.setdefault(f"{one.group}, {one.problem.sizes}", []).append(row)
+    values = "; ".join(
+        f"{one.group}, {one.problem.sizes} {_PART_TITLES[one.name]} {share.value:.1f} %" for one, share in timed
+    )
+    return intervals(
+        groups,
+        name=name,
+        xlabel="percent of the stage's time that goes with the part",
+        reference=0.0,
+        ratio=False,
+        alt=f"Share of a stage's time that goes when a part of its work is left out. {values}.",
+        caption="How much of a stage's time goes with each part of its work, with 95 % intervals. The shares need not "
+        "add up to 100 %: what overlaps is counted in none, what stands in another's way in both.",
+        provenance=_caption([one for one, _ in timed]),
+        data_files=_files([one for one, _ in timed], "parts"),
+    )
+
+
+def _share(one: Effect) -> Estimate | None:
+    """The percentage of the whole stage's time that goes with a part; None for the whole stage, and without times."""
+    if one.change is None or one.is_first:
+        return None
+    value, low, high = (100 * (1 - ratio) for ratio in (one.change.value, one.change.high, one.change.low))
+    return Estimate(value=value, low=low, high=high)
+
+
+# --- Tables -----------------------------------------------------------------------------------------------------------
+
+
+def _problem(one: Effect) -> str:
+    return f"{one.problem.sizes} {one.problem.mask} {one.problem.dtype}"
+
+
+def _time(one: Effect | None) -> str | None:
+    return None if one is None or one.median_us is None else f"{one.median_us:.1f}"
+
+
+def _result(one: Effect) -> str:
+    """What can be said of its time, or why there is none."""
+    if one.median_us is None:
+        return one.reason[:_REASON_CHARS]
+    return "compared with" if one.is_first else one.verdict
+
+
+def _with_interval(change: Estimate | None, form: str = "{:.3f}") -> str | None:
+    if change is None:
+        return None
+    ends = "" if change.low == change.high else f" ({form} to {form})".format(change.low, change.high)
+    return form.format(change.value) + ends
+
+
+def _resources(one: Effect) -> list[tables.Cell]:
+    """Registers, spilled bytes and blocks an SM."""
+    if one.cubin is None:
+        return [None, None, None]
+    blocks = one.cubin.blocks_per_sm
+    return [str(one.cubin.registers), str(one.cubin.spill_store_bytes), None if blocks is None else str(blocks)]
+
+
+def table(shown: Sequence[Effect]) -> str:
+    """Every axis with its question, what was expected, and its levels, as Markdown."""
+    if not shown:
+        return NOTHING_YET
+    header = ("level", "", "µs", "time over the first's (95 %)", "registers", "spilled B", "blocks/SM")
+    text: list[str] = []
+    for name, problem in dict.fromkeys((one.group, one.problem) for one in shown):
+        axis = AXES[name]
+        levels = [one for one in shown if (one.group, one.problem) == (name, problem)]
+        claims = f" Claims: {', '.join(axis.claims)}." if axis.claims else ""
+        rows = [[o.name, _result(o), _time(o), _with_interval(o.change), *_resources(o)] for o in levels]
+        text.append(
+            f"### {name}: `{axis.stage}`, {_problem(levels[0])}\n\n"
+            f"{axis.question}{claims}\n\n*Expected:* {axis.prediction}\n\n{tables.markdown(header, rows, left=2)}"
+        )
+    return "\n".join(text)
+
+
+def lever_table(shown: Sequence[Effect]) -> str:
+    """What one lever did on each problem, as a Markdown table with where it comes from."""
+    measured = [one for one in shown if not one.is_first]
+    if not measured:
+        return LEVER_NOT_MEASURED
+    header = (
+        *("problem", "", "as it is, µs", "with it, µs", "time with it over as it is (95 %)"),
+        *("instructions as it is", "with it", "spilled B"),
+    )
+    rows: list[list[tables.Cell]] = []
+    for one in measured:
+        plain = next((first for first in shown if first.is_first and first.record is one.first), None)
+        instructions = [None if of is None or of.cubin is None else sum(of.cubin.sass.values()) for of in (plain, one)]
+        rows.append(
+            [
+                *(_problem(one), _result(one), _time(plain), _time(one), _with_interval(one.change)),
+                *(None if count is None else str(count) for count in instructions),
+                None if one.cubin is None else str(one.cubin.spill_store_bytes),
+            ]
+        )
+    return f"{tables.markdown(header, rows, left=2)}\n<small>{_caption(measured)}</small>"
+
+
+def split_table(shown: Sequence[Effect]) -> str:
+    """Every stage's time without each part, and the share that goes with it, as a Markdown table."""
+    if not shown:
+        return NOTHING_YET
+    header = ("stage", "problem", "left out", "µs", "share, % (95 %)", "registers", "spilled B", "blocks/SM")
+    rows: list[list[tables.Cell]] = []
+    for stage, problem in dict.fromkeys((one.group, one.problem) for one in shown):
+        parts = [one for one in shown if (one.group, one.problem) == (stage, problem)]
+        where = [f"`{stage}`", problem.sizes]
+        for one in parts:
+            cells = [_PART_TITLES.get(one.name, one.name), _time(one), _with_interval(_share(one), "{:.1f}")]
+            rows.append([*where, *cells, *_resources(one)])
+        if any(one.name == list(PARTS)[-1] for one in parts):
+            total = sum(share.value for share in map(_share, parts) if share)
+            rows.append([*where, "sum of the shares", None, f"{total:.1f}", None, None, None])
+    return tables.markdown(header, rows, left=3)
+
+
+# --- The page of levers -----------------------------------------------------------------------------------------------
+
+
+def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
+    """Every lever: its question, its diff, what was expected and the result."""
+    page = "levers.md"
+    effects = lever_effects(store.ablations(shown.gpu, data)) if shown else []
+    drawn = lever_chart(effects)
+    out.snippet("levers-chart.md", drawn if isinstance(drawn, str) else out.chart(drawn, page))
+    parts = []
+    for lever in levers.choose():
+        mine = [one for one in effects if one.is_first or one.name == lever.name]
+        files = [f"{one.record.gpu.slug}/ablations/{one.record.run}.jsonl" for one in mine if not one.is_first]
+        links = ", ".join(data_links(dict.fromkeys(files), page))
+        added, removed = lever.changed_lines()
+        heading = f"{lever.stage}, changed: {added} lines added, {removed} removed"
+        try:
+            diff = lever.shown_diff()
+        except ParameterError as error:
+            diff = lever.diff.rstrip()
+            heading = f"The change, which no longer fits the stage: {error}".replace('"', "'")
+        parts += [
+            f"### {lever.name.replace('_', ' ')}",
+            f"{lever.question} (`{lever.name}`, {stage_link(lever.stage)})",
+            f'??? abstract "{heading}"\n\n' + indent(f"``` {{ .diff }}\n{diff}\n```"),
+            f"*Expected:* {lever.prediction}",
+            lever_table(mine) + (f" <small>· {links}</small>" if links else ""),
+            lever.why,
+        ]
+    out.snippet("levers.md", "\n\n".join(part for part in parts if part))
+
+
+PAGES = {"levers": levers_page}
