@@ -195,6 +195,7 @@ def main() -> int:
     parser.add_argument("--stages", nargs="*", default=list(CUDA_STAGES))
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--launch", choices=("stages", "patterns"), help=argparse.SUPPRESS)
+    parser.add_argument("--connect", help=argparse.SUPPRESS)  # what every worker gets, and this one has no use for
     options = parser.parse_args()
     if options.launch == "stages":
         launch_stages(options.stages, options.shapes)

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,16 +22,19 @@ from flashlab.kernels import registry
 from flashlab.measure import profile
 from flashlab.measure.profile import Launch
 from flashlab.record import store
-from flashlab.record.store import Machine
 from flashlab.run import gpu
 
 FIRST = Problem.parse(FIRST_SHAPE)
 SLUG = "made-up-gpu"
+GPU = {
+    "slug": SLUG, "name": "Made-Up GPU", "compute_capability": [9, 0], "sm_count": 1, "max_sm_clock_mhz": None,
+    "memory_bytes": 1, "l2_bytes": 1, "power_limit_w": None, "driver": "1",
+}  # fmt: skip
 # For the shell and for Python alike: a path with a space cannot stand after #!.
 FAKE = """#!/bin/sh
 '''exec' "{python}" "$0" "$@"
 ' '''
-import json, re, sys
+import json, socket, sys
 plan = json.load(open({plan!r}))
 arguments = sys.argv[1:]
 with open(plan["log"], "a") as log:
@@ -66,15 +70,21 @@ else:
     if refused:
         print("==ERROR== Failed to find metric " + refused[0])
         sys.exit(1)
-    job = json.loads(arguments[-1])
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(after("--connect"))
+    pipe = connection.makefile("rw")
+    job = json.loads(pipe.readline())
+    def send(**message):
+        pipe.write(json.dumps(message) + "\\n")
+        pipe.flush()
+    send(type="hello", gpu=plan["gpu"], software={{}})
     broken = set(job["stages"]) & set(plan["break"])
     ran = [stage for stage in job["stages"] if stage not in broken] if not broken else []
-    told = {{
-        stage: {{"sha256": plan["sha256"].get(stage, "0" * 64), "parameters": {{"TILE_Q": 64}}, "tile_q": 64}}
-        for stage in ran
-    }}
+    for stage in ran:
+        sha256 = plan["sha256"].get(stage, "0" * 64)
+        send(type="launched", stage=stage, sha256=sha256, parameters={{"TILE_Q": 64}}, tile_q=64)
     if ran:
-        json.dump(told, open(job["told"], "w"))
+        send(type="done")
         json.dump({{"metrics": metrics, "stages": ran}}, open(after("--export"), "w"))
     sys.exit(1 if broken else 0)
 """
@@ -94,7 +104,8 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def set_up(**plan: Any) -> Any:
         nothing: dict[str, Any] = {"known": [], "refuse": [], "break": [], "nan": [], "listings": {}, "sha256": {}}
-        whole = {**nothing, "forbidden": False, "log": str(log), **plan}
+        fingerprint = sha256(str(tmp_path).encode()).hexdigest()[:12]  # locked while it is profiled
+        whole = {**nothing, "gpu": {**GPU, "fingerprint": fingerprint}, "forbidden": False, "log": str(log), **plan}
         plan_file.write_text(json.dumps(whole), encoding="utf-8")
         return lambda: [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
 
@@ -150,12 +161,6 @@ def test_every_stage_gets_a_record_with_the_lines_that_its_samples_are_of(tmp_pa
     own = [line for line in wmma.lines if line.file == "05_wmma.cu"]
     assert len(own) > profile.LINES // 2
     assert all(source[line.line - 1].strip() == line.text for line in own)
-    gpu_record = store.Gpu(
-        slug=SLUG, name="Made-Up GPU", compute_capability=(9, 0), sm_count=1, max_sm_clock_mhz=None, memory_bytes=1,
-        l2_bytes=1, power_limit_w=None, driver="1", fingerprint="0123456789ab",
-    )  # fmt: skip
-    store.write_machine(Machine(gpu=gpu_record, host={}), tmp_path / "data")
-    store.write_checksums(SLUG, tmp_path / "data")
     assert store.verify(SLUG, tmp_path / "data") == ()
 
 
@@ -181,14 +186,15 @@ def test_what_was_profiled_is_kept_whatever_comes_after_it(
     found, said = _profile(tmp_path, "05_wmma")
     assert (found[0].stage, found[0].lines) == ("05_wmma", ())
     assert "05_wmma: no lines: wanted nvdisasm, found none" in said
-    profiled = profile._profiled
+    run = profile._Profiler.run
 
-    def broken_off(stage_ids: Any, *rest: Any) -> Any:
+    def broken_off(self: Any, stage_ids: Any) -> None:
         if stage_ids == ["16_ones_column"]:
             raise KeyboardInterrupt
-        return {} if len(stage_ids) > 1 else profiled(stage_ids, *rest)
+        if len(stage_ids) == 1:
+            run(self, stage_ids)
 
-    monkeypatch.setattr(profile, "_profiled", broken_off)
+    monkeypatch.setattr(profile._Profiler, "run", broken_off)
     with pytest.raises(KeyboardInterrupt):
         profile.profile(["00_naive", "05_wmma", "16_ones_column"], FIRST, data=tmp_path / "other")
     assert [one.stage for one in store.profiles(SLUG, tmp_path / "other")] == ["00_naive", "05_wmma"]

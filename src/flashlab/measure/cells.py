@@ -191,7 +191,7 @@ class GpuWorker:
         self.job = job
         self.send = send
         self.device = int(job["device"])
-        self.implementations = {name: Implementation(**one) for name, one in job["implementations"].items()}
+        self.implementations = {name: Implementation(**one) for name, one in job.get("implementations", {}).items()}
 
     def hold(self) -> None:
         """Take hold of the GPU and greet.

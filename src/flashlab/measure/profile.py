@@ -9,36 +9,33 @@ there is, each time with cold caches. Reading counters takes a permission that a
 
 from __future__ import annotations
 
-import argparse
 import csv
-import importlib
-import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin, Job
 from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
-from flashlab.core.paths import DATA, writable_dir
+from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
-from flashlab.record import provenance, store
-from flashlab.record.store import LineStalls, ProblemFields, Source, StageProfile
+from flashlab.measure.cells import GpuWorker
+from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, serve
+from flashlab.record import store
+from flashlab.record.store import LineStalls, ProblemFields, StageProfile
 from flashlab.run import choice, gpu
 from flashlab.run.attention import prepare
-from flashlab.verify.oracle import make_torch_inputs
 
 METRICS = (
     "gpu__time_duration.sum",
@@ -235,16 +232,20 @@ def under_ncu(
     options: Sequence[str] = (),
     timeout_s: float = TIMEOUT_S,
     say: Say = lambda _: None,
+    job: Message | None = None,
+    act: Callable[[Message], None] = lambda _: None,
 ) -> list[Launch]:
     """Run a command under ncu; metrics that it refuses are dropped, and it is run again.
 
     Args:
         metrics: by ncu's names.
-        command: what to run.
+        command: what to run; `--connect` and a socket are appended.
         kernels: a regular expression of the kernels to profile.
         options: more for ncu.
         timeout_s: for one run.
         say: told what went wrong, a line at a time.
+        job: of a command that is a worker.
+        act: what to do with what that worker says.
 
     Returns:
         What was profiled, in order; empty where nothing was.
@@ -259,28 +260,41 @@ def under_ncu(
             return []
         with tempfile.TemporaryDirectory() as folder:
             report = Path(folder) / "launches.ncu-rep"
-            asked = [ncu, "--export", str(report), "--kernel-name", f"regex:{kernels}", "--metrics", ",".join(wanted)]
-            try:
-                done = subprocess.run(
-                    [*asked, *NCU, *options, *command], capture_output=True, text=True, timeout=timeout_s, check=False
-                )
-            except subprocess.TimeoutExpired:
-                say(f"ncu: no end within {timeout_s:g} s with {len(wanted)} metrics")
-                return []
+            watch = [ncu, "--export", str(report), "--kernel-name", f"regex:{kernels}", "--metrics", ",".join(wanted)]
+            ends = time.monotonic() + timeout_s
+            with Worker([*watch, *NCU, *options, *command]) as worker:
+                try:
+                    if job is not None:
+                        _run(worker, job, act, timeout_s)
+                    status = worker.wait(max(0.0, ends - time.monotonic()))
+                except WorkerDiedError:
+                    say(f"ncu: no end within {timeout_s:g} s with {len(wanted)} metrics")
+                    return []
+                said = worker.output()
             launches = read(report, wanted) if report.exists() else []
-        said = done.stdout + done.stderr
         if "ERR_NVGPUCTRPERM" in said:
             raise MissingError(_PERMIT)
         refused = {
             name for name in wanted if re.search(rf"Failed to find metric.*{re.escape(name.split('.')[0])}\b", said)
         }
         if launches or not refused:
-            if not launches or done.returncode:
-                say(f"ncu: exit status {done.returncode}\n{said[-3000:]}")
+            if not launches or status:
+                say(f"ncu: exit status {status}\n{said[-3000:]}")
             return launches
         say(f"ncu has no {', '.join(sorted(refused))}")
         wanted = [name for name in wanted if name not in refused]
     return []
+
+
+def _run(worker: Worker, job: Message, act: Callable[[Message], None], timeout_s: float) -> None:
+    """Until it is done or has died: what ncu has to say of that is in its output."""
+    try:
+        worker.run(job, act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
+    except WorkerDiedError:
+        return
+    except LaunchError as error:
+        if not isinstance(error.__cause__, WorkerDiedError):
+            raise
 
 
 def read(report: Path, metrics: Iterable[str]) -> list[Launch]:
@@ -386,85 +400,128 @@ def profile(
     Raises:
         UnknownStageError, ParameterError: a stage that is not there, or none that takes the problem.
         NoGpuError, MissingError: no GPU, no ncu, or one that may not read the GPU's counters.
-        LaunchError: nothing could be profiled.
+        LaunchError: nothing could be profiled, or another process measures on the GPU.
         OutputError: `data` cannot be written.
     """
     tool = version()
-    found = gpu.info(device)
+    here = gpu.info(device)
     chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
-    able = {stage.id: stage for stage in chosen if stage.why_not(problem, found.arch) is None}
-    if not able or found.arch is None:
-        raise ParameterError(f"wanted a stage that takes {problem.label} on {found.arch}, got none")
-    folder = writable_dir(data / found.slug / "profiles", "records")
-    commit, dirty = provenance.source()
-    run = store.run_id(Source(commit=commit, dirty=dirty), datetime.now(UTC))
-    path = folder / f"{run}.jsonl"
-    say(f"compiling {len(able)} stages")
-    plain, lined = (_compiled(able.values(), problem, found.arch, found.slug, line_info) for line_info in (False, True))
-    known = available()
-    there = [name for name in METRICS if not known or name.split(".")[0] in known]
-    if len(there) < len(METRICS):
-        say(f"unknown here: {', '.join(sorted(set(METRICS) - set(there)))}")
+    able = {stage.id: stage for stage in chosen if stage.why_not(problem, here.arch) is None}
+    if not able or here.arch is None:
+        raise ParameterError(f"wanted a stage that takes {problem.label} on {here.arch}, got none")
+    with Book(data, "profiles") as book:
+        profiler = _Profiler(book, problem, able, tool, device, timeout_s, say)
+        say(f"profiling {', '.join(able)}")
+        profiler.run(list(able))
+        for stage_id in [name for name in able if name not in profiler.profiles]:
+            if len(able) > 1:
+                say(f"profiling {stage_id} in a process of its own")
+                profiler.run([stage_id])
+            if stage_id not in profiler.profiles:
+                say(f"{stage_id}: not profiled")
+        if not profiler.profiles:
+            raise LaunchError(f"wanted a profile of {', '.join(able)} at {problem.label}, got none from ncu")
+        return book.path, tuple(profiler.profiles.values())
 
-    def traced(stage_id: str, launch: Launch, sha256: str) -> tuple[LineStalls, ...] | str:
-        with_lines = lined.get(stage_id)
+
+class _Profiler:
+    """Runs ncu over stages, and records what it saw of each."""
+
+    def __init__(
+        self,
+        book: Book,
+        problem: Problem,
+        stages: Mapping[str, Stage],
+        tool: str,
+        device: int,
+        timeout_s: float,
+        say: Say,
+    ) -> None:
+        self.profiles: dict[str, StageProfile] = {}
+        """What is recorded, by stage."""
+        self._book = book
+        self._problem = problem
+        self._stages = stages
+        self._tool = tool
+        self._device = device
+        self._timeout_s = timeout_s
+        self._say = say
+        say(f"compiling {len(stages)} stages")
+        here = gpu.info(device)
+        self._plain, self._lined = (
+            _compiled(stages.values(), problem, here.arch or "", here.slug, line_info) for line_info in (False, True)
+        )
+        known = available()
+        self._metrics = [name for name in METRICS if not known or name.split(".")[0] in known]
+        if len(self._metrics) < len(METRICS):
+            say(f"unknown here: {', '.join(sorted(set(METRICS) - set(self._metrics)))}")
+
+    def run(self, stage_ids: Sequence[str]) -> None:
+        """Launch stages in one process under ncu, and record what came of each."""
+        launched: dict[str, Message] = {}
+
+        def act(message: Message) -> None:
+            if message["type"] == "hello":
+                self._book.hello(message)
+            else:
+                launched[message["stage"]] = message
+
+        launches = under_ncu(
+            self._metrics,
+            [sys.executable, "-m", "flashlab.measure.profile"],
+            kernels="^attention_",
+            options=(*SAMPLES, "--profile-from-start", "off"),
+            timeout_s=self._timeout_s,
+            say=self._say,
+            job={"stages": list(stage_ids), "problem": asdict(self._problem), "device": self._device, "seed": 0},
+            act=act,
+        )
+        by_kernel = {launch.kernel: launch for launch in launches}
+        entries = {name: self._stages[name].entry for name in launched}
+        pairs = {name: by_kernel[entry] for name, entry in entries.items() if entry in by_kernel}
+        with ThreadPoolExecutor() as pool:  # most of it is waiting for disassemblers
+            lines = {
+                name: pool.submit(self._lines, name, launch, launched[name]["sha256"]) for name, launch in pairs.items()
+            }
+        # What ends this process later does not take these along.
+        for name, launch in pairs.items():
+            self._record(name, launch, launched[name], lines[name].result())
+
+    def _lines(self, stage_id: str, launch: Launch, sha256: str) -> tuple[LineStalls, ...] | str:
+        """The lines of a launch with the most samples, or why there are none."""
+        lined = self._lined.get(stage_id)
         try:
-            reason = why_no_lines(launch, sha256, plain.get(stage_id), with_lines)
-            return trace(launch, able[stage_id], with_lines)[:LINES] if with_lines and not reason else reason or ""
+            reason = why_no_lines(launch, sha256, self._plain.get(stage_id), lined)
+            return trace(launch, self._stages[stage_id], lined)[:LINES] if lined and not reason else reason or ""
         except FlashlabError as error:  # no disassembler, say: what ncu counted is worth a record without it
             return str(error)
 
-    profiles: list[StageProfile] = []
-
-    def keep(launches: Mapping[str, tuple[Launch, dict[str, Any]]]) -> None:
-        """Record them; what ends this process later does not take them along."""
-        with ThreadPoolExecutor() as pool:  # most of it is waiting for disassemblers
-            tracing = {name: pool.submit(traced, name, one, told["sha256"]) for name, (one, told) in launches.items()}
-        for stage_id, (launch, told) in launches.items():
-            lines = tracing[stage_id].result()
-            if isinstance(lines, str):
-                say(f"{stage_id}: no lines: {lines}")
-                lines = ()
-            totals: Counter[str] = Counter()
-            for states in launch.samples.values():
-                totals.update(states)
-            record = StageProfile(
-                gpu=found.name,
-                commit=commit,
-                dirty=dirty,
-                metrics=dict(launch.metrics),
-                run=run,
-                stage=stage_id,
-                problem=ProblemFields.of(problem),
-                parameters=told["parameters"],
-                cubin_sha256=told["sha256"],
-                tile_q=told["tile_q"],
-                ncu=tool,
-                samples=dict(totals.most_common()),
-                lines=lines,
-                time=datetime.now(UTC).isoformat(timespec="seconds"),
-            )
-            store.append(path, record)
-            profiles.append(record)
-
-    try:
-        say(f"profiling {', '.join(able)}")
-        keep(_profiled(list(able), problem, device, there, timeout_s, say))
-        lost = [stage_id for stage_id in able if stage_id not in {one.stage for one in profiles}]
-        for stage_id in lost:
-            launches: Mapping[str, tuple[Launch, dict[str, Any]]] = {}
-            if len(able) > 1:
-                say(f"profiling {stage_id} in a process of its own")
-                launches = _profiled([stage_id], problem, device, there, timeout_s, say)
-            keep(launches)
-            if not launches:
-                say(f"{stage_id}: not profiled")
-    finally:
-        if profiles:
-            store.write_checksums(found.slug, data)
-    if not profiles:
-        raise LaunchError(f"wanted a profile of {', '.join(able)} at {problem.label}, got none from ncu")
-    return path, tuple(profiles)
+    def _record(self, stage_id: str, launch: Launch, launched: Message, lines: tuple[LineStalls, ...] | str) -> None:
+        if isinstance(lines, str):
+            self._say(f"{stage_id}: no lines: {lines}")
+            lines = ()
+        totals: Counter[str] = Counter()
+        for states in launch.samples.values():
+            totals.update(states)
+        header = self._book.header()
+        record = StageProfile(
+            gpu=header["gpu"].name,
+            commit=self._book.source.commit,
+            dirty=self._book.source.dirty,
+            metrics=dict(launch.metrics),
+            run=header["run"],
+            stage=stage_id,
+            problem=ProblemFields.of(self._problem),
+            parameters=launched["parameters"],
+            cubin_sha256=launched["sha256"],
+            tile_q=launched["tile_q"],
+            ncu=self._tool,
+            samples=dict(totals.most_common()),
+            lines=lines,
+            time=header["time"],
+        )
+        store.append(self._book.path, record)
+        self.profiles[stage_id] = record
 
 
 def _compiled(chosen: Iterable[Stage], problem: Problem, arch: str, slug: str, line_info: bool) -> dict[str, Cubin]:
@@ -485,68 +542,30 @@ def _compiled(chosen: Iterable[Stage], problem: Problem, arch: str, slug: str, l
     return {job.stage.id: cubin for job, cubin in zip(work, made, strict=True) if isinstance(cubin, Cubin)}
 
 
-def _profiled(
-    stage_ids: Sequence[str], problem: Problem, device: int, metrics: Sequence[str], timeout_s: float, say: Say
-) -> dict[str, tuple[Launch, dict[str, Any]]]:
-    """Of each stage what ncu says, and what the process that launched it says it was."""
-    with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "told.json"
-        job = {"stages": list(stage_ids), "problem": asdict(problem), "device": device, "told": str(told)}
-        launches = under_ncu(
-            metrics,
-            [sys.executable, "-m", "flashlab.measure.profile", "--launch", json.dumps(job)],
-            kernels="^attention_",
-            options=(*SAMPLES, "--profile-from-start", "off"),
-            timeout_s=timeout_s,
-            say=say,
-        )
-        said = json.loads(told.read_text(encoding="utf-8")) if told.exists() else {}
-    by_kernel = {launch.kernel: launch for launch in launches}
-    return {
-        stage_id: (by_kernel[registry.get(stage_id).entry], said[stage_id])
-        for stage_id in stage_ids
-        if registry.get(stage_id).entry in by_kernel and stage_id in said
-    }
-
-
-def _launch(job: dict[str, Any]) -> None:
-    """Under ncu: every stage once to warm up, then once to be profiled."""
-    torch = importlib.import_module("torch")
+def work(job: Message, send: Send) -> None:
+    """Under ncu: launch every stage once to warm up, then once to be profiled."""
+    worker = GpuWorker(job, send)
+    worker.hold()
     problem = Problem(**job["problem"])
-    torch.cuda.set_device(job["device"])
-    q, k, v = make_torch_inputs(problem)
-    ready = {}
+    q, k, v = worker.inputs(problem)
+    ready = []
     for stage_id in job["stages"]:
         try:
-            ready[stage_id] = prepare(q, k, v, causal=problem.causal, stage=stage_id)
-            ready[stage_id]()
-            torch.cuda.synchronize()
+            call = prepare(q, k, v, causal=problem.causal, stage=stage_id)
+            call()
+            worker.torch.cuda.synchronize()
         except CompileError as error:
-            ready.pop(stage_id, None)
             print(f"{stage_id}: {error}", file=sys.stderr)
-    told = {
-        stage_id: {
-            "sha256": call.cubin.sha256,
-            "parameters": call.cubin.parameters,
-            "tile_q": call.launch_shape.tile_q,
-        }
-        for stage_id, call in ready.items()
-    }
-    Path(job["told"]).write_text(json.dumps(told), encoding="utf-8")
+            continue
+        ready.append(call)
+        fields = {"sha256": call.cubin.sha256, "parameters": call.cubin.parameters}
+        send({"type": "launched", "stage": stage_id, **fields, "tile_q": call.launch_shape.tile_q})
     gpu.call("cuProfilerStart")
-    for call in ready.values():
+    for call in ready:
         call()
-        torch.cuda.synchronize()
+        worker.torch.cuda.synchronize()
     gpu.call("cuProfilerStop")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """What ncu runs."""
-    parser = argparse.ArgumentParser(prog="python -m flashlab.profiler", description="Internal: launches, under ncu.")
-    parser.add_argument("--launch", required=True, help="stages and problem as JSON")
-    _launch(json.loads(parser.parse_args(arguments).launch))
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(work))
