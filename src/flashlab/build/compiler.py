@@ -497,9 +497,8 @@ class _TritonRequest(_Request):
     entry: str
     dtype: DType
     constants: Mapping[str, int]
-    parameters: Mapping[str, int]
-    max_registers: int
-    """0: as many as ptxas wants."""
+    settings: Mapping[str, int]
+    """Triton's num_warps, num_stages and, where registers are bounded, maxnreg."""
     aligned: bool
 
     @classmethod
@@ -511,13 +510,13 @@ class _TritonRequest(_Request):
             raise MissingPackageError(f"wanted Triton to compile stage {stage.id}, got none. Install it: {missing}")
         values = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **parameters}
         constants = {name: values[name] for name in triton_code.CONSTANTS}
+        settings = {"num_warps": parameters["WARPS"], "num_stages": parameters["PIPELINE_STAGES"]}
         # Without 16-byte copies it takes registers that no bound foresaw; that code is there to answer.
-        max_registers = parameters["MAX_REGISTERS"] if aligned else 0
+        if aligned and parameters["MAX_REGISTERS"]:
+            settings["maxnreg"] = parameters["MAX_REGISTERS"]
         options = (
             f"--target={arch}",
-            f"--num-warps={parameters['WARPS']}",
-            f"--num-stages={parameters['PIPELINE_STAGES']}",
-            *((f"--maxnreg={max_registers}",) if max_registers else ()),
+            *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items()),
             f"--element={problem.dtype}",
             f"--aligned={int(aligned)}",
             *(f"--constant={name}={value}" for name, value in constants.items()),
@@ -530,8 +529,7 @@ class _TritonRequest(_Request):
             entry=stage.entry,
             dtype=problem.dtype,
             constants=constants,
-            parameters=parameters,
-            max_registers=max_registers,
+            settings=settings,
             aligned=aligned,
         )
 
@@ -548,23 +546,20 @@ class _TritonRequest(_Request):
         return ["triton", self.compiler, self.entry]
 
     def compile(self) -> tuple[bytes, dict[str, Any]]:
-        made = triton_code.compile_kernel(
+        code, log, launch = triton_code.compile_kernel(
             self.source,
             entry=self.entry,
             dtype=self.dtype,
             constants=self.constants,
-            warps=self.parameters["WARPS"],
-            pipeline_stages=self.parameters["PIPELINE_STAGES"],
-            max_registers=self.max_registers,
+            options=self.settings,
             capability=capability(self.arch),
             aligned=self.aligned,
         )
-        log = readable(made.log)
-        if made.code is None:
+        log = readable(log)
+        if code is None:
             message = f"wanted machine code for {self.arch} from {self.compiler}, got an error:"
             raise self.error(message, log, source_line=log.strip().rpartition("\n")[2] or None)
-        shape = {"threads": made.threads, "smem_bytes": made.smem_bytes, "tile_q": self.constants["TILE_Q"]}
-        return made.code, {"log": log, "launch_shape": shape}
+        return code, {"log": log, "launch_shape": {**launch, "tile_q": self.constants["TILE_Q"]}}
 
 
 # --- NVRTC ---

@@ -15,11 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +41,6 @@ _POINTER_BYTES = 16
 _STRIDE_ELEMENTS = 8
 """What ALIGNED=1 promises of Q, K, V and O: addresses in bytes, strides in elements."""
 _ELEMENTS: Mapping[DType, str] = {"float16": "fp16", "bfloat16": "bf16"}
-_POLL_S = 0.05
 _ELSEWHERE = "import importlib, sys; sys.exit(importlib.import_module(sys.argv[1]).serve(sys.argv[2]))"
 _OLDEST_INTERPRETER = (3, 9)
 """3.6's does not run with NumPy 2.4; none in between was tried."""
@@ -56,11 +52,11 @@ INTERPRETER_NEEDS = (
 
 def missing(*, interpreter: bool = False) -> str | None:
     """The command that installs what Triton's compiler, or its interpreter, lacks here; None where it is there."""
-    there = _is_there("triton")
+    installed = _is_there("triton")
     if not interpreter:
-        return None if there else "pip install triton"
+        return None if installed else "pip install triton"
     oldest = ".".join(map(str, _OLDEST_INTERPRETER))
-    new_enough = there and tuple(int(part) for part in version().split(".")[:2]) >= _OLDEST_INTERPRETER
+    new_enough = installed and tuple(int(part) for part in version().split(".")[:2]) >= _OLDEST_INTERPRETER
     if new_enough and _is_there("torch"):
         return None
     # torch pins its Triton: asked for both at once, pip goes back to a torch of years ago that pins none.
@@ -77,16 +73,9 @@ def version() -> str:
     return importlib.metadata.version("triton")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
-    """What Triton made."""
-
-    code: bytes | None
-    """A cubin; None where it refused."""
-    log: str
-    """Of ptxas, or why it refused."""
-    threads: int
-    smem_bytes: int
+def signature(dtype: DType) -> dict[str, str]:
+    """Triton's names of the types of `ARGUMENTS`, for an element type."""
+    return {name: kind.replace("element", _ELEMENTS[dtype]) for name, kind in ARGUMENTS.items()}
 
 
 def compile_kernel(
@@ -95,109 +84,66 @@ def compile_kernel(
     entry: str,
     dtype: DType,
     constants: Mapping[str, int],
-    warps: int,
-    pipeline_stages: int,
-    max_registers: int,
+    options: Mapping[str, int],
     capability: tuple[int, int],
     aligned: bool,
-) -> Compiled:
+) -> tuple[bytes | None, str, dict[str, int]]:
     """Machine code of a kernel for an architecture. Needs Triton, and no GPU.
 
-    `max_registers` bounds those of a thread; 0 does not.
+    Args:
+        options: Triton's own, such as num_warps.
+
+    Returns:
+        A cubin, None where Triton refused; the log of ptxas, or why it refused; the launch's `threads` and `smem_bytes`.
     """
+    divisibility = dict.fromkeys("QKVO", _POINTER_BYTES) | dict.fromkeys(_STRIDES, _STRIDE_ELEMENTS)
     request = {
         "source": str(source),
         "entry": entry,
         "signature": signature(dtype) | dict.fromkeys(constants, "constexpr"),
         "constants": dict(constants),
-        "options": {
-            "num_warps": warps,
-            "num_stages": pipeline_stages,
-            **({"maxnreg": max_registers} if max_registers else {}),
-        },
+        "options": dict(options),
         "capability": 10 * capability[0] + capability[1],
-        "divisibility": _divisibility() if aligned else {},
+        "divisibility": divisibility if aligned else {},
     }
-    with tempfile.TemporaryDirectory(prefix="flashlab-triton-") as folder:
-        status, log = run_worker(Path(folder), request, __name__)
-        made = Path(folder) / "made.json"
-        if status or not made.is_file():
-            return Compiled(code=None, log=log, threads=0, smem_bytes=0)
-        facts = json.loads(made.read_text(encoding="utf-8"))
-        code = (Path(folder) / "made.cubin").read_bytes()
+    with tempfile.TemporaryDirectory(prefix="flashlab-triton-") as name:
+        folder = Path(name)
+        command, environment = worker(folder, request, __name__)
+        run = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            process_group=0,
+            check=False,
+        )
+        log = run.stdout.decode(errors="replace")
+        if run.returncode or not (folder / "made.json").is_file():
+            return None, log, {}
+        facts = json.loads((folder / "made.json").read_text(encoding="utf-8"))
+        code = (folder / "made.cubin").read_bytes()
     scratch = facts["global_scratch_size"] + facts["profile_scratch_size"]
     if scratch:
-        log = f"it wants {scratch} bytes of global memory a program for itself, and gets none\n"
-        return Compiled(code=None, log=log, threads=0, smem_bytes=0)
-    return Compiled(code=code, log=log, threads=_WARP * facts["num_warps"], smem_bytes=facts["shared"])
+        return None, f"it wants {scratch} bytes of global memory a program for itself, and gets none\n", {}
+    return code, log, {"threads": _WARP * facts["num_warps"], "smem_bytes": facts["shared"]}
 
 
-def signature(dtype: DType) -> dict[str, str]:
-    """Triton's names of the types of `ARGUMENTS`, for an element type."""
-    return {name: kind.replace("element", _ELEMENTS[dtype]) for name, kind in ARGUMENTS.items()}
+def worker(folder: Path, request: Mapping[str, Any], module: str, **settings: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a process, in which Triton is not imported yet, that calls `serve(folder)` of a module.
 
-
-def _divisibility() -> dict[str, int]:
-    return dict.fromkeys("QKVO", _POINTER_BYTES) | dict.fromkeys(_STRIDES, _STRIDE_ELEMENTS)
-
-
-def run_worker(
-    folder: Path,
-    request: Mapping[str, Any],
-    module: str,
-    *,
-    environment: Mapping[str, str] | None = None,
-    timeout_s: float | None = None,
-    cancel: threading.Event | None = None,
-) -> tuple[int | None, str]:
-    """Call `serve(folder)` of a module in a process in which Triton is not imported yet.
-
-    Args:
-        folder: where `request.json` is written and the worker leaves what it makes.
-        request: what to do, for JSON.
-        module: by its full name.
-        environment: of the process, beside this one's without Triton's settings.
-        timeout_s: seconds until it is stopped.
-        cancel: stops it when set.
-
-    Returns:
-        The worker's exit status, None where it was stopped, and what it printed.
-
-    Raises:
-        KeyboardInterrupt: `cancel` was set.
+    `folder` then holds `request.json`. `settings` are variables of its environment, which has none of this one's for
+    Triton.
     """
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    settings = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "TRITON_DUMP_PTXAS_LOG": "1",
         "TRITON_DEFAULT_FP_FUSION": "1",
-        **(environment or {}),
+        **settings,
     }
-    with (folder / "printed").open("wb") as printed:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _ELSEWHERE, module, str(folder)],
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            env=settings,
-            process_group=0,
-        )
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        status: int | None = None
-        try:
-            while status is None and (deadline is None or time.monotonic() < deadline):
-                if cancel is not None and cancel.is_set():
-                    raise KeyboardInterrupt
-                try:
-                    status = process.wait(_POLL_S)
-                except subprocess.TimeoutExpired:
-                    continue
-        finally:
-            if status is None:
-                process.kill()
-                process.wait()
-    return status, (folder / "printed").read_text(encoding="utf-8", errors="replace")
+    return [sys.executable, "-c", _ELSEWHERE, module, str(folder)], environment
 
 
 # --- in the process of its own ----------------------------------------------------------------------------------------

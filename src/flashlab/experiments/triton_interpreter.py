@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import mmap
+import signal
 import sys
 import tempfile
 import threading
@@ -22,7 +23,7 @@ from flashlab.build.compiler import LaunchShape
 from flashlab.core.errors import EmulationError, UnsupportedError
 from flashlab.core.problem import DType
 from flashlab.kernels.registry import Stage
-from flashlab.run.emulator import DEFAULT_TIMEOUT_S, Emulated, Memory, Pointer, Report, Status, mapped
+from flashlab.run.emulator import DEFAULT_TIMEOUT_S, Emulated, Memory, Pointer, Report, Status, mapped, run_worker
 
 
 def interpreted(
@@ -103,15 +104,13 @@ def interpret(
     start = time.perf_counter()
     with mapped(memory.bytes) as (path, mapping), tempfile.TemporaryDirectory(prefix="flashlab-triton-") as folder:
         memory.fill(mapping)
-        code, printed = triton_code.run_worker(
-            Path(folder),
-            {**request, "memory": str(path)},
-            __name__,
-            environment={"TRITON_INTERPRET": "1"},
-            timeout_s=timeout_s,
-            cancel=cancel,
+        command, environment = triton_code.worker(
+            Path(folder), {**request, "memory": str(path)}, __name__, TRITON_INTERPRET="1"
         )
-        status: Status = "ok" if code == 0 else "timeout" if code is None else "crash"
+        code, printed, errors = run_worker(command, "", timeout_s, cancel, environment)
+        printed += errors
+        stopped = timeout_s is not None and -code in (signal.SIGTERM, signal.SIGKILL)
+        status: Status = "ok" if code == 0 else "timeout" if stopped else "crash"
         last = printed.strip().rpartition("\n")[2]
         message = {"ok": "", "timeout": f"not done after {timeout_s or 0:g} seconds"}.get(status, last)
         report = Report(status=status, message=message, seconds=time.perf_counter() - start, printed=printed)

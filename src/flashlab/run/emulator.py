@@ -906,7 +906,7 @@ def launch(
         memory.fill(mapping)
         result_path = Path(folder) / "result.json"
         request = [f"result {result_path}", f"memory {path} {memory.bytes}", *lines, *pointers, *memory.regions, "run"]
-        code, printed, errors = _work(emulated.executable, "\n".join(request) + "\n", timeout_s, cancel)
+        code, printed, errors = run_worker([str(emulated.executable)], "\n".join(request) + "\n", timeout_s, cancel)
         try:
             result = json.loads(result_path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -968,15 +968,33 @@ def mapped(size: int) -> Iterator[tuple[Path, mmap.mmap]]:
         path.unlink(missing_ok=True)
 
 
-def _work(
-    executable: Path, request: str, timeout_s: float | None, cancel: threading.Event | None
+def run_worker(
+    command: Sequence[str],
+    request: str,
+    timeout_s: float | None,
+    cancel: threading.Event | None,
+    environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str, str]:
-    """Run a worker to its end: its exit status, what the kernel printed, and the emulation's own complaints."""
+    """Run a worker to its end.
+
+    Args:
+        request: its standard input.
+        timeout_s: after so long it is terminated, and killed where that does not help.
+        cancel: set from another thread, it stops the worker.
+        environment: this process's where None.
+
+    Returns:
+        Its exit status, what it printed, and its standard error.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
+    """
     process = subprocess.Popen(
-        [str(executable)],
+        command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=environment,
         process_group=0,  # Ctrl-C at a terminal reaches this process alone, which then ends the worker
     )
     assert process.stdin is not None
@@ -989,7 +1007,7 @@ def _work(
             process.stdin.write(request.encode())
             process.stdin.close()
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        told = False
+        terminated = False
         with selectors.DefaultSelector() as selector:
             for stream in kept:
                 selector.register(stream, selectors.EVENT_READ)
@@ -998,13 +1016,13 @@ def _work(
                     raise KeyboardInterrupt
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    if told:
+                    if terminated:
                         process.kill()
                         deadline = math.inf
                         continue
                     # First a chance to say where everyone is.
                     process.terminate()
-                    told, deadline = True, time.monotonic() + _GRACE_S
+                    terminated, deadline = True, time.monotonic() + _GRACE_S
                     continue
                 for key, _ in selector.select(min(left, 0.1) if cancel is not None else min(left, 3600)):
                     data = os.read(key.fd, 1 << 16)
