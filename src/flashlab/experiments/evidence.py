@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -42,10 +42,11 @@ FASTEST = "fastest"
 About = Literal["time", "ratio", "code", "arithmetic", "numbers"]
 """What a claim is about. time: a time, or a rate. ratio: of two times, or of two limits. code: the machine code, or
 what it takes of an SM. arithmetic: what follows from the document's own numbers. numbers: what a kernel computes."""
+Count = Literal["registers", "smem_kb", "smem_limit_kb", "spilled_bytes", "smem_instructions", "branches"]
 
 
 class PendingError(Exception):
-    """What would tell is not on record; the message is the command that makes it."""
+    """What would tell is not on record; the message is the command that makes it. What looks for records raises it."""
 
 
 # --- What speaks to a claim -------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ class Entry(BaseModel):
     axis: str = ""
     per: float = 1
     arch: str = "sm_90a"
-    counts: tuple[str, ...] = ()
+    counts: tuple[Count, ...] = ()
     given: Mapping[str, float] = {}
     problems: tuple[str, ...] = ()
     fused: bool = True
@@ -92,7 +93,6 @@ class Entry(BaseModel):
             ("quantity", [self.quantity], [*QUANTITIES]),
             ("of", self.names, [*registry.STAGES, *registry.DEAD_ENDS, *peers.PEERS, *ceilings.CEILINGS, FASTEST]),
             ("axis", [self.axis], ["", *ablation.AXES]),
-            ("counts", self.counts, [*COUNTS]),
         ):
             if unknown := set(given) - set(known):
                 raise ValueError(f"{place}: wanted {', '.join(filter(None, known))}, got {', '.join(sorted(unknown))}")
@@ -177,24 +177,22 @@ def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path =
     """
     arch = MODELS[claimed].arch if claimed in MODELS else ""
     stages = [registry.get(name) for name in stage_ids if is_stage(name)]
-    able = [stage for stage in stages if stage.language == "cuda" and arch in stage.archs]
-    if not able:
-        return ""
-    stage = able[-1]
+    able = [stage.id for stage in stages if stage.language == "cuda" and arch in stage.archs]
     try:
-        cubin = _built(stage.id, arch=arch)
+        counts = _counts(_built(able[-1], arch=arch)) if able else {}
     except PendingError:
+        counts = {}
+    if not counts:
         return ""
-    spill = cubin.resources.spill_store_bytes
+    spill = f"{counts['spilled_bytes']} bytes spilled" if counts["spilled_bytes"] else "no spill"
     sentence = (
-        f"Without an {claimed}: `{stage.id}` compiles for {arch} with {cubin.resources.registers} registers, "
-        f"{tables.number(_smem_kb(cubin))} KB of shared memory and {f'{spill} bytes spilled' if spill else 'no spill'}"
+        f"Without an {claimed}: `{able[-1]}` compiles for {arch} with {counts['registers']} registers, "
+        f"{tables.number(counts['smem_kb'])} KB of shared memory and {spill}"
     )
-    try:
-        checks = [row for row in select.emulated_checks(gpu, data) if row["stage"] == stage.id and row["emulator"]]
-    except NoDataError:
-        checks = []
-    statuses = [row["emulator"]["status"] for row in checks if row["emulator"]["status"] != "unsupported"]
+    statuses = []
+    with suppress(NoDataError):
+        checks = (row["emulator"] for row in select.emulated_checks(gpu, data) if row["stage"] == able[-1])
+        statuses = [one["status"] for one in checks if one and one["status"] != "unsupported"]
     if statuses:
         sentence += f"; run on a CPU, it was right at {statuses.count('ok')} of {len(statuses)} problems"
     return f"{sentence}."
@@ -217,12 +215,12 @@ class Row:
         return str(getattr(self.record, "name", None) or self.record.stage)
 
     @property
-    def problem(self) -> Problem | None:
-        """What was measured; None of a ceiling."""
-        fields: ProblemFields | None = getattr(self.record, "problem", None)
-        return fields.problem() if fields else None
+    def problem(self) -> Problem:
+        """What was measured; a ceiling is of no problem."""
+        fields: ProblemFields = self.record.problem
+        return fields.problem()
 
-    @property
+    @cached_property
     def times_us(self) -> Sequence[float]:
         """Its samples, microseconds a call; hot bursts where there are several kinds. Empty where there are none."""
         if isinstance(self.record, Call):
@@ -252,9 +250,9 @@ class Records:
             for path in sorted((self.data / self.gpu / folder).glob("*.jsonl")):
                 for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
                     with suppress(ValidationError, UnicodeDecodeError):
-                        row = Row(_PARSERS[folder](line.decode()), f"{path.relative_to(self.data).as_posix()}:{number}")
-                        if row.problem is None or row.problem.inputs == NORMAL:
-                            rows.append(row)
+                        record = _PARSERS[folder](line.decode())
+                        if getattr(record, "problem", None) is None or record.problem.inputs == NORMAL:
+                            rows.append(Row(record, f"{path.relative_to(self.data).as_posix()}:{number}"))
             self._of_folder[folder] = tuple(rows)
         return self._of_folder[folder]
 
@@ -271,21 +269,13 @@ class Records:
             row for row in self.measurements if row.record.status == "ok" and row.times_us and row.problem in problems
         ]
 
-    def of(self, problem: Problem, names: Sequence[str]) -> tuple[Row, ...]:
-        """Rows of stages or libraries at a problem, of the newest run that timed them all.
-
-        Raises:
-            PendingError: no run did.
-        """
+    def of(self, problem: Problem, names: Sequence[str]) -> Sequence[Row]:
+        """Rows of stages or libraries at a problem, of the newest run that timed them all."""
         rows = [row for row in self.timed(problem) if row.name in names]
         return of_one_run(rows, lambda row: row.name, names, _bench(problem, names))
 
-    def levels(self, axis: str, operands: Sequence[str]) -> tuple[Row, ...]:
-        """Levels of an ablation at the first shape, all else the stage's defaults, of the newest run with them all.
-
-        Raises:
-            PendingError: no run has.
-        """
+    def levels(self, axis: str, operands: Sequence[str]) -> Sequence[Row]:
+        """Levels of an ablation at the first shape, all else the stage's defaults, of the newest run with them all."""
         wanted = [
             _level(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
             for name, values in map(split, operands)
@@ -296,31 +286,20 @@ class Records:
         return of_one_run(rows, key, wanted, f"flashlab ablate {axis}")
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
-        """The fastest stage that a condition holds for, of the run that timed most stages at a problem; of the newest.
-
-        Raises:
-            PendingError: no run timed any.
-        """
-        by_run: dict[str, dict[str, Row]] = {}
-        for row in self.timed(problem):
-            if row.name in registry.RUNGS:
-                by_run.setdefault(row.record.run, {})[row.name] = row
-        ladder = by_run[max(by_run, key=lambda run: (len(by_run[run]), run))] if by_run else {}
+        """The fastest stage that a condition holds for, of the newest run among those that timed most stages there."""
+        by_run = _by_run((row for row in self.timed(problem) if row.name in registry.RUNGS), lambda row: row.name)
+        ladder = max(by_run.items(), key=lambda one: (len(one[1]), one[0]), default=("", {}))[1]
         able = [row for row in ladder.values() if CONDITIONS[condition](row.record)]
         if not able:
             raise PendingError(f"flashlab bench --shape {problem.shape}")
         return min(able, key=lambda row: row.median_us)
 
-    def named(self, entry: Entry, group: Sequence[str]) -> tuple[Row, ...]:
-        """The rows that a group of an entry's names stands for.
-
-        Raises:
-            PendingError: they are not on record.
-        """
+    def named(self, entry: Entry, group: Sequence[str]) -> Sequence[Row]:
+        """The rows that a group of an entry's names stands for."""
         if any("[" in name for name in group):
             return self.levels(entry.axis, group)
         if any(name.startswith(FASTEST) for name in group):
-            return tuple(self.fastest(entry.problem, name.partition(":")[2]) for name in group)
+            return [self.fastest(entry.problem, name.partition(":")[2]) for name in group]
         if ceilings.CEILINGS.keys() >= set(group):
             readings = [row for row in self.every("runs") if isinstance(row.record, Ceiling)]
             return newest(readings, group, "flashlab bench --suite smoke")
@@ -348,31 +327,27 @@ def _level(name: str, parameters: Mapping[str, int]) -> tuple[str, frozenset[tup
     return name, frozenset((key, value) for key, value in parameters.items() if value)
 
 
-def of_one_run(rows: Iterable[Row], key: Callable[[Row], Any], wanted: Sequence[Any], command: str) -> tuple[Row, ...]:
-    """The rows with the wanted keys, of the newest run that has them all: their ratio has a meaning.
-
-    Raises:
-        PendingError: no run has; `command` makes one.
-    """
+def _by_run(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[str, dict[Any, Row]]:
     by_run: dict[str, dict[Any, Row]] = {}
     for row in rows:
         by_run.setdefault(row.record.run, {})[key(row)] = row
-    whole = [run for run, found in by_run.items() if found.keys() >= set(wanted)]
+    return by_run
+
+
+def of_one_run(rows: Iterable[Row], key: Callable[[Row], Any], wanted: Sequence[Any], command: str) -> Sequence[Row]:
+    """The rows with the wanted keys, of the newest run that has them all: their ratio has a meaning."""
+    whole = {run: found for run, found in _by_run(rows, key).items() if found.keys() >= set(wanted)}
     if not whole:
         raise PendingError(command)
-    return tuple(by_run[max(whole)][one] for one in wanted)
+    return [whole[max(whole)][one] for one in wanted]
 
 
-def newest(rows: Iterable[Row], names: Sequence[str], command: str) -> tuple[Row, ...]:
-    """The last row of each name, of whatever run.
-
-    Raises:
-        PendingError: a name has none; `command` makes one.
-    """
+def newest(rows: Iterable[Row], names: Sequence[str], command: str) -> Sequence[Row]:
+    """The last row of each name, of whatever run."""
     by_name = {row.name: row for row in rows}
     if not by_name.keys() >= set(names):
         raise PendingError(command)
-    return tuple(by_name[name] for name in names)
+    return [by_name[name] for name in names]
 
 
 def _bench(problem: Problem, names: Sequence[str]) -> str:
@@ -397,14 +372,15 @@ class Finding:
     """The records that they come from; none where they were computed or compiled."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """What else stands in braces in an entry's text and note."""
-    about: About = field(default="arithmetic", kw_only=True)
-    text: str = field(default="", kw_only=True)
+    _: KW_ONLY
+    about: About = "arithmetic"
+    text: str = ""
     """What was measured or computed, for people."""
-    beside: str = field(default="", kw_only=True)
+    beside: str = ""
     """What else is worth saying; empty for nothing."""
-    stages: tuple[str, ...] = field(default=(), kw_only=True)
+    stages: tuple[str, ...] = ()
     """Stages and dead ends that it is about."""
-    demand_tb_s: float | None = field(default=None, kw_only=True)
+    demand_tb_s: float | None = None
     """Bytes that must cross device memory over the time it took, TB/s, of a time."""
 
 
@@ -437,11 +413,7 @@ def _shown(value: object) -> object:
 
 
 def find(records: Records, entry: Entry) -> Finding:
-    """What the records say: an entry's numbers, and whatever stands beside it that is on record.
-
-    Raises:
-        PendingError: the numbers themselves are not on record.
-    """
+    """What the records say: an entry's numbers, and whatever stands beside it that is on record."""
     about, text, evaluate = QUANTITIES[entry.quantity]
     finding = evaluate(records, entry)
     stages = [
@@ -477,7 +449,7 @@ def find(records: Records, entry: Entry) -> Finding:
         text=(entry.text or text).format(*names, **shown),
         beside="; ".join(filter(None, sentences)),
         stages=tuple(filter(is_stage, dict.fromkeys(entry.stages or stages or theirs))),
-        demand_tb_s=_demand_tb_s(first) if timed and first else None,
+        demand_tb_s=first.problem.compulsory_bytes / first.median_us / 1e6 if timed and first else None,
     )
 
 
@@ -489,19 +461,9 @@ def _exact(*values: float) -> tuple[Estimate, ...]:
     return tuple(map(Estimate.exactly, values))
 
 
-def _problem(row: Row) -> Problem:
-    assert row.problem is not None, "only a ceiling is of no problem"
-    return row.problem
-
-
-def _demand_tb_s(row: Row) -> float:
-    """Bytes that must cross device memory over the time of a call."""
-    return _problem(row).compulsory_bytes / row.median_us / 1e6
-
-
 def _rate(row: Row) -> Estimate:
     """TFLOP/s."""
-    time, tflops = interval(median, row.times_us), _problem(row).tflops
+    time, tflops = interval(median, row.times_us), row.problem.tflops
     return Estimate(value=tflops(time.value), low=tflops(time.high), high=tflops(time.low))
 
 
@@ -509,7 +471,7 @@ def _speedup(slow: Row, fast: Row) -> Estimate:
     return interval(ratio_of_medians, slow.times_us, fast.times_us)
 
 
-# --- Quantities of timed rows -----------------------------------------------------------------------------------------
+# --- Quantities -------------------------------------------------------------------------------------------------------
 
 
 @_quantity("time", "{0} at {problem}")
@@ -548,11 +510,10 @@ def causal_speedup(records: Records, entry: Entry) -> Finding:
     rows = [row for row in records.timed(*problems) if row.name in registry.RUNGS]
     ours = [row for row in rows if row.name in entry.operands]
     pair = of_one_run(ours, lambda row: row.problem, problems, _bench(entry.problem, entry.operands))
-    by_stage: dict[str, dict[Problem, Row]] = {}
-    for row in rows:
-        if row.record.run == pair[0].record.run:
-            by_stage.setdefault(row.name, {})[_problem(row)] = row
-    gains = [_speedup(*(of[one] for one in problems)).value for of in by_stage.values() if len(of) == len(problems)]
+    whole = _by_run((row for row in rows if row.record.run == pair[0].record.run), lambda row: (row.name, row.problem))
+    of_run = whole[pair[0].record.run]
+    pairs = [[of_run.get((name, problem)) for problem in problems] for name in {name for name, _ in of_run}]
+    gains = [_speedup(full, causal).value for full, causal in pairs if full and causal]
     return Finding((_speedup(*pair),), pair, {"stages": len(gains), "least": min(gains), "most": max(gains)})
 
 
@@ -613,11 +574,8 @@ def spread(records: Records, _: Entry) -> Finding:
     percents = [row.record.samples_of().cv_percent for row in rows]
     worst = rows[percents.index(max(percents))]
     middle, most = map(float, np.percentile(percents, (50, 95)))
-    at = f"`{worst.name}` at {_problem(worst).label}"
+    at = f"`{worst.name}` at {worst.problem.label}"
     return Finding(_exact(most), (worst,), {"rows": len(rows), "middle": middle, "worst": max(percents), "at": at})
-
-
-# --- Quantities of limits and counters --------------------------------------------------------------------------------
 
 
 @_quantity("ratio")
@@ -638,7 +596,7 @@ def percent_of_peak(records: Records, entry: Entry) -> Finding:
     share = 100 * row.record.value / (_sheet(records.gpu).peak(row.name) or math.nan)
     defines: dict[str, int | str] = {"CHAINS": 1, "UNROLL": 1, "ELEMENT": "__half"}
     cubin = compiler.compile_file(KERNELS / "micro" / "tensor.cu", entry="micro_tensor", arch="sm_89", defines=defines)
-    opcodes = {one.opcode for one in _instructions(cubin) if sass.classify(one) == "tensor"}
+    opcodes = {one.opcode for one in sass.disassemble(cubin.code, cubin.entry) if sass.classify(one) == "tensor"}
     return Finding(_exact(share), (row,), {"tflops": row.record.value, "opcodes": ", ".join(sorted(opcodes))})
 
 
@@ -660,7 +618,7 @@ def roof_shares(records: Records, entry: Entry) -> Finding:
     return Finding(_exact(memory, compute), rows, amounts)
 
 
-def _profiles(records: Records, problem: Problem, names: Sequence[str], *metrics: str) -> tuple[Row, ...]:
+def _profiles(records: Records, problem: Problem, names: Sequence[str], *metrics: str) -> Sequence[Row]:
     """The newest profile of each stage that has those metrics."""
     at_problem = (row for row in records.every("profiles") if row.problem == problem)
     rows = [row for row in at_problem if all(row.record.metrics.get(metric) for metric in metrics)]
@@ -687,9 +645,6 @@ def utilization(records: Records, entry: Entry) -> Finding:
     return Finding(shares, (row,), {"tb_s": tb_s})
 
 
-# --- Errors -----------------------------------------------------------------------------------------------------------
-
-
 @_quantity("numbers")
 def absolute_error(records: Records, entry: Entry) -> Finding:
     """The largest error of the newest result that was compared, right or wrong."""
@@ -706,7 +661,7 @@ def error_over_limit(records: Records, entry: Entry) -> Finding:
     What a kernel with a data race computes differs from run to run.
     """
     for row in reversed([row for row in records.measurements if row.name in entry.operands and row.record.verdict]):
-        verdict, at = row.record.verdict, _problem(row).label
+        verdict, at = row.record.verdict, row.problem.label
         nan = re.match(r"NaN in output: (\d+) of (\d+) elements", verdict.reason)
         if verdict.max_abs_error is not None and verdict.max_abs_limit:
             value = verdict.max_abs_error / verdict.max_abs_limit
@@ -725,7 +680,7 @@ def largest_error(records: Records, _: Entry) -> Finding:
     """Of every float16 result on record: what was timed, and the newest comparison over hostile lengths."""
     right = [row for row in records.measurements if row.record.status == "ok" and row.name in registry.RUNGS]
     errors = [
-        (row.record.verdict.max_abs_error, row.place, f"`{row.name}` at {_problem(row).label}")
+        (row.record.verdict.max_abs_error, row.place, f"`{row.name}` at {row.problem.label}")
         for row in right
         if row.record.problem.dtype == "float16" and row.record.verdict and row.record.verdict.max_abs_error is not None
     ]
@@ -744,15 +699,8 @@ def largest_error(records: Records, _: Entry) -> Finding:
     return Finding(_exact(worst), (Row(None, place),), {"results": len(errors), "within": within, "at": at})
 
 
-# --- Machine code -----------------------------------------------------------------------------------------------------
-
-
 def _built(operand: str, *, arch: str) -> compiler.Cubin:
-    """Machine code at head dim 64, without a mask, in float16.
-
-    Raises:
-        PendingError: no such stage in this checkout, or its code cannot be made here.
-    """
+    """Machine code at head dim 64, without a mask, in float16."""
     name, overrides = split(operand)
     try:
         return compiler.compile_stage(
@@ -762,47 +710,35 @@ def _built(operand: str, *, arch: str) -> compiler.Cubin:
         raise PendingError(f"flashlab compile {name} --arch {arch}") from error
 
 
-def _smem_kb(cubin: compiler.Cubin) -> float:
-    """Shared memory of a block."""
-    assert cubin.launch_shape is not None
-    return (cubin.launch_shape.smem_bytes + cubin.resources.static_smem_bytes) / 1024
-
-
-def _instructions(cubin: compiler.Cubin) -> Sequence[sass.Instruction]:
-    return sass.disassemble(cubin.code, cubin.entry)
-
-
 SMEM_LIMIT_KB: Mapping[str, int] = {"sm_89": 99}
 """Shared memory that a block may have once it asks for it: CUDA C++ Programming Guide, technical specifications per
 compute capability."""
-COUNTS: Mapping[str, Callable[[compiler.Cubin], float]] = {
-    "registers": lambda cubin: cubin.resources.registers,
-    "smem_kb": _smem_kb,
-    "smem_limit_kb": lambda cubin: SMEM_LIMIT_KB[cubin.arch],
-    "spilled_bytes": lambda cubin: cubin.resources.spill_store_bytes,
-    "branches": lambda cubin: sass.branches(_instructions(cubin)).predicated,
-    "smem_instructions": lambda cubin: sass.shared_memory(_instructions(cubin)),
-}
-"""What is counted of machine code; branches are jumps under a condition in the kernel's own code."""
+
+
+def _counts(cubin: compiler.Cubin) -> dict[str, float]:
+    """What is counted of a stage's machine code; branches are jumps under a condition in the kernel's own code."""
+    assert cubin.launch_shape is not None
+    instructions = sass.disassemble(cubin.code, cubin.entry)
+    jumps = sass.branches(instructions)
+    return {
+        "registers": cubin.resources.registers,
+        "smem_kb": (cubin.launch_shape.smem_bytes + cubin.resources.static_smem_bytes) / 1024,
+        "smem_limit_kb": SMEM_LIMIT_KB.get(cubin.arch, math.nan),
+        "spilled_bytes": cubin.resources.spill_store_bytes,
+        "smem_instructions": sass.shared_memory(instructions),
+        "branches": jumps.predicated,
+        "every_branch": jumps.predicated + jumps.predicated_exits + jumps.in_subroutines,
+        "tile_q": cubin.launch_shape.tile_q,
+    }
 
 
 @_quantity("code")
 def machine_code(_: Records, entry: Entry) -> Finding:
-    """Some of `COUNTS` of a stage."""
+    """Some counts of a stage."""
     (operand,) = entry.operands
-    cubin = _built(operand, arch=entry.arch)
-    assert cubin.launch_shape is not None
-    jumps = sass.branches(_instructions(cubin))
-    values = {
-        "source": f"`{registry.get(split(operand)[0]).source.name}` for {cubin.arch}",
-        "every": jumps.predicated + jumps.predicated_exits + jumps.in_subroutines,
-        "rows": cubin.launch_shape.tile_q,
-        "used_kb": _smem_kb(cubin),
-    }
-    return Finding(_exact(*(COUNTS[name](cubin) for name in entry.counts)), (), values)
-
-
-# --- Arithmetic -------------------------------------------------------------------------------------------------------
+    counts = _counts(_built(operand, arch=entry.arch))
+    source = f"`{registry.get(split(operand)[0]).source.name}` for {entry.arch}"
+    return Finding(_exact(*(counts[name] for name in entry.counts)), (), {"source": source, **counts})
 
 
 @_quantity("arithmetic")

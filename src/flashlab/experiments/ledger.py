@@ -18,12 +18,12 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
@@ -214,11 +214,6 @@ def judge(rule: str, ours: Estimate, claimed: Range | None) -> Kind:
     return "refuted" if ours.high <= by.no_gain else by.otherwise
 
 
-def least_favourable(kinds: Iterable[Kind]) -> Kind:
-    """Of the verdicts on a claim's numbers, the one that counts."""
-    return max(kinds, key=list(KINDS).index)
-
-
 # --- Verdicts ---------------------------------------------------------------------------------------------------------
 
 
@@ -273,12 +268,11 @@ class Verdict(BaseModel):
     def flat(self) -> dict[str, object]:
         """As `flashlab claims --json` prints it."""
         one = self.decisive
+        number = {"value": one.value, "unit": one.unit, "interval": [one.low, one.high]} if one else {}
         return {
             "id": self.id,
             "verdict": self.verdict,
-            "value": one.value if one else None,
-            "unit": one.unit if one else None,
-            "interval": [one.low, one.high] if one else None,
+            **{name: number.get(name) for name in ("value", "unit", "interval")},
             "record": self.records[0] if self.records else None,
             "reason": self.reason,
             **self.model_dump(mode="json", exclude={"id", "verdict", "reason"}),
@@ -316,10 +310,8 @@ def _against(number: Number, claimed: Range | None) -> str:
 
 def evaluate(claim: Claim, records: Records) -> Verdict:
     """The verdict on one claim from a GPU's records. Never raises for what is not on record: it is `pending` then."""
-    fields: dict[str, Any] = {
-        name: getattr(claim, name) for name in ("id", "source", "claim", "claimed", "gpu", "rule")
-    }
-    fields["measured_on"] = records.gpu
+    fields = claim.model_dump(include={"id", "source", "claim", "gpu", "rule"})
+    fields |= {"claimed": claim.claimed, "measured_on": records.gpu}
     try:
         entry = entries()[claim.id]
         finding = find(records, entry)
@@ -344,12 +336,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
         if not carries:
             kind = "needs_hardware"
         shown_ours = ours if factor == claimed else ours.percent_gain()
-        number = Number(
-            claimed=str(claimed or ""),
-            unit=unit,
-            verdict=kind,
-            **{name: getattr(shown_ours, name) for name in ("value", "low", "high")},
-        )
+        number = Number(claimed=str(claimed or ""), unit=unit, verdict=kind, **vars(shown_ours))
         numbers.append(number)
         sentences.append(_against(number, claimed))
     kin = kinship(claim.gpu, records.gpu)
@@ -361,7 +348,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
     places = tuple(row.place for row in finding.rows)
     return Verdict(
         **fields,
-        verdict=least_favourable(number.verdict for number in numbers),
+        verdict=max((number.verdict for number in numbers), key=list(KINDS).index),
         numbers=tuple(numbers),
         records=places,
         stages=finding.stages,
@@ -383,19 +370,15 @@ def verdicts(gpu: str, data: Path = DATA, claims: Path = CLAIMS) -> tuple[Verdic
     return tuple(evaluate(claim, on_record) for claim in read(claims))
 
 
-def as_json(found: Sequence[Verdict]) -> str:
+def as_json(verdicts: Sequence[Verdict]) -> str:
     """What data/<gpu>/verdicts.json holds."""
-    return json.dumps([one.model_dump(mode="json") for one in found], indent=1, ensure_ascii=False) + "\n"
+    return json.dumps([one.model_dump(mode="json") for one in verdicts], indent=1, ensure_ascii=False) + "\n"
 
 
-def write(found: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
-    """Write data/<gpu>/verdicts.json, and CHECKSUMS anew.
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+def write(verdicts: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
+    """Write data/<gpu>/verdicts.json, and CHECKSUMS anew; an OutputError where it cannot be written."""
     path = writable_dir(data / gpu, "verdicts") / VERDICTS
-    path.write_text(as_json(found), encoding="utf-8")
+    path.write_text(as_json(verdicts), encoding="utf-8")
     store.write_checksums(gpu, data)
     return path
 
@@ -408,13 +391,12 @@ def read_verdicts(path: Path) -> tuple[Verdict, ...]:
         DamagedRecordError: it holds something else.
     """
     try:
-        return tuple(Verdict.model_validate(entry) for entry in json.loads(path.read_bytes()))
+        return tuple(map(Verdict.model_validate, json.loads(path.read_bytes())))
     except FileNotFoundError:
         raise NoDataError(f"wanted verdicts in {path}, found none; `flashlab claims --write` makes them") from None
     except (ValueError, TypeError) as error:
-        raise DamagedRecordError(
-            f"wanted verdicts in {path}, got {error}; `flashlab claims --write` makes them"
-        ) from error
+        message = f"wanted verdicts in {path}, got {error}; `flashlab claims --write` makes them"
+        raise DamagedRecordError(message) from error
 
 
 def differences(
@@ -426,60 +408,52 @@ def differences(
     return {name: (a, b) for name, (a, b) in both.items() if (a and a.verdict) != (b and b.verdict)}
 
 
-# --- Measuring what nothing else measures -----------------------------------------------------------------------------
+# --- Measuring --------------------------------------------------------------------------------------------------------
 
 SINGLE_CALLS = 300
 _WARM_UP_CALLS = 20
+Plan = Mapping[Problem, Mapping[str, None]]
+"""Names of stages and libraries, by the problem that a run times them at."""
 
 
 def _entries() -> list[Entry]:
     return [entry for claim in entries().values() for entry in (claim, *claim.beside)]
 
 
-def ladder(stages: Sequence[str] | None = None, *, everything: bool = True) -> dict[Problem, dict[str, None]]:
-    """What claims need of each problem, dead ends apart: the ladder, and the libraries that ledger.toml names.
+def plans(stages: Sequence[str] | None = None) -> tuple[Plan, Plan]:
+    """What claims need: the ladder and the libraries that they name, and dead ends with what they are held against.
+
+    They are two runs, since a run with a dead end tells of dead ends alone (`results`).
 
     Args:
         stages: of the ladder only these ids; all where None.
-        everything: the first shape too, and libraries in the element type that they are named in.
     """
+    problems = [*suite("first"), *(problem for problem in suite("claims") if not problem.causal)]
     rungs = [name for name in registry.STAGES if stages is None or name in stages]
-    named = [(entry.problem, name) for entry in _entries() for name in entry.names if name in peers.PEERS]
-    libraries = [name for problem, name in named if problem.dtype == "float16"]
-    problems = [*(suite("first") if everything else ()), *(one for one in suite("claims") if not one.causal)]
-    wanted = {problem: dict.fromkeys([*rungs, *libraries]) for problem in problems}
-    for problem, name in named:
-        if everything and problem.dtype != "float16":
-            wanted.setdefault(problem, {})[name] = None
-    return wanted
-
-
-def dead_ends() -> dict[Problem, dict[str, None]]:
-    """Dead ends that claims are about, by problem, with what they are held against."""
-    wanted: dict[Problem, dict[str, None]] = {}
+    ladder = {problem: dict.fromkeys(rungs) for problem in problems}
+    dead_ends: dict[Problem, dict[str, None]] = {}
     for entry in _entries():
         if registry.DEAD_ENDS.keys() & set(entry.names) and not entry.counts:
-            wanted.setdefault(entry.problem, {}).update(dict.fromkeys([*entry.names, "sdpa"]))
-    return wanted
+            dead_ends.setdefault(entry.problem, {}).update(dict.fromkeys([*entry.names, "sdpa"]))
+        libraries = dict.fromkeys(name for name in entry.names if name in peers.PEERS)
+        for problem in problems if entry.problem in problems else [entry.problem] if libraries else []:
+            ladder.setdefault(problem, {}).update(libraries)
+    return ladder, dead_ends
 
 
 def measure(
     *,
     stages: Sequence[str] | None = None,
-    everything: bool = False,
-    calls: int = SINGLE_CALLS,
     options: Options | None = None,
 ) -> tuple[Path, ...]:
-    """Measure what the claims need and no other command does: the suite `claims`, some limits, and single calls.
+    """Measure what judges the claims, in a few minutes: `plans`, limits, ablations, parts and single calls.
 
-    With `everything`, what other commands measure too, in a few minutes: the first shape, dead ends, ablations, parts.
-    Dead ends are then a run of their own, since a run with a dead end tells of dead ends alone (`results`). Profiles
-    are not taken anew: Nsight Compute needs a permission that a rented GPU may refuse; nor is the comparison over
-    hostile lengths, which `flashlab check` records.
+    Ablations and parts that this very code measured since this machine's start are not measured again. Profiles are not
+    taken: Nsight Compute needs a permission that a rented GPU may refuse; nor is the comparison over hostile lengths,
+    which `flashlab check` records.
 
     Args:
         stages: of the ladder, only these ids; all of them where None.
-        calls: how many single calls are timed.
         options: how it runs; `Options()` where None.
 
     Returns:
@@ -490,38 +464,34 @@ def measure(
     """
     options = options or Options()
     limits = [name for entry in _entries() for name in entry.names if name in ceilings.CEILINGS]
-    plans = [(ladder(stages, everything=everything), limits)]
-    if everything:
-        plans.append((dead_ends(), []))
     made = []
-    for wanted, limits in plans:
-        names = {name for of_problem in wanted.values() for name in of_problem}
+    for plan, of_gpu in zip(plans(stages), (limits, ()), strict=True):
+        names = {name for of_problem in plan.values() for name in of_problem}
         run = bench.run(
-            list(wanted),
+            list(plan),
             stages=[name for name in (*registry.STAGES, *registry.DEAD_ENDS) if name in names],
             peers=[name for name in peers.PEERS if name in names],
-            only=partial(_is_wanted, wanted),
+            only=partial(_is_in, plan),
             plan=bench.plan_of("claims"),
-            ceilings=limits,
+            ceilings=of_gpu,
             options=options,
         )
         made.append(run)
-    if everything:
-        made += _measure_variants(options)
-    for entry in _entries():
-        if entry.quantity == "call_time":
-            where: dict[str, Any] = {"data": options.data, "device": options.device, "calls": calls}
-            made += [time_calls(name, entry.problem, **where) for name in entry.names]
-    return tuple(made)
+    axes, split_up = _not_yet(gpus.info(options.device).slug, options.data)
+    if axes:
+        made.append(ablation.measure(axes, options=options))
+    if split_up:
+        made.append(ablation.split(split_up, options=options))
+    calls = [(name, entry.problem) for entry in _entries() for name in entry.names if entry.quantity == "call_time"]
+    return (*made, *(time_calls(name, problem, data=options.data, device=options.device) for name, problem in calls))
 
 
-def _is_wanted(wanted: Mapping[Problem, Mapping[str, None]], problem: Problem, name: str) -> bool:
-    return name in wanted[problem]
+def _is_in(plan: Plan, problem: Problem, name: str) -> bool:
+    return name in plan[problem]
 
 
-def _measure_variants(options: Options) -> list[Path]:
-    """Ablations and parts that claims are about, but for what this very code measured since this machine's start."""
-    slug, data = gpus.info(options.device).slug, options.data
+def _not_yet(slug: str, data: Path) -> tuple[list[str], list[str]]:
+    """Ablations, and stages to split, that are not on record of this code, unedited, and this start of this machine."""
     commit, dirty = provenance.source()
     source, at = store.Source(commit=commit, dirty=dirty), provenance.start()
     start = store.Start.model_validate(at) if at and not dirty else None
@@ -532,19 +502,12 @@ def _measure_variants(options: Options) -> list[Path]:
 
     levels = {(one.problem.problem(), one.axis, one.level) for one in store.ablations(slug, data) if just_made(one)}
     parts = {(one.problem.problem(), one.stage, one.left_out) for one in store.parts(slug, data) if just_made(one)}
-    axes = [
-        axis
-        for axis in dict.fromkeys(entry.axis for entry in _entries() if entry.axis)
-        if any((FIRST, axis, level.name) not in levels for level in ablation.AXES[axis].levels)
-    ]
-    split_up = [
-        name
-        for entry in _entries()
-        for name in entry.names
-        if entry.quantity == "time_shares" and any((entry.problem, name, part) not in parts for part in ablation.PARTS)
-    ]
-    made = [ablation.measure(axes, options=options)] if axes else []
-    return [*made, ablation.split(split_up, options=options)] if split_up else made
+    whole = [(entry.problem, name) for entry in _entries() for name in entry.names if entry.quantity == "time_shares"]
+    axes = dict.fromkeys(entry.axis for entry in _entries() if entry.axis)
+    return (
+        [axis for axis in axes if any((FIRST, axis, level.name) not in levels for level in ablation.AXES[axis].levels)],
+        [name for problem, name in whole if any((problem, name, part) not in parts for part in ablation.PARTS)],
+    )
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:
@@ -597,20 +560,15 @@ NOTHING_YET = (
 )
 
 
-def summary(found: Sequence[Verdict]) -> str:
+def summary(verdicts: Sequence[Verdict]) -> str:
     """How many claims of each document got each verdict, as a Markdown table."""
-    documents = list(dict.fromkeys(_document(one) for one in found))
-    kinds = [kind for kind in KINDS if any(one.verdict == kind for one in found)]
-
-    def line(title: str, of: Sequence[Verdict]) -> list[tables.Cell]:
-        return [title, *(sum(one.verdict == kind for one in of) for kind in kinds), len(of)]
-
-    rows = [line(document, [one for one in found if _document(one) == document]) for document in documents]
-    return tables.markdown(("document", *map(words, kinds), "claims"), [*rows, line("all", found)])
-
-
-def _document(one: Verdict) -> str:
-    return one.source.partition(" § ")[0]
+    by_document: dict[str, list[Verdict]] = {}
+    for one in verdicts:
+        by_document.setdefault(one.source.partition(" § ")[0], []).append(one)
+    counts = {title: Counter(one.verdict for one in of) for title, of in (*by_document.items(), ("all", verdicts))}
+    kinds = [kind for kind in KINDS if counts["all"][kind]]
+    rows: list[list[tables.Cell]] = [[title, *(of[kind] for kind in kinds), of.total()] for title, of in counts.items()]
+    return tables.markdown(("document", *map(words, kinds), "claims"), rows)
 
 
 def table(

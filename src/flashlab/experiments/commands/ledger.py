@@ -19,7 +19,7 @@ def claims(
     *,
     gpu: opt.Gpu = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="First measure, on this GPU, what claims need and no other command does.")
+        bool, typer.Option("--measure", help="First measure, on this GPU, what judges the claims: a few minutes.")
     ] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the verdicts to data/<gpu>/verdicts.json.")] = False,
     compare: Annotated[
