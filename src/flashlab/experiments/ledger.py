@@ -571,42 +571,9 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return tables.markdown(("document", *map(words, kinds), "claims"), rows)
 
 
-def table(
-    found: Sequence[Verdict],
-    *,
-    record: Callable[[str], str] = "`{}`".format,
-    stage: Callable[[str], str] = "`{}`".format,
-) -> str:
-    """Every claim with its verdict, our number, where it comes from and why, as a Markdown table.
-
-    Args:
-        found: the verdicts.
-        record: makes a link of a record's place, `nvidia-h200/runs/….jsonl:12`.
-        stage: makes a link of the id of a stage or dead end.
-    """
-    rows: list[list[tables.Cell]] = []
-    for one in found:
-        links = ", ".join([*map(record, one.records), *map(stage, one.stages)])
-        origin = f"From {links}{', older than the rules' if one.older else ''}." if links else ""
-        told = " ".join(filter(None, (one.reason, one.conclusion, origin)))
-        rows.append(
-            [
-                one.id,
-                f"{one.claim}<br><small>{one.source}</small>",
-                one.claimed or None,
-                words(one.verdict),
-                shown(one.decisive) if one.decisive else None,
-                told,
-                f"{one.gpu}, `{one.rule}`",
-            ]
-        )
-    header = ("id", "claim", "claimed", "verdict", "ours", "why", "on, rule")
-    return tables.markdown(header, rows, left=len(header))
-
-
-def standing(found: Sequence[Verdict]) -> str:
+def standing(verdicts: Sequence[Verdict]) -> str:
     """How many verdicts rest on records that are older than the rules, in a sentence."""
-    judged = [one for one in found if one.verdict != "pending"]
+    judged = [one for one in verdicts if one.verdict != "pending"]
     older = sum(one.older for one in judged)
     return (
         f"{older} of the {len(judged)} verdicts rest on records that are older than the rules: their outcome could be "
@@ -615,71 +582,70 @@ def standing(found: Sequence[Verdict]) -> str:
     )
 
 
-def rules_table() -> str:
-    """The rules, as a Markdown table."""
-    return tables.markdown(
-        ("rule", "what it says"), [(f"`{name}`", rule.words) for name, rule in RULES.items()], left=2
-    )
-
-
-def kinds_table() -> str:
-    """The verdicts and what each means, as a Markdown table."""
-    return tables.markdown(("verdict", "meaning"), [(words(kind), text) for kind, text in KINDS.items()], left=2)
-
-
-def contradictions(found: Sequence[Verdict]) -> str:
+def contradictions(verdicts: Sequence[Verdict]) -> str:
     """Where the claims contradict one another or the chip, and what we found, as a Markdown table."""
-    by_id = {one.id: one for one in found}
+    by_id = {one.id: one for one in verdicts}
     rows: list[list[tables.Cell]] = []
-    for one in facts()["contradictions"]:
-        these = [by_id[name] for name in one["ids"] if name in by_id]
-        rows.append(
-            [
-                ", ".join(each.id for each in these),
-                one["what"],
-                "; ".join(f"{each.id}: {each.claimed or each.claim}" for each in these),
-                "; ".join(f"{each.id}: {shown(each.decisive)}" for each in these if each.decisive) or None,
-                ", ".join(f"{each.id} {words(each.verdict)}" for each in these),
-            ]
-        )
+    for what, ids in ((one["what"], one["ids"]) for one in facts()["contradictions"]):
+        these = [by_id[name] for name in ids if name in by_id]
+        claimed = (f"{each.id}: {each.claimed or each.claim}" for each in these)
+        ours = (f"{each.id}: {shown(each.decisive)}" for each in these if each.decisive)
+        judged = (f"{each.id} {words(each.verdict)}" for each in these)
+        rows.append([", ".join(ids), what, "; ".join(claimed), "; ".join(ours) or None, ", ".join(judged)])
     return tables.markdown(("claims", "contradiction", "claimed", "ours", "verdicts"), rows, left=5)
 
 
-def kinship_table() -> str:
-    """What a measurement on one GPU says of another, as a Markdown table."""
-    return tables.markdown(
-        ("claimed on", "measured on", "the same", "what differs", "what carries over"),
-        [
-            (
-                one.claimed,
-                f"`{one.measured}`",
-                one.same,
-                one.differs,
-                "ratios, and times that device memory does not bound" if one.time else "machine code; ratios as a hint",
-            )
-            for one in KINSHIPS
-        ],
-        left=5,
+def table(
+    verdicts: Sequence[Verdict],
+    *,
+    record: Callable[[str], str] = "`{}`".format,
+    stage: Callable[[str], str] = "`{}`".format,
+) -> str:
+    """Every claim with its verdict, our number, where it comes from and why, as a Markdown table.
+
+    Args:
+        record: makes a link of a record's place, `nvidia-h200/runs/….jsonl:12`.
+        stage: makes a link of the id of a stage or dead end.
+    """
+
+    def why(one: Verdict) -> str:
+        links = ", ".join([*map(record, one.records), *map(stage, one.stages)])
+        origin = f"From {links}{', older than the rules' if one.older else ''}." if links else ""
+        return " ".join(filter(None, (one.reason, one.conclusion, origin)))
+
+    columns = (
+        tables.Column("id", "id", left=True),
+        tables.Column("claim", lambda one: f"{one.claim}<br><small>{one.source}</small>", left=True),
+        tables.Column("claimed", lambda one: one.claimed or None, left=True),
+        tables.Column("verdict", "verdict", words, left=True),
+        tables.Column("ours", "decisive", shown, left=True),
+        tables.Column("why", why, left=True),
+        tables.Column("on, rule", lambda one: f"{one.gpu}, `{one.rule}`", left=True),
     )
+    return tables.table(columns, verdicts)
 
 
-def page(out: Output, shown: Results | None, data: Path) -> None:
+def page(out: Output, results: Results | None, data: Path) -> None:
     """The claims with their verdicts, each with links to its records and to the pages of its stages."""
-    out.snippet("ledger-rules.md", rules_table())
-    out.snippet("ledger-verdicts.md", kinds_table())
-    out.snippet("ledger-gpus.md", kinship_table())
+    rules = [(f"`{name}`", rule.words) for name, rule in RULES.items()]
+    out.snippet("ledger-rules.md", tables.markdown(("rule", "what it says"), rules, left=2))
+    kinds = [(words(kind), meaning) for kind, meaning in KINDS.items()]
+    out.snippet("ledger-verdicts.md", tables.markdown(("verdict", "meaning"), kinds, left=2))
+    gpus_header = ("claimed on", "measured on", "the same", "what differs", "what carries over")
+    carries = {True: "ratios, and times that device memory does not bound", False: "machine code; ratios as a hint"}
+    pairs = [(one.claimed, f"`{one.measured}`", one.same, one.differs, carries[one.time]) for one in KINSHIPS]
+    out.snippet("ledger-gpus.md", tables.markdown(gpus_header, pairs, left=5))
     out.text("data/claims.csv", CLAIMS.read_text(encoding="utf-8"))
-    if shown is None:
+    if results is None:
         out.snippet("ledger.md", NOTHING_YET)
         return
 
     def record(place: str) -> str:
         file, _, line = place.rpartition(":")
         folder = Path(file).parent.name
-        beside = {"ablations": " ([page](ablations.md))"}.get(folder, "")
-        return f"[{folder}, line {line}](generated/data/{file}){beside}"
+        return f"[{folder}, line {line}](generated/data/{file}){' ([page](ablations.md))' * (folder == 'ablations')}"
 
-    claims = table(verdicts(shown.gpu, data), record=record, stage=stage_link)
+    claims = table(verdicts(results.gpu, data), record=record, stage=stage_link)
     out.snippet("ledger.md", f'<div class="ledger" markdown>\n\n{claims}\n</div>\n')
 
 
