@@ -88,8 +88,6 @@ for cell in job["cells"]:
         elif "plan" in job:
             row.update(samples=[series], cubin=None)
             if job["implementations"][name]["kind"] == "peer": row.update(choice="", layout="bshd", lse=None)
-        else:
-            row.update(stage=name, problem=cell["problem"], layout=cell["layout"])
         send({"type": "row", "cell": cell["index"], "name": name, "row": row})
     send({"type": "cell_done", "cell": cell["index"]})
 send({"type": "done"})
@@ -811,7 +809,9 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
         of_cell = [message["type"] for message in sent if message.get("cell") == index and message["type"] != "step"]
         assert of_cell == ["row", "row", "cell_done"]
     rows = {
-        (message["cell"], message["name"]): TypeAdapter(CheckRow).validate_python(message["row"])
+        (message["cell"], message["name"]): TypeAdapter(CheckRow).validate_python(
+            {"stage": message["name"], "problem": problems[message["cell"]], "layout": "padded", **message["row"]}
+        )
         for message in json.loads(json.dumps(sent))
         if message["type"] == "row"
     }

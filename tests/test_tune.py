@@ -108,15 +108,6 @@ def test_a_grid_that_is_none_is_refused(text: str) -> None:
         tune.parse_grid(STAGE, [text])
 
 
-def test_variants_come_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "variants.json"
-    path.write_text('[{"WARPS": 2}, {"WARPS": 2}, {}]', encoding="utf-8")
-    assert tune.read_variants(path, STAGE, 64) == [STAGE.parameters(64, {"WARPS": 2}), STAGE.parameters(64)]
-    path.write_text('{"WARPS": 2}', encoding="utf-8")
-    with pytest.raises(ParameterError, match="list"):
-        tune.read_variants(path, STAGE, 64)
-
-
 def test_refused_and_twin_variants_cost_no_gpu_time() -> None:
     start = STAGE.parameters(64)
     crooked = {**start, "TILE_KV": 60}

@@ -21,7 +21,7 @@ from flashlab.kernels import registry
 from flashlab.kernels.registry import variant_in
 from flashlab.measure import ceilings as limits
 from flashlab.measure import timer as timing
-from flashlab.measure.cells import Cell, Handlers, Lost, Supervisor
+from flashlab.measure.cells import Cell, Supervisor
 from flashlab.measure.harness import Book, Message
 from flashlab.measure.options import Implementation as Implementation
 from flashlab.measure.options import Options as Options
@@ -80,26 +80,39 @@ def measure(
         )
     with Book(options.data, folder) as book:
         before()
-
-        def row(cell: Cell, name: str, message: Message) -> None:
-            record: store.AnyRecord | None = None
-            if cell.problem is not None:
-                record = _record(SCHEMAS[folder], book.header(), implementations[name], cell.problem, message)
-            elif message["status"] == "ok":
-                fields = {key: message[key] for key in ("name", "unit", "value", "how", "samples")}
-                record = Ceiling.model_validate({**book.header(), "kind": "ceiling", **fields})
-            if record is None:
-                options.note(f"{cell.label}: {name} not measured: {message['status']}: {message['reason']}")
-            else:
-                store.append(book.path, record)
-
-        def lost(cell: Cell, name: str, status: Lost, reason: str) -> None:
-            row(cell, name, {"status": status, "reason": reason})
-
         wanted = [Cell(None, list(ceilings)), *(Cell(problem, list(names)) for problem, names in cells)]
-        supervisor = Supervisor(wanted, Handlers(hello=book.hello, row=row, lost=lost), options)
-        supervisor.run({"plan": asdict(plan)}, implementations)
+        recorder = _Recorder(wanted, book, options, SCHEMAS[folder], implementations)
+        recorder.run({"plan": asdict(plan)}, implementations)
         return book.path
+
+
+class _Recorder(Supervisor):
+    """Appends a record of each row."""
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        book: Book,
+        options: Options,
+        schema: Schema,
+        implementations: Mapping[str, Implementation],
+    ) -> None:
+        super().__init__(cells, book, options)
+        self._note = options.note
+        self._schema = schema
+        self._implementations = implementations
+
+    def row(self, cell: Cell, name: str, row: Message) -> None:
+        record: store.AnyRecord | None = None
+        if cell.problem is not None:
+            record = _record(self._schema, self.book.header(), self._implementations[name], cell.problem, row)
+        elif row["status"] == "ok":
+            fields = {key: row[key] for key in ("name", "unit", "value", "how", "samples")}
+            record = Ceiling.model_validate({**self.book.header(), "kind": "ceiling", **fields})
+        if record is None:
+            self._note(f"{cell.label}: {name} not measured: {row['status']}: {row['reason']}")
+        else:
+            store.append(self.book.path, record)
 
 
 def _record(
@@ -227,7 +240,7 @@ def compile_ahead(
     *,
     aligned: Sequence[bool] = (True,),
 ) -> None:
-    """Fill the cache with all that the stages may need at their problems, on all cores; the worker compiles in turn.
+    """Fill the cache with all that the stages may need at their problems, on all cores; the worker compiles one by one.
 
     What does not compile is the worker's to record.
     """

@@ -12,14 +12,15 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from flashlab.core.errors import LaunchError, MissingError, MissingPackageError, UnsupportedError
 from flashlab.core.problem import Problem
-from flashlab.measure.harness import REASON_CHARS, Message, Progress, Send, Worker, WorkerDiedError, words
+from flashlab.measure.harness import REASON_CHARS, Book, Message, Progress, Send, Worker, WorkerDiedError, words
 from flashlab.measure.options import Implementation, Options
 from flashlab.record import provenance
 from flashlab.record.store import Gpu, Status
@@ -27,8 +28,6 @@ from flashlab.run import gpu
 from flashlab.verify.oracle import make_torch_inputs
 
 NO_RESULT = "the worker gave no result"
-Lost = Literal["crashed", "timeout", "error"]
-"""Why an implementation gives no row of its own."""
 
 
 # --- The parent's side ------------------------------------------------------------------------------------------------
@@ -49,27 +48,25 @@ class Cell:
         return " ".join(filter(None, (self.problem.label if self.problem else "ceilings", self.layout)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Handlers:
-    """What to do with what a worker says."""
+class Supervisor(ABC):
+    """Runs a job to its end, however many workers that takes; `row` says what to do with what comes of it."""
 
-    hello: Callable[[Message], None]
-    row: Callable[[Cell, str, Message], None]
-    """Takes a row of that implementation; ValidationError, KeyError or TypeError where it is none."""
-    lost: Callable[[Cell, str, Lost, str], None]
-    """An implementation that will give no row of its own, and why."""
-    closed: Callable[[Cell], None] = lambda cell: None
-    """Nothing more will come of a cell."""
-
-
-class Supervisor:
-    """Runs a job to its end, however many workers that takes."""
-
-    def __init__(self, cells: Sequence[Cell], handlers: Handlers, options: Options) -> None:
+    def __init__(self, cells: Sequence[Cell], book: Book, options: Options) -> None:
+        self.book = book
         self._left = {index: cell for index, cell in enumerate(cells) if cell.pending}
         self._total = sum(len(cell.pending) for cell in cells)
-        self._handlers = handlers
         self._options = options
+
+    @abstractmethod
+    def row(self, cell: Cell, name: str, row: Message) -> None:
+        """Take what a worker says of an implementation; its `status` and `reason` alone where that is lost.
+
+        Raises:
+            ValidationError, KeyError, TypeError: it makes no sense.
+        """
+
+    def closed(self, cell: Cell) -> None:  # noqa: B027
+        """Nothing more will come of a cell."""
 
     def run(self, job: Message, implementations: Mapping[str, Implementation]) -> None:
         """Until every row is there.
@@ -100,14 +97,14 @@ class Supervisor:
         """KeyError, TypeError or ValueError where the message makes no sense."""
         kind = message["type"]
         if kind == "hello":
-            self._handlers.hello(message)
+            self.book.hello(message)
         elif kind == "step":
             self._step(message)
         elif kind == "row":
             cell, name = self._left[message["cell"]], message["name"]
             if name not in cell.pending:
                 raise KeyError(f"row of {name!r}, which is not pending")
-            self._handlers.row(cell, name, message["row"])
+            self.row(cell, name, message["row"])
             cell.pending.remove(name)
         elif kind == "cell_done":
             self._close(message["cell"], "error", NO_RESULT)
@@ -122,11 +119,11 @@ class Supervisor:
         text = " · ".join(filter(None, (cell.label, name, message["what"])))
         self._options.progress(Progress(done, self._total, text))
 
-    def _close(self, index: int, status: Lost, reason: str) -> None:
+    def _close(self, index: int, status: Status, reason: str) -> None:
         cell = self._left.pop(index)
         for name in cell.pending:
-            self._handlers.lost(cell, name, status, reason)
-        self._handlers.closed(cell)
+            self.row(cell, name, {"status": status, "reason": reason})
+        self.closed(cell)
 
     def _bury(self, death: WorkerDiedError) -> None:
         """Charge a death to what was in hand, so that the next worker leaves it out."""
@@ -140,7 +137,7 @@ class Supervisor:
             return  # It died between two problems, and there is nobody to charge.
         if name in cell.pending:
             cell.pending.remove(name)
-            self._handlers.lost(cell, name, death.status, reason)
+            self.row(cell, name, {"status": death.status, "reason": reason})
         if not name or not cell.pending:
             self._close(index, death.status, reason)
 

@@ -11,19 +11,19 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 
 from flashlab.core.problem import DTYPES, MASKS, Problem
 from flashlab.kernels import registry as stages
 from flashlab.measure import harness
 from flashlab.measure.bench import compile_ahead, implementations_of
-from flashlab.measure.cells import Cell, GpuWorker, Handlers, Lost, RefusedError, Supervisor, need, refusal
+from flashlab.measure.cells import Cell, GpuWorker, RefusedError, Supervisor, need, refusal
 from flashlab.measure.harness import REASON_CHARS, Book, Message, Send
 from flashlab.measure.options import Options
 from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, case_line, header_line
@@ -98,34 +98,26 @@ def check_stages(
         folder = "random" if random else FLASH_ATTENTION if suite else "checks"
         with Book(options.data if record else Path(nowhere), folder) as book:
             cells = [Cell(case.problem, list(case.names), case.layout) for case in wanted]
-            rows = _Rows(book)
-            handlers = Handlers(hello=book.hello, row=rows.row, lost=rows.lost, closed=rows.closed)
+            recorder = _Recorder(cells, book, options)
             try:
-                Supervisor(cells, handlers, options).run({"emulate": emulate, "suite": suite}, named)
+                recorder.run({"emulate": emulate, "suite": suite}, named)
             finally:
-                rows.broken_off()
-            return CheckRun(book.path if record else None, tuple(rows.every))
+                recorder.broken_off()
+            return CheckRun(book.path if record else None, tuple(recorder.rows))
 
 
-class _Rows:
-    """Comparisons as they come; those of a case are appended to the run's file together."""
+class _Recorder(Supervisor):
+    """Keeps comparisons as they come; those of a case are appended to the run's file together."""
 
-    def __init__(self, book: Book) -> None:
-        self.every: list[CheckRow] = []
-        self._book = book
+    def __init__(self, cells: Sequence[Cell], book: Book, options: Options) -> None:
+        super().__init__(cells, book, options)
+        self.rows: list[CheckRow] = []
         self._of_case: dict[int, list[CheckRow]] = {}
 
-    def _keep(self, cell: Cell, row: CheckRow) -> None:
-        self.every.append(row)
-        self._of_case.setdefault(id(cell), []).append(row)
-
-    def row(self, cell: Cell, _: str, message: Message) -> None:
-        self._keep(cell, _ROW.validate_python(message))
-
-    def lost(self, cell: Cell, name: str, status: Lost, reason: str) -> None:
-        assert cell.problem is not None
-        row = CheckRow(stage=name, problem=cell.problem, layout=cell.layout, status=status, reason=reason, verdict=None)
-        self._keep(cell, row)
+    def row(self, cell: Cell, name: str, row: Message) -> None:
+        whole = {"stage": name, "problem": cell.problem, "layout": cell.layout, "verdict": None, **row}
+        self.rows.append(_ROW.validate_python(whole))
+        self._of_case.setdefault(id(cell), []).append(self.rows[-1])
 
     def closed(self, cell: Cell) -> None:
         """Append a case; the file begins with what holds for all of them."""
@@ -139,7 +131,7 @@ class _Rows:
             self._append(rows)
 
     def _append(self, rows: Sequence[CheckRow]) -> None:
-        book, lines = self._book, [case_line(rows)]
+        book, lines = self.book, [case_line(rows)]
         if not book.path.exists():
             header = book.header()
             sources = {name: header[name].model_dump(mode="json") for name in ("gpu", "source")}
@@ -149,16 +141,6 @@ class _Rows:
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """A case in hand."""
-
-    cell: int
-    problem: Problem
-    layout: str
-    names: list[str]
 
 
 class CheckWorker(GpuWorker):
@@ -172,8 +154,8 @@ class CheckWorker(GpuWorker):
             if job.get("emulate")
             else None
         )
-        self._emulating: dict[Future[EmulatorVerdict], tuple[int, CheckRow]] = {}
-        """Runs of the emulator under way: the cell, and the row that it is to complete."""
+        self._emulating: dict[Future[EmulatorVerdict], tuple[int, str, Message]] = {}
+        """Runs of the emulator under way: the cell, the name, and the row that it is to complete."""
         self._unfinished: dict[int, int] = {}
         """Of each cell, how many of them are its own."""
 
@@ -182,7 +164,7 @@ class CheckWorker(GpuWorker):
         try:
             for cell, problem, names, layout in self.cells():
                 assert problem is not None
-                self._check(_Case(cell=cell, problem=problem, layout=layout, names=names))
+                self._check(cell, problem, names, layout)
                 if layout in FAR_LAYOUTS:
                     self.free()  # gigabytes
             self._collect(most=0)
@@ -190,92 +172,86 @@ class CheckWorker(GpuWorker):
             if self._pool:
                 self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _check(self, case: _Case) -> None:
-        self.step(case.cell, "", "make inputs")
-        values = laid_out(tuple(self.for_oracle(x) for x in self.inputs(case.problem)), case.layout, self.cupy)
+    def _check(self, cell: int, problem: Problem, names: list[str], layout: str) -> None:
+        self.step(cell, "", "make inputs")
+        values = laid_out(tuple(self.for_oracle(x) for x in self.inputs(problem)), layout, self.cupy)
         try:
-            inputs = _guarded_inputs(values, case.layout)
+            inputs = _guarded_inputs(values, layout)
         except Exception as error:  # rows far apart take gigabytes
             self.survive(error)
-            for name in case.names:
-                self._say(case.cell, _row(case, name, refusal(error)))
+            for name in names:
+                self._refuse(cell, name, refusal(error))
         else:
-            self._check_each(case, values, inputs)
-        self._unfinished[case.cell] = sum(cell == case.cell for cell, _ in self._emulating.values())
-        if not self._unfinished[case.cell]:
-            self.send({"type": "cell_done", "cell": case.cell})
+            self._check_each(cell, problem, names, layout, values, inputs)
+        self._unfinished[cell] = sum(of_cell == cell for of_cell, *_ in self._emulating.values())
+        if not self._unfinished[cell]:
+            self.send({"type": "cell_done", "cell": cell})
         self._collect(most=_WAITING_EMULATIONS)
 
-    def _check_each(self, case: _Case, values: tuple[Any, Any, Any], inputs: Sequence[Guarded]) -> None:
+    def _check_each(
+        self,
+        cell: int,
+        problem: Problem,
+        names: list[str],
+        layout: str,
+        values: tuple[Any, Any, Any],
+        inputs: Sequence[Guarded],
+    ) -> None:
         rule = self.job.get("suite")
         judge = partial(SUITES[rule], oracle=FlashAttentionOracle()) if rule else partial(check, oracle=Oracle())
         host: tuple[Any, ...] = ()
-        for name in case.names:
-            self.step(case.cell, name, "check")
+        for name in names:
+            self.step(cell, name, "check")
             one = self.implementations[name]
-            how: dict[str, Any] = {"layout": case.layout, "params": one.params}
+            how: dict[str, Any] = {"layout": layout, "params": one.params}
             how["source"] = None if one.source is None else Path(one.source)
-            try:
-                stages.get(one.id).require(case.problem, self.info.arch)
-                verdict, out, lse, fallbacks = _guarded_run(one.id, case.problem, values, inputs, judge=judge, **how)
-            except Exception as error:
-                self.survive(error)
-                self._say(case.cell, _row(case, name, refusal(error)))
-                continue
-            row = replace(_row(case, name), verdict=verdict, fallbacks=fallbacks)
-            if not verdict.passed:
-                inputs = _guarded_inputs(values, case.layout)  # it may have written to them
-                row = replace(row, status="wrong", reason=verdict.reason)
-            elif self._pool and one.id in stages.CUDA_STAGES and emulates(case.problem, case.layout):
-                host = host or tuple(self.on_host(x) for x in values)
-                made = self.on_host(out), self.on_host(lse)
-                future = self._pool.submit(emulate_beside, one.id, case.problem, host, *made, threads=1, **how)
-                self._emulating[future] = (case.cell, row)
-                continue
-            self._say(case.cell, row)
+            with self.surviving(cell, name, self._refuse):
+                stages.get(one.id).require(problem, self.info.arch)
+                verdict, out, lse, fallbacks = _guarded_run(one.id, problem, values, inputs, judge=judge, **how)
+                row: Message = {"status": "ok", "reason": "", "verdict": verdict, "fallbacks": fallbacks}
+                if not verdict.passed:
+                    inputs = _guarded_inputs(values, layout)  # it may have written to them
+                    row |= {"status": "wrong", "reason": verdict.reason}
+                elif self._pool and one.id in stages.CUDA_STAGES and emulates(problem, layout):
+                    host = host or tuple(self.on_host(x) for x in values)
+                    made = self.on_host(out), self.on_host(lse)
+                    future = self._pool.submit(emulate_beside, one.id, problem, host, *made, threads=1, **how)
+                    self._emulating[future] = (cell, name, row)
+                    continue
+                self._say(cell, name, row)
 
     def _collect(self, most: int) -> None:
         """Send what the emulator has said, and wait until no more than `most` of its runs are left."""
         while self._emulating:
             late = len(self._emulating) > most
             if late:
-                cell, row = next(iter(self._emulating.values()))
-                self.step(cell, row.stage, "emulate")
+                self.step(*next(iter(self._emulating.values()))[:2], "emulate")
             done, _ = wait(self._emulating, timeout=None if late else 0, return_when=FIRST_COMPLETED)
             for future in done:
-                cell, row = self._emulating.pop(future)
+                cell, name, row = self._emulating.pop(future)
                 try:
                     beside = future.result()
                     reason = beside.reason and f"emulator: {beside.reason}"
-                    row = replace(row, status=beside.status, reason=reason, emulator=beside)
+                    self._say(cell, name, {**row, "status": beside.status, "reason": reason, "emulator": beside})
                 except Exception as error:
                     refused = refusal(error)
-                    row = replace(row, status=refused.status, reason=refused.reason)
-                self._say(cell, row)
+                    self._say(cell, name, {**row, "status": refused.status, "reason": refused.reason})
                 self._unfinished[cell] -= 1
                 if not self._unfinished[cell]:
                     self.send({"type": "cell_done", "cell": cell})
             if not late:
                 return
 
-    def _say(self, cell: int, row: CheckRow) -> None:
-        self.row(cell, row.stage, _ROW.dump_python(replace(row, reason=row.reason[:REASON_CHARS]), mode="json"))
+    def _refuse(self, cell: int, name: str, refused: RefusedError) -> None:
+        self._say(cell, name, {"status": refused.status, "reason": refused.reason})
+
+    def _say(self, cell: int, name: str, row: Message) -> None:
+        self.row(cell, name, to_jsonable_python({**row, "reason": row["reason"][:REASON_CHARS]}))
 
     def on_host(self, array: Any) -> Any:
         """A CuPy array as NumPy's; bits of bfloat16 as ml_dtypes'."""
         host = array.get()
         return host.view(ml_dtypes.bfloat16) if str(host.dtype) == "uint16" else host
-
-
-def _row(case: _Case, name: str, refused: RefusedError | None = None) -> CheckRow:
-    return CheckRow(
-        stage=name,
-        problem=case.problem,
-        layout=case.layout,
-        status=refused.status if refused else "ok",
-        reason=refused.reason if refused else "",
-        verdict=None,
-    )
 
 
 def guarded_verdict(

@@ -17,7 +17,6 @@ measure/tuned.py makes the table of choices from the records.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +24,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from flashlab.build import compiler
 from flashlab.core.errors import CompileError, ParameterError
@@ -105,21 +106,6 @@ def parse_grid(stage: Stage, texts: Sequence[str]) -> dict[str, tuple[int, ...]]
     return grid
 
 
-def read_variants(path: Path, stage: Stage, head_dim: int) -> list[Variant]:
-    """Variants from a file: a JSON list of objects, tunable to value; defaults where one says nothing.
-
-    Raises:
-        ParameterError: it cannot be read, or names what the stage lacks.
-    """
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ParameterError(f"--list: wanted a JSON file of variants, got {path}: {error}") from error
-    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        raise ParameterError(f'--list: wanted a list of objects such as {{"TILE_KV": 64}}, got {path}')
-    return _unique(stage.parameters(head_dim, item) for item in listed)
-
-
 class Task(NamedTuple):
     """An entry of a plan: what to tune, what to try, and what to time beside it."""
 
@@ -129,43 +115,50 @@ class Task(NamedTuple):
     """Libraries, by name."""
 
 
+class _Entry(BaseModel):
+    """An entry of a plan's file."""
+
+    model_config = ConfigDict(extra="forbid")
+    stage: str
+    head_dim: int
+    variants: list[Variant]
+    """Tunable to value; defaults where one says nothing."""
+    shapes: list[str] | None = None
+    masks: list[Mask] = list(MASKS)
+    dtype: DType | list[DType] = "float16"
+    peers: tuple[str, ...] = ()
+
+
+_PLAN_FILE = TypeAdapter(list[_Entry])
+
+
 def read_plan(path: Path) -> list[Task]:
-    """Tasks from a file: a JSON list of objects with `stage`, `head_dim`, `variants` as in `read_variants`, and what
-    they need not name: `shapes` (the suites' first with that head dim), `masks` (both), `dtype`, which is one or a
-    list (float16), and `peers` (none).
+    """Tasks from a file: a JSON list of objects with `stage`, `head_dim`, `variants`, which are objects of tunable to
+    value, and what they need not name: `shapes` (the suites' first with that head dim), `masks` (both), `dtype`, which
+    is one or a list (float16), and `peers` (none).
 
     Raises:
         ParameterError: it cannot be read, or names what there is not.
         UnknownStageError, UnsupportedError: so does a stage.
     """
     try:
-        entries = [
-            (
-                str(entry["stage"]),
-                int(entry["head_dim"]),
-                entry["variants"],
-                entry.get("shapes"),
-                entry.get("masks", MASKS),
-                [dtype] if isinstance(dtype := entry.get("dtype", "float16"), str) else list(dtype),
-                tuple(entry.get("peers", ())),
-            )
-            for entry in json.loads(path.read_text(encoding="utf-8"))
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        entries = _PLAN_FILE.validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
         raise ParameterError(
             f'--plan: wanted a JSON list of objects such as {{"stage": "09_wgmma", "head_dim": 64, "variants": '
-            f'[{{"TILE_KV": 64}}]}}, got {path}: {error!r}'
+            f'[{{"TILE_KV": 64}}]}}, got {path}: {error}'
         ) from error
     tasks = []
-    for stage_id, head_dim, variants, shapes, masks, dtypes, libraries in entries:
-        stage = registry.get(stage_id)
-        chosen = tuple(_unique(stage.parameters(head_dim, variant) for variant in variants))
-        for name in libraries:
+    for entry in entries:
+        stage = registry.get(entry.stage)
+        chosen = tuple(_unique(stage.parameters(entry.head_dim, variant) for variant in entry.variants))
+        for name in entry.peers:
             peers.get(name)
-        for dtype, mask in product(dtypes, masks):
-            for problem in problems_of(head_dim=head_dim, mask=mask, dtype=dtype, shapes=shapes):
-                stage.require(problem)
-                tasks.append(Task(Key(stage.id, problem), chosen, libraries))
+        for dtype in [entry.dtype] if isinstance(entry.dtype, str) else entry.dtype:
+            for mask in entry.masks:
+                for problem in problems_of(head_dim=entry.head_dim, mask=mask, dtype=dtype, shapes=entry.shapes):
+                    stage.require(problem)
+                    tasks.append(Task(Key(stage.id, problem), chosen, entry.peers))
     return tasks
 
 

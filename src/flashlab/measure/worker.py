@@ -75,6 +75,8 @@ class BenchWorker(GpuWorker):
         """Libraries as built for a problem, whatever its inputs."""
         self._copies: dict[peers.Layout, tuple[Any, ...]] = {}
         """Of Q, K and V in hand, by layout."""
+        self._second = {name: one.lse_of for name, one in self.implementations.items() if one.lse_of}
+        """Of what is timed with the log-sum-exp on, as what else."""
 
     def work(self) -> None:
         """Do the job."""
@@ -278,7 +280,6 @@ class BenchWorker(GpuWorker):
         """Time all that is ready, interleaved, and send their rows; of inputs with layers, on one after the other."""
         timer = Timer(self._backend, seed=self.job["seed"])
         taken: dict[str, list[Samples]] = {name: [] for name in ready}
-        second = {name: self._lse_of(name) for name in ready if self._lse_of(name)}
         hot: list[Mapping[str, Samples]] = []
 
         def keep(name: str, samples: Samples, number: int) -> None:
@@ -293,7 +294,7 @@ class BenchWorker(GpuWorker):
             if not ready:
                 return
             runs = {name: candidate.run for name, candidate in ready.items()}
-            once = {name: run for name, run in runs.items() if name not in second}
+            once = {name: run for name, run in runs.items() if name not in self._second}
             with self.torch.no_grad():
                 hot.append(self._burst(timer, runs, cell, "hot", plan.samples, plan.min_samples, plan.cap_s))
                 bursts = [hot[-1]]
@@ -318,9 +319,6 @@ class BenchWorker(GpuWorker):
             fallbacks = {"fallbacks": counted} if counted else {}
             self._say(cell, name, verdict=one.verdict, samples=taken[name], **one.fields, **fallbacks)
 
-    def _lse_of(self, name: str) -> str | None:
-        return self.implementations[name].lse_of if name in self.implementations else None
-
     def _burst(
         self, timer: Timer, runs: Mapping[str, Run], cell: int, cache: str, samples: int, least: int, cap_s: float
     ) -> dict[str, Samples]:
@@ -340,8 +338,8 @@ class BenchWorker(GpuWorker):
 
         So what is compared most closely runs one after the other, on a chip that the one before kept warm.
         """
-        second = {name: of for name in ready if (of := self._lse_of(name))}
-        near_us = _NEAR * min((hot[name].median_us for name in second), default=0.0)
+        second = self._second
+        near_us = _NEAR * min((hot[name].median_us for name in ready if name in second), default=0.0)
         long = [
             name
             for name in ready
