@@ -13,9 +13,10 @@ import synthetic
 from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
-from flashlab.experiments import chip, cycle_model
+from flashlab.experiments import chip, cycle_model, cycle_tables
 from flashlab.experiments.cycle_model import Kernel, Rates, Speeds, Step
 from flashlab.kernels import registry
+from flashlab.query import select
 from flashlab.record import store
 from flashlab.show import tables
 
@@ -156,7 +157,7 @@ def test_uneven_lengths_cost_whole_tiles() -> None:
     assert found.computed == pytest.approx(128 / 100)
 
 
-@pytest.mark.parametrize("stage_id", [stage_id for stage_id in cycle_model.RUNGS if stage_id in registry.STAGES])
+@pytest.mark.parametrize("stage_id", cycle_model.described())
 @pytest.mark.parametrize("problem", cycle_model.first_problems(), ids=str)
 def test_every_rung_is_described_with_its_own_tunables(stage_id: str, problem: Problem) -> None:
     kernel = cycle_model.kernel_of(stage_id, problem.head_dim, registry.get(stage_id).parameters(problem.head_dim))
@@ -180,7 +181,7 @@ def test_tflops_are_of_the_clock_that_is_asked_for() -> None:
 
 def test_resident_blocks_that_the_driver_counted_stand_above_those_asked_for() -> None:
     asked = {"TILE_KV": 64, "MIN_BLOCKS": 1, "NUM_WARPGROUPS": 1, "NUM_CONSUMERS": 1, "WARPS": 4, "TILE_Q": 128}
-    for stage_id in cycle_model.RUNGS:
+    for stage_id in cycle_model.described():
         at_least, counted = (cycle_model.kernel_of(stage_id, 64, asked, blocks_per_sm=blocks) for blocks in (None, 5))
         assert at_least is not None
         assert counted is not None
@@ -193,17 +194,17 @@ def test_stages_that_the_model_does_not_know_are_left_out() -> None:
 
 def test_without_readings_it_says_so(tmp_path: Path) -> None:
     shown = (
-        cycle_model.units,
-        cycle_model.products,
-        cycle_model.issue,
-        cycle_model.latencies,
-        cycle_model.beside,
-        cycle_model.softmaxes,
-        cycle_model.loops,
-        cycle_model.predictions,
+        cycle_tables.units,
+        cycle_tables.products,
+        cycle_tables.issue,
+        cycle_tables.latencies,
+        cycle_tables.beside,
+        cycle_tables.softmaxes,
+        cycle_tables.loops,
+        cycle_tables.predictions,
     )
     for show in shown:
-        assert show("nvidia-h200", tmp_path) == cycle_model.NOTHING_YET
+        assert show("nvidia-h200", tmp_path) == cycle_tables.NOTHING_YET
     with pytest.raises(NoDataError, match="flashlab chip"):
         cycle_model.rates_of({})
 
@@ -254,13 +255,13 @@ def test_products_of_warps_stand_below_those_of_warpgroups(slug: str, tmp_path: 
     rates = cycle_model.rates_of(chip.newest(slug), store.newest_ceilings(slug))
     assert rates.mma_sync is not None
     share = f"{100 * rates.mma_sync / rates.wgmma:.0f} %"
-    assert f"mma.sync reaches {tables.number(rates.mma_sync, 4)}" in cycle_model.products(slug)
-    assert share in cycle_model.products(slug)
+    assert f"mma.sync reaches {tables.number(rates.mma_sync, 4)}" in cycle_tables.products(slug)
+    assert share in cycle_tables.products(slug)
     copied = tmp_path / slug / "chip"
     copied.mkdir(parents=True)
     for path in (DATA / slug / "chip").glob("*.jsonl"):
         (copied / path.name).write_bytes(path.read_bytes())
-    assert "mma.sync" not in cycle_model.products(slug, tmp_path), "no ceilings there"
+    assert "mma.sync" not in cycle_tables.products(slug, tmp_path), "no ceilings there"
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
@@ -270,6 +271,8 @@ def test_a_stage_is_predicted_as_it_was_recorded(slug: str) -> None:
     newest: dict[tuple[str, Problem], store.Measurement] = {}
     for run in store.runs(slug):
         newest |= {(row.name, row.problem.problem()): row for row in run.measurements if row.status == "ok"}
+    for problem, rows in select.load(slug).problems.items():
+        newest |= {(row.name, problem): row for row in rows if row.status == "ok"}
     for one in cycle_model.compare(slug):
         row = newest.get((one.prediction.kernel.stage, one.prediction.problem))
         if row is None:
@@ -287,6 +290,6 @@ def test_a_stage_is_predicted_as_it_was_recorded(slug: str) -> None:
 @pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
 @pytest.mark.parametrize("slug", COMMITTED)
 def test_pages_show_every_rung(slug: str) -> None:
-    text = cycle_model.predictions(slug)
-    for stage_id in cycle_model.RUNGS:
+    text = cycle_tables.predictions(slug)
+    for stage_id in cycle_model.described():
         assert stage_id not in registry.STAGES or f"| {stage_id} |" in text

@@ -27,10 +27,10 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Mask, Problem
 from flashlab.experiments import chip
 from flashlab.kernels import registry
+from flashlab.query import select
 from flashlab.record import store
 from flashlab.run import choice
 from flashlab.run import gpu as gpus
-from flashlab.show import tables
 
 Order = Literal["in turns", "ping-pong"]
 """Whether groups of warps take turns at the products by a barrier, or as it comes."""
@@ -47,10 +47,17 @@ _LDMATRIX_BYTES = 512
 _MMA_SYNC_FLOP = 4096
 """Of an mma.m16n8k16 of a warp."""
 _WGMMA_K = 16
-_OLD_MAXIMUM = ("13_overlap", "14_stale_max", "15_renormalize", "16_ones_column")
-"""Stages whose exponentials are taken against an old maximum, or a reference that moves only when it must."""
-_PERSISTENT = ("12_persistent", "13_tma_store", *_OLD_MAXIMUM)
-"""Stages whose blocks stay, and in which each consumer stops at its own diagonal."""
+_DESCRIBED: Mapping[str, Mapping[str, bool]] = {
+    "07_mma_registers": {"warpgroup_products": False, "waits": False},
+    "08_swizzle": {"overlaps": True},
+    "09_wgmma": {"warpgroup_products": True, "waits": True, "overlaps": False},
+    "12_persistent": {"persistent": True, "overlaps": True},
+    "13_overlap": {"rescales": False, "maxima": False},
+    "14_stale_max": {"rescales": False, "maxima": False},
+    "16_ones_column": {"product_sums": True},
+}
+"""What the model must know of a stage beside its tunables, where that differs from its parent: fields of `Kernel`. A
+stage that has no entry is as its parent, and those before the first are not described."""
 
 
 class Speeds(NamedTuple):
@@ -527,64 +534,45 @@ def kernel_of(
         blocks_per_sm: resident on an SM, as the driver counts them; where None as many as MIN_BLOCKS asks the compiler
             to leave room for, which may be fewer.
     """
-    keys = parameters.get("TILE_KV", 0)
-    blocks = parameters.get("MIN_BLOCKS", 1) if blocks_per_sm is None else blocks_per_sm
-    if stage_id in ("07_mma_registers", "08_swizzle"):
-        warps = parameters["WARPS"]
-        return Kernel(
-            stage=stage_id,
-            order="in turns",
-            head_dim=head_dim,
-            keys=keys,
-            group_rows=4 * parameters["TILE_Q"] // warps,
-            groups=max(1, warps // 4),
-            blocks=blocks,
-            warpgroup_products=False,
-            rescales=not parameters.get("LAZY_RESCALE"),
-            product_sums=bool(parameters.get("SUM_BY_MMA")),
-            adds=not parameters.get("SUM_BY_MMA"),
-            waits=False,
-            overlaps=stage_id == "08_swizzle",
-        )
-    if stage_id == "09_wgmma":
-        return Kernel(
-            stage=stage_id,
-            order="in turns",
-            head_dim=head_dim,
-            keys=keys,
-            group_rows=GROUP_ROWS,
-            groups=parameters["NUM_WARPGROUPS"],
-            blocks=blocks,
-            warpgroup_products=True,
-        )
-    if stage_id in ("10_warp_specialized", "11_pingpong", *_PERSISTENT):
-        return Kernel(
-            stage=stage_id,
-            order="ping-pong" if parameters.get("PINGPONG") else "in turns",
-            head_dim=head_dim,
-            keys=keys,
-            group_rows=GROUP_ROWS,
-            groups=parameters["NUM_CONSUMERS"],
-            blocks=blocks,
-            warpgroup_products=True,
-            rescales=stage_id not in _OLD_MAXIMUM,
-            maxima=stage_id not in _OLD_MAXIMUM,
-            product_sums=stage_id == "16_ones_column",
-            overlaps=bool(parameters.get("OVERLAP", stage_id in _PERSISTENT)),
-            persistent=stage_id in _PERSISTENT,
-        )
-    return None
+    known = _described(stage_id)
+    if known is None:
+        return None
+    if known["warpgroup_products"]:
+        group_rows, groups = GROUP_ROWS, parameters.get("NUM_CONSUMERS") or parameters["NUM_WARPGROUPS"]
+    else:
+        group_rows, groups = 4 * parameters["TILE_Q"] // parameters["WARPS"], max(1, parameters["WARPS"] // 4)
+    sums = bool(parameters.get("SUM_BY_MMA"))
+    fields = {
+        **known,
+        "rescales": known.get("rescales", True) and not parameters.get("LAZY_RESCALE"),
+        "product_sums": known.get("product_sums", False) or sums,
+        "overlaps": bool(parameters.get("OVERLAP", known.get("overlaps", False))),
+    }
+    return Kernel(
+        stage=stage_id,
+        order="ping-pong" if parameters.get("PINGPONG") else "in turns",
+        head_dim=head_dim,
+        keys=parameters["TILE_KV"],
+        group_rows=group_rows,
+        groups=groups,
+        blocks=parameters.get("MIN_BLOCKS", 1) if blocks_per_sm is None else blocks_per_sm,
+        adds=not sums,
+        **fields,
+    )
 
 
-RUNGS = (
-    "07_mma_registers",
-    "08_swizzle",
-    "09_wgmma",
-    "10_warp_specialized",
-    "11_pingpong",
-    *_PERSISTENT,
-)
-"""The stages that the model describes."""
+def _described(stage_id: str | None) -> dict[str, bool] | None:
+    """What a stage has of `_DESCRIBED`, its own and its ancestors'; None where that is nothing."""
+    if stage_id is None or (stage := registry.get(stage_id)).language != "cuda":
+        return None
+    inherited = _described(stage.parent)
+    own = _DESCRIBED.get(stage_id)
+    return None if inherited is None and own is None else {**(inherited or {}), **(own or {})}
+
+
+def described() -> tuple[str, ...]:
+    """The stages that the model describes, in the ladder's order, those that once stood on it beside their kin."""
+    return tuple(sorted((name for name in registry.RUNGS if _described(name)), key=lambda name: name[:2]))
 
 
 def first_problems(
@@ -639,202 +627,6 @@ def measure(source: str, data: Path = DATA) -> Path | None:
     return chip.measure(data=data)
 
 
-# --- Pages ------------------------------------------------------------------------------------------------------------
-
-NOTHING_YET = (
-    "**Nothing has been measured yet.** No readings of the units are on record for this GPU; `flashlab chip` on a "
-    "Hopper GPU makes them."
-)
-
-
-def _readings(gpu: str | None, data: Path) -> dict[str, chip.Reading] | None:
-    try:
-        return chip.newest(gpu or "", data)
-    except NoDataError:
-        return None
-
-
-def _came_from(readings: Iterable[chip.Reading]) -> str:
-    """Which GPU, when, which commit, as a line in italics."""
-    newest = max(readings, key=lambda reading: reading.run)
-    commit = newest.source.commit[:7] + (" and uncommitted changes" if newest.source.dirty else "")
-    return f"*{newest.gpu.name} · {newest.time[:10]} · commit {commit}*\n"
-
-
-def units(gpu: str | None, data: Path = DATA) -> str:
-    """What each unit does a clock, by warps, and its latency, as a Markdown table."""
-    found = _readings(gpu, data)
-    if found is None:
-        return NOTHING_YET
-    names = dict.fromkeys(name.removesuffix("_16_warps") for name in found if name.endswith("_16_warps"))
-    rows: list[list[tables.Cell]] = []
-    for name in names:
-        latency = found.get(f"{name}_latency")
-        rows.append(
-            [
-                name.replace("_", " "),
-                *(found[key].value if (key := f"{name}_{warps}_warps") in found else None for warps in (4, 8, 16)),
-                latency.value if latency else None,
-            ]
-        )
-    header = ("instruction", "a clock, 4 warps", "8 warps", "16 warps", "latency, clocks")
-    return tables.markdown(header, rows) + "\n" + _came_from(found.values())
-
-
-def products(gpu: str | None, data: Path = DATA) -> str:
-    """FLOP a clock and SM of wgmma, by width and warpgroups, as a Markdown table."""
-    found = _readings(gpu, data)
-    if found is None:
-        return NOTHING_YET
-    rows: list[list[tables.Cell]] = []
-    for where, text in (("ss", "shared memory"), ("rs", "registers")):
-        for suffix, how in (("_drained", "waited for by eight"), ("", "the next eight issued before the wait")):
-            for groups in (1, 2, 3):
-                values = [found.get(f"wgmma_n{width}_{groups}wg_{where}{suffix}") for width in (64, 128, 192, 256)]
-                rows.append([text, how, str(groups), *(value.value if value else None for value in values)])
-    header = ("A from", "products", "warpgroups", "n64", "n128", "n192", "n256")
-    text = tables.markdown(header, rows, left=2) + "\n" + _came_from(found.values())
-    try:
-        rates = rates_of(found, store.newest_ceilings(gpu or "", data))
-    except NoDataError:
-        return text
-    if rates.mma_sync is None:
-        return text
-    return text + (
-        f"\nThe warp-level mma.sync reaches {tables.number(rates.mma_sync, 4)}, from its ceiling and the clock in its "
-        f"calls: {_percent(rates.mma_sync, rates.wgmma)} of what two warpgroups reach at n128.\n"
-    )
-
-
-def issue(gpu: str | None, data: Path = DATA) -> str:
-    """What issuing products costs, and when they are done, as a Markdown table."""
-    found = _readings(gpu, data)
-    if found is None:
-        return NOTHING_YET
-    rows: list[list[tables.Cell]] = []
-    for reading in found.values():
-        if reading.group != "issue" or reading.defines["EACH"]:
-            continue
-        count = len(reading.stamps) - 1
-        rows.append(
-            [
-                f"{count} × n{reading.defines['WIDTH']}",
-                "registers" if reading.defines["A_IN_REGISTERS"] else "shared memory",
-                str(reading.defines["THREADS"] // GROUP_THREADS),
-                reading.stamps[-2],
-                reading.stamps[-2] / count,
-                reading.stamps[-1],
-            ]
-        )
-    header = ("products", "A from", "warpgroups", "issued after, clocks", "each", "done after")
-    return tables.markdown(header, rows, left=2) + "\n" + _came_from(found.values())
-
-
-def latencies(gpu: str | None, data: Path = DATA) -> str:
-    """Clocks of handovers and copies, as a Markdown table."""
-    found = _readings(gpu, data)
-    if found is None:
-        return NOTHING_YET
-    rows: list[list[tables.Cell]] = [
-        [reading.how, reading.value] for reading in found.values() if reading.kernel == "latency"
-    ]
-    return tables.markdown(("step", "clocks"), rows) + "\n" + _came_from(found.values())
-
-
-def beside(gpu: str | None, data: Path = DATA) -> str:
-    """What runs beside products, and what either loses, as a Markdown table."""
-    found = _readings(gpu, data)
-    if found is None:
-        return NOTHING_YET
-    rows: list[list[tables.Cell]] = []
-    for name, alone in found.items():
-        if not name.endswith("wg_alone"):
-            continue
-        what, _, groups = name.removesuffix("wg_alone").rpartition("_")
-        for width in (64, 128):
-            for tensor in (1, 2):
-                pair = found.get(f"wgmma_n{width}_{tensor}wg_rs_beside_{what}_{groups}wg")
-                free = found.get(f"wgmma_n{width}_{tensor}wg_rs_beside_nothing_1wg")
-                if pair is None or free is None or not pair.beside:
-                    continue
-                rows.append(
-                    [
-                        what.replace("_", " "),
-                        groups,
-                        f"n{width} by {tensor}",
-                        alone.value,
-                        median(pair.beside),
-                        _percent(median(pair.beside), alone.value),
-                        _percent(pair.value, free.value),
-                    ]
-                )
-    header = ("beside products", "warpgroups", "products", "alone, a clock", "beside", "keeps", "products keep")
-    return tables.markdown(header, rows, left=3) + "\n" + _came_from(found.values())
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.0f} %"
-
-
-def softmaxes(gpu: str | None, data: Path = DATA) -> str:
-    """Clocks a score of softmax mixes alone, by warps a scheduler, as a Markdown table."""
-    found = _readings(gpu, data)
-    if found is None:
-        return NOTHING_YET
-    names = dict.fromkeys(
-        name.removesuffix("_1_warps") for name, r in found.items() if r.group == "softmax" and name.endswith("_1_warps")
-    )
-    rows: list[list[tables.Cell]] = [
-        [
-            name.replace("_", " "),
-            *(
-                _clocks(found[key].value) if (key := f"{name}_{warps}_warps") in found else None
-                for warps in (1, 2, 3, 4)
-            ),
-        ]
-        for name in names
-    ]
-    header = ("clocks a score", "1 warp a scheduler", "2", "3", "4")
-    return tables.markdown(header, rows) + "\n" + _came_from(found.values())
-
-
-def _clocks(value: float) -> str:
-    return f"{value:.4f}"
-
-
-def loops(gpu: str | None, data: Path = DATA) -> str:
-    """Clocks a score of inner loops that are products and softmax alone, as a Markdown table, the shortest first."""
-    found = _readings(gpu, data)
-    if found is None:
-        return NOTHING_YET
-    clock = next(iter(found.values())).gpu.max_sm_clock_mhz
-    try:
-        rates: Rates | None = rates_of(found)
-    except NoDataError:
-        rates = None
-    rows: list[list[tables.Cell]] = []
-    chosen = [reading for reading in found.values() if reading.group == "loop"]
-    for reading in sorted(chosen, key=lambda r: (r.defines["HEAD_DIM"], r.value)):
-        head_dim = reading.defines["HEAD_DIM"]
-        at_most = None
-        if clock is not None:
-            at_most = 4.0 * head_dim / reading.value * reading.gpu.sm_count * clock / 1e6
-        _, _, what = reading.how.partition(", order ")
-        said = predict_loop(reading, rates) if rates else None
-        rows.append(
-            [
-                f"D={head_dim}",
-                what[:1] + what[1:].lower().replace(" d=", " D="),
-                _clocks(reading.value),
-                None if said is None else _clocks(said),
-                None if said is None else f"{100 * (said / reading.value - 1):+.0f} %",
-                at_most,
-            ]
-        )
-    header = ("", "loop", "measured, clocks a score", "predicted", "off", "TFLOP/s at the highest clock")
-    return tables.markdown(header, rows, left=2) + "\n" + _came_from(found.values())
-
-
 @dataclass(frozen=True, kw_only=True)
 class Compared:
     """A prediction and what was measured."""
@@ -844,14 +636,15 @@ class Compared:
     clock_measured: bool
     """Whether it has one."""
     measured_cycles: float | None
-    """Clocks a score of the newest record with the same tunables; None where there is none."""
+    """Clocks a score of the measurement that is shown; None where there is none."""
     measured_tflops: float | None
 
 
 def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | None = None) -> list[Compared]:
-    """Every rung's prediction on the first shape, beside the newest measurement of it.
+    """The prediction for every stage on the first shape, beside its measurement.
 
-    A measurement counts with the tunables and the resident blocks it was made with: those are what is predicted where
+    The measurement is the one that the other pages show; of a stage that they do not show there, the newest one. It
+    counts with the tunables and the resident blocks it was made with: those are what is predicted where
     there is one, and the rate is given at the clock that its calls had.
 
     Raises:
@@ -860,24 +653,17 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
     slug = gpu or ""
     readings = chip.newest(slug, data)
     try:
-        ceilings = store.newest_ceilings(slug, data)
-        measured = [row for run in store.runs(slug, data) for row in run.measurements]
+        shown = select.load(slug, data)
+        ceilings, rows = shown.ceilings, [row for run in store.runs(slug, data) for row in run.measurements]
+        rows += [row for of_problem in shown.problems.values() for row in of_problem]
     except NoDataError:
-        ceilings, measured = {}, []
+        ceilings, rows = {}, []
     rates = rates_of(readings, ceilings)
-    found: list[Compared] = []
+    compared: list[Compared] = []
     for problem in problems or first_problems():
-        for stage_id in RUNGS:
-            if stage_id not in registry.RUNGS:
-                continue
-            row = next(
-                (
-                    row
-                    for row in reversed(measured)
-                    if row.name == stage_id and row.problem.problem() == problem and row.status == "ok"
-                ),
-                None,
-            )
+        measured = {row.name: row for row in rows if row.status == "ok" and row.problem.problem() == problem}
+        for stage_id in described():
+            row = measured.get(stage_id)
             samples = row.samples_of() if row else None
             if row is not None and row.cubin is not None:
                 parameters, blocks_per_sm = row.cubin.parameters, row.cubin.blocks_per_sm
@@ -887,7 +673,7 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
             if kernel is None or (not kernel.warpgroup_products and rates.mma_sync is None):
                 continue
             clocks = samples.call_clock_mhz if samples else ()
-            found.append(
+            compared.append(
                 Compared(
                     prediction=predict(kernel, problem, rates, median(clocks) if clocks else None),
                     clock_measured=bool(clocks),
@@ -895,55 +681,4 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
                     measured_tflops=problem.tflops(samples.median_us) if samples else None,
                 )
             )
-    return found
-
-
-def predictions(gpu: str | None, data: Path = DATA) -> str:
-    """Predicted beside measured, as a Markdown table for each problem."""
-    if _readings(gpu, data) is None:
-        return NOTHING_YET
-    try:
-        compared = compare(gpu, data)
-    except NoDataError as error:
-        return f"*{error}*"
-    text: list[str] = []
-    for problem in dict.fromkeys(one.prediction.problem for one in compared):
-        rows: list[list[tables.Cell]] = []
-        for one in compared:
-            found = one.prediction
-            if found.problem != problem:
-                continue
-            kernel = found.kernel
-            off = None
-            if one.measured_cycles:
-                off = f"{100 * (found.cycles_per_score / one.measured_cycles - 1):+.0f} %"
-            rows.append(
-                [
-                    kernel.stage,
-                    kernel.order,
-                    f"{kernel.blocks} × {kernel.groups} × {kernel.group_rows} × {kernel.keys}",
-                    found.floor.why,
-                    _clocks(found.floor.value),
-                    _clocks(found.cycles_per_score),
-                    None if one.measured_cycles is None else _clocks(one.measured_cycles),
-                    off,
-                    f"{tables.number(found.clock_mhz, 4)}{'' if one.clock_measured else ' (highest)'}",
-                    found.tflops,
-                    one.measured_tflops,
-                ]
-            )
-        header = (
-            "stage",
-            "order",
-            "blocks × groups × rows × keys",
-            "floor set by",
-            "floor, clocks a score",
-            "predicted, clocks a score",
-            "measured",
-            "off",
-            "SM clock, MHz",
-            "predicted, TFLOP/s at this clock",
-            "measured, TFLOP/s",
-        )
-        text.append(f"### D={problem.head_dim}, {problem.mask}\n\n{tables.markdown(header, rows, left=4)}")
-    return "\n".join(text)
+    return compared

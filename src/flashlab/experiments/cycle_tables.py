@@ -1,0 +1,264 @@
+"""The pages of the cycle model: what units do a clock, and the model beside what was measured, as Markdown tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flashlab.core.errors import NoDataError
+from flashlab.core.paths import DATA
+from flashlab.experiments import chip
+from flashlab.experiments.cycle_model import GROUP_THREADS, Compared, Rates, compare, predict_loop, rates_of
+from flashlab.record import store
+from flashlab.show.tables import Column, number, table
+
+NOTHING_YET = (
+    "**Nothing has been measured yet.** No readings of the units are on record for this GPU; `flashlab chip` on a "
+    "Hopper GPU makes them."
+)
+Readings = dict[str, chip.Reading]
+
+
+def _page(write: Callable[[Readings], str]) -> Callable[..., str]:
+    """A table of a GPU's newest readings, and where they come from."""
+
+    @wraps(write)
+    def page(gpu: str | None, data: Path = DATA) -> str:
+        try:
+            readings = chip.newest(gpu or "", data)
+        except NoDataError:
+            return NOTHING_YET
+        return write(readings) + "\n" + _source(readings.values())
+
+    return page
+
+
+def _source(readings: Iterable[chip.Reading]) -> str:
+    """Which GPU, when, which commit, as a line in italics."""
+    newest = max(readings, key=lambda reading: reading.run)
+    commit = newest.source.commit[:7] + (" and uncommitted changes" if newest.source.dirty else "")
+    return f"*{newest.gpu.name} · {newest.time[:10]} · commit {commit}*\n"
+
+
+def _value(readings: Readings, name: str) -> float | None:
+    return readings[name].value if name in readings else None
+
+
+def _spoken(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %"
+
+
+def _clocks(value: float) -> str:
+    return f"{value:.4f}"
+
+
+def _off(predicted: float | None, measured: float | None) -> str | None:
+    return f"{100 * (predicted / measured - 1):+.0f} %" if predicted and measured else None
+
+
+@_page
+def units(readings: Readings) -> str:
+    """What each unit does a clock, by warps, and its latency, as a Markdown table."""
+    names = [name.removesuffix("_16_warps") for name in readings if name.endswith("_16_warps")]
+
+    def by_warps(warps: int) -> Callable[[str], float | None]:
+        return lambda name: _value(readings, f"{name}_{warps}_warps")
+
+    columns = [
+        Column("instruction", _spoken),
+        Column("a clock, 4 warps", by_warps(4)),
+        Column("8 warps", by_warps(8)),
+        Column("16 warps", by_warps(16)),
+        Column("latency, clocks", lambda name: _value(readings, f"{name}_latency")),
+    ]
+    return table(columns, names)
+
+
+@_page
+def _products(readings: Readings) -> str:
+    """FLOP a clock and SM of wgmma, by width and warpgroups."""
+    rows = [
+        {"from": source, "how": how, "groups": str(groups), "name": f"wgmma_n{{}}_{groups}wg_{where}{suffix}"}
+        for where, source in (("ss", "shared memory"), ("rs", "registers"))
+        for suffix, how in (("_drained", "waited for by eight"), ("", "the next eight issued before the wait"))
+        for groups in (1, 2, 3)
+    ]
+
+    def by_width(width: int) -> Callable[[Any], float | None]:
+        return lambda row: _value(readings, row["name"].format(width))
+
+    columns = [
+        Column("A from", "from"),
+        Column("products", "how", left=True),
+        Column("warpgroups", "groups"),
+        *(Column(f"n{width}", by_width(width)) for width in (64, 128, 192, 256)),
+    ]
+    return table(columns, rows)
+
+
+def products(gpu: str | None, data: Path = DATA) -> str:
+    """FLOP a clock and SM of wgmma, by width and warpgroups, and of mma.sync beside them, as a Markdown table."""
+    text = _products(gpu, data)
+    try:
+        rates = rates_of(chip.newest(gpu or "", data), store.newest_ceilings(gpu or "", data))
+    except NoDataError:
+        return text
+    if rates.mma_sync is None:
+        return text
+    return text + (
+        f"\nThe warp-level mma.sync reaches {number(rates.mma_sync, 4)}, from its ceiling and the clock in its "
+        f"calls: {_percent(rates.mma_sync, rates.wgmma)} of what two warpgroups reach at n128.\n"
+    )
+
+
+@_page
+def issue(readings: Readings) -> str:
+    """What issuing products costs, and when they are done, as a Markdown table."""
+    columns = [
+        Column("products", lambda reading: f"{len(reading.stamps) - 1} × n{reading.defines['WIDTH']}"),
+        Column(
+            "A from", lambda reading: "registers" if reading.defines["A_IN_REGISTERS"] else "shared memory", left=True
+        ),
+        Column("warpgroups", lambda reading: str(reading.defines["THREADS"] // GROUP_THREADS)),
+        Column("issued after, clocks", lambda reading: reading.stamps[-2]),
+        Column("each", lambda reading: reading.stamps[-2] / (len(reading.stamps) - 1)),
+        Column("done after", lambda reading: reading.stamps[-1]),
+    ]
+    return table(columns, [r for r in readings.values() if r.group == "issue" and not r.defines["EACH"]])
+
+
+@_page
+def latencies(readings: Readings) -> str:
+    """Clocks of handovers and copies, as a Markdown table."""
+    columns = [Column("step", "how"), Column("clocks", "value")]
+    return table(columns, [reading for reading in readings.values() if reading.kernel == "latency"])
+
+
+@_page
+def beside(readings: Readings) -> str:
+    """What runs beside products, and what either loses, as a Markdown table."""
+    rows = []
+    for name, alone in readings.items():
+        if not name.endswith("wg_alone"):
+            continue
+        what, _, groups = name.removesuffix("wg_alone").rpartition("_")
+        for width in (64, 128):
+            for tensor in (1, 2):
+                products_by = f"wgmma_n{width}_{tensor}wg_rs_beside"
+                pair = readings.get(f"{products_by}_{what}_{groups}wg")
+                free = readings.get(f"{products_by}_nothing_1wg")
+                if pair is None or free is None or not pair.beside:
+                    continue
+                row = {"what": what, "groups": groups, "products": f"n{width} by {tensor}", "alone": alone.value}
+                row |= {"beside": median(pair.beside), "pair": pair.value, "free": free.value}
+                rows.append(row)
+    columns = [
+        Column("beside products", lambda row: _spoken(row["what"])),
+        Column("warpgroups", "groups", left=True),
+        Column("products", "products", left=True),
+        Column("alone, a clock", "alone"),
+        Column("beside", "beside"),
+        Column("keeps", lambda row: _percent(row["beside"], row["alone"])),
+        Column("products keep", lambda row: _percent(row["pair"], row["free"])),
+    ]
+    return table(columns, rows)
+
+
+@_page
+def softmaxes(readings: Readings) -> str:
+    """Clocks a score of softmax mixes alone, by warps a scheduler, as a Markdown table."""
+    ending = "_1_warps"
+    names = [
+        name.removesuffix(ending) for name, r in readings.items() if r.group == "softmax" and name.endswith(ending)
+    ]
+
+    def by_warps(warps: int) -> Callable[[str], float | None]:
+        return lambda name: _value(readings, f"{name}_{warps}_warps")
+
+    columns = [
+        Column("clocks a score", _spoken),
+        Column("1 warp a scheduler", by_warps(1), _clocks),
+        *(Column(str(warps), by_warps(warps), _clocks) for warps in (2, 3, 4)),
+    ]
+    return table(columns, names)
+
+
+@_page
+def loops(readings: Readings) -> str:
+    """Clocks a score of inner loops that are products and softmax alone, as a Markdown table, the shortest first."""
+    clock = next(iter(readings.values())).gpu.max_sm_clock_mhz
+    try:
+        rates: Rates | None = rates_of(readings)
+    except NoDataError:
+        rates = None
+
+    def what(reading: chip.Reading) -> str:
+        _, _, order = reading.how.partition(", order ")
+        return order[:1] + order[1:].lower().replace(" d=", " D=")
+
+    def predicted(reading: chip.Reading) -> float | None:
+        return predict_loop(reading, rates) if rates else None
+
+    def tflops(reading: chip.Reading) -> float | None:
+        if clock is None:
+            return None
+        return 4.0 * reading.defines["HEAD_DIM"] / reading.value * reading.gpu.sm_count * clock / 1e6
+
+    columns = [
+        Column("", lambda reading: f"D={reading.defines['HEAD_DIM']}"),
+        Column("loop", what, left=True),
+        Column("measured, clocks a score", "value", _clocks),
+        Column("predicted", predicted, _clocks),
+        Column("off", lambda reading: _off(predicted(reading), reading.value)),
+        Column("TFLOP/s at the highest clock", tflops),
+    ]
+    loops = [reading for reading in readings.values() if reading.group == "loop"]
+    return table(columns, sorted(loops, key=lambda reading: (reading.defines["HEAD_DIM"], reading.value)))
+
+
+def _size(one: Compared) -> str:
+    kernel = one.prediction.kernel
+    return f"{kernel.blocks} × {kernel.groups} × {kernel.group_rows} × {kernel.keys}"
+
+
+def _clock(one: Compared) -> str:
+    return f"{number(one.prediction.clock_mhz, 4)}{'' if one.clock_measured else ' (highest)'}"
+
+
+_PREDICTIONS: Sequence[Column] = (
+    Column("stage", lambda one: one.prediction.kernel.stage),
+    Column("order", lambda one: one.prediction.kernel.order, left=True),
+    Column("blocks × groups × rows × keys", _size, left=True),
+    Column("floor set by", lambda one: one.prediction.floor.why, left=True),
+    Column("floor, clocks a score", lambda one: one.prediction.floor.value, _clocks),
+    Column("predicted, clocks a score", lambda one: one.prediction.cycles_per_score, _clocks),
+    Column("measured", "measured_cycles", _clocks),
+    Column("off", lambda one: _off(one.prediction.cycles_per_score, one.measured_cycles)),
+    Column("SM clock, MHz", _clock),
+    Column("predicted, TFLOP/s at this clock", lambda one: one.prediction.tflops),
+    Column("measured, TFLOP/s", "measured_tflops"),
+)
+
+
+def predictions(gpu: str | None, data: Path = DATA) -> str:
+    """Predicted beside measured, as a Markdown table for each problem."""
+    try:
+        chip.newest(gpu or "", data)
+    except NoDataError:
+        return NOTHING_YET
+    try:
+        compared = compare(gpu, data)
+    except NoDataError as error:
+        return f"*{error}*"
+    text: list[str] = []
+    for problem in dict.fromkeys(one.prediction.problem for one in compared):
+        rows = [one for one in compared if one.prediction.problem == problem]
+        text.append(f"### D={problem.head_dim}, {problem.mask}\n\n{table(_PREDICTIONS, rows)}")
+    return "\n".join(text)
