@@ -8,12 +8,12 @@ from __future__ import annotations
 import html
 import math
 import re
+import tomllib
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from flashlab.core.errors import NoDataError
@@ -29,11 +29,10 @@ from flashlab.record.store import (
     CubinFields,
     Measurement,
     Regime,
+    Samples,
     Sanitized,
     StageProfile,
     Status,
-    cycles_per_score,
-    power_w,
 )
 
 Cell = str | int | float | None
@@ -968,133 +967,40 @@ def sanitized(found: Sequence[Sanitized]) -> str:
 
 # --- Downloads -------------------------------------------------------------------------------------------------------
 
-MEASUREMENT_COLUMNS: Mapping[str, str] = {
-    "run": "id of the run: UTC start time and commit",
-    "time": "when the row was recorded, UTC",
-    "gpu": "product name of the GPU",
-    "gpu_fingerprint": "first 12 hex digits of the sha256 of its UUID",
-    "kind": "stage (a kernel of this lab) or peer (a library)",
-    "name": "stage id or peer name",
-    "layout": "dimensions of Q, K, V in memory: bhsd (heads before length) or bshd",
-    "lse": "true where a log-sum-exp was written too, false where not; empty where that is not known",
-    "shape": "BxHxSxD, or BxHxHkvxSqxSkxD where heads or lengths differ",
-    "dtype": "element type of Q, K, V and O",
-    "mask": "full or causal (bottom-right aligned)",
-    "inputs": "what Q, K and V held: normal, or another kind that `flashlab bench --inputs` takes",
-    "layer": "of trained inputs, the layer of the model; empty for other kinds",
-    "status": "ok, wrong, unsupported, missing, crashed, timeout or error; only ok has times",
-    "reason": "why there is no time; empty when ok",
-    "regime": "burst (idle gaps, clock between calls at its maximum) or sustained (continuous, power-limited)",
-    "cache": "hot (calls back to back) or cold (L2 overwritten before every call)",
-    "samples": "number of samples",
-    "calls": "calls between the two timing events of one sample",
-    "median_us": "median time of one call, microseconds",
-    "cv_percent": "standard deviation over mean, percent; std dev in the tables",
-    "tflops": "rate at the median time; 4·B·H·Sq·Sk·D operations, half for a square causal mask",
-    "sm_clock_mhz": "median SM clock right after the samples, without their load; empty where not recorded",
-    "call_clock_mhz": "median of the mean SM clock over each sample's calls; empty where not recorded",
-    "cycles_per_score": "clocks of one SM a score: SM clock over the calls, times SMs, times time, over scores",
-    "power_w": "power under sustained load, W; empty for bursts",
-    "energy_j_per_call": "joules a call from NVML's energy counter; empty for bursts",
-    "max_abs_error": "absolute error against the float64 oracle, in the band of rows nearest its limit",
-    "max_abs_limit": "the limit it was held to",
-    "overall_max_error": "largest absolute error over all rows that were compared; empty in older records",
-    "overall_rms_error": "root-mean-square error over all rows that were compared; empty in older records",
-    "registers": "registers a thread, from the machine code; empty for peers",
-    "dynamic_smem_bytes": "dynamic shared memory a block, bytes; empty for peers",
-    "blocks_per_sm": "resident blocks an SM, from the driver; empty for peers",
-    "cubin_sha256": "digest of the machine code that ran; empty for peers",
-    "commit": "full hash of the code that made the row",
-    "dirty": "true where the tree differed from that commit",
-}
-"""Columns of measurements.csv: one line a row, regime and cache state, or one line where there is no time."""
+_DOWNLOADS = tomllib.loads(Path(__file__).with_name("downloads.toml").read_text(encoding="utf-8"))
+MEASUREMENT_COLUMNS: Mapping[str, str] = _DOWNLOADS["measurements"]
+"""Columns of measurements.csv, in order, and what they mean."""
+SAMPLE_COLUMNS: Mapping[str, str] = _DOWNLOADS["samples"]
+"""Columns of samples.csv, in order, and what they mean."""
 
-SAMPLE_COLUMNS: Mapping[str, str] = {
-    name: MEASUREMENT_COLUMNS[name]
-    for name in ("run", "kind", "name", "lse", "shape", "dtype", "mask", "inputs", "layer", "regime", "cache")
-} | {
-    "index": "position of the sample, from 0, in the order taken",
-    "time_us": "time of one call, microseconds",
-    "sm_clock_mhz": "SM clock right after the sample, without its load; empty where not recorded",
-    "call_clock_mhz": "mean SM clock over the sample's calls; empty where not recorded",
-}
-"""Columns of samples.csv: one line a sample."""
+
+def _in_each_state(row: Measurement) -> Iterator[tuple[dict[str, object], Samples | None]]:
+    """The columns of a row in each state it has a time in, and the samples; once without where it has none."""
+    every = {name: getattr(row.cubin, name, getattr(row.verdict, name, None)) for name in MEASUREMENT_COLUMNS}
+    every |= {"time": row.time, "gpu": row.gpu.name, "gpu_fingerprint": row.gpu.fingerprint}
+    every["cubin_sha256"] = row.cubin.sha256 if row.cubin else None
+    for taken in row.samples:
+        # By itself, as a layer of trained inputs is not in the headline numbers.
+        alone = row.model_copy(update={"samples": (taken.model_copy(update={"layer": None}),)})
+        more = {"layer": taken.layer, "calls": taken.calls}
+        yield every | store.flat(alone, taken.regime, taken.cache) | more, taken
+    if not row.samples:
+        yield every | store.flat(row) | {"regime": None, "cache": None, "samples": None}, None
 
 
 def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
     """Lines of measurements.csv."""
-    lines: list[dict[str, object]] = []
-    for row in rows:
-        problem = row.problem.problem()
-        common: dict[str, object] = {
-            "run": row.run,
-            "time": row.time,
-            "gpu": row.gpu.name,
-            "gpu_fingerprint": row.gpu.fingerprint,
-            "kind": row.kind,
-            "name": row.name,
-            "layout": row.layout,
-            "lse": row.lse,
-            "shape": problem.shape,
-            "dtype": problem.dtype,
-            "mask": problem.mask,
-            "inputs": problem.inputs,
-            "status": row.status,
-            "reason": row.reason,
-            "max_abs_error": row.verdict.max_abs_error if row.verdict else None,
-            "max_abs_limit": row.verdict.max_abs_limit if row.verdict else None,
-            "overall_max_error": row.verdict.overall_max_error if row.verdict else None,
-            "overall_rms_error": row.verdict.overall_rms_error if row.verdict else None,
-            "registers": row.cubin.registers if row.cubin else None,
-            "dynamic_smem_bytes": row.cubin.dynamic_smem_bytes if row.cubin else None,
-            "blocks_per_sm": row.cubin.blocks_per_sm if row.cubin else None,
-            "cubin_sha256": row.cubin.sha256 if row.cubin else None,
-            "commit": row.source.commit,
-            "dirty": row.source.dirty,
-        }
-        timed: list[dict[str, object]] = [
-            {
-                "layer": s.layer,
-                "regime": s.regime,
-                "cache": s.cache,
-                "samples": len(s.time_us),
-                "calls": s.calls,
-                "median_us": s.median_us,
-                "cv_percent": s.cv_percent,
-                "tflops": problem.tflops(s.median_us),
-                "sm_clock_mhz": median(s.sm_clock_mhz) if s.sm_clock_mhz else None,
-                "call_clock_mhz": median(s.call_clock_mhz) if s.call_clock_mhz else None,
-                "cycles_per_score": cycles_per_score(s, problem, row.gpu.sm_count),
-                "power_w": power_w(s),
-                "energy_j_per_call": s.conditions.energy_j_per_call if s.conditions else None,
-            }
-            for s in row.samples
-        ]
-        lines += [{name: (common | values).get(name) for name in MEASUREMENT_COLUMNS} for values in timed or [{}]]
-    return lines
+    states = (columns for row in rows for columns, _ in _in_each_state(row))
+    return [{name: columns[name] for name in MEASUREMENT_COLUMNS} for columns in states]
 
 
 def sample_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
     """Lines of samples.csv."""
-    return [
-        {
-            "run": row.run,
-            "kind": row.kind,
-            "name": row.name,
-            "lse": row.lse,
-            "shape": row.problem.problem().shape,
-            "dtype": row.problem.dtype,
-            "mask": row.problem.mask,
-            "inputs": row.problem.inputs,
-            "layer": s.layer,
-            "regime": s.regime,
-            "cache": s.cache,
-            "index": index,
-            "time_us": time_us,
-            "sm_clock_mhz": s.sm_clock_mhz[index] if s.sm_clock_mhz else None,
-            "call_clock_mhz": s.call_clock_mhz[index] if s.call_clock_mhz else None,
-        }
-        for row in rows
-        for s in row.samples
-        for index, time_us in enumerate(s.time_us)
-    ]
+    lines = []
+    for columns, taken in (state for row in rows for state in _in_each_state(row)):
+        common = {name: columns.get(name) for name in SAMPLE_COLUMNS}
+        for index, time_us in enumerate(taken.time_us if taken else ()):
+            clocks = {name: getattr(taken, name)[index : index + 1] for name in ("sm_clock_mhz", "call_clock_mhz")}
+            clock = {name: next(iter(values), None) for name, values in clocks.items()}
+            lines.append(common | {"index": index, "time_us": time_us} | clock)
+    return lines
