@@ -17,6 +17,7 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import sanitizer
 from flashlab.kernels import registry
+from flashlab.query import select
 from flashlab.record import store
 from flashlab.record.store import Sanitized
 from flashlab.run import gpu
@@ -183,15 +184,15 @@ def test_a_stage_is_launched_on_all_that_it_takes(stage_id: str) -> None:
 
 def test_the_site_says_what_was_found(tool: Any, tmp_path: Path) -> None:
     def page() -> str:
-        out = pages.generate(tmp_path / "generated", tmp_path / "data")
-        return (out / "snippets" / "sanitizer.md").read_text(encoding="utf-8")
+        out = pages.Output(root=tmp_path / "generated")
+        pages.check_records(out, select.load_all(tmp_path / "data"), tmp_path / "data")
+        return (out.root / "snippets" / "sanitizer.md").read_text(encoding="utf-8")
 
     synthetic.write_synthetic(tmp_path / "data", SLUG, problems=[Problem.parse(FIRST_SHAPE)])
     assert "No such run is on record yet" in page()
     run = next(iter(tool("05_wmma").values())).run
     assert "| `05_wmma` | 0 in 8 |" in page()
     assert f"(generated/data/{SLUG}/sanitizer/{run}.jsonl)" in page()
-    assert (tmp_path / "generated" / "data" / SLUG / "sanitizer" / f"{run}.jsonl").is_file()
 
 
 @pytest.mark.parametrize("slug", store.gpus() or ["none"])

@@ -38,8 +38,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.write_pages(root, data=root / "data", executed=NOTEBOOKS)
 
 
-def test_a_report_writes_nothing_outside_its_own_folder(tmp_path: Path) -> None:
-    write_synthetic(tmp_path / "data", problems=[Problem.parse(FIRST_SHAPE)])
+def test_a_report_writes_nothing_outside_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(root: Path, data: Path, **_: object) -> None:
+        content.Output(root=root).text("nav.json", "[]")
+
+    monkeypatch.setattr(content, "generate", generate)
     before = {path: path.stat().st_mtime_ns for path in SITE.rglob("*")}
     folders = [report.write_pages(tmp_path / name, data=tmp_path / "data") for name in ("one", "other")]
     assert {path: path.stat().st_mtime_ns for path in SITE.rglob("*")} == before
@@ -223,7 +226,7 @@ def test_the_results_page_shows_ratios_lengths_costs_and_profiles(long_pages: Pa
     shown = select.load("nvidia-h200", data)
     assert tables.costs(shown.rows()) in text
     assert "61.2 %" in text
-    assert "barrier or end of wgmma 100 %" in text
+    assert "Barrier 100 %" in text
     assert f"profiles/{RUN}.jsonl" in text
     assert not shown.damage
 
@@ -309,8 +312,9 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     path = tmp_path / "data" / "nvidia-h200" / "checks" / f"{RUN}.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
-    out = content.generate(tmp_path / "generated", tmp_path / "data", executed=NOTEBOOKS)
-    text = (out / "snippets" / "checks.md").read_text(encoding="utf-8")
+    out = content.Output(root=tmp_path / "generated")
+    content.check_records(out, select.load_all(tmp_path / "data"), tmp_path / "data")
+    text = (out.root / "snippets" / "checks.md").read_text(encoding="utf-8")
     assert f"{len(lines)} comparisons of {len(STAGES)} stages, over 1 problems" in text
     assert f"{len(lines) - 1} passed, 1 failed" in text
     assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl" in text
@@ -328,10 +332,13 @@ def test_links_of_a_notebook_hold_on_its_page(pages: Path) -> None:
 
 
 def test_conclusions_about_another_gpu_are_labelled(pages: Path, tmp_path: Path) -> None:
-    write_synthetic(tmp_path / "data", "nvidia-a100", problems=suite("first"))
-    site = report.write_pages(tmp_path, data=tmp_path / "data")
+    write_synthetic(tmp_path / "data", "nvidia-a100", problems=suite("first")[:1])
+    shown, out = select.load("nvidia-a100", tmp_path / "data"), content.Output(root=tmp_path / "generated")
+    content._stage_page(out, STAGES["09_wgmma"], shown, tmp_path / "data")
+    for name in ("04_roofline", "06_cycle_model"):
+        content._notebook_page(out, name, report.PAGE_OF[name], None, shown)
     files = ("stages/09_wgmma.md", "notebooks/04_roofline.md", "notebooks/06_cycle_model.md")
-    for root, labelled in ((site, True), (pages, False)):
+    for root, labelled in ((tmp_path, True), (pages, False)):
         for file in files:
             text = (root / "generated" / "snippets" / file).read_text(encoding="utf-8")
             assert ("was written about the H200; the numbers are those of the" in text) is labelled, file
@@ -388,8 +395,9 @@ def test_damage_is_shown_and_nothing_else_is_lost(tmp_path: Path) -> None:
     path = write_synthetic(tmp_path / "data", problems=[Problem.parse(FIRST_SHAPE)])
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     path.write_text(lines[0] + "{broken\n" + "".join(lines[1:]), encoding="utf-8")
-    out = content.generate(tmp_path / "generated", tmp_path / "data", executed=NOTEBOOKS)
-    text = (out / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
+    out = content.Output(root=tmp_path / "generated")
+    content._results_page(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    text = (out.root / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
     assert f"{RUN}.jsonl:2" in text
     assert all(f"`{stage_id}`" in text for stage_id in STAGES)
 

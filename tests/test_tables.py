@@ -198,7 +198,7 @@ def test_profiles_name_what_warps_waited_for() -> None:
     samples = {"gmma": 3, "made_up": 1}
     line = table_of(tables.PROFILES, [profile("05_wmma", FIRST, metrics=metrics, samples=samples)]).splitlines()[-1]
     assert "61.0 %" in line
-    assert "wgmma 75 %, made_up 25 %" in line
+    assert "GMMA 75 %, Made Up 25 %" in line
     assert line.count("| –") == 4
 
 
@@ -234,7 +234,7 @@ def test_hot_lines_link_the_stage_and_name_the_states() -> None:
     assert first.startswith("| [`05_wmma`](stages/05_wmma.md) |")
     assert "05_wmma.cu:7" in first
     assert "100 %" in first
-    assert "fixed wait 60 %, shared memory or exponentials 30 %, issued 10 %" in first
+    assert "Wait 60 %, Short Scoreboard 30 %, Selected 10 %" in first
     assert first.count(" | ") == 3  # the source's bar is no column
     with pytest.raises(NoDataError, match="traced"):
         tables.hot_lines([found[0].model_copy(update={"lines": ()})])

@@ -900,7 +900,7 @@ def lengths(
 ) -> Chart:
     """Rate over sequence length at a constant number of tokens, stages beside libraries; right, percent of the peak.
 
-    A line needs two lengths, and a rate that is not tiny beside the fastest: others stand in the table alone.
+    A line needs two lengths, and a rate that is not tiny beside the fastest: others appear only in the table.
     The peak is that of the tensor cores, measured on the same GPU. Libraries that lack the element type are hollow and
     in their own (`Results.beside`).
 
@@ -969,7 +969,7 @@ def lengths(
         caption=f"D{head_dim}, {mask}, {dtype}, {regime}: {tokens:,} tokens in sequences of each length, "
         "stages (solid) and libraries (dashed; hollow in another element type)."
         + (f" Right: percent of what a large {dtype} GEMM reaches on this GPU in a burst." if ceiling else "")
-        + (f" {left_out} stand in the table alone." if left_out else "")
+        + (f" {left_out} appear only in the table." if left_out else "")
         + _whence(shown, problems, used, each="length", regime=regime),
         **_of_rows(used, regime),
     )
@@ -1025,16 +1025,16 @@ def sass_mix(mixes: Mapping[str, Mapping[str, int]], *, name: str = "sass-mix", 
 
 
 STATE_GROUPS: Mapping[str, tuple[str, ...]] = {
-    "issued": ("selected",),
-    "ready, not chosen": ("not_selected",),
-    "fixed wait": ("wait", "dispatch_stall", "branch_resolving"),
-    "unit busy": ("math_pipe_throttle",),
-    "wgmma": ("gmma",),
-    "shared memory, exp": ("short_scoreboard", "mio_throttle"),
-    "global memory, mbarrier": ("long_scoreboard", "lg_throttle", "tex_throttle"),
-    "barrier, end of wgmma": ("barrier", "membar"),
+    "Selected": ("selected",),
+    "Not Selected": ("not_selected",),
+    "Wait, Dispatch": ("wait", "dispatch_stall", "branch_resolving"),
+    "Math Pipe Throttle": ("math_pipe_throttle",),
+    "GMMA": ("gmma",),
+    "Short Scoreboard, MIO": ("short_scoreboard", "mio_throttle"),
+    "Long Scoreboard, LG": ("long_scoreboard", "lg_throttle", "tex_throttle"),
+    "Barrier": ("barrier", "membar"),
 }
-"""Warp states as a chart shows them; the others are one more group."""
+"""Warp states as a chart shows them, by Nsight Compute's names; the others are one more group."""
 
 
 def stalls(profiles: Sequence[StageProfile], *, name: str = "stalls") -> Chart:
@@ -1047,7 +1047,7 @@ def stalls(profiles: Sequence[StageProfile], *, name: str = "stalls") -> Chart:
     for one in profiles:
         grouped = {group: sum(one.states.get(state, 0) for state in of) for group, of in STATE_GROUPS.items()}
         if one.states:
-            shares[one.stage] = grouped | {"other": max(0.0, 100 - sum(grouped.values()))}
+            shares[one.stage] = grouped | {"Other": max(0.0, 100 - sum(grouped.values()))}
     if not shares:
         raise NoDataError("wanted a profile that says what warps waited for, found none. `flashlab profile` makes them")
 
@@ -1060,8 +1060,9 @@ def stalls(profiles: Sequence[StageProfile], *, name: str = "stalls") -> Chart:
         shares,
         xlabel="percent of the warps' time",
         name=name,
-        alt=f"What warps spent their time on, the most of each stage: {said}.",
-        caption="What the resident warps of each stage spent their time on: issuing, awaiting their turn, or waiting.",
+        alt=f"Warp states, the most frequent of each stage: {said}.",
+        caption="Warp states of each stage: the share of its resident warps' time in which they issued (Selected), "
+        "could have (Not Selected), or stalled, by reason.",
         **_of_profiles(profiles),
     )
 

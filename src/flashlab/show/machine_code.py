@@ -26,7 +26,7 @@ def compiled(cubins: Sequence[Cubin | CompileError], labels: Sequence[tuple[str,
         cells.setdefault(name, {})[arch] = text
     archs = list(dict.fromkeys(arch for _, arch in labels))
     lines = [(code(name), *(of_arch.get(arch) for arch in archs)) for name, of_arch in cells.items()]
-    return markdown(("registers a thread", *archs), lines)
+    return markdown(("registers per thread", *archs), lines)
 
 
 def mixes(counts: Mapping[str, Mapping[str, int]]) -> str:
@@ -47,11 +47,11 @@ def branches(kernels: Mapping[str, Sequence[Instruction]]) -> str:
     """Jumps and accesses to shared and local memory in machine code, by a kernel's name."""
     columns = (
         stage(lambda item: item[0]),
-        Column("branches under a condition", lambda item: sass.branches(item[1]).predicated),
-        Column("exits under one", lambda item: sass.branches(item[1]).predicated_exits),
+        Column("predicated branches", lambda item: sass.branches(item[1]).predicated),
+        Column("predicated exits", lambda item: sass.branches(item[1]).predicated_exits),
         Column("in subroutines", lambda item: sass.branches(item[1]).in_subroutines),
-        Column("on shared memory", lambda item: sass.shared_memory(item[1])),
-        Column("on local memory", lambda item: sum(sass.classify(one) == "local" for one in item[1])),
+        Column("shared-memory accesses", lambda item: sass.shared_memory(item[1])),
+        Column("local-memory accesses", lambda item: sum(sass.classify(one) == "local" for one in item[1])),
     )
     return table(columns, kernels.items())
 

@@ -375,7 +375,7 @@ EVERY_PROBLEM = (
     Column("of the fastest library", _in_state("burst", "percent_of_best"), percent),
     Column("sustained TFLOP/s", _in_state("sustained", "tflops")),
     Column("of the fastest library", _in_state("sustained", "percent_of_best"), percent),
-    Column("SM clocks a score", _in_state("burst", "cycles_per_score"), number),
+    Column("cycles per score", _in_state("burst", "cycles_per_score"), number),
     Column(tables.ENERGY.header, lambda item: tables.ENERGY.value(item["row"])),
 )
 
@@ -405,7 +405,7 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
         f"### Every problem\n\n{table(EVERY_PROBLEM, items)}\n\n"
         "The fastest library is the one of the same problem, element type included, also where a later session timed "
         "it than the stage; [Against the libraries](../against.md) has both from one run. "
-        "A dash: not measured. Energy is that of sustained load, clocks a score are those of bursts.",
+        "A dash: not measured. Energy is that of sustained load, cycles per score are those of bursts.",
         f"### Clocks, power and energy\n\n{tables.costs([one for one in (row, parent, peer) if one and one.samples])}"
         f"\n\nAt {shown.first.label}; a dash: not recorded. "
         "[Method](../method.md#how-a-time-is-taken) says how the clock in the calls is read.",
@@ -415,7 +415,7 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
     traced = [one for one in profiled if one.stage == stage.id and one.lines][:1]
     if traced:
         parts.append(
-            f"### Where its warps were\n\n{tables.hot_lines(traced, lines=10)}\n"
+            f"### Warp-stall sampling\n\n{tables.hot_lines(traced, lines=10)}\n"
             f"Samples at regular times, {select.profile_provenance(traced)}. A line stands for what is inlined there."
         )
     parts.append(f"### Samples\n\n{out.chart(charts.samples(row, name=f'samples-{stage.id}'), page)}")
@@ -428,8 +428,8 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
     if cubins:
         mixes = machine_code.mixes({name: cubin.sass for name, cubin in cubins.items()})
         parts += [
-            f"### What it takes of an SM\n\n{tables.resources(cubins)}",
-            f"### What it is made of\n\n{mixes}\n\nInstructions in the machine code by class, counted once each: "
+            f"### Resource usage and occupancy\n\n{tables.resources(cubins)}",
+            f"### Instruction mix (SASS)\n\n{mixes}\n\nInstructions in the machine code by class, counted once each: "
             "[Anatomy](../anatomy.md) says what the classes hold.",
         ]
     return "\n\n".join(parts)
@@ -569,7 +569,7 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
         parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
     parts.append(
         "## Against the libraries\n\n"
-        "The best stage and the best library of the same element type, of those that took turns in one run: the "
+        "The best stage and the best library of the same element type, of those that were interleaved in one run: the "
         "newest whose session has the fastest library on record, or one close to it; on normally distributed inputs of "
         "unit scale where a problem names no others. Log-sum-exp alike: on for both where the library writes one, else "
         "off for both. Peak: what the tensor cores can do at the clock inside the calls. Sustained ratios, and those "
@@ -630,7 +630,7 @@ def _first_problem(out: Output, shown: Results, page: str) -> list[str]:
         )
     parts.append(
         f"## Clocks, power and energy\n\n{tables.costs(rows)}\n\nAt {shown.first.label}; a dash: not recorded. "
-        "Clocks a score do not depend on the clock and say most about a kernel; under sustained load the "
+        "Cycles per score do not depend on the clock and say most about a kernel; under sustained load the "
         "currency is energy."
     )
     return parts

@@ -356,8 +356,8 @@ def _in(regime: Regime, what: str, scale: float = 1.0) -> Callable[[Measurement]
     return get
 
 
-CYCLES = Column("SM clocks a score, burst", _in("burst", "cycles_per_score"), number)
-ENERGY = Column("mJ a call", _in("sustained", "energy_j_per_call", 1e3))
+CYCLES = Column("cycles per score, burst", _in("burst", "cycles_per_score"), number)
+ENERGY = Column("mJ/call", _in("sustained", "energy_j_per_call", 1e3))
 COSTS = (
     Column("", title),
     CYCLES,
@@ -559,49 +559,34 @@ def lengths(
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
 
-_WARP_STATES: Mapping[str, str] = {
-    "selected": "issued",
-    "not_selected": "ready, another warp issued",
-    "wait": "fixed wait",
-    "gmma": "wgmma",
-    "barrier": "barrier or end of wgmma",
-    "math_pipe_throttle": "unit busy",
-    "short_scoreboard": "shared memory or exponentials",
-    "long_scoreboard": "global memory or mbarrier",
-    "mio_throttle": "shared-memory queue",
-    "lg_throttle": "global-memory queue",
-    "no_instruction": "instruction cache",
-    "imc_miss": "constant cache",
-    "branch_resolving": "branch",
-    "dispatch_stall": "dispatch",
-    "membar": "memory barrier",
-    "sleeping": "sleep",
-    "drain": "stores at the end",
-    "tex_throttle": "texture queue",
-}
-"""Nsight Compute's warp states, for people; others keep its name.
+_ACRONYMS = {"Gmma": "GMMA", "Imc": "IMC", "Lg": "LG", "Mio": "MIO"}
 
-On Hopper a warp that waits at an mbarrier counts as one that waits for global memory, and one that waits for its
-products to be done as one at a barrier: the samples of lines that do nothing else say so.
-"""
+
+def warp_state(metric: str) -> str:
+    """A warp state as Nsight Compute names it: `long_scoreboard` is Long Scoreboard.
+
+    On Hopper a warp that waits at an mbarrier counts under Long Scoreboard, and one that waits for its wgmma to be done
+    under Barrier: the samples of lines that do nothing else say so.
+    """
+    return " ".join(_ACRONYMS.get(word, word) for word in metric.replace("_", " ").title().split())
 
 
 def _states(shares: Mapping[str, float]) -> str | None:
     """The three states that warps were in most often."""
     most = list(shares.items())[:3]
-    return ", ".join(f"{_WARP_STATES.get(state, state)} {number(share, 2)} %" for state, share in most) or None
+    return ", ".join(f"{warp_state(state)} {number(share, 2)} %" for state, share in most) or None
 
 
 PROFILES = (
     stage(),
-    Column("where warps spent their time", lambda one: _states(one.states), left=True),
+    Column("warp states", lambda one: _states(one.states), left=True),
     Column("tensor pipe", "tensor_percent", percent),
     Column("exponential unit", "exp_percent", percent),
     Column("FP32", "fma_percent", percent),
     Column("integer, max", "alu_percent", percent),
     Column("issue slots", "issue_percent", percent),
 )
-"""How busy units and issue slots were in one launch of each stage, and what its warps spent their time on."""
+"""How busy units and issue slots were in one launch of each stage, and the states of its warps."""
 
 
 _OCCUPANCY_LIMITS: Mapping[str, str] = {
@@ -626,13 +611,13 @@ def _occupancy_limit(one: StageProfile) -> str | None:
 
 OCCUPANCY = (
     stage(),
-    Column("held back by", _occupancy_limit, left=True),
-    Column("registers a thread", lambda one: one.metrics.get("launch__registers_per_thread")),
+    Column("limited by", _occupancy_limit, left=True),
+    Column("registers per thread", lambda one: one.metrics.get("launch__registers_per_thread")),
     Column("occupancy, theoretical", "warps_percent_limit", percent),
     Column("achieved", "warps_percent", percent),
     Column("wavefronts of shared memory, 10⁶", "shared_wavefronts", lambda count: number(count / 1e6)),
     Column("bank conflicts", "conflict_percent", percent),
-    Column("sectors a load", "load_sectors"),
+    Column("sectors per load", "load_sectors"),
 )
 """Warps that could reside and did, and how threads went to memory, in one launch of each stage."""
 
@@ -687,7 +672,7 @@ def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | Non
             left=True,
         ),
         Column(
-            "where its warps were",
+            "warp states",
             lambda item: _states({state: 100 * count / item[2].total for state, count in item[2].samples.items()}),
             left=True,
         ),
@@ -715,13 +700,19 @@ def untimed(rows: Iterable[Measurement]) -> str:
     return table(UNTIMED, counts.items()) if counts else ""
 
 
+def _smem_bytes(cubin: CubinFields) -> int:
+    return cubin.dynamic_smem_bytes + cubin.static_smem_bytes
+
+
 RESOURCES = (
     stage(lambda item: item[0]),
-    Column("registers a thread", lambda item: item[1].registers),
+    Column("registers per thread", lambda item: item[1].registers),
     Column("spilled bytes, stored / loaded", lambda item: f"{item[1].spill_store_bytes} / {item[1].spill_load_bytes}"),
-    Column("threads a block", lambda item: item[1].threads),
-    Column("shared memory a block, B", lambda item: item[1].dynamic_smem_bytes + item[1].static_smem_bytes, thousands),
-    Column("blocks an SM", lambda item: item[1].blocks_per_sm),
+    Column("threads per block", lambda item: item[1].threads),
+    Column(
+        "shared memory per block, B", lambda item: item[1].dynamic_smem_bytes + item[1].static_smem_bytes, thousands
+    ),
+    Column("blocks per SM", lambda item: item[1].blocks_per_sm),
 )
 
 
@@ -888,7 +879,7 @@ def placement(shown: Results) -> str:
             ]
         lines.append(line)
     sides = ("fastest stage", "TFLOP/s", "of roof", "fastest library", "TFLOP/s", "of roof")
-    return markdown((f"{first.dtype}, full", "operations a byte", "roof, TFLOP/s", *sides), lines)
+    return markdown((f"{first.dtype}, full", "operations per byte", "roof, TFLOP/s", *sides), lines)
 
 
 def best(row: Measurement | None) -> tuple[str | None, float | None]:
