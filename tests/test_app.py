@@ -728,7 +728,9 @@ def test_train_tells_what_each_model_became(run: Run, monkeypatch: pytest.Monkey
     assert asked == [(128, 7, "cuda:1")]
     assert "[0/7] loss 5.5" in table.err
     assert table.out.count("31") == trained.CONFIGS[128].layers
-    assert run("train", "--head-dim", "96").code == 2
+    refused = run("train", "--head-dim", "96")
+    assert refused.code == 1
+    assert "wanted one of 64, 128, got [96]" in refused.err
 
 
 @pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +20,9 @@ from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, Problem, matching
 from flashlab.core.problem import suite as suite_of
+
+if TYPE_CHECKING:
+    from flashlab.measure.tune import Tuned
 
 
 def bench(
@@ -57,28 +61,28 @@ def bench(
     from flashlab.record import store
 
     shapes = [Problem.parse(text, dtype=of_type, mask=of) for text in shape or () for of_type in DTYPES for of in MASKS]
-    every = matching(shapes or suite_of(suite), dtype=dtype, mask=mask)
+    suited = matching(shapes or suite_of(suite), dtype=dtype, mask=mask)
     kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
-    few = matching(every, head_dim=head_dim, q_len=length)
-    problems = [replace(one, inputs=kind) for one in few for kind in kinds]
+    chosen = matching(suited, head_dim=head_dim, q_len=length)
+    problems = [replace(problem, inputs=kind) for problem in chosen for kind in kinds]
     if not problems:
+        dims, lengths = ({getattr(problem, name) for problem in suited} for name in ("head_dim", "q_len"))
         raise ParameterError(
             f"wanted problems of that kind in {' '.join(shape) if shape else f'suite {suite}'}, found none. It has "
-            f"head dims {', '.join(map(str, sorted({one.head_dim for one in every})))} and lengths "
-            f"{', '.join(map(str, sorted({one.q_len for one in every})))}"
+            f"head dims {', '.join(map(str, sorted(dims)))} and lengths {', '.join(map(str, sorted(lengths)))}"
         )
     named = opt.stages_in(stages)
     if dead_ends:
         variants = (name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
         named = [*(named or ()), *variants]
-    changes: dict[str, Any] = {
+    plan = {
         "samples": samples,
         "cold_samples": cold,
         "sustained_seconds": sustained,
         "sustained_names": None if sustained_on is None else tuple(opt.names_in(sustained_on) or ()),
         "lse": lse,
     }
-    changes = {name: value for name, value in changes.items() if value is not None}
+    changes: dict[str, Any] = {name: value for name, value in plan.items() if value is not None}
     if sustained is not None:
         changes["sustained_shapes"] = None
     what: dict[str, Any] = {"stages": named, "peers": opt.names_in(peers), "sources": opt.sources(source)}
@@ -93,6 +97,13 @@ def bench(
     with following("measuring") as follow:
         options = module.Options(data=data, device=device, progress=follow, note=say)
         path = module.run(problems, **what, options=options)
+    _show_run(path, as_json)
+
+
+def _show_run(path: Path, as_json: bool) -> None:
+    """The rows of a run; an error where one has no time and might have one."""
+    from flashlab.record import store
+
     run = store.read_run(path)
     rows = (*run.measurements, *run.with_lse)
     answer([store.flat(row) for row in rows], RUN_COLUMNS, as_json=as_json, title=f"{path.stem}, burst, hot L2")
@@ -132,13 +143,10 @@ def tune(
 
     if (stage is None) == (plan is None):
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
-    done: list[Any] = []
+    options = Options(data=data, device=device, note=say)
+    tunings: list[module.Tuned] = []
     if plan is not None:
-        tasks = [
-            task
-            for task in module.read_plan(plan)
-            if (not head_dim or task.key.problem.head_dim in head_dim) and mask in (None, task.key.problem.mask)
-        ]
+        tasks = [task for task in module.read_plan(plan) if matching([task.key.problem], head_dim=head_dim, mask=mask)]
         if dry_run:
             for task in tasks:
                 beside = f", beside {', '.join(task.peers)}" if task.peers else ""
@@ -146,33 +154,30 @@ def tune(
             say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
             return
         with following("tuning") as follow:
-            options = Options(data=data, device=device, progress=follow, note=say)
-            done += module.tune_all(tasks, announce=say, options=options)
+            tunings = module.tune_all(tasks, announce=say, options=replace(options, progress=follow))
     elif stage is not None:
         entry = registry.get(stage)
         how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each, "limit": limit}
-        where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs), "announce": say}
-        where["options"] = Options(data=data, device=device, note=say)
-        for dim in head_dim or entry.head_dims:
-            for of in (mask,) if mask else MASKS:
-                if dry_run:
-                    say(f"{stage} D{dim} {of} {dtype}: {len(module.variants_of(entry, dim, **how))} variants")
-                else:
-                    done.append(module.tune(stage, head_dim=dim, mask=of, dtype=dtype, **how, **where))
+        where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs), "announce": say, "options": options}
+        for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
+            if dry_run:
+                say(f"{stage} D{dim} {of} {dtype}: {len(module.variants_of(entry, dim, **how))} variants")
+            else:
+                tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=dtype, **how, **where))
     if not dry_run:
-        _show_tuned(done, as_json)
+        _show_tuned(tunings, as_json)
 
 
-def _show_tuned(done: Sequence[Any], as_json: bool) -> None:
+def _show_tuned(tunings: Sequence[Tuned], as_json: bool) -> None:
     """What the last round of each tuning gave."""
     from flashlab.record import store
     from flashlab.show import tuning as module
 
     lines = [
-        (trial, one.rounds[-1])
-        for one in done
-        for trial in module.trials(store.read_tunings(one.rounds[-1])[0])
-        if trial.key.stage == one.stage and trial.key.problem in one.problems
+        (trial, tuning.rounds[-1])
+        for tuning in tunings
+        for trial in module.trials(store.read_tunings(tuning.rounds[-1])[0])
+        if trial.key.stage == tuning.stage and trial.key.problem in tuning.problems
     ]
     lines.sort(key=lambda line: (line[0].key, line[0].median_us or float("inf")))
     columns = {"stage": "key.stage", "problem": "key.problem.label", "variant": "parameters", "median_us": "median_us"}
@@ -182,10 +187,11 @@ def _show_tuned(done: Sequence[Any], as_json: bool) -> None:
         as_json=as_json,
         document=[{**asdict(trial), "path": path} for trial, path in lines],
     )
-    for one in () if as_json else done:
+    for tuning in () if as_json else tunings:
         say(
-            f"{one.stage} {', '.join(problem.label for problem in one.problems)}: {one.refused} variants refused, "
-            f"{one.twins} left out as twins, {len(one.rounds)} rounds, the last in {one.rounds[-1]}"
+            f"{tuning.stage} {', '.join(problem.label for problem in tuning.problems)}: {tuning.refused} variants "
+            f"refused, {tuning.twins} with another's machine code, {len(tuning.rounds)} rounds, the last in "
+            f"{tuning.rounds[-1]}"
         )
 
 
@@ -208,22 +214,21 @@ def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = Fal
             f"{', '.join(known) or 'none yet'}. `flashlab tune` on a machine with an NVIDIA GPU makes some."
         )
     path = module.write_table(gpu, data)
-    held = module.held_against(gpu, data=data)
     rows = [
         {
-            **one.problem.flat(),
-            **explain.flat(one.choice),
-            "run": one.run or None,
-            "measured_us": one.time_us,
-            "sdpa_us": one.peer_us,
-            "ratio": one.ratio,
-            "small_grids": one.small_grids,
+            **held.problem.flat(),
+            **explain.flat(held.choice),
+            "run": held.run or None,
+            "measured_us": held.time_us,
+            "sdpa_us": held.peer_us,
+            "ratio": held.ratio,
+            "small_grids": held.small_grids,
         }
-        for one in held
+        for held in module.held_against(gpu, data=data)
     ]
     answer(rows, ("problem", "stage", "parameters", "measured_us", "sdpa_us", "ratio", "run"), as_json=as_json)
-    slower = [one.problem.label for one in held if one.ratio is not None and one.ratio < 1]
-    say(f"{len(slower)} of {len(held)} slower than SDPA{': ' if slower else ''}{', '.join(slower)}")
+    slower = [row["problem"] for row in rows if row["ratio"] is not None and row["ratio"] < 1]
+    say(f"{len(slower)} of {len(rows)} slower than SDPA{': ' if slower else ''}{', '.join(slower)}")
     say(f"Written to {path}")
 
 
@@ -251,32 +256,27 @@ def profile(
             missed.append(line)
 
     path, profiles = module.profile(stage_ids or None, problem, data=data, device=device, say=note)
-    counters = (
-        "stage",
-        "tensor_percent",
-        "issue_percent",
-        "warps_percent",
-        "dram_bytes",
-        "l2_bytes",
-        "conflict_percent",
-    )
+    counters = ("tensor_percent", "issue_percent", "warps_percent", "dram_bytes", "l2_bytes", "conflict_percent")
     answer(
         profiles,
-        {name: name for name in counters}
-        | {"warps": lambda one: ", ".join(f"{state} {share:.0f} %" for state, share in [*one.states.items()][:3])},
+        {name: name for name in ("stage", *counters)}
+        | {"warps": lambda row: ", ".join(f"{state} {share:.0f} %" for state, share in [*row.states.items()][:3])},
         as_json=as_json,
         title=f"{problem.label} on {profiles[0].gpu}",
     )
-    hot = [(one, line) for one in profiles for line in one.lines[:lines]]
-    if hot and not as_json:
-        columns = {
-            "stage": lambda at: at[0].stage,
-            "line": lambda at: f"{at[1].file}:{at[1].line}",
-            "samples %": lambda at: 100 * at[1].total / sum(at[0].samples.values()),
-            "most": lambda at: next(iter(at[1].samples)),
-            "source": lambda at: at[1].text,
+    hot = [
+        {
+            "stage": kernel.stage,
+            "line": f"{line.file}:{line.line}",
+            "samples %": 100 * line.total / sum(kernel.samples.values()),
+            "most": next(iter(line.samples)),
+            "source": line.text,
         }
-        answer(hot, columns)
+        for kernel in profiles
+        for line in kernel.lines[:lines]
+    ]
+    if hot and not as_json:
+        answer(hot, tuple(hot[0]))
     say(f"Recorded in {path}")
     if missed:
         raise typer.Exit(1)
@@ -284,7 +284,7 @@ def profile(
 
 def train(
     *,
-    head_dim: Annotated[Literal["64", "128", "both"], typer.Option(help="Of which model.")] = "both",
+    head_dim: opt.HeadDims = None,
     steps: Annotated[int | None, typer.Option(help="In place of the model's own number of them.", min=1)] = None,
     device: opt.Device = 0,
     as_json: opt.Json = False,
@@ -295,19 +295,21 @@ def train(
     """
     from flashlab.measure import trained as module
 
+    configs = [config for config in module.CONFIGS.values() if not head_dim or config.head_dim in head_dim]
+    if not configs:
+        raise ParameterError(f"head dim: wanted one of {', '.join(map(str, module.CONFIGS))}, got {head_dim}")
     with following("training") as follow:
         models = [
             module.train(replace(config, steps=steps or config.steps), device=f"cuda:{device}", follow=follow)
-            for config in module.CONFIGS.values()
-            if head_dim in (str(config.head_dim), "both")
+            for config in configs
         ]
     columns = ("head_dim", "digest", "loss", "held_out_loss", "steps", "seconds")
     answer(models, columns, as_json=as_json, title="losses in nats a byte")
     if not as_json:
         layers = [
-            {"head_dim": one["head_dim"], "layer": index, **layer}
-            for one in models
-            for index, layer in enumerate(one["layers"])
+            {"head_dim": model["head_dim"], "layer": index, **layer}
+            for model in models
+            for index, layer in enumerate(model["layers"])
         ]
         answer(layers, tuple(layers[0]), title="scores as causal attention sees them")
 
