@@ -256,7 +256,7 @@ def test_a_file_without_the_kernel_says_what_it_has(tmp_path: Path) -> None:
 
 def test_no_compiler_names_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(MissingPackageError, match=r"C\+\+20 compiler .* found none on PATH. Install one: ") as caught:
+    with pytest.raises(MissingPackageError, match=r"C\+\+20 compiler .* got none on PATH. Install one: ") as caught:
         build_file(STAGES["00_naive"].source, entry="attention_00_naive")
     assert emulator.install_command() in str(caught.value)
 

@@ -135,7 +135,7 @@ def _tools() -> Mapping[str, _Tool]:
 
 
 def _read_gnu(text: str) -> list[tuple[Frame, ...]]:
-    """An address, then a function and its location by turns."""
+    """An address, then functions, each followed by its location."""
     by_address: list[list[Frame]] = []
     lines = iter(text.splitlines())
     for line in lines:

@@ -264,7 +264,7 @@ def _make_recipe(
         parameters=parameters,
         grid=grid_for(problem, shape, resident),
         params=params_for(planned, views),
-        encoders={name: _encoder(one, planned.device) for name, one in tile_maps(planned, shape, views).items()},
+        encoders={name: _encoder(each, planned.device) for name, each in tile_maps(planned, shape, views).items()},
         sources=sources,
     )
 
@@ -303,7 +303,7 @@ def prepare(
 
     Calling what this returns enqueues the kernel once and returns at once; it reads and writes the same memory at each
     call, on the stream that was fixed here. The device's context must be current, as torch and CuPy keep it for their
-    current device. Two threads may call two of them at once, and one of them in turn.
+    current device. Two threads may call two of them at once, and one of them one after the other.
 
     Args:
         q, k, v, causal, scale, stage, out, return_lse, stream, params: as `attention` takes them, on a GPU.
@@ -321,15 +321,9 @@ def prepare(
         What `attention` raises.
     """
     gpu.require()
-    library = arrays.library_of(q)
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
-    explicit = None if stream is None else arrays.stream_handle(stream)
-    # Only torch and CuPy have a current stream, which depends on the device; any other library's arrays are ordered
-    # before the default stream.
-    q_view = arrays.on_device(q, "q", 0 if explicit is None and library == "other" else explicit)
-    handle = arrays.current_stream(library, q_view.device) if explicit is None else explicit
-    inputs = {"q": q_view, "k": arrays.on_device(k, "k", handle), "v": arrays.on_device(v, "v", handle)}
-    target = None if out is None else arrays.on_device(out, "out", handle)
+    inputs, target, handle = _on_device(q, k, v, out, stream)
+    q_view = inputs["q"]
     recipe = _recipe(
         inputs,
         target,
@@ -370,6 +364,20 @@ def prepare(
         keep=(*views.values(), lse_view, work, stream),
         counted=counted,
     )
+
+
+def _on_device(
+    q: Any, k: Any, v: Any, out: Any | None, stream: Any | None
+) -> tuple[dict[str, DeviceArray], DeviceArray | None, int]:
+    """Views of the inputs and the output, and the stream that the call is enqueued on."""
+    library = arrays.library_of(q)
+    explicit = None if stream is None else arrays.stream_handle(stream)
+    # Only torch and CuPy have a current stream, which depends on the device; any other library's arrays are ordered
+    # before the default stream.
+    q_view = arrays.on_device(q, "q", 0 if explicit is None and library == "other" else explicit)
+    handle = arrays.current_stream(library, q_view.device) if explicit is None else explicit
+    inputs = {"q": q_view, "k": arrays.on_device(k, "k", handle), "v": arrays.on_device(v, "v", handle)}
+    return inputs, None if out is None else arrays.on_device(out, "out", handle), handle
 
 
 def _work_counters(like: Any, device: int, stream: int) -> tuple[Any, int]:
@@ -573,9 +581,10 @@ class _EmulatedCall:
         self._params = params_for(planned, views)
         self._arguments = [emulator.Structure(value=self._params, pointers=pointers)]
         if planned.stage.tensor_maps:
-            maps = maps_for({name: one.emulated() for name, one in tile_maps(planned, self.shape, views).items()})
+            maps = tile_maps(planned, self.shape, views)
+            value = maps_for({name: tensor_map.emulated() for name, tensor_map in maps.items()})
             addresses = {getattr(AttentionMaps, name).offset: self._places[name] for name in "QKVO"}
-            self._arguments.append(emulator.Structure(value=maps, pointers=addresses if planned.aligned else {}))
+            self._arguments.append(emulator.Structure(value=value, pointers=addresses if planned.aligned else {}))
         self._grid = grid_for(planned.problem, self.shape)
         self._runner, self.passes = _runner(planned.stage), None
         if hasattr(self._runner, "EmulatedPasses"):
@@ -697,7 +706,7 @@ def attention(
     """softmax(scale · Q Kᵀ) V where the arrays are.
 
     On a GPU: enqueued on the caller's stream; no copies, no synchronisation. In host memory: the same kernel on the
-    CPU, done when this returns (`emulate` has more to ask and to tell).
+    CPU, done when this returns (`emulate` takes more options and returns a report).
 
     Args:
         q: (batch, q_heads, q_len, head_dim), float16 or bfloat16. On a CUDA GPU: a torch tensor, a CuPy array, or
@@ -709,7 +718,7 @@ def attention(
         v: as `k`.
         causal: query i sees key j when j - i ≤ kv_len - q_len (aligned bottom right). A query that sees none gets 0.
         scale: finite; 1/sqrt(head_dim) where None.
-        stage: a stage's id. None: on a GPU the one that was fastest on the nearest problem on record (tuned.py;
+        stage: a stage's id. None: on a GPU the one that was fastest on the nearest problem on record (choice.py;
             `flashlab explain` says which and why), on a CPU the last rung of the ladder.
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key, NaN

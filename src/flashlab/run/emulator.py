@@ -117,17 +117,17 @@ def cxx() -> Cxx:
 def _find_cxx(path: str) -> Cxx:
     refused: list[str] = []
     for name in _COMPILERS:
-        found = shutil.which(name, path=path)
-        if found is None:
+        program = shutil.which(name, path=path)
+        if program is None:
             continue
-        known = _ask(found)
+        known = _ask(program)
         if known is None:
-            refused.append(f"{found}, which does not run")
+            refused.append(f"{program}, which does not run")
         elif known.version < _OLDEST[known.family]:
-            refused.append(f"{found}, {known.family} {known.version}")
+            refused.append(f"{program}, {known.family} {known.version}")
         else:
             return known
-    got = f"got {' and '.join(refused)}" if refused else "found none on PATH"
+    got = f"got {' and '.join(refused)}" if refused else "got none on PATH"
     raise MissingPackageError(
         f"wanted a C++20 compiler to run kernels on the CPU, g++ {_OLDEST['g++']} or clang++ {_OLDEST['clang++']} or "
         f"newer, {got}. Install one: {install_command()}"
@@ -436,8 +436,8 @@ _INCLUSION = re.compile(r"^(?:In file included| +) from ([^\s:][^:\n]*):(\d+)", 
 
 
 def _first_error(log: str) -> str:
-    found = _ERROR.search(log)
-    return f": {found['text']}" if found else ""
+    error = _ERROR.search(log)
+    return f": {error['text']}" if error else ""
 
 
 def _refusal(request: _Request, log: str, command: str) -> CompileError:
@@ -446,14 +446,14 @@ def _refusal(request: _Request, log: str, command: str) -> CompileError:
     where = None
     text = errors[0]["text"] if errors else "it ended without a word"
     for index, error in enumerate(errors):
-        # From the end of the error before to the next: what includes, expands and instantiates it is told around it.
+        # From the end of the error before to the next: what includes, expands and instantiates it stands around it.
         begin = errors[index - 1].end() if index else 0
         end = errors[index + 1].start() if index + 1 < len(errors) else len(log)
-        told = [(error["file"], error["line"])]
-        told += _EXPANSION.findall(log[error.end() : end])
-        told += _INSTANTIATION.findall(log[begin:end])
-        told += _INCLUSION.findall(log[begin : error.start()])
-        own = [(file, line) for file, line in told if not _emulations(file)]
+        lines = [(error["file"], error["line"])]
+        lines += _EXPANSION.findall(log[error.end() : end])
+        lines += _INSTANTIATION.findall(log[begin:end])
+        lines += _INCLUSION.findall(log[begin : error.start()])
+        own = [(file, line) for file, line in lines if not _emulations(file)]
         if own:
             where, text = quote(own[0][0], int(own[0][1])), error["text"]
             break
@@ -677,20 +677,20 @@ class Finding:
         first, second = self.first, self.second
         if self.kind == "race" and first and second:
             verbs = [_PAST.get(actor.access, actor.access) for actor in (first, second)]
-            said = (
+            text = (
                 f"race {where}: {_who(first, second)} {verbs[0]} at {first.place}, {_who(second, first)} {verbs[1]} at "
                 f"{second.place}, with no barrier between"
             )
         else:
-            told = "; ".join(
+            accesses = "; ".join(
                 f"thread {actor.thread} {_PAST.get(actor.access, actor.access)} at {actor.place}"
                 for actor in (first, second)
                 if actor
             )
             title = {"uninitialised": "read of what was never written", "out of bounds": "access out of bounds"}
-            said = f"{title.get(self.kind, self.kind)} {where}: {told or 'somewhere'}"
+            text = f"{title.get(self.kind, self.kind)} {where}: {accesses or 'somewhere'}"
         times = f", {self.count} times" if self.count > 1 else ""
-        return f"{said} (block {self.block[0]}, {self.block[1]}, {self.block[2]}{times})"
+        return f"{text} (block {self.block[0]}, {self.block[1]}, {self.block[2]}{times})"
 
 
 _PAST = {
@@ -777,21 +777,22 @@ def _report(result: Mapping[str, Any], emulated: Emulated, printed: str) -> Repo
             }
         return tuple(map(located, value)) if isinstance(value, list) else value
 
-    said = located(result)
+    facts = located(result)
 
     def actor(side: Mapping[str, Any] | None) -> Actor | None:
         return None if side is None else Actor(**side)
 
     return Report(
-        status=said["status"],
-        message=said["message"],
-        seconds=said["seconds"],
-        where=said["where"]["place"] if said.get("where") else None,
+        status=facts["status"],
+        message=facts["message"],
+        seconds=facts["seconds"],
+        where=facts["where"]["place"] if facts.get("where") else None,
         findings=tuple(
-            Finding(**{**one, "first": actor(one["first"]), "second": actor(one["second"])}) for one in said["findings"]
+            Finding(**{**finding, "first": actor(finding["first"]), "second": actor(finding["second"])})
+            for finding in facts["findings"]
         ),
-        counters=tuple(Counter(**one) for one in said["counters"]),
-        waiting=tuple(Waiting(**one) for one in said["waiting"]),
+        counters=tuple(Counter(**counter) for counter in facts["counters"]),
+        waiting=tuple(Waiting(**group) for group in facts["waiting"]),
         printed=printed,
     )
 
@@ -869,43 +870,23 @@ def launch(
             were.
         KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
     """
+    if block is None and emulated.launch_shape is None:
+        raise ParameterError(f"block: wanted the number of threads: {emulated.name} defines no launch_shape")
+    numbers = {"smem": smem_bytes, "threads": threads, "blocks": blocks}
     lines = [
         f"grid {_dim3(grid, 'grid')}",
         f"cluster {_dim3(cluster, 'cluster')}",
         f"schedule {schedule_item(schedule)}",
+        *([] if block is None else [f"block {_dim3(block, 'block')}"]),
+        *(f"{name} {number}" for name, number in numbers.items() if number is not None),
+        f"detect {int(detect)}",
     ]
-    if block is not None:
-        lines.append(f"block {_dim3(block, 'block')}")
-    elif emulated.launch_shape is None:
-        raise ParameterError(f"block: wanted the number of threads: {emulated.name} defines no launch_shape")
-    if smem_bytes is not None:
-        lines.append(f"smem {smem_bytes}")
-    if threads is not None:
-        lines.append(f"threads {threads}")
-    if blocks is not None:
-        lines.append(f"blocks {blocks}")
-    lines.append(f"detect {int(detect)}")
-
-    sizes = emulated.argument_sizes
-    if len(arguments) != len(sizes):
-        raise ParameterError(f"arguments: {emulated.entry} takes {len(sizes)}, got {len(arguments)}")
     memory = Memory()
-    pointers: list[str] = []
-    for index, (value, size) in enumerate(zip(arguments, sizes, strict=True)):
-        if hasattr(value, "ctypes") and hasattr(value, "strides"):  # a NumPy array
-            value = Pointer(array=value)
-        if isinstance(value, Pointer):
-            value = Structure(value=ctypes.c_void_p(), pointers={0: value})  # type: ignore[arg-type]
-        if isinstance(value, Structure):
-            for byte, pointer in value.pointers.items():
-                pointers.append(f"pointer {index} {byte} {memory.place(pointer, f'argument_{index}')}")
-            value = value.value
-        lines.append(f"argument {_argument_bytes(value, size, index).hex()}")
-
+    lines += _argument_lines(emulated, arguments, memory)
     with tempfile.TemporaryDirectory(prefix="flashlab-") as folder, mapped(memory.bytes) as (path, mapping):
         memory.fill(mapping)
         result_path = Path(folder) / "result.json"
-        request = [f"result {result_path}", f"memory {path} {memory.bytes}", *lines, *pointers, *memory.regions, "run"]
+        request = [f"result {result_path}", f"memory {path} {memory.bytes}", *lines, *memory.regions, "run"]
         code, printed, errors = run_worker([str(emulated.executable)], "\n".join(request) + "\n", timeout_s, cancel)
         try:
             result = json.loads(result_path.read_text(encoding="utf-8"))
@@ -920,6 +901,26 @@ def launch(
             raise _trouble(result, report, emulated, timeout_s)
         memory.take_back(mapping)
         return report
+
+
+def _argument_lines(emulated: Emulated, arguments: Sequence[Any], memory: Memory) -> list[str]:
+    """The kernel's arguments as the worker reads them; arrays get their places in the memory."""
+    sizes = emulated.argument_sizes
+    if len(arguments) != len(sizes):
+        raise ParameterError(f"arguments: {emulated.entry} takes {len(sizes)}, got {len(arguments)}")
+    values: list[str] = []
+    pointers: list[str] = []
+    for index, (value, size) in enumerate(zip(arguments, sizes, strict=True)):
+        if hasattr(value, "ctypes") and hasattr(value, "strides"):  # a NumPy array
+            value = Pointer(array=value)
+        if isinstance(value, Pointer):
+            value = Structure(value=ctypes.c_void_p(), pointers={0: value})  # type: ignore[arg-type]
+        if isinstance(value, Structure):
+            for byte, pointer in value.pointers.items():
+                pointers.append(f"pointer {index} {byte} {memory.place(pointer, f'argument_{index}')}")
+            value = value.value
+        values.append(f"argument {_argument_bytes(value, size, index).hex()}")
+    return values + pointers
 
 
 def schedule_item(schedule: str) -> str:
@@ -937,10 +938,10 @@ def schedule_item(schedule: str) -> str:
 
 
 def _dim3(sizes: Sequence[int], name: str) -> str:
-    found = tuple(sizes) if not isinstance(sizes, int) else (sizes,)
-    if not 1 <= len(found) <= 3 or any(not isinstance(n, SupportsIndex) or n.__index__() < 1 for n in found):
+    numbers = tuple(sizes) if not isinstance(sizes, int) else (sizes,)
+    if not 1 <= len(numbers) <= 3 or any(not isinstance(n, SupportsIndex) or n.__index__() < 1 for n in numbers):
         raise ParameterError(f"{name}: wanted one to three positive integers, got {sizes!r}")
-    return " ".join(str(int(n)) for n in (*found, 1, 1)[:3])
+    return " ".join(str(int(n)) for n in (*numbers, 1, 1)[:3])
 
 
 @contextlib.contextmanager

@@ -239,8 +239,8 @@ def arch_and_slug(index: int | None, arch: str | None = None, slug: str | None =
         As `info`.
     """
     if arch is None or slug is None:
-        found = info(index)
-        arch, slug = arch or found.arch, slug or found.slug
+        device = info(index)
+        arch, slug = arch or device.arch, slug or device.slug
     return arch, slug
 
 
@@ -266,7 +266,7 @@ def context(device: int) -> Iterator[None]:
 
 
 def synchronize(device: int) -> None:
-    """Wait for all work on a device.
+    """Wait for everything that runs on a device.
 
     Raises:
         LaunchError: a kernel launched earlier failed.
@@ -338,7 +338,7 @@ def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Functio
 class Zeroed:
     """Device memory of one's own, 0 to whatever runs on `stream` after this.
 
-    Freed when collected, which waits until all work on the device is done.
+    Freed when collected, which waits until everything on the device is done.
     """
 
     __slots__ = ("_device", "_size_bytes", "pointer")
@@ -350,17 +350,17 @@ class Zeroed:
             call("cuMemsetD8Async", self.pointer, 0, size_bytes, _bindings().CUstream(stream))
 
     def read(self) -> bytearray:
-        """What is in it when all work on the device is done."""
+        """What is in it when everything on the device is done."""
         synchronize(self._device)
-        found = bytearray(self._size_bytes)
+        content = bytearray(self._size_bytes)
         with context(self._device):
             call(
                 "cuMemcpyDtoH",
-                ctypes.addressof(ctypes.c_char.from_buffer(found)),
+                ctypes.addressof(ctypes.c_char.from_buffer(content)),
                 self.pointer,
                 self._size_bytes,
             )
-        return found
+        return content
 
     def __del__(self) -> None:
         # At exit, or after a kernel broke the context, the driver frees it; there is nobody to tell.

@@ -219,7 +219,7 @@ def default_cases(able: Mapping[str, Stage]) -> list[Case]:
 def default_cases_on_cpu(able: Mapping[str, Stage]) -> list[Case]:
     """What a CPU goes through.
 
-    A hostile length goes through the first layout under the first schedule, and through another of them, by turns,
+    A hostile length goes through the first layout under the first schedule, and through each of the others in turn,
     under the second; a long one goes through the first alone. So does a hostile kind of inputs, for which the masks
     share layouts and schedules, and head dims take turns.
     """

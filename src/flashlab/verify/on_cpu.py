@@ -162,7 +162,7 @@ def check_on_cpu(
         emulator.schedule_item(schedule)
     by_name = implementations(stage_ids, sources)
     chosen = chosen_cases(
-        {name: one.stage for name, one in by_name.items()},
+        {name: implementation.stage for name, implementation in by_name.items()},
         lengths=lengths,
         dtypes=dtypes,
         masks=masks,
