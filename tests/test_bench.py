@@ -466,8 +466,17 @@ def test_a_library_gets_its_own_layout_and_says_what_it_wrote(monkeypatch: pytes
 
         return attend
 
-    made = peers.Peer(name="made", title="made", how="", packages=(), build=build, layout="bshd", writes_lse=True)
-    monkeypatch.setattr(peers, "PEERS", {"made": made, "again": replace(made, name="again")})
+    class Made(peers.Peer):
+        title, how, layout, writes_lse = "made", "", "bshd", True
+        packages = ()
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def build(self, problem: Problem) -> Any:
+            return build(problem)
+
+    monkeypatch.setattr(peers, "PEERS", {name: Made(name) for name in ("made", "again")})
     monkeypatch.setattr(gpu, "synchronize", lambda device: None)
     monkeypatch.setattr(gpu, "memory_free_bytes", lambda device: 0)
     worker = BenchWorker(_job(), lambda message: None)

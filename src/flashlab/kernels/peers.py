@@ -14,6 +14,7 @@ import importlib
 import importlib.util
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -39,21 +40,15 @@ class WhyNot:
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Peer:
-    """A library's attention."""
+class Peer(ABC):
+    """A library's attention: a subclass, and its place in `PEERS`."""
 
     name: str
     title: str
     how: str
     """The call, for people."""
-    packages: tuple[tuple[str, str], ...]
+    packages: tuple[tuple[str, str], ...] = (("torch", "flashlab[gpu]"),)
     """(module, what to `pip install` for it)."""
-    build: Callable[[Problem], Attention]
-    """Makes the callable for one problem. May compile, then or at its first call; imports what it needs. One that
-    chooses among several ways says which in its attribute `choice`."""
-    limits: Callable[[Problem], str | None] = lambda problem: None
-    """Why this problem is beyond it, from the problem alone; None when it is not."""
     min_capability: tuple[int, int] = (7, 5)
     max_capability: tuple[int, int] | None = None
     needs_memory: bool = False
@@ -68,9 +63,22 @@ class Peer:
     wheel: str = ""
     """A third party's build that it is called from, which lacks element types that the library's source has."""
 
+    @abstractmethod
+    def build(self, problem: Problem) -> Attention:
+        """The callable for one problem. May compile, then or at its first call; imports what it needs.
+
+        One that chooses among several ways says which in its attribute `choice`.
+        """
+
+    def limits(self, problem: Problem) -> str | None:
+        """Why this problem is beyond it, from the problem alone; None when it is not."""
+        if problem.causal and problem.q_len > problem.kv_len:
+            return "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask"
+        return None
+
     def wrote_lse(self, choice: str = "") -> bool | None:
         """Whether what was timed wrote a log-sum-exp, given what it chose; None where that is not known."""
-        return _BACKENDS_WRITE_LSE.get(choice) if self.writes_lse is None else self.writes_lse
+        return self.writes_lse
 
     def why_not(
         self, problem: Problem, *, compute_capability: tuple[int, int] | None = None, free_bytes: int | None = None
@@ -109,16 +117,6 @@ class Peer:
         return None
 
 
-_BACKENDS_WRITE_LSE: Mapping[str, bool] = {
-    "CUDNN_ATTENTION": False,
-    "FLASH_ATTENTION": True,
-    "EFFICIENT_ATTENTION": False,
-    "MATH": False,
-}
-"""torch's backends where no gradient is wanted (aten/src/ATen/native/transformers/attention.cpp): cuDNN and the
-memory-efficient kernel are told `compute_logsumexp` false, flash has no such switch and allocates it always."""
-
-
 def in_layout(layout: Layout, *tensors: Any) -> tuple[Any, ...]:
     """Contiguous torch tensors (batch, heads, length, head_dim) as a peer of that layout takes them.
 
@@ -154,95 +152,217 @@ def _bottom_right_mask(problem: Problem) -> Any:
     return ones.tril(problem.kv_len - problem.q_len)
 
 
-def _square_causal(problem: Problem) -> str | None:
-    if problem.causal and problem.q_len != problem.kv_len:
-        return "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len"
-    return None
+# --- torch ------------------------------------------------------------------------------------------------------------
 
 
-def _no_blind_rows(problem: Problem) -> str | None:
-    if problem.causal and problem.q_len > problem.kv_len:
-        return "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask"
-    return None
+_BACKENDS_WRITE_LSE: Mapping[str, bool] = {
+    "CUDNN_ATTENTION": False,
+    "FLASH_ATTENTION": True,
+    "EFFICIENT_ATTENTION": False,
+    "MATH": False,
+}
+"""torch's backends where no gradient is wanted (aten/src/ATen/native/transformers/attention.cpp): cuDNN and the
+memory-efficient kernel are called with `compute_logsumexp` false, flash has no such switch and allocates it always."""
 
 
-def _sdpa(backend: str | None) -> Callable[[Problem], Attention]:
-    def build(problem: Problem) -> Attention:
-        torch = importlib.import_module("torch")
-        attend = torch.nn.functional.scaled_dot_product_attention
-        square = problem.q_len == problem.kv_len
-        mask = _bottom_right_mask(problem) if problem.causal and not square else None
-        is_causal = problem.causal and square
-        grouped = problem.q_heads != problem.kv_heads
-        what = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": grouped}
-        if backend is None:
-            return _DefaultSdpa(what)
-        kernel = importlib.import_module("torch.nn.attention")
-        choice = getattr(kernel.SDPBackend, backend)
+class Sdpa(Peer):
+    """torch's SDPA with its own choice of a backend."""
 
-        def chosen(q: Any, k: Any, v: Any) -> Any:
-            with kernel.sdpa_kernel(choice):
-                return attend(q, k, v, **what)
+    name = "sdpa"
+    title = "PyTorch SDPA (its own choice)"
+    how = "torch.nn.functional.scaled_dot_product_attention"
 
-        return chosen
+    def build(self, problem: Problem) -> Attention:
+        """See `Peer`."""
+        return _DefaultSdpa(_sdpa_arguments(problem))
 
-    return build
+    def wrote_lse(self, choice: str = "") -> bool | None:
+        """See `Peer`."""
+        return _BACKENDS_WRITE_LSE.get(choice)
+
+
+def _sdpa_arguments(problem: Problem) -> dict[str, Any]:
+    square = problem.q_len == problem.kv_len
+    return {
+        "attn_mask": _bottom_right_mask(problem) if problem.causal and not square else None,
+        "is_causal": problem.causal and square,
+        "enable_gqa": problem.q_heads != problem.kv_heads,
+    }
 
 
 class _DefaultSdpa:
     """torch's SDPA by its own choice of a backend, which its first call asks for."""
 
-    def __init__(self, what: Mapping[str, Any]) -> None:
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
         self._torch = importlib.import_module("torch")
-        self._what = what
+        self._arguments = arguments
         self.choice = ""
         """The backend's name; empty before the first call."""
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         if not self.choice:
             backends = importlib.import_module("torch.nn.attention").SDPBackend
-            self.choice = backends(self._torch._fused_sdp_choice(q, k, v, **self._what)).name
-        return self._torch.nn.functional.scaled_dot_product_attention(q, k, v, **self._what)
+            self.choice = backends(self._torch._fused_sdp_choice(q, k, v, **self._arguments)).name
+        return self._torch.nn.functional.scaled_dot_product_attention(q, k, v, **self._arguments)
 
 
-def _cublas_unfused(problem: Problem) -> Attention:
-    torch = importlib.import_module("torch")
-    mask = _bottom_right_mask(problem) if problem.causal else None
-    scale = problem.head_dim**-0.5
-    group = problem.q_heads // problem.kv_heads
+class _PinnedSdpa(Peer):
+    """torch's SDPA with one of its backends."""
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        if group > 1:
-            k = k.repeat_interleave(group, dim=1)
-            v = v.repeat_interleave(group, dim=1)
-        scores = torch.matmul(q * scale, k.transpose(-2, -1))
-        if mask is not None:
-            scores.masked_fill_(~mask, float("-inf"))
-        return torch.matmul(torch.softmax(scores, dim=-1), v)
+    backend: str
 
-    return attend
+    def __init__(self) -> None:
+        self.how = f"SDPBackend.{self.backend}"
+        self.writes_lse = _BACKENDS_WRITE_LSE[self.backend]
+
+    def build(self, problem: Problem) -> Attention:
+        """See `Peer`."""
+        attend = importlib.import_module("torch").nn.functional.scaled_dot_product_attention
+        kernel = importlib.import_module("torch.nn.attention")
+        backend, arguments = getattr(kernel.SDPBackend, self.backend), _sdpa_arguments(problem)
+
+        def pinned(q: Any, k: Any, v: Any) -> Any:
+            with kernel.sdpa_kernel(backend):
+                return attend(q, k, v, **arguments)
+
+        return pinned
 
 
-def _flex(problem: Problem) -> Attention:
-    torch = importlib.import_module("torch")
-    flex = importlib.import_module("torch.nn.attention.flex_attention")
-    # Every problem is a compilation of its own; past its limit of them dynamo would run the unfused fallback unasked.
-    torch._dynamo.reset()
-    compiled = torch.compile(flex.flex_attention, dynamic=False)
-    mask = None
-    if problem.causal:
-        shift = problem.kv_len - problem.q_len
+class SdpaCudnn(_PinnedSdpa):
+    """cuDNN through torch's SDPA."""
 
-        def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-            return query + shift >= key
+    name = "sdpa_cudnn"
+    title = "cuDNN (SDPA)"
+    backend = "CUDNN_ATTENTION"
+    min_capability = (8, 0)
 
-        mask = flex.create_block_mask(sees, None, None, problem.q_len, problem.kv_len, device="cuda")
-    grouped = problem.q_heads != problem.kv_heads
+    def limits(self, problem: Problem) -> str | None:
+        """See `Peer`."""
+        if problem.causal and problem.q_len != problem.kv_len:
+            return "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len"
+        return None
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        return compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
 
-    return attend
+class SdpaFlash(_PinnedSdpa):
+    """FlashAttention-2 as torch has it."""
+
+    name = "sdpa_flash"
+    title = "FlashAttention-2 (SDPA)"
+    backend = "FLASH_ATTENTION"
+    min_capability = (8, 0)
+
+    def limits(self, problem: Problem) -> str | None:
+        """See `Peer`."""
+        if problem.causal and problem.q_len != problem.kv_len:
+            return "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left"
+        return None
+
+
+class SdpaEfficient(_PinnedSdpa):
+    """torch's memory-efficient kernel."""
+
+    name = "sdpa_efficient"
+    title = "memory-efficient (SDPA)"
+    backend = "EFFICIENT_ATTENTION"
+
+    def limits(self, problem: Problem) -> str | None:
+        """See `Peer`."""
+        if problem.q_heads != problem.kv_heads:
+            return "torch's memory-efficient kernel takes no grouped-query heads"
+        return super().limits(problem)
+
+
+class SdpaMath(_PinnedSdpa):
+    """torch's unfused way."""
+
+    name = "sdpa_math"
+    title = "unfused (SDPA math)"
+    backend = "MATH"
+    needs_memory = True
+
+
+class CublasUnfused(Peer):
+    """Two GEMMs with a softmax between them."""
+
+    name = "cublas_unfused"
+    title = "cuBLAS, unfused"
+    how = "torch.matmul, softmax, torch.matmul"
+    writes_lse = False
+    needs_memory = True
+
+    def build(self, problem: Problem) -> Attention:
+        """See `Peer`."""
+        torch = importlib.import_module("torch")
+        mask = _bottom_right_mask(problem) if problem.causal else None
+        scale = problem.head_dim**-0.5
+        group = problem.q_heads // problem.kv_heads
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            if group > 1:
+                k = k.repeat_interleave(group, dim=1)
+                v = v.repeat_interleave(group, dim=1)
+            scores = torch.matmul(q * scale, k.transpose(-2, -1))
+            if mask is not None:
+                scores.masked_fill_(~mask, float("-inf"))
+            return torch.matmul(torch.softmax(scores, dim=-1), v)
+
+        return attend
+
+
+# --- compilers --------------------------------------------------------------------------------------------------------
+
+
+_TRITON = (*Peer.packages, ("triton", "flashlab[gpu]"))
+
+
+class Flex(Peer):
+    """torch's FlexAttention."""
+
+    name = "flex"
+    title = "FlexAttention"
+    how = "torch.compile(flex_attention, dynamic=False)"
+    packages = _TRITON
+    compile_s = 5.0
+    writes_lse = False  # its OUTPUT_LOGSUMEXP is torch.is_grad_enabled()
+    min_capability = (8, 0)
+
+    def build(self, problem: Problem) -> Attention:
+        """See `Peer`."""
+        torch = importlib.import_module("torch")
+        flex = importlib.import_module("torch.nn.attention.flex_attention")
+        # Every problem is a compilation of its own; past its limit of them dynamo would run the unfused fallback.
+        torch._dynamo.reset()
+        compiled = torch.compile(flex.flex_attention, dynamic=False)
+        mask = None
+        if problem.causal:
+            shift = problem.kv_len - problem.q_len
+
+            def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+                return query + shift >= key
+
+            mask = flex.create_block_mask(sees, None, None, problem.q_len, problem.kv_len, device="cuda")
+        grouped = problem.q_heads != problem.kv_heads
+
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            return compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+
+        return attend
+
+
+class TritonFA2(Peer):
+    """FlashAttention-2's algorithm in Triton, with sizes that its autotuner finds."""
+
+    name = "triton_fa2"
+    title = "FlashAttention-2 in plain Triton"
+    how = "kernels/peers/triton_fa2.py, by triton.autotune"
+    packages = _TRITON
+    compile_s = 5.0
+    writes_lse = False
+    min_capability = (8, 0)
+
+    def build(self, problem: Problem) -> Attention:
+        """See `Peer`."""
+        return _TritonFA2(problem)
 
 
 class _TritonFA2:
@@ -293,11 +413,23 @@ def _triton_fa2_module() -> Any:
     return module
 
 
-def _flash_attention(module: str) -> Callable[[Problem], Attention]:
-    """FlashAttention-3 or -4; the latter compiles at its first call of a head dim, type and mask: some seconds."""
+# --- flash-attention --------------------------------------------------------------------------------------------------
 
-    def build(problem: Problem) -> Attention:
-        interface = importlib.import_module(module)
+
+class _FlashAttention(Peer):
+    """One of flash-attention's own packages."""
+
+    module: str
+    distribution: str
+    layout = "bshd"
+
+    def __init__(self) -> None:
+        self.how = f"{self.module}.flash_attn_func"
+        self.packages = (*Peer.packages, (self.module, self.distribution))
+
+    def build(self, problem: Problem) -> Attention:
+        """See `Peer`."""
+        interface = importlib.import_module(self.module)
 
         def attend(q: Any, k: Any, v: Any) -> Any:
             out = interface.flash_attn_func(q, k, v, causal=problem.causal)
@@ -305,137 +437,57 @@ def _flash_attention(module: str) -> Callable[[Problem], Attention]:
 
         return attend
 
-    return build
+
+class FlashAttention3(_FlashAttention):
+    """FlashAttention-3, by the wheel of a third party."""
+
+    name = "fa3"
+    title = "FlashAttention-3"
+    module = "fa3_fwd_interface"
+    distribution = wheel = "fa3-fwd"
+    writes_lse = True  # allocates and fills one in every call
+    min_capability = max_capability = (9, 0)
+
+    def limits(self, problem: Problem) -> str | None:
+        """See `Peer`."""
+        if problem.dtype != "bfloat16":
+            return f"the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16"
+        return None
 
 
-def _fa3_limits(problem: Problem) -> str | None:
-    if problem.dtype != "bfloat16":
-        return f"the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16"
-    return None
+class FlashAttention4(_FlashAttention):
+    """FlashAttention-4; it compiles at its first call of a head dim, type and mask: some seconds."""
 
+    name = "fa4"
+    title = "FlashAttention-4 (CuTe DSL)"
+    module = "flash_attn.cute"
+    distribution = "flash-attn-4"
+    compile_s = 5.0
+    writes_lse = False  # allocates one where a gradient or return_lse is wanted
+    min_capability = (8, 0)
 
-def _flash_limits(problem: Problem) -> str | None:
-    if problem.causal and problem.q_len != problem.kv_len:
-        return "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left"
-    return None
+    def limits(self, problem: Problem) -> str | None:
+        """See `Peer`."""
+        return None
 
-
-def _efficient_limits(problem: Problem) -> str | None:
-    if problem.q_heads != problem.kv_heads:
-        return "torch's memory-efficient kernel takes no grouped-query heads"
-    return _no_blind_rows(problem)
-
-
-_TORCH = (("torch", "flashlab[gpu]"),)
 
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer(
-            name="sdpa",
-            title="PyTorch SDPA (its own choice)",
-            how="torch.nn.functional.scaled_dot_product_attention",
-            packages=_TORCH,
-            build=_sdpa(None),
-            limits=_no_blind_rows,
-        ),
-        Peer(
-            name="sdpa_cudnn",
-            title="cuDNN (SDPA)",
-            how="SDPBackend.CUDNN_ATTENTION",
-            packages=_TORCH,
-            build=_sdpa("CUDNN_ATTENTION"),
-            writes_lse=_BACKENDS_WRITE_LSE["CUDNN_ATTENTION"],
-            limits=_square_causal,
-            min_capability=(8, 0),
-        ),
-        Peer(
-            name="sdpa_flash",
-            title="FlashAttention-2 (SDPA)",
-            how="SDPBackend.FLASH_ATTENTION",
-            packages=_TORCH,
-            build=_sdpa("FLASH_ATTENTION"),
-            writes_lse=_BACKENDS_WRITE_LSE["FLASH_ATTENTION"],
-            limits=_flash_limits,
-            min_capability=(8, 0),
-        ),
-        Peer(
-            name="sdpa_efficient",
-            title="memory-efficient (SDPA)",
-            how="SDPBackend.EFFICIENT_ATTENTION",
-            packages=_TORCH,
-            build=_sdpa("EFFICIENT_ATTENTION"),
-            writes_lse=_BACKENDS_WRITE_LSE["EFFICIENT_ATTENTION"],
-            limits=_efficient_limits,
-        ),
-        Peer(
-            name="sdpa_math",
-            title="unfused (SDPA math)",
-            how="SDPBackend.MATH",
-            packages=_TORCH,
-            build=_sdpa("MATH"),
-            writes_lse=_BACKENDS_WRITE_LSE["MATH"],
-            limits=_no_blind_rows,
-            needs_memory=True,
-        ),
-        Peer(
-            name="cublas_unfused",
-            title="cuBLAS, unfused",
-            how="torch.matmul, softmax, torch.matmul",
-            packages=_TORCH,
-            build=_cublas_unfused,
-            writes_lse=False,
-            limits=_no_blind_rows,
-            needs_memory=True,
-        ),
-        Peer(
-            name="flex",
-            title="FlexAttention",
-            how="torch.compile(flex_attention, dynamic=False)",
-            packages=(*_TORCH, ("triton", "flashlab[gpu]")),
-            build=_flex,
-            compile_s=5.0,
-            writes_lse=False,  # its OUTPUT_LOGSUMEXP is torch.is_grad_enabled()
-            limits=_no_blind_rows,
-            min_capability=(8, 0),
-        ),
-        Peer(
-            name="triton_fa2",
-            title="FlashAttention-2 in plain Triton",
-            how="kernels/peers/triton_fa2.py, by triton.autotune",
-            packages=(*_TORCH, ("triton", "flashlab[gpu]")),
-            build=_TritonFA2,
-            compile_s=5.0,
-            writes_lse=False,
-            limits=_no_blind_rows,
-            min_capability=(8, 0),
-        ),
-        Peer(
-            name="fa3",
-            title="FlashAttention-3",
-            how="fa3_fwd_interface.flash_attn_func",
-            packages=(*_TORCH, ("fa3_fwd_interface", "fa3-fwd")),
-            build=_flash_attention("fa3_fwd_interface"),
-            wheel="fa3-fwd",
-            layout="bshd",
-            writes_lse=True,  # allocates and fills one in every call
-            limits=_fa3_limits,
-            min_capability=(9, 0),
-            max_capability=(9, 0),
-        ),
-        Peer(
-            name="fa4",
-            title="FlashAttention-4 (CuTe DSL)",
-            how="flash_attn.cute.flash_attn_func",
-            packages=(*_TORCH, ("flash_attn.cute", "flash-attn-4")),
-            build=_flash_attention("flash_attn.cute"),
-            layout="bshd",
-            compile_s=5.0,
-            writes_lse=False,  # allocates one where a gradient or return_lse is wanted
-            min_capability=(8, 0),
-        ),
+        Sdpa(),
+        SdpaCudnn(),
+        SdpaFlash(),
+        SdpaEfficient(),
+        SdpaMath(),
+        CublasUnfused(),
+        Flex(),
+        TritonFA2(),
+        FlashAttention3(),
+        FlashAttention4(),
     )
 }
+DISTRIBUTIONS = tuple(peer.distribution for peer in PEERS.values() if isinstance(peer, _FlashAttention))
+"""What is installed for them alone; records name the versions."""
 
 
 def get(name: str) -> Peer:

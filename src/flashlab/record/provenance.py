@@ -20,6 +20,7 @@ from typing import NamedTuple
 from flashlab._version import __version__
 from flashlab.core.errors import OutputError
 from flashlab.core.paths import ROOT
+from flashlab.kernels.peers import DISTRIBUTIONS
 
 DECIDING = ("kernels", "src", "notebooks", "pyproject.toml", "constraints.txt")
 """Files and folders that decide a result; a change elsewhere (pages, tests, data) leaves a record clean."""
@@ -38,8 +39,7 @@ PACKAGES = (
     "nvidia-cuda-runtime",
     "nvidia-cuda-cuobjdump",
     "nvidia-cudnn-cu13",
-    "fa3-fwd",
-    "flash-attn-4",
+    *DISTRIBUTIONS,
     "nvidia-cutlass-dsl",
     "cuda-bench",
     "papermill",
