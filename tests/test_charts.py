@@ -17,7 +17,7 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.problem import FIRST_SHAPE, LENGTHS, Problem, suite
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import STAGES
-from flashlab.query import select
+from flashlab.query import contests, select
 from flashlab.query.select import Results
 from flashlab.record import store
 from flashlab.record.store import StageProfile
@@ -302,7 +302,7 @@ def test_lengths_show_the_fast_ones_over_every_length(shown: Results) -> None:
 def test_ratios_over_lengths_say_which_library_they_are_over(tmp_path: Path) -> None:
     problems = [problem for problem in suite("lengths") if problem.head_dim == 64]
     write_synthetic(tmp_path, problems=dict.fromkeys(problems))
-    found, shown = select.against_peers("nvidia-h200", tmp_path), select.load("nvidia-h200", tmp_path)
+    found, shown = contests.against_peers("nvidia-h200", tmp_path), select.load("nvidia-h200", tmp_path)
     chart = charts.ratios(shown, found=found)
     bursts = [one.burst for one in found if one.burst and one.problem in set(problems)]
     for layout in LAYOUTS:

@@ -25,7 +25,7 @@ from flashlab.experiments import cublaslt
 from flashlab.kernels import registry
 from flashlab.kernels.registry import ARCHS, DEAD_ENDS, STAGES, Stage, variant_name
 from flashlab.measure import bench
-from flashlab.query import select
+from flashlab.query import contests, select
 from flashlab.record import store
 from flashlab.record.store import Measurement, Verdict
 from flashlab.run import emulator
@@ -382,7 +382,7 @@ def test_a_run_of_dead_ends_leaves_the_ladder_alone(data: Path) -> None:
     assert not shown.damage
     assert [row.name for row in shown.rows() if row.kind == "stage"] == list(STAGES)
     assert {row.run for row in shown.rows()} == {measurement("sdpa", FIRST).run}
-    (against,) = select.against_peers("nvidia-h200", data)
+    (against,) = contests.against_peers("nvidia-h200", data)
     assert against.run != LATER
     assert against.burst is not None
     assert against.burst.stage in STAGES
@@ -401,7 +401,7 @@ def test_a_run_of_the_ladder_may_hold_a_rung_that_was_retired(tmp_path: Path) ->
     best = select.fastest_stage(shown.rows())
     assert best is not None
     assert best.name in STAGES
-    (against,) = select.against_peers("nvidia-h200", tmp_path)
+    (against,) = contests.against_peers("nvidia-h200", tmp_path)
     assert against.burst is not None
     assert against.burst.stage == best.name
     assert select.dead_ends("nvidia-h200", tmp_path) == {}

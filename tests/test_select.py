@@ -13,7 +13,8 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
-from flashlab.query import select
+from flashlab.query import contests, select
+from flashlab.query.frame import frame
 from flashlab.record import store
 from flashlab.show import tables
 
@@ -104,7 +105,8 @@ def _timed(name: str, problem: Problem, run: str, time_us: float, **states: floa
 def _runs(tmp_path: Path, *ids: str) -> dict[str, str]:
     for run in ids:
         _write(tmp_path, run, measurement("00_naive", FIRST, run=run))
-    return select.sessions_of(store.runs(GPU, tmp_path))
+    rows = frame(GPU, tmp_path)
+    return dict(zip(rows["run"], rows["session"], strict=True))
 
 
 def test_a_session_is_the_runs_of_one_commit_close_together(tmp_path: Path) -> None:
@@ -269,8 +271,8 @@ def test_other_machine_code_fills_nothing_in(tmp_path: Path) -> None:
 # --- Against the libraries --------------------------------------------------------------------------------------------
 
 
-def _against(data: Path, **filters: Any) -> dict[tuple[str, str], select.AgainstPeers]:
-    return {(one.problem.dtype, one.problem.mask): one for one in select.against_peers(GPU, data)}
+def _against(data: Path, **filters: Any) -> dict[tuple[str, str], contests.AgainstPeers]:
+    return {(one.problem.dtype, one.problem.mask): one for one in contests.against_peers(GPU, data)}
 
 
 def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: Path) -> None:
@@ -386,9 +388,9 @@ def test_other_inputs_are_shown_where_they_are_asked_for(tmp_path: Path) -> None
     _write(tmp_path, later, _timed("01_coalesced", sink, later, 400.0), _timed("sdpa", sink, later, 110.0))
     assert list(select.load(GPU, tmp_path).problems) == [FIRST]
     assert list(select.load(GPU, tmp_path, ("sink_first",)).problems) == [sink]
-    (normal,) = select.against_peers(GPU, tmp_path)
+    (normal,) = contests.against_peers(GPU, tmp_path)
     assert (normal.problem, normal.flat()["inputs"]) == (FIRST, "normal")
-    both = select.against_peers(GPU, tmp_path, tuple(KINDS))
+    both = contests.against_peers(GPU, tmp_path, tuple(KINDS))
     assert [(one.problem.inputs, one.burst and one.burst.ratio) for one in both] == [
         ("normal", pytest.approx(1.1)),
         ("sink_first", pytest.approx(0.275)),
@@ -418,7 +420,7 @@ def test_the_worst_layer_of_trained_inputs_stands_beside_their_ratio(tmp_path: P
         _layers("sdpa_cudnn", problem, run, 120.0, 150.0, 130.0),
         _layers("sdpa_flash", problem, run, 300.0, 140.0, 300.0),
     )
-    (found,) = select.against_peers(GPU, tmp_path, ("trained",))
+    (found,) = contests.against_peers(GPU, tmp_path, ("trained",))
     assert found.burst is not None
     assert (found.burst.peer, found.burst.ratio) == ("sdpa_cudnn", pytest.approx(1.3))
     # On layer 1 another library is the fastest.
@@ -440,7 +442,7 @@ def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) 
     _write(tmp_path, old, _timed("01_coalesced", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
     _write(tmp_path, both, _timed("01_coalesced", FIRST, both, 50.0), _timed("sdpa", FIRST, both, 100.0))
     _write(tmp_path, alone, _timed("01_coalesced", FIRST, alone, 10.0))
-    found = {one.problem: one for one in select.against_peers(GPU, tmp_path)}
+    found = {one.problem: one for one in contests.against_peers(GPU, tmp_path)}
     first = found[FIRST]
     assert (first.run, first.burst and first.burst.ratio) == (both, 2.0)
     assert (first.sustained_run, first.sustained and first.sustained.ratio) == (old, 1.5)
@@ -572,14 +574,14 @@ def test_no_ratio_is_older_than_the_last_rung(tmp_path: Path) -> None:
     causal = Problem.parse(FIRST_SHAPE, mask="causal")
     _write(tmp_path, old, _timed("00_naive", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
     _write(tmp_path, new, _timed("01_coalesced", FIRST, new, 1.0), _timed("sdpa", FIRST, new, 1.0))
-    assert [one.problem for one in select.against_peers(GPU, tmp_path)] == [FIRST]
+    assert [one.problem for one in contests.against_peers(GPU, tmp_path)] == [FIRST]
 
 
 def test_an_edited_copy_is_no_stage_of_ours(tmp_path: Path) -> None:
     run = "20260102T030000Z-0123abc"
     copy = _timed("00_naive", FIRST, run, 1.0).model_copy(update={"name": "00_naive@mine"})
     _write(tmp_path, run, copy, _timed("sdpa", FIRST, run, 100.0))
-    (found,) = select.against_peers(GPU, tmp_path)
+    (found,) = contests.against_peers(GPU, tmp_path)
     assert found.burst is None
     assert found.flat()["ratio"] is None
     assert found.reason == "no stage has a time in that run"
@@ -608,7 +610,7 @@ def test_errors_are_of_the_newest_run_that_has_a_stage_and_a_reference(tmp_path:
     _write(tmp_path, alone, _erring(able, bf16, alone, 1.0, 1.0), _erring("fa3", bf16, alone, None, None))
     elsewhere = Problem.parse("1x8x512x64", dtype="bfloat16")
     _write(tmp_path, alone, _erring(able, elsewhere, alone, 1.0, 1.0), _erring("fa3", elsewhere, alone, 1.0, 1.0))
-    (found,) = select.accuracy(GPU, tmp_path)
+    (found,) = contests.accuracy(GPU, tmp_path)
     assert (found.problem, found.run, found.reference) == (bf16, new, "fa3")
     assert set(found.errors) == {able, "fa3", "sdpa_cudnn"}
     assert found.over_reference(able) == (pytest.approx(1.5), pytest.approx(0.5))
@@ -617,4 +619,4 @@ def test_errors_are_of_the_newest_run_that_has_a_stage_and_a_reference(tmp_path:
 
 def test_there_is_no_ratio_without_data(tmp_path: Path) -> None:
     with pytest.raises(NoDataError):
-        select.against_peers(GPU, tmp_path)
+        contests.against_peers(GPU, tmp_path)

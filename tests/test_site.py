@@ -19,7 +19,7 @@ from flashlab.core.problem import FIRST_SHAPE, Problem, suite
 from flashlab.experiments import effects, levers
 from flashlab.experiments.effects import LEVER_NOT_MEASURED
 from flashlab.kernels.registry import STAGES
-from flashlab.query import select
+from flashlab.query import contests, select
 from flashlab.record import store
 from flashlab.record.store import ProblemFields, Status
 from flashlab.show import pages as content
@@ -125,7 +125,7 @@ def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(t
     ratios, errors = (
         (out.root / "snippets" / name).read_text(encoding="utf-8") for name in ("against-inputs.md", "accuracy.md")
     )
-    found = select.against_peers("nvidia-h200", tmp_path / "data", ("normal", "rising"))
+    found = contests.against_peers("nvidia-h200", tmp_path / "data", ("normal", "rising"))
     assert [one.problem.inputs for one in found] == ["normal", "rising"]
     for one in found:
         assert one.burst is not None
@@ -215,7 +215,7 @@ def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_results_page_shows_ratios_lengths_costs_and_profiles(long_pages: Path) -> None:
     data = long_pages.parent / "data"
     text = (long_pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
-    for one in select.against_peers("nvidia-h200", data):
+    for one in contests.against_peers("nvidia-h200", data):
         assert one.burst is not None
         assert f"| {one.problem.label} | ×{tables.number(one.burst.ratio)} |" in text
     for dtype in ("float16", "bfloat16"):

@@ -14,7 +14,7 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.query import roofline, select
-from flashlab.query.select import Accuracy, AgainstPeers, Contest
+from flashlab.query.contests import Accuracy, AgainstPeers, Contest
 from flashlab.record import store
 from flashlab.record.checks import CheckRow
 from flashlab.record.store import Regime, StageCounters, cycles_per_score

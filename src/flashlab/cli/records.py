@@ -88,9 +88,9 @@ def results(
 
 def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], as_json: bool) -> None:
     """Our best stage against the best library, a row a problem."""
-    from flashlab.query import select
+    from flashlab.query import contests
 
-    pairs = [pair for pair in select.against_peers(gpu, data, kinds) if matching([pair.problem], **wanted)]
+    pairs = [pair for pair in contests.against_peers(gpu, data, kinds) if matching([pair.problem], **wanted)]
     if not pairs:
         raise NoDataError(f"wanted such problems on {', '.join(kinds)} inputs among the records of {gpu}, found none")
     of_best = {"stage µs": "stage_us", "% of peak": "stage_percent_of_peak", "library": "peer", "library µs": "peer_us"}

@@ -32,9 +32,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, median, stdev
-from typing import Annotated, Literal, Self, TypeVar
+from typing import Annotated, Any, Generic, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -59,6 +60,7 @@ SCHEMA_VERSION: Literal[2] = 2
 """What is written. Version 1, which is read as well, lacks `call_clock_mhz`, `cycles_per_score`, `continuous_s` and
 `power_w_mean`."""
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 Status = Literal["ok", "wrong", "unsupported", "missing", "crashed", "timeout", "error"]
 """ok: checked and timed. wrong: the oracle rejected it. unsupported: cannot do this problem. missing: not installed.
@@ -247,7 +249,9 @@ _CLOCK_SET_S = 60.0
 """A kernel reckons its start from the clock of the day, which is set now and then."""
 
 
-class _Base(_Model):
+class Base(_Model):
+    """The header of every kind of record: when, on which GPU and start of a machine, by which code and software."""
+
     schema_version: Literal[1, 2] = SCHEMA_VERSION
     run: str = Field(pattern=r"^[0-9]{8}T[0-9]{6}Z-[0-9a-f]{7,}(-dirty)?$")
     """UTC start time and commit: `20261121T054500Z-0123abc`."""
@@ -273,7 +277,7 @@ def cycles_per_score(samples: Samples, problem: Problem, sm_count: int) -> float
     return clocks * sm_count / (problem.batch * problem.q_heads * problem.visible_scores)
 
 
-class _Timed(_Base):
+class Timed(Base):
     """What was run on one problem, and what came of it."""
 
     problem: ProblemFields
@@ -333,7 +337,7 @@ def _over_layers(of_layers: Sequence[Samples]) -> Samples:
     )
 
 
-class Measurement(_Timed):
+class Measurement(Timed):
     """One stage or peer on one problem."""
 
     kind: Literal["stage", "peer"]
@@ -354,7 +358,7 @@ class Measurement(_Timed):
         return self.kind == "stage" and self.lse is True
 
 
-class Tuning(_Timed):
+class Tuning(Timed):
     """One stage with one choice of its tunables on one problem; status `error` where it does not compile."""
 
     kind: Literal["tuning"] = "tuning"
@@ -364,7 +368,7 @@ class Tuning(_Timed):
     """Every tunable of the stage and its value; none of a peer."""
 
 
-class Ablation(_Timed):
+class Ablation(Timed):
     """One level of an ablation: a stage with one tunable set, all others as they are; see ablate.py for the axes.
 
     Or a lever: the stage's source with a patch, or the same without it; see levers.py.
@@ -381,7 +385,7 @@ class Ablation(_Timed):
     """Every tunable of the stage and its value."""
 
 
-class Part(_Base):
+class Part(Base):
     """The time of a stage with a part of its work left out; its output is wrong by construction, and not judged."""
 
     kind: Literal["part"] = "part"
@@ -396,7 +400,7 @@ class Part(_Base):
     cubin: CubinFields
 
 
-class Reading(_Base):
+class Reading(Base):
     """One implementation on one problem by one timer, on one kind of input: it judges the method."""
 
     kind: Literal["reading"] = "reading"
@@ -414,7 +418,7 @@ class Reading(_Base):
     """Host time to enqueue one call, microseconds; None where it was not measured."""
 
 
-class Call(_Base):
+class Call(Base):
     """Wall time of single calls, each from the host's call to the end of its kernel: launch and wait included."""
 
     kind: Literal["call"] = "call"
@@ -425,7 +429,7 @@ class Call(_Base):
     """Host time of one call, microseconds, one entry a call."""
 
 
-class Sanitized(_Base):
+class Sanitized(Base):
     """What one of compute-sanitizer's tools found in one stage."""
 
     tool: str
@@ -451,7 +455,7 @@ class Sanitized(_Base):
         return self.finished and self.launches > 0 and self.errors == 0 and self.elsewhere == 0
 
 
-class Ceiling(_Base):
+class Ceiling(Base):
     """One measured limit of the GPU."""
 
     kind: Literal["ceiling"]
@@ -661,6 +665,10 @@ _FOLDERS: dict[str, type[BaseModel]] = {
     "profiles": StageProfile,
 }
 """Folders whose files hold lines of one kind each."""
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "runs": TypeAdapter(Record).validate_json,
+    **{name: schema.model_validate_json for name, schema in _FOLDERS.items()},
+}
 
 
 @dataclass(frozen=True)
@@ -759,12 +767,12 @@ def append(path: Path, record: AnyRecord) -> None:
 
 def read_run(path: Path) -> Run:
     """A run file; damaged lines are reported in `damage` and every sound one is kept."""
-    return Run(path, *_read_lines(path, parse_line))
+    return Run(path, *_read_lines(path, _PARSERS["runs"]))
 
 
 def read_tunings(path: Path) -> tuple[tuple[Tuning, ...], tuple[Damage, ...]]:
     """A file of tunings: what is sound, and what could not be read."""
-    return _read_lines(path, Tuning.model_validate_json)
+    return _read_lines(path, _PARSERS["tuning"])
 
 
 def tunings(gpu: str, data: Path = DATA) -> tuple[Tuning, ...]:
@@ -775,12 +783,12 @@ def tunings(gpu: str, data: Path = DATA) -> tuple[Tuning, ...]:
 
 def read_ablations(path: Path) -> tuple[tuple[Ablation, ...], tuple[Damage, ...]]:
     """A file of ablations: what is sound, and what could not be read."""
-    return _read_lines(path, Ablation.model_validate_json)
+    return _read_lines(path, _PARSERS["ablations"])
 
 
 def read_parts(path: Path) -> tuple[tuple[Part, ...], tuple[Damage, ...]]:
     """A file of stages with a part left out: what is sound, and what could not be read."""
-    return _read_lines(path, Part.model_validate_json)
+    return _read_lines(path, _PARSERS["parts"])
 
 
 def ablations(gpu: str, data: Path = DATA) -> tuple[Ablation, ...]:
@@ -797,7 +805,7 @@ def parts(gpu: str, data: Path = DATA) -> tuple[Part, ...]:
 
 def read_readings(path: Path) -> tuple[Reading, ...]:
     """The sound readings of a file."""
-    return _read_lines(path, Reading.model_validate_json)[0]
+    return _read_lines(path, _PARSERS["readings"])[0]
 
 
 def readings(gpu: str, data: Path = DATA) -> tuple[Reading, ...]:
@@ -821,14 +829,14 @@ def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
 def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
     """Every sound profile of a GPU, oldest file first; empty where there is none."""
     files = sorted((data / gpu / "profiles").glob("*.jsonl"))
-    return tuple(found for path in files for found in _read_lines(path, StageProfile.model_validate_json)[0])
+    return tuple(found for path in files for found in _read_lines(path, _PARSERS["profiles"])[0])
 
 
 def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
     """The newest record of each of compute-sanitizer's tools and stage on a GPU; empty where there is none."""
     newest: dict[tuple[str, str], Sanitized] = {}
     for path in sorted((data / gpu / "sanitizer").glob("*.jsonl")):
-        newest |= {(one.tool, one.stage): one for one in _read_lines(path, Sanitized.model_validate_json)[0]}
+        newest |= {(one.tool, one.stage): one for one in _read_lines(path, _PARSERS["sanitizer"])[0]}
     return tuple(newest.values())
 
 
@@ -841,19 +849,60 @@ def _counters_of(line: str) -> StageCounters | PatternCounters:
     return _COUNTERS.validate_json(line)
 
 
-def _read_lines(path: Path, parse: Callable[[str], T]) -> tuple[tuple[T, ...], tuple[Damage, ...]]:
-    found: list[T] = []
+@dataclass(frozen=True, kw_only=True)
+class Line(Generic[T_co]):
+    """A record, and where it lies."""
+
+    record: T_co
+    path: Path
+    number: int
+    """From 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Parsed:
+    lines: tuple[Line[Any], ...]
+    damage: tuple[Damage, ...]
+
+
+def signature(path: Path) -> tuple[int, ...]:
+    """What changes whenever a file's content does: inode, size, and times of change in nanoseconds."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+@lru_cache(maxsize=256)
+def _parsed(path: Path, parse: Callable[[str], Any], _: tuple[int, ...]) -> _Parsed:
+    """A file's lines; parsed once a process while its `signature` stays."""
+    lines: list[Line[Any]] = []
     damage: list[Damage] = []
     for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not raw.strip():
             continue
         try:
-            found.append(parse(raw.decode("utf-8")))
+            lines.append(Line(record=parse(raw.decode("utf-8")), path=path, number=number))
         except (ValidationError, UnicodeDecodeError) as error:
             first = error.errors()[0] if isinstance(error, ValidationError) else None
             what = f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}" if first else str(error)
             damage.append(Damage(path, number, what))
-    return tuple(found), tuple(damage)
+    return _Parsed(lines=tuple(lines), damage=tuple(damage))
+
+
+def _read_lines(path: Path, parse: Callable[[str], T]) -> tuple[tuple[T, ...], tuple[Damage, ...]]:
+    parsed = _parsed(path, parse, signature(path))
+    return tuple(line.record for line in parsed.lines), parsed.damage
+
+
+def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line[Any], ...]:
+    """Every sound record of a kind on a GPU, oldest file first; empty where there is none.
+
+    Args:
+        gpu: folder under data/.
+        folder: the kind: `runs`, `tuning`, `ablations`, `parts`, `readings`, `calls`, `sanitizer` or `profiles`.
+        data: the folder that holds them all.
+    """
+    paths = sorted((data / gpu / folder).glob("*.jsonl"))
+    return tuple(line for path in paths for line in _parsed(path, _PARSERS[folder], signature(path)).lines)
 
 
 def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
@@ -864,20 +913,29 @@ def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
     return tuple(sorted((name for name, count in files.items() if count), key=lambda name: (-files[name], name)))
 
 
-def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
-    """Every run of a GPU, oldest first.
+def require_runs(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
+    """The run files of a GPU, oldest first.
 
     Raises:
         NoDataError: there is none.
     """
-    files = sorted((data / gpu / "runs").glob("*.jsonl"))
+    files = tuple(sorted((data / gpu / "runs").glob("*.jsonl")))
     if not files:
         known = ", ".join(gpus(data)) or "none yet"
         raise NoDataError(
             f"wanted recorded runs of GPU {gpu!r} under {data}, found none. GPUs with data: {known}. "
             "`flashlab bench` on such a GPU makes some."
         )
-    return tuple(read_run(path) for path in files)
+    return files
+
+
+def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
+    """Every run of a GPU, oldest first.
+
+    Raises:
+        NoDataError: there is none.
+    """
+    return tuple(map(read_run, require_runs(gpu, data)))
 
 
 def newest_run(gpu: str, data: Path = DATA) -> Run:
@@ -945,9 +1003,9 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
         damage.extend(read_run(path).damage)
     for path in sorted((folder / "counters").glob("*.jsonl")):
         damage.extend(read_counters(path).damage)
-    for name, schema in _FOLDERS.items():
+    for name in _FOLDERS:
         for path in sorted((folder / name).glob("*.jsonl")):
-            damage.extend(_read_lines(path, schema.model_validate_json)[1])
+            damage.extend(_read_lines(path, _PARSERS[name])[1])
     machine = folder / "machine.json"
     try:
         Machine.model_validate_json(machine.read_bytes())

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from flashlab.query.select import AgainstPeers, Contest, Results
+    from flashlab.query.contests import AgainstPeers, Contest
+    from flashlab.query.select import Results
 
 Layout = Literal["wide", "narrow"]
 Theme = Literal["light", "dark"]
@@ -796,7 +797,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     """How many times as fast the best stage is as the best library, over sequence length at constant tokens.
 
     One panel an element type, one line a head dim and mask; a point's shape is the library. `found` is
-    `select.against_peers`: each point is of one run.
+    `contests.against_peers`: each point is of one run.
 
     Raises:
         NoDataError: no head dim, mask and element type has a ratio at two lengths.

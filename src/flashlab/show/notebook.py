@@ -27,8 +27,9 @@ from flashlab.core.paths import BUILD, DATA, writable_dir
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.core.problem import suite as problems_of
 from flashlab.kernels import registry
-from flashlab.query import select
-from flashlab.query.select import AgainstPeers, Results
+from flashlab.query import contests, select
+from flashlab.query.contests import AgainstPeers
+from flashlab.query.select import Results
 from flashlab.record import provenance, store
 from flashlab.record.checks import CheckRow
 from flashlab.record.store import Measurement, StageCounters, StageProfile
@@ -236,9 +237,9 @@ class Lab:
         return problem and replace(problem, inputs=self.inputs[0])
 
     def against_peers(self) -> tuple[AgainstPeers, ...]:
-        """The best stage against the best library at every problem (`select.against_peers`); may be empty."""
+        """The best stage against the best library at every problem (`contests.against_peers`); may be empty."""
         try:
-            return select.against_peers(self.gpu, self.data, self.inputs) if self.gpu else ()
+            return contests.against_peers(self.gpu, self.data, self.inputs) if self.gpu else ()
         except NoDataError:
             return ()
 

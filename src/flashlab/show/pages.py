@@ -31,7 +31,7 @@ from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
 from flashlab.core.problem import DTYPES, MASKS, Problem, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
-from flashlab.query import select
+from flashlab.query import contests, select
 from flashlab.query.select import Results
 from flashlab.record import store
 from flashlab.record.store import Measurement
@@ -265,7 +265,7 @@ def _front_cards(
     if faster is not None and faster is not peer:
         # The library to pass lacks this type: what counts first is the ratio in the type that it has.
         other = dataclasses.replace(first, dtype=faster.problem.dtype)
-        contest = next((one.burst for one in select.against_peers(shown.gpu, data) if one.problem == other), None)
+        contest = next((one.burst for one in contests.against_peers(shown.gpu, data) if one.problem == other), None)
         if contest:
             where = f"of the fastest library in {other.dtype}, {tables.peer_title(contest.peer)}"
             cards.append((percent(100 * contest.ratio), where))
@@ -286,9 +286,9 @@ def _inputs_and_errors(out: Output, shown: Results | None, data: Path) -> None:
         commits = sorted({select.commit_label(run) for run in ids})
         return f"<small>{shown.name} · {tables.days(ids)} · commit {', '.join(commits)}</small>"
 
-    shapes = {problem.shape for problem in select.MAIN}
+    shapes = {problem.shape for problem in contests.MAIN}
     try:
-        found = select.against_peers(shown.gpu, data, tuple(KINDS))
+        found = contests.against_peers(shown.gpu, data, tuple(KINDS))
         parts = [tables.against_inputs(found)]
         with contextlib.suppress(NoDataError):
             parts.append(f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(found, "sustained"))}')
@@ -297,7 +297,7 @@ def _inputs_and_errors(out: Output, shown: Results | None, data: Path) -> None:
     except NoDataError as error:
         ratios = f"*{error}*"
     out.snippet("against-inputs.md", ratios)
-    errors = select.accuracy(shown.gpu, data)
+    errors = contests.accuracy(shown.gpu, data)
     try:
         text = f"{tables.accuracy(errors)}\n{source(one.run for one in errors)}"
     except NoDataError as error:
@@ -575,7 +575,7 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
         "off for both. Peak: what the tensor cores can do at the clock inside the calls. Sustained ratios, and those "
         "over the named libraries alone, may be of other runs; `flashlab results --against-peers --json` names "
         "each.\n\n"
-        f"{table(tables.AGAINST, select.against_peers(shown.gpu, data))}"
+        f"{table(tables.AGAINST, contests.against_peers(shown.gpu, data))}"
     )
     for mask in MASKS:
         for dtype in DTYPES:

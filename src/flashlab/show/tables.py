@@ -20,7 +20,7 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.kernels import peers, registry
-from flashlab.query import roofline, select
+from flashlab.query import contests, roofline, select
 from flashlab.query.select import Results
 from flashlab.record import store
 from flashlab.record.store import (
@@ -379,7 +379,7 @@ def costs(rows: Sequence[Measurement], *, titled: bool = False) -> str:
     return heading + table(COSTS, [row for row in rows if row.status == "ok"])
 
 
-def _with_worst(ratio: float | None, contest: select.Contest | None) -> str | None:
+def _with_worst(ratio: float | None, contest: contests.Contest | None) -> str | None:
     """A ratio, with that of the worst layer where the inputs have layers."""
     if ratio is None or contest is None or contest.worst_ratio is None:
         return None if ratio is None else times(ratio)
@@ -389,23 +389,23 @@ def _with_worst(ratio: float | None, contest: select.Contest | None) -> str | No
 def _side(which: str) -> tuple[Column, Column]:
     """The columns of one side of a contest in bursts: name and rate, and percent of the tensor cores' peak."""
 
-    def said(one: select.AgainstPeers) -> str | None:
+    def said(one: contests.AgainstPeers) -> str | None:
         if one.burst is None:
             return one.reason if which == "stage" else None
         name, time_us = getattr(one.burst, which), getattr(one.burst, f"{which}_us")
         return f"{code(name) if which == 'stage' else short_title(name)} {number(one.problem.tflops(time_us))}"
 
-    def share(one: select.AgainstPeers) -> float | None:
+    def share(one: contests.AgainstPeers) -> float | None:
         return getattr(one.burst, f"{which}_percent_of_peak") if one.burst else None
 
     return Column(f"{'library' if which == 'peer' else which}, TFLOP/s", said), Column("of peak", share, percent)
 
 
-def _ratio(index: int) -> Callable[[select.AgainstPeers], float | None]:
+def _ratio(index: int) -> Callable[[contests.AgainstPeers], float | None]:
     return lambda one: one.ratios[index]
 
 
-_NAMED = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for name in select.NAMED_PEERS)}"
+_NAMED = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for name in contests.NAMED_PEERS)}"
 AGAINST = (
     Column("problem", lambda one: one.problem.label),
     Column("burst, over the best library", lambda one: _with_worst(one.ratios[0], one.burst)),
@@ -420,7 +420,7 @@ AGAINST = (
 """Our best stage against the best library of the same element type, problem by problem."""
 
 
-def against_inputs(found: Iterable[select.AgainstPeers], regime: Regime = "burst") -> str:
+def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "burst") -> str:
     """The ratios of the suite `peers` by kind of inputs, a row a kind: the worst first, `trained` beside `normal`.
 
     Below one, where the library is faster, a ratio is bold; that of the worst layer of `trained` stands beside it.
@@ -428,23 +428,23 @@ def against_inputs(found: Iterable[select.AgainstPeers], regime: Regime = "burst
     Raises:
         NoDataError: none was measured on inputs that are not normal.
     """
-    labels = {(problem.shape, problem.mask, problem.dtype): problem.label for problem in select.MAIN}
-    contests: dict[str, dict[str, select.Contest]] = {}
+    labels = {(problem.shape, problem.mask, problem.dtype): problem.label for problem in contests.MAIN}
+    by_kind: dict[str, dict[str, contests.Contest]] = {}
     for one in found:
         label = labels.get((one.problem.shape, one.problem.mask, one.problem.dtype))
         contest = one.burst if regime == "burst" else one.sustained
         if contest and label:
-            contests.setdefault(one.problem.inputs, {})[label] = contest
-    if not contests.keys() - {NORMAL}:
+            by_kind.setdefault(one.problem.inputs, {})[label] = contest
+    if not by_kind.keys() - {NORMAL}:
         raise NoDataError(
             f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
             f"`flashlab bench --suite inputs{' --sustained 5' if regime == 'sustained' else ''}` makes them."
         )
 
-    def lowest(contest: select.Contest) -> float:
+    def lowest(contest: contests.Contest) -> float:
         return min(contest.ratio, contest.worst_ratio or contest.ratio)
 
-    worst = {kind: min(map(lowest, of_kind.values())) for kind, of_kind in contests.items()}
+    worst = {kind: min(map(lowest, of_kind.values())) for kind, of_kind in by_kind.items()}
     # The two that are people's own stand side by side where the worse of them is.
     pair = worst.keys() & {NORMAL, TRAINED}
     together = min((worst[kind] for kind in pair), default=0.0)
@@ -452,7 +452,7 @@ def against_inputs(found: Iterable[select.AgainstPeers], regime: Regime = "burst
 
     def column(label: str) -> Column:
         def said(kind: str) -> str | None:
-            contest = contests[kind].get(label)
+            contest = by_kind[kind].get(label)
             text = _with_worst(contest.ratio, contest) if contest else None
             return f"**{text}**" if contest and lowest(contest) < 1 else text
 
@@ -463,7 +463,7 @@ def against_inputs(found: Iterable[select.AgainstPeers], regime: Regime = "burst
     return table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels.values())), order)
 
 
-def accuracy(found: Iterable[select.Accuracy]) -> str:
+def accuracy(found: Iterable[contests.Accuracy]) -> str:
     """Errors by implementation and kind of inputs, over FlashAttention-3's, or -4's where the wheel lacks the type.
 
     For each element type how many times the reference's error it is at the worst of head dims and masks, the kind first
@@ -472,7 +472,7 @@ def accuracy(found: Iterable[select.Accuracy]) -> str:
     Raises:
         NoDataError: there are none on inputs that are not normal.
     """
-    by_dtype: dict[str, dict[str, list[select.Accuracy]]] = {}
+    by_dtype: dict[str, dict[str, list[contests.Accuracy]]] = {}
     for one in found:
         by_dtype.setdefault(one.problem.dtype, {}).setdefault(one.problem.inputs, []).append(one)
     parts = [_accuracy_of(dtype, kinds) for dtype, kinds in by_dtype.items() if kinds.keys() != {NORMAL}]
@@ -498,7 +498,7 @@ def _implementation(name: str) -> str:
     return code(name) if name in registry.STAGES else short_title(name)
 
 
-def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[select.Accuracy]]) -> str:
+def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -> str:
     """The table of one element type, and below it every error."""
     # What was checked on one kind alone is not to be compared over kinds.
     counts = Tally(name for same in kinds.values() for name in dict.fromkeys(n for one in same for n in one.errors))

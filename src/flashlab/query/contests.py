@@ -1,0 +1,358 @@
+"""Our best stage against the best library at every problem, and errors against a reference: rows of one run each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from flashlab.core.inputs import NORMAL, TRAINED
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Problem, Regime, suite
+from flashlab.kernels import registry
+from flashlab.query import roofline
+from flashlab.query.frame import frame, rows_of
+from flashlab.query.select import fastest_peer, fastest_stage, is_dead_end, ordered, problem_order
+from flashlab.record import store
+from flashlab.record.store import Measurement
+
+NAMED_PEERS = ("fa3", "sdpa_cudnn")
+"""The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
+REFERENCES = ("fa3", "fa4")
+"""The libraries that errors are held against: the second where the wheel of the first lacks the element type."""
+MAIN = suite("peers")
+"""The problems that kinds of inputs are compared at, and their errors."""
+_NEAR = 1.05
+"""Two GPUs of one product differ by less, in the same library's time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """A stage and a library on one problem in one regime, rows of one run."""
+
+    regime: Regime
+    stage: str
+    stage_us: float
+    """Median time of one call."""
+    stage_clock_mhz: float | None
+    """Median SM clock over the calls; None where it was not measured."""
+    peer: str
+    peer_us: float
+    peer_clock_mhz: float | None
+    stage_percent_of_peak: float | None = None
+    """Its rate, percent of what the tensor cores do at that clock; None where clock or GPU are not known."""
+    peer_percent_of_peak: float | None = None
+    peer_lse: bool | None = None
+    """Whether the library writes a log-sum-exp, as its row says; None where that does not."""
+    stage_lse_us: float | None = None
+    """Median time of the stage with the log-sum-exp on, in the same run; None where it was not taken."""
+    worst_ratio: float | None = None
+    """Of `trained` inputs, the least ratio of any layer, there to the library that is the fastest on it; else None."""
+    worst_layer: int | None = None
+    """The layer of the model that it is of."""
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster the stage is: the ratio of the medians."""
+        return self.peer_us / self.stage_us
+
+    @property
+    def adjusted_ratio(self) -> float | None:
+        """The same with the log-sum-exp on for both, or off for both; None where that is not on record."""
+        ours = self.stage_lse_us if self.peer_lse else self.stage_us
+        return None if self.peer_lse is None or ours is None else self.peer_us / ours
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgainstPeers:
+    """Our best stage and the best library on one problem."""
+
+    problem: Problem
+    run: str
+    """The run that both were measured in."""
+    sustained_run: str | None
+    """The run that both were kept busy in; None where none was."""
+    dirty: bool
+    burst: Contest | None
+    """The fastest stage against the fastest library of the same element type; None where either has no time."""
+    sustained: Contest | None
+    """The fastest stage of `sustained_run` under continuous work, against the library that is the fastest there."""
+    named: Contest | None
+    """The fastest stage of `named_run` against the faster of `NAMED_PEERS`, burst."""
+    named_run: str | None
+    """As `run`, where those are the only libraries; None where neither was timed."""
+    named_sustained: Contest | None
+    """The fastest stage of `named_sustained_run` against the faster of `NAMED_PEERS`, under continuous work."""
+    named_sustained_run: str | None
+    """The newest run that kept the faster of `NAMED_PEERS` busy; None where none did."""
+    reason: str
+    """Why there is no ratio; empty where there is one."""
+
+    @property
+    def ratios(self) -> tuple[float | None, ...]:
+        """For tables: in bursts, the same with the log-sum-exp alike, over the named libraries; so under load."""
+        pairs = ((self.burst, self.named), (self.sustained, self.named_sustained))
+        return tuple(
+            ratio
+            for best, named in pairs
+            for ratio in (
+                best.ratio if best else None,
+                best.adjusted_ratio if best else None,
+                named.ratio if named else None,
+            )
+        )
+
+    def flat(self) -> dict[str, object]:
+        """As `flashlab results --against-peers --json` prints it: None where there is nothing to say."""
+        problem = self.problem
+
+        def told(contest: Contest | None) -> dict[str, object] | None:
+            if contest is None:
+                return None
+            return {
+                "best_stage": contest.stage,
+                "stage_median_us": contest.stage_us,
+                "stage_tflops": problem.tflops(contest.stage_us),
+                "stage_call_clock_mhz": contest.stage_clock_mhz,
+                "stage_percent_of_peak": contest.stage_percent_of_peak,
+                "best_peer": contest.peer,
+                "peer_median_us": contest.peer_us,
+                "peer_tflops": problem.tflops(contest.peer_us),
+                "peer_call_clock_mhz": contest.peer_clock_mhz,
+                "peer_percent_of_peak": contest.peer_percent_of_peak,
+                "ratio": contest.ratio,
+                "adjusted_ratio": contest.adjusted_ratio,
+                "peer_writes_lse": contest.peer_lse,
+                "worst_ratio": contest.worst_ratio,
+                "worst_layer": contest.worst_layer,
+            }
+
+        return {
+            "shape": problem.shape,
+            "dtype": problem.dtype,
+            "mask": problem.mask,
+            "inputs": problem.inputs,
+            "run": self.run,
+            "sustained_run": self.sustained_run,
+            "dirty": self.dirty,
+            "reason": self.reason,
+            **(told(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None, "adjusted_ratio": None}),
+            "sustained": told(self.sustained),
+            "against_named": {
+                "peers": list(NAMED_PEERS),
+                "burst": told(self.named),
+                "run": self.named_run,
+                "sustained": told(self.named_sustained),
+                "sustained_run": self.named_sustained_run,
+            },
+        }
+
+
+_Second = Mapping[tuple[str, Problem, str], Measurement]
+"""Rows with the log-sum-exp on, by run, problem and stage."""
+
+
+def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None = None) -> Contest | None:
+    stage, peer = fastest_stage(rows, regime), fastest_peer(rows, regime)
+    ours, theirs = (row.samples_of(regime) if row else None for row in (stage, peer))
+    if stage is None or peer is None or ours is None or theirs is None:
+        return None
+    worst_ratio, worst_layer = None, None
+    if stage.problem.inputs == TRAINED:
+        libraries = [taken.time_us for row in rows if row.kind == "peer" and (taken := row.samples_of(regime))]
+        fastest_us = [min(of_layer) for of_layer in zip(*libraries, strict=True)]
+        worst_ratio, worst_layer = min(
+            (peer_us / our_us, layer)
+            for layer, (peer_us, our_us) in enumerate(zip(fastest_us, ours.time_us, strict=True))
+        )
+    twin = (second or {}).get((stage.run, stage.problem.problem(), stage.name))
+    with_lse = twin.samples_of(regime) if twin else None
+    clocks = [median(samples.call_clock_mhz) if samples.call_clock_mhz else None for samples in (ours, theirs)]
+    shares = [
+        roofline.percent_of_tensor_peak(
+            row.problem.problem().tflops(samples.median_us),
+            compute_capability=row.gpu.compute_capability,
+            sm_count=row.gpu.sm_count,
+            clock_mhz=clock,
+        )
+        for row, samples, clock in zip((stage, peer), (ours, theirs), clocks, strict=True)
+    ]
+    return Contest(
+        regime=regime,
+        stage=stage.name,
+        stage_us=ours.median_us,
+        stage_clock_mhz=clocks[0],
+        stage_percent_of_peak=shares[0],
+        stage_lse_us=with_lse.median_us if with_lse else None,
+        peer=peer.name,
+        peer_us=theirs.median_us,
+        peer_clock_mhz=clocks[1],
+        peer_percent_of_peak=shares[1],
+        peer_lse=peer.lse,
+        worst_ratio=worst_ratio,
+        worst_layer=worst_layer,
+    )
+
+
+def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> tuple[AgainstPeers, ...]:
+    """For each problem on these kinds of inputs: our best stage against the best library of the same element type.
+
+    Both rows come from one run, in which they were measured in turn: of the newest session whose fastest library is at
+    most 5 % slower than the fastest on record, the run that timed that library, or one within a percent of it; of
+    several, the one that timed most, then the newest. A session that left the fastest library out thus does not count.
+    "Best" is of what that run timed. Under continuous work, likewise, of the newest run that kept a library busy that
+    is the best in bursts, or within a percent of it: without one, a ratio would say too much. (torch's own choice is
+    often cuDNN, and ahead of it or behind by nothing but chance.)
+    Sessions from before the last rung that this GPU has measured take no part, nor do edited copies of a stage.
+
+    Raises:
+        NoDataError: the GPU has no measurement.
+    """
+    store.newest_run(gpu, data)
+    rows = [row for row in rows_of(frame(gpu, data)) if row["kind"] in ("stage", "peer")]
+    with_dead_ends = {row["run"] for row in rows if is_dead_end(row["record"])}
+    rows = [row for row in rows if row["run"] not in with_dead_ends]
+    second = {
+        (row["run"], row["problem"], row["name"]): row["record"]
+        for row in rows
+        if row["second"] and row["status"] == "ok"
+    }
+    rows = [row for row in rows if not row["second"]]
+    sessions = {row["run"]: row["session"] for row in rows}
+    by_session: dict[str, set[str]] = {}
+    for row in rows:
+        by_session.setdefault(row["session"], set()).update({row["name"]} if row["samples"] else ())
+    timed = set().union(*by_session.values())
+    last_rung = next((stage for stage in reversed(list(registry.STAGES)) if stage in timed), None)
+    by_run: dict[Problem, dict[str, dict[str, Measurement]]] = {}
+    for row in rows:
+        newer = last_rung is None or last_rung in by_session[row["session"]]
+        if newer and row["inputs"] in inputs and (row["kind"] == "peer" or row["name"] in registry.STAGES):
+            by_run.setdefault(row["problem"], {}).setdefault(row["run"], {})[row["name"]] = row["record"]
+    parts = {problem: [list(rows.values()) for rows in runs.values()] for problem, runs in by_run.items()}
+    found = []
+    for problem in sorted(parts, key=problem_order):
+        chosen = _against_the_fastest(parts[problem], sessions)
+        named = _against_the_fastest([_named(rows) for rows in parts[problem]], sessions)
+        busy = _kept_busy(parts[problem], _best_peers(chosen))
+        named_busy = _named(_kept_busy(parts[problem], _best_peers(named)))
+        burst, against_named = _contest(chosen, "burst", second), _contest(named, "burst", second)
+        lacking = "library" if fastest_stage(chosen) else "stage"
+        found.append(
+            AgainstPeers(
+                problem=problem,
+                run=chosen[0].run,
+                sustained_run=busy[0].run if busy else None,
+                dirty=any(rows[0].source.dirty for rows in (chosen, busy, named, named_busy) if rows),
+                burst=burst,
+                sustained=_contest(busy, "sustained", second),
+                named=against_named,
+                named_run=named[0].run if against_named else None,
+                named_sustained=_contest(named_busy, "sustained", second),
+                named_sustained_run=named_busy[0].run if named_busy else None,
+                reason="" if burst else f"no {lacking} has a time in that run",
+            )
+        )
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """Errors against float64 of one problem's stages and libraries, all of one run and over the same rows of output."""
+
+    problem: Problem
+    run: str
+    reference: str
+    """The library that the others are held against."""
+    errors: Mapping[str, tuple[float, float]]
+    """Root-mean-square and largest error, by name, in `ordered` order."""
+
+    def over_reference(self, name: str) -> tuple[float, float]:
+        """Both errors of `name` over the reference's; infinite where that has none, 1 where neither has."""
+        pairs = zip(self.errors[name], self.errors[self.reference], strict=True)
+        rms, largest = (1.0 if a == b else a / b if b else math.inf for a, b in pairs)
+        return rms, largest
+
+
+def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
+    """The errors at every problem of the sizes of the suite `peers`, on whatever inputs.
+
+    Each is of the newest run that checked a stage of the ladder and one of `REFERENCES` there, since a run compares the
+    same rows of all; may be empty.
+
+    Raises:
+        NoDataError: the GPU has no run.
+    """
+    store.require_runs(gpu, data)
+    shapes = {problem.shape for problem in MAIN}
+    by_run: dict[str, dict[Problem, list[Measurement]]] = {}
+    for row in rows_of(frame(gpu, data)):
+        ours = row["kind"] == "peer" or (row["name"] in registry.STAGES and not row["second"])
+        if row["kind"] != "ceiling" and ours and row["shape"] in shapes:
+            by_run.setdefault(row["run"], {}).setdefault(row["problem"], []).append(row["record"])
+    found: dict[Problem, Accuracy] = {}
+    for run, problems in by_run.items():
+        for problem, rows in problems.items():
+            errors = {
+                row.name: (row.verdict.overall_rms_error, row.verdict.overall_max_error)
+                for row in ordered(rows)
+                if row.verdict
+                and row.verdict.overall_rms_error is not None
+                and row.verdict.overall_max_error is not None
+            }
+            reference = next((name for name in REFERENCES if name in errors), None)
+            if reference and not errors.keys().isdisjoint(registry.STAGES):
+                found[problem] = Accuracy(problem=problem, run=run, reference=reference, errors=errors)
+    return tuple(found[problem] for problem in sorted(found, key=problem_order))
+
+
+def _best_peers(rows: Iterable[Measurement]) -> set[str]:
+    """Libraries within a percent of the fastest in bursts."""
+    times: dict[str, float] = {}
+    for row in rows:
+        if row.kind == "peer" and (taken := row.samples_of()):
+            times[row.name] = min(taken.median_us, times.get(row.name, taken.median_us))
+    best = min(times.values(), default=0.0)
+    return {name for name, time_us in times.items() if time_us <= 1.01 * best}
+
+
+def _kept_busy(runs: Iterable[list[Measurement]], libraries: set[str]) -> list[Measurement]:
+    """The newest run's rows that kept one of these libraries and a stage busy; empty where none did."""
+    able = [
+        rows
+        for rows in runs
+        if any("sustained" in _regimes(rows, name) for name in libraries) and _contest(rows, "sustained")
+    ]
+    return max(able, key=lambda rows: rows[0].run, default=[])
+
+
+def _regimes(rows: Iterable[Measurement], name: str) -> set[Regime]:
+    return {samples.regime for row in rows if row.name == name for samples in row.samples}
+
+
+def _named(rows: Iterable[Measurement]) -> list[Measurement]:
+    return [row for row in rows if row.kind == "stage" or row.name in NAMED_PEERS]
+
+
+def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[str, str]) -> list[Measurement]:
+    """Of several runs' rows of one problem, those that a ratio is of: see `against_peers`."""
+    every = [rows for rows in runs if rows]
+    able = [rows for rows in every if _contest(rows, "burst")]
+    if not able:
+        return max(every, key=lambda rows: rows[0].run, default=[])
+    best_us: dict[str, float] = {}
+    for rows in able:
+        session = sessions[rows[0].run]
+        times_us = (taken.median_us for row in rows if row.kind == "peer" and (taken := row.samples_of()))
+        best_us[session] = min(*times_us, best_us.get(session, math.inf))
+    newest = max(one for one, time_us in best_us.items() if time_us <= _NEAR * min(best_us.values()))
+    able = [rows for rows in able if sessions[rows[0].run] == newest]
+    best = _best_peers(row for rows in able for row in rows)
+
+    def rank(rows: list[Measurement]) -> tuple[bool, int, str]:
+        timed = {row.name for row in rows if row.samples_of()}
+        return (not best.isdisjoint(timed), len(timed), rows[0].run)
+
+    return max(able, key=rank)

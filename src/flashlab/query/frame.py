@@ -1,0 +1,186 @@
+"""All records of a GPU as one table, read once a process: a row a record line.
+
+A row of `runs` is one stage or library on one problem in one run. What is shown of a problem is chosen from it by
+`select.select`, and from there alone. Values of a state are of bursts with a hot L2 unless the column names another;
+`in_state` gives the same columns in another state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pandas as pd
+
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Cache, Regime
+from flashlab.record import store
+
+SESSION_GAP = timedelta(hours=6)
+"""Between the starts of two runs of one session, at most."""
+
+_STATES: Mapping[str, tuple[Regime, Cache]] = {"cold": ("burst", "cold"), "sustained": ("sustained", "hot")}
+_CACHE: dict[Path, tuple[tuple[Any, ...], pd.DataFrame]] = {}
+
+
+def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
+    """Every sound record of a kind on a GPU, oldest file first, one row a line; without rows where there is none.
+
+    Read again only where a file's content changed. The frame belongs to everybody: derive from it, never change it.
+
+    Columns of every kind: `run`, `session`, `time`, `commit`, `dirty`, `start` (of the machine, or None), `gpu`,
+    `gpu_name`, `fingerprint`, `kind`, `name` (stage id or library), `record` (the record itself), `path`, `line` and
+    `place` (`nvidia-h200/runs/….jsonl:12`, relative to `data`).
+
+    Of what ran on a problem: `problem`, and its fields `shape`, `batch`, `q_heads`, `kv_heads`, `q_len`, `kv_len`,
+    `head_dim`, `dtype`, `mask`, `inputs`; `layout`, `writes_lse`, `second` (a stage's row with the log-sum-exp on,
+    beside its own), `status`, `reason`, `samples` (a tuple of `store.Samples`), `cubin`, `verdict`, `registers`,
+    `spill_bytes`, `smem_bytes`, `blocks_per_sm`; `median_us`, `cv_percent`, `tflops`, `call_clock_mhz` and
+    `cycles_per_score`; `cold_us`, `sustained_us`, `cold_tflops` and `sustained_tflops`. None or NaN where there is
+    none.
+
+    Of ceilings: `unit` and `value`.
+    """
+    where = data / gpu / folder
+    paths = sorted(where.glob("*.jsonl"))
+    content = tuple((path.name, *store.signature(path)) for path in paths)
+    known = _CACHE.get(where)
+    if known is None or known[0] != content:
+        lines = store.lines(gpu, folder, data)
+        session = sessions({line.record.run: line.record.gpu for line in lines})
+        rows = [
+            {
+                **row_of(line.record),
+                "session": session[line.record.run],
+                "path": line.path,
+                "line": line.number,
+                "place": f"{line.path.relative_to(data).as_posix()}:{line.number}",
+            }
+            for line in lines
+        ]
+        _CACHE[where] = known = (content, pd.DataFrame(rows))
+    return known[1]
+
+
+def row_of(record: Any) -> dict[str, Any]:
+    """The columns of a record that follow from it alone: see `frame`."""
+    row: dict[str, Any] = {
+        "run": record.run,
+        "time": record.time,
+        "kind": getattr(record, "kind", ""),
+        "name": getattr(record, "name", None) or getattr(record, "stage", ""),
+        "record": record,
+    }
+    if isinstance(record, store.StageProfile):
+        row |= {"commit": record.commit, "dirty": record.dirty, "gpu_name": record.gpu}
+    else:
+        row |= {"commit": record.source.commit, "dirty": record.source.dirty, "start": record.start}
+        row |= {"gpu": record.gpu.slug, "gpu_name": record.gpu.name, "fingerprint": record.gpu.fingerprint}
+    if isinstance(record, store.Ceiling):
+        return row | {"unit": record.unit, "value": record.value}
+    if not hasattr(record, "problem"):
+        return row
+    problem = record.problem.problem()
+    row |= {"problem": problem, "shape": problem.shape, **record.problem.model_dump()}
+    samples = getattr(record, "samples", ())
+    if not isinstance(record, store.Timed):
+        return row | {"samples": samples}
+    cubin = record.cubin
+    row |= {
+        "status": record.status,
+        "reason": record.reason,
+        "samples": samples,
+        "verdict": record.verdict,
+        "cubin": cubin,
+        "registers": cubin.registers if cubin else None,
+        "spill_bytes": cubin.spill_store_bytes if cubin else None,
+        "smem_bytes": cubin.static_smem_bytes + cubin.dynamic_smem_bytes if cubin else None,
+        "blocks_per_sm": cubin.blocks_per_sm if cubin else None,
+        **_values(record, "burst", "hot"),
+    }
+    for label, state in _STATES.items():
+        values = _values(record, *state)
+        row |= {f"{label}_us": values["median_us"], f"{label}_tflops": values["tflops"]}
+    if isinstance(record, store.Measurement):
+        row |= {"layout": record.layout, "writes_lse": record.lse, "second": record.with_lse}
+    return row
+
+
+def _values(record: Any, regime: Regime, cache: Cache) -> dict[str, float | None]:
+    """What a record says in one state."""
+    taken, problem = record.samples_of(regime, cache), record.problem.problem()
+    return {
+        "median_us": taken.median_us if taken else None,
+        "cv_percent": taken.cv_percent if taken else None,
+        "tflops": problem.tflops(taken.median_us) if taken else None,
+        "call_clock_mhz": median(taken.call_clock_mhz) if taken and taken.call_clock_mhz else None,
+        "cycles_per_score": store.cycles_per_score(taken, problem, record.gpu.sm_count) if taken else None,
+    }
+
+
+def in_state(rows: pd.DataFrame, regime: Regime, cache: Cache = "hot") -> pd.DataFrame:
+    """The same rows with `median_us`, `cv_percent`, `tflops`, `call_clock_mhz` and `cycles_per_score` in that state."""
+    values = pd.DataFrame([_values(record, regime, cache) for record in rows["record"]], index=rows.index)
+    return rows.assign(**{str(name): values[name] for name in values})
+
+
+def sessions(runs: Mapping[str, Any]) -> dict[str, str]:
+    """The session of each run: the runs of one commit on one GPU, each begun within `SESSION_GAP` of the one before.
+
+    A measurement that takes longer than one command allows is split by head dim, element type or stages, and belongs
+    together all the same. A session has the id of its first run.
+
+    Args:
+        runs: the GPU that each run, by id, was made on.
+    """
+    last: dict[object, tuple[str, datetime]] = {}
+    session_of: dict[str, str] = {}
+    for run, gpu in sorted(runs.items()):
+        try:
+            began = datetime.strptime(run[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
+        except ValueError:  # a file that somebody named
+            session_of[run] = run
+            continue
+        key = (commit_of(run), getattr(gpu, "fingerprint", ""))
+        first, before = last.get(key, (run, began))
+        session_of[run] = first if began - before <= SESSION_GAP else run
+        last[key] = session_of[run], began
+    return session_of
+
+
+def commit_of(run: str) -> str:
+    """The commit that a run id names, with `-dirty` where the tree differed from it."""
+    commit = run.partition("-")[2]
+    return "-".join(part for at, part in enumerate(commit.split("-")) if at == 0 or part == "dirty")
+
+
+def records(rows: pd.DataFrame) -> tuple[Any, ...]:
+    """The records of some rows, in their order."""
+    return tuple(rows["record"]) if len(rows) else ()
+
+
+def rows_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows of a frame, each its values by column."""
+    return [{str(name): value for name, value in row.items()} for row in rows.to_dict("records")]
+
+
+def newest(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """The rows of the newest run in each group that agrees in the columns `by`; of all rows where none is named."""
+    if rows.empty:
+        return rows
+    last = rows.groupby(list(by), sort=False)["run"].transform("max") if by else rows["run"].max()
+    return rows[rows["run"] == last]
+
+
+def of_problem(rows: pd.DataFrame, problem: object) -> pd.DataFrame:
+    """The rows of one problem; none where the frame is empty."""
+    return rows[[one == problem for one in rows["problem"]]] if len(rows) else rows
+
+
+def timed(rows: pd.DataFrame, names: Iterable[str] | None = None) -> pd.DataFrame:
+    """The rows that have a burst time with a hot L2, of these stages and libraries alone where they are named."""
+    able = rows[rows["median_us"].notna()]
+    return able if names is None else able[able["name"].isin(list(names))]
