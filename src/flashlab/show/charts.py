@@ -793,6 +793,19 @@ def scaling(
     )
 
 
+def _contests_over_lengths(
+    found: Iterable[AgainstPeers], regime: Regime
+) -> dict[tuple[str, int, str], dict[int, tuple[Contest, str]]]:
+    """By element type, head dim and mask: contests with their runs by length, where there are two lengths."""
+    points: dict[tuple[str, int, str], dict[int, tuple[Contest, str]]] = {}
+    for one in found:
+        contest, run = (one.burst, one.run) if regime == "burst" else (one.sustained, one.sustained_run)
+        if one.problem in _OF_LENGTHS and contest and run:
+            kind = (one.problem.dtype, one.problem.head_dim, one.problem.mask)
+            points.setdefault(kind, {})[one.problem.q_len] = contest, run
+    return {kind: dict(sorted(at.items())) for kind, at in sorted(points.items()) if len(at) > 1}
+
+
 def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "burst", name: str = "") -> Chart:
     """How many times as fast the best stage is as the best library, over sequence length at constant tokens.
 
@@ -802,13 +815,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     Raises:
         NoDataError: no head dim, mask and element type has a ratio at two lengths.
     """
-    points: dict[tuple[str, int, str], dict[int, tuple[Contest, str]]] = {}
-    for one in found:
-        contest, run = (one.burst, one.run) if regime == "burst" else (one.sustained, one.sustained_run)
-        if one.problem in _OF_LENGTHS and contest and run:
-            kind = (one.problem.dtype, one.problem.head_dim, one.problem.mask)
-            points.setdefault(kind, {})[one.problem.q_len] = contest, run
-    lines = {kind: dict(sorted(at.items())) for kind, at in sorted(points.items()) if len(at) > 1}
+    lines = _contests_over_lengths(found, regime)
     if not lines:
         raise NoDataError(
             f"wanted {regime} ratios at several sequence lengths on {shown.gpu}, found none. `flashlab bench --suite "
@@ -889,6 +896,26 @@ class _Line:
     rates: dict[int, float]
 
 
+def _lines_over_lengths(rows: Iterable[Measurement], dtype: str, regime: Regime) -> dict[str, _Line]:
+    """A line a stage or library, by its name for people."""
+    lines: dict[str, _Line] = {}
+    for row in rows:
+        hollow = row.problem.dtype != dtype
+        new = _Line(name=row.name, is_stage=row.kind == "stage", hollow=hollow, rates={})
+        line = lines.setdefault(beside_title(row) if hollow else _label(row), new)
+        line.rates[row.problem.problem().q_len] = select.rate(row, regime) or 0.0
+    return lines
+
+
+def _fastest_lines(order: dict[str, _Line]) -> str:
+    """The rates of the fastest stage and the fastest library, for people; `order` has the fastest first."""
+    first = {line.is_stage: label for label, line in reversed(order.items()) if not line.hollow}
+    return "; ".join(
+        f"{label} {', '.join(f'S{count} {number(rate)}' for count, rate in order[label].rates.items())}"
+        for _, label in sorted(first.items(), reverse=True)
+    )
+
+
 def lengths(
     shown: Results,
     *,
@@ -910,16 +937,13 @@ def lengths(
     """
     problems = select.of_lengths(shown, head_dim=head_dim, mask=mask, dtype=dtype, regime=regime)
     ceiling = shown.ceilings.get(f"tensor_{dtype}")
-    lines: dict[str, _Line] = {}
-    used: list[Measurement] = []
-    for problem in problems:
-        for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem)):
-            rate, hollow = select.rate(row, regime), row.problem.dtype != dtype
-            if rate is not None:
-                label = beside_title(row) if hollow else _label(row)
-                new = _Line(name=row.name, is_stage=row.kind == "stage", hollow=hollow, rates={})
-                lines.setdefault(label, new).rates[problem.q_len] = rate
-                used.append(row)
+    used = [
+        row
+        for problem in problems
+        for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem))
+        if select.rate(row, regime)
+    ]
+    lines = _lines_over_lengths(used, dtype, regime)
     over = {label: line for label, line in lines.items() if len(line.rates) > 1}
     if not over:
         raise NoDataError(f"wanted one stage or library at two sequence lengths, found none on {shown.gpu}")
@@ -955,18 +979,13 @@ def lengths(
 
     counted = {"slower": len(over) - len(order), "measured at one length": len(lines) - len(over)}
     left_out = " and ".join(f"{many} {what}" for what, many in counted.items() if many)
-    firsts = {line.is_stage: label for label, line in reversed(order.items()) if not line.hollow}
-    said = "; ".join(
-        f"{label} {', '.join(f'S{count} {number(rate)}' for count, rate in order[label].rates.items())}"
-        for _, label in sorted(firsts.items(), reverse=True)
-    )
     tokens = problems[0].batch * problems[0].q_len
     return _chart(
         draw,
         name=name or f"lengths-D{head_dim}-{mask}-{dtype}-{regime}",
         heights=(3.3 + 0.19 * math.ceil(len(order) / 3), 2.7 + 0.17 * len(order)),
         alt=f"Throughput in TFLOP/s over sequence length at {tokens:,} tokens, D{head_dim} {mask} {dtype}, {regime}. "
-        f"{said}.",
+        f"{_fastest_lines(order)}.",
         caption=f"D{head_dim}, {mask}, {dtype}, {regime}: {tokens:,} tokens in sequences of each length, "
         "stages (solid) and libraries (dashed; hollow in another element type)."
         + (f" Right: percent of what a large {dtype} GEMM reaches on this GPU in a burst." if ceiling else "")
