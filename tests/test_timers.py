@@ -17,7 +17,7 @@ import synthetic
 from flashlab.core.errors import LaunchError, NoGpuError, ParameterError, UnknownStageError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
-from flashlab.experiments import timers
+from flashlab.experiments import timer_tables, timers
 from flashlab.record import provenance, store
 from flashlab.record.store import ProblemFields, Reading, Samples, Source, Start
 
@@ -301,10 +301,10 @@ def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
         "for name in ('scipy', 'pandas', 'seaborn', 'matplotlib', 'papermill', 'nbformat', 'tqdm'):\n"
         "    sys.modules[name] = None\n"
         "from pathlib import Path\n"
-        "from flashlab.experiments import timers\n"
+        "from flashlab.experiments import timer_tables, timers\n"
         "from flashlab.record import store\n"
         f"found = timers.measure(['08_swizzle'], [], data=Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
-        "print(len(timers.comparisons(timers.pools(store.read_readings(found.path)))))\n"
+        "print(len(timer_tables.comparisons(timer_tables.pools(store.read_readings(found.path)))))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "0"), done.stderr
@@ -344,7 +344,7 @@ def test_defaults_name_what_exists() -> None:
 
 
 def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> None:
-    found = timers.comparisons(timers.pools(store.readings(GPU, data)))
+    found = timer_tables.comparisons(timer_tables.pools(store.readings(GPU, data)))
     by = {(c.ours.name, c.ours.problem, c.other.timer, c.ours.cache): c for c in found if c.ours.inputs == "normal"}
     assert by["16_ones_column", FIRST, "torch-profiler", "hot"].agrees
     assert by["16_ones_column", FIRST, "torch-profiler", "hot"].why == ""
@@ -362,14 +362,14 @@ def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> Non
 def test_only_the_newest_run_of_a_problem_counts(data: Path) -> None:
     newer = "20260202T030405Z-0123abc"
     write(data, [reading("16_ones_column", SMALL, "events", 99.0, run=newer)])
-    found = timers.pools(store.readings(GPU, data))
-    assert {pool.run for pool in found if pool.problem == SMALL} == {newer}
-    assert {pool.run for pool in found if pool.problem == FIRST} == {synthetic.RUN}
+    found = timer_tables.pools(store.readings(GPU, data))
+    assert {pool.last.run for pool in found if pool.problem == SMALL} == {newer}
+    assert {pool.last.run for pool in found if pool.problem == FIRST} == {synthetic.RUN}
 
 
 def test_readings_of_one_state_are_pooled(tmp_path: Path) -> None:
     write(tmp_path, [reading("16_ones_column", FIRST, "events", us) for us in (500.0, 502.0)])
-    (pool,) = timers.pools(store.readings(GPU, tmp_path))
+    (pool,) = timer_tables.pools(store.readings(GPU, tmp_path))
     assert len(pool.time_us) == 24
     assert pool.clock_mhz == 1900.0
 
@@ -400,7 +400,7 @@ BOOTS = (
 
 def test_spread_between_starts_takes_the_newest_row_of_each() -> None:
     rows = [started("16_ones_column", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
-    (found,) = timers.spreads(rows)
+    (found,) = timer_tables.spreads(rows)
     assert [row.run for row in found.rows] == [BOOTS[0][0], BOOTS[1][0], BOOTS[3][0]]
     assert found.between_percent == pytest.approx(3.0)
     assert found.between_clocks_percent == pytest.approx(0.0)
@@ -413,13 +413,13 @@ def test_other_code_and_rows_without_a_start_do_not_count() -> None:
     cubin = rows[1].cubin
     assert cubin is not None
     other = rows[1].model_copy(update={"cubin": cubin.model_copy(update={"sha256": "f" * 64})})
-    assert [len(found.rows) for found in timers.spreads([rows[0], other, rows[3]])] == [2]
+    assert [len(found.rows) for found in timer_tables.spreads([rows[0], other, rows[3]])] == [2]
     unknown = rows[1].model_copy(update={"start": None})
-    assert [len(found.rows) for found in timers.spreads([rows[0], unknown, rows[3]])] == [2]
+    assert [len(found.rows) for found in timer_tables.spreads([rows[0], unknown, rows[3]])] == [2]
     peer = [started("sdpa", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
     newer = [row.model_copy(update={"software": {"torch": "3"}}) for row in peer[1:]]
-    assert [len(found.rows) for found in timers.spreads([peer[0], *newer])] == [2]
-    assert timers.spreads([*rows[2:]]) == ()
+    assert [len(found.rows) for found in timer_tables.spreads([peer[0], *newer])] == [2]
+    assert timer_tables.spreads([*rows[2:]]) == ()
 
 
 def test_this_machine_tells_its_start(tmp_path: Path) -> None:
@@ -441,9 +441,9 @@ def test_this_machine_tells_its_start(tmp_path: Path) -> None:
 
 def test_enough_raw_samples_are_committed() -> None:
     counts = store.count_samples(GPU, DATA)
-    assert counts["runs"] >= timers.ENOUGH_SAMPLES
-    assert f"**{sum(counts.values()):,}**" in timers.samples_line(GPU, DATA)
-    assert "are wanted" not in timers.samples_line(GPU, DATA)
+    assert counts["runs"] >= timer_tables.ENOUGH_SAMPLES
+    assert f"**{sum(counts.values()):,}**" in timer_tables.samples_line(GPU, DATA)
+    assert "are wanted" not in timer_tables.samples_line(GPU, DATA)
 
 
 def test_samples_are_counted_where_they_lie(data: Path) -> None:
@@ -451,30 +451,30 @@ def test_samples_are_counted_where_they_lie(data: Path) -> None:
     rows = [row for run in store.runs(GPU, data) for row in run.measurements]
     assert counts["runs"] == sum(len(samples.time_us) for row in rows for samples in row.samples)
     assert counts["readings"] == 12 * len(store.readings(GPU, data))
-    assert "20,000 are wanted" in timers.samples_line(GPU, data)
+    assert "20,000 are wanted" in timer_tables.samples_line(GPU, data)
 
 
 def test_pages_show_what_there_is(data: Path) -> None:
-    table = timers.timers_table(GPU, data)
+    table = timer_tables.timers_table(GPU, data)
     assert table.index(FIRST.label) < table.index(SMALL.label)
     assert "4 of 8 medians are within 2 %" in table
     assert "the host: 20.0 µs" in table
-    assert timers.missing_timers(GPU, data) == ""
-    zeros = timers.zeros_table(GPU, data)
+    assert timer_tables.missing_timers(GPU, data) == ""
+    zeros = timer_tables.zeros_table(GPU, data)
     assert "sustained" in zeros
     assert "0.970" in zeros
-    assert "CUPTI" in timers.cache_table(GPU, data)
-    chart = timers.timers_chart(GPU, data)
+    assert "CUPTI" in timer_tables.cache_table(GPU, data)
+    chart = timer_tables.timers_chart(GPU, data)
     assert not isinstance(chart, str)
     assert "NVBench, hot L2" in chart.alt
     assert chart.data_files == (f"{GPU}/readings/{synthetic.RUN}.jsonl",)
-    assert "power limit" in timers.clock_table(GPU, data) or "nothing" in timers.clock_table(GPU, data)
-    assert timers.summary(GPU, data)["compared"] == 16
+    assert "power limit" in timer_tables.clock_table(GPU, data) or "nothing" in timer_tables.clock_table(GPU, data)
+    assert timer_tables.summary(GPU, data)["compared"] == 16
 
 
 def test_pages_name_a_timer_that_was_not_there(tmp_path: Path) -> None:
     write(tmp_path, [reading("16_ones_column", FIRST, timer, 500.0) for timer in ("events", "torch-profiler")])
-    assert "NVBench (`pip install cuda-bench`)" in timers.missing_timers(GPU, tmp_path)
+    assert "NVBench (`pip install cuda-bench`)" in timer_tables.missing_timers(GPU, tmp_path)
 
 
 def test_pages_show_starts(data: Path) -> None:
@@ -482,11 +482,11 @@ def test_pages_show_starts(data: Path) -> None:
     for name in ("16_ones_column", "sdpa_cudnn"):
         for run, at, boot, slower in BOOTS:
             store.append(path, started(name, at, boot, slower, run=run))
-    table = timers.spread_table(GPU, data)
+    table = timer_tables.spread_table(GPU, data)
     assert "start 3, µs" in table
     assert "2026-01-02 03:00 UTC, 2026-02-02 03:00 UTC, 2026-03-02 03:00 UTC" in table
     assert "2026-03-02 03:00 UTC, 2026-03-02 03:00 UTC" not in table
-    chart = timers.spread_chart(GPU, data)
+    chart = timer_tables.spread_chart(GPU, data)
     assert not isinstance(chart, str)
     assert "start 3" in chart.alt
 
@@ -494,13 +494,13 @@ def test_pages_show_starts(data: Path) -> None:
 @pytest.mark.parametrize(
     "draw",
     [
-        timers.timers_table,
-        timers.timers_chart,
-        timers.zeros_table,
-        timers.cache_table,
-        timers.clock_table,
-        timers.spread_table,
-        timers.spread_chart,
+        timer_tables.timers_table,
+        timer_tables.timers_chart,
+        timer_tables.zeros_table,
+        timer_tables.cache_table,
+        timer_tables.clock_table,
+        timer_tables.spread_table,
+        timer_tables.spread_chart,
     ],
 )
 def test_pages_say_that_nothing_is_there(draw: Any, tmp_path: Path) -> None:

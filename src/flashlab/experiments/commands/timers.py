@@ -29,7 +29,7 @@ def method(
     The readings go to data/<gpu>/readings/. The first shape is called for seconds too. A timer that is not installed is
     named with what installs it.
     """
-    from flashlab.experiments import timers
+    from flashlab.experiments import timer_tables, timers
     from flashlab.record import store
 
     measured = timers.measure(
@@ -57,7 +57,7 @@ def method(
             "agrees": comparison.agrees,
             "why": comparison.why,
         }
-        for comparison in timers.comparisons(timers.pools(store.read_readings(measured.path)))
+        for comparison in timer_tables.comparisons(timer_tables.pools(store.read_readings(measured.path)))
     ]
     answer(
         rows,
@@ -66,7 +66,7 @@ def method(
             **{
                 "events µs": "events_us",
                 "other µs": "other_us",
-                "other / events": lambda row: timers.with_interval(row["ratio"]),
+                "other / events": lambda row: timer_tables.with_interval(row["ratio"]),
             },
             "difference": lambda row: row["why"] or "agrees",
         },

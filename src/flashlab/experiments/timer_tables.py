@@ -1,0 +1,565 @@
+"""What other timers, inputs, a cold cache and another start of the machine do to a time: the readings as tables.
+
+A pool is what one timer read of an implementation in one state. Its median is held against that of CUDA events in the
+same state, zeros against normal inputs, a cold L2 against a hot one, and starts of the machine against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from flashlab.core.errors import NoDataError
+from flashlab.core.inputs import NORMAL
+from flashlab.core.paths import DATA
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.experiments.timers import INSTALLS, TIMERS
+from flashlab.kernels import peers, registry
+from flashlab.query import select
+from flashlab.query.statistics import Estimate, interval, ratio_of_medians
+from flashlab.record import store
+from flashlab.record.store import Measurement, Reading, Samples
+from flashlab.show import charts, tables
+from flashlab.show.charts import Chart
+from flashlab.show.tables import Column, mhz, number, table
+
+if TYPE_CHECKING:
+    from flashlab.query.select import Results
+    from flashlab.show.pages import Output
+
+AGREE = 0.02
+"""Two timers agree where the ratio of their medians is within this of one."""
+LAUNCH_GAP_US = 4.0
+"""A difference up to this is taken for the cost of events and launches around a kernel, microseconds."""
+ENOUGH_SAMPLES = 20_000
+"""What a GPU's data is to hold, in raw samples of stages and libraries."""
+STARTS = 3
+"""On so many separate starts the first shape's ladder is to be measured."""
+NOTHING_YET = (
+    "**Nothing has been measured yet.** No reading by other timers is on record for this GPU; "
+    "`flashlab method` on it makes some."
+)
+_NO_STARTS = (
+    "**Nothing has been measured yet.** No stage is on record from two separate starts of a machine with this GPU. "
+    f"`flashlab bench --suite first`, with the same code once on each of {STARTS} starts, gives what lies between them."
+)
+_NO_CLOCKS = (
+    "**Nothing has been measured yet.** No row on record has the clock in its calls both in bursts and under sustained "
+    "load. `flashlab bench --suite peers` makes such rows."
+)
+
+
+# --- Readings ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pool:
+    """All samples of one implementation by one timer in one state, of one run."""
+
+    last: Reading
+    """The last of its readings, which says what they are of."""
+    time_us: tuple[float, ...]
+    """Of all of them."""
+    clock_mhz: float | None
+    """Median SM clock in the calls; None where it was not read with every sample."""
+    enqueue_us: float | None
+    """Host time to enqueue one call; None where it was not measured."""
+
+    @property
+    def name(self) -> str:
+        """A stage id, or a peer's name."""
+        return self.last.name
+
+    @property
+    def problem(self) -> Problem:
+        """What was computed."""
+        return self.last.problem.problem()
+
+    @property
+    def timer(self) -> str:
+        """One of `TIMERS`."""
+        return self.last.timer
+
+    @property
+    def inputs(self) -> str:
+        """`normal` or `zeros`."""
+        return self.last.inputs
+
+    @property
+    def state(self) -> str:
+        """`burst, hot L2`, `burst, cold L2` or `sustained`."""
+        samples = self.last.samples
+        return "sustained" if samples.regime == "sustained" else f"burst, {samples.cache} L2"
+
+    @property
+    def cache(self) -> str:
+        """`hot` or `cold`."""
+        return self.last.samples.cache
+
+    @property
+    def median_us(self) -> float:
+        """Median time of one call."""
+        return median(self.time_us)
+
+    @property
+    def power_w(self) -> float | None:
+        """Mean power under sustained load; a burst is mostly gaps."""
+        conditions = self.last.samples.conditions
+        if self.state != "sustained" or conditions is None:
+            return None
+        if conditions.energy_j_per_call is not None:
+            return 1e6 * conditions.energy_j_per_call / fmean(self.time_us)
+        return conditions.power_w_mean
+
+
+def pools(readings: Iterable[Reading]) -> tuple[Pool, ...]:
+    """What the newest run of each problem read, the readings of one state together, in the order they came."""
+    every = list(readings)
+    newest = {reading.problem.problem(): reading.run for reading in sorted(every, key=lambda reading: reading.run)}
+    grouped: dict[tuple[Any, ...], list[Reading]] = {}
+    for one in every:
+        if one.run == newest[one.problem.problem()]:
+            key = (one.name, one.problem.problem(), one.timer, one.inputs, one.samples.regime, one.samples.cache)
+            grouped.setdefault(key, []).append(one)
+    found = []
+    for same in grouped.values():
+        times = tuple(value for one in same for value in one.samples.time_us)
+        clocks = [clock for one in same for clock in one.samples.call_clock_mhz]
+        enqueues = [one.enqueue_us for one in same if one.enqueue_us is not None]
+        found.append(
+            Pool(
+                last=same[-1],
+                time_us=times,
+                clock_mhz=median(clocks) if len(clocks) == len(times) else None,
+                enqueue_us=median(enqueues) if enqueues else None,
+            )
+        )
+    return tuple(found)
+
+
+def ratio(above: Pool, below: Pool) -> Estimate:
+    """The ratio of the medians of two pools, which are resampled each on its own."""
+    return interval(ratio_of_medians, above.time_us, below.time_us)
+
+
+def with_interval(estimate: Estimate) -> str:
+    """A ratio for people: `1.003 (0.998–1.007)`."""
+    return f"{estimate.value:.3f} ({estimate.low:.3f}–{estimate.high:.3f})"
+
+
+def _against(
+    found: Iterable[Pool], same: Callable[[Pool], object], base: Callable[[Pool], bool]
+) -> list[tuple[Pool, Pool]]:
+    """(pool, the pool it is held against): `same` gives both the same key, and `base` holds for the second alone."""
+    every = list(found)
+    bases = {same(pool): pool for pool in every if base(pool)}
+    return [(pool, bases[same(pool)]) for pool in every if not base(pool) and same(pool) in bases]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Another timer beside CUDA events, on the same implementation in the same state."""
+
+    ours: Pool
+    other: Pool
+    ratio: Estimate
+    """The other's median over ours."""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the medians are within `AGREE` of each other."""
+        return abs(self.ratio.value - 1) <= AGREE
+
+    @property
+    def gap_us(self) -> float:
+        """How much longer ours says a call is."""
+        return self.ours.median_us - self.other.median_us
+
+    @property
+    def clock_ratio(self) -> float | None:
+        """The ratio in SM clocks instead of time; None where either clock was not read."""
+        if self.ours.clock_mhz is None or self.other.clock_mhz is None:
+            return None
+        return self.ratio.value * self.other.clock_mhz / self.ours.clock_mhz
+
+    @property
+    def why(self) -> str:
+        """What the data says of a difference; empty where the two agree.
+
+        The first that holds: the host could not enqueue as fast as calls ran; the clocks differed and clocks a call do
+        not; a few microseconds a call, whatever the call; none of these.
+        """
+        if self.agrees:
+            return ""
+        other, ours = self.other, self.ours
+        enqueue = other.enqueue_us
+        hot_batch = other.timer == "cuda-bench" and other.cache == "hot"
+        if hot_batch and enqueue is not None and ours.median_us < enqueue and self.gap_us < 0:
+            return f"the host: {number(enqueue)} µs to enqueue a call"
+        if self.clock_ratio is not None and abs(self.clock_ratio - 1) <= AGREE:
+            beside = f"{number(other.clock_mhz, 4)} MHz beside {number(ours.clock_mhz, 4)}"
+            return f"the clock: {beside}; in SM clocks {self.clock_ratio:.3f}"
+        if abs(self.gap_us) <= LAUNCH_GAP_US:
+            more = "events see" if self.gap_us > 0 else f"{TIMERS[other.timer]} sees"
+            return f"a launch: {more} {number(abs(self.gap_us))} µs more a call"
+        return "not explained by host, clock or launch"
+
+
+def comparisons(found: Iterable[Pool]) -> tuple[Comparison, ...]:
+    """Every other timer's pools beside those of CUDA events in the same state."""
+    pairs = _against(
+        found,
+        lambda pool: (pool.name, pool.problem, pool.inputs, pool.state, pool.cache),
+        lambda p: p.timer == "events",
+    )
+    return tuple(Comparison(ours=ours, other=other, ratio=ratio(other, ours)) for other, ours in pairs)
+
+
+# --- Starts of the machine --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """One stage or library at one problem on separate starts of a machine."""
+
+    rows: tuple[Measurement, ...]
+    """One a start, in time's order: the newest of each."""
+
+    @property
+    def name(self) -> str:
+        """A stage id, or a peer's name."""
+        return self.rows[0].name
+
+    @property
+    def problem(self) -> Problem:
+        """What was computed."""
+        return self.rows[0].problem.problem()
+
+    @property
+    def samples(self) -> tuple[Samples, ...]:
+        """The burst samples with a hot L2 of each start."""
+        return tuple(samples for row in self.rows if (samples := row.samples_of()))
+
+    @property
+    def medians_us(self) -> tuple[float, ...]:
+        """Median of each start."""
+        return tuple(samples.median_us for samples in self.samples)
+
+    @property
+    def within_percent(self) -> float:
+        """Mean over the starts of what a start's own samples spread: standard deviation over mean."""
+        return fmean(samples.cv_percent for samples in self.samples)
+
+    @property
+    def between_percent(self) -> float:
+        """The slowest start's median over the fastest's, less one."""
+        return 100 * (max(self.medians_us) / min(self.medians_us) - 1)
+
+    @property
+    def between_clocks_percent(self) -> float | None:
+        """The same in cycles per score, which do not depend on the clock; None where it was not read on each start."""
+        cycles = [samples.cycles_per_score for samples in self.samples if samples.cycles_per_score is not None]
+        return 100 * (max(cycles) / min(cycles) - 1) if len(cycles) == len(self.samples) else None
+
+
+def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
+    """What was measured on at least two separate starts, by problem, in the ladder's order.
+
+    A row counts when it names its start, has burst samples with a hot L2, and is of the same code as the newest such
+    row: the same machine code of a stage, the same versions of all software of a library.
+    """
+    grouped: dict[tuple[Problem, str], list[Measurement]] = {}
+    for row in sorted(measurements, key=lambda row: row.time):
+        known = row.kind == "peer" or row.name in registry.RUNGS
+        if known and row.start is not None and row.samples_of():
+            grouped.setdefault((row.problem.problem(), row.name), []).append(row)
+    found: list[Spread] = []
+    for rows in grouped.values():
+        newest: list[Measurement] = []
+        for row in reversed(rows):
+            if _code(row) == _code(rows[-1]) and not any(_same_start(row, other) for other in newest):
+                newest.append(row)
+        if len(newest) > 1:
+            found.append(Spread(rows=tuple(reversed(newest))))
+    ladder = {name: at for at, name in enumerate([*registry.RUNGS, *peers.PEERS])}
+    return tuple(sorted(found, key=lambda one: (one.problem, ladder.get(one.name, len(ladder)))))
+
+
+def _code(row: Measurement) -> object:
+    return row.cubin.sha256 if row.cubin else row.software
+
+
+def _same_start(row: Measurement, other: Measurement) -> bool:
+    return row.start is not None and other.start is not None and row.start.same_as(other.start)
+
+
+def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
+    """`spreads` of all that is on record for a GPU on normal inputs; may be empty."""
+    try:
+        runs = store.runs(gpu_slug or "", data)
+    except NoDataError:
+        return ()
+    return spreads(row for run in runs for row in run.measurements if row.problem.inputs == NORMAL)
+
+
+# --- Pages ------------------------------------------------------------------------------------------------------------
+
+
+def _pools(gpu_slug: str | None, data: Path, inputs: str | None = "normal") -> list[Pool]:
+    """Those of a GPU on some inputs; of any inputs where None."""
+    return [p for p in pools(store.readings(gpu_slug or "", data)) if inputs in (None, p.inputs)]
+
+
+def _bursts(gpu_slug: str | None, data: Path) -> list[Pool]:
+    return [pool for pool in _pools(gpu_slug, data) if pool.state != "sustained"]
+
+
+def _label(name: str) -> str:
+    return name if name in registry.RUNGS else tables.peer_title(name)
+
+
+def _title(name: str) -> str:
+    return tables.code(name) if name in registry.RUNGS else tables.peer_title(name)
+
+
+def _page(
+    found: Sequence[Pool],
+    rows: Sequence[Any],
+    problem: Callable[[Any], Problem],
+    columns: Sequence[Column],
+    **text: Any,
+) -> str:
+    """A table for each problem of the pools, the largest first, and which runs they are of."""
+    above: Callable[[Sequence[Any]], str] = text.get("above", lambda rows: "")
+    parts = []
+    for one in sorted(dict.fromkeys(pool.problem for pool in found), key=lambda one: -one.flops):
+        mine = [row for row in rows if problem(row) == one]
+        parts.append(f"### {one.label}\n\n{above(mine)}{table(columns, mine)}")
+    runs = sorted({pool.last.run for pool in found})
+    source = "; ".join(f"{select.date(run)}, commit {select.commit_label(run)}" for run in runs)
+    return "\n".join([*parts, f"*{source}*\n"])
+
+
+def missing_timers(gpu_slug: str | None, data: Path = DATA) -> str:
+    """The timers that gave no reading on this GPU and what installs them, as a sentence; empty where all did."""
+    there = {pool.timer for pool in _pools(gpu_slug, data, None)}
+    lacking = [f"{TIMERS[timer]} (`pip install {name}`)" for timer, name in INSTALLS.items() if timer not in there]
+    return f"**No reading on record:** {', '.join(lacking)}.\n" if there and lacking else ""
+
+
+def timers_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """Other timers beside CUDA events on random inputs, a table a problem, each difference with what explains it."""
+    found = _bursts(gpu_slug, data)
+    if not found:
+        return NOTHING_YET
+
+    def above(rows: Sequence[Comparison]) -> str:
+        agreeing = sum(one.agrees for one in rows)
+        return f"{agreeing} of {len(rows)} medians are within {100 * AGREE:.0f} % of CUDA events.\n\n"
+
+    columns = [
+        Column("", lambda one: _title(one.ours.name)),
+        Column("other timer", lambda one: TIMERS[one.other.timer], left=True),
+        Column("L2", lambda one: one.ours.cache, left=True),
+        Column("difference", lambda one: one.why or "agrees", left=True),
+        Column("events, µs", lambda one: one.ours.median_us, mhz),
+        Column("other, µs", lambda one: one.other.median_us, mhz),
+        Column("other / events (95 %)", "ratio", with_interval),
+    ]
+    compared = sorted(comparisons(found), key=lambda one: (one.other.timer, one.other.cache == "cold"))
+    return _page(found, compared, lambda one: one.ours.problem, columns, above=above)
+
+
+def timers_chart(gpu_slug: str | None, data: Path = DATA) -> Chart | str:
+    """The ratios of `timers_table` as a figure; a sentence where there is none."""
+    found = _bursts(gpu_slug, data)
+    compared = comparisons(found)
+    if not compared:
+        return NOTHING_YET
+    series: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for one in sorted(compared, key=lambda one: (-one.ours.problem.flops, one.other.timer)):
+        gain = one.ratio.percent_gain()
+        row = series.setdefault(f"{_label(one.ours.name)}, {one.ours.problem.shape}", {})
+        row[f"{TIMERS[one.other.timer]}, {one.ours.cache} L2"] = (gain.low, gain.value, gain.high)
+    runs = sorted({pool.last.run for pool in found})
+    return charts.differences(
+        series,
+        name="timers",
+        axis="percent over CUDA events",
+        within=100 * AGREE,
+        caption=f"Other timers' medians beside those of CUDA events, with 95 % intervals. The band is ±{AGREE:.0%}.",
+        provenance=f"{gpu_slug} · burst · {', '.join(map(select.date, runs))} · commit "
+        + ", ".join(map(select.commit_label, runs)),
+        data_files=tuple(f"{gpu_slug}/readings/{run}.jsonl" for run in runs),
+    )
+
+
+def zeros_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """Zeros beside random normal inputs, by CUDA events: time, clock and power."""
+    found = [pool for pool in _pools(gpu_slug, data, None) if pool.timer == "events"]
+    pairs = _against(found, lambda pool: (pool.name, pool.problem, pool.state), lambda pool: pool.inputs == "normal")
+    if not pairs:
+        return NOTHING_YET
+    columns = [
+        Column("", lambda pair: _title(pair[0].name)),
+        Column("state", lambda pair: pair[0].state, left=True),
+        Column("normal, µs", lambda pair: pair[1].median_us, mhz),
+        Column("zeros, µs", lambda pair: pair[0].median_us, mhz),
+        Column("zeros / normal (95 %)", lambda pair: with_interval(ratio(*pair))),
+        Column("MHz in the calls, normal", lambda pair: pair[1].clock_mhz, mhz),
+        Column("zeros", lambda pair: pair[0].clock_mhz, mhz),
+        Column("W, normal", lambda pair: pair[1].power_w, number),
+        Column("zeros", lambda pair: pair[0].power_w, number),
+    ]
+    states = ("burst, hot L2", "burst, cold L2", "sustained")
+    pairs = sorted(pairs, key=lambda pair: states.index(pair[0].state))
+    return _page(found, pairs, lambda pair: pair[0].problem, columns)
+
+
+def cache_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """A cold L2 beside a hot one, random inputs, by every timer that was read."""
+    found = _bursts(gpu_slug, data)
+    pairs = _against(found, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.cache == "hot")
+    if not pairs:
+        return NOTHING_YET
+    columns = [
+        Column("", lambda pair: _title(pair[0].name)),
+        Column("timer", lambda pair: TIMERS[pair[0].timer], left=True),
+        Column("hot, µs", lambda pair: pair[1].median_us, mhz),
+        Column("cold, µs", lambda pair: pair[0].median_us, mhz),
+        Column("cold / hot (95 %)", lambda pair: with_interval(ratio(*pair))),
+    ]
+    pairs = sorted(pairs, key=lambda pair: list(TIMERS).index(pair[0].last.timer))
+    return _page(found, pairs, lambda pair: pair[0].problem, columns)
+
+
+def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """The SM clock in bursts and under sustained load, power, and what held it back, from the measured rows."""
+    try:
+        shown = select.load(gpu_slug or "", data)
+    except NoDataError:
+        return _NO_CLOCKS
+    columns = [
+        Column("", lambda row: tables.title(row[0])),
+        Column("MHz after a burst", lambda row: median(row[1].sm_clock_mhz) if row[1].sm_clock_mhz else None, mhz),
+        Column("in a burst's calls", lambda row: median(row[1].call_clock_mhz), mhz),
+        Column("in sustained calls", lambda row: median(row[2].call_clock_mhz), mhz),
+        Column("sustained / burst time", lambda row: row[2].median_us / row[1].median_us, "{:.3f}".format),
+        Column("W, sustained", lambda row: number(store.power_w(row[2]))),
+        Column("°C at most", lambda row: row[2].conditions and row[2].conditions.temperature_c_max),
+        Column(
+            "clock held back by",
+            lambda row: row[2].conditions and tables.held_back(row[2].conditions.throttle_reasons),
+        ),
+    ]
+    text = []
+    for problem, measured in shown.problems.items():
+        states = [(row, row.samples_of("burst", "hot"), row.samples_of("sustained", "hot")) for row in measured]
+        rows = [(r, b, s) for r, b, s in states if b and s and b.call_clock_mhz and s.call_clock_mhz]
+        if rows:
+            text.append(f"### {problem.label}\n\n{table(columns, rows)}")
+    return "\n".join(text) or _NO_CLOCKS
+
+
+def spread_table(gpu_slug: str | None, data: Path = DATA) -> str:
+    """Every stage and library on separate starts: median of each, spread within and between, a table a problem."""
+    found = recorded_spreads(gpu_slug, data)
+    if not found:
+        return _NO_STARTS
+
+    def start(index: int) -> Callable[[Spread], float | None]:
+        return lambda one: one.medians_us[index] if index < len(one.medians_us) else None
+
+    text = []
+    for problem in dict.fromkeys(one.problem for one in found):
+        mine = [one for one in found if one.problem == problem]
+        starts = max(len(one.rows) for one in mine)
+        columns = [
+            Column("", lambda one: _title(one.name)),
+            *(Column(f"start {index + 1}, µs", start(index), mhz) for index in range(starts)),
+            Column("within a start, std dev, %", "within_percent", "{:.2f}".format),
+            Column("between starts, %", "between_percent", "{:.2f}".format),
+            Column("between starts in SM clocks, %", "between_clocks_percent", "{:.2f}".format),
+        ]
+        text.append(f"### {problem.label}\n\n{table(columns, mine)}\n{_starts_line(mine, starts)}")
+    return "\n".join(text)
+
+
+def _starts_line(found: Sequence[Spread], columns: int) -> str:
+    every = {row.run: row for one in found for row in one.rows}
+    begun = [f"{row.start.at[:16].replace('T', ' ')} UTC" for row in every.values() if row.start]
+    chips = len({row.gpu.fingerprint for row in every.values()})
+    short = f" {STARTS} are wanted." if columns < STARTS else ""
+    return (
+        f"*The machine was started at {', '.join(sorted(dict.fromkeys(begun)))}; the runs were on "
+        f"{chips} {'GPU' if chips == 1 else 'different GPUs'}.{short} Between: the slowest start's median over the "
+        "fastest's, less one.*\n"
+    )
+
+
+def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: str = "full") -> Chart | str:
+    """Each start's median and 5th to 95th percentile beside the mean of the starts; a sentence where there is none."""
+    found = [
+        one
+        for one in recorded_spreads(gpu_slug, data)
+        if (one.problem.shape, one.problem.mask, one.problem.dtype) == (FIRST_SHAPE, mask, "float16")
+    ]
+    if not found:
+        return _NO_STARTS
+    series: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for one in found:
+        middle = fmean(one.medians_us)
+        for start, samples in enumerate(one.samples, start=1):
+            low, mid, high = (100 * (float(t) / middle - 1) for t in np.percentile(samples.time_us, (5, 50, 95)))
+            series.setdefault(_label(one.name), {})[f"start {start}"] = (low, mid, high)
+    rows = [row for one in found for row in one.rows]
+    return charts.differences(
+        series,
+        name=f"starts-{mask}",
+        axis="percent over the mean of the starts",
+        within=None,
+        caption="The same code on separate starts of the machine: median, and 5th to 95th percentile of the samples.",
+        provenance=select.provenance(rows),
+        data_files=select.run_files(rows),
+    )
+
+
+def samples_page(out: Output, shown: Results | None, data: Path) -> None:
+    """How many raw samples are on record, a line a GPU."""
+    lines = [f"- {samples_line(slug, data)}" for slug in store.gpus(data)]
+    out.snippet("samples.md", "\n".join(lines) if shown else NOTHING_YET)
+
+
+PAGES = {"timers": samples_page}
+
+
+def samples_line(gpu_slug: str, data: Path = DATA) -> str:
+    """How many raw samples are on record for a GPU, as a sentence, and what makes more where they are too few."""
+    counts = store.count_samples(gpu_slug, data)
+    total = sum(counts.values())
+    parts = ", ".join(f"{count:,} in `{folder}/`" for folder, count in counts.items() if count)
+    text = f"Raw samples of stages and libraries on record for `{gpu_slug}`: **{total:,}** ({parts or 'none'})."
+    if total < ENOUGH_SAMPLES:
+        text += (
+            f" {ENOUGH_SAMPLES:,} are wanted: `flashlab bench --suite first --samples 200` makes more, and with "
+            "`--dry-run` says how long it takes."
+        )
+    return text
+
+
+def summary(gpu_slug: str | None, data: Path = DATA) -> dict[str, Any]:
+    """What the notebook found, in numbers: samples, agreement of timers, spread between starts."""
+    compared = comparisons(_pools(gpu_slug, data))
+    return {
+        "samples": sum(store.count_samples(gpu_slug, data).values()) if gpu_slug else 0,
+        "compared": len(compared),
+        "agreeing": sum(one.agrees for one in compared),
+        "between_starts_percent": {
+            f"{one.name} {one.problem.label}": one.between_percent for one in recorded_spreads(gpu_slug, data)
+        },
+    }
