@@ -11,12 +11,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flashlab.build import compiler
+from flashlab.measure import harness
 from flashlab.run import gpu
 
 HERE = Path(__file__).parent
@@ -56,7 +58,13 @@ def _runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         assert info.arch is not None
         compiler.compile_many(compiler.jobs(archs=[info.arch], aligned=(True, False)))
 
-    with ThreadPoolExecutor(1) as compiling, ThreadPoolExecutor(AT_ONCE) as pool:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ThreadPoolExecutor(1) as compiling,
+        ThreadPoolExecutor(AT_ONCE) as pool,
+    ):
+        # Here several of them share a GPU, and nobody keeps their times.
+        patch.setattr(harness, "gpu_lock", lambda _: nullcontext())
         made = compiling.submit(ahead) if wanted else None
 
         def begin(name: str, folder: Path) -> Any:

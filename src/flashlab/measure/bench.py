@@ -240,7 +240,7 @@ def compile_ahead(
     *,
     aligned: Sequence[bool] = (True,),
 ) -> None:
-    """Fill the cache with all that the stages may need at their problems, on all cores; the worker compiles one by one.
+    """Fill the cache with all that the stages may need at their problems, on all cores; a worker compiles one by one.
 
     What does not compile is the worker's to record.
     """

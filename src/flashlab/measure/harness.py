@@ -30,7 +30,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -415,7 +415,7 @@ class Book:
 
 
 @contextlib.contextmanager
-def gpu_lock(fingerprint: str) -> Any:
+def gpu_lock(fingerprint: str) -> Iterator[None]:
     """Hold a GPU, by its fingerprint, for this process alone among those of flashlab that measure.
 
     Raises:

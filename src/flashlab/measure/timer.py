@@ -1,8 +1,8 @@
 """Time on the GPU: interleaved, idle-gapped samples between two CUDA events, hot and cold, burst and sustained.
 
 Why not cuda-bench (nvbench)? It measures one benchmark after another, so that two implementations meet different
-temperatures and clocks, and it owns the process. Here stages and libraries take turns in one process, sample by sample
-in an order drawn anew each round: drift falls on all alike, and a ratio of two medians means something.
+temperatures and clocks, and it owns the process. Here the samples of stages and libraries are interleaved in one
+process, in an order drawn anew each round: drift falls on all alike, and a ratio of two medians means something.
 
 One sample:
 
@@ -64,7 +64,7 @@ _MONITOR_PERIOD_S = 0.05
 FULL_CLOCK = 0.99
 """A sample whose clock reads less than this share of the highest one seen was held back."""
 _GAP_FACTORS = (1, 4, 16)
-"""Tried in turn where the clock is held back: multiples of the plain gap."""
+"""Tried one after another where the clock is held back: multiples of the plain gap."""
 WARM_UP_SHARE = 0.2
 """Of the seconds of a sustained measurement, the part that comes first and is not counted."""
 
@@ -204,7 +204,7 @@ def _samples(readings: Sequence[Reading], **fields: Any) -> Samples:
 
 
 class Timer:
-    """Takes samples of several implementations in turn."""
+    """Takes interleaved samples of several implementations."""
 
     def __init__(self, backend: Backend, *, seed: int = 0) -> None:
         self._backend = backend
@@ -268,7 +268,7 @@ class Timer:
         cap_s: float = 3.0,
         announce: Announce = lambda name: None,
     ) -> dict[str, Samples]:
-        """Samples of every implementation, taken in turn in an order drawn anew each round.
+        """Samples of every implementation, interleaved in an order drawn anew each round.
 
         Args:
             implementations: by name.

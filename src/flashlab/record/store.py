@@ -460,7 +460,7 @@ class Ceiling(Base):
 
     kind: Literal["ceiling"]
     name: str
-    """`copy`, `tensor_float16`, `fp32_fma`, `exp2`, …; see roofline.py."""
+    """`copy`, `tensor_float16`, `fp32_fma`, `exp2`, …; see measure/ceilings.py."""
     unit: str
     """Unit of `value`: `TB/s`, `TFLOP/s`, `Tex2/s`."""
     value: float
@@ -534,7 +534,7 @@ class LineStalls(_Model):
 
 
 class StageProfile(_Counted):
-    """What Nsight Compute saw in one launch of a stage, from cold caches; see profiler.py for what is asked."""
+    """What Nsight Compute saw in one launch of a stage, from cold caches; see measure/profile.py for what is asked."""
 
     run: str
     """Id of the run, the name of its file."""

@@ -1,4 +1,4 @@
-"""Which problems and layouts break kernels: what a check of stages goes through, on a GPU (bench.py) or a CPU.
+"""Which problems and layouts break kernels: what a check of stages goes through, on a GPU (measure/check.py) or a CPU.
 
 Grouped-query heads are always on. Beside normal inputs of hostile lengths there are hostile inputs, whose scores reach
 what a kernel does seldom, and rows that lie far apart. on_cpu.py runs the cases on a CPU.
