@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,6 +17,9 @@ from flashlab.core.inputs import TRAINED
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, MASKS, Problem
+
+if TYPE_CHECKING:
+    from flashlab.verify.on_cpu import CheckRun
 
 
 def _chosen(ids: Sequence[str] | None, dead_ends: bool = False) -> list[str]:
@@ -216,11 +219,14 @@ def check(
         else:
             options = replace(module.OPTIONS, data=data, device=device, seed=seed, progress=follow)
             results = module.check_stages(chosen, **common, record=record, emulate=on == "both", options=options)
+    _show_checks(results, as_json)
+
+
+def _show_checks(results: CheckRun, as_json: bool) -> None:
+    """How many comparisons of each stage passed, and which failed; an error where any did that should not."""
+    fields = ("stage", "layout", "status", "reason", "verdict", "findings", "emulator")
     rows = [
-        {
-            name: getattr(row, name)
-            for name in ("stage", "layout", "status", "reason", "verdict", "findings", "emulator")
-        }
+        {name: getattr(row, name) for name in fields}
         | {**row.problem.flat(), "schedule": row.schedule or None}
         | {"fallbacks": row.fallbacks and row.fallbacks._asdict()}
         for row in results.rows
@@ -230,15 +236,15 @@ def check(
         count = counts.setdefault(row["stage"], Counter())
         count[{"ok": "passed", "unsupported": "unsupported"}.get(row["status"], "failed")] += 1
         count.update(row["fallbacks"] or {})
-    shown = ("passed", "failed", "unsupported", "renormalized", "recomputed")
-    totals = [{"stage": name, **{key: count[key] for key in shown}} for name, count in counts.items()]
-    answer(totals, ("stage", *shown), as_json=as_json, document=rows)
+    columns = ("passed", "failed", "unsupported", "renormalized", "recomputed")
+    totals = [{"stage": name, **{key: count[key] for key in columns}} for name, count in counts.items()]
+    answer(totals, ("stage", *columns), as_json=as_json, document=rows)
     if results.path:
         say(f"recorded in {results.path}")
-    for failure in results.failures:
-        how_run = " ".join(filter(None, (failure.layout, failure.schedule)))
-        say(f"{failure.stage}, {failure.problem.label}, {how_run}: {failure.status}: {failure.reason}")
-    failures = [failure for failure in results.failures if not kept_wrong(failure.stage, failure.status)]
+    for failed in results.failures:
+        how = " ".join(filter(None, (failed.layout, failed.schedule)))
+        say(f"{failed.stage}, {failed.problem.label}, {how}: {failed.status}: {failed.reason}")
+    failures = [failed for failed in results.failures if not kept_wrong(failed.stage, failed.status)]
     if failures:
         raise CheckFailedError(f"{len(failures)} of {len(rows)} checks failed")
 

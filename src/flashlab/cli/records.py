@@ -83,7 +83,9 @@ def results(
             f"Recorded: {works or 'none'}"
         )
     title = f"{name}, newest run {max(row.run for row in rows)}, {state[0]}, {state[1]} L2"
-    answer([store.flat(row, *state) for row in rows], RUN_COLUMNS, as_json=as_json, title=title)
+    # Samples of a state may be of another run of the session than the row.
+    flat = [store.flat(row, *state) | {"run": select.origin(row, *state)[0]} for row in rows]
+    answer(flat, RUN_COLUMNS, as_json=as_json, title=title)
 
 
 def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], as_json: bool) -> None:

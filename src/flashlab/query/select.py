@@ -168,7 +168,7 @@ def _filled(row: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
     changed = any(theirs.software.get(name, version) != version for name, version in ours.software.items())
     if not ours.samples or not more or changed or ours.cubin != theirs.cubin:
         return row
-    added = {f"{one.regime} {one.cache}": _origin(theirs, one.regime, one.cache) for one in more}
+    added = {f"{one.regime} {one.cache}": origin(theirs, one.regime, one.cache) for one in more}
     fields = {name: getattr(ours, name) for name in Measurement.model_fields} | {"samples": (*ours.samples, *more)}
     filled = Filled(**fields, origins={**(ours.origins if isinstance(ours, Filled) else {}), **added})
     return {**row, **row_of(filled)}
@@ -372,7 +372,7 @@ def is_dead_end(row: Measurement) -> bool:
     return stage is not None and not stage.retired
 
 
-def _origin(row: Measurement, regime: Regime, cache: Cache) -> tuple[str, str]:
+def origin(row: Measurement, regime: Regime, cache: Cache) -> tuple[str, str]:
     """The run of a row's samples in one state, and its GPU's fingerprint."""
     own = (row.run, row.gpu.fingerprint)
     return row.origins.get(f"{regime} {cache}", own) if isinstance(row, Filled) else own
@@ -384,7 +384,7 @@ def _runs_of(row: Measurement | Ceiling) -> tuple[str, ...]:
 
 def _places(rows: Iterable[Measurement], regime: Regime, cache: Cache) -> set[tuple[str, str]]:
     """The commits and GPUs of rows with samples in that state."""
-    found = (_origin(row, regime, cache) for row in rows if row.samples_of(regime, cache))
+    found = (origin(row, regime, cache) for row in rows if row.samples_of(regime, cache))
     return {(commit_label(run), chip) for run, chip in found}
 
 
@@ -602,7 +602,7 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
     if not rows:
         return ""
     labels = {row.problem.problem().label for row in rows}
-    runs = {_origin(row, regime, cache)[0]: row for row in rows}
+    runs = {origin(row, regime, cache)[0]: row for row in rows}
     commits = sorted({commit_label(run, run == row.run and row.source.dirty) for run, row in runs.items()})
     dates = sorted({date(run) for run in runs})
     parts = [
