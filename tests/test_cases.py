@@ -28,10 +28,11 @@ from flashlab.verify.oracle import attention, make_inputs, pack, plain
 from flashlab.verify.verdict import (
     FLASH_ATTENTION_LENGTHS,
     HOSTILE,
-    FlashAttentionOracle,
     Guarded,
+    Oracle,
     check,
     check_as_flash_attention,
+    flash_attention_limit,
 )
 
 STAGE = registry.get("05_wmma")
@@ -175,7 +176,7 @@ def test_flash_attentions_rule_lets_pass_what_is_rounded_once_and_no_more_than_t
         assert verdict.max_abs_error == 0
         out = plain(*values, **options)
         assert check_as_flash_attention(out, None, *values, **options).passed
-        oracle = FlashAttentionOracle()
+        oracle = Oracle()
         bad = good.copy()
         bad[0, 5, 112, 7] += bad.dtype.type(2 * verdict.max_abs_limit)
         found = check_as_flash_attention(bad, None, *values, oracle=oracle, **options)
@@ -188,7 +189,7 @@ def test_flash_attentions_rule_lets_pass_what_is_rounded_once_and_no_more_than_t
 def test_flash_attentions_limit_for_one_key_is_what_adding_and_taking_away_does() -> None:
     problem = Problem.parse("1x6x6x64x1x64", dtype="bfloat16")
     values = make_inputs(problem)
-    _, limit = FlashAttentionOracle().of(*values, causal=False, dtype="bfloat16", xp=np)
+    _, limit = flash_attention_limit(*values, causal=False, dtype="bfloat16")
     v = values[2].astype(np.float32)
     rounded = ((v + np.float32(0.3)).astype(values[2].dtype).astype(np.float32) - np.float32(0.3)).astype(
         values[2].dtype

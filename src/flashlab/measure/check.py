@@ -1,6 +1,6 @@
 """Compare stages with the oracle on a GPU, in a worker process, and record what it says.
 
-verify/cases.py says which cases there are, and runs the same on a CPU.
+verify/cases.py says which cases there are, and verify/on_cpu.py runs the same on a CPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from flashlab.run import emulator, gpu
 from flashlab.run.attention import prepare
 from flashlab.verify.cases import FAR_LAYOUTS, FLASH_ATTENTION, SUITES, TENSORS, chosen_cases, laid_out, placement
 from flashlab.verify.on_cpu import CheckRun, build_all, emulate_beside, emulates, implementations
-from flashlab.verify.verdict import FlashAttentionOracle, Guarded, Oracle, check, damage
+from flashlab.verify.verdict import Guarded, Oracle, check, damage
 
 OPTIONS = Options(timeout_s=120.0, worker=(sys.executable, "-m", "flashlab.measure.check"))
 _WAITING_EMULATIONS = 256
@@ -198,7 +198,7 @@ class CheckWorker(GpuWorker):
         inputs: Sequence[Guarded],
     ) -> None:
         rule = self.job.get("suite")
-        judge = partial(SUITES[rule], oracle=FlashAttentionOracle()) if rule else partial(check, oracle=Oracle())
+        judge = partial(SUITES[rule] if rule else check, oracle=Oracle())
         host: tuple[Any, ...] = ()
         for name in names:
             self.step(cell, name, "check")

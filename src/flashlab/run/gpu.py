@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from flashlab.core.errors import (
@@ -282,43 +282,32 @@ def memory_free_bytes(device: int) -> int:
     return int(free)
 
 
-@lru_cache(maxsize=512)
-def _load(sha256: str, entry: str, device: int, smem_bytes: int, cubin: _ByDigest) -> Function:
+def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
     from cuda.core import ObjectCode
 
     driver = _bindings()
     gpu = info(device)
     if smem_bytes > gpu.max_smem_bytes:
         raise UnsupportedError(
-            f"{cubin.value.name}: wanted {smem_bytes} bytes of shared memory a block, got a GPU that gives "
+            f"{cubin.name}: wanted {smem_bytes} bytes of shared memory a block, got a GPU that gives "
             f"{gpu.max_smem_bytes} ({gpu.name}). Smaller tiles or fewer pipeline stages fit."
         )
     with context(device):
         try:
-            kernel = ObjectCode.from_cubin(cubin.value.code, name=cubin.value.name).get_kernel(entry)
+            kernel = ObjectCode.from_cubin(cubin.code, name=cubin.name).get_kernel(cubin.entry)
         except Exception as error:  # cuda.core's own CUDAError has no public name
-            raise LaunchError(
-                f"loading {cubin.value.name} for {cubin.value.arch} on {gpu.name} ({gpu.arch}): {error}"
-            ) from error
+            raise LaunchError(f"loading {cubin.name} for {cubin.arch} on {gpu.name} ({gpu.arch}): {error}") from error
         # cuda.core shows the attribute read-only; the driver takes more than 48 KiB only after it is raised.
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         raw = driver.CUkernel(int(kernel.handle))
         call("cuKernelSetAttribute", attribute, smem_bytes, raw, call("cuDeviceGet", device))
         function = call("cuKernelGetFunction", raw)
-    return Function(cubin=cubin.value, device=device, handle=function, kernel=kernel, smem_bytes=smem_bytes)
+    return Function(cubin=cubin, device=device, handle=function, kernel=kernel, smem_bytes=smem_bytes)
 
 
-@dataclass(frozen=True)
-class _ByDigest:
-    """A cubin compared by its digest, so that it can be part of a cache key cheaply."""
-
-    value: Cubin
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByDigest) and other.value.sha256 == self.value.sha256
-
-    def __hash__(self) -> int:
-        return hash(self.value.sha256)
+_MAX_LOADED = 512
+_loaded: dict[tuple[str, str, int, int], Function] = {}
+"""By the code's digest, the kernel, the device and the shared memory."""
 
 
 def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Function:
@@ -332,7 +321,14 @@ def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Functio
     """
     if smem_bytes is None:
         smem_bytes = cubin.launch_shape.smem_bytes if cubin.launch_shape else 0
-    return _load(cubin.sha256, cubin.entry, device, smem_bytes, _ByDigest(cubin))
+    key = (cubin.sha256, cubin.entry, device, smem_bytes)
+    function = _loaded.get(key)
+    if function is None:
+        function = _load(cubin, device, smem_bytes)
+        if len(_loaded) >= _MAX_LOADED:
+            _loaded.clear()
+        _loaded[key] = function
+    return function
 
 
 class Zeroed:

@@ -42,10 +42,10 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -55,6 +55,8 @@ from flashlab.core.problem import DType, Precision, Problem
 from flashlab.record.store import Verdict
 from flashlab.verify import oracle as reference
 from flashlab.verify.oracle import UNIT_ROUNDOFF, Array
+
+T = TypeVar("T")
 
 HOSTILE: tuple[tuple[int, int], ...] = (
     (1, 1),
@@ -157,20 +159,19 @@ _STATISTICS = (
 class Oracle:
     """What is known of one problem, kept so that several outputs of it can be checked for little more than one.
 
-    Give the same to every `check` of the same q, k, v, mask, type, scale and sample, and to no other. The precision may
+    Give the same to every check of the same q, k, v, mask, type, scale and sample, and to no other. The precision may
     differ.
     """
 
     def __init__(self) -> None:
-        self.finite = False
-        self._tiles: dict[tuple[int, int, Precision], _ExactTile] = {}
+        self._known: dict[Hashable, Any] = {}
 
-    def tile(self, tile: reference.Tile, precision: Precision, compute: Callable[[], _ExactTile]) -> _ExactTile:
-        """What is known of a tile at a precision, computed the first time."""
-        key = (tile.pairs.start, tile.span.start, precision)
-        if key not in self._tiles:
-            self._tiles[key] = compute()
-        return self._tiles[key]
+    def once(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """What `compute` returned the first time."""
+        if key not in self._known:
+            self._known[key] = compute()
+        known: T = self._known[key]
+        return known
 
 
 def check(
@@ -210,10 +211,7 @@ def check(
     problem = reference.problem_of(q, k, v, causal=causal, dtype=dtype)
     scale = reference.default_scale(problem.head_dim) if scale is None else scale
     oracle = Oracle() if oracle is None else oracle
-    for name, x in () if oracle.finite else (("q", q), ("k", k), ("v", v)):
-        if _any(~xp.isfinite(reference.to_float(x, xp)), xp):
-            raise InputError(f"{name}: wanted finite values to judge an output by, got NaN or infinity")
-    oracle.finite = True
+    oracle.once("finite", partial(_require_finite, q, k, v, xp))
     _require_sample(sample, problem)
     # One copy without gaps, if there are any: what comes then needs no kernel of its own for every layout.
     out = xp.ascontiguousarray(out)
@@ -228,7 +226,7 @@ def check(
     statistics = {name: np.zeros((len(pairs), len(rows))) for name in _STATISTICS}
     for tile in reference.tiles(problem, pairs=pairs, rows=rows):
         compute = partial(_exact_tile, q, k, v, tile, problem=problem, precision=precision, scale=scale, xp=xp)
-        exact = oracle.tile(tile, precision, compute)
+        exact = oracle.once((tile.pairs.start, tile.span.start, precision), compute)
         for name, values in {**exact.statistics, **_errors(out, lse, tile, exact, against, xp)}.items():
             statistics[name][tile.pairs, tile.span] = values
     if not np.isfinite(statistics["plain_max"]).all():
@@ -273,7 +271,7 @@ def check_as_flash_attention(
     causal: bool,
     dtype: DType,
     precision: Precision = "input",
-    oracle: FlashAttentionOracle | None = None,
+    oracle: Oracle | None = None,
     xp: Any = np,
 ) -> Verdict:
     """Judge an output by the rule of flash-attention's own tests of the forward pass.
@@ -287,34 +285,33 @@ def check_as_flash_attention(
     wrong = _wrong_form(out, lse, problem, xp) or _wrong_contents(out, "output", problem, xp)
     if wrong:
         return _verdict(wrong)
-    oracle = FlashAttentionOracle() if oracle is None else oracle
-    exact, limit = oracle.of(q, k, v, causal=causal, dtype=dtype, xp=xp)
+    oracle = Oracle() if oracle is None else oracle
+    compute = partial(flash_attention_limit, q, k, v, causal=causal, dtype=dtype, xp=xp)
+    exact, limit = oracle.once("flash-attention", compute)
     error = float(xp.abs(reference.to_float(out, xp) - exact).max())
     reason = "" if error <= limit else f"max abs error {error:.3g} over flash-attention's limit {limit:.3g}"
     return _verdict(reason, max_abs_error=error, max_abs_limit=limit)
 
 
-class FlashAttentionOracle:
-    """What `check_as_flash_attention` compares outputs of one problem with, computed the first time."""
+def flash_attention_limit(
+    q: Array, k: Array, v: Array, *, causal: bool, dtype: DType, xp: Any = np
+) -> tuple[Array, float]:
+    """The exact output as `dtype` holds it, in float32, and the largest error that flash-attention's tests let pass."""
+    exact, _ = reference.attention(q, k, v, causal=causal, xp=xp)
+    exact = reference.round_to(exact.astype(xp.float32), dtype, xp)
+    scaled = reference.to_float(k, xp) * xp.float32(reference.default_scale(q.shape[3]))
+    plain = reference.plain(q, reference.pack(scaled, dtype, xp), v, causal=causal, dtype=dtype, scale=1.0, xp=xp)
+    shifted = reference.round_to(exact + xp.float32(0.3), dtype, xp)
+    shifted = reference.round_to(shifted - xp.float32(0.3), dtype, xp)
+    slack = xp.abs(reference.round_to(shifted - exact, dtype, xp)).max()
+    plain_error = xp.abs(reference.to_float(plain, xp) - exact).max()
+    return exact, float(_PLAIN_FACTOR * (plain_error + slack))
 
-    def __init__(self) -> None:
-        self._known: tuple[Array, float] | None = None
 
-    def of(self, q: Array, k: Array, v: Array, *, causal: bool, dtype: DType, xp: Any) -> tuple[Array, float]:
-        """The output as `dtype` holds it, in float32, and the largest error that is let pass."""
-        if self._known is None:
-            exact, _ = reference.attention(q, k, v, causal=causal, xp=xp)
-            exact = reference.round_to(exact.astype(xp.float32), dtype, xp)
-            scaled = reference.to_float(k, xp) * xp.float32(reference.default_scale(q.shape[3]))
-            plain = reference.plain(
-                q, reference.pack(scaled, dtype, xp), v, causal=causal, dtype=dtype, scale=1.0, xp=xp
-            )
-            shifted = reference.round_to(exact + xp.float32(0.3), dtype, xp)
-            shifted = reference.round_to(shifted - xp.float32(0.3), dtype, xp)
-            slack = xp.abs(reference.round_to(shifted - exact, dtype, xp)).max()
-            plain_error = xp.abs(reference.to_float(plain, xp) - exact).max()
-            self._known = exact, float(_PLAIN_FACTOR * (plain_error + slack))
-        return self._known
+def _require_finite(q: Array, k: Array, v: Array, xp: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if _any(~xp.isfinite(reference.to_float(x, xp)), xp):
+            raise InputError(f"{name}: wanted finite values to judge an output by, got NaN or infinity")
 
 
 def _verdict(reason: str = "", **numbers: float) -> Verdict:
