@@ -405,7 +405,6 @@ def test_spread_between_starts_takes_the_newest_row_of_each() -> None:
     assert found.between_percent == pytest.approx(3.0)
     assert found.between_clocks_percent == pytest.approx(0.0)
     assert 0 < found.within_percent < 2
-    assert found.chips == 1
 
 
 def test_other_code_and_rows_without_a_start_do_not_count() -> None:
