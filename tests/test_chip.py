@@ -14,6 +14,8 @@ from pydantic import ValidationError
 from flashlab.core.errors import CompileError, NoDataError, NoGpuError, ParameterError
 from flashlab.experiments import chip
 from flashlab.measure.timer import MicroParams
+from flashlab.record import store
+from flashlab.record.store import ChipReading
 from flashlab.run import emulator, gpu
 
 SOME = (
@@ -167,9 +169,9 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
         chip.measure(["unit"], data=tmp_path)
 
 
-def reading(name: str, value: float, *, run: str = synthetic.RUN) -> chip.Reading:
+def reading(name: str, value: float, *, run: str = synthetic.RUN) -> ChipReading:
     case = chip.CASES[name]
-    return chip.Reading(
+    return ChipReading(
         run=run,
         time="2026-01-02T03:04:05Z",
         gpu=synthetic.gpu(),
@@ -200,7 +202,7 @@ def test_the_newest_reading_counts_and_damage_is_told(tmp_path: Path) -> None:
     (folder / f"{old.run}.jsonl").write_text(old.model_dump_json() + "\n", encoding="utf-8")
     (folder / f"{new.run}.jsonl").write_text(new.model_dump_json() + '\n{"kind": "chip"}\n', encoding="utf-8")
     assert chip.newest("nvidia-h200", tmp_path)["ex2_4_warps"] == new
-    found, damage = chip.read(folder / f"{new.run}.jsonl")
+    found, damage = store.read_chip(folder / f"{new.run}.jsonl")
     assert found == (new,)
     assert [d.line for d in damage] == [2]
 

@@ -18,18 +18,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
 from flashlab.build import sass
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, UnsupportedError
-from flashlab.core.paths import DATA, KERNELS, writable_dir
+from flashlab.core.paths import DATA, KERNELS
+from flashlab.measure.harness import Book
 from flashlab.measure.timer import Buffer, CudaBackend, MicroParams
 from flashlab.record import provenance, store
+from flashlab.record.store import ChipReading
 from flashlab.run import gpu
 
 if TYPE_CHECKING:
@@ -101,46 +100,6 @@ class Case:
         if self.stamps:
             macros["STAMPS"] = self.stamps
         return macros
-
-
-class Reading(BaseModel):
-    """One case on one GPU: a line of data/<gpu>/chip."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    kind: Literal["chip"] = "chip"
-    schema_version: Literal[1] = 1
-    run: str = Field(pattern=r"^[0-9]{8}T[0-9]{6}Z-[0-9a-f]{7,}(-dirty)?$")
-    """UTC start time and commit: `20261121T054500Z-0123abc`."""
-    time: str
-    """UTC time of this record, ISO 8601."""
-    gpu: store.Gpu
-    source: store.Source
-    software: dict[str, str]
-    name: str
-    """Of the case."""
-    group: Group
-    unit: Unit
-    value: float
-    """The median of `one_sm`."""
-    one_sm: tuple[float, ...] = Field(min_length=1)
-    """A value a launch, one block on one SM."""
-    all_sms: tuple[float, ...] = Field(min_length=1)
-    """A value a launch with a block on every SM: the median of the blocks."""
-    beside: tuple[float, ...] = ()
-    """What the block's other warps did a clock meanwhile, a value a launch on one SM; empty where there are none."""
-    stamps: tuple[float, ...] = ()
-    """Clocks since the start, at the moments that the kernel's file names; of the last launch on one SM."""
-    how: str
-    kernel: str
-    """File of kernels/chip, without its suffix."""
-    defines: dict[str, int]
-    repeats: int
-    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """Of the machine code."""
-    registers: int
-    opcodes: dict[str, int]
-    """Those of the case, as counted in the machine code."""
 
 
 # --- The cases --------------------------------------------------------------------------------------------------------
@@ -694,13 +653,9 @@ def measure(
     chosen = choose(names)
     runner = _Runner(device)
     info = runner.info
-    commit, dirty = provenance.source()
-    started = datetime.now(UTC)
-    run = f"{started:%Y%m%dT%H%M%SZ}-{commit[:7] if commit != 'unknown' else '0000000'}{'-dirty' if dirty else ''}"
-    identity = store.Gpu.model_validate({name: getattr(info, name) for name in store.Gpu.model_fields})
-    software = provenance.software()
-    path = writable_dir(data / info.slug / "chip", "records") / f"{run}.jsonl"
-    with path.open("a", encoding="utf-8") as file:
+    with Book(data, "chip") as book:
+        fields = {name: getattr(info, name) for name in store.Gpu.model_fields}
+        book.hello({"gpu": fields, "software": provenance.software()})
         for case, (cubin, opcodes) in zip(chosen, compile_all(chosen), strict=True):
             announce(case.name)
             function = gpu.load(cubin, device, smem_bytes=case.smem_bytes)
@@ -710,12 +665,8 @@ def measure(
                 median(block_of(case, words).value for words in runner.words(case, function, info.sm_count))
                 for _ in range(launches)
             ]
-            reading = Reading(
-                run=run,
-                time=datetime.now(UTC).isoformat(timespec="seconds"),
-                gpu=identity,
-                source=store.Source(commit=commit, dirty=dirty),
-                software=software,
+            reading = ChipReading(
+                **book.header(),
                 name=case.name,
                 group=case.group,
                 unit=case.unit,
@@ -732,40 +683,20 @@ def measure(
                 registers=cubin.resources.registers,
                 opcodes=opcodes,
             )
-            file.write(reading.model_dump_json() + "\n")
-            file.flush()
-    store.write_checksums(info.slug, data)
-    return path
+            store.append(book.path, reading)
+        return book.path
 
 
-# --- Reading them back ------------------------------------------------------------------------------------------------
-
-
-def read(path: Path) -> tuple[tuple[Reading, ...], tuple[store.Damage, ...]]:
-    """A file of readings: what is sound, and what could not be read."""
-    found: list[Reading] = []
-    damage: list[store.Damage] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        try:
-            found.append(Reading.model_validate_json(line))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "line"
-            damage.append(store.Damage(path, number, f"{where}: {first['msg']}"))
-    return tuple(found), tuple(damage)
-
-
-def newest(gpu_slug: str, data: Path = DATA) -> dict[str, Reading]:
+def newest(gpu_slug: str, data: Path = DATA) -> dict[str, ChipReading]:
     """The newest reading of each case on a GPU.
 
     Raises:
         NoDataError: there is none.
     """
-    files = sorted((data / gpu_slug / "chip").glob("*.jsonl"))
-    found = {reading.name: reading for path in files for reading in read(path)[0]}
-    if not found:
+    readings = {line.record.name: line.record for line in store.lines(gpu_slug, "chip", data)}
+    if not readings:
         raise NoDataError(
             f"wanted readings of the units of GPU {gpu_slug!r} under {data / gpu_slug / 'chip'}, found none. "
             "`flashlab chip` on such a GPU makes some."
         )
-    return found
+    return readings

@@ -29,6 +29,7 @@ from flashlab.experiments import chip
 from flashlab.kernels import registry
 from flashlab.query import select
 from flashlab.record import store
+from flashlab.record.store import ChipReading
 from flashlab.run import choice
 from flashlab.run import gpu as gpus
 
@@ -100,14 +101,14 @@ class Rates:
     """Clocks of a copy of 16 KiB from L2, issue to arrival."""
 
 
-def rates_of(readings: Mapping[str, chip.Reading], ceilings: Mapping[str, store.Ceiling] | None = None) -> Rates:
+def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, store.Ceiling] | None = None) -> Rates:
     """The model's rates from readings of the chip, and ceilings where there are any.
 
     Raises:
         NoDataError: a reading is missing.
     """
 
-    def read(name: str) -> chip.Reading:
+    def read(name: str) -> ChipReading:
         if name not in readings:
             raise NoDataError(f"wanted a reading of {name} for the cycle model, found none. `flashlab chip` makes it")
         return readings[name]
@@ -588,7 +589,7 @@ def parameters_of(stage_id: str, problem: Problem, gpu: str | None = None, data:
     return stage.parameters(problem.head_dim, choice.parameters(stage, gpu, problem, data=data))
 
 
-def predict_loop(reading: chip.Reading, rates: Rates) -> float | None:
+def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
     """The time of a loop that was measured (group `loop`) by the model, clocks a score; None where it cannot tell."""
     case = reading.defines
     if (

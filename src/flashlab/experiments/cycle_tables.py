@@ -13,13 +13,14 @@ from flashlab.core.paths import DATA
 from flashlab.experiments import chip
 from flashlab.experiments.cycle_model import GROUP_THREADS, Compared, Rates, compare, predict_loop, rates_of
 from flashlab.record import store
+from flashlab.record.store import ChipReading
 from flashlab.show.tables import Column, number, table
 
 NOTHING_YET = (
     "**Nothing has been measured yet.** No readings of the units are on record for this GPU; `flashlab chip` on a "
     "Hopper GPU makes them."
 )
-Readings = dict[str, chip.Reading]
+Readings = dict[str, ChipReading]
 
 
 def _page(write: Callable[[Readings], str]) -> Callable[..., str]:
@@ -36,7 +37,7 @@ def _page(write: Callable[[Readings], str]) -> Callable[..., str]:
     return page
 
 
-def _source(readings: Iterable[chip.Reading]) -> str:
+def _source(readings: Iterable[ChipReading]) -> str:
     """Which GPU, when, which commit, as a line in italics."""
     newest = max(readings, key=lambda reading: reading.run)
     commit = newest.source.commit[:7] + (" and uncommitted changes" if newest.source.dirty else "")
@@ -199,14 +200,14 @@ def loops(readings: Readings) -> str:
     except NoDataError:
         rates = None
 
-    def what(reading: chip.Reading) -> str:
+    def what(reading: ChipReading) -> str:
         _, _, order = reading.how.partition(", order ")
         return order[:1] + order[1:].lower().replace(" d=", " D=")
 
-    def predicted(reading: chip.Reading) -> float | None:
+    def predicted(reading: ChipReading) -> float | None:
         return predict_loop(reading, rates) if rates else None
 
-    def tflops(reading: chip.Reading) -> float | None:
+    def tflops(reading: ChipReading) -> float | None:
         if clock is None:
             return None
         return 4.0 * reading.defines["HEAD_DIM"] / reading.value * reading.gpu.sm_count * clock / 1e6

@@ -369,7 +369,7 @@ class Tuning(Timed):
 
 
 class Ablation(Timed):
-    """One level of an ablation: a stage with one tunable set, all others as they are; see ablate.py for the axes.
+    """One level of an ablation: a stage with one tunable set, all others as they are; experiments/axes.toml has the axes.
 
     Or a lever: the stage's source with a patch, or the same without it; see levers.py.
     """
@@ -416,6 +416,36 @@ class Reading(Base):
     """By `cuda-bench`, those of a hot cache are means of a batch each, and the clock is its own reading."""
     enqueue_us: float | None = None
     """Host time to enqueue one call, microseconds; None where it was not measured."""
+
+
+class ChipReading(Base):
+    """One micro-benchmark of an SM's units, on one GPU; the cases are in experiments/chip.py."""
+
+    kind: Literal["chip"] = "chip"
+    name: str
+    """Of the case."""
+    group: Literal["unit", "latency", "wgmma", "issue", "softmax", "overlap", "loop"]
+    unit: Literal["ops/clk/SM", "FLOP/clk/SM", "clk", "clk/score"]
+    value: float
+    """The median of `one_sm`."""
+    one_sm: tuple[float, ...] = Field(min_length=1)
+    """A value a launch, one block on one SM."""
+    all_sms: tuple[float, ...] = Field(min_length=1)
+    """A value a launch with a block on every SM: the median of the blocks."""
+    beside: tuple[float, ...] = ()
+    """What the block's other warps did a clock meanwhile, a value a launch on one SM; empty where there are none."""
+    stamps: tuple[float, ...] = ()
+    """Clocks since the start, at the moments that the kernel's file names; of the last launch on one SM."""
+    how: str
+    kernel: str
+    """File of kernels/chip, without its suffix."""
+    defines: dict[str, int]
+    repeats: int
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """Of the machine code."""
+    registers: int
+    opcodes: dict[str, int]
+    """Those of the case, as counted in the machine code."""
 
 
 class Call(Base):
@@ -654,12 +684,13 @@ _OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
 _COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 
-AnyRecord = Measurement | Ceiling | Tuning | Ablation | Part | Reading | Call | StageProfile | Sanitized
+AnyRecord = Measurement | Ceiling | Tuning | Ablation | Part | Reading | ChipReading | Call | StageProfile | Sanitized
 _FOLDERS: dict[str, type[BaseModel]] = {
     "tuning": Tuning,
     "ablations": Ablation,
     "parts": Part,
     "readings": Reading,
+    "chip": ChipReading,
     "calls": Call,
     "sanitizer": Sanitized,
     "profiles": StageProfile,
@@ -806,6 +837,11 @@ def parts(gpu: str, data: Path = DATA) -> tuple[Part, ...]:
 def read_readings(path: Path) -> tuple[Reading, ...]:
     """The sound readings of a file."""
     return _read_lines(path, _PARSERS["readings"])[0]
+
+
+def read_chip(path: Path) -> tuple[tuple[ChipReading, ...], tuple[Damage, ...]]:
+    """A file of micro-benchmarks: what is sound, and what could not be read."""
+    return _read_lines(path, _PARSERS["chip"])
 
 
 def readings(gpu: str, data: Path = DATA) -> tuple[Reading, ...]:

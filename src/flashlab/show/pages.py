@@ -740,6 +740,7 @@ def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
     models += [
         store.Tuning,
         store.Reading,
+        store.ChipReading,
         store.Call,
         *(model for records in _registered("RECORDS") for model in records),
     ]
