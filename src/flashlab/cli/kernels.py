@@ -33,20 +33,13 @@ def stages(*, dead_ends: opt.DeadEnds = False, as_json: opt.Json = False) -> Non
     """List the stages: what each changes, where it runs, what can be tuned."""
     from flashlab.kernels import registry
 
-    fields = ("id", "title", "parent", "question", "change", "prediction", "archs", "needs", "dtypes", "head_dims")
-    rows = [
-        {name: getattr(stage, name) for name in fields}
-        | {
-            "params": {
-                name: {"default": param.default, "choices": param.choices, "by_head_dim": dict(param.by_head_dim)}
-                for name, param in stage.params.items()
-            }
-        }
-        for stage in map(registry.get, _chosen(None, dead_ends))
-    ]
-    columns = {name: name for name in ("id", "title", "parent", "needs", "dtypes", "head_dims")}
-    tunables = {"tunables": lambda row: {name: param["default"] for name, param in row["params"].items()}}
-    answer(rows, columns | tunables, as_json=as_json)
+    rows = [registry.get(stage_id) for stage_id in _chosen(None, dead_ends)]
+    shown = ("id", "title", "parent", "needs", "dtypes", "head_dims")
+    fields = (*shown, "question", "change", "prediction", "archs", "params")
+    columns = {name: name for name in shown}
+    tunables = {"tunables": lambda stage: {name: param.default for name, param in stage.params.items()}}
+    document = [{name: getattr(stage, name) for name in fields} for stage in rows]
+    answer(rows, columns | tunables, as_json=as_json, document=document)
 
 
 def compile_(
@@ -121,10 +114,12 @@ def sass(
     instructions = module.disassemble(cubin.code, cubin.entry)
     if listing:
         if as_json:
-            rows = [asdict(one) | {"class": module.classify(one)} for one in instructions]
-            answer(rows, as_json=True)
+            classes = map(module.classify, instructions)
+            answer(
+                [asdict(line) | {"class": kind} for line, kind in zip(instructions, classes, strict=True)], as_json=True
+            )
         else:
-            sys.stdout.writelines(f"{one.address:6x}  {one.text}\n" for one in instructions)
+            sys.stdout.writelines(f"{line.address:6x}  {line.text}\n" for line in instructions)
         return
     counts = module.mix(cubin.code, cubin.entry)
     branches, shared = module.branches(instructions), module.shared_memory(instructions)
