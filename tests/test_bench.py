@@ -22,9 +22,11 @@ from test_timer import Fake as FakeGpu
 from flashlab.core import errors
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import peers, registry
-from flashlab.measure import bench, check, harness, tune
-from flashlab.measure.cells import RefusedError, refusal
+from flashlab.measure import bench, ceilings, check, harness, tune
+from flashlab.measure import worker as worker_module
+from flashlab.measure.cells import Cell, RefusedError, refusal
 from flashlab.measure.options import BURSTS, Options, Plan, plan_of
+from flashlab.measure.timer import Reading, State
 from flashlab.measure.worker import BenchWorker, Candidate
 from flashlab.record import checks, store
 from flashlab.record.checks import CheckRow
@@ -834,3 +836,108 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
         assert found is not None
         assert found.agreement is not None
         assert found.agreement.max_abs_error == 0
+
+
+class _Prepared:
+    """What `prepare` gives, on the CPU: calls torch's own attention."""
+
+    def __init__(self, torch: Any, q: Any, k: Any, v: Any, **how: Any) -> None:
+        self._torch, self._inputs, self._how = torch, (q, k, v), how
+        resources = dict.fromkeys(("registers", "spill_store_bytes", "spill_load_bytes", "stack_bytes"), 0)
+        self.cubin = SimpleNamespace(
+            sha256="0" * 64, arch="sm_90a", compiler="none", parameters=dict(how["params"]), options=(), entry="",
+            code=b"", resources=SimpleNamespace(**resources, static_smem_bytes=0),
+        )  # fmt: skip
+        self.launch_shape = SimpleNamespace(smem_bytes=0, threads=128, tile_q=64)
+
+    def __call__(self) -> None:
+        q, k, v = (x.float() for x in self._inputs)
+        scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        wrong = 1.5 if self._how["params"].get("THREADS") == 64 else 1.0
+        self._how["out"].copy_(wrong * scores.softmax(-1) @ v)
+        if self._how.get("lse") is not None:
+            self._how["lse"].copy_(scores.logsumexp(-1))
+
+    def blocks_per_sm(self) -> int:
+        return 1
+
+    def fallbacks(self) -> Fallbacks | None:
+        return Fallbacks(1, 2) if self._how.get("count_fallbacks") else None
+
+
+class _Clock:
+    """A GPU whose calls all take 100 µs."""
+
+    def __init__(self, *_: int) -> None:
+        self.time_s = 0.0
+
+    def sample(self, run: Any, *, calls: int, **_: Any) -> Any:
+        run()
+        self.time_s += 1e-4 * calls
+        return Reading(time_us=100.0, sm_clock_mhz=900.0, call_clock_mhz=800.0, enqueue_us=1.0, starved=False)
+
+    def warm_up(self, run: Any, calls: int) -> None:
+        run()
+
+    def state(self) -> Any:
+        return State(sm_clock_mhz=900.0, power_w=1.0, temperature_c=40.0, throttle_reasons=())
+
+    def now(self) -> float:
+        return self.time_s
+
+    def sleep(self, seconds: float) -> None:
+        self.time_s += seconds
+
+
+def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From inputs to records with all but the GPU: what is right is timed, and what is wrong is not."""
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    problem, sent = PROBLEMS[0], list[Any]()
+    named = bench.implementations_of(["00_naive", "00_naive[THREADS=64]"], ["sdpa_math", "fa3"])
+    named["00_naive+lse"] = replace(named["00_naive"], lse_of="00_naive", record={"name": "00_naive", "kind": "stage"})
+    job = _job(Plan(samples=5, min_samples=3, cold_samples=3, sustained_seconds=0.0))
+    job["implementations"] = json.loads(json.dumps({name: asdict(one) for name, one in named.items()}))
+    cells = [Cell(None, ["launch"]), Cell(problem, list(named))]
+    job["cells"] = json.loads(json.dumps([{"index": at, **asdict(cell)} for at, cell in enumerate(cells)]))
+    one = BenchWorker(job, sent.append)
+    one.torch, one.cupy = torch, NumPyAsCuPy()  # type: ignore[attr-defined]
+    one.info = SimpleNamespace(arch="sm_90a", compute_capability=(9, 0), sm_count=4)  # type: ignore[assignment]
+    nothing = ceilings.Workload(run=int, amount=1, unit="us", how="")
+    q, k, v = (torch.randn(1, 2, 64, 64).half() for _ in range(3))
+    for place, name, stand_in in (
+        (one, "hold", lambda: None),
+        (one, "inputs", lambda _: (q, k, v)),
+        (one, "survive", lambda _: None),
+        (torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0)),
+        (worker_module, "CudaBackend", _Clock),
+        (worker_module, "prepare", lambda *tensors, **how: _Prepared(torch, *tensors, **how)),
+        (worker_module, "_sass_mix", lambda *_: {"mma": 1}),
+        (gpu, "synchronize", lambda _: None),
+        (gpu, "memory_free_bytes", lambda _: 1 << 40),
+        (worker_module.ceilings, "CEILINGS", {"launch": lambda *_: nothing}),
+    ):  # fmt: skip
+        monkeypatch.setattr(place, name, stand_in)
+    one.work()
+    rows = {message["name"]: message["row"] for message in json.loads(json.dumps(sent)) if message["type"] == "row"}
+    assert (rows["launch"]["reason"], rows["launch"].get("value")) == ("", 100.0)
+    header = {"run": "20260102T030405Z-0123abc", "time": "", "gpu": GPU, "software": {}}
+    header["source"] = {"commit": "unknown", "dirty": True}
+    found = {name: bench._record(store.Measurement, header, named[name], problem, rows[name]) for name in (*named,)}
+    assert {name: record.status for name, record in found.items()} == {  # type: ignore[union-attr]
+        "00_naive": "ok", "00_naive[THREADS=64]": "wrong", "sdpa_math": "ok", "fa3": "missing", "00_naive+lse": "ok",
+    }  # fmt: skip
+    naive, twin = found["00_naive"], found["00_naive+lse"]
+    assert isinstance(naive, store.Measurement)
+    assert isinstance(twin, store.Measurement)
+    assert [(one.cache, len(one.time_us)) for one in naive.samples] == [("hot", 5), ("cold", 3)]
+    assert [one.cache for one in twin.samples] == ["hot"]
+    assert naive.samples[0].cycles_per_score == pytest.approx(100 * 800 * 4 / (2 * 64 * 64))
+    assert (naive.fallbacks, twin.fallbacks) == ((1, 2), None)
+    assert naive.verdict is not None
+    assert naive.verdict.lse_error is not None
+    assert naive.cubin is not None
+    assert naive.cubin.sass == {"mma": 1}
+    variant = replace(named["00_naive"], record={"stage": "00_naive"})
+    tuning = bench._record(store.Tuning, header, variant, problem, rows["00_naive"])
+    assert isinstance(tuning, store.Tuning)
+    assert tuning.parameters == registry.get("00_naive").parameters(64)

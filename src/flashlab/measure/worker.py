@@ -90,12 +90,12 @@ class BenchWorker(GpuWorker):
                 self.bench(index, problem, names)
             self.send({"type": "cell_done", "cell": index})
 
-    def _say(self, cell: int, name: str, **row: Any) -> None:
+    def _say(self, cell: int, name: str, row: Mapping[str, Any]) -> None:
         model = {"trained": self._model} if self._model else {}
         self.row(cell, name, to_jsonable_python({"status": "ok", "reason": "", **row, **model}))
 
     def _refuse(self, cell: int, name: str, refused: RefusedError) -> None:
-        self._say(cell, name, status=refused.status, reason=refused.reason[:REASON_CHARS], **refused.fields)
+        self._say(cell, name, {"status": refused.status, "reason": refused.reason[:REASON_CHARS], **refused.fields})
 
     def _each(self, cell: int, names: Sequence[str], what: str, act: Callable[[str], T]) -> dict[str, T]:
         """What comes of each implementation; the row of one that gives none is sent."""
@@ -109,7 +109,7 @@ class BenchWorker(GpuWorker):
     def _ceilings(self, cell: int, names: Sequence[str], stream: int) -> None:
         def measure(name: str) -> None:
             timer = Timer(self._backend, seed=self.job["seed"])
-            self._say(cell, name, **ceilings.measure(name, timer, self.device, stream))
+            self._say(cell, name, ceilings.measure(name, timer, self.device, stream))
             self.free()
 
         self._each(cell, names, "measure", measure)
@@ -317,7 +317,7 @@ class BenchWorker(GpuWorker):
         for name, one in ready.items():
             counted = one.fallbacks()
             fallbacks = {"fallbacks": counted} if counted else {}
-            self._say(cell, name, verdict=one.verdict, samples=taken[name], **one.fields, **fallbacks)
+            self._say(cell, name, {"verdict": one.verdict, "samples": taken[name], **one.fields, **fallbacks})
 
     def _burst(
         self, timer: Timer, runs: Mapping[str, Run], cell: int, cache: str, samples: int, least: int, cap_s: float
