@@ -169,10 +169,10 @@ import sys
 import importlib.util
 import math
 import torch
-from flashlab.check import check
-from flashlab.paths import KERNELS
-from flashlab.problem import Problem
-from flashlab.reference import make_inputs
+from flashlab.core.paths import KERNELS
+from flashlab.core.problem import Problem
+from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import check
 
 spec = importlib.util.spec_from_file_location("triton_fa2", KERNELS / "peers" / "triton_fa2.py")
 module = importlib.util.module_from_spec(spec)
