@@ -20,6 +20,6 @@ def test_single_calls_take_longer_than_their_kernel(tmp_path: Path) -> None:
     path = ledger.time_calls("sdpa", problem, data=tmp_path, calls=20)
     assert path.parent == tmp_path / gpu.info().slug / "calls"
     assert store.verify(gpu.info().slug, tmp_path) == ()
-    (found,) = Records(gpu.info().slug, tmp_path).every("calls")
-    assert len(found.times_us) == 20
-    assert min(found.times_us) > 1.0
+    (found,) = Records(gpu.info().slug, tmp_path).rows("calls")
+    assert len(found.record.time_us) == 20
+    assert min(found.record.time_us) > 1.0

@@ -15,10 +15,11 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from flashlab.build import compiler, sass
 from flashlab.core.errors import CompileError, NoDataError, UnknownStageError
@@ -29,10 +30,11 @@ from flashlab.experiments import ablation
 from flashlab.kernels import peers, registry
 from flashlab.measure import ceilings
 from flashlab.query import roofline, select
+from flashlab.query.frame import frame, of_problem
 from flashlab.query.kinship import MODELS, kinship
+from flashlab.query.select import Policy
 from flashlab.query.statistics import Estimate, interval, median, ratio_of_medians
-from flashlab.record import store
-from flashlab.record.store import Ablation, Call, Ceiling, Measurement, Part, ProblemFields, Samples, StageProfile
+from flashlab.record.store import Ablation, Call, Measurement
 from flashlab.show import tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -201,78 +203,54 @@ def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path =
 # --- What is on record ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """A record, and where it lies."""
+Row = Any
+"""A record as `DataFrame.itertuples` gives it: the columns that `query.frame.frame` names."""
 
-    record: Any = field(compare=False)
-    place: str
-    """`nvidia-h200/runs/….jsonl:12`."""
 
-    @property
-    def name(self) -> str:
-        """Of the stage, library or ceiling."""
-        return str(getattr(self.record, "name", None) or self.record.stage)
-
-    @property
-    def problem(self) -> Problem:
-        """What was measured; a ceiling is of no problem."""
-        fields: ProblemFields = self.record.problem
-        return fields.problem()
-
-    @cached_property
-    def times_us(self) -> Sequence[float]:
-        """Its samples, microseconds a call; hot bursts where there are several kinds. Empty where there are none."""
-        if isinstance(self.record, Call):
-            return self.record.time_us
-        of_state = getattr(self.record, "samples_of", None)
-        samples = of_state() if of_state else getattr(self.record, "samples", None)
-        return samples.time_us if isinstance(samples, Samples) else ()
-
-    @property
-    def median_us(self) -> float:
-        """Of `times_us`."""
-        return float(np.median(self.times_us))
+def times_us(row: Row) -> Sequence[float]:
+    """A row's samples, microseconds a call; hot bursts where there are several kinds. Empty where there are none."""
+    if isinstance(row.record, Call):
+        return row.record.time_us
+    samples = row.record.samples_of() if hasattr(row.record, "samples_of") else row.record.samples
+    return samples.time_us if samples else ()
 
 
 class Records:
-    """All that is on record of one GPU, on normal inputs, with the line that each record is in."""
+    """All that is on record of one GPU, on normal inputs."""
 
     def __init__(self, gpu: str, data: Path = DATA) -> None:
         self.gpu = gpu
         self.data = data
-        self._of_folder: dict[str, tuple[Row, ...]] = {}
 
-    def every(self, folder: Literal["runs", "ablations", "parts", "calls", "profiles"]) -> tuple[Row, ...]:
+    def rows(self, folder: str) -> list[Row]:
         """A folder's records, oldest first; a damaged line is left out, and `flashlab results --verify` names it."""
-        if folder not in self._of_folder:
-            rows = []
-            for path in sorted((self.data / self.gpu / folder).glob("*.jsonl")):
-                for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-                    with suppress(ValidationError, UnicodeDecodeError):
-                        record = _PARSERS[folder](line.decode())
-                        if getattr(record, "problem", None) is None or record.problem.inputs == NORMAL:
-                            rows.append(Row(record, f"{path.relative_to(self.data).as_posix()}:{number}"))
-            self._of_folder[folder] = tuple(rows)
-        return self._of_folder[folder]
+        table = frame(self.gpu, self.data, folder)
+        if "inputs" in table:
+            table = table[table["inputs"].isna() | (table["inputs"] == NORMAL)]
+        return list(table.itertuples(index=False))
 
     @cached_property
-    def measurements(self) -> tuple[Row, ...]:
-        """Stages, dead ends and libraries, oldest first; no row `with_lse`."""
-        return tuple(
-            row for row in self.every("runs") if isinstance(row.record, Measurement) and not row.record.with_lse
-        )
+    def ceilings(self) -> list[Row]:
+        """Readings of the GPU's limits, oldest first."""
+        return [row for row in self.rows("runs") if row.kind == "ceiling"]
 
-    def timed(self, *problems: Problem) -> list[Row]:
-        """Those of `measurements` at some problems that are right and have a time."""
-        return [
-            row for row in self.measurements if row.record.status == "ok" and row.times_us and row.problem in problems
-        ]
+    @cached_property
+    def measurements(self) -> list[Row]:
+        """Stages, dead ends and libraries, oldest first; not a stage's second row, with the log-sum-exp on."""
+        return [row for row in self.rows("runs") if row.kind != "ceiling" and row.second is not True]
+
+    def chosen(self, problem: Problem, policy: Policy) -> dict[str, Row]:
+        """The timed rows that a policy chooses at a problem, by name."""
+        table = select.select(of_problem(frame(self.gpu, self.data), problem), policy)
+        rows: Iterable[Row] = table.itertuples(index=False)
+        return {row.name: row for row in rows if row.status == "ok" and times_us(row)}
 
     def of(self, problem: Problem, names: Sequence[str]) -> Sequence[Row]:
         """Rows of stages or libraries at a problem, of the newest run that timed them all."""
-        rows = [row for row in self.timed(problem) if row.name in names]
-        return of_one_run(rows, lambda row: row.name, names, _bench(problem, names))
+        rows = self.chosen(problem, select.together(*names))
+        if not rows.keys() >= set(names):
+            raise PendingError(_bench(problem, names))
+        return [rows[name] for name in names]
 
     def levels(self, axis: str, operands: Sequence[str]) -> Sequence[Row]:
         """Levels of an ablation at the first shape, all else the stage's defaults, of the newest run with them all."""
@@ -280,16 +258,15 @@ class Records:
             _level(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
             for name, values in map(split, operands)
         ]
-        on_axis = (row for row in self.every("ablations") if row.record.axis == axis and row.record.status == "ok")
+        on_axis = (row for row in self.rows("ablations") if row.record.axis == axis and row.status == "ok")
         rows = [row for row in on_axis if row.problem == FIRST]
         key = lambda row: _level(row.name, row.record.parameters)  # noqa: E731
         return of_one_run(rows, key, wanted, f"flashlab ablate {axis}")
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
-        """The fastest stage that a condition holds for, of the newest run among those that timed most stages there."""
-        by_run = _by_run((row for row in self.timed(problem) if row.name in registry.RUNGS), lambda row: row.name)
-        ladder = max(by_run.items(), key=lambda one: (len(one[1]), one[0]), default=("", {}))[1]
-        able = [row for row in ladder.values() if CONDITIONS[condition](row.record)]
+        """The fastest stage of the ladder that a condition holds for."""
+        ladder = self.chosen(problem, select.LADDER).values()
+        able = [row for row in ladder if row.name in registry.RUNGS and CONDITIONS[condition](row.record)]
         if not able:
             raise PendingError(f"flashlab bench --shape {problem.shape}")
         return min(able, key=lambda row: row.median_us)
@@ -301,18 +278,10 @@ class Records:
         if any(name.startswith(FASTEST) for name in group):
             return [self.fastest(entry.problem, name.partition(":")[2]) for name in group]
         if ceilings.CEILINGS.keys() >= set(group):
-            readings = [row for row in self.every("runs") if isinstance(row.record, Ceiling)]
-            return newest(readings, group, "flashlab bench --suite smoke")
+            return newest(self.ceilings, group, "flashlab bench --suite smoke")
         return self.of(entry.problem, group)
 
 
-_PARSERS: Mapping[str, Callable[[str], Any]] = {
-    "runs": store.parse_line,
-    "ablations": Ablation.model_validate_json,
-    "parts": Part.model_validate_json,
-    "calls": Call.model_validate_json,
-    "profiles": StageProfile.model_validate_json,
-}
 CONDITIONS: Mapping[str, Callable[[Measurement], bool]] = {
     "": lambda _: True,
     "scalar": lambda row: row.cubin is not None and row.cubin.sass["tensor"] == 0,
@@ -330,7 +299,7 @@ def _level(name: str, parameters: Mapping[str, int]) -> tuple[str, frozenset[tup
 def _by_run(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[str, dict[Any, Row]]:
     by_run: dict[str, dict[Any, Row]] = {}
     for row in rows:
-        by_run.setdefault(row.record.run, {})[key(row)] = row
+        by_run.setdefault(row.run, {})[key(row)] = row
     return by_run
 
 
@@ -428,7 +397,7 @@ def find(records: Records, entry: Entry) -> Finding:
         "slower": next(filter(None, (*choices, *names)), ""),
         "value": finding.numbers[0].value,
         "values": [number.value for number in finding.numbers],
-        "times": [row.median_us / entry.per for row in finding.rows if row.times_us],
+        "times": [(getattr(row, "median_us", None) or math.nan) / entry.per for row in finding.rows],
         **entry.given,
         **finding.values,
     }
@@ -437,14 +406,17 @@ def find(records: Records, entry: Entry) -> Finding:
     for other in entry.beside:
         with suppress(PendingError):
             beside.append((other, find(records, other)))
-    cited = dict.fromkeys(row for other, found in beside if other.cited for row in found.rows)
+    cited = {row.place: row for other, found in beside if other.cited for row in found.rows}
     theirs = [*(name for _, found in beside for name in found.stages), *(n for one in entry.beside for n in one.names)]
     first = next(iter(finding.rows), None)
     timed = about == "time" and entry.fused and first and isinstance(first.record, Measurement | Ablation)
     sentences = (entry.note.format(*names, **shown), ", ".join(found.text for _, found in beside))
     return replace(
         finding,
-        rows=(*finding.rows, *(row for row in cited if row not in finding.rows)),
+        rows=(
+            *finding.rows,
+            *(row for place, row in cited.items() if place not in {own.place for own in finding.rows}),
+        ),
         about=about,
         text=(entry.text or text).format(*names, **shown),
         beside="; ".join(filter(None, sentences)),
@@ -463,12 +435,12 @@ def _exact(*values: float) -> tuple[Estimate, ...]:
 
 def _rate(row: Row) -> Estimate:
     """TFLOP/s."""
-    time, tflops = interval(median, row.times_us), row.problem.tflops
+    time, tflops = interval(median, times_us(row)), row.problem.tflops
     return Estimate(value=tflops(time.value), low=tflops(time.high), high=tflops(time.low))
 
 
 def _speedup(slow: Row, fast: Row) -> Estimate:
-    return interval(ratio_of_medians, slow.times_us, fast.times_us)
+    return interval(ratio_of_medians, times_us(slow), times_us(fast))
 
 
 # --- Quantities -------------------------------------------------------------------------------------------------------
@@ -485,15 +457,15 @@ def rate(records: Records, entry: Entry) -> Finding:
 def time(records: Records, entry: Entry) -> Finding:
     """Microseconds of a call of each, over `per`."""
     rows = [row for group in entry.of for row in records.named(entry, group)]
-    return Finding(tuple(interval(median, row.times_us).scaled(1 / entry.per) for row in rows), rows)
+    return Finding(tuple(interval(median, times_us(row)).scaled(1 / entry.per) for row in rows), rows)
 
 
 @_quantity("time")
 def call_time(records: Records, entry: Entry) -> Finding:
     """Microseconds of a single call by the host's clock, launch and wait included."""
-    calls = [row for row in records.every("calls") if row.problem == entry.problem]
+    calls = [row for row in records.rows("calls") if row.problem == entry.problem]
     (row,) = newest(calls, entry.operands, "flashlab claims --measure")
-    return Finding((interval(median, row.times_us),), (row,))
+    return Finding((interval(median, times_us(row)),), (row,))
 
 
 @_quantity("ratio", "{1} over {slower} at {problem}")
@@ -507,11 +479,12 @@ def speedup(records: Records, entry: Entry) -> Finding:
 def causal_speedup(records: Records, entry: Entry) -> Finding:
     """A stage without a mask over the same under a causal one, in one run; and the range over that run's stages."""
     problems = [Problem.parse(entry.shape, mask=mask) for mask in MASKS]
-    rows = [row for row in records.timed(*problems) if row.name in registry.RUNGS]
+    timed = (row for row in records.measurements if row.status == "ok" and times_us(row))
+    rows = [row for row in timed if row.name in registry.RUNGS and row.problem in problems]
     ours = [row for row in rows if row.name in entry.operands]
     pair = of_one_run(ours, lambda row: row.problem, problems, _bench(entry.problem, entry.operands))
-    whole = _by_run((row for row in rows if row.record.run == pair[0].record.run), lambda row: (row.name, row.problem))
-    of_run = whole[pair[0].record.run]
+    whole = _by_run((row for row in rows if row.run == pair[0].run), lambda row: (row.name, row.problem))
+    of_run = whole[pair[0].run]
     pairs = [[of_run.get((name, problem)) for problem in problems] for name in {name for name, _ in of_run}]
     gains = [_speedup(full, causal).value for full, causal in pairs if full and causal]
     return Finding((_speedup(*pair),), pair, {"stages": len(gains), "least": min(gains), "most": max(gains)})
@@ -523,7 +496,7 @@ def share_against_call(records: Records, entry: Entry) -> Finding:
     batch = entry.problem
     ours, library = records.of(batch, entry.operands)
     alone, _ = records.of(replace(batch, batch=1), entry.operands)
-    share = interval(median, ours.times_us).scaled(1 / batch.batch)
+    share = interval(median, times_us(ours)).scaled(1 / batch.batch)
     values = {"share": share.value, "alone": alone.median_us, "times_longer": alone.median_us / share.value}
     numbers = (share.inverse_of(entry.given["target_us"]), _speedup(library, ours))
     return Finding(numbers, (ours, library, alone), values)
@@ -536,13 +509,13 @@ PARTS = tuple(part for part in ablation.PARTS if part != "nothing")
 def time_shares(records: Records, entry: Entry) -> Finding:
     """Percent of a stage's time that goes when a part of its work is left out, for each part."""
     (name,) = entry.operands
-    parts = [row for row in records.every("parts") if (row.name, row.problem) == (name, entry.problem)]
+    parts = [row for row in records.rows("parts") if (row.name, row.problem) == (name, entry.problem)]
     rows = of_one_run(parts, lambda row: row.record.left_out, ("nothing", *PARTS), f"flashlab split {name}")
 
     def share(whole_us: Any, without_us: Any, axis: int) -> Any:
         return 1 - median(without_us, axis) / median(whole_us, axis)
 
-    shares = tuple(interval(share, rows[0].times_us, part.times_us).scaled(100) for part in rows[1:])
+    shares = tuple(interval(share, times_us(rows[0]), times_us(part)).scaled(100) for part in rows[1:])
     rest = 100 - sum(number.value for number in shares)
     unexplained = "{} % is in no part alone" if rest > 0 else "the parts overlap by {} %"
     values = {"parts": ", ".join(PARTS), "unexplained": unexplained.format(tables.number(abs(rest)))}
@@ -560,7 +533,7 @@ def cycles_hidden(records: Records, entry: Entry) -> Finding:
     blocks = FIRST.batch * FIRST.q_heads * math.ceil(FIRST.q_len / cubin.tile_q)
     resident = cubin.blocks_per_sm * two.record.gpu.sm_count
     tiles = blocks / resident * math.ceil(FIRST.kv_len / cubin.parameters["TILE_KV"])
-    saved_us = interval(lambda more, less, axis: median(more, axis) - median(less, axis), one.times_us, two.times_us)
+    saved_us = interval(lambda more, less, axis: median(more, axis) - median(less, axis), times_us(one), times_us(two))
     cycles = saved_us.scaled(float(np.median(clocks_mhz)) / tiles)
     return Finding((cycles,), (one, two), {"tiles": tiles, "blocks": cubin.blocks_per_sm})
 
@@ -568,10 +541,10 @@ def cycles_hidden(records: Records, entry: Entry) -> Finding:
 @_quantity("ratio")
 def spread(records: Records, _: Entry) -> Finding:
     """What 19 of 20 rows stay below: the largest of all grows with their number, and a rerun has fewer."""
-    rows = [row for row in records.measurements if row.name in registry.RUNGS and len(row.times_us) > 1]
+    rows = [row for row in records.measurements if row.name in registry.RUNGS and len(times_us(row)) > 1]
     if not rows:
         raise PendingError("flashlab bench --suite standard")
-    percents = [row.record.samples_of().cv_percent for row in rows]
+    percents = [row.cv_percent for row in rows]
     worst = rows[percents.index(max(percents))]
     middle, most = map(float, np.percentile(percents, (50, 95)))
     at = f"`{worst.name}` at {worst.problem.label}"
@@ -582,8 +555,8 @@ def spread(records: Records, _: Entry) -> Finding:
 def memory_over_compute(records: Records, entry: Entry) -> Finding:
     """The time that device memory needs for a problem over the time that the tensor cores need."""
     copy, tensor = records.named(entry, entry.operands)
-    bytes_, tensor_us = entry.problem.compulsory_bytes, entry.problem.flops / tensor.record.value / 1e6
-    memory_us, h100_tb_s = bytes_ / copy.record.value / 1e6, roofline.DATASHEETS[MODELS["H100"].folder].memory_tb_s
+    bytes_, tensor_us = entry.problem.compulsory_bytes, entry.problem.flops / tensor.value / 1e6
+    memory_us, h100_tb_s = bytes_ / copy.value / 1e6, roofline.DATASHEETS[MODELS["H100"].folder].memory_tb_s
     values = {"memory_us": memory_us, "tensor_us": tensor_us, "megabytes": bytes_ / 1e6, "h100_tb_s": h100_tb_s}
     on_h100 = bytes_ / (h100_tb_s * 1e6) / tensor_us
     return Finding(_exact(memory_us / tensor_us), (copy, tensor), {**values, "on_h100": on_h100})
@@ -593,11 +566,11 @@ def memory_over_compute(records: Records, entry: Entry) -> Finding:
 def percent_of_peak(records: Records, entry: Entry) -> Finding:
     """A ceiling's rate, percent of the data sheet's; and what its products are made of on sm_89."""
     (row,) = records.named(entry, entry.operands)
-    share = 100 * row.record.value / (_sheet(records.gpu).peak(row.name) or math.nan)
+    share = 100 * row.value / (_sheet(records.gpu).peak(row.name) or math.nan)
     defines: dict[str, int | str] = {"CHAINS": 1, "UNROLL": 1, "ELEMENT": "__half"}
     cubin = compiler.compile_file(KERNELS / "micro" / "tensor.cu", entry="micro_tensor", arch="sm_89", defines=defines)
     opcodes = {one.opcode for one in sass.disassemble(cubin.code, cubin.entry) if sass.classify(one) == "tensor"}
-    return Finding(_exact(share), (row,), {"tflops": row.record.value, "opcodes": ", ".join(sorted(opcodes))})
+    return Finding(_exact(share), (row,), {"tflops": row.value, "opcodes": ", ".join(sorted(opcodes))})
 
 
 def _sheet(gpu: str) -> roofline.Datasheet:
@@ -620,7 +593,7 @@ def roof_shares(records: Records, entry: Entry) -> Finding:
 
 def _profiles(records: Records, problem: Problem, names: Sequence[str], *metrics: str) -> Sequence[Row]:
     """The newest profile of each stage that has those metrics."""
-    at_problem = (row for row in records.every("profiles") if row.problem == problem)
+    at_problem = (row for row in records.rows("profiles") if row.problem == problem)
     rows = [row for row in at_problem if all(row.record.metrics.get(metric) for metric in metrics)]
     return newest(rows, names, f"flashlab profile {names[0]}")
 
@@ -678,11 +651,11 @@ def error_over_limit(records: Records, entry: Entry) -> Finding:
 @_quantity("numbers")
 def largest_error(records: Records, _: Entry) -> Finding:
     """Of every float16 result on record: what was timed, and the newest comparison over hostile lengths."""
-    right = [row for row in records.measurements if row.record.status == "ok" and row.name in registry.RUNGS]
+    right = [row for row in records.measurements if row.status == "ok" and row.name in registry.RUNGS]
     errors = [
         (row.record.verdict.max_abs_error, row.place, f"`{row.name}` at {row.problem.label}")
         for row in right
-        if row.record.problem.dtype == "float16" and row.record.verdict and row.record.verdict.max_abs_error is not None
+        if row.dtype == "float16" and row.record.verdict and row.record.verdict.max_abs_error is not None
     ]
     with suppress(NoDataError):
         path = select.checks_file(records.gpu, records.data).relative_to(records.data).as_posix()
@@ -696,7 +669,11 @@ def largest_error(records: Records, _: Entry) -> Finding:
         raise PendingError("flashlab bench --suite standard")
     worst, place, at = max(errors)
     within = sum(error <= 2e-3 for error, _, _ in errors)
-    return Finding(_exact(worst), (Row(None, place),), {"results": len(errors), "within": within, "at": at})
+    return Finding(
+        _exact(worst),
+        (SimpleNamespace(place=place, record=None),),
+        {"results": len(errors), "within": within, "at": at},
+    )
 
 
 def _built(operand: str, *, arch: str) -> compiler.Cubin:
