@@ -125,7 +125,7 @@ def gpu_with_data(gpu: str | None, data: Path) -> str:
     known = store.gpus(data)
     if not known or gpu not in (None, *known):
         raise NoDataError(
-            f"gpu: wanted one with recorded runs under {data}, got {gpu or 'none named'}. GPUs with data: "
+            f"gpu: wanted one with recorded runs under {data}, got {repr(gpu) if gpu else 'none named'}. GPUs with data: "
             f"{', '.join(known) or 'none yet'}. `flashlab bench` on a machine with an NVIDIA GPU makes some."
         )
     return gpu or known[0]

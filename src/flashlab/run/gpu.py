@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin
 
 WORKS_WITHOUT = (
-    "Without a GPU work `flashlab doctor`, `stages`, `compile`, `sass`, `check --on cpu`, `results`, `claims`, "
-    "`tuned`, `report`, `bench --dry-run`, `tune --dry-run` and `ablate --list`."
+    "Without a GPU work `flashlab doctor`, `stages`, `compile`, `sass`, `check --on cpu`, `explain`, `results`, "
+    "`claims`, `tuned`, `report`, `bench --dry-run`, `tune --dry-run` and `ablate --list`."
 )
 _WANTED = "wanted a CUDA GPU, got "
 
