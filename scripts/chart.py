@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 
 from flashlab.core.errors import FlashlabError
-from flashlab.core.paths import DATA, writable_dir
 from flashlab.query import select
 from flashlab.record import store
 from flashlab.show import charts
@@ -20,11 +19,8 @@ def main(gpus: list[str]) -> int:
         for gpu in gpus or store.gpus():
             shown = select.load(gpu)
             chart = charts.ladder(shown.rows(), beside=shown.beside())
-            path = writable_dir(DATA / gpu / "figures", "charts") / f"{chart.name}.svg"
             # On a solid ground: a README is shown on light and on dark pages, and cannot know which.
-            path.write_text(chart.svg["wide"], encoding="utf-8")
-            store.write_checksums(gpu)
-            print(path)
+            print(store.rewrite(gpu, f"figures/{chart.name}.svg", chart.svg["wide"]))
     except FlashlabError as error:
         print(f"chart: {error}", file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -435,10 +436,16 @@ def _change(folder: Path) -> None:
     path.write_bytes(path.read_bytes().replace(b'"numpy":"2"', b'"numpy":"3"'))
 
 
+def _seal_anew(folder: Path) -> None:
+    """As somebody would who means to deceive, with all sums of what is there now."""
+    (folder / "CHECKSUMS").unlink(missing_ok=True)
+    store.write_checksums(SLUG, folder.parent)
+
+
 def _break_line(folder: Path) -> None:
     path = folder / "runs" / f"{EARLY}.jsonl"
     path.write_bytes(b"{\n" + path.read_bytes())
-    store.write_checksums(SLUG, folder.parent)
+    _seal_anew(folder)
 
 
 def _remove_run(folder: Path) -> None:
@@ -460,12 +467,12 @@ def _spoil_checksums(folder: Path) -> None:
 
 def _remove_machine(folder: Path) -> None:
     (folder / "machine.json").unlink()
-    store.write_checksums(SLUG, folder.parent)
+    _seal_anew(folder)
 
 
 def _spoil_machine(folder: Path) -> None:
     (folder / "machine.json").write_text(json.dumps({"gpu": {}}), encoding="utf-8")
-    store.write_checksums(SLUG, folder.parent)
+    _seal_anew(folder)
 
 
 @pytest.mark.parametrize(
@@ -488,6 +495,76 @@ def test_damage_is_found_and_named(data: Path, harm: Any, place: str, reason: st
     with pytest.raises(DamagedRecordError, match="wanted sound records, found:") as caught:
         store.require_sound(SLUG, data)
     assert all(line in str(caught.value) for line in found)
+
+
+def test_no_append_makes_a_falsified_file_sound(data: Path) -> None:
+    _change(data / SLUG)
+    with pytest.raises(DamagedRecordError, match="differs from CHECKSUMS"):
+        store.write_checksums(SLUG, data)
+    append(data / SLUG / "runs" / f"{LATE}.jsonl", ceiling(run=LATE))
+    store.write_checksums(SLUG, data)  # Of what was written since, everything is sound.
+    assert [str(one.path.name) for one in store.verify(SLUG, data)] == [f"{EARLY}.jsonl"]
+    # What was appended to a sound file is listed all the same, and nothing else was left behind.
+    assert {path.name for path in (data / SLUG).iterdir()} == {"CHECKSUMS", "machine.json", "runs"}
+
+
+def test_a_file_that_is_removed_stays_listed(data: Path) -> None:
+    _remove_run(data / SLUG)
+    store.write_checksums(SLUG, data)
+    assert [one.reason for one in store.verify(SLUG, data)] == ["listed in CHECKSUMS, missing"]
+
+
+def test_appended_lines_and_new_files_are_listed(data: Path) -> None:
+    append(data / SLUG / "runs" / f"{LATE}.jsonl", ceiling(run=LATE))
+    append(data / SLUG / "runs" / "20260103T000000Z-0123abc-4f2a91.jsonl", ceiling())
+    store.write_checksums(SLUG, data)
+    assert store.verify(SLUG, data) == ()
+
+
+def test_a_document_is_not_written_over_a_falsified_one(data: Path) -> None:
+    path = data / SLUG / "machine.json"
+    path.write_text(path.read_text(encoding="utf-8").replace('"2"', '"3"'), encoding="utf-8")
+    before = path.read_bytes()
+    with pytest.raises(DamagedRecordError, match=r"as CHECKSUMS lists it.*Restore it with git"):
+        store.write_machine(Machine(gpu=GPU, host={"cores": "2"}), data)
+    assert path.read_bytes() == before
+    path.unlink()
+    store.write_machine(Machine(gpu=GPU, host={"cores": "4"}), data)
+    assert store.verify(SLUG, data) == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chip/x.jsonl", "checks/x.jsonl", "random/x.jsonl", "flash-attention/x.jsonl", "calls/x.jsonl",
+        "parts/x.jsonl", "readings/x.jsonl", "sanitizer/x.jsonl", "profiles/x.jsonl", "ablations/x.jsonl",
+        "tuned.json", "verdicts.json", "machine.json", "figures/ladder.svg", "notes/x.txt",
+    ],
+)  # fmt: skip
+def test_garbage_of_any_kind_is_damage(data: Path, name: str) -> None:
+    path = data / SLUG / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text('{"stage": "00_naive"}\n', encoding="utf-8")
+    _seal_anew(data / SLUG)
+    assert [one.path for one in store.verify(SLUG, data)] == [path]
+
+
+def test_a_link_in_place_of_a_file_is_damage(data: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = data / SLUG / "runs" / f"{EARLY}.jsonl"
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "run.jsonl"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    assert [(one.path, one.reason) for one in store.verify(SLUG, data)] == [(path, "a link, where records are files")]
+
+
+def test_two_runs_of_one_second_have_two_names() -> None:
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    source = Source(commit="0123abcdef", dirty=True)
+    names = {store.run_id(source, start) for _ in range(20)}
+    assert len(names) == 20
+    for name in names:
+        assert name.startswith("20260101T000000Z-0123abc-dirty-")
+        assert measurement(run=name).run == name
 
 
 def test_damage_names_the_line_where_there_is_one() -> None:
@@ -551,6 +628,6 @@ def test_checksums_cover_counters(data: Path) -> None:
     store.write_checksums(SLUG, data)
     assert store.verify(SLUG, data) == ()
     path.write_text("{broken\n", encoding="utf-8")
-    store.write_checksums(SLUG, data)
+    _seal_anew(data / SLUG)
     (damage,) = store.verify(SLUG, data)
     assert (damage.path, damage.line) == (path, 1)

@@ -42,7 +42,9 @@ def results(
         bool,
         typer.Option("--against-peers", help="Our best stage against the best library, both of one run, instead."),
     ] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Check checksums and every line instead.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check files of every kind, of every GPU if none is named.")
+    ] = False,
     data: opt.Data = DATA,
     as_json: opt.Json = False,
 ) -> None:
@@ -50,10 +52,11 @@ def results(
     from flashlab.query import select
     from flashlab.record import store
 
-    name = gpu_with_data(gpu, data)
     if verify:
-        _verify(name, data, as_json)
+        folders = store.folders(data) if gpu is None else ()
+        _verify(folders or (gpu_with_data(gpu, data),), data, as_json)
         return
+    name = gpu_with_data(gpu, data)
     kinds = kinds_in(inputs or NORMAL)
     if against_peers and (regime or cache):
         given = " ".join(f"--{key} {value}" for key, value in (("regime", regime), ("cache", cache)) if value)
@@ -131,20 +134,20 @@ def gpu_with_data(gpu: str | None, data: Path) -> str:
     return gpu or known[0]
 
 
-def _verify(gpu: str, data: Path, as_json: bool) -> None:
+def _verify(gpus: Sequence[str], data: Path, as_json: bool) -> None:
     from flashlab.record import store
 
-    damage = store.verify(gpu, data)
+    damage = [one for gpu in gpus for one in store.verify(gpu, data)]
     if as_json:
-        answer(damage, as_json=True)
+        answer([{"path": str(one.path), "line": one.line, "reason": one.reason} for one in damage], as_json=True)
         if damage:
             raise typer.Exit(1)
         return
     if damage:
-        lines = "\n  ".join(map(str, damage))
-        raise DamagedRecordError(f"data/{gpu}: wanted sound records, found:\n  {lines}")
-    runs = store.runs(gpu, data)
-    typer.echo(f"data/{gpu} is sound: {sum(len(run.records) for run in runs)} records in {len(runs)} runs")
+        raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {d}" for d in damage))
+    for gpu in gpus:
+        runs = store.runs(gpu, data) if gpu in store.gpus(data) else ()
+        typer.echo(f"data/{gpu} is sound: {sum(len(run.records) for run in runs)} records in {len(runs)} runs")
 
 
 COMMANDS = {"results": results}

@@ -28,7 +28,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
-from flashlab.core.paths import DATA, writable_dir
+from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
 from flashlab.experiments import ablation
 from flashlab.experiments.evidence import (
@@ -376,11 +376,8 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
 
 
 def write(verdicts: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
-    """Write data/<gpu>/verdicts.json, and CHECKSUMS anew; an OutputError where it cannot be written."""
-    path = writable_dir(data / gpu, "verdicts") / VERDICTS
-    path.write_text(as_json(verdicts), encoding="utf-8")
-    store.write_checksums(gpu, data)
-    return path
+    """Write data/<gpu>/verdicts.json, and its line in CHECKSUMS; raises as `store.rewrite`."""
+    return store.rewrite(gpu, VERDICTS, as_json(verdicts), data)
 
 
 def read_verdicts(path: Path) -> tuple[Verdict, ...]:

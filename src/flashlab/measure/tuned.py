@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashlab.core.errors import NoDataError
-from flashlab.core.paths import DATA, writable_dir
+from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import arch_for
@@ -119,14 +119,10 @@ def write_table(gpu_slug: str, data: Path = DATA) -> Path:
 
     Raises:
         NoDataError: there are none.
+        DamagedRecordError: the one that is there is not what CHECKSUMS lists.
         OutputError: it cannot be written.
     """
-    text = table_of(gpu_slug, data)
-    path = choice.path_of(gpu_slug, data)
-    writable_dir(path.parent, "records")
-    path.write_text(text, encoding="utf-8")
-    store.write_checksums(gpu_slug, data)
-    return path
+    return store.rewrite(gpu_slug, choice.path_of(gpu_slug, data).name, table_of(gpu_slug, data), data)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ A row of `runs` is one stage or library on one problem in one run. What is shown
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -144,17 +145,12 @@ def sessions(runs: Mapping[str, Any]) -> dict[str, str]:
         except ValueError:  # a file that somebody named
             session_of[run] = run
             continue
-        key = (commit_of(run), getattr(gpu, "fingerprint", ""))
+        match = re.match(store.RUN, run)
+        key = (match["commit"], match["dirty"], getattr(gpu, "fingerprint", "")) if match else run
         first, before = last.get(key, (run, began))
         session_of[run] = first if began - before <= SESSION_GAP else run
         last[key] = session_of[run], began
     return session_of
-
-
-def commit_of(run: str) -> str:
-    """The commit that a run id names, with `-dirty` where the tree differed from it."""
-    commit = run.partition("-")[2]
-    return "-".join(part for at, part in enumerate(commit.split("-")) if at == 0 or part == "dirty")
 
 
 def records(rows: pd.DataFrame) -> tuple[Any, ...]:

@@ -588,8 +588,8 @@ def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache =
 
 def commit_label(run: str, dirty: bool = False) -> str:
     """The commit that a run id names, for people: `0123abc`, with a star where the tree differed from it."""
-    match = re.search(r"-([0-9a-f]{7,})(-dirty)?$", run)
-    return f"{match[1][:7]}{' + changes' if match[2] or dirty else ''}" if match else run
+    match = re.match(store.RUN, run)
+    return f"{match['commit'][:7]}{' + changes' if match['dirty'] or dirty else ''}" if match else run
 
 
 def date(run: str) -> str:

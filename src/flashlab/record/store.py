@@ -24,11 +24,14 @@ clocks, software versions, the commit and whether the tree differed from it.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import math
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -36,6 +39,7 @@ from functools import lru_cache
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Annotated, Any, Generic, Literal, Self, TypeVar
+from xml.etree import ElementTree
 
 from pydantic import (
     AfterValidator,
@@ -59,6 +63,8 @@ from flashlab.core.problem import Regime as Regime
 SCHEMA_VERSION: Literal[2] = 2
 """What is written. Version 1, which is read as well, lacks `call_clock_mhz`, `cycles_per_score`, `continuous_s` and
 `power_w_mean`."""
+RUN = r"^[0-9]{8}T[0-9]{6}Z-(?P<commit>[0-9a-f]{7,})(?P<dirty>-dirty)?(-[0-9a-f]{6})?$"
+"""A run's name: see `run_id`."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -253,8 +259,8 @@ class Base(_Model):
     """The header of every kind of record: when, on which GPU and start of a machine, by which code and software."""
 
     schema_version: Literal[1, 2] = SCHEMA_VERSION
-    run: str = Field(pattern=r"^[0-9]{8}T[0-9]{6}Z-[0-9a-f]{7,}(-dirty)?$")
-    """UTC start time and commit: `20261121T054500Z-0123abc`."""
+    run: str = Field(pattern=RUN)
+    """UTC start time, commit and a random part that older ones lack: see `run_id`."""
     time: str
     """UTC time of this record, ISO 8601."""
     gpu: Gpu
@@ -369,7 +375,7 @@ class Tuning(Timed):
 
 
 class Ablation(Timed):
-    """One level of an ablation: a stage with one tunable set, all others as they are; experiments/axes.toml has the axes.
+    """One level of an ablation: a stage with one tunable set, all others as they are; the axes are in axes.toml.
 
     Or a lever: the stage's source with a patch, or the same without it; see levers.py.
     """
@@ -684,6 +690,34 @@ _OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
 _COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 
+class _Loose(_Model):
+    """What is checked of a record here where its other fields are an experiment's own."""
+
+    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
+
+
+class _Choice(_Loose):
+    stage: str
+    shape: str
+    mask: Mask
+    dtype: DType
+    parameters: dict[str, int]
+    time_us: float
+
+
+class _Choices(_Loose):
+    arch: str
+    sm_count: int
+    rows: tuple[_Choice, ...]
+
+
+class _Judged(_Loose):
+    id: str
+    verdict: str
+    records: tuple[str, ...]
+    reason: str
+
+
 AnyRecord = Measurement | Ceiling | Tuning | Ablation | Part | Reading | ChipReading | Call | StageProfile | Sanitized
 _FOLDERS: dict[str, type[BaseModel]] = {
     "tuning": Tuning,
@@ -696,8 +730,16 @@ _FOLDERS: dict[str, type[BaseModel]] = {
     "profiles": StageProfile,
 }
 """Folders whose files hold lines of one kind each."""
+CHECKSUMS = "CHECKSUMS"
+_CHECKS = ("checks", "random", "flash-attention")
+_DOCUMENTS: dict[str, TypeAdapter[Any]] = {
+    "machine.json": TypeAdapter(Machine),
+    "tuned.json": TypeAdapter(_Choices),
+    "verdicts.json": TypeAdapter(tuple[_Judged, ...]),
+}
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "runs": TypeAdapter(Record).validate_json,
+    "counters": _COUNTERS.validate_json,
     **{name: schema.model_validate_json for name, schema in _FOLDERS.items()},
 }
 
@@ -764,9 +806,12 @@ class Counters:
 
 
 def run_id(source: Source, start: datetime) -> str:
-    """The name of a run that starts then (UTC): `20261121T054500Z-0123abc`."""
+    """A name for a run that starts then (UTC), `20261121T054500Z-0123abc-4f2a91`: never the same twice.
+
+    The last part is random, for two runs may start in one second on two GPUs. Older names lack it.
+    """
     commit = source.commit[:7] if source.commit != "unknown" else "0000000"
-    return f"{start:%Y%m%dT%H%M%SZ}-{commit}{'-dirty' if source.dirty else ''}"
+    return f"{start:%Y%m%dT%H%M%SZ}-{commit}{'-dirty' if source.dirty else ''}-{secrets.token_hex(3)}"
 
 
 def to_line(record: AnyRecord) -> str:
@@ -878,11 +923,7 @@ def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
 
 def read_counters(path: Path) -> Counters:
     """A file of Nsight Compute's counters; damaged lines are reported in `damage` and every sound one is kept."""
-    return Counters(path, *_read_lines(path, _counters_of))
-
-
-def _counters_of(line: str) -> StageCounters | PatternCounters:
-    return _COUNTERS.validate_json(line)
+    return Counters(path, *_read_lines(path, _PARSERS["counters"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -949,6 +990,11 @@ def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
     return tuple(sorted((name for name, count in files.items() if count), key=lambda name: (-files[name], name)))
 
 
+def folders(data: Path = DATA) -> tuple[str, ...]:
+    """The folders of all GPUs, whatever they hold."""
+    return tuple(sorted(p.name for p in data.iterdir() if p.is_dir())) if data.is_dir() else ()
+
+
 def require_runs(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
     """The run files of a GPU, oldest first.
 
@@ -997,74 +1043,186 @@ def rows(
 
 
 def _data_files(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.rglob("*") if p.is_file() and p.name != "CHECKSUMS")
+    return sorted(p for p in folder.rglob("*") if (p.is_file() or p.is_symlink()) and p.name != CHECKSUMS)
+
+
+def _sum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _listed(folder: Path) -> tuple[dict[str, str], tuple[Damage, ...]]:
+    """The sums in CHECKSUMS, by file; none where it is missing."""
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        return {}, (Damage(path, None, "missing"),)
+    sums: dict[str, str] = {}
+    damage: list[Damage] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+        match = re.fullmatch(r"([0-9a-f]{64})  (\S+)", line)
+        if match:
+            sums[match[2]] = match[1]
+        else:
+            damage.append(Damage(path, number, "not a checksum line"))
+    return sums, tuple(damage)
+
+
+@contextlib.contextmanager
+def _sealing(folder: Path) -> Iterator[dict[str, str]]:
+    """The sums of a GPU's folder, to be changed; nobody else changes them meanwhile, and they are written at once."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        sums, _ = _listed(folder)
+        yield sums
+        lines = [f"{sums[name]}  {name}\n" for name in sorted(sums, key=Path)]
+        _write_at_once(folder / CHECKSUMS, "".join(lines))
+    finally:
+        os.close(handle)
+
+
+def _write_at_once(path: Path, text: str) -> None:
+    """Write a file whole: whoever reads meanwhile, or after a crash, sees the old content or the new."""
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _has_grown(content: bytes, old: str) -> bool:
+    """Whether the beginning of a file, up to the end of some line, has the old sum: it was appended to, and no more."""
+    beginning = hashlib.sha256()
+    for line in content.splitlines(keepends=True):
+        beginning.update(line)
+        if beginning.hexdigest() == old:
+            return True
+    return False
 
 
 def write_checksums(gpu: str, data: Path = DATA) -> Path:
-    """Write data/<gpu>/CHECKSUMS anew, in the format of `sha256sum`."""
+    """Bring data/<gpu>/CHECKSUMS, in the format of `sha256sum`, up to date with new files and lines that were appended.
+
+    A file that was changed in any other way, or removed, keeps its old sum, so that `verify` names it. Only files
+    that are new, or were written since CHECKSUMS was, are read.
+
+    Raises:
+        DamagedRecordError: such files, among those that were written since; everything else is up to date.
+        OutputError: the folder cannot be written.
+    """
     folder = writable_dir(data / gpu, "records")
-    lines = [
-        f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.relative_to(folder).as_posix()}\n"
-        for p in _data_files(folder)
-    ]
-    path = folder / "CHECKSUMS"
-    path.write_text("".join(lines), encoding="utf-8")
+    path = folder / CHECKSUMS
+    damage: list[Damage] = []
+    with _sealing(folder) as sums:
+        sealed_ns = path.stat().st_mtime_ns if path.is_file() else 0
+        for file in _data_files(folder):
+            name = file.relative_to(folder).as_posix()
+            if file.is_symlink() or (name in sums and file.stat().st_mtime_ns < sealed_ns):
+                continue
+            content = file.read_bytes()
+            grown = name not in sums or (file.suffix == ".jsonl" and _has_grown(content, sums[name]))
+            if grown:
+                sums[name] = _sum(content)
+            elif _sum(content) != sums[name]:
+                damage.append(Damage(file, None, "differs from CHECKSUMS"))
+    _raise_if(tuple(damage))
+    return path
+
+
+def rewrite(gpu: str, name: str, text: str, data: Path = DATA) -> Path:
+    """Write a file that is made anew as a whole, `machine.json` for example, and its line in CHECKSUMS.
+
+    Raises:
+        DamagedRecordError: the file that is there is not what CHECKSUMS lists; it is left as it is.
+        OutputError: the folder cannot be written.
+    """
+    folder = writable_dir(data / gpu, "records")
+    path = folder / name
+    with _sealing(folder) as sums:
+        if path.is_symlink() or (path.is_file() and name in sums and _sum(path.read_bytes()) != sums[name]):
+            raise DamagedRecordError(
+                f"wanted {path} as CHECKSUMS lists it before writing a new one, got another. Restore it with git, or "
+                "delete it to have it made anew."
+            )
+        path.parent.mkdir(exist_ok=True)
+        _write_at_once(path, text)
+        sums[name] = _sum(path.read_bytes())
     return path
 
 
 def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
-    """All that is wrong with a GPU's data: wrong checksums, files missing or unlisted, lines that are no records."""
+    """All that is wrong with a GPU's data of every kind.
+
+    Wrong checksums, files missing, unlisted, of no known kind or in truth links, lines and documents that are none.
+    """
     folder = data / gpu
-    damage: list[Damage] = []
-    listed: dict[str, str] = {}
-    checksums = folder / "CHECKSUMS"
-    if not checksums.is_file():
-        damage.append(Damage(checksums, None, "missing"))
-    else:
-        for number, line in enumerate(checksums.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-            match = re.fullmatch(r"([0-9a-f]{64})  (\S+)", line)
-            if match:
-                listed[match[2]] = match[1]
-            else:
-                damage.append(Damage(checksums, number, "not a checksum line"))
+    sums, reported = _listed(folder)
+    damage = list(reported)
     present = {p.relative_to(folder).as_posix(): p for p in _data_files(folder)} if folder.is_dir() else {}
-    for name in sorted(listed.keys() | present.keys()):
+    for name in sorted(sums.keys() | present.keys()):
         if name not in present:
             damage.append(Damage(folder / name, None, "listed in CHECKSUMS, missing"))
-        elif name not in listed:
+        elif present[name].is_symlink():
+            damage.append(Damage(folder / name, None, "a link, where records are files"))
+        elif name not in sums:
             damage.append(Damage(folder / name, None, "not listed in CHECKSUMS"))
-        elif hashlib.sha256(present[name].read_bytes()).hexdigest() != listed[name]:
+        elif _sum(present[name].read_bytes()) != sums[name]:
             damage.append(Damage(folder / name, None, "differs from CHECKSUMS"))
-    for path in sorted((folder / "runs").glob("*.jsonl")):
-        damage.extend(read_run(path).damage)
-    for path in sorted((folder / "counters").glob("*.jsonl")):
-        damage.extend(read_counters(path).damage)
-    for name in _FOLDERS:
-        for path in sorted((folder / name).glob("*.jsonl")):
-            damage.extend(_read_lines(path, _PARSERS[name])[1])
-    machine = folder / "machine.json"
+    links = {folder / name for name in present if present[name].is_symlink()}
+    for name, path in sorted(present.items()):
+        if path not in links:
+            damage.extend(_damage_within(name, path))
+    if "machine.json" not in present:
+        damage.append(Damage(folder / "machine.json", None, "missing"))
+    damage.extend(
+        Damage(p, None, "a link, where records are files") for p in folder.rglob("*") if p.is_symlink() and p.is_dir()
+    )
+    return tuple(dict.fromkeys(damage))
+
+
+def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
+    """What is wrong with the content of a file; `name` is relative to the GPU's folder."""
+    from flashlab.record import checks  # It has the verdict from here.
+
+    kind, _, rest = name.partition("/")
     try:
-        Machine.model_validate_json(machine.read_bytes())
-    except FileNotFoundError:
-        damage.append(Damage(machine, None, "missing"))
+        if kind in _DOCUMENTS and not rest:
+            _DOCUMENTS[kind].validate_json(path.read_bytes())
+        elif kind in _PARSERS and path.suffix == ".jsonl":
+            return _read_lines(path, _PARSERS[kind])[1]
+        elif kind in _CHECKS and path.suffix == ".jsonl":
+            checks.read_lines(path)
+        elif kind == "figures" and path.suffix == ".svg":
+            ElementTree.parse(path)
+        else:
+            return (Damage(path, None, "of no known kind"),)
     except ValidationError as error:
-        damage.append(Damage(machine, None, str(error.errors()[0]["msg"])))
-    return tuple(damage)
+        return (Damage(path, None, str(error.errors()[0]["msg"])),)
+    except DamagedRecordError as error:
+        number, _, reason = str(error).removeprefix(f"{path}:").partition(": ")
+        return (Damage(path, int(number), reason),)
+    except (ElementTree.ParseError, UnicodeDecodeError) as error:
+        return (Damage(path, None, str(error)),)
+    return ()
 
 
-def require_sound(gpu: str, data: Path = DATA) -> None:
-    """Raises `DamagedRecordError` naming every damaged file and line, where there is any."""
-    damage = verify(gpu, data)
+def _raise_if(damage: Sequence[Damage]) -> None:
     if damage:
         raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {d}" for d in damage))
 
 
+def require_sound(gpu: str, data: Path = DATA) -> None:
+    """Raises `DamagedRecordError` naming every damaged file and line, where there is any."""
+    _raise_if(verify(gpu, data))
+
+
 def write_machine(machine: Machine, data: Path = DATA) -> Path:
-    """Write data/<gpu>/machine.json."""
-    folder = writable_dir(data / machine.gpu.slug, "records")
-    path = folder / "machine.json"
-    path.write_text(json.dumps(machine.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
-    return path
+    """Write data/<gpu>/machine.json; raises as `rewrite`."""
+    text = json.dumps(machine.model_dump(mode="json"), indent=2) + "\n"
+    return rewrite(machine.gpu.slug, "machine.json", text, data)
 
 
 def flat(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, object]:
