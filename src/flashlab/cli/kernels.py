@@ -176,6 +176,7 @@ def check(
     Runs on the GPU, or on the CPU, where every stage runs on any machine. Inputs are normal if not given, and without
     --length hostile ones too.
     """
+    from flashlab.kernels import registry
     from flashlab.measure import check as module
     from flashlab.run import gpu
     from flashlab.run.emulator import DEFAULT_TIMEOUT_S
@@ -198,6 +199,9 @@ def check(
     if on == "cpu" and record:
         raise ParameterError("--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu")
     chosen = _chosen(stage_ids, dead_ends)
+    for name in chosen if stage_ids else ():
+        for fault in registry.faults(registry.parse(name)[0]):
+            say(f"{name}: {fault}")
     common: dict[str, Any] = {
         "lengths": [_length(text) for text in length] if length else None,
         "dtypes": (dtype,) if dtype else DTYPES,

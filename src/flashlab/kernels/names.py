@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from itertools import product
 
 from flashlab.core.errors import UnknownStageError
+from flashlab.core.paths import KERNELS
 from flashlab.kernels import registry
 
 
@@ -26,6 +28,9 @@ def resolve(name: str) -> str:
         return matches[0] + bracket + tunables
     if matches:
         raise UnknownStageError(f"stage: wanted a unique prefix, got {prefix!r}, which begins {', '.join(matches)}")
+    for folder, suffix in product(("", "dead_ends/"), (".cu", ".py")):
+        if (KERNELS / f"{folder}{prefix}{suffix}").is_file():
+            raise UnknownStageError(f"stage: wanted an entry kernels/{folder}{prefix}.toml beside its source, got none")
     # Without its number too, which is what people misremember.
     titles = {stage_id.partition("_")[2]: stage_id for stage_id in registry.STAGES}
     near = difflib.get_close_matches(prefix, [*ids, *titles], n=3)

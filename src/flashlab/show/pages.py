@@ -31,7 +31,7 @@ from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
 from flashlab.core.problem import DTYPES, MASKS, Problem, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
-from flashlab.query import contests, select
+from flashlab.query import contests, coverage, select
 from flashlab.query.select import Results
 from flashlab.record import store
 from flashlab.record.store import Measurement
@@ -733,6 +733,8 @@ def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             listed.append((f"[{name}](generated/data/{name})", f"{path.stat().st_size:,}", f"`{digest[:12]}…`"))
     out.snippet("downloads.md", markdown(("file", "bytes", "sha256"), listed) if listed else NOTHING_YET)
+    lacking = "\n".join(f"`{shown.gpu}`\n\n{coverage.table(shown.gpu, data)}" for shown in everything)
+    out.snippet("coverage.md", lacking or NOTHING_YET)
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
         lines = [(code(column), meaning) for column, meaning in columns.items()]
         out.snippet(f"dictionary-{name}.md", markdown(("column", "meaning"), lines, left=2))
