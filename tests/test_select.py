@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -620,3 +621,21 @@ def test_errors_are_of_the_newest_run_that_has_a_stage_and_a_reference(tmp_path:
 def test_there_is_no_ratio_without_data(tmp_path: Path) -> None:
     with pytest.raises(NoDataError):
         contests.against_peers(GPU, tmp_path)
+
+
+def test_the_newest_check_of_every_stage_is_found_though_a_later_run_checked_fewer(tmp_path: Path) -> None:
+    problem = asdict(Problem.parse("1x2x1x64"))
+    folder = tmp_path / "nvidia-h200" / "checks"
+    folder.mkdir(parents=True)
+    for run, stages in (
+        ("20260102T030405Z-0123abc", ("00_naive", "05_wmma")),
+        ("20260103T030405Z-89abcde", ("05_wmma",)),
+    ):
+        lines = [{"run": run, "stage": stage, "problem": problem, "status": "ok"} for stage in stages]
+        (folder / f"{run}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    newest = select.newest_checks("nvidia-h200", tmp_path)
+    assert {stage: lines[0]["run"] for stage, lines in newest.items()} == {
+        "00_naive": "20260102T030405Z-0123abc",
+        "05_wmma": "20260103T030405Z-89abcde",
+    }
+    assert select.newest_checks("nvidia-h200", tmp_path, "random") == {}

@@ -349,7 +349,7 @@ def test_plumbing_is_left_out_and_its_output_kept(pages: Path) -> None:
     folder = pages / "generated" / "snippets" / "notebooks"
     ladder = (folder / "02_ladder.md").read_text(encoding="utf-8")
     assert "lab." not in ladder
-    assert "reference.attention(" in (folder / "01_correctness.md").read_text(encoding="utf-8")
+    assert "oracle.attention(" in (folder / "01_correctness.md").read_text(encoding="utf-8")
 
 
 def test_every_status_has_words() -> None:

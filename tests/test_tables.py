@@ -399,3 +399,15 @@ def test_chip_and_emulator_that_disagree_are_named() -> None:
     assert "| `05_wmma` | b | apart |" in table
     assert "| `06_cp_async` | 1 | 1 | 0 | 0 | – |" in table
     assert "| `06_cp_async` | 1x2x1x64 | deadlock |" in table
+
+
+def test_every_stage_has_its_newest_check_with_run_and_commit() -> None:
+    def line(run: str, status: str = "ok") -> dict[str, object]:
+        return {"run": run, "status": status, "reason": "" if status == "ok" else "made up"}
+
+    lengths = {"00_naive": (line("20260102T030405Z-0123abc"), line("20260102T030405Z-0123abc", "wrong"))}
+    drawn = {"05_wmma": (line("20260103T030405Z-89abcde"), line("20260103T030405Z-89abcde", "unsupported"))}
+    naive, wmma, none = tables.checks(lengths, drawn, ("00_naive", "05_wmma", "16_ones_column")).splitlines()[2:]
+    assert "| 2 | 1 | 0 | 1: made up | `20260102T030405Z-0123abc` | – |" in naive
+    assert wmma.endswith("| 2 | 1 | 1 | 0 | `20260103T030405Z-89abcde` |")
+    assert none.count("–") == 10

@@ -54,6 +54,7 @@ NO_PROFILES = (
     "**Nothing has been profiled yet** of these stages at this shape. "
     "`flashlab profile` on such a GPU, with Nsight Compute, does it."
 )
+NO_CHECKS = "Not on record for this GPU yet: `flashlab check --record` on it compares stages with the oracle."
 Draw = Callable[..., Chart | str] | Sequence[Column]
 """What makes a figure or table: a function, or a table's columns."""
 
@@ -141,11 +142,10 @@ class Lab:
             with progress_bar() as progress:
                 options = replace(check.OPTIONS, data=self.data, progress=progress)
                 check.check_stages(self.stages, inputs=kinds, options=options)
-        try:
-            found = select.newest_checks(self.gpu or "", self.data, inputs=kinds)
-        except NoDataError as error:
-            return NOTHING_YET if self.results is None else f"*{error}*"
-        return tables.checks({stage_id: found.get(stage_id, ()) for stage_id in self.stages})
+        lengths, drawn = (select.newest_checks(self.gpu or "", self.data, kind, kinds) for kind in ("checks", "random"))
+        if not lengths and not drawn:
+            return NOTHING_YET if self.results is None else f"*{NO_CHECKS}*"
+        return tables.checks(lengths, drawn, self.stages)
 
     def check_here(self) -> trial.CpuCheck:
         """Compare the chosen stages with the oracle on this machine's CPU, under every schedule, and look for races.

@@ -905,33 +905,43 @@ def check_record(lines: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def checks(by_stage: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """Comparisons of each stage with the oracle, its newest run's, summed up; a stage without one has dashes.
+Comparisons = Sequence[Mapping[str, Any]]
+"""Lines of `flashlab check`, of one stage and run."""
 
-    Args:
-        by_stage: lines of `flashlab check` by stage, as `select.newest_checks` gives them.
-    """
 
-    def of(status: str) -> Callable[[Row], int | None]:
-        return lambda item: sum(line["status"] == status for line in item[1]) if item[1] else None
+def _checked(what: str, place: int) -> tuple[Column, ...]:
+    """The columns of one kind of comparison, the run named last; dashes where a stage has none."""
 
-    def failures(item: Row) -> list[Mapping[str, Any]]:
-        return [line for line in item[1] if line["status"] not in ("ok", "unsupported")]
+    def of(lines: Comparisons, *statuses: str) -> int | None:
+        return sum(line["status"] in statuses for line in lines) if lines else None
+
+    def failed(item: Row) -> str | None:
+        failures = [str(line["reason"]) for line in item[place] if line["status"] not in ("ok", "unsupported")]
+        return f"{len(failures)}{f': {failures[0]}' if failures else ''}" if item[place] else None
 
     def run(item: Row) -> str | None:
-        return item[1][0].get("run") if item[1] else None
+        return item[place][0].get("run") if item[place] else None
 
-    columns = (
-        stage(lambda item: item[0]),
-        Column("comparisons", lambda item: len(item[1]) or None),
-        Column("passed", of("ok")),
-        Column("not for this stage", of("unsupported")),
-        Column("failed", lambda item: len(failures(item)) if item[1] else None),
-        Column("first failure", lambda item: str(failures(item)[0]["reason"]) if failures(item) else None),
-        Column("run", run, code),
-        Column("commit", lambda item: select.commit_label(run(item) or "") or None),
+    return (
+        Column(what, lambda item: len(item[place]) or None),
+        Column("passed", lambda item: of(item[place], "ok")),
+        Column("not for this stage", lambda item: of(item[place], "unsupported")),
+        Column("failed", failed),
+        Column("run and commit", run, code),
     )
-    return table(columns, by_stage.items())
+
+
+CHECKS = (stage(lambda item: item[0]), *_checked("hostile lengths", 1), *_checked("random shapes and strides", 2))
+
+
+def checks(lengths: Mapping[str, Comparisons], drawn: Mapping[str, Comparisons], stages: Iterable[str]) -> str:
+    """The newest comparisons of each stage with the oracle, over hostile lengths and over random shapes and strides.
+
+    Args:
+        lengths, drawn: as `select.newest_checks` gives them.
+        stages: a row each; dashes where nothing is on record.
+    """
+    return table(CHECKS, [(stage_id, lengths.get(stage_id, ()), drawn.get(stage_id, ())) for stage_id in stages])
 
 
 def sanitized(found: Sequence[Sanitized]) -> str:
