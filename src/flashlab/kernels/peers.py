@@ -486,8 +486,12 @@ PEERS: Mapping[str, Peer] = {
         FlashAttention4(),
     )
 }
-DISTRIBUTIONS = tuple(peer.distribution for peer in PEERS.values() if isinstance(peer, _FlashAttention))
-"""What is installed for them alone; records name the versions."""
+DISTRIBUTIONS = tuple(
+    dict.fromkeys(
+        wanted for peer in PEERS.values() for _, wanted in peer.packages if not wanted.startswith("flashlab[")
+    )
+)
+"""What is installed for libraries alone; records name the versions."""
 
 
 def get(name: str) -> Peer:
