@@ -328,7 +328,7 @@ def test_charts_and_tables_show_what_was_expected_and_what_came() -> None:
     assert not isinstance(drawn, str)
     assert "__expf: 1.2" in drawn.alt
     assert drawn.data_files == (f"nvidia-h200/ablations/{synthetic.RUN}.jsonl",)
-    text = analysis.table(found)
+    text = analysis.levels_table(found)
     assert ablate.AXES["exp"].prediction in text
     assert "static_assert" in text
     assert "slower" in text
@@ -340,7 +340,7 @@ def test_charts_and_tables_show_what_was_expected_and_what_came() -> None:
 
 
 def test_without_records_pages_say_so() -> None:
-    for said in (analysis.chart([]), analysis.split_chart([]), analysis.table([]), analysis.split_table([])):
+    for said in (analysis.chart([]), analysis.split_chart([]), analysis.levels_table([]), analysis.split_table([])):
         assert said == analysis.NOTHING_YET
 
 

@@ -33,7 +33,7 @@ RATES = Rates(
     exp2_beside=8.0,
     softmax=Speeds(*2 * [{1: 8.0, 2: 16.0, 3: 16.0, 4: 16.0}]),
     softmax_without_max=Speeds(*2 * [{1: 12.0, 2: 16.0, 3: 16.0, 4: 16.0}]),
-    product_latency=0.0,
+    gemm_latency=0.0,
     handover=0.0,
     wait=0.0,
     copy=0.0,
@@ -42,13 +42,13 @@ RATES = Rates(
 
 KERNEL = Kernel(
     stage="09_wgmma",
-    order="in turns",
+    order="free-running",
     head_dim=64,
     keys=128,
     group_rows=64,
     groups=1,
     blocks=1,
-    warpgroup_products=True,
+    uses_wgmma=True,
     rescales=False,
     waits=False,
 )
@@ -56,13 +56,13 @@ SCORES = 64 * 128
 
 
 def loop(kernel: Kernel, rates: Rates = RATES) -> float:
-    """Clocks of a tile of one group, shared by all."""
+    """Cycles of a tile of one group, shared by all."""
     return SCORES * cycle_model.loop_of(kernel, rates)
 
 
 def test_alone_a_group_takes_one_step_after_the_other() -> None:
     assert loop(KERNEL) == pytest.approx(256 + 1024 + 256)
-    assert loop(KERNEL, replace(RATES, product_latency=50.0)) == pytest.approx(256 + 1024 + 256 + 100)
+    assert loop(KERNEL, replace(RATES, gemm_latency=50.0)) == pytest.approx(256 + 1024 + 256 + 100)
 
 
 def test_groups_fill_the_gaps_of_each_other_as_far_as_the_units_go() -> None:
@@ -115,22 +115,22 @@ def test_steps_without_an_end_are_refused() -> None:
 
 def test_the_floor_is_the_slowest_unit() -> None:
     found = cycle_model.floor(KERNEL, RATES)
-    assert found.products_and_fma == pytest.approx(256 / 4096 + 2 / 128)
+    assert found.gemms_and_fma == pytest.approx(256 / 4096 + 2 / 128)
     # 1/16 clock of products, in which half an exponential is done; the other half at the full rate.
     assert found.exponentials == pytest.approx(1 / 16 + 0.5 / 16)
     assert found.why == "exponentials"
     assert found.value == found.exponentials
-    assert cycle_model.floor(replace(KERNEL, head_dim=128), RATES).why == "products and FP32 pipe"
+    assert cycle_model.floor(replace(KERNEL, head_dim=128), RATES).why == "GEMMs and FP32 pipe"
 
 
 def test_sums_by_products_spare_the_fp32_pipe() -> None:
-    spared = replace(KERNEL, product_sums=True, adds=False)
+    spared = replace(KERNEL, sums_by_gemm=True, adds=False)
     assert spared.fma == KERNEL.fma - 1
-    assert cycle_model.floor(spared, RATES).products_and_fma < cycle_model.floor(KERNEL, RATES).products_and_fma
+    assert cycle_model.floor(spared, RATES).gemms_and_fma < cycle_model.floor(KERNEL, RATES).gemms_and_fma
 
 
 def test_warp_level_products_want_their_ceiling() -> None:
-    warps = replace(KERNEL, warpgroup_products=False)
+    warps = replace(KERNEL, uses_wgmma=False)
     assert cycle_model.floor(warps, RATES).smem > 0
     with pytest.raises(NoDataError, match="mma_sync_float16"):
         cycle_model.floor(warps, replace(RATES, mma_sync=None))
@@ -195,7 +195,7 @@ def test_stages_that_the_model_does_not_know_are_left_out() -> None:
 def test_without_readings_it_says_so(tmp_path: Path) -> None:
     shown = (
         cycle_tables.units,
-        cycle_tables.products,
+        cycle_tables.wgmma,
         cycle_tables.issue,
         cycle_tables.latencies,
         cycle_tables.beside,
@@ -255,13 +255,13 @@ def test_products_of_warps_stand_below_those_of_warpgroups(slug: str, tmp_path: 
     rates = cycle_model.rates_of(chip.newest(slug), store.newest_ceilings(slug))
     assert rates.mma_sync is not None
     share = f"{100 * rates.mma_sync / rates.wgmma:.0f} %"
-    assert f"mma.sync reaches {tables.number(rates.mma_sync, 4)}" in cycle_tables.products(slug)
-    assert share in cycle_tables.products(slug)
+    assert f"mma.sync reaches {tables.number(rates.mma_sync, 4)}" in cycle_tables.wgmma(slug)
+    assert share in cycle_tables.wgmma(slug)
     copied = tmp_path / slug / "chip"
     copied.mkdir(parents=True)
     for path in (DATA / slug / "chip").glob("*.jsonl"):
         (copied / path.name).write_bytes(path.read_bytes())
-    assert "mma.sync" not in cycle_tables.products(slug, tmp_path), "no ceilings there"
+    assert "mma.sync" not in cycle_tables.wgmma(slug, tmp_path), "no ceilings there"
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")

@@ -1,11 +1,11 @@
 """The cycle model of one tile: how long an SM takes over it, by its units' rates and the order of a kernel's steps.
 
-Everything is counted in clocks of one SM a score, so that the clock's frequency does not matter. There are two answers:
+Everything is in cycles per score of one SM, so that the clock's frequency does not matter. There are two answers:
 
-- a floor, `Floor`: the clocks that each unit needs for its share of a score, as if the order of things did not matter.
-  Products and the FP32 pipe share what an SM can do; exponentials and the ALU pipe are slower while products run.
-- a loop, `simulate`: groups of four warps on one SM go through their steps, tile after tile. Products queue for the
-  tensor cores. Softmaxes share the other units: how fast they are together, by how many there are and whether products
+- a floor, `Floor`: the cycles that each unit needs for its share of a score, as if the order of things did not matter.
+  GEMMs and the FP32 pipe share what an SM can do; exponentials and the ALU pipe are slower while GEMMs run.
+- a loop, `simulate`: groups of four warps on one SM go through their steps, tile after tile. GEMMs queue for the
+  tensor cores. Softmaxes share the other units: how fast they are together, by how many there are and whether GEMMs
   run beside them, is measured. What one group cannot fill the others do, as far as there are others.
 
 A call adds what its blocks' beginnings, the last wave and scores that a mask throws away cost. Rates come from readings
@@ -33,15 +33,15 @@ from flashlab.record.store import ChipReading
 from flashlab.run import choice
 from flashlab.run import gpu as gpus
 
-Order = Literal["in turns", "ping-pong"]
-"""Whether groups of warps take turns at the products by a barrier, or as it comes."""
+Order = Literal["free-running", "ping-pong"]
+"""Whether barriers order the GEMMs of the groups of warps, or nothing does."""
 
 LANES = 128
-"""Instructions times threads that an SM issues a clock: four schedulers, a warp of 32 each."""
+"""Instructions times threads that an SM issues per cycle: four schedulers, a warp of 32 each."""
 SMEM_BYTES = 128
-"""That shared memory delivers a clock."""
+"""That shared memory delivers per cycle."""
 GROUP_ROWS = 64
-"""Query rows of a warpgroup's product."""
+"""Query rows of a warpgroup's wgmma."""
 GROUP_THREADS = 128
 _LDMATRIX_BYTES = 512
 """Of an ldmatrix.x4 of a warp."""
@@ -49,24 +49,24 @@ _MMA_SYNC_FLOP = 4096
 """Of an mma.m16n8k16 of a warp."""
 _WGMMA_K = 16
 _DESCRIBED: Mapping[str, Mapping[str, bool]] = {
-    "07_mma_registers": {"warpgroup_products": False, "waits": False},
+    "07_mma_registers": {"uses_wgmma": False, "waits": False},
     "08_swizzle": {"overlaps": True},
-    "09_wgmma": {"warpgroup_products": True, "waits": True, "overlaps": False},
+    "09_wgmma": {"uses_wgmma": True, "waits": True, "overlaps": False},
     "12_persistent": {"persistent": True, "overlaps": True},
     "13_overlap": {"rescales": False, "maxima": False},
     "14_stale_max": {"rescales": False, "maxima": False},
-    "16_ones_column": {"product_sums": True},
+    "16_ones_column": {"sums_by_gemm": True},
 }
 """What the model must know of a stage beside its tunables, where that differs from its parent: fields of `Kernel`. A
 stage that has no entry is as its parent, and those before the first are not described."""
 
 
 class Speeds(NamedTuple):
-    """Scores a clock of softmaxes on an SM together, by how many groups of four warps are at it."""
+    """Scores per cycle of softmaxes on an SM together, by how many groups of four warps are at it."""
 
     alone: Mapping[int, float]
     beside: Mapping[int, float]
-    """While products run."""
+    """While GEMMs run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,29 +76,29 @@ class Rates:
     sm_count: int
     clock_mhz: float
     wgmma: float
-    """FLOP a clock."""
+    """FLOP per cycle."""
     mma_sync: float | None
-    """FLOP a clock of the warp-level products; None where their ceiling was not measured."""
+    """FLOP per cycle of mma.sync; None where their ceiling was not measured."""
     fma: float
-    """FFMA a clock."""
+    """FFMA per cycle."""
     alu: float
-    """FMNMX a clock."""
+    """FMNMX per cycle."""
     exp2: float
     shared: float
     """Products' share of their rate plus FFMA's of theirs, when both run at once; 1 where they exclude each other."""
     alu_beside: float
-    """FMNMX a clock while products run."""
+    """FMNMX per cycle while GEMMs run."""
     exp2_beside: float
     softmax: Speeds
     softmax_without_max: Speeds
-    product_latency: float
-    """Clocks from issuing the first of some products to the end of the last, beyond those that they take."""
+    gemm_latency: float
+    """Cycles from issuing the first of some wgmma to the end of the last, beyond those that they take."""
     handover: float
-    """Clocks of a named barrier from one warpgroup to another."""
+    """Cycles of a named barrier from one warpgroup to another."""
     wait: float
-    """Clocks of asking an mbarrier whose phase is complete."""
+    """Cycles of asking an mbarrier whose phase is complete."""
     copy: float
-    """Clocks of a copy of 16 KiB from L2, issue to arrival."""
+    """Cycles of a copy of 16 KiB from L2, issue to arrival."""
 
 
 def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, store.Ceiling] | None = None) -> Rates:
@@ -148,15 +148,15 @@ def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, store.C
         exp2_beside=median(read("wgmma_n128_2wg_rs_beside_ex2_2wg").beside),
         softmax=speeds("softmax"),
         softmax_without_max=speeds("softmax_without_max"),
-        product_latency=read("issue_n64_1wg_ss").value - issued * product_clocks(64, wgmma),
+        gemm_latency=read("issue_n64_1wg_ss").value - issued * wgmma_cycles(64, wgmma),
         handover=read("named_barrier_handover").value,
         wait=read("mbarrier_try_wait").value,
         copy=read("bulk_copy_16_kib").value,
     )
 
 
-def product_clocks(width: int, flop_per_clock: float) -> float:
-    """Clocks of one m64nNk16."""
+def wgmma_cycles(width: int, flop_per_clock: float) -> float:
+    """Cycles of one m64nNk16."""
     return 2.0 * GROUP_ROWS * width * _WGMMA_K / flop_per_clock
 
 
@@ -175,12 +175,12 @@ class Kernel:
     """A block."""
     blocks: int
     """On an SM at once."""
-    warpgroup_products: bool
+    uses_wgmma: bool
     """wgmma; else mma.sync."""
     rescales: bool = True
     """Whether the output is multiplied at every tile."""
-    product_sums: bool = False
-    """Whether the row sums are a column of the products."""
+    sums_by_gemm: bool = False
+    """Whether the row sums are a column of the PV GEMM."""
     adds: bool = True
     """Whether the FP32 pipe adds up the rows."""
     maxima: bool = True
@@ -203,8 +203,8 @@ class Kernel:
 
     @property
     def flops(self) -> float:
-        """Of both products, a score."""
-        return 4.0 * self.head_dim + (2.0 * 8 if self.product_sums else 0.0)
+        """Of both GEMMs, per score."""
+        return 4.0 * self.head_dim + (2.0 * 8 if self.sums_by_gemm else 0.0)
 
     @property
     def fma(self) -> float:
@@ -218,23 +218,23 @@ class Kernel:
 
     @property
     def smem_bytes(self) -> float:
-        """That warps load a score as fragments of K and V; a wgmma reads its operands itself, within its clocks."""
-        return 0.0 if self.warpgroup_products else 2.0 * 2 * self.head_dim / (self.group_rows / 4)
+        """That warps load a score as fragments of K and V; a wgmma reads its operands itself, within its cycles."""
+        return 0.0 if self.uses_wgmma else 2.0 * 2 * self.head_dim / (self.group_rows / 4)
 
     @property
     def issued(self) -> float:
         """Instructions a score, all of them, by thread."""
         own = self.fma + self.alu + 1.0
-        if self.warpgroup_products:
+        if self.uses_wgmma:
             return own
         return own + 32 * (4.0 * self.head_dim / _MMA_SYNC_FLOP + self.smem_bytes / _LDMATRIX_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """Clocks a score of one SM that each limit asks for, whatever the order."""
+    """Cycles per score of one SM that each limit asks for, whatever the order."""
 
-    products_and_fma: float
+    gemms_and_fma: float
     exponentials: float
     alu: float
     issue: float
@@ -244,7 +244,7 @@ class Floor:
     def limits(self) -> dict[str, float]:
         """By name, for people."""
         return {
-            "products and FP32 pipe": self.products_and_fma,
+            "GEMMs and FP32 pipe": self.gemms_and_fma,
             "exponentials": self.exponentials,
             "ALU pipe": self.alu,
             "issue slots": self.issue,
@@ -262,8 +262,8 @@ class Floor:
         return max(self.limits, key=lambda name: self.limits[name])
 
 
-def _products_rate(kernel: Kernel, rates: Rates) -> float:
-    rate = rates.wgmma if kernel.warpgroup_products else rates.mma_sync
+def _gemm_rate(kernel: Kernel, rates: Rates) -> float:
+    rate = rates.wgmma if kernel.uses_wgmma else rates.mma_sync
     if rate is None:
         raise NoDataError("wanted the ceiling mma_sync_float16 on record, found none. `flashlab bench` measures it")
     return rate
@@ -275,21 +275,21 @@ def floor(kernel: Kernel, rates: Rates) -> Floor:
     Raises:
         NoDataError: it uses mma.sync, of whose rate there is no ceiling on record.
     """
-    products = kernel.flops / _products_rate(kernel, rates)
+    gemms = kernel.flops / _gemm_rate(kernel, rates)
     return Floor(
-        products_and_fma=max(products, (products + kernel.fma / rates.fma) / rates.shared),
-        exponentials=_beside(1.0, rates.exp2, rates.exp2_beside, products),
-        alu=_beside(kernel.alu, rates.alu, rates.alu_beside, products),
+        gemms_and_fma=max(gemms, (gemms + kernel.fma / rates.fma) / rates.shared),
+        exponentials=_beside(1.0, rates.exp2, rates.exp2_beside, gemms),
+        alu=_beside(kernel.alu, rates.alu, rates.alu_beside, gemms),
         issue=kernel.issued / LANES,
         smem=kernel.smem_bytes / SMEM_BYTES,
     )
 
 
-def _beside(amount: float, rate: float, rate_beside: float, products: float) -> float:
-    """Clocks of `amount` at `rate`, or at `rate_beside` for as long as products run, which is `products` clocks."""
-    if amount <= rate_beside * products:
+def _beside(amount: float, rate: float, rate_beside: float, gemms: float) -> float:
+    """Cycles of `amount` at `rate`, or at `rate_beside` for as long as GEMMs run, which is `gemms` cycles."""
+    if amount <= rate_beside * gemms:
         return amount / rate_beside
-    return products + (amount - rate_beside * products) / rate
+    return gemms + (amount - rate_beside * gemms) / rate
 
 
 class Step(NamedTuple):
@@ -297,9 +297,9 @@ class Step(NamedTuple):
 
     kind: Literal["issue", "wait", "softmax", "pause", "take turn", "pass turn"]
     amount: float = 0.0
-    """Clocks of the tensor cores, scores of a softmax, or clocks of a pause."""
+    """Cycles of the tensor cores, scores of a softmax, or cycles of a pause."""
     name: str = ""
-    """Of the product that is issued or waited for."""
+    """Of the GEMM that is issued or waited for."""
 
 
 def steps_of(kernel: Kernel, rates: Rates) -> tuple[Step, ...]:
@@ -309,9 +309,9 @@ def steps_of(kernel: Kernel, rates: Rates) -> tuple[Step, ...]:
         NoDataError: as `floor`.
     """
     scores = kernel.group_rows * kernel.keys
-    clocks = scores * max(kernel.flops / _products_rate(kernel, rates), kernel.smem_bytes / SMEM_BYTES) / 2
-    latency = Step("pause", rates.product_latency if kernel.warpgroup_products else 0.0)
-    # The output's rescale is work of the FP32 pipe, told as so many scores more.
+    clocks = scores * max(kernel.flops / _gemm_rate(kernel, rates), kernel.smem_bytes / SMEM_BYTES) / 2
+    latency = Step("pause", rates.gemm_latency if kernel.uses_wgmma else 0.0)
+    # The output's rescale is work of the FP32 pipe, counted as so many scores more.
     beyond = max(0.0, kernel.fma - 2.0) / rates.fma * max(rates.softmax.alone.values())
     softmax = Step("softmax", scores * (1 + beyond))
     tile = Step("pause", rates.wait if kernel.waits else 0.0)
@@ -342,7 +342,7 @@ _WARM_TILES, _TILES = 16, 64
 
 
 def simulate(steps: Sequence[Step], groups: int, speeds: Speeds, scores: float) -> float:
-    """Clocks a score of an SM on which so many groups go through their steps again and again, each on its own.
+    """Cycles per score of an SM on which so many groups go through their steps again and again, each on its own.
 
     Args:
         steps: of a tile.
@@ -430,7 +430,7 @@ def simulate(steps: Sequence[Step], groups: int, speeds: Speeds, scores: float) 
 
 
 def loop_of(kernel: Kernel, rates: Rates) -> float:
-    """Clocks a score of a kernel's inner loop, by `simulate`.
+    """Cycles per score of a kernel's inner loop, by `simulate`.
 
     Raises:
         NoDataError: as `floor`.
@@ -456,7 +456,7 @@ class Prediction:
     problem: Problem
     floor: Floor
     loop: float
-    """Clocks a score of the inner loop."""
+    """Cycles per score of the inner loop."""
     computed: float
     """Scores computed over scores wanted: a mask's edge costs whole tiles."""
     waves: float
@@ -491,7 +491,7 @@ def predict(kernel: Kernel, problem: Problem, rates: Rates, clock_mhz: float | N
     # Blocks under a causal mask differ in length, and short ones fill the last wave: it is as if they were small.
     waves = 1.0 if problem.causal else math.ceil(blocks / room) * room / blocks
     scores = kernel.tile_rows * problem.kv_len * (0.5 if problem.causal else 1.0)
-    fill = rates.copy + 2 * rates.wait + rates.product_latency
+    fill = rates.copy + 2 * rates.wait + rates.gemm_latency
     hidden = kernel.persistent or kernel.blocks > 1
     begin = 1.0 if hidden else 1.0 + fill / (loop * scores)
     cycles = loop * computed * waves * begin
@@ -538,7 +538,7 @@ def kernel_of(
     known = _described(stage_id)
     if known is None:
         return None
-    if known["warpgroup_products"]:
+    if known["uses_wgmma"]:
         group_rows, groups = GROUP_ROWS, parameters.get("NUM_CONSUMERS") or parameters["NUM_WARPGROUPS"]
     else:
         group_rows, groups = 4 * parameters["TILE_Q"] // parameters["WARPS"], max(1, parameters["WARPS"] // 4)
@@ -546,12 +546,12 @@ def kernel_of(
     fields = {
         **known,
         "rescales": known.get("rescales", True) and not parameters.get("LAZY_RESCALE"),
-        "product_sums": known.get("product_sums", False) or sums,
+        "sums_by_gemm": known.get("sums_by_gemm", False) or sums,
         "overlaps": bool(parameters.get("OVERLAP", known.get("overlaps", False))),
     }
     return Kernel(
         stage=stage_id,
-        order="ping-pong" if parameters.get("PINGPONG") else "in turns",
+        order="ping-pong" if parameters.get("PINGPONG") else "free-running",
         head_dim=head_dim,
         keys=parameters["TILE_KV"],
         group_rows=group_rows,
@@ -590,7 +590,7 @@ def parameters_of(stage_id: str, problem: Problem, gpu: str | None = None, data:
 
 
 def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
-    """The time of a loop that was measured (group `loop`) by the model, clocks a score; None where it cannot tell."""
+    """The time of a loop that was measured (group `loop`) by the model, cycles per score; None where it cannot tell."""
     case = reading.defines
     if (
         reading.group != "loop"
@@ -602,13 +602,13 @@ def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
         return None
     kernel = Kernel(
         stage=reading.name,
-        order="in turns",
+        order="free-running",
         head_dim=case["HEAD_DIM"],
         keys=case["KEYS"],
         group_rows=GROUP_ROWS,
         groups=case["THREADS"] // GROUP_THREADS,
         blocks=1,
-        warpgroup_products=True,
+        uses_wgmma=True,
         rescales=bool(case.get("RESCALE")),
         maxima=bool(case["TAKE_MAX"]),
         overlaps=case["ORDER"] == 1,
@@ -637,7 +637,7 @@ class Compared:
     clock_measured: bool
     """Whether it has one."""
     measured_cycles: float | None
-    """Clocks a score of the measurement that is shown; None where there is none."""
+    """Cycles per score of the measurement that is shown; None where there is none."""
     measured_tflops: float | None
 
 
@@ -671,7 +671,7 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
             else:
                 parameters, blocks_per_sm = parameters_of(stage_id, problem, gpu, data), None
             kernel = kernel_of(stage_id, problem.head_dim, parameters, blocks_per_sm)
-            if kernel is None or (not kernel.warpgroup_products and rates.mma_sync is None):
+            if kernel is None or (not kernel.uses_wgmma and rates.mma_sync is None):
                 continue
             clocks = samples.call_clock_mhz if samples else ()
             compared.append(

@@ -1,4 +1,4 @@
-"""The pages of the cycle model: what units do a clock, and the model beside what was measured, as Markdown tables."""
+"""The pages of the cycle model: what units do per cycle, and the model beside what was measured, as Markdown tables."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ def _clocks(value: float) -> str:
     return f"{value:.4f}"
 
 
-def _off(predicted: float | None, measured: float | None) -> str | None:
+def _difference(predicted: float | None, measured: float | None) -> str | None:
     return f"{100 * (predicted / measured - 1):+.0f} %" if predicted and measured else None
 
 
 @_page
 def units(readings: Readings) -> str:
-    """What each unit does a clock, by warps, and its latency, as a Markdown table."""
+    """What each unit does per cycle, by warps, and its latency, as a Markdown table."""
     names = [name.removesuffix("_16_warps") for name in readings if name.endswith("_16_warps")]
 
     def by_warps(warps: int) -> Callable[[str], float | None]:
@@ -74,17 +74,17 @@ def units(readings: Readings) -> str:
 
     columns = [
         Column("instruction", _spoken),
-        Column("a clock, 4 warps", by_warps(4)),
+        Column("per cycle, 4 warps", by_warps(4)),
         Column("8 warps", by_warps(8)),
         Column("16 warps", by_warps(16)),
-        Column("latency, clocks", lambda name: _value(readings, f"{name}_latency")),
+        Column("latency, cycles", lambda name: _value(readings, f"{name}_latency")),
     ]
     return table(columns, names)
 
 
 @_page
-def _products(readings: Readings) -> str:
-    """FLOP a clock and SM of wgmma, by width and warpgroups."""
+def _wgmma(readings: Readings) -> str:
+    """FLOP per cycle and SM of wgmma, by width and warpgroups."""
     rows = [
         {"from": source, "how": how, "groups": str(groups), "name": f"wgmma_n{{}}_{groups}wg_{where}{suffix}"}
         for where, source in (("ss", "shared memory"), ("rs", "registers"))
@@ -97,16 +97,16 @@ def _products(readings: Readings) -> str:
 
     columns = [
         Column("A from", "from"),
-        Column("products", "how", left=True),
+        Column("wgmma", "how", left=True),
         Column("warpgroups", "groups"),
         *(Column(f"n{width}", by_width(width)) for width in (64, 128, 192, 256)),
     ]
     return table(columns, rows)
 
 
-def products(gpu: str | None, data: Path = DATA) -> str:
-    """FLOP a clock and SM of wgmma, by width and warpgroups, and of mma.sync beside them, as a Markdown table."""
-    text = _products(gpu, data)
+def wgmma(gpu: str | None, data: Path = DATA) -> str:
+    """FLOP per cycle and SM of wgmma, by width and warpgroups, and of mma.sync beside them, as a Markdown table."""
+    text = _wgmma(gpu, data)
     try:
         rates = rates_of(chip.newest(gpu or "", data), store.newest_ceilings(gpu or "", data))
     except NoDataError:
@@ -121,14 +121,14 @@ def products(gpu: str | None, data: Path = DATA) -> str:
 
 @_page
 def issue(readings: Readings) -> str:
-    """What issuing products costs, and when they are done, as a Markdown table."""
+    """What issuing wgmma costs, and when they are done, as a Markdown table."""
     columns = [
-        Column("products", lambda reading: f"{len(reading.stamps) - 1} × n{reading.defines['WIDTH']}"),
+        Column("wgmma", lambda reading: f"{len(reading.stamps) - 1} × n{reading.defines['WIDTH']}"),
         Column(
             "A from", lambda reading: "registers" if reading.defines["A_IN_REGISTERS"] else "shared memory", left=True
         ),
         Column("warpgroups", lambda reading: str(reading.defines["THREADS"] // GROUP_THREADS)),
-        Column("issued after, clocks", lambda reading: reading.stamps[-2]),
+        Column("issued after, cycles", lambda reading: reading.stamps[-2]),
         Column("each", lambda reading: reading.stamps[-2] / (len(reading.stamps) - 1)),
         Column("done after", lambda reading: reading.stamps[-1]),
     ]
@@ -137,14 +137,14 @@ def issue(readings: Readings) -> str:
 
 @_page
 def latencies(readings: Readings) -> str:
-    """Clocks of handovers and copies, as a Markdown table."""
-    columns = [Column("step", "how"), Column("clocks", "value")]
+    """Cycles of handovers and copies, as a Markdown table."""
+    columns = [Column("step", "how"), Column("cycles", "value")]
     return table(columns, [reading for reading in readings.values() if reading.kernel == "latency"])
 
 
 @_page
 def beside(readings: Readings) -> str:
-    """What runs beside products, and what either loses, as a Markdown table."""
+    """What runs beside wgmma, and what either loses, as a Markdown table."""
     rows = []
     for name, alone in readings.items():
         if not name.endswith("wg_alone"):
@@ -152,29 +152,29 @@ def beside(readings: Readings) -> str:
         what, _, groups = name.removesuffix("wg_alone").rpartition("_")
         for width in (64, 128):
             for tensor in (1, 2):
-                products_by = f"wgmma_n{width}_{tensor}wg_rs_beside"
-                pair = readings.get(f"{products_by}_{what}_{groups}wg")
-                free = readings.get(f"{products_by}_nothing_1wg")
+                wgmma_by = f"wgmma_n{width}_{tensor}wg_rs_beside"
+                pair = readings.get(f"{wgmma_by}_{what}_{groups}wg")
+                free = readings.get(f"{wgmma_by}_nothing_1wg")
                 if pair is None or free is None or not pair.beside:
                     continue
-                row = {"what": what, "groups": groups, "products": f"n{width} by {tensor}", "alone": alone.value}
+                row = {"what": what, "groups": groups, "wgmma": f"n{width} by {tensor}", "alone": alone.value}
                 row |= {"beside": median(pair.beside), "pair": pair.value, "free": free.value}
                 rows.append(row)
     columns = [
-        Column("beside products", lambda row: _spoken(row["what"])),
+        Column("beside wgmma", lambda row: _spoken(row["what"])),
         Column("warpgroups", "groups", left=True),
-        Column("products", "products", left=True),
-        Column("alone, a clock", "alone"),
+        Column("wgmma", "wgmma", left=True),
+        Column("alone, per cycle", "alone"),
         Column("beside", "beside"),
         Column("keeps", lambda row: _percent(row["beside"], row["alone"])),
-        Column("products keep", lambda row: _percent(row["pair"], row["free"])),
+        Column("wgmma keeps", lambda row: _percent(row["pair"], row["free"])),
     ]
     return table(columns, rows)
 
 
 @_page
 def softmaxes(readings: Readings) -> str:
-    """Clocks a score of softmax mixes alone, by warps a scheduler, as a Markdown table."""
+    """Cycles per score of softmax mixes alone, by warps a scheduler, as a Markdown table."""
     ending = "_1_warps"
     names = [
         name.removesuffix(ending) for name, r in readings.items() if r.group == "softmax" and name.endswith(ending)
@@ -184,7 +184,7 @@ def softmaxes(readings: Readings) -> str:
         return lambda name: _value(readings, f"{name}_{warps}_warps")
 
     columns = [
-        Column("clocks a score", _spoken),
+        Column("cycles per score", _spoken),
         Column("1 warp a scheduler", by_warps(1), _clocks),
         *(Column(str(warps), by_warps(warps), _clocks) for warps in (2, 3, 4)),
     ]
@@ -193,7 +193,7 @@ def softmaxes(readings: Readings) -> str:
 
 @_page
 def loops(readings: Readings) -> str:
-    """Clocks a score of inner loops that are products and softmax alone, as a Markdown table, the shortest first."""
+    """Cycles per score of inner loops that are GEMMs and softmax alone, as a Markdown table, the shortest first."""
     clock = next(iter(readings.values())).gpu.max_sm_clock_mhz
     try:
         rates: Rates | None = rates_of(readings)
@@ -215,9 +215,9 @@ def loops(readings: Readings) -> str:
     columns = [
         Column("", lambda reading: f"D={reading.defines['HEAD_DIM']}"),
         Column("loop", what, left=True),
-        Column("measured, clocks a score", "value", _clocks),
+        Column("measured, cycles per score", "value", _clocks),
         Column("predicted", predicted, _clocks),
-        Column("off", lambda reading: _off(predicted(reading), reading.value)),
+        Column("difference", lambda reading: _difference(predicted(reading), reading.value)),
         Column("TFLOP/s at the highest clock", tflops),
     ]
     loops = [reading for reading in readings.values() if reading.group == "loop"]
@@ -238,10 +238,10 @@ _PREDICTIONS: Sequence[Column] = (
     Column("order", lambda one: one.prediction.kernel.order, left=True),
     Column("blocks × groups × rows × keys", _size, left=True),
     Column("floor set by", lambda one: one.prediction.floor.why, left=True),
-    Column("floor, clocks a score", lambda one: one.prediction.floor.value, _clocks),
-    Column("predicted, clocks a score", lambda one: one.prediction.cycles_per_score, _clocks),
+    Column("floor, cycles per score", lambda one: one.prediction.floor.value, _clocks),
+    Column("predicted, cycles per score", lambda one: one.prediction.cycles_per_score, _clocks),
     Column("measured", "measured_cycles", _clocks),
-    Column("off", lambda one: _off(one.prediction.cycles_per_score, one.measured_cycles)),
+    Column("difference", lambda one: _difference(one.prediction.cycles_per_score, one.measured_cycles)),
     Column("SM clock, MHz", _clock),
     Column("predicted, TFLOP/s at this clock", lambda one: one.prediction.tflops),
     Column("measured, TFLOP/s", "measured_tflops"),

@@ -8,7 +8,7 @@ parts that stall each other look large.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +22,9 @@ from flashlab.query import select
 from flashlab.query.statistics import Estimate, interval, ratio_of_medians
 from flashlab.record import store
 from flashlab.record.store import Ablation, CubinFields, Part, Samples
-from flashlab.show import tables
 from flashlab.show.charts import Chart, Interval, intervals
 from flashlab.show.pages import Output, data_links, indent, stage_link
+from flashlab.show.tables import Column, code, table
 
 NOTHING_YET = (
     "**Nothing has been measured yet.** No such record of this GPU; `flashlab ablate` and `flashlab split` on it make "
@@ -334,10 +334,6 @@ def _problem(one: Effect) -> str:
     return f"{one.problem.sizes} {one.problem.mask} {one.problem.dtype}"
 
 
-def _time(one: Effect | None) -> str | None:
-    return None if one is None or one.median_us is None else f"{one.median_us:.1f}"
-
-
 def _result(one: Effect) -> str:
     """What can be said of its time, or why there is none."""
     if one.median_us is None:
@@ -352,28 +348,65 @@ def _with_interval(change: Estimate | None, form: str = "{:.3f}") -> str | None:
     return form.format(change.value) + ends
 
 
-def _resources(one: Effect) -> list[tables.Cell]:
-    """Registers, spilled bytes and blocks an SM."""
-    if one.cubin is None:
-        return [None, None, None]
-    blocks = one.cubin.blocks_per_sm
-    return [str(one.cubin.registers), str(one.cubin.spill_store_bytes), None if blocks is None else str(blocks)]
+def _of_cubin(name: str) -> Callable[[Effect], str | None]:
+    """Makes a cell of a field of an effect's machine code."""
+
+    def cell(one: Effect) -> str | None:
+        value = getattr(one.cubin, name, None)
+        return None if value is None else str(value)
+
+    return cell
 
 
-def table(shown: Sequence[Effect]) -> str:
+def _instructions(one: Effect | None) -> str | None:
+    return None if one is None or one.cubin is None else str(sum(one.cubin.sass.values()))
+
+
+_MICROSECONDS = "{:.1f}".format
+_RESOURCES = (
+    Column("registers", _of_cubin("registers")),
+    Column("spilled B", _of_cubin("spill_store_bytes")),
+    Column("blocks/SM", _of_cubin("blocks_per_sm")),
+)
+_LEVELS = (
+    Column("level", "name"),
+    Column("", _result, left=True),
+    Column("µs", "median_us", _MICROSECONDS),
+    Column("time over the first's (95 %)", lambda one: _with_interval(one.change)),
+    *_RESOURCES,
+)
+_LEVERS = (
+    Column("problem", lambda pair: _problem(pair[1])),
+    Column("", lambda pair: _result(pair[1]), left=True),
+    Column("as it is, µs", lambda pair: pair[0] and pair[0].median_us, _MICROSECONDS),
+    Column("with it, µs", lambda pair: pair[1].median_us, _MICROSECONDS),
+    Column("time with it over as it is (95 %)", lambda pair: _with_interval(pair[1].change)),
+    Column("instructions as it is", lambda pair: _instructions(pair[0])),
+    Column("with it", lambda pair: _instructions(pair[1])),
+    Column("spilled B", lambda pair: _of_cubin("spill_store_bytes")(pair[1])),
+)
+_PARTS = (
+    Column("stage", "stage", code),
+    Column("problem", "problem", left=True),
+    Column("left out", "part", left=True),
+    Column("µs", "time_us", _MICROSECONDS),
+    Column("share, % (95 %)", "share"),
+    *(Column(one.header, one.header) for one in _RESOURCES),
+)
+
+
+def levels_table(shown: Sequence[Effect]) -> str:
     """Every axis with its question, what was expected, and its levels, as Markdown."""
     if not shown:
         return NOTHING_YET
-    header = ("level", "", "µs", "time over the first's (95 %)", "registers", "spilled B", "blocks/SM")
     text: list[str] = []
     for name, problem in dict.fromkeys((one.group, one.problem) for one in shown):
         axis = AXES[name]
         levels = [one for one in shown if (one.group, one.problem) == (name, problem)]
         claims = f" Claims: {', '.join(axis.claims)}." if axis.claims else ""
-        rows = [[o.name, _result(o), _time(o), _with_interval(o.change), *_resources(o)] for o in levels]
         text.append(
             f"### {name}: `{axis.stage}`, {_problem(levels[0])}\n\n"
-            f"{axis.question}{claims}\n\n*Expected:* {axis.prediction}\n\n{tables.markdown(header, rows, left=2)}"
+            f"{axis.question}{claims}\n\n*Expected:* {axis.prediction}\n\n{table(_LEVELS, levels)}"
         )
     return "\n".join(text)
 
@@ -383,40 +416,28 @@ def lever_table(shown: Sequence[Effect]) -> str:
     measured = [one for one in shown if not one.is_first]
     if not measured:
         return LEVER_NOT_MEASURED
-    header = (
-        *("problem", "", "as it is, µs", "with it, µs", "time with it over as it is (95 %)"),
-        *("instructions as it is", "with it", "spilled B"),
-    )
-    rows: list[list[tables.Cell]] = []
-    for one in measured:
-        plain = next((first for first in shown if first.is_first and first.record is one.first), None)
-        instructions = [None if of is None or of.cubin is None else sum(of.cubin.sass.values()) for of in (plain, one)]
-        rows.append(
-            [
-                *(_problem(one), _result(one), _time(plain), _time(one), _with_interval(one.change)),
-                *(None if count is None else str(count) for count in instructions),
-                None if one.cubin is None else str(one.cubin.spill_store_bytes),
-            ]
-        )
-    return f"{tables.markdown(header, rows, left=2)}\n<small>{_caption(measured)}</small>"
+    plain = {id(one.record): one for one in shown if one.is_first}
+    pairs = [(plain.get(id(one.first)), one) for one in measured]
+    return f"{table(_LEVERS, pairs)}\n<small>{_caption(measured)}</small>"
 
 
 def split_table(shown: Sequence[Effect]) -> str:
     """Every stage's time without each part, and the share that goes with it, as a Markdown table."""
     if not shown:
         return NOTHING_YET
-    header = ("stage", "problem", "left out", "µs", "share, % (95 %)", "registers", "spilled B", "blocks/SM")
-    rows: list[list[tables.Cell]] = []
+    rows: list[dict[str, object]] = []
     for stage, problem in dict.fromkeys((one.group, one.problem) for one in shown):
         parts = [one for one in shown if (one.group, one.problem) == (stage, problem)]
-        where = [f"`{stage}`", problem.sizes]
+        row: dict[str, object] = {"stage": stage, "problem": problem.sizes}
         for one in parts:
-            cells = [_PART_TITLES.get(one.name, one.name), _time(one), _with_interval(_share(one), "{:.1f}")]
-            rows.append([*where, *cells, *_resources(one)])
+            cells = {"part": _PART_TITLES.get(one.name, one.name), "time_us": one.median_us}
+            cells |= {column.header: column.value(one) for column in _RESOURCES}
+            rows.append({**row, **cells, "share": _with_interval(_share(one), "{:.1f}")})
         if any(one.name == list(PARTS)[-1] for one in parts):
             total = sum(share.value for share in map(_share, parts) if share)
-            rows.append([*where, "sum of the shares", None, f"{total:.1f}", None, None, None])
-    return tables.markdown(header, rows, left=3)
+            empty = dict.fromkeys(["time_us", *(column.header for column in _RESOURCES)])
+            rows.append({**row, **empty, "part": "sum of the shares", "share": f"{total:.1f}"})
+    return table(_PARTS, rows)
 
 
 # --- The page of levers -----------------------------------------------------------------------------------------------

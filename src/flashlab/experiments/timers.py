@@ -47,6 +47,7 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
+from flashlab.measure.cells import need
 from flashlab.measure.harness import REASON_CHARS, Book, Message, Send, Worker, WorkerDiedError, serve
 from flashlab.record import provenance, store
 from flashlab.record.store import Cache, Gpu, ProblemFields, Reading
@@ -268,7 +269,7 @@ class _Worker:
         """All of the job."""
         gpu.require()
         info = gpu.info(self._device)
-        self._torch, self._cupy = _need("torch"), _need("cupy")
+        self._torch, self._cupy = need("torch"), need("cupy")
         torch = self._torch
         torch.cuda.set_device(self._device)
         self._cupy.cuda.Device(self._device).use()
@@ -601,16 +602,6 @@ def _floats(summary: Mapping[str, Any] | None, beside: Path) -> list[float]:
         return []
     content = file.read_bytes()
     return list(struct.unpack(f"<{len(content) // 4}f", content))
-
-
-def _need(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingPackageError(
-            f"wanted the Python package {module} to measure on a GPU, got: {error}. "
-            "`pip install 'flashlab[gpu]'` installs it."
-        ) from error
 
 
 def _work(job: Message, send: Send) -> None:
