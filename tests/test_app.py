@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -255,6 +256,17 @@ def test_verify(run: Run, data: Path) -> None:
     assert sound.code == 0
     assert "sound" in sound.out
     assert run("results", "--verify", "--data", data, "--json").json == []
+
+
+def test_verify_looks_at_every_gpu(run: Run, data: Path) -> None:
+    shutil.copytree(data / "nvidia-h200", data / "nvidia-z100")
+    assert run("results", "--verify", "--data", data).out.count("is sound") == 2
+    path = data / "nvidia-z100" / "runs" / f"{RUN}.jsonl"
+    path.write_text(path.read_text(encoding="utf-8") + "{}\n", encoding="utf-8")
+    verified = run("results", "--verify", "--data", data)
+    assert verified.code == 1
+    assert str(path) in verified.err
+    assert run("results", "--verify", "--data", data, "--gpu", "nvidia-h200").code == 0
 
 
 def test_a_damaged_line_is_named_and_the_rest_still_shown(run: Run, data: Path) -> None:

@@ -128,24 +128,23 @@ def gpu_with_data(gpu: str | None, data: Path) -> str:
     known = store.gpus(data)
     if not known or gpu not in (None, *known):
         raise NoDataError(
-            f"gpu: wanted one with recorded runs under {data}, got {repr(gpu) if gpu else 'none named'}. GPUs with data: "
-            f"{', '.join(known) or 'none yet'}. `flashlab bench` on a machine with an NVIDIA GPU makes some."
+            f"gpu: wanted one with recorded runs under {data}, got {repr(gpu) if gpu else 'none named'}. GPUs with "
+            f"data: {', '.join(known) or 'none yet'}. `flashlab bench` on a machine with an NVIDIA GPU makes some."
         )
     return gpu or known[0]
 
 
 def _verify(gpus: Sequence[str], data: Path, as_json: bool) -> None:
+    """What is wrong with the files of GPUs; an error where anything is."""
     from flashlab.record import store
 
-    damage = [one for gpu in gpus for one in store.verify(gpu, data)]
+    damage = [damaged for gpu in gpus for damaged in store.verify(gpu, data)]
     if as_json:
-        answer([{"path": str(one.path), "line": one.line, "reason": one.reason} for one in damage], as_json=True)
-        if damage:
-            raise typer.Exit(1)
-        return
+        answer(damage, as_json=True)
     if damage:
-        raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {d}" for d in damage))
-    for gpu in gpus:
+        lines = "\n  ".join(map(str, damage))
+        raise DamagedRecordError(f"wanted sound records, found:\n  {lines}")
+    for gpu in () if as_json else gpus:
         runs = store.runs(gpu, data) if gpu in store.gpus(data) else ()
         typer.echo(f"data/{gpu} is sound: {sum(len(run.records) for run in runs)} records in {len(runs)} runs")
 
