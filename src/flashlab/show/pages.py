@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import html
 import importlib
+import inspect
 import json
 import os
 import re
@@ -757,7 +758,8 @@ def _dictionary(model: Any) -> str:
         Column("type", lambda item: code(_type_name(item[1].annotation)), left=True),
         Column("meaning", lambda item: " ".join((item[1].description or "").replace("`", "").split()), left=True),
     )
-    return f"### {model.__name__}\n\n{(model.__doc__ or '').strip()}\n\n{table(columns, model.model_fields.items())}"
+    meaning = inspect.cleandoc(model.__doc__ or "")
+    return f"### {model.__name__}\n\n{meaning}\n\n{table(columns, model.model_fields.items())}"
 
 
 def _type_name(annotation: object) -> str:
