@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import string
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -368,17 +369,12 @@ def _quantity(about: About, text: str = "") -> Callable[[Evaluator], Evaluator]:
     return register
 
 
-class _Shown(float):
-    """A number that text shows with three significant digits unless it asks for a format."""
+class _Text(string.Formatter):
+    """Numbers with three significant digits, unless the text asks for a format."""
 
-    def __format__(self, spec: str) -> str:
-        return format(float(self), spec) if spec else tables.number(self)
-
-
-def _shown(value: object) -> object:
-    if isinstance(value, float):
-        return _Shown(value)
-    return [_Shown(one) for one in value] if isinstance(value, list) else value
+    def format_field(self, value: Any, format_spec: str) -> str:
+        as_number = isinstance(value, float) and not format_spec
+        return tables.number(value) if as_number else str(super().format_field(value, format_spec))
 
 
 def find(records: Records, entry: Entry) -> Finding:
@@ -401,24 +397,20 @@ def find(records: Records, entry: Entry) -> Finding:
         **entry.given,
         **finding.values,
     }
-    shown = {name: _shown(value) for name, value in values.items()}
     beside = []
     for other in entry.beside:
         with suppress(PendingError):
             beside.append((other, find(records, other)))
     cited = {row.place: row for other, found in beside if other.cited for row in found.rows}
     theirs = [*(name for _, found in beside for name in found.stages), *(n for one in entry.beside for n in one.names)]
-    first = next(iter(finding.rows), None)
+    own, first = {row.place for row in finding.rows}, next(iter(finding.rows), None)
     timed = about == "time" and entry.fused and first and isinstance(first.record, Measurement | Ablation)
-    sentences = (entry.note.format(*names, **shown), ", ".join(found.text for _, found in beside))
+    sentences = (_Text().format(entry.note, *names, **values), ", ".join(found.text for _, found in beside))
     return replace(
         finding,
-        rows=(
-            *finding.rows,
-            *(row for place, row in cited.items() if place not in {own.place for own in finding.rows}),
-        ),
+        rows=[*finding.rows, *(row for place, row in cited.items() if place not in own)],
         about=about,
-        text=(entry.text or text).format(*names, **shown),
+        text=_Text().format(entry.text or text, *names, **values),
         beside="; ".join(filter(None, sentences)),
         stages=tuple(filter(is_stage, dict.fromkeys(entry.stages or stages or theirs))),
         demand_tb_s=first.problem.compulsory_bytes / first.median_us / 1e6 if timed and first else None,
