@@ -409,15 +409,6 @@ def test_a_run_of_ceilings_alone_has_no_rows(tmp_path: Path) -> None:
         store.newest_run(SLUG, tmp_path)
 
 
-def test_rows_are_chosen_by_problem_and_status() -> None:
-    other = measurement(problem=ProblemFields.of(Problem.parse("1x1x8x64")))
-    failed = measurement(status="crashed", reason="it did", samples=(), verdict=None)
-    everything = (measurement(), other, failed)
-    assert list(store.rows(everything)) == [*everything]
-    assert list(store.rows(everything, PROBLEM)) == [measurement(), failed]
-    assert list(store.rows(everything, PROBLEM, ok_only=True)) == [measurement()]
-
-
 # --- Checksums --------------------------------------------------------------------------------------------------------
 
 

@@ -1,14 +1,13 @@
 """All records of a GPU as one table, read once a process: a row a record line.
 
 A row of `runs` is one stage or library on one problem in one run. What is shown of a problem is chosen from it by
-`select.select`, and from there alone. Values of a state are of bursts with a hot L2 unless the column names another;
-`in_state` gives the same columns in another state.
+`select.select`, and from there alone. Times are of bursts with a hot L2 unless the column names another state.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
@@ -122,12 +121,6 @@ def _values(record: Any, regime: Regime, cache: Cache) -> dict[str, float | None
     }
 
 
-def in_state(rows: pd.DataFrame, regime: Regime, cache: Cache = "hot") -> pd.DataFrame:
-    """The same rows with `median_us`, `cv_percent`, `tflops`, `call_clock_mhz` and `cycles_per_score` in that state."""
-    values = pd.DataFrame([_values(record, regime, cache) for record in rows["record"]], index=rows.index)
-    return rows.assign(**{str(name): values[name] for name in values})
-
-
 def sessions(runs: Mapping[str, Any]) -> dict[str, str]:
     """The session of each run: the runs of one commit on one GPU, each begun within `SESSION_GAP` of the one before.
 
@@ -153,30 +146,11 @@ def sessions(runs: Mapping[str, Any]) -> dict[str, str]:
     return session_of
 
 
-def records(rows: pd.DataFrame) -> tuple[Any, ...]:
-    """The records of some rows, in their order."""
-    return tuple(rows["record"]) if len(rows) else ()
-
-
 def rows_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
     """The rows of a frame, each its values by column."""
     return [{str(name): value for name, value in row.items()} for row in rows.to_dict("records")]
 
 
-def newest(rows: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """The rows of the newest run in each group that agrees in the columns `by`; of all rows where none is named."""
-    if rows.empty:
-        return rows
-    last = rows.groupby(list(by), sort=False)["run"].transform("max") if by else rows["run"].max()
-    return rows[rows["run"] == last]
-
-
 def of_problem(rows: pd.DataFrame, problem: object) -> pd.DataFrame:
     """The rows of one problem; none where the frame is empty."""
     return rows[[one == problem for one in rows["problem"]]] if len(rows) else rows
-
-
-def timed(rows: pd.DataFrame, names: Iterable[str] | None = None) -> pd.DataFrame:
-    """The rows that have a burst time with a hot L2, of these stages and libraries alone where they are named."""
-    able = rows[rows["median_us"].notna()]
-    return able if names is None else able[able["name"].isin(list(names))]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from flashlab.core.errors import DamagedRecordError, FlashlabError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.problem import Problem
-from flashlab.record.store import Verdict
+from flashlab.record.schema import Verdict
 
 
 class Fallbacks(NamedTuple):
