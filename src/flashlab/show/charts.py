@@ -1533,7 +1533,7 @@ def intervals(
         names = [one.name if isinstance(one, Interval) else one for one in lines]
         _rows(axes, names, layout, xlabel, bold=list(groups))
         if ratio:
-            axes.grid(axis="x", which="both")
+            axes.grid(visible=True, axis="x", which="both")
             _ratio_ticks(axes)
 
     return _chart(draw, heights=_height(len(lines), 0.75), **what)
