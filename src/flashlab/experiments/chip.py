@@ -17,7 +17,8 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Literal
@@ -65,10 +66,10 @@ class Case:
     unit: Unit
     how: str
     """What it does, for people."""
-    per_pass: float
+    per_pass: float = 1.0
     """Operations, FLOPs or scores of one warp each time it goes round its loop; steps of a latency."""
     repeats: int
-    opcodes: Mapping[str, int]
+    opcodes: Mapping[str, int] = field(default_factory=dict)
     """Machine instructions that the kernel must hold, by the beginning of the opcode: exactly so many where
     positive, at least as many where negative, any number where 0."""
     defines: Mapping[str, int] = field(default_factory=dict)
@@ -105,63 +106,58 @@ class Case:
 # --- The cases --------------------------------------------------------------------------------------------------------
 
 _CHAINS, _UNROLL = 8, 16
-_UNITS: Mapping[str, tuple[int, str, int]] = {
-    # macro OP, beginning of the opcode, how many more of it the kernel needs around its loop (the chains' beginning)
-    "ex2": (0, "MUFU.EX2", 0),
-    "ffma": (1, "FFMA", 0),
-    "fadd": (2, "FADD", _CHAINS),
-    "fmul": (3, "FMUL", 0),
-    "fmnmx": (4, "FMNMX", 0),
-    "pack": (5, "F2FP.F16", 0),
-    "hfma2": (6, "HFMA2", 0),
-    "shuffle": (7, "SHFL", 0),
-    "hmnmx2": (9, "HMNMX2", 0),
-    "imad": (10, "IMAD", 0),
-    "shf": (11, "SHF", 0),
+_UNITS: Mapping[str, tuple[int, str]] = {
+    # macro OP, beginning of the opcode
+    "ex2": (0, "MUFU.EX2"),
+    "ffma": (1, "FFMA"),
+    "fadd": (2, "FADD"),
+    "fmul": (3, "FMUL"),
+    "fmnmx": (4, "FMNMX"),
+    "pack": (5, "F2FP.F16"),
+    "hfma2": (6, "HFMA2"),
+    "shuffle": (7, "SHFL"),
+    "hmnmx2": (9, "HMNMX2"),
+    "imad": (10, "IMAD"),
+    "shf": (11, "SHF"),
 }
-_HOW_UNIT = "independent chains of one instruction, {warps} warps"
 
 
 def _units() -> Iterator[Case]:
-    for name, (op, opcode, _) in _UNITS.items():
+    chains = Case(name="", group="unit", kernel="unit", threads=0, unit="ops/clk/SM", how="", repeats=40)
+    per_pass = _CHAINS * _UNROLL
+    for name, (op, opcode) in _UNITS.items():
         for warps in (4, 8, 16):
-            yield Case(
+            yield replace(
+                chains,
                 name=f"{name}_{warps}_warps",
-                group="unit",
-                kernel="unit",
                 threads=32 * warps,
-                unit="ops/clk/SM",
-                how=_HOW_UNIT.format(warps=warps),
-                per_pass=32.0 * _CHAINS * _UNROLL,
-                repeats=40,
+                how=f"independent chains of one instruction, {warps} warps",
+                per_pass=32.0 * per_pass,
                 defines={"OP": op, "CHAINS": _CHAINS, "UNROLL": _UNROLL},
                 # Starting the chains takes some FADD and HFMA2 (which moves constants).
-                opcodes={opcode: -_CHAINS * _UNROLL},
+                opcodes={opcode: -per_pass},
             )
-        yield Case(
+        yield replace(
+            chains,
             name=f"{name}_latency",
             group="latency",
-            kernel="unit",
             threads=32,
             unit="clk",
             how="one warp, one chain: from an instruction to the next that needs its result",
             per_pass=4.0 * _UNROLL,
-            repeats=40,
             defines={"OP": op, "CHAINS": 1, "UNROLL": 4 * _UNROLL},
             opcodes={opcode: -4 * _UNROLL},
         )
     for warps in (4, 8, 16):
-        yield Case(
+        yield replace(
+            chains,
             name=f"ex2_polynomial_{warps}_warps",
-            group="unit",
-            kernel="unit",
             threads=32 * warps,
-            unit="ops/clk/SM",
             how=f"2^x by a polynomial of degree 3, independent chains, {warps} warps",
-            per_pass=32.0 * _CHAINS * _UNROLL,
+            per_pass=32.0 * per_pass,
             repeats=10,
             defines={"OP": 8, "CHAINS": _CHAINS, "UNROLL": _UNROLL},
-            opcodes={"FFMA": 3 * _CHAINS * _UNROLL, "LEA": -_CHAINS * _UNROLL},
+            opcodes={"FFMA": 3 * per_pass, "LEA": -per_pass},
         )
 
 
@@ -207,79 +203,66 @@ def _flops(width: int, steps: int) -> float:
     return 2.0 * _ROWS * width * 16 * steps / 4
 
 
+def _where(registers: int) -> str:
+    return "registers" if registers else "shared memory"
+
+
 def _products() -> Iterator[Case]:
-    for groups in (1, 2, 3):
-        for width in (64, 128, 192, 256):
-            for registers in (0, 1):
-                if groups == 3 and width == 256 and registers:
-                    continue  # does not fit into 168 registers a thread
-                for in_flight in (0, 1):
-                    for transposed in (0, 1):
-                        if transposed and (width > 128 or in_flight == 0):
-                            continue
-                        where = "registers" if registers else "shared memory"
-                        order = "B as V lies (MN-major)" if transposed else "B as K lies (K-major)"
-                        yield Case(
-                            name=f"wgmma_n{width}_{groups}wg_{'rs' if registers else 'ss'}"
-                            f"{'_v' if transposed else ''}{'' if in_flight else '_drained'}",
-                            group="wgmma",
-                            kernel="wgmma_rate",
-                            threads=128 * groups,
-                            unit="FLOP/clk/SM",
-                            how=f"m64n{width}k16, {_warpgroups(groups)}, A in {where}, {order}, "
-                            + ("a group of 8 under way while the next is issued" if in_flight else "waited for by 8"),
-                            per_pass=_flops(width, _STEPS),
-                            repeats=30,
-                            defines={
-                                "WIDTH": width,
-                                "A_IN_REGISTERS": registers,
-                                "B_TRANSPOSED": transposed,
-                                "IN_FLIGHT": in_flight,
-                                "STEPS": _STEPS,
-                            },
-                            smem_bytes=_SMEM_BYTES,
-                            opcodes={"HGMMA": _STEPS},
-                        )
+    for groups, width, registers, in_flight, transposed in product(
+        (1, 2, 3), (64, 128, 192, 256), (0, 1), (0, 1), (0, 1)
+    ):
+        if groups == 3 and width == 256 and registers:
+            continue  # does not fit into 168 registers a thread
+        if transposed and (width > 128 or in_flight == 0):
+            continue
+        order = "B as V lies (MN-major)" if transposed else "B as K lies (K-major)"
+        yield Case(
+            name=f"wgmma_n{width}_{groups}wg_{'rs' if registers else 'ss'}"
+            f"{'_v' if transposed else ''}{'' if in_flight else '_drained'}",
+            group="wgmma",
+            kernel="wgmma_rate",
+            threads=128 * groups,
+            unit="FLOP/clk/SM",
+            how=f"m64n{width}k16, {_warpgroups(groups)}, A in {_where(registers)}, {order}, "
+            + ("a group of 8 under way while the next is issued" if in_flight else "waited for by 8"),
+            per_pass=_flops(width, _STEPS),
+            repeats=30,
+            defines={
+                "WIDTH": width,
+                "A_IN_REGISTERS": registers,
+                "B_TRANSPOSED": transposed,
+                "IN_FLIGHT": in_flight,
+                "STEPS": _STEPS,
+            },
+            smem_bytes=_SMEM_BYTES,
+            opcodes={"HGMMA": _STEPS},
+        )
 
 
 def _issues() -> Iterator[Case]:
-    for groups in (1, 2):
-        for width in (64, 128, 192):
-            for registers in (0, 1):
-                for each in (0, 1):
-                    issues = 16
-                    where = "registers" if registers else "shared memory"
-                    yield Case(
-                        name=f"issue_n{width}_{groups}wg_{'rs' if registers else 'ss'}{'_each' if each else ''}",
-                        group="issue",
-                        kernel="wgmma_issue",
-                        threads=128 * groups,
-                        unit="clk",
-                        how=f"{issues} products m64n{width}k16 issued in a row by {_warpgroups(groups)}, A in {where}: "
-                        "the clock " + ("after each" if each else "after the last") + ", and after the wait",
-                        per_pass=1.0,
-                        repeats=4,
-                        defines={"WIDTH": width, "A_IN_REGISTERS": registers, "EACH": each},
-                        smem_bytes=_SMEM_BYTES,
-                        opcodes={"HGMMA": issues},
-                        stamps=issues + 1,
-                    )
-        for issues in (1, 4, 8):
-            yield Case(
-                name=f"issue_{issues}_n64_{groups}wg_rs",
-                group="issue",
-                kernel="wgmma_issue",
-                threads=128 * groups,
-                unit="clk",
-                how=f"{issues} products m64n64k16 issued in a row, A in registers: the clock after the last, "
-                "and after the wait",
-                per_pass=1.0,
-                repeats=4,
-                defines={"WIDTH": 64, "A_IN_REGISTERS": 1, "EACH": 0},
-                smem_bytes=_SMEM_BYTES,
-                opcodes={"HGMMA": issues},
-                stamps=issues + 1,
-            )
+    many = [(16, *macros) for macros in product((64, 128, 192), (0, 1), (0, 1))]
+    for groups, (issues, width, registers, each) in product((1, 2), [*many, *((few, 64, 1, 0) for few in (1, 4, 8))]):
+        operand = "rs" if registers else "ss"
+        if issues == 16:
+            name = f"issue_n{width}_{groups}wg_{operand}{'_each' if each else ''}"
+            how = f"issued in a row by {_warpgroups(groups)}, A in {_where(registers)}"
+        else:
+            name = f"issue_{issues}_n{width}_{groups}wg_{operand}"
+            how = f"issued in a row, A in {_where(registers)}"
+        yield Case(
+            name=name,
+            group="issue",
+            kernel="wgmma_issue",
+            threads=128 * groups,
+            unit="clk",
+            how=f"{issues} products m64n{width}k16 {how}: the clock {'after each' if each else 'after the last'}, "
+            "and after the wait",
+            repeats=4,
+            defines={"WIDTH": width, "A_IN_REGISTERS": registers, "EACH": each},
+            smem_bytes=_SMEM_BYTES,
+            opcodes={"HGMMA": issues},
+            stamps=issues + 1,
+        )
 
 
 _MIXES: Mapping[str, tuple[int, int, int]] = {
@@ -297,93 +280,88 @@ _HELD = 32
 
 
 def _mixes() -> Iterator[Case]:
-    for name, (take_max, take_sum, every) in _MIXES.items():
-        for warps in (4, 8, 12, 16):
-            powers = _HELD - (_HELD // every if every else 0)
-            yield Case(
-                name=f"{name}_{warps // 4}_warps",
-                group="softmax",
-                kernel="mix",
-                threads=32 * warps,
-                unit="clk/score",
-                how=f"softmax of scores in registers, {warps // 4} warps a scheduler: scale and subtract, exponential, "
-                "half a pack"
-                + (", maximum" if take_max else "")
-                + (", sum" if take_sum else "")
-                + (f"; every {every}th exponential a polynomial" if every else ""),
-                per_pass=32.0 * _HELD,
-                repeats=60,
-                defines={
-                    "HELD": _HELD,
-                    "TAKE_MAX": take_max,
-                    "TAKE_SUM": take_sum,
-                    "POLYNOMIAL_EVERY": every,
-                    "SHUFFLES": 0,
-                },
-                opcodes={
-                    "MUFU.EX2": powers,
-                    "F2FP.F16": _HELD // 2,
-                    "FMNMX": -_HELD * take_max,
-                    "FADD": -_HELD * take_sum,
-                },
-            )
+    for (name, (take_max, take_sum, every)), warps in product(_MIXES.items(), (4, 8, 12, 16)):
+        yield Case(
+            name=f"{name}_{warps // 4}_warps",
+            group="softmax",
+            kernel="mix",
+            threads=32 * warps,
+            unit="clk/score",
+            how=f"softmax of scores in registers, {warps // 4} warps a scheduler: scale and subtract, exponential, "
+            "half a pack"
+            + (", maximum" if take_max else "")
+            + (", sum" if take_sum else "")
+            + (f"; every {every}th exponential a polynomial" if every else ""),
+            per_pass=32.0 * _HELD,
+            repeats=60,
+            defines={
+                "HELD": _HELD,
+                "TAKE_MAX": take_max,
+                "TAKE_SUM": take_sum,
+                "POLYNOMIAL_EVERY": every,
+                "SHUFFLES": 0,
+            },
+            opcodes={
+                "MUFU.EX2": _HELD - (_HELD // every if every else 0),
+                "F2FP.F16": _HELD // 2,
+                "FMNMX": -_HELD * take_max,
+                "FADD": -_HELD * take_sum,
+            },
+        )
 
 
 _OPS: Mapping[str, tuple[int, str, float]] = {
     # macro OP, beginning of the opcode, operations of a thread a pass
     "nothing": (13, "HGMMA", 0.0),
-    "ex2": (0, "MUFU.EX2", _CHAINS * _UNROLL),
-    "ffma": (1, "FFMA", _CHAINS * _UNROLL),
-    "fadd": (2, "FADD", _CHAINS * _UNROLL),
-    "fmnmx": (4, "FMNMX", _CHAINS * _UNROLL),
-    "pack": (5, "F2FP.F16", _CHAINS * _UNROLL),
-    "hfma2": (6, "HFMA2", _CHAINS * _UNROLL),
-    "shuffle": (7, "SHFL", _CHAINS * _UNROLL),
-    "hmnmx2": (9, "HMNMX2", _CHAINS * _UNROLL),
-    "imad": (10, "IMAD", _CHAINS * _UNROLL),
-    "shf": (11, "SHF", _CHAINS * _UNROLL),
+    **{name: (op, opcode, _CHAINS * _UNROLL) for name, (op, opcode) in _UNITS.items() if name != "fmul"},
     "softmax": (12, "MUFU.EX2", _HELD),
     "softmax_without_max": (12, "MUFU.EX2", _HELD),
 }
 
 
 def _overlaps() -> Iterator[Case]:
-    for name, (op, opcode, amount) in _OPS.items():
-        for tensor, scalar in ((0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2)):
-            if name == "nothing" and (tensor == 0 or scalar > 1):
-                continue
-            for width in (64, 128):
-                for registers in (0, 1):
-                    if tensor == 0 and (width, registers) != (64, 1):
-                        continue
-                    where = "registers" if registers else "shared memory"
-                    beside = name.replace("_", " ")
-                    yield Case(
-                        name=f"{name}_{scalar}wg_alone"
-                        if tensor == 0
-                        else f"wgmma_n{width}_{tensor}wg_{'rs' if registers else 'ss'}_beside_{name}_{scalar}wg",
-                        group="overlap",
-                        kernel="overlap",
-                        threads=128 * (tensor + scalar),
-                        unit="FLOP/clk/SM" if tensor else "ops/clk/SM",
-                        how=f"{beside} by {_warpgroups(scalar)}, nothing beside it"
-                        if tensor == 0
-                        else f"m64n{width}k16 by {_warpgroups(tensor)}, A in {where}; beside it {beside} by {scalar}",
-                        per_pass=_flops(width, 8) if tensor else 32.0 * amount,
-                        repeats=60,
-                        count=1 << 40,
-                        first_warps=4 * tensor if tensor else None,
-                        beside_per_pass=32.0 * amount if tensor else 0.0,
-                        defines={
-                            "OP": op,
-                            "TENSOR_GROUPS": tensor,
-                            "WIDTH": width,
-                            "A_IN_REGISTERS": registers,
-                            "TAKE_MAX": int(name == "softmax"),
-                        },
-                        smem_bytes=_SMEM_BYTES,
-                        opcodes={opcode: -int(amount)} | ({"HGMMA": 8} if tensor else {}),
-                    )
+    for (name, (op, opcode, amount)), tensor, scalar, width, registers in product(
+        _OPS.items(), (0, 1, 2), (1, 2), (64, 128), (0, 1)
+    ):
+        if name == "nothing" and (tensor == 0 or scalar > 1):
+            continue
+        if tensor == 0 and (width, registers) != (64, 1):
+            continue
+        beside = name.replace("_", " ")
+        alone = Case(
+            name=f"{name}_{scalar}wg_alone",
+            group="overlap",
+            kernel="overlap",
+            threads=128 * (tensor + scalar),
+            unit="ops/clk/SM",
+            how=f"{beside} by {_warpgroups(scalar)}, nothing beside it",
+            per_pass=32.0 * amount,
+            repeats=60,
+            count=1 << 40,
+            defines={
+                "OP": op,
+                "TENSOR_GROUPS": tensor,
+                "WIDTH": width,
+                "A_IN_REGISTERS": registers,
+                "TAKE_MAX": int(name == "softmax"),
+            },
+            smem_bytes=_SMEM_BYTES,
+            opcodes={opcode: -int(amount)},
+        )
+        if tensor == 0:
+            yield alone
+            continue
+        wgmma = f"m64n{width}k16 by {_warpgroups(tensor)}, A in {_where(registers)}"
+        yield replace(
+            alone,
+            name=f"wgmma_n{width}_{tensor}wg_{'rs' if registers else 'ss'}_beside_{name}_{scalar}wg",
+            unit="FLOP/clk/SM",
+            how=f"{wgmma}; beside it {beside} by {scalar}",
+            per_pass=_flops(width, 8),
+            first_warps=4 * tensor,
+            beside_per_pass=32.0 * amount,
+            opcodes={**alone.opcodes, "HGMMA": 8},
+        )
 
 
 _ORDERS: Mapping[str, int] = {"serial": 0, "across": 1, "subtiles": 2, "halves": 3}
