@@ -519,6 +519,9 @@ class _Profiler:
             samples=dict(totals.most_common()),
             lines=lines,
             time=header["time"],
+            device=header["gpu"],
+            software=header["software"],
+            start=header["start"],
         )
         store.append(self._book.path, record)
         self.profiles[stage_id] = record

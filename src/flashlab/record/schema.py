@@ -557,6 +557,12 @@ class StageProfile(_Counted):
     """The lines with the most samples, most first; empty where samples could not be traced to lines."""
     time: str
     """UTC time of the record, ISO 8601."""
+    device: Gpu | None = None
+    """The GPU, as other records have it; None in older ones."""
+    software: dict[str, str] = Field(default_factory=dict)
+    """Versions; none in older records."""
+    start: Start | None = None
+    """The start of the machine it was made on; None in older records."""
 
     def _sum(self, *names: str) -> float | None:
         """None where one of them is missing."""

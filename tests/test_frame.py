@@ -1,0 +1,80 @@
+"""The frame of all records: a row a line, read once while the files stay as they are, and the policies that choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from synthetic import ceiling, measurement, profile, write_synthetic
+
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.query import select
+from flashlab.query.frame import frame, of_problem
+from flashlab.record import store
+
+FIRST = Problem.parse(FIRST_SHAPE)
+GPU = "nvidia-h200"
+OLD, NEW = "20260101T030000Z-4567def", "20260102T030000Z-0123abc-4f2a91"
+
+
+def write(data: Path, run: str, *records: store.AnyRecord, folder: str = "runs") -> Path:
+    path = data / GPU / folder / f"{run}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for record in records:
+        store.append(path, record)
+    return path
+
+
+def test_a_row_says_what_its_record_says_and_where_it_lies(tmp_path: Path) -> None:
+    one = measurement("00_naive", FIRST, run=NEW)
+    path = write(tmp_path, NEW, ceiling("copy"), one)
+    (row,) = frame(GPU, tmp_path)[1:].to_dict("records")
+    assert (row["record"], row["problem"], row["path"], row["line"]) == (one, FIRST, path, 2)
+    assert row["place"] == f"{GPU}/runs/{NEW}.jsonl:2"
+    assert (row["name"], row["kind"], row["shape"], row["mask"], row["status"]) == (
+        "00_naive", "stage", FIRST_SHAPE, "full", "ok",
+    )  # fmt: skip
+    for column, state in (("median_us", ("burst", "hot")), ("cold_us", ("burst", "cold"))):
+        taken = one.samples_of(*state)  # type: ignore[arg-type]
+        assert taken is not None
+        assert row[column] == taken.median_us
+    assert row["sustained_tflops"] == select.rate(one, "sustained")
+    assert one.cubin is not None
+    assert row["registers"] == one.cubin.registers
+
+
+def test_records_are_read_again_only_where_a_file_changed(tmp_path: Path) -> None:
+    path = write(tmp_path, NEW, measurement("00_naive", FIRST, run=NEW))
+    first = frame(GPU, tmp_path)
+    assert frame(GPU, tmp_path) is first
+    store.append(path, measurement("01_coalesced", FIRST, run=NEW))
+    assert list(frame(GPU, tmp_path)["name"]) == ["00_naive", "01_coalesced"]
+    path.write_bytes(path.read_bytes().replace(b"01_coalesced", b"02_half2__xx"))
+    assert list(frame(GPU, tmp_path)["name"]) == ["00_naive", "02_half2__xx"]
+
+
+def test_other_kinds_have_a_frame_too(tmp_path: Path) -> None:
+    write(tmp_path, NEW, profile("00_naive", FIRST), folder="profiles")
+    (row,) = frame(GPU, tmp_path, "profiles").to_dict("records")
+    assert (row["name"], row["problem"]) == ("00_naive", FIRST)
+    assert frame(GPU, tmp_path, "calls").empty
+    assert select.select(frame(GPU, tmp_path)).empty
+
+
+def test_a_ratio_is_of_the_newest_run_that_timed_both(tmp_path: Path) -> None:
+    write(tmp_path, OLD, *(measurement(name, FIRST, run=OLD) for name in ("00_naive", "01_coalesced", "sdpa")))
+    write(tmp_path, NEW, *(measurement(name, FIRST, run=NEW) for name in ("00_naive", "sdpa")))
+    rows = of_problem(frame(GPU, tmp_path), FIRST)
+    for names, run in ((("00_naive", "sdpa"), NEW), (("01_coalesced", "sdpa"), OLD)):
+        assert set(select.select(rows, select.together(*names))["run"]) == {run}
+    assert select.select(rows, select.together("02_half2")).empty
+    # The ladder is of the run that tried most of it.
+    assert set(select.select(rows, select.LADDER)["run"]) == {OLD}
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_what_is_selected_is_what_is_loaded(tmp_path: Path, mask: str) -> None:
+    write_synthetic(tmp_path, GPU, problems=[Problem.parse(FIRST_SHAPE, mask=mask)])
+    rows = select.select(frame(GPU, tmp_path))
+    (loaded,) = select.load(GPU, tmp_path).problems.values()
+    assert tuple(rows["record"]) == loaded
