@@ -89,6 +89,15 @@ def test_a_step_may_ask_for_more_time() -> None:
     assert len(run(*longer, step_s=0.2)) == 2
 
 
+def test_a_temporary_folder_that_is_too_deep_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("x" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(harness.tempfile, "tempdir", str(deep))
+    with pytest.raises(errors.OutputError, match="TMPDIR"):
+        worker("pass")
+    assert not list(deep.iterdir())
+
+
 def test_a_worker_that_never_starts() -> None:
     with pytest.raises(errors.LaunchError, match=r"worker process that starts, got.*exit status 9"):
         run("os._exit(9)")

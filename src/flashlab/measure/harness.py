@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from flashlab.core import errors
-from flashlab.core.errors import FlashlabError, LaunchError
+from flashlab.core.errors import FlashlabError, LaunchError, OutputError
 from flashlab.core.paths import cache_dir, writable_dir
 from flashlab.record import provenance, store
 from flashlab.record.store import Gpu, Machine
@@ -102,6 +102,9 @@ class Worker:
     Args:
         command: starts it; `--connect PATH`, the socket to call, is appended. It may be wrapped in a profiler.
         environment: in place of this process's own.
+
+    Raises:
+        OutputError: no socket can be made in the temporary folder.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
@@ -109,7 +112,12 @@ class Worker:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashlab-")))
             self._log = stack.enter_context((folder / "log").open("w+b"))
             self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            self._listener.bind(str(folder / "socket"))
+            try:
+                self._listener.bind(str(folder / "socket"))
+            except OSError as error:
+                raise OutputError(
+                    f"wanted a socket in {folder}, got: {error}. The environment variable TMPDIR names a shorter one."
+                ) from error
             self._listener.listen(1)
             self._process = subprocess.Popen(
                 [*command, "--connect", str(folder / "socket")],
