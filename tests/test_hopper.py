@@ -206,9 +206,9 @@ def test_scores_that_need_a_maximum_get_one(stage: Stage, head_dim: int, dtype: 
     if sign < 0:
         values, k = -abs(values), (1 + abs(np.asarray(k, np.float64))).astype(k.dtype)
     q = values.astype(q.dtype)
-    for causal in MASKS:
-        found = emulate(q, k, v, stage=stage.id, causal=causal)
-        assert check(np.asarray(found.out), found.lse, q, k, v, causal=causal, dtype=dtype).reason == ""
+    causal = sign < 0
+    result = emulate(q, k, v, stage=stage.id, causal=causal)
+    assert check(np.asarray(result.out), result.lse, q, k, v, causal=causal, dtype=dtype).reason == ""
 
 
 @pytest.mark.usefixtures("cxx")
