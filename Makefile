@@ -20,16 +20,19 @@ LEFTOVERS := metadata.papermill cell.metadata.papermill \
 	$(addprefix metadata.language_info.,version codemirror_mode file_extension mimetype nbconvert_exporter pygments_lexer)
 STRIP := $(PYTHON) -m nbstripout --keep-id --drop-tagged-cells injected-parameters --extra-keys "$(LEFTOVERS)"
 
-.PHONY: help report test lint strip lab serve lock bundle chart clean
+.PHONY: help report test test-fast lint strip lab serve lock bundle chart clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
 report: $(BASE) ## run every notebook, build the site into build/site; with an NVIDIA GPU, measure
 	@$(PYTHON) -m flashlab report
 
 test: $(STAMPS)/dev ## every test this machine can run; GPU tests where there is a GPU
-	@$(PYTHON) -m pytest $(ARGS)
+	@$(PYTHON) -m pytest -n $(if $(GPU),0,auto) --dist loadfile $(ARGS)
+
+test-fast: $(STAMPS)/dev ## the tests that take seconds, for while you work
+	@$(PYTHON) -m pytest -n auto --dist loadfile -m 'not slow and not gpu' $(ARGS)
 
 lint: $(STAMPS)/dev ## format, style, types, import layers, notebooks without outputs, Dockerfile
 	$(PYTHON) -m ruff check

@@ -1,4 +1,4 @@
-"""What every test shares: GPU tests are skipped, with the reason, where there is no GPU."""
+"""What every test shares: GPU tests are skipped, with the reason, where there is no GPU; slow ones come first."""
 
 from __future__ import annotations
 
@@ -10,7 +10,42 @@ import pytest
 from flashlab.run import gpu
 
 
+HERE = Path(__file__).parent
+SLOW = (
+    "emulation/test_emulated_stages.py",
+    "test_pages.py",
+    "test_notebooks.py",
+    "test_hopper.py",
+    "emulation/test_mistakes.py",
+    "test_site.py",
+    "test_sanitizer.py",
+    "test_ablation.py",
+    "test_levers.py",
+    "emulation/test_bugs.py",
+    "emulation/test_sm90.py",
+    "emulation/test_emulated_conformance.py",
+    "emulation/test_numerics.py",
+    "test_cases.py",
+    "test_mma.py",
+    "test_attention.py",
+    "test_dead_ends.py",
+    "test_exactness.py",
+    "test_chip.py",
+    "test_sass.py",
+    "test_compiler.py",
+    "test_charts.py",
+    "test_emulator.py",
+)
+"""Files that compile or emulate many kernels, run notebooks or open the site, the longest first: each is one worker's, and
+what begins last should be short. `make test-fast` leaves them out."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {HERE / name: i for i, name in enumerate(SLOW)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
+    for item in items:
+        if item.path in order:
+            item.add_marker(pytest.mark.slow)
     wanting = [item for item in items if item.get_closest_marker("gpu") or "gpu" in item.path.parent.parts[-1:]]
     reason = gpu.available() if wanting else None
     if reason:
