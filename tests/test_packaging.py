@@ -193,11 +193,10 @@ def test_readme_stages_and_commands_exist() -> None:
     assert set(re.findall(r"^flashlab (\w+)", listed, re.MULTILINE)) == commands
 
 
-def test_layers_name_every_module() -> None:
-    (contract,) = PROJECT["tool"]["importlinter"]["contracts"]
-    layers = {name.strip() for layer in contract["layers"] for name in layer.split("|")}
-    modules = {path.stem for path in (ROOT / "src" / "flashlab").glob("*.py")} - {"__init__", "__main__"}
-    assert layers == modules
+def test_layers_name_every_subpackage() -> None:
+    (flow,) = [one for one in PROJECT["tool"]["importlinter"]["contracts"] if one["type"] == "layers"]
+    layers = {name.strip() for layer in flow["layers"] for name in layer.split("|")}
+    assert layers == {path.parent.name for path in (ROOT / "src" / "flashlab").glob("*/__init__.py")}
 
 
 def test_what_is_made_is_ignored() -> None:
