@@ -9,7 +9,6 @@ import pytest
 
 from flashlab.run import gpu
 
-
 HERE = Path(__file__).parent
 SLOW = (
     "emulation/test_emulated_stages.py",
@@ -36,7 +35,7 @@ SLOW = (
     "test_charts.py",
     "test_emulator.py",
 )
-"""Files that compile or emulate many kernels, run notebooks or open the site, the longest first: each is one worker's, and
+"""Files that compile or emulate many kernels, run notebooks or open the site, longest first: each is one worker's, and
 what begins last should be short. `make test-fast` leaves them out."""
 
 
