@@ -72,7 +72,7 @@ def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, tmp_path: Pat
     stage, source = registry.get(lever.stage), lever.write(tmp_path)
 
     def job(problem: Problem, source: Path | None) -> Job:
-        values = choice.parameters(stage, "nvidia-h200", problem, overrides=lever.parameters(problem))
+        values = choice.parameters(stage, "nvidia-h200", problem)
         return Job(
             stage=stage,
             head_dim=problem.head_dim,
@@ -83,10 +83,10 @@ def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, tmp_path: Pat
             source=source,
         )
 
-    found = compiler.compile_many([job(problem, one) for one in (source, None) for problem in lever.problems])
+    found = compiler.compile_many([job(problem, one) for one in (source, None) for problem in levers.PROBLEMS])
     assert not [str(one) for one in found if not isinstance(one, Cubin)]
     codes = [one.sha256 for one in found if isinstance(one, Cubin)]
-    half = len(lever.problems)
+    half = len(levers.PROBLEMS)
     assert all(with_it != plain for with_it, plain in zip(codes[:half], codes[half:], strict=True))
 
 
@@ -158,10 +158,10 @@ def test_a_damaged_diff_is_refused(tmp_path: Path, old: str, new: str, said: str
 
 # --- the file ---------------------------------------------------------------------------------------------------------
 
-FILE = """Stage: 13_overlap
-Question: What
-  now?
-Prediction: Nothing.
+FILE = """stage = "13_overlap"
+question = '''
+What now?'''
+prediction = "Nothing."
 
 --- a/kernels/dead_ends/13_overlap.cu
 +++ b/kernels/dead_ends/13_overlap.cu
@@ -171,37 +171,26 @@ Prediction: Nothing.
 """
 
 
-def test_a_header_may_name_problems_tunables_and_why() -> None:
+def test_a_header_may_say_why() -> None:
     plain = levers.parse("n", FILE)
-    assert (plain.question, plain.why, plain.problems) == ("What now?", "", levers.PROBLEMS)
-    assert plain.parameters(levers.PROBLEMS[0]) == {}
+    assert (plain.question, plain.why, plain.stage) == ("What now?", "", "13_overlap")
     assert plain.changed_lines() == (1, 1)
-    more = "Why: So.\nProblems: 1x2x64x64 full float16; 1x2x64x128 causal bfloat16\n"
-    more += "Parameters: 64: TILE_KV=96; 128 causal: TILE_KV=64 PINGPONG=0\n\n---"
-    found = levers.parse("n", FILE.replace("\n---", more, 1))
-    assert found.why == "So."
-    first, second = found.problems
-    assert (first.label, second.label) == ("B1 H2 S64 D64 full float16", "B1 H2 S64 D128 causal bfloat16")
-    assert found.parameters(first) == {"TILE_KV": 96}
-    assert found.parameters(second) == {"TILE_KV": 64, "PINGPONG": 0}
-    assert found.parameters(Problem.parse("1x2x64x128")) == {}
+    assert levers.parse("n", f'why = "So."\n{FILE}').why == "So."
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("Prediction: Nothing.\n", "", "wanted a header with Stage, Question, Prediction"),
-        ("Prediction", "Predicted: x\nPrediction", "got Stage, Question, Predicted, Prediction"),
-        ("Stage: 13_overlap\n", "Stage: 13_overlap\nStage: 13_overlap\n", "each once"),
-        ("Stage: 13", "Stage: 23", "stage: wanted one of"),
+        ('prediction = "Nothing."\n', "", "lever n: prediction: wanted this field, got none"),
+        ('"Nothing."', '""', "lever n: prediction: wanted at least 1 character"),
+        ("prediction", "predicted = 1\nprediction", "lever n: predicted: wanted a field that there is"),
+        ("prediction", "Prediction:", "lever n: wanted a header in TOML above its diff, got: "),
+        ('"13_overlap"', '"23_overlap"', "stage: wanted one of"),
         (
             "+++ b/kernels/dead_ends/13_overlap.cu",
             "+++ b/kernels/12_persistent.cu",
             "wanted a diff of kernels/dead_ends/13_overlap.cu alone",
         ),
-        ("\n\n---", "\nProblems: 1x1x64x64 full\n\n---", "Problems: wanted `BxHxSxD mask dtype`"),
-        ("\n\n---", "\nParameters: TILE_KV=64\n\n---", "Parameters: wanted `head_dim: NAME=number"),
-        ("\n\n---", "\nParameters: 64: TILES=64\n\n---", "has no parameter 'TILES'"),
     ],
 )
 def test_a_file_that_is_no_lever_is_refused(old: str, new: str, said: str) -> None:

@@ -213,7 +213,7 @@ def measure_levers(
     Levers that share a stage, a problem and its tunables are interleaved with one copy of the stage.
 
     Args:
-        problems: levers, and what is computed with each; all, and what they name, where None.
+        problems: levers, and what is computed with each; all, on `levers.PROBLEMS`, where None.
         plan, arch, announce, options: as `measure` takes them.
         slug: the GPU's folder; asked of the GPU where None.
 
@@ -228,8 +228,8 @@ def measure_levers(
     groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, Implementation]] = {}
     for lever in chosen:
         stage = registry.get(lever.stage)
-        for problem in lever.problems if problems is None else problems[lever.name]:
-            values = choice.parameters(stage, slug, problem, arch=arch, overrides=lever.parameters(problem))
+        for problem in levers.PROBLEMS if problems is None else problems[lever.name]:
+            values = choice.parameters(stage, slug, problem, arch=arch)
             params = stage.parameters(problem.head_dim, values)
             title = " ".join([stage.id, problem.label, *(f"{name}={value}" for name, value in params.items())])
             group = groups.setdefault((stage.id, problem, tuple(params.items())), {})

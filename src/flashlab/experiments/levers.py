@@ -1,13 +1,11 @@
 """Levers: small changes of a stage's source that were tried, each a patch with its question and what was expected.
 
-`kernels/levers/<name>.patch` is a header, an empty line, and a unified diff of the stage's file:
+`kernels/levers/<name>.patch` is a header in TOML, an empty line, and a unified diff of the stage's file:
 
-    Stage: 13_overlap
-    Question: one sentence.
-    Prediction: written before the measurement; lines that go on are indented.
-    Why: what came of it; may come later.
-    Problems: 16x16x2048x64 causal bfloat16; ...    those of `PROBLEMS` without it
-    Parameters: 64 causal: TILE_KV=96; 128: ...     tunables of both sides, over those that won on the GPU
+    stage = "13_overlap"
+    question = "One sentence?"
+    prediction = "Written before the measurement."
+    why = "The result; may come later."
 
     --- a/kernels/dead_ends/13_overlap.cu
     +++ b/kernels/dead_ends/13_overlap.cu
@@ -22,16 +20,19 @@ from __future__ import annotations
 import difflib
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from email.parser import HeaderParser
+import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import BUILD, KERNELS, ROOT, writable_dir
-from flashlab.core.problem import DTYPES, MASKS, Problem
+from flashlab.core.problem import MASKS, Problem
 from flashlab.kernels import registry
+from flashlab.kernels.registry import reason
 
 FOLDER = KERNELS / "levers"
 PATCHED = BUILD / "levers"
@@ -39,7 +40,7 @@ PATCHED = BUILD / "levers"
 PROBLEMS = tuple(
     Problem.parse(shape, dtype="bfloat16", mask=mask) for shape in ("16x16x2048x64", "16x16x2048x128") for mask in MASKS
 )
-"""What a lever is measured on, where it names nothing else."""
+"""What a lever is measured on."""
 REFRESH = (
     "git diff --no-index {stage} build/levers/{name}.cu | sed '1,2d; s|^+++ .*|+++ b/{stage}|', below the header of "
     "{patch}"
@@ -48,31 +49,25 @@ AXIS = "levers"
 """The axis of levers' records (`records.Ablation`). Its levels are `AS_IT_IS` and the levers' names."""
 AS_IT_IS = "as it is"
 """The level of a lever's stage without a change."""
-_FIELDS = ("Stage", "Question", "Prediction", "Why", "Problems", "Parameters")
-_NEEDED = _FIELDS[:3]
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
 
-@dataclass(frozen=True, kw_only=True)
+_Text = Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid"))
 class Lever:
     """One change of one stage."""
 
     name: str
     stage: str
     """Its stage's id."""
-    question: str
-    prediction: str
+    question: _Text
+    prediction: _Text
     """Written before the measurement."""
     why: str = ""
     """What came of it, in words; empty where nobody has written it yet."""
-    problems: tuple[Problem, ...] = PROBLEMS
-    choices: Mapping[tuple[int, str], Mapping[str, int]] = field(default_factory=dict)
-    """Tunables of the plain and of the changed source, by head dim and mask."""
     diff: str
-
-    def parameters(self, problem: Problem) -> dict[str, int]:
-        """Tunables that the lever names for a problem, over those that won on a GPU."""
-        return dict(self.choices.get((problem.head_dim, problem.mask), {}))
 
     def changed_lines(self) -> tuple[int, int]:
         """How many lines it adds, and how many it takes away."""
@@ -149,66 +144,25 @@ def parse(name: str, text: str) -> Lever:
     Raises:
         ParameterError: the header lacks something, or says what cannot be; or there is no diff of its stage's file.
     """
-    message = HeaderParser().parsestr(text)
-    fields = {key: " ".join(str(value).split()) for key, value in message.items()}
-    missing = [key for key in _NEEDED if not fields.get(key)]
-    unknown = [key for key in fields if key not in _FIELDS]
-    if missing or unknown or len(message) != len(fields):
-        raise ParameterError(
-            f"lever {name}: wanted a header with {', '.join(_NEEDED)}, and of {', '.join(_FIELDS[3:])} what applies, "
-            f"each once; got {', '.join(message.keys()) or 'none'}"
-        )
-    stage = registry.get(fields["Stage"])
-    problems = tuple(_problem(name, one) for one in _entries(fields.get("Problems", "")))
-    diff = str(message.get_payload()).strip("\n") + "\n"
-    shown = _shown(stage.source)
+    header, _, diff = text.partition("\n--- a/")
+    try:
+        fields = tomllib.loads(header) | {"name": name, "diff": f"--- a/{diff}".strip("\n") + "\n"}
+        lever = _LEVER.validate_python(fields)
+    except tomllib.TOMLDecodeError as error:
+        raise ParameterError(f"lever {name}: wanted a header in TOML above its diff, got: {error}") from None
+    except ValidationError as error:
+        raise ParameterError("\n".join(f"lever {name}: {reason(one)}" for one in error.errors())) from None
+    shown = _shown(registry.get(lever.stage).source)
     wanted = [f"--- a/{shown}", f"+++ b/{shown}"]
-    if diff.splitlines()[:2] != wanted:
+    if lever.diff.splitlines()[:2] != wanted:
         raise ParameterError(
             f"lever {name}: wanted a diff of {shown} alone, which begins with {' and '.join(wanted)}, got "
-            f"{diff.splitlines()[:2]}"
+            f"{lever.diff.splitlines()[:2]}"
         )
-    return Lever(
-        name=name,
-        stage=stage.id,
-        question=fields["Question"],
-        prediction=fields["Prediction"],
-        why=fields.get("Why", ""),
-        problems=problems or PROBLEMS,
-        choices=_choices(name, stage, fields.get("Parameters", "")),
-        diff=diff,
-    )
+    return lever
 
 
-def _entries(text: str) -> list[str]:
-    return [entry.strip() for entry in text.split(";") if entry.strip()]
-
-
-def _problem(name: str, entry: str) -> Problem:
-    shape, *words = entry.split()
-    masks = [word for word in words if word in MASKS]
-    dtypes = [word for word in words if word in DTYPES]
-    if len(masks) != 1 or len(dtypes) != 1 or len(words) != 2:
-        raise ParameterError(
-            f"lever {name}, Problems: wanted `BxHxSxD mask dtype`, with one of {', '.join(MASKS)} and one of "
-            f"{', '.join(DTYPES)}, got {entry!r}"
-        )
-    return Problem.parse(shape, dtype=dtypes[0], mask=masks[0])
-
-
-def _choices(name: str, stage: registry.Stage, text: str) -> dict[tuple[int, str], dict[str, int]]:
-    found: dict[tuple[int, str], dict[str, int]] = {}
-    for entry in _entries(text):
-        matched = re.fullmatch(r"(\d+)(?: (full|causal))?:((?:\s+[A-Z0-9_]+=\d+)+)", entry)
-        if matched is None:
-            raise ParameterError(
-                f"lever {name}, Parameters: wanted `head_dim: NAME=number ...` or `head_dim mask: ...`, got {entry!r}"
-            )
-        values = {key: int(value) for key, value in (one.split("=") for one in matched[3].split())}
-        stage.parameters(int(matched[1]), values)
-        for mask in (matched[2],) if matched[2] else MASKS:
-            found[int(matched[1]), mask] = values
-    return found
+_LEVER = TypeAdapter(Lever)
 
 
 def _shown(path: Path) -> str:

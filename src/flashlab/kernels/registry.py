@@ -334,19 +334,19 @@ def parse_entry(text: str, stage_id: str, *, dead_end: bool = False) -> Stage:
     except tomllib.TOMLDecodeError as error:
         raise DataError(f"{entry}: wanted TOML, got: {error}") from None
     except ValidationError as error:
-        raise DataError("\n".join(f"{entry}: {_reason(one)}" for one in error.errors())) from None
+        raise DataError("\n".join(f"{entry}: {reason(one)}" for one in error.errors())) from None
 
 
 _STAGE = TypeAdapter(Stage)
 
 
-def _reason(error: Any) -> str:
-    """One error of pydantic's: the field, what was wanted, what came."""
+def reason(error: Any) -> str:
+    """One of `ValidationError.errors()`, for people: the field, what was wanted, what came."""
     name = ".".join(str(part) for part in error["loc"])
     message = re.sub(r"^\w+ should (be|have) ", "wanted ", error["msg"].removeprefix("Value error, "))
     match error["type"]:
         case "unexpected_keyword_argument":
-            return f"{name}: wanted a field that there is, see `Stage` and `Param` in registry.py"
+            return f"{name}: wanted a field that there is"
         case "missing_argument" | "missing":
             return f"{name}: wanted this field, got none"
         case "value_error":

@@ -53,7 +53,7 @@ def ablate(
         def instead(of: Problem) -> Problem:
             return replace(Problem.parse(shape) if shape else of, dtype=dtype or of.dtype, mask=mask or of.mask)
 
-        problems = {lever.name: list(dict.fromkeys(map(instead, lever.problems))) for lever in chosen}
+        problems = {lever.name: list(dict.fromkeys(map(instead, levers.PROBLEMS))) for lever in chosen}
         if listed:
             fields = ("name", "stage", "question", "prediction", "why")
             rows = [
