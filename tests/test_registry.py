@@ -247,6 +247,11 @@ def test_a_malformed_id_is_a_fault(stage_id: str, said: str) -> None:
     assert [fault for fault in faults(parse_entry(ENTRY, stage_id)) if fault.startswith(said)]
 
 
+def test_without_a_checkout_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"wanted entries of stages in .*/none, got no such folder"):
+        load(tmp_path / "none")
+
+
 def test_missing_files_are_faults() -> None:
     assert faults(parse_entry(ENTRY, "17_new")) == (
         "source: wanted kernels/17_new.cu, got no such file",

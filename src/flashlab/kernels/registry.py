@@ -358,8 +358,13 @@ def load(folder: Path = KERNELS) -> dict[str, Stage]:
     """Every stage with an entry in `folder`, by id, as lists show them: the ladder, then the dead ends.
 
     Raises:
-        DataError: an entry is none, see `parse_entry`; or its parent or kernel is no stage that comes before it.
+        DataError: there is no such folder; an entry is none, see `parse_entry`; or its parent or kernel is no stage
+            that comes before it.
     """
+    if not folder.is_dir():
+        raise DataError(
+            f"wanted entries of stages in {folder}, got no such folder. flashlab runs from its checkout: `make`"
+        )
     paths = [(path, False) for path in folder.glob("*.toml")]
     paths += [(path, True) for path in (folder / "dead_ends").glob("*.toml")]
     read = [parse_entry(path.read_text(encoding="utf-8"), path.stem, dead_end=dead_end) for path, dead_end in paths]
