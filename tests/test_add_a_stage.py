@@ -67,7 +67,7 @@ def test_it_compiles(checkout: Path) -> None:
 def test_a_missing_page_or_entry_is_named(checkout: Path) -> None:
     (checkout / "site" / "stages" / f"{NEW}.md").rename(checkout / "page.md")
     try:
-        checked = _run(checkout, "-m", "flashlab", "check", NEW, "--on", "cpu", "--length", "1x1", "--mask", "full")
+        checked = _run(checkout, "-m", "flashlab", "check", NEW, "--on", "cpu", "--dtype", "bfloat16")
         assert f"{NEW}: page: wanted site/stages/{NEW}.md, got no such file" in checked.stderr
     finally:
         (checkout / "page.md").rename(checkout / "site" / "stages" / f"{NEW}.md")
