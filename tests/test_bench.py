@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -723,9 +722,8 @@ def test_an_estimate_compiles_a_library_once_for_all_kinds_of_inputs() -> None:
 
 
 def test_a_hanging_worker_is_ended_with_all_it_started(tmp_path: Path, fake: Any) -> None:
-    begin = time.monotonic()
-    _run(tmp_path, fake(sdpa="hang"))
-    assert time.monotonic() - begin < 30
+    run = _run(tmp_path, fake(sdpa="hang"))
+    assert {row.status for row in run.measurements if row.name == "sdpa"} == {"timeout"}
 
 
 def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: Any) -> None:

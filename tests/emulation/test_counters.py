@@ -20,40 +20,15 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler: 
 
 LANES = range(32)
 GLOBAL_BASE = 1 << 40
-ACCESSES_PER_SECOND = 10_000_000 / 1.5
 
 # Obeys one line of its input after another, then prints what was counted.
 DRIVER = """\
-#include <chrono>
 #include <cstdio>
 #include <string>
 
 #include "runtime/counters.h"
 
 using emu::Kind, emu::Space, emu::Place;
-
-// Accesses as a kernel without any synchronisation makes them: a lane's whole loop, then the next lane's.
-double seconds(int accesses, Space space, unsigned bytes, int stride) {
-  emu::Counters counters;
-  const auto begin = std::chrono::steady_clock::now();
-  const int places = 4, steps = accesses / places / emu::WARP / 4;
-  counters.begin_block(4 * emu::WARP);
-  for (int thread = 0; thread < 4 * emu::WARP; ++thread) {
-    for (int step = 0; step < steps; ++step) {
-      for (long place = 1; place <= places; ++place) {
-        const long address = 1024l * step + 16 * place + thread % emu::WARP * stride;
-        counters.access(thread, reinterpret_cast<Place>(0x1000 * place), static_cast<unsigned long>(address), bytes,
-                        space, false, Kind::plain);
-      }
-    }
-    if (thread % emu::WARP == emu::WARP - 1) counters.flush(thread / emu::WARP);
-  }
-  counters.end_block();
-  unsigned long requests = 0;
-  for (const auto& line : counters.lines()) requests += line.requests;
-  if (requests * emu::WARP != static_cast<unsigned long>(steps) * places * 4 * emu::WARP) return -1;
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
 
 int main() {
   emu::Counters all, one;
@@ -74,8 +49,6 @@ int main() {
         std::scanf("%ld %ld %ld %u %d %d %d", &a, &place, &address, &bytes, &space, &write, &kind) == 7)
       one.access(static_cast<int>(a), reinterpret_cast<Place>(place), static_cast<unsigned long>(address), bytes,
                  static_cast<Space>(space), write != 0, static_cast<Kind>(kind));
-    if (what == "seconds" && std::scanf("%ld %d %u %ld", &a, &space, &bytes, &address) == 4)
-      std::printf("%g\\n", seconds(static_cast<int>(a), static_cast<Space>(space), bytes, static_cast<int>(address)));
   }
   all.merge(one);
   for (const auto& line : all.lines()) {
@@ -348,16 +321,6 @@ def test_a_loop_too_long_to_log_is_extrapolated(count: Count) -> None:
     found = count(commands)
     assert [line.requests for line in found] == [steps] * 60
     assert [line.wavefronts for line in found] == [steps] * 60
-
-
-@pytest.mark.parametrize(
-    ("space", "width", "stride"),
-    [(SHARED, 16, 16), (SHARED, 4, 128), (SHARED, 16, 0), (GLOBAL, 2, 128), (GLOBAL, 16, 16)],
-)
-def test_it_is_fast(driver: Driver, space: int, width: int, stride: int) -> None:
-    accesses = 2_000_000
-    taken = min(float(driver(f"seconds {accesses} {space} {width} {stride}")) for _ in range(2))
-    assert 0 < taken < accesses / ACCESSES_PER_SECOND
 
 
 RECORDED = [
