@@ -94,7 +94,7 @@ def compile_kernel(
         options: Triton's own, such as num_warps.
 
     Returns:
-        A cubin, None where Triton refused; the log of ptxas, or why it refused; the launch's `threads` and `smem_bytes`.
+        A cubin, None where Triton refused; the log of ptxas, or why it refused; `threads` and `smem_bytes`.
     """
     divisibility = dict.fromkeys("QKVO", _POINTER_BYTES) | dict.fromkeys(_STRIDES, _STRIDE_ELEMENTS)
     request = {
@@ -130,7 +130,7 @@ def compile_kernel(
 
 
 def worker(folder: Path, request: Mapping[str, Any], module: str, **settings: str) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a process, in which Triton is not imported yet, that calls `serve(folder)` of a module.
+    """Command and environment of a process, in which Triton is not imported yet, calling a module's `serve(folder)`.
 
     `folder` then holds `request.json`. `settings` are variables of its environment, which has none of this one's for
     Triton.
