@@ -362,7 +362,7 @@ def test_a_launch_shape_of_fewer_numbers_is_read() -> None:
 
 
 def test_a_stage_of_one_architecture_is_compiled_for_it_alone() -> None:
-    hopper = dataclasses.replace(NAIVE, min_arch="sm_90a", max_arch="sm_90a")
+    hopper = dataclasses.replace(NAIVE, min_arch="sm_90a", max_arch="sm_90a", spills={})
     assert {job.arch for job in compiler.jobs([hopper])} == {"sm_90a"}
     with pytest.raises(UnsupportedError, match="needs sm_90a, got sm_100a"):
         compiler.compile_stage(hopper, head_dim=64, dtype="float16", causal=True, arch="sm_100a")
@@ -373,7 +373,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
         naive(head_dim=96)
     with pytest.raises(UnsupportedError, match="takes float16, got bfloat16"):
         compiler.compile_stage(NAIVE, head_dim=64, dtype="bfloat16", causal=True, arch="sm_90a")
-    newer = dataclasses.replace(NAIVE, min_arch="sm_90a")
+    newer = dataclasses.replace(NAIVE, min_arch="sm_90a", spills={})
     with pytest.raises(UnsupportedError, match="needs sm_90a or newer"):
         compiler.compile_stage(newer, head_dim=64, dtype="float16", causal=True, arch="sm_80")
     with pytest.raises(ParameterError, match=f"arch: wanted one of {', '.join(ARCHS)}, got 'sm_42'"):

@@ -203,7 +203,6 @@ def test_what_is_made_is_ignored() -> None:
     made = (
         ".venv/x",
         "build/site/index.html",
-        "site/generated/a.md",
         "src/flashlab/__pycache__/a.pyc",
         ".mypy_cache/a",
     )
