@@ -18,6 +18,7 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -391,7 +392,7 @@ def _require_arch(arch: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request:
+class _Request(ABC):
     """Everything that decides the machine code."""
 
     source: Path
@@ -407,22 +408,22 @@ class _Request:
         return shown(self.source)
 
     @property
+    @abstractmethod
     def command(self) -> str:
         """An equivalent command line."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def compiler(self) -> str:
         """Its name and version, for people."""
-        raise NotImplementedError
 
+    @abstractmethod
     def key(self) -> list[Any]:
         """What decides the code beside the text and the options."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compile(self) -> tuple[bytes, dict[str, Any]]:
         """Machine code, and facts of which one is the `log`."""
-        raise NotImplementedError
 
     def cached(self) -> cache.Entry:
         """The cache's entry, made where there is none."""

@@ -366,7 +366,7 @@ def _overlaps() -> Iterator[Case]:
 
 _ORDERS: Mapping[str, int] = {"serial": 0, "across": 1, "subtiles": 2, "halves": 3}
 _LOOPS: Sequence[tuple[str, int, int, int]] = (
-    # order, warpgroups, keys a tile, head dim: as far as 65,536 registers go
+    # order, warpgroups, keys per tile, head dim: as far as 65,536 registers go
     *(("serial", groups, keys, 64) for groups in (1, 2, 3) for keys in (64, 128, 192)),
     *(("across", groups, keys, 64) for groups in (1, 2, 3) for keys in (64, 128)),
     ("across", 2, 192, 64),
