@@ -7,7 +7,7 @@ become rows). For a problem p, three steps, each the same whether p is on record
 2. **Its time**: that of the stage's nearest row r, scaled by what the busiest SM has to do,
 
        time(p) = fixed + (time(r) - fixed) · waves(p) · keys(p) / (waves(r) · keys(r))
-       waves   = ⌈batch · q_heads · ⌈q_len / tile⌉ / SMs⌉         tile: query rows per block, of that row's code
+       waves   = ⌈batch · q_heads · ⌈q_len / tile⌉ / SMs⌉          tile: query rows per block, of that row's code
        keys    = FLOPs / (4 · batch · q_heads · q_len · head_dim)  that a query sees on average
        fixed   = `FIXED_SHARE` of the least time in the table      what a call costs whatever its size
 3. **The stage**: of the ladder's stages in CUDA C++ that run p, the one with the least time, where a time from another
