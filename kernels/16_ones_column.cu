@@ -16,6 +16,9 @@ constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
 constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
 constexpr int BEFORE_PV = NUM_SCORES / 4;  // so many of a tile's exponentials come before the wait for P·V
+// Where ptxas puts code that seldom runs is worth 1 to 2 % of the time, and only measuring says which place is best.
+constexpr bool FIRST_APART = HEAD_DIM == PANEL;              // a work tile's first K/V tile has code of its own
+constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;     // a move's path rounds P itself, and lies outside the loop
 constexpr int ONES = 8;                    // columns of ones: the fewest that an instruction's N can grow by
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
 // Panels of B lie at one distance from each other. With one panel of V, ones can lie anywhere behind it, and 16 rows do for every
@@ -72,18 +75,13 @@ constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
 constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
 constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one tile
-// By how many powers of two a reference moves at once. A row's largest P is then at least 1 in float16, 2^-48 in bfloat16.
-template <typename T>
-constexpr int MOVE_OF = 48;
-template <>
-constexpr int MOVE_OF<__half> = 16;
-constexpr int MOVE = MOVE_OF<element>;
-constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;   // the power of two that a first tile's sum is brought to
-constexpr float OVERFLOWN = 0x1p127f;                // a sum from here on, or NaN, says that FP32 does not hold some exponential
+constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;   // the power of two that a sum out of range is brought to
+constexpr float OVERFLOWN = 0x1p126f;   // a sum from here on, or NaN, says that FP32 may not hold some exponential
 
 // The columns of a tile that a lane's rows see: those below num_keys[h], counted from the lane's first.
 struct Visible {
   int num_keys[HALVES] = {TILE_KV, TILE_KV};
+  int warp_keys = TILE_KV;   // no row of the warp sees a column of the tile from here on
   __device__ __forceinline__ bool operator()(int i) const { return i / 4 * 8 + i % 2 < num_keys[i / 2 % 2]; }
 };
 
@@ -97,30 +95,39 @@ struct TileSums {
 template <int FIRST, int END, bool MASKED>
 __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const float (&reference)[HALVES], float scale_log2,
                                              TileSums& sums, const Visible& visible = {}) {
+  constexpr int BLOCK = 8;   // scores of a lane in 16 columns: what the whole warp does not see costs nothing
 #pragma unroll
-  for (int i = FIRST; i < END; ++i) {
-    const int h = i / 2 % 2;
-    const float x = fmaf(S_reg[i], scale_log2, -reference[h]);
-    S_reg[i] = ptx::ex2_approx_ftz(!MASKED || visible(i) ? x : NEG_INF);
-    sums.chain[h][i % 2] += S_reg[i];
+  for (int block = FIRST; block < END; block += BLOCK) {
+    const bool seen = !MASKED || 2 * block < visible.warp_keys;
+#pragma unroll
+    for (int i = block; i < block + BLOCK; ++i) {
+      const int h = i / 2 % 2;
+      if (seen) {
+        const float x = fmaf(S_reg[i], scale_log2, -reference[h]);
+        S_reg[i] = ptx::ex2_approx_ftz(!MASKED || visible(i) ? x : NEG_INF);
+        sums.chain[h][i % 2] += S_reg[i];
+      } else {
+        S_reg[i] = 0.0f;
+      }
+    }
   }
 }
 
-// Row h's reference rises by `powers` of two, at most 126.
-__device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows, float& sum,
-                                               int h, int powers) {
-  const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
-  rows.max[h] += static_cast<float>(powers);
-  rows.sum[h] *= factor;
-  sum *= factor;
+// The rows' references rise by `powers` of two, at most 126.
+__device__ __forceinline__ void move_references(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
+                                                float (&sum)[HALVES], const int (&powers)[HALVES]) {
+  float factor[HALVES];   // 2^-powers
 #pragma unroll
-  for (int i = 0; i < NUM_SCORES; ++i) {
-    if (i / 2 % 2 == h) S_reg[i] *= factor;
+  for (int h = 0; h < HALVES; ++h) {
+    factor[h] = __int_as_float((127 - powers[h]) << 23);
+    rows.max[h] += static_cast<float>(powers[h]);
+    rows.sum[h] *= factor[h];
+    sum[h] *= factor[h];
   }
 #pragma unroll
-  for (int i = 0; i < O_COLUMNS / 2; ++i) {
-    if (i / 2 % 2 == h) O_reg[i] *= factor;
-  }
+  for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] *= factor[i / 2 % 2];
+#pragma unroll
+  for (int i = 0; i < O_COLUMNS / 2; ++i) O_reg[i] *= factor[i / 2 % 2];
 }
 
 // FP32 does not hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp's
@@ -196,7 +203,6 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   const int warp = thread / WARP;
   const int lane = thread % WARP;
   const int lane_col = lane % ROW_LANES * 2;
-  const unsigned row_lanes = 0xfu << lane / ROW_LANES * ROW_LANES;   // of this lane's two rows
   KvPlace kv;   // of the tile whose scores are next; the one before it has the tile whose probabilities are in P_reg
 
   const Descriptor K_desc = rows_descriptor(smem.K[0]);
@@ -253,21 +259,40 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[count % Q_STAGES][consumer], warp, lane);
     return true;
   };
-  const auto again = [&](float (&sum)[HALVES], const bool (&lost)[HALVES], int tile, const Visible& visible) {
-    if (__any_sync(FULL_WARP, lost[0] || lost[1])) {
-      scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, visible, warp, lane);
-    }
-  };
   const auto add_and_round = [&](const float (&sum)[HALVES]) {
     rows.sum[0] += sum[0];
     rows.sum[1] += sum[1];
     round_P<TILE_KV>(P_reg, S_reg);
   };
+  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought to 2^SETTLED first.
+  const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible) {
+    if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
+      count_fallback<0>(p, lane);
+      int powers[HALVES];
+      bool lost[HALVES];
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: ordered as their bits, NaN last
+        lost[h] = bits >= __float_as_uint(OVERFLOWN);
+        powers[h] = bits < __float_as_uint(SUM_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
+      }
+      move_references(S_reg, O_reg, rows, sum, powers);
+      if (__any_sync(FULL_WARP, lost[0] || lost[1])) {
+        scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, visible, warp, lane);
+      }
+      if constexpr (MOVE_APART) {
+        add_and_round(sum);
+        return;
+      }
+    }
+    add_and_round(sum);
+  };
   // The softmax of a tile in which rows may have their first keys: a work tile's first tile, and those that the mask cuts. A row that
   // sees a key of the tile sees its first.
-  const auto settle = [&](int tile, bool masked) {
+  const auto settle = [&](int tile, bool masked, bool first) {
     Visible visible;
     if (masked) {
+      if (FIRST_APART && first) visible.warp_keys = visible_keys(p, warp_row() + WARP_ROWS - 1) - tile * TILE_KV;
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
         visible.num_keys[h] = visible_keys(p, warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
@@ -288,27 +313,25 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     } else {
       exponentials<0, NUM_SCORES, false>(S_reg, reference, p.scale_log2, sums);
     }
-    // The first scores may tell little of the row: a sum that is out of range is brought to 2^SETTLED.
     float sum[HALVES] = {sums.of(0), sums.of(1)};
-    float row_sum[HALVES];
-    bool moves[HALVES];
-#pragma unroll
-    for (int h = 0; h < HALVES; ++h) {
-      row_sum[h] = lanes_sum<ROW_LANES>(rows.sum[h] + sum[h]);
-      moves[h] = !(row_sum[h] < SUM_LIMIT);
-    }
-    if (__any_sync(FULL_WARP, moves[0] || moves[1])) {
-      count_fallback<0>(p, lane);
-      bool lost[HALVES];
-#pragma unroll
-      for (int h = 0; h < HALVES; ++h) {
-        lost[h] = !(row_sum[h] < OVERFLOWN);
-        const int exponent = (__float_as_int(row_sum[h]) >> 23) - 127;
-        move_reference(S_reg, O_reg, rows, sum[h], h, moves[h] && !lost[h] ? min(126, exponent - SETTLED) : 0);
-      }
-      again(sum, lost, tile, visible);
-    }
-    add_and_round(sum);
+    finish_tile(sum, tile, visible);   // the first scores may tell little of the row
+  };
+  // A work tile's first K/V tile, or a further one that the mask cuts.
+  const auto cut_tile = [&](int tile, int first_whole, bool first) {
+    wait_for_K();
+    if (!first) wait_for_V(kv.previous());
+    ProductTurns::wait(consumer);
+    ptx::wgmma_fence();
+    issue_QK(kv.stage);
+    if (!first) issue_PV(kv.previous().stage);
+    ProductTurns::pass(consumer);
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(S_reg);
+    if (!first) ptx::wgmma_pin(O_reg);
+    release(&smem.K_empty[kv.stage]);
+    if (!first) release(&smem.V_empty[kv.previous().stage]);
+    settle(tile, CAUSAL || tile >= first_whole, first);
+    kv = kv.next();
   };
   // A work tile's output leaves; nothing of it is left for the next.
   const auto leave = [&](const Work& done) {
@@ -347,41 +370,12 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       __syncwarp();
       release(&smem.V_empty[kv.stage]);
     }
-    if (num_tiles > 0) {
-      wait_for_K();
-      ProductTurns::wait(consumer);
-      ptx::wgmma_fence();
-      issue_QK(kv.stage);
-      ProductTurns::pass(consumer);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_pin(S_reg);
-      release(&smem.K_empty[kv.stage]);
-      if (!CAUSAL && num_tiles - 1 < whole_tiles()) {
-        settle(num_tiles - 1, false);
-      } else {
-        settle(num_tiles - 1, true);
-      }
-      kv = kv.next();
+    int tile = num_tiles - 1;
+    const int first_whole = whole_tiles();
+    if constexpr (FIRST_APART) {
+      if (tile >= 0) cut_tile(tile--, first_whole, true);
     }
-    int tile = num_tiles - 2;
-
-    // Further tiles that the mask cuts, if any.
-    for (const int first_whole = whole_tiles(); tile >= 0 && tile >= first_whole; --tile) {
-      wait_for_K();
-      wait_for_V(kv.previous());
-      ProductTurns::wait(consumer);
-      ptx::wgmma_fence();
-      issue_QK(kv.stage);
-      issue_PV(kv.previous().stage);
-      ProductTurns::pass(consumer);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_pin(S_reg);
-      ptx::wgmma_pin(O_reg);
-      release(&smem.K_empty[kv.stage]);
-      release(&smem.V_empty[kv.previous().stage]);
-      settle(tile, true);
-      kv = kv.next();
-    }
+    for (bool first = !FIRST_APART; tile >= 0 && (first || tile >= first_whole); first = false) cut_tile(tile--, first_whole, first);
 
     bool K_came = false, V_came = false;   // tested before it must be known, because an answer takes a while
     for (; tile >= 0; --tile) {
@@ -409,21 +403,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       release(&smem.V_empty[kv.previous().stage]);
       exponentials<BEFORE_PV, NUM_SCORES, false>(S_reg, rows.max, p.scale_log2, sums);
       float sum[HALVES] = {sums.of(0), sums.of(1)};
-      if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
-        count_fallback<0>(p, lane);
-        bool lost[HALVES];
-#pragma unroll
-        for (int h = 0; h < HALVES; ++h) {
-          lost[h] = (__ballot_sync(FULL_WARP, !(sum[h] < OVERFLOWN)) & row_lanes) != 0;
-          for (;;) {   // once, but for jumps of more than MOVE
-            const unsigned over = __ballot_sync(FULL_WARP, !lost[h] && !(sum[h] < SUM_LIMIT));
-            if (over == 0) break;
-            move_reference(S_reg, O_reg, rows, sum[h], h, (over & row_lanes) != 0 ? MOVE : 0);
-          }
-        }
-        again(sum, lost, tile, {});
-      }
-      add_and_round(sum);
+      finish_tile(sum, tile, {});
       kv = after;
     }
 
