@@ -64,7 +64,6 @@ constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
 constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
 constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one tile
-constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;   // the power of two that a sum out of range is brought to
 constexpr float OVERFLOWN = 0x1p126f;   // a sum from here on, or NaN, says that FP32 may not hold some exponential
 
 // The columns of a tile that a lane's rows see: those below num_keys[h], counted from the lane's first.
@@ -102,21 +101,21 @@ __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const f
   }
 }
 
-// The rows' references rise by `powers` of two, at most 126.
-__device__ __forceinline__ void move_references(float (&S_reg)[NUM_SCORES], float (&O_reg)[HEAD_DIM / 2], RowState& rows,
-                                                float (&sum)[HALVES], const int (&powers)[HALVES]) {
-  float factor[HALVES];   // 2^-powers
+// Row h's reference rises by `powers` of two, at most 126.
+__device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[HEAD_DIM / 2], RowState& rows, float& sum,
+                                               int h, int powers) {
+  const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
+  rows.max[h] += static_cast<float>(powers);
+  rows.sum[h] *= factor;
+  sum *= factor;
 #pragma unroll
-  for (int h = 0; h < HALVES; ++h) {
-    factor[h] = __int_as_float((127 - powers[h]) << 23);
-    rows.max[h] += static_cast<float>(powers[h]);
-    rows.sum[h] *= factor[h];
-    sum[h] *= factor[h];
+  for (int i = 0; i < NUM_SCORES; ++i) {
+    if (i / 2 % 2 == h) S_reg[i] *= factor;
   }
 #pragma unroll
-  for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] *= factor[i / 2 % 2];
-#pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; ++i) O_reg[i] *= factor[i / 2 % 2];
+  for (int i = 0; i < HEAD_DIM / 2; ++i) {
+    if (i / 2 % 2 == h) O_reg[i] *= factor;
+  }
 }
 
 // FP32 does not hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp's
@@ -244,20 +243,26 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     rows.sum[1] += sum[1];
     round_P<TILE_KV>(P_reg, S_reg);
   };
-  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought to 2^SETTLED first.
+  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought back to 2^-HEADROOM first,
+  // near which P starts.
   const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible) {
     if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
       count_fallback<0>(p, lane);
+      bool any_over[HALVES], lost[HALVES];
       int powers[HALVES];
-      bool lost[HALVES];
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
+        any_over[h] = __any_sync(FULL_WARP, !(sum[h] < SUM_LIMIT));   // of the warp's rows h; often few rows move at once
         const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: ordered as their bits, NaN last
         lost[h] = bits >= __float_as_uint(OVERFLOWN);
-        powers[h] = bits < __float_as_uint(SUM_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
+        powers[h] = bits < __float_as_uint(SUM_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 + HEADROOM);
       }
-      move_references(S_reg, O_reg, rows, sum, powers);
-      if (__any_sync(FULL_WARP, lost[0] || lost[1])) {
+      const bool any_lost = __any_sync(FULL_WARP, lost[0] || lost[1]);
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        if (any_over[h]) move_reference(S_reg, O_reg, rows, sum[h], h, powers[h]);
+      }
+      if (any_lost) {
         scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, visible, warp, lane);
       }
       if constexpr (MOVE_APART) {
