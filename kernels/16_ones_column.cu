@@ -75,6 +75,9 @@ constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
 constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
 constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one tile
+// The power of two that a sum out of range is brought to. 2^-2 in float16 too would leave more room, and was slower where scores grow
+// by about that room in a tile or two: a warp's rows then move in different tiles, and the warp in every one.
+constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
 constexpr float OVERFLOWN = 0x1p126f;   // a sum from here on, or NaN, says that FP32 may not hold some exponential
 
 // The columns of a tile that a lane's rows see: those below num_keys[h], counted from the lane's first.
@@ -263,8 +266,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     rows.sum[1] += sum[1];
     round_P<TILE_KV>(P_reg, S_reg);
   };
-  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought back to 2^-HEADROOM first,
-  // near which P starts.
+  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought to 2^SETTLED first.
   const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible) {
     if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
       count_fallback<0>(p, lane);
@@ -275,7 +277,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         any_over[h] = __any_sync(FULL_WARP, !(sum[h] < SUM_LIMIT));   // of the warp's rows h; often few rows move at once
         const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: ordered as their bits, NaN last
         lost[h] = bits >= __float_as_uint(OVERFLOWN);
-        powers[h] = bits < __float_as_uint(SUM_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 + HEADROOM);
+        powers[h] = bits < __float_as_uint(SUM_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
       }
       const bool any_lost = __any_sync(FULL_WARP, lost[0] || lost[1]);
 #pragma unroll
