@@ -129,11 +129,11 @@ def test_no_macro_of_an_ablation_is_tuned_or_compiled_by_default() -> None:
 def test_a_spill_is_refused_where_it_is_not_asked_for() -> None:
     what: dict[str, Any] = {"head_dim": 64, "dtype": "float16", "causal": False, "arch": "sm_90a"}
     what["overrides"] = {"MAX_REGISTERS": 64}
-    capped = compiler.compile_stage(registry.STAGES["00_naive"], **what, may_spill=True)
+    capped = compiler.compile_stage(compiler.Job(stage=registry.STAGES["00_naive"], **what, may_spill=True))
     assert capped.resources.registers <= 64
     assert capped.resources.spill_store_bytes > 0
     with pytest.raises(compiler.PerformanceWarningError, match="spills"):
-        compiler.compile_stage(registry.STAGES["00_naive"], **what)
+        compiler.compile_stage(compiler.Job(stage=registry.STAGES["00_naive"], **what))
 
 
 def _ran(stage: registry.Stage, name: str, value: int, problem: Problem) -> Emulation:

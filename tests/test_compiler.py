@@ -95,7 +95,15 @@ def build(folder: Path, text: str = KERNEL, *, arch: str = "sm_90a", value: int 
 
 def naive(source: Path | None = None, *, head_dim: int = 64, overrides: dict[str, int] | None = None) -> Cubin:
     return compiler.compile_stage(
-        NAIVE, head_dim=head_dim, dtype="float16", causal=True, arch="sm_90a", source=source, overrides=overrides
+        compiler.Job(
+            stage=NAIVE,
+            head_dim=head_dim,
+            dtype="float16",
+            causal=True,
+            arch="sm_90a",
+            source=source,
+            overrides=overrides,
+        )
     )
 
 
@@ -231,7 +239,7 @@ def test_a_stage_may_spill_only_where_it_says_so() -> None:
     assert allowed.resources.spill_store_bytes > 0, "the test needs a stage that spills"
     strict = dataclasses.replace(NAIVE, spills={})
     with pytest.raises(PerformanceWarningError, match="00_naive"):
-        compiler.compile_stage(strict, head_dim=128, dtype="float16", causal=True, arch="sm_90a")
+        compiler.compile_stage(compiler.Job(stage=strict, head_dim=128, dtype="float16", causal=True, arch="sm_90a"))
 
 
 def test_a_dropped_setmaxnreg_fails(tmp_path: Path, empty_cache: Path) -> None:
@@ -351,7 +359,9 @@ def test_tensor_maps_and_their_boxes_go_together(
     edited.write_text(text.replace("0, THREADS};", f"0, THREADS{boxes}}};"), encoding="utf-8")
     stage = dataclasses.replace(NAIVE, tensor_maps=tensor_maps)
     with pytest.raises(CompileError, match=re.escape(reason)):
-        compiler.compile_stage(stage, head_dim=64, dtype="float16", causal=True, arch="sm_90a", source=edited)
+        compiler.compile_stage(
+            compiler.Job(stage=stage, head_dim=64, dtype="float16", causal=True, arch="sm_90a", source=edited)
+        )
 
 
 def test_a_launch_shape_of_fewer_numbers_is_read() -> None:
@@ -365,21 +375,21 @@ def test_a_stage_of_one_architecture_is_compiled_for_it_alone() -> None:
     hopper = dataclasses.replace(NAIVE, min_arch="sm_90a", max_arch="sm_90a", spills={})
     assert {job.arch for job in compiler.jobs([hopper])} == {"sm_90a"}
     with pytest.raises(UnsupportedError, match="needs sm_90a, got sm_100a"):
-        compiler.compile_stage(hopper, head_dim=64, dtype="float16", causal=True, arch="sm_100a")
+        compiler.compile_stage(compiler.Job(stage=hopper, head_dim=64, dtype="float16", causal=True, arch="sm_100a"))
 
 
 def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="head dim 64 or 128, got 96"):
         naive(head_dim=96)
     with pytest.raises(UnsupportedError, match="takes float16, got bfloat16"):
-        compiler.compile_stage(NAIVE, head_dim=64, dtype="bfloat16", causal=True, arch="sm_90a")
+        compiler.compile_stage(compiler.Job(stage=NAIVE, head_dim=64, dtype="bfloat16", causal=True, arch="sm_90a"))
     newer = dataclasses.replace(NAIVE, min_arch="sm_90a", spills={})
     with pytest.raises(UnsupportedError, match="needs sm_90a or newer"):
-        compiler.compile_stage(newer, head_dim=64, dtype="float16", causal=True, arch="sm_80")
+        compiler.compile_stage(compiler.Job(stage=newer, head_dim=64, dtype="float16", causal=True, arch="sm_80"))
     with pytest.raises(ParameterError, match=f"arch: wanted one of {', '.join(ARCHS)}, got 'sm_42'"):
-        compiler.compile_stage(NAIVE, head_dim=64, dtype="float16", causal=True, arch="sm_42")
+        compiler.compile_stage(compiler.Job(stage=NAIVE, head_dim=64, dtype="float16", causal=True, arch="sm_42"))
     with pytest.raises(ParameterError, match="dtype: wanted one of float16, bfloat16, got 'float8'"):
-        compiler.compile_stage(NAIVE, head_dim=64, dtype="float8", causal=True, arch="sm_90a")  # type: ignore[arg-type]
+        compiler.compile_stage(compiler.Job(stage=NAIVE, head_dim=64, dtype="float8", causal=True, arch="sm_90a"))  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="no parameter 'TILE_Z'; it has THREADS"):
         naive(overrides={"TILE_Z": 3})
     with pytest.raises(ParameterError, match=r"source: wanted a CUDA C\+\+ file"):
@@ -479,11 +489,11 @@ def test_the_current_folder_does_not_matter(tmp_path: Path, empty_cache: Path, m
 def test_a_process_that_has_loaded_a_gpu_library_compiles_in_another(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    here = compiler.compile_stage(NAIVE, head_dim=64, dtype="float16", causal=True, arch="sm_90a")
+    here = compiler.compile_stage(compiler.Job(stage=NAIVE, head_dim=64, dtype="float16", causal=True, arch="sm_90a"))
     monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path / "another"))
     monkeypatch.setitem(sys.modules, package, ModuleType(package))
     monkeypatch.setattr(compiler, "_run_here", None)  # not in this process
-    there = compiler.compile_stage(NAIVE, head_dim=64, dtype="float16", causal=True, arch="sm_90a")
+    there = compiler.compile_stage(compiler.Job(stage=NAIVE, head_dim=64, dtype="float16", causal=True, arch="sm_90a"))
     assert not there.cached
     assert (there.code, there.resources) == (here.code, here.resources)
     with pytest.raises(CompileError) as caught:

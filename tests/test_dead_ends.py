@@ -113,7 +113,9 @@ def test_a_run_takes_names_with_tunables_and_measures_each_once() -> None:
 def _cubin(name: str, arch: str = "sm_90a") -> Cubin:
     stage, variant = registry.parse(name)
     return compiler.compile_stage(
-        stage, head_dim=stage.head_dims[0], dtype="float16", causal=False, arch=arch, overrides=variant
+        compiler.Job(
+            stage=stage, head_dim=stage.head_dims[0], dtype="float16", causal=False, arch=arch, overrides=variant
+        )
     )
 
 

@@ -57,7 +57,9 @@ def cubin(
     dtype: DType = "float16",
     overrides: Mapping[str, int] | None = None,
 ) -> Cubin:
-    return compiler.compile_stage(stage, head_dim=head_dim, dtype=dtype, causal=causal, arch=ARCH, overrides=overrides)
+    return compiler.compile_stage(
+        compiler.Job(stage=stage, head_dim=head_dim, dtype=dtype, causal=causal, arch=ARCH, overrides=overrides)
+    )
 
 
 def shape(built: Cubin) -> LaunchShape:

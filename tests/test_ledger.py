@@ -420,7 +420,9 @@ def test_the_machine_code_is_compiled_on_the_spot(data: Path) -> None:
 
 @pytest.mark.parametrize(("claim", "stage_id"), [("C01", "00_naive"), ("C02", "branch_free"), ("C03", "wmma_no_smem")])
 def test_branches_are_those_of_the_kernels_own_code(claim: str, stage_id: str, data: Path) -> None:
-    cubin = compiler.compile_stage(get(stage_id), head_dim=64, dtype="float16", causal=False, arch="sm_90a")
+    cubin = compiler.compile_stage(
+        compiler.Job(stage=get(stage_id), head_dim=64, dtype="float16", causal=False, arch="sm_90a")
+    )
     every = sass.mix(cubin.code, cubin.entry)["branch_predicated"]
     one = _one(data, claim)
     assert one.numbers[0].value < every, "exits and slow paths are not counted"

@@ -125,7 +125,9 @@ def _cubins(stage_id: str) -> tuple[compiler.Cubin, compiler.Cubin]:
     """What is launched at the first shape on the made-up GPU, and the same with line information."""
     options: dict[str, Any] = {"head_dim": 64, "dtype": "float16", "causal": False, "arch": "sm_90a"}
     stage = registry.get(stage_id)
-    return compiler.compile_stage(stage, **options), compiler.compile_stage(stage, **options, line_info=True)
+    return compiler.compile_stage(compiler.Job(stage=stage, **options)), compiler.compile_stage(
+        compiler.Job(stage=stage, **options, line_info=True)
+    )
 
 
 def _listing(cubin: compiler.Cubin) -> tuple[str, ...]:

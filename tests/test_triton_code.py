@@ -82,7 +82,7 @@ def test_without_triton_the_others_still_compile_and_run(monkeypatch: pytest.Mon
     _installed(monkeypatch)
     assert {job.stage.language for job in compiler.jobs()} == {"cuda"}
     with pytest.raises(errors.MissingPackageError, match=f"compile stage {stage.id}, .* pip install triton"):
-        compiler.compile_stage(stage, head_dim=64, dtype="float16", causal=False, arch="sm_90a")
+        compiler.compile_stage(compiler.Job(stage=stage, head_dim=64, dtype="float16", causal=False, arch="sm_90a"))
     q, k, v = make_inputs(ONE)
     with pytest.raises(errors.UnsupportedError, match=f"{stage.id} runs on a CPU by .* own: .*There: pip install to"):
         flashlab.attention(q, k, v, stage=stage.id)
@@ -159,14 +159,14 @@ def test_a_kernel_that_triton_refuses(stage: Stage, tmp_path: Path, monkeypatch:
     text = stage.source.read_text(encoding="utf-8")
     source.write_text(text.replace("tl.exp2", "tl.no_such_function"), encoding="utf-8")
     with pytest.raises(errors.CompileError, match="no_such_function") as caught:
-        compiler.compile_stage(stage, **how, source=source)
+        compiler.compile_stage(compiler.Job(stage=stage, **how, source=source))
     assert caught.value.command.startswith("triton.compile")
     source.write_text(text.replace(stage.entry, "another"), encoding="utf-8")
     with pytest.raises(errors.CompileError, match=stage.entry):
-        compiler.compile_stage(stage, **how, source=source)
+        compiler.compile_stage(compiler.Job(stage=stage, **how, source=source))
     source.write_text(text, encoding="utf-8")
-    first = compiler.compile_stage(stage, **how, source=source)
-    again = compiler.compile_stage(stage, **how, source=source)
+    first = compiler.compile_stage(compiler.Job(stage=stage, **how, source=source))
+    again = compiler.compile_stage(compiler.Job(stage=stage, **how, source=source))
     assert (first.cached, again.cached) == (False, True)
     assert replace(first, cached=True) == again
 

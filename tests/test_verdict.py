@@ -14,7 +14,7 @@ from wrong.catalogue import WRONG, Call, Wrong
 from wrong.cuda import PATCHES, Patch
 from wrong.simulation import FAULTS, Style
 
-from flashlab.build.compiler import compile_stage
+from flashlab.build.compiler import Job, compile_stage
 from flashlab.core.errors import DTypeError, InputError, ParameterError, ShapeError
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import registry
@@ -415,10 +415,7 @@ def test_patched_kernels_differ_and_compile(patch: Patch, tmp_path: Path) -> Non
     source = tmp_path / f"{patch.stage}.cu"
     source.write_text(patch.source(), encoding="utf-8")
     cubins = {
-        compile_stage(
-            stage, head_dim=patch.problem.head_dim, dtype=patch.problem.dtype, causal=patch.problem.causal,
-            arch="sm_90a", source=path,
-        ).sha256
+        compile_stage(Job.of(stage, patch.problem, arch="sm_90a", source=path)).sha256
         for path in (source, stage.source)
     }  # fmt: skip
     assert len(cubins) == 2

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from flashlab import emulate
+from flashlab.build.compiler import Variant
 from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import KERNELS
 from flashlab.core.problem import Problem
@@ -59,7 +60,7 @@ def test_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, races: bool) -> 
 
 def build_by_hand(folder: Path, compiler: str, *options: str) -> Path:
     """The stage's executable, with the commands that emulator.py runs, and `options` besides."""
-    built = emulator.build_stage(get(STAGE), head_dim=64, dtype="float16", causal=True, hooks=False)
+    built = emulator.build_stage(Variant(stage=get(STAGE), head_dim=64, dtype="float16", causal=True), hooks=False)
     words = shlex.split(built.command)
     unit = folder / "unit.cpp"
     unit.write_text(

@@ -70,12 +70,7 @@ def wrong_sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     def compile_one(patch: Patch) -> None:
         sources[patch.name].write_text(patch.source(), encoding="utf-8")
         compiler.compile_stage(
-            registry.get(patch.stage),
-            head_dim=patch.problem.head_dim,
-            dtype=patch.problem.dtype,
-            causal=patch.problem.causal,
-            arch=gpu.info().arch,
-            source=sources[patch.name],
+            compiler.Job.of(registry.get(patch.stage), patch.problem, arch=gpu.info().arch, source=sources[patch.name])
         )
 
     with ThreadPoolExecutor() as pool:

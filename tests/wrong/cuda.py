@@ -1,6 +1,6 @@
 """PATCHES and MISTAKES: mistakes as edits of a real kernel's source, to be compiled and run.
 
-Write `patch.source()` to a file and hand it to `compile_stage(stages.get(patch.stage), source=…)`. Launched into
+Write `patch.source()` to a file and hand it to `compile_stage` as a `Job`'s `source`. Launched into
 guarded buffers (`check.Guarded`) on `patch.problem`, the reason for rejecting it must match `patch.reason` from its
 start. Reads and writes outside stay within a row of the buffer, inside the guard.
 """

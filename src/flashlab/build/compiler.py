@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from flashlab.build import cache, triton_code
 from flashlab.build.parallel import on_all_cores
@@ -135,30 +135,84 @@ class Toolchain:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """One call of `compile_stage`."""
+class Variant:
+    """What decides a stage's kernel wherever it runs: for a GPU's architecture it is a `Job`, for a CPU it is all."""
 
     stage: Stage
     head_dim: int
     dtype: DType
     causal: bool
-    arch: str
     aligned: bool = True
-    overrides: Mapping[str, int] = field(default_factory=dict)
+    """Whether every row of every tensor starts on a 16-byte boundary."""
+    overrides: Mapping[str, int] | None = None
+    """Tunables that differ from their defaults."""
     source: Path | None = None
-    line_info: bool = False
-    may_spill: bool = False
+    """A file to compile in place of the stage's own, for example an edited copy."""
+
+    @classmethod
+    def of(cls, stage: Stage, problem: Problem, **others: Any) -> Self:
+        """The variant that runs a problem; `others` are the other fields."""
+        return cls(stage=stage, head_dim=problem.head_dim, dtype=problem.dtype, causal=problem.causal, **others)
+
+    @property
+    def file(self) -> Path:
+        """What is compiled."""
+        return self.source or self.stage.source
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Every tunable's value.
+
+        Raises:
+            ParameterError: an override that is no tunable of the stage, or no integer.
+        """
+        return self.stage.parameters(self.head_dim, self.overrides)
+
+    @property
+    def macros(self) -> dict[str, int | str]:
+        """What a stage in CUDA C++ is compiled with."""
+        fixed = {"HEAD_DIM": self.head_dim, "CAUSAL": int(self.causal), "ALIGNED": int(self.aligned)}
+        return {**fixed, "ELEMENT": ELEMENTS[self.dtype], **self.parameters}
 
     @property
     def label(self) -> str:
-        """For people: `00_naive D64 causal float16 sm_90a`."""
+        """For people: `00_naive D64 causal float16`."""
+        return self._label()
+
+    def _label(self, *where: str) -> str:
         mask = "causal" if self.causal else "full"
         extra = [
             *([] if self.aligned else ["unaligned"]),
             *([] if self.source is None else [self.source.name]),
-            *(f"{name}={value}" for name, value in self.overrides.items()),
+            *(f"{name}={value}" for name, value in (self.overrides or {}).items()),
         ]
-        return " ".join([self.stage.id, f"D{self.head_dim}", mask, self.dtype, self.arch, *extra])
+        return " ".join([self.stage.id, f"D{self.head_dim}", mask, self.dtype, *where, *extra])
+
+    def require(self, arch: str | None = None) -> None:
+        """Raises what is wrong with asking for it: UnsupportedError as `Stage.require`, ParameterError for a type that
+        no stage takes."""
+        if self.dtype not in ELEMENTS:
+            raise ParameterError(f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        mask: Mask = "causal" if self.causal else "full"
+        sizes = dict.fromkeys(("batch", "q_heads", "kv_heads", "q_len", "kv_len"), 1)
+        self.stage.require(Problem(**sizes, head_dim=self.head_dim, dtype=self.dtype, mask=mask), arch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Variant):
+    """A variant for an architecture: what `compile_stage` takes."""
+
+    arch: str
+    line_info: bool = False
+    """Keep which source line each instruction is of, for `sass.lines`. The instructions are the same; Triton keeps it
+    always."""
+    may_spill: bool = False
+    """Let registers spill to local memory, where that is what is asked about."""
+
+    @property
+    def label(self) -> str:
+        """For people: `00_naive D64 causal float16 sm_90a`."""
+        return self._label(self.arch)
 
 
 @lru_cache(maxsize=1)
@@ -212,76 +266,33 @@ def toolchain() -> Toolchain:
     return Toolchain(nvrtc_version=f"{major}.{minor}", include_dirs=tuple(include_dirs), identity=tuple(identity))
 
 
-def compile_stage(
-    stage: Stage,
-    *,
-    head_dim: int,
-    dtype: DType,
-    causal: bool,
-    arch: str,
-    aligned: bool = True,
-    overrides: Mapping[str, int] | None = None,
-    source: Path | None = None,
-    line_info: bool = False,
-    may_spill: bool = False,
-) -> Cubin:
+def compile_stage(job: Job) -> Cubin:
     """Compile a stage, or take it from the cache.
 
-    Args:
-        aligned: every row of every tensor starts on a 16-byte boundary. Code for other tensors may spill: it is there
-            to answer, not to be measured.
-        overrides: tunables that differ from their defaults.
-        source: a file to compile in place of the stage's own, for example an edited copy.
-        line_info: keep which source line each instruction is of, for `sass.lines`. The instructions are the same;
-            Triton keeps it always.
-        may_spill: let registers spill to local memory, where that is what is asked about.
+    Code for unaligned tensors may spill: it is there to answer, not to be measured.
 
     Raises:
-        UnsupportedError: the stage takes no such head dim or element type, or not on `arch`.
+        UnsupportedError: the stage takes no such head dim or element type, or not on that architecture.
         ParameterError: an unknown architecture or tunable, or a source that cannot be read.
         CompileError: the compiler refused it, or the code lacks the kernel or its launch shape.
         PerformanceWarningError: it compiled, with lost performance.
         MissingPackageError: no compiler.
         OutputError: the cache cannot be written.
     """
-    _require_arch(arch)
-    problem = least_problem(head_dim=head_dim, dtype=dtype, causal=causal)
-    stage.require(problem, arch)
-    parameters = stage.parameters(head_dim, overrides)
-    source = source or stage.source
+    _require_arch(job.arch)
+    job.require(job.arch)
+    stage, parameters = job.stage, job.parameters
+    request: _Request
     if stage.language == "triton":
-        request: _Request = _TritonRequest.of(stage, problem, arch, parameters, aligned, source)
+        request = _TritonRequest.of(job)
     else:
-        defines = {**stage_macros(problem, aligned=aligned), **parameters}
-        request = _NvrtcRequest.of(source, arch, defines, line_info=line_info)
-    may_spill = may_spill or stage.may_spill(head_dim, arch) or not aligned or stage.language == "triton"
+        request = _NvrtcRequest.of(job.file, job.arch, job.macros, line_info=job.line_info)
+    may_spill = job.may_spill or stage.may_spill(job.head_dim, job.arch) or not job.aligned
     cubin = _cubin(request, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=may_spill)
     fault = launch_shape_fault(stage, cubin.launch_shape)
     if fault:
         raise request.error(fault, cubin.log)
     return cubin
-
-
-def least_problem(*, head_dim: int, dtype: DType, causal: bool) -> Problem:
-    """The smallest problem that such a kernel runs.
-
-    Raises:
-        ParameterError: an element type that no stage takes.
-    """
-    if dtype not in ELEMENTS:
-        raise ParameterError(f"dtype: wanted one of {', '.join(DTYPES)}, got {dtype!r}")
-    mask: Mask = "causal" if causal else "full"
-    return Problem(batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=head_dim, dtype=dtype, mask=mask)
-
-
-def stage_macros(problem: Problem, *, aligned: bool) -> dict[str, int | str]:
-    """What every stage in CUDA C++ is compiled with, beside its tunables."""
-    return {
-        "HEAD_DIM": problem.head_dim,
-        "CAUSAL": int(problem.causal),
-        "ALIGNED": int(aligned),
-        "ELEMENT": ELEMENTS[problem.dtype],
-    }
 
 
 def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
@@ -378,7 +389,7 @@ def compile_many(
 
 def _compile_job(job: Job) -> Cubin | CompileError:
     try:
-        return compile_stage(**vars(job))
+        return compile_stage(job)
     except CompileError as error:
         return error
 
@@ -503,35 +514,32 @@ class _TritonRequest(_Request):
     aligned: bool
 
     @classmethod
-    def of(
-        cls, stage: Stage, problem: Problem, arch: str, parameters: dict[str, int], aligned: bool, source: Path
-    ) -> _TritonRequest:
-        missing = triton_code.missing()
+    def of(cls, job: Job) -> _TritonRequest:
+        missing, parameters = triton_code.missing(), job.parameters
         if missing:
-            raise MissingPackageError(f"wanted Triton to compile stage {stage.id}, got none. Install it: {missing}")
-        values = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **parameters}
-        constants = {name: values[name] for name in triton_code.CONSTANTS}
+            raise MissingPackageError(f"wanted Triton to compile stage {job.stage.id}, got none. Install it: {missing}")
+        constants = {name: int(job.macros[name]) for name in triton_code.CONSTANTS}
         settings = {"num_warps": parameters["WARPS"], "num_stages": parameters["PIPELINE_STAGES"]}
         # Without 16-byte copies it takes registers that no bound foresaw; that code is there to answer.
-        if aligned and parameters["MAX_REGISTERS"]:
+        if job.aligned and parameters["MAX_REGISTERS"]:
             settings["maxnreg"] = parameters["MAX_REGISTERS"]
         options = (
-            f"--target={arch}",
+            f"--target={job.arch}",
             *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items()),
-            f"--element={problem.dtype}",
-            f"--aligned={int(aligned)}",
+            f"--element={job.dtype}",
+            f"--aligned={int(job.aligned)}",
             *(f"--constant={name}={value}" for name, value in constants.items()),
         )
         return cls(
-            source=source.resolve(),
-            text=read(source, "Python"),
-            arch=arch,
+            source=job.file.resolve(),
+            text=read(job.file, "Python"),
+            arch=job.arch,
             options=options,
-            entry=stage.entry,
-            dtype=problem.dtype,
+            entry=job.stage.entry,
+            dtype=job.dtype,
             constants=constants,
             settings=settings,
-            aligned=aligned,
+            aligned=job.aligned,
         )
 
     @property

@@ -83,7 +83,9 @@ def _toolchain() -> Iterator[Finding]:
 
     def cubin() -> compiler.Cubin:
         dtype, arch = stage.dtypes[0], stage.archs[0]
-        return compiler.compile_stage(stage, head_dim=stage.head_dims[0], dtype=dtype, causal=False, arch=arch)
+        return compiler.compile_stage(
+            compiler.Job(stage=stage, head_dim=stage.head_dims[0], dtype=dtype, causal=False, arch=arch)
+        )
 
     def on_cpu() -> str:
         banner = emulator.cxx().banner

@@ -108,9 +108,7 @@ def sass(
     # A problem of one query checks the head dim the way every other command does.
     problem = Problem.parse(f"1x1x1x{stage.head_dims[0] if head_dim is None else head_dim}", dtype=dtype, mask=mask)
     assert arch is not None
-    cubin = compiler.compile_stage(
-        stage, head_dim=problem.head_dim, dtype=dtype, causal=problem.causal, arch=arch, overrides=variant
-    )
+    cubin = compiler.compile_stage(compiler.Job.of(stage, problem, arch=arch, overrides=variant))
     instructions = module.disassemble(cubin.code, cubin.entry)
     if listing:
         if as_json:

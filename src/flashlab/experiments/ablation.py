@@ -253,11 +253,9 @@ def _compile_ahead(
 ) -> None:
     """Fill the cache on all cores; what does not compile is the worker's to record."""
     work = [
-        compiler.Job(
-            stage=registry.get(one.id),
-            head_dim=problem.head_dim,
-            dtype=problem.dtype,
-            causal=problem.causal,
+        compiler.Job.of(
+            registry.get(one.id),
+            problem,
             arch=arch,
             overrides=one.params,
             source=None if one.source is None else Path(one.source),

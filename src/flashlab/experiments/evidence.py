@@ -673,7 +673,14 @@ def _built(operand: str, *, arch: str) -> compiler.Cubin:
     name, overrides = split(operand)
     try:
         return compiler.compile_stage(
-            registry.get(name), head_dim=64, dtype="float16", causal=False, arch=arch, overrides=overrides or None
+            compiler.Job(
+                stage=registry.get(name),
+                head_dim=64,
+                dtype="float16",
+                causal=False,
+                arch=arch,
+                overrides=overrides or None,
+            )
         )
     except (UnknownStageError, CompileError) as error:
         raise PendingError(f"flashlab compile {name} --arch {arch}") from error

@@ -19,38 +19,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flashlab.build import triton_code
-from flashlab.build.compiler import LaunchShape
+from flashlab.build.compiler import LaunchShape, Variant
 from flashlab.core.errors import EmulationError, UnsupportedError
 from flashlab.core.problem import DType
-from flashlab.kernels.registry import Stage
 from flashlab.run.emulator import DEFAULT_TIMEOUT_S, Emulated, Memory, Pointer, Report, Status, mapped, run_worker
 
 
-def interpreted(
-    stage: Stage, *, head_dim: int, dtype: DType, overrides: Mapping[str, int] | None, source: Path | None
-) -> Emulated:
+def interpreted(variant: Variant) -> Emulated:
     """A stage in Triton as its interpreter runs it: nothing is compiled.
 
     Raises:
         UnsupportedError: bfloat16, or Triton or torch is missing; the message has the command that installs them.
         ParameterError: an unknown tunable.
     """
+    stage = variant.stage
     missing = triton_code.missing(interpreter=True)
     if missing:
         raise UnsupportedError(
             f"Stage {stage.id} runs on a CPU by Triton's interpreter, which needs {triton_code.INTERPRETER_NEEDS}. "
             f"There: {missing}"
         )
-    if dtype == "bfloat16":
+    if variant.dtype == "bfloat16":
         raise UnsupportedError(
             f"Stage {stage.id} takes float16 on a CPU, got bfloat16: Triton's interpreter multiplies the bits of its "
             "tiles (triton-lang/triton issue 11584). On a GPU it takes both."
         )
-    parameters = stage.parameters(head_dim, overrides)
+    parameters = variant.parameters
     return Emulated(
         name=stage.id,
         entry=stage.entry,
-        source=(source or stage.source).resolve(),
+        source=variant.file.resolve(),
         executable=Path(sys.executable),
         hooks=False,
         parameters=parameters,

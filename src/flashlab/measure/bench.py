@@ -30,6 +30,7 @@ from flashlab.measure.options import plan_of as plan_of
 from flashlab.record import store
 from flashlab.record.store import Ablation, Ceiling, Measurement, Part, ProblemFields, Tuning
 from flashlab.run import choice, gpu
+from flashlab.verify import on_cpu
 
 Schema = type[Measurement] | type[Tuning] | type[Ablation] | type[Part]
 SCHEMAS: Mapping[str, Schema] = {"runs": Measurement, "tuning": Tuning, "ablations": Ablation, "parts": Part}
@@ -134,11 +135,6 @@ def _record(
 # --- A run ------------------------------------------------------------------------------------------------------------
 
 
-def implementation_name(stage_id: str, source: Path | None) -> str:
-    """How a stage's record is named: its id, and with another source file `id@file`."""
-    return stage_id if source is None else f"{stage_id}@{source.stem}"
-
-
 def implementations_of(
     stage_ids: Sequence[str] | None, peer_names: Sequence[str] | None, sources: Mapping[str, Path] | None = None
 ) -> dict[str, Implementation]:
@@ -164,14 +160,8 @@ def implementations_of(
             record={"name": name, "kind": kind, **lse},
         )
 
-    for text in registry.STAGES if stage_ids is None else stage_ids:
-        stage, variant = registry.parse(text)
-        add(registry.variant_name(stage.id, variant) if variant else stage.id, "stage", stage.id)
-    for stage_id, source in (sources or {}).items():
-        registry.get(stage_id)
-        if not source.is_file():
-            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
-        add(implementation_name(stage_id, source), "stage", stage_id, source.resolve())
+    for name, one in on_cpu.implementations(stage_ids, sources).items():
+        add(name, "stage", one.stage.id, one.source)
     for name in libraries.PEERS if peer_names is None else peer_names:
         add(libraries.get(name).name, "peer", name)
     return named
@@ -253,12 +243,12 @@ def compile_ahead(
             stage = registry.get(one.id) if one.kind == "stage" and one.source is None else None
             if stage is None or (stage.language == "triton" and triton_code.missing()):
                 continue
-            what = {"head_dim": problem.head_dim, "causal": problem.causal, "dtype": problem.dtype}
+            if stage.why_not(problem, here.arch):
+                continue
             overrides = choice.parameters(stage, here.slug, problem, arch=here.arch, overrides=one.params)
-            for job in compiler.jobs([stage], [here.arch], aligned=aligned):
-                if what == {"head_dim": job.head_dim, "causal": job.causal, "dtype": job.dtype}:
-                    job = replace(job, overrides=overrides)
-                    jobs.setdefault(job.label, job)
+            for rows in aligned:
+                job = compiler.Job.of(stage, problem, arch=here.arch, aligned=rows, overrides=overrides)
+                jobs.setdefault(job.label, job)
     with contextlib.suppress(MissingPackageError):  # no compiler: the worker says so of every stage
         compiler.compile_many(list(jobs.values()))
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import ml_dtypes
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
-from flashlab.core.problem import DTYPES, MASKS, Problem
+from flashlab.core.problem import Problem
 from flashlab.kernels import registry as stages
 from flashlab.measure import harness
 from flashlab.measure.bench import compile_ahead, implementations_of
@@ -30,7 +30,16 @@ from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, case_li
 from flashlab.record.store import Verdict
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import prepare
-from flashlab.verify.cases import FAR_LAYOUTS, FLASH_ATTENTION, SUITES, TENSORS, chosen_cases, laid_out, placement
+from flashlab.verify.cases import (
+    FAR_LAYOUTS,
+    FLASH_ATTENTION,
+    SUITES,
+    TENSORS,
+    Selection,
+    chosen_cases,
+    laid_out,
+    placement,
+)
 from flashlab.verify.on_cpu import CheckRun, build_all, emulate_beside, emulates, implementations
 from flashlab.verify.verdict import Guarded, Oracle, check, damage
 
@@ -46,18 +55,11 @@ _ROW = TypeAdapter(CheckRow)
 def check_stages(
     stage_ids: Sequence[str] | None = None,
     *,
-    lengths: Sequence[tuple[int, int]] | None = None,
-    dtypes: Sequence[str] = DTYPES,
-    masks: Sequence[str] = MASKS,
-    layouts: Sequence[str] | None = None,
-    inputs: Sequence[str] | None = None,
-    head_dims: Sequence[int] | None = None,
     sources: Mapping[str, Path] | None = None,
     record: bool = True,
     emulate: bool = False,
-    random: int = 0,
-    suite: str | None = None,
     options: Options = OPTIONS,
+    **selection: Unpack[Selection],
 ) -> CheckRun:
     """Compare stages with the oracle on the GPU, over lengths, masks, types, layouts and inputs that break kernels.
 
@@ -78,16 +80,9 @@ def check_stages(
     named = implementations_of(stage_ids, (), sources)
     wanted = chosen_cases(
         {name: stages.get(one.id) for name, one in named.items()},
-        lengths=lengths,
-        dtypes=dtypes,
-        masks=masks,
-        layouts=layouts,
-        inputs=inputs,
-        head_dims=head_dims,
-        random=random,
-        suite=suite,
         seed=options.seed,
         on_cpu=False,
+        **selection,
     )
     with ThreadPoolExecutor(1) as aside:
         built = aside.submit(build_all, implementations(stage_ids, sources), wanted) if emulate else None
@@ -95,7 +90,8 @@ def check_stages(
         if built:
             built.result()
     with tempfile.TemporaryDirectory() as nowhere:
-        folder = "random" if random else FLASH_ATTENTION if suite else "checks"
+        suite = selection.get("suite")
+        folder = "random" if selection.get("random") else FLASH_ATTENTION if suite else "checks"
         with Book(options.data if record else Path(nowhere), folder) as book:
             cells = [Cell(case.problem, list(case.names), case.layout) for case in wanted]
             recorder = _Recorder(cells, book, options)

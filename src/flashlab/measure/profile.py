@@ -530,11 +530,9 @@ class _Profiler:
 def _compiled(chosen: Iterable[Stage], problem: Problem, arch: str, slug: str, line_info: bool) -> dict[str, Cubin]:
     """The kernels of stages as `prepare` takes them; those that do not compile are left out, `prepare` says why."""
     work = [
-        Job(
-            stage=stage,
-            head_dim=problem.head_dim,
-            dtype=problem.dtype,
-            causal=problem.causal,
+        Job.of(
+            stage,
+            problem,
             arch=arch,
             overrides=choice.parameters(stage, slug, problem, arch=arch),
             line_info=line_info,

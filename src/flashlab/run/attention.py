@@ -19,9 +19,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashlab.build import compiler, triton_code
+from flashlab.build.compiler import Variant
 from flashlab.build.sources import Stamps, included, read, stamps
 from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
 from flashlab.kernels.registry import Stage
@@ -121,7 +122,6 @@ class _Recipe:
     cubin: Cubin
     shape: LaunchShape
     function: gpu.Function
-    parameters: Mapping[str, int]
     grid: tuple[int, int, int]
     params: AttentionParams
     """The kernel's first argument, whose addresses count for nothing."""
@@ -172,27 +172,27 @@ def _encoder(tensor_map: TensorMap, device: int) -> Callable[[int], bytes]:
     return encode
 
 
-def _recipe(
-    inputs: Mapping[str, DeviceArray],
-    out: DeviceArray | None,
-    *,
-    causal: bool,
-    scale: float | None,
-    stage: str | None,
-    params: Mapping[str, int] | None,
-    source: Path | None,
-    may_spill: bool,
-) -> _Recipe:
+class _Asked(NamedTuple):
+    """What the caller of `prepare` asks for beside the arrays."""
+
+    causal: bool
+    scale: float | None
+    stage: str | None
+    params: tuple[tuple[str, int], ...]
+    source: Path | None
+    may_spill: bool
+
+
+def _recipe(inputs: Mapping[str, DeviceArray], out: DeviceArray | None, asked: _Asked) -> _Recipe:
     """What `prepare` needs for arrays of that layout, made at the first such call.
 
     Raises:
         What `plan` raises, and what compiling and loading do.
     """
     device = gpu.info(inputs["q"].device)
-    options = (causal, scale, stage, source, may_spill, tuple(sorted((params or {}).items())))
     # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = (type(causal), type(scale))
-    key = (*map(_layout, (*inputs.values(), out)), *options, *kinds, device.slug, choice.stamp(device.slug))
+    kinds = (type(asked.causal), type(asked.scale))
+    key = (*map(_layout, (*inputs.values(), out)), asked, *kinds, device.slug, choice.stamp(device.slug))
     try:
         kept = _recipes.get(key)
     except TypeError:  # an option that cannot be part of a key is one that `plan` refuses
@@ -201,19 +201,7 @@ def _recipe(
         if out is not None:
             refuse_overlap(out, inputs)
         return kept
-    planned = plan(
-        *inputs.values(),
-        arch=device.arch,
-        out=out,
-        causal=causal,
-        scale=scale,
-        stage=stage,
-        slug=device.slug,
-        sm_count=device.sm_count,
-    )
-    if stage is None:
-        _warn_of_kin(device.slug, device.arch)
-    made = _make_recipe(planned, inputs, out, device, params=params, source=source, may_spill=may_spill)
+    made = _make_recipe(inputs, out, device, asked)
     if len(_recipes) >= _MAX_RECIPES:
         _recipes.clear()
     _recipes[key] = made
@@ -221,31 +209,34 @@ def _recipe(
 
 
 def _make_recipe(
-    planned: Plan,
-    inputs: Mapping[str, DeviceArray],
-    out: DeviceArray | None,
-    device: gpu.GpuInfo,
-    *,
-    params: Mapping[str, int] | None,
-    source: Path | None,
-    may_spill: bool,
+    inputs: Mapping[str, DeviceArray], out: DeviceArray | None, device: gpu.GpuInfo, asked: _Asked
 ) -> _Recipe:
-    stage, problem = planned.stage, planned.problem
-    parameters = choice.parameters(stage, device.slug, problem, arch=device.arch, overrides=params)
-    file = source or stage.source
-    headers = included(file, read(file, "CUDA C++"), [compiler.COMMON])
-    sources = stamps([file, *headers])  # before they are read to be compiled
-    cubin = compiler.compile_stage(
-        stage,
-        head_dim=problem.head_dim,
-        dtype=problem.dtype,
-        causal=problem.causal,
+    planned = plan(
+        *inputs.values(),
+        arch=device.arch,
+        out=out,
+        causal=asked.causal,
+        scale=asked.scale,
+        stage=asked.stage,
+        slug=device.slug,
+        sm_count=device.sm_count,
+    )
+    if asked.stage is None:
+        _warn_of_kin(device.slug, device.arch)
+    job = compiler.Job.of(
+        planned.stage,
+        planned.problem,
         arch=device.arch,
         aligned=planned.aligned,
-        overrides=parameters,
-        source=source,
-        may_spill=may_spill,
+        overrides=choice.parameters(
+            planned.stage, device.slug, planned.problem, arch=device.arch, overrides=dict(asked.params)
+        ),
+        source=asked.source,
+        may_spill=asked.may_spill,
     )
+    headers = included(job.file, read(job.file, "CUDA C++"), [compiler.COMMON])
+    sources = stamps([job.file, *headers])  # before they are read to be compiled
+    cubin = compiler.compile_stage(job)
     shape = cubin.launch_shape
     assert shape is not None
     function = gpu.load(cubin, planned.device)
@@ -261,8 +252,7 @@ def _make_recipe(
         cubin=cubin,
         shape=shape,
         function=function,
-        parameters=parameters,
-        grid=grid_for(problem, shape, resident),
+        grid=grid_for(planned.problem, shape, resident),
         params=params_for(planned, views),
         encoders={name: _encoder(each, planned.device) for name, each in tile_maps(planned, shape, views).items()},
         sources=sources,
@@ -324,16 +314,8 @@ def prepare(
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
     inputs, target, handle = _on_device(q, k, v, out, stream)
     q_view = inputs["q"]
-    recipe = _recipe(
-        inputs,
-        target,
-        causal=causal,
-        scale=scale,
-        stage=stage,
-        params=params,
-        source=source,
-        may_spill=may_spill,
-    )
+    named = tuple(sorted((params or {}).items()))
+    recipe = _recipe(inputs, target, _Asked(causal, scale, stage, named, source, may_spill))
     if target is None:
         out = arrays.empty_on_device(q, q_view.shape, None, handle)
         target = arrays.on_device(out, "out", handle)
@@ -406,7 +388,7 @@ def _launch(
             views,
             lse_pointer=lse,
             scale_log2=scale_log2(planned),
-            parameters=planned.stage.parameters(planned.problem.head_dim, recipe.parameters),
+            parameters=recipe.cubin.parameters,
             function=recipe.function,
             shape=shape,
             device=planned.device,
@@ -499,8 +481,9 @@ def emulate(
     if lse_view is not None:
         check_lse(lse_view, q_view)
     views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
-    kernel = _kernel_on_cpu(planned, params=params, source=source, schedule=schedule, races=races)
-    call = _EmulatedCall(planned, kernel, views, lse_view, surroundings or {}, params, count_fallbacks)
+    variant = Variant.of(planned.stage, planned.problem, aligned=planned.aligned, overrides=params, source=source)
+    kernel = _kernel_on_cpu(variant, schedule=schedule, races=races)
+    call = _EmulatedCall(planned, kernel, views, lse_view, surroundings or {}, count_fallbacks)
     launch = partial(call.launch, schedule=schedule, threads=threads, cancel=cancel)
     if timeout_s is not None and call.passes is None:
         _refuse_too_large(planned, call.shape, launch, timeout_s=timeout_s, races=races, threads=threads)
@@ -517,31 +500,17 @@ def emulate(
     return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)
 
 
-def _kernel_on_cpu(
-    planned: Plan, *, params: Mapping[str, int] | None, source: Path | None, schedule: str, races: bool
-) -> emulator.Emulated:
-    stage, problem = planned.stage, planned.problem
-    runner = _runner(stage)
-    if hasattr(runner, "interpret"):
-        if races or schedule != "ascending":
-            raise UnsupportedError(
-                f"Stage {stage.id} runs on a CPU by Triton's interpreter, one program after the other: there are "
-                "no races to look for and no schedule but ascending."
-            )
-        kernel: emulator.Emulated = runner.interpreted(
-            stage, head_dim=problem.head_dim, dtype=problem.dtype, overrides=params, source=source
+def _kernel_on_cpu(variant: Variant, *, schedule: str, races: bool) -> emulator.Emulated:
+    runner = _runner(variant.stage)
+    if not hasattr(runner, "interpret"):
+        return emulator.build_stage(variant, hooks=races)
+    if races or schedule != "ascending":
+        raise UnsupportedError(
+            f"Stage {variant.stage.id} runs on a CPU by Triton's interpreter, one program after the other: there are "
+            "no races to look for and no schedule but ascending."
         )
-        return kernel
-    return emulator.build_stage(
-        stage,
-        head_dim=problem.head_dim,
-        dtype=problem.dtype,
-        causal=problem.causal,
-        aligned=planned.aligned,
-        overrides=params,
-        source=source,
-        hooks=races,
-    )
+    kernel: emulator.Emulated = runner.interpreted(variant)
+    return kernel
 
 
 class _EmulatedCall:
@@ -554,7 +523,6 @@ class _EmulatedCall:
         views: Mapping[str, DeviceArray],
         lse: DeviceArray | None,
         surroundings: Mapping[str, Any],
-        params: Mapping[str, int] | None,
         count_fallbacks: bool,
     ) -> None:
         import numpy as np
@@ -593,7 +561,7 @@ class _EmulatedCall:
                 {name: view.owner for name, view in views.items()},
                 lse=self._places.get("LSE"),
                 scale_log2=scale_log2(planned),
-                parameters=planned.stage.parameters(planned.problem.head_dim, params),
+                parameters=kernel.parameters,
                 shape=self.shape,
             )
             self._arguments, self._grid = list(self.passes.arguments), self.passes.grid

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
 from flashlab.build import cache, symbols
-from flashlab.build.compiler import COMMON, LaunchShape, launch_shape_fault, least_problem, stage_macros
+from flashlab.build.compiler import COMMON, LaunchShape, Variant, launch_shape_fault
 from flashlab.build.parallel import cores as cores
 from flashlab.build.parallel import on_all_cores
 from flashlab.build.sources import contents, quote, read, readable, shown
@@ -47,8 +47,6 @@ from flashlab.core.errors import (
     ParameterError,
 )
 from flashlab.core.paths import KERNELS, ROOT
-from flashlab.core.problem import DType
-from flashlab.kernels.registry import Stage
 
 EMULATION = KERNELS / "emulation"
 RUNTIME = EMULATION / "runtime"
@@ -186,23 +184,10 @@ class Emulated:
     cached: bool
 
 
-def build_stage(
-    stage: Stage,
-    *,
-    head_dim: int,
-    dtype: DType,
-    causal: bool,
-    aligned: bool = True,
-    overrides: Mapping[str, int] | None = None,
-    source: Path | None = None,
-    hooks: bool = False,
-) -> Emulated:
+def build_stage(variant: Variant, *, hooks: bool = False) -> Emulated:
     """Compile a stage for the CPU, or take it from the cache. Any machine runs every stage.
 
     Args:
-        aligned: every row of every tensor starts on a 16-byte boundary.
-        overrides: tunables that differ from their defaults.
-        source: a file to compile in place of the stage's own, for example an edited copy.
         hooks: report every load and store to the detector.
 
     Raises:
@@ -212,12 +197,10 @@ def build_stage(
         MissingPackageError: no C++ compiler.
         OutputError: the cache cannot be written.
     """
-    problem = least_problem(head_dim=head_dim, dtype=dtype, causal=causal)
-    stage.require(problem)
-    parameters = stage.parameters(head_dim, overrides)
-    macros = {**stage_macros(problem, aligned=aligned), **parameters}
+    variant.require()
+    stage, parameters = variant.stage, variant.parameters
     built = _build(
-        source or stage.source, name=stage.id, entry=stage.entry, macros=macros, parameters=parameters, hooks=hooks
+        variant.file, name=stage.id, entry=stage.entry, macros=variant.macros, parameters=parameters, hooks=hooks
     )
     fault = launch_shape_fault(stage, built.launch_shape)
     if fault:

@@ -510,7 +510,9 @@ def _dead_end_code(stage: Stage) -> str:
         for name in (*([stage.parent] if stage.parent else ()), stage.id, *stage.variant_names):
             one, variant = registry.parse(name)
             cubin = compiler.compile_stage(
-                one, head_dim=one.head_dims[0], dtype="float16", causal=False, arch=arch, overrides=variant
+                compiler.Job(
+                    stage=one, head_dim=one.head_dims[0], dtype="float16", causal=False, arch=arch, overrides=variant
+                )
             )
             kernels[name] = sass.without_padding(sass.disassemble(cubin.code, cubin.entry))
     except MissingPackageError as error:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
@@ -76,6 +76,19 @@ class Case:
     def detectable(self) -> bool:
         """Whether the race detector has room for it: it keeps something for each byte, between rows far apart too."""
         return self.layout not in FAR_LAYOUTS
+
+
+class Selection(TypedDict, total=False):
+    """Which cases a check goes through, on a GPU and on a CPU; see `chosen_cases`."""
+
+    lengths: Sequence[tuple[int, int]] | None
+    dtypes: Sequence[str]
+    masks: Sequence[str]
+    layouts: Sequence[str] | None
+    inputs: Sequence[str] | None
+    head_dims: Sequence[int] | None
+    random: int
+    suite: str | None
 
 
 def cases(
@@ -164,17 +177,10 @@ def only(
 def chosen_cases(
     able: Mapping[str, Stage],
     *,
-    lengths: Sequence[tuple[int, int]] | None,
-    dtypes: Sequence[str],
-    masks: Sequence[str],
-    layouts: Sequence[str] | None,
-    inputs: Sequence[str] | None,
-    head_dims: Sequence[int] | None,
-    schedules: Sequence[str] | None = None,
-    random: int,
-    suite: str | None,
     seed: int,
     on_cpu: bool,
+    schedules: Sequence[str] | None = None,
+    **selection: Unpack[Selection],
 ) -> list[Case]:
     """The cases of a check.
 
@@ -186,14 +192,17 @@ def chosen_cases(
     Raises:
         ParameterError: what was asked for does not exist.
     """
+    dtypes, masks = selection.get("dtypes", DTYPES), selection.get("masks", MASKS)
+    lengths, layouts, inputs = selection.get("lengths"), selection.get("layouts"), selection.get("inputs")
+    suite = selection.get("suite")
     for values, what in ((lengths, "length"), (layouts, "layout"), (inputs, "kind of inputs"), (schedules, "schedule")):
         if values is not None and not values:
             raise ParameterError(f"wanted at least one {what}, got none")
-    some: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": head_dims}
+    some: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": selection.get("head_dims")}
     kinds = inputs or (NORMAL,)
-    if random:
+    if count := selection.get("random", 0):
         scores = CPU_SCORES if on_cpu else GPU_SCORES
-        chosen = random_cases(able, random, seed=seed, max_scores=scores, inputs=kinds)
+        chosen = random_cases(able, count, seed=seed, max_scores=scores, inputs=kinds)
     elif suite:
         _require("suite", [suite], SUITES)
         chosen = only(flash_attention_cases(able, on_cpu=on_cpu), **some)

@@ -11,18 +11,29 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
+from flashlab.build.compiler import Variant
 from flashlab.build.parallel import on_all_cores
 from flashlab.core.errors import CompileError, EmulationError, FlashlabError, ParameterError, UnsupportedError
-from flashlab.core.problem import DTYPES, MASKS, DType, Problem
+from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import CheckRow, EmulatorVerdict
 from flashlab.record.store import Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import Emulation, emulate
-from flashlab.verify.cases import LAYOUTS, MANY_SCORES, SUITES, TENSORS, Case, chosen_cases, laid_out, placement
+from flashlab.verify.cases import (
+    LAYOUTS,
+    MANY_SCORES,
+    SUITES,
+    TENSORS,
+    Case,
+    Selection,
+    chosen_cases,
+    laid_out,
+    placement,
+)
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import Guarded, Oracle, check, damage
 
@@ -60,7 +71,7 @@ class Implementation:
 def implementations(stage_ids: Sequence[str] | None, sources: Mapping[str, Path] | None) -> dict[str, Implementation]:
     """Stages by the names that their rows have.
 
-    An edited copy is `id@file`, and tunables may follow an id (`registry.parse`).
+    The ladder where `stage_ids` is None. An edited copy is `id@file`, and tunables may follow an id (`registry.parse`).
 
     Raises:
         UnknownStageError, ParameterError: a stage or file that is not there.
@@ -68,6 +79,7 @@ def implementations(stage_ids: Sequence[str] | None, sources: Mapping[str, Path]
     by_name: dict[str, Implementation] = {}
     for name in registry.STAGES if stage_ids is None else stage_ids:
         stage, overrides = registry.parse(name)
+        name = registry.variant_name(stage.id, overrides) if overrides else stage.id
         by_name[name] = Implementation(stage, overrides=overrides)
     for stage_id, source in (sources or {}).items():
         if not source.is_file():
@@ -77,21 +89,13 @@ def implementations(stage_ids: Sequence[str] | None, sources: Mapping[str, Path]
     return by_name
 
 
-class _Variant(NamedTuple):
-    """What decides an executable."""
+_Build = tuple[str, bool]
+"""An executable: the label of its variant, and whether it has hooks."""
 
-    name: str
-    head_dim: int
-    dtype: DType
-    causal: bool
-    aligned: bool
-    hooks: bool
 
-    @classmethod
-    def of(cls, name: str, case: Case, *, hooks: bool) -> _Variant:
-        problem = case.problem
-        hooks = hooks and case.detectable
-        return cls(name, problem.head_dim, problem.dtype, problem.causal, case.aligned, hooks)
+def _variant(chosen: Implementation, case: Case) -> Variant:
+    how = {"aligned": case.aligned, "overrides": chosen.overrides, "source": chosen.source}
+    return Variant.of(chosen.stage, case.problem, **how)
 
 
 def build_all(
@@ -100,52 +104,45 @@ def build_all(
     *,
     hooks: bool = False,
     follow: Follow | None = None,
-) -> dict[_Variant, CompileError]:
+) -> dict[_Build, CompileError]:
     """Compile what those cases run, several at once; those that the compiler refuses come back with its error.
 
     Raises:
         MissingPackageError, OutputError: no compiler, or nowhere to keep what it makes.
     """
     emulator.cxx()
-    pairs = [(name, case) for case in cases for name in case.names if by_name[name].stage.language == "cuda"]
-    variants = list(dict.fromkeys(_Variant.of(name, case, hooks=hooks) for name, case in pairs))
+    wanted: dict[_Build, Variant] = {}
+    for case in cases:
+        for chosen in (by_name[name] for name in case.names):
+            if chosen.stage.language == "cuda":
+                variant = _variant(chosen, case)
+                wanted[variant.label, hooks and case.detectable] = variant
 
-    def build(variant: _Variant) -> CompileError | None:
-        name, *_ = variant
-        chosen = by_name[name]
-        options: dict[str, Any] = {key: value for key, value in variant._asdict().items() if key != "name"}
+    def build(key: _Build) -> CompileError | None:
         try:
-            emulator.build_stage(chosen.stage, overrides=chosen.overrides, source=chosen.source, **options)
+            emulator.build_stage(wanted[key], hooks=key[1])
         except CompileError as error:
             return error
         return None
 
-    def report(done: int, variant: _Variant, _: object) -> None:
+    def report(done: int, key: _Build, _: object) -> None:
         if follow:
-            name, head_dim, dtype, *_ = variant
-            follow(done, len(variants), f"compile {name} D{head_dim} {dtype} for the CPU")
+            follow(done, len(wanted), f"compile {key[0]} for the CPU")
 
-    errors = on_all_cores(build, variants, progress=report)
-    return {variant: error for variant, error in zip(variants, errors, strict=True) if error is not None}
+    errors = zip(wanted, on_all_cores(build, list(wanted), progress=report), strict=True)
+    return {key: error for key, error in errors if error is not None}
 
 
 def check_on_cpu(
     stage_ids: Sequence[str] | None = None,
     *,
-    lengths: Sequence[tuple[int, int]] | None = None,
-    dtypes: Sequence[str] = DTYPES,
-    masks: Sequence[str] = MASKS,
-    layouts: Sequence[str] | None = None,
-    inputs: Sequence[str] | None = None,
-    head_dims: Sequence[int] | None = None,
     sources: Mapping[str, Path] | None = None,
     schedules: Sequence[str] | None = None,
     races: bool = False,
-    random: int = 0,
-    suite: str | None = None,
     seed: int = 0,
     timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
     follow: Follow | None = None,
+    **selection: Unpack[Selection],
 ) -> CheckRun:
     """Compare stages with the oracle on the CPU, over lengths, masks, types, layouts and schedules that break kernels.
 
@@ -163,19 +160,13 @@ def check_on_cpu(
     by_name = implementations(stage_ids, sources)
     chosen = chosen_cases(
         {name: implementation.stage for name, implementation in by_name.items()},
-        lengths=lengths,
-        dtypes=dtypes,
-        masks=masks,
-        layouts=layouts,
-        inputs=inputs,
-        head_dims=head_dims,
         schedules=schedules,
-        random=random,
-        suite=suite,
         seed=seed,
         on_cpu=True,
+        **selection,
     )
     refused = build_all(by_name, chosen, hooks=races, follow=follow)
+    suite = selection.get("suite")
     rule = SUITES[suite] if suite else check
     checker = _Checker(by_name, refused, rule=rule, seed=seed, races=races, timeout_s=timeout_s)
     todo = [(name, case) for case in chosen for name in case.names]
@@ -196,7 +187,7 @@ class _Checker:
     def __init__(
         self,
         by_name: Mapping[str, Implementation],
-        refused: Mapping[_Variant, CompileError],
+        refused: Mapping[_Build, CompileError],
         *,
         rule: Rule,
         seed: int,
@@ -230,7 +221,7 @@ class _Checker:
             schedule=case.schedule,
         )
         try:
-            error = self._refused.get(_Variant.of(name, case, hooks=self._races))
+            error = self._refused.get((_variant(chosen, case).label, self._races and case.detectable))
             if error is not None:
                 raise error
             verdict, ran = emulated_verdict(
@@ -266,14 +257,8 @@ def emulated_verdict(
     values: tuple[Any, Any, Any],
     *,
     layout: str = "contiguous",
-    source: Path | None = None,
-    params: Mapping[str, int] | None = None,
-    schedule: str = "ascending",
-    races: bool = False,
-    threads: int | None = None,
-    timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
-    cancel: threading.Event | None = None,
     judge: Rule = check,
+    **options: Any,
 ) -> tuple[Verdict, Emulation]:
     """Run a stage once on the CPU between guards and say what is wrong with it.
 
@@ -283,6 +268,8 @@ def emulated_verdict(
         values: q, k, v as `oracle.make_inputs(problem)` gives them.
         layout: one of `cases.LAYOUTS`, or a random one, for which `cases.laid_out` has made the values.
         judge: what stands in for `verdict.check`.
+        options: `params`, `source`, `schedule`, `races`, `threads`, `timeout_s`, `cancel` as `attention.emulate` takes
+            them.
 
     Raises:
         What `attention.emulate` raises.
@@ -298,15 +285,9 @@ def emulated_verdict(
         stage=stage_id,
         out=out.array,
         lse=lse.array,
-        source=source,
-        params=params,
-        schedule=schedule,
-        races=races,
-        threads=threads,
-        timeout_s=timeout_s,
-        cancel=cancel,
         surroundings={name: buffer.buffer for name, buffer in buffers.items() if not buffer.sparse},
         count_fallbacks=True,
+        **options,
     )
     verdict = damage(out, lse, inputs) or judge(
         out.array,
@@ -351,9 +332,7 @@ def emulate_beside(
     lse: Any,
     *,
     layout: str,
-    source: Path | None = None,
-    params: Mapping[str, int] | None = None,
-    threads: int | None = None,
+    **options: Any,
 ) -> EmulatorVerdict:
     """Run on the CPU what a GPU ran, and compare the two within the checker's limits.
 
@@ -362,7 +341,7 @@ def emulate_beside(
     Args:
         values: q, k, v on the host, as `oracle.make_inputs` gives them.
         out, lse: what the GPU made of them, on the host.
-        threads: as `attention.emulate` takes it.
+        options: as `emulated_verdict` takes them.
     """
     if problem.batch * problem.q_heads * problem.q_len * problem.kv_len > MANY_SCORES_IN_ALL:
         group = problem.q_heads // problem.kv_heads
@@ -371,9 +350,7 @@ def emulate_beside(
         problem = replace(problem, batch=1, q_heads=group, kv_heads=1)
     judge = partial(check, oracle=Oracle())
     try:
-        verdict, ran = emulated_verdict(
-            stage_id, problem, values, layout=layout, source=source, params=params, threads=threads, judge=judge
-        )
+        verdict, ran = emulated_verdict(stage_id, problem, values, layout=layout, judge=judge, **options)
     except FlashlabError as error:
         status, reason = status_of(error)
         return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=None, agreement=None)
