@@ -96,31 +96,37 @@ class Resources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cubin:
-    """One compiled kernel."""
+class Compiled:
+    """One compiled kernel: a `Cubin`, or for the CPU a `cpu.Emulated`."""
 
     name: str
     """The stage's id, or the source file's name without its suffix."""
     entry: str
-    """The kernel's name in the machine code."""
+    """The kernel's name."""
+    parameters: dict[str, int]
+    """The tunables as compiled, or a file's integer macros."""
+    launch_shape: LaunchShape | None
+    """None where the source defines none."""
+    compiler: str
+    """`NVRTC 13.0.88`, as written in the machine code; or `Triton 3.6.0`."""
+    log: str = field(repr=False)
+    compile_seconds: float
+    """Time the compilation took, when it was done."""
+    cached: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cubin(Compiled):
+    """Machine code for a GPU."""
+
     arch: str
     code: bytes = field(repr=False)
     """An ELF file."""
     sha256: str
     """Digest of `code`."""
-    parameters: dict[str, int]
-    """The tunables as compiled, or a file's integer macros."""
     options: tuple[str, ...]
     """Every option that shapes the code; the folders of the header wheels are left out."""
-    compiler: str
-    """`NVRTC 13.0.88`, as written in the machine code; or `Triton 3.6.0`."""
     resources: Resources
-    launch_shape: LaunchShape | None
-    """None where the source defines none."""
-    log: str = field(repr=False)
-    compile_seconds: float
-    """Time the compilation took, when it was done."""
-    cached: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,8 +200,10 @@ class Variant:
         if self.dtype not in ELEMENTS:
             raise ParameterError(f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
         mask: Mask = "causal" if self.causal else "full"
-        sizes = dict.fromkeys(("batch", "q_heads", "kv_heads", "q_len", "kv_len"), 1)
-        self.stage.require(Problem(**sizes, head_dim=self.head_dim, dtype=self.dtype, mask=mask), arch)
+        least = Problem(
+            batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=self.head_dim, dtype=self.dtype, mask=mask
+        )
+        self.stage.require(least, arch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -412,25 +420,17 @@ class _Request(ABC):
     arch: str
     options: tuple[str, ...]
     """Those that are recorded: no folder of this machine is among them."""
+    command: str
+    """An equivalent command line."""
+    compiler: str
+    """Its name and version, for people."""
+    key: tuple[Any, ...]
+    """What decides the code beside the text and the options."""
 
     @property
     def display(self) -> str:
         """The source's name in messages."""
         return shown(self.source)
-
-    @property
-    @abstractmethod
-    def command(self) -> str:
-        """An equivalent command line."""
-
-    @property
-    @abstractmethod
-    def compiler(self) -> str:
-        """Its name and version, for people."""
-
-    @abstractmethod
-    def key(self) -> list[Any]:
-        """What decides the code beside the text and the options."""
 
     @abstractmethod
     def compile(self) -> tuple[bytes, dict[str, Any]]:
@@ -445,7 +445,7 @@ class _Request(ABC):
             (folder / "cubin").write_bytes(code)
             return {**facts, "compile_seconds": time.perf_counter() - start}
 
-        return cache.entry("cubins", [self.display, self.text, self.options, *self.key()], ["cubin"], make)
+        return cache.entry("cubins", [self.display, self.text, self.options, *self.key], ["cubin"], make)
 
     def error(
         self, message: str, log: str, *, kind: type[CompileError] = CompileError, source_line: str | None = None
@@ -530,29 +530,21 @@ class _TritonRequest(_Request):
             f"--aligned={int(job.aligned)}",
             *(f"--constant={name}={value}" for name, value in constants.items()),
         )
+        source, compiler = job.file.resolve(), f"Triton {triton_code.version()}"
         return cls(
-            source=job.file.resolve(),
+            source=source,
             text=read(job.file, "Python"),
             arch=job.arch,
             options=options,
+            command=shlex.join(["triton.compile", shown(source), *options]),  # Triton has no command line
+            compiler=compiler,
+            key=("triton", compiler, job.stage.entry),
             entry=job.stage.entry,
             dtype=job.dtype,
             constants=constants,
             settings=settings,
             aligned=job.aligned,
         )
-
-    @property
-    def command(self) -> str:
-        """What it comes to: Triton has no command line."""
-        return shlex.join(["triton.compile", self.display, *self.options])
-
-    @property
-    def compiler(self) -> str:
-        return f"Triton {triton_code.version()}"
-
-    def key(self) -> list[Any]:
-        return ["triton", self.compiler, self.entry]
 
     def compile(self) -> tuple[bytes, dict[str, Any]]:
         code, log, launch = triton_code.compile_kernel(
@@ -578,7 +570,6 @@ class _TritonRequest(_Request):
 class _NvrtcRequest(_Request):
     include_dirs: tuple[Path, ...]
     """Searched in this order, after the source's own folder."""
-    tools: Toolchain
     macros: tuple[tuple[str, str], ...]
     line_info: bool = False
 
@@ -594,29 +585,21 @@ class _NvrtcRequest(_Request):
             f"-I{shown(COMMON)}",
             *(f"-D{name}={value}" for name, value in values.items()),
         )
+        source, text = source.resolve(), read(source, "CUDA C++")
+        # For nvcc, to be run in the checkout. Its register allocation may differ from NVRTC's.
+        wheels = (f"-I{shown(path)}" for path in tools.include_dirs)
         return cls(
-            source=source.resolve(),
-            text=read(source, "CUDA C++"),
+            source=source,
+            text=text,
             arch=arch,
             options=options,
+            command=shlex.join(["nvcc", "--cubin", *options, *wheels, shown(source)]),
+            compiler=f"NVRTC {tools.nvrtc_version}",
+            key=(contents(source, text, [COMMON]), tools.identity),
             include_dirs=(COMMON, *tools.include_dirs),
-            tools=tools,
             macros=tuple((name, str(value)) for name, value in values.items()),
             line_info=line_info,
         )
-
-    @property
-    def command(self) -> str:
-        """The same for nvcc, to be run in the checkout. Its register allocation may differ from NVRTC's."""
-        wheels = (f"-I{shown(path)}" for path in self.tools.include_dirs)
-        return shlex.join(["nvcc", "--cubin", *self.options, *wheels, self.display])
-
-    @property
-    def compiler(self) -> str:
-        return f"NVRTC {self.tools.nvrtc_version}"
-
-    def key(self) -> list[Any]:
-        return [contents(self.source, self.text, [COMMON]), self.tools.identity]
 
     def compile(self) -> tuple[bytes, dict[str, Any]]:
         code, log = _run_nvrtc(self)

@@ -127,7 +127,7 @@ class Frame(NamedTuple):
 def lines(code: bytes, entry: str) -> dict[int, tuple[Frame, ...]]:
     """Where the instructions of a kernel come from, by address: the line itself, then each line it was inlined at.
 
-    Empty for machine code without line information (`compile_stage(..., line_info=True)` makes it).
+    Empty for machine code without line information (`Job.line_info` asks for it).
 
     Raises:
         MissingPackageError: no nvdisasm.

@@ -66,13 +66,10 @@ def check_stages(
     Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
     the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere without `record`.
 
-    Where lengths, layouts and inputs are left open, these are `cases.default_cases`. Where one of them is given, every
-    combination runs: by default of all hostile lengths, every layout and normal inputs. `inputs` are kinds that are
-    drawn from a seed: all but `trained`.
+    `cases.chosen_cases` says which cases a `selection` is; `inputs` are kinds that are drawn from a seed: all but
+    `trained`. Rows of `random` cases go to data/<gpu>/random/, those of a `suite` to a folder of its name.
 
-    `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two. `random` replaces
-    lengths, masks, types, layouts and head dims by so many `cases.random_cases`; their rows go to data/<gpu>/random/.
-    `suite` replaces them by the cases of one of `cases.SUITES`, judged by its rule, and the folder is its name.
+    `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two.
 
     Raises:
         As `bench.run`.

@@ -115,14 +115,9 @@ def path_of(gpu: str, data: Path = DATA) -> Path:
 def stamp(gpu: str, data: Path = DATA) -> int:
     """When the table of a GPU was written, ns; 0 where it has none."""
     try:
-        return os.stat(_file_of(gpu, data)).st_mtime_ns  # noqa: PTH116 - each call of `attention` asks
+        return os.stat(f"{data}/{gpu}/{FILE}").st_mtime_ns  # noqa: PTH116 - each call of `attention` asks
     except OSError:
         return 0
-
-
-@lru_cache(maxsize=16)
-def _file_of(gpu: str, data: Path) -> str:
-    return str(path_of(gpu, data))
 
 
 def table(gpu: str, data: Path = DATA) -> Table | None:

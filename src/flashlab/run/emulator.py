@@ -1,11 +1,9 @@
-"""Kernels on the CPU: the same `.cu` files, compiled by the machine's C++ compiler against kernels/emulation, and run.
+"""Kernels on the CPU: what build/cpu.py compiled, launched.
 
-A compiled kernel is an executable. Each launch starts it as a worker process of its own, so that a kernel that crashes,
-hangs or writes where it should not costs that process alone; kernels/emulation/README.md describes what the two say to
-each other. Executables are cached by content beside the machine code that compiler.py makes.
-
-Built with hooks, a kernel calls the emulation's detector at every load and store: races, uninitialised reads, accesses
-out of bounds, and counts of bank conflicts and sectors come with the result, many times slower.
+Each launch starts the executable as a worker process of its own, so that a kernel that crashes, hangs or writes where
+it should not costs that process alone; kernels/emulation/README.md describes what the two say to each other. Built with
+hooks, races, uninitialised reads, accesses out of bounds, and counts of bank conflicts and sectors come with the
+result, many times slower.
 """
 
 from __future__ import annotations
@@ -19,8 +17,6 @@ import os
 import platform
 import re
 import selectors
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,37 +25,24 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
-from flashlab.build import cache, symbols
-from flashlab.build.compiler import COMMON, LaunchShape, Variant, launch_shape_fault
-from flashlab.build.parallel import cores as cores
-from flashlab.build.parallel import on_all_cores
-from flashlab.build.sources import contents, quote, read, readable, shown
-from flashlab.core.errors import (
-    CompileError,
-    EmulationError,
-    LayoutError,
-    MissingPackageError,
-    OutputError,
-    ParameterError,
-)
-from flashlab.core.paths import KERNELS, ROOT
+from pydantic import TypeAdapter
 
-EMULATION = KERNELS / "emulation"
-RUNTIME = EMULATION / "runtime"
+from flashlab.build import symbols
+from flashlab.build.cpu import Emulated as Emulated
+from flashlab.build.cpu import build_file as build_file
+from flashlab.build.cpu import build_stage as build_stage
+from flashlab.build.cpu import cxx as cxx
+from flashlab.build.cpu import install_command as install_command
+from flashlab.build.parallel import cores as cores
+from flashlab.core.errors import EmulationError, LayoutError, OutputError, ParameterError
+
 DEFAULT_TIMEOUT_S = 60.0
 
 Access = Literal["r", "w", "rw"]
 Status = Literal["ok", "deadlock", "misuse", "crash", "timeout"]
-_COMPILERS = ("clang++", "g++", "c++") if sys.platform == "darwin" else ("g++", "clang++", "c++")
-_OLDEST = {"g++": 12, "clang++": 14}
-"""What compiles the emulation's C++20."""
-_LANGUAGE = ("-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-finite-loops", "-fPIE", "-pthread")
-"""Kernels read one type's bytes as another's; the chip's arithmetic is spelled out, not the compiler's to fuse; and an
-endless loop, which C++ lets a compiler take out, is to hang as it does there."""
 _GRACE_S = 5.0
 """How long a worker that is told to stop has to say where everyone is."""
 _KEPT_OUTPUT_BYTES = 1 << 20
@@ -68,408 +51,6 @@ _GAP_BYTES = 4096
 """Between arrays in the emulated memory: what runs off the end of one does not reach the next."""
 _ALIGNMENT = 256
 """Arrays keep their address modulo this: what CUDA's allocators align to."""
-
-
-# --- the compiler -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cxx:
-    """The machine's C++ compiler."""
-
-    path: str
-    family: Literal["g++", "clang++"]
-    version: int
-    """Major."""
-    banner: str
-    """First line of `--version`."""
-    machine: str
-    """What it compiles for: `x86_64-linux-gnu`."""
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        """Part of every cache key."""
-        return (self.path, self.banner, self.machine)
-
-
-def install_command() -> str:
-    """The command that installs a C++ compiler here."""
-    if sys.platform == "darwin":
-        return "xcode-select --install"
-    sudo = "" if os.geteuid() == 0 else "sudo "
-    if shutil.which("dnf"):
-        return f"{sudo}dnf install gcc-c++"
-    return f"{sudo}apt-get install g++"
-
-
-def cxx() -> Cxx:
-    """The first C++ compiler on PATH that is new enough.
-
-    Raises:
-        MissingPackageError: there is none; the message has the command that installs one.
-    """
-    return _find_cxx(os.environ.get("PATH", os.defpath))
-
-
-@lru_cache(maxsize=8)
-def _find_cxx(path: str) -> Cxx:
-    refused: list[str] = []
-    for name in _COMPILERS:
-        program = shutil.which(name, path=path)
-        if program is None:
-            continue
-        known = _ask(program)
-        if known is None:
-            refused.append(f"{program}, which does not run")
-        elif known.version < _OLDEST[known.family]:
-            refused.append(f"{program}, {known.family} {known.version}")
-        else:
-            return known
-    got = f"got {' and '.join(refused)}" if refused else "got none on PATH"
-    raise MissingPackageError(
-        f"wanted a C++20 compiler to run kernels on the CPU, g++ {_OLDEST['g++']} or clang++ {_OLDEST['clang++']} or "
-        f"newer, {got}. Install one: {install_command()}"
-    )
-
-
-def _ask(path: str) -> Cxx | None:
-    def say(*arguments: str) -> str:
-        return subprocess.run(
-            [path, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True, timeout=30
-        ).stdout
-
-    try:
-        macros = dict(
-            re.findall(r"#define (__GNUC__|__clang_major__) (\d+)", say("-dM", "-E", "-x", "c++", os.devnull))
-        )
-        clang = "__clang_major__" in macros
-        return Cxx(
-            path=path,
-            family="clang++" if clang else "g++",
-            version=int(macros["__clang_major__" if clang else "__GNUC__"]),
-            banner=say("--version").partition("\n")[0],
-            machine=say("-dumpmachine").strip(),
-        )
-    except (OSError, subprocess.SubprocessError, KeyError):
-        return None
-
-
-# --- building ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Emulated:
-    """A kernel compiled for the CPU."""
-
-    name: str
-    """The stage's id, or the source file's name without its suffix."""
-    entry: str
-    """The kernel's name."""
-    source: Path
-    executable: Path
-    hooks: bool
-    """Whether its loads and stores report to the detector."""
-    parameters: dict[str, int]
-    """The tunables as compiled, or a file's integer macros."""
-    argument_sizes: tuple[int, ...]
-    """Bytes of each of the kernel's parameters."""
-    launch_shape: LaunchShape | None
-    """None where the source defines none."""
-    compiler: str
-    """First line of its `--version`."""
-    command: str
-    log: str = field(repr=False)
-    compile_seconds: float
-    """Time the compilation took, when it was done."""
-    cached: bool
-
-
-def build_stage(variant: Variant, *, hooks: bool = False) -> Emulated:
-    """Compile a stage for the CPU, or take it from the cache. Any machine runs every stage.
-
-    Args:
-        hooks: report every load and store to the detector.
-
-    Raises:
-        UnsupportedError: the stage takes no such head dim or element type.
-        ParameterError: an unknown tunable, or a source that cannot be read.
-        CompileError: the compiler refused it, or it lacks the kernel or its launch shape.
-        MissingPackageError: no C++ compiler.
-        OutputError: the cache cannot be written.
-    """
-    variant.require()
-    stage, parameters = variant.stage, variant.parameters
-    built = _build(
-        variant.file, name=stage.id, entry=stage.entry, macros=variant.macros, parameters=parameters, hooks=hooks
-    )
-    fault = launch_shape_fault(stage, built.launch_shape)
-    if fault:
-        raise CompileError(f"{shown(built.source)}: {fault}", command=built.command, log=built.log)
-    return built
-
-
-def build_file(
-    source: Path, *, entry: str, defines: Mapping[str, int | str] | None = None, hooks: bool = False
-) -> Emulated:
-    """Compile any CUDA C++ file for the CPU, or take it from the cache.
-
-    Args:
-        entry: the kernel's name.
-        defines: macros.
-        hooks: report every load and store to the detector.
-
-    Raises:
-        ParameterError: a source that cannot be read.
-        CompileError: the compiler refused it, or it has no kernel of that name.
-        MissingPackageError: no C++ compiler.
-        OutputError: the cache cannot be written.
-    """
-    macros = dict(defines or {})
-    parameters = {name: value for name, value in macros.items() if isinstance(value, int)}
-    return _build(source, name=source.stem, entry=entry, macros=macros, parameters=parameters, hooks=hooks)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """Everything that decides the executable."""
-
-    source: Path
-    text: str
-    entry: str
-    macros: tuple[tuple[str, str], ...]
-    hooks: bool
-    compiler: Cxx
-
-    @property
-    def options(self) -> tuple[str, ...]:
-        """For the kernel's translation unit."""
-        how: tuple[str, ...] = ("-O2",)
-        if self.hooks and self.compiler.family == "g++":
-            # -fno-tree-sra: it would take 16-byte accesses apart before the hooks see them.
-            how = ("-O1", "-fsanitize=thread", "-fsanitize=bounds", "-fno-tree-sra")
-        elif self.hooks:
-            how = ("-O1", "-fsanitize=thread", "-fsanitize=array-bounds")
-        many = "-fmax-errors=20" if self.compiler.family == "g++" else "-ferror-limit=20"
-        # A kernel's warnings are NVRTC's business: here #pragma unroll and CUDA's attributes would fill the log.
-        return (
-            *_LANGUAGE,
-            *how,
-            # A frame larger than a page touches each, so that a stack that runs over meets the guard page below it.
-            *(("-fstack-clash-protection",) if sys.platform == "linux" else ()),
-            "-fno-optimize-sibling-calls",  # a call in last place would leave no return address in the kernel
-            "-g1",
-            "-w",
-            many,
-            f"-DEMULATION_HOOKED={'true' if self.hooks else 'false'}",
-            *(f"-D{name}=shared_bytes" for name in _dynamic_shared(self.text)),
-            *(f"-D{name}={value}" for name, value in self.macros),
-            "-include",
-            str(EMULATION / "emulation.h"),
-            f"-I{EMULATION}",
-            f"-I{COMMON}",
-        )
-
-    @property
-    def unit(self) -> str:
-        """The translation unit: the file as it stands, and what the runtime runs of it."""
-        shape = "&launch_shape" if re.search(r"\blaunch_shape\b", _without_comments(self.text)) else "nullptr"
-        return f'#include "{self.source}"\nEMULATE({self.entry}, {shape})\n'
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        headers = contents(self.source, self.text, [COMMON, EMULATION])
-        return (str(self.source), self.text, headers, self.unit, self.options, self.compiler.identity)
-
-
-def _build(
-    source: Path,
-    *,
-    name: str,
-    entry: str,
-    macros: Mapping[str, int | str],
-    parameters: dict[str, int],
-    hooks: bool,
-) -> Emulated:
-    source = source.resolve()
-    text = read(source, "CUDA C++")
-    request = _Request(
-        source=source,
-        text=text,
-        entry=entry,
-        macros=tuple((key, str(int(value) if isinstance(value, bool) else value)) for key, value in macros.items()),
-        hooks=hooks,
-        compiler=cxx(),
-    )
-    command = shlex.join([request.compiler.path, "-x", "c++", *request.options, "-c", str(source)])
-    kernels = re.findall(
-        r"\b__global__\b[^;{]*?\b(\w+)\s*\(", re.sub(r"__(?:launch_bounds|cluster_dims)__\s*\([^)]*\)", "", _code(text))
-    )
-    if entry not in kernels:
-        raise CompileError(
-            f"{shown(source)}: wanted the kernel {entry!r}, the file defines {', '.join(kernels) or 'none'}.",
-            command=command,
-            log="",
-        )
-    made = cache.entry("emulated", request.key, ["kernel"], lambda work: _compile_kernel(request, work, command))
-    facts = made.facts
-    shape = facts["describe"]["launch_shape"]
-    return Emulated(
-        name=name,
-        entry=entry,
-        source=source,
-        executable=made.folder / "kernel",
-        hooks=hooks,
-        parameters=parameters,
-        argument_sizes=tuple(facts["describe"]["arguments"]),
-        launch_shape=None if shape is None else LaunchShape(**shape),
-        compiler=request.compiler.banner,
-        command=command,
-        log=facts["log"],
-        compile_seconds=facts["compile_seconds"],
-        cached=made.cached,
-    )
-
-
-def _compile_kernel(request: _Request, work: Path, command: str) -> dict[str, Any]:
-    runtime = _runtime(request.compiler)
-    start = time.perf_counter()
-    unit = work / "unit.cpp"
-    unit.write_text(request.unit, encoding="utf-8")
-    done = _compile([request.compiler.path, *request.options, "-c", str(unit), "-o", str(work / "unit.o")])
-    log = readable(done.stderr)
-    if done.returncode:
-        raise _refusal(request, log, command)
-    pie = () if sys.platform == "darwin" else ("-pie",)
-    dl = () if sys.platform == "darwin" else ("-ldl",)
-    linked = _compile(
-        [
-            *(request.compiler.path, "-pthread", *pie, str(work / "unit.o"), *map(str, runtime)),
-            *("-o", str(work / "kernel"), *dl),
-        ]
-    )
-    if linked.returncode:
-        missing = re.search(r"undefined reference to [`'‘](.*?)['’]|\"(_\S+)\", referenced from", linked.stderr)
-        raise CompileError(
-            f"{shown(request.source)}: it compiled for the CPU but did not link"
-            + (f": {missing[1] or missing[2]} is not part of the emulation" if missing else ""),
-            command=command,
-            log=readable(linked.stderr),
-        )
-    (work / "unit.o").unlink()
-    said = subprocess.run([str(work / "kernel"), "--describe"], capture_output=True, text=True, timeout=60)
-    if said.returncode:
-        raise CompileError(
-            f"{shown(request.source)}: it compiled for the CPU, and the program does not start",
-            command=command,
-            log=said.stderr,
-        )
-    return {"describe": json.loads(said.stdout), "log": log, "compile_seconds": time.perf_counter() - start}
-
-
-def _runtime(compiler: Cxx) -> tuple[Path, ...]:
-    """The emulation's own objects, compiled once, in the order in which they are linked."""
-    # boundary.cpp first: code that lies before it is the kernel's.
-    sources = sorted(RUNTIME.glob("*.cpp"), key=lambda path: (path.name != "boundary.cpp", path.name))
-    options = [*_LANGUAGE, "-O3", "-g1", f"-I{EMULATION}"]
-    if compiler.family == "g++":
-        # Nothing of the runtime moves ahead of boundary.cpp, into a section for rarely called code.
-        options += ["-fno-reorder-functions", "-fno-reorder-blocks-and-partition"]
-    objects = [f"{path.stem}.o" for path in sources]
-
-    def make(work: Path) -> dict[str, Any]:
-        commands = [
-            [compiler.path, *options, "-c", str(path), "-o", str(work / name)]
-            for path, name in zip(sources, objects, strict=True)
-        ]
-        for path, done, command in zip(sources, on_all_cores(_compile, commands), commands, strict=True):
-            if done.returncode:
-                log = readable(done.stderr)
-                raise CompileError(
-                    f"{shown(path)}: {compiler.path} did not compile the emulation's runtime{_first_error(log)}",
-                    command=shlex.join(command),
-                    log=log,
-                )
-        return {}
-
-    key = ("runtime", contents(sources[0], "", [EMULATION]), options, compiler.identity)
-    made = cache.entry("emulated", key, objects, make)
-    return tuple(made.folder / name for name in objects)
-
-
-def _compile(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        env={**os.environ, "LC_ALL": "C"},  # messages that can be read back
-    )
-
-
-# --- what the C++ compiler said ---
-
-
-_ERROR = re.compile(r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: (?P<text>.*)$", re.MULTILINE)
-
-_AT = r"([^\s:][^:\n]*):(\d+):(?:\d+:)? +"
-_EXPANSION = re.compile(rf"^{_AT}note: (?:in expansion|in definition|expanded)", re.MULTILINE)
-_INSTANTIATION = re.compile(rf"^{_AT}(?:required|note: in instantiation)", re.MULTILINE)
-_INCLUSION = re.compile(r"^(?:In file included| +) from ([^\s:][^:\n]*):(\d+)", re.MULTILINE)
-
-
-def _first_error(log: str) -> str:
-    error = _ERROR.search(log)
-    return f": {error['text']}" if error else ""
-
-
-def _refusal(request: _Request, log: str, command: str) -> CompileError:
-    """The error that says most: the first, at the line of the user's file (or header) that brought it about."""
-    errors = list(_ERROR.finditer(log))
-    where = None
-    text = errors[0]["text"] if errors else "it ended without a word"
-    for index, error in enumerate(errors):
-        # From the end of the error before to the next: what includes, expands and instantiates it stands around it.
-        begin = errors[index - 1].end() if index else 0
-        end = errors[index + 1].start() if index + 1 < len(errors) else len(log)
-        lines = [(error["file"], error["line"])]
-        lines += _EXPANSION.findall(log[error.end() : end])
-        lines += _INSTANTIATION.findall(log[begin:end])
-        lines += _INCLUSION.findall(log[begin : error.start()])
-        own = [(file, line) for file, line in lines if not _emulations(file)]
-        if own:
-            where, text = quote(own[0][0], int(own[0][1])), error["text"]
-            break
-    return CompileError(
-        f"{shown(request.source)}: wanted code for the CPU, got an error: {text}"
-        + (f"\n  {where}" if where else "")
-        + f"\nCommand: {command}\nLog:\n{log}",
-        command=command,
-        log=log,
-        source_line=where,
-    )
-
-
-def _emulations(file: str) -> bool:
-    path = ROOT / file
-    return path.is_relative_to(EMULATION) or path.name == "unit.cpp" or not path.is_file() or file.startswith("/usr/")
-
-
-# --- reading a source ---
-
-
-def _without_comments(text: str) -> str:
-    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
-
-
-def _code(text: str) -> str:
-    return re.sub(r'^\s*#[^\n]*|"(?:\\.|[^"\\\n])*"', " ", _without_comments(text), flags=re.MULTILINE)
-
-
-def _dynamic_shared(text: str) -> tuple[str, ...]:
-    """Names under which a file declares its dynamic shared memory, where they are not the emulation's."""
-    names = re.findall(r"\bextern\s+__shared__\b[^;]*?\b(\w+)\s*\[\s*\]\s*;", _without_comments(text))
-    return tuple(dict.fromkeys(name for name in names if name != "shared_bytes"))
 
 
 # --- launching: arguments ---------------------------------------------------------------------------------------------
@@ -760,24 +341,11 @@ def _report(result: Mapping[str, Any], emulated: Emulated, printed: str) -> Repo
             }
         return tuple(map(located, value)) if isinstance(value, list) else value
 
-    facts = located(result)
+    where = result.get("where")
+    return _REPORT.validate_python({**located(result), "where": where and located(where)["place"], "printed": printed})
 
-    def actor(side: Mapping[str, Any] | None) -> Actor | None:
-        return None if side is None else Actor(**side)
 
-    return Report(
-        status=facts["status"],
-        message=facts["message"],
-        seconds=facts["seconds"],
-        where=facts["where"]["place"] if facts.get("where") else None,
-        findings=tuple(
-            Finding(**{**finding, "first": actor(finding["first"]), "second": actor(finding["second"])})
-            for finding in facts["findings"]
-        ),
-        counters=tuple(Counter(**counter) for counter in facts["counters"]),
-        waiting=tuple(Waiting(**group) for group in facts["waiting"]),
-        printed=printed,
-    )
+_REPORT = TypeAdapter(Report)
 
 
 def _addresses(value: Any) -> set[int]:

@@ -6,6 +6,7 @@ what a kernel does seldom, and rows that lie far apart. on_cpu.py runs the cases
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -113,23 +114,21 @@ def cases(
     _require("dtype", dtypes, DTYPES)
     batch, q_heads, kv_heads = heads
     combinations: list[Case] = []
-    for head_dim in _head_dims(able) if head_dims is None else head_dims:
-        for dtype in dtypes:
-            for mask in masks:
-                for q_len, kv_len in lengths:
-                    problem = Problem(
-                        batch=batch,
-                        q_heads=q_heads,
-                        kv_heads=kv_heads,
-                        q_len=q_len,
-                        kv_len=kv_len,
-                        head_dim=head_dim,
-                        dtype=dtype,  # type: ignore[arg-type]
-                        mask=mask,  # type: ignore[arg-type]
-                    )
-                    names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
-                    of_problem = (replace(problem, inputs=kind) for kind in kinds if names)
-                    combinations += [Case(same, layout, names) for same in of_problem for layout in layouts]
+    dims = _head_dims(able) if head_dims is None else head_dims
+    for head_dim, dtype, mask, (q_len, kv_len) in itertools.product(dims, dtypes, masks, lengths):
+        problem = Problem(
+            batch=batch,
+            q_heads=q_heads,
+            kv_heads=kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=head_dim,
+            dtype=dtype,  # type: ignore[arg-type]
+            mask=mask,  # type: ignore[arg-type]
+        )
+        names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
+        of_problem = (replace(problem, inputs=kind) for kind in kinds if names)
+        combinations += [Case(same, layout, names) for same in of_problem for layout in layouts]
     return combinations
 
 

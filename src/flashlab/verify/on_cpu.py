@@ -146,8 +146,8 @@ def check_on_cpu(
 ) -> CheckRun:
     """Compare stages with the oracle on the CPU, over lengths, masks, types, layouts and schedules that break kernels.
 
-    `cases.chosen_cases` says which go together. `races` also looks for races, uninitialised reads and accesses out of
-    bounds; a finding is a failure. The cases of a `suite` are judged by its rule.
+    `cases.chosen_cases` says which cases a `selection` is. `races` also looks for races, uninitialised reads and
+    accesses out of bounds; a finding is a failure. The cases of a `suite` are judged by its rule.
 
     Raises:
         InputError: what was asked for does not exist.
