@@ -504,20 +504,14 @@ def mapped(size: int) -> Iterator[tuple[Path, mmap.mmap]]:
         room = os.statvfs(shm)
         roomy = os.access(shm, os.W_OK) and 4 * size < room.f_bavail * room.f_frsize
     folder = shm if roomy else Path(tempfile.gettempdir())
-    try:
-        handle, name = tempfile.mkstemp(prefix="flashlab-", dir=folder)
+    with contextlib.ExitStack() as stack:
         try:
-            os.ftruncate(handle, size)
-            mapping = mmap.mmap(handle, size)
-        finally:
-            os.close(handle)
-    except OSError as error:
-        raise OutputError(f"wanted {size} bytes for the kernel's memory in {folder}: {error.strerror}") from error
-    path = Path(name)
-    try:
-        yield path, mapping
-    finally:
-        path.unlink(missing_ok=True)
+            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="flashlab-", dir=folder))
+            file.truncate(size)
+            mapping = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise OutputError(f"wanted {size} bytes for the kernel's memory in {folder}: {error.strerror}") from error
+        yield Path(file.name), mapping
 
 
 def run_worker(
