@@ -63,10 +63,9 @@ def main() -> int:
         print(f"{wheel.stat().st_size / 1e6:7.2f} MB  {wheel.name}")
     total_mb = sum(wheel.stat().st_size for wheel in wheels) / 1e6
     print(f"{total_mb:7.2f} MB  {len(wheels)} wheels in {bundle}")
-    commit, dirty = provenance.source()
-    print(
-        f"records made from this bundle name commit {commit}{', dirty: commit first for a clean one' if dirty else ''}"
-    )
+    source = provenance.source()
+    dirty = ", dirty: commit first for a clean one" if source.dirty else ""
+    print(f"records made from this bundle name commit {source.commit}{dirty}")
     if len(wheels) != len(wanted) or total_mb > LIMIT_MB:
         print(f"wanted {len(wanted)} wheels of at most {LIMIT_MB} MB together", file=sys.stderr)
         return 1

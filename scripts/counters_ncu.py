@@ -209,8 +209,7 @@ def main() -> int:
     from flashlab.record import provenance
     from flashlab.run import gpu
 
-    commit, dirty = provenance.source()
-    identity = {"gpu": gpu.info(0).name, "commit": commit, "dirty": dirty}
+    identity = {"gpu": gpu.info(0).name, **provenance.source().model_dump()}
     run_stages = ("--launch", "stages", "--stages", *options.stages, "--shapes", *options.shapes)
     stages = [
         (f"attention_{stage}", {"stage": stage, "shape": shape}) for shape in options.shapes for stage in options.stages

@@ -10,12 +10,11 @@ import numpy as np
 
 from flashlab.build import sass
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Problem, suite
+from flashlab.core.problem import Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.measure.profile import METRICS
-from flashlab.record import store
-from flashlab.record.store import (
-    Cache,
+from flashlab.record import schema, store
+from flashlab.record.schema import (
     Ceiling,
     Conditions,
     CubinFields,
@@ -23,8 +22,6 @@ from flashlab.record.store import (
     LineStalls,
     Machine,
     Measurement,
-    ProblemFields,
-    Regime,
     Samples,
     Source,
     StageProfile,
@@ -124,7 +121,7 @@ def measurement(
         "software": _SOFTWARE,
         "kind": "stage" if is_stage else "peer",
         "name": name,
-        "problem": ProblemFields.of(problem),
+        "problem": problem,
     }
     nothing = {"verdict": None, "samples": (), "cubin": None}
     if not is_stage and name == list(peers.PEERS)[-1]:
@@ -178,7 +175,7 @@ def profile(
         metrics=shares if metrics is None else dict(metrics),
         run=run,
         stage=name,
-        problem=ProblemFields.of(problem),
+        problem=problem,
         parameters=cubin.parameters,
         cubin_sha256=cubin.sha256,
         tile_q=cubin.tile_q,
@@ -241,7 +238,7 @@ def write_synthetic(data: Path, slug: str = "nvidia-h200", *, problems: Iterable
         for name in (*registry.STAGES, *peers.PEERS)
     ]
     # One write rather than records.append for each: that flushes every line to disk.
-    path.write_text("".join(map(store.to_line, [*rows, *_ceilings(slug)])), encoding="utf-8")
+    path.write_text("".join(map(schema.to_line, [*rows, *_ceilings(slug)])), encoding="utf-8")
     store.write_machine(
         Machine(gpu=gpu(slug), host={"processor": "made up", "cores": "32", "memory": "256 GiB", "system": "Linux"}),
         data,

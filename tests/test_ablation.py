@@ -28,8 +28,8 @@ from flashlab.experiments import levers
 from flashlab.kernels import registry
 from flashlab.measure.options import Options
 from flashlab.query.statistics import interval, ratio_of_medians
-from flashlab.record import store
-from flashlab.record.store import Ablation, Part
+from flashlab.record import schema, store
+from flashlab.record.schema import Ablation, Part
 from flashlab.run import choice, emulator
 from flashlab.run.attention import Emulation, emulate
 from flashlab.show import site
@@ -257,9 +257,9 @@ def test_a_paired_interval_holds_the_ratio_and_shrinks_with_rounds() -> None:
     assert interval(ratio_of_medians, [*slow, 99.0], fast, paired=True) == whole
 
 
-def _samples(time_us: float, count: int = 20) -> store.Samples:
+def _samples(time_us: float, count: int = 20) -> schema.Samples:
     noise = np.random.default_rng(int(time_us)).normal(1.0, 0.002, size=count)
-    return store.Samples(
+    return schema.Samples(
         regime="burst", cache="hot", calls=1, time_us=tuple(time_us * noise), sm_clock_mhz=(1980.0,) * count
     )
 
@@ -401,7 +401,7 @@ def test_levels_of_an_axis_take_turns_and_are_recorded_in_one_file(tmp_path: Pat
         arch="sm_90a",
         options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path, refused=["exp: expf"])),
     )
-    found, damage = store.read_ablations(path)
+    found, damage = store.read(path, schema.Ablation)
     assert not damage
     assert not store.verify(path.parent.parent.name, tmp_path / "data")
     assert [(one.axis, one.level, one.status) for one in found] == [
@@ -429,7 +429,7 @@ def test_parts_are_recorded_without_a_verdict_and_never_as_measurements(tmp_path
             worker=fake_worker(tmp_path, refused=["06_cp_async without pv"]),
         ),
     )
-    found, damage = store.read_parts(path)
+    found, damage = store.read(path, schema.Part)
     assert not damage
     assert [one.left_out for one in found] == ["nothing", "qk", "softmax", "memory"]
     assert path.parent.name == "parts"
@@ -454,7 +454,7 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
         announce=told.append,
         options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path)),
     )
-    found, damage = store.read_ablations(path)
+    found, damage = store.read(path, schema.Ablation)
     assert not damage
     assert not store.verify(path.parent.parent.name, tmp_path / "data")
     assert [(one.axis, one.level, one.problem.mask) for one in found] == [
@@ -462,7 +462,7 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
         *(("levers", level, "causal") for level in ("as it is", first)),
     ]
     stage = registry.get("13_overlap")
-    problem = found[-1].problem.problem()
+    problem = found[-1].problem
     assert found[-1].parameters == stage.parameters(64, choice.parameters(stage, "nvidia-h200", problem))
     (job,) = jobs_of(tmp_path)
     assert [len(cell["pending"]) for cell in job["cells"]] == [3, 2]
@@ -520,7 +520,7 @@ def test_the_notebook_shows_what_is_recorded(tmp_path: Path) -> None:
     ):
         path = data / "nvidia-h200" / folder / f"{synthetic.RUN}.jsonl"
         path.parent.mkdir()
-        path.write_text("".join(map(store.to_line, lines)), encoding="utf-8")
+        path.write_text("".join(map(schema.to_line, lines)), encoding="utf-8")
     out = tmp_path / "out"
     parameters = {"source": "replay", "data": str(data), "axis": "exp"}
     outcome = site.execute(NOTEBOOKS / "05_ablations.ipynb", out, parameters)

@@ -24,7 +24,7 @@ from flashlab.kernels.registry import ARCHS, STAGES
 from flashlab.measure import bench, check
 from flashlab.measure.harness import Progress
 from flashlab.query import select
-from flashlab.record import store
+from flashlab.record import schema
 from flashlab.record.checks import CheckRow
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks
@@ -504,7 +504,7 @@ def test_bench_fails_where_a_row_failed(run: Run, tmp_path: Path, monkeypatch: p
         row = measurement(FIRST_STAGE, next(iter(problems)))
         lost = {"status": "crashed", "reason": "illegal address", "samples": (), "verdict": None}
         path = tmp_path / f"{RUN}.jsonl"
-        path.write_text(store.to_line(row.model_copy(update=lost)), encoding="utf-8")
+        path.write_text(schema.to_line(row.model_copy(update=lost)), encoding="utf-8")
         return path
 
     monkeypatch.setattr(bench, "run", measure)

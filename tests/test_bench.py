@@ -27,7 +27,7 @@ from flashlab.measure.cells import Cell, RefusedError, refusal
 from flashlab.measure.options import BURSTS, Options, Plan, plan_of
 from flashlab.measure.timer import Reading, State
 from flashlab.measure.worker import BenchWorker, Candidate
-from flashlab.record import checks, store
+from flashlab.record import checks, schema, store
 from flashlab.record.checks import CheckRow
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks
@@ -330,7 +330,7 @@ def test_variants_become_tuning_records(tmp_path: Path, fake: Any) -> None:
     tasks = [tune.Task(tune.Key("00_naive", problem), variants) for problem in PROBLEMS]
     path = tune.time(tasks, plan=BURSTS, options=_options(tmp_path, fake(**{"00_naive[THREADS=64]": "segfault"})))
     assert path.parent == tmp_path / "data" / "test-gpu" / "tuning"
-    found = store.tunings("test-gpu", tmp_path / "data")
+    found = store.records("test-gpu", schema.Tuning, tmp_path / "data")
     assert {record.stage for record in found} == {"00_naive"}
     assert {(record.parameters["THREADS"], record.status) for record in found} == {
         (64, "crashed"),
@@ -362,7 +362,7 @@ def test_what_is_tried_on_one_problem_is_interleaved_with_the_libraries_beside_i
         "01_coalesced[]": "stage",
         "sdpa": "peer",
     }
-    found, damage = store.read_tunings(path)
+    found, damage = store.read(path, schema.Tuning)
     assert not damage
     assert [(one.problem.mask, one.parameters) for one in found if one.stage == "sdpa"] == [
         ("full", {}),
@@ -383,7 +383,7 @@ def test_variants_that_make_no_sense_are_refused_before_any_work(tmp_path: Path,
     assert not (tmp_path / "jobs.jsonl").exists()
 
 
-PASSED = store.Verdict(
+PASSED = schema.Verdict(
     passed=True, reason="", max_abs_error=0.1, max_abs_limit=1.0, rms_error=None, rms_limit=None, lse_error=None,
     lse_limit=None,
 )  # fmt: skip
@@ -411,7 +411,7 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
     rows = {m["name"]: m["row"] for m in sent if m["type"] == "row"}
     assert set(rows) == {"fast", "slow", "other"}
     for name, row in rows.items():
-        found = [store.Samples.model_validate(one) for one in row["samples"]]
+        found = [schema.Samples.model_validate(one) for one in row["samples"]]
         wanted = [("burst", "hot"), ("burst", "cold"), *([("sustained", "hot")] if name != "other" else [])]
         assert [(one.regime, one.cache) for one in found] == wanted
         assert [len(one.time_us) for one in found[:2]] == [5, 4]
@@ -562,7 +562,7 @@ def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: Plan, why_not: str | None 
             fake.call_us[name] = least * (1 + v.layer)
             plain()
 
-        def judge() -> store.Verdict:
+        def judge() -> schema.Verdict:
             assert q.layer == k.layer == v.layer
             overall = {"overall_max_error": (0.5, 0.2, 0.7, 0.3)[v.layer], "overall_rms_error": float(v.layer)}
             verdict = PASSED.model_copy(update={"max_abs_error": 0.1 * (v.layer + 1), **overall})
@@ -575,7 +575,7 @@ def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: Plan, why_not: str | None 
         def counted() -> Fallbacks | None:
             return Fallbacks(renormalized=len(checked), recomputed=0) if name == "fast" else None
 
-        def checks_again() -> store.Verdict:
+        def checks_again() -> schema.Verdict:
             checked.append(v.layer)
             return judge()
 
@@ -601,7 +601,7 @@ def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch
         assert row["verdict"]["overall_rms_error"] == pytest.approx(((0 + 1 + 4 + 9) / 4) ** 0.5)
         assert row["trained"]["digest"] == "0123"
         assert row.get("fallbacks") == ([4, 0] if name == "fast" else None)
-        found = [store.Samples.model_validate(one) for one in row["samples"]]
+        found = [schema.Samples.model_validate(one) for one in row["samples"]]
         assert [one.layer for one in found] == [0, 1, 2, 3] * 2
         assert [one.regime for one in found] == ["burst"] * 4 + ["sustained"] * 4
         assert [one.median_us for one in found] == [least, 2 * least, 3 * least, 4 * least] * 2
@@ -661,7 +661,7 @@ def test_the_oracle_sees_less_of_other_inputs_than_normal() -> None:
 # --- How long it will take --------------------------------------------------------------------------------------------
 
 
-def _seconds(problem: Problem, known: Sequence[store.Measurement] = (), **options: Any) -> bench.Estimate:
+def _seconds(problem: Problem, known: Sequence[schema.Measurement] = (), **options: Any) -> bench.Estimate:
     ((one,), total) = bench.estimate([problem], known=known, ceilings=False, **options)
     assert total > one.seconds
     return one
@@ -806,7 +806,7 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
 
     def in_place_of_a_gpu(stage_id: str, problem: Problem, values: Any, inputs: Any, **options: Any) -> Any:
         if (stage_id, problem) == ("00_naive", problems[1]):
-            return store.Verdict(passed=False, reason="bad"), None, None, None
+            return schema.Verdict(passed=False, reason="bad"), None, None, None
         verdict, ran = on_cpu.emulated_verdict(stage_id, problem, values, **options)
         return verdict, ran.out, ran.lse, counted
 
@@ -920,13 +920,13 @@ def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rows["launch"]["reason"], rows["launch"].get("value")) == ("", 100.0)
     header = {"run": "20260102T030405Z-0123abc", "time": "", "gpu": GPU, "software": {}}
     header["source"] = {"commit": "unknown", "dirty": True}
-    found = {name: bench._record(store.Measurement, header, named[name], problem, rows[name]) for name in (*named,)}
+    found = {name: bench._record(schema.Measurement, header, named[name], problem, rows[name]) for name in (*named,)}
     assert {name: record.status for name, record in found.items()} == {  # type: ignore[union-attr]
         "00_naive": "ok", "00_naive[THREADS=64]": "wrong", "sdpa_math": "ok", "fa3": "missing", "00_naive+lse": "ok",
     }  # fmt: skip
     naive, twin = found["00_naive"], found["00_naive+lse"]
-    assert isinstance(naive, store.Measurement)
-    assert isinstance(twin, store.Measurement)
+    assert isinstance(naive, schema.Measurement)
+    assert isinstance(twin, schema.Measurement)
     assert [(one.cache, len(one.time_us)) for one in naive.samples] == [("hot", 5), ("cold", 3)]
     assert [one.cache for one in twin.samples] == ["hot"]
     assert naive.samples[0].cycles_per_score == pytest.approx(100 * 800 * 4 / (2 * 64 * 64))
@@ -936,6 +936,6 @@ def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
     assert naive.cubin is not None
     assert naive.cubin.sass == {"mma": 1}
     variant = replace(named["00_naive"], record={"stage": "00_naive"})
-    tuning = bench._record(store.Tuning, header, variant, problem, rows["00_naive"])
-    assert isinstance(tuning, store.Tuning)
+    tuning = bench._record(schema.Tuning, header, variant, problem, rows["00_naive"])
+    assert isinstance(tuning, schema.Tuning)
     assert tuning.parameters == registry.get("00_naive").parameters(64)

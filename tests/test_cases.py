@@ -20,7 +20,7 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.query import select
 from flashlab.record import checks
-from flashlab.record.store import Verdict
+from flashlab.record.schema import Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import Fallbacks
 from flashlab.verify import cases, on_cpu
@@ -359,8 +359,8 @@ def test_cases_take_kinds_of_inputs_and_name_them_on_record(tmp_path: Path) -> N
         file.writelines(json.dumps(line) + "\n" for line in _lines([row]))
     assert Problem(**checks.read_lines(path)[-1]["problem"]) == row.problem
     # What is shown unasked is on normal inputs.
-    assert len(select.checks("nvidia-h200", tmp_path)) == len(ROWS)
-    assert len(select.checks("nvidia-h200", tmp_path, inputs=("falling",))) == 1
+    assert len(select.checks("nvidia-h200", tmp_path)[1]) == len(ROWS)
+    assert len(select.checks("nvidia-h200", tmp_path, inputs=("falling",))[1]) == 1
 
 
 def test_comparisons_on_record_read_back(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import STAGES
 from flashlab.query import contests, select
 from flashlab.query.select import Results
-from flashlab.record import store
-from flashlab.record.store import StageProfile
+from flashlab.record import schema, store
+from flashlab.record.schema import StageProfile
 from flashlab.show import charts, tables
 from flashlab.show.charts import LAYOUTS, THEMES, Chart
 
@@ -167,7 +167,7 @@ def two_types(tmp_path_factory: pytest.TempPathFactory) -> Results:
         row.model_copy(update=lacking) if row.name == "sdpa_cudnn" and row.problem.dtype == "float16" else row
         for row in rows
     ]
-    path.write_text("".join(map(store.to_line, changed)), encoding="utf-8")
+    path.write_text("".join(map(schema.to_line, changed)), encoding="utf-8")
     return select.load("nvidia-h200", data)
 
 
@@ -323,7 +323,8 @@ def test_ratios_over_lengths_say_which_library_they_are_over(tmp_path: Path) -> 
     assert "over of old" in _text(chart.svg["wide"])
     assert "89abcde" not in chart.provenance + "".join(chart.data_files)
     assert "changes" not in chart.provenance
-    dirty = [replace(one, run="20270101T000000Z-89abcde-dirty") for one in found]
+    edited = "20270101T000000Z-89abcde-dirty"
+    dirty = [replace(one, burst=one.burst and replace(one.burst, run=edited)) for one in found]
     assert charts.ratios(shown, found=dirty).provenance.endswith("commit 89abcde + changes")
 
 

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from flashlab.core.errors import CompileError, NoDataError, NoGpuError, ParameterError
 from flashlab.experiments import chip
 from flashlab.measure.timer import MicroParams
-from flashlab.record import store
-from flashlab.record.store import ChipReading
+from flashlab.record import schema, store
+from flashlab.record.schema import ChipReading
 from flashlab.run import emulator, gpu
 
 SOME = (
@@ -202,7 +202,7 @@ def test_the_newest_reading_counts_and_damage_is_told(tmp_path: Path) -> None:
     (folder / f"{old.run}.jsonl").write_text(old.model_dump_json() + "\n", encoding="utf-8")
     (folder / f"{new.run}.jsonl").write_text(new.model_dump_json() + '\n{"kind": "chip"}\n', encoding="utf-8")
     assert chip.newest("nvidia-h200", tmp_path)["ex2_4_warps"] == new
-    found, damage = store.read_chip(folder / f"{new.run}.jsonl")
+    found, damage = store.read(folder / f"{new.run}.jsonl", schema.ChipReading)
     assert found == (new,)
     assert [d.line for d in damage] == [2]
 

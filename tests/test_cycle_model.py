@@ -17,7 +17,7 @@ from flashlab.experiments import chip, cycle_model, cycle_tables
 from flashlab.experiments.cycle_model import Kernel, Rates, Speeds, Step
 from flashlab.kernels import registry
 from flashlab.query import select
-from flashlab.record import store
+from flashlab.record import schema, store
 from flashlab.show import tables
 
 RATES = Rates(
@@ -228,7 +228,7 @@ def test_loops_that_were_measured_are_predicted(slug: str) -> None:
     assert sum(within) >= 0.8 * len(off), off
 
 
-def ceilings(samples: Mapping[str, tuple[float, ...]]) -> dict[str, store.Ceiling]:
+def ceilings(samples: Mapping[str, tuple[float, ...]]) -> dict[str, schema.Ceiling]:
     """A ceiling of mma.sync of 600 TFLOP/s with these clocks."""
     made = synthetic.ceiling("mma_sync_float16")
     return {made.name: made.model_copy(update={"samples": made.samples.model_copy(update=dict(samples))})}
@@ -268,9 +268,9 @@ def test_products_of_warps_stand_below_those_of_warpgroups(slug: str, tmp_path: 
 @pytest.mark.parametrize("slug", COMMITTED)
 def test_a_stage_is_predicted_as_it_was_recorded(slug: str) -> None:
     """With the blocks that were resident, and at the clock that it ran at."""
-    newest: dict[tuple[str, Problem], store.Measurement] = {}
+    newest: dict[tuple[str, Problem], schema.Measurement] = {}
     for run in store.runs(slug):
-        newest |= {(row.name, row.problem.problem()): row for row in run.measurements if row.status == "ok"}
+        newest |= {(row.name, row.problem): row for row in run.measurements if row.status == "ok"}
     for problem, rows in select.load(slug).problems.items():
         newest |= {(row.name, problem): row for row in rows if row.status == "ok"}
     for one in cycle_model.compare(slug):

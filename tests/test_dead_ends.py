@@ -26,8 +26,8 @@ from flashlab.kernels import registry
 from flashlab.kernels.registry import ARCHS, DEAD_ENDS, STAGES, Stage, variant_name
 from flashlab.measure import bench
 from flashlab.query import contests, select
-from flashlab.record import store
-from flashlab.record.store import Measurement, Verdict
+from flashlab.record import schema, store
+from flashlab.record.schema import Measurement, Verdict
 from flashlab.run import emulator
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.show import pages
@@ -373,7 +373,7 @@ def _rows() -> list[Measurement]:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dead_ends") / "data"
     write_synthetic(folder, problems=[FIRST])
-    lines = [store.to_line(row) for row in _rows()]
+    lines = [schema.to_line(row) for row in _rows()]
     (folder / "nvidia-h200" / "runs" / f"{LATER}.jsonl").write_text("".join(lines), encoding="utf-8")
     store.write_checksums("nvidia-h200", folder)
     return folder
@@ -434,7 +434,7 @@ def test_a_comparison_of_few_stages_does_not_stand_in_for_that_of_many(tmp_path:
     for run, ids in (("1", ("00_naive", "03_warp_rows")), ("2", ("03_warp_rows",)), ("3", ("tile48[TILE_Q=32]",))):
         text = "".join(json.dumps(one) + "\n" for one in (header, *({"stage": stage, **line} for stage in ids)))
         (path / f"{run}.jsonl").write_text(text, encoding="utf-8")
-    assert select.checks_file("nvidia-h200", tmp_path, folder).stem == "1"
+    assert select.checks("nvidia-h200", tmp_path, folder)[0].stem == "1"
 
 
 @every_dead_end

@@ -10,14 +10,14 @@ from synthetic import ceiling, measurement, profile, write_synthetic
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.query import select
 from flashlab.query.frame import frame, of_problem
-from flashlab.record import store
+from flashlab.record import schema, store
 
 FIRST = Problem.parse(FIRST_SHAPE)
 GPU = "nvidia-h200"
 OLD, NEW = "20260101T030000Z-4567def", "20260102T030000Z-0123abc-4f2a91"
 
 
-def write(data: Path, run: str, *records: store.AnyRecord, folder: str = "runs") -> Path:
+def write(data: Path, run: str, *records: schema.AnyRecord, folder: str = "runs") -> Path:
     path = data / GPU / folder / f"{run}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     for record in records:

@@ -26,7 +26,7 @@ from flashlab.experiments.ledger import Kind, Range, judge
 from flashlab.kernels.registry import DEAD_ENDS, STAGES, get
 from flashlab.measure.options import Options
 from flashlab.query.statistics import Estimate
-from flashlab.record import checks, store
+from flashlab.record import checks, schema, store
 from flashlab.record.checks import CheckRow
 from flashlab.run import gpu
 
@@ -136,11 +136,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _add(data: Path, folder: str, *lines: store.AnyRecord, slug: str = "nvidia-h200") -> None:
+def _add(data: Path, folder: str, *lines: schema.AnyRecord, slug: str = "nvidia-h200") -> None:
     path = data / slug / folder / f"{RUN}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(map(store.to_line, lines))
+        file.writelines(map(schema.to_line, lines))
 
 
 def _timed(name: str, problem: Problem, time_us: float) -> dict[str, Any]:
@@ -152,21 +152,21 @@ def _timed(name: str, problem: Problem, time_us: float) -> dict[str, Any]:
     return row
 
 
-def _ablation(level: str, time_us: float, **choice: int) -> store.Ablation:
+def _ablation(level: str, time_us: float, **choice: int) -> schema.Ablation:
     row = _timed("06_cp_async", FIRST, time_us)
     for name in ("kind", "name", "choice", "layout", "lse"):
         del row[name]
     parameters = {**STAGES["06_cp_async"].parameters(64), **choice}
-    return store.Ablation.model_validate(
+    return schema.Ablation.model_validate(
         {**row, "axis": "reduction", "level": level, "stage": "06_cp_async", "parameters": parameters}
     )
 
 
-def _part(left_out: str, time_us: float) -> store.Part:
+def _part(left_out: str, time_us: float) -> schema.Part:
     row = _timed("04_wmma_qk", SINGLE, time_us)
     fields = {name: row[name] for name in ("run", "time", "gpu", "source", "software", "problem", "cubin")}
     fields |= {"stage": "04_wmma_qk", "left_out": left_out, "parameters": {}, "samples": row["samples"][0]}
-    return store.Part.model_validate(fields)
+    return schema.Part.model_validate(fields)
 
 
 def _one(data: Path, name: str, slug: str = "nvidia-h200") -> ledger.Verdict:
@@ -263,7 +263,7 @@ def test_a_single_call_is_wall_time(data: Path, tmp_path: Path) -> None:
     shutil.copytree(data, tmp_path / "data")
     row = measurement("sdpa", SINGLE).model_dump()
     fields = {name: row[name] for name in ("run", "time", "gpu", "source", "software", "problem", "name")}
-    _add(tmp_path / "data", "calls", store.Call.model_validate({**fields, "time_us": [24.0, 25.0, 26.0]}))
+    _add(tmp_path / "data", "calls", schema.Call.model_validate({**fields, "time_us": [24.0, 25.0, 26.0]}))
     one = _one(tmp_path / "data", "C06")
     assert one.verdict == "confirmed"
     assert one.numbers[0].value == 25.0
@@ -284,7 +284,7 @@ def test_a_wrong_partition_may_leave_no_number(
     problem = Problem.parse("2x8x512x64")
     sound = measurement("06_cp_async", problem)
     none = dict.fromkeys(("max_abs_error", "max_abs_limit", "rms_error", "rms_limit", "lse_error", "lse_limit"))
-    verdict = store.Verdict(**{**none, **errors, "passed": False, "reason": reason})
+    verdict = schema.Verdict(**{**none, **errors, "passed": False, "reason": reason})
     wrong = sound.model_copy(update={"name": "tile48", "status": "wrong", "reason": reason, "verdict": verdict})
     write_synthetic(tmp_path)
     path = next((tmp_path / "nvidia-h200" / "runs").glob("*.jsonl"))
@@ -298,7 +298,9 @@ def test_the_largest_error_links_the_line_that_its_case_is_in(tmp_path: Path) ->
     """A line of comparisons is a case, with every stage compared there; the first is what holds for all."""
     rounded = Problem.parse("1x1x64x64")
     worst = Problem.parse("1x1x65x64")
-    verdict = store.Verdict(passed=True, reason="", max_abs_error=1e-4, max_abs_limit=1.0, rms_error=0.0, rms_limit=1.0)
+    verdict = schema.Verdict(
+        passed=True, reason="", max_abs_error=1e-4, max_abs_limit=1.0, rms_error=0.0, rms_limit=1.0
+    )
     rows = [
         CheckRow(stage=name, problem=problem, layout="bhsd", status="ok", reason="", verdict=verdict)
         for problem in (rounded, worst)
@@ -343,8 +345,8 @@ def test_profiles_speak_to_utilisation_and_sectors(data: Path, tmp_path: Path) -
     assert "16.0 in `01_coalesced`" in reason
 
 
-def _profile(stage: str, metrics: Mapping[str, float]) -> store.StageProfile:
-    return store.StageProfile(
+def _profile(stage: str, metrics: Mapping[str, float]) -> schema.StageProfile:
+    return schema.StageProfile(
         run=RUN,
         tile_q=64,
         gpu="NVIDIA H200",
@@ -352,7 +354,7 @@ def _profile(stage: str, metrics: Mapping[str, float]) -> store.StageProfile:
         dirty=False,
         metrics=dict(metrics),
         stage=stage,
-        problem=store.ProblemFields.of(FIRST),
+        problem=FIRST,
         parameters={},
         cubin_sha256="0" * 64,
         ncu="made up",
@@ -391,7 +393,7 @@ def test_a_verdict_says_where_its_record_is_older_than_the_rules(data: Path, tmp
     assert not _one(data, "D07").older
     path = tmp_path / "nvidia-h200" / "runs" / "20990101T000000Z-0123abc.jsonl"
     path.parent.mkdir(parents=True)
-    path.write_text(store.to_line(measurement("00_naive", FIRST)), encoding="utf-8")
+    path.write_text(schema.to_line(measurement("00_naive", FIRST)), encoding="utf-8")
     new = _one(tmp_path, "A01")
     assert not new.older
     assert "older than the rules" in ledger.table([old])
@@ -531,7 +533,7 @@ def test_what_this_code_just_measured_is_not_measured_again(
     commit: str, dirty: bool, again: bool, measuring: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = {"boot": "01234567", "at": "2026-01-02T03:00:00+00:00"}
-    monkeypatch.setattr(ledger.provenance, "source", lambda: (commit, dirty))
+    monkeypatch.setattr(ledger.provenance, "source", lambda: schema.Source(commit=commit, dirty=dirty))
     monkeypatch.setattr(ledger.provenance, "start", lambda: start)
     row = measurement("04_wmma_qk", FIRST)
     base = row.model_dump(include={"run", "time", "gpu", "software", "verdict"})
@@ -541,14 +543,14 @@ def test_what_this_code_just_measured_is_not_measured_again(
         (folder / name).mkdir(parents=True)
     for axis in AXES:
         for level in ablation.AXES[axis].levels:
-            fields = {**base, "axis": axis, "level": level.name, "problem": store.ProblemFields.of(FIRST)}
+            fields = {**base, "axis": axis, "level": level.name, "problem": FIRST}
             fields |= {"status": "ok", "reason": "", "samples": row.samples, "cubin": row.cubin}
-            store.append(folder / "ablations" / f"{RUN}.jsonl", store.Ablation.model_validate(fields))
-    small = {**base, "problem": store.ProblemFields.of(SINGLE), "samples": row.samples[0], "cubin": row.cubin}
+            store.append(folder / "ablations" / f"{RUN}.jsonl", schema.Ablation.model_validate(fields))
+    small = {**base, "problem": SINGLE, "samples": row.samples[0], "cubin": row.cubin}
     del small["verdict"]
     for part in ablation.PARTS:
         fields = {**small, "left_out": part}
-        store.append(folder / "parts" / f"{RUN}.jsonl", store.Part.model_validate(fields))
+        store.append(folder / "parts" / f"{RUN}.jsonl", schema.Part.model_validate(fields))
     ledger.measure(options=Options(data=tmp_path))
     assert ("axes" in measuring, "split" in measuring) == (again, again)
 

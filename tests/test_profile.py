@@ -21,7 +21,7 @@ from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.measure import profile
 from flashlab.measure.profile import Launch
-from flashlab.record import store
+from flashlab.record import schema, store
 from flashlab.run import gpu
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -112,11 +112,11 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return set_up
 
 
-def _profile(tmp_path: Path, *stage_ids: str, **options: Any) -> tuple[list[store.StageProfile], list[str]]:
+def _profile(tmp_path: Path, *stage_ids: str, **options: Any) -> tuple[list[schema.StageProfile], list[str]]:
     said: list[str] = []
     path, found = profile.profile(stage_ids, FIRST, data=tmp_path / "data", say=said.append, **options)
     assert path.parent == tmp_path / "data" / SLUG / "profiles"
-    assert store.profiles(SLUG, tmp_path / "data") == found
+    assert store.records(SLUG, schema.StageProfile, tmp_path / "data") == found
     assert {one.run for one in found} == {path.stem}
     return list(found), said
 
@@ -147,7 +147,7 @@ def test_every_stage_gets_a_record_with_the_lines_that_its_samples_are_of(tmp_pa
     assert [one.stage for one in found] == ["00_naive", "05_wmma"]
     assert all(set(one.metrics) == set(profile.METRICS) for one in found)
     assert found[0].metrics["sm__cycles_active.avg"] == 1234.5
-    assert found[0].problem.problem() == FIRST
+    assert found[0].problem == FIRST
     assert found[0].ncu == "2025.3.1.0"
     runs = [line for line in asked() if "--export" in line]
     assert len(runs) == 1  # one process for both
@@ -199,7 +199,10 @@ def test_what_was_profiled_is_kept_whatever_comes_after_it(
     monkeypatch.setattr(profile._Profiler, "run", broken_off)
     with pytest.raises(KeyboardInterrupt):
         profile.profile(["00_naive", "05_wmma", "16_ones_column"], FIRST, data=tmp_path / "other")
-    assert [one.stage for one in store.profiles(SLUG, tmp_path / "other")] == ["00_naive", "05_wmma"]
+    assert [one.stage for one in store.records(SLUG, schema.StageProfile, tmp_path / "other")] == [
+        "00_naive",
+        "05_wmma",
+    ]
     assert (tmp_path / "other" / SLUG / "CHECKSUMS").is_file()
 
 
@@ -223,7 +226,7 @@ def test_the_command_line_shows_units_and_lines(
     with pytest.raises(SystemExit, match="0"):
         app.main()
     shown = capsys.readouterr()
-    (one,) = store.profiles(SLUG, tmp_path / "data")
+    (one,) = store.records(SLUG, schema.StageProfile, tmp_path / "data")
     assert "barrier 100 %" in shown.out
     for line in one.lines[:2]:
         assert f"{line.file}:{line.line} " in shown.out

@@ -10,6 +10,7 @@ import pytest
 from flashlab.core.errors import OutputError
 from flashlab.record import provenance
 from flashlab.record.provenance import UNKNOWN
+from flashlab.record.schema import Source
 
 
 def git(tree: Path, *arguments: str) -> str:
@@ -46,7 +47,7 @@ def copy(tree: Path, tmp_path: Path) -> Path:
 
 
 def test_checkout_names_its_commit(tree: Path) -> None:
-    assert provenance.source(tree) == (git(tree, "rev-parse", "HEAD"), False)
+    assert provenance.source(tree) == Source(commit=git(tree, "rev-parse", "HEAD"), dirty=False)
 
 
 @pytest.mark.parametrize("name", ["kernels/common/b.cuh", "src/flashlab/c.py", "notebooks/d.ipynb", "constraints.txt"])
@@ -73,7 +74,9 @@ def test_an_edit_elsewhere_is_clean(tree: Path) -> None:
 
 
 def test_a_copy_has_the_commit_from_its_bundle(tree: Path, copy: Path) -> None:
-    assert provenance.source(copy) == provenance.source(tree) == (git(tree, "rev-parse", "HEAD"), False)
+    assert (
+        provenance.source(copy) == provenance.source(tree) == Source(commit=git(tree, "rev-parse", "HEAD"), dirty=False)
+    )
 
 
 def test_running_a_copy_leaves_it_clean(copy: Path) -> None:

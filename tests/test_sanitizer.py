@@ -19,7 +19,7 @@ from flashlab.experiments import sanitizer
 from flashlab.kernels import registry
 from flashlab.query import select
 from flashlab.record import store
-from flashlab.record.store import Sanitized
+from flashlab.record.schema import Sanitized
 from flashlab.run import gpu
 from flashlab.show import pages, tables
 

@@ -16,7 +16,7 @@ from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.query import contests, select
 from flashlab.query.frame import frame
-from flashlab.record import store
+from flashlab.record import schema, store
 from flashlab.show import tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -84,17 +84,17 @@ def test_what_was_not_measured_is_named_with_what_was(data: Path) -> None:
 # --- Sessions ---------------------------------------------------------------------------------------------------------
 
 
-def _write(data: Path, run: str, *rows: store.Measurement) -> None:
+def _write(data: Path, run: str, *rows: schema.Measurement) -> None:
     path = data / GPU / "runs" / f"{run}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     for row in rows:
         store.append(path, row)
 
 
-def _timed(name: str, problem: Problem, run: str, time_us: float, **states: float) -> store.Measurement:
+def _timed(name: str, problem: Problem, run: str, time_us: float, **states: float) -> schema.Measurement:
     """A row with one burst sample of `time_us`, and one sustained where `sustained` is given."""
     row = measurement(name, problem, run=run)
-    taken: list[store.Samples] = []
+    taken: list[schema.Samples] = []
     for samples in row.samples:
         wanted = {"burst": time_us, "sustained": states.get("sustained")}[samples.regime]
         if wanted and samples.cache == "hot":
@@ -312,7 +312,7 @@ def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: P
     assert flat["sustained"] is None
 
 
-def _wrote(row: store.Measurement, lse: bool | None) -> store.Measurement:
+def _wrote(row: schema.Measurement, lse: bool | None) -> schema.Measurement:
     return row.model_copy(update={"lse": lse})
 
 
@@ -399,7 +399,7 @@ def test_other_inputs_are_shown_where_they_are_asked_for(tmp_path: Path) -> None
     assert both[0].flat()["worst_ratio"] is None
 
 
-def _layers(name: str, problem: Problem, run: str, *times_us: float) -> store.Measurement:
+def _layers(name: str, problem: Problem, run: str, *times_us: float) -> schema.Measurement:
     row = _timed(name, problem, run, 1.0)
     taken = [
         row.samples[0].model_copy(update={"layer": layer, "time_us": (time_us,), "sm_clock_mhz": ()} | UNCLOCKED)
@@ -446,9 +446,10 @@ def test_a_ratio_is_of_two_rows_of_one_run_the_newest_with_both(tmp_path: Path) 
     found = {one.problem: one for one in contests.against_peers(GPU, tmp_path)}
     first = found[FIRST]
     assert (first.run, first.burst and first.burst.ratio) == (both, 2.0)
-    assert (first.sustained_run, first.sustained and first.sustained.ratio) == (old, 1.5)
+    assert first.sustained is not None
+    assert (first.sustained.run, first.sustained.ratio) == (old, 1.5)
     assert found[causal].run == old
-    assert found[causal].sustained_run is None
+    assert found[causal].sustained is None
 
 
 def test_a_session_without_the_fastest_library_gives_no_ratio(tmp_path: Path) -> None:
@@ -489,7 +490,7 @@ def test_the_named_ratio_is_over_the_faster_of_the_named_libraries(tmp_path: Pat
     found = _against(tmp_path)["float16", "full"]
     assert found.burst is not None
     assert found.named is not None
-    assert (found.run, found.named_run) == (second, first)
+    assert (found.run, found.named and found.named.run) == (second, first)
     assert (found.named.peer, found.named.ratio) == ("fa3", pytest.approx(1.05))
 
 
@@ -519,7 +520,7 @@ def test_no_sustained_ratio_leaves_out_the_library_that_is_the_fastest_in_bursts
     found = _against(tmp_path)["float16", "full"]
     assert found.burst is not None
     assert found.burst.peer == "sdpa_flash"
-    assert (found.sustained, found.named_sustained, found.sustained_run) == (None, None, None)
+    assert (found.sustained, found.named_sustained) == (None, None)
     _write(
         tmp_path,
         full,
@@ -527,7 +528,8 @@ def test_no_sustained_ratio_leaves_out_the_library_that_is_the_fastest_in_bursts
         _timed("sdpa_flash", FIRST, full, 120.0, sustained=165.0),
     )
     found = _against(tmp_path)["float16", "full"]
-    assert found.sustained_run == full
+    assert found.sustained is not None
+    assert found.sustained.run == full
     assert found.sustained is not None
     assert found.sustained.ratio == pytest.approx(1.1)
 
@@ -550,8 +552,8 @@ def test_the_named_libraries_sustained_ratio_is_of_the_newest_run_that_kept_thei
     found = _against(tmp_path)["float16", "full"]
     assert found.sustained is not None
     assert found.named_sustained is not None
-    assert (found.sustained_run, found.sustained.ratio) == (new, pytest.approx(1.1))
-    assert (found.named_sustained_run, found.named_sustained.ratio) == (old, pytest.approx(1.2))
+    assert (found.sustained.run, found.sustained.ratio) == (new, pytest.approx(1.1))
+    assert (found.named_sustained.run, found.named_sustained.ratio) == (old, pytest.approx(1.2))
 
 
 def test_a_library_that_is_as_fast_in_bursts_stands_for_the_fastest_under_load(tmp_path: Path) -> None:
@@ -588,7 +590,7 @@ def test_an_edited_copy_is_no_stage_of_ours(tmp_path: Path) -> None:
     assert found.reason == "no stage has a time in that run"
 
 
-def _erring(name: str, problem: Problem, run: str, rms: float | None, largest: float | None) -> store.Measurement:
+def _erring(name: str, problem: Problem, run: str, rms: float | None, largest: float | None) -> schema.Measurement:
     row = measurement(name, problem, run=run)
     assert row.verdict is not None
     changes = {"overall_rms_error": rms, "overall_max_error": largest}

@@ -20,8 +20,9 @@ from flashlab.experiments import effects, levers
 from flashlab.experiments.effects import LEVER_NOT_MEASURED
 from flashlab.kernels.registry import STAGES
 from flashlab.query import contests, select
-from flashlab.record import store
-from flashlab.record.store import ProblemFields, Status
+from flashlab.query.frame import headline
+from flashlab.record import schema, store
+from flashlab.record.schema import Status
 from flashlab.show import pages as content
 from flashlab.show import site as report
 from flashlab.show import tables
@@ -76,7 +77,7 @@ def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_typ
         update={"status": "unsupported", "reason": "bfloat16 alone", "samples": (), "verdict": None}
     )
 
-    def timed(name: str, problem: Problem, time_us: float) -> store.Measurement:
+    def timed(name: str, problem: Problem, time_us: float) -> schema.Measurement:
         row = measurement(name, problem)
         taken = next(one for one in row.samples if (one.regime, one.cache) == ("burst", "hot"))
         changes = {"time_us": (time_us,), "sm_clock_mhz": (), "call_clock_mhz": (), "cycles_per_score": None}
@@ -179,14 +180,14 @@ def test_every_problem_has_its_own_section_and_a_place_in_the_index(pages: Path)
         assert text.count(f"#{anchor} }}") == 1
 
 
-def lever_record(level: str, factor: float) -> store.Ablation:
+def lever_record(level: str, factor: float) -> schema.Ablation:
     """A made-up record of a lever that takes `factor` times as long as its stage."""
     row = measurement("13_overlap", Problem.parse(FIRST_SHAPE, dtype="bfloat16")).model_dump(mode="json")
-    row = {name: row[name] for name in store.Ablation.model_fields if name in row and name != "kind"}
+    row = {name: row[name] for name in schema.Ablation.model_fields if name in row and name != "kind"}
     samples = row["samples"][0]
     samples |= {"time_us": [factor * one for one in samples["time_us"]], "cycles_per_score": None}
     fields = {"axis": levers.AXIS, "level": level, "stage": "13_overlap", "parameters": row["cubin"]["parameters"]}
-    return store.Ablation.model_validate({**row, **fields, "samples": [samples]})
+    return schema.Ablation.model_validate({**row, **fields, "samples": [samples]})
 
 
 @pytest.fixture(scope="module")
@@ -236,8 +237,8 @@ def test_a_stage_page_names_sustained_rate_cycles_energy_and_its_profile(long_pa
     folder = long_pages / "generated" / "snippets" / "stages"
     text = (folder / "06_cp_async.md").read_text(encoding="utf-8")
     row = next(row for row in shown.rows() if row.name == "06_cp_async")
-    line = next(x for x in text.splitlines() if x.startswith(f"| {row.problem.problem().label} |"))
-    burst, sustained = store.flat(row), store.flat(row, "sustained")
+    line = next(x for x in text.splitlines() if x.startswith(f"| {row.problem.label} |"))
+    burst, sustained = headline(row), headline(row, "sustained")
     energy = sustained["energy_j_per_call"]
     assert isinstance(energy, float)
     for value in (burst["tflops"], sustained["tflops"], burst["cycles_per_score"], 1e3 * energy):
@@ -302,7 +303,7 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     line = {
         "gpu": {"name": "NVIDIA H200"},
         "time": "2026-01-02T03:04:05Z",
-        "problem": ProblemFields.of(Problem.parse(FIRST_SHAPE)).model_dump(),
+        "problem": dataclasses.asdict(Problem.parse(FIRST_SHAPE)),
         "status": "ok",
         "reason": "",
         "verdict": None,

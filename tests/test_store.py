@@ -11,28 +11,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
-from flashlab.core.problem import DTYPES, Problem
-from flashlab.record import store
-from flashlab.record.store import (
+from flashlab.core.paths import slug
+from flashlab.core.problem import Problem
+from flashlab.query import contests
+from flashlab.query.frame import headline
+from flashlab.record import schema, store
+from flashlab.record.schema import (
     Ceiling,
     Conditions,
-    Damage,
     Gpu,
     Machine,
     Measurement,
-    ProblemFields,
+    PatternCounters,
+    Record,
     Samples,
     Source,
+    StageCounters,
     Tuning,
     Verdict,
-    append,
-    parse_line,
-    read_run,
     to_line,
 )
+from flashlab.record.store import Damage, append, read_run
+
+parse_line = TypeAdapter(Record).validate_json
 
 SLUG = "made-up-gpu"
 EARLY, LATE = "20260101T000000Z-0123abc", "20260102T000000Z-0123abc-dirty"
@@ -58,7 +62,7 @@ def samples(*time_us: float, **changes: Any) -> Samples:
 def measurement(**changes: Any) -> Measurement:
     fields: dict[str, Any] = {
         "run": EARLY, "time": "2026-01-01T00:00:00Z", "gpu": GPU, "source": Source(commit="0123abc", dirty=False),
-        "software": {"numpy": "2"}, "kind": "stage", "name": "00_naive", "problem": ProblemFields.of(PROBLEM),
+        "software": {"numpy": "2"}, "kind": "stage", "name": "00_naive", "problem": PROBLEM,
         "status": "ok", "reason": "", "verdict": PASSED, "samples": (samples(2.0, 1.0, 3.0),),
         "cubin": None,
     }  # fmt: skip
@@ -132,7 +136,7 @@ def test_a_record_of_the_first_schema_reads_on() -> None:
     assert read.schema_version == 1
     without = CONDITIONS.model_copy(update={"power_w_mean": None})
     assert read.samples == (new.samples[0].model_copy(update={"conditions": without}),)
-    assert new.schema_version == store.SCHEMA_VERSION == 2
+    assert new.schema_version == schema.SCHEMA_VERSION == 2
 
 
 def test_a_line_from_before_there_were_kinds_of_inputs_is_on_normal_ones() -> None:
@@ -141,7 +145,7 @@ def test_a_line_from_before_there_were_kinds_of_inputs_is_on_normal_ones() -> No
     read = parse_line(json.dumps(old))
     assert read == measurement()
     assert read.problem.inputs == "normal"
-    assert read.problem.problem() == PROBLEM
+    assert read.problem == PROBLEM
 
 
 def test_fallbacks_read_back() -> None:
@@ -152,12 +156,12 @@ def test_fallbacks_read_back() -> None:
 
 def test_the_kind_of_inputs_reads_back_and_an_unknown_one_is_refused() -> None:
     sink = replace(PROBLEM, inputs="sink_first")
-    row = measurement(problem=ProblemFields.of(sink))
+    row = measurement(problem=sink)
     read = parse_line(to_line(row))
     assert isinstance(read, Measurement)
-    assert read.problem.problem() == sink
-    assert store.flat(read)["inputs"] == "sink_first"
-    assert store.flat(read)["worst_layer_us"] is None
+    assert read.problem == sink
+    assert headline(read)["inputs"] == "sink_first"
+    assert headline(read)["worst_layer_us"] is None
     line = to_line(row).replace("sink_first", "sink_fist")
     with pytest.raises(ValidationError, match="the nearest is sink_first"):
         parse_line(line)
@@ -171,7 +175,7 @@ def test_the_time_on_trained_inputs_is_the_median_over_layers() -> None:
         for layer, times in enumerate(layers)
     ]
     row = measurement(
-        problem=ProblemFields.of(problem),
+        problem=problem,
         samples=(*reversed(taken), samples(70.0, layer=0, regime="sustained")),
         trained={"digest": "0123", "loss": 0.5, "layers": [{"sd": 2.5}]},
     )
@@ -183,7 +187,7 @@ def test_the_time_on_trained_inputs_is_the_median_over_layers() -> None:
     assert found.time_us == (2.0, 4.0, 7.0, 3.0)
     assert found.sm_clock_mhz == (900.0, 901.0, 902.0, 903.0)
     assert found.median_us == 3.5
-    flat = store.flat(read)
+    flat = headline(read)
     assert (flat["median_us"], flat["worst_layer_us"]) == (3.5, 7.0)
     sustained = read.samples_of("sustained")
     assert sustained is not None
@@ -195,21 +199,21 @@ def test_cycles_per_score_follow_from_clock_and_time() -> None:
     # Two SMs at 1000 MHz for 3 us: 6000 clocks, over 2 batches, 4 heads and 30 scores.
     full = Problem.parse("2x4x4x5x6x64")
     taken = samples(1.0, 3.0, 100.0, call_clock_mhz=(1000.0, 1000.0, 1000.0))
-    assert store.cycles_per_score(taken, full, 2) == pytest.approx(6000 / (2 * 4 * 30))
+    assert schema.cycles_per_score(taken, full, 2) == pytest.approx(6000 / (2 * 4 * 30))
     half = Problem.parse("2x4x4x6x6x64", mask="causal")
-    assert store.cycles_per_score(taken, half, 2) == pytest.approx(6000 / (2 * 4 * 18))
+    assert schema.cycles_per_score(taken, half, 2) == pytest.approx(6000 / (2 * 4 * 18))
     slower = samples(6.0, call_clock_mhz=(500.0,))
-    assert store.cycles_per_score(slower, full, 2) == store.cycles_per_score(taken, full, 2)
+    assert schema.cycles_per_score(slower, full, 2) == schema.cycles_per_score(taken, full, 2)
     # The clock after the calls says nothing of them.
-    assert store.cycles_per_score(samples(1.0, sm_clock_mhz=(1000.0,)), full, 2) is None
+    assert schema.cycles_per_score(samples(1.0, sm_clock_mhz=(1000.0,)), full, 2) is None
 
 
 def test_a_record_holds_the_cycles_that_its_samples_say() -> None:
     taken = samples(2.0, call_clock_mhz=(1000.0,))
-    right = store.cycles_per_score(taken, PROBLEM, GPU.sm_count)
+    right = schema.cycles_per_score(taken, PROBLEM, GPU.sm_count)
     assert right is not None
     kept = measurement(samples=(taken.model_copy(update={"cycles_per_score": right}),))
-    assert store.flat(kept)["cycles_per_score"] == pytest.approx(right)
+    assert headline(kept)["cycles_per_score"] == pytest.approx(right)
     with pytest.raises(ValidationError, match="cycles_per_score"):
         measurement(samples=(taken.model_copy(update={"cycles_per_score": 2 * right}),))
     with pytest.raises(ValidationError, match="cycles_per_score"):
@@ -218,11 +222,11 @@ def test_a_record_holds_the_cycles_that_its_samples_say() -> None:
 
 def test_power_is_the_energy_counters_and_never_a_bursts() -> None:
     long = samples(1000.0, regime="sustained", conditions=CONDITIONS)
-    assert store.power_w(long) == pytest.approx(500.0)
+    assert schema.power_w(long) == pytest.approx(500.0)
     silent = CONDITIONS.model_copy(update={"energy_j_per_call": None})
-    assert store.power_w(long.model_copy(update={"conditions": silent})) == 650.0
-    assert store.power_w(samples(1000.0, conditions=silent)) is None
-    assert store.power_w(None) is None
+    assert schema.power_w(long.model_copy(update={"conditions": silent})) == 650.0
+    assert schema.power_w(samples(1000.0, conditions=silent)) is None
+    assert schema.power_w(None) is None
 
 
 def test_a_tuning_is_a_record_of_its_own(tmp_path: Path) -> None:
@@ -235,8 +239,8 @@ def test_a_tuning_is_a_record_of_its_own(tmp_path: Path) -> None:
     append(folder / f"{EARLY}.jsonl", tuning)
     with (folder / f"{EARLY}.jsonl").open("a", encoding="utf-8") as file:
         file.write("{}\n")
-    assert store.tunings(SLUG, tmp_path) == (tuning,)
-    assert store.tunings("another", tmp_path) == ()
+    assert store.records(SLUG, schema.Tuning, tmp_path) == (tuning,)
+    assert store.records("another", schema.Tuning, tmp_path) == ()
     store.write_machine(Machine(gpu=GPU, host={}), tmp_path)
     store.write_checksums(SLUG, tmp_path)
     assert [damage.line for damage in store.verify(SLUG, tmp_path)] == [2]
@@ -248,12 +252,6 @@ def test_line_breaks_inside_a_record_do_not_break_its_line() -> None:
     record = measurement(status="error", reason="first\nsecond\u2028third", samples=(), verdict=None)
     assert to_line(record).count("\n") == 1
     assert parse_line(to_line(record)) == record
-
-
-def test_a_problem_survives_as_data() -> None:
-    for dtype in DTYPES:
-        problem = Problem.parse("2x8x2x7x9x128", dtype=dtype)
-        assert ProblemFields.of(problem).problem() == problem
 
 
 def test_median_and_spread() -> None:
@@ -325,7 +323,7 @@ def test_samples_are_found_by_regime_and_cache() -> None:
     ],
 )
 def test_a_gpu_name_makes_a_folder_name(name: str, expected: str) -> None:
-    assert store.slug(name) == expected
+    assert slug(name) == expected
 
 
 # --- Files ------------------------------------------------------------------------------------------------------------
@@ -380,11 +378,9 @@ def test_an_empty_run_has_no_records_and_no_damage(tmp_path: Path) -> None:
     assert (read_run(path).records, read_run(path).damage) == ((), ())
 
 
-def test_runs_are_oldest_first_and_the_newest_with_rows_wins(data: Path) -> None:
+def test_runs_are_oldest_first_and_the_newest_ceiling_wins(data: Path) -> None:
     assert [run.id for run in store.runs(SLUG, data)] == [EARLY, LATE]
-    assert store.newest_run(SLUG, data).id == LATE
     append(data / SLUG / "runs" / "20260103T000000Z-0123abc.jsonl", ceiling(value=2.0))
-    assert store.newest_run(SLUG, data).id == LATE
     assert store.newest_ceilings(SLUG, data)["copy"].value == 2.0
 
 
@@ -399,14 +395,14 @@ def test_a_gpu_without_data_is_refused_with_those_that_have_some(data: Path) -> 
     with pytest.raises(NoDataError, match=f"GPU 'other-gpu' .* GPUs with data: {SLUG}"):
         store.runs("other-gpu", data)
     with pytest.raises(NoDataError, match="GPUs with data: none yet"):
-        store.newest_run("other-gpu", data / "nowhere")
+        store.runs("other-gpu", data / "nowhere")
 
 
 def test_a_run_of_ceilings_alone_has_no_rows(tmp_path: Path) -> None:
     (tmp_path / SLUG / "runs").mkdir(parents=True)
     append(tmp_path / SLUG / "runs" / f"{EARLY}.jsonl", ceiling())
     with pytest.raises(NoDataError, match="with measurements"):
-        store.newest_run(SLUG, tmp_path)
+        contests.against_peers(SLUG, tmp_path)
 
 
 # --- Checksums --------------------------------------------------------------------------------------------------------
@@ -414,7 +410,7 @@ def test_a_run_of_ceilings_alone_has_no_rows(tmp_path: Path) -> None:
 
 def test_sound_data_has_nothing_wrong(data: Path) -> None:
     assert store.verify(SLUG, data) == ()
-    store.require_sound(SLUG, data)
+    assert store.verify(SLUG, data) == ()
 
 
 def test_sha256sum_agrees(data: Path) -> None:
@@ -483,9 +479,6 @@ def test_damage_is_found_and_named(data: Path, harm: Any, place: str, reason: st
     harm(data / SLUG)
     found = [str(damage) for damage in store.verify(SLUG, data)]
     assert any(line.startswith(f"{data / SLUG / place}: {reason}") for line in found), found
-    with pytest.raises(DamagedRecordError, match="wanted sound records, found:") as caught:
-        store.require_sound(SLUG, data)
-    assert all(line in str(caught.value) for line in found)
 
 
 def test_no_append_makes_a_falsified_file_sound(data: Path) -> None:
@@ -551,7 +544,7 @@ def test_a_link_in_place_of_a_file_is_damage(data: Path, tmp_path_factory: pytes
 def test_two_runs_of_one_second_have_two_names() -> None:
     start = datetime(2026, 1, 1, tzinfo=UTC)
     source = Source(commit="0123abcdef", dirty=True)
-    names = {store.run_id(source, start) for _ in range(20)}
+    names = {schema.run_id(source, start) for _ in range(20)}
     assert len(names) == 20
     for name in names:
         assert name.startswith("20260101T000000Z-0123abc-dirty-")
@@ -588,10 +581,9 @@ def write_counters(folder: Path, *lines: dict[str, Any]) -> Path:
 
 
 def test_counters_read_back_whatever_their_metrics(tmp_path: Path) -> None:
-    found = store.read_counters(write_counters(tmp_path, _STAGE_LINE, _PATTERN_LINE))
-    assert found.damage == ()
-    (stage,) = found.stages
-    (pattern,) = found.patterns
+    path = write_counters(tmp_path, _STAGE_LINE, _PATTERN_LINE)
+    ((stage,), damage), ((pattern,), _) = store.read(path, StageCounters), store.read(path, PatternCounters)
+    assert damage == ()
     assert stage.metrics == _STAGE_LINE["metrics"]
     assert pattern.offsets[-1] == -1
 
@@ -608,9 +600,9 @@ def test_counters_read_back_whatever_their_metrics(tmp_path: Path) -> None:
 )
 def test_a_damaged_line_of_counters_costs_itself(line: dict[str, Any], tmp_path: Path) -> None:
     path = write_counters(tmp_path, line, _STAGE_LINE)
-    found = store.read_counters(path)
-    assert len(found.lines) == 1
-    assert [(damage.path, damage.line) for damage in found.damage] == [(path, 1)]
+    found, damaged = store.read(path, StageCounters)
+    assert len(found) == 1
+    assert [(damage.path, damage.line) for damage in damaged] == [(path, 1)]
 
 
 def test_checksums_cover_counters(data: Path) -> None:

@@ -17,7 +17,7 @@ from flashlab.query import roofline, select
 from flashlab.query.contests import Accuracy, AgainstPeers, Contest
 from flashlab.record import store
 from flashlab.record.checks import CheckRow
-from flashlab.record.store import Regime, StageCounters, cycles_per_score
+from flashlab.record.schema import StageCounters, cycles_per_score
 from flashlab.run.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.show import tables, trial
 from flashlab.show.tables import table as table_of
@@ -94,12 +94,11 @@ def test_costs_are_the_records(tmp_path: Path) -> None:
 
 def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
     contest = Contest(
-        regime="burst", stage="05_wmma", stage_us=100.0, stage_clock_mhz=None, peer="sdpa_cudnn", peer_us=130.0,
+        run="r", stage="05_wmma", stage_us=100.0, stage_clock_mhz=None, peer="sdpa_cudnn", peer_us=130.0,
         peer_clock_mhz=None,
     )  # fmt: skip
     none = AgainstPeers(
-        problem=FIRST, run="r", sustained_run=None, dirty=False, burst=None, sustained=None, named=None,
-        named_run=None, named_sustained=None, named_sustained_run=None, reason="no library has a time in that run",
+        problem=FIRST, run="r", dirty=False, burst=None, reason="no library has a time in that run",
     )  # fmt: skip
     known = replace(contest, stage_percent_of_peak=61.0, peer_percent_of_peak=52.0, peer_lse=True, stage_lse_us=104.0)
     won, told, lost = table_of(
@@ -123,16 +122,15 @@ def _lines(table: str) -> dict[str, list[str]]:
 
 
 def _faced(problem: Problem, ratio: float, sustained: float | None = None) -> AgainstPeers:
-    def contest(regime: Regime, times: float) -> Contest:
+    def contest(times: float) -> Contest:
         return Contest(
-            regime=regime, stage="05_wmma", stage_us=100.0, stage_clock_mhz=None, peer="fa4", peer_us=100.0 * times,
+            run=RUN, stage="05_wmma", stage_us=100.0, stage_clock_mhz=None, peer="fa4", peer_us=100.0 * times,
             peer_clock_mhz=None,
         )  # fmt: skip
 
     return AgainstPeers(
-        problem=problem, run=RUN, sustained_run=None, dirty=False, burst=contest("burst", ratio),
-        sustained=contest("sustained", sustained) if sustained else None, named=None, named_run=None,
-        named_sustained=None, named_sustained_run=None, reason="",
+        problem=problem, run=RUN, dirty=False, burst=contest(ratio),
+        sustained=contest(sustained) if sustained else None,
     )  # fmt: skip
 
 

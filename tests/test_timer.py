@@ -12,7 +12,7 @@ from flashlab.core import errors
 from flashlab.kernels import registry
 from flashlab.measure import timer as timing
 from flashlab.measure.timer import Reading, State, Timer, conditions, throttle_reasons
-from flashlab.record.store import Conditions
+from flashlab.record.schema import Conditions
 
 MICRO_DEFINES: dict[str, dict[str, int | str]] = {
     "fp32_fma": {"CHAINS": 8, "UNROLL": 16},

@@ -17,8 +17,8 @@ from flashlab.core.errors import LaunchError, NoGpuError, ParameterError, Unknow
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import timer_tables, timers
-from flashlab.record import provenance, store
-from flashlab.record.store import ProblemFields, Reading, Samples, Source, Start
+from flashlab.record import provenance, schema, store
+from flashlab.record.schema import Reading, Samples, Source, Start
 
 FIRST, SMALL = Problem.parse(FIRST_SHAPE), Problem.parse("1x8x512x64")
 GPU = "nvidia-h200"
@@ -47,7 +47,7 @@ def reading(
         source=Source(commit=synthetic.COMMIT, dirty=False),
         software={"torch": "2.11.0"},
         name=name,
-        problem=ProblemFields.of(problem),
+        problem=problem,
         timer=timer,  # type: ignore[arg-type]
         inputs=inputs,  # type: ignore[arg-type]
         samples=Samples(
@@ -212,7 +212,7 @@ def test_readings_outlive_a_worker_that_dies(tmp_path: Path) -> None:
     found = timers.measure(
         ["00_naive", "16_ones_column"], [], [FIRST_SHAPE], data=tmp_path, worker=worker(tmp_path), say=said.append
     )
-    (one,) = store.read_readings(found.path)
+    (one,) = store.read(found.path, schema.Reading)[0]
     assert (one.name, one.timer, one.start is None) == ("16_ones_column", "events", provenance.start() is None)
     assert found.path.parent == tmp_path / GPU / "readings"
     assert found.missing[0] == "00_naive at it: made up"
@@ -231,27 +231,27 @@ def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
     )
     found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=wait), timeout_s=20)
     assert found.missing == ()
-    assert len(store.read_readings(found.path)) == 2
+    assert len(store.read(found.path, schema.Reading)[0]) == 2
 
 
 def test_what_both_workers_take_has_one_limit(tmp_path: Path) -> None:
     hang = "say(type='reading', reading=reading)\n    import time\n    time.sleep(60)"
     found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=hang), timeout_s=4)
-    assert len(store.read_readings(found.path)) == 2
+    assert len(store.read(found.path, schema.Reading)[0]) == 2
     assert [": no answer within " in reason for reason in found.missing] == [True, True]
 
 
 def test_a_second_worker_that_cannot_work_costs_its_own_readings(tmp_path: Path) -> None:
     no = "if second: say(type='refused', error='MissingPackageError', message='no CuPy any more'); os._exit(0)"
     found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=no))
-    assert len(store.read_readings(found.path)) == 1
+    assert len(store.read(found.path, schema.Reading)[0]) == 1
     assert "cuda-bench, events: no CuPy any more" in found.missing
 
 
 def test_an_unsound_reading_costs_itself(tmp_path: Path) -> None:
     bad = "say(type='reading', reading={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
     found = timers.measure(["00_naive", "16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=bad))
-    assert len(store.read_readings(found.path)) == 1
+    assert len(store.read(found.path, schema.Reading)[0]) == 1
     assert found.missing[0].startswith("16_ones_column by events: no sound reading: ")
 
 
@@ -299,9 +299,9 @@ def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
         "    sys.modules[name] = None\n"
         "from pathlib import Path\n"
         "from flashlab.experiments import timers\n"
-        "from flashlab.record import store\n"
+        "from flashlab.record import schema, store\n"
         f"found = timers.measure(['08_swizzle'], [], data=Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
-        "print(len(store.read_readings(found.path)))\n"
+        "print(len(store.read(found.path, schema.Reading)[0]))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr
@@ -341,7 +341,7 @@ def test_defaults_name_what_exists() -> None:
 
 
 def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> None:
-    found = timer_tables.comparisons(timer_tables.pools(store.readings(GPU, data)))
+    found = timer_tables.comparisons(timer_tables.pools(store.records(GPU, schema.Reading, data)))
     by = {(c.ours.name, c.ours.problem, c.other.timer, c.ours.cache): c for c in found if c.ours.inputs == "normal"}
     assert by["16_ones_column", FIRST, "torch-profiler", "hot"].agrees
     assert by["16_ones_column", FIRST, "torch-profiler", "hot"].why == ""
@@ -359,14 +359,14 @@ def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> Non
 def test_only_the_newest_run_of_a_problem_counts(data: Path) -> None:
     newer = "20260202T030405Z-0123abc"
     write(data, [reading("16_ones_column", SMALL, "events", 99.0, run=newer)])
-    found = timer_tables.pools(store.readings(GPU, data))
+    found = timer_tables.pools(store.records(GPU, schema.Reading, data))
     assert {pool.last.run for pool in found if pool.problem == SMALL} == {newer}
     assert {pool.last.run for pool in found if pool.problem == FIRST} == {synthetic.RUN}
 
 
 def test_readings_of_one_state_are_pooled(tmp_path: Path) -> None:
     write(tmp_path, [reading("16_ones_column", FIRST, "events", us) for us in (500.0, 502.0)])
-    (pool,) = timer_tables.pools(store.readings(GPU, tmp_path))
+    (pool,) = timer_tables.pools(store.records(GPU, schema.Reading, tmp_path))
     assert len(pool.time_us) == 24
     assert pool.clock_mhz == 1900.0
 
@@ -374,7 +374,7 @@ def test_readings_of_one_state_are_pooled(tmp_path: Path) -> None:
 # --- Separate starts --------------------------------------------------------------------------------------------------
 
 
-def started(name: str, at: str, boot: str, slower: float, *, run: str) -> store.Measurement:
+def started(name: str, at: str, boot: str, slower: float, *, run: str) -> schema.Measurement:
     """A row from that start, whose clock was lower by that factor."""
     row = synthetic.measurement(name, FIRST, run=run)
     taken = []
@@ -382,7 +382,7 @@ def started(name: str, at: str, boot: str, slower: float, *, run: str) -> store.
         clocks = tuple(mhz / slower for mhz in samples.call_clock_mhz)
         times = tuple(us * slower for us in samples.time_us)
         changed = samples.model_copy(update={"time_us": times, "call_clock_mhz": clocks})
-        cycles = store.cycles_per_score(changed, FIRST, row.gpu.sm_count)
+        cycles = schema.cycles_per_score(changed, FIRST, row.gpu.sm_count)
         taken.append(changed.model_copy(update={"cycles_per_score": cycles}))
     return row.model_copy(update={"samples": tuple(taken), "start": Start(boot=boot, at=at), "time": run[:8]})
 
@@ -446,7 +446,7 @@ def test_samples_are_counted_where_they_lie(data: Path) -> None:
     counts = store.count_samples(GPU, data)
     rows = [row for run in store.runs(GPU, data) for row in run.measurements]
     assert counts["runs"] == sum(len(samples.time_us) for row in rows for samples in row.samples)
-    assert counts["readings"] == 12 * len(store.readings(GPU, data))
+    assert counts["readings"] == 12 * len(store.records(GPU, schema.Reading, data))
     assert "20,000 are wanted" in timer_tables.samples_line(GPU, data)
 
 

@@ -20,8 +20,8 @@ from flashlab.core.problem import MASKS, Problem, suite
 from flashlab.kernels import registry
 from flashlab.measure import tune, tuned
 from flashlab.measure.options import Options, Plan
-from flashlab.record import store
-from flashlab.record.store import Tuning
+from flashlab.record import schema, store
+from flashlab.record.schema import Tuning
 from flashlab.run import choice, gpu
 from flashlab.show import tuning
 
@@ -45,7 +45,7 @@ def record(
         fields |= {"status": "error", "reason": "static_assert", "verdict": None, "samples": (), "cubin": None}
     else:
         fields["samples"] = (
-            store.Samples(
+            schema.Samples(
                 regime="burst", cache="hot", calls=10, time_us=(time_us,) * samples, sm_clock_mhz=(1980.0,) * samples
             ),
         )
@@ -134,7 +134,7 @@ def test_losers_cost_little_and_every_variant_is_recorded(tmp_path: Path) -> Non
     assert samples[-1] == 25
     assert sizes[-1] <= 10
     assert all(STAGE.parameters(64) in variants for variants, _ in timing.rounds), "defaults take part in every round"
-    first, damage = store.read_tunings(done.rounds[0])
+    first, damage = store.read(done.rounds[0], schema.Tuning)
     assert not damage
     assert len(first) == sizes[0] + done.refused
     assert done.refused == 9
@@ -223,7 +223,7 @@ def test_the_committed_table_is_what_the_records_say(slug: str | None) -> None:
     said = tuned.rows(slug)
     assert [row for row in found.rows if row.variants] == [row for row in said if row.variants]
     recorded = {
-        (row.run, row.name, row.problem.problem()): (row.cubin.parameters, round(samples.median_us, 3))
+        (row.run, row.name, row.problem): (row.cubin.parameters, round(samples.median_us, 3))
         for run in store.runs(slug)
         for row in run.measurements
         if row.cubin is not None and (samples := row.samples_of()) is not None
@@ -296,7 +296,7 @@ def test_a_choice_is_held_against_the_library_in_one_process_alone(tmp_path: Pat
         record(a, 14.0, run=newer, problem=other),
     ):
         store.append(folder / f"{row.run}.jsonl", row)
-    assert store.read_tunings(folder / f"{newer}.jsonl")[1] == ()
+    assert store.read(folder / f"{newer}.jsonl", schema.Tuning)[1] == ()
     tuned.write_table("nvidia-h200", tmp_path)
     first, second = tuned.held_against("nvidia-h200", data=tmp_path)
     assert (first.problem, first.choice.parameters, first.time_us, first.peer_us) == (PROBLEM, b, 10.0, 9.0)
@@ -445,7 +445,7 @@ def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(
         assert STAGE.parameters(64) in task.variants
         assert {variant["TILE_KV"] for variant in task.variants} == {64}
     assert [(one.stage, *one.problems, one.refused) for one in done] == [(*key, 2) for key in keys]
-    found, damage = store.read_tunings(done[0].rounds[0])
+    found, damage = store.read(done[0].rounds[0], schema.Tuning)
     assert not damage
     assert sum(row.status == "error" for row in found) == 4
     rows = tuned.rows("nvidia-h200", tmp_path)

@@ -18,7 +18,7 @@ from flashlab.build.compiler import Job, compile_stage
 from flashlab.core.errors import DTypeError, InputError, ParameterError, ShapeError
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import registry
-from flashlab.record.store import Verdict
+from flashlab.record.schema import Verdict
 from flashlab.verify.oracle import attention, make_inputs, pack, plain
 from flashlab.verify.verdict import BAND_ROWS, HOSTILE, Guarded, Sample, check, strides_of
 

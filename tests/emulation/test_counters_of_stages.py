@@ -7,6 +7,7 @@ import pytest
 from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import DATA
 from flashlab.record import store
+from flashlab.record.schema import StageCounters
 from flashlab.run import emulator
 from flashlab.show import trial
 
@@ -24,7 +25,7 @@ except MissingPackageError as error:
 
 @pytest.mark.skipif(not FILES, reason="no GPU's counters are recorded")
 def test_stages_count_what_the_chip_counts() -> None:
-    lines = store.read_counters(FILES[-1]).stages
+    lines = store.read(FILES[-1], StageCounters)[0]
     compared = {
         (line.stage, line.shape): trial.counted(trial.count_accesses(line.stage, line.shape), line) for line in lines
     }

@@ -14,7 +14,7 @@ from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, timer, tune
 from flashlab.measure.options import BURSTS, Options, Plan
 from flashlab.query import roofline
-from flashlab.record import store
+from flashlab.record import schema, store
 from flashlab.run import gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -114,7 +114,7 @@ def variants(aside: Callable[[str], Path]) -> Path:
 
 
 def test_an_illegal_address_costs_its_own_row_only(broken_run: store.Run) -> None:
-    rows = store.by_name(broken_run.measurements)
+    rows = {row.name: row for row in broken_run.measurements}
     assert rows["00_naive@illegal"].status == "crashed"
     assert "ILLEGAL_ADDRESS" in rows["00_naive@illegal"].reason
     assert rows["00_naive"].status == "ok", rows["00_naive"].reason
@@ -124,13 +124,13 @@ def test_an_illegal_address_costs_its_own_row_only(broken_run: store.Run) -> Non
 
 
 def test_a_missing_or_unfit_peer_is_named(broken_run: store.Run) -> None:
-    row = store.by_name(broken_run.measurements)["fa3"]
+    row = {row.name: row for row in broken_run.measurements}["fa3"]
     assert row.status in ("missing", "unsupported")
     assert "fa3" in row.reason
 
 
 def test_a_run_carries_what_it_takes_to_judge_it(broken_run: store.Run) -> None:
-    row = store.by_name(broken_run.measurements)["00_naive"]
+    row = {row.name: row for row in broken_run.measurements}["00_naive"]
     assert row.cubin is not None
     assert row.cubin.registers > 0
     assert row.cubin.sass["total"] > 0
@@ -144,15 +144,15 @@ def test_a_run_carries_what_it_takes_to_judge_it(broken_run: store.Run) -> None:
 
 
 def test_an_endless_kernel_costs_its_own_row_only(endless_run: store.Run) -> None:
-    rows = store.by_name(endless_run.measurements)
+    rows = {row.name: row for row in endless_run.measurements}
     assert rows["00_naive@endless"].status == "timeout"
     assert rows["00_naive"].status == "ok", rows["00_naive"].reason
 
 
 def test_stages_have_second_rows_and_libraries_say_layout_and_log_sum_exp(lse_run: store.Run) -> None:
     assert not lse_run.damage
-    rows = store.by_name(lse_run.measurements)
-    second = store.by_name(lse_run.with_lse)
+    rows = {row.name: row for row in lse_run.measurements}
+    second = {row.name: row for row in lse_run.with_lse}
     ours = {name: row for name, row in rows.items() if row.kind == "stage"}
     assert set(second) == set(ours)
     for name, row in ours.items():
@@ -202,7 +202,7 @@ def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
     fastest = registry.best(problem, gpu.info().arch).id
     plan, options = Plan(sustained_seconds=1.0), Options(data=tmp_path)
     path = bench.run([problem], stages=[fastest], peers=["sdpa"], ceilings=False, plan=plan, options=options)
-    rows = store.by_name(store.read_run(path).measurements)
+    rows = {row.name: row for row in store.read_run(path).measurements}
     row = rows[fastest]
     assert row.status == "ok", row.reason
     hot, sustained = row.samples_of(), row.samples_of("sustained")
@@ -225,7 +225,7 @@ def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
 
 def test_variants_are_tuning_records(variants: Path) -> None:
     assert variants.parent.name == "tuning"
-    found = store.tunings(gpu.info().slug, variants.parents[2])
+    found = store.records(gpu.info().slug, schema.Tuning, variants.parents[2])
     assert [record.parameters[TUNABLE] for record in found if record.status == "ok"]
     assert {record.parameters[TUNABLE] for record in found} == set(CHOICES)
     for record in found:

@@ -73,7 +73,8 @@ def test_48_rows_are_wrong_by_the_split_alone(split: CheckRun) -> None:
 
 def test_what_is_wrong_is_recorded_without_a_time(timed: Path) -> None:
     wrong, right = (
-        store.by_name(store.read_run(timed).measurements)[n] for n in ("tile48", "tile48[SPLIT_FROM_TILE=1]")
+        {row.name: row for row in store.read_run(timed).measurements}[n]
+        for n in ("tile48", "tile48[SPLIT_FROM_TILE=1]")
     )
     assert (wrong.status, wrong.samples) == ("wrong", ())
     assert right.status == "ok"

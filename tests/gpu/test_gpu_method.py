@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flashlab.experiments import timers
-from flashlab.record import store
+from flashlab.record import schema, store
 
 
 def test_timers_read_a_small_problem(quiet: None, tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_timers_read_a_small_problem(quiet: None, tmp_path: Path) -> None:
     found = timers.measure(
         ["05_wmma"], ["sdpa"], ["1x2x256x64"], samples=4, rounds=1, sustained_s=0.0, data=tmp_path, timeout_s=120
     )
-    readings = store.read_readings(found.path)
+    readings = store.read(found.path, schema.Reading)[0]
     wanted = {timer for timer in timers.TIMERS if not any(timer in reason for reason in found.missing)}
     assert {one.timer for one in readings} == wanted
     assert {"events", "torch-profiler"} <= wanted

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from flashlab.core.problem import Problem
-from flashlab.record.store import Verdict
+from flashlab.record.schema import Verdict
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import Guarded, check, strides_of
 from wrong.simulation import Fault, Style, run

@@ -102,14 +102,15 @@ def bench(
 
 def _show_run(path: Path, as_json: bool) -> None:
     """The rows of a run; an error where one has no time and might have one."""
+    from flashlab.query.frame import headline
     from flashlab.record import store
 
     run = store.read_run(path)
     rows = (*run.measurements, *run.with_lse)
-    answer([store.flat(row) for row in rows], RUN_COLUMNS, as_json=as_json, title=f"{path.stem}, burst, hot L2")
+    answer([headline(row) for row in rows], RUN_COLUMNS, as_json=as_json, title=f"{path.stem}, burst, hot L2")
     say(f"recorded in {path}")
     failures = [
-        f"{row.name} at {row.problem.problem().label}: {row.status}: {row.reason}"
+        f"{row.name} at {row.problem.label}: {row.status}: {row.reason}"
         for row in rows
         if row.status not in ("ok", "missing", "unsupported") and not kept_wrong(row.name, row.status)
     ]
@@ -170,13 +171,13 @@ def tune(
 
 def _show_tuned(tunings: Sequence[Tuned], as_json: bool) -> None:
     """What the last round of each tuning gave."""
-    from flashlab.record import store
+    from flashlab.record import schema, store
     from flashlab.show import tuning as module
 
     lines = [
         (trial, tuning.rounds[-1])
         for tuning in tunings
-        for trial in module.trials(store.read_tunings(tuning.rounds[-1])[0])
+        for trial in module.trials(store.read(tuning.rounds[-1], schema.Tuning)[0])
         if trial.key.stage == tuning.stage and trial.key.problem in tuning.problems
     ]
     lines.sort(key=lambda line: (line[0].key, line[0].median_us or float("inf")))

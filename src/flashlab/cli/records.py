@@ -50,6 +50,7 @@ def results(
 ) -> None:
     """Show what the report shows of a GPU: for every problem the newest session that covers most of the ladder."""
     from flashlab.query import select
+    from flashlab.query.frame import headline
     from flashlab.record import store
 
     if verify:
@@ -87,7 +88,7 @@ def results(
         )
     title = f"{name}, newest run {max(row.run for row in rows)}, {state[0]}, {state[1]} L2"
     # Samples of a state may be of another run of the session than the row.
-    flat = [store.flat(row, *state) | {"run": select.origin(row, *state)[0]} for row in rows]
+    flat = [headline(row, *state) | {"run": select.origin(row, *state)[0]} for row in rows]
     answer(flat, RUN_COLUMNS, as_json=as_json, title=title)
 
 

@@ -28,8 +28,8 @@ from flashlab.core.errors import CompileError, NoDataError, ParameterError, Unsu
 from flashlab.core.paths import DATA, KERNELS
 from flashlab.measure.harness import Book
 from flashlab.measure.timer import Buffer, CudaBackend, MicroParams
-from flashlab.record import provenance, store
-from flashlab.record.store import ChipReading
+from flashlab.record import provenance, schema, store
+from flashlab.record.schema import ChipReading
 from flashlab.run import gpu
 
 if TYPE_CHECKING:
@@ -632,7 +632,7 @@ def measure(
     runner = _Runner(device)
     info = runner.info
     with Book(data, "chip") as book:
-        fields = {name: getattr(info, name) for name in store.Gpu.model_fields}
+        fields = {name: getattr(info, name) for name in schema.Gpu.model_fields}
         book.hello({"gpu": fields, "software": provenance.software()})
         for case, (cubin, opcodes) in zip(chosen, compile_all(chosen), strict=True):
             announce(case.name)

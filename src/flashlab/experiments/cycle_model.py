@@ -28,8 +28,8 @@ from flashlab.core.problem import Mask, Problem
 from flashlab.experiments import chip
 from flashlab.kernels import registry
 from flashlab.query import select
-from flashlab.record import store
-from flashlab.record.store import ChipReading
+from flashlab.record import schema, store
+from flashlab.record.schema import ChipReading
 from flashlab.run import choice
 from flashlab.run import gpu as gpus
 
@@ -101,7 +101,7 @@ class Rates:
     """Cycles of a copy of 16 KiB from L2, issue to arrival."""
 
 
-def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, store.Ceiling] | None = None) -> Rates:
+def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, schema.Ceiling] | None = None) -> Rates:
     """The model's rates from readings of the chip, and ceilings where there are any.
 
     Raises:
@@ -662,7 +662,7 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
     rates = rates_of(readings, ceilings)
     compared: list[Compared] = []
     for problem in problems or first_problems():
-        measured = {row.name: row for row in rows if row.status == "ok" and row.problem.problem() == problem}
+        measured = {row.name: row for row in rows if row.status == "ok" and row.problem == problem}
         for stage_id in described():
             row = measured.get(stage_id)
             samples = row.samples_of() if row else None
@@ -678,7 +678,7 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
                 Compared(
                     prediction=predict(kernel, problem, rates, median(clocks) if clocks else None),
                     clock_measured=bool(clocks),
-                    measured_cycles=store.cycles_per_score(samples, problem, rates.sm_count) if samples else None,
+                    measured_cycles=schema.cycles_per_score(samples, problem, rates.sm_count) if samples else None,
                     measured_tflops=problem.tflops(samples.median_us) if samples else None,
                 )
             )

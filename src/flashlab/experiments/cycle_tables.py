@@ -13,7 +13,7 @@ from flashlab.core.paths import DATA
 from flashlab.experiments import chip
 from flashlab.experiments.cycle_model import GROUP_THREADS, Compared, Rates, compare, predict_loop, rates_of
 from flashlab.record import store
-from flashlab.record.store import ChipReading
+from flashlab.record.schema import ChipReading
 from flashlab.show.tables import Column, number, table
 
 NOTHING_YET = (

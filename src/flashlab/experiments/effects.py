@@ -20,8 +20,8 @@ from flashlab.experiments import levers
 from flashlab.experiments.ablation import AXES, PARTS
 from flashlab.query import select
 from flashlab.query.statistics import Estimate, interval, ratio_of_medians
-from flashlab.record import store
-from flashlab.record.store import Ablation, CubinFields, Part, Samples
+from flashlab.record import schema, store
+from flashlab.record.schema import Ablation, CubinFields, Part, Samples
 from flashlab.show.charts import Chart, Interval, intervals
 from flashlab.show.pages import Output, data_links, indent, stage_link
 from flashlab.show.tables import Column, code, table
@@ -57,7 +57,7 @@ class Effect:
     @property
     def problem(self) -> Problem:
         """What was computed."""
-        return self.record.problem.problem()
+        return self.record.problem
 
     @property
     def samples(self) -> Samples | None:
@@ -143,7 +143,7 @@ def _newest(
     """Records by group (their field `of`) and problem, and by their field `name`: of the newest run that has any."""
     newest: dict[tuple[str, Problem], dict[str, T]] = {}
     for record in sorted(records, key=lambda record: record.run):
-        key = (getattr(record, of), record.problem.problem())
+        key = (getattr(record, of), record.problem)
         if problem not in (None, key[1]):
             continue
         if any(other.run != record.run for other in newest.get(key, {}).values()):
@@ -201,7 +201,7 @@ def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[
         if record.level == levers.AS_IT_IS:
             plain[_beside(record)] = record
         elif record.level in levers.names() and name in (None, record.level):
-            newest[record.level, record.problem.problem()] = record
+            newest[record.level, record.problem] = record
     result: list[Effect] = []
     for place in dict.fromkeys(_beside(record) for record in newest.values()):
         first = plain.get(place)
@@ -213,7 +213,7 @@ def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[
 
 def _beside(record: Ablation) -> tuple[object, ...]:
     """What a lever's record and that of its stage as it is have in common."""
-    return record.run, record.stage, record.problem.problem(), tuple(sorted(record.parameters.items()))
+    return record.run, record.stage, record.problem, tuple(sorted(record.parameters.items()))
 
 
 # --- Charts -----------------------------------------------------------------------------------------------------------
@@ -446,7 +446,7 @@ def split_table(shown: Sequence[Effect]) -> str:
 def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
     """Every lever: its question, its diff, what was expected and the result."""
     page = "levers.md"
-    effects = lever_effects(store.ablations(shown.gpu, data)) if shown else []
+    effects = lever_effects(store.records(shown.gpu, schema.Ablation, data)) if shown else []
     drawn = lever_chart(effects)
     out.snippet("levers-chart.md", drawn if isinstance(drawn, str) else out.chart(drawn, page))
     parts = []

@@ -35,7 +35,7 @@ from flashlab.query.frame import frame, of_problem
 from flashlab.query.kinship import MODELS, kinship
 from flashlab.query.select import Policy
 from flashlab.query.statistics import Estimate, interval, median, ratio_of_medians
-from flashlab.record.store import Ablation, Call, Measurement
+from flashlab.record.schema import Ablation, Call, Measurement
 from flashlab.show import tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -650,10 +650,11 @@ def largest_error(records: Records, _: Entry) -> Finding:
         if row.dtype == "float16" and row.record.verdict and row.record.verdict.max_abs_error is not None
     ]
     with suppress(NoDataError):
-        path = select.checks_file(records.gpu, records.data).relative_to(records.data).as_posix()
+        file, checks = select.checks(records.gpu, records.data)
+        path = file.relative_to(records.data).as_posix()
         errors += [
             (check["verdict"]["max_abs_error"] or 0.0, f"{path}:{check['line']}", f"`{check['stage']}` at {label}")
-            for check in select.checks(records.gpu, records.data)
+            for check in checks
             if check["status"] == "ok" and check["problem"]["dtype"] == "float16" and check["verdict"]
             for label in [Problem(**check["problem"]).label]
         ]

@@ -48,8 +48,8 @@ from flashlab.measure.options import Options
 from flashlab.query.kinship import KINSHIPS, kinship
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
-from flashlab.record import provenance, store
-from flashlab.record.store import Call
+from flashlab.record import provenance, schema, store
+from flashlab.record.schema import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
 from flashlab.show.pages import Output, stage_link
@@ -489,16 +489,17 @@ def _is_in(plan: Plan, problem: Problem, name: str) -> bool:
 
 def _not_yet(slug: str, data: Path) -> tuple[list[str], list[str]]:
     """Ablations, and stages to split, that are not on record of this code, unedited, and this start of this machine."""
-    commit, dirty = provenance.source()
-    source, at = store.Source(commit=commit, dirty=dirty), provenance.start()
-    start = store.Start.model_validate(at) if at and not dirty else None
+    source, at = provenance.source(), provenance.start()
+    start = schema.Start.model_validate(at) if at and not source.dirty else None
 
-    def just_made(record: store.Ablation | store.Part) -> bool:
+    def just_made(record: schema.Ablation | schema.Part) -> bool:
         same_start = start is not None and record.start is not None and record.start.same_as(start)
         return same_start and record.source == source
 
-    levels = {(one.problem.problem(), one.axis, one.level) for one in store.ablations(slug, data) if just_made(one)}
-    parts = {(one.problem.problem(), one.stage, one.left_out) for one in store.parts(slug, data) if just_made(one)}
+    levels = {
+        (one.problem, one.axis, one.level) for one in store.records(slug, schema.Ablation, data) if just_made(one)
+    }
+    parts = {(one.problem, one.stage, one.left_out) for one in store.records(slug, schema.Part, data) if just_made(one)}
     whole = [(entry.problem, name) for entry in _entries() for name in entry.names if entry.quantity == "time_shares"]
     axes = dict.fromkeys(entry.axis for entry in _entries() if entry.axis)
     return (
@@ -533,7 +534,7 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
     )
     times_us = []
     with harness.Book(data, "calls") as book, torch.no_grad():
-        identity = {field: getattr(info, field) for field in store.Gpu.model_fields}
+        identity = {field: getattr(info, field) for field in schema.Gpu.model_fields}
         book.hello({"gpu": identity, "software": provenance.software()})
         attend = peer.build(problem)
         given = peers.in_layout(peer.layout, q, k, v)
@@ -544,7 +545,7 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
             torch.cuda.synchronize()
             if index >= _WARM_UP_CALLS:
                 times_us.append((perf_counter_ns() - began) / 1e3)
-        call = Call(**book.header(), name=name, problem=store.ProblemFields.of(problem), time_us=tuple(times_us))
+        call = Call(**book.header(), name=name, problem=problem, time_us=tuple(times_us))
         store.append(book.path, call)
         return book.path
 

@@ -31,7 +31,7 @@ from flashlab.core.problem import DTYPES, MASKS, Problem
 from flashlab.kernels import registry
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, serve
 from flashlab.record import provenance, store
-from flashlab.record.store import Gpu, Sanitized
+from flashlab.record.schema import Gpu, Sanitized
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
 from flashlab.verify.oracle import make_inputs

@@ -22,8 +22,8 @@ from flashlab.experiments.timers import INSTALLS, TIMERS
 from flashlab.kernels import peers, registry
 from flashlab.query import select
 from flashlab.query.statistics import Estimate, interval, ratio_of_medians
-from flashlab.record import store
-from flashlab.record.store import Measurement, Reading, Samples
+from flashlab.record import schema, store
+from flashlab.record.schema import Measurement, Reading, Samples
 from flashlab.show import charts, tables
 from flashlab.show.charts import Chart
 from flashlab.show.tables import Column, mhz, number, table
@@ -78,7 +78,7 @@ class Pool:
     @property
     def problem(self) -> Problem:
         """What was computed."""
-        return self.last.problem.problem()
+        return self.last.problem
 
     @property
     def timer(self) -> str:
@@ -120,11 +120,11 @@ class Pool:
 def pools(readings: Iterable[Reading]) -> tuple[Pool, ...]:
     """What the newest run of each problem read, the readings of one state together, in the order they came."""
     every = list(readings)
-    newest = {reading.problem.problem(): reading.run for reading in sorted(every, key=lambda reading: reading.run)}
+    newest = {reading.problem: reading.run for reading in sorted(every, key=lambda reading: reading.run)}
     grouped: dict[tuple[Any, ...], list[Reading]] = {}
     for one in every:
-        if one.run == newest[one.problem.problem()]:
-            key = (one.name, one.problem.problem(), one.timer, one.inputs, one.samples.regime, one.samples.cache)
+        if one.run == newest[one.problem]:
+            key = (one.name, one.problem, one.timer, one.inputs, one.samples.regime, one.samples.cache)
             grouped.setdefault(key, []).append(one)
     found = []
     for same in grouped.values():
@@ -238,7 +238,7 @@ class Spread:
     @property
     def problem(self) -> Problem:
         """What was computed."""
-        return self.rows[0].problem.problem()
+        return self.rows[0].problem
 
     @property
     def samples(self) -> tuple[Samples, ...]:
@@ -277,7 +277,7 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
     for row in sorted(measurements, key=lambda row: row.time):
         known = row.kind == "peer" or row.name in registry.RUNGS
         if known and row.start is not None and row.samples_of():
-            grouped.setdefault((row.problem.problem(), row.name), []).append(row)
+            grouped.setdefault((row.problem, row.name), []).append(row)
     found: list[Spread] = []
     for rows in grouped.values():
         newest: list[Measurement] = []
@@ -312,7 +312,7 @@ def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, .
 
 def _pools(gpu_slug: str | None, data: Path, inputs: str | None = "normal") -> list[Pool]:
     """Those of a GPU on some inputs; of any inputs where None."""
-    return [p for p in pools(store.readings(gpu_slug or "", data)) if inputs in (None, p.inputs)]
+    return [p for p in pools(store.records(gpu_slug or "", schema.Reading, data)) if inputs in (None, p.inputs)]
 
 
 def _bursts(gpu_slug: str | None, data: Path) -> list[Pool]:
@@ -450,7 +450,7 @@ def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:
         Column("in a burst's calls", lambda row: median(row[1].call_clock_mhz), mhz),
         Column("in sustained calls", lambda row: median(row[2].call_clock_mhz), mhz),
         Column("sustained / burst time", lambda row: row[2].median_us / row[1].median_us, "{:.3f}".format),
-        Column("W, sustained", lambda row: number(store.power_w(row[2]))),
+        Column("W, sustained", lambda row: number(schema.power_w(row[2]))),
         Column("°C at most", lambda row: row[2].conditions and row[2].conditions.temperature_c_max),
         Column(
             "clock held back by",

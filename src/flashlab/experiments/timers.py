@@ -44,13 +44,13 @@ from flashlab.core.errors import (
     UnsupportedError,
 )
 from flashlab.core.paths import DATA
-from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.core.problem import FIRST_SHAPE, Cache, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import need
 from flashlab.measure.harness import REASON_CHARS, Book, Message, Send, Worker, WorkerDiedError, serve
 from flashlab.record import provenance, store
-from flashlab.record.store import Cache, Gpu, ProblemFields, Reading
+from flashlab.record.schema import Gpu, Reading
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
 from flashlab.verify.verdict import POISON_WORD, Sample, check
@@ -382,7 +382,7 @@ class _Worker:
     def _keep(self, case: _Case, timer: Timer, samples: Message) -> None:
         reading = {
             "name": case.name,
-            "problem": ProblemFields.of(case.problem).model_dump(),
+            "problem": asdict(case.problem),
             "timer": timer,
             "inputs": case.inputs,
             "samples": samples,

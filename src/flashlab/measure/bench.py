@@ -27,8 +27,8 @@ from flashlab.measure.options import Implementation as Implementation
 from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
 from flashlab.measure.options import plan_of as plan_of
-from flashlab.record import store
-from flashlab.record.store import Ablation, Ceiling, Measurement, Part, ProblemFields, Tuning
+from flashlab.record import schema, store
+from flashlab.record.schema import Ablation, Ceiling, Measurement, Part, Tuning
 from flashlab.run import choice, gpu
 from flashlab.verify import on_cpu
 
@@ -104,7 +104,7 @@ class _Recorder(Supervisor):
         self._implementations = implementations
 
     def row(self, cell: Cell, name: str, row: Message) -> None:
-        record: store.AnyRecord | None = None
+        record: schema.AnyRecord | None = None
         if cell.problem is not None:
             record = _record(self._schema, self.book.header(), self._implementations[name], cell.problem, row)
         elif row["status"] == "ok":
@@ -128,7 +128,7 @@ def _record(
     elif schema is not Measurement:
         stage = registry.get(one.id) if one.kind == "stage" else None
         fields["parameters"] = stage.parameters(problem.head_dim, one.params) if stage else {}
-    fields |= {**header, **one.record, "problem": ProblemFields.of(problem)}
+    fields |= {**header, **one.record, "problem": problem}
     return schema.model_validate({name: value for name, value in fields.items() if name in schema.model_fields})
 
 
@@ -349,9 +349,9 @@ def _guess_us(one: Implementation, problem: Problem, known: Sequence[Measurement
                 alike,
                 key=lambda pair: (
                     pair[0].problem.inputs != problem.inputs,
-                    abs(math.log(pair[0].problem.problem().flops / problem.flops)),
+                    abs(math.log(pair[0].problem.flops / problem.flops)),
                 ),
             )
-            return samples.median_us * problem.flops / row.problem.problem().flops
+            return samples.median_us * problem.flops / row.problem.flops
         name = registry.get(name).parent if one.kind == "stage" else None
     return problem.flops / _UNKNOWN_TFLOPS / 1e6

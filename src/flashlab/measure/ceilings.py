@@ -209,7 +209,7 @@ def require(names: Iterable[str]) -> list[str]:
 
 
 def measure(name: str, timer: Timer, device: int, stream: int, *, samples: int = 20) -> dict[str, Any]:
-    """Measure a ceiling in bursts: the fields of a `store.Ceiling` but its header and kind.
+    """Measure a ceiling in bursts: the fields of a `schema.Ceiling` but its header and kind.
 
     Raises:
         ParameterError: it is no ceiling.

@@ -23,7 +23,7 @@ from flashlab.core.problem import Problem
 from flashlab.measure.harness import REASON_CHARS, Book, Message, Progress, Send, Worker, WorkerDiedError, words
 from flashlab.measure.options import Implementation, Options
 from flashlab.record import provenance
-from flashlab.record.store import Gpu, Status
+from flashlab.record.schema import Gpu, Status
 from flashlab.run import gpu
 from flashlab.verify.oracle import make_torch_inputs
 

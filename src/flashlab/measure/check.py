@@ -27,7 +27,7 @@ from flashlab.measure.cells import Cell, GpuWorker, RefusedError, Supervisor, ne
 from flashlab.measure.harness import REASON_CHARS, Book, Message, Send
 from flashlab.measure.options import Options
 from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, case_line, header_line
-from flashlab.record.store import Verdict
+from flashlab.record.schema import Verdict
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import prepare
 from flashlab.verify.cases import (

@@ -39,8 +39,8 @@ from typing import IO, Any, Literal, Self
 from flashlab.core import errors
 from flashlab.core.errors import FlashlabError, LaunchError, OutputError
 from flashlab.core.paths import cache_dir, writable_dir
-from flashlab.record import provenance, store
-from flashlab.record.store import Gpu, Machine
+from flashlab.record import provenance, schema, store
+from flashlab.record.schema import Gpu, Machine
 
 Message = dict[str, Any]
 Send = Callable[[Message], None]
@@ -371,9 +371,8 @@ class Book:
     def __init__(self, data: Path, folder: str) -> None:
         self._data = writable_dir(data, "records")
         self._folder = folder
-        commit, dirty = provenance.source()
-        self.source = store.Source(commit=commit, dirty=dirty)
-        self.run = store.run_id(self.source, datetime.now(UTC))
+        self.source = provenance.source()
+        self.run = schema.run_id(self.source, datetime.now(UTC))
         self.gpu: Gpu | None = None
         self.software: dict[str, str] = {}
         self._stack = contextlib.ExitStack()

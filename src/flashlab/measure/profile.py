@@ -33,7 +33,7 @@ from flashlab.kernels.registry import Stage
 from flashlab.measure.cells import GpuWorker
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, serve
 from flashlab.record import store
-from flashlab.record.store import LineStalls, ProblemFields, StageProfile
+from flashlab.record.schema import LineStalls, StageProfile
 from flashlab.run import choice, gpu
 from flashlab.run.attention import prepare
 
@@ -511,7 +511,7 @@ class _Profiler:
             metrics=dict(launch.metrics),
             run=header["run"],
             stage=stage_id,
-            problem=ProblemFields.of(self._problem),
+            problem=self._problem,
             parameters=launched["parameters"],
             cubin_sha256=launched["sha256"],
             tile_q=launched["tile_q"],

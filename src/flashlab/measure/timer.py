@@ -42,7 +42,7 @@ from typing import Any, Protocol
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import KERNELS
-from flashlab.record.store import Conditions, Samples
+from flashlab.record.schema import Conditions, Samples
 from flashlab.run import gpu
 
 Run = Callable[[], object]

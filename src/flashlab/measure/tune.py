@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,8 +36,8 @@ from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Stage
 from flashlab.measure import bench
 from flashlab.measure.options import BURSTS, Implementation, Options, Plan
-from flashlab.record import store
-from flashlab.record.store import Tuning
+from flashlab.record import schema, store
+from flashlab.record.schema import Tuning
 from flashlab.run import choice, gpu
 
 Variant = dict[str, int]
@@ -343,7 +343,7 @@ def tune(
         announce(f"round {len(rounds) + 1}: {len(left)} variants, {samples} samples each")
         tasks = [Task(Key(stage_id, problem), tuple(left)) for problem in problems]
         path = time(tasks, plan=replace(_PLAN, samples=samples, min_samples=min(3, samples)), options=options)
-        timed, _ = store.read_tunings(path)
+        timed, _ = store.read(path, schema.Tuning)
         if not rounds:
             _record_refused(path, timed, compiled.refused, problems)
             store.write_checksums(slug, options.data)
@@ -361,7 +361,7 @@ def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
     """Check and time the variants of tasks, those on one problem interleaved; the records go to data/<gpu>/tuning/.
 
     Returns:
-        The file of `store.Tuning`. A variant that does not compile or run costs its own rows only.
+        The file of `schema.Tuning`. A variant that does not compile or run costs its own rows only.
 
     Raises:
         As `bench.measure`; ParameterError for a tunable that a stage lacks, or no such library.
@@ -448,11 +448,11 @@ def tune_all(
     if not able:
         raise ParameterError("wanted at least one variant that compiles, got none")
     path = time([task for task, _ in able], plan=replace(_PLAN, cap_s=_PLAN_CAP_S), options=options)
-    timed, _ = store.read_tunings(path)
+    timed, _ = store.read(path, schema.Tuning)
     done = []
     for task, compiled in able:
         stage_id, problem = task.key
-        own_rows = [row for row in timed if (row.stage, row.problem.problem()) == task.key]
+        own_rows = [row for row in timed if (row.stage, row.problem) == task.key]
         _record_refused(path, own_rows, compiled.refused, (problem,))
         refused, twins = len(compiled.refused), len(compiled.twins)
         done.append(Tuned(stage=stage_id, problems=(problem,), refused=refused, twins=twins, rounds=(path,)))
@@ -478,7 +478,7 @@ def _record_refused(
     for variant, reason in refused:
         for problem in problems:
             line = found[0].model_dump() | {
-                "problem": store.ProblemFields.of(problem).model_dump(),
+                "problem": asdict(problem),
                 "parameters": variant,
                 "status": "error",
                 "reason": reason,
@@ -495,7 +495,7 @@ def times_us(found: Iterable[Tuning], problems: Sequence[Problem]) -> dict[Items
     for record in found:
         samples = record.samples_of()
         if record.status == "ok" and samples is not None:
-            medians.setdefault(items(record.parameters), {})[record.problem.problem()] = samples.median_us
+            medians.setdefault(items(record.parameters), {})[record.problem] = samples.median_us
     return {
         key: math.exp(math.fsum(math.log(times[problem]) for problem in problems) / len(problems))
         for key, times in medians.items()

@@ -17,8 +17,8 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import arch_for
 from flashlab.measure.tune import Items, Key, items
-from flashlab.record import store
-from flashlab.record.store import Measurement, Samples, Tuning
+from flashlab.record import schema, store
+from flashlab.record.schema import Measurement, Samples, Tuning
 from flashlab.run import choice
 from flashlab.run.choice import Choice
 
@@ -36,7 +36,7 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[choice.Row]:
     Raises:
         NoDataError: no tuning of that GPU is on record.
     """
-    found = store.tunings(gpu_slug, data)
+    found = store.records(gpu_slug, schema.Tuning, data)
     if not found:
         raise NoDataError(
             f"wanted tuning records of GPU {gpu_slug!r} under {data / gpu_slug / 'tuning'}, found none. "
@@ -45,7 +45,7 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[choice.Row]:
     rounds: dict[Key, dict[str, list[Tuning]]] = {}
     for record in found:
         if _fits(record.stage, record.parameters):
-            rounds.setdefault(Key(record.stage, record.problem.problem()), {}).setdefault(record.run, []).append(record)
+            rounds.setdefault(Key(record.stage, record.problem), {}).setdefault(record.run, []).append(record)
     made = []
     for key, by_run in rounds.items():
         for run in sorted(by_run, reverse=True):
@@ -58,7 +58,7 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[choice.Row]:
     for measured in _measurements(gpu_slug, data):
         cubin = measured.cubin
         if measured.status == "ok" and cubin is not None and _fits(measured.name, cubin.parameters):
-            key = Key(measured.name, measured.problem.problem())
+            key = Key(measured.name, measured.problem)
             newest[key] = _row(key, cubin.parameters, measured, variants=0)
     made += newest.values()
     return sorted((row for row in made if _plain(row.problem)), key=lambda row: (row.stage, row.problem, row.variants))
@@ -110,7 +110,7 @@ def table_of(gpu_slug: str, data: Path = DATA) -> str:
         NoDataError: there are none.
     """
     made = rows(gpu_slug, data)
-    seen = store.tunings(gpu_slug, data)[-1].gpu
+    seen = store.records(gpu_slug, schema.Tuning, data)[-1].gpu
     return table_text(arch_for(seen.compute_capability), seen.sm_count, made)
 
 
@@ -155,14 +155,14 @@ def held_against(gpu_slug: str, peer: str = BESIDE, data: Path = DATA) -> list[H
         return []
     times: dict[Problem, dict[str, dict[tuple[str, Items], float]]] = {}
     tuning_runs = set()
-    for record in store.tunings(gpu_slug, data):
+    for record in store.records(gpu_slug, schema.Tuning, data):
         if record.status == "ok":
             tuning_runs.add(record.run)
-            of_run = times.setdefault(record.problem.problem(), {}).setdefault(record.run, {})
+            of_run = times.setdefault(record.problem, {}).setdefault(record.run, {})
             of_run[record.stage, items(record.parameters)] = _taken(record).median_us
     for row in _measurements(gpu_slug, data):
         if row.status == "ok" and row.samples_of() is not None:
-            of_run = times.setdefault(row.problem.problem(), {}).setdefault(row.run, {})
+            of_run = times.setdefault(row.problem, {}).setdefault(row.run, {})
             of_run[row.name, items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us
     found = []
     for problem, by_run in times.items():

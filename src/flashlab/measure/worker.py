@@ -28,7 +28,7 @@ from flashlab.measure.harness import REASON_CHARS, Message, Send
 from flashlab.measure.options import Implementation, Plan
 from flashlab.measure.timer import CudaBackend, Run, Timer
 from flashlab.record.checks import Fallbacks
-from flashlab.record.store import CubinFields, Samples, Verdict, cycles_per_score
+from flashlab.record.schema import CubinFields, Samples, Verdict, cycles_per_score
 from flashlab.run import gpu
 from flashlab.run.attention import Prepared, prepare
 from flashlab.verify.verdict import POISON_WORD, Oracle, Sample, check

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, Regime, suite
@@ -16,7 +17,7 @@ from flashlab.query import roofline
 from flashlab.query.frame import frame, rows_of
 from flashlab.query.select import fastest_peer, fastest_stage, is_dead_end, ordered, problem_order
 from flashlab.record import store
-from flashlab.record.store import Measurement
+from flashlab.record.schema import Measurement
 
 NAMED_PEERS = ("fa3", "sdpa_cudnn")
 """The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
@@ -32,7 +33,7 @@ _NEAR = 1.05
 class Contest:
     """A stage and a library on one problem in one regime, rows of one run."""
 
-    regime: Regime
+    run: str
     stage: str
     stage_us: float
     """Median time of one call."""
@@ -71,24 +72,23 @@ class AgainstPeers:
 
     problem: Problem
     run: str
-    """The run that both were measured in."""
-    sustained_run: str | None
-    """The run that both were kept busy in; None where none was."""
+    """The run that `burst` is of, or the newest where there is none."""
     dirty: bool
     burst: Contest | None
     """The fastest stage against the fastest library of the same element type; None where either has no time."""
-    sustained: Contest | None
-    """The fastest stage of `sustained_run` under continuous work, against the library that is the fastest there."""
-    named: Contest | None
-    """The fastest stage of `named_run` against the faster of `NAMED_PEERS`, burst."""
-    named_run: str | None
-    """As `run`, where those are the only libraries; None where neither was timed."""
-    named_sustained: Contest | None
-    """The fastest stage of `named_sustained_run` against the faster of `NAMED_PEERS`, under continuous work."""
-    named_sustained_run: str | None
-    """The newest run that kept the faster of `NAMED_PEERS` busy; None where none did."""
-    reason: str
+    sustained: Contest | None = None
+    """Under continuous work, in the newest run that kept the best library busy; None where none did."""
+    named: Contest | None = None
+    """As `burst`, over the faster of `NAMED_PEERS` alone."""
+    named_sustained: Contest | None = None
+    """As `sustained`, over the faster of `NAMED_PEERS` alone."""
+    reason: str = ""
     """Why there is no ratio; empty where there is one."""
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The runs that the best of both are of: in bursts and, where there is one, under continuous work."""
+        return (self.run, self.sustained.run) if self.sustained else (self.run,)
 
     @property
     def ratios(self) -> tuple[float | None, ...]:
@@ -135,7 +135,7 @@ class AgainstPeers:
             "mask": problem.mask,
             "inputs": problem.inputs,
             "run": self.run,
-            "sustained_run": self.sustained_run,
+            "sustained_run": self.sustained.run if self.sustained else None,
             "dirty": self.dirty,
             "reason": self.reason,
             **(told(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None, "adjusted_ratio": None}),
@@ -143,9 +143,9 @@ class AgainstPeers:
             "against_named": {
                 "peers": list(NAMED_PEERS),
                 "burst": told(self.named),
-                "run": self.named_run,
+                "run": self.named.run if self.named else None,
                 "sustained": told(self.named_sustained),
-                "sustained_run": self.named_sustained_run,
+                "sustained_run": self.named_sustained.run if self.named_sustained else None,
             },
         }
 
@@ -167,12 +167,12 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
             (peer_us / our_us, layer)
             for layer, (peer_us, our_us) in enumerate(zip(fastest_us, ours.time_us, strict=True))
         )
-    twin = (second or {}).get((stage.run, stage.problem.problem(), stage.name))
+    twin = (second or {}).get((stage.run, stage.problem, stage.name))
     with_lse = twin.samples_of(regime) if twin else None
     clocks = [median(samples.call_clock_mhz) if samples.call_clock_mhz else None for samples in (ours, theirs)]
     shares = [
         roofline.percent_of_tensor_peak(
-            row.problem.problem().tflops(samples.median_us),
+            row.problem.tflops(samples.median_us),
             compute_capability=row.gpu.compute_capability,
             sm_count=row.gpu.sm_count,
             clock_mhz=clock,
@@ -180,7 +180,7 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
         for row, samples, clock in zip((stage, peer), (ours, theirs), clocks, strict=True)
     ]
     return Contest(
-        regime=regime,
+        run=stage.run,
         stage=stage.name,
         stage_us=ours.median_us,
         stage_clock_mhz=clocks[0],
@@ -210,8 +210,10 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     Raises:
         NoDataError: the GPU has no measurement.
     """
-    store.newest_run(gpu, data)
+    store.require_runs(gpu, data)
     rows = [row for row in rows_of(frame(gpu, data)) if row["kind"] in ("stage", "peer")]
+    if not rows:
+        raise NoDataError(f"wanted a run of GPU {gpu!r} with measurements, found none under {data / gpu / 'runs'}")
     with_dead_ends = {row["run"] for row in rows if is_dead_end(row["record"])}
     rows = [row for row in rows if row["run"] not in with_dead_ends]
     second = {
@@ -238,20 +240,17 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
         named = _against_the_fastest([_named(rows) for rows in parts[problem]], sessions)
         busy = _kept_busy(parts[problem], _best_peers(chosen))
         named_busy = _named(_kept_busy(parts[problem], _best_peers(named)))
-        burst, against_named = _contest(chosen, "burst", second), _contest(named, "burst", second)
+        burst = _contest(chosen, "burst", second)
         lacking = "library" if fastest_stage(chosen) else "stage"
         found.append(
             AgainstPeers(
                 problem=problem,
                 run=chosen[0].run,
-                sustained_run=busy[0].run if busy else None,
                 dirty=any(rows[0].source.dirty for rows in (chosen, busy, named, named_busy) if rows),
                 burst=burst,
                 sustained=_contest(busy, "sustained", second),
-                named=against_named,
-                named_run=named[0].run if against_named else None,
+                named=_contest(named, "burst", second),
                 named_sustained=_contest(named_busy, "sustained", second),
-                named_sustained_run=named_busy[0].run if named_busy else None,
                 reason="" if burst else f"no {lacking} has a time in that run",
             )
         )
@@ -323,13 +322,9 @@ def _kept_busy(runs: Iterable[list[Measurement]], libraries: set[str]) -> list[M
     able = [
         rows
         for rows in runs
-        if any("sustained" in _regimes(rows, name) for name in libraries) and _contest(rows, "sustained")
+        if any(row.name in libraries and row.samples_of("sustained") for row in rows) and _contest(rows, "sustained")
     ]
     return max(able, key=lambda rows: rows[0].run, default=[])
-
-
-def _regimes(rows: Iterable[Measurement], name: str) -> set[Regime]:
-    return {samples.regime for row in rows if row.name == name for samples in row.samples}
 
 
 def _named(rows: Iterable[Measurement]) -> list[Measurement]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
@@ -15,13 +16,23 @@ from typing import Any
 
 import pandas as pd
 
+from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Regime
-from flashlab.record import store
+from flashlab.record import schema, store
 
 SESSION_GAP = timedelta(hours=6)
 """Between the starts of two runs of one session, at most."""
 
+_OF_STATE = (
+    *("median_us", "worst_layer_us", "tflops", "cv_percent", "samples", "sm_clock_mhz", "call_clock_mhz"),
+    *("cycles_per_score", "power_w", "energy_j_per_call"),
+)
+RESULT = (
+    *("name", "kind", "layout", "lse", "shape", "dtype", "mask", "inputs", "status", "reason"),
+    *(*_OF_STATE, "regime", "cache", "run", "commit", "dirty"),
+)
+"""The columns of `flashlab results`: see `headline`."""
 _STATES: Mapping[str, tuple[Regime, Cache]] = {"cold": ("burst", "cold"), "sustained": ("sustained", "hot")}
 _CACHE: dict[Path, tuple[tuple[Any, ...], pd.DataFrame]] = {}
 
@@ -36,11 +47,10 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
     `place` (`nvidia-h200/runs/….jsonl:12`, relative to `data`).
 
     Of what ran on a problem: `problem`, and its fields `shape`, `batch`, `q_heads`, `kv_heads`, `q_len`, `kv_len`,
-    `head_dim`, `dtype`, `mask`, `inputs`; `layout`, `writes_lse`, `second` (a stage's row with the log-sum-exp on,
-    beside its own), `status`, `reason`, `samples` (a tuple of `store.Samples`), `cubin`, `verdict`, `registers`,
-    `spill_bytes`, `smem_bytes`, `blocks_per_sm`; `median_us`, `cv_percent`, `tflops`, `call_clock_mhz` and
-    `cycles_per_score`; `cold_us`, `sustained_us`, `cold_tflops` and `sustained_tflops`. None or NaN where there is
-    none.
+    `head_dim`, `dtype`, `mask`, `inputs`; `layout`, `lse`, `second` (a stage's row with the log-sum-exp on, beside
+    its own), `status`, `reason`, `samples` (a tuple of `schema.Samples`), `cubin`, `verdict`, `registers`,
+    `spill_bytes`, `smem_bytes`, `blocks_per_sm`; the columns of `state_of`; `cold_us`, `sustained_us`, `cold_tflops`
+    and `sustained_tflops`. None or NaN where there is none.
 
     Of ceilings: `unit` and `value`.
     """
@@ -67,6 +77,17 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
 
 def row_of(record: Any) -> dict[str, Any]:
     """The columns of a record that follow from it alone: see `frame`."""
+    row = _described(record)
+    if not isinstance(record, schema.Timed):
+        return row
+    for label, state in _STATES.items():
+        values = state_of(record, *state)
+        row |= {f"{label}_us": values["median_us"], f"{label}_tflops": values["tflops"]}
+    return state_of(record) | row
+
+
+def _described(record: Any) -> dict[str, Any]:
+    """Those that are no times."""
     row: dict[str, Any] = {
         "run": record.run,
         "time": record.time,
@@ -74,51 +95,57 @@ def row_of(record: Any) -> dict[str, Any]:
         "name": getattr(record, "name", None) or getattr(record, "stage", ""),
         "record": record,
     }
-    if isinstance(record, store.StageProfile):
+    if isinstance(record, schema.StageProfile):
         row |= {"commit": record.commit, "dirty": record.dirty, "gpu_name": record.gpu}
     else:
         row |= {"commit": record.source.commit, "dirty": record.source.dirty, "start": record.start}
         row |= {"gpu": record.gpu.slug, "gpu_name": record.gpu.name, "fingerprint": record.gpu.fingerprint}
-    if isinstance(record, store.Ceiling):
+    if isinstance(record, schema.Ceiling):
         return row | {"unit": record.unit, "value": record.value}
     if not hasattr(record, "problem"):
         return row
-    problem = record.problem.problem()
-    row |= {"problem": problem, "shape": problem.shape, **record.problem.model_dump()}
-    samples = getattr(record, "samples", ())
-    if not isinstance(record, store.Timed):
-        return row | {"samples": samples}
-    cubin = record.cubin
-    row |= {
-        "status": record.status,
-        "reason": record.reason,
-        "samples": samples,
-        "verdict": record.verdict,
-        "cubin": cubin,
-        "registers": cubin.registers if cubin else None,
-        "spill_bytes": cubin.spill_store_bytes if cubin else None,
-        "smem_bytes": cubin.static_smem_bytes + cubin.dynamic_smem_bytes if cubin else None,
-        "blocks_per_sm": cubin.blocks_per_sm if cubin else None,
-        **_values(record, "burst", "hot"),
-    }
-    for label, state in _STATES.items():
-        values = _values(record, *state)
-        row |= {f"{label}_us": values["median_us"], f"{label}_tflops": values["tflops"]}
-    if isinstance(record, store.Measurement):
-        row |= {"layout": record.layout, "writes_lse": record.lse, "second": record.with_lse}
+    row |= {"problem": record.problem, "shape": record.problem.shape, **asdict(record.problem)}
+    row["samples"] = getattr(record, "samples", ())
+    if isinstance(record, schema.Timed):
+        cubin = record.cubin
+        row |= {name: getattr(record, name) for name in ("status", "reason", "verdict", "cubin")}
+        row |= {name: getattr(cubin, name, None) for name in ("registers", "blocks_per_sm")}
+        row |= {"spill_bytes": cubin.spill_store_bytes if cubin else None}
+        row |= {"smem_bytes": cubin.static_smem_bytes + cubin.dynamic_smem_bytes if cubin else None}
+    if isinstance(record, schema.Measurement):
+        row |= {"layout": record.layout, "lse": record.lse, "second": record.with_lse}
     return row
 
 
-def _values(record: Any, regime: Regime, cache: Cache) -> dict[str, float | None]:
-    """What a record says in one state."""
-    taken, problem = record.samples_of(regime, cache), record.problem.problem()
-    return {
-        "median_us": taken.median_us if taken else None,
-        "cv_percent": taken.cv_percent if taken else None,
-        "tflops": problem.tflops(taken.median_us) if taken else None,
-        "call_clock_mhz": median(taken.call_clock_mhz) if taken and taken.call_clock_mhz else None,
-        "cycles_per_score": store.cycles_per_score(taken, problem, record.gpu.sm_count) if taken else None,
-    }
+def state_of(record: schema.Timed, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, Any]:
+    """The columns that a record has in every state of the GPU, None where it has no time there.
+
+    `median_us`, `worst_layer_us` (of `trained` inputs), `tflops`, `cv_percent`, `samples` (how many), `sm_clock_mhz`
+    (right after the samples), `call_clock_mhz` (over the calls), `cycles_per_score`, `power_w` and
+    `energy_j_per_call`.
+    """
+    samples, problem = record.samples_of(regime, cache), record.problem
+    if samples is None:
+        return dict.fromkeys(_OF_STATE) | {"samples": 0}
+    values = (
+        samples.median_us,
+        max(samples.time_us) if problem.inputs == TRAINED else None,
+        problem.tflops(samples.median_us),
+        samples.cv_percent,
+        len(samples.time_us),
+        median(samples.sm_clock_mhz) if samples.sm_clock_mhz else None,
+        median(samples.call_clock_mhz) if samples.call_clock_mhz else None,
+        schema.cycles_per_score(samples, problem, record.gpu.sm_count),
+        schema.power_w(samples),
+        samples.conditions.energy_j_per_call if samples.conditions else None,
+    )
+    return dict(zip(_OF_STATE, values, strict=True))
+
+
+def headline(record: schema.Measurement, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, Any]:
+    """One row of `flashlab results`: what a record says in one state of the GPU, in the columns of `RESULT`."""
+    row = _described(record) | state_of(record, regime, cache) | {"regime": regime, "cache": cache}
+    return {column: row[column] for column in RESULT}
 
 
 def sessions(runs: Mapping[str, Any]) -> dict[str, str]:
@@ -138,7 +165,7 @@ def sessions(runs: Mapping[str, Any]) -> dict[str, str]:
         except ValueError:  # a file that somebody named
             session_of[run] = run
             continue
-        match = re.match(store.RUN, run)
+        match = re.match(schema.RUN, run)
         key = (match["commit"], match["dirty"], getattr(gpu, "fingerprint", "")) if match else run
         first, before = last.get(key, (run, began))
         session_of[run] = first if began - before <= SESSION_GAP else run

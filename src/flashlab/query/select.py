@@ -38,11 +38,13 @@ from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Cache, Problem, 
 from flashlab.kernels import registry
 from flashlab.query.frame import frame, row_of, rows_of
 from flashlab.record import store
-from flashlab.record.checks import read_lines as check_lines
-from flashlab.record.store import Ceiling, Damage, Machine, Measurement, StageProfile
+from flashlab.record.checks import read_lines
+from flashlab.record.schema import RUN, Ceiling, Machine, Measurement, StageProfile
+from flashlab.record.store import Damage
 
 STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
 """The ways a time is taken, as the report shows them: the headline first."""
+_LADDER: Mapping[str, int] = {stage_id: position for position, stage_id in enumerate(registry.RUNGS)}
 _DEAD_ENDS = tuple(name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
 
 
@@ -287,10 +289,9 @@ def of_lengths(
 
 def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
     """The newest profile of each stage at each problem, the first problem first, in the ladder's order; may be none."""
-    found = (one for one in store.profiles(gpu, data) if one.problem.inputs == NORMAL)
-    newest = {(one.stage, one.problem.problem()): one for one in found}
-    ladder = {stage_id: position for position, stage_id in enumerate(registry.RUNGS)}
-    order = sorted(newest, key=lambda key: (problem_order(key[1]), ladder.get(key[0], len(ladder))))
+    profiles = (one for one in store.records(gpu, StageProfile, data) if one.problem.inputs == NORMAL)
+    newest = {(one.stage, one.problem): one for one in profiles}
+    order = sorted(newest, key=lambda key: (problem_order(key[1]), _LADDER.get(key[0], len(_LADDER))))
     return tuple(newest[key] for key in order)
 
 
@@ -298,7 +299,7 @@ def profile_provenance(found: Sequence[StageProfile]) -> str:
     """Where profiles come from, for a caption: GPU, problem, tool, date, commit."""
     if not found:
         return ""
-    labels = {one.problem.problem().label for one in found}
+    labels = {one.problem.label for one in found}
     runs = sorted({one.run for one in found})
     parts = [
         found[0].gpu,
@@ -318,16 +319,15 @@ def profile_files(found: Iterable[StageProfile]) -> tuple[str, ...]:
 def rate(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
     """TFLOP/s at the median time; None where the row has no such time."""
     samples = row.samples_of(regime, cache)
-    return row.problem.problem().tflops(samples.median_us) if samples else None
+    return row.problem.tflops(samples.median_us) if samples else None
 
 
 def ordered(rows: Iterable[Measurement]) -> tuple[Measurement, ...]:
     """Stages in the ladder's order, then peers, the fastest first and those without a time last."""
-    ladder = {stage_id: position for position, stage_id in enumerate(registry.RUNGS)}
 
     def key(row: Measurement) -> tuple[int, float, str]:
         if row.kind == "stage":
-            return (0, ladder.get(row.name, len(ladder)), row.name)
+            return (0, _LADDER.get(row.name, len(_LADDER)), row.name)
         return (1, -(rate(row) or 0.0), row.name)
 
     return tuple(sorted(rows, key=key))
@@ -341,14 +341,17 @@ def with_beside(rows: Iterable[Measurement], beside: Iterable[Measurement]) -> t
 
 def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
     """The peer with the highest rate; None where no peer has a time."""
-    timed = [row for row in rows if row.kind == "peer" and rate(row, regime, cache)]
-    return max(timed, key=lambda row: rate(row, regime, cache) or 0.0, default=None)
+    return _fastest((row for row in rows if row.kind == "peer"), regime, cache)
 
 
 def fastest_stage(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
     """The stage with the highest rate, of those on the ladder that may be chosen; None where none has a time."""
     able = {stage.id for stage in registry.STAGES.values() if not stage.by_name_only}
-    timed = [row for row in rows if row.kind == "stage" and row.name in able and rate(row, regime, cache)]
+    return _fastest((row for row in rows if row.kind == "stage" and row.name in able), regime, cache)
+
+
+def _fastest(rows: Iterable[Measurement], regime: Regime, cache: Cache) -> Measurement | None:
+    timed = [row for row in rows if rate(row, regime, cache)]
     return max(timed, key=lambda row: rate(row, regime, cache) or 0.0, default=None)
 
 
@@ -416,26 +419,24 @@ def dead_ends(gpu: str, data: Path = DATA) -> dict[Problem, tuple[Measurement, .
         NoDataError: the GPU has no run.
     """
     store.require_runs(gpu, data)
-    records = frame(gpu, data)
     place = {name: position for position, name in enumerate((*registry.STAGES, *_DEAD_ENDS))}
 
     def position(row: Measurement) -> tuple[int, str]:
-        return place.get(row.name, len(place)), row.name
+        # Libraries stay in the order of `ordered`, for sorting is stable.
+        return (place.get(row.name, len(place)), row.name) if row.kind == "stage" else (len(place) + 1, "")
 
-    problems: dict[Problem, list[Measurement]] = {}
-    for row in rows_of(select(records, DEAD_ENDS)):
-        problems.setdefault(row["problem"], []).append(row["record"])
+    problems = _by_problem(select(frame(gpu, data), DEAD_ENDS))
     return {
-        problem: (
-            *sorted(
-                (row for row in rows if row.kind == "stage"),
-                key=lambda row: (place.get(row.name, len(place)), row.name),
-            ),
-            *(row for row in rows if row.kind == "peer"),
-        )
-        for problem, rows in problems.items()
-        if any(map(is_dead_end, rows))
+        problem: tuple(sorted(rows, key=position)) for problem, rows in problems.items() if any(map(is_dead_end, rows))
     }
+
+
+def _by_problem(rows: pd.DataFrame) -> dict[Problem, tuple[Measurement, ...]]:
+    """The records of a frame, in its order."""
+    problems: dict[Problem, list[Measurement]] = {}
+    for problem, record in zip(rows["problem"], rows["record"], strict=True) if len(rows) else ():
+        problems.setdefault(problem, []).append(record)
+    return {problem: tuple(records) for problem, records in problems.items()}
 
 
 def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Results:
@@ -446,9 +447,6 @@ def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Re
     """
     store.require_runs(gpu, data)
     records = frame(gpu, data)
-    problems: dict[Problem, list[Measurement]] = {}
-    for row in rows_of(select(records, replace(SHOWN, inputs=tuple(inputs)))):
-        problems.setdefault(row["problem"], []).append(row["record"])
     try:
         machine = Machine.model_validate_json((data / gpu / "machine.json").read_bytes())
     except (OSError, ValueError):
@@ -456,78 +454,63 @@ def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Re
     return Results(
         gpu=gpu,
         machine=machine,
-        problems={problem: tuple(rows) for problem, rows in problems.items()},
+        problems=_by_problem(select(records, replace(SHOWN, inputs=tuple(inputs)))),
         ceilings=store.newest_ceilings(gpu, data),
         records=records,
         damage=store.verify(gpu, data),
     )
 
 
-def _check_lines(path: Path, inputs: Collection[str]) -> tuple[dict[str, Any], ...]:
-    """A file's comparisons on these kinds of inputs."""
-    return tuple(line for line in check_lines(path) if line["problem"]["inputs"] in inputs)
-
-
 CheckFolder = Literal["checks", "random", "flash-attention"]
+Comparisons = tuple[dict[str, Any], ...]
+"""Lines as `record.checks.read_lines` gives them."""
 
 
-def checks_file(
-    gpu: str,
-    data: Path = DATA,
-    folder: CheckFolder = "checks",
-    inputs: Collection[str] = (NORMAL,),
-) -> Path:
-    """The file of the newest comparison of stages over hostile lengths and layouts, or over random ones.
-
-    One of dead ends alone does not count, nor does one of a few stages where another one has more, nor one without
-    these kinds of inputs.
-
-    Raises:
-        NoDataError: there is none.
-    """
-    told = {
-        path: {line["stage"].partition("[")[0] for line in _check_lines(path, inputs)} - registry.DEAD_ENDS.keys()
-        for path in sorted((data / gpu / folder).glob("*.jsonl"))
-    }
-    most = max(map(len, told.values()), default=0)
-    files = [path for path, ids in told.items() if ids and len(ids) == most]
-    if not files:
-        raise NoDataError(
-            f"wanted checks of {gpu}, found none in data/{gpu}/{folder}. `flashlab check` on such a GPU makes some"
-        )
-    return files[-1]
+def _check_files(gpu: str, data: Path, folder: CheckFolder, inputs: Collection[str]) -> dict[Path, Comparisons]:
+    """The comparisons on these kinds of inputs, by file, the oldest first."""
+    paths = sorted((data / gpu / folder).glob("*.jsonl"))
+    return {path: tuple(line for line in read_lines(path) if line["problem"]["inputs"] in inputs) for path in paths}
 
 
 def checks(
-    gpu: str,
-    data: Path = DATA,
-    folder: CheckFolder = "checks",
-    inputs: Collection[str] = (NORMAL,),
-) -> tuple[dict[str, Any], ...]:
-    """Lines of the newest comparison of stages over hostile lengths and layouts, or random ones (`bench.check_stages`).
+    gpu: str, data: Path = DATA, folder: CheckFolder = "checks", inputs: Collection[str] = (NORMAL,)
+) -> tuple[Path, Comparisons]:
+    """The newest comparison of stages over hostile lengths and layouts, or over random ones: its file and its lines.
 
-    On these kinds of inputs.
+    On these kinds of inputs. One of dead ends alone does not count, nor does one of a few stages where another one has
+    more, nor one without these kinds of inputs.
 
     Raises:
         NoDataError: there is none.
     """
-    return _check_lines(checks_file(gpu, data, folder, inputs), inputs)
+    files = _check_files(gpu, data, folder, inputs)
+    stages = {
+        path: {line["stage"].partition("[")[0] for line in lines} - registry.DEAD_ENDS.keys()
+        for path, lines in files.items()
+    }
+    most = max(map(len, stages.values()), default=0)
+    if not most:
+        raise NoDataError(
+            f"wanted checks of {gpu}, found none in data/{gpu}/{folder}. `flashlab check` on such a GPU makes some"
+        )
+    newest = max(path for path, ids in stages.items() if len(ids) == most)
+    return newest, files[newest]
 
 
 def newest_checks(
     gpu: str, data: Path = DATA, folder: CheckFolder = "checks", inputs: Collection[str] = (NORMAL,)
-) -> dict[str, tuple[dict[str, Any], ...]]:
+) -> dict[str, Comparisons]:
     """By stage, the lines of the newest run that compared it with the oracle on these kinds of inputs; may be empty."""
-    newest: dict[str, tuple[dict[str, Any], ...]] = {}
-    for path in sorted((data / gpu / folder).glob("*.jsonl")):
+    newest: dict[str, Comparisons] = {}
+    for lines in _check_files(gpu, data, folder, inputs).values():
         by_stage: dict[str, list[dict[str, Any]]] = {}
-        for line in _check_lines(path, inputs):
+        for line in lines:
             by_stage.setdefault(line["stage"], []).append(line)
         newest |= {stage: tuple(lines) for stage, lines in by_stage.items()}
     return newest
 
 
-def emulated_checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
+def emulated_checks(gpu: str, data: Path = DATA) -> Comparisons:
     """Lines of the newest comparison whose inputs the emulator was given too (`flashlab check --on both --record`).
 
     On normal inputs.
@@ -535,18 +518,17 @@ def emulated_checks(gpu: str, data: Path = DATA) -> tuple[dict[str, Any], ...]:
     Raises:
         NoDataError: there is none.
     """
-    for path in sorted((data / gpu / "checks").glob("*.jsonl"), reverse=True):
-        lines = tuple(line for line in _check_lines(path, (NORMAL,)) if line.get("emulator"))
-        if lines:
-            return lines
+    for lines in reversed(_check_files(gpu, data, "checks", (NORMAL,)).values()):
+        if emulated := tuple(line for line in lines if line.get("emulator")):
+            return emulated
     raise NoDataError(
         f"wanted checks of {gpu} beside the emulator, found none in data/{gpu}/checks. "
         "`flashlab check --on both --record` on such a GPU makes some"
     )
 
 
-def counters(gpu: str, data: Path = DATA) -> store.Counters:
-    """The newest file of what Nsight Compute counted on that GPU; its lines that could not be read are in `damage`.
+def counters_file(gpu: str, data: Path = DATA) -> Path:
+    """The newest file of what Nsight Compute counted on that GPU.
 
     Raises:
         NoDataError: there is none.
@@ -557,7 +539,7 @@ def counters(gpu: str, data: Path = DATA) -> store.Counters:
             f"wanted Nsight Compute's counters of {gpu}, found none in data/{gpu}/counters. "
             "`scripts/counters_ncu.py` on such a GPU makes some"
         )
-    return store.read_counters(files[-1])
+    return files[-1]
 
 
 def load_all(data: Path = DATA) -> tuple[Results, ...]:
@@ -580,7 +562,7 @@ def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache =
 
 def commit_label(run: str, dirty: bool = False) -> str:
     """The commit that a run id names, for people: `0123abc`, with a star where the tree differed from it."""
-    match = re.match(store.RUN, run)
+    match = re.match(RUN, run)
     return f"{match['commit'][:7]}{' + changes' if match['dirty'] or dirty else ''}" if match else run
 
 
@@ -593,7 +575,7 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
     """Where rows come from, for a caption: GPU, clocks, problem, regime, date, commit."""
     if not rows:
         return ""
-    labels = {row.problem.problem().label for row in rows}
+    labels = {row.problem.label for row in rows}
     runs = {origin(row, regime, cache)[0]: row for row in rows}
     commits = sorted({commit_label(run, run == row.run and row.source.dirty) for run, row in runs.items()})
     dates = sorted({date(run) for run in runs})
@@ -601,7 +583,7 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
         rows[0].gpu.name,
         f"SM {clocks(rows, regime, cache)}",
         labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
-        on_inputs(row.problem.problem() for row in rows),
+        on_inputs(row.problem for row in rows),
         f"{regime}, {cache} L2" if regime == "burst" else regime,
         dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
         f"commit {', '.join(commits)}",

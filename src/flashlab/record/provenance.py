@@ -15,12 +15,12 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 from flashlab._version import __version__
 from flashlab.core.errors import OutputError
 from flashlab.core.paths import ROOT
 from flashlab.kernels.peers import DISTRIBUTIONS
+from flashlab.record.schema import Source
 
 DECIDING = ("kernels", "src", "notebooks", "pyproject.toml", "constraints.txt")
 """Files and folders that decide a result; a change elsewhere (pages, tests, data) leaves a record clean."""
@@ -47,16 +47,7 @@ PACKAGES = (
 """Distributions that a record names, where installed."""
 
 
-class Source(NamedTuple):
-    """Which code: see `records.Source`."""
-
-    commit: str
-    """Full hash, or `unknown`."""
-    dirty: bool
-    """True when the deciding files differ from the commit, or could not be compared with it."""
-
-
-UNKNOWN = Source("unknown", True)
+UNKNOWN = Source(commit="unknown", dirty=True)
 
 
 def source(root: Path = ROOT) -> Source:
@@ -74,8 +65,7 @@ def write(path: Path, root: Path = ROOT) -> None:
     Raises:
         OutputError: `path` cannot be written.
     """
-    commit, dirty = source(root)
-    content = {"commit": commit, "dirty": dirty, "sha256": digest(root), "files": list(DECIDING)}
+    content = {**source(root).model_dump(), "sha256": digest(root), "files": list(DECIDING)}
     try:
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
@@ -104,7 +94,7 @@ def software() -> dict[str, str]:
 
 
 def start(proc: Path = Path("/proc")) -> dict[str, str] | None:
-    """The start of this machine, as `records.Start` takes it; None where the system does not say. Never raises."""
+    """The start of this machine, as `schema.Start` takes it; None where the system does not say. Never raises."""
     try:
         boot_id = (proc / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="utf-8").strip()
         stat = (proc / "stat").read_text(encoding="utf-8").splitlines()
@@ -133,7 +123,7 @@ def _from_git(root: Path) -> Source | None:
         status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *DECIDING)
     except (OSError, subprocess.CalledProcessError):
         return None
-    return Source(commit, bool(status.strip()))
+    return Source(commit=commit, dirty=bool(status.strip()))
 
 
 def _git(root: Path, *arguments: str) -> str:
@@ -148,4 +138,4 @@ def _from_bundle(root: Path) -> Source:
         commit, dirty, sha256 = content["commit"], content["dirty"], content["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         return UNKNOWN
-    return Source(str(commit), bool(dirty) or sha256 != digest(root))
+    return Source(commit=str(commit), dirty=bool(dirty) or sha256 != digest(root))

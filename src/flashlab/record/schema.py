@@ -12,21 +12,9 @@ from datetime import datetime
 from statistics import fmean, median, stdev
 from typing import Annotated, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    JsonValue,
-    TypeAdapter,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, model_validator
 
-from flashlab.core.inputs import NORMAL, require
-from flashlab.core.paths import slug as slug
-from flashlab.core.problem import Cache as Cache
-from flashlab.core.problem import DType, Mask, Problem
-from flashlab.core.problem import Regime as Regime
+from flashlab.core.problem import Cache, DType, Mask, Problem, Regime
 
 SCHEMA_VERSION: Literal[2] = 2
 """What is written. Version 1, which is read as well, lacks `call_clock_mhz`, `cycles_per_score`, `continuous_s` and
@@ -42,30 +30,6 @@ crashed, timeout: took its worker process down or had to be stopped. error: rais
 class _Model(BaseModel):
     # JSON has no NaN or infinity; pydantic would write null and the line would not read back.
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class ProblemFields(_Model):
-    """A `problem.Problem` as data."""
-
-    batch: int = Field(ge=1)
-    q_heads: int = Field(ge=1)
-    kv_heads: int = Field(ge=1)
-    q_len: int = Field(ge=1)
-    kv_len: int = Field(ge=1)
-    head_dim: int = Field(ge=1)
-    dtype: DType
-    mask: Mask
-    inputs: Annotated[str, AfterValidator(lambda name: require(name).name)] = NORMAL
-    """What Q, K and V held, one of `inputs.KINDS`; lines from before there were kinds lack it."""
-
-    @classmethod
-    def of(cls, problem: Problem) -> ProblemFields:
-        """The fields of `problem`."""
-        return cls.model_validate({name: getattr(problem, name) for name in cls.model_fields})
-
-    def problem(self) -> Problem:
-        """The problem with these fields."""
-        return Problem(**self.model_dump())
 
 
 class Conditions(_Model):
@@ -111,12 +75,11 @@ class Samples(_Model):
 
     @model_validator(mode="after")
     def _sound(self) -> Samples:
-        if any(not t > 0 for t in self.time_us):
+        if min(self.time_us) <= 0:
             raise ValueError("time_us: wanted positive times")
-        if self.sm_clock_mhz and len(self.sm_clock_mhz) != len(self.time_us):
-            raise ValueError("sm_clock_mhz: wanted one entry a sample, or none")
-        if self.call_clock_mhz and len(self.call_clock_mhz) != len(self.time_us):
-            raise ValueError("call_clock_mhz: wanted one entry a sample, or none")
+        for name in ("sm_clock_mhz", "call_clock_mhz"):
+            if len(getattr(self, name)) not in (0, len(self.time_us)):
+                raise ValueError(f"{name}: wanted one entry a sample, or none")
         return self
 
     @property
@@ -252,7 +215,7 @@ def cycles_per_score(samples: Samples, problem: Problem, sm_count: int) -> float
 class Timed(Base):
     """What was run on one problem, and what came of it."""
 
-    problem: ProblemFields
+    problem: Problem
     status: Status
     reason: str
     """Empty when ok, else why there is no time."""
@@ -275,7 +238,7 @@ class Timed(Base):
             raise ValueError("reason: wanted one exactly when the status is not ok")
         for samples in self.samples:
             if samples.cycles_per_score is not None:
-                wanted = cycles_per_score(samples, self.problem.problem(), self.gpu.sm_count)
+                wanted = cycles_per_score(samples, self.problem, self.gpu.sm_count)
                 if wanted is None or not math.isclose(samples.cycles_per_score, wanted, rel_tol=1e-6):
                     raise ValueError(
                         f"cycles_per_score: wanted {wanted} from clock and times, got {samples.cycles_per_score}"
@@ -367,7 +330,7 @@ class Part(Base):
     """`nothing`, `qk`, `softmax`, `pv` or `memory`."""
     parameters: dict[str, int]
     """Every tunable of the stage and its value."""
-    problem: ProblemFields
+    problem: Problem
     samples: Samples
     cubin: CubinFields
 
@@ -378,7 +341,7 @@ class Reading(Base):
     kind: Literal["reading"] = "reading"
     name: str
     """A stage id, or a peer's name."""
-    problem: ProblemFields
+    problem: Problem
     timer: Literal["events", "torch-profiler", "cuda-bench"]
     """`events`: CUDA events, flashlab's own. `torch-profiler`: durations of kernels by CUPTI, through torch.profiler.
     `cuda-bench`: NVBench, through its Python package."""
@@ -426,7 +389,7 @@ class Call(Base):
     kind: Literal["call"] = "call"
     name: str
     """A peer's name."""
-    problem: ProblemFields
+    problem: Problem
     time_us: tuple[float, ...] = Field(min_length=1)
     """Host time of one call, microseconds, one entry a call."""
 
@@ -473,7 +436,6 @@ class Ceiling(Base):
 
 
 Record = Annotated[Measurement | Ceiling, Field(discriminator="kind")]
-_ADAPTER: TypeAdapter[Measurement | Ceiling] = TypeAdapter(Record)
 
 
 class Machine(_Model):
@@ -535,6 +497,15 @@ class LineStalls(_Model):
         return sum(self.samples.values())
 
 
+_SECTOR_BYTES = 32
+_OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
+
+
+def _metric(name: str) -> property:
+    """One of Nsight Compute's metrics as it stands; None where it was not counted."""
+    return property(lambda profile: profile.metrics.get(name))
+
+
 class StageProfile(_Counted):
     """What Nsight Compute saw in one launch of a stage, from cold caches; see measure/profile.py for what is asked."""
 
@@ -542,7 +513,7 @@ class StageProfile(_Counted):
     """Id of the run, the name of its file."""
     stage: str
     """Its id."""
-    problem: ProblemFields
+    problem: Problem
     parameters: dict[str, int]
     """Every tunable and its value."""
     cubin_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
@@ -564,9 +535,22 @@ class StageProfile(_Counted):
     start: Start | None = None
     """The start of the machine it was made on; None in older records."""
 
-    def _sum(self, *names: str) -> float | None:
-        """None where one of them is missing."""
-        return sum(self.metrics[name] for name in names) if all(name in self.metrics for name in names) else None
+    tensor_percent = _metric(f"sm__pipe_tensor_cycles_active{_OF_ACTIVE}")
+    """Cycles in which the tensor pipe was busy, percent of those in which the SM was."""
+    exp_percent = _metric(f"sm__inst_executed_pipe_xu{_OF_ACTIVE}")
+    """Instructions of the unit that exponentiates and converts, percent of what it could issue."""
+    fma_percent = _metric(f"sm__inst_executed_pipe_fma{_OF_ACTIVE}")
+    """Instructions of the pipes that multiply and add FP32, percent of what they could issue."""
+    alu_percent = _metric(f"sm__inst_executed_pipe_alu{_OF_ACTIVE}")
+    """Instructions of the pipe for integers, comparisons and maxima, percent of what it could issue."""
+    issue_percent = _metric(f"smsp__issue_active{_OF_ACTIVE}")
+    """Issue slots that were used, percent."""
+    warps_percent = _metric(f"sm__warps_active{_OF_ACTIVE}")
+    """Occupancy achieved: warps that were resident, percent of what an SM holds."""
+    shared_wavefronts = _metric("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")
+    """Cycles of shared memory's pipe, summed over SMs: for loads, stores, copies, and operands of wgmma."""
+    bank_conflicts = _metric("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")
+    """Those of them that bank conflicts added."""
 
     def _per(self, name: str, other: str) -> float | None:
         """None where one of them is missing, or nothing was counted to divide by."""
@@ -580,36 +564,6 @@ class StageProfile(_Counted):
         return None if time_ns is None else time_ns / 1e3
 
     @property
-    def tensor_percent(self) -> float | None:
-        """Cycles in which the tensor pipe was busy, percent of those in which the SM was."""
-        return self.metrics.get(f"sm__pipe_tensor_cycles_active{_OF_ACTIVE}")
-
-    @property
-    def exp_percent(self) -> float | None:
-        """Instructions of the unit that exponentiates and converts, percent of what it could issue."""
-        return self.metrics.get(f"sm__inst_executed_pipe_xu{_OF_ACTIVE}")
-
-    @property
-    def fma_percent(self) -> float | None:
-        """Instructions of the pipes that multiply and add FP32, percent of what they could issue."""
-        return self.metrics.get(f"sm__inst_executed_pipe_fma{_OF_ACTIVE}")
-
-    @property
-    def alu_percent(self) -> float | None:
-        """Instructions of the pipe for integers, comparisons and maxima, percent of what it could issue."""
-        return self.metrics.get(f"sm__inst_executed_pipe_alu{_OF_ACTIVE}")
-
-    @property
-    def issue_percent(self) -> float | None:
-        """Issue slots that were used, percent."""
-        return self.metrics.get(f"smsp__issue_active{_OF_ACTIVE}")
-
-    @property
-    def warps_percent(self) -> float | None:
-        """Occupancy achieved: warps that were resident, percent of what an SM holds."""
-        return self.metrics.get(f"sm__warps_active{_OF_ACTIVE}")
-
-    @property
     def warps_percent_limit(self) -> float | None:
         """Theoretical occupancy: warps that registers, shared memory and block size let reside, percent."""
         blocks = [value for name, value in self.metrics.items() if name.startswith("launch__occupancy_limit_")]
@@ -619,23 +573,14 @@ class StageProfile(_Counted):
     @property
     def dram_bytes(self) -> float | None:
         """Bytes read from and written to device memory; not those that are still in L2 when the kernel ends."""
-        return self._sum("dram__bytes_read.sum", "dram__bytes_write.sum")
+        read, written = (self.metrics.get(f"dram__bytes_{what}.sum") for what in ("read", "write"))
+        return None if read is None or written is None else read + written
 
     @property
     def l2_bytes(self) -> float | None:
         """Bytes that the SMs read from and wrote to L2."""
         sectors = self.metrics.get("lts__t_sectors_srcunit_tex.sum")
         return None if sectors is None else sectors * _SECTOR_BYTES
-
-    @property
-    def shared_wavefronts(self) -> float | None:
-        """Cycles of shared memory's pipe, summed over SMs: for loads, stores, copies, and operands of wgmma."""
-        return self.metrics.get("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")
-
-    @property
-    def bank_conflicts(self) -> float | None:
-        """Those of them that bank conflicts added."""
-        return self.metrics.get("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")
 
     @property
     def conflict_percent(self) -> float | None:
@@ -657,8 +602,6 @@ class StageProfile(_Counted):
         return {name: 100 * count / total for name, count in sorted(self.samples.items(), key=lambda item: -item[1])}
 
 
-_SECTOR_BYTES = 32
-_OF_ACTIVE = ".avg.pct_of_peak_sustained_active"
 COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 
@@ -709,15 +652,6 @@ def run_id(source: Source, start: datetime) -> str:
 def to_line(record: AnyRecord) -> str:
     """One line of JSON, newline included."""
     return record.model_dump_json() + "\n"
-
-
-def parse_line(line: str) -> Measurement | Ceiling:
-    """The record in one line.
-
-    Raises:
-        pydantic.ValidationError: it is none.
-    """
-    return _ADAPTER.validate_json(line)
 
 
 def power_w(samples: Samples | None) -> float | None:

@@ -30,76 +30,36 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from statistics import median
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 from xml.etree import ElementTree
 
-from pydantic import (
-    BaseModel,
-    TypeAdapter,
-    ValidationError,
-)
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
-from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import DATA, writable_dir
-from flashlab.core.paths import slug as slug
-from flashlab.core.problem import Cache as Cache
-from flashlab.core.problem import Regime as Regime
-from flashlab.record import checks
-from flashlab.record.schema import COUNTERS, Choices, Judged
-from flashlab.record.schema import RUN as RUN
-from flashlab.record.schema import SCHEMA_VERSION as SCHEMA_VERSION
-from flashlab.record.schema import Ablation as Ablation
-from flashlab.record.schema import AnyRecord as AnyRecord
-from flashlab.record.schema import Base as Base
-from flashlab.record.schema import Call as Call
-from flashlab.record.schema import Ceiling as Ceiling
-from flashlab.record.schema import ChipReading as ChipReading
-from flashlab.record.schema import Conditions as Conditions
-from flashlab.record.schema import CubinFields as CubinFields
-from flashlab.record.schema import Gpu as Gpu
-from flashlab.record.schema import LineStalls as LineStalls
-from flashlab.record.schema import Machine as Machine
-from flashlab.record.schema import Measurement as Measurement
-from flashlab.record.schema import Part as Part
-from flashlab.record.schema import PatternCounters as PatternCounters
-from flashlab.record.schema import ProblemFields as ProblemFields
-from flashlab.record.schema import Reading as Reading
-from flashlab.record.schema import Record as Record
-from flashlab.record.schema import Samples as Samples
-from flashlab.record.schema import Sanitized as Sanitized
-from flashlab.record.schema import Source as Source
-from flashlab.record.schema import StageCounters as StageCounters
-from flashlab.record.schema import StageProfile as StageProfile
-from flashlab.record.schema import Start as Start
-from flashlab.record.schema import Status as Status
-from flashlab.record.schema import Timed as Timed
-from flashlab.record.schema import Tuning as Tuning
-from flashlab.record.schema import Verdict as Verdict
-from flashlab.record.schema import cycles_per_score as cycles_per_score
-from flashlab.record.schema import parse_line as parse_line
-from flashlab.record.schema import power_w as power_w
-from flashlab.record.schema import run_id as run_id
-from flashlab.record.schema import to_line as to_line
+from flashlab.record import checks, schema
+from flashlab.record.schema import COUNTERS, Ceiling, Choices, Judged, Machine, Measurement, Record, Sanitized
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-_FOLDERS: dict[str, type[BaseModel]] = {
-    "tuning": Tuning,
-    "ablations": Ablation,
-    "parts": Part,
-    "readings": Reading,
-    "chip": ChipReading,
-    "calls": Call,
-    "sanitizer": Sanitized,
-    "profiles": StageProfile,
+T = TypeVar("T", bound=BaseModel)
+FOLDERS: Mapping[type[BaseModel], str] = {
+    Measurement: "runs",
+    Ceiling: "runs",
+    schema.Tuning: "tuning",
+    schema.Ablation: "ablations",
+    schema.Part: "parts",
+    schema.Reading: "readings",
+    schema.ChipReading: "chip",
+    schema.Call: "calls",
+    Sanitized: "sanitizer",
+    schema.StageProfile: "profiles",
+    schema.StageCounters: "counters",
+    schema.PatternCounters: "counters",
 }
-"""Folders whose files hold lines of one kind each."""
+"""The folder under data/<gpu> whose files hold lines of a kind."""
 CHECKSUMS = "CHECKSUMS"
 _CHECKS = ("checks", "random", "flash-attention")
 _DOCUMENTS: dict[str, TypeAdapter[Any]] = {
@@ -107,10 +67,10 @@ _DOCUMENTS: dict[str, TypeAdapter[Any]] = {
     "tuned.json": TypeAdapter(Choices),
     "verdicts.json": TypeAdapter(tuple[Judged, ...]),
 }
-_PARSERS: dict[str, Callable[[str], Any]] = {
+_PARSERS: Mapping[str, Callable[[bytes], Any]] = {
+    **{folder: TypeAdapter(kind).validate_json for kind, folder in FOLDERS.items()},
     "runs": TypeAdapter(Record).validate_json,
     "counters": COUNTERS.validate_json,
-    **{name: schema.model_validate_json for name, schema in _FOLDERS.items()},
 }
 
 
@@ -156,137 +116,27 @@ class Run:
         return tuple(r for r in self.records if isinstance(r, Ceiling))
 
 
-@dataclass(frozen=True)
-class Counters:
-    """The lines of one file of Nsight Compute's counters, with what could not be read."""
-
-    path: Path
-    lines: tuple[StageCounters | PatternCounters, ...]
-    damage: tuple[Damage, ...]
-
-    @property
-    def stages(self) -> tuple[StageCounters, ...]:
-        """Launches of stages."""
-        return tuple(line for line in self.lines if isinstance(line, StageCounters))
-
-    @property
-    def patterns(self) -> tuple[PatternCounters, ...]:
-        """Single accesses."""
-        return tuple(line for line in self.lines if isinstance(line, PatternCounters))
-
-
-def append(path: Path, record: AnyRecord) -> None:
-    """Append one record to a run file and flush it to disk, so that a crash later loses nothing."""
+def append(path: Path, record: schema.AnyRecord) -> None:
+    """Append one record to a file of its kind and flush it to disk, so that a crash later loses nothing."""
     with path.open("a+b") as file:
         # A line cut short by a crash must cost itself only, not the record after it.
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-        file.write(to_line(record).encode("utf-8"))
+        file.write(schema.to_line(record).encode("utf-8"))
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_run(path: Path) -> Run:
-    """A run file; damaged lines are reported in `damage` and every sound one is kept."""
-    return Run(path, *_read_lines(path, _PARSERS["runs"]))
-
-
-def read_tunings(path: Path) -> tuple[tuple[Tuning, ...], tuple[Damage, ...]]:
-    """A file of tunings: what is sound, and what could not be read."""
-    return _read_lines(path, _PARSERS["tuning"])
-
-
-def tunings(gpu: str, data: Path = DATA) -> tuple[Tuning, ...]:
-    """Every sound tuning record of a GPU, oldest file first; empty where there is none."""
-    files = sorted((data / gpu / "tuning").glob("*.jsonl"))
-    return tuple(record for path in files for record in read_tunings(path)[0])
-
-
-def read_ablations(path: Path) -> tuple[tuple[Ablation, ...], tuple[Damage, ...]]:
-    """A file of ablations: what is sound, and what could not be read."""
-    return _read_lines(path, _PARSERS["ablations"])
-
-
-def read_parts(path: Path) -> tuple[tuple[Part, ...], tuple[Damage, ...]]:
-    """A file of stages with a part left out: what is sound, and what could not be read."""
-    return _read_lines(path, _PARSERS["parts"])
-
-
-def ablations(gpu: str, data: Path = DATA) -> tuple[Ablation, ...]:
-    """Every sound ablation record of a GPU, oldest file first; empty where there is none."""
-    files = sorted((data / gpu / "ablations").glob("*.jsonl"))
-    return tuple(found for path in files for found in read_ablations(path)[0])
-
-
-def parts(gpu: str, data: Path = DATA) -> tuple[Part, ...]:
-    """Every sound record of a stage with a part left out, oldest file first; empty where there is none."""
-    files = sorted((data / gpu / "parts").glob("*.jsonl"))
-    return tuple(found for path in files for found in read_parts(path)[0])
-
-
-def read_readings(path: Path) -> tuple[Reading, ...]:
-    """The sound readings of a file."""
-    return _read_lines(path, _PARSERS["readings"])[0]
-
-
-def read_chip(path: Path) -> tuple[tuple[ChipReading, ...], tuple[Damage, ...]]:
-    """A file of micro-benchmarks: what is sound, and what could not be read."""
-    return _read_lines(path, _PARSERS["chip"])
-
-
-def readings(gpu: str, data: Path = DATA) -> tuple[Reading, ...]:
-    """Every sound reading that judges the method on a GPU, oldest file first; empty where there is none."""
-    return tuple(found for path in sorted((data / gpu / "readings").glob("*.jsonl")) for found in read_readings(path))
-
-
-def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
-    """Raw samples of stages and libraries on record for a GPU, by folder; those of ceilings are not counted."""
-    found = [read_run(path) for path in sorted((data / gpu / "runs").glob("*.jsonl"))]
-    several = {
-        "runs": [samples for run in found for row in (*run.measurements, *run.with_lse) for samples in row.samples],
-        "tuning": [samples for row in tunings(gpu, data) for samples in row.samples],
-        "ablations": [samples for row in ablations(gpu, data) for samples in row.samples],
-        "parts": [row.samples for row in parts(gpu, data)],
-        "readings": [row.samples for row in readings(gpu, data)],
-    }
-    return {folder: sum(len(samples.time_us) for samples in taken) for folder, taken in several.items()}
-
-
-def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
-    """Every sound profile of a GPU, oldest file first; empty where there is none."""
-    files = sorted((data / gpu / "profiles").glob("*.jsonl"))
-    return tuple(found for path in files for found in _read_lines(path, _PARSERS["profiles"])[0])
-
-
-def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
-    """The newest record of each of compute-sanitizer's tools and stage on a GPU; empty where there is none."""
-    newest: dict[tuple[str, str], Sanitized] = {}
-    for path in sorted((data / gpu / "sanitizer").glob("*.jsonl")):
-        newest |= {(one.tool, one.stage): one for one in _read_lines(path, _PARSERS["sanitizer"])[0]}
-    return tuple(newest.values())
-
-
-def read_counters(path: Path) -> Counters:
-    """A file of Nsight Compute's counters; damaged lines are reported in `damage` and every sound one is kept."""
-    return Counters(path, *_read_lines(path, _PARSERS["counters"]))
-
-
 @dataclass(frozen=True, kw_only=True)
-class Line(Generic[T_co]):
+class Line:
     """A record, and where it lies."""
 
-    record: T_co
+    record: Any
     path: Path
     number: int
     """From 1."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Parsed:
-    lines: tuple[Line[Any], ...]
-    damage: tuple[Damage, ...]
 
 
 def signature(path: Path) -> tuple[int, ...]:
@@ -296,37 +146,65 @@ def signature(path: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=256)
-def _parsed(path: Path, parse: Callable[[str], Any], _: tuple[int, ...]) -> _Parsed:
-    """A file's lines; parsed once a process while its `signature` stays."""
-    lines: list[Line[Any]] = []
+def _parsed(
+    path: Path, parse: Callable[[bytes], Any], _: tuple[int, ...]
+) -> tuple[tuple[Line, ...], tuple[Damage, ...]]:
+    """A file's sound lines, and its others; parsed once a process while its `signature` stays."""
+    lines: list[Line] = []
     damage: list[Damage] = []
     for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
         if not raw.strip():
             continue
         try:
-            lines.append(Line(record=parse(raw.decode("utf-8")), path=path, number=number))
-        except (ValidationError, UnicodeDecodeError) as error:
-            first = error.errors()[0] if isinstance(error, ValidationError) else None
-            what = f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}" if first else str(error)
-            damage.append(Damage(path, number, what))
-    return _Parsed(lines=tuple(lines), damage=tuple(damage))
+            lines.append(Line(record=parse(raw), path=path, number=number))
+        except ValidationError as error:
+            first = error.errors()[0]
+            damage.append(Damage(path, number, f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}"))
+    return tuple(lines), tuple(damage)
 
 
-def _read_lines(path: Path, parse: Callable[[str], T]) -> tuple[tuple[T, ...], tuple[Damage, ...]]:
-    parsed = _parsed(path, parse, signature(path))
-    return tuple(line.record for line in parsed.lines), parsed.damage
-
-
-def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line[Any], ...]:
-    """Every sound record of a kind on a GPU, oldest file first; empty where there is none.
+def read(path: Path, kind: type[T]) -> tuple[tuple[T, ...], tuple[Damage, ...]]:
+    """The records of one kind in a file, and the lines that could not be read.
 
     Args:
-        gpu: folder under data/.
-        folder: the kind: `runs`, `tuning`, `ablations`, `parts`, `readings`, `calls`, `sanitizer` or `profiles`.
-        data: the folder that holds them all.
+        path: a file of that kind's folder, wherever it lies.
+        kind: one of `FOLDERS`.
     """
+    lines, damage = _parsed(path, _PARSERS[FOLDERS[kind]], signature(path))
+    return tuple(line.record for line in lines if isinstance(line.record, kind)), damage
+
+
+def records(gpu: str, kind: type[T], data: Path = DATA) -> tuple[T, ...]:
+    """Every sound record of one kind, of `FOLDERS`, on a GPU, oldest file first; empty where there is none."""
+    return tuple(line.record for line in lines(gpu, FOLDERS[kind], data) if isinstance(line.record, kind))
+
+
+def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]:
+    """Every sound record in a GPU's folder, one of `FOLDERS`, oldest file first; empty where there is none."""
     paths = sorted((data / gpu / folder).glob("*.jsonl"))
-    return tuple(line for path in paths for line in _parsed(path, _PARSERS[folder], signature(path)).lines)
+    return tuple(line for path in paths for line in _parsed(path, _PARSERS[folder], signature(path))[0])
+
+
+def read_run(path: Path) -> Run:
+    """A run file; damaged lines are reported in `damage` and every sound one is kept."""
+    lines, damage = _parsed(path, _PARSERS["runs"], signature(path))
+    return Run(path, tuple(line.record for line in lines), damage)
+
+
+def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
+    """The newest record of each of compute-sanitizer's tools and stage on a GPU; empty where there is none."""
+    return tuple({(one.tool, one.stage): one for one in records(gpu, Sanitized, data)}.values())
+
+
+def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
+    """Raw samples of stages and libraries on record for a GPU, by folder; those of ceilings are not counted."""
+    counts: dict[str, int] = {}
+    kinds: tuple[type[Any], ...] = (Measurement, schema.Tuning, schema.Ablation, schema.Part, schema.Reading)
+    for kind in kinds:
+        several = [record.samples for record in records(gpu, kind, data)]
+        flat = [one for taken in several for one in (taken if isinstance(taken, tuple) else (taken,))]
+        counts[FOLDERS[kind]] = sum(len(samples.time_us) for samples in flat)
+    return counts
 
 
 def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
@@ -367,17 +245,10 @@ def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
     return tuple(map(read_run, require_runs(gpu, data)))
 
 
-def newest_run(gpu: str, data: Path = DATA) -> Run:
-    """The newest run that holds a measurement."""
-    with_rows = [run for run in runs(gpu, data) if run.measurements]
-    if not with_rows:
-        raise NoDataError(f"wanted a run of GPU {gpu!r} with measurements, found none under {data / gpu / 'runs'}")
-    return with_rows[-1]
-
-
 def newest_ceilings(gpu: str, data: Path = DATA) -> dict[str, Ceiling]:
-    """The newest reading of each ceiling."""
-    return {ceiling.name: ceiling for run in runs(gpu, data) for ceiling in run.ceilings}
+    """The newest reading of each ceiling; raises as `require_runs`."""
+    require_runs(gpu, data)
+    return {ceiling.name: ceiling for ceiling in records(gpu, Ceiling, data)}
 
 
 def _data_files(folder: Path) -> list[Path]:
@@ -466,7 +337,8 @@ def write_checksums(gpu: str, data: Path = DATA) -> Path:
                 sums[name] = _sum(content)
             elif _sum(content) != sums[name]:
                 damage.append(Damage(file, None, "differs from CHECKSUMS"))
-    _raise_if(tuple(damage))
+    if damage:
+        raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {one}" for one in damage))
     return path
 
 
@@ -500,25 +372,19 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
     sums, reported = _listed(folder)
     damage = list(reported)
     present = {p.relative_to(folder).as_posix(): p for p in _data_files(folder)} if folder.is_dir() else {}
-    for name in sorted(sums.keys() | present.keys()):
+    for name in sorted(sums.keys() | present.keys() | {"machine.json"}):
+        path = folder / name
         if name not in present:
-            damage.append(Damage(folder / name, None, "listed in CHECKSUMS, missing"))
-        elif present[name].is_symlink():
-            damage.append(Damage(folder / name, None, "a link, where records are files"))
-        elif name not in sums:
-            damage.append(Damage(folder / name, None, "not listed in CHECKSUMS"))
-        elif _sum(present[name].read_bytes()) != sums[name]:
-            damage.append(Damage(folder / name, None, "differs from CHECKSUMS"))
-    links = {folder / name for name in present if present[name].is_symlink()}
-    for name, path in sorted(present.items()):
-        if path not in links:
+            damage.append(Damage(path, None, "listed in CHECKSUMS, missing" if name in sums else "missing"))
+        elif path.is_symlink():
+            damage.append(Damage(path, None, "a link, where records are files"))
+        else:
+            if name not in sums:
+                damage.append(Damage(path, None, "not listed in CHECKSUMS"))
+            elif _sum(path.read_bytes()) != sums[name]:
+                damage.append(Damage(path, None, "differs from CHECKSUMS"))
             damage.extend(_damage_within(name, path))
-    if "machine.json" not in present:
-        damage.append(Damage(folder / "machine.json", None, "missing"))
-    damage.extend(
-        Damage(p, None, "a link, where records are files") for p in folder.rglob("*") if p.is_symlink() and p.is_dir()
-    )
-    return tuple(dict.fromkeys(damage))
+    return tuple(damage)
 
 
 def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
@@ -528,7 +394,7 @@ def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
         if kind in _DOCUMENTS and not rest:
             _DOCUMENTS[kind].validate_json(path.read_bytes())
         elif kind in _PARSERS and path.suffix == ".jsonl":
-            return _read_lines(path, _PARSERS[kind])[1]
+            return _parsed(path, _PARSERS[kind], signature(path))[1]
         elif kind in _CHECKS and path.suffix == ".jsonl":
             checks.read_lines(path)
         elif kind == "figures" and path.suffix == ".svg":
@@ -545,55 +411,7 @@ def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
     return ()
 
 
-def _raise_if(damage: Sequence[Damage]) -> None:
-    if damage:
-        raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {d}" for d in damage))
-
-
-def require_sound(gpu: str, data: Path = DATA) -> None:
-    """Raises `DamagedRecordError` naming every damaged file and line, where there is any."""
-    _raise_if(verify(gpu, data))
-
-
 def write_machine(machine: Machine, data: Path = DATA) -> Path:
     """Write data/<gpu>/machine.json; raises as `rewrite`."""
     text = json.dumps(machine.model_dump(mode="json"), indent=2) + "\n"
     return rewrite(machine.gpu.slug, "machine.json", text, data)
-
-
-def flat(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, object]:
-    """One row of `flashlab results`: the headline numbers of a measurement, None where it has no time."""
-    samples = row.samples_of(regime, cache)
-    problem = row.problem.problem()
-    return {
-        "name": row.name,
-        "kind": row.kind,
-        "layout": row.layout,
-        "lse": row.lse,
-        "shape": problem.shape,
-        "dtype": problem.dtype,
-        "mask": problem.mask,
-        "inputs": problem.inputs,
-        "status": row.status,
-        "reason": row.reason,
-        "median_us": samples.median_us if samples else None,
-        "worst_layer_us": max(samples.time_us) if samples and problem.inputs == TRAINED else None,
-        "tflops": problem.tflops(samples.median_us) if samples else None,
-        "cv_percent": samples.cv_percent if samples else None,
-        "samples": len(samples.time_us) if samples else 0,
-        "sm_clock_mhz": median(samples.sm_clock_mhz) if samples and samples.sm_clock_mhz else None,
-        "call_clock_mhz": median(samples.call_clock_mhz) if samples and samples.call_clock_mhz else None,
-        "cycles_per_score": cycles_per_score(samples, problem, row.gpu.sm_count) if samples else None,
-        "power_w": power_w(samples),
-        "energy_j_per_call": samples.conditions.energy_j_per_call if samples and samples.conditions else None,
-        "regime": regime,
-        "cache": cache,
-        "run": row.run,
-        "commit": row.source.commit,
-        "dirty": row.source.dirty,
-    }
-
-
-def by_name(measurements: Sequence[Measurement]) -> dict[str, Measurement]:
-    """Measurements of one problem by name."""
-    return {row.name: row for row in measurements}

@@ -19,11 +19,11 @@ from io import StringIO
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashlab.core.errors import NoDataError
-from flashlab.core.problem import STANDARD_SHAPES, Problem, suite
+from flashlab.core.problem import STANDARD_SHAPES, Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
 from flashlab.query import select
-from flashlab.record.store import Cache, Measurement, Regime, StageProfile
+from flashlab.record.schema import Measurement, StageProfile
 from flashlab.show.tables import beside_note, beside_title, elsewhere_note, number, peer_title, short_title
 
 if TYPE_CHECKING:
@@ -337,7 +337,7 @@ def _spread(row: Measurement, regime: Regime, cache: Cache) -> tuple[float, floa
     samples = row.samples_of(regime, cache)
     if samples is None:
         raise NoDataError(f"{row.name}: no {regime} {cache} samples")
-    problem = row.problem.problem()
+    problem = row.problem
     slow, mid, fast = (problem.tflops(float(t)) for t in np.percentile(samples.time_us, (95, 50, 5)))
     return slow, mid, fast
 
@@ -493,7 +493,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
     }
     if not shares:
         raise NoDataError(
-            f"wanted times with a cold L2 or under sustained load at {timed[0].problem.problem().label}, found bursts "
+            f"wanted times with a cold L2 or under sustained load at {timed[0].problem.label}, found bursts "
             "with a hot L2 alone. `flashlab bench --suite first` makes all of them"
         )
     under_load = [
@@ -795,14 +795,14 @@ def scaling(
 
 def _contests_over_lengths(
     found: Iterable[AgainstPeers], regime: Regime
-) -> dict[tuple[str, int, str], dict[int, tuple[Contest, str]]]:
-    """By element type, head dim and mask: contests with their runs by length, where there are two lengths."""
-    points: dict[tuple[str, int, str], dict[int, tuple[Contest, str]]] = {}
+) -> dict[tuple[str, int, str], dict[int, Contest]]:
+    """By element type, head dim and mask: contests by length, where there are two lengths."""
+    points: dict[tuple[str, int, str], dict[int, Contest]] = {}
     for one in found:
-        contest, run = (one.burst, one.run) if regime == "burst" else (one.sustained, one.sustained_run)
-        if one.problem in _OF_LENGTHS and contest and run:
+        contest = one.burst if regime == "burst" else one.sustained
+        if one.problem in _OF_LENGTHS and contest:
             kind = (one.problem.dtype, one.problem.head_dim, one.problem.mask)
-            points.setdefault(kind, {})[one.problem.q_len] = contest, run
+            points.setdefault(kind, {})[one.problem.q_len] = contest
     return {kind: dict(sorted(at.items())) for kind, at in sorted(points.items()) if len(at) > 1}
 
 
@@ -821,8 +821,8 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
             f"wanted {regime} ratios at several sequence lengths on {shown.gpu}, found none. `flashlab bench --suite "
             f"lengths{' --sustained 5' if regime == 'sustained' else ''}` on such a GPU makes some"
         )
-    contests = [contest for at in lines.values() for contest, _ in at.values()]
-    runs = sorted({run for at in lines.values() for _, run in at.values()})
+    contests = [contest for at in lines.values() for contest in at.values()]
+    runs = sorted({contest.run for contest in contests})
     counts = sorted({count for at in lines.values() for count in at})
     dtypes = sorted({dtype for dtype, _, _ in lines})
     kinds = sorted({(head_dim, mask) for _, head_dim, mask in lines}, key=lambda kind: (kind[0], kind[1] == "causal"))
@@ -839,7 +839,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
         grid = figure.subplots(*panels, squeeze=False, sharey=True)
         for axes, dtype in zip(grid.flat, dtypes, strict=True):
             for kind in kinds:
-                at = {counts.index(count): contest for count, (contest, _) in lines.get((dtype, *kind), {}).items()}
+                at = {counts.index(count): contest for count, contest in lines.get((dtype, *kind), {}).items()}
                 axes.plot(list(at), [contest.ratio for contest in at.values()], color=colours[kind], linewidth=1.6)
                 for place, contest in at.items():
                     axes.plot([place], [contest.ratio], shapes[contest.peer], color=colours[kind], markersize=6)
@@ -857,7 +857,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     entries = len(kinds) + len(libraries)
     said = "; ".join(
         f"D{head_dim} {mask} {dtype}: "
-        + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer)}" for count, (one, _) in at.items())
+        + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer)}" for count, one in at.items())
         for (dtype, head_dim, mask), at in lines.items()
     )
     days, commits = (sorted({of(run) for run in runs}) for of in (select.date, select.commit_label))
@@ -903,7 +903,7 @@ def _lines_over_lengths(rows: Iterable[Measurement], dtype: str, regime: Regime)
         hollow = row.problem.dtype != dtype
         new = _Line(name=row.name, is_stage=row.kind == "stage", hollow=hollow, rates={})
         line = lines.setdefault(beside_title(row) if hollow else _label(row), new)
-        line.rates[row.problem.problem().q_len] = select.rate(row, regime) or 0.0
+        line.rates[row.problem.q_len] = select.rate(row, regime) or 0.0
     return lines
 
 
@@ -1240,7 +1240,7 @@ def _stage_points(
 ) -> list[_Point]:
     """Of each stage with a time a hollow mark, over counted bytes, and a filled one over measured, where there are."""
     points: list[_Point] = []
-    profiled = {one.stage: one for one in profiles if one.problem.problem() == problem}
+    profiled = {one.stage: one for one in profiles if one.problem == problem}
     for row in shown.rows(problem):
         rate = select.rate(row)
         if rate is None or row.cubin is None:
@@ -1303,9 +1303,9 @@ def roofline(
     if not points:
         raise NoDataError(f"wanted a stage with a time at {first.label} on {shown.gpu}, found none")
     rows = [point.row for point in points]
-    crowded = by_problem and len({row.problem.problem() for row in rows}) > _NAMED_PROBLEMS
+    crowded = by_problem and len({row.problem for row in rows}) > _NAMED_PROBLEMS
     flat = ", ".join(f"{roof.label} {number(roof.value)}" for roof in roofs if not roof.is_slope)
-    said = "; ".join(f"{p.row.name} at {p.row.problem.problem().label} {number(p.tflops)}" for p in points)
+    said = "; ".join(f"{p.row.name} at {p.row.problem.label} {number(p.tflops)}" for p in points)
     caption = _roofline_caption(points, first, level=level, by_problem=by_problem, crowded=crowded)
     return _chart(
         partial(_draw_roofline, level=level, roofs=roofs, points=points, by_problem=by_problem, crowded=crowded),
@@ -1399,7 +1399,7 @@ def _name_lengths(axes: Axes, layout: Layout, points: Sequence[_Point]) -> None:
     columns: dict[str, float] = {}
     for point in points:
         if all(abs(other / point.intensity - 1) > 0.1 for other in columns.values()):
-            columns[f"S{point.row.problem.problem().q_len}"] = point.intensity
+            columns[f"S{point.row.problem.q_len}"] = point.intensity
     look: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "center", "color": MUTED, "size": "small"}
     for position, (length, intensity) in enumerate(sorted(columns.items(), key=lambda item: item[1])):
         up = 4 + (_LABEL_POINTS if layout == "narrow" and position % 2 else 0)

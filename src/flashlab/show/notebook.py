@@ -32,7 +32,7 @@ from flashlab.query.contests import AgainstPeers
 from flashlab.query.select import Results
 from flashlab.record import provenance, store
 from flashlab.record.checks import CheckRow
-from flashlab.record.store import Measurement, StageCounters, StageProfile
+from flashlab.record.schema import Measurement, PatternCounters, StageCounters, StageProfile
 from flashlab.run import gpu as gpus
 from flashlab.show import tables, trial
 from flashlab.show.charts import Chart
@@ -189,14 +189,14 @@ class Lab:
     def counters(self) -> trial.Counted:
         """The emulator's counters beside Nsight Compute's of the same launches, for the chosen stages."""
         try:
-            recorded = select.counters(self.gpu or "", self.data)
+            path = select.counters_file(self.gpu or "", self.data)
         except NoDataError as error:
             return trial.Counted(missing=f"*{error}*")
         missing = trial.no_compiler()
         if missing:
             return trial.Counted(missing=missing)
         lines: dict[str, StageCounters] = {}
-        for line in recorded.stages:  # of each stage the first shape, which is the smallest
+        for line in store.read(path, StageCounters)[0]:  # of each stage the first shape, which is the smallest
             if line.stage in self.stages:
                 lines.setdefault(line.stage, line)
         shapes = ", ".join(dict.fromkeys(line.shape for line in lines.values()))
@@ -209,7 +209,7 @@ class Lab:
                 if stage_id in lines
             },
             source=f"{names} · {shapes} full float16 · commit {', '.join(commits)}",
-            patterns=len(recorded.patterns),
+            patterns=len(store.read(path, PatternCounters)[0]),
         )
 
     @cached_property
@@ -248,7 +248,7 @@ class Lab:
         """Nsight Compute's newest profile of each chosen stage at the sources' shape; may be empty."""
         first = Problem.parse(FIRST_SHAPE)
         profiles = select.profiles(self.gpu, self.data) if self.gpu else ()
-        return tuple(one for one in profiles if one.stage in self.stages and one.problem.problem() == first)
+        return tuple(one for one in profiles if one.stage in self.stages and one.problem == first)
 
     def show(self, draw: Draw, problem: Problem | None = None, **options: Any) -> None:
         """Show `draw(rows, **options)`, or say that there are no rows to draw."""
@@ -293,14 +293,13 @@ class Lab:
         Raises:
             OutputError: it cannot be written.
         """
-        commit, dirty = provenance.source()
-        shown = self.results
+        code, shown = provenance.source(), self.results
         outcome = Outcome(
             notebook=name,
             source=self.source,
             gpu=self.gpu,
-            commit=commit,
-            dirty=dirty,
+            commit=code.commit,
+            dirty=code.dirty,
             runs=tuple(sorted({row.run for rows in shown.problems.values() for row in rows} if shown else ())),
             numbers=dict(numbers or {}),
         )

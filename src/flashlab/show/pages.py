@@ -29,13 +29,13 @@ from flashlab.build import compiler, sass
 from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
-from flashlab.core.problem import DTYPES, MASKS, Problem, suite
+from flashlab.core.problem import DTYPES, MASKS, Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, coverage, select
 from flashlab.query.select import Results
-from flashlab.record import store
-from flashlab.record.store import Measurement
+from flashlab.record import schema, store
+from flashlab.record.schema import Measurement
 from flashlab.show import charts, machine_code, tables
 from flashlab.show.charts import LAYOUTS, MIME, THEMES, Chart
 from flashlab.show.notebook import NOTHING_YET
@@ -293,8 +293,8 @@ def _inputs_and_errors(out: Output, shown: Results | None, data: Path) -> None:
         parts = [tables.against_inputs(found)]
         with contextlib.suppress(NoDataError):
             parts.append(f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(found, "sustained"))}')
-        runs = [run for one in found if one.problem.shape in shapes for run in (one.run, one.sustained_run)]
-        ratios = "\n".join([*parts, source(filter(None, runs))])
+        runs = [run for one in found if one.problem.shape in shapes for run in one.runs]
+        ratios = "\n".join([*parts, source(runs)])
     except NoDataError as error:
         ratios = f"*{error}*"
     out.snippet("against-inputs.md", ratios)
@@ -453,11 +453,11 @@ def _stage_sentence(
     return said + "."
 
 
-def _profiles(found: Sequence[store.StageProfile], page: str) -> list[str]:
+def _profiles(found: Sequence[schema.StageProfile], page: str) -> list[str]:
     """What the SM's units did, a table a problem, with where it comes from; nothing where no profile is on record."""
     parts = []
-    for problem in dict.fromkeys(one.problem.problem() for one in found):
-        those = [one for one in found if one.problem.problem() == problem]
+    for problem in dict.fromkeys(one.problem for one in found):
+        those = [one for one in found if one.problem == problem]
         links = ", ".join(data_links(select.profile_files(those), page, named=True))
         parts.append(
             f"### What the units did: {problem.label}\n\n{table(tables.PROFILES, those)}\n"
@@ -610,7 +610,7 @@ def _lengths(out: Output, shown: Results, page: str) -> str:
     for dtype in DTYPES:
         for head_dim in (64, 128):
             for mask in MASKS:
-                for regime in get_args(store.Regime):
+                for regime in get_args(Regime):
                     what: dict[str, Any] = {"head_dim": head_dim, "mask": mask, "dtype": dtype, "regime": regime}
                     name = f"lengths-{shown.gpu}-D{head_dim}-{mask}-{dtype}-{regime}"
                     with contextlib.suppress(NoDataError):
@@ -711,8 +711,7 @@ def check_records(out: Output, everything: Sequence[Results], data: Path) -> Non
         )
         for kind, inputs, what in kinds:
             with contextlib.suppress(NoDataError):
-                path = select.checks_file(shown.gpu, data, kind, inputs)
-                lines = select.checks(shown.gpu, data, kind, inputs)
+                path, lines = select.checks(shown.gpu, data, kind, inputs)
                 said.append(f"- {what}{tables.check_record(lines)} [Data](generated/data/{path.relative_to(data)})")
         found = store.sanitized(shown.gpu, data)
         if found:
@@ -741,16 +740,18 @@ def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
         lines = [(code(column), meaning) for column, meaning in columns.items()]
         out.snippet(f"dictionary-{name}.md", markdown(("column", "meaning"), lines, left=2))
-    models = [store.Measurement, store.Ceiling, store.Samples, store.Verdict, store.CubinFields, store.Conditions]
+    models = [schema.Measurement, schema.Ceiling, schema.Samples, schema.Verdict, schema.CubinFields, schema.Conditions]
     models += [
-        store.Tuning,
-        store.Reading,
-        store.ChipReading,
-        store.Call,
+        schema.Tuning,
+        schema.Reading,
+        schema.ChipReading,
+        schema.Call,
         *(model for records in _registered("RECORDS") for model in records),
     ]
-    models += [store.StageCounters, store.PatternCounters, store.StageProfile, store.LineStalls]
-    out.snippet("dictionary-records.md", "\n\n".join(map(_dictionary, (*models, store.Gpu, store.Source, store.Start))))
+    models += [schema.StageCounters, schema.PatternCounters, schema.StageProfile, schema.LineStalls]
+    out.snippet(
+        "dictionary-records.md", "\n\n".join(map(_dictionary, (*models, schema.Gpu, schema.Source, schema.Start)))
+    )
 
 
 def _dictionary(model: Any) -> str:

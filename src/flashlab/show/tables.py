@@ -19,21 +19,13 @@ from typing import Any
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA
+from flashlab.core.problem import Cache, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
+from flashlab.query.frame import headline
 from flashlab.query.select import Results
 from flashlab.record import store
-from flashlab.record.store import (
-    Cache,
-    Ceiling,
-    CubinFields,
-    Measurement,
-    Regime,
-    Samples,
-    Sanitized,
-    StageProfile,
-    Status,
-)
+from flashlab.record.schema import Ceiling, CubinFields, Measurement, Samples, Sanitized, StageProfile, Status
 
 Cell = str | int | float | None
 Row = Any
@@ -229,7 +221,7 @@ def line(
     if row not in beside:
         peer = select.fastest_peer(rows, regime, cache)
     base, best = (select.rate(one, regime, cache) if one else None for one in (parent, peer))
-    return store.flat(row, regime, cache) | {
+    return headline(row, regime, cache) | {
         "title": beside_title(row) if row in beside else title(row),
         "over_parent": rate / base if rate and base else None,
         "percent_of_best": 100 * rate / best if rate and best else None,
@@ -350,7 +342,7 @@ def _in(regime: Regime, what: str, scale: float = 1.0) -> Callable[[Measurement]
     """A column's value: a number of the frame in one regime."""
 
     def get(row: Measurement) -> float | None:
-        value = store.flat(row, regime)[what]
+        value = headline(row, regime)[what]
         return scale * value if isinstance(value, float) else None
 
     return get
@@ -375,7 +367,7 @@ def costs(rows: Sequence[Measurement], *, titled: bool = False) -> str:
 
     `titled` puts the problem above it, for a page with several.
     """
-    heading = f"**{rows[0].problem.problem().label}**\n\n" if titled and rows else ""
+    heading = f"**{rows[0].problem.label}**\n\n" if titled and rows else ""
     return heading + table(COSTS, [row for row in rows if row.status == "ok"])
 
 
@@ -640,8 +632,8 @@ def _bytes(level: str, counted: Callable[[StageProfile], float]) -> tuple[Column
 
 TRAFFIC = (
     stage(),
-    *_bytes("DRAM", lambda one: float(one.problem.problem().compulsory_bytes)),
-    *_bytes("L2", lambda one: roofline.l2_bytes(one.problem.problem(), one.tile_q)),
+    *_bytes("DRAM", lambda one: float(one.problem.compulsory_bytes)),
+    *_bytes("L2", lambda one: roofline.l2_bytes(one.problem, one.tile_q)),
 )
 """Bytes that crossed device memory and L2 in one launch of each stage, beside what was counted from its tiles."""
 
@@ -984,9 +976,9 @@ def _in_each_state(row: Measurement) -> Iterator[tuple[dict[str, object], Sample
         # By itself, as a layer of trained inputs is not in the headline numbers.
         alone = row.model_copy(update={"samples": (taken.model_copy(update={"layer": None}),)})
         more = {"layer": taken.layer, "calls": taken.calls}
-        yield every | store.flat(alone, taken.regime, taken.cache) | more, taken
+        yield every | headline(alone, taken.regime, taken.cache) | more, taken
     if not row.samples:
-        yield every | store.flat(row) | {"regime": None, "cache": None, "samples": None}, None
+        yield every | headline(row) | {"regime": None, "cache": None, "samples": None}, None
 
 
 def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:

@@ -30,7 +30,7 @@ from flashlab.core.paths import BUILD, ROOT, writable_dir
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.record.checks import CheckRow
-from flashlab.record.store import StageCounters, Verdict
+from flashlab.record.schema import StageCounters, Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import emulate
 from flashlab.run.emulator import Counter, Place, Report

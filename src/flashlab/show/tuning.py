@@ -11,8 +11,8 @@ from flashlab.core.paths import DATA
 from flashlab.kernels import peers, registry
 from flashlab.measure import tuned
 from flashlab.measure.tune import Items, Key, items
-from flashlab.record import store
-from flashlab.record.store import Tuning
+from flashlab.record import schema, store
+from flashlab.record.schema import Tuning
 from flashlab.show import tables
 
 NOTHING_YET = (
@@ -26,7 +26,7 @@ class Trial:
 
     key: Key
     parameters: Mapping[str, int]
-    status: store.Status
+    status: schema.Status
     reason: str
     median_us: float | None
     speedup: float | None
@@ -42,7 +42,7 @@ def trials(records: Iterable[Tuning]) -> list[Trial]:
     by_run: dict[tuple[str, Key], list[Tuning]] = {}
     for record in records:
         if record.stage not in peers.PEERS:
-            by_run.setdefault((record.run, Key(record.stage, record.problem.problem())), []).append(record)
+            by_run.setdefault((record.run, Key(record.stage, record.problem)), []).append(record)
     best: dict[tuple[Key, Items], Trial] = {}
     for (run, key), of_run in sorted(by_run.items(), key=lambda item: item[0][0]):
         stage = registry.RUNGS.get(key.stage)
@@ -87,7 +87,7 @@ def worth(of_key: Sequence[Trial]) -> dict[str, dict[int, float | None]]:
 
 def _by_key(gpu_slug: str | None, data: Path) -> dict[Key, list[Trial]]:
     found: dict[Key, list[Trial]] = {}
-    for trial in trials(store.tunings(gpu_slug or "", data)):
+    for trial in trials(store.records(gpu_slug or "", schema.Tuning, data)):
         found.setdefault(trial.key, []).append(trial)
     return {key: found[key] for key in sorted(found)}
 

@@ -20,7 +20,7 @@ from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
 from flashlab.core.inputs import NORMAL, SCALE8, drawn
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, Problem
 from flashlab.kernels.registry import Stage
-from flashlab.record.store import Verdict
+from flashlab.record.schema import Verdict
 from flashlab.verify.verdict import (
     FLASH_ATTENTION_LENGTHS,
     HOSTILE,

@@ -20,7 +20,7 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import CheckRow, EmulatorVerdict
-from flashlab.record.store import Verdict
+from flashlab.record.schema import Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import Emulation, emulate
 from flashlab.verify.cases import (

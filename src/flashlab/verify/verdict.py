@@ -52,7 +52,7 @@ import numpy as np
 
 from flashlab.core.errors import DTypeError, InputError, ParameterError, ShapeError
 from flashlab.core.problem import DType, Precision, Problem
-from flashlab.record.store import Verdict
+from flashlab.record.schema import Verdict
 from flashlab.verify import oracle as reference
 from flashlab.verify.oracle import UNIT_ROUNDOFF, Array
 

@@ -87,11 +87,11 @@ def _measure(
 ) -> None:
     """Levels of axes, or levers, beside the first of their group; an error where one has no time."""
     from flashlab.measure.options import Options
-    from flashlab.record import store
+    from flashlab.record import schema, store
 
     with following("measuring") as follow:
         path = measure(announce=say, options=Options(data=data, device=device, progress=follow))
-    found = effects(store.read_ablations(path)[0])
+    found = effects(store.read(path, schema.Ablation)[0])
     _show(found, path, as_json)
     failures = [one for one in found if one.median_us is None]
     if failures:
@@ -119,7 +119,7 @@ def split(
     from flashlab.experiments import ablation
     from flashlab.experiments.effects import shares
     from flashlab.measure.options import Options
-    from flashlab.record import store
+    from flashlab.record import schema, store
 
     missing: list[str] = []
     with following("measuring") as follow:
@@ -130,7 +130,7 @@ def split(
             announce=say,
             options=Options(data=data, device=device, progress=follow, note=missing.append),
         )
-    _show(shares(store.read_parts(path)[0]) if path.is_file() else [], path, as_json)
+    _show(shares(store.read(path, schema.Part)[0]) if path.is_file() else [], path, as_json)
     if missing:
         raise CheckFailedError(f"{len(missing)} parts have no time: {'; '.join(missing)}")
 

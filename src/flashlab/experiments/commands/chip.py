@@ -24,11 +24,11 @@ def chip(
 ) -> None:
     """Measure per-SM throughput and latency on Hopper, in cycles, and append the readings to data/<gpu>/chip/."""
     from flashlab.experiments import chip as module
-    from flashlab.record import store
+    from flashlab.record import schema, store
 
     with following("measuring", len(module.choose(cases or None))) as follow:
         path = module.measure(cases or None, data=data, device=device, launches=launches, announce=follow)
-    readings, _ = store.read_chip(path)
+    readings, _ = store.read(path, schema.ChipReading)
     answer(
         [reading.model_dump(mode="json") for reading in readings],
         {

@@ -30,7 +30,7 @@ def method(
     named with what installs it.
     """
     from flashlab.experiments import timer_tables, timers
-    from flashlab.record import store
+    from flashlab.record import schema, store
 
     measured = timers.measure(
         opt.stages_in(stages),
@@ -57,7 +57,7 @@ def method(
             "agrees": comparison.agrees,
             "why": comparison.why,
         }
-        for comparison in timer_tables.comparisons(timer_tables.pools(store.read_readings(measured.path)))
+        for comparison in timer_tables.comparisons(timer_tables.pools(store.read(measured.path, schema.Reading)[0]))
     ]
     answer(
         rows,
