@@ -23,7 +23,7 @@ from flashlab.core.problem import STANDARD_SHAPES, Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
 from flashlab.query import select
-from flashlab.record.schema import Measurement, StageProfile
+from flashlab.record.schema import Ceiling, Measurement, StageProfile, Verdict
 from flashlab.show.tables import beside_note, beside_title, elsewhere_note, number, peer_title, short_title
 
 if TYPE_CHECKING:
@@ -179,40 +179,13 @@ def _label(row: Measurement) -> str:
     return row.name if row.kind == "stage" else peer_title(row.name)
 
 
-def _height(rows: int, extra: float, narrow: float = 0.0) -> tuple[float, float]:
-    """Inches for so many named rows (see `_rows`) and what stands above and below them, wide and narrow."""
-    return extra + 0.27 * rows, extra + narrow + 0.37 * rows
+def _text(axes: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **look: Any) -> None:
+    """Text so many points beside a place."""
+    axes.annotate(text, at, xytext=shift, textcoords="offset points", **look)
 
 
-def _rows(
-    axes: Axes,
-    names: Sequence[str],
-    layout: Layout,
-    xlabel: str,
-    *,
-    positions: Sequence[float] | None = None,
-    bold: Sequence[str] = (),
-    bars: bool = False,
-    log: bool = False,
-) -> None:
-    """Name the rows of a horizontal chart: beside them where there is width, above each where there is not."""
-    places = positions or range(len(names))
-    axes.set_ylim(places[-1] + 0.7, places[0] - (0.7 if layout == "wide" else 1.0))
-    if layout == "wide":
-        axes.set_yticks(places, names)
-        for tick, name in zip(axes.get_yticklabels(), names, strict=True):
-            tick.set_fontweight("bold" if name in bold else "normal")
-    else:
-        axes.set_yticks([])
-        for y, name in zip(places, names, strict=True):
-            look = {"va": "bottom", "weight": "bold" if name in bold else "normal"}
-            _text(axes, name, (0, y), (0, 7 if bars else 5), xycoords=("axes fraction", "data"), **look)
-    if log:
-        _plain_log_ticks(axes.xaxis, layout)
-    if not bars or log:
-        axes.grid(axis="x")
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.set_xlabel(xlabel)
+def _mark(axes: Axes, x: float, y: float, shape: str, colour: str, **look: Any) -> None:
+    axes.plot([x], [y], marker=shape, color=colour, **{"markersize": 6, "linestyle": "none", **look})
 
 
 def _plain_log_ticks(axis: Any, layout: Layout = "wide") -> None:
@@ -226,118 +199,165 @@ def _plain_log_ticks(axis: Any, layout: Layout = "wide") -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _text(axes: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **look: Any) -> None:
-    """Text so many points beside a place."""
-    axes.annotate(text, at, xytext=shift, textcoords="offset points", **look)
+def _row_chart(
+    rows: Sequence[tuple[str, Any]],
+    each: Callable[[Axes, float, Any, Layout], None],
+    *,
+    xlabel: str,
+    extra: float = 0.75,
+    heights: tuple[float, float] | None = None,
+    xlim: Mapping[Layout, tuple[float, float]] | None = None,
+    xticks: Sequence[float] | None = None,
+    reference: tuple[float, Mapping[str, Any]] | None = None,
+    log: bool | Callable[[Axes], None] = False,
+    bars: bool = False,
+    positions: Sequence[float] | None = None,
+    bold: Sequence[str] = (),
+    corner: str = "",
+    legend: Mapping[str, Mapping[str, Any]] | None = None,
+    columns: tuple[int, int] = (4, 1),
+    **what: Any,
+) -> Chart:
+    """A horizontal chart of named rows; names stand beside them where there is width, above each where there is not.
 
+    Args:
+        rows: the name of each, and what `each` draws at its height.
+        extra: inches above and below the rows, where `heights` does not say all of it.
+        reference: where a vertical line stands, and how it looks.
+        log: whether the axis is logarithmic; or what sets the ticks of one.
+        bars: whether the rows are bars.
+        positions: heights of the rows, where not one after another.
+        bold: names that are.
+        corner: what the numbers at the right are.
+        legend: how the marks of each series look; in so many columns, wide and narrow.
+        what: name, alt, caption, provenance and data files, as `Chart` has them.
+    """
+    names, places = [name for name, _ in rows], positions or range(len(rows))
 
-def _corner(axes: Axes, text: str, up: int) -> None:
-    """What the numbers at the right are."""
-    _text(axes, text, (1, 1), (0, up), xycoords="axes fraction", ha="right", color=MUTED)
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        if log:
+            axes.set_xscale("log")
+        if xlim:
+            axes.set_xlim(*xlim[layout])
+        if xticks is not None:
+            axes.set_xticks(xticks)
+        for y, (_, row) in zip(places, rows, strict=True):
+            each(axes, y, row, layout)
+        if reference:
+            axes.axvline(reference[0], **{"color": MUTED, "linewidth": 1, "zorder": 1, **reference[1]})
+        if corner:
+            _text(axes, corner, (1, 1), (0, 2), xycoords="axes fraction", ha="right", color=MUTED)
+        axes.set_ylim(places[-1] + 0.7, places[0] - (0.7 if layout == "wide" else 1.0))
+        axes.set_yticks(*((places, names) if layout == "wide" else ([],)))
+        for tick, name in zip(axes.get_yticklabels(), names, strict=False):
+            tick.set_fontweight("bold" if name in bold else "normal")
+        for y, name in zip(places, names if layout == "narrow" else (), strict=False):
+            look = {"va": "bottom", "weight": "bold" if name in bold else "normal"}
+            _text(axes, name, (0, y), (0, 7 if bars else 5), xycoords=("axes fraction", "data"), **look)
+        if callable(log):
+            log(axes)
+        elif log:
+            _plain_log_ticks(axes.xaxis, layout)
+        if not bars or log:
+            axes.grid(axis="x", which="both" if callable(log) else "major")
+        axes.spines[["left", "bottom"]].set_visible(False)
+        axes.set_xlabel(xlabel)
+        for series, series_look in (legend or {}).items():
+            axes.plot([], [], linestyle="none", label=series, **{"markersize": 6, **series_look})
+        if legend:
+            figure.legend(loc="outside upper left", ncols=columns[layout == "narrow"], columnspacing=0.9)
 
-
-@dataclass(frozen=True)
-class _Look:
-    """How one series of marks looks."""
-
-    marker: str
-    colour: str
+    return _chart(draw, heights=heights or (extra + 0.27 * len(rows), extra + 0.37 * len(rows)), **what)
 
 
 def _marks(
     values: Mapping[tuple[str, str], float],
-    looks: Mapping[str, _Look],
+    looks: Mapping[str, tuple[str, str]],
     *,
     rows: Mapping[str, str],
     origin: float | tuple[float, float],
-    xlabel: str,
     **what: Any,
 ) -> Chart:
     """One row a name, a mark a series, on a line from `origin` to the mark, or over all of it.
 
     Args:
         values: by row and series.
-        looks: the series.
+        looks: the shape and colour of each series.
         rows: the rows' names for people.
     """
+    over = origin if isinstance(origin, tuple) else None
 
-    def draw(figure: Figure, layout: Layout) -> None:
-        axes: Axes = figure.subplots()
-        for y, row in enumerate(rows):
-            for series, look in looks.items():
-                if (row, series) in values:
-                    ends = origin if isinstance(origin, tuple) else (origin, values[row, series])
-                    axes.plot(ends, [y, y], color=GRID, linewidth=1.2, zorder=1)
-                    axes.plot([values[row, series]], [y], look.marker, color=look.colour, markersize=6, zorder=2)
+    def each(axes: Axes, y: float, row: str, layout: Layout) -> None:
         for series, look in looks.items():
-            axes.plot([], [], look.marker, color=look.colour, markersize=6, label=series)
-        if isinstance(origin, tuple):
-            axes.set_xlim(*origin)
-        else:
-            axes.axvline(origin, color=MUTED, linewidth=1)
-        _rows(axes, list(rows.values()), layout, xlabel)
-        figure.legend(loc="outside upper left", ncols=len(looks) if layout == "wide" else 2)
+            if (row, series) in values:
+                axes.plot(over or (origin, values[row, series]), [y, y], color=GRID, linewidth=1.2, zorder=1)
+                _mark(axes, values[row, series], y, *look, zorder=2)
 
-    return _chart(draw, heights=_height(len(rows), 0.95), **what)
+    return _row_chart(
+        [(title, row) for row, title in rows.items()],
+        each,
+        extra=0.95,
+        xlim={"wide": over, "narrow": over} if over else None,
+        reference=None if isinstance(origin, tuple) else (origin, {}),
+        legend={series: {"marker": shape, "color": colour} for series, (shape, colour) in looks.items()},
+        columns=(len(looks), 2),
+        **what,
+    )
 
 
 def _stacked(
-    shares: Mapping[str, Mapping[str, float]], *, xlabel: str, totals: Mapping[str, int] | None = None, **what: Any
+    shares: Mapping[str, Mapping[str, float]], *, totals: Mapping[str, int] | None = None, **what: Any
 ) -> Chart:
     """A bar of 100 percent a row, split into groups; `totals` stand at its end, what the whole is."""
-    import pandas as pd
+    groups = dict(zip(next(iter(shares.values())), _CATEGORIES, strict=False))
 
-    frame = pd.DataFrame(dict(shares)).T
-    groups = len(frame.columns)
-
-    def draw(figure: Figure, layout: Layout) -> None:
-        axes: Axes = figure.subplots()
-        frame.plot.barh(
-            stacked=True,
-            ax=axes,
-            color=list(_CATEGORIES[:groups]),
-            width=0.66 if layout == "wide" else 0.4,
-            edgecolor=SURFACE,
-            linewidth=1,
-            legend=False,
-        )
-        axes.set_xlim(0, 100 if totals is None else 112 if layout == "wide" else 122)
-        axes.set_xticks([0, 25, 50, 75, 100])
-        for y, total in enumerate((totals or {}).values()):
-            axes.text(101.5, y, f"{total:,}", va="center", color=MUTED)
+    def each(axes: Axes, y: float, row: str, layout: Layout) -> None:
+        left, look = 0.0, {"height": 0.66 if layout == "wide" else 0.4, "edgecolor": SURFACE, "linewidth": 1}
+        for group, colour in groups.items():
+            axes.barh(y, shares[row][group], left=left, color=colour, **look)
+            left += shares[row][group]
         if totals:
-            _corner(axes, "number", 1)
-        _rows(axes, list(shares), layout, xlabel, bars=True)
-        axes.set_ylabel("")
-        columns = 5 if layout == "wide" else 2
-        figure.legend(loc="outside upper left", ncols=columns, handlelength=0.9, handletextpad=0.4, columnspacing=0.9)
+            axes.text(101.5, y, f"{totals[row]:,}", va="center", color=MUTED)
 
-    return _chart(draw, heights=(1.2 + 0.3 * len(shares), 1.7 + 0.4 * len(shares)), **what)
+    return _row_chart(
+        [(row, row) for row in shares],
+        each,
+        heights=(1.2 + 0.3 * len(shares), 1.7 + 0.4 * len(shares)),
+        xlim={"wide": (0, 112 if totals else 100), "narrow": (0, 122 if totals else 100)},
+        xticks=_PERCENT,
+        bars=True,
+        corner="number" if totals else "",
+        legend={group: {"marker": "s", "color": colour} for group, colour in groups.items()},
+        columns=(5, 2),
+        **what,
+    )
+
+
+_PERCENT = (0, 25, 50, 75, 100)
 
 
 # --- The ladder -------------------------------------------------------------------------------------------------------
 
 
-def _timed(rows: Sequence[Measurement], regime: Regime, cache: Cache) -> list[Measurement]:
-    """The rows with such a time.
+def _timed(rows: Sequence[Measurement]) -> list[Measurement]:
+    """The rows with a burst time.
 
     Raises:
         NoDataError: none has one.
     """
-    timed = [row for row in rows if row.samples_of(regime, cache)]
+    timed = [row for row in rows if row.samples_of()]
     if not timed:
-        raise NoDataError(f"wanted at least one row with {regime} {cache} samples, found none among {len(rows)} rows")
+        raise NoDataError(f"wanted at least one row with burst hot samples, found none among {len(rows)} rows")
     return timed
 
 
-def _spread(row: Measurement, regime: Regime, cache: Cache) -> tuple[float, float, float]:
-    """Rate at the 95th percentile of the times, at the median, and at the 5th."""
+def _spread(row: Measurement) -> tuple[float, float, float]:
+    """Burst rate at the 95th percentile of the times, at the median, and at the 5th."""
     import numpy as np
 
-    samples = row.samples_of(regime, cache)
-    if samples is None:
-        raise NoDataError(f"{row.name}: no {regime} {cache} samples")
-    problem = row.problem
+    samples, problem = row.samples_of(), row.problem
+    assert samples is not None
     slow, mid, fast = (problem.tflops(float(t)) for t in np.percentile(samples.time_us, (95, 50, 5)))
     return slow, mid, fast
 
@@ -360,17 +380,51 @@ def ladder(
     Raises:
         NoDataError: no row has a time.
     """
-    timed = _timed(rows, "burst", "hot")
+    timed = _timed(rows)
     beside = [row for row in beside if row.samples_of()]
-    rates = {row.name: _spread(row, "burst", "hot") for row in (*timed, *beside)}
+    rates = {row.name: _spread(row) for row in (*timed, *beside)}
     peer, stage = select.fastest_peer(rows), select.fastest_stage(rows)
     dtype, note, late = rows[0].problem.dtype, beside_note(rows, beside), elsewhere_note(rows)
     best = f"The fastest stage, {stage.name}, reaches {number(rates[stage.name][1])} TFLOP/s" if stage else ""
     library = f"the fastest library in {dtype}, {peer_title(peer.name)}, {number(rates[peer.name][1])}" if peer else ""
-    return _chart(
-        partial(_draw_ladder, rows=rows, beside=beside, rates=rates, highlight=highlight),
+    hollow, lines = {row.name for row in beside}, select.with_beside(rows, beside)
+    left, top = min(low for low, _, _ in rates.values()) / 1.7, max(high for _, _, high in rates.values())
+    right: dict[Layout, float] = {"wide": top * 3.0, "narrow": top * 4.5}
+    first_peer = next((index for index, row in enumerate(lines) if index and row.kind == "peer"), len(lines))
+
+    def each(axes: Axes, y: float, row: Measurement, layout: Layout) -> None:
+        colour = PEER if row.kind == "peer" else ACCENT if row.name == highlight else STAGE
+        if row.name not in rates:
+            axes.text(left * 1.06, y, f"{row.status}", va="center", color=MUTED, style="italic")
+            return
+        slow, mid, fast = rates[row.name]
+        axes.plot([left, mid], [y, y], color=GRID, linewidth=1.2, solid_capstyle="butt", zorder=1)
+        axes.plot([slow, fast], [y, y], color=colour, linewidth=5, alpha=0.35, solid_capstyle="round", zorder=2)
+        # A line of one point shows nothing; with it README's chart stays what is committed, byte for byte.
+        look = {"markeredgewidth": 1.4, "zorder": 3, "linestyle": "-"}
+        face = PAPER if row.name in hollow else colour
+        _mark(axes, mid, y, "D" if row.kind == "peer" else "o", colour, markerfacecolor=face, **look)
+        bold = "bold" if row.name == highlight else "normal"
+        _text(axes, number(mid), (max(mid, fast), y), (7, 0), va="center", weight=bold)
+        parent = select.parent_of(row, rows)
+        if parent is not None and parent.name in rates:
+            gain = f"×{number(mid / rates[parent.name][1])}"
+            axes.text(right[layout], y, gain, va="center", ha="right", color=MUTED)
+
+    return _row_chart(
+        [(beside_title(row) if row.name in hollow else _label(row), row) for row in lines],
+        each,
         name=name,
-        heights=_height(len(rows) + 1, 0.65),
+        xlabel="TFLOP/s, logarithmic",
+        heights=(0.65 + 0.27 * (len(rows) + 1), 0.65 + 0.37 * (len(rows) + 1)),
+        xlim={layout: (left, end) for layout, end in right.items()},
+        reference=(rates[peer.name][1], {"color": PEER, "linestyle": (0, (3, 3)), "alpha": 0.8, "zorder": 0})
+        if peer
+        else None,
+        log=True,
+        positions=[index + (0.6 if index >= first_peer else 0.0) for index in range(len(lines))],
+        bold=[highlight] if highlight else [],
+        corner="× parent",
         alt=f"Throughput of {len(timed)} stages and libraries on a logarithmic axis. "
         f"{best or 'No stage has a time'}; {library or 'no library has a time'}." + (f" {note}" if note else ""),
         caption="Throughput of each stage (circles) and library (diamonds): median, with the 5th to 95th percentile as "
@@ -378,62 +432,6 @@ def ladder(
         + (f" Hollow: {note}" if note else "")
         + (f" {late}" if late else ""),
         **_of_rows(timed),
-    )
-
-
-def _draw_ladder(
-    figure: Figure,
-    layout: Layout,
-    *,
-    rows: Sequence[Measurement],
-    beside: Sequence[Measurement],
-    rates: Mapping[str, tuple[float, float, float]],
-    highlight: str | None,
-) -> None:
-    axes: Axes = figure.subplots()
-    hollow, lines = {row.name for row in beside}, select.with_beside(rows, beside)
-    left = min(low for low, _, _ in rates.values()) / 1.7
-    right = max(high for _, _, high in rates.values()) * (3.0 if layout == "wide" else 4.5)
-    axes.set_xscale("log")
-    axes.set_xlim(left, right)
-    first_peer = next((index for index, row in enumerate(lines) if index and row.kind == "peer"), len(lines))
-    positions = [index + (0.6 if index >= first_peer else 0.0) for index in range(len(lines))]
-    for y, row in zip(positions, lines, strict=True):
-        colour = PEER if row.kind == "peer" else ACCENT if row.name == highlight else STAGE
-        if row.name not in rates:
-            axes.text(left * 1.06, y, f"{row.status}", va="center", color=MUTED, style="italic")
-            continue
-        slow, mid, fast = rates[row.name]
-        axes.plot([left, mid], [y, y], color=GRID, linewidth=1.2, solid_capstyle="butt", zorder=1)
-        axes.plot([slow, fast], [y, y], color=colour, linewidth=5, alpha=0.35, solid_capstyle="round", zorder=2)
-        axes.plot(
-            [mid],
-            [y],
-            marker="D" if row.kind == "peer" else "o",
-            markersize=6,
-            color=colour,
-            markerfacecolor=PAPER if row.name in hollow else colour,
-            markeredgewidth=1.4,
-            zorder=3,
-        )
-        bold = "bold" if row.name == highlight else "normal"
-        _text(axes, number(mid), (max(mid, fast), y), (7, 0), va="center", weight=bold)
-        parent = select.parent_of(row, rows)
-        if parent is not None and parent.name in rates:
-            axes.text(right, y, f"×{number(mid / rates[parent.name][1])}", va="center", ha="right", color=MUTED)
-    peer = select.fastest_peer(rows)
-    if peer is not None:
-        axes.axvline(rates[peer.name][1], color=PEER, linewidth=1, linestyle=(0, (3, 3)), alpha=0.8, zorder=0)
-    _corner(axes, "× parent", 2)
-    names = [beside_title(row) if row.name in hollow else _label(row) for row in lines]
-    _rows(
-        axes,
-        names,
-        layout,
-        "TFLOP/s, logarithmic",
-        positions=positions,
-        bold=[highlight] if highlight else [],
-        log=True,
     )
 
 
@@ -451,26 +449,26 @@ def waterfall(rows: Sequence[Measurement], *, name: str = "waterfall") -> Chart:
     }
     if not steps:
         raise NoDataError("wanted a stage and its parent, both with times, found none")
+    ends = [rate for pair in steps.values() for rate in pair]
 
-    def draw(figure: Figure, layout: Layout) -> None:
-        axes: Axes = figure.subplots()
-        axes.set_xscale("log")
-        ends = [rate for pair in steps.values() for rate in pair]
-        axes.set_xlim(min(ends) / 1.6, max(ends) * (1.9 if layout == "wide" else 3.0))
-        for y, (before, after) in enumerate(steps.values()):
-            colour, height = STAGE if after >= before else LOSS, 0.5 if layout == "wide" else 0.36
-            axes.barh(y, after - before, left=before, height=height, color=colour, alpha=0.9)
-            text = f"×{number(after / before)}{'' if after >= before else ' slower'}"
-            _text(axes, text, (max(before, after), y), (6, 0), va="center")
-            if y:
-                axes.plot([before, before], [y - 0.75, y - 0.25], color=MUTED, linewidth=0.8)
-        _rows(axes, list(steps), layout, "TFLOP/s, logarithmic", bars=True, log=True)
+    def each(axes: Axes, y: float, step: tuple[float, float], layout: Layout) -> None:
+        before, after = step
+        look = {"height": 0.5 if layout == "wide" else 0.36, "color": STAGE if after >= before else LOSS, "alpha": 0.9}
+        axes.barh(y, after - before, left=before, **look)
+        text = f"×{number(after / before)}{'' if after >= before else ' slower'}"
+        _text(axes, text, (max(step), y), (6, 0), va="center")
+        if y:
+            axes.plot([before, before], [y - 0.75, y - 0.25], color=MUTED, linewidth=0.8)
 
     factors = ", ".join(f"{stage} ×{number(after / before)}" for stage, (before, after) in steps.items())
-    return _chart(
-        draw,
+    return _row_chart(
+        list(steps.items()),
+        each,
         name=name,
-        heights=_height(len(steps), 0.75),
+        xlabel="TFLOP/s, logarithmic",
+        xlim={"wide": (min(ends) / 1.6, max(ends) * 1.9), "narrow": (min(ends) / 1.6, max(ends) * 3.0)},
+        bars=True,
+        log=True,
         alt=f"What each step multiplied over its parent: {factors}.",
         caption="What each step bought, from the parent's rate to the stage's: equal lengths are equal factors.",
         **_of_rows([row for row, _ in pairs if row.name in steps]),
@@ -483,8 +481,8 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
     Raises:
         NoDataError: no row has a burst time, or none has another.
     """
-    timed = _timed(rows, "burst", "hot")
-    looks = {"burst, cold L2": _Look("s", STAGE), "sustained": _Look("D", PEER)}
+    timed = _timed(rows)
+    looks = {"burst, cold L2": ("s", STAGE), "sustained": ("D", PEER)}
     shares = {
         (row.name, series): 100 * rate / (select.rate(row) or rate)
         for row in timed
@@ -531,28 +529,20 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
     over = any(taken.call_clock_mhz for taken in states.values())
     with_clock = over or any(taken.sm_clock_mhz for taken in states.values())
     below = f", and below it the SM clock {'over' if over else 'after'} the calls" if with_clock else ""
+    panels = (("time, µs", STAGE), ("SM, MHz", PEER))[: 1 + with_clock]
 
     def draw(figure: Figure, layout: Layout) -> None:
-        shape: dict[str, Any] = {
-            "squeeze": False,
-            "sharey": "row",
-            "sharex": "col",
-            "height_ratios": [3, 2][: 1 + with_clock],
-        }
-        grid = figure.subplots(1 + with_clock, len(states), **shape)
+        shape: dict[str, Any] = {"squeeze": False, "sharey": "row", "sharex": "col"}
+        grid = figure.subplots(len(panels), len(states), height_ratios=[3, 2][: len(panels)], **shape)
         for column, (title, taken) in enumerate(states.items()):
-            for axes, values, colour in zip(
-                grid[:, column],
-                (taken.time_us, taken.call_clock_mhz or taken.sm_clock_mhz),
-                (STAGE, PEER),
-                strict=False,
-            ):
+            series = (taken.time_us, taken.call_clock_mhz or taken.sm_clock_mhz)
+            for axes, values, (_, colour) in zip(grid[:, column], series, panels, strict=False):
                 axes.plot(range(len(values)), values, ".", color=colour, markersize=3.5, alpha=0.7)
                 axes.grid(axis="y")
             grid[0][column].axhline(taken.median_us, color=INK, linewidth=1)
             grid[0][column].set_title(title if layout == "wide" else title.replace(", ", "\n").removesuffix(" L2"))
             grid[-1][column].set_xlabel("sample")
-        for axes, label in zip(grid[:, 0], ("time, µs", "SM, MHz"), strict=False):
+        for axes, (label, _) in zip(grid[:, 0], panels, strict=True):
             axes.set_ylabel(label)
 
     said = "; ".join(
@@ -560,11 +550,10 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
         f"{number(taken.cv_percent)} %"
         for title, taken in states.items()
     )
-    height = 3.6 if with_clock else 2.4
     return _chart(
         draw,
         name=name,
-        heights=(height, height),
+        heights=(3.6, 3.6) if with_clock else (2.4, 2.4),
         alt=f"Every sample of {row.name} in the order taken. {said}.",
         caption=f"Every sample of {_label(row)} in the order taken: the time of one call"
         f"{below}. The line is the median; the axes do not start at 0.",
@@ -583,24 +572,23 @@ def errors(rows: Sequence[Measurement], *, name: str = "errors") -> Chart:
     if not judged:
         raise NoDataError("wanted rows with a verdict, found none")
 
-    def draw(figure: Figure, layout: Layout) -> None:
-        axes: Axes = figure.subplots()
-        axes.set_xscale("log")
-        for y, (row, verdict) in enumerate(judged):
-            worst = (verdict.max_abs_error or 0.0) / (verdict.max_abs_limit or 1.0)
-            colour = LOSS if not verdict.passed else PEER if row.kind == "peer" else STAGE
-            axes.plot([max(worst, 1e-3)], [y], "D" if row.kind == "peer" else "o", color=colour, markersize=6)
-            if verdict.rms_error is not None and verdict.rms_limit:
-                rms = max(verdict.rms_error / verdict.rms_limit, 1e-3)
-                axes.plot([rms], [y], "|", color=MUTED, markersize=9, mew=1.6)
-        axes.axvline(1.0, color=LOSS, linewidth=1.2)
-        _rows(axes, [_label(row) for row, _ in judged], layout, "error ÷ limit, logarithmic", log=True)
+    def each(axes: Axes, y: float, item: tuple[Measurement, Verdict], layout: Layout) -> None:
+        row, verdict = item
+        worst = (verdict.max_abs_error or 0.0) / (verdict.max_abs_limit or 1.0)
+        colour = LOSS if not verdict.passed else PEER if row.kind == "peer" else STAGE
+        _mark(axes, max(worst, 1e-3), y, "D" if row.kind == "peer" else "o", colour)
+        if verdict.rms_error is not None and verdict.rms_limit:
+            _mark(axes, max(verdict.rms_error / verdict.rms_limit, 1e-3), y, "|", MUTED, markersize=9, mew=1.6)
 
     of_rows = _of_rows([row for row, _ in judged])
-    return _chart(
-        draw,
+    return _row_chart(
+        [(_label(row), (row, verdict)) for row, verdict in judged],
+        each,
         name=name,
-        heights=_height(len(judged), 0.65),
+        xlabel="error ÷ limit, logarithmic",
+        extra=0.65,
+        reference=(1.0, {"color": LOSS, "linewidth": 1.2}),
+        log=True,
         alt=f"Error over its limit for {len(judged)} stages and libraries; {sum(v.passed for _, v in judged)} of them "
         "pass.",
         caption="Largest error (mark) and root-mean-square error (bar), each over its limit. "
@@ -608,6 +596,14 @@ def errors(rows: Sequence[Measurement], *, name: str = "errors") -> Chart:
         "slack.",
         **of_rows | {"provenance": of_rows["provenance"].replace(" · burst, hot L2", "")},
     )
+
+
+def _columns(axes: Axes, labels: Sequence[object], xlabel: str, ylabel: str) -> None:
+    """Name the columns of a chart of lines, evenly apart, and its axes."""
+    axes.set_xticks(range(len(labels)), [str(label) for label in labels])
+    axes.tick_params(axis="y", labelcolor=MUTED)
+    axes.grid(axis="y")
+    axes.set(xlabel=xlabel, ylabel=ylabel)
 
 
 def row_errors(
@@ -634,32 +630,22 @@ def row_errors(
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
         axes.set_yscale("log")
-        axes.set_ylim(low, high)
         shift = 0.24 / max(1, len(runs) - 1)
         for index, (title, values) in enumerate(runs.items()):
             places = [place + (index - (len(runs) - 1) / 2) * shift for place in range(len(values))]
             heights = [min(max(value, low), high) if math.isfinite(value) else high for value in values]
             colour = (STAGE, PEER, ACCENT, LOSS)[index % 4]
-            look: dict[str, Any] = {
-                "linestyle": "none",
-                "marker": "oDsv"[index % 4],
-                "markersize": 6,
-                "clip_on": False,
-                "zorder": 3,
-            }
-            axes.plot(places, heights, color=colour, label=title, **look)
+            axes.plot(places, heights, "oDsv"[index % 4], color=colour, label=title, clip_on=False, zorder=3)
             for place, value in zip(places, values, strict=True):
                 if not math.isfinite(value):
                     _text(axes, "NaN", (place, high), (0, 6), ha="center", color=colour)
         if limit:
             axes.axhline(limit, color=MUTED, linewidth=1, linestyle=(0, (3, 3)), label="largest error that passes")
-        axes.set_xticks(range(blocks), [f"{block * rows}–{(block + 1) * rows - 1}" for block in range(blocks)])
-        axes.set_xlim(-0.5, blocks - 0.5)
+        spans = [f"{block * rows}–{(block + 1) * rows - 1}" for block in range(blocks)]
+        _columns(axes, spans, "query rows", "largest error")
+        axes.set(ylim=(low, high), xlim=(-0.5, blocks - 0.5))
         axes.tick_params(axis="x", labelrotation=60 if layout == "narrow" or blocks > 8 else 0)
-        axes.tick_params(axis="y", labelcolor=MUTED)
-        axes.grid(axis="y")
         axes.spines[["left", "bottom"]].set_visible(False)
-        axes.set(xlabel="query rows", ylabel="largest error")
         figure.legend(loc="outside upper left", ncols=3 if layout == "wide" else 1)
 
     worst = "; ".join(
@@ -1105,7 +1091,7 @@ def busy(profiles: Sequence[StageProfile], *, name: str = "busy") -> Chart:
     said = "; ".join(f"{stage} {unit} {number(share, 2)} %" for (stage, unit), share in shares.items())
     return _marks(
         shares,
-        {unit: _Look(*look) for unit, look in zip(units, (("o", STAGE), ("D", PEER), ("s", ACCENT)), strict=True)},
+        dict(zip(units, (("o", STAGE), ("D", PEER), ("s", ACCENT)), strict=True)),
         rows={one.stage: one.stage for one in profiles},
         origin=(0.0, 100.0),
         xlabel="percent of the cycles in which the SM was busy",
@@ -1130,25 +1116,23 @@ def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
     if not pairs:
         raise NoDataError(f"wanted measured ceilings of {shown.gpu} with a data sheet's value beside them, found none")
 
-    def draw(figure: Figure, layout: Layout) -> None:
-        axes: Axes = figure.subplots()
-        height = 0.56 if layout == "wide" else 0.36
-        shares = [100 * ceiling.value / peak for ceiling, peak in pairs]
-        axes.barh(range(len(pairs)), 100, height=height, color=GRID, alpha=0.6)
-        axes.barh(range(len(pairs)), shares, height=height, color=STAGE)
-        for y, ((ceiling, peak), share) in enumerate(zip(pairs, shares, strict=True)):
-            of = f" of {number(peak)}" if layout == "wide" else ""
-            axes.text(max(share, 100) + 2, y, f"{number(ceiling.value)}{of} {ceiling.unit}", va="center")
-        axes.set_xlim(0, 165)
-        axes.set_xticks([0, 25, 50, 75, 100])
-        _rows(axes, [one.name for one, _ in pairs], layout, "percent of the data sheet's peak", bars=True)
+    def each(axes: Axes, y: float, pair: tuple[Ceiling, float], layout: Layout) -> None:
+        (ceiling, peak), height = pair, 0.56 if layout == "wide" else 0.36
+        share, of = 100 * ceiling.value / peak, f" of {number(peak)}" if layout == "wide" else ""
+        axes.barh(y, 100, height=height, color=GRID, alpha=0.6)
+        axes.barh(y, share, height=height, color=STAGE)
+        axes.text(max(share, 100) + 2, y, f"{number(ceiling.value)}{of} {ceiling.unit}", va="center")
 
     first = pairs[0][0]
     values = "; ".join(f"{one.name} {number(one.value)} of {number(peak)} {one.unit}" for one, peak in pairs)
-    return _chart(
-        draw,
+    return _row_chart(
+        [(pair[0].name, pair) for pair in pairs],
+        each,
         name=name,
-        heights=_height(len(pairs), 0.75),
+        xlabel="percent of the data sheet's peak",
+        xlim={"wide": (0, 165), "narrow": (0, 165)},
+        xticks=_PERCENT,
+        bars=True,
         alt=f"Measured ceilings beside the data sheet's: {values}.",
         caption="What the GPU at hand delivers of what its data sheet says (dense GEMMs).",
         provenance=f"{first.gpu.name} · burst · {select.date(first.run)} · "
@@ -1414,12 +1398,9 @@ _FARTHEST_PERCENT = 12.0
 def differences(
     series: Mapping[str, Mapping[str, tuple[float, float, float]]],
     *,
-    name: str,
     axis: str,
     within: float | None,
-    caption: str,
-    provenance: str,
-    data_files: tuple[str, ...],
+    **what: Any,
 ) -> Chart:
     """Percent away from zero, with an interval, of several series in each row.
 
@@ -1428,6 +1409,7 @@ def differences(
             numbers.
         axis: what the percentages are of.
         within: half width of a band around zero, percent; none where None.
+        what: name, caption, provenance and data files, as `Chart` has them.
 
     Raises:
         NoDataError: there is no row.
@@ -1442,45 +1424,39 @@ def differences(
     sizes = [abs(value) for row in series.values() for values in row.values() for value in values]
     reach = min(1.15 * max([*sizes, within or 0.0, 0.1]), _FARTHEST_PERCENT)
 
-    def draw(figure: Figure, layout: Layout) -> None:
-        axes: Axes = figure.subplots()
-        axes.set_xlim(-reach, reach)
-        if within is not None:
+    def each(axes: Axes, y: float, row: Mapping[str, tuple[float, float, float]], layout: Layout) -> None:
+        if within is not None and not y:
             axes.axvspan(-within, within, color=FAINT, alpha=0.25, linewidth=0, zorder=0)
-        axes.axvline(0, color=MUTED, linewidth=1, zorder=1)
         # Where names stand above their rows, the marks keep below them.
         step, top = (0.66 / len(names), -0.33) if layout == "wide" else (0.56 / len(names), 0.06)
-        for y, row in enumerate(series.values()):
-            for title in row:
-                place, colour = y + top + (names.index(title) + 0.5) * step, looks[title]["color"]
-                low, middle, high = (min(max(value, -reach), reach) for value in row[title])
-                axes.plot([low, high], [place] * 2, color=colour, linewidth=3, alpha=0.4, solid_capstyle="round")
-                axes.plot([middle], [place], clip_on=False, zorder=3, **looks[title])
-                value = row[title][1]
-                if abs(value) > reach:
-                    look = {"ha": "left" if value < 0 else "right", "va": "center", "color": MUTED, "fontsize": "small"}
-                    _text(axes, f"{value:+.0f} %", (middle, place), (math.copysign(6, -value), 0), **look)
-        for title in names:
-            axes.plot([], [], linestyle="none", label=title, **looks[title])
-        _rows(axes, list(series), layout, axis)
-        figure.legend(loc="outside upper left", ncols=min(len(names), 4) if layout == "wide" else 1)
+        for title, (_, value, _) in row.items():
+            place, colour = y + top + (names.index(title) + 0.5) * step, looks[title]["color"]
+            low, middle, high = (min(max(end, -reach), reach) for end in row[title])
+            axes.plot([low, high], [place] * 2, color=colour, linewidth=3, alpha=0.4, solid_capstyle="round")
+            axes.plot([middle], [place], clip_on=False, zorder=3, **looks[title])
+            if abs(value) > reach:
+                look = {"ha": "left" if value < 0 else "right", "va": "center", "color": MUTED, "fontsize": "small"}
+                _text(axes, f"{value:+.0f} %", (middle, place), (math.copysign(6, -value), 0), **look)
 
     said = "; ".join(
         f"{label}: " + ", ".join(f"{title} {values[1]:+.1f} %" for title, values in row.items())
         for label, row in series.items()
     )
-    marks, (wide, narrow) = len(names) * len(series), _height(len(series), 1.0)
-    return _chart(
-        draw,
-        name=name,
+    rows, marks = len(series), len(names) * len(series)
+    return _row_chart(
+        list(series.items()),
+        each,
+        xlabel=axis,
         heights=(
-            max(wide, 1.0 + 0.13 * marks),
-            max(narrow + 0.2 * len(names), 1.2 + 0.15 * marks + 0.25 * len(series)),
+            1.0 + max(0.27 * rows, 0.13 * marks),
+            max(1.0 + 0.37 * rows + 0.2 * len(names), 1.2 + 0.15 * marks + 0.25 * rows),
         ),
+        xlim={"wide": (-reach, reach), "narrow": (-reach, reach)},
+        reference=(0, {}),
+        legend=looks,
+        columns=(min(len(names), 4), 1),
         alt=f"{axis[:1].upper()}{axis[1:]}. {said}.",
-        caption=caption,
-        provenance=provenance,
-        data_files=data_files,
+        **what,
     )
 
 
@@ -1496,7 +1472,7 @@ class Interval:
     look: Literal["plain", "better", "worse", "first"] = "plain"
 
 
-_LOOKS = {"plain": (MUTED, "o"), "better": (ACCENT, "o"), "worse": (LOSS, "o"), "first": (INK, "|")}
+_LOOKS = {"plain": ("o", MUTED), "better": ("o", ACCENT), "worse": ("o", LOSS), "first": ("|", INK)}
 
 
 def intervals(
@@ -1514,29 +1490,20 @@ def intervals(
     Raises:
         NoDataError: there is no row.
     """
-    lines: list[str | Interval] = []
+    lines: list[tuple[str, Interval | None]] = []
     for heading, rows in groups.items():
-        lines += [heading, *rows] if rows else []
+        lines += [(heading, None), *((one.name, one) for one in rows)] if rows else []
     if not lines:
         raise NoDataError(f"wanted at least one effect to draw, found none in {len(groups)} groups")
 
-    def draw(figure: Figure, layout: Layout) -> None:
-        axes: Axes = figure.subplots()
-        if ratio:
-            axes.set_xscale("log")
-        axes.axvline(reference, color=MUTED, linewidth=1, zorder=1)
-        for y, one in enumerate(lines):
-            if isinstance(one, Interval):
-                colour, marker = _LOOKS[one.look]
-                axes.plot([one.low, one.high], [y, y], color=colour, linewidth=1.6, zorder=2)
-                axes.plot([one.value], [y], marker, color=colour, markersize=5, zorder=3)
-        names = [one.name if isinstance(one, Interval) else one for one in lines]
-        _rows(axes, names, layout, xlabel, bold=list(groups))
-        if ratio:
-            axes.grid(visible=True, axis="x", which="both")
-            _ratio_ticks(axes)
+    def each(axes: Axes, y: float, one: Interval | None, layout: Layout) -> None:
+        if one:
+            shape, colour = _LOOKS[one.look]
+            axes.plot([one.low, one.high], [y, y], color=colour, linewidth=1.6, zorder=2)
+            _mark(axes, one.value, y, shape, colour, markersize=5, zorder=3)
 
-    return _chart(draw, heights=_height(len(lines), 0.75), **what)
+    log, bold = _ratio_ticks if ratio else False, list(groups)
+    return _row_chart(lines, each, xlabel=xlabel, reference=(reference, {}), log=log, bold=bold, **what)
 
 
 _RATIO_STEPS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 20.0)
