@@ -871,37 +871,6 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     )
 
 
-@dataclass
-class _Line:
-    """A stage or library over sequence length."""
-
-    name: str
-    is_stage: bool
-    hollow: bool
-    """Of another element type than the chart."""
-    rates: dict[int, float]
-
-
-def _lines_over_lengths(rows: Iterable[Measurement], dtype: str, regime: Regime) -> dict[str, _Line]:
-    """A line a stage or library, by its name for people."""
-    lines: dict[str, _Line] = {}
-    for row in rows:
-        hollow = row.problem.dtype != dtype
-        new = _Line(name=row.name, is_stage=row.kind == "stage", hollow=hollow, rates={})
-        line = lines.setdefault(beside_title(row) if hollow else _label(row), new)
-        line.rates[row.problem.q_len] = select.rate(row, regime) or 0.0
-    return lines
-
-
-def _fastest_lines(order: dict[str, _Line]) -> str:
-    """The rates of the fastest stage and the fastest library, for people; `order` has the fastest first."""
-    first = {line.is_stage: label for label, line in reversed(order.items()) if not line.hollow}
-    return "; ".join(
-        f"{label} {', '.join(f'S{count} {number(rate)}' for count, rate in order[label].rates.items())}"
-        for _, label in sorted(first.items(), reverse=True)
-    )
-
-
 def lengths(
     shown: Results,
     *,
@@ -929,41 +898,56 @@ def lengths(
         for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem))
         if select.rate(row, regime)
     ]
-    lines = _lines_over_lengths(used, dtype, regime)
-    over = {label: line for label, line in lines.items() if len(line.rates) > 1}
-    if not over:
+    lines: dict[str, dict[int, Measurement]] = {}
+    for row in used:
+        label = _label(row) if row.problem.dtype == dtype else beside_title(row)
+        lines.setdefault(label, {})[row.problem.problem().q_len] = row
+    rates = {
+        label: {count: select.rate(row, regime) or 0.0 for count, row in at.items()}
+        for label, at in lines.items()
+        if len(at) > 1
+    }
+    if not rates:
         raise NoDataError(f"wanted one stage or library at two sequence lengths, found none on {shown.gpu}")
-    top = max(rate for line in over.values() for rate in line.rates.values())
-    fast = [item for item in over.items() if max(item[1].rates.values()) >= _FAST * top]
-    order = dict(sorted(fast, key=lambda item: (not item[1].is_stage, -max(item[1].rates.values()))))
+    best = {label: max(of_label.values()) for label, of_label in rates.items()}
+    top, any_of = max(best.values()), {label: next(iter(at.values())) for label, at in lines.items()}
+    fast = (label for label in rates if best[label] >= _FAST * top)
+    order = sorted(fast, key=lambda label: (any_of[label].kind != "stage", -best[label]))
     counts = [problem.q_len for problem in problems]
 
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
-        for label, line in order.items():
-            colour, shape = mark(line.name)
+        for label in order:
+            row, is_stage = any_of[label], any_of[label].kind == "stage"
+            colour, shape = mark(row.name)
             axes.plot(
-                [counts.index(count) for count in line.rates],
-                list(line.rates.values()),
+                [counts.index(count) for count in rates[label]],
+                list(rates[label].values()),
                 color=colour,
-                linewidth=1.8 if line.is_stage else 1.2,
-                linestyle="-" if line.is_stage else (0, (4, 2)),
+                linewidth=1.8 if is_stage else 1.2,
+                linestyle="-" if is_stage else (0, (4, 2)),
                 marker=shape,
                 markersize=5,
-                markerfacecolor=PAPER if line.hollow else colour,
+                markerfacecolor=colour if row.problem.dtype == dtype else PAPER,
                 label=label,
             )
-        axes.set(ylim=(0, top * 1.08), xlabel="sequence length", ylabel="TFLOP/s")
-        axes.set_xticks(range(len(counts)), [str(count) for count in counts])
-        axes.tick_params(axis="y", labelcolor=MUTED)
-        axes.grid(axis="y")
+        _columns(axes, counts, "sequence length", "TFLOP/s")
+        axes.set_ylim(0, top * 1.08)
         if ceiling is not None:
             right = axes.twinx()
             right.set(ylim=(0, 100 * top * 1.08 / ceiling.value), ylabel="percent of the measured peak")
             right.tick_params(axis="y", labelcolor=MUTED)
         figure.legend(loc="outside lower left", ncols=3 if layout == "wide" else 1)
 
-    counted = {"slower": len(over) - len(order), "measured at one length": len(lines) - len(over)}
+    first: dict[str, str] = {}
+    for label in order:
+        if any_of[label].problem.dtype == dtype:
+            first.setdefault(any_of[label].kind, label)
+    fastest = "; ".join(
+        f"{label} {', '.join(f'S{count} {number(rate)}' for count, rate in rates[label].items())}"
+        for label in first.values()
+    )
+    counted = {"slower": len(rates) - len(order), "measured at one length": len(lines) - len(rates)}
     left_out = " and ".join(f"{many} {what}" for what, many in counted.items() if many)
     tokens = problems[0].batch * problems[0].q_len
     return _chart(
@@ -971,7 +955,7 @@ def lengths(
         name=name or f"lengths-D{head_dim}-{mask}-{dtype}-{regime}",
         heights=(3.3 + 0.19 * math.ceil(len(order) / 3), 2.7 + 0.17 * len(order)),
         alt=f"Throughput in TFLOP/s over sequence length at {tokens:,} tokens, D{head_dim} {mask} {dtype}, {regime}. "
-        f"{_fastest_lines(order)}.",
+        f"{fastest}.",
         caption=f"D{head_dim}, {mask}, {dtype}, {regime}: {tokens:,} tokens in sequences of each length, "
         "stages (solid) and libraries (dashed; hollow in another element type)."
         + (f" Right: percent of what a large {dtype} GEMM reaches on this GPU in a burst." if ceiling else "")

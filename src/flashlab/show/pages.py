@@ -186,8 +186,13 @@ def _elsewhere(shown: Results | None, what: str) -> str:
     return f'!!! note ""\n    {what} was written about the {_ITS_NAME}; the numbers are those of the {shown.name}.\n'
 
 
-def _section(name: str, content: str) -> str:
-    return f"<!-- --8<-- [start:{name}] -->\n{content.strip()}\n<!-- --8<-- [end:{name}] -->\n"
+def _sections(out: Output, path: str, **sections: str) -> None:
+    """Write what a page takes in piece by piece."""
+    marked = (
+        f"<!-- --8<-- [start:{name}] -->\n{content.strip()}\n<!-- --8<-- [end:{name}] -->\n"
+        for name, content in sections.items()
+    )
+    out.snippet(path, "".join(marked))
 
 
 def _notebook_page(out: Output, name: str, page: str, executed: Path | None, shown: Results | None) -> None:
@@ -277,33 +282,31 @@ def _front_cards(
 def _inputs_and_errors(out: Output, shown: Results | None, data: Path) -> None:
     """Ratios over the libraries, and errors, by kind of inputs; a note where they were not measured."""
     out.snippet("inputs.md", tables.inputs())
-    if shown is None:
-        out.snippet("against-inputs.md", NOTHING_YET)
-        out.snippet("accuracy.md", NOTHING_YET)
-        return
+    for name, make in (("against-inputs.md", _against_inputs), ("accuracy.md", _accuracy)):
+        try:
+            out.snippet(name, make(shown, data) if shown else NOTHING_YET)
+        except NoDataError as error:
+            out.snippet(name, f"*{error}*")
 
-    def source(runs: Iterable[str]) -> str:
-        ids = sorted(set(runs))
-        commits = sorted({select.commit_label(run) for run in ids})
-        return f"<small>{shown.name} · {tables.days(ids)} · commit {', '.join(commits)}</small>"
 
-    shapes = {problem.shape for problem in contests.MAIN}
-    try:
-        found = contests.against_peers(shown.gpu, data, tuple(KINDS))
-        parts = [tables.against_inputs(found)]
-        with contextlib.suppress(NoDataError):
-            parts.append(f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(found, "sustained"))}')
-        runs = [run for one in found if one.problem.shape in shapes for run in one.runs]
-        ratios = "\n".join([*parts, source(runs)])
-    except NoDataError as error:
-        ratios = f"*{error}*"
-    out.snippet("against-inputs.md", ratios)
+def _against_inputs(shown: Results, data: Path) -> str:
+    found, shapes = contests.against_peers(shown.gpu, data, tuple(KINDS)), {problem.shape for problem in contests.MAIN}
+    parts = [tables.against_inputs(found)]
+    with contextlib.suppress(NoDataError):
+        parts.append(f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(found, "sustained"))}')
+    runs = [run for one in found if one.problem.shape in shapes for run in one.runs]
+    return "\n".join([*parts, _from_runs(shown, runs)])
+
+
+def _accuracy(shown: Results, data: Path) -> str:
     errors = contests.accuracy(shown.gpu, data)
-    try:
-        text = f"{tables.accuracy(errors)}\n{source(one.run for one in errors)}"
-    except NoDataError as error:
-        text = f"*{error}*"
-    out.snippet("accuracy.md", text)
+    return f"{tables.accuracy(errors)}\n{_from_runs(shown, (one.run for one in errors))}"
+
+
+def _from_runs(shown: Results, runs: Iterable[str]) -> str:
+    ids = sorted(set(runs))
+    commits = sorted({select.commit_label(run) for run in ids})
+    return f"<small>{shown.name} · {tables.days(ids)} · commit {', '.join(commits)}</small>"
 
 
 # --- A stage's page ---------------------------------------------------------------------------------------------------
@@ -354,30 +357,27 @@ def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) ->
         change = f'{stage.change}\n\n``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```\n\n{whole}'
     parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
     result = f"{_stage_result(out, stage, shown, data)}\n\n{_elsewhere(shown, 'What follows')}"
-    sections = {
-        "title": f"# {stage.id}: {stage.title}",
-        "question": stage.question,
-        "change": change,
-        "needs": _needs(stage, ("Parent", parent)),
-        "prediction": stage.prediction,
-        "result": result,
-    }
-    out.snippet(f"stages/{stage.id}.md", "".join(_section(name, text) for name, text in sections.items()))
-
-
-def _in_state(regime: str, what: str) -> Any:
-    return lambda item: item[regime][what]
+    _sections(
+        out,
+        f"stages/{stage.id}.md",
+        title=f"# {stage.id}: {stage.title}",
+        question=stage.question,
+        change=change,
+        needs=_needs(stage, ("Parent", parent)),
+        prediction=stage.prediction,
+        result=result,
+    )
 
 
 EVERY_PROBLEM = (
-    Column("problem", lambda item: item["problem"].label),
+    Column("problem", "problem.label"),
     Column("burst TFLOP/s", lambda item: item["burst"]["tflops"] if item["row"].status == "ok" else item["row"].status),
-    Column("over parent", _in_state("burst", "over_parent"), times),
-    Column("of the fastest library", _in_state("burst", "percent_of_best"), percent),
-    Column("sustained TFLOP/s", _in_state("sustained", "tflops")),
-    Column("of the fastest library", _in_state("sustained", "percent_of_best"), percent),
-    Column("cycles per score", _in_state("burst", "cycles_per_score"), number),
-    Column(tables.ENERGY.header, lambda item: tables.ENERGY.value(item["row"])),
+    Column("over parent", "burst.over_parent", times),
+    Column("of the fastest library", "burst.percent_of_best", percent),
+    Column("sustained TFLOP/s", "sustained.tflops"),
+    Column("of the fastest library", "sustained.percent_of_best", percent),
+    Column("cycles per score", "burst.cycles_per_score"),
+    tables.ENERGY,
 )
 
 
@@ -474,15 +474,16 @@ def _profiles(found: Sequence[schema.StageProfile], page: str) -> list[str]:
 def dead_end_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
     """The sections of a dead end's page; `measured` as `select.dead_ends` gives them."""
     needs = _needs(stage, ("Made from", code(stage.parent) if stage.parent else None))
-    sections = {
-        "title": f"# {stage.id}: {stage.title}",
-        "question": stage.question,
-        "built": f"{stage.change}\n\n{needs}\n{_kernel_text(stage)}",
-        "prediction": stage.prediction,
-        "result": dead_end_result(stage, measured),
-        "code": _dead_end_code(stage),
-    }
-    out.snippet(f"dead_ends/{stage.id}.md", "".join(_section(name, text) for name, text in sections.items()))
+    _sections(
+        out,
+        f"dead_ends/{stage.id}.md",
+        title=f"# {stage.id}: {stage.title}",
+        question=stage.question,
+        built=f"{stage.change}\n\n{needs}\n{_kernel_text(stage)}",
+        prediction=stage.prediction,
+        result=dead_end_result(stage, measured),
+        code=_dead_end_code(stage),
+    )
 
 
 def dead_end_result(stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> str:
@@ -538,7 +539,7 @@ def dead_end_list(
         return f"{number(rate)} TFLOP/s" if rate else f"no time: {row.status}" if row else None
 
     columns = (
-        Column("", lambda stage: f"[{code(stage.id)}]({stage.id}.md)"),
+        Column("", "id", lambda name: f"[{code(name)}]({name}.md)"),
         Column("what", "title", left=True),
         Column("hypothesis, as a question", "question", left=True),
         Column(f"at {first.label}" if first else "measured", result),
@@ -676,7 +677,7 @@ def _problems(shown: Results) -> str:
 def _lists(out: Output, everything: Sequence[Results]) -> None:
     """The stages, and the GPUs with records."""
     stages = (
-        Column("stage", lambda stage: f"[{code(stage.id)}]({stage.id}.md)"),
+        Column("stage", "id", lambda name: f"[{code(name)}]({name}.md)"),
         Column("idea", "title", left=True),
         Column("change", "change", left=True),
     )
@@ -695,7 +696,7 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
         Column("rows with a time", lambda shown: timed(shown, ok=True)),
         Column("rows without", lambda shown: timed(shown, ok=False)),
         Column("fastest stage at the first problem, TFLOP/s", fastest),
-        Column("measured", lambda shown: select.date(shown.newest)),
+        Column("measured", "newest", select.date),
     )
     out.snippet("results.md", table(gpus, everything) if everything else NOTHING_YET)
 
@@ -740,24 +741,20 @@ def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
         lines = [(code(column), meaning) for column, meaning in columns.items()]
         out.snippet(f"dictionary-{name}.md", markdown(("column", "meaning"), lines, left=2))
-    models = [schema.Measurement, schema.Ceiling, schema.Samples, schema.Verdict, schema.CubinFields, schema.Conditions]
-    models += [
-        schema.Tuning,
-        schema.Reading,
-        schema.ChipReading,
-        schema.Call,
+    models = (
+        *(schema.Measurement, schema.Ceiling, schema.Samples, schema.Verdict, schema.CubinFields, schema.Conditions),
+        *(schema.Tuning, schema.Reading, schema.ChipReading, schema.Call),
         *(model for records in _registered("RECORDS") for model in records),
-    ]
-    models += [schema.StageCounters, schema.PatternCounters, schema.StageProfile, schema.LineStalls]
-    out.snippet(
-        "dictionary-records.md", "\n\n".join(map(_dictionary, (*models, schema.Gpu, schema.Source, schema.Start)))
+        *(schema.StageCounters, schema.PatternCounters, schema.StageProfile, schema.LineStalls),
+        *(schema.Gpu, schema.Source, schema.Start),
     )
+    out.snippet("dictionary-records.md", "\n\n".join(map(_dictionary, models)))
 
 
 def _dictionary(model: Any) -> str:
     """What the fields of a record mean."""
     columns = (
-        Column("field", lambda item: code(item[0])),
+        Column("field", "0", code),
         Column("type", lambda item: code(_type_name(item[1].annotation)), left=True),
         Column("meaning", lambda item: " ".join((item[1].description or "").replace("`", "").split()), left=True),
     )

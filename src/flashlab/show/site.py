@@ -67,17 +67,8 @@ def execute(notebook: Path, out: Path, parameters: Mapping[str, str], timeout_s:
     folder = writable_dir(out, "executed notebooks")
     executed, result = folder / notebook.name, folder / f"{name}.json"
     result.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "papermill",
-        str(notebook),
-        str(executed),
-        "--kernel",
-        "python3",
-        "--no-progress-bar",
-    ]
-    command += ["--log-level", "ERROR", "--execution-timeout", str(int(timeout_s))]
+    command = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--kernel", "python3"]
+    command += ["--no-progress-bar", "--log-level", "ERROR", "--execution-timeout", str(int(timeout_s))]
     for key, value in {**parameters, "out": str(folder)}.items():
         command += ["-r", key, value]
     status, log = _run(command, timeout_s + 10)

@@ -141,18 +141,16 @@ class Column:
 
     header: str
     get: str | Callable[[Row], Any]
-    """Where a row has its value: a key or attribute, or a function of the row. None and NaN are shown as a dash."""
-    form: Callable[[Any], str] | None = None
+    """Where a row has its value: a key, attribute or place, `1.burst.tflops` for one inside another; or a function of
+    the row. None and NaN are shown as a dash."""
+    form: Callable[[Any], str | None] | None = None
     """How a value is written: `percent`, `times`, …; as `markdown` does where None."""
     left: bool = False
     """Whether it is aligned left, as text is; the first column always is."""
 
     def value(self, row: Row) -> Any:
         """The value that a row has, unwritten, as `--json` gives it; None where it has none."""
-        if callable(self.get):
-            value = self.get(row)
-        else:
-            value = row[self.get] if isinstance(row, Mapping) else getattr(row, self.get)
+        value = self.get(row) if callable(self.get) else _inside(row, self.get)
         return None if isinstance(value, float) and math.isnan(value) else value
 
     def cell(self, row: Row) -> Cell:
@@ -161,9 +159,12 @@ class Column:
         return value if value is None or self.form is None else self.form(value)
 
 
-def _under(item: Row, *, key: Any) -> Any:
-    """What the second part of a row, a mapping, has under a key."""
-    return item[1].get(key)
+def _inside(row: Row, path: str) -> Any:
+    for name in path.split("."):
+        if row is None:
+            break
+        row = row[int(name)] if name.isdigit() else row[name] if isinstance(row, Mapping) else getattr(row, name)
+    return row
 
 
 def stage(get: str | Callable[[Row], str] = "stage") -> Column:
@@ -338,27 +339,19 @@ def states(rows: Iterable[Measurement]) -> str:
     return table(STATES, [row for row in rows if row.status == "ok"], drop_empty=True)
 
 
-def _in(regime: Regime, what: str, scale: float = 1.0) -> Callable[[Measurement], float | None]:
-    """A column's value: a number of the frame in one regime."""
-
-    def get(row: Measurement) -> float | None:
-        value = headline(row, regime)[what]
-        return scale * value if isinstance(value, float) else None
-
-    return get
+def _millijoules(energy_j: float) -> str:
+    return number(1e3 * energy_j)
 
 
-CYCLES = Column("cycles per score, burst", _in("burst", "cycles_per_score"), number)
-ENERGY = Column("mJ/call", _in("sustained", "energy_j_per_call", 1e3))
 COSTS = (
-    Column("", title),
-    CYCLES,
-    Column("sustained", _in("sustained", "cycles_per_score"), number),
-    Column("MHz in the calls, burst", _in("burst", "call_clock_mhz"), mhz),
-    Column("sustained", _in("sustained", "call_clock_mhz"), mhz),
-    Column("MHz after them, burst", _in("burst", "sm_clock_mhz"), mhz),
-    Column("sustained: power, W", _in("sustained", "power_w"), number),
-    ENERGY,
+    Column("", "title"),
+    Column("cycles per score, burst", "burst.cycles_per_score"),
+    Column("sustained", "sustained.cycles_per_score"),
+    Column("MHz in the calls, burst", "burst.call_clock_mhz", mhz),
+    Column("sustained", "sustained.call_clock_mhz", mhz),
+    Column("MHz after them, burst", "burst.sm_clock_mhz", mhz),
+    Column("sustained: power, W", "sustained.power_w"),
+    ENERGY := Column("mJ/call", "sustained.energy_j_per_call", _millijoules),
 )
 
 
@@ -368,7 +361,12 @@ def costs(rows: Sequence[Measurement], *, titled: bool = False) -> str:
     `titled` puts the problem above it, for a page with several.
     """
     heading = f"**{rows[0].problem.label}**\n\n" if titled and rows else ""
-    return heading + table(COSTS, [row for row in rows if row.status == "ok"])
+    lines = [
+        {"title": title(row), "burst": headline(row), "sustained": headline(row, "sustained")}
+        for row in rows
+        if row.status == "ok"
+    ]
+    return heading + table(COSTS, lines)
 
 
 def _with_worst(ratio: float | None, contest: contests.Contest | None) -> str | None:
@@ -387,25 +385,20 @@ def _side(which: str) -> tuple[Column, Column]:
         name, time_us = getattr(one.burst, which), getattr(one.burst, f"{which}_us")
         return f"{code(name) if which == 'stage' else short_title(name)} {number(one.problem.tflops(time_us))}"
 
-    def share(one: contests.AgainstPeers) -> float | None:
-        return getattr(one.burst, f"{which}_percent_of_peak") if one.burst else None
-
-    return Column(f"{'library' if which == 'peer' else which}, TFLOP/s", said), Column("of peak", share, percent)
-
-
-def _ratio(index: int) -> Callable[[contests.AgainstPeers], float | None]:
-    return lambda one: one.ratios[index]
+    return Column(f"{'library' if which == 'peer' else which}, TFLOP/s", said), Column(
+        "of peak", f"burst.{which}_percent_of_peak", percent
+    )
 
 
 _NAMED = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for name in contests.NAMED_PEERS)}"
 AGAINST = (
-    Column("problem", lambda one: one.problem.label),
+    Column("problem", "problem.label"),
     Column("burst, over the best library", lambda one: _with_worst(one.ratios[0], one.burst)),
-    Column("log-sum-exp alike", _ratio(1), times),
-    Column(_NAMED, _ratio(2), times),
+    Column("log-sum-exp alike", "ratios.1", times),
+    Column(_NAMED, "ratios.2", times),
     Column("sustained, over the best library", lambda one: _with_worst(one.ratios[3], one.sustained)),
-    Column("log-sum-exp alike", _ratio(4), times),
-    Column(_NAMED, _ratio(5), times),
+    Column("log-sum-exp alike", "ratios.4", times),
+    Column(_NAMED, "ratios.5", times),
     *_side("stage"),
     *_side("peer"),
 )
@@ -475,19 +468,19 @@ def accuracy(found: Iterable[contests.Accuracy]) -> str:
     return "\n".join(parts)
 
 
+def _implementation(name: str) -> str:
+    return code(name) if name in registry.STAGES else short_title(name)
+
+
 EVERY_ERROR = (
-    Column("inputs", lambda item: code(item[0].problem.inputs)),
+    Column("inputs", "0.problem.inputs", code),
     Column("problem", lambda item: f"D{item[0].problem.head_dim} {item[0].problem.mask}", left=True),
-    Column("", lambda item: _implementation(item[1]), left=True),
+    Column("", "1", _implementation, left=True),
     Column("RMS error", lambda item: item[0].errors[item[1]][0], tiny),
     Column("over its", lambda item: item[0].over_reference(item[1])[0], times),
     Column("largest error", lambda item: item[0].errors[item[1]][1], tiny),
     Column("over its", lambda item: item[0].over_reference(item[1])[1], times),
 )
-
-
-def _implementation(name: str) -> str:
-    return code(name) if name in registry.STAGES else short_title(name)
 
 
 def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -> str:
@@ -544,8 +537,8 @@ def lengths(
                 name = beside_title(row) if other else title(row)
                 cells.setdefault(name, {})[problem.q_len] = f"{number(rate)}{share}"
     order = {code(stage_id): place for place, stage_id in enumerate(registry.RUNGS)}
-    columns = [Column(f"D{head_dim}, {mask}, {dtype}, {regime}: TFLOP/s", lambda item: item[0])]
-    columns += [Column(f"S{length}", partial(_under, key=length)) for length in (one.q_len for one in problems)]
+    columns = [Column(f"D{head_dim}, {mask}, {dtype}, {regime}: TFLOP/s", "0")]
+    columns += [Column(f"S{one.q_len}", lambda item, length=one.q_len: item[1].get(length)) for one in problems]
     return table(columns, sorted(cells.items(), key=lambda item: order.get(item[0], len(order))))
 
 
@@ -571,7 +564,7 @@ def _states(shares: Mapping[str, float]) -> str | None:
 
 PROFILES = (
     stage(),
-    Column("warp states", lambda one: _states(one.states), left=True),
+    Column("warp states", "states", _states, left=True),
     Column("tensor pipe", "tensor_percent", percent),
     Column("exponential unit", "exp_percent", percent),
     Column("FP32", "fma_percent", percent),
@@ -612,10 +605,6 @@ OCCUPANCY = (
     Column("sectors per load", "load_sectors"),
 )
 """Warps that could reside and did, and how threads went to memory, in one launch of each stage."""
-
-
-def _over(value: float | None, base: float) -> float | None:
-    return None if value is None else value / base
 
 
 def _bytes(level: str, counted: Callable[[StageProfile], float]) -> tuple[Column, ...]:
@@ -679,10 +668,10 @@ def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | Non
 # --- What ran, and where ----------------------------------------------------------------------------------------------
 
 UNTIMED = (
-    Column("", lambda item: item[0][0]),
-    Column("status", lambda item: item[0][1], left=True),
-    Column("reason", lambda item: item[0][2], left=True),
-    Column("problems", lambda item: item[1]),
+    Column("", "0.0"),
+    Column("status", "0.1", left=True),
+    Column("reason", "0.2", left=True),
+    Column("problems", "1"),
 )
 
 
@@ -697,14 +686,12 @@ def _smem_bytes(cubin: CubinFields) -> int:
 
 
 RESOURCES = (
-    stage(lambda item: item[0]),
-    Column("registers per thread", lambda item: item[1].registers),
+    stage("0"),
+    Column("registers per thread", "1.registers"),
     Column("spilled bytes, stored / loaded", lambda item: f"{item[1].spill_store_bytes} / {item[1].spill_load_bytes}"),
-    Column("threads per block", lambda item: item[1].threads),
-    Column(
-        "shared memory per block, B", lambda item: item[1].dynamic_smem_bytes + item[1].static_smem_bytes, thousands
-    ),
-    Column("blocks per SM", lambda item: item[1].blocks_per_sm),
+    Column("threads per block", "1.threads"),
+    Column("shared memory per block, B", lambda item: _smem_bytes(item[1]), thousands),
+    Column("blocks per SM", "1.blocks_per_sm"),
 )
 
 
@@ -724,18 +711,14 @@ def _verdict(row: Measurement) -> str:
     return "passed" if row.verdict.passed else f"rejected: {row.verdict.reason}"
 
 
-def _of_verdict(name: str) -> Callable[[Measurement], float | None]:
-    return lambda row: getattr(row.verdict, name) if row.verdict else None
-
-
 VERDICTS = (
     Column("", title),
     Column("verdict", _verdict, left=True),
-    Column("largest error", _of_verdict("max_abs_error"), tiny),
-    Column("limit", _of_verdict("max_abs_limit"), tiny),
-    Column("RMS error", _of_verdict("rms_error"), tiny),
-    Column("limit", _of_verdict("rms_limit"), tiny),
-    Column("log-sum-exp error", _of_verdict("lse_error"), tiny),
+    Column("largest error", "verdict.max_abs_error", tiny),
+    Column("limit", "verdict.max_abs_limit", tiny),
+    Column("RMS error", "verdict.rms_error", tiny),
+    Column("limit", "verdict.rms_limit", tiny),
+    Column("log-sum-exp error", "verdict.lse_error", tiny),
 )
 """What the checker said of each row."""
 
@@ -800,13 +783,13 @@ def chips(shown: Results, data: Path = DATA) -> str:
         return sorted({row.run for row in item[1]})
 
     columns = (
-        Column("GPU", lambda item: code(item[0])),
+        Column("GPU", "0", code),
         Column(
             "date",
             lambda item: " to ".join(dict.fromkeys(map(select.date, runs(item)[:1] + runs(item)[-1:]))),
             left=True,
         ),
-        Column("shown on these pages", lambda item: on_pages(item[0]), left=True),
+        Column("shown on these pages", "0", on_pages, left=True),
         Column("runs", lambda item: len(runs(item))),
         Column("rows", lambda item: len(item[1])),
     )
@@ -824,8 +807,8 @@ CEILINGS = (
     Column("ceiling", "name", code),
     Column("how", "how", left=True),
     Column("value", "value"),
-    Column("unit", lambda ceiling: ceiling.unit.replace("us", "µs")),
-    Column("std dev, %", lambda ceiling: ceiling.samples.cv_percent),
+    Column("unit", "unit", lambda unit: unit.replace("us", "µs")),
+    Column("std dev, %", "samples.cv_percent"),
 )
 
 
@@ -911,19 +894,16 @@ def _checked(what: str, place: int) -> tuple[Column, ...]:
         failures = [str(line["reason"]) for line in item[place] if line["status"] not in ("ok", "unsupported")]
         return f"{len(failures)}{f': {failures[0]}' if failures else ''}" if item[place] else None
 
-    def run(item: Row) -> str | None:
-        return item[place][0].get("run") if item[place] else None
-
     return (
         Column(what, lambda item: len(item[place]) or None),
         Column("passed", lambda item: of(item[place], "ok")),
         Column("not for this stage", lambda item: of(item[place], "unsupported")),
         Column("failed", failed),
-        Column("run and commit", run, code),
+        Column("run and commit", lambda item: item[place][0].get("run") if item[place] else None, code),
     )
 
 
-CHECKS = (stage(lambda item: item[0]), *_checked("hostile lengths", 1), *_checked("random shapes and strides", 2))
+CHECKS = (stage("0"), *_checked("hostile lengths", 1), *_checked("random shapes and strides", 2))
 
 
 def checks(lengths: Mapping[str, Comparisons], drawn: Mapping[str, Comparisons], stages: Iterable[str]) -> str:
@@ -949,8 +929,8 @@ def sanitized(found: Sequence[Sanitized]) -> str:
         return f"{record.errors} in {record.launches}{elsewhere}"
 
     tools = dict.fromkeys(record.tool for record in found)
-    columns = [Column("stage", lambda item: code(item[0]))]
-    columns += [Column(tool, partial(_under, key=tool), errors) for tool in tools]
+    columns = [Column("stage", "0", code)]
+    columns += [Column(tool, lambda item, tool=tool: item[1].get(tool), errors) for tool in tools]
     clean = "Nothing was found." if all(record.clean for record in found) else "Something was found."
     return (
         f"{found[0].gpu.name}, {found[0].time[:10]}, {found[0].version}. {clean} Errors, in so many launches:\n\n"
