@@ -46,7 +46,7 @@ def classes(groups: Mapping[str, Sequence[str]]) -> str:
 def branches(kernels: Mapping[str, Sequence[Instruction]]) -> str:
     """Jumps and accesses to shared and local memory in machine code, by a kernel's name."""
     columns = (
-        stage(lambda item: item[0]),
+        stage("0"),
         Column("predicated branches", lambda item: sass.branches(item[1]).predicated),
         Column("predicated exits", lambda item: sass.branches(item[1]).predicated_exits),
         Column("in subroutines", lambda item: sass.branches(item[1]).in_subroutines),

@@ -33,10 +33,10 @@ from flashlab.record.checks import CheckRow
 from flashlab.record.schema import StageCounters, Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import emulate
-from flashlab.run.emulator import Counter, Place, Report
+from flashlab.run.emulator import Place, Report
 from flashlab.show import charts
 from flashlab.show.charts import Chart
-from flashlab.show.tables import Cell, Column, code, markdown, number, place, source, stage, table, tiny
+from flashlab.show.tables import Cell, Column, code, markdown, number, place, source, stage, table, thousands, tiny
 from flashlab.verify import oracle
 from flashlab.verify.verdict import check
 
@@ -276,11 +276,11 @@ def said(trial: Trial) -> str:
 def judged(verdicts: Mapping[str, Verdict]) -> str:
     """What the checker says of outputs at hand, as a Markdown table."""
     columns = (
-        Column("output", lambda item: item[0]),
+        Column("output", "0"),
         Column("verdict", lambda item: "passed" if item[1].passed else "rejected", left=True),
         Column("why", lambda item: item[1].reason or None, left=True),
-        Column("largest error", lambda item: tiny(item[1].max_abs_error)),
-        Column("limit", lambda item: tiny(item[1].max_abs_limit)),
+        Column("largest error", "1.max_abs_error", tiny),
+        Column("limit", "1.max_abs_limit", tiny),
     )
     return table(columns, verdicts.items())
 
@@ -294,12 +294,10 @@ _ACCESSES: Mapping[str, str] = {
 }
 
 
-def _place(at: Place) -> str:
-    return place(at.frame.file.name, at.frame.line) if at.frame else "unknown"
-
-
-def _source(at: Place) -> str:
-    return source(at.frame.text) if at.frame and at.frame.text else ""
+def _where(at: Place) -> str:
+    if at.frame is None:
+        return "unknown<br>"
+    return f"{place(at.frame.file.name, at.frame.line)}<br>{source(at.frame.text) if at.frame.text else ''}"
 
 
 def findings(report: Report | None) -> str:
@@ -317,7 +315,7 @@ def findings(report: Report | None) -> str:
         accesses: list[list[Cell]] = [
             [
                 f"thread\N{NO-BREAK SPACE}{actor.thread} {_ACCESSES.get(actor.access, actor.access)}",
-                f"{_place(actor.place)}<br>{_source(actor.place)}",
+                _where(actor.place),
             ]
             for actor in (finding.first, finding.second)
             if actor
@@ -327,60 +325,47 @@ def findings(report: Report | None) -> str:
     return markdown(("finding", "first seen", "at"), lines, left=3)
 
 
-_Line = tuple[str, str, int, str]
-"""Access, kind, width and source text of a line: what survives an edit elsewhere."""
-_Passes = Callable[[Counter], tuple[int, int]]
-_PerLine = dict[tuple[_Line, int], tuple[Place, Tally[str]]]
+_LINE = ["access", "kind", "bytes", "text"]
+"""Of a line of source, what survives an edit elsewhere."""
 
 
-def _per_line(
-    counters: Iterable[Counter], space: str, passes: _Passes
-) -> dict[tuple[_Line, int], tuple[Place, Tally[str]]]:
-    """Passes over lines of source, actual and ideal, by the line and how many such lines came before."""
-    lines: dict[tuple[str, int, _Line], tuple[Place, Tally[str]]] = {}
-    for counter in counters:
-        frame = counter.place.frame
-        if counter.space != space or frame is None:
-            continue
-        line = (counter.access, counter.kind, counter.bytes, frame.text)
-        _, total = lines.setdefault((frame.file.name, frame.line, line), (counter.place, Tally()))
-        actual, ideal = passes(counter)
-        total.update(actual=actual, ideal=ideal)
-    seen: Tally[_Line] = Tally()
-    ranked: _PerLine = {}
-    # The kernel's own file first, then the headers.
-    for (_, _, line), entry in sorted(lines.items(), key=lambda item: (item[0][0].endswith("h"), item[0])):
-        ranked[line, seen[line]] = entry
-        seen[line] += 1
-    return ranked
+def _accesses(space: str, name: str, reports: Mapping[str, Report | None]) -> str:
+    """Passes over lines of source beside the ideal; the n-th of several lines alike is one row in every report."""
+    import pandas as pd
 
-
-def _accesses(space: str, name: str, passes: _Passes, reports: Mapping[str, Report | None]) -> str:
-    sides = {title: _per_line(report.counters, space, passes) for title, report in reports.items() if report}
-    if not sides:
+    ran = {title: report for title, report in reports.items() if report}
+    if not ran:
         return NO_REPORT
-    keys = list(dict.fromkeys(key for side in sides.values() for key in side))
-    if not keys:
+    keys = ["side", "header", "file", "number", *_LINE]
+    rows = [
+        (
+            *(side, at.file.name.endswith("h"), at.file.name, at.line, one.access, one.kind, one.bytes, at.text),
+            *(getattr(one, f"{ideal}{name}") for ideal in ("", "ideal_")),
+        )
+        for side, report in enumerate(ran.values())
+        for one in report.counters
+        if one.space == space and (at := one.place.frame)
+    ]
+    if not rows:
         return f"*No line asks anything of {space} memory.*"
+    # Sorted by the keys: the kernel's own file first, then the headers.
+    lines = pd.DataFrame(rows, columns=[*keys, "actual", "ideal"]).groupby(keys, as_index=False).sum()
+    lines["nth"] = lines.groupby(["side", *_LINE]).cumcount()
 
-    def cells(totals: Iterable[Tally[str]]) -> tuple[Cell, Cell]:
-        total = sum(totals, Tally[str]())
-        over = f"×{number(total['actual'] / total['ideal'], 2)}" if total["ideal"] else None
-        return (f"{total['actual']:,}", over) if over else (None, None)
+    def cells(of: Any) -> list[Cell]:
+        sums = (of[of["side"] == side][["actual", "ideal"]].sum() for side in range(len(ran)))
+        pairs = ((f"{int(actual):,}", f"×{number(actual / ideal, 2)}") if ideal else () for actual, ideal in sums)
+        return [cell for pair in pairs for cell in pair or (None, None)]
 
-    lines: list[list[Cell]] = []
-    for key in keys:
-        (access, kind, width, _), _ = key
-        at = next(side[key][0] for side in sides.values() if key in side)
-        how = {"matrix": "matrix ", "async copy": "copy, "}.get(kind, "") + access
-        counts = (cell for side in sides.values() for cell in cells([side[key][1]] if key in side else []))
-        lines.append([_place(at), _source(at), f"{how}, {width} B a lane", *counts])
-    totals = (cell for side in sides.values() for cell in cells(total for _, total in side.values()))
-    lines.append(["in all", None, None, *totals])
-    header = ["line", "source", "access"]
-    for title in sides:
-        header += [f"{title}: {name}" if len(reports) > 1 else name, "over ideal"]
-    return markdown(header, lines, left=3)
+    table: list[list[Cell]] = []
+    for _, same in lines.groupby([*_LINE, "nth"], sort=False):
+        one = same.iloc[0]
+        how = {"matrix": "matrix ", "async copy": "copy, "}.get(one["kind"], "") + one["access"]
+        text = source(one["text"]) if one["text"] else ""
+        table.append([place(one["file"], one["number"]), text, f"{how}, {one['bytes']} B a lane", *cells(same)])
+    heads = [f"{title}: {name}" if len(reports) > 1 else name for title in ran]
+    header = ["line", "source", "access", *(head for pair in heads for head in (pair, "over ideal"))]
+    return markdown(header, [*table, ["in all", None, None, *cells(lines)]], left=3)
 
 
 def conflicts(reports: Mapping[str, Report | None]) -> str:
@@ -389,7 +374,7 @@ def conflicts(reports: Mapping[str, Report | None]) -> str:
     Args:
         reports: by name, runs to stand side by side; the same line of source is one row.
     """
-    return _accesses("shared", "wavefronts", lambda counter: (counter.wavefronts, counter.ideal_wavefronts), reports)
+    return _accesses("shared", "wavefronts", reports)
 
 
 def sectors(reports: Mapping[str, Report | None]) -> str:
@@ -398,7 +383,7 @@ def sectors(reports: Mapping[str, Report | None]) -> str:
     Args:
         reports: as for `conflicts`.
     """
-    return _accesses("global", "sectors", lambda counter: (counter.sectors, counter.ideal_sectors), reports)
+    return _accesses("global", "sectors", reports)
 
 
 # --- Beside a GPU -----------------------------------------------------------------------------------------------------
@@ -447,25 +432,24 @@ def _over(ours: int, theirs: int) -> str:
     return f"×{number(ours / theirs)}" if theirs else "–"
 
 
-def counters(compared: Mapping[str, Mapping[str, Counts]]) -> str:
-    """The emulator's counters beside Nsight Compute's, as a Markdown table.
+COUNTERS = (
+    stage("0"),
+    Column("access", "1", lambda what: what.replace(" ", "\N{NO-BREAK SPACE}"), left=True),
+    Column("requests, emulator", "2.0", thousands),
+    Column("Nsight Compute", "2.1", thousands),
+    Column("ratio", lambda item: _over(*item[2][:2])),
+    Column("passes", lambda item: _PASSES[_OPERATIONS[item[1]][0]][0]),
+    Column("emulator", "2.2", thousands),
+    Column("Nsight Compute", "2.3", thousands),
+    Column("ratio", lambda item: _over(*item[2][2:])),
+)
 
-    Args:
-        compared: by stage, as `counted` gives them.
-    """
-    lines = [
-        (
-            code(stage_id),
-            what.replace(" ", "\N{NO-BREAK SPACE}"),
-            *(f"{requests:,}", f"{their_requests:,}", _over(requests, their_requests)),
-            _PASSES[_OPERATIONS[what][0]][0],
-            *(f"{passes:,}", f"{their_passes:,}", _over(passes, their_passes)),
-        )
-        for stage_id, of_stage in compared.items()
-        for what, (requests, their_requests, passes, their_passes) in of_stage.items()
-    ]
-    sides = ("Nsight Compute", "ratio")
-    return markdown(("", "access", "requests, emulator", *sides, "passes", "emulator", *sides), lines, left=2)
+
+def counters(compared: Mapping[str, Mapping[str, Counts]]) -> str:
+    """The emulator's counters beside Nsight Compute's, as a Markdown table; `compared` by stage, from `counted`."""
+    return table(
+        COUNTERS, [(name, what, counts) for name, of_stage in compared.items() for what, counts in of_stage.items()]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -533,7 +517,7 @@ class CpuCheck:
         if self.missing:
             return self.missing
         columns = (
-            stage(lambda item: item[0]),
+            stage("0"),
             Column("schedules", lambda item: ", ".join(dict.fromkeys(row.schedule for row in item[1])), left=True),
             Column("runs", lambda item: len(item[1])),
             Column("passed", lambda item: sum(row.status == "ok" for row in item[1])),
@@ -566,7 +550,7 @@ def agreement(lines: Iterable[Mapping[str, Any]]) -> str:
         return sum(bool((line["emulator"][what] or {}).get("passed")) for line in of_stage)
 
     columns = (
-        stage(lambda item: item[0]),
+        stage("0"),
         Column("inputs", lambda item: len(item[1])),
         Column("chip passed", lambda item: sum(line["status"] == "ok" for line in item[1])),
         Column("emulator passed", lambda item: passed(item[1], "verdict")),
