@@ -830,10 +830,8 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
                 for place, contest in at.items():
                     axes.plot([place], [contest.ratio], shapes[contest.peer], color=colours[kind], markersize=6)
             axes.axhline(1, color=MUTED, linewidth=1)
-            axes.set(ylim=(min(0.97, low - 0.02), max(1.03, high + 0.02)), title=dtype, xlabel="sequence length")
-            axes.set_xticks(range(len(counts)), [str(count) for count in counts])
-            axes.grid(axis="y")
-        grid.flat[0].set_ylabel("times as fast")
+            _columns(axes, counts, "sequence length", "times as fast" if axes is grid.flat[0] else "")
+            axes.set(ylim=(min(0.97, low - 0.02), max(1.03, high + 0.02)), title=dtype)
         handles = [Line2D([], [], color=colours[kind], label=f"D{kind[0]} {kind[1]}") for kind in kinds] + [
             Line2D([], [], color=MUTED, linestyle="", marker=shapes[library], label=f"over {short_title(library)}")
             for library in libraries
@@ -901,7 +899,7 @@ def lengths(
     lines: dict[str, dict[int, Measurement]] = {}
     for row in used:
         label = _label(row) if row.problem.dtype == dtype else beside_title(row)
-        lines.setdefault(label, {})[row.problem.problem().q_len] = row
+        lines.setdefault(label, {})[row.problem.q_len] = row
     rates = {
         label: {count: select.rate(row, regime) or 0.0 for count, row in at.items()}
         for label, at in lines.items()

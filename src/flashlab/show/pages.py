@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
@@ -581,11 +582,10 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
         "each.\n\n"
         f"{table(tables.AGAINST, contests.against_peers(shown.gpu, data))}"
     )
-    for mask in MASKS:
-        for dtype in DTYPES:
-            with contextlib.suppress(NoDataError):
-                chart = charts.scaling(shown, mask=mask, dtype=dtype, name=f"scaling-{shown.gpu}-{mask}-{dtype}")
-                parts.append(f"## All shapes, {mask}, {dtype}\n\n{out.chart(chart, page)}")
+    for mask, dtype in product(MASKS, DTYPES):
+        with contextlib.suppress(NoDataError):
+            chart = charts.scaling(shown, mask=mask, dtype=dtype, name=f"scaling-{shown.gpu}-{mask}-{dtype}")
+            parts.append(f"## All shapes, {mask}, {dtype}\n\n{out.chart(chart, page)}")
     parts.append(_lengths(out, shown, page))
     if shown.first:
         parts += _first_problem(out, shown, page)
@@ -608,16 +608,13 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
 def _lengths(out: Output, shown: Results, page: str) -> str:
     """Figures and tables over sequence length; a sentence where there are none."""
     parts = []
-    for dtype in DTYPES:
-        for head_dim in (64, 128):
-            for mask in MASKS:
-                for regime in get_args(Regime):
-                    what: dict[str, Any] = {"head_dim": head_dim, "mask": mask, "dtype": dtype, "regime": regime}
-                    name = f"lengths-{shown.gpu}-D{head_dim}-{mask}-{dtype}-{regime}"
-                    with contextlib.suppress(NoDataError):
-                        chart, text = charts.lengths(shown, name=name, **what), tables.lengths(shown, **what)
-                        title = f"D{head_dim}, {mask}, {dtype}, {regime}: the numbers"
-                        parts.append(f'{out.chart(chart, page)}\n\n??? abstract "{title}"\n\n{indent(text)}')
+    for dtype, head_dim, mask, regime in product(DTYPES, (64, 128), MASKS, get_args(Regime)):
+        what: dict[str, Any] = {"head_dim": head_dim, "mask": mask, "dtype": dtype, "regime": regime}
+        name = f"lengths-{shown.gpu}-D{head_dim}-{mask}-{dtype}-{regime}"
+        with contextlib.suppress(NoDataError):
+            chart, text = charts.lengths(shown, name=name, **what), tables.lengths(shown, **what)
+            title = f"D{head_dim}, {mask}, {dtype}, {regime}: the numbers"
+            parts.append(f'{out.chart(chart, page)}\n\n??? abstract "{title}"\n\n{indent(text)}')
     missing = "*Not measured on this GPU yet: `flashlab bench --suite lengths` does it.*"
     return "## Over sequence length\n\n" + ("\n\n".join(parts) or missing)
 

@@ -12,7 +12,6 @@ import tomllib
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -323,13 +322,12 @@ def _throttled(row: Measurement) -> str | None:
     return held_back(sustained.conditions.throttle_reasons) if sustained and sustained.conditions else None
 
 
-def _rate_in(row: Measurement, *, state: tuple[Regime, Cache]) -> float | None:
-    return select.rate(row, *state)
-
-
 STATES = (
     Column("", title),
-    *(Column(name, partial(_rate_in, state=state)) for name, state in zip(_STATE_NAMES, select.STATES, strict=True)),
+    *(
+        Column(name, lambda row, state=state: select.rate(row, *state))
+        for name, state in zip(_STATE_NAMES, select.STATES, strict=True)
+    ),
     Column("sustained: clock held back by", _throttled),
 )
 
