@@ -313,10 +313,11 @@ def _stacked(
     groups = dict(zip(next(iter(shares.values())), _CATEGORIES, strict=False))
 
     def each(axes: Axes, y: float, row: str, layout: Layout) -> None:
-        left, look = 0.0, {"height": 0.66 if layout == "wide" else 0.4, "edgecolor": SURFACE, "linewidth": 1}
+        left, height = 0.0, 0.66 if layout == "wide" else 0.4
         for group, colour in groups.items():
-            axes.barh(y, shares[row][group], left=left, color=colour, **look)
-            left += shares[row][group]
+            share = shares[row][group]
+            axes.barh(y, share, left=left, height=height, color=colour, edgecolor=SURFACE, linewidth=1)
+            left += share
         if totals:
             axes.text(101.5, y, f"{totals[row]:,}", va="center", color=MUTED)
 
@@ -453,8 +454,8 @@ def waterfall(rows: Sequence[Measurement], *, name: str = "waterfall") -> Chart:
 
     def each(axes: Axes, y: float, step: tuple[float, float], layout: Layout) -> None:
         before, after = step
-        look = {"height": 0.5 if layout == "wide" else 0.36, "color": STAGE if after >= before else LOSS, "alpha": 0.9}
-        axes.barh(y, after - before, left=before, **look)
+        colour, height = STAGE if after >= before else LOSS, 0.5 if layout == "wide" else 0.36
+        axes.barh(y, after - before, left=before, height=height, color=colour, alpha=0.9)
         text = f"×{number(after / before)}{'' if after >= before else ' slower'}"
         _text(axes, text, (max(step), y), (6, 0), va="center")
         if y:

@@ -12,6 +12,7 @@ import tomllib
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,9 +161,10 @@ class Column:
 
 def _inside(row: Row, path: str) -> Any:
     for name in path.split("."):
+        key = int(name) if name.isdigit() else name
         if row is None:
             break
-        row = row[int(name)] if name.isdigit() else row[name] if isinstance(row, Mapping) else getattr(row, name)
+        row = row.get(key) if isinstance(row, Mapping) else row[key] if isinstance(key, int) else getattr(row, key)
     return row
 
 
@@ -325,8 +327,8 @@ def _throttled(row: Measurement) -> str | None:
 STATES = (
     Column("", title),
     *(
-        Column(name, lambda row, state=state: select.rate(row, *state))
-        for name, state in zip(_STATE_NAMES, select.STATES, strict=True)
+        Column(name, partial(select.rate, regime=regime, cache=cache))
+        for name, (regime, cache) in zip(_STATE_NAMES, select.STATES, strict=True)
     ),
     Column("sustained: clock held back by", _throttled),
 )
@@ -536,7 +538,7 @@ def lengths(
                 cells.setdefault(name, {})[problem.q_len] = f"{number(rate)}{share}"
     order = {code(stage_id): place for place, stage_id in enumerate(registry.RUNGS)}
     columns = [Column(f"D{head_dim}, {mask}, {dtype}, {regime}: TFLOP/s", "0")]
-    columns += [Column(f"S{one.q_len}", lambda item, length=one.q_len: item[1].get(length)) for one in problems]
+    columns += [Column(f"S{one.q_len}", f"1.{one.q_len}") for one in problems]
     return table(columns, sorted(cells.items(), key=lambda item: order.get(item[0], len(order))))
 
 
@@ -928,7 +930,7 @@ def sanitized(found: Sequence[Sanitized]) -> str:
 
     tools = dict.fromkeys(record.tool for record in found)
     columns = [Column("stage", "0", code)]
-    columns += [Column(tool, lambda item, tool=tool: item[1].get(tool), errors) for tool in tools]
+    columns += [Column(tool, f"1.{tool}", errors) for tool in tools]
     clean = "Nothing was found." if all(record.clean for record in found) else "Something was found."
     return (
         f"{found[0].gpu.name}, {found[0].time[:10]}, {found[0].version}. {clean} Errors, in so many launches:\n\n"
