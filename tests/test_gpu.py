@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from flashlab.core import errors
+from flashlab.record.schema import Gpu
 from flashlab.run import arrays, gpu
 
 
@@ -206,6 +208,17 @@ def test_no_gpu_says_why_and_what_works(fake: Any, words: str, driver: Any) -> N
     assert gpu.device_count() == 0
     with pytest.raises(errors.NoGpuError):
         gpu.info()
+
+
+def test_a_gpu_has_the_identity_that_records_have() -> None:
+    fields = {
+        **{"slug": "nvidia-h200", "name": "NVIDIA H200", "compute_capability": (9, 0), "sm_count": 132},
+        **{"max_sm_clock_mhz": 1980.0, "memory_bytes": 1 << 37, "l2_bytes": 60 << 20, "power_limit_w": None},
+        **{"driver": "unknown", "fingerprint": "0123456789ab"},
+    }
+    info = gpu.GpuInfo(index=0, arch="sm_90a", max_smem_bytes=227 << 10, **fields)
+    assert Gpu.model_validate(json.loads(json.dumps(info.identity))) == Gpu.model_validate(fields)
+    assert info.model_dump()["max_smem_bytes"] == 227 << 10
 
 
 def test_a_driver_error_keeps_its_name_and_text(driver: Any) -> None:

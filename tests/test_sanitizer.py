@@ -104,6 +104,10 @@ def test_a_log_without_a_summary_has_no_total() -> None:
     assert sanitizer.parse("").total is None
 
 
+def _here(arch: str) -> gpu.GpuInfo:
+    return gpu.GpuInfo(**synthetic.gpu(SLUG).model_dump(), index=0, arch=arch, max_smem_bytes=0)
+
+
 @pytest.fixture
 def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A program named compute-sanitizer that follows a plan."""
@@ -113,7 +117,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     program.write_text(FAKE.format(python=sys.executable, plan=str(plan_file)), encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
-    monkeypatch.setattr(gpu, "info", lambda device=0: synthetic.gpu(SLUG).model_copy(update={"arch": "sm_90a"}))
+    monkeypatch.setattr(gpu, "info", lambda device=0: _here("sm_90a"))
     monkeypatch.setattr(compiler, "compile_many", lambda work: ())
 
     def run(*stage_ids: str, **plan: Any) -> dict[tuple[str, str], Sanitized]:
@@ -165,7 +169,7 @@ def test_a_launch_that_fails_is_an_error(tool: Any) -> None:
 def test_what_cannot_be_run_is_refused(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="tools: wanted some of memcheck"):
         sanitizer.sanitize(tools=("leakcheck",), data=tmp_path)
-    monkeypatch.setattr(gpu, "info", lambda device=0: synthetic.gpu(SLUG).model_copy(update={"arch": "sm_75"}))
+    monkeypatch.setattr(gpu, "info", lambda device=0: _here("sm_75"))
     with pytest.raises(ParameterError, match="wanted a stage that runs on sm_75"):
         sanitizer.sanitize(["08_swizzle"], data=tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

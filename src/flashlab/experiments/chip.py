@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Literal
 from flashlab.build import sass
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA, KERNELS
-from flashlab.measure.harness import Book
+from flashlab.measure.harness import Book, greeting
 from flashlab.measure.timer import Buffer, CudaBackend, MicroParams
-from flashlab.record import provenance, schema, store
+from flashlab.record import store
 from flashlab.record.schema import ChipReading
 from flashlab.run import gpu
 
@@ -46,7 +46,6 @@ Unit = Literal["ops/clk/SM", "FLOP/clk/SM", "clk", "clk/score"]
 
 _WORDS = 3
 """Words that every warp reports before its stamps: clock before, clock after, times round the loop."""
-_ROW_BYTES = 128
 _ROWS = 64
 _STEPS = 8
 _SMEM_BYTES = 200 * 1024
@@ -632,8 +631,7 @@ def measure(
     runner = _Runner(device)
     info = runner.info
     with Book(data, "chip") as book:
-        fields = {name: getattr(info, name) for name in schema.Gpu.model_fields}
-        book.hello({"gpu": fields, "software": provenance.software()})
+        book.hello(greeting(info))
         for case, (cubin, opcodes) in zip(chosen, compile_all(chosen), strict=True):
             announce(case.name)
             function = gpu.load(cubin, device, smem_bytes=case.smem_bytes)
@@ -671,7 +669,7 @@ def newest(gpu_slug: str, data: Path = DATA) -> dict[str, ChipReading]:
     Raises:
         NoDataError: there is none.
     """
-    readings = {line.record.name: line.record for line in store.lines(gpu_slug, "chip", data)}
+    readings = {reading.name: reading for reading in store.records(gpu_slug, ChipReading, data)}
     if not readings:
         raise NoDataError(
             f"wanted readings of the units of GPU {gpu_slug!r} under {data / gpu_slug / 'chip'}, found none. "

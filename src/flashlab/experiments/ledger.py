@@ -534,8 +534,7 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
     )
     times_us = []
     with harness.Book(data, "calls") as book, torch.no_grad():
-        identity = {field: getattr(info, field) for field in schema.Gpu.model_fields}
-        book.hello({"gpu": identity, "software": provenance.software()})
+        book.hello(harness.greeting(info))
         attend = peer.build(problem)
         given = peers.in_layout(peer.layout, q, k, v)
         for index in range(_WARM_UP_CALLS + calls):

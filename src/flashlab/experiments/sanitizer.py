@@ -29,9 +29,9 @@ from flashlab.core.errors import FlashlabError, LaunchError, MissingError, Param
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, MASKS, Problem
 from flashlab.kernels import registry
-from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, serve
-from flashlab.record import provenance, store
-from flashlab.record.schema import Gpu, Sanitized
+from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, greeting, serve
+from flashlab.record import store
+from flashlab.record.schema import Sanitized
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
 from flashlab.verify.oracle import make_inputs
@@ -182,8 +182,7 @@ def sanitize(
     tool_version = version(command)
     records: list[Sanitized] = []
     with Book(data, "sanitizer") as book:
-        fields = {name: getattr(device_info, name) for name in Gpu.model_fields}
-        book.hello({"gpu": fields, "software": provenance.software()})
+        book.hello(greeting(device_info))
         say("compiling")
         cuda = [stage for stage in able if stage.language == "cuda"]
         compiler.compile_many(compiler.jobs(cuda, [arch], aligned=(True, False)))

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -48,15 +48,12 @@ from flashlab.core.problem import FIRST_SHAPE, Cache, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import need
-from flashlab.measure.harness import REASON_CHARS, Book, Message, Send, Worker, WorkerDiedError, serve
-from flashlab.record import provenance, store
-from flashlab.record.schema import Gpu, Reading
+from flashlab.measure.harness import REASON_CHARS, Book, Message, Send, Worker, WorkerDiedError, greeting, serve
+from flashlab.record import store
+from flashlab.record.schema import Reading
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
 from flashlab.verify.verdict import POISON_WORD, Sample, check
-
-if TYPE_CHECKING:
-    pass
 
 Timer = Literal["events", "torch-profiler", "cuda-bench"]
 Inputs = Literal["normal", "zeros"]
@@ -276,8 +273,7 @@ class _Worker:
         # Not the default stream: NVBench blocks the one it is given, and other streams would wait for the default one.
         stream = torch.cuda.Stream(device=self._device)
         self._stream = int(stream.cuda_stream)
-        fields = {name: getattr(info, name) for name in Gpu.model_fields}
-        self._send({"type": "hello", "gpu": fields, "software": provenance.software()})
+        self._send(greeting(info))
         with torch.no_grad(), torch.cuda.stream(stream):
             self._backend = timing.CudaBackend(self._device, self._stream)
             for problem in self._problems:

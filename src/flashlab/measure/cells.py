@@ -20,10 +20,19 @@ from typing import Any
 
 from flashlab.core.errors import LaunchError, MissingError, MissingPackageError, UnsupportedError
 from flashlab.core.problem import Problem
-from flashlab.measure.harness import REASON_CHARS, Book, Message, Progress, Send, Worker, WorkerDiedError, words
+from flashlab.measure.harness import (
+    REASON_CHARS,
+    Book,
+    Message,
+    Progress,
+    Send,
+    Worker,
+    WorkerDiedError,
+    greeting,
+    words,
+)
 from flashlab.measure.options import Implementation, Options
-from flashlab.record import provenance
-from flashlab.record.schema import Gpu, Status
+from flashlab.record.schema import Status
 from flashlab.run import gpu
 from flashlab.verify.oracle import make_torch_inputs
 
@@ -202,8 +211,7 @@ class GpuWorker:
         self.torch.cuda.set_device(self.device)
         self.cupy.cuda.Device(self.device).use()
         self.torch.zeros(1, device="cuda")
-        fields = {name: getattr(self.info, name) for name in Gpu.model_fields}
-        self.send({"type": "hello", "gpu": fields, "software": provenance.software()})
+        self.send(greeting(self.info))
 
     def cells(self) -> Iterator[tuple[int, Problem | None, list[str], str]]:
         """The cells of the job: index, problem, names, layout."""

@@ -41,6 +41,7 @@ from flashlab.core.errors import FlashlabError, LaunchError, OutputError
 from flashlab.core.paths import cache_dir, writable_dir
 from flashlab.record import provenance, schema, store
 from flashlab.record.schema import Gpu, Machine
+from flashlab.run.gpu import GpuInfo
 
 Message = dict[str, Any]
 Send = Callable[[Message], None]
@@ -328,6 +329,11 @@ def _serve(work: Callable[[Message, Send], None], pipe: IO[str]) -> int:
         raise
     send({"type": "done"})
     return 0
+
+
+def greeting(info: GpuInfo) -> Message:
+    """What a worker says once it holds that GPU, `Book.hello` takes it."""
+    return {"type": "hello", "gpu": info.identity, "software": provenance.software()}
 
 
 # --- The header of what is measured -----------------------------------------------------------------------------------

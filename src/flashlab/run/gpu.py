@@ -23,6 +23,7 @@ from flashlab.core.errors import (
 )
 from flashlab.core.paths import slug
 from flashlab.kernels.registry import arch_for
+from flashlab.record.schema import Gpu
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin
@@ -34,29 +35,20 @@ WORKS_WITHOUT = (
 _WANTED = "wanted a CUDA GPU, got "
 
 
-@dataclass(frozen=True, kw_only=True)
-class GpuInfo:
-    """Identity and limits of one GPU."""
+class GpuInfo(Gpu):
+    """One GPU of this machine: its identity, as records have it, and what else a launch needs."""
 
     index: int
     """As CUDA counts the devices this process sees."""
-    name: str
-    slug: str
-    """Folder name under data/."""
-    compute_capability: tuple[int, int]
     arch: str
     """The architecture stages are compiled for on it."""
-    sm_count: int
-    max_sm_clock_mhz: float | None
-    memory_bytes: int
-    l2_bytes: int
-    power_limit_w: float | None
-    driver: str
-    """Driver version, or `unknown`."""
-    fingerprint: str
-    """First 12 hex digits of the sha256 of its UUID."""
     max_smem_bytes: int
     """Most dynamic shared memory a block may ask for."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields of `schema.Gpu` alone; JSON holds them."""
+        return self.model_dump(mode="json", include=set(Gpu.model_fields))
 
 
 @dataclass(frozen=True, kw_only=True)

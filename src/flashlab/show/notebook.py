@@ -8,7 +8,6 @@ lab.write("02_ladder", numbers)    the result file, which says that the notebook
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -400,7 +399,7 @@ def machine_here() -> str:
     why_not = gpus.available()
     if why_not:
         return f"*This machine has no GPU to use: {why_not}*"
-    facts = dataclasses.asdict(gpus.info())
+    facts = gpus.info().model_dump()
     return markdown(("this machine", ""), [(key.replace("_", " "), str(value)) for key, value in facts.items()], left=2)
 
 
