@@ -646,7 +646,9 @@ def test_an_ordinary_stage_gets_no_maps_and_no_counters(monkeypatch: pytest.Monk
 
 
 def _table(stage: str, parameters: dict[str, int], problem: str, **kind: str) -> choice.Table:
-    row = choice.Row(stage, Problem.parse(problem, **kind), parameters, 1.0, 64, 2, "20260101T000000Z-0000000")
+    how = {"shape": problem, "mask": "full", "dtype": "float16", **kind}
+    rest = {"time_us": 1.0, "tile_q": 64, "variants": 2, "run": "20260101T000000Z-0000000"}
+    row = choice.Row.model_validate({"stage": stage, **how, "parameters": parameters, **rest})
     return choice.Table(gpu="nobody", arch=ARCH, sm_count=4, rows=(row,))
 
 

@@ -37,7 +37,13 @@ def row(
     tile_q: int = 192,
     **parameters: int,
 ) -> tuned.Row:
-    return tuned.Row(stage.id, problem, stage.parameters(problem.head_dim, parameters), time_us, tile_q, variants, run)
+    return row_of(stage.id, problem, stage.parameters(problem.head_dim, parameters), time_us, tile_q, variants, run)
+
+
+def row_of(stage: str, problem: Problem, parameters: dict[str, int], *rest: Any) -> tuned.Row:
+    shown = {name: getattr(problem, name) for name in ("shape", "mask", "dtype")}
+    others = dict(zip(("time_us", "tile_q", "variants", "run"), rest, strict=True))
+    return tuned.Row(stage=stage, **shown, parameters=parameters, **others)
 
 
 ROWS = (
@@ -127,7 +133,7 @@ def test_what_was_timed_and_not_tuned_decides_no_tunables(tmp_path: Path) -> Non
 
 
 def test_a_row_from_before_the_stage_changed_counts_for_nothing(tmp_path: Path) -> None:
-    gone = tuned.Row("11_pingpong", SMALL, {"GONE": 1}, 1.0, 64, 4, NEW)
+    gone = row_of("11_pingpong", SMALL, {"GONE": 1}, 1.0, 64, 4, NEW)
     data = written(tmp_path, (*ROWS[:3], gone))
     assert tuned.parameters(PINGPONG, H200, SMALL, data=data) == PINGPONG.parameters(64)
     assert first(SMALL, data).row.run == OLD

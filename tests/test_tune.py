@@ -181,7 +181,9 @@ def test_a_newer_round_replaces_the_choice_even_where_it_is_slower(tmp_path: Pat
     path = tuned.write_table("nvidia-h200", tmp_path)
     found = choice.table("nvidia-h200", tmp_path)
     assert found is not None
-    assert found.rows == (choice.Row(STAGE.id, PROBLEM, b, 25.0, 64, 2, newer),)
+    (row,) = found.rows
+    assert (row.stage, row.problem, row.parameters, row.time_us, row.tile_q) == (STAGE.id, PROBLEM, b, 25.0, 64)
+    assert (row.variants, row.run) == (2, newer)
     assert (found.gpu, found.arch, found.sm_count) == ("nvidia-h200", "sm_90a", 132)
     assert path.read_text(encoding="utf-8") == tuned.table_text("sm_90a", 132, found.rows)
 

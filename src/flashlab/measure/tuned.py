@@ -18,7 +18,7 @@ from flashlab.kernels import registry
 from flashlab.kernels.registry import arch_for
 from flashlab.measure.tune import Items, Key, items
 from flashlab.record import schema, store
-from flashlab.record.schema import Measurement, Samples, Tuning
+from flashlab.record.schema import ChoiceRow, Measurement, Samples, Tuning
 from flashlab.run import choice
 from flashlab.run.choice import Choice
 
@@ -26,7 +26,7 @@ BESIDE = "sdpa"
 """The library that a choice is held against: torch's SDPA, with its own choice of kernels."""
 
 
-def rows(gpu_slug: str, data: Path = DATA) -> list[choice.Row]:
+def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
     """The rows of a GPU's table, from the records alone; by stage, then problem.
 
     Of each stage and problem the winner of the newest round that tuned it, and the newest run's measurement of it. What
@@ -54,7 +54,7 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[choice.Row]:
                 best = min(timed, key=lambda one: _taken(one).median_us)
                 made.append(_row(key, best.parameters, best, variants=len(timed)))
                 break
-    newest: dict[Key, choice.Row] = {}
+    newest: dict[Key, ChoiceRow] = {}
     for measured in _measurements(gpu_slug, data):
         cubin = measured.cubin
         if measured.status == "ok" and cubin is not None and _fits(measured.name, cubin.parameters):
@@ -86,20 +86,22 @@ def _taken(record: Tuning | Measurement) -> Samples:
     return samples
 
 
-def _row(key: Key, parameters: Mapping[str, int], record: Tuning | Measurement, *, variants: int) -> choice.Row:
+def _row(key: Key, parameters: Mapping[str, int], record: Tuning | Measurement, *, variants: int) -> ChoiceRow:
     assert record.cubin is not None
-    time_us, tile_q = round(_taken(record).median_us, 3), record.cubin.tile_q
-    return choice.Row(key.stage, key.problem, parameters, time_us, tile_q, variants, record.run)
+    return ChoiceRow(
+        stage=key.stage,
+        **{name: getattr(key.problem, name) for name in ("shape", "mask", "dtype")},
+        parameters=dict(parameters),
+        time_us=round(_taken(record).median_us, 3),
+        tile_q=record.cubin.tile_q,
+        variants=variants,
+        run=record.run,
+    )
 
 
-def table_text(arch: str, sm_count: int, made: Iterable[choice.Row]) -> str:
+def table_text(arch: str, sm_count: int, made: Iterable[ChoiceRow]) -> str:
     """The text of a GPU's tuned.json: a line a row, so that a change of the table can be read."""
-    lines = []
-    for row in made:
-        entry = {"stage": row.stage, "shape": row.problem.shape, "mask": row.problem.mask, "dtype": row.problem.dtype}
-        rest = {name: value for name, value in row._asdict().items() if name not in ("stage", "problem")}
-        lines.append(json.dumps({**entry, **rest, "parameters": dict(row.parameters)}))
-    joined = ",\n  ".join(lines)
+    joined = ",\n  ".join(json.dumps(row.model_dump()) for row in made)
     return f'{{\n"arch": "{arch}",\n"sm_count": {sm_count},\n"rows": [\n  {joined}\n]\n}}\n'
 
 

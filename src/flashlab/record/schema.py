@@ -9,6 +9,7 @@ import math
 import secrets
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cached_property
 from statistics import fmean, median, stdev
 from typing import Annotated, Literal, Self
 
@@ -605,31 +606,47 @@ class StageProfile(_Counted):
 COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 
-class _Loose(_Model):
-    """What is checked of a record here where its other fields are an experiment's own."""
+class ChoiceRow(_Model):
+    """One choice of a stage's tunables on one problem."""
 
-    model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-
-
-class _Choice(_Loose):
     stage: str
     shape: str
     mask: Mask
     dtype: DType
     parameters: dict[str, int]
+    """Every tunable of the stage and its value."""
     time_us: float
+    """Median, in a burst with a hot L2."""
+    tile_q: int
+    """Query rows a block."""
+    variants: int
+    """So many were tuned there, in turn, and this one won; 0 where the stage was timed and not tuned."""
+    run: str
+    """The run that it is from, of data/<gpu>/tuning, or of data/<gpu>/runs where it was not tuned."""
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What was computed, on normal inputs."""
+        return Problem.parse(self.shape, dtype=self.dtype, mask=self.mask)
+
+    @model_validator(mode="after")
+    def _of_a_problem(self) -> Self:
+        assert self.problem
+        return self
 
 
-class Choices(_Loose):
+class Choices(_Model):
     """data/<gpu>/tuned.json: which stage and tunables a problem gets; run/choice.py reads it."""
 
     arch: str
     sm_count: int
-    rows: tuple[_Choice, ...]
+    rows: tuple[ChoiceRow, ...]
 
 
-class Judged(_Loose):
-    """One entry of data/<gpu>/verdicts.json: what the records say of a claim."""
+class Judged(_Model):
+    """One entry of data/<gpu>/verdicts.json: what the records say of a claim. Its other fields are the ledger's own."""
+
+    model_config = ConfigDict(extra="allow")
 
     id: str
     verdict: str

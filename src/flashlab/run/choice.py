@@ -24,7 +24,6 @@ nearest number of SMs. Tunables are taken over within an architecture alone; on 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -38,6 +37,8 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
+from flashlab.record.schema import ChoiceRow as Row
+from flashlab.record.schema import Choices
 
 FILE = "tuned.json"
 FARTHER = 1.1
@@ -47,23 +48,6 @@ FIXED_SHARE = 0.5
 is fastest there (tests/test_tuned.py)."""
 _GROUP_WEIGHT = 0.25
 _OTHER_MASK, _OTHER_DTYPE, _OTHER_TUNABLES = 3.0, 0.5, 0.5
-
-
-class Row(NamedTuple):
-    """One choice of a stage's tunables on one problem."""
-
-    stage: str
-    problem: Problem
-    parameters: Mapping[str, int]
-    """Every tunable of the stage and its value."""
-    time_us: float
-    """Median, in a burst with a hot L2."""
-    tile_q: int
-    """Query rows a block."""
-    variants: int
-    """So many were tuned there, in turn, and this one won; 0 where the stage was timed and not tuned."""
-    run: str
-    """The run that it is from, of data/<gpu>/tuning, or of data/<gpu>/runs where it was not tuned."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -133,21 +117,9 @@ def table(gpu: str, data: Path = DATA) -> Table | None:
 @lru_cache(maxsize=8)
 def _read(path: Path, _: int) -> Table:
     try:
-        read = json.loads(path.read_bytes())
-        rows = tuple(
-            Row(
-                str(row["stage"]),
-                Problem.parse(row["shape"], dtype=row["dtype"], mask=row["mask"]),
-                {str(name): int(value) for name, value in row["parameters"].items()},
-                float(row["time_us"]),
-                int(row["tile_q"]),
-                int(row["variants"]),
-                str(row["run"]),
-            )
-            for row in read["rows"]
-        )
-        return Table(gpu=path.parent.name, arch=str(read["arch"]), sm_count=int(read["sm_count"]), rows=rows)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        read = Choices.model_validate_json(path.read_bytes())
+        return Table(gpu=path.parent.name, arch=read.arch, sm_count=read.sm_count, rows=read.rows)
+    except (OSError, ValueError) as error:
         raise DamagedRecordError(
             f"wanted a table of stages and tunables in {path}, got {type(error).__name__}: {error}. `flashlab tuned` "
             "writes it anew from the records."
