@@ -249,7 +249,7 @@ def test_the_clock_of_the_calls_is_read_between_two_spins(backend: timer.CudaBac
     for reading in readings:
         assert reading.call_clock_mhz is not None, "the spins ran on two SMs"
     # Work that draws little power runs at the clock of the spin beside it.
-    buffer = timer.Buffer.new(64)
+    buffer = gpu.Zeroed(0, 64)
     params = [timer.MicroParams(buffer.pointer, None, 500_000, 1)]
     quiet = gpu.Launch(timer.micro("spin", 0), grid=(1, 1, 1), block=(1, 1, 1), smem_bytes=0, params=params, stream=0)
     reading = backend.sample(quiet, calls=2, spin_us=500, cold=False)
@@ -267,7 +267,7 @@ def test_a_host_that_is_late_is_noticed(backend: timer.CudaBackend) -> None:
 def test_two_spins_take_twice_as_long_as_one(backend: timer.CudaBackend) -> None:
     # Known durations, to judge the timer by: spins on the chip's nanosecond timer.
     def spin(nanoseconds: int) -> timer.Run:
-        buffer = timer.Buffer.new(64)
+        buffer = gpu.Zeroed(0, 64)
         launch = gpu.Launch(
             timer.micro("spin", 0),
             grid=(1, 1, 1),

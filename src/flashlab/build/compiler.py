@@ -378,13 +378,11 @@ def compile_many(
     work: Sequence[Job],
     *,
     progress: Callable[[Job, Cubin | CompileError], None] | None = None,
-    workers: int | None = None,
 ) -> tuple[Cubin | CompileError, ...]:
     """Compile several variants at once; a refused one is returned in its place, so that the others still come.
 
     Args:
         progress: called in the caller's thread as each one ends, in the order in which they end.
-        workers: threads; the default is one for each core this process may use.
 
     Raises:
         As `compile_stage`, but for CompileError and PerformanceWarningError, which are returned.
@@ -392,7 +390,7 @@ def compile_many(
     if any(job.stage.language == "cuda" for job in work):
         toolchain()
     report = None if progress is None else lambda _, job, cubin: progress(job, cubin)
-    return tuple(on_all_cores(_compile_job, work, progress=report, workers=workers))
+    return tuple(on_all_cores(_compile_job, work, progress=report))
 
 
 def _compile_job(job: Job) -> Cubin | CompileError:

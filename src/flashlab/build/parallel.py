@@ -24,21 +24,19 @@ def on_all_cores(
     items: Sequence[Item],
     *,
     progress: Callable[[int, Item, Result], None] | None = None,
-    workers: int | None = None,
     cancel: threading.Event | None = None,
 ) -> list[Result]:
     """The function's result for each item, in their order.
 
     Args:
         progress: called in the caller's thread as each one ends: how many are done, the item and its result.
-        workers: threads; one for each core where None.
         cancel: set where anything is raised, an interrupt included, so that running calls can stop.
 
     Raises:
         The first exception of a call; those that have not begun are dropped.
     """
     results: dict[int, Result] = {}
-    with ThreadPoolExecutor(workers or cores()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         try:
             futures = {pool.submit(function, item): index for index, item in enumerate(items)}
             for done, future in enumerate(as_completed(futures), 1):

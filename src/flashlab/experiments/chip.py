@@ -27,7 +27,7 @@ from flashlab.build import sass
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA, KERNELS
 from flashlab.measure.harness import Book, greeting
-from flashlab.measure.timer import Buffer, CudaBackend, MicroParams
+from flashlab.measure.timer import CudaBackend, MicroParams
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
 from flashlab.run import gpu
@@ -579,8 +579,8 @@ class _Runner:
         self.device = device
         self._backend = CudaBackend(device)  # makes the context current
         longest = max(case.threads // 32 * (_WORDS + case.stamps) for case in CASES.values())
-        self._out = Buffer.new(8 * longest * self.info.sm_count)
-        self._in = Buffer.new(_INPUT_BYTES)
+        self._out = gpu.Zeroed(device, 8 * longest * self.info.sm_count)
+        self._in = gpu.Zeroed(device, _INPUT_BYTES)
 
     def words(self, case: Case, function: gpu.Function, blocks: int) -> list[list[int]]:
         """One launch; the words of each block."""

@@ -14,7 +14,7 @@ from typing import Any
 from flashlab.core.errors import ParameterError
 from flashlab.core.problem import DType
 from flashlab.measure import timer as timing
-from flashlab.measure.timer import Buffer, MicroParams, Run, Timer
+from flashlab.measure.timer import MicroParams, Run, Timer
 from flashlab.query.roofline import Unit
 from flashlab.run import gpu
 
@@ -40,10 +40,10 @@ def value_of(amount: float, unit: Unit, time_us: float) -> float:
     return time_us if unit == "us" else amount / time_us / 1e6
 
 
-def _holding(run: Run, *buffers: Buffer) -> Run:
+def _holding(run: Run, *buffers: gpu.Zeroed) -> Run:
     """`run`, which knows addresses alone, with the buffers that they belong to."""
 
-    def held(_: tuple[Buffer, ...] = buffers) -> object:
+    def held(_: tuple[gpu.Zeroed, ...] = buffers) -> object:
         return run()
 
     return held
@@ -65,7 +65,7 @@ def _micro(
 ) -> Workload:
     """A micro-benchmark of kernels/micro with four blocks an SM, each thread doing `per_thread` in every repeat."""
     blocks = _BLOCKS_PER_SM * gpu.info(device).sm_count
-    out, values = Buffer.new(1 << 20), Buffer.new(input_bytes)
+    out, values = gpu.Zeroed(device, 1 << 20, stream), gpu.Zeroed(device, input_bytes, stream)
     launch = gpu.Launch(
         timing.micro(name, device, tuple(sorted((defines or {}).items()))),
         grid=(blocks, 1, 1),
@@ -94,7 +94,7 @@ def _copy(device: int, stream: int) -> Workload:
     info = gpu.info(device)
     # Far beyond L2, well within memory.
     size = min(max(1 << 30, 8 * info.l2_bytes), info.memory_bytes // 8)
-    source, target = Buffer.new(size), Buffer.new(size)
+    source, target = (gpu.Zeroed(device, size, stream) for _ in range(2))
     run = partial(gpu.call, "cuMemcpyDtoDAsync", target.pointer, source.pointer, size, stream)
     how = f"the driver's copy of {size} bytes of device memory; bytes read plus bytes written"
     return Workload(run=_holding(run, source, target), amount=2.0 * size, unit="TB/s", how=how)

@@ -428,29 +428,6 @@ def micro(name: str, device: int, defines: tuple[tuple[str, int | str], ...] = (
     return gpu.load(cubin, device)
 
 
-@dataclass(frozen=True)
-class Buffer:
-    """Device memory of one's own, freed when collected."""
-
-    pointer: int
-    size_bytes: int
-
-    @classmethod
-    def new(cls, size_bytes: int, *, zero: bool = True) -> Buffer:
-        """Allocate on the current context; zeroed unless told otherwise."""
-        pointer = int(gpu.call("cuMemAlloc", size_bytes))
-        if zero:
-            gpu.call("cuMemsetD8", pointer, 0, size_bytes)
-        return cls(pointer, size_bytes)
-
-    def __del__(self) -> None:
-        # At exit, or after a kernel broke the context, the driver frees it; there is nobody to tell.
-        try:
-            gpu.call("cuMemFree", self.pointer)
-        except Exception:
-            return
-
-
 class CudaBackend:
     """A GPU. Makes its primary context current in this thread, which must be the one that enqueues.
 
@@ -469,8 +446,8 @@ class CudaBackend:
         self._stream = driver.CUstream(stream)
         self._spin_function = micro("spin", device)
         self._flush_bytes = 2 * self._info.l2_bytes
-        self._flush_buffer = Buffer.new(self._flush_bytes)
-        self._slots = [Buffer.new(ctypes.sizeof(_Mark)) for _ in range(4)]
+        self._flush_buffer = gpu.Zeroed(device, self._flush_bytes, stream)
+        self._slots = [gpu.Zeroed(device, ctypes.sizeof(_Mark), stream) for _ in range(4)]
         """Where spins write: the last is for the one before a sample."""
         self._mark: _Mark | None = None
         self._events = (self._event(), self._event())

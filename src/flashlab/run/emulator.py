@@ -396,7 +396,6 @@ def launch(
     schedule: str = "ascending",
     threads: int | None = None,
     blocks: int | None = None,
-    detect: bool = True,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     cancel: threading.Event | None = None,
 ) -> Report:
@@ -411,7 +410,6 @@ def launch(
         schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
         threads: operating-system threads, each with one block at a time; one for each core where None.
         blocks: run only so many blocks, the first.
-        detect: with hooks, look for races and count accesses.
         timeout_s: after so long the worker is stopped; None for never.
         cancel: set from another thread, it stops the worker as Ctrl-C does.
 
@@ -430,7 +428,7 @@ def launch(
         f"schedule {schedule_item(schedule)}",
         *([] if block is None else [f"block {_dim3(block, 'block')}"]),
         *(f"{name} {number}" for name, number in numbers.items() if number is not None),
-        f"detect {int(detect)}",
+        "detect 1",
     ]
     memory = Memory()
     lines += _argument_lines(emulated, arguments, memory)

@@ -329,10 +329,10 @@ class Zeroed:
     Freed when collected, which waits until everything on the device is done.
     """
 
-    __slots__ = ("_device", "_size_bytes", "pointer")
+    __slots__ = ("_device", "pointer", "size_bytes")
 
-    def __init__(self, device: int, size_bytes: int, stream: int) -> None:
-        self._device, self._size_bytes = device, size_bytes
+    def __init__(self, device: int, size_bytes: int, stream: int = 0) -> None:
+        self._device, self.size_bytes = device, size_bytes
         with context(device):
             self.pointer = int(call("cuMemAlloc", size_bytes))
             call("cuMemsetD8Async", self.pointer, 0, size_bytes, _bindings().CUstream(stream))
@@ -340,14 +340,9 @@ class Zeroed:
     def read(self) -> bytearray:
         """What is in it when everything on the device is done."""
         synchronize(self._device)
-        content = bytearray(self._size_bytes)
+        content = bytearray(self.size_bytes)
         with context(self._device):
-            call(
-                "cuMemcpyDtoH",
-                ctypes.addressof(ctypes.c_char.from_buffer(content)),
-                self.pointer,
-                self._size_bytes,
-            )
+            call("cuMemcpyDtoH", ctypes.addressof(ctypes.c_char.from_buffer(content)), self.pointer, self.size_bytes)
         return content
 
     def __del__(self) -> None:

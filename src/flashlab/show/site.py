@@ -127,7 +127,6 @@ def execute_all(
     parameters: Mapping[str, str],
     *,
     measuring: bool,
-    notebooks: Path = NOTEBOOKS,
     timeout_s: float | None = None,
     say: Say = lambda _: None,
 ) -> dict[str, Outcome]:
@@ -137,11 +136,11 @@ def execute_all(
         As `execute`.
     """
     limit = timeout_s or (MEASURE_TIMEOUT_S if measuring else REPLAY_TIMEOUT_S)
-    names = [*PAGE_OF, *sorted(p.stem for p in notebooks.glob("*.ipynb") if p.stem not in PAGE_OF)]
+    names = [*PAGE_OF, *sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb") if p.stem not in PAGE_OF)]
     outcomes: dict[str, Outcome] = {}
     # A notebook is a process of its own; threads only wait for them.
     with ThreadPoolExecutor(1 if measuring else 2) as pool:
-        jobs = {name: pool.submit(execute, notebooks / f"{name}.ipynb", out, parameters, limit) for name in names}
+        jobs = {name: pool.submit(execute, NOTEBOOKS / f"{name}.ipynb", out, parameters, limit) for name in names}
         try:
             for name, job in jobs.items():
                 outcomes[name] = job.result()
@@ -155,14 +154,11 @@ def execute_all(
 # --- The site ---------------------------------------------------------------------------------------------------------
 
 
-def write_pages(
-    out: Path = BUILD, *, data: Path = DATA, site: Path = SITE, executed: Path | None = None, gpu: str = ""
-) -> Path:
+def write_pages(out: Path = BUILD, *, data: Path = DATA, executed: Path | None = None, gpu: str = "") -> Path:
     """Copy the hand-written pages and generate what they take in, anew, in `out`/pages; that folder.
 
     Args:
         data, executed, gpu: as for `pages.generate`.
-        site: folder of the hand-written pages.
 
     Raises:
         NoDataError: `gpu` has no records.
@@ -170,7 +166,7 @@ def write_pages(
     """
     folder = writable_dir(out, "the pages") / "pages"
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(site, folder, ignore=shutil.ignore_patterns("generated"))
+    shutil.copytree(SITE, folder, ignore=shutil.ignore_patterns("generated"))
     pages.generate(folder / "generated", data, executed=executed, gpu=gpu)
     return folder
 

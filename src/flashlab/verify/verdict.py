@@ -86,6 +86,8 @@ GUARD_WORD = 0x7FE5
 float16, as bfloat16 and, in pairs, as float32, and not the NaN that hardware produces: arithmetic on them shows, and so
 does leaving or replacing them."""
 
+_GUARD_WORDS = 4096
+"""16-bit words before and after an array; a multiple of 128 keeps a 256-byte alignment."""
 _PLAIN_FACTOR = 2.0
 _SUMMED_IN: dict[DType, float] = {"float16": 1.0, "bfloat16": 0.5}
 _RMS_SLACK = 1.0
@@ -573,7 +575,6 @@ class Guarded:
         dtype: str,
         *,
         strides: Sequence[int] | None = None,
-        guard_words: int = 4096,
         offset_words: int = 0,
         sparse: bool = False,
         xp: Any = np,
@@ -584,7 +585,6 @@ class Guarded:
             shape: any number of dimensions.
             dtype: float16, bfloat16 or float32.
             strides: in elements, not overlapping; contiguous where None.
-            guard_words: 16-bit words before and after; a multiple of 128 keeps a 256-byte alignment.
             offset_words: moves the array by so many 16-bit words, to misalign it; even for float32.
             sparse: leave all but the elements as the system gives it, zeros that take no memory until they are touched:
                 for rows far apart. What lies between them is not watched.
@@ -600,9 +600,9 @@ class Guarded:
         self._words = 2 if dtype == "float32" else 1
         self._shape, self._strides = tuple(shape), tuple(strides)
         self._span = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        self._before = guard_words + offset_words
+        self._before = _GUARD_WORDS + offset_words
         self.sparse = sparse
-        size = self._before + self._span * self._words + guard_words
+        size = self._before + self._span * self._words + _GUARD_WORDS
         if not sparse:
             self.buffer = xp.full(size, GUARD_WORD, dtype=xp.uint16)
         elif xp is np:
