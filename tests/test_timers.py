@@ -342,7 +342,11 @@ def test_defaults_name_what_exists() -> None:
 
 def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> None:
     found = timer_tables.comparisons(timer_tables.pools(store.records(GPU, schema.Reading, data)))
-    by = {(c.ours.name, c.ours.problem, c.other.timer, c.ours.cache): c for c in found if c.ours.inputs == "normal"}
+    by = {
+        (c.ours.name, c.ours.problem, c.other.timer, c.ours.samples.cache): c
+        for c in found
+        if c.ours.inputs == "normal"
+    }
     assert by["16_ones_column", FIRST, "torch-profiler", "hot"].agrees
     assert by["16_ones_column", FIRST, "torch-profiler", "hot"].why == ""
     short = by["16_ones_column", SMALL, "torch-profiler", "hot"]
@@ -360,15 +364,15 @@ def test_only_the_newest_run_of_a_problem_counts(data: Path) -> None:
     newer = "20260202T030405Z-0123abc"
     write(data, [reading("16_ones_column", SMALL, "events", 99.0, run=newer)])
     found = timer_tables.pools(store.records(GPU, schema.Reading, data))
-    assert {pool.last.run for pool in found if pool.problem == SMALL} == {newer}
-    assert {pool.last.run for pool in found if pool.problem == FIRST} == {synthetic.RUN}
+    assert {pool.run for pool in found if pool.problem == SMALL} == {newer}
+    assert {pool.run for pool in found if pool.problem == FIRST} == {synthetic.RUN}
 
 
 def test_readings_of_one_state_are_pooled(tmp_path: Path) -> None:
     write(tmp_path, [reading("16_ones_column", FIRST, "events", us) for us in (500.0, 502.0)])
     (pool,) = timer_tables.pools(store.records(GPU, schema.Reading, tmp_path))
-    assert len(pool.time_us) == 24
-    assert pool.clock_mhz == 1900.0
+    assert len(pool.samples.time_us) == 24
+    assert timer_tables.clock_mhz(pool) == 1900.0
 
 
 # --- Separate starts --------------------------------------------------------------------------------------------------

@@ -57,68 +57,11 @@ _NO_CLOCKS = (
 # --- Readings ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pool:
-    """All samples of one implementation by one timer in one state, of one run."""
+def pools(readings: Iterable[Reading]) -> tuple[Reading, ...]:
+    """What the newest run of each problem read, the readings of one state merged into one: a pool of their samples.
 
-    last: Reading
-    """The last of its readings, which says what they are of."""
-    time_us: tuple[float, ...]
-    """Of all of them."""
-    clock_mhz: float | None
-    """Median SM clock in the calls; None where it was not read with every sample."""
-    enqueue_us: float | None
-    """Host time to enqueue one call; None where it was not measured."""
-
-    @property
-    def name(self) -> str:
-        """A stage id, or a peer's name."""
-        return self.last.name
-
-    @property
-    def problem(self) -> Problem:
-        """What was computed."""
-        return self.last.problem
-
-    @property
-    def timer(self) -> str:
-        """One of `TIMERS`."""
-        return self.last.timer
-
-    @property
-    def inputs(self) -> str:
-        """`normal` or `zeros`."""
-        return self.last.inputs
-
-    @property
-    def state(self) -> str:
-        """`burst, hot L2`, `burst, cold L2` or `sustained`."""
-        samples = self.last.samples
-        return "sustained" if samples.regime == "sustained" else f"burst, {samples.cache} L2"
-
-    @property
-    def cache(self) -> str:
-        """`hot` or `cold`."""
-        return self.last.samples.cache
-
-    @property
-    def median_us(self) -> float:
-        """Median time of one call."""
-        return median(self.time_us)
-
-    @property
-    def power_w(self) -> float | None:
-        """Mean power under sustained load; a burst is mostly gaps."""
-        conditions = self.last.samples.conditions
-        if self.state != "sustained" or conditions is None:
-            return None
-        if conditions.energy_j_per_call is not None:
-            return 1e6 * conditions.energy_j_per_call / fmean(self.time_us)
-        return conditions.power_w_mean
-
-
-def pools(readings: Iterable[Reading]) -> tuple[Pool, ...]:
-    """What the newest run of each problem read, the readings of one state together, in the order they came."""
+    A pool's `call_clock_mhz` is empty unless it was read with every sample; its `enqueue_us` is the median.
+    """
     every = list(readings)
     newest = {reading.problem: reading.run for reading in sorted(every, key=lambda reading: reading.run)}
     grouped: dict[tuple[Any, ...], list[Reading]] = {}
@@ -126,25 +69,32 @@ def pools(readings: Iterable[Reading]) -> tuple[Pool, ...]:
         if one.run == newest[one.problem]:
             key = (one.name, one.problem, one.timer, one.inputs, one.samples.regime, one.samples.cache)
             grouped.setdefault(key, []).append(one)
-    found = []
+    merged = []
     for same in grouped.values():
         times = tuple(value for one in same for value in one.samples.time_us)
-        clocks = [clock for one in same for clock in one.samples.call_clock_mhz]
+        clocks = tuple(clock for one in same for clock in one.samples.call_clock_mhz)
         enqueues = [one.enqueue_us for one in same if one.enqueue_us is not None]
-        found.append(
-            Pool(
-                last=same[-1],
-                time_us=times,
-                clock_mhz=median(clocks) if len(clocks) == len(times) else None,
-                enqueue_us=median(enqueues) if enqueues else None,
-            )
-        )
-    return tuple(found)
+        whole = {"time_us": times, "call_clock_mhz": clocks if len(clocks) == len(times) else ()}
+        pooled: dict[str, Any] = {"samples": same[-1].samples.model_copy(update=whole)}
+        pooled["enqueue_us"] = median(enqueues) if enqueues else None
+        merged.append(same[-1].model_copy(update=pooled))
+    return tuple(merged)
 
 
-def ratio(above: Pool, below: Pool) -> Estimate:
+def state(pool: Reading) -> str:
+    """`burst, hot L2`, `burst, cold L2` or `sustained`."""
+    samples = pool.samples
+    return "sustained" if samples.regime == "sustained" else f"burst, {samples.cache} L2"
+
+
+def clock_mhz(pool: Reading) -> float | None:
+    """Median SM clock in the calls; None where it was not read with every sample."""
+    return median(pool.samples.call_clock_mhz) if pool.samples.call_clock_mhz else None
+
+
+def ratio(above: Reading, below: Reading) -> Estimate:
     """The ratio of the medians of two pools, which are resampled each on its own."""
-    return interval(ratio_of_medians, above.time_us, below.time_us)
+    return interval(ratio_of_medians, above.samples.time_us, below.samples.time_us)
 
 
 def with_interval(estimate: Estimate) -> str:
@@ -153,8 +103,8 @@ def with_interval(estimate: Estimate) -> str:
 
 
 def _against(
-    found: Iterable[Pool], same: Callable[[Pool], object], base: Callable[[Pool], bool]
-) -> list[tuple[Pool, Pool]]:
+    found: Iterable[Reading], same: Callable[[Reading], object], base: Callable[[Reading], bool]
+) -> list[tuple[Reading, Reading]]:
     """(pool, the pool it is held against): `same` gives both the same key, and `base` holds for the second alone."""
     every = list(found)
     bases = {same(pool): pool for pool in every if base(pool)}
@@ -165,8 +115,8 @@ def _against(
 class Comparison:
     """Another timer beside CUDA events, on the same implementation in the same state."""
 
-    ours: Pool
-    other: Pool
+    ours: Reading
+    other: Reading
     ratio: Estimate
     """The other's median over ours."""
 
@@ -178,14 +128,13 @@ class Comparison:
     @property
     def gap_us(self) -> float:
         """How much longer ours says a call is."""
-        return self.ours.median_us - self.other.median_us
+        return self.ours.samples.median_us - self.other.samples.median_us
 
     @property
     def clock_ratio(self) -> float | None:
         """The ratio in SM clocks instead of time; None where either clock was not read."""
-        if self.ours.clock_mhz is None or self.other.clock_mhz is None:
-            return None
-        return self.ratio.value * self.other.clock_mhz / self.ours.clock_mhz
+        ours, other = clock_mhz(self.ours), clock_mhz(self.other)
+        return None if ours is None or other is None else self.ratio.value * other / ours
 
     @property
     def why(self) -> str:
@@ -198,11 +147,11 @@ class Comparison:
             return ""
         other, ours = self.other, self.ours
         enqueue = other.enqueue_us
-        hot_batch = other.timer == "cuda-bench" and other.cache == "hot"
-        if hot_batch and enqueue is not None and ours.median_us < enqueue and self.gap_us < 0:
+        hot_batch = other.timer == "cuda-bench" and other.samples.cache == "hot"
+        if hot_batch and enqueue is not None and ours.samples.median_us < enqueue and self.gap_us < 0:
             return f"the host: {number(enqueue)} µs to enqueue a call"
         if self.clock_ratio is not None and abs(self.clock_ratio - 1) <= AGREE:
-            beside = f"{number(other.clock_mhz, 4)} MHz beside {number(ours.clock_mhz, 4)}"
+            beside = f"{number(clock_mhz(other), 4)} MHz beside {number(clock_mhz(ours), 4)}"
             return f"the clock: {beside}; in SM clocks {self.clock_ratio:.3f}"
         if abs(self.gap_us) <= LAUNCH_GAP_US:
             more = "events see" if self.gap_us > 0 else f"{TIMERS[other.timer]} sees"
@@ -210,11 +159,11 @@ class Comparison:
         return "not explained by host, clock or launch"
 
 
-def comparisons(found: Iterable[Pool]) -> tuple[Comparison, ...]:
+def comparisons(found: Iterable[Reading]) -> tuple[Comparison, ...]:
     """Every other timer's pools beside those of CUDA events in the same state."""
     pairs = _against(
         found,
-        lambda pool: (pool.name, pool.problem, pool.inputs, pool.state, pool.cache),
+        lambda pool: (pool.name, pool.problem, pool.inputs, state(pool), pool.samples.cache),
         lambda p: p.timer == "events",
     )
     return tuple(Comparison(ours=ours, other=other, ratio=ratio(other, ours)) for other, ours in pairs)
@@ -310,13 +259,13 @@ def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, .
 # --- Pages ------------------------------------------------------------------------------------------------------------
 
 
-def _pools(gpu_slug: str | None, data: Path, inputs: str | None = "normal") -> list[Pool]:
+def _pools(gpu_slug: str | None, data: Path, inputs: str | None = "normal") -> list[Reading]:
     """Those of a GPU on some inputs; of any inputs where None."""
     return [p for p in pools(store.records(gpu_slug or "", schema.Reading, data)) if inputs in (None, p.inputs)]
 
 
-def _bursts(gpu_slug: str | None, data: Path) -> list[Pool]:
-    return [pool for pool in _pools(gpu_slug, data) if pool.state != "sustained"]
+def _bursts(gpu_slug: str | None, data: Path) -> list[Reading]:
+    return [pool for pool in _pools(gpu_slug, data) if state(pool) != "sustained"]
 
 
 def _label(name: str) -> str:
@@ -328,7 +277,7 @@ def _title(name: str) -> str:
 
 
 def _page(
-    found: Sequence[Pool],
+    found: Sequence[Reading],
     rows: Sequence[Any],
     problem: Callable[[Any], Problem],
     columns: Sequence[Column],
@@ -340,7 +289,7 @@ def _page(
     for one in sorted(dict.fromkeys(pool.problem for pool in found), key=lambda one: -one.flops):
         mine = [row for row in rows if problem(row) == one]
         parts.append(f"### {one.label}\n\n{above(mine)}{table(columns, mine)}")
-    runs = sorted({pool.last.run for pool in found})
+    runs = sorted({pool.run for pool in found})
     source = "; ".join(f"{select.date(run)}, commit {select.commit_label(run)}" for run in runs)
     return "\n".join([*parts, f"*{source}*\n"])
 
@@ -363,15 +312,15 @@ def timers_table(gpu_slug: str | None, data: Path = DATA) -> str:
         return f"{agreeing} of {len(rows)} medians are within {100 * AGREE:.0f} % of CUDA events.\n\n"
 
     columns = [
-        Column("", lambda one: _title(one.ours.name)),
-        Column("other timer", lambda one: TIMERS[one.other.timer], left=True),
-        Column("L2", lambda one: one.ours.cache, left=True),
+        Column("", "ours.name", _title),
+        Column("other timer", "other.timer", TIMERS.get, left=True),
+        Column("L2", "ours.samples.cache", left=True),
         Column("difference", lambda one: one.why or "agrees", left=True),
-        Column("events, µs", lambda one: one.ours.median_us, mhz),
-        Column("other, µs", lambda one: one.other.median_us, mhz),
+        Column("events, µs", "ours.samples.median_us", mhz),
+        Column("other, µs", "other.samples.median_us", mhz),
         Column("other / events (95 %)", "ratio", with_interval),
     ]
-    compared = sorted(comparisons(found), key=lambda one: (one.other.timer, one.other.cache == "cold"))
+    compared = sorted(comparisons(found), key=lambda one: (one.other.timer, one.other.samples.cache == "cold"))
     return _page(found, compared, lambda one: one.ours.problem, columns, above=above)
 
 
@@ -385,8 +334,8 @@ def timers_chart(gpu_slug: str | None, data: Path = DATA) -> Chart | str:
     for one in sorted(compared, key=lambda one: (-one.ours.problem.flops, one.other.timer)):
         gain = one.ratio.percent_gain()
         row = series.setdefault(f"{_label(one.ours.name)}, {one.ours.problem.shape}", {})
-        row[f"{TIMERS[one.other.timer]}, {one.ours.cache} L2"] = (gain.low, gain.value, gain.high)
-    runs = sorted({pool.last.run for pool in found})
+        row[f"{TIMERS[one.other.timer]}, {one.ours.samples.cache} L2"] = (gain.low, gain.value, gain.high)
+    runs = sorted({pool.run for pool in found})
     return charts.differences(
         series,
         name="timers",
@@ -402,39 +351,41 @@ def timers_chart(gpu_slug: str | None, data: Path = DATA) -> Chart | str:
 def zeros_table(gpu_slug: str | None, data: Path = DATA) -> str:
     """Zeros beside random normal inputs, by CUDA events: time, clock and power."""
     found = [pool for pool in _pools(gpu_slug, data, None) if pool.timer == "events"]
-    pairs = _against(found, lambda pool: (pool.name, pool.problem, pool.state), lambda pool: pool.inputs == "normal")
+    pairs = _against(found, lambda pool: (pool.name, pool.problem, state(pool)), lambda pool: pool.inputs == "normal")
     if not pairs:
         return NOTHING_YET
     columns = [
-        Column("", lambda pair: _title(pair[0].name)),
-        Column("state", lambda pair: pair[0].state, left=True),
-        Column("normal, µs", lambda pair: pair[1].median_us, mhz),
-        Column("zeros, µs", lambda pair: pair[0].median_us, mhz),
+        Column("", "0.name", _title),
+        Column("state", "0", state, left=True),
+        Column("normal, µs", "1.samples.median_us", mhz),
+        Column("zeros, µs", "0.samples.median_us", mhz),
         Column("zeros / normal (95 %)", lambda pair: with_interval(ratio(*pair))),
-        Column("MHz in the calls, normal", lambda pair: pair[1].clock_mhz, mhz),
-        Column("zeros", lambda pair: pair[0].clock_mhz, mhz),
-        Column("W, normal", lambda pair: pair[1].power_w, number),
-        Column("zeros", lambda pair: pair[0].power_w, number),
+        Column("MHz in the calls, normal", lambda pair: clock_mhz(pair[1]), mhz),
+        Column("zeros", lambda pair: clock_mhz(pair[0]), mhz),
+        Column("W, normal", lambda pair: schema.power_w(pair[1].samples), number),
+        Column("zeros", lambda pair: schema.power_w(pair[0].samples), number),
     ]
     states = ("burst, hot L2", "burst, cold L2", "sustained")
-    pairs = sorted(pairs, key=lambda pair: states.index(pair[0].state))
+    pairs = sorted(pairs, key=lambda pair: states.index(state(pair[0])))
     return _page(found, pairs, lambda pair: pair[0].problem, columns)
 
 
 def cache_table(gpu_slug: str | None, data: Path = DATA) -> str:
     """A cold L2 beside a hot one, random inputs, by every timer that was read."""
     found = _bursts(gpu_slug, data)
-    pairs = _against(found, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.cache == "hot")
+    pairs = _against(
+        found, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.samples.cache == "hot"
+    )
     if not pairs:
         return NOTHING_YET
     columns = [
-        Column("", lambda pair: _title(pair[0].name)),
-        Column("timer", lambda pair: TIMERS[pair[0].timer], left=True),
-        Column("hot, µs", lambda pair: pair[1].median_us, mhz),
-        Column("cold, µs", lambda pair: pair[0].median_us, mhz),
+        Column("", "0.name", _title),
+        Column("timer", "0.timer", TIMERS.get, left=True),
+        Column("hot, µs", "1.samples.median_us", mhz),
+        Column("cold, µs", "0.samples.median_us", mhz),
         Column("cold / hot (95 %)", lambda pair: with_interval(ratio(*pair))),
     ]
-    pairs = sorted(pairs, key=lambda pair: list(TIMERS).index(pair[0].last.timer))
+    pairs = sorted(pairs, key=lambda pair: list(TIMERS).index(pair[0].timer))
     return _page(found, pairs, lambda pair: pair[0].problem, columns)
 
 
@@ -480,7 +431,7 @@ def spread_table(gpu_slug: str | None, data: Path = DATA) -> str:
         mine = [one for one in found if one.problem == problem]
         starts = max(len(one.rows) for one in mine)
         columns = [
-            Column("", lambda one: _title(one.name)),
+            Column("", "name", _title),
             *(Column(f"start {index + 1}, µs", start(index), mhz) for index in range(starts)),
             Column("within a start, std dev, %", "within_percent", "{:.2f}".format),
             Column("between starts, %", "between_percent", "{:.2f}".format),
