@@ -47,8 +47,8 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Cache, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
-from flashlab.measure.cells import need
-from flashlab.measure.harness import REASON_CHARS, Book, Message, Send, Worker, WorkerDiedError, greeting, serve
+from flashlab.measure.cells import GpuWorker
+from flashlab.measure.harness import REASON_CHARS, Book, Message, Send, Worker, WorkerDiedError, serve
 from flashlab.record import store
 from flashlab.record.schema import Reading
 from flashlab.run import gpu
@@ -245,13 +245,11 @@ class _Provider:
         return (0, self._handle)
 
 
-class _Worker:
+class _Worker(GpuWorker):
     """Reads implementations with some timers."""
 
     def __init__(self, job: Message, send: Send) -> None:
-        self._job = job
-        self._send = send
-        self._device = int(job["device"])
+        super().__init__(job, send)
         self._random = random.Random(job["seed"])
         self._problems = [Problem(**fields) for fields in job["problems"]]
         self._cases: dict[str, _Case] = {}
@@ -260,31 +258,26 @@ class _Worker:
 
     def _left_s(self, share: float = 1.0) -> float:
         """Seconds until that share of its time is over."""
-        return float(self._began + share * self._job["seconds"] - time.monotonic())
+        return float(self._began + share * self.job["seconds"] - time.monotonic())
 
     def work(self) -> None:
         """All of the job."""
-        gpu.require()
-        info = gpu.info(self._device)
-        self._torch, self._cupy = need("torch"), need("cupy")
-        torch = self._torch
-        torch.cuda.set_device(self._device)
-        self._cupy.cuda.Device(self._device).use()
+        self.hold()
+        torch = self.torch
         # Not the default stream: NVBench blocks the one it is given, and other streams would wait for the default one.
-        stream = torch.cuda.Stream(device=self._device)
+        stream = torch.cuda.Stream(device=self.device)
         self._stream = int(stream.cuda_stream)
-        self._send(greeting(info))
         with torch.no_grad(), torch.cuda.stream(stream):
-            self._backend = timing.CudaBackend(self._device, self._stream)
+            self._backend = timing.CudaBackend(self.device, self._stream)
             for problem in self._problems:
                 self._build(problem)
             self._read()
 
     def _read(self) -> None:
-        for what, step in [step for timer in self._job["timers"] for step in self._steps(timer)]:
+        for what, step in [step for timer in self.job["timers"] for step in self._steps(timer)]:
             try:
                 if self._left_s() <= 0:
-                    raise LaunchError(f"the {self._job['seconds']:.3g} s for this were over")
+                    raise LaunchError(f"the {self.job['seconds']:.3g} s for this were over")
                 step()
             except Exception as error:  # whatever it is, the others still have their turn
                 self._missing(what, _words(error))
@@ -299,21 +292,21 @@ class _Worker:
         return [(f"{timer} at {problem.label}", partial(read, problem)) for problem in self._problems]
 
     def _missing(self, what: str, reason: str, name: str | None = None) -> None:
-        self._send({"type": "missing", "what": what, "reason": reason[:REASON_CHARS], "name": name})
+        self.send({"type": "missing", "what": what, "reason": reason[:REASON_CHARS], "name": name})
 
     # -- implementations
 
     def _build(self, problem: Problem) -> None:
-        torch = self._torch
+        torch = self.torch
         shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
-        generator = torch.Generator(device="cuda").manual_seed(self._job["seed"])
+        generator = torch.Generator(device="cuda").manual_seed(self.job["seed"])
         tensors: dict[Inputs, list[Any]] = {
             "normal": [torch.randn(shape, generator=generator, device="cuda").half() for _ in range(3)],
             "zeros": [torch.zeros(shape, device="cuda", dtype=torch.float16) for _ in range(3)],
         }
-        for name in self._job["names"]:
+        for name in self.job["names"]:
             try:
-                if self._job["check"]:
+                if self.job["check"]:
                     self._check(name, problem, *tensors["normal"])
                 for inputs in INPUTS:
                     run = self._run_of(name, problem, *tensors[inputs])
@@ -334,7 +327,7 @@ class _Worker:
     def _run_of(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> timing.Run:
         """What enqueues one call on the stream."""
         if name in registry.RUNGS:
-            return prepare(q, k, v, stage=name, out=self._torch.empty_like(q), stream=self._stream)
+            return prepare(q, k, v, stage=name, out=self.torch.empty_like(q), stream=self._stream)
         attend = self._peer(name, problem)
         given = peers.in_layout(peers.get(name).layout, q, k, v)
 
@@ -345,8 +338,7 @@ class _Worker:
 
     def _peer(self, name: str, problem: Problem) -> peers.Attention:
         peer = peers.get(name)
-        capability = gpu.info(self._device).compute_capability
-        why_not = peer.why_not(problem, compute_capability=capability)
+        why_not = peer.why_not(problem, compute_capability=self.info.compute_capability)
         if why_not:
             raise UnsupportedError(why_not.reason)
         return peer.build(problem)
@@ -354,20 +346,20 @@ class _Worker:
     def _check(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> None:
         """Raises `CheckFailedError` where the oracle rejects one call's output."""
         if name in registry.RUNGS:
-            out = self._torch.empty_like(q)
-            out.view(self._torch.int16).fill_(POISON_WORD)
+            out = self.torch.empty_like(q)
+            out.view(self.torch.int16).fill_(POISON_WORD)
             prepare(q, k, v, stage=name, out=out, stream=self._stream)()
         else:
             layout = peers.get(name).layout
             out = peers.bhsd_view(layout, self._peer(name, problem)(*peers.in_layout(layout, q, k, v)))
-        gpu.synchronize(self._device)
+        gpu.synchronize(self.device)
         verdict = check(
-            *(self._cupy.from_dlpack(out.contiguous()), None),
-            *(self._cupy.from_dlpack(tensor) for tensor in (q, k, v)),
+            *(self.cupy.from_dlpack(out.contiguous()), None),
+            *(self.cupy.from_dlpack(tensor) for tensor in (q, k, v)),
             causal=problem.causal,
             dtype=problem.dtype,
-            sample=Sample.of(problem, max_scores=_CHECKED_SCORES, seed=self._job["seed"]),
-            xp=self._cupy,
+            sample=Sample.of(problem, max_scores=_CHECKED_SCORES, seed=self.job["seed"]),
+            xp=self.cupy,
         )
         if not verdict.passed:
             raise CheckFailedError(verdict.reason)
@@ -384,19 +376,19 @@ class _Worker:
             "samples": samples,
             "enqueue_us": case.enqueue_us,
         }
-        self._send({"type": "reading", "reading": reading})
+        self.send({"type": "reading", "reading": reading})
 
     # -- timers
 
     def _events(self, problem: Problem) -> None:
         """Our own timer, in bursts."""
         cases = self._of(problem)
-        timer = timing.Timer(self._backend, seed=self._job["seed"])
+        timer = timing.Timer(self._backend, seed=self.job["seed"])
         for cold in (False, True):
             found = timer.burst(
                 {label: case.run for label, case in cases.items()},
                 cold=cold,
-                samples=self._job["samples"],
+                samples=self.job["samples"],
                 min_samples=4,
                 cap_s=0.6,
             )
@@ -407,8 +399,8 @@ class _Worker:
 
     def _sustained(self) -> None:
         """Our own timer, without a pause, on normal inputs and zeros one after the other."""
-        seconds = self._job["sustained_s"]
-        timer = timing.Timer(self._backend, seed=self._job["seed"])
+        seconds = self.job["sustained_s"]
+        timer = timing.Timer(self._backend, seed=self.job["seed"])
         chosen = [c for c in self._of(self._problems[0]).values() if c.name in SUSTAINED]
         if not seconds or not chosen:
             return
@@ -429,7 +421,7 @@ class _Worker:
             )
         cases = self._of(problem)
         order: list[tuple[_Case, bool]] = []
-        for _ in range(max(4, self._job["samples"] // 2)):
+        for _ in range(max(4, self.job["samples"] // 2)):
             labels = list(cases)
             self._random.shuffle(labels)
             order += [(cases[label], cold) for label in labels for cold in (False, True)]
@@ -476,7 +468,7 @@ class _Worker:
                 f"wanted the Python package cuda-bench, got: {error}. `pip install cuda-bench` installs it."
             ) from error
         steps: list[_Case] = []
-        for _ in range(self._job["rounds"]):
+        for _ in range(self.job["rounds"]):
             turn = list(self._cases.values())
             self._random.shuffle(turn)
             steps += turn
@@ -501,7 +493,7 @@ class _Worker:
         benchmark.set_criterion_param_int64("target-samples", 1)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "nvbench.json"
-            bench.run_all_benchmarks(["flashlab", "--devices", str(self._device), "--quiet", "--jsonbin", str(file)])
+            bench.run_all_benchmarks(["flashlab", "--devices", str(self.device), "--quiet", "--jsonbin", str(file)])
             measured = nvbench_samples(file)
         if not measured:
             raise LaunchError("its time was over before its first measurement")
