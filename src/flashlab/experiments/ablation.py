@@ -16,13 +16,12 @@ What the records of all three say is in effects.py.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flashlab.build import compiler
-from flashlab.core.errors import CompileError, ParameterError
+from flashlab.core.errors import ParameterError
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import levers
 from flashlab.kernels import registry
@@ -137,7 +136,8 @@ def measure(
         }
         levels |= of_axis
         cells.append((problem, list(of_axis)))
-    _compile_ahead([(problem, one) for one in levels.values()], arch or gpu.info(options.device).arch, announce)
+    arch = arch or gpu.info(options.device).arch
+    bench.compile_for(levels, cells, arch=arch, slug=None, announce=announce)
     return bench.measure("ablations", levels, cells, plan=plan, options=options)
 
 
@@ -184,18 +184,12 @@ def split(
         for stage_id in chosen
         for part, value in PARTS.items()
     }
-    complete = []
-    for problem in problems:
-        for one in parts.values():
-            stage = registry.get(one.id)
-            values = choice.parameters(stage, slug, problem, arch=arch, overrides=one.params)
-            complete.append((problem, replace(one, params=stage.parameters(problem.head_dim, values))))
-    _compile_ahead(complete, arch, announce)
     cells = [
         (problem, [name for name, one in parts.items() if one.id == stage_id])
         for problem in problems
         for stage_id in chosen
     ]
+    bench.compile_for(parts, cells, arch=arch, slug=slug, announce=announce)
     return bench.measure("parts", parts, cells, plan=plan, options=options)
 
 
@@ -244,28 +238,5 @@ def measure_levers(
                 )
     every = {name: one for group in groups.values() for name, one in group.items()}
     cells = [(problem, list(group)) for (_, problem, _), group in groups.items()]
-    _compile_ahead([(problem, every[name]) for problem, names in cells for name in names], arch, announce)
+    bench.compile_for(every, cells, arch=arch, slug=slug, announce=announce)
     return bench.measure("ablations", every, cells, plan=plan, options=options)
-
-
-def _compile_ahead(
-    wanted: Iterable[tuple[Problem, Implementation]], arch: str, announce: Callable[[str], None]
-) -> None:
-    """Fill the cache on all cores; what does not compile is the worker's to record."""
-    work = [
-        compiler.Job.of(
-            registry.get(one.id),
-            problem,
-            arch=arch,
-            overrides=one.params,
-            source=None if one.source is None else Path(one.source),
-            may_spill=True,
-        )
-        for problem, one in wanted
-        if registry.get(one.id).why_not(problem, arch) is None
-    ]
-
-    def told(job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
-        announce(f"{'refused' if isinstance(outcome, CompileError) else 'compiled'}: {job.label}")
-
-    compiler.compile_many(work, progress=told)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from flashlab.build import compiler, triton_code
-from flashlab.core.errors import MissingPackageError, ParameterError
+from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers as libraries
@@ -237,20 +237,46 @@ def compile_ahead(
     if gpu.available():
         return  # the worker says better why
     here = gpu.info(device)
+    with contextlib.suppress(MissingPackageError):  # no compiler: the worker says so of every stage
+        compile_for(named, cells, arch=here.arch, slug=here.slug, aligned=aligned)
+
+
+def compile_for(
+    named: Mapping[str, Implementation],
+    cells: Sequence[tuple[Problem, Sequence[str]]],
+    *,
+    arch: str,
+    slug: str | None,
+    aligned: Sequence[bool] = (True,),
+    announce: Callable[[str], None] = lambda text: None,
+) -> None:
+    """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
+
+    Args:
+        announce: told of every kernel.
+
+    Raises:
+        MissingPackageError: no compiler.
+    """
     jobs: dict[str, compiler.Job] = {}
     for problem, names in cells:
-        for one in (named[name] for name in names if name in named):
-            stage = registry.get(one.id) if one.kind == "stage" and one.source is None else None
-            if stage is None or (stage.language == "triton" and triton_code.missing()):
+        for one in (named[name] for name in names if name in named and named[name].kind == "stage"):
+            stage = registry.get(one.id)
+            if (stage.language == "triton" and triton_code.missing()) or stage.why_not(problem, arch):
                 continue
-            if stage.why_not(problem, here.arch):
-                continue
-            overrides = choice.parameters(stage, here.slug, problem, arch=here.arch, overrides=one.params)
+            how = {
+                "overrides": choice.parameters(stage, slug, problem, arch=arch, overrides=one.params),
+                "source": None if one.source is None else Path(one.source),
+                "may_spill": one.may_spill,
+            }
             for rows in aligned:
-                job = compiler.Job.of(stage, problem, arch=here.arch, aligned=rows, overrides=overrides)
+                job = compiler.Job.of(stage, problem, arch=arch, aligned=rows, **how)
                 jobs.setdefault(job.label, job)
-    with contextlib.suppress(MissingPackageError):  # no compiler: the worker says so of every stage
-        compiler.compile_many(list(jobs.values()))
+
+    def told(job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
+        announce(f"{'refused' if isinstance(outcome, CompileError) else 'compiled'}: {job.label}")
+
+    compiler.compile_many(list(jobs.values()), progress=told)
 
 
 # --- How long it will take --------------------------------------------------------------------------------------------
