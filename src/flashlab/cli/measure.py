@@ -88,7 +88,7 @@ def bench(
     what: dict[str, Any] = {"stages": named, "peers": opt.names_in(peers), "sources": opt.sources(source)}
     what |= {"plan": replace(module.Plan() if shape else module.plan_of(suite), **changes), "ceilings": ceilings}
     if dry_run:
-        known = [row for name in store.gpus() for run in store.runs(name) for row in run.measurements]
+        known = [row for name in store.gpus() for row in store.measurements(name)]
         estimates, total_s = module.estimate(problems, **what, known=known)
         columns = {"problem": "problem.label", **{name: name for name in ("implementations", "sustained", "seconds")}}
         answer(estimates, columns, as_json=as_json, document={"seconds": total_s, "problems": estimates})

@@ -655,7 +655,7 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
     readings = chip.newest(slug, data)
     try:
         shown = select.load(slug, data)
-        ceilings, rows = shown.ceilings, [row for run in store.runs(slug, data) for row in run.measurements]
+        ceilings, rows = shown.ceilings, [*store.measurements(slug, data)]
         rows += [row for of_problem in shown.problems.values() for row in of_problem]
     except NoDataError:
         ceilings, rows = {}, []

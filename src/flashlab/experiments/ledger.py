@@ -365,7 +365,7 @@ def verdicts(gpu: str, data: Path = DATA, claims: Path = CLAIMS) -> tuple[Verdic
         NoDataError: the GPU has no run.
         ParameterError: as `read`.
     """
-    store.runs(gpu, data)
+    store.require_runs(gpu, data)
     on_record = Records(gpu, data)
     return tuple(evaluate(claim, on_record) for claim in read(claims))
 

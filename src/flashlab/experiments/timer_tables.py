@@ -249,11 +249,7 @@ def _same_start(row: Measurement, other: Measurement) -> bool:
 
 def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
     """`spreads` of all that is on record for a GPU on normal inputs; may be empty."""
-    try:
-        runs = store.runs(gpu_slug or "", data)
-    except NoDataError:
-        return ()
-    return spreads(row for run in runs for row in run.measurements if row.problem.inputs == NORMAL)
+    return spreads(row for row in store.measurements(gpu_slug or "", data) if row.problem.inputs == NORMAL)
 
 
 # --- Pages ------------------------------------------------------------------------------------------------------------

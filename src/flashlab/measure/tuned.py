@@ -55,19 +55,13 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
                 made.append(_row(key, best.parameters, best, variants=len(timed)))
                 break
     newest: dict[Key, ChoiceRow] = {}
-    for measured in _measurements(gpu_slug, data):
+    for measured in store.measurements(gpu_slug, data):
         cubin = measured.cubin
         if measured.status == "ok" and cubin is not None and _fits(measured.name, cubin.parameters):
             key = Key(measured.name, measured.problem)
             newest[key] = _row(key, cubin.parameters, measured, variants=0)
     made += newest.values()
     return sorted((row for row in made if _plain(row.problem)), key=lambda row: (row.stage, row.problem, row.variants))
-
-
-def _measurements(gpu_slug: str, data: Path) -> list[Measurement]:
-    """Of all runs, the oldest first."""
-    runs = store.runs(gpu_slug, data) if gpu_slug in store.gpus(data) else ()
-    return [row for run in runs for row in run.measurements]
 
 
 def _fits(name: str, parameters: Mapping[str, int]) -> bool:
@@ -162,7 +156,7 @@ def held_against(gpu_slug: str, peer: str = BESIDE, data: Path = DATA) -> list[H
             tuning_runs.add(record.run)
             of_run = times.setdefault(record.problem, {}).setdefault(record.run, {})
             of_run[record.stage, items(record.parameters)] = _taken(record).median_us
-    for row in _measurements(gpu_slug, data):
+    for row in store.measurements(gpu_slug, data):
         if row.status == "ok" and row.samples_of() is not None:
             of_run = times.setdefault(row.problem, {}).setdefault(row.run, {})
             of_run[row.name, items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us

@@ -245,6 +245,11 @@ def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
     return tuple(map(read_run, require_runs(gpu, data)))
 
 
+def measurements(gpu: str, data: Path = DATA) -> tuple[Measurement, ...]:
+    """Stages and libraries of every run of a GPU, oldest first; no row `with_lse`. Empty where there is none."""
+    return tuple(row for row in records(gpu, Measurement, data) if not row.with_lse)
+
+
 def newest_ceilings(gpu: str, data: Path = DATA) -> dict[str, Ceiling]:
     """The newest reading of each ceiling; raises as `require_runs`."""
     require_runs(gpu, data)

@@ -374,7 +374,7 @@ def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str | None]:
     if source == "auto" and here and gpu in ("", here):
         return "measure", here
     if gpu:
-        store.runs(gpu, data)  # raises NoDataError, which names the GPUs there are
+        store.require_runs(gpu, data)  # raises NoDataError, which names the GPUs there are
         return "replay", gpu
     return "replay", next(iter(store.gpus(data)), None)
 

@@ -141,7 +141,7 @@ def generate(root: Path, data: Path = DATA, *, executed: Path | None = None, gpu
         OutputError: `root` cannot be written.
     """
     if gpu:
-        store.runs(gpu, data)
+        store.require_runs(gpu, data)
     shutil.rmtree(root, ignore_errors=True)
     out = Output(root=writable_dir(root, "generated pages"))
     everything = select.load_all(data)
