@@ -34,7 +34,6 @@ RATES = Rates(
     softmax=Speeds(*2 * [{1: 8.0, 2: 16.0, 3: 16.0, 4: 16.0}]),
     softmax_without_max=Speeds(*2 * [{1: 12.0, 2: 16.0, 3: 16.0, 4: 16.0}]),
     gemm_latency=0.0,
-    handover=0.0,
     wait=0.0,
     copy=0.0,
 )
@@ -53,6 +52,7 @@ KERNEL = Kernel(
     waits=False,
 )
 SCORES = 64 * 128
+LIMITS = cycle_model.floor(KERNEL, RATES).limits
 
 
 def loop(kernel: Kernel, rates: Rates = RATES) -> float:
@@ -87,7 +87,7 @@ def test_softmaxes_beside_products_are_slower() -> None:
 
 def test_without_maxima_the_softmax_is_as_fast_as_it_was_measured() -> None:
     assert loop(replace(KERNEL, maxima=False)) == pytest.approx(256 + SCORES / 12 + 256)
-    assert cycle_model.floor(replace(KERNEL, maxima=False), RATES).alu < cycle_model.floor(KERNEL, RATES).alu
+    assert cycle_model.floor(replace(KERNEL, maxima=False), RATES).limits["ALU pipe"] < LIMITS["ALU pipe"]
 
 
 def test_turns_keep_products_apart() -> None:
@@ -115,23 +115,23 @@ def test_steps_without_an_end_are_refused() -> None:
 
 def test_the_floor_is_the_slowest_unit() -> None:
     found = cycle_model.floor(KERNEL, RATES)
-    assert found.gemms_and_fma == pytest.approx(256 / 4096 + 2 / 128)
+    assert found.limits["GEMMs and FP32 pipe"] == pytest.approx(256 / 4096 + 2 / 128)
     # 1/16 clock of products, in which half an exponential is done; the other half at the full rate.
-    assert found.exponentials == pytest.approx(1 / 16 + 0.5 / 16)
+    assert found.limits["exponentials"] == pytest.approx(1 / 16 + 0.5 / 16)
     assert found.why == "exponentials"
-    assert found.value == found.exponentials
+    assert found.value == found.limits["exponentials"]
     assert cycle_model.floor(replace(KERNEL, head_dim=128), RATES).why == "GEMMs and FP32 pipe"
 
 
 def test_sums_by_products_spare_the_fp32_pipe() -> None:
     spared = replace(KERNEL, sums_by_gemm=True, adds=False)
     assert spared.fma == KERNEL.fma - 1
-    assert cycle_model.floor(spared, RATES).gemms_and_fma < cycle_model.floor(KERNEL, RATES).gemms_and_fma
+    assert cycle_model.floor(spared, RATES).limits["GEMMs and FP32 pipe"] < LIMITS["GEMMs and FP32 pipe"]
 
 
 def test_warp_level_products_want_their_ceiling() -> None:
     warps = replace(KERNEL, uses_wgmma=False)
-    assert cycle_model.floor(warps, RATES).smem > 0
+    assert cycle_model.floor(warps, RATES).limits["shared memory"] > 0
     with pytest.raises(NoDataError, match="mma_sync_float16"):
         cycle_model.floor(warps, replace(RATES, mma_sync=None))
 

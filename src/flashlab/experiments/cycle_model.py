@@ -93,8 +93,6 @@ class Rates:
     softmax_without_max: Speeds
     gemm_latency: float
     """Cycles from issuing the first of some wgmma to the end of the last, beyond those that they take."""
-    handover: float
-    """Cycles of a named barrier from one warpgroup to another."""
     wait: float
     """Cycles of asking an mbarrier whose phase is complete."""
     copy: float
@@ -149,7 +147,6 @@ def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, schema.
         softmax=speeds("softmax"),
         softmax_without_max=speeds("softmax_without_max"),
         gemm_latency=read("issue_n64_1wg_ss").value - issued * wgmma_cycles(64, wgmma),
-        handover=read("named_barrier_handover").value,
         wait=read("mbarrier_try_wait").value,
         copy=read("bulk_copy_16_kib").value,
     )
@@ -234,22 +231,8 @@ class Kernel:
 class Floor:
     """Cycles per score of one SM that each limit asks for, whatever the order."""
 
-    gemms_and_fma: float
-    exponentials: float
-    alu: float
-    issue: float
-    smem: float
-
-    @property
-    def limits(self) -> dict[str, float]:
-        """By name, for people."""
-        return {
-            "GEMMs and FP32 pipe": self.gemms_and_fma,
-            "exponentials": self.exponentials,
-            "ALU pipe": self.alu,
-            "issue slots": self.issue,
-            "shared memory": self.smem,
-        }
+    limits: Mapping[str, float]
+    """By name, for people."""
 
     @property
     def value(self) -> float:
@@ -276,13 +259,14 @@ def floor(kernel: Kernel, rates: Rates) -> Floor:
         NoDataError: it uses mma.sync, of whose rate there is no ceiling on record.
     """
     gemms = kernel.flops / _gemm_rate(kernel, rates)
-    return Floor(
-        gemms_and_fma=max(gemms, (gemms + kernel.fma / rates.fma) / rates.shared),
-        exponentials=_beside(1.0, rates.exp2, rates.exp2_beside, gemms),
-        alu=_beside(kernel.alu, rates.alu, rates.alu_beside, gemms),
-        issue=kernel.issued / LANES,
-        smem=kernel.smem_bytes / SMEM_BYTES,
-    )
+    limits = {
+        "GEMMs and FP32 pipe": max(gemms, (gemms + kernel.fma / rates.fma) / rates.shared),
+        "exponentials": _beside(1.0, rates.exp2, rates.exp2_beside, gemms),
+        "ALU pipe": _beside(kernel.alu, rates.alu, rates.alu_beside, gemms),
+        "issue slots": kernel.issued / LANES,
+        "shared memory": kernel.smem_bytes / SMEM_BYTES,
+    }
+    return Floor(limits=limits)
 
 
 def _beside(amount: float, rate: float, rate_beside: float, gemms: float) -> float:
