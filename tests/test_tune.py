@@ -111,9 +111,7 @@ def test_a_grid_that_is_none_is_refused(text: str) -> None:
 def test_refused_and_twin_variants_cost_no_gpu_time() -> None:
     start = STAGE.parameters(64)
     crooked = {**start, "TILE_KV": 60}
-    found = tune.compile_variants(
-        STAGE, [start, crooked, dict(start)], head_dim=64, causal=False, dtype="float16", arch="sm_90a"
-    )
+    found = tune.compile_variants(STAGE, [start, crooked, dict(start)], PROBLEM, arch="sm_90a")
     assert found.good == (start,)
     assert found.twins == (start,)
     ((variant, reason),) = found.refused

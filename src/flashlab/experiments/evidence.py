@@ -673,16 +673,8 @@ def _built(operand: str, *, arch: str) -> compiler.Cubin:
     """Machine code at head dim 64, without a mask, in float16."""
     name, overrides = split(operand)
     try:
-        return compiler.compile_stage(
-            compiler.Job(
-                stage=registry.get(name),
-                head_dim=64,
-                dtype="float16",
-                causal=False,
-                arch=arch,
-                overrides=overrides or None,
-            )
-        )
+        stage = registry.get(name)
+        return compiler.compile_stage(compiler.Job.of(stage, FIRST, arch=arch, overrides=overrides or None))
     except (UnknownStageError, CompileError) as error:
         raise PendingError(f"flashlab compile {name} --arch {arch}") from error
 

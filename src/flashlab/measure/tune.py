@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
@@ -230,22 +230,17 @@ class Compiled(NamedTuple):
 def compile_variants(
     stage: Stage,
     variants: Sequence[Variant],
+    problem: Problem,
     *,
-    head_dim: int,
-    causal: bool,
-    dtype: DType,
     arch: str,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Compiled:
-    """Compile them all, several at once, so that the timing finds them in the cache.
+    """Compile them all for a problem, several at once, so that the timing finds them in the cache.
 
     Raises:
         As `compiler.compile_many`: UnsupportedError, ParameterError, MissingPackageError, OutputError.
     """
-    jobs = [
-        compiler.Job(stage=stage, head_dim=head_dim, dtype=dtype, causal=causal, arch=arch, overrides=variant)
-        for variant in variants
-    ]
+    jobs = [compiler.Job.of(stage, problem, arch=arch, overrides=variant) for variant in variants]
     outcomes = compiler.compile_many(jobs, progress=lambda job, _: progress(job.label))
     good: dict[str, Variant] = {}
     refused: list[tuple[Variant, str]] = []
@@ -327,8 +322,7 @@ def tune(
     stay = _staying(Key(stage_id, problems[0]), arch, slug, options.data)
     if variants is None:
         variants = variants_of(stage, head_dim, grid, each=each, base=stay[-1], limit=limit)
-    how: dict[str, Any] = {"head_dim": head_dim, "causal": mask == "causal", "dtype": dtype}
-    compiled = compile_variants(stage, _unique([*stay, *variants]), **how, arch=arch, progress=announce)
+    compiled = compile_variants(stage, _unique([*stay, *variants]), problems[0], arch=arch, progress=announce)
     if not compiled.good:
         raise CompileError(
             f"{stage_id}: no variant of {len(variants)} compiles, the first because of {compiled.refused[0][1]}",
@@ -431,10 +425,9 @@ def tune_all(
     }
 
     def build(kind: tuple[str, int, Mask, DType]) -> Compiled:
-        stage_id, head_dim, mask, dtype = kind
+        key = kinds[kind][0].key
         every = _unique(variant for task in kinds[kind] for variant in tried[task.key])
-        how: dict[str, Any] = {"head_dim": head_dim, "causal": mask == "causal", "dtype": dtype}
-        return compile_variants(registry.get(stage_id), every, **how, arch=arch)
+        return compile_variants(registry.get(key.stage), every, key.problem, arch=arch)
 
     able: list[tuple[Task, Compiled]] = []
     with ThreadPoolExecutor(_TASKS_AT_ONCE) as pool:

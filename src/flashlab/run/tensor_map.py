@@ -16,8 +16,6 @@ from flashlab.run import gpu
 
 MAP_BYTES = 128
 MAX_RANK = 5
-ALIGNMENT_BYTES = 16
-"""Addresses and strides are multiples of it."""
 MAX_STRIDE_BYTES = 2**40
 """Strides are below it."""
 DATA_TYPES: dict[DType, int] = {"float16": 6, "bfloat16": 9}
