@@ -119,8 +119,7 @@ class Entry(BaseModel):
 
 def split(operand: str) -> tuple[str, dict[str, int]]:
     """`ID[NAME=VALUE,…]` as the id and the values; none where there are no brackets."""
-    name, _, values = operand.rstrip("]").partition("[")
-    return name, {key: int(value) for key, _, value in (one.partition("=") for one in values.split(",") if one)}
+    return operand.partition("[")[0], registry.variant_in(operand)
 
 
 def is_stage(name: str) -> bool:

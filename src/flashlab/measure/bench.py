@@ -18,7 +18,6 @@ from flashlab.core.inputs import NORMAL
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers as libraries
 from flashlab.kernels import registry
-from flashlab.kernels.registry import variant_in
 from flashlab.measure import ceilings as limits
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import Cell, Supervisor
@@ -148,22 +147,18 @@ def implementations_of(
     Raises:
         UnknownStageError, ParameterError: there is none of a name, or no file.
     """
-    named: dict[str, Implementation] = {}
-
-    def add(name: str, kind: Literal["stage", "peer"], identity: str, source: Path | None = None) -> None:
-        lse = {"lse": False} if kind == "stage" else {}
-        named[name] = Implementation(
-            kind=kind,
-            id=identity,
-            params=variant_in(name),
-            source=None if source is None else str(source),
-            record={"name": name, "kind": kind, **lse},
+    named = {
+        name: Implementation(
+            kind="stage",
+            id=one.stage.id,
+            params=one.overrides or {},
+            source=None if one.source is None else str(one.source),
+            record={"name": name, "kind": "stage", "lse": False},
         )
-
-    for name, one in on_cpu.implementations(stage_ids, sources).items():
-        add(name, "stage", one.stage.id, one.source)
+        for name, one in on_cpu.implementations(stage_ids, sources).items()
+    }
     for name in libraries.PEERS if peer_names is None else peer_names:
-        add(libraries.get(name).name, "peer", name)
+        named[name] = Implementation(kind="peer", id=libraries.get(name).name, record={"name": name, "kind": "peer"})
     return named
 
 
