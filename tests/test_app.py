@@ -772,6 +772,10 @@ def test_claims_are_judged_written_and_compared(run: Run, data: Path) -> None:
     assert first["interval"][0] < first["value"] < first["interval"][1]
     assert first["record"].startswith("nvidia-h200/runs/")
     assert first["reason"]
+    assert (first["quote"], first["lines"]) == ("Configuration: B=16, H=16, S=2048, D=64 … TFLOPS: 1.6", [12, 14])
+    assert first["states"]["shape"] == {"text": "B16 H16 S2048 D64", "lines": [12]}
+    assert first["adds"]["dtype"] == "float16"
+    assert first["why"]
     written = run("claims", "--data", data, "--write")
     assert written.code == 0
     assert "A01" in written.out

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import html
 import json
+import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from markdown import markdown
 from pydantic import ValidationError
 from synthetic import COMMIT, RUN, measurement, write_synthetic
 
@@ -88,19 +92,82 @@ def test_a_rule_that_needs_a_number_says_so(rule: str) -> None:
         judge(rule, exact(1), None)
 
 
+def write_claims(path: Path, *changes: Mapping[str, str]) -> Path:
+    """A file of claims, each the same but for its changes."""
+    sound = {
+        "id": "X1",
+        "source": "S § T",
+        "lines": "3 7",
+        "quote": "Phase 1 … 40,541 us at 5 TFLOPS",
+        "claim": "rate",
+        "value": "5",
+        "unit": "TFLOP/s",
+        "states": "gpu: H100 @4; kernel: WMMA, 8 warps @7,9",
+        "adds": "shape: B1 H8 S512 D64; dtype: float16",
+        "why": "It states neither.",
+        "how_to_test": "measure",
+        "rule": "near",
+    }
+    with path.open("w", encoding="utf-8", newline="") as file:
+        lines = csv.DictWriter(file, sound)
+        lines.writeheader()
+        lines.writerows({**sound, **change} for change in changes)
+    return path
+
+
+def test_a_claim_keeps_the_documents_words_apart_from_ours(tmp_path: Path) -> None:
+    (claim,) = ledger.read(write_claims(tmp_path / "claims.csv", {}))
+    assert claim.gpu == "H100"
+    assert claim.attribution == {
+        "quote": "Phase 1 … 40,541 us at 5 TFLOPS",
+        "lines": [3, 7],
+        "states": {"gpu": {"text": "H100", "lines": [4]}, "kernel": {"text": "WMMA, 8 warps", "lines": [7, 9]}},
+        "adds": {"shape": "B1 H8 S512 D64", "dtype": "float16"},
+        "why": "It states neither.",
+    }
+
+
 @pytest.mark.parametrize(
-    ("line", "fault"),
+    ("changes", "fault"),
     [
-        ("X1,S,c,about 5,x,H100,,how,near", "wanted a number"),
-        ("X1,S,c,5,x,H100,,how,nearly", "wanted one of near"),
-        ("X1,S,c,5,x,H100,,how,near\nX1,S,c,5,x,H100,,how,near", "wanted every id once"),
+        ([{"value": "about 5"}], "wanted a number"),
+        ([{"rule": "nearly"}], "wanted one of near"),
+        ([{}, {}], "wanted every id once"),
+        ([{"quote": ""}], "X1: quote: wanted the document's words, got none"),
+        ([{"lines": "3"}], "X1: lines: wanted one for each of the 2 parts of the quote, got 1"),
+        ([{"lines": "3 seven"}], "lines"),
+        ([{"why": ""}], "X1: why: wanted a reason for what we add, shape, dtype, got none"),
+        ([{"value": "33"}], "X1: value: wanted numbers of the quote, or of what we add under `number`, got 33"),
+        ([{"value": "541"}], "got 541"),
+        ([{"states": "gpu: H100"}], "wanted `gpu: text @line,line`, the lines that state it"),
+        ([{"states": "dtype: float16 @7"}], "X1: gpu: wanted the model that the claim is about"),
+        ([{"adds": "float16"}], "wanted `name: text`, each name once"),
+        ([{"adds": "dtype: float16; dtype: float32"}], "got 'dtype: float32'"),
+        ([{"adds": "sape: B1 H8 S512 D64"}], "sape"),
     ],
 )
-def test_what_is_no_claim_is_refused(line: str, fault: str, tmp_path: Path) -> None:
-    path = tmp_path / "claims.csv"
-    path.write_text(f"id,source,claim,value,unit,gpu,shape,how_to_test,rule\n{line}\n", encoding="utf-8")
+def test_what_is_no_claim_is_refused(changes: Sequence[Mapping[str, str]], fault: str, tmp_path: Path) -> None:
+    path = write_claims(tmp_path / "claims.csv", *changes)
     with pytest.raises(ParameterError, match=fault):
         ledger.read(path)
+
+
+@pytest.mark.parametrize("change", [{"value": "40541"}, {"value": "33", "adds": "number: 33, a quotient of ours"}])
+def test_a_claimed_number_is_the_documents_or_called_ours(change: Mapping[str, str], tmp_path: Path) -> None:
+    assert ledger.read(write_claims(tmp_path / "claims.csv", change))
+
+
+def test_shapes_that_no_document_states_are_ours() -> None:
+    """Two documents benchmark at the first shape; every other complete shape is an assumption."""
+    complete = re.compile(r"B\d+ H\d+ S\d+ D\d+")
+    claims = ledger.read()
+    stated = {
+        shape for claim in claims if "shape" in claim.states for shape in complete.findall(claim.states["shape"].text)
+    }
+    added = {shape for claim in claims for shape in complete.findall(claim.adds.get("shape", ""))}
+    assert stated == {"B16 H16 S2048 D64"}
+    assert added == {"B16 H16 S2048 D64", "B1 H8 S512 D64", "B2 H8 S512 D64", "B32 H8 S128 D64"}
+    assert {claim.id for claim in claims if "number" in claim.adds} == {"C09", "E03", "E08"}
 
 
 @pytest.mark.parametrize(
@@ -457,6 +524,28 @@ def test_tables_name_every_claim_and_contradiction(data: Path) -> None:
     assert "1.6 TFLOP/s" in contradictions
     assert "0.65 TFLOP/s" in contradictions
     assert {name for one in facts()["contradictions"] for name in one["ids"]} <= {one.id for one in found}
+
+
+def test_the_table_shows_whose_a_condition_is(data: Path) -> None:
+    table = html.unescape(ledger.table([_one(data, "C04"), _one(data, "E08")]))
+    assert "40,541 μs" in table
+    assert "(line 75)" in table
+    assert "We add:</b> shape: B1 H8 S512 D64; " in table
+    assert "Ours: 90 % of peak" in table
+
+
+def test_a_quote_is_text_on_the_page(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hostile = '5 <script>alert(1)</script> <img onerror=x> [a](javascript:b) | **c** `d` ~e~ "f" &amp; g_h_'
+    path = write_claims(tmp_path / "claims.csv", {"id": "A01", "quote": f"{hostile} … 5", "why": hostile})
+    (claim,) = ledger.read(path)
+    one = _one(data, "A01")
+    monkeypatch.setattr(ledger, "read", lambda: (claim,))
+    table = ledger.table([one])
+    assert len(table.splitlines()) == 3
+    assert table.splitlines()[2].count("|") == table.splitlines()[0].count("|")
+    shown = markdown(table, extensions=["tables", "attr_list", "md_in_html"])
+    assert not re.search(r"<(script|img|a|strong|em|del)\b", shown)
+    assert html.unescape(re.sub(r"<[^>]+>", "", shown)).count(hostile) == 2
 
 
 @pytest.mark.parametrize("slug", sorted(path.parent.name for path in DATA.glob(f"*/{ledger.VERDICTS}")))

@@ -1,6 +1,6 @@
 """The ledger: what the source documents claim, by which rule each claim is judged, and what the records say.
 
-    data/claims.csv               the claims, each with its rule
+    data/claims.csv               the claims, each in its document's words, with what we add to them, and its rule
     data/<gpu>/verdicts.json      the verdicts, `flashlab claims --write`
 
 A claim names a number, or several joined by a slash, or none where it only says that one thing beats another. An
@@ -25,7 +25,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
 from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA
@@ -96,8 +96,35 @@ class Range:
 _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
+Condition = Literal["gpu", "shape", "dtype", "mask", "kernel", "measure", "number"]
+CONDITIONS: Mapping[Condition, str] = {
+    "gpu": "GPU",
+    "shape": "shape",
+    "dtype": "element type",
+    "mask": "mask",
+    "kernel": "kernel",
+    "measure": "what is measured",
+    "number": "number",
+}
+"""What a claim can hold under, and its name for people. A `number` that we add is none that the document gives."""
+_ELLIPSIS = " … "
+
+
+class Stated(BaseModel):
+    """A condition as the document states it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    text: str
+    lines: tuple[int, ...]
+    """Of the document, where it says so."""
+
+
 class Claim(BaseModel):
-    """One line of data/claims.csv."""
+    """One line of data/claims.csv: what a document says, apart from what we add so that it can be tested.
+
+    A condition may be both stated and added to: a document names a model, and the number of its layers is ours.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -105,17 +132,75 @@ class Claim(BaseModel):
     """A letter for the document and a number."""
     source: str
     """Title of the document, and the section that makes the claim."""
+    lines: tuple[int, ...]
+    """Of the document, one for each part of the quote."""
+    quote: tuple[str, ...]
+    """The document's words, in the file joined by an ellipsis; without its markup, and with single spaces."""
     claim: str
+    """In our words."""
     value: str
-    """As the document has it; empty where it gives no number."""
+    """As the document has it, or as `adds` says of it; empty where there is no number."""
     unit: str
     """Of each number, joined by a slash where they differ."""
-    gpu: str
-    """The model that the document measured on."""
-    shape: str
+    states: Mapping[Condition, Stated]
+    """Conditions that the document states: in the file `gpu: H100 @4; shape: …`, with the lines that say so."""
+    adds: Mapping[Condition, str]
+    """Conditions of ours that the document does not state: in the file `shape: …; kernel: …`."""
+    why: str
+    """Why we add them, and where what is judged is not what the document has; empty where nothing is added."""
     how_to_test: str
     rule: str
     """Name of one of `RULES`."""
+
+    @field_validator("lines", mode="before")
+    @classmethod
+    def _lines(cls, text: object) -> object:
+        return tuple(text.split()) if isinstance(text, str) else text
+
+    @field_validator("quote", mode="before")
+    @classmethod
+    def _quote(cls, text: object) -> object:
+        return tuple(filter(None, text.split(_ELLIPSIS))) if isinstance(text, str) else text
+
+    @field_validator("states", "adds", mode="before")
+    @classmethod
+    def _conditions(cls, text: object, info: ValidationInfo) -> object:
+        if not isinstance(text, str):
+            return text
+        conditions: dict[str, object] = {}
+        for part in filter(None, text.split("; ")):
+            name, separator, what = part.partition(": ")
+            if not separator or name in conditions:
+                raise ValueError(f"wanted `name: text`, each name once, joined by semicolons, got {part!r}")
+            conditions[name] = what
+            if info.field_name == "states":
+                said = re.fullmatch(r"(.+) @(\d+(?:,\d+)*)", what)
+                if said is None:
+                    raise ValueError(f"wanted `{name}: text @line,line`, the lines that state it, got {part!r}")
+                conditions[name] = Stated(text=said[1], lines=tuple(map(int, said[2].split(","))))
+        return conditions
+
+    @model_validator(mode="after")
+    def _attributed(self) -> Claim:
+        if not self.quote:
+            raise ValueError(f"{self.id}: quote: wanted the document's words, got none")
+        if len(self.lines) != len(self.quote):
+            raise ValueError(
+                f"{self.id}: lines: wanted one for each of the {len(self.quote)} parts of the quote, "
+                f"got {len(self.lines)}"
+            )
+        if self.adds and not self.why:
+            raise ValueError(f"{self.id}: why: wanted a reason for what we add, {', '.join(self.adds)}, got none")
+        if "gpu" not in self.states and "gpu" not in self.adds:
+            raise ValueError(f"{self.id}: gpu: wanted the model that the claim is about, stated or added, got neither")
+        said = re.findall(_NUMBER, re.sub(r"(?<=\d),(?=\d{3})", "", " ".join(self.quote)))
+        added = re.findall(_NUMBER, self.adds.get("number", ""))
+        if unsaid := [number for number in re.findall(_NUMBER, self.value) if number not in (*said, *added)]:
+            raise ValueError(
+                f"{self.id}: value: wanted numbers of the quote, or of what we add under `number`, "
+                f"got {', '.join(unsaid)}"
+            )
+        return self
 
     @field_validator("rule")
     @classmethod
@@ -123,6 +208,17 @@ class Claim(BaseModel):
         if rule not in RULES:
             raise ValueError(f"wanted one of {', '.join(RULES)}, got {rule!r}")
         return rule
+
+    @property
+    def gpu(self) -> str:
+        """The model that the claim is about: as the document states it, else as we add it."""
+        return self.states["gpu"].text if "gpu" in self.states else self.adds["gpu"]
+
+    @property
+    def attribution(self) -> dict[str, object]:
+        """What the document says and what we add, as `flashlab claims --json` prints it."""
+        whose = self.model_dump(mode="json", include={"lines", "states", "adds", "why"})
+        return {"quote": _ELLIPSIS.join(self.quote), **whose}
 
     @cached_property
     def numbers(self) -> tuple[Range | None, ...]:
@@ -146,7 +242,8 @@ def read(path: Path = CLAIMS) -> tuple[Claim, ...]:
     """The claims of a file, in its order.
 
     Raises:
-        ParameterError: a value that is no number, a rule that does not exist, an id that occurs twice.
+        ParameterError: a value that is no number, or one that the quote lacks and nothing says is ours; no quote, no
+            line or no reason for what we add; a rule that does not exist, an id that occurs twice.
     """
     with path.open(encoding="utf-8", newline="") as file:
         try:
@@ -310,8 +407,8 @@ def _against(number: Number, claimed: Range | None) -> str:
 
 def evaluate(claim: Claim, records: Records) -> Verdict:
     """The verdict on one claim from a GPU's records. Never raises for what is not on record: it is `pending` then."""
-    fields = claim.model_dump(include={"id", "source", "claim", "gpu", "rule"})
-    fields |= {"claimed": claim.claimed, "measured_on": records.gpu}
+    fields = claim.model_dump(include={"id", "source", "claim", "rule"})
+    fields |= {"gpu": claim.gpu, "claimed": claim.claimed, "measured_on": records.gpu}
     try:
         entry = entries()[claim.id]
         finding = find(records, entry)
@@ -592,6 +689,29 @@ def contradictions(verdicts: Sequence[Verdict]) -> str:
     return tables.markdown(("claims", "contradiction", "claimed", "ours", "verdicts"), rows, left=5)
 
 
+def _literal(text: str) -> str:
+    """Text that neither Markdown nor HTML reads anything into."""
+    return re.sub(r"[!-+:<->@\[-`{-~-]", lambda found: f"&#{ord(found[0])};", text)
+
+
+def _whose(claim: Claim) -> str:
+    """A claim's quote, what the document states and what we add, folded away, as HTML."""
+
+    def on(lines: Sequence[int]) -> str:
+        return f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}"
+
+    stated = [f"{CONDITIONS[name]}: {_literal(one.text)} ({on(one.lines)})" for name, one in claim.states.items()]
+    added = [f"{CONDITIONS[name]}: {_literal(text)}" for name, text in claim.adds.items()]
+    parts = (
+        ("The document", f"“{_literal(_ELLIPSIS.join(claim.quote))}” ({on(claim.lines)})"),
+        ("It states", "; ".join(stated) or "nothing more"),
+        ("We add", "; ".join(added) or "nothing"),
+        ("Why", _literal(claim.why)),
+    )
+    told = "<br>".join(f"<b>{title}:</b> {text}" for title, text in parts if text)
+    return f'<details class="whose"><summary>Its words, and what we add</summary>{told}</details>'
+
+
 def table(
     verdicts: Sequence[Verdict],
     *,
@@ -610,10 +730,20 @@ def table(
         origin = f"From {links}{', older than the rules' if one.older else ''}." if links else ""
         return " ".join(filter(None, (one.reason, one.conclusion, origin)))
 
+    known = {claim.id: claim for claim in read()}
+
+    def what(one: Verdict) -> str:
+        title = f"{one.claim}<br><small>{one.source}</small>"
+        return title + _whose(known[one.id]) if one.id in known else title
+
+    def number(one: Verdict) -> str | None:
+        ours = known[one.id].adds.get("number") if one.id in known else None
+        return f"{one.claimed}<br><small>Ours: {_literal(ours)}</small>" if ours else one.claimed or None
+
     columns = (
         tables.Column("id", "id", left=True),
-        tables.Column("claim", lambda one: f"{one.claim}<br><small>{one.source}</small>", left=True),
-        tables.Column("claimed", lambda one: one.claimed or None, left=True),
+        tables.Column("claim", what, left=True),
+        tables.Column("claimed", number, left=True),
         tables.Column("verdict", "verdict", words, left=True),
         tables.Column("ours", "decisive", shown, left=True),
         tables.Column("why", why, left=True),

@@ -55,8 +55,9 @@ def claims(
         say(f"All {len(verdicts)} verdicts are those in {compare}")
         return
     decisive = {verdict.id: ledger.shown(verdict.decisive) for verdict in verdicts if verdict.decisive}
+    whose = {claim.id: claim.attribution for claim in ledger.read()}
     answer(
-        [verdict.flat() for verdict in verdicts],
+        [verdict.flat() | whose[verdict.id] for verdict in verdicts],
         {
             "claim": "id",
             "verdict": lambda row: ledger.words(row["verdict"]),
