@@ -143,7 +143,7 @@ class Problem:
 
 
 FIRST_SHAPE = "16x16x2048x64"
-"""The sources' shape: the ladder is told at it."""
+"""The shape that the sources state where they state one: the ladder is told at it."""
 
 STANDARD_SHAPES = (
     FIRST_SHAPE,
@@ -157,7 +157,7 @@ STANDARD_SHAPES = (
 )
 
 CLAIMS_SHAPES = ("1x32x2048x128", "1x8x512x64", "2x8x512x64", "32x8x128x64", "1x8x128x64")
-"""Where the sources' claims lie beside their first shape: a layer of LLaMA-7B, and short sequences."""
+"""Where claims are judged beside the first shape: a layer of LLaMA-7B, and short sequences, which are ours."""
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 """Sequence lengths of the suite `lengths`, at a constant number of tokens."""
