@@ -716,6 +716,8 @@ def test_ablate_lists_its_levers(run: Run) -> None:
     assert causal[0]["problems"] == [f"B16 H16 S2048 D{d} causal float16" for d in (64, 128)]
     other = run("ablate", "--levers", "--list", "take_early", "--shape", "1x2x64x64", "--json").json
     assert other[0]["problems"] == [f"B1 H2 S64 D64 {mask} bfloat16" for mask in ("full", "causal")]
+    steep = run("ablate", "--levers", "--list", "take_early", "--inputs", "steps", "--mask", "full", "--json").json
+    assert all(problem.endswith("steps") for problem in steep[0]["problems"])
     refused = run("ablate", "--levers", "colour")
     assert refused.code == 1
     assert "take_early" in refused.err

@@ -641,3 +641,14 @@ def test_the_newest_check_of_every_stage_is_found_though_a_later_run_checked_few
         "05_wmma": "20260103T030405Z-89abcde",
     }
     assert select.newest_checks("nvidia-h200", tmp_path, "random") == {}
+
+
+def test_a_later_check_of_a_few_problems_does_not_hide_a_whole_one(tmp_path: Path) -> None:
+    folder = tmp_path / "nvidia-h200" / "checks"
+    folder.mkdir(parents=True)
+    whole, later, fragment = "20260101T030405Z-0123abc", "20260102T030405Z-89abcde", "20260103T030405Z-4567abc"
+    for run, count in ((whole, 10), (later, 6), (fragment, 4)):
+        problems = [asdict(Problem.parse(f"1x2x{length}x64")) for length in range(1, 1 + count)]
+        lines = [{"run": run, "stage": "05_wmma", "problem": problem, "status": "ok"} for problem in problems]
+        (folder / f"{run}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert {line["run"] for line in select.newest_checks("nvidia-h200", tmp_path)["05_wmma"]} == {later}

@@ -500,14 +500,19 @@ def checks(
 def newest_checks(
     gpu: str, data: Path = DATA, folder: CheckFolder = "checks", inputs: Collection[str] = (NORMAL,)
 ) -> dict[str, Comparisons]:
-    """By stage, the lines of the newest run that compared it with the oracle on these kinds of inputs; may be empty."""
-    newest: dict[str, Comparisons] = {}
+    """By stage, the lines of the newest run that compared it with the oracle on these kinds of inputs; may be empty.
+
+    A run with less than half the lines that another one has of the stage is a fragment, and does not count.
+    """
+    runs: dict[str, list[Comparisons]] = {}
     for lines in _check_files(gpu, data, folder, inputs).values():
-        by_stage: dict[str, list[dict[str, Any]]] = {}
-        for line in lines:
-            by_stage.setdefault(line["stage"], []).append(line)
-        newest |= {stage: tuple(lines) for stage, lines in by_stage.items()}
-    return newest
+        for stage in dict.fromkeys(line["stage"] for line in lines):
+            runs.setdefault(stage, []).append(tuple(line for line in lines if line["stage"] == stage))
+    most = {stage: max(map(len, of_stage)) for stage, of_stage in runs.items()}
+    return {
+        stage: next(lines for lines in reversed(of_stage) if 2 * len(lines) >= most[stage])
+        for stage, of_stage in runs.items()
+    }
 
 
 def emulated_checks(gpu: str, data: Path = DATA) -> Comparisons:

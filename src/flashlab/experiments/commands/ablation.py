@@ -13,6 +13,7 @@ import typer
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, following, say
 from flashlab.core.errors import CheckFailedError
+from flashlab.core.inputs import NORMAL, drawn
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 
@@ -31,6 +32,7 @@ def ablate(
     shape: opt.Shape = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
+    inputs: opt.TheInputs = NORMAL,
     samples: opt.Samples = None,
     listed: Annotated[bool, typer.Option("--list", help="Say which there are, and measure nothing.")] = False,
     device: opt.Device = 0,
@@ -39,19 +41,21 @@ def ablate(
 ) -> None:
     """Change one thing in a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/.
 
-    An axis is measured on non-causal float16, unless told otherwise. A lever names the problems that it is measured on;
-    --shape, --dtype and --mask put others in their place.
+    An axis is measured on non-causal float16, where nothing else is asked for. A lever names the problems that it is
+    measured on; --shape, --dtype and --mask put others in their place.
     """
     from flashlab.experiments import ablation, levers
     from flashlab.experiments import effects as analysis
 
     measure: Callable[..., Path]
     effects: Callable[..., list[Effect]]
+    kind = drawn(inputs)
     if of_source:
         chosen = levers.choose(axes)
 
         def instead(of: Problem) -> Problem:
-            return replace(Problem.parse(shape) if shape else of, dtype=dtype or of.dtype, mask=mask or of.mask)
+            named = Problem.parse(shape) if shape else of
+            return replace(named, dtype=dtype or of.dtype, mask=mask or of.mask, inputs=kind)
 
         problems = {lever.name: list(dict.fromkeys(map(instead, levers.PROBLEMS))) for lever in chosen}
         if listed:
@@ -75,7 +79,7 @@ def ablate(
             columns = {"axis": "name", "stage": "stage", "levels": lambda row: "; ".join(row["levels"])}
             answer(rows, columns | {"claims": "claims"}, as_json=as_json)
             return
-        problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype or "float16", mask=mask or "full")
+        problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype or "float16", mask=mask or "full", inputs=kind)
         measure = partial(ablation.measure, [axis.name for axis in levels], problem=problem)
         effects, plan = analysis.effects, ablation.PLAN
     plan = plan if samples is None else replace(plan, samples=samples)
