@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from shared import made_once
 
 from flashlab.run import gpu
 
@@ -50,6 +51,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in wanting:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {reason}"))
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The whole report of made-up records, made once a test run: data/, notebooks/, pages/ and site/, and said.txt."""
+    from synthetic import write_synthetic
+
+    from flashlab.show import site
+
+    def make(folder: Path) -> None:
+        write_synthetic(folder / "data")
+        said: list[str] = []
+        index = site.run(source="replay", data=folder / "data", out=folder, progress=said.append)
+        assert index == folder / "site" / "index.html"
+        (folder / "said.txt").write_text("\n".join(said), encoding="utf-8")
+
+    return made_once(tmp_path_factory, "report", make)
 
 
 @pytest.fixture

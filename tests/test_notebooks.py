@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from ahead import ahead, chosen
+from ahead import chosen
 from synthetic import write_synthetic
 
 from flashlab.core.errors import (
@@ -31,12 +31,14 @@ from flashlab.core.problem import Problem, suite
 from flashlab.kernels.registry import CUDA_STAGES, STAGES
 from flashlab.record import store
 from flashlab.run import emulator, gpu
-from flashlab.show import site as report
-from flashlab.show import trial
+from flashlab.show import site, trial
 from flashlab.show.notebook import Outcome, read_outcome, settings
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+OF_RECORDS = [name for name in NAMES if name != "edit_a_kernel"]
+"""Those that show what is in data/."""
+REPLAY = Path(__file__).with_name("replay.py")
 PARAMETERS = {"source", "gpu", "stages", "suite", "out", "data"}
 MORE_PARAMETERS = {
     "edit_a_kernel": {"stage", "old", "new", "shape", "mask", "schedule"},
@@ -44,7 +46,6 @@ MORE_PARAMETERS = {
 } | {name: {"inputs"} for name in ("01_correctness", "02_ladder", "07_against_peers")}
 NO_COMPILER = trial.no_compiler()
 needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
-Outcomes = Mapping[tuple[str, str], Future[tuple[Outcome, Path]]]
 HIDDEN_RACE = "__syncwarp();   // the row's scores are in registers"
 """A barrier of 05_wmma without which the numbers are right all the same."""
 
@@ -57,25 +58,33 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def outcomes(
-    request: pytest.FixtureRequest, data: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Outcomes]:
-    """By test and name, what comes of a notebook and the folder that it is in."""
-    folder = tmp_path_factory.mktemp("outcomes")
+def replayed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders by test: what the cells of its notebooks wrote and showed, run without a kernel (tests/replay.py)."""
+    folder = tmp_path_factory.mktemp("replayed")
+    # Stages are what notebooks compile and emulate, which `report` does with all of them.
     given = {
-        "test_replay": {"data": str(data)},
-        # Stages are what notebooks compile and emulate, which the others do with all of them.
         "test_before_anything_was_measured": {"data": str(folder / "none"), "stages": "00_naive"},
         "test_replay_of_the_committed_data": {},
     }
+    few = {name: {"stages": "00_naive"} for name in ("01_correctness", "03_anatomy")}
+    jobs = [
+        {
+            "notebook": str(NOTEBOOKS / f"{name}.ipynb"),
+            "out": str(folder / test),
+            "parameters": {"source": "replay", **few.get(name, {}), **parameters},
+        }
+        for test, parameters in given.items()
+        for name in (one["name"] for one in chosen(request, test))
+    ]
+    subprocess.run([sys.executable, str(REPLAY)], input=json.dumps(jobs), text=True, check=True)
+    return folder
 
-    def run(test: str, name: str) -> tuple[Outcome, Path]:
-        out, parameters = folder / test, {"source": "replay", **given[test]}
-        return report.execute(NOTEBOOKS / f"{name}.ipynb", out, parameters), out
 
-    wanted = [(test, of["name"]) for test in given for of in chosen(request, test)]
-    with ahead({one: partial(run, *one) for one in wanted}) as found:
-        yield found
+def _replayed(folder: Path, name: str) -> tuple[Outcome, str]:
+    """The result of a notebook in that folder, and all that it showed."""
+    failed = folder / f"{name}.err"
+    assert not failed.exists(), failed.read_text(encoding="utf-8")
+    return read_outcome(folder / f"{name}.json", name), (folder / f"{name}.txt").read_text(encoding="utf-8")
 
 
 def _cells(name: str) -> list[nbformat.NotebookNode]:
@@ -83,7 +92,7 @@ def _cells(name: str) -> list[nbformat.NotebookNode]:
 
 
 def test_every_notebook_has_a_page_and_every_page_a_notebook() -> None:
-    assert set(NAMES) == set(report.PAGE_OF)
+    assert set(NAMES) == set(site.PAGE_OF)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -116,8 +125,8 @@ def test_links_lead_somewhere_in_jupyterlab(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_replay(name: str, outcomes: Outcomes) -> None:
-    outcome, _ = outcomes["test_replay", name].result()
+def test_replay(name: str, report: Path) -> None:
+    outcome = read_outcome(report / "notebooks" / f"{name}.json", name)
     assert outcome.source == "replay"
     assert outcome.gpu == "nvidia-h200"
     assert outcome.numbers
@@ -135,31 +144,30 @@ def test_replay(name: str, outcomes: Outcomes) -> None:
         assert outcome.numbers["compiled"] == sum(len(stage.archs) for stage in CUDA_STAGES.values())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_before_anything_was_measured(name: str, outcomes: Outcomes) -> None:
-    outcome, folder = outcomes["test_before_anything_was_measured", name].result()
+@pytest.mark.parametrize("name", OF_RECORDS)
+def test_before_anything_was_measured(name: str, replayed: Path) -> None:
+    outcome, text = _replayed(replayed / "test_before_anything_was_measured", name)
     assert outcome.gpu is None
-    if name not in ("03_anatomy", "edit_a_kernel"):
-        text = (folder / f"{name}.ipynb").read_text(encoding="utf-8")
-        assert "Nothing has been measured yet" in text
+    assert "Nothing has been measured yet" in text
 
 
 @pytest.mark.skipif(not store.gpus(DATA), reason="no GPU's records are committed under data/")
-@pytest.mark.parametrize("name", NAMES)
-def test_replay_of_the_committed_data(name: str, outcomes: Outcomes) -> None:
-    outcome, _ = outcomes["test_replay_of_the_committed_data", name].result()
+@pytest.mark.parametrize("name", OF_RECORDS)
+def test_replay_of_the_committed_data(name: str, replayed: Path) -> None:
+    outcome, text = _replayed(replayed / "test_replay_of_the_committed_data", name)
     assert outcome.gpu in store.gpus(DATA)
+    assert "Nothing has been measured yet" not in text
 
 
 def test_a_mistyped_parameter_is_refused_by_name_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"suite.*got sutie"):
-        report.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path / "out", {"sutie": "first"})
+        site.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path / "out", {"sutie": "first"})
     assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_value_ends_the_notebook_with_its_error(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="ParameterError: source: wanted one of auto, measure, replay, got 'later'"):
-        report.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path, {"source": "later", "data": str(data)})
+        site.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path, {"source": "later", "data": str(data)})
 
 
 @pytest.mark.parametrize(
@@ -242,7 +250,7 @@ def test_a_notebook_that_does_not_finish_is_not_a_success(
     source: str, message: str, make_notebook: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ReportError, match=message):
-        report.execute(make_notebook(source), tmp_path / "out", {}, timeout_s=8)
+        site.execute(make_notebook(source), tmp_path / "out", {}, timeout_s=8)
 
 
 def test_a_result_file_of_another_notebook_is_refused(tmp_path: Path) -> None:
@@ -317,7 +325,7 @@ def test_an_own_copy_follows_the_stage_until_it_is_edited(edits: Path) -> None:
 
 
 @needs_compiler
-def test_a_race_is_found_where_the_numbers_are_right(edits: Path) -> None:
+def test_a_race_is_found_where_the_numbers_are_right() -> None:
     copy = edited("05_wmma", HIDDEN_RACE, "//")
     before, after = attempt("05_wmma", shape="1x1x64x64"), attempt("05_wmma", copy, shape="1x1x64x64")
     assert before.passed
@@ -359,7 +367,7 @@ def test_padding_is_what_keeps_lanes_out_of_each_others_banks() -> None:
     ],
     ids=["endless", "does not compile", "a wild pointer"],
 )
-def test_what_goes_wrong_comes_back_as_text(old: str, new: str, words: str, edits: Path) -> None:
+def test_what_goes_wrong_comes_back_as_text(old: str, new: str, words: str) -> None:
     copy = edited("05_wmma", old, new)
     run = attempt("05_wmma", copy, timeout_s=1)
     assert words in run.error
@@ -448,7 +456,7 @@ def test_without_a_compiler_both_notebooks_say_so_and_finish(
     assert "Install one" in trial.no_compiler()
     assert "wanted a C++20 compiler" in attempt("00_naive").error
     for name in ("01_correctness", "edit_a_kernel"):
-        outcome = report.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path / name, {"source": "replay", "data": str(data)})
+        outcome = site.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path / name, {"source": "replay", "data": str(data)})
         assert outcome.numbers
         text = (tmp_path / name / f"{name}.ipynb").read_text(encoding="utf-8")
         assert emulator.install_command() in text
@@ -458,7 +466,7 @@ def test_without_a_compiler_both_notebooks_say_so_and_finish(
 def test_an_edit_may_come_as_parameters(data: Path, tmp_path: Path) -> None:
     parameters = {"source": "replay", "data": str(data), "stage": "00_naive", "shape": "1x1x32x64", "mask": "causal"}
     change = {"old": "row_sum = row_sum * rescale + prob;", "new": "row_sum = row_sum + prob;  // forgets to rescale"}
-    outcome = report.execute(NOTEBOOKS / "edit_a_kernel.ipynb", tmp_path, parameters | change)
+    outcome = site.execute(NOTEBOOKS / "edit_a_kernel.ipynb", tmp_path, parameters | change)
     assert outcome.numbers["before"]
     assert not outcome.numbers["after"]
     assert outcome.numbers["right"] == {"as it is": True, "edited": False}

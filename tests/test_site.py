@@ -11,10 +11,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_synthetic
 
 from flashlab.core.errors import NoDataError, OutputError, ParameterError, ReportError
-from flashlab.core.paths import NOTEBOOKS, SITE
+from flashlab.core.paths import NOTEBOOKS, ROOT, SITE
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
 from flashlab.experiments import effects, levers
 from flashlab.experiments.effects import LEVER_NOT_MEASURED
@@ -24,19 +25,16 @@ from flashlab.query.frame import headline
 from flashlab.record import schema, store
 from flashlab.record.schema import Status
 from flashlab.show import pages as content
-from flashlab.show import site as report
-from flashlab.show import tables
+from flashlab.show import site, tables
 from flashlab.show.notebook import NOTHING_YET
 
 SECTIONS = ("Question", "Change", "Prediction", "Result", "Why", "Next")
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """site/ with everything generated from made-up records; the notebooks are not executed for it."""
-    root = tmp_path_factory.mktemp("report")
-    write_synthetic(root / "data", problems=(*suite("first"), Problem.parse(FIRST_SHAPE, dtype="bfloat16")))
-    return report.write_pages(root, data=root / "data", executed=NOTEBOOKS)
+def pages(report: Path) -> Path:
+    """site/ with everything generated from made-up records."""
+    return report / "pages"
 
 
 def test_a_report_writes_nothing_outside_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +43,7 @@ def test_a_report_writes_nothing_outside_its_own_folder(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(content, "generate", generate)
     before = {path: path.stat().st_mtime_ns for path in SITE.rglob("*")}
-    folders = [report.write_pages(tmp_path / name, data=tmp_path / "data") for name in ("one", "other")]
+    folders = [site.write_pages(tmp_path / name, data=tmp_path / "data") for name in ("one", "other")]
     assert {path: path.stat().st_mtime_ns for path in SITE.rglob("*")} == before
     for folder in folders:
         assert (folder / "index.md").read_bytes() == (SITE / "index.md").read_bytes()
@@ -192,7 +190,7 @@ def lever_record(level: str, factor: float) -> schema.Ablation:
 
 @pytest.fixture(scope="module")
 def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Pages generated from made-up records of two lengths, and of a profile."""
+    """Pages of results, two stages and levers, generated from made-up records of two lengths, and of a profile."""
     root = tmp_path_factory.mktemp("lengths")
     lengths = [problem for problem in suite("lengths") if problem.shape in ("64x16x512x64", "16x16x2048x64")]
     write_synthetic(root / "data", problems=lengths)
@@ -210,7 +208,12 @@ def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for level, factor in ((levers.AS_IT_IS, 1.0), (levers.names()[0], 1.25)):
         store.append(folder / f"{RUN}.jsonl", lever_record(level, factor))
     store.write_checksums("nvidia-h200", root / "data")
-    return report.write_pages(root, data=root / "data", executed=NOTEBOOKS)
+    shown, out = select.load("nvidia-h200", root / "data"), content.Output(root=root / "pages" / "generated")
+    content._results_page(out, shown, root / "data")
+    for stage_id in ("00_naive", "06_cp_async"):
+        content._stage_page(out, STAGES[stage_id], shown, root / "data")
+    effects.levers_page(out, shown, root / "data")
+    return root / "pages"
 
 
 def test_the_results_page_shows_ratios_lengths_costs_and_profiles(long_pages: Path) -> None:
@@ -256,7 +259,7 @@ def test_the_levers_page_shows_diff_prediction_and_what_came(long_pages: Path, p
     pytest.importorskip("scipy")
     measured, *others = levers.choose()
     text, empty = (
-        (site / "generated" / "snippets" / "levers.md").read_text(encoding="utf-8") for site in (long_pages, pages)
+        (folder / "generated" / "snippets" / "levers.md").read_text(encoding="utf-8") for folder in (long_pages, pages)
     )
     for lever in (measured, *others):
         assert empty.count(f"(`{lever.name}`,") == 1
@@ -287,7 +290,6 @@ def test_a_lever_that_no_longer_fits_is_shown_as_such(tmp_path: Path, monkeypatc
 
 def test_what_was_not_measured_is_said(pages: Path) -> None:
     text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
-    assert "Not measured on this GPU yet: `flashlab bench --suite lengths`" in text
     snippets = pages / "generated" / "snippets"
     for name, command in (
         ("levers", "flashlab ablate --levers"),
@@ -323,7 +325,7 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
 
 def test_links_of_a_notebook_hold_on_its_page(pages: Path) -> None:
     found = 0
-    for name, page in report.PAGE_OF.items():
+    for name, page in site.PAGE_OF.items():
         text = (pages / "generated" / "snippets" / "notebooks" / f"{name}.md").read_text(encoding="utf-8")
         assert "../site/" not in text
         for link in re.findall(r"\]\(([^)#:]+\.md)", text):
@@ -337,7 +339,7 @@ def test_conclusions_about_another_gpu_are_labelled(pages: Path, tmp_path: Path)
     shown, out = select.load("nvidia-a100", tmp_path / "data"), content.Output(root=tmp_path / "generated")
     content._stage_page(out, STAGES["09_wgmma"], shown, tmp_path / "data")
     for name in ("04_roofline", "06_cycle_model"):
-        content._notebook_page(out, name, report.PAGE_OF[name], None, shown)
+        content._notebook_page(out, name, site.PAGE_OF[name], None, shown)
     files = ("stages/09_wgmma.md", "notebooks/04_roofline.md", "notebooks/06_cycle_model.md")
     for root, labelled in ((tmp_path, True), (pages, False)):
         for file in files:
@@ -400,6 +402,7 @@ def test_damage_is_shown_and_nothing_else_is_lost(tmp_path: Path) -> None:
     content._results_page(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
     text = (out.root / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
     assert f"{RUN}.jsonl:2" in text
+    assert "Not measured on this GPU yet: `flashlab bench --suite lengths`" in text
     assert all(f"`{stage_id}`" in text for stage_id in STAGES)
 
 
@@ -411,19 +414,27 @@ def test_generate_refuses_an_unknown_gpu(tmp_path: Path) -> None:
 def test_run_refuses_wrong_parameters_before_anything_runs(tmp_path: Path, read_only_dir: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(ParameterError, match="suite"):
-        report.run(suite="huge", out=out)
+        site.run(suite="huge", out=out)
     assert not out.exists()
     with pytest.raises(OutputError):
-        report.run(source="replay", out=read_only_dir)
+        site.run(source="replay", out=read_only_dir)
 
 
 def test_site_needs_generated_pages(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"site\.write_pages makes them"):
-        report.build_site(tmp_path / "out")
+        site.build_site(tmp_path / "out")
 
 
-def test_a_broken_link_fails_the_build(pages: Path, tmp_path: Path) -> None:
-    shutil.copytree(pages, tmp_path / "pages")
-    (tmp_path / "pages" / "method.md").write_text("# Method\n\n[nowhere](nowhere.md)\n", encoding="utf-8")
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    """Of a site of one page, by the repository's settings."""
+    folder, settings = tmp_path / "pages", yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    shutil.copytree(SITE / "assets", folder / "assets")
+    (folder / "generated").mkdir()
+    (folder / "generated" / "nav.json").write_text("[]", encoding="utf-8")
+    config = tmp_path / "one-page.yml"
+    config.write_text(yaml.safe_dump({**settings, "nav": [{"Home": "index.md"}]}), encoding="utf-8")
+    (folder / "index.md").write_text("# Home\n\n[here](index.md)\n", encoding="utf-8")
+    assert site.build_site(tmp_path, config=config).is_file()
+    (folder / "index.md").write_text("# Home\n\n[nowhere](nowhere.md)\n", encoding="utf-8")
     with pytest.raises(ReportError, match=r"nowhere\.md"):
-        report.build_site(tmp_path)
+        site.build_site(tmp_path, config=config)

@@ -1,0 +1,42 @@
+"""What several test files need and one process makes: folders filled once a test run, and kernels named by content."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flashlab.core.paths import BUILD
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder of this test run that `make` fills; whichever worker comes first makes it, the others wait for it."""
+    base = factory.getbasetemp()
+    root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # a worker has a folder below the run's
+    folder, done = root / f"shared-{name}", root / f"shared-{name}.done"
+    with (root / f"shared-{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.is_file():
+            assert not folder.exists(), f"{name} was begun and failed before: see the first error that names it"
+            folder.mkdir()
+            make(folder)
+            done.touch()
+    return folder
+
+
+def kernel_file(name: str, text: str) -> Path:
+    """A file `name` of that text, at a path that depends on nothing else: the compile cache's keys hold the path.
+
+    It lies in build/, so the next run finds what this one has compiled. Tests read it and change nothing.
+    """
+    path = BUILD / "tests" / hashlib.sha256(text.encode()).hexdigest()[:16] / name
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{name}.{os.getpid()}.{os.urandom(4).hex()}")
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    return path
