@@ -25,6 +25,7 @@ SLOW = (
     "emulation/test_sm90.py",
     "emulation/test_emulated_conformance.py",
     "emulation/test_numerics.py",
+    "emulation/test_portability.py",
     "test_cases.py",
     "test_mma.py",
     "test_attention.py",
@@ -35,6 +36,7 @@ SLOW = (
     "test_compiler.py",
     "test_charts.py",
     "test_emulator.py",
+    "emulation/test_counters_of_stages.py",
 )
 """Files that compile or emulate many kernels, run notebooks or open the site, longest first: each is one worker's, and
 what begins last should be short. `make test-fast` leaves them out."""

@@ -765,6 +765,7 @@ def test_ablations_need_a_gpu_and_say_so(run: Run, command: list[str], tmp_path:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_claims_are_judged_written_and_compared(run: Run, data: Path) -> None:
     shown = run("claims", "--data", data, "--json")
     assert shown.code == 0

@@ -77,6 +77,7 @@ def test_tiling_changes_nothing(monkeypatch: pytest.MonkeyPatch, causal: bool) -
     np.testing.assert_allclose(lse, whole_lse, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_tile_not_by_the_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "_SCORES_PER_TILE", 1 << 16)
     q, k, v = make_inputs(Problem.parse("1x1x4096x16"))
