@@ -28,7 +28,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
     return folder
 
 
-def kernel_file(name: str, text: str) -> Path:
+def source_file(name: str, text: str) -> Path:
     """A file `name` of that text, at a path that depends on nothing else: the compile cache's keys hold the path.
 
     It lies in build/, so the next run finds what this one has compiled. Tests read it and change nothing.

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shared import source_file
 
 from flashlab.core.errors import CompileError, EmulationError, MissingPackageError, OutputError, ParameterError
 from flashlab.kernels.registry import STAGES
@@ -30,9 +31,9 @@ THREADS = 64
 
 
 def kernel(folder: Path, body: str, *, parameters: str = "float* out", before: str = "", hooks: bool = False) -> Any:
-    source = folder / "kernel.cu"
-    source.write_text(f'{before}\nextern "C" __global__ void kernel({parameters}) {{\n{body}\n}}\n', encoding="utf-8")
-    return build_file(source, entry="kernel", hooks=hooks)
+    text = f'{before}\nextern "C" __global__ void kernel({parameters}) {{\n{body}\n}}\n'
+    (folder / "kernel.cu").write_text(text, encoding="utf-8")  # what line_of reads
+    return build_file(source_file("kernel.cu", text), entry="kernel", hooks=hooks)
 
 
 def line_of(folder: Path, words: str) -> int:

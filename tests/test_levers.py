@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from shared import source_file
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job
@@ -67,9 +68,9 @@ def test_a_lever_is_whole_and_fits_its_stage(lever: Lever, tmp_path: Path) -> No
 
 
 @each
-def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, tmp_path: Path) -> None:
+def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever) -> None:
     """With the tunables of a recorded GPU, without spills or advisories; and to other machine code than its stage."""
-    stage, source = registry.get(lever.stage), lever.write(tmp_path)
+    stage, source = registry.get(lever.stage), source_file(f"{lever.name}.cu", lever.text())
 
     def job(problem: Problem, source: Path | None) -> Job:
         values = choice.parameters(stage, "nvidia-h200", problem)
@@ -92,10 +93,11 @@ def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, tmp_path: Pat
 
 @needs_compiler
 @each
-def test_a_lever_leaves_the_output_right(lever: Lever, tmp_path: Path) -> None:
+def test_a_lever_leaves_the_output_right(lever: Lever) -> None:
     problem = Problem.parse("1x2x1x200x333x64", mask="causal")
     q, k, v = make_inputs(problem)
-    ran = emulate(q, k, v, causal=True, stage=lever.stage, source=lever.write(tmp_path), races=True)
+    source = source_file(f"{lever.name}.cu", lever.text())
+    ran = emulate(q, k, v, causal=True, stage=lever.stage, source=source, races=True)
     verdict = check(ran.out, ran.lse, q, k, v, causal=True, dtype=problem.dtype)
     assert verdict.passed, verdict.reason
     assert not ran.report.findings

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from emulation import kernel_file
+from shared import source_file
 
 from flashlab.core.errors import EmulationError, MissingPackageError
 from flashlab.core.paths import ROOT
@@ -35,13 +34,11 @@ def test_legal_use_is_silent(name: str, schedule: str) -> None:
     assert kernel_file.difference(file, arrays, file.expected()) == ""
 
 
-def launch(
-    tmp_path: Path, body: str, *, threads: int = 64, cluster: int = 1, schedule: str = "ascending"
-) -> emulator.Report:
+def launch(body: str, *, threads: int = 64, cluster: int = 1, schedule: str = "ascending") -> emulator.Report:
     """One cluster of a kernel with that body, and `int* out` with an element for each thread of a block."""
-    source = tmp_path / "barriers.cu"
     head = '#include "ptx.cuh"\n#include "ptx_sm90.cuh"\n'
-    source.write_text(f'{head}extern "C" __global__ void barriers(int* out) {{\n{body}\n}}\n')
+    text = f'{head}extern "C" __global__ void barriers(int* out) {{\n{body}\n}}\n'
+    source = source_file("barriers.cu", text)
     built = emulator.build_file(source, entry="barriers", hooks=True)
     out = np.zeros(threads, np.int32)
     return emulator.launch(
@@ -58,7 +55,7 @@ def launch(
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("cluster", [1, 2])
-def test_an_early_exit_does_not_stand_for_one_that_has_not_arrived(tmp_path: Path, cluster: int, schedule: str) -> None:
+def test_an_early_exit_does_not_stand_for_one_that_has_not_arrived(cluster: int, schedule: str) -> None:
     body = """
       if (threadIdx.x >= 32) { ptx::cluster_arrive(); return; }
       if (threadIdx.x == 0) { __syncwarp(3); return; }   // lane 1 does not come there: it waits for ever
@@ -66,7 +63,7 @@ def test_an_early_exit_does_not_stand_for_one_that_has_not_arrived(tmp_path: Pat
       ptx::cluster_wait();
       out[threadIdx.x] = 1;"""
     with pytest.raises(EmulationError) as caught:
-        launch(tmp_path, body, cluster=cluster, schedule=schedule)
+        launch(body, cluster=cluster, schedule=schedule)
     report = caught.value.report
     assert report is not None
     assert report.status == "deadlock"
@@ -74,7 +71,7 @@ def test_an_early_exit_does_not_stand_for_one_that_has_not_arrived(tmp_path: Pat
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_barrier_zero_with_another_number_is_misuse(tmp_path: Path, schedule: str) -> None:
+def test_barrier_zero_with_another_number_is_misuse(schedule: str) -> None:
     body = "if (threadIdx.x < 64) { __syncthreads(); } else { ptx::bar_sync(0, 64); }"
     with pytest.raises(EmulationError, match="wanted one number of threads for a barrier"):
-        launch(tmp_path, body, threads=96, schedule=schedule)
+        launch(body, threads=96, schedule=schedule)

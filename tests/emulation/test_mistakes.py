@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 from ahead import ahead
+from shared import source_file
 from wrong.cuda import MISTAKES, Mistake
 
 from flashlab.core.errors import MissingPackageError
@@ -24,17 +25,15 @@ def _which(mistake: Mistake) -> dict[str, tuple[str, ...] | tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[on_cpu.CheckRun]]]:
+def found() -> Iterator[Mapping[str, Future[on_cpu.CheckRun]]]:
     """What the check said of each."""
     try:
         emulator.cxx()
     except MissingPackageError as error:
         pytest.skip(str(error))
-    folder = tmp_path_factory.mktemp("mistakes")
 
     def run(mistake: Mistake) -> on_cpu.CheckRun:
-        source = folder / f"{mistake.label}.cu"
-        source.write_text(mistake.source(), encoding="utf-8")
+        source = source_file(f"{mistake.label}.cu", mistake.source())
         return on_cpu.check_on_cpu([], sources={mistake.stage: source}, **_which(mistake))  # type: ignore[arg-type]
 
     with ahead({mistake.label: partial(run, mistake) for mistake in MISTAKES}) as results:

@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from shared import source_file
 
 from flashlab.build import compiler
 from flashlab.core.errors import CompileError, EmulationError
@@ -530,10 +531,8 @@ ELEMENTS = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 both_builds = pytest.mark.parametrize("hooks", [False, True], ids=["fast", "hooks"])
 
 
-def build(folder: Path, text: str, *, hooks: bool = False, **defines: Any) -> Emulated:
-    source = folder / "kernel.cu"
-    source.write_text(text, encoding="utf-8")
-    return emulator.build_file(source, entry="kernel", defines=defines, hooks=hooks)
+def build(text: str, *, hooks: bool = False, **defines: Any) -> Emulated:
+    return emulator.build_file(source_file("kernel.cu", text), entry="kernel", defines=defines, hooks=hooks)
 
 
 def small_integers(rng: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.float32]:
@@ -554,9 +553,9 @@ def test_the_same_kernels_compile_for_a_gpu(tmp_path: Path, name: str, text: str
 
 @every_16_bit_format
 @both_builds
-def test_wmma(tmp_path: Path, rng: np.random.Generator, name: str, hooks: bool) -> None:
+def test_wmma(rng: np.random.Generator, name: str, hooks: bool) -> None:
     defines = {"HALF_SUMS": 1} if name == "float16" else {}
-    kernel = build(tmp_path, WMMA, hooks=hooks, ELEMENT=ELEMENTS[name], **defines)
+    kernel = build(WMMA, hooks=hooks, ELEMENT=ELEMENTS[name], **defines)
     a, b, c = (small_integers(rng, (32, 40)) for _ in range(3))
     d = np.zeros((12 if defines else 6, 32, 40), np.float32)
     operands = [array.astype(FORMATS[name].dtype).view(np.uint16) for array in (a, b)]
@@ -574,8 +573,8 @@ def test_wmma(tmp_path: Path, rng: np.random.Generator, name: str, hooks: bool) 
 
 @every_16_bit_format
 @both_builds
-def test_ldmatrix_mma_stmatrix(tmp_path: Path, rng: np.random.Generator, name: str, hooks: bool) -> None:
-    kernel = build(tmp_path, MMA, hooks=hooks, MULTIPLY=f"mma_m16n8k16_{'f16' if name == 'float16' else 'bf16'}")
+def test_ldmatrix_mma_stmatrix(rng: np.random.Generator, name: str, hooks: bool) -> None:
+    kernel = build(MMA, hooks=hooks, MULTIPLY=f"mma_m16n8k16_{'f16' if name == 'float16' else 'bf16'}")
     a, b = small_integers(rng, (16, 16)), small_integers(rng, (16, 8))
     a_bits, b_bits = (array.astype(FORMATS[name].dtype).view(np.uint16) for array in (a, b))
     d = np.zeros((16, 8), np.float32)
@@ -587,7 +586,7 @@ def test_ldmatrix_mma_stmatrix(tmp_path: Path, rng: np.random.Generator, name: s
         np.testing.assert_array_equal(copy, a_bits)
 
 
-def test_the_exponential_flushes_subnormal_results(tmp_path: Path, rng: np.random.Generator) -> None:
+def test_the_exponential_flushes_subnormal_results(rng: np.random.Generator) -> None:
     text = """
 #include "ptx.cuh"
 extern "C" __global__ void kernel(float* x) { x[threadIdx.x] = ptx::ex2_approx_ftz(x[threadIdx.x]); }
@@ -596,7 +595,7 @@ extern "C" __global__ void kernel(float* x) { x[threadIdx.x] = ptx::ex2_approx_f
     x = np.concatenate([np.array(edges, np.float32), rng.uniform(-140, 130, 500).astype(np.float32)])
     wanted = np.exp2(x.astype(np.float64)).astype(np.float32)
     wanted[wanted < np.finfo(np.float32).tiny] = 0
-    emulator.launch(build(tmp_path, text), [x], grid=(1,), block=(len(x),))
+    emulator.launch(build(text), [x], grid=(1,), block=(len(x),))
     np.testing.assert_array_max_ulp(x[~np.isnan(x)], wanted[~np.isnan(wanted)], maxulp=1)
 
 
@@ -627,17 +626,17 @@ MISUSE = (
 )
 
 
-def test_misuse_says_what_was_wanted(tmp_path: Path) -> None:
-    kernel = build(tmp_path, MISUSE_KERNEL)
+def test_misuse_says_what_was_wanted() -> None:
+    kernel = build(MISUSE_KERNEL)
     for which, message in enumerate(MISUSE):
         with pytest.raises(EmulationError, match=re.escape(message)):
             emulator.launch(kernel, [np.zeros(1024, np.uint8), np.int32(which)], grid=(1,), block=(32,))
 
 
-def test_what_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_what_does_not_exist_is_named() -> None:
     for statement, name in (
         ("x[0] = __fadd_rz(x[0], x[1]);", "__fadd_rz"),
         ("nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 8, float> c; x[0] = c.x[0];", "fragment"),
     ):
         with pytest.raises(CompileError, match=name):
-            build(tmp_path, f'#include <mma.h>\nextern "C" __global__ void kernel(float* x) {{ {statement} }}')
+            build(f'#include <mma.h>\nextern "C" __global__ void kernel(float* x) {{ {statement} }}')
