@@ -33,6 +33,18 @@ ONES = tuple(stage for stage in MOVING if stage.id == "16_ones_column")
 OVERLAPPING = tuple(stage for stage in SPECIALIZED if "OVERLAP" in stage.params or stage in LATE)
 RESTING = tuple(stage for stage in SPECIALIZED if stage.id != "10_warp_specialized")
 """A consumer without rows passes tiles on and does nothing else."""
+VARIANTS = [
+    (stage, head_dim, dtype)
+    for stage in SPECULATIVE
+    for head_dim, dtype in itertools.product(stage.head_dims, stage.dtypes)
+    if stage in ONES or (head_dim == 128) == (dtype == "bfloat16")
+]
+"""All of the last stage; of those before it, which share its code, each head dim and each type once."""
+variants = pytest.mark.parametrize(
+    ("stage", "head_dim", "dtype"),
+    VARIANTS,
+    ids=[f"{stage.id}-{head_dim}-{dtype}" for stage, head_dim, dtype in VARIANTS],
+)
 MASKS = (False, True)
 WARPGROUP = 128
 SM_REGISTERS = 65536
@@ -179,9 +191,7 @@ def test_lanes_stay_together_where_a_consumer_has_no_rows(stage: Stage) -> None:
 
 
 @pytest.mark.usefixtures("cxx")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("stage", SPECULATIVE, ids=lambda stage: stage.id)
+@variants
 def test_scores_far_above_the_old_maximum_are_noticed(stage: Stage, head_dim: int, dtype: DType) -> None:
     """Tiles come from the last to the first: keys that grow towards the first let every speculation fail."""
     problem = Problem(batch=1, q_heads=2, kv_heads=1, q_len=130, kv_len=900, head_dim=head_dim, dtype=dtype)
@@ -196,9 +206,7 @@ def test_scores_far_above_the_old_maximum_are_noticed(stage: Stage, head_dim: in
 
 @pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("sign", [1, -1], ids=["loud", "far below 0"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("stage", SPECULATIVE, ids=lambda stage: stage.id)
+@variants
 def test_scores_that_need_a_maximum_get_one(stage: Stage, head_dim: int, dtype: DType, sign: int) -> None:
     """A row's first scores tell little of the others, which overflow against them, or all vanish."""
     problem = Problem(batch=1, q_heads=8, kv_heads=1, q_len=270, kv_len=270, head_dim=head_dim, dtype=dtype)
