@@ -266,6 +266,12 @@ def test_scripts_can_be_run() -> None:
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
+def test_no_script_hides_a_module_of_python() -> None:
+    """Python looks beside the script first: a `numbers.py` there took away what `statistics` imports."""
+    hidden = {path.stem for path in (ROOT / "scripts").glob("*.py")} & sys.stdlib_module_names
+    assert not hidden
+
+
 # --- What a missing prerequisite says ---------------------------------------------------------------------------------
 
 

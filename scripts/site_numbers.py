@@ -1,7 +1,7 @@
 """Every number that a built report shows, and what changed between two of them.
 
-    numbers.py dump build/site numbers.json      # every table cell, sentence and figure label that holds a number
-    numbers.py compare before.json after.json    # exits 1 where a number changed or went
+    site_numbers.py dump build/site numbers.json      # every table cell, sentence and figure label that holds a number
+    site_numbers.py compare before.json after.json    # exits 1 where a number changed or went
 
 A number is known by where it stands: page, heading, and row and column of a table, or its sentence without the numbers.
 """
@@ -18,7 +18,7 @@ from urllib.parse import unquote
 from bs4 import BeautifulSoup, Tag
 
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
-USAGE = "wanted `numbers.py dump SITE FILE` or `numbers.py compare BEFORE AFTER`"
+USAGE = "wanted `site_numbers.py dump SITE FILE` or `site_numbers.py compare BEFORE AFTER`"
 
 
 def words(text: str) -> str:
