@@ -328,7 +328,7 @@ def test_ratios_over_lengths_say_which_library_they_are_over(tmp_path: Path) -> 
     assert charts.ratios(shown, found=dirty).provenance.endswith("commit 89abcde + changes")
 
 
-def test_lengths_name_the_libraries_that_a_later_session_measured(tmp_path: Path) -> None:
+def test_lengths_name_the_libraries_of_another_session(tmp_path: Path) -> None:
     first, later = "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
     problems = [one for one in suite("lengths") if (one.head_dim, one.mask, one.dtype) == (64, "full", "float16")]
     (tmp_path / "nvidia-h200" / "runs").mkdir(parents=True)
@@ -340,7 +340,7 @@ def test_lengths_name_the_libraries_that_a_later_session_measured(tmp_path: Path
         for row in rows:
             store.append(tmp_path / "nvidia-h200" / "runs" / f"{run}.jsonl", row)
     chart = charts.lengths(select.load("nvidia-h200", tmp_path), head_dim=64, mask="full")
-    assert chart.caption.endswith("Of a later session than the stages, at one length or more: FlexAttention.")
+    assert chart.caption.endswith("Of another session than the last stage, at one length or more: FlexAttention.")
     assert chart.data_files == tuple(f"nvidia-h200/runs/{run}.jsonl" for run in (first, later))
 
 

@@ -37,12 +37,36 @@ def test_a_later_run_of_one_stage_does_not_hide_the_ladder(data: Path) -> None:
 
 
 def test_a_later_whole_run_replaces_the_earlier(data: Path) -> None:
-    later = "20990101T000000Z-0123abc"
+    later = "20990101T000000Z-4567def"
     for stage_id in registry.STAGES:
         store.append(data / GPU / "runs" / f"{later}.jsonl", measurement(stage_id, FIRST, run=later, seed=5))
     shown = select.load(GPU, data)
-    assert {row.run for row in shown.rows(FIRST)} == {later}
+    assert {row.run for row in shown.rows(FIRST) if row.kind == "stage"} == {later}
+    assert {row.kind for row in select.elsewhere(shown.rows(FIRST))} == {"peer"}
     assert shown.newest == later
+
+
+def test_the_session_with_the_highest_rung_is_shown_and_others_fill_it_in(tmp_path: Path) -> None:
+    """What most readers compare is the last kernel with the libraries: those two must be of one session."""
+    whole, last, foot = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    lower, top = list(registry.STAGES)[-3:-1], list(registry.STAGES)[-1]
+    _write(tmp_path, whole, *(_timed(name, FIRST, whole, 20.0) for name in ("00_naive", *lower, "fa4", "sdpa")))
+    _write(tmp_path, last, *(_timed(name, FIRST, last, 10.0) for name in (lower[1], top, "fa4")))
+    _write(tmp_path, foot, _timed("00_naive", FIRST, foot, 30.0))
+    rows = select.load(GPU, tmp_path).rows(FIRST)
+    assert {row.name: row.run for row in rows} == {
+        "00_naive": foot,
+        lower[0]: whole,
+        lower[1]: last,
+        top: last,
+        "fa4": last,
+        "sdpa": whole,
+    }
+    assert [row.name for row in select.elsewhere(rows)] == ["00_naive", lower[0], "sdpa"]
+    by_name = {row.name: row for row in rows}
+    assert registry.STAGES[lower[1]].parent == lower[0]
+    assert select.parent_of(by_name[lower[1]], rows) is None  # of another session
+    assert select.parent_of(by_name[top], rows) == by_name[lower[1]]
 
 
 def test_stages_stand_in_the_ladders_order_and_libraries_by_speed(data: Path) -> None:
@@ -150,7 +174,11 @@ def test_stages_that_do_not_take_a_problem_do_not_keep_a_later_run_from_view(tmp
     assert len(unable) > 1
     _write(tmp_path, older, *(measurement(name, problem, run=older) for name in (*unable, "06_cp_async")))
     _write(tmp_path, newer, *(measurement(name, problem, run=newer) for name in ("12_persistent", "16_ones_column")))
-    assert [row.name for row in select.load(GPU, tmp_path).rows(problem)] == ["12_persistent", "16_ones_column"]
+    assert [row.name for row in select.load(GPU, tmp_path).rows(problem)] == [
+        "06_cp_async",
+        "12_persistent",
+        "16_ones_column",
+    ]
 
 
 def test_within_a_session_the_run_with_more_states_is_shown(tmp_path: Path) -> None:
@@ -205,7 +233,7 @@ def test_a_state_that_a_run_left_out_is_filled_in_from_its_session(tmp_path: Pat
     assert select.run_files([naive, coalesced]) == tuple(f"{GPU}/runs/{run}.jsonl" for run in (first, second))
 
 
-def test_a_later_session_adds_libraries_and_no_stages(tmp_path: Path) -> None:
+def test_other_sessions_add_libraries(tmp_path: Path) -> None:
     """Else a percentage of the fastest library leaves out one that was measured since."""
     earliest, shown, later = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
     _write(tmp_path, earliest, _timed("sdpa_math", FIRST, earliest, 900.0))
@@ -230,6 +258,7 @@ def test_a_later_session_adds_libraries_and_no_stages(tmp_path: Path) -> None:
         "01_coalesced": shown,
         "sdpa": shown,
         "triton_fa2": later,
+        "sdpa_math": earliest,
     }
     assert {samples.regime: samples.median_us for samples in rows["sdpa"].samples} == {
         "burst": 90.0,
@@ -239,7 +268,7 @@ def test_a_later_session_adds_libraries_and_no_stages(tmp_path: Path) -> None:
     fastest = select.fastest_peer(rows.values())
     assert fastest is not None
     assert fastest.name == "triton_fa2"
-    assert [row.name for row in select.elsewhere(found.rows(FIRST))] == ["triton_fa2"]
+    assert [row.name for row in select.elsewhere(found.rows(FIRST))] == ["triton_fa2", "sdpa_math"]
     # No stage of the session was kept busy: there is nothing that the library could be apart from.
     assert select.elsewhere(found.rows(FIRST), "sustained") == ()
     assert select.provenance([rows["sdpa"]], "sustained").endswith("commit 4567def")

@@ -3,14 +3,15 @@
 **The rule.** Rows that were measured together stay together. For every problem the candidates are the sessions (the
 runs of one commit on one GPU, each begun within six hours of the one before) that hold rows of it, or its single runs
 where rows are compared with each other: a ratio means most between rows that were interleaved. Candidates that lack a
-time of something the policy needs are out. Of the rest the one that tried most of what the policy covers wins; of
-several, the newest. So a later run of one stage does not hide the ladder.
+time of something the policy needs are out. Of sessions, the one whose last rung stands highest on the ladder wins: what
+most readers compare is the last kernel with the libraries. Of those that are left, the one that tried most of what the
+policy covers wins; of several, the newest. So a later run of one stage does not hide the ladder.
 
 In a session a problem's rows come from the run that tried most of the ladder there, then from the one that took
 samples in most states, then from the newest; what that run did not try is filled in from the session's other runs: rows
-of other implementations, and samples of the same machine code in other states. Libraries that the session did not time,
-or not in a state, come from the newest later session that did (`elsewhere` finds them): a percentage of the fastest
-library would leave out what was measured since.
+of other implementations, and samples of the same machine code in other states. Rungs and libraries that the session did
+not time come from the newest other session that did, and libraries' samples in states that it lacks likewise
+(`elsewhere` finds them); a rate over a parent's is given only where both are of one session (`parent_of`).
 
 A run that measured a dead end takes part only where the policy says so: the rungs in it are there to be compared with.
 Rows on other inputs than normal are chosen where a policy names them, and never stand in for normal ones. A stage's
@@ -61,8 +62,8 @@ class Policy:
     inputs: tuple[str, ...] = (NORMAL,)
     dead_ends: Literal["without", "with", "only"] = "without"
     """Of runs that measured dead ends: none, any, or no others."""
-    later_libraries: bool = True
-    """Of sessions: whether libraries, and states of them, are filled in from later ones."""
+    fill: bool = True
+    """Of sessions: whether what one lacks is filled in from others."""
 
 
 SHOWN = Policy()
@@ -116,10 +117,12 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
         fit = {key: by_name for key, by_name in merged.items() if _has(by_name, policy.needs)}
         if not fit:
             continue
-        best = max(fit, key=lambda key: (_tried(fit[key], policy.covers), key))
+        fill = policy.within == "session" and policy.fill
+        rung = {key: _last_rung(by_name, policy.covers) if fill else 0 for key, by_name in fit.items()}
+        best = max(fit, key=lambda key: (rung[key], _tried(fit[key], policy.covers), key))
         by_name = dict(fit[best])
-        if policy.within == "session" and policy.later_libraries:
-            _add_later_libraries(by_name, [fit[key] for key in sorted(fit, reverse=True) if key > best])
+        if fill:
+            _fill(by_name, [fit[key] for key in sorted(fit, reverse=True) if key != best], policy.covers)
         names = [record.name for record in ordered(row["record"] for row in by_name.values())]
         chosen += [by_name[name] for name in names]
     return pd.DataFrame(chosen, columns=list(rows.columns))
@@ -152,13 +155,24 @@ def _merged(runs: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str,
     return by_name
 
 
-def _add_later_libraries(by_name: dict[str, dict[str, Any]], later: Iterable[Mapping[str, dict[str, Any]]]) -> None:
-    """Libraries, or states of them, that a session lacks, from later ones, the newest first."""
-    for session in later:
+def _last_rung(by_name: Mapping[str, Mapping[str, Any]], names: Collection[str]) -> int:
+    """The position on the ladder of the highest of the stages `names` with a time; -1 where none has one."""
+    return max((_LADDER[name] for name, row in by_name.items() if name in names and row["samples"]), default=-1)
+
+
+def _fill(
+    by_name: dict[str, dict[str, Any]], others: Iterable[Mapping[str, dict[str, Any]]], names: Collection[str]
+) -> None:
+    """The stages `names` and the libraries, or states of libraries, that a session lacks, from others in that order."""
+    for session in others:
         for name, row in session.items():
-            if row["kind"] == "peer" and row["samples"]:
-                known = by_name.get(name)
-                by_name[name] = _filled(known, row) if known and known["samples"] else row
+            if not row["samples"] or not (row["kind"] == "peer" or name in names):
+                continue
+            known = by_name.get(name)
+            if known is None or not known["samples"]:
+                by_name[name] = row
+            elif row["kind"] == "peer":
+                by_name[name] = _filled(known, row)
 
 
 def _filled(row: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
@@ -244,7 +258,7 @@ class Results:
         beside: dict[str, Measurement] = {}
         for run, name in lacking:
             same = self.records[(self.records["session"] == session_of[run]) & (self.records["shape"] == of.shape)]
-            others = select(same, Policy(inputs=(of.inputs,), later_libraries=False))
+            others = select(same, Policy(inputs=(of.inputs,), fill=False))
             for other in rows_of(others):
                 alike = replace(other["problem"], dtype=of.dtype) == of and other["problem"] != of
                 if alike and other["name"] == name and rate(other["record"]) is not None:
@@ -356,9 +370,13 @@ def _fastest(rows: Iterable[Measurement], regime: Regime, cache: Cache) -> Measu
 
 
 def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
-    """The row of the stage that `row`'s stage was made from; None at the ladder's foot or where it was not measured."""
+    """The row of the stage that `row`'s stage was made from.
+
+    None at the ladder's foot, and where it was not measured in the same session on the same GPU.
+    """
     stage = registry.RUNGS.get(row.name)
-    return next((r for r in rows if stage and r.kind == "stage" and r.name == stage.parent), None)
+    parent = next((r for r in rows if stage and r.kind == "stage" and r.name == stage.parent), None)
+    return parent if parent and _place(parent) == _place(row) else None
 
 
 def problem_order(problem: Problem) -> tuple[int, int, int, bool, bool, Problem, int]:
@@ -385,22 +403,31 @@ def _runs_of(row: Measurement | Ceiling) -> tuple[str, ...]:
     return (row.run, *(run for run, _ in row.origins.values())) if isinstance(row, Filled) else (row.run,)
 
 
+def _place(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> tuple[str, str]:
+    """The commit and GPU of a row's samples in one state."""
+    run, chip = origin(row, regime, cache)
+    return commit_label(run), chip
+
+
 def _places(rows: Iterable[Measurement], regime: Regime, cache: Cache) -> set[tuple[str, str]]:
-    """The commits and GPUs of rows with samples in that state."""
-    found = (origin(row, regime, cache) for row in rows if row.samples_of(regime, cache))
-    return {(commit_label(run), chip) for run, chip in found}
+    return {_place(row, regime, cache) for row in rows if row.samples_of(regime, cache)}
 
 
 def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> tuple[Measurement, ...]:
-    """Of the rows of one problem, libraries whose samples are of another commit or GPU than every stage's there.
+    """Of the rows of one problem, those whose samples are of another commit than the last rung's there.
 
-    They are of a later session: the one shown left them out, or that state of them.
+    They were filled in from another session; likewise a library's on a GPU that no stage was timed on.
     """
-    main = _places((row for row in rows if row.kind == "stage"), regime, cache)
+    timed = [row for row in rows if row.samples_of(regime, cache)]
+    rungs = [row for row in timed if row.kind == "stage" and row.name in _LADDER]
+    if not rungs:
+        return ()
+    commit, _ = _place(max(rungs, key=lambda row: _LADDER[row.name]), regime, cache)
+    main = {place for place in _places(rungs, regime, cache) if place[0] == commit}
     return tuple(
         row
-        for row in rows
-        if main and row.kind == "peer" and row.samples_of(regime, cache) and not _places([row], regime, cache) <= main
+        for row in timed
+        if (_place(row, regime, cache) not in main if row.kind == "peer" else _place(row, regime, cache)[0] != commit)
     )
 
 

@@ -701,13 +701,18 @@ def _whence(
 ) -> str:
     """For a caption: of how many sessions the rows of a chart over shapes or lengths are; empty where of one."""
     sessions, chips = select.places((row for row in drawn if row.kind == "stage"), regime)
-    late = {row.name for problem in problems for row in select.elsewhere(shown.problems[problem], regime)}
+    late = {
+        row.name
+        for problem in problems
+        for row in select.elsewhere(shown.problems[problem], regime)
+        if row.kind == "peer"
+    }
     said = ""
     if sessions > 1:
         gpus = f"{chips} GPU{'s' if chips > 1 else ''}"
-        said += f" Each {each} is one session; the stages here are of {sessions}, on {gpus}."
+        said += f" The stages here are of {sessions} sessions, on {gpus}."
     if titles := sorted(peer_title(name) for name in late & {row.name for row in drawn}):
-        said += f" Of a later session than the stages, at one {each} or more: {', '.join(titles)}."
+        said += f" Of another session than the last stage, at one {each} or more: {', '.join(titles)}."
     return said
 
 

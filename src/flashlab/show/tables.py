@@ -287,9 +287,10 @@ def lacks(name: str, dtype: str) -> str:
 
 
 def elsewhere_note(rows: Sequence[Measurement], regime: Regime = "burst") -> str:
-    """What must be said where libraries of a later session stand among `rows`; empty where there are none."""
-    late = [peer_title(row.name) for row in select.elsewhere(rows, regime)]
-    return f"Of a later session than the stages, perhaps on another GPU: {', '.join(late)}." if late else ""
+    """What must be said where rows of another session stand among `rows`; empty where there are none."""
+    late = select.elsewhere(rows, regime)
+    names = ", ".join(title(row) for row in late)
+    return f"Of another session than the last stage, perhaps on another GPU: {names}." if late else ""
 
 
 def dead_ends(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
