@@ -44,7 +44,7 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
         )
     rounds: dict[Key, dict[str, list[Tuning]]] = {}
     for record in found:
-        if _fits(record.stage, record.parameters):
+        if _plain(record.problem) and _fits(record.stage, record.parameters):
             rounds.setdefault(Key(record.stage, record.problem), {}).setdefault(record.run, []).append(record)
     made = []
     for key, by_run in rounds.items():
@@ -57,11 +57,13 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
     newest: dict[Key, ChoiceRow] = {}
     for measured in store.measurements(gpu_slug, data):
         cubin = measured.cubin
-        if measured.status == "ok" and cubin is not None and _fits(measured.name, cubin.parameters):
+        if measured.status != "ok" or cubin is None or not _plain(measured.problem):
+            continue
+        if _fits(measured.name, cubin.parameters):
             key = Key(measured.name, measured.problem)
             newest[key] = _row(key, cubin.parameters, measured, variants=0)
     made += newest.values()
-    return sorted((row for row in made if _plain(row.problem)), key=lambda row: (row.stage, row.problem, row.variants))
+    return sorted(made, key=lambda row: (row.stage, row.problem, row.variants))
 
 
 def _fits(name: str, parameters: Mapping[str, int]) -> bool:
@@ -71,6 +73,7 @@ def _fits(name: str, parameters: Mapping[str, int]) -> bool:
 
 
 def _plain(problem: Problem) -> bool:
+    """Whether shape, mask and element type say all of a problem, as they must in a table's row."""
     return problem == Problem.parse(problem.shape, dtype=problem.dtype, mask=problem.mask)
 
 
