@@ -11,6 +11,7 @@ from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.query import select
 from flashlab.query.frame import frame, of_problem
 from flashlab.record import schema, store
+from flashlab.show import explorer
 
 FIRST = Problem.parse(FIRST_SHAPE)
 GPU = "nvidia-h200"
@@ -78,3 +79,20 @@ def test_what_is_selected_is_what_is_loaded(tmp_path: Path, mask: str) -> None:
     rows = select.select(frame(GPU, tmp_path))
     (loaded,) = select.load(GPU, tmp_path).problems.values()
     assert tuple(rows["record"]) == loaded
+
+
+def test_the_explorer_has_every_time_and_says_which_the_pages_show(tmp_path: Path) -> None:
+    write(tmp_path, OLD, measurement("00_naive", FIRST, run=OLD), measurement("01_coalesced", FIRST, run=OLD))
+    write(tmp_path, NEW, measurement("00_naive", FIRST, run=NEW), measurement("fa3", FIRST, run=NEW))
+    lines = explorer.lines(GPU, tmp_path)
+    assert {(line["run"], line["name"]) for line in lines} >= {
+        (OLD, "00_naive"),
+        (OLD, "01_coalesced"),
+        (NEW, "00_naive"),
+    }
+    shown = {(line["run"], line["name"], line["state"]): line["tflops"] for line in lines if line["shown"]}
+    for row in select.load(GPU, tmp_path).rows(FIRST):
+        rate = select.rate(row)
+        if rate is not None:
+            assert shown[row.run, row.name, "burst, hot L2"] == pytest.approx(rate)
+    assert (NEW, "00_naive", "burst, hot L2") not in shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import json
 import re
 import shutil
 import threading
@@ -39,6 +41,7 @@ PAGES = (
     "dead_ends/tile48/",
     "results/",
     "generated/results/nvidia-h200/",
+    "explorer/",
     "against/",
     "roofline/",
     "cycle_model/",
@@ -264,6 +267,70 @@ def test_the_ledger_sorts_and_filters_by_keyboard(browser: Browser, address: str
         assert not wrong
     finally:
         page.close()
+
+
+def _marks(page: Page) -> int:
+    return page.locator(".explorer-chart svg path[d*='A'], .explorer-chart svg [aria-label='dot'] > *").count()
+
+
+def test_the_explorers_filters_change_the_marks_and_the_address_restores_them(browser: Browser, address: str) -> None:
+    page, wrong = _open(browser, address, "explorer/", "desktop", "light")
+    try:
+        page.wait_for_selector(".explorer-chart svg")
+        rows = page.locator("#flashlab-explorer tbody tr")
+        before, every = _marks(page), rows.count()
+        assert before > 0
+        page.get_by_text("Stages and libraries", exact=True).click()
+        page.get_by_role("button", name="none").click()
+        assert rows.count() == 0
+        for name in ("16_ones_column", "sdpa_cudnn"):
+            page.get_by_label(name, exact=True).check()
+        assert rows.count() == 2 < every
+        assert 0 < _marks(page) < before
+        page.get_by_label("show", exact=True).select_option("ratio")
+        page.get_by_label("mask", exact=True).select_option("causal")
+        shown = page.locator("#flashlab-explorer tbody").inner_text()
+        assert "causal" in shown
+        again, wrong_again = _open(browser, address, page.url.removeprefix(address), "phone", "dark")
+        again.wait_for_selector(".explorer-chart svg")
+        assert again.locator("#flashlab-explorer tbody").inner_text() == shown
+        assert again.get_by_label("mask", exact=True).input_value() == "causal"
+        assert not wrong + wrong_again
+        again.close()
+    finally:
+        page.close()
+
+
+def test_what_the_explorer_shows_can_be_downloaded_and_each_row_opens_its_record(
+    browser: Browser, address: str
+) -> None:
+    page, wrong = _open(browser, address, "explorer/?names=16_ones_column,sdpa_cudnn", "desktop", "light")
+    try:
+        page.wait_for_selector(".explorer-chart svg")
+        with page.expect_download() as csv_file:
+            page.get_by_role("button", name="CSV").click()
+        with page.expect_download() as json_file:
+            page.get_by_role("button", name="JSON").click()
+        lines = list(csv.DictReader(csv_file.value.path().read_text(encoding="utf-8").splitlines()))
+        objects = json.loads(json_file.value.path().read_text(encoding="utf-8"))
+        assert [line["name"] for line in lines] == [one["name"] for one in objects]
+        assert {line["name"] for line in lines} == {"16_ones_column", "sdpa_cudnn"}
+        assert float(lines[0]["us"]) == pytest.approx(objects[0]["us"])
+        page.locator("#flashlab-explorer tbody a").first.click()
+        page.wait_for_selector("#flashlab-explorer pre")
+        record = json.loads(page.locator("#flashlab-explorer pre").inner_text())
+        assert record["name"] == lines[0]["name"]
+        assert record["run"] == lines[0]["run"]
+        assert "record=" in page.url
+        assert not wrong
+    finally:
+        page.close()
+
+
+def test_without_scripts_the_explorer_has_the_fastest_of_each_problem(built: Path) -> None:
+    text = (built / "explorer" / "index.html").read_text(encoding="utf-8")
+    assert "<noscript>" in text
+    assert re.search(r'<a href="\?gpu=nvidia-h200&amp;shape=16x16x2048x64&amp;dtype=float16&amp;mask=full">', text)
 
 
 def test_the_ledger_is_a_plain_table_without_its_script(built: Path) -> None:

@@ -216,19 +216,17 @@ def long_pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "pages"
 
 
-def test_the_results_page_shows_ratios_lengths_costs_and_profiles(long_pages: Path) -> None:
+def test_the_results_page_shows_ratios_costs_and_profiles(long_pages: Path) -> None:
     data = long_pages.parent / "data"
     text = (long_pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
     for one in contests.against_peers("nvidia-h200", data):
         assert one.burst is not None
         assert f"| {one.problem.label} | ×{tables.number(one.burst.ratio)} |" in text
-    for dtype in ("float16", "bfloat16"):
-        for regime in ("burst", "sustained"):
-            name = f"lengths-nvidia-h200-D64-full-{dtype}-{regime}"
-            assert f"figures/{name}.wide.light.svg" in text
-            assert (long_pages / "generated" / "figures" / f"{name}.narrow.dark.svg").is_file()
     shown = select.load("nvidia-h200", data)
     assert tables.costs(shown.rows()) in text
+    for one in shown.problems:
+        where = f"gpu=nvidia-h200&shape={one.shape}&dtype={one.dtype}&mask={one.mask}"
+        assert f"[{one.label}](../../explorer.md?{where})" in text
     assert "61.2 %" in text
     assert "Barrier 100 %" in text
     assert f"profiles/{RUN}.jsonl" in text

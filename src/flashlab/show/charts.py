@@ -887,7 +887,7 @@ def lengths(
 ) -> Chart:
     """Rate over sequence length at a constant number of tokens, stages beside libraries; right, percent of the peak.
 
-    A line needs two lengths, and a rate that is not tiny beside the fastest: others appear only in the table.
+    A line needs two lengths, and a rate that is not tiny beside the fastest: others are left out.
     The peak is that of the tensor cores, measured on the same GPU. Libraries that lack the element type are hollow and
     in their own (`Results.beside`).
 
@@ -963,7 +963,7 @@ def lengths(
         caption=f"D{head_dim}, {mask}, {dtype}, {regime}: {tokens:,} tokens in sequences of each length, "
         "stages (solid) and libraries (dashed; hollow in another element type)."
         + (f" Right: percent of what a large {dtype} GEMM reaches on this GPU in a burst." if ceiling else "")
-        + (f" {left_out} appear only in the table." if left_out else "")
+        + (f" {left_out} are not drawn." if left_out else "")
         + _whence(shown, problems, used, each="length", regime=regime),
         **_of_rows(used, regime),
     )

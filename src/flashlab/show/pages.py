@@ -25,19 +25,20 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
+from urllib.parse import urlencode
 
 from flashlab.build import compiler, sass
 from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
-from flashlab.core.problem import DTYPES, MASKS, Problem, Regime, suite
+from flashlab.core.problem import DTYPES, MASKS, Problem, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, coverage, select
 from flashlab.query.select import Results
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement
-from flashlab.show import charts, machine_code, tables
+from flashlab.show import charts, explorer, machine_code, tables
 from flashlab.show.charts import LAYOUTS, MIME, THEMES, Chart
 from flashlab.show.notebook import NOTHING_YET
 from flashlab.show.tables import Column, code, markdown, number, percent, table, times
@@ -586,13 +587,12 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
         with contextlib.suppress(NoDataError):
             chart = charts.scaling(shown, mask=mask, dtype=dtype, name=f"scaling-{shown.gpu}-{mask}-{dtype}")
             parts.append(f"## All shapes, {mask}, {dtype}\n\n{out.chart(chart, page)}")
-    parts.append(_lengths(out, shown, page))
     if shown.first:
         parts += _first_problem(out, shown, page)
     profiled = _profiles(select.profiles(shown.gpu, data), page)
     if profiled:
         parts.append("## In the SM\n\n" + "\n\n".join(profiled))
-    parts.append(_problems(shown))
+    parts.append(f"## Every problem\n\n{_fastest(shown, up(page) + 'explorer.md')}")
     everything = [row for rows in shown.problems.values() for row in rows]
     missing = tables.untimed(everything) or "Every stage and library has a time at every problem."
     parts.append(f"## Rows without a time\n\n{missing}")
@@ -603,20 +603,6 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
     if everything:
         parts.append(f"## Software\n\n{tables.software(shown)}")
     out.text(f"results/{shown.gpu}.md", "\n\n".join(parts))
-
-
-def _lengths(out: Output, shown: Results, page: str) -> str:
-    """Figures and tables over sequence length; a sentence where there are none."""
-    parts = []
-    for dtype, head_dim, mask, regime in product(DTYPES, (64, 128), MASKS, get_args(Regime)):
-        what: dict[str, Any] = {"head_dim": head_dim, "mask": mask, "dtype": dtype, "regime": regime}
-        name = f"lengths-{shown.gpu}-D{head_dim}-{mask}-{dtype}-{regime}"
-        with contextlib.suppress(NoDataError):
-            chart, text = charts.lengths(shown, name=name, **what), tables.lengths(shown, **what)
-            title = f"D{head_dim}, {mask}, {dtype}, {regime}: the numbers"
-            parts.append(f'{out.chart(chart, page)}\n\n??? abstract "{title}"\n\n{indent(text)}')
-    missing = "*Not measured on this GPU yet: `flashlab bench --suite lengths` does it.*"
-    return "## Over sequence length\n\n" + ("\n\n".join(parts) or missing)
 
 
 def _first_problem(out: Output, shown: Results, page: str) -> list[str]:
@@ -637,35 +623,18 @@ def _first_problem(out: Output, shown: Results, page: str) -> list[str]:
     return parts
 
 
-def _problems(shown: Results) -> str:
-    """Every problem: the fastest of each, and its rows unfolded."""
+def _fastest(shown: Results, explorer: str = "") -> str:
+    """Of every problem the fastest stage and library, each problem a link into the explorer, a path from the page."""
 
-    def anchor(problem: Problem) -> str:
-        return problem.label.lower().replace(" ", "-").replace("/", "-")
+    def link(problem: Problem) -> str:
+        asked = {name: getattr(problem, name) for name in ("shape", "dtype", "mask")}
+        return f"[{problem.label}]({explorer}?{urlencode({'gpu': shown.gpu, **asked})})"
 
-    index = [
-        (
-            f"[{problem.label}](#{anchor(problem)})",
-            *tables.best(select.fastest_stage(rows)),
-            *tables.best(select.fastest_peer(rows)),
-        )
+    lines = [
+        (link(problem), *tables.best(select.fastest_stage(rows)), *tables.best(select.fastest_peer(rows)))
         for problem, rows in shown.problems.items()
     ]
-    header = ("problem", "fastest stage", "TFLOP/s", "fastest library", "TFLOP/s")
-    parts = [f"## Every problem\n\n{markdown(header, index)}"]
-    for place, (problem, rows) in enumerate(shown.problems.items()):
-        files = " · ".join(f"[data](../data/{file})" for file in select.run_files(rows))
-        late = tables.elsewhere_note(rows, "sustained")
-        # The anchor lies inside: following a link to it opens the section.
-        section = (
-            f"{select.provenance(rows)} · {files}\n{{ .source #{anchor(problem)} }}\n\n"
-            f"{tables.rates(rows, beside=shown.beside(problem))}\n"
-            f"**Burst and sustained, hot and cold L2**:\n\n{tables.states(rows)}\n"
-            f"{f'*Sustained: {late[0].lower()}{late[1:]}*{chr(10)}{chr(10)}' if late else ''}"
-            f"**Clocks, power and energy**:\n\n{tables.costs(rows)}"
-        )
-        parts.append(f'???{"" if place else "+"} abstract "{problem.label}"\n\n{indent(section)}')
-    return "\n\n".join(parts)
+    return markdown(("problem", "fastest stage", "TFLOP/s", "fastest library", "TFLOP/s"), lines)
 
 
 # --- Lists and downloads ----------------------------------------------------------------------------------------------
@@ -696,6 +665,8 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
         Column("measured", "newest", select.date),
     )
     out.snippet("results.md", table(gpus, everything) if everything else NOTHING_YET)
+    parts = (f"### {shown.name}\n\n{_fastest(shown)}" for shown in everything)
+    out.snippet("fastest.md", "\n\n".join(parts) if everything else NOTHING_YET)
 
 
 def check_records(out: Output, everything: Sequence[Results], data: Path) -> None:
@@ -720,7 +691,8 @@ def check_records(out: Output, everything: Sequence[Results], data: Path) -> Non
 
 
 def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
-    """Copies of the raw data, the flattened tables, and what every field means."""
+    """Copies of the raw data, the flattened tables, the explorer's table, and what every field means."""
+    out.text(explorer.FILE, explorer.text(everything, data))
     listed = []
     for shown in everything:
         folder = out.root / "data" / shown.gpu

@@ -511,38 +511,6 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
     )
 
 
-def lengths(
-    shown: Results,
-    *,
-    head_dim: int,
-    mask: str,
-    dtype: str = "float16",
-    regime: Regime = "burst",
-    stage_ids: Sequence[str] | None = None,
-) -> str:
-    """TFLOP/s at each sequence length, and as a percentage of the measured peak of the tensor cores where it is known.
-
-    Libraries that lack the element type stand in their own (`Results.beside`).
-
-    Raises:
-        NoDataError: fewer than two lengths were measured.
-    """
-    problems = select.of_lengths(shown, head_dim=head_dim, mask=mask, dtype=dtype, regime=regime)
-    peak = shown.ceilings.get(f"tensor_{dtype}")
-    cells: dict[str, dict[int, str]] = {}
-    for problem in problems:
-        for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem)):
-            other, rate = row.problem.dtype != dtype, select.rate(row, regime)
-            if rate:
-                share = f" ({number(100 * rate / peak.value, 2)} %)" if peak and not other else ""
-                name = beside_title(row) if other else title(row)
-                cells.setdefault(name, {})[problem.q_len] = f"{number(rate)}{share}"
-    order = {code(stage_id): place for place, stage_id in enumerate(registry.RUNGS)}
-    columns = [Column(f"D{head_dim}, {mask}, {dtype}, {regime}: TFLOP/s", "0")]
-    columns += [Column(f"S{one.q_len}", f"1.{one.q_len}") for one in problems]
-    return table(columns, sorted(cells.items(), key=lambda item: order.get(item[0], len(order))))
-
-
 # --- Profiles ---------------------------------------------------------------------------------------------------------
 
 _ACRONYMS = {"Gmma": "GMMA", "Imc": "IMC", "Lg": "LG", "Mio": "MIO"}

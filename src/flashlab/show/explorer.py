@@ -1,0 +1,96 @@
+"""The explorer's data: every time on record as one JSON table by columns, for site/assets/explorer.js."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from flashlab.core.inputs import KINDS, NORMAL
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Cache, Regime, suite
+from flashlab.query import roofline, select
+from flashlab.query.frame import frame, rows_of, state_of
+from flashlab.query.select import Policy, Results
+from flashlab.record.schema import Timed
+
+FILE = "explorer.json"
+EVERY_KIND = Policy(inputs=tuple(KINDS))
+"""As pages choose rows, on each kind of inputs."""
+_STATE_NAMES = {
+    ("burst", "hot"): "burst, hot L2",
+    ("burst", "cold"): "burst, cold L2",
+    ("sustained", "hot"): "sustained",
+}
+_OF_LENGTHS = frozenset(suite("lengths"))
+_WORDS = ("gpu", "run", "kind", "name", "shape", "dtype", "mask", "inputs", "state")
+"""Columns of few values, which are written as a list of values and an index a row."""
+
+
+def states(record: Timed) -> dict[tuple[Regime, Cache], None]:
+    """The states that a record has a time in."""
+    return dict.fromkeys((taken.regime, taken.cache) for taken in record.samples)
+
+
+def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
+    """Every time of every stage and library on a GPU, a line for each state it was taken in, oldest first.
+
+    The columns: `gpu`, `run`, `line` (of the run's file), `kind`, `name`, `shape`, `tokens` (whether the shape is one
+    of a constant number of tokens, as in the suite `lengths`), `length` (keys), `head_dim`, `dtype`, `mask`, `inputs`,
+    `lse` (whether the log-sum-exp was written), `state`, `us` (median), `tflops`, `clock` (MHz inside the calls),
+    `peak` (percent of what the tensor cores can do at that clock), `samples`, and `shown` (1 where pages show it).
+    """
+    records = frame(gpu, data)
+    shown = {
+        (select.origin(row["record"], *state)[0], row["name"], row["problem"], *state)
+        for row in rows_of(select.select(records, EVERY_KIND))
+        for state in states(row["record"])
+    }
+    found = []
+    for row in rows_of(records[records["kind"].isin(("stage", "peer"))] if len(records) else records):
+        problem, record = row["problem"], row["record"]
+        alike = replace(problem, inputs=NORMAL)
+        for state in states(record):
+            values = state_of(record, *state)
+            found.append(
+                {
+                    **{name: row[name] for name in ("gpu", "run", "line", "kind", "name", "shape", "dtype", "mask")},
+                    "tokens": int(alike in _OF_LENGTHS),
+                    "length": problem.kv_len,
+                    "head_dim": problem.head_dim,
+                    "inputs": problem.inputs,
+                    "lse": int(bool(record.lse)),
+                    "state": _STATE_NAMES[state],
+                    "us": values["median_us"],
+                    "tflops": values["tflops"],
+                    "clock": values["call_clock_mhz"],
+                    "peak": roofline.percent_of_tensor_peak(
+                        values["tflops"],
+                        compute_capability=record.gpu.compute_capability,
+                        sm_count=record.gpu.sm_count,
+                        clock_mhz=values["call_clock_mhz"],
+                    ),
+                    "samples": values["samples"],
+                    "shown": int(not row["second"] and (row["run"], row["name"], problem, *state) in shown),
+                }
+            )
+    return found
+
+
+def text(everything: Iterable[Results], data: Path = DATA) -> str:
+    """The file's text: `words` and `numbers`, each a mapping of a column's name to its content, and `titles`."""
+    every = [line for shown in everything for line in lines(shown.gpu, data)]
+    words = {}
+    for name in _WORDS:
+        values = {value: index for index, value in enumerate(dict.fromkeys(line[name] for line in every))}
+        words[name] = {"values": list(values), "rows": [values[line[name]] for line in every]}
+    others = [name for name in (every[0] if every else ()) if name not in _WORDS]
+    numbers = {name: [_short(line[name]) for line in every] for name in others}
+    return json.dumps({"words": words, "numbers": numbers}, separators=(",", ":"))
+
+
+def _short(value: float | None) -> float | int | None:
+    """Five digits, which is more than any time here is known to."""
+    return value if value is None or isinstance(value, int) else float(f"{value:.5g}")
