@@ -39,6 +39,7 @@ PAGES = (
     "stages/06_cp_async/",
     "dead_ends/",
     "dead_ends/tile48/",
+    "predictions/",
     "results/",
     "generated/results/nvidia-h200/",
     "explorer/",

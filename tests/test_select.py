@@ -69,6 +69,18 @@ def test_the_session_with_the_highest_rung_is_shown_and_others_fill_it_in(tmp_pa
     assert select.parent_of(by_name[top], rows) == by_name[lower[1]]
 
 
+def test_a_session_with_older_code_of_the_last_rung_is_not_shown(tmp_path: Path) -> None:
+    older, newer = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc"
+    *lower, top = list(registry.STAGES)[-3:]
+    _write(tmp_path, older, *(_timed(name, FIRST, older, 20.0) for name in (*lower, top)))
+    changed = _timed(top, FIRST, newer, 10.0)
+    assert changed.cubin is not None
+    changed = changed.model_copy(update={"cubin": changed.cubin.model_copy(update={"sha256": "f" * 64})})
+    _write(tmp_path, newer, changed)
+    rows = select.load(GPU, tmp_path).rows(FIRST)
+    assert {row.name: row.run for row in rows} == {lower[0]: older, lower[1]: older, top: newer}
+
+
 def test_stages_stand_in_the_ladders_order_and_libraries_by_speed(data: Path) -> None:
     rows = select.load(GPU, data).rows(FIRST)
     ladder = [row.name for row in rows if row.kind == "stage"]

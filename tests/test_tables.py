@@ -13,7 +13,7 @@ from flashlab.build.symbols import Frame
 from flashlab.core.errors import NoDataError
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
-from flashlab.query import roofline, select
+from flashlab.query import predictions, roofline, select
 from flashlab.query.contests import Accuracy, AgainstPeers, Contest
 from flashlab.record import store
 from flashlab.record.checks import CheckRow
@@ -409,3 +409,36 @@ def test_every_stage_has_its_newest_check_with_run_and_commit() -> None:
     assert "| 2 | 1 | 0 | 1: made up | `20260102T030405Z-0123abc` | – |" in naive
     assert wmma.endswith("| 2 | 1 | 1 | 0 | `20260103T030405Z-89abcde` |")
     assert none.count("–") == 10
+
+
+def test_a_prediction_is_scored_by_how_far_outside_its_range_it_lies() -> None:
+    stage = registry.STAGES["12_persistent"]
+    low = stage.expected[0].low
+    of = {
+        value: predictions.Scored(stage=stage, expected=stage.expected[0], measured=value, run="r")
+        for value in (1.1 * low, 0.9 * low, low)
+    }
+    assert [tables.outcome(one) for one in of.values()][1:] == ["10 % below", "inside"]
+    nothing = predictions.Scored(stage=stage, expected=stage.expected[0], measured=None, run="")
+    assert tables.outcome(nothing) == "not on record"
+    text = tables.predictions([*of.values(), nothing])
+    assert text.startswith("Of 3 numbers 1 lie inside their range, 1 above it and 1 below.")
+
+
+def test_a_predicted_ratio_is_of_two_rows_of_one_run(tmp_path: Path) -> None:
+    stage = registry.STAGES["02_half2"]
+    assert stage.expected[0].of == "ratio"
+    parent = stage.parent or ""
+    for run, names, seed in (
+        ("20260101T030000Z-0000abc", (stage.id, parent), 1),
+        ("20260102T030000Z-0123abc", (stage.id,), 2),
+    ):
+        path = tmp_path / "nvidia-h200" / "runs" / f"{run}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            store.append(path, measurement(name, FIRST, run=run, seed=seed))
+    shown = select.load("nvidia-h200", tmp_path)
+    (one,) = predictions.scores(shown, [stage])
+    assert one.run == "20260101T030000Z-0000abc"
+    rates = [select.rate(measurement(name, FIRST, run=one.run, seed=1)) or 0.0 for name in (stage.id, parent)]
+    assert one.measured == pytest.approx(rates[0] / rates[1])

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -22,8 +22,9 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_vali
 from pydantic.dataclasses import dataclass
 
 from flashlab.core.errors import DataError, ParameterError, UnknownStageError, UnsupportedError
+from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import KERNELS, ROOT, SITE
-from flashlab.core.problem import DType, Precision, Problem
+from flashlab.core.problem import FIRST_SHAPE, DType, Mask, Precision, Problem
 
 Language = Literal["cuda", "triton"]
 Arch = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
@@ -97,6 +98,38 @@ class Param:
 
 
 @dataclass(frozen=True, kw_only=True, config=_ENTRY)
+class Expected:
+    """A number of a stage's prediction, so that it can be scored: a range, at one problem."""
+
+    words: _Text
+    """The part of the prediction that says it. "About" a number is taken for 10 % below to 10 % above it."""
+    low: Annotated[float, Field(gt=0)]
+    high: Annotated[float, Field(gt=0)]
+    of: Literal["tflops", "ratio"] = "tflops"
+    """`tflops`: a rate, TFLOP/s. `ratio`: the rate over that of `over`."""
+    over: str | None = None
+    """A stage's id; None: the parent's."""
+    over_inputs: str | None = None
+    """The kind of inputs that `over` is taken on; None: the same."""
+    shape: str = FIRST_SHAPE
+    mask: Mask = "full"
+    dtype: DType = "float16"
+    inputs: str = NORMAL
+
+    @model_validator(mode="after")
+    def _check(self) -> Expected:
+        if self.low > self.high:
+            raise ValueError(f"low: wanted at most high, {self.high}, got {self.low}")
+        _ = self.problem
+        return self
+
+    @property
+    def problem(self) -> Problem:
+        """Where it is expected."""
+        return replace(Problem.parse(self.shape, dtype=self.dtype, mask=self.mask), inputs=self.inputs)
+
+
+@dataclass(frozen=True, kw_only=True, config=_ENTRY)
 class Stage:
     """One kernel of the ladder, or of the dead ends. Each field but the first two is one of its entry."""
 
@@ -114,6 +147,8 @@ class Stage:
     """The one idea that separates it from its parent."""
     prediction: _Text
     """What was expected of it before it ran."""
+    expected: tuple[Expected, ...] = ()
+    """The numbers in the prediction."""
     language: Language = "cuda"
     """`cuda`: C++, compiled by NVRTC, and by a C++ compiler for the CPU. `triton`: Python, compiled by Triton, which
     also interprets it on a CPU."""
@@ -158,6 +193,9 @@ class Stage:
             raise ValueError(f"spills: wanted architectures of {', '.join(self.archs)}, got {', '.join(sorted(stray))}")
         for variant in self.variants:
             self.parameters(self.head_dims[0], variant)
+        for one in self.expected:
+            if one.words not in " ".join(self.prediction.split()):
+                raise ValueError(f"expected.words: wanted a part of the prediction, got {one.words!r}")
         return self
 
     @property

@@ -4,8 +4,9 @@
 runs of one commit on one GPU, each begun within six hours of the one before) that hold rows of it, or its single runs
 where rows are compared with each other: a ratio means most between rows that were interleaved. Candidates that lack a
 time of something the policy needs are out. Of sessions, the one whose last rung stands highest on the ladder wins: what
-most readers compare is the last kernel with the libraries. Of those that are left, the one that tried most of what the
-policy covers wins; of several, the newest. So a later run of one stage does not hide the ladder.
+most readers compare is the last kernel with the libraries. Sessions in which that kernel had other machine code than in
+the newest are out. Of those that are left, the one that tried most of what the policy covers wins; of several, the
+newest. So a later run of one stage does not hide the ladder.
 
 In a session a problem's rows come from the run that tried most of the ladder there, then from the one that took
 samples in most states, then from the newest; what that run did not try is filled in from the session's other runs: rows
@@ -118,8 +119,10 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
         if not fit:
             continue
         fill = policy.within == "session" and policy.fill
-        rung = {key: _last_rung(by_name, policy.covers) if fill else 0 for key, by_name in fit.items()}
-        best = max(fit, key=lambda key: (rung[key], _tried(fit[key], policy.covers), key))
+        best = max(
+            _of_the_last_rung(fit, policy.covers) if fill else fit,
+            key=lambda key: (_tried(fit[key], policy.covers), key),
+        )
         by_name = dict(fit[best])
         if fill:
             _fill(by_name, [fit[key] for key in sorted(fit, reverse=True) if key != best], policy.covers)
@@ -155,9 +158,23 @@ def _merged(runs: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str,
     return by_name
 
 
-def _last_rung(by_name: Mapping[str, Mapping[str, Any]], names: Collection[str]) -> int:
-    """The position on the ladder of the highest of the stages `names` with a time; -1 where none has one."""
-    return max((_LADDER[name] for name, row in by_name.items() if name in names and row["samples"]), default=-1)
+def _of_the_last_rung(sessions: Mapping[str, Mapping[str, Mapping[str, Any]]], names: Collection[str]) -> list[str]:
+    """The sessions that timed the highest rung which any of them timed, as it was compiled in the newest of them.
+
+    All of them where none timed one of the stages `names`.
+    """
+
+    def code(key: str) -> object:
+        cubin = sessions[key][rung]["record"].cubin
+        return cubin and cubin.sha256
+
+    timed = {name for by_name in sessions.values() for name, row in by_name.items() if name in names and row["samples"]}
+    if not timed:
+        return list(sessions)
+    rung = max(timed, key=_LADDER.__getitem__)
+    able = [key for key, by_name in sessions.items() if rung in by_name and by_name[rung]["samples"]]
+    newest = code(max(able))
+    return [key for key in able if code(key) == newest]
 
 
 def _fill(

@@ -34,7 +34,7 @@ from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
 from flashlab.core.problem import DTYPES, MASKS, Problem, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
-from flashlab.query import contests, coverage, select
+from flashlab.query import contests, coverage, predictions, select
 from flashlab.query.select import Results
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement
@@ -161,6 +161,8 @@ def generate(root: Path, data: Path = DATA, *, executed: Path | None = None, gpu
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown)
         _front_page(out, shown, data)
+        scored = tables.predictions(predictions.scores(shown)) if shown else NOTHING_YET
+        out.snippet("predictions.md", f"{_elsewhere(shown, 'What was predicted')}\n\n{scored}")
         _inputs_and_errors(out, shown, data)
         _lists(out, everything)
         dead_end_list(out, dead_ends, ladder)
@@ -402,8 +404,10 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
         for mine in of_problem
         if mine.name == stage.id
     ]
+    scored = predictions.scores(shown, [stage])
     parts = [
         _stage_sentence(shown, tables.line(row, rows), parent, peer),
+        *([f"**Predicted and measured**:\n\n{table(tables.PREDICTIONS[1:], scored)}"] if scored else []),
         out.chart(chart, page),
         f"### Every problem\n\n{table(EVERY_PROBLEM, items)}\n\n"
         "The fastest library is the one of the same problem, element type included, also where a later session timed "

@@ -23,6 +23,7 @@ from flashlab.core.problem import Cache, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
 from flashlab.query.frame import headline
+from flashlab.query.predictions import Scored
 from flashlab.query.select import Results
 from flashlab.record import store
 from flashlab.record.schema import Ceiling, CubinFields, Measurement, Samples, Sanitized, StageProfile, Status
@@ -508,6 +509,49 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
     lines = table(EVERY_ERROR, every).splitlines()
     return f'{table((over, *map(column, names)), order)}\n??? abstract "{dtype}: every error"\n\n' + "".join(
         f"    {line}\n" for line in lines
+    )
+
+
+# --- Predictions ------------------------------------------------------------------------------------------------------
+
+
+def _range(one: Scored) -> str:
+    low, high = (number(value, 3) for value in (one.expected.low, one.expected.high))
+    return f"{low} to {high} TFLOP/s" if one.expected.of == "tflops" else f"×{low} to ×{high}"
+
+
+def _measured(one: Scored) -> str | None:
+    if one.measured is None:
+        return None
+    return times(one.measured) if one.expected.of == "ratio" else f"{number(one.measured)} TFLOP/s"
+
+
+def outcome(one: Scored) -> str:
+    """Where a measurement lies, for people: `inside`, `5.7 % above`, `8.1 % below`, `not on record`."""
+    if one.off is None:
+        return "not on record"
+    return f"{number(100 * abs(one.off), 2)} % {'above' if one.off > 0 else 'below'}" if one.off else "inside"
+
+
+PREDICTIONS = (
+    Column("stage", "stage.id", code),
+    Column("prediction", "expected.words", left=True),
+    Column("at", lambda one: one.expected.problem.label, left=True),
+    Column("predicted", _range),
+    Column("measured", _measured),
+    Column("outcome", outcome),
+)
+
+
+def predictions(scored: Sequence[Scored]) -> str:
+    """How many numbers of predictions came true, and a table of all, those furthest off first."""
+    known = [one for one in scored if one.off is not None]
+    inside = sum(one.off == 0 for one in known)
+    above = sum((one.off or 0) > 0 for one in known)
+    lines = sorted(scored, key=lambda one: -abs(one.off) if one.off is not None else 1)
+    return (
+        f"Of {len(known)} numbers {inside} lie inside their range, {above} above it and {len(known) - inside - above} "
+        f"below.\n\n{table(PREDICTIONS, lines)}"
     )
 
 
