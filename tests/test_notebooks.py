@@ -31,7 +31,7 @@ from flashlab.core.problem import Problem, suite
 from flashlab.kernels.registry import CUDA_STAGES, STAGES
 from flashlab.record import store
 from flashlab.run import emulator, gpu
-from flashlab.show import site, trial
+from flashlab.show import pages, site, trial
 from flashlab.show.notebook import Outcome, read_outcome, settings
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
@@ -251,6 +251,31 @@ def test_a_notebook_that_does_not_finish_is_not_a_success(
 ) -> None:
     with pytest.raises(ReportError, match=message):
         site.execute(make_notebook(source), tmp_path / "out", {}, timeout_s=8)
+
+
+def test_a_notebook_that_fails_costs_its_own_page_alone(
+    make_notebook: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When measuring it is tried twice, and what was measured in between stays."""
+    good = "from flashlab.show.notebook import settings\npath = settings(source='replay', out=out).write('{name}')"
+    for name, source in (("00_hardware", "1 / 0"), ("01_correctness", good.format(name="01_correctness"))):
+        make_notebook(source).rename(tmp_path / f"{name}.ipynb")
+    monkeypatch.setattr(site, "NOTEBOOKS", tmp_path)
+    monkeypatch.setattr(site, "PAGE_OF", {"00_hardware": "hardware.md", "01_correctness": "correctness.md"})
+    said: list[str] = []
+    failed = site.execute_all(tmp_path / "out", {}, measuring=True, timeout_s=60, say=said.append)
+    assert failed.keys() == {"00_hardware"}
+    assert "ZeroDivisionError" in failed["00_hardware"]
+    assert [line.split()[0] for line in said] == ["00_hardware", "00_hardware", "01_correctness"]
+    assert "tried again" in said[0]
+    folder = tmp_path / "pages"
+    (folder / "snippets").mkdir(parents=True)
+    pages._notebook_page(
+        pages.Output(root=folder), "00_hardware", "hardware.md", tmp_path / "out", None, failed["00_hardware"]
+    )
+    text = (folder / "snippets" / "notebooks" / "00_hardware.md").read_text(encoding="utf-8")
+    assert '!!! failure "Not complete"' in text
+    assert "ZeroDivisionError" in text
 
 
 def test_a_result_file_of_another_notebook_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,12 @@ def report(
     stages: opt.Stages = None,
     suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "standard",
     out: Annotated[Path, typer.Option(help="Folder for notebooks and site.", show_default=False)] = BUILD,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            min=1, help="Seconds for each notebook; an hour when measuring, 5 minutes otherwise, if not given."
+        ),
+    ] = None,
     data: opt.Data = DATA,
     as_json: opt.Json = False,
 ) -> None:
@@ -33,6 +39,7 @@ def report(
         suite=suite,
         data=data.resolve(),
         out=out.resolve(),
+        timeout_s=timeout,
         progress=say,
     )
     if as_json:

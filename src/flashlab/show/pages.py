@@ -129,13 +129,21 @@ def indent(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines()) + "\n"
 
 
-def generate(root: Path, data: Path = DATA, *, executed: Path | None = None, gpu: str = "") -> Path:
+def generate(
+    root: Path,
+    data: Path = DATA,
+    *,
+    executed: Path | None = None,
+    gpu: str = "",
+    failed: Mapping[str, str] | None = None,
+) -> Path:
     """Write everything the pages take in to the folder `root`, anew; that folder.
 
     Args:
         data: folder of the records.
         executed: folder of executed notebooks; pages say that they were not executed, where None.
-        gpu: the GPU that pages about the ladder show; empty: the one measured last.
+        gpu: the GPU that pages about the ladder show; empty: the one with the most runs.
+        failed: what went wrong in executed notebooks, by name; their pages say so, and show what there is.
 
     Raises:
         NoDataError: `gpu` has no records.
@@ -159,7 +167,7 @@ def generate(root: Path, data: Path = DATA, *, executed: Path | None = None, gpu
             for stage in registry.DEAD_ENDS.values()
         ]
         for name, page in PAGE_OF.items():
-            _notebook_page(out, name, page, executed, shown)
+            _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))
         _front_page(out, shown, data)
         scored = tables.predictions(predictions.scores(shown)) if shown else NOTHING_YET
         out.snippet("predictions.md", f"{_elsewhere(shown, 'What was predicted')}\n\n{scored}")
@@ -199,12 +207,16 @@ def _sections(out: Output, path: str, **sections: str) -> None:
     out.snippet(path, "".join(marked))
 
 
-def _notebook_page(out: Output, name: str, page: str, executed: Path | None, shown: Results | None) -> None:
-    """An executed notebook as Markdown, its charts as figures."""
+def _notebook_page(
+    out: Output, name: str, page: str, executed: Path | None, shown: Results | None, failure: str = ""
+) -> None:
+    """An executed notebook as Markdown, its charts as figures; of one that failed, what came before."""
     import nbformat
     from nbconvert import MarkdownExporter
 
     source = (executed or NOTEBOOKS) / f"{name}.ipynb"
+    if failure and not source.is_file():
+        source = NOTEBOOKS / source.name
     if not source.is_file():
         raise ReportError(f"notebook {name}: wanted it executed in {source.parent}, found none; site.execute makes it")
     notebook = nbformat.read(source, as_version=4)  # type: ignore[no-untyped-call]
@@ -217,17 +229,25 @@ def _notebook_page(out: Output, name: str, page: str, executed: Path | None, sho
             continue
         if "hide-input" in cell.metadata.get("tags", []):
             cell.metadata["transient"] = {"remove_source": True}  # what nbconvert's templates look for
-        # What goes to stderr is progress bars.
-        cell["outputs"] = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
+        # What goes to stderr is progress bars; an error stands above.
+        cell["outputs"] = [
+            output
+            for output in cell.get("outputs", [])
+            if output.get("name") != "stderr" and output.output_type != "error"
+        ]
         for output in cell["outputs"]:
             if MIME in output.get("data", {}):
                 output["data"] = {"text/markdown": out.chart(Chart.from_mime(output["data"][MIME]), page)}
     text, _ = MarkdownExporter().from_notebook_node(notebook)  # type: ignore[no-untyped-call]
     (out.root / "notebooks").mkdir(exist_ok=True)
     shutil.copyfile(source, out.root / "notebooks" / source.name)
-    if name in _CONCLUDING:
+    said = _elsewhere(shown, "The text of this page") if name in _CONCLUDING else ""
+    if failure:
+        why = html.escape(failure.splitlines()[0])
+        said += f'\n!!! failure "Not complete"\n    The notebook of this page did not come to its end. {why}\n'
+    if said:
         title, _, rest = text.strip().partition("\n")
-        text = f"{title}\n\n{_elsewhere(shown, 'The text of this page')}\n{rest}"
+        text = f"{title}\n\n{said}\n{rest}"
     state = "executed for this page" if executed else "not executed for this page, so it shows no results"
     note = (
         '<p class="source" markdown="span">This page is the notebook '

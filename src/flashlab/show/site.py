@@ -129,36 +129,58 @@ def execute_all(
     measuring: bool,
     timeout_s: float | None = None,
     say: Say = lambda _: None,
-) -> dict[str, Outcome]:
+) -> dict[str, str]:
     """Execute every notebook: two at a time, or one when measuring, because they would disturb each other.
 
+    One that fails is tried once more when measuring, and the others run all the same.
+
+    Returns:
+        What went wrong, by notebook; empty where all came to their end.
+
     Raises:
-        As `execute`.
+        As `execute`, but for ReportError.
     """
     limit = timeout_s or (MEASURE_TIMEOUT_S if measuring else REPLAY_TIMEOUT_S)
     names = [*PAGE_OF, *sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb") if p.stem not in PAGE_OF)]
-    outcomes: dict[str, Outcome] = {}
+
+    def attempt(name: str) -> str:
+        for left in (1, 0) if measuring else (0,):
+            try:
+                execute(NOTEBOOKS / f"{name}.ipynb", out, parameters, limit)
+            except ReportError as error:
+                say(f"{name} failed{', and is tried again' if left else ''}: {str(error).splitlines()[0]}")
+                failure = str(error)
+            else:
+                say(f"{name} done")
+                return ""
+        return failure
+
     # A notebook is a process of its own; threads only wait for them.
     with ThreadPoolExecutor(1 if measuring else 2) as pool:
-        jobs = {name: pool.submit(execute, NOTEBOOKS / f"{name}.ipynb", out, parameters, limit) for name in names}
+        jobs = {name: pool.submit(attempt, name) for name in names}
         try:
-            for name, job in jobs.items():
-                outcomes[name] = job.result()
-                say(f"{name} done")
+            failures = {name: job.result() for name, job in jobs.items()}
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return outcomes
+    return {name: failure for name, failure in failures.items() if failure}
 
 
 # --- The site ---------------------------------------------------------------------------------------------------------
 
 
-def write_pages(out: Path = BUILD, *, data: Path = DATA, executed: Path | None = None, gpu: str = "") -> Path:
+def write_pages(
+    out: Path = BUILD,
+    *,
+    data: Path = DATA,
+    executed: Path | None = None,
+    gpu: str = "",
+    failed: Mapping[str, str] | None = None,
+) -> Path:
     """Copy the hand-written pages and generate what they take in, anew, in `out`/pages; that folder.
 
     Args:
-        data, executed, gpu: as for `pages.generate`.
+        data, executed, gpu, failed: as for `pages.generate`.
 
     Raises:
         NoDataError: `gpu` has no records.
@@ -167,7 +189,7 @@ def write_pages(out: Path = BUILD, *, data: Path = DATA, executed: Path | None =
     folder = writable_dir(out, "the pages") / "pages"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(SITE, folder, ignore=shutil.ignore_patterns("generated"))
-    pages.generate(folder / "generated", data, executed=executed, gpu=gpu)
+    pages.generate(folder / "generated", data, executed=executed, gpu=gpu, failed=failed)
     return folder
 
 
@@ -247,15 +269,21 @@ def run(
     Raises:
         ParameterError, UnknownStageError, NoGpuError, NoDataError, OutputError: as `notebook.settings`, and before
             anything runs.
-        ReportError: a notebook or the site's build failed.
+        ReportError: the site's build failed; or a notebook, and then the site is built all the same and its page says
+            so.
     """
     executed = out / "notebooks"
     lab = settings(source=source, gpu=gpu, stages=stages, suite=suite, out=executed, data=data)
     progress(str(lab))
     parameters = {"source": lab.source, "gpu": lab.gpu or "", "stages": stages, "suite": suite, "data": str(data)}
-    execute_all(executed, parameters, measuring=lab.source == "measure", timeout_s=timeout_s, say=progress)
-    write_pages(out, data=data, executed=executed, gpu=lab.gpu or "")
+    failed = execute_all(executed, parameters, measuring=lab.source == "measure", timeout_s=timeout_s, say=progress)
+    write_pages(out, data=data, executed=executed, gpu=lab.gpu or "", failed=failed)
     progress("pages generated")
     index = build_site(out)
     progress(f"site built: {index}")
+    if failed:
+        raise ReportError(
+            f"the report is in {index.parent}, without what these notebooks were to show: {', '.join(failed)}\n"
+            + "\n".join(failed.values())
+        )
     return index
