@@ -377,6 +377,27 @@ def test_bench_hands_on_what_was_asked_and_shows_the_run(
     assert (asked["stages"], asked["peers"]) == (None, None)
 
 
+def test_a_resumed_bench_measures_what_is_left(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    left: dict[Problem, frozenset[str]] = {}
+
+    def measure(problems: Any, **options: Any) -> Path:
+        asked.update(options, problems=list(problems))
+        return write_synthetic(options["options"].data, problems=problems)
+
+    monkeypatch.setattr(bench, "run", measure)
+    monkeypatch.setattr(bench, "left", lambda problems, **_: left)
+    what = ("bench", "--suite", "smoke", "--resume", "--data", tmp_path)
+    done = run(*what)
+    assert done.code == 0
+    assert "nothing was measured" in done.err
+    assert not asked
+    left[Problem.parse("1x2x130x64")] = frozenset({FIRST_STAGE})
+    assert f"has {FIRST_STAGE} at 1 problems" in run(*what).err
+    assert asked["problems"] == list(left)
+    assert [asked["only"](problem, name) for problem in left for name in (FIRST_STAGE, "sdpa")] == [True, False]
+
+
 def test_bench_takes_part_of_a_suite(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, Any] = {}
 

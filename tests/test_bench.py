@@ -939,3 +939,41 @@ def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
     tuning = bench._record(schema.Tuning, header, variant, problem, rows["00_naive"])
     assert isinstance(tuning, schema.Tuning)
     assert tuning.parameters == registry.get("00_naive").parameters(64)
+
+
+def test_what_is_on_record_for_the_same_code_is_left_out(tmp_path: Path) -> None:
+    problem, other = PROBLEMS
+    named = bench.implementations_of(["00_naive", "01_coalesced", "02_half2", "09_wgmma"], ["sdpa", "fa3"])
+    cells = [(one, list(named)) for one in PROBLEMS]
+    code = bench.compile_for(named, cells, arch="sm_80", slug=None)
+    assert (problem, "09_wgmma") not in code, "it needs Hopper"
+
+    def row(name: str, **changes: Any) -> schema.Measurement:
+        made = measurement(name, changes.pop("problem", problem))
+        compiled = code.get((made.problem, name))
+        if compiled is not None and made.cubin is not None:
+            changes.setdefault("cubin", made.cubin.model_copy(update={"sha256": getattr(compiled, "sha256", "")}))
+        return made.model_copy(update=changes)
+
+    nothing: dict[str, Any] = {"samples": (), "verdict": None, "cubin": None, "reason": "made up"}
+    known = [
+        *(row(name) for name in ("00_naive", "01_coalesced", "02_half2", "sdpa")),
+        *(row(name, status="unsupported", **nothing) for name in ("09_wgmma", "fa3")),
+    ]
+    plan = replace(BURSTS, cold_samples=0)
+    assert bench.not_on_record(cells, named, known, code, plan) == {other: frozenset(named)}
+    assert bench.not_on_record(cells[:1], named, known, code, plan) == {}
+    # Of a stage whose code has changed, the parent and the libraries too: a ratio is of one run.
+    changed = [row("02_half2", cubin=row("02_half2").cubin.model_copy(update={"sha256": "f" * 64}))]  # type: ignore[union-attr]
+    todo = bench.not_on_record(cells[:1], named, [*known[:2], *known[3:], *changed], code, plan)
+    assert todo == {problem: {"02_half2", "01_coalesced", "sdpa", "fa3"}}
+    # A row that failed is tried again, and so is a library alone.
+    failed = [one for one in known if one.name != "sdpa"] + [row("sdpa", status="crashed", **nothing)]
+    assert bench.not_on_record(cells[:1], named, failed, code, plan) == {problem: {"sdpa"}}
+    # A state that the plan wants and the record lacks.
+    busy = replace(plan, sustained_seconds=1.0, sustained_names=("sdpa",), sustained_shapes=None)
+    lacking = [
+        one.model_copy(update={"samples": tuple(taken for taken in one.samples if taken.regime == "burst")})
+        for one in known
+    ]
+    assert bench.not_on_record(cells[:1], named, lacking, code, busy) == {problem: {"sdpa"}}

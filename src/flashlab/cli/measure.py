@@ -46,6 +46,9 @@ def bench(
         str | None, typer.Option(metavar="NAME[,NAME]...", help="Call these alone for seconds.")
     ] = None,
     lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Time the log-sum-exp too.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out what is on record here for the same machine code and libraries.")
+    ] = False,
     dry_run: opt.DryRun = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
@@ -96,6 +99,15 @@ def bench(
         return
     with following("measuring") as follow:
         options = module.Options(data=data, device=device, progress=follow, note=say)
+        if resume:
+            asked = {name: what[name] for name in ("stages", "peers", "plan")}
+            todo = module.left(problems, **asked, options=options)
+            if not todo:
+                say("all of it is on record; nothing was measured")
+                return
+            problems = list(todo)
+            what["only"] = lambda problem, name: name in todo[problem]
+            say(module.said_of(todo))
         path = module.run(problems, **what, options=options)
     _show_run(path, as_json)
 

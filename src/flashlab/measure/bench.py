@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -26,7 +26,7 @@ from flashlab.measure.options import Implementation as Implementation
 from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
 from flashlab.measure.options import plan_of as plan_of
-from flashlab.record import schema, store
+from flashlab.record import provenance, schema, store
 from flashlab.record.schema import Ablation, Ceiling, Measurement, Part, Tuning
 from flashlab.run import choice, gpu
 from flashlab.verify import on_cpu
@@ -244,18 +244,22 @@ def compile_for(
     slug: str | None,
     aligned: Sequence[bool] = (True,),
     announce: Callable[[str], None] = lambda text: None,
-) -> None:
+) -> dict[tuple[Problem, str], compiler.Cubin | CompileError]:
     """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
 
     Args:
         announce: told of every kernel.
 
+    Returns:
+        Of each problem and name that a stage takes, its machine code, that of the first of `aligned`.
+
     Raises:
         MissingPackageError: no compiler.
     """
     jobs: dict[str, compiler.Job] = {}
+    labels: dict[tuple[Problem, str], str] = {}
     for problem, names in cells:
-        for one in (named[name] for name in names if name in named and named[name].kind == "stage"):
+        for name, one in ((name, named[name]) for name in names if name in named and named[name].kind == "stage"):
             stage = registry.get(one.id)
             if (stage.language == "triton" and triton_code.missing()) or stage.why_not(problem, arch):
                 continue
@@ -267,11 +271,87 @@ def compile_for(
             for rows in aligned:
                 job = compiler.Job.of(stage, problem, arch=arch, aligned=rows, **how)
                 jobs.setdefault(job.label, job)
+                labels.setdefault((problem, name), job.label)
 
     def told(job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
         announce(f"{'refused' if isinstance(outcome, CompileError) else 'compiled'}: {job.label}")
 
-    compiler.compile_many(list(jobs.values()), progress=told)
+    made = dict(zip(jobs, compiler.compile_many(list(jobs.values()), progress=told), strict=True))
+    return {what: made[label] for what, label in labels.items()}
+
+
+# --- What is left to do -----------------------------------------------------------------------------------------------
+
+
+def left(
+    problems: Sequence[Problem],
+    *,
+    stages: Sequence[str] | None = None,
+    peers: Sequence[str] | None = None,
+    plan: Plan | None = None,
+    options: Options | None = None,
+) -> dict[Problem, frozenset[str]]:
+    """What of a run is not on record yet for this GPU, by problem: the names that `run` is to measure there.
+
+    On record is what a clean commit measured with the same machine code, or library, under the same driver and
+    software, in every state that the plan wants. Where a stage is left its parent and the libraries are measured again
+    beside it, because a ratio is of one run.
+
+    Raises:
+        NoGpuError: there is no GPU.
+        MissingPackageError: no compiler.
+    """
+    options, plan = options or Options(), plan or Plan()
+    gpu.require()
+    here, named = gpu.info(options.device), implementations_of(stages, peers)
+    cells = [(problem, list(named)) for problem in problems]
+    code = compile_for(named, cells, arch=here.arch, slug=here.slug)
+    known = [
+        row
+        for row in store.measurements(here.slug, options.data)
+        if not row.source.dirty and row.gpu.driver == here.driver and row.software == provenance.software()
+    ]
+    return not_on_record(cells, named, known, code, plan)
+
+
+def said_of(todo: Mapping[Problem, Collection[str]]) -> str:
+    """What `left` found, in a line for people."""
+    names = dict.fromkeys(name for names in todo.values() for name in sorted(names))
+    return f"no record of this code and software has {', '.join(names)} at {len(todo)} problems: they are measured"
+
+
+def not_on_record(
+    cells: Sequence[tuple[Problem, Sequence[str]]],
+    named: Mapping[str, Implementation],
+    known: Iterable[Measurement],
+    code: Mapping[tuple[Problem, str], compiler.Cubin | CompileError],
+    plan: Plan,
+) -> dict[Problem, frozenset[str]]:
+    """As `left`: of what `cells` want, what no row of `known` stands for. `code`: of stages, as it is now."""
+
+    def stands(row: Measurement, name: str) -> bool:
+        one, problem = named[name], row.problem
+        if row.status in ("unsupported", "missing"):
+            return (problem, name) not in code
+        if row.status != "ok" or (plan.cold_samples and row.samples_of("burst", "cold") is None):
+            return False
+        if plan.sustains(problem, name) and row.samples_of("sustained") is None:
+            return False
+        cubin = code.get((problem, name))
+        return one.kind == "peer" or (
+            isinstance(cubin, compiler.Cubin) and row.cubin is not None and row.cubin.sha256 == cubin.sha256
+        )
+
+    done = {(row.problem, row.name) for row in known if row.name in named and stands(row, row.name)}
+    found = {}
+    for problem, names in cells:
+        lacking = {name for name in names if (problem, name) not in done}
+        new = [named[name].id for name in lacking if named[name].kind == "stage"]
+        parents = {registry.get(stage_id).parent for stage_id in new}
+        beside = {name for name in names if new and (named[name].kind == "peer" or named[name].id in parents)}
+        if lacking:
+            found[problem] = frozenset(lacking | beside)
+    return found
 
 
 # --- How long it will take --------------------------------------------------------------------------------------------

@@ -99,7 +99,8 @@ class Lab:
     def measure(self, of: str = "", *, suite: bool = True, ceilings: bool = False) -> Path | None:
         """Measure the suite, the ceilings or both on this GPU and append a run to data/; None when replaying.
 
-        `of` names another suite than the notebook's.
+        What is on record for the same machine code and software is left out (`bench.left`), so that a notebook which
+        was cut off goes on. None too where that is all. `of` names another suite than the notebook's.
 
         Raises:
             ParameterError: no suite of that name.
@@ -111,13 +112,20 @@ class Lab:
             return None
         from flashlab.measure import bench
 
+        wanted = [replace(problem, inputs=kind) for problem in problems for kind in self.inputs] if suite else []
+        plan = bench.plan_of(of or self.suite)
         with progress_bar() as progress:
+            options = bench.Options(data=self.data, progress=progress)
+            todo = bench.left(wanted, stages=self.stages, plan=plan, options=options)
+            if not todo and not ceilings:
+                return None
             run = bench.run(
-                [replace(problem, inputs=kind) for problem in problems for kind in self.inputs] if suite else (),
+                list(todo),
                 stages=self.stages,
-                plan=bench.plan_of(of or self.suite),
+                only=lambda problem, name: name in todo[problem],
+                plan=plan,
                 ceilings=ceilings,
-                options=bench.Options(data=self.data, progress=progress),
+                options=options,
             )
         self.forget()
         return run
