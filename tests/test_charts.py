@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import xml.etree.ElementTree as ET
+from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -213,7 +214,10 @@ def test_numbers_keep_their_digits_across_a_power_of_ten() -> None:
 def test_a_chart_survives_a_notebook(shown: Results) -> None:
     chart = charts.ladder(shown.rows())
     bundle = chart._repr_mimebundle_()
-    assert str(bundle["image/svg+xml"]).startswith("<svg")
+    image, caption = ET.fromstring(str(bundle["text/html"]))
+    assert image.attrib["alt"] == chart.alt
+    assert b64decode(image.attrib["src"].partition("base64,")[2]).startswith(b"<svg")
+    assert "".join(caption.itertext()) == f"{chart.caption}{chart.provenance}"
     assert Chart.from_mime(bundle[charts.MIME]) == chart  # type: ignore[arg-type]
 
 

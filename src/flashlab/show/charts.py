@@ -9,9 +9,11 @@ Colours are Okabe and Ito's, which stay apart for every common colour blindness;
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,9 +92,15 @@ class Chart:
         return text
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
+        """For a notebook: a figure with its caption, and all there is of it for the site."""
         whole = vars(self) | {"data_files": list(self.data_files), "svg": dict(self.svg)}
-        text = f"{self.caption} {self.provenance}".strip()
-        return {"image/svg+xml": self.svg["wide"], "text/plain": text, MIME: whole}
+        picture = b64encode(self.svg["wide"].encode()).decode()
+        figure = (
+            f'<figure style="margin: 0"><img alt="{html.escape(self.alt)}" style="max-width: 100%" '
+            f'src="data:image/svg+xml;base64,{picture}" /><figcaption>{html.escape(self.caption)}<br />'
+            f"<small>{html.escape(self.provenance)}</small></figcaption></figure>"
+        )
+        return {"text/html": figure, "text/plain": f"{self.caption} {self.provenance}".strip(), MIME: whole}
 
     @classmethod
     def from_mime(cls, payload: str | Mapping[str, Any]) -> Chart:
