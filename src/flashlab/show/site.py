@@ -132,7 +132,8 @@ def execute_all(
 ) -> dict[str, str]:
     """Execute every notebook: two at a time, or one when measuring, because they would disturb each other.
 
-    One that fails is tried once more when measuring, and the others run all the same.
+    Each is given those of the parameters that it has. One that fails is tried once more when measuring, and the others
+    run all the same.
 
     Returns:
         What went wrong, by notebook; empty where all came to their end.
@@ -140,13 +141,17 @@ def execute_all(
     Raises:
         As `execute`, but for ReportError.
     """
+    import papermill
+
     limit = timeout_s or (MEASURE_TIMEOUT_S if measuring else REPLAY_TIMEOUT_S)
     names = [*PAGE_OF, *sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb") if p.stem not in PAGE_OF)]
 
     def attempt(name: str) -> str:
+        known = papermill.inspect_notebook(str(NOTEBOOKS / f"{name}.ipynb"))
+        given = {key: value for key, value in parameters.items() if key in known}
         for left in (1, 0) if measuring else (0,):
             try:
-                execute(NOTEBOOKS / f"{name}.ipynb", out, parameters, limit)
+                execute(NOTEBOOKS / f"{name}.ipynb", out, given, limit)
             except ReportError as error:
                 say(f"{name} failed{', and is tried again' if left else ''}: {str(error).splitlines()[0]}")
                 failure = str(error)
