@@ -35,6 +35,7 @@ FLAGS = (
 )
 PAGES = (
     "",
+    "journey/",
     "stages/",
     "stages/06_cp_async/",
     "dead_ends/",
@@ -63,6 +64,7 @@ PAGES = (
 )
 WITH_FIGURES = (
     "",
+    "journey/",
     "stages/",
     "stages/06_cp_async/",
     "generated/results/nvidia-h200/",

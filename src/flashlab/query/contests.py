@@ -154,6 +154,19 @@ _Second = Mapping[tuple[str, Problem, str], Measurement]
 """Rows with the log-sum-exp on, by run, problem and stage."""
 
 
+def percent_of_peak(row: Measurement, regime: Regime = "burst") -> float | None:
+    """A row's rate, percent of what the tensor cores do at the clock inside its calls; None where that is not known."""
+    samples = row.samples_of(regime)
+    if samples is None or not samples.call_clock_mhz:
+        return None
+    return roofline.percent_of_tensor_peak(
+        row.problem.tflops(samples.median_us),
+        compute_capability=row.gpu.compute_capability,
+        sm_count=row.gpu.sm_count,
+        clock_mhz=median(samples.call_clock_mhz),
+    )
+
+
 def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None = None) -> Contest | None:
     stage, peer = fastest_stage(rows, regime), fastest_peer(rows, regime)
     ours, theirs = (row.samples_of(regime) if row else None for row in (stage, peer))
@@ -170,15 +183,7 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
     twin = (second or {}).get((stage.run, stage.problem, stage.name))
     with_lse = twin.samples_of(regime) if twin else None
     clocks = [median(samples.call_clock_mhz) if samples.call_clock_mhz else None for samples in (ours, theirs)]
-    shares = [
-        roofline.percent_of_tensor_peak(
-            row.problem.tflops(samples.median_us),
-            compute_capability=row.gpu.compute_capability,
-            sm_count=row.gpu.sm_count,
-            clock_mhz=clock,
-        )
-        for row, samples, clock in zip((stage, peer), (ours, theirs), clocks, strict=True)
-    ]
+    shares = [percent_of_peak(row, regime) for row in (stage, peer)]
     return Contest(
         run=stage.run,
         stage=stage.name,

@@ -2,7 +2,7 @@
 
 A `Chart` is what a figure is outside matplotlib: SVG text, an alternative text, a caption and where its numbers come
 from. JupyterLab shows it by itself; pages.py writes its variants beside the site. A figure here is a function that
-gathers numbers and words and gives `_chart` another one, which draws them on a matplotlib figure in either layout.
+gathers numbers and words and gives `compose` another one, which draws them on a matplotlib figure in either layout.
 
 Colours are Okabe and Ito's, which stay apart for every common colour blindness; shape or a label says the same again.
 """
@@ -140,7 +140,7 @@ def _theme(layout: Layout) -> Any:
     )
 
 
-def _chart(
+def compose(
     draw: Callable[[Figure, Layout], None],
     *,
     name: str,
@@ -183,7 +183,8 @@ def _of_profiles(profiles: Sequence[StageProfile]) -> dict[str, Any]:
     return {"provenance": select.profile_provenance(profiles), "data_files": select.profile_files(profiles)}
 
 
-def _label(row: Measurement) -> str:
+def row_title(row: Measurement) -> str:
+    """A row's name for people in a figure."""
     return row.name if row.kind == "stage" else peer_title(row.name)
 
 
@@ -276,10 +277,10 @@ def _row_chart(
         if legend:
             figure.legend(loc="outside upper left", ncols=columns[layout == "narrow"], columnspacing=0.9)
 
-    return _chart(draw, heights=heights or (extra + 0.27 * len(rows), extra + 0.37 * len(rows)), **what)
+    return compose(draw, heights=heights or (extra + 0.27 * len(rows), extra + 0.37 * len(rows)), **what)
 
 
-def _marks(
+def marks(
     values: Mapping[tuple[str, str], float],
     looks: Mapping[str, tuple[str, str]],
     *,
@@ -421,7 +422,7 @@ def ladder(
             axes.text(right[layout], y, gain, va="center", ha="right", color=MUTED)
 
     return _row_chart(
-        [(beside_title(row) if row.name in hollow else _label(row), row) for row in lines],
+        [(beside_title(row) if row.name in hollow else row_title(row), row) for row in lines],
         each,
         name=name,
         xlabel="TFLOP/s, logarithmic",
@@ -440,6 +441,56 @@ def ladder(
         f"a band, often narrower than the mark. The dashed line is the fastest library in {dtype}."
         + (f" Hollow: {note}" if note else "")
         + (f" {late}" if late else ""),
+        **_of_rows(timed),
+    )
+
+
+def climb(
+    rows: Sequence[Measurement], *, shares: Mapping[str, float], libraries: int = 4, name: str = "front"
+) -> Chart:
+    """The whole ladder and the fastest libraries at one problem, TFLOP/s as bars from 0, so that its top can be read.
+
+    Args:
+        shares: percent of the tensor cores' peak, by name; a row without one has its rate alone.
+        libraries: so many of the fastest are shown.
+
+    Raises:
+        NoDataError: no row has a time.
+    """
+    timed = _timed(rows)
+    rates = {row.name: _spread(row)[1] for row in timed}
+    stages = [row for row in timed if row.kind == "stage"]
+    others = sorted((row for row in timed if row.kind == "peer"), key=lambda row: -rates[row.name])
+    # One library by two names is shown once: dispatch by PyTorch to cuDNN is cuDNN.
+    kept = [row for row in others if row.name != "sdpa"][:libraries]
+    best, peer = max(stages, key=lambda row: rates[row.name], default=None), select.fastest_peer(rows)
+    lines = [*stages, *kept]
+
+    def each(axes: Axes, y: float, row: Measurement, layout: Layout) -> None:
+        colour = PEER if row.kind == "peer" else ACCENT if row is best else STAGE
+        axes.barh(y, rates[row.name], height=0.62 if layout == "wide" else 0.42, color=colour)
+        share = shares.get(row.name)
+        words = number(rates[row.name]) + (f"  ({number(share, 2)} %)" if share else "")
+        _text(axes, words, (rates[row.name], y), (5, 0), va="center", weight="bold" if row is best else "normal")
+
+    top = max(rates.values())
+    said = [f"{name} {number(rates[row.name])}" for row in lines for name in (row_title(row),)]
+    return _row_chart(
+        [(row_title(row), row) for row in lines],
+        each,
+        name=name,
+        xlabel="TFLOP/s (percent of the tensor cores' peak)",
+        heights=(0.7 + 0.27 * (len(lines) + 1), 0.7 + 0.37 * (len(lines) + 1)),
+        xlim={"wide": (0, top * 1.2), "narrow": (0, top * 1.36)},
+        positions=[index + (0.6 if row.kind == "peer" else 0.0) for index, row in enumerate(lines)],
+        reference=(rates[peer.name], {"color": PEER, "linestyle": (0, (3, 3)), "alpha": 0.8, "zorder": 0})
+        if peer
+        else None,
+        bars=True,
+        bold=[best.name] if best else [],
+        alt=f"Throughput in TFLOP/s from 0. {'; '.join(said)}.",
+        caption=f"Throughput of each version of the kernel and of the {len(kept)} fastest libraries in "
+        f"{rows[0].problem.dtype}, median. The dashed line is the fastest of them.",
         **_of_rows(timed),
     )
 
@@ -504,13 +555,13 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
             "with a hot L2 alone. `flashlab bench --suite first` makes all of them"
         )
     under_load = [
-        f"{_label(r)} {number(shares[r.name, 'sustained'])} %" for r in timed if (r.name, "sustained") in shares
+        f"{row_title(r)} {number(shares[r.name, 'sustained'])} %" for r in timed if (r.name, "sustained") in shares
     ]
     clocks = [select.clocks(timed, *state) for state in select.STATES]
-    return _marks(
+    return marks(
         shares,
         looks,
-        rows={row.name: _label(row) for row in timed},
+        rows={row.name: row_title(row) for row in timed},
         origin=100.0,
         xlabel="percent of the burst rate with a hot L2",
         name=name,
@@ -559,12 +610,12 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
         f"{number(taken.cv_percent)} %"
         for title, taken in states.items()
     )
-    return _chart(
+    return compose(
         draw,
         name=name,
         heights=(3.6, 3.6) if with_clock else (2.4, 2.4),
         alt=f"Every sample of {row.name} in the order taken. {said}.",
-        caption=f"Every sample of {_label(row)} in the order taken: the time of one call"
+        caption=f"Every sample of {row_title(row)} in the order taken: the time of one call"
         f"{below}. The line is the median; the axes do not start at 0.",
         provenance=select.provenance([row]).replace("burst, hot L2", "all regimes"),
         data_files=select.run_files([row]),
@@ -591,7 +642,7 @@ def errors(rows: Sequence[Measurement], *, name: str = "errors") -> Chart:
 
     of_rows = _of_rows([row for row, _ in judged])
     return _row_chart(
-        [(_label(row), (row, verdict)) for row, verdict in judged],
+        [(row_title(row), (row, verdict)) for row, verdict in judged],
         each,
         name=name,
         xlabel="error ÷ limit, logarithmic",
@@ -661,7 +712,7 @@ def row_errors(
         f"{title}: {max(values):.1e}" if all(map(math.isfinite, values)) else f"{title}: not finite"
         for title, values in runs.items()
     )
-    return _chart(
+    return compose(
         draw,
         name=name,
         heights=(3.0, 3.6),
@@ -781,7 +832,7 @@ def scaling(
         )
 
     height, drawn = 0.95 + 0.25 * len(kinds), [row for _, row in used]
-    return _chart(
+    return compose(
         draw,
         name=name,
         heights=(height, height + 0.35),
@@ -869,7 +920,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
         " to ".join(dict.fromkeys((days[0], days[-1]))),
         f"commit {', '.join(commits)}",
     )
-    return _chart(
+    return compose(
         draw,
         name=name or f"ratios-{regime}",
         heights=(3.2 + 0.19 * math.ceil(entries / 4), 2.4 * len(dtypes) + 0.17 * entries),
@@ -912,7 +963,7 @@ def lengths(
     ]
     lines: dict[str, dict[int, Measurement]] = {}
     for row in used:
-        label = _label(row) if row.problem.dtype == dtype else beside_title(row)
+        label = row_title(row) if row.problem.dtype == dtype else beside_title(row)
         lines.setdefault(label, {})[row.problem.q_len] = row
     rates = {
         label: {count: select.rate(row, regime) or 0.0 for count, row in at.items()}
@@ -962,7 +1013,7 @@ def lengths(
     counted = {"slower": len(rates) - len(order), "measured at one length": len(lines) - len(rates)}
     left_out = " and ".join(f"{many} {what}" for what, many in counted.items() if many)
     tokens = problems[0].batch * problems[0].q_len
-    return _chart(
+    return compose(
         draw,
         name=name or f"lengths-D{head_dim}-{mask}-{dtype}-{regime}",
         heights=(3.3 + 0.19 * math.ceil(len(order) / 3), 2.7 + 0.17 * len(order)),
@@ -1085,7 +1136,7 @@ def busy(profiles: Sequence[StageProfile], *, name: str = "busy") -> Chart:
     if not shares:
         raise NoDataError("wanted a profile that says how busy units were, found none. `flashlab profile` makes them")
     said = "; ".join(f"{stage} {unit} {number(share, 2)} %" for (stage, unit), share in shares.items())
-    return _marks(
+    return marks(
         shares,
         dict(zip(units, (("o", STAGE), ("D", PEER), ("s", ACCENT)), strict=True)),
         rows={one.stage: one.stage for one in profiles},
@@ -1287,7 +1338,7 @@ def roofline(
     flat = ", ".join(f"{roof.label} {number(roof.value)}" for roof in roofs if not roof.is_slope)
     said = "; ".join(f"{p.row.name} at {p.row.problem.label} {number(p.tflops)}" for p in points)
     caption = _roofline_caption(points, first, level=level, by_problem=by_problem, crowded=crowded)
-    return _chart(
+    return compose(
         partial(_draw_roofline, level=level, roofs=roofs, points=points, by_problem=by_problem, crowded=crowded),
         name=name or f"roofline-{level}{'' if by_problem or level == 'l2' else '-measured'}",
         heights=(6.2, 7.0),

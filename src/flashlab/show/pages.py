@@ -38,7 +38,7 @@ from flashlab.query import contests, coverage, predictions, select
 from flashlab.query.select import Results
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement
-from flashlab.show import charts, explorer, machine_code, tables
+from flashlab.show import charts, explorer, journey, machine_code, tables
 from flashlab.show.charts import LAYOUTS, MIME, THEMES, Chart
 from flashlab.show.notebook import NOTHING_YET
 from flashlab.show.tables import Column, code, markdown, number, percent, table, times
@@ -86,6 +86,14 @@ class Output:
     def snippet(self, path: str, content: str) -> None:
         """Write what a page takes in by that name."""
         self.text(f"snippets/{path}", content)
+
+    def sections(self, path: str, **sections: str) -> None:
+        """Write what a page takes in piece by piece."""
+        marked = (
+            f"<!-- --8<-- [start:{name}] -->\n{content.strip()}\n<!-- --8<-- [end:{name}] -->\n"
+            for name, content in sections.items()
+        )
+        self.snippet(path, "".join(marked))
 
     def chart(self, chart: Chart, page: str) -> str:
         """Write a chart's variants; the Markdown that shows the fitting one on `page` (relative to docs_dir)."""
@@ -172,6 +180,7 @@ def generate(
         scored = tables.predictions(predictions.scores(shown)) if shown else NOTHING_YET
         out.snippet("predictions.md", f"{_elsewhere(shown, 'What was predicted')}\n\n{scored}")
         _inputs_and_errors(out, shown, data)
+        journey.write(out, shown, data)
         _lists(out, everything)
         dead_end_list(out, dead_ends, ladder)
         check_records(out, everything, data)
@@ -196,15 +205,6 @@ def _elsewhere(shown: Results | None, what: str) -> str:
     if shown is None or shown.gpu == WRITTEN_ABOUT:
         return ""
     return f'!!! note ""\n    {what} was written about the {_ITS_NAME}; the numbers are those of the {shown.name}.\n'
-
-
-def _sections(out: Output, path: str, **sections: str) -> None:
-    """Write what a page takes in piece by piece."""
-    marked = (
-        f"<!-- --8<-- [start:{name}] -->\n{content.strip()}\n<!-- --8<-- [end:{name}] -->\n"
-        for name, content in sections.items()
-    )
-    out.snippet(path, "".join(marked))
 
 
 def _notebook_page(
@@ -258,22 +258,83 @@ def _notebook_page(
 
 
 def _front_page(out: Output, shown: Results | None, data: Path) -> None:
+    _about(out)
     if shown is None or shown.first is None:
         out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
         out.snippet("front-numbers.md", "")
+        out.snippet("front-finding.md", "")
         return
     rows, beside = shown.rows(), shown.beside()
     try:
-        chart = out.chart(charts.ladder(rows, name="front", beside=beside), "index.md")
+        shares = {row.name: share for row in rows if (share := contests.percent_of_peak(row))}
+        chart = out.chart(charts.climb(rows, shares=shares), "index.md")
     except NoDataError as error:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)
-    cards = _front_cards(shown, rows, beside, data)
-    timed = sum(row.status == "ok" for of_problem in shown.problems.values() for row in of_problem)
-    cards.append((str(timed), f"checked and timed rows over {len(shown.problems)} problems"))
+    contested = contests.against_peers(shown.gpu, data, tuple(KINDS))
+    extremes = _extremes(contested)
+    cards = [*_front_cards(shown, rows, beside, data), *extremes]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
-    where = f"Rates and ratios are those at {shown.first.label}, {select.on_inputs([shown.first])}."
-    out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n<p class="source">{where}</p>\n')
+    where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
+    out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
+    out.snippet("front-finding.md", _finding(shown, rows, contested))
+
+
+def _extremes(contested: Sequence[contests.AgainstPeers]) -> list[tuple[str, str]]:
+    """The worst and the best ratio over the fastest library that is on record, each with its problem."""
+    ratios = [(one.burst.ratio, one) for one in contested if one.burst]
+    if len(ratios) < 2:
+        return []
+    ends = {"worst": min(ratios, key=lambda pair: pair[0]), "best": max(ratios, key=lambda pair: pair[0])}
+    return [
+        (
+            times(ratio),
+            f"{which} of {len(ratios)} comparisons: {one.problem.label}, over {tables.peer_title(one.burst.peer)}",
+        )
+        for which, (ratio, one) in ends.items()
+        if one.burst
+    ]
+
+
+def _finding(shown: Results, rows: Sequence[Measurement], contested: Sequence[contests.AgainstPeers]) -> str:
+    """The result in a sentence or two: how fast, on what, and where not."""
+    stage, peer, first = select.fastest_stage(rows), select.fastest_peer(rows), shown.first
+    contest = next((one.burst for one in contested if one.problem == first and one.burst), None)
+    if stage is None or first is None:
+        return ""
+    # The best stage that is chosen without being named, as in every comparison with the libraries.
+    name = contest.stage if contest else stage.name
+    row = next((one for one in rows if one.name == name), stage)
+    share = contests.percent_of_peak(row)
+    said = (
+        f"On one **{shown.name}** the best version, {stage_link(row.name)}, "
+        f"reaches **{number(select.rate(row))} TFLOP/s**"
+        f"{f', **{percent(share)}** of the tensor cores’ peak' if share else ''}"
+    )
+    if peer and (rate := select.rate(row)) and (theirs := select.rate(peer)):
+        said += (
+            f", and is **{times(rate / theirs)}** as fast as {tables.peer_title(peer.name)}, the fastest library there"
+        )
+    lost = [one for one in contested if one.burst and one.burst.ratio < 1]
+    said += f". That is at {first.label}, {select.on_inputs([first])}, in bursts."
+    if lost:
+        said += (
+            f" A library is faster at {len(lost)} of the {sum(bool(one.burst) for one in contested)} problems compared."
+        )
+    return said
+
+
+def _about(out: Output) -> None:
+    """The licence, the citation and, where CITATION.cff names one, the repository, with copies of the two files."""
+    import yaml
+
+    for name in ("LICENSE", "CITATION.cff"):
+        out.text(f"{name}.txt", (ROOT / name).read_text(encoding="utf-8"))
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    links = [f"[Licence: {citation['license']}](generated/LICENSE.txt)", "[How to cite](generated/CITATION.cff.txt)"]
+    if "repository-code" in citation:
+        links.insert(0, f"[Repository]({citation['repository-code']})")
+    out.snippet("about.md", " · ".join(links))
 
 
 def _front_cards(
@@ -381,8 +442,7 @@ def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) ->
         change = f'{stage.change}\n\n``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```\n\n{whole}'
     parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
     result = f"{_stage_result(out, stage, shown, data)}\n\n{_elsewhere(shown, 'What follows')}"
-    _sections(
-        out,
+    out.sections(
         f"stages/{stage.id}.md",
         title=f"# {stage.id}: {stage.title}",
         question=stage.question,
@@ -500,8 +560,7 @@ def _profiles(found: Sequence[schema.StageProfile], page: str) -> list[str]:
 def dead_end_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
     """The sections of a dead end's page; `measured` as `select.dead_ends` gives them."""
     needs = _needs(stage, ("Made from", code(stage.parent) if stage.parent else None))
-    _sections(
-        out,
+    out.sections(
         f"dead_ends/{stage.id}.md",
         title=f"# {stage.id}: {stage.title}",
         question=stage.question,

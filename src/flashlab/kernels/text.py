@@ -1,0 +1,208 @@
+"""What the text of a kernel says: its lines, its integer constants and its layout of shared memory.
+
+Pages quote kernels and draw their tiles. Both are read from the source, so that neither can differ from what runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashlab.core.errors import ParameterError
+from flashlab.core.paths import KERNELS
+from flashlab.kernels.registry import Stage
+
+COMMON = KERNELS / "common"
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
+_CONSTANT = re.compile(
+    r"^ *(?:static )?constexpr (?:int|bool|unsigned|long long|float) (\w+)(<__half>)? = ([^;]+);", re.MULTILINE
+)
+_MEMBER = re.compile(r"^ *(?:alignas\((\w+)\) )?(element|float|Work|ptx::Mbarrier) ([^;]+);", re.MULTILINE)
+_ARRIVALS = re.compile(r"mbarrier_init\(&smem\.(\w+)(?:\[\w+\])?, ([^;]+)\);")
+_BYTES = {"element": 2, "float": 4, "Work": 16, "ptx::Mbarrier": 8}
+"""Sizes of what shared memory holds; an element is one of 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Excerpt:
+    """Lines of a kernel, found by what stands in them."""
+
+    first: str
+    """What the first line contains; no other line of the file does."""
+    last: str = ""
+    """What the last line contains, the first such line from `first` on; empty: one line alone."""
+    file: str = ""
+    """A header of kernels/common/; empty: the kernel itself."""
+
+    def source(self, stage: Stage) -> Path:
+        """The file that it is of."""
+        return COMMON / self.file if self.file else stage.source
+
+    def lines(self, stage: Stage) -> list[str]:
+        """The lines, without the indentation that they share.
+
+        Raises:
+            ParameterError: `first` is not in exactly one line, or `last` in none from there on.
+        """
+        path = self.source(stage)
+        text = path.read_text(encoding="utf-8").splitlines()
+        starts = [number for number, line in enumerate(text) if self.first in line]
+        if len(starts) != 1:
+            raise ParameterError(f"{path.name}: wanted one line with {self.first!r}, found {len(starts)}")
+        ends = (number for number in range(starts[0], len(text)) if self.last in text[number])
+        end = next(ends, None)
+        if end is None:
+            raise ParameterError(f"{path.name}: wanted a line with {self.last!r} from {self.first!r} on, found none")
+        lines = text[starts[0] : (end if self.last else starts[0]) + 1]
+        margin = min(len(line) - len(line.lstrip()) for line in lines if line.strip() and not line.startswith("#"))
+        return [line.removeprefix(" " * margin) for line in lines]
+
+
+def constants(stage: Stage, head_dim: int, **macros: int) -> dict[str, int]:
+    """The integer constants of a kernel and of the headers it includes, at the defaults of its tunables for float16.
+
+    Args:
+        macros: values of macros beside the tunables', such as CAUSAL.
+    """
+    known = {"HEAD_DIM": head_dim, "CAUSAL": 0, "ALIGNED": 1, "WARP": 32}
+    known |= stage.parameters(head_dim) | {name: one.default for name, one in stage.ablations.items()} | macros
+    for text in _texts(stage.source, set()):
+        for name, for_half, expression in _CONSTANT.findall(text):
+            if (for_half or name not in known) and (value := _value(expression, known)) is not None:
+                known[name] = value
+    return known
+
+
+def _texts(source: Path, seen: set[Path]) -> Iterable[str]:
+    """The text of each file that a kernel includes, before those that include it, the kernel's last."""
+    seen.add(source)
+    text = source.read_text(encoding="utf-8")
+    for name in _INCLUDE.findall(text):
+        if COMMON / name not in seen and (COMMON / name).is_file():
+            yield from _texts(COMMON / name, seen)
+    yield text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One array of a kernel's shared memory."""
+
+    name: str
+    offset: int
+    """Bytes from its start."""
+    size: int
+    """Bytes."""
+    count: int
+    """How many there are in its first dimension: pipeline stages of a ring, consumers, or 1."""
+    kind: str
+    """Its element type."""
+
+
+def shared_memory(stage: Stage, head_dim: int, **macros: int) -> list[Member]:
+    """The members of `SharedStorage`, in order, with their places in bytes.
+
+    Raises:
+        ParameterError: the kernel has no such struct, or a size in it cannot be read.
+    """
+    known = constants(stage, head_dim, **macros)
+    body = re.search(r"^struct SharedStorage \{\n(.*?)^\};", stage.source.read_text(encoding="utf-8"), re.M | re.S)
+    if body is None:
+        raise ParameterError(f"{stage.source.name}: wanted a struct SharedStorage, found none")
+    members, end = [], 0
+    for align, kind, names in _MEMBER.findall(body[1]):
+        for name, dimensions in re.findall(r"(\w+)((?:\[[^\]]+\])*)(?:, |$)", names):
+            counts = [_value(one, known) for one in re.findall(r"\[([^\]]+)\]", dimensions)]
+            if None in counts:
+                raise ParameterError(f"{stage.source.name}: wanted sizes of {name} in integers, got {dimensions}")
+            size = _BYTES[kind]
+            for count in counts:
+                size *= count or 0
+            boundary = (_value(align, known) or 1) if align else min(_BYTES[kind], 8)
+            start = -(-end // boundary) * boundary
+            many = len(counts) > 1 or (kind == "ptx::Mbarrier" and counts)
+            count = (counts[0] or 1) if many else 1
+            members.append(Member(name=name, offset=start, size=size, count=count, kind=kind))
+            end = start + size
+    return members
+
+
+def arrivals(stage: Stage, head_dim: int) -> dict[str, int]:
+    """How many arrivals complete a phase of each mbarrier of a kernel."""
+    known = constants(stage, head_dim)
+    known |= {f"FILL_ARRIVALS<{name}>": 1 for name in ("THREADS", "WARPGROUP", "Q_THREADS", "KV_THREADS")}
+    counts = {}
+    for text in _texts(stage.source, set()):
+        for name, expression in _ARRIVALS.findall(text):
+            value = _value(expression, known | {"KV_WARPS": 1})
+            if value is not None:
+                counts[name] = value
+    return counts
+
+
+# --- Integer expressions of C++ ---------------------------------------------------------------------------------------
+
+
+def _value(expression: str, known: Mapping[str, int]) -> int | None:
+    """The value of an integer expression of constants; None where it has something else in it."""
+    text = expression.partition("//")[0].strip()
+    if text in known:
+        return known[text]
+    text = re.sub(r"static_cast<[\w ]+>|\bsizeof\(element\)", lambda cast: "2" if "sizeof" in cast[0] else "", text)
+    text = re.sub(r"\b(\d+)(?:u?ll|\.0f)", r"\1", text).replace("<element>", "")
+    text = text.replace("&&", " and ").replace("||", " or ")
+    condition, question, branches = text.partition("?")
+    if question:
+        yes, _, no = branches.partition(":")
+        chosen = _value(condition, known)
+        return None if chosen is None else _value(yes if chosen else no, known)
+    try:
+        return _evaluated(ast.parse(text, mode="eval").body, known)
+    except (SyntaxError, KeyError, TypeError):
+        return None
+
+
+def _evaluated(node: ast.expr, known: Mapping[str, int]) -> int:
+    """An expression's value; division is that of C++ on numbers that are not negative.
+
+    Raises:
+        KeyError: a name is not known.
+        TypeError: it is no integer expression.
+    """
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.Name(id=name):
+            return known[name]
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluated(operand, known)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _evaluated(left, known), _evaluated(right, known)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return a // b
+                case ast.Mod():
+                    return a % b
+                case ast.LShift():
+                    return a << b
+        case ast.BoolOp(op=op, values=values):
+            truths = [bool(_evaluated(one, known)) for one in values]
+            return int(all(truths) if isinstance(op, ast.And) else any(truths))
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            a, b = _evaluated(left, known), _evaluated(right, known)
+            match op:
+                case ast.Eq():
+                    return int(a == b)
+                case ast.Lt():
+                    return int(a < b)
+                case ast.Gt():
+                    return int(a > b)
+    raise TypeError(f"wanted an integer expression, got {ast.unparse(node)}")

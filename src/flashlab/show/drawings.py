@@ -1,0 +1,682 @@
+"""Drawings of what the kernels do, from the constants of their sources: tiles, fragments, swizzles, schedules, bytes.
+
+Sizes, counts and layouts come from `kernels.text`, at the defaults of a stage's tunables, for float16 and head dim 64.
+Schedules are drawn from the order of the code; their lengths are not measured, and each caption says so.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.kernels import registry, text
+from flashlab.show.charts import (
+    ACCENT,
+    FAINT,
+    GRID,
+    INK,
+    LOSS,
+    MUTED,
+    PAPER,
+    PEER,
+    STAGE,
+    SURFACE,
+    Chart,
+    Layout,
+    compose,
+)
+from flashlab.show.tables import code, markdown
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+HEAD_DIM = 64
+NOT_TO_SCALE = "The order is that of the code; the lengths are not to scale."
+BANKS, BANK_BYTES = 32, 4
+"""Of an SM's shared memory."""
+
+
+def _constants(stage_id: str) -> dict[str, int]:
+    return text.constants(registry.get(stage_id), HEAD_DIM)
+
+
+def _bare(axes: Axes, x: tuple[float, float], y: tuple[float, float], *, equal: bool = False) -> None:
+    """Axes without frame and ticks, y growing downwards."""
+    axes.set_xlim(*x)
+    axes.set_ylim(y[1], y[0])
+    axes.set_axis_off()
+    if equal:
+        axes.set_aspect("equal")
+
+
+def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: str, **look: Any) -> None:
+    """A filled rectangle whose upper left corner is (x, y)."""
+    from matplotlib.patches import Rectangle
+
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, **{"edgecolor": SURFACE, "linewidth": 1, **look}))
+
+
+def _in(axes: Axes, x: float, y: float, words: object, **look: Any) -> None:
+    axes.text(x, y, str(words), **{"ha": "center", "va": "center", "color": INK, **look})
+
+
+def _panels(figure: Figure, layout: Layout, count: int, **what: Any) -> Sequence[Axes]:
+    """Axes beside one another where there is width, else below one another."""
+    shape = (1, count) if layout == "wide" else (count, 1)
+    return list(figure.subplots(*shape, squeeze=False, **what).flat)
+
+
+# --- 00 to 06: threads, tiles, copies ---------------------------------------------------------------------------------
+
+
+def loads() -> Chart:
+    """Who loads what of a tile of K in 00 and in 01."""
+    one = _constants("01_coalesced")
+    chunk, threads, keys = one["CHUNK"], one["THREADS"], one["TILE_KV"]
+    chunks, rows = HEAD_DIM // chunk, 8
+    per_step = threads // chunks
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        naive, tiled = _panels(figure, layout, 2)
+        for axes, title in ((naive, "00: one element at a time"), (tiled, "01: 16 bytes a thread")):
+            _bare(axes, (-1.2, HEAD_DIM + 0.5), (-3.0, rows * 4 + 4.6))
+            axes.set_title(title)
+            _in(axes, HEAD_DIM / 2, -1.2, f"a key: {HEAD_DIM} elements", color=MUTED)
+        for row in range(rows):
+            for d in range(HEAD_DIM):
+                _box(naive, d, row * 4, 1, 3.2, STAGE if (row, d) == (0, 5) else GRID, linewidth=0.4)
+            for c in range(chunks):
+                thread = row * chunks + c
+                _box(tiled, c * chunk, row * 4, chunk, 3.2, STAGE if thread < 32 else FAINT)
+                _in(tiled, (c + 0.5) * chunk, row * 4 + 1.6, f"t{thread}", color=PAPER, fontsize="small")
+        _in(naive, HEAD_DIM / 2, rows * 4 + 2.4, "all 32 lanes of a warp read the blue element:\none multiply-add each")
+        _in(
+            tiled,
+            HEAD_DIM / 2,
+            rows * 4 + 2.4,
+            f"blue: one warp's load, {32 * 16} bytes in a row;\n{threads} threads take {per_step} keys at a time",
+        )
+
+    return compose(
+        draw,
+        name="draw-loads",
+        heights=(2.7, 5.0),
+        alt="Two grids of keys by elements. In 00 all lanes of a warp read the same element. In 01 thread t "
+        "loads the "
+        f"{chunk} elements of chunk t modulo {chunks} of key t divided by {chunks}, so a warp reads {32 * 16} "
+        "consecutive bytes.",
+        caption="How keys are read. Left, 00: each thread walks along a key, and a warp loads one element at a "
+        "time. "
+        f"Right, 01: the {threads} threads of a block copy {keys} keys into shared memory together, {chunk} elements "
+        "each.",
+    )
+
+
+def tiles() -> Chart:
+    """Which rows and keys a block works on, and where 05 keeps what."""
+    one = _constants("05_wmma")
+    rows, keys = one["TILE_Q"], one["TILE_KV"]
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        (axes,) = _panels(figure, layout, 1)
+        _bare(axes, (-0.4, 11.2), (-0.9, 7.6), equal=True)
+        for tile in range(4):
+            look = STAGE if tile == 1 else FAINT
+            _box(axes, 3.2 + 2 * tile, 0, 1.9, 1.5, look)
+            _in(axes, 4.15 + 2 * tile, 0.75, "K" if tile == 1 else "", color=PAPER)
+            _box(axes, 3.2 + 2 * tile, 5.2, 1.9, 1.5, look)
+            _in(axes, 4.15 + 2 * tile, 5.95, "V" if tile == 1 else "", color=PAPER)
+        _box(axes, 0, 2.1, 2.4, 2.6, ACCENT)
+        _in(axes, 1.2, 3.4, f"Q\n{rows} rows", color=PAPER)
+        _box(axes, 5.2, 2.1, 1.9, 1.1, PEER)
+        _in(axes, 6.15, 2.65, "scores" if layout == "narrow" else "scores S", color=PAPER)
+        _box(axes, 5.2, 3.6, 1.9, 1.1, PEER)
+        _in(axes, 6.15, 4.15, "weights" if layout == "narrow" else "weights P", color=PAPER)
+        _in(axes, 6.15, 3.4, "softmax", color=MUTED, fontsize="small")
+        _box(axes, 8.6, 2.1, 2.4, 2.6, ACCENT)
+        _in(axes, 9.8, 3.4, "output O\nregisters" if layout == "narrow" else "output O\nin registers", color=PAPER)
+        _in(axes, 7.0, -0.5, f"keys in tiles of {keys}, one after another", color=MUTED)
+        _in(axes, 7.0, 7.2, "values of the same keys", color=MUTED)
+        for start, end in (((2.45, 3.0), (5.1, 2.65)), ((5.3, 1.5), (5.9, 2.05)), ((7.15, 4.15), (8.5, 3.6))):
+            axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.2})
+        axes.annotate("", (8.5, 4.3), (6.7, 5.15), arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.2})
+
+    return compose(
+        draw,
+        name="draw-tiles",
+        heights=(4.0, 2.9),
+        alt=f"A block has {rows} rows of Q. For each tile of {keys} keys it computes scores from Q and K, makes "
+        "weights "
+        "of them by the softmax, and adds weights times V to the output, which stays in registers.",
+        caption=f"One block's work in 05: {rows} query rows meet one tile of {keys} keys after another. Blue and "
+        "orange lie "
+        "in shared memory, the output stays in the registers from the first tile to the last.",
+    )
+
+
+def _lanes(
+    axes: Axes,
+    rows: Sequence[str],
+    spans: Iterable[tuple[int, float, float, str, str]],
+    *,
+    end: float,
+    height: float = 0.62,
+) -> None:
+    """A timeline: named rows, and spans of (row, from, to, words, colour)."""
+    _bare(axes, (0, end), (-0.6, len(rows) - 0.1))
+    for row, name in enumerate(rows):
+        axes.text(0, row - 0.33, name, ha="left", va="bottom", color=MUTED, fontsize="small")
+        axes.plot([0, end], [row + height / 2] * 2, color=GRID, linewidth=0.8, zorder=0)
+    for row, start, stop, words, colour in spans:
+        if start < end:
+            _box(axes, start, row - 0.25, min(stop, end) - start, height, colour)
+            if words and min(stop, end) - start > 0.9:
+                _in(axes, (start + min(stop, end)) / 2, row - 0.25 + height / 2, words, color=PAPER, fontsize="small")
+
+
+def pipeline() -> Chart:
+    """Copies and arithmetic of a block in 05 and in 06."""
+    stages, count, copy, work = _constants("06_cp_async")["PIPELINE_STAGES"], 4, 1.6, 2.4
+
+    def spans(ring: int) -> list[tuple[int, float, float, str, str]]:
+        found, free, copied, done = [], 0.0, 0.0, [0.0] * count
+        for tile in range(count):
+            # A tile's buffer is free once the tile that it held before is used up.
+            start = max(copied, done[tile - ring] if tile >= ring else 0.0)
+            copied = start + copy
+            begin = max(copied, free)
+            free = done[tile] = begin + work
+            found += [(0, start, copied, f"tile {tile}", ACCENT), (1, begin, free, f"tile {tile}", STAGE)]
+        return found
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        before, after = list(figure.subplots(2, 1))
+        end = max(span[2] for span in spans(1))
+        for axes, ring, title in ((before, 1, "05: one buffer"), (after, stages, f"06: a ring of {stages} buffers")):
+            _lanes(axes, ("copies from global memory", "tensor cores and softmax"), spans(ring), end=end)
+            axes.set_title(title)
+
+    return compose(
+        draw,
+        name="draw-pipeline",
+        heights=(2.9, 3.1),
+        alt=f"Timelines. With one buffer each copy waits until the tile before is used up. With {stages} buffers "
+        "the next "
+        "tile is copied while this one is multiplied, and only the first copy is waited for.",
+        caption=f"Copies and arithmetic of one block. With {stages} buffers a copy runs beside the arithmetic of "
+        "the tile "
+        f"before. {NOT_TO_SCALE}",
+    )
+
+
+# --- 07 and 08: fragments and banks -----------------------------------------------------------------------------------
+
+
+def lane_of(row: int, column: int, row_lanes: int) -> int:
+    """The lane that holds an element of a 16 × 8 accumulator of mma.sync: two columns, four lanes a row."""
+    return row % 8 * row_lanes + column // 2 % row_lanes
+
+
+def fragment() -> Chart:
+    """Which lane holds which score after mma.sync, and where the same registers stand in the next one."""
+    one = _constants("07_mma_registers")
+    rows, columns, lanes = one["MMA_M"], one["MMA_N"], one["ROW_LANES"]
+    chosen = 5
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        first, second = (
+            _panels(figure, layout, 2, width_ratios=[1, 1]) if layout == "wide" else _panels(figure, layout, 2)
+        )
+        for axes, title, note in (
+            (first, "S: two accumulators", "columns 0 to 7 and 8 to 15 of the scores"),
+            (second, "P: first operand of the PV GEMM", "the same registers, rounded and packed"),
+        ):
+            _bare(axes, (-0.2, 2 * columns + 0.5), (-1.2, rows + 0.2), equal=True)
+            axes.set_title(title)
+            _in(axes, columns, -0.6, note, color=MUTED, fontsize="small")
+            for row in range(rows):
+                for column in range(2 * columns):
+                    lane = lane_of(row, column, lanes)
+                    gap = 0.3 if axes is first and column >= columns else 0.0
+                    colour = STAGE if lane == chosen else GRID
+                    _box(axes, column + gap, row, 1, 1, colour, linewidth=0.5)
+                    if layout == "wide" or lane == chosen:
+                        look = {"color": PAPER if lane == chosen else MUTED, "fontsize": 6}
+                        _in(axes, column + gap + 0.5, row + 0.5, lane, **look)
+
+    return compose(
+        draw,
+        name="draw-fragment",
+        heights=(3.9, 6.6),
+        alt=f"A grid of {rows} rows by {2 * columns} columns, each cell with the lane that holds it. Lane "
+        f"{chosen} holds two "
+        f"neighbouring columns of rows {chosen // lanes} and {chosen // lanes + 8} in each block of {columns}. "
+        "The first "
+        "operand of the next product has the same lanes in the same places.",
+        caption=f"Lane numbers over a warp's scores: {lanes} lanes share a row, and lane {chosen} (blue) holds "
+        "two columns of "
+        "two rows in every block of 8. The next product wants its first operand in exactly these places, so "
+        "probabilities do not move.",
+    )
+
+
+def bank_of(row: int, chunk: int, *, row_bytes: int, swizzle: bool, rows: int, chunk_bytes: int) -> int:
+    """The first of the banks that a chunk of a row of shared memory lies in."""
+    place = chunk ^ row % rows if swizzle else chunk
+    return (row * row_bytes + place * chunk_bytes) // BANK_BYTES % BANKS
+
+
+def conflicts(**layout: Any) -> int:
+    """How many wavefronts reading one chunk of 8 rows takes: the most rows that meet in one bank."""
+    banks = [bank_of(row, 0, **layout) for row in range(layout["rows"])]
+    return max(banks.count(bank) for bank in banks)
+
+
+def swizzle_layouts() -> dict[str, dict[str, Any]]:
+    """Shared memory of K without padding, with that of 07, and swizzled as in 08, as `bank_of` takes it."""
+    padded, one = _constants("07_mma_registers"), _constants("08_swizzle")
+    common = {"rows": one["MATRIX"], "chunk_bytes": one["CHUNK"] * 2}
+    return {
+        "rows as they are": {"row_bytes": HEAD_DIM * 2, "swizzle": False, **common},
+        f"07: {padded['PADDING'] * 2} bytes of padding": {
+            "row_bytes": padded["STRIDE"] * 2,
+            "swizzle": False,
+            **common,
+        },
+        "08: swizzled": {"row_bytes": one["STRIDE"] * 2, "swizzle": bool(one["SWIZZLE"]), **common},
+    }
+
+
+def swizzle() -> Chart:
+    """Where the chunks of 8 rows lie in the banks, before and after."""
+    layouts = swizzle_layouts()
+    rows = next(iter(layouts.values()))["rows"]
+    chunks, chosen = HEAD_DIM // 8, 2
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        for axes, (title, what) in zip(_panels(figure, layout, len(layouts)), layouts.items(), strict=True):
+            _bare(axes, (-0.1, BANKS + 0.1), (-1.6, rows + 1.4))
+            axes.set_title(title)
+            for row in range(rows):
+                for chunk in range(chunks):
+                    bank = bank_of(row, chunk, **what)
+                    lit = chunk == chosen
+                    _box(axes, bank, row, 4, 1, STAGE if lit else GRID, linewidth=0.8)
+                    _in(axes, bank + 2, row + 0.5, chunk, color=PAPER if lit else MUTED, fontsize="small")
+            most = conflicts(**what)
+            for bank in range(0, BANKS, 8):
+                name = "bank 0" if bank == 0 else str(bank)
+                axes.text(bank, -0.2, name, color=MUTED, fontsize="small", va="bottom")
+            said = f"{most} rows in one bank: {most} passes" if most > 1 else "every row in another bank: one pass"
+            _in(axes, BANKS / 2, rows + 0.8, said, color=LOSS if most > 1 else ACCENT)
+
+    counts = "; ".join(f"{title}: {conflicts(**what)}" for title, what in layouts.items())
+    return compose(
+        draw,
+        name="draw-swizzle",
+        heights=(2.7, 6.9),
+        alt=f"Eight rows of a tile over 32 banks, with chunk {chosen} of each row marked. Passes that reading it "
+        "takes: "
+        f"{counts}.",
+        caption="Eight rows of K over the 32 banks of shared memory; the numbers are chunks of 16 bytes. "
+        "`ldmatrix` reads one "
+        f"chunk of eight rows at once, here chunk {chosen}. Padding and the swizzle both avoid the conflict; the "
+        "swizzle needs no memory for it.",
+    )
+
+
+# --- 09 to 13: warpgroups ---------------------------------------------------------------------------------------------
+
+
+def wgmma() -> Chart:
+    """A warpgroup's tile in 09: rows of four warps, columns of one instruction."""
+    one = _constants("09_wgmma")
+    rows, keys, warps = one["WGMMA_ROWS"], one["TILE_KV"], one["WARPGROUP_WARPS"]
+    steps = HEAD_DIM // one["WGMMA_STEP"]
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        (axes,) = _panels(figure, layout, 1)
+        _bare(axes, (-0.2, 13.4), (-1.2, 7.9), equal=True)
+        _box(axes, 4.4, 0, 8.8, 1.7, STAGE)
+        _in(axes, 8.8, 0.85, f"K, {keys} keys, shared memory", color=PAPER)
+        _box(axes, 0, 2.2, 3.8, 4.6, STAGE)
+        _in(axes, 1.9, 4.5, f"Q, {rows} rows\nshared\nmemory", color=PAPER)
+        for warp in range(warps):
+            _box(axes, 4.4, 2.2 + warp * 4.6 / warps, 8.8, 4.6 / warps, ACCENT)
+            _in(axes, 8.8, 2.2 + (warp + 0.5) * 4.6 / warps, f"warp {warp}: {rows // warps} rows of S", color=PAPER)
+        _in(axes, 8.8, 7.3, f"registers: {rows * keys // 128} scores a thread", color=MUTED)
+        _in(axes, 6.6, -0.7, f"one QK GEMM: {steps} instructions m{rows}n{keys}k{one['WGMMA_STEP']}", color=MUTED)
+
+    return compose(
+        draw,
+        name="draw-wgmma",
+        heights=(3.6, 2.5),
+        alt=f"Four warps of a warpgroup hold {rows} by {keys} scores in registers, {rows // warps} rows each. Q "
+        "and K are "
+        "read from shared memory by the instruction.",
+        caption=f"One warpgroup's QK GEMM in 09. Four warps issue {steps} `wgmma` instructions together; both "
+        "operands stay in "
+        "shared memory, and no thread loads a fragment.",
+    )
+
+
+def _schedule(order: str, consumers: int, tiles: int) -> list[tuple[int, float, float, str, str]]:
+    """Spans of consumers' GEMMs and softmaxes, one user of the tensor cores at a time.
+
+    Args:
+        order: `alternate`: QK GEMM, softmax, PV GEMM (10). `overlap`: the PV GEMM of a tile is issued behind the QK
+            GEMM of the next, and the consumers issue in turns (11).
+    """
+    gemm, softmax = 1.0, 2.2
+    spans: list[tuple[int, float, float, str, str]] = []
+    tensor_free = 0.0
+    ready = [(0.0, consumer, 0, "QK") for consumer in range(consumers)]
+    heapq.heapify(ready)
+    while ready:
+        when, consumer, tile, what = heapq.heappop(ready)
+        start = max(when, tensor_free)
+        both = order == "overlap" and tile > 0 and what == "QK"
+        tensor_free = start + gemm * (2 if both else 1)
+        spans.append((consumer, start, start + gemm, f"{what} {tile}", STAGE))
+        if both:
+            spans.append((consumer, start + gemm, tensor_free, f"PV {tile - 1}", ACCENT))
+        if what == "QK":
+            begin = start + gemm
+            row = consumer + (consumers if order == "overlap" else 0)
+            spans.append((row, begin, begin + softmax, f"softmax {tile}", PEER))
+            later = max(begin + softmax, tensor_free if both else 0.0)
+            if order == "alternate":
+                heapq.heappush(ready, (later, consumer, tile, "PV"))
+            elif tile + 1 < tiles:
+                heapq.heappush(ready, (later, consumer, tile + 1, "QK"))
+        else:
+            spans[-1] = (consumer, start, start + gemm, f"PV {tile}", ACCENT)
+            if tile + 1 < tiles:
+                heapq.heappush(ready, (start + gemm, consumer, tile + 1, "QK"))
+    return spans
+
+
+def _flat(
+    spans: Iterable[tuple[int, float, float, str, str]], consumers: int
+) -> list[tuple[int, float, float, str, str]]:
+    """Spans with a tensor-core row first and every consumer's softmax in a row of its own."""
+    found = []
+    for row, start, stop, words, colour in spans:
+        consumer = row % consumers
+        if colour == PEER:
+            found.append((1 + consumer, start, stop, words, colour))
+        else:
+            found.append((0, start, stop, f"{words[:2]} {consumer}", colour))
+    return found
+
+
+def turns() -> Chart:
+    """Tensor cores and softmaxes in 10 and in 11."""
+    ten, eleven = (_constants(one)["NUM_CONSUMERS"] for one in ("10_warp_specialized", "11_pingpong"))
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        before, after = list(figure.subplots(2, 1, height_ratios=[1 + ten, 1 + eleven]))
+        end = 13.0 if layout == "wide" else 8.4
+        for axes, order, consumers, title in (
+            (before, "alternate", ten, f"10: {ten} consumers, each alternates"),
+            (after, "overlap", eleven, f"11: {eleven} consumers in ping-pong order"),
+        ):
+            rows = ("tensor cores (number: consumer)", *(f"softmax of consumer {one}" for one in range(consumers)))
+            _lanes(axes, rows, _flat(_schedule(order, consumers, 5), consumers), end=end)
+            axes.set_title(title)
+
+    return compose(
+        draw,
+        name="draw-turns",
+        heights=(4.6, 4.8),
+        alt=f"Timelines of tensor cores and softmaxes. With {ten} consumers that alternate the tensor cores have "
+        "gaps while "
+        f"both are in their softmax. With {eleven} in ping-pong order, and the PV GEMM issued behind the next QK "
+        "GEMM, "
+        "the gaps close.",
+        caption="Who uses the tensor cores. In 10 a consumer's GEMMs and softmax alternate; in 11 the PV GEMM of "
+        "a tile is "
+        "issued behind the QK GEMM of the next, and another consumer's GEMMs run during a softmax. Modelled. "
+        f"{NOT_TO_SCALE}",
+    )
+
+
+def waves() -> Chart:
+    """Causal work tiles on a few SMs: a block each in waves, and persistent blocks that take the longest first."""
+    one = _constants("12_persistent")
+    problem = Problem.parse(FIRST_SHAPE, mask="causal")
+    rows, keys, sms, heads = one["TILE_Q"], one["TILE_KV"], 6, 3
+    per_head = [-(-min((tile + 1) * rows, problem.q_len) // keys) for tile in range(-(-problem.q_len // rows))]
+    arriving, longest = per_head * heads, sorted(per_head * heads, reverse=True)
+
+    def assigned(lengths: Sequence[int], start_up: float) -> tuple[list[tuple[int, float, float, int]], float]:
+        free = [(0.0, sm) for sm in range(sms)]
+        heapq.heapify(free)
+        spans = []
+        for length in lengths:
+            when, sm = heapq.heappop(free)
+            spans.append((sm, when + start_up, when + start_up + length, length))
+            heapq.heappush(free, (when + start_up + length, sm))
+        return spans, max(when for when, _ in free)
+
+    (before, first_end), (after, last_end) = assigned(arriving, 1.0), assigned(longest, 0.0)
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        for axes, spans, end, title in zip(
+            list(figure.subplots(2, 1)),
+            (before, after),
+            (first_end, last_end),
+            ("11: a block for each tile of Q, in order", "12: blocks stay and take the longest first"),
+            strict=True,
+        ):
+            _bare(axes, (0, first_end * 1.02), (-0.2, sms + 0.1))
+            axes.set_title(title)
+            for sm, start, stop, length in spans:
+                _box(axes, start, sm, stop - start, 0.86, STAGE, alpha=0.35 + 0.65 * length / max(per_head))
+                if stop - start > 4:
+                    _in(axes, (start + stop) / 2, sm + 0.43, length, color=PAPER, fontsize="small")
+            axes.axvline(end, color=LOSS, linewidth=1.4)
+
+    return compose(
+        draw,
+        name="draw-waves",
+        heights=(3.3, 3.9),
+        alt=f"Work tiles of {heads} causal heads on {sms} SMs. In order and with a start-up for each block the "
+        "last ends at "
+        f"{first_end:g} units; handed out longest first without start-ups at {last_end:g}.",
+        caption=f"Causal work tiles of {rows} rows, {heads} heads of {problem.q_len:,} tokens, on {sms} SMs (a "
+        "GPU has many more). "
+        f"The number is a work tile's count of K/V tiles of {keys} keys, which is also its length here. Red: the "
+        "end. Modelled: "
+        "a start-up of one tile for each block in 11, none in 12.",
+    )
+
+
+# --- 12 to 16: shared memory, references, ones ------------------------------------------------------------------------
+
+
+def bytes_of_block() -> Chart:
+    """Shared memory of 16's block in bytes."""
+    stage = registry.get("16_ones_column")
+    members = [one for one in text.shared_memory(stage, HEAD_DIM) if one.kind == "element"]
+    rest = sum(one.size for one in text.shared_memory(stage, HEAD_DIM) if one.kind != "element")
+    limit = _constants(stage.id)["BLOCK_SMEM_BYTES"]
+    colours = {"Q": ACCENT, "K": STAGE, "V": PEER, "ones": LOSS, "O": FAINT}
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        (axes,) = _panels(figure, layout, 1)
+        _bare(axes, (0, limit * 1.02), (-0.9, 2.4))
+        for one in members:
+            for place in range(one.count):
+                part = one.size / one.count
+                _box(axes, one.offset + place * part, 0, part, 1, colours[one.name])
+                if part > limit / 20:
+                    _in(axes, one.offset + (place + 0.5) * part, 0.5, f"{one.name}{place}", color=PAPER)
+            if one.size > limit / 20 or layout == "wide":
+                high = one.name == "ones"
+                axes.text(
+                    one.offset,
+                    -0.45 if high else 1.3,
+                    f"{one.name}\n{one.size:,}" if not high else f"ones {one.size:,}",
+                    color=MUTED,
+                    fontsize="small",
+                    va="top" if not high else "center",
+                )
+        end = members[-1].offset + members[-1].size
+        _box(axes, end, 0, limit - end, 1, GRID)
+        _in(axes, (end + limit) / 2, 0.5, "free" if layout == "wide" else "", color=MUTED)
+
+    total = members[-1].offset + members[-1].size + rest
+    listed = ", ".join(f"{one.name} {one.size:,} bytes at {one.offset:,}" for one in members)
+    return compose(
+        draw,
+        name="draw-smem",
+        heights=(1.7, 1.9),
+        alt=f"Shared memory of a block: {listed}; mbarriers and work tiles {rest} bytes; {limit:,} bytes may be used.",
+        caption="Shared memory of one block of 16 in bytes: two stages of Q, three of K and of V, the ones, and "
+        "the output on its "
+        f"way out. Mbarriers and work tiles take {rest} bytes more; {total:,} of {limit:,} are used.",
+    )
+
+
+_WAITING: Mapping[str, tuple[str, str]] = {
+    "Q_full": ("the TMA load of Q, by its bytes", "consumers; the warps that fetch K and V"),
+    "Q_empty": ("each consumer warp, and a K/V warp", "the warp that fetches Q"),
+    "end_near": ("the warp that fetches K and V", "the warp that fetches Q"),
+    "K_full": ("the TMA load of K, by its bytes", "consumers, before the QK GEMM"),
+    "K_empty": ("each consumer warp, after the QK GEMM", "the warp that fetches K and V"),
+    "V_full": ("the TMA load of V, by its bytes", "consumers, before the PV GEMM"),
+    "V_empty": ("each consumer warp, after the PV GEMM", "the warp that fetches K and V"),
+}
+
+
+def barriers() -> str:
+    """The mbarriers of 16: who arrives, who waits, how many arrivals end a phase, how many there are."""
+    stage = registry.get("16_ones_column")
+    counts = text.arrivals(stage, HEAD_DIM)
+    lines = [
+        (code(one.name), *_WAITING[one.name], counts[one.name], one.count)
+        for one in text.shared_memory(stage, HEAD_DIM)
+        if one.kind == "ptx::Mbarrier"
+    ]
+    return markdown(("mbarrier", "who arrives", "who waits", "arrivals a phase", "how many"), lines, left=3)
+
+
+_SCORES = (3.0, 1.0, 4.5, 2.0, 9.0, 14.0, 20.5, 12.0, 24.0, 18.0)
+"""A made-up row: the largest score of each tile in powers of two."""
+
+
+def reference() -> Chart:
+    """What a growing row of scores does to 14's and 15's reference."""
+    old, new = _constants("14_stale_max"), _constants("15_renormalize")
+    limits = {"14": old["SUM_LIMIT"].bit_length() - 1, "15": new["SUM_LIMIT"].bit_length()}
+    start = {"14": _SCORES[0], "15": _SCORES[0] + new["HEADROOM"]}
+
+    def walked(which: str) -> tuple[list[float], list[int]]:
+        at, path, events = start[which], [], []
+        for tile, score in enumerate(_SCORES):
+            if score - at >= limits[which]:
+                events.append(tile)
+                at = score if which == "14" else at + (int(score - at) - new["SETTLED"])
+            path.append(at)
+        return path, events
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        panels = _panels(figure, layout, 2, sharey=True)
+        for axes, (which, title, event) in zip(
+            panels,
+            (("14", "14: recompute", "tile computed again"), ("15", "15: move the reference", "moved by 2ⁿ")),
+            strict=True,
+        ):
+            path, events = walked(which)
+            tiles = range(len(_SCORES))
+            top = [at + limits[which] for at in path]
+            axes.fill_between(tiles, path, top, step="post", color=FAINT, alpha=0.3, linewidth=0)
+            axes.step(tiles, path, where="post", color=STAGE, linewidth=1.8)
+            axes.plot(tiles, _SCORES, "o", color=INK, markersize=5)
+            for tile in events:
+                axes.plot([tile], [_SCORES[tile]], "o", color=LOSS, markersize=9, fillstyle="none")
+                axes.annotate(event, (tile, _SCORES[tile]), (-8, 6), textcoords="offset points", ha="right", color=LOSS)
+            axes.set_title(title)
+            axes.set_xlabel("tile")
+            axes.set_xticks(list(tiles))
+            axes.set_ylim(-2, 44)
+            axes.text(
+                0.1,
+                limits[which] + start[which] - 0.6,
+                "range of a 16-bit sum",
+                color=MUTED,
+                fontsize="small",
+                va="top",
+            )
+            axes.text(3.3, start[which] - 0.8, "reference", color=STAGE, fontsize="small", va="top")
+        panels[0].set_ylabel("powers of two")
+
+    return compose(
+        draw,
+        name="draw-reference",
+        heights=(2.9, 5.0),
+        alt="Scores of a row by tile, the reference they are compared with, and the range above it that a 16-bit "
+        "sum holds. "
+        "Where a score leaves the range, 14 computes the tile again and 15 moves the reference.",
+        caption="A made-up row whose scores grow. Dots: a tile's largest score; blue: the reference; shaded: how "
+        "far above it "
+        f"a sum may lie in float16 (2^{limits['14']} in 14, just below 2^{limits['15']} in 15). Where a dot "
+        "leaves the shade, 14 "
+        "computes the tile again, and 15 multiplies by a power of two.",
+    )
+
+
+def ones() -> Chart:
+    """V with its column of ones in 16."""
+    one = _constants("16_ones_column")
+    keys, columns, extra = one["TILE_KV"], HEAD_DIM, one["ONES"]
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        (axes,) = _panels(figure, layout, 1)
+        _bare(axes, (-0.2, 13.2), (-0.7, 5.2), equal=True)
+        _box(axes, 0, 1.2, 3.2, 2.4, PEER)
+        _in(axes, 1.6, 2.4, f"P\n64 × {keys}", color=PAPER)
+        _in(axes, 3.6, 2.4, "·", fontsize="large")
+        _box(axes, 4.0, 0.4, 3.2, 4.0, STAGE)
+        _in(axes, 5.6, 2.4, f"V\n{keys} × {columns}", color=PAPER)
+        _box(axes, 7.25, 0.4, 0.55, 4.0, LOSS)
+        _in(axes, 7.53, 2.4, "1\n1\n1\n1", color=PAPER)
+        _in(axes, 8.3, 2.4, "=", fontsize="large")
+        _box(axes, 8.8, 1.2, 3.2, 2.4, ACCENT)
+        _in(axes, 10.4, 2.4, f"O\n64 × {columns}", color=PAPER)
+        _box(axes, 12.05, 1.2, 0.55, 2.4, LOSS)
+        _in(axes, 12.33, 2.4, "Σ", color=PAPER)
+        _in(axes, 7.53, 4.75, f"{extra} columns of ones", color=MUTED)
+        _in(axes, 12.0, 4.0, "sums of P", color=MUTED)
+
+    return compose(
+        draw,
+        name="draw-ones",
+        heights=(2.6, 1.6),
+        alt=f"P times V, with {extra} columns of ones beside V, gives the output and, in {extra} more columns, "
+        "each row's sum of "
+        "the rounded P.",
+        caption=f"The PV GEMM of 16: {extra} columns of ones stand beside V, the fewest that the instruction's N "
+        "can grow by, so N "
+        f"is {one['O_COLUMNS']}, and the output's last columns are the sums of the rounded probabilities.",
+    )
+
+
+DRAWINGS: Mapping[str, Callable[[], Chart]] = {
+    "loads": loads,
+    "tiles": tiles,
+    "pipeline": pipeline,
+    "fragment": fragment,
+    "swizzle": swizzle,
+    "wgmma": wgmma,
+    "turns": turns,
+    "waves": waves,
+    "smem": bytes_of_block,
+    "reference": reference,
+    "ones": ones,
+}
+"""Each by the name that the journey takes it in by."""

@@ -1,0 +1,153 @@
+"""The journey and its drawings say what the kernels' sources say, and fail when they do not."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from flashlab.core.errors import ParameterError
+from flashlab.core.paths import DATA, ROOT, SITE
+from flashlab.kernels import registry, text
+from flashlab.kernels.registry import STAGES
+from flashlab.kernels.text import Excerpt
+from flashlab.query import select
+from flashlab.query.select import Results
+from flashlab.show import drawings, journey, pages
+from flashlab.show.charts import LAYOUTS, THEMES
+from flashlab.show.tables import number
+
+
+@pytest.fixture(scope="module")
+def shown() -> Results:
+    return select.load("nvidia-h200", DATA)
+
+
+PAGE = (SITE / journey.PAGE).read_text(encoding="utf-8")
+
+
+# --- What the text of a kernel says -----------------------------------------------------------------------------------
+
+
+def test_constants_are_those_of_the_source_and_its_headers() -> None:
+    known = text.constants(STAGES["16_ones_column"], 64)
+    assert (known["THREADS"], known["TILE_Q"], known["O_COLUMNS"]) == (512, 192, 72)
+    assert (known["HEADROOM"], known["SUM_LIMIT"]) == (2, 65504)
+    assert text.constants(STAGES["16_ones_column"], 128)["STAGE_ONES"] == 64 * known["PANEL"]
+    assert text.constants(STAGES["00_naive"], 64, THREADS=256)["THREADS"] == 256
+
+
+@pytest.mark.parametrize("stage_id", [one for one in journey.RUNGS if one != "00_naive"])
+def test_shared_memory_is_as_large_as_what_was_launched(stage_id: str, shown: Results) -> None:
+    """At tunables that were tuned the tiles are others: those of the record are taken."""
+    stage = STAGES[stage_id]
+    row = next(one for one in shown.rows() if one.name == stage_id)
+    assert row.cubin is not None
+    macros = row.cubin.parameters
+    members = text.shared_memory(stage, 64, **macros)
+    end = members[-1].offset + members[-1].size
+    assert end <= row.cubin.dynamic_smem_bytes < end + 1024, "the whole is rounded up to its alignment"
+    assert text.constants(stage, 64, **macros)["THREADS"] == row.cubin.threads
+
+
+def test_every_mbarrier_has_its_arrivals_and_its_line_in_the_table() -> None:
+    stage = STAGES["16_ones_column"]
+    names = {one.name for one in text.shared_memory(stage, 64) if one.kind == "ptx::Mbarrier"}
+    assert names == text.arrivals(stage, 64).keys() == drawings._WAITING.keys()
+    assert text.arrivals(stage, 64)["K_empty"] == 3 * 4
+    table = drawings.barriers()
+    assert all(f"`{name}`" in table for name in names)
+
+
+def test_an_excerpt_that_the_source_no_longer_has_is_refused() -> None:
+    stage = STAGES["05_wmma"]
+    with pytest.raises(ParameterError, match=r"05_wmma.cu: wanted one line with 'no such line', found 0"):
+        Excerpt(first="no such line").lines(stage)
+    with pytest.raises(ParameterError, match="wanted one line with '__syncwarp', found"):
+        Excerpt(first="__syncwarp").lines(stage)
+    with pytest.raises(ParameterError, match="wanted a line with 'never' from 'FragC"):
+        Excerpt(first="FragC O_frag[HEAD_DIM", last="never").lines(stage)
+
+
+# --- The journey ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage_id", journey.RUNGS)
+def test_key_lines_are_of_the_diff(stage_id: str) -> None:
+    stage = STAGES[stage_id]
+    lines = [line for one in journey.KEY_LINES[stage_id] for line in one.lines(stage)]
+    assert 2 <= len(lines) <= 9
+    if stage.parent:
+        parents = registry.get(stage.parent).source.read_text(encoding="utf-8")
+        assert any(line.strip() not in parents for line in lines), "none of these lines is new"
+
+
+def test_the_page_goes_through_every_rung_in_order() -> None:
+    assert len(journey.RUNGS) == 17, "the page's introduction counts them"
+    places = [PAGE.index(f'--8<-- "journey/{stage_id}.md:heading"') for stage_id in journey.RUNGS]
+    assert places == sorted(places)
+    for stage_id in journey.RUNGS:
+        for section in ("heading", "lines", "score", "links"):
+            assert PAGE.count(f'--8<-- "journey/{stage_id}.md:{section}"') == 1
+    for name in drawings.DRAWINGS:
+        assert f'--8<-- "journey/drawing-{name}.md"' in PAGE
+    assert 4000 <= len(PAGE.split()) <= 6000
+
+
+def test_what_a_rung_shows_is_its_prediction_and_its_record(tmp_path: Path, shown: Results) -> None:
+    out = pages.Output(root=tmp_path)
+    journey.write(out, shown, DATA)
+    for stage_id in journey.RUNGS:
+        stage = STAGES[stage_id]
+        said = (tmp_path / "snippets" / "journey" / f"{stage_id}.md").read_text(encoding="utf-8")
+        assert stage.prediction.strip() in said
+        assert f"stages/{stage_id}.md" in said
+        row = next(one for one in shown.rows() if one.name == stage_id)
+        assert f"**Measured:** {number(select.rate(row))} TFLOP/s" in said
+    slower = (tmp_path / "snippets" / "journey" / "10_warp_specialized.md").read_text(encoding="utf-8")
+    assert re.search(r"\| over parent \| \*\*×0\.\d+\*\*", slower), "a rung that lost says so in bold"
+    assert "<figure" in (tmp_path / "snippets" / "journey" / "trained.md").read_text(encoding="utf-8")
+
+
+def test_without_records_a_rung_says_so() -> None:
+    assert "**Measured:** not on record" in journey.score(None, STAGES["05_wmma"])
+
+
+# --- Drawings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_a_drawing_is_whole_in_every_layout_and_theme(name: str) -> None:
+    chart = drawings.DRAWINGS[name]()
+    assert len(chart.alt) > 60
+    assert chart.caption.endswith(".")
+    for layout in LAYOUTS:
+        for theme in THEMES:
+            ET.fromstring(chart.themed(layout, theme))
+
+
+def test_a_drawing_follows_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = drawings.tiles().alt
+    real = text.constants
+    monkeypatch.setattr(text, "constants", lambda *what, **macros: real(*what, **macros) | {"TILE_KV": 32})
+    assert "For each tile of 32 keys" in drawings.tiles().alt != before
+
+
+def test_fragments_lie_as_the_header_of_the_instruction_says() -> None:
+    """kernels/common/mma.cuh: with g = lane / 4 and t = lane % 4, columns 2·t and 2·t + 1 of rows g and g + 8."""
+    for lane in range(32):
+        g, t = lane // 4, lane % 4
+        for row, column in ((g, 2 * t), (g, 2 * t + 1), (g + 8, 2 * t), (g + 8, 2 * t + 1)):
+            assert drawings.lane_of(row, column, 4) == lane
+
+
+def test_swizzle_and_padding_avoid_the_conflict_that_plain_rows_have() -> None:
+    assert [drawings.conflicts(**what) for what in drawings.swizzle_layouts().values()] == [8, 1, 1]
+    source = STAGES["08_swizzle"].source.read_text(encoding="utf-8")
+    assert "chunk ^ row % MATRIX" in source, "bank_of swizzles as the kernel does"
+
+
+def test_the_site_has_the_page_in_its_navigation() -> None:
+    assert "journey.md" in (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
