@@ -446,12 +446,18 @@ def ladder(
 
 
 def climb(
-    rows: Sequence[Measurement], *, shares: Mapping[str, float], libraries: int = 4, name: str = "front"
+    rows: Sequence[Measurement],
+    *,
+    shares: Mapping[str, float],
+    highlight: str = "",
+    libraries: int = 4,
+    name: str = "front",
 ) -> Chart:
     """The whole ladder and the fastest libraries at one problem, TFLOP/s as bars from 0, so that its top can be read.
 
     Args:
         shares: percent of the tensor cores' peak, by name; a row without one has its rate alone.
+        highlight: the stage that stands out.
         libraries: so many of the fastest are shown.
 
     Raises:
@@ -463,18 +469,19 @@ def climb(
     others = sorted((row for row in timed if row.kind == "peer"), key=lambda row: -rates[row.name])
     # One library by two names is shown once: dispatch by PyTorch to cuDNN is cuDNN.
     kept = [row for row in others if row.name != "sdpa"][:libraries]
-    best, peer = max(stages, key=lambda row: rates[row.name], default=None), select.fastest_peer(rows)
+    peer = select.fastest_peer(rows)
     lines = [*stages, *kept]
 
     def each(axes: Axes, y: float, row: Measurement, layout: Layout) -> None:
-        colour = PEER if row.kind == "peer" else ACCENT if row is best else STAGE
+        colour = PEER if row.kind == "peer" else ACCENT if row.name == highlight else STAGE
         axes.barh(y, rates[row.name], height=0.62 if layout == "wide" else 0.42, color=colour)
         share = shares.get(row.name)
         words = number(rates[row.name]) + (f"  ({number(share, 2)} %)" if share else "")
-        _text(axes, words, (rates[row.name], y), (5, 0), va="center", weight="bold" if row is best else "normal")
+        look = {"bbox": {"facecolor": PAPER, "pad": 0.6}, "weight": "bold" if row.name == highlight else "normal"}
+        _text(axes, words, (rates[row.name], y), (5, 0), va="center", **look)
 
     top = max(rates.values())
-    said = [f"{name} {number(rates[row.name])}" for row in lines for name in (row_title(row),)]
+    said = [f"{row_title(row)} {number(rates[row.name])}" for row in lines]
     return _row_chart(
         [(row_title(row), row) for row in lines],
         each,
@@ -487,7 +494,7 @@ def climb(
         if peer
         else None,
         bars=True,
-        bold=[best.name] if best else [],
+        bold=[highlight] if highlight else [],
         alt=f"Throughput in TFLOP/s from 0. {'; '.join(said)}.",
         caption=f"Throughput of each version of the kernel and of the {len(kept)} fastest libraries in "
         f"{rows[0].problem.dtype}, median. The dashed line is the fastest of them.",

@@ -263,21 +263,22 @@ def _front_page(out: Output, shown: Results | None, data: Path) -> None:
         out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
         out.snippet("front-numbers.md", "")
         out.snippet("front-finding.md", "")
+        out.snippet("losses.md", NOTHING_YET)
         return
     rows, beside = shown.rows(), shown.beside()
+    contested = contests.against_peers(shown.gpu, data, tuple(KINDS))
     try:
         shares = {row.name: share for row in rows if (share := contests.percent_of_peak(row))}
-        chart = out.chart(charts.climb(rows, shares=shares), "index.md")
+        chart = out.chart(charts.climb(rows, shares=shares, highlight=_best(shown, rows, contested)), "index.md")
     except NoDataError as error:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)
-    contested = contests.against_peers(shown.gpu, data, tuple(KINDS))
-    extremes = _extremes(contested)
-    cards = [*_front_cards(shown, rows, beside, data), *extremes]
+    cards = [*_front_cards(shown, rows, beside, data), *_extremes(contested)]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
     where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
     out.snippet("front-finding.md", _finding(shown, rows, contested))
+    out.snippet("losses.md", _losses(contested))
 
 
 def _extremes(contested: Sequence[contests.AgainstPeers]) -> list[tuple[str, str]]:
@@ -296,24 +297,43 @@ def _extremes(contested: Sequence[contests.AgainstPeers]) -> list[tuple[str, str
     ]
 
 
+def _best(shown: Results, rows: Sequence[Measurement], contested: Sequence[contests.AgainstPeers]) -> str:
+    """The stage that the first problem's comparison with the libraries is about; else the fastest, else nothing."""
+    contest = next((one.burst for one in contested if one.problem == shown.first and one.burst), None)
+    stage = select.fastest_stage(rows)
+    return contest.stage if contest else stage.name if stage else ""
+
+
+def _losses(contested: Sequence[contests.AgainstPeers]) -> str:
+    """Every problem at which a library is faster, the worst first."""
+    ratios = [(one.burst.ratio, one) for one in contested if one.burst]
+    lost = [one for ratio, one in sorted(ratios, key=lambda pair: pair[0]) if ratio < 1]
+    if not lost:
+        return "*On no problem on record is a library faster.*"
+    columns = (
+        Column("problem", "problem.label"),
+        Column("times the library's rate", "burst.ratio", times),
+        Column("stage", lambda one: stage_link(one.burst.stage)),
+        Column("library", lambda one: tables.peer_title(one.burst.peer), left=True),
+    )
+    return table(columns, lost)
+
+
 def _finding(shown: Results, rows: Sequence[Measurement], contested: Sequence[contests.AgainstPeers]) -> str:
     """The result in a sentence or two: how fast, on what, and where not."""
-    stage, peer, first = select.fastest_stage(rows), select.fastest_peer(rows), shown.first
-    contest = next((one.burst for one in contested if one.problem == first and one.burst), None)
-    if stage is None or first is None:
+    name, peer, first = _best(shown, rows, contested), select.fastest_peer(rows), shown.first
+    row = next((one for one in rows if one.name == name), None)
+    if row is None or first is None:
         return ""
-    # The best stage that is chosen without being named, as in every comparison with the libraries.
-    name = contest.stage if contest else stage.name
-    row = next((one for one in rows if one.name == name), stage)
     share = contests.percent_of_peak(row)
     said = (
-        f"On one **{shown.name}** the best version, {stage_link(row.name)}, "
-        f"reaches **{number(select.rate(row))} TFLOP/s**"
+        f"On one **{shown.name}**, {stage_link(row.name)}, the version that flashlab runs by default, reaches "
+        f"**{number(select.rate(row))} TFLOP/s**"
         f"{f', **{percent(share)}** of the tensor cores’ peak' if share else ''}"
     )
     if peer and (rate := select.rate(row)) and (theirs := select.rate(peer)):
         said += (
-            f", and is **{times(rate / theirs)}** as fast as {tables.peer_title(peer.name)}, the fastest library there"
+            f", **{number(rate / theirs)} times** the rate of {tables.peer_title(peer.name)}, the fastest library there"
         )
     lost = [one for one in contested if one.burst and one.burst.ratio < 1]
     said += f". That is at {first.label}, {select.on_inputs([first])}, in bursts."
@@ -345,7 +365,7 @@ def _front_cards(
     rate, first = (select.rate(stage) if stage else None), shown.first
     if stage is None or rate is None or first is None:
         return []
-    cards = [(f"{number(rate)} TFLOP/s", f"fastest stage, {stage.name}")]
+    cards = [(f"{number(rate)} TFLOP/s", f"the default version, {stage.name}")]
     foot = next((row for row in rows if row.kind == "stage" and select.rate(row)), stage)
     if foot is not stage:
         cards.append((times(rate / (select.rate(foot) or rate)), f"over {foot.name}"))
@@ -432,6 +452,12 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
     return markdown(("", ""), facts, left=2)
 
 
+def _on_the_journey(stage: Stage) -> str:
+    """A link to where the journey tells of a stage; empty where it does not."""
+    link = f"[{code(stage.id)} in the journey](../{journey.PAGE}#{stage.id}), with a drawing and the lines that matter."
+    return link if stage.id in journey.RUNGS else ""
+
+
 def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) -> None:
     diff, whole = diff_against_parent(stage), _kernel_text(stage)
     change = f"{stage.change}\n\n" + whole.replace("??? abstract", "???+ abstract", 1)
@@ -444,7 +470,7 @@ def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) ->
     result = f"{_stage_result(out, stage, shown, data)}\n\n{_elsewhere(shown, 'What follows')}"
     out.sections(
         f"stages/{stage.id}.md",
-        title=f"# {stage.id}: {stage.title}",
+        title=f"# {stage.id}: {stage.title}\n\n{_on_the_journey(stage)}",
         question=stage.question,
         change=change,
         needs=_needs(stage, ("Parent", parent)),
