@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 HEAD_DIM = 64
 NOT_TO_SCALE = "The order is that of the code; the lengths are not to scale."
+_ARROW = {"arrowstyle": "->", "color": INK, "linewidth": 1.2}
 BANKS, BANK_BYTES = 32, 4
 """Of an SM's shared memory."""
 
@@ -141,8 +142,8 @@ def tiles() -> Chart:
         _in(axes, 7.0, -0.5, f"keys in tiles of {keys}, one after another", color=MUTED)
         _in(axes, 7.0, 7.2, "values of the same keys", color=MUTED)
         for start, end in (((2.45, 3.0), (5.1, 2.65)), ((5.3, 1.5), (5.9, 2.05)), ((7.15, 4.15), (8.5, 3.6))):
-            axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.2})
-        axes.annotate("", (8.5, 4.3), (6.7, 5.15), arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.2})
+            axes.annotate("", end, start, arrowprops=_ARROW)
+        axes.annotate("", (8.5, 4.3), (6.7, 5.15), arrowprops=_ARROW)
 
     return compose(
         draw,
@@ -154,6 +155,84 @@ def tiles() -> Chart:
         caption=f"One block's work in 05: {rows} query rows meet one tile of {keys} keys after another. Blue and "
         "orange lie "
         "in shared memory, the output stays in the registers from the first tile to the last.",
+    )
+
+
+def sharing() -> Chart:
+    """Who owns what of scores and output in 02 and in 03."""
+    one = _constants("03_warp_rows")
+    rows, keys, lanes, lane = one["ROWS_PER_WARP"], one["TILE_KV"], one["WARP"], 5
+    mine = [key for key in range(keys) if key % lanes == lane]
+    columns = [2 * lane + 2 * lanes * pair + half for pair in range(one["LANE_PAIRS"]) for half in (0, 1)]
+    panels: Sequence[tuple[str, str, int, Callable[[int, int], bool]]] = (
+        ("02: a thread has a row", "scores", keys, lambda row, column: row == lane),
+        ("03: a lane has keys", "scores", keys, lambda row, column: column in mine),
+        ("03: then columns", "output", HEAD_DIM, lambda row, column: column in columns),
+    )
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        for axes, (title, what, width, owned) in zip(_panels(figure, layout, 3), panels, strict=True):
+            _bare(axes, (-0.5, width + 0.5), (-0.3, rows + 2.2))
+            axes.set_title(title)
+            for row in range(rows):
+                _box(axes, 0, row, width, 0.86, GRID, linewidth=0)
+                for column in range(width):
+                    if owned(row, column):
+                        _box(axes, column, row, 1, 0.86, STAGE, linewidth=0)
+            _in(axes, width / 2, rows + 1.2, f"{what}: {rows} rows by {width}", color=MUTED)
+
+    return compose(
+        draw,
+        name="draw-sharing",
+        heights=(2.4, 4.6),
+        alt=f"Three grids of {rows} rows. In 02 one thread owns one row of the scores. In 03 lane {lane} owns keys "
+        f"{' and '.join(map(str, mine))} of every row of its warp, and then output columns "
+        f"{' and '.join(map(str, columns))}.",
+        caption=f"What one thread owns (blue): in 02 a row; in 03 every {lanes}nd key of {rows} rows, and then "
+        f"{len(columns)} columns of their output.",
+    )
+
+
+def trip() -> Chart:
+    """The way of a score through shared memory in 04 and 05."""
+    sizes = {one.name: one.size for one in text.shared_memory(registry.get("05_wmma"), HEAD_DIM)}
+    steps = (
+        ("QK GEMM", 0, STAGE),
+        (f"S: {sizes['S']:,} bytes", 1, PEER),
+        ("softmax", 0, STAGE),
+        (f"P: {sizes['P']:,} bytes", 1, PEER),
+        ("PV GEMM", 0, STAGE),
+    )
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        (axes,) = _panels(figure, layout, 1)
+        _bare(axes, (-0.1, 10.6), (-0.5, 3.0))
+        axes.text(0, -0.15, "registers", color=MUTED, va="bottom")
+        axes.text(0, 2.95, "shared memory", color=MUTED, va="bottom")
+        for place, (words, row, colour) in enumerate(steps):
+            x = 2.1 * place
+            _box(axes, x, 1.7 * row, 2.0, 0.9, colour)
+            _in(
+                axes,
+                x + 1.0,
+                1.7 * row + 0.45,
+                words if layout == "wide" else words.replace(": ", "\n").replace("bytes", "B"),
+                color=PAPER,
+            )
+            if place:
+                start, end = ((x - 0.6, 0.95), (x + 0.5, 1.65)) if row else ((x - 0.6, 1.65), (x + 0.5, 0.95))
+                axes.annotate("", end, start, arrowprops=_ARROW)
+
+    return compose(
+        draw,
+        name="draw-trip",
+        heights=(2.0, 2.1),
+        alt=f"Scores leave the QK GEMM for shared memory, {sizes['S']:,} bytes a block, come back for the "
+        "softmax, and "
+        f"leave again as weights, {sizes['P']:,} bytes, for the PV GEMM.",
+        caption="The way of a tile's scores where WMMA hides the layout of its fragments, with the bytes that a "
+        "block of "
+        "05 has for them. 04 does the same, with scalar arithmetic in place of the last step.",
     )
 
 
@@ -444,6 +523,115 @@ def turns() -> Chart:
     )
 
 
+def ring() -> Chart:
+    """Producer, ring and consumers of 10, with the barriers between them."""
+    one = _constants("10_warp_specialized")
+    stages, consumers, keys = one["PIPELINE_STAGES"], one["NUM_CONSUMERS"], one["TILE_KV"]
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        (axes,) = _panels(figure, layout, 1)
+        _bare(axes, (-0.1, 12.1), (-0.9, 5.4))
+        _box(axes, 0, 1.3, 3.0, 2.4, ACCENT)
+        _in(axes, 1.5, 2.5, f"producer\n{one['PRODUCER_REGISTERS']} registers\na thread", color=PAPER)
+        for stage in range(stages):
+            _box(axes, 4.7, stage * 4.8 / stages, 2.4, 4.8 / stages, STAGE)
+            _in(axes, 5.9, (stage + 0.5) * 4.8 / stages, f"stage {stage}\n{keys} keys", color=PAPER)
+        for consumer in range(consumers):
+            _box(axes, 8.9, consumer * 4.8 / consumers, 3.1, 4.8 / consumers, PEER)
+            words = f"consumer {consumer}\n{one['CONSUMER_REGISTERS']} registers\na thread"
+            _in(axes, 10.45, (consumer + 0.5) * 4.8 / consumers, words, color=PAPER)
+        for x, words in ((3.0, "TMA"), (7.1, "full")):
+            axes.annotate("", (x + 1.65, 2.0), (x + 0.05, 2.0), arrowprops=_ARROW)
+            _in(axes, x + 0.85, 1.6, words, fontsize="small")
+            axes.annotate("", (x + 0.05, 3.0), (x + 1.65, 3.0), arrowprops=_ARROW)
+            _in(axes, x + 0.85, 3.4, "empty", fontsize="small")
+        _in(axes, 5.9, -0.5, "ring of K and V in shared memory", color=MUTED)
+
+    return compose(
+        draw,
+        name="draw-ring",
+        heights=(2.6, 2.6),
+        alt=f"A producer fills a ring of {stages} stages by TMA loads. Full barriers tell {consumers} consumers "
+        "that a tile "
+        "has come; empty barriers tell the producer that all of them are done with it.",
+        caption=f"A block of 10: one producer warpgroup, {stages} pipeline stages of {keys} keys each for K and V, "
+        f"{consumers} consumer warpgroups of {one['WGMMA_ROWS']} rows. An arrow is an mbarrier or a copy.",
+    )
+
+
+def early() -> Chart:
+    """One tile of a consumer in 13 and in 14."""
+    one = _constants("14_stale_max")
+    share = one["BEFORE_PV"] / one["NUM_SCORES"]
+    gemm, search, powers, rounding = 1.6, 1.9, 4.0, 1.2
+
+    def tile(has_search: bool) -> list[tuple[int, float, float, str, str]]:
+        spans = [(0, 0.0, gemm, "QK", STAGE), (0, gemm, 2 * gemm, "PV before", ACCENT)]
+        at = gemm
+        if has_search:
+            spans.append((1, at, at + search, "maximum", LOSS))
+            at += search
+        spans.append((1, at, at + powers, "exponentials", PEER))
+        spans.append((1, at + powers, at + powers + rounding, "round", FAINT))
+        return spans
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        end = gemm + search + powers + rounding + 0.1
+        for axes, has_search, title in zip(
+            list(figure.subplots(2, 1)),
+            (True, False),
+            ("13: the tile's own maximum", "14: an old maximum"),
+            strict=True,
+        ):
+            _lanes(axes, ("tensor cores", "softmax of the same warpgroup"), tile(has_search), end=end)
+            axes.set_title(title)
+        axes.axvline(gemm + share * powers, 0.05, 0.5, color=INK, linewidth=1.2)
+
+    return compose(
+        draw,
+        name="draw-early",
+        heights=(2.7, 2.9),
+        alt="One tile of a warpgroup. In 13 the search for the maximum stands between the QK GEMM and the "
+        "exponentials; in "
+        "14 the exponentials start when the scores are there.",
+        caption="One tile of one consumer. The search for the maximum, with its shuffles, leaves the path. The "
+        "black line is "
+        f"where the source of 14 waits for the PV GEMM: after {one['BEFORE_PV']} of {one['NUM_SCORES']} "
+        "exponentials of a "
+        f"thread. {NOT_TO_SCALE}",
+    )
+
+
+def joint() -> Chart:
+    """The end of a work tile in 12 and in 13."""
+    last, first = (0, 0.0, 1.6, "last PV", ACCENT), "first QK"
+    before = (last, (1, 1.6, 4.2, "round, write", PEER), (0, 4.2, 5.8, first, STAGE))
+    after = (last, (1, 1.6, 2.7, "round", PEER), (1, 2.7, 5.0, "TMA store", FAINT), (0, 2.7, 4.3, first, STAGE))
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        names = ("tensor cores, one consumer", "its output")
+        for axes, spans, title in zip(
+            list(figure.subplots(2, 1)),
+            (before, after),
+            ("12: the warps write the output", "13: a TMA store does"),
+            strict=True,
+        ):
+            _lanes(axes, names, spans, end=6.2)
+            axes.set_title(title)
+
+    return compose(
+        draw,
+        name="draw-joint",
+        heights=(2.7, 2.9),
+        alt="The end of a work tile. In 12 a consumer rounds and writes its output before the next QK GEMM. In "
+        "13 it rounds, "
+        "starts a TMA store that runs on by itself, and issues the next QK GEMM.",
+        caption="Between two work tiles, for one consumer; the others' GEMMs run meanwhile. In 13 the next work "
+        "tile is waited "
+        f"for under the last PV GEMM, and the store runs beside the next QK GEMM. {NOT_TO_SCALE}",
+    )
+
+
 def waves() -> Chart:
     """Causal work tiles on a few SMs: a block each in waves, and persistent blocks that take the longest first."""
     one = _constants("12_persistent")
@@ -667,16 +855,21 @@ def ones() -> Chart:
 
 
 DRAWINGS: Mapping[str, Callable[[], Chart]] = {
-    "loads": loads,
     "tiles": tiles,
+    "loads": loads,
+    "sharing": sharing,
+    "trip": trip,
     "pipeline": pipeline,
     "fragment": fragment,
     "swizzle": swizzle,
     "wgmma": wgmma,
+    "ring": ring,
     "turns": turns,
     "waves": waves,
-    "smem": bytes_of_block,
+    "joint": joint,
+    "early": early,
     "reference": reference,
     "ones": ones,
+    "smem": bytes_of_block,
 }
 """Each by the name that the journey takes it in by."""
