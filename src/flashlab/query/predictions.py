@@ -66,10 +66,10 @@ def _rows(stage: Stage, expected: Expected, shown: Results) -> tuple[Measurement
     mine, base = by_name.get(stage.id), by_name.get(over)
     if other == problem and mine and base and (mine is base or select.parent_of(mine, rows) is base):
         return mine, base
-    return _of_one_run(stage.id, problem, over, other, shown.records)
+    return of_one_run(stage.id, problem, over, other, shown.records)
 
 
-def _of_one_run(
+def of_one_run(
     name: str, problem: Problem, over: str, other: Problem, records: pd.DataFrame
 ) -> tuple[Measurement | None, Measurement | None]:
     """The rows of both in the newest run that timed both."""

@@ -15,9 +15,9 @@ from flashlab.core.problem import MASKS
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.kernels.text import Excerpt
-from flashlab.query import contests, select
+from flashlab.query import contests, predictions, select
 from flashlab.query.select import Results
-from flashlab.show import charts, drawings
+from flashlab.show import charts, drawings, tables
 from flashlab.show.tables import code, markdown, number, percent, times
 
 if TYPE_CHECKING:
@@ -137,17 +137,27 @@ def _neighbours(stage: Stage) -> str:
     return f'<small markdown="span">{" · ".join(links)}</small>'
 
 
-def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, Measurement | None]]:
-    """A stage's rows at the main shape, both head dims and masks, each with its title and its parent's row there."""
+def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float | None]]:
+    """A stage's rows at the main shape, both head dims and masks, each with its title and its rate over its parent's.
+
+    Where the two that are shown are of different sessions, the ratio is of the newest run that timed both.
+    """
     assert shown.first is not None
-    return [
-        (f"D{head_dim}{' causal' if mask == 'causal' else ''}", row, select.parent_of(row, rows))
-        for head_dim, mask in product((64, 128), MASKS)
-        for problem, rows in shown.problems.items()
-        if problem == replace(shown.first, head_dim=head_dim, mask=mask)
-        for row in rows
-        if row.name == stage.id and row.status == "ok"
-    ]
+    cells = []
+    for head_dim, mask in product((64, 128), MASKS):
+        problem = replace(shown.first, head_dim=head_dim, mask=mask)
+        rows = shown.problems.get(problem, ())
+        row = next((one for one in rows if one.name == stage.id and one.status == "ok"), None)
+        if row is None:
+            continue
+        mine, parent = row, select.parent_of(row, rows)
+        if parent is None and stage.parent:
+            pair = predictions.of_one_run(stage.id, problem, stage.parent, problem, shown.records)
+            mine, parent = pair[0] or row, pair[1]
+        rate, before = select.rate(mine), select.rate(parent) if parent else None
+        gain = rate / before if rate and before else None
+        cells.append((f"D{head_dim}{' causal' if mask == 'causal' else ''}", row, gain))
+    return cells
 
 
 def score(shown: Results | None, stage: Stage) -> str:
@@ -156,30 +166,26 @@ def score(shown: Results | None, stage: Stage) -> str:
     cells = _cells(shown, stage) if shown and shown.first else []
     if not cells:
         return f"{predicted}\n\n**Measured:** not on record for this GPU."
-    _, row, parent = cells[0]
-    rate, before, share = select.rate(row), select.rate(parent) if parent else None, contests.percent_of_peak(row)
-    said = f"**Measured:** {number(rate)} TFLOP/s"
-    if rate and before and parent:
-        said += f", {times(rate / before)} over {code(parent.name)}"
+    _, row, gain = cells[0]
+    said = f"**Measured:** {number(select.rate(row))} TFLOP/s"
+    if gain and stage.parent:
+        said += f", {times(gain)} over {code(stage.parent)}"
+    share = contests.percent_of_peak(row)
     if share:
         said += f", {percent(share)} of the tensor cores' peak"
-    rates = [number(select.rate(mine)) for _, mine, _ in cells]
-    gains = [
-        _gain(select.rate(mine), select.rate(other) if other else None, (other or mine).name)
-        for _, mine, other in cells
-    ]
-    lines: list[tuple[str | None, ...]] = [("TFLOP/s", *rates)]
-    if parent:
-        lines.append(("over parent", *gains))
+    scored = tables.scored(predictions.scores(shown, [stage])) if shown else ""
+    if scored:
+        said += f".\n\n**Predicted → measured:** {scored}"
+    lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(one)) for _, one, _ in cells))]
+    if stage.parent:
+        lines.append(("over parent", *(_gain(one) for _, _, one in cells)))
     return f"{predicted}\n\n{said}.\n\n{markdown(('', *(title for title, _, _ in cells)), lines)}"
 
 
-def _gain(rate: float | None, before: float | None, name: str) -> str | None:
+def _gain(ratio: float | None) -> str | None:
     """A ratio over the parent, bold where the stage is slower."""
-    if not rate or not before:
-        return None
-    text = times(rate / before)
-    return f"**{text}**" if rate < before else text
+    text = times(ratio) if ratio else None
+    return f"**{text}**" if text and ratio and ratio < 1 else text
 
 
 # --- The page's pieces ------------------------------------------------------------------------------------------------

@@ -533,6 +533,11 @@ def outcome(one: Scored) -> str:
     return f"{number(100 * abs(one.off), 2)} % {'above' if one.off > 0 else 'below'}" if one.off else "inside"
 
 
+def scored(found: Iterable[Scored]) -> str:
+    """A prediction's numbers in its own words, each with what was measured; empty where it has none."""
+    return "; ".join(f"“{one.expected.words}” → {_measured(one) or '–'}, {outcome(one)}" for one in found)
+
+
 PREDICTIONS = (
     Column("stage", "stage.id", code),
     Column("prediction", "expected.words", left=True),
