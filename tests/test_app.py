@@ -798,16 +798,20 @@ def test_claims_are_judged_written_and_compared(run: Run, data: Path) -> None:
     assert first["reason"]
     assert (first["quote"], first["lines"]) == ("Configuration: B=16, H=16, S=2048, D=64 … TFLOPS: 1.6", [12, 14])
     assert first["states"]["shape"] == {"text": "B16 H16 S2048 D64", "lines": [12]}
-    assert first["adds"]["dtype"] == "float16"
+    assert first["assumptions"]["dtype"] == "float16"
     assert first["why"]
+    assert first["history"]["written"].startswith("2026-11-21")
+    needs = next(row for row in shown.json if row["id"] == "B08")
+    assert (needs["verdict"], needs["command"]) == ("needs_hardware", "flashlab ablate reduction")
     written = run("claims", "--data", data, "--write")
     assert written.code == 0
     assert "A01" in written.out
     path = data / "nvidia-h200" / "verdicts.json"
-    assert "pending" in written.err
+    assert "needs hardware" in written.err
     same = run("claims", "--data", data, "--compare", path)
     assert (same.code, same.out) == (0, "")
     entries = json.loads(path.read_text(encoding="utf-8"))
+    assert entries[0]["verdict"] == "not_comparable"
     entries[0]["verdict"] = "needs_hardware"
     path.write_text(json.dumps(entries), encoding="utf-8")
     other = run("claims", "--data", data, "--compare", path, "--json")

@@ -7,8 +7,9 @@ does not know what is claimed: that, and the rules that hold one against the oth
 
 from __future__ import annotations
 
+import ast
 import math
-import re
+import operator
 import string
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +17,6 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -32,19 +32,20 @@ from flashlab.kernels import peers, registry
 from flashlab.measure import ceilings
 from flashlab.query import roofline, select
 from flashlab.query.frame import frame, of_problem
-from flashlab.query.kinship import MODELS, kinship
+from flashlab.query.kinship import MODELS
 from flashlab.query.select import Policy
-from flashlab.query.statistics import Estimate, interval, median, ratio_of_medians
-from flashlab.record.schema import Ablation, Call, Measurement
+from flashlab.query.statistics import Estimate, Statistic, median, over_starts, ratio_of_medians
+from flashlab.record.schema import Call, Measurement
 from flashlab.show import tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
 FASTEST = "fastest"
 """In place of a name: the fastest stage of the ladder, of those that the condition after a colon holds for."""
 
-About = Literal["time", "ratio", "code", "arithmetic", "numbers"]
+About = Literal["time", "ratio", "code", "arithmetic", "numbers", "none"]
 """What a claim is about. time: a time, or a rate. ratio: of two times, or of two limits. code: the machine code, or
-what it takes of an SM. arithmetic: what follows from the document's own numbers. numbers: what a kernel computes."""
+what it takes of an SM. arithmetic: what follows from the document's own numbers. numbers: what a kernel computes.
+none: nothing that is measured here."""
 Count = Literal["registers", "smem_kb", "smem_limit_kb", "spilled_bytes", "smem_instructions", "branches"]
 
 
@@ -70,8 +71,8 @@ class Entry(BaseModel):
     arch: str = "sm_90a"
     counts: tuple[Count, ...] = ()
     given: Mapping[str, float] = {}
-    problems: tuple[str, ...] = ()
-    fused: bool = True
+    formulas: tuple[str, ...] = ()
+    unit: str = ""
     text: str = ""
     note: str = ""
     stages: tuple[str, ...] = ()
@@ -139,37 +140,7 @@ def entries() -> Mapping[str, Entry]:
     return {name: Entry.model_validate(fields) for name, fields in facts()["claims"].items()}
 
 
-# --- Two GPUs ---------------------------------------------------------------------------------------------------------
-
-_BANDWIDTH_SHARE = 0.5
-"""Of another GPU's device memory: a kernel that needs less of it is not held up by it."""
-
-
-def concludes(claimed: str, measured: str, about: About, demand_tb_s: float | None = None) -> tuple[bool, str]:
-    """Whether a finding on one GPU can judge a claim about another, and what may be concluded, in a sentence.
-
-    Args:
-        claimed: the model that the claim is about.
-        measured: folder under data/ of the GPU that was measured.
-        about: what the claim is about.
-        demand_tb_s: bytes that must cross device memory over the time it took, TB/s, where known.
-    """
-    model = MODELS.get(claimed)
-    if about in ("arithmetic", "code", "numbers") or (model and model.folder == measured):
-        return True, ""
-    kin = kinship(claimed, measured)
-    carries = kin is not None and kin.time
-    if about == "ratio":
-        return True, "" if carries else f"The ratio is that of {measured}; an {claimed} has other limits."
-    if not carries:
-        return False, f"What {measured} reaches does not carry over to an {claimed}."
-    sheet = roofline.DATASHEETS.get(model.folder) if model else None
-    same = f"An {claimed} is the same chip but for its memory"
-    if demand_tb_s is None or sheet is None:
-        return True, f"{same}."
-    share = demand_tb_s / sheet.memory_tb_s
-    so = "so the time carries over" if share < _BANDWIDTH_SHARE else "so it may be slower there"
-    return True, f"{same}, of whose bandwidth this needs {tables.number(100 * share, 2)} %, {so}."
+# --- What can be said without a GPU -----------------------------------------------------------------------------------
 
 
 def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path = DATA) -> str:
@@ -207,6 +178,10 @@ Row = Any
 """A record as `DataFrame.itertuples` gives it: the columns that `query.frame.frame` names."""
 
 
+Starts = Sequence[Sequence[Row]]
+"""Of each start of a machine, that of the newest run last, the rows in the order in which they were asked for."""
+
+
 def times_us(row: Row) -> Sequence[float]:
     """A row's samples, microseconds a call; hot bursts where there are several kinds. Empty where there are none."""
     if isinstance(row.record, Call):
@@ -221,6 +196,11 @@ class Records:
     def __init__(self, gpu: str, data: Path = DATA) -> None:
         self.gpu = gpu
         self.data = data
+        self._others: dict[str, Records] = {}
+
+    def of_gpu(self, gpu: str) -> Records:
+        """What is on record of a GPU, of this one or another, beside it in the same folder."""
+        return self if gpu == self.gpu else self._others.setdefault(gpu, Records(gpu, self.data))
 
     def rows(self, folder: str) -> list[Row]:
         """A folder's records, oldest first; a damaged line is left out, and `flashlab results --verify` names it."""
@@ -245,23 +225,25 @@ class Records:
         rows: Iterable[Row] = table.itertuples(index=False)
         return {row.name: row for row in rows if row.status == "ok" and times_us(row)}
 
-    def of(self, problem: Problem, names: Sequence[str]) -> Sequence[Row]:
-        """Rows of stages or libraries at a problem, of the newest run that timed them all."""
-        rows = self.chosen(problem, select.together(*names))
-        if not rows.keys() >= set(names):
-            raise PendingError(_bench(problem, names))
-        return [rows[name] for name in names]
+    def of(self, problem: Problem, names: Sequence[str]) -> Starts:
+        """Stages or libraries at a problem, each start's of one run."""
+        rows = (row for row in self.measurements if row.problem == problem and row.status == "ok" and times_us(row))
+        return by_start(rows, lambda row: row.name, names, _bench(problem, names))
 
-    def levels(self, axis: str, operands: Sequence[str]) -> Sequence[Row]:
-        """Levels of an ablation at the first shape, all else the stage's defaults, of the newest run with them all."""
+    def levels(self, axis: str, operands: Sequence[str]) -> Starts:
+        """Levels of an ablation at the first shape, all else the stage's defaults, each start's of one run."""
         wanted = [
             _level(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
             for name, values in map(split, operands)
         ]
         on_axis = (row for row in self.rows("ablations") if row.record.axis == axis and row.status == "ok")
         rows = [row for row in on_axis if row.problem == FIRST]
-        key = lambda row: _level(row.name, row.record.parameters)  # noqa: E731
-        return of_one_run(rows, key, wanted, f"flashlab ablate {axis}")
+        return by_start(rows, lambda row: _level(row.name, row.record.parameters), wanted, f"flashlab ablate {axis}")
+
+    def parts(self, problem: Problem, name: str) -> Starts:
+        """A stage without each part of its work, the whole stage first, each start's of one run."""
+        rows = [row for row in self.rows("parts") if (row.name, row.problem) == (name, problem)]
+        return by_start(rows, lambda row: row.record.left_out, ("nothing", *PARTS), f"flashlab split {name}")
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
         """The fastest stage of the ladder that a condition holds for."""
@@ -271,15 +253,20 @@ class Records:
             raise PendingError(f"flashlab bench --shape {problem.shape}")
         return min(able, key=lambda row: row.median_us)
 
-    def named(self, entry: Entry, group: Sequence[str]) -> Sequence[Row]:
-        """The rows that a group of an entry's names stands for."""
+    def named(self, entry: Entry, group: Sequence[str]) -> Starts:
+        """What a group of an entry's names stands for."""
         if any("[" in name for name in group):
             return self.levels(entry.axis, group)
-        if any(name.startswith(FASTEST) for name in group):
-            return [self.fastest(entry.problem, name.partition(":")[2]) for name in group]
         if ceilings.CEILINGS.keys() >= set(group):
-            return newest(self.ceilings, group, "flashlab bench --suite smoke")
-        return self.of(entry.problem, group)
+            return by_start(self.ceilings, lambda row: row.name, group, "flashlab bench --suite smoke")
+        if entry.quantity == "call_time":
+            calls = (row for row in self.rows("calls") if row.problem == entry.problem)
+            return by_start(calls, lambda row: row.name, group, "flashlab claims --measure")
+        names = [
+            self.fastest(entry.problem, name.partition(":")[2]).name if name.startswith(FASTEST) else name
+            for name in group
+        ]
+        return self.of(entry.problem, names)
 
 
 CONDITIONS: Mapping[str, Callable[[Measurement], bool]] = {
@@ -296,19 +283,12 @@ def _level(name: str, parameters: Mapping[str, int]) -> tuple[str, frozenset[tup
     return name, frozenset((key, value) for key, value in parameters.items() if value)
 
 
-def _by_run(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[str, dict[Any, Row]]:
-    by_run: dict[str, dict[Any, Row]] = {}
-    for row in rows:
-        by_run.setdefault(row.run, {})[key(row)] = row
-    return by_run
-
-
-def of_one_run(rows: Iterable[Row], key: Callable[[Row], Any], wanted: Sequence[Any], command: str) -> Sequence[Row]:
-    """The rows with the wanted keys, of the newest run that has them all: their ratio has a meaning."""
-    whole = {run: found for run, found in _by_run(rows, key).items() if found.keys() >= set(wanted)}
-    if not whole:
+def by_start(rows: Iterable[Row], key: Callable[[Row], Any], wanted: Sequence[Any], command: str) -> Starts:
+    """As `select.by_start`; a PendingError that names the command where no run has them all."""
+    starts = select.by_start(rows, key, wanted)
+    if not starts:
         raise PendingError(command)
-    return [whole[max(whole)][one] for one in wanted]
+    return starts
 
 
 def newest(rows: Iterable[Row], names: Sequence[str], command: str) -> Sequence[Row]:
@@ -349,8 +329,6 @@ class Finding:
     """What else is worth saying; empty for nothing."""
     stages: tuple[str, ...] = ()
     """Stages and dead ends that it is about."""
-    demand_tb_s: float | None = None
-    """Bytes that must cross device memory over the time it took, TB/s, of a time."""
 
 
 Evaluator = Callable[[Records, Entry], Finding]
@@ -390,7 +368,7 @@ def find(records: Records, entry: Entry) -> Finding:
         "problem": entry.problem.label,
         "gpu": records.gpu,
         "slower": next(filter(None, (*choices, *names)), ""),
-        "value": finding.numbers[0].value,
+        "value": finding.numbers[0].value if finding.numbers else math.nan,
         "values": [number.value for number in finding.numbers],
         "times": [(getattr(row, "median_us", None) or math.nan) / entry.per for row in finding.rows],
         **entry.given,
@@ -402,8 +380,7 @@ def find(records: Records, entry: Entry) -> Finding:
             beside.append((other, find(records, other)))
     cited = {row.place: row for other, found in beside if other.cited for row in found.rows}
     theirs = [*(name for _, found in beside for name in found.stages), *(n for one in entry.beside for n in one.names)]
-    own, first = {row.place for row in finding.rows}, next(iter(finding.rows), None)
-    timed = about == "time" and entry.fused and first and isinstance(first.record, Measurement | Ablation)
+    own = {row.place for row in finding.rows}
     sentences = (_Text().format(entry.note, *names, **values), ", ".join(found.text for _, found in beside))
     return replace(
         finding,
@@ -412,7 +389,6 @@ def find(records: Records, entry: Entry) -> Finding:
         text=_Text().format(entry.text or text, *names, **values),
         beside="; ".join(filter(None, sentences)),
         stages=tuple(filter(is_stage, dict.fromkeys(entry.stages or stages or theirs))),
-        demand_tb_s=first.problem.compulsory_bytes / first.median_us / 1e6 if timed and first else None,
     )
 
 
@@ -424,73 +400,114 @@ def _exact(*values: float) -> tuple[Estimate, ...]:
     return tuple(map(Estimate.exactly, values))
 
 
-def _rate(row: Row) -> Estimate:
-    """TFLOP/s."""
-    time, tflops = interval(median, times_us(row)), row.problem.tflops
-    return Estimate(value=tflops(time.value), low=tflops(time.high), high=tflops(time.low))
+def _over(statistic: Statistic, starts: Starts) -> Estimate:
+    return over_starts(statistic, [[times_us(row) for row in rows] for rows in starts])
 
 
-def _speedup(slow: Row, fast: Row) -> Estimate:
-    return interval(ratio_of_medians, times_us(slow), times_us(fast))
+def _rows(groups: Iterable[Starts]) -> list[Row]:
+    """Those of the newest start of each group first."""
+    return [row for starts in groups for rows in reversed(starts) for row in rows]
 
 
 # --- Quantities -------------------------------------------------------------------------------------------------------
 
 
+@_quantity("none")
+def nothing(_: Records, __: Entry) -> Finding:
+    """No number of ours: what is claimed is of no quantity that is measured here."""
+    return Finding(())
+
+
+@_quantity("arithmetic")
+def arithmetic(_: Records, entry: Entry) -> Finding:
+    """What `formulas` make of `given`, numbers of the document and constants; later ones may use `f0` and so on."""
+    values = dict(entry.given)
+    for index, formula in enumerate(entry.formulas):
+        values[f"f{index}"] = calculated(formula, values)
+    return Finding(_exact(*(values[f"f{index}"] for index in range(len(entry.formulas)))), (), values)
+
+
+_OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def calculated(formula: str, values: Mapping[str, float]) -> float:
+    """The value of sums, differences, products and quotients of numbers and names; `//` rounds down.
+
+    Raises:
+        ValueError: anything else stands in it.
+    """
+
+    def value(node: ast.expr) -> float:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+            return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
+        if isinstance(node, ast.Name) and node.id in values:
+            return values[node.id]
+        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+            return node.value
+        raise ValueError(f"formula {formula!r}: wanted numbers and {', '.join(values)}, got {ast.unparse(node)!r}")
+
+    return value(ast.parse(formula, mode="eval").body)
+
+
 @_quantity("time", "{0} at {problem}")
 def rate(records: Records, entry: Entry) -> Finding:
-    """TFLOP/s of each."""
-    rows = [row for group in entry.of for row in records.named(entry, group)]
-    return Finding(tuple(map(_rate, rows)), rows)
+    """TFLOP/s of each name."""
+    finding, work = time(records, entry), entry.problem.flops / 1e6
+    return replace(finding, numbers=tuple(number.inverse_of(work) for number in finding.numbers))
 
 
 @_quantity("time", "{0} at {problem}")
 def time(records: Records, entry: Entry) -> Finding:
-    """Microseconds of a call of each, over `per`."""
-    rows = [row for group in entry.of for row in records.named(entry, group)]
-    return Finding(tuple(interval(median, times_us(row)).scaled(1 / entry.per) for row in rows), rows)
+    """Microseconds of a call of each name, over `per`."""
+    groups = [records.named(entry, group) for group in entry.of]
+    each = [[(row,) for row in of_name] for starts in groups for of_name in zip(*starts, strict=True)]
+    return Finding(tuple(_over(median, starts).scaled(1 / entry.per) for starts in each), _rows(groups))
 
 
 @_quantity("time")
 def call_time(records: Records, entry: Entry) -> Finding:
     """Microseconds of a single call by the host's clock, launch and wait included."""
-    calls = [row for row in records.rows("calls") if row.problem == entry.problem]
-    (row,) = newest(calls, entry.operands, "flashlab claims --measure")
-    return Finding((interval(median, times_us(row)),), (row,))
+    return time(records, entry)
 
 
 @_quantity("ratio", "{1} over {slower} at {problem}")
 def speedup(records: Records, entry: Entry) -> Finding:
     """Of each pair, how many times faster the second is."""
     pairs = [records.named(entry, group) for group in entry.of]
-    return Finding(tuple(_speedup(*pair) for pair in pairs), [row for pair in pairs for row in pair])
+    return Finding(tuple(_over(ratio_of_medians, starts) for starts in pairs), _rows(pairs))
+
+
+@_quantity("ratio", "{1} over {0}, of separate runs on one start, at {problem}")
+def speedup_across(records: Records, entry: Entry) -> Finding:
+    """How many times faster the second name is than the first, where no run interleaved them but starts timed both."""
+    stage, other = entry.operands
+    command = f"flashlab ablate {entry.axis} && {_bench(entry.problem, (stage,))}"
+    try:
+        fast = records.named(entry, (other,))
+    except PendingError as error:
+        raise PendingError(command) from error
+    timed = (row for row in records.measurements if row.problem == entry.problem and row.status == "ok")
+    slow = [[row] for row in timed if row.name == stage and times_us(row)]
+    pairs = list({rows[1].place: rows for rows in select.same_starts(slow, fast)}.values())
+    if not pairs:
+        raise PendingError(command)
+    return Finding((_over(ratio_of_medians, pairs),), _rows([pairs]))
 
 
 @_quantity("ratio")
 def causal_speedup(records: Records, entry: Entry) -> Finding:
-    """A stage without a mask over the same under a causal one, in one run; and the range over that run's stages."""
+    """A stage without a mask over the same under a causal one."""
     problems = [Problem.parse(entry.shape, mask=mask) for mask in MASKS]
     timed = (row for row in records.measurements if row.status == "ok" and times_us(row))
-    rows = [row for row in timed if row.name in registry.RUNGS and row.problem in problems]
-    ours = [row for row in rows if row.name in entry.operands]
-    pair = of_one_run(ours, lambda row: row.problem, problems, _bench(entry.problem, entry.operands))
-    whole = _by_run((row for row in rows if row.run == pair[0].run), lambda row: (row.name, row.problem))
-    of_run = whole[pair[0].run]
-    pairs = [[of_run.get((name, problem)) for problem in problems] for name in {name for name, _ in of_run}]
-    gains = [_speedup(full, causal).value for full, causal in pairs if full and causal]
-    return Finding((_speedup(*pair),), pair, {"stages": len(gains), "least": min(gains), "most": max(gains)})
-
-
-@_quantity("ratio")
-def share_against_call(records: Records, entry: Entry) -> Finding:
-    """`target_us` over a stage's share of a batch, and a library's time over the stage's, both at the batch."""
-    batch = entry.problem
-    ours, library = records.of(batch, entry.operands)
-    alone, _ = records.of(replace(batch, batch=1), entry.operands)
-    share = interval(median, times_us(ours)).scaled(1 / batch.batch)
-    values = {"share": share.value, "alone": alone.median_us, "times_longer": alone.median_us / share.value}
-    numbers = (share.inverse_of(entry.given["target_us"]), _speedup(library, ours))
-    return Finding(numbers, (ours, library, alone), values)
+    ours = [row for row in timed if row.name in entry.operands and row.problem in problems]
+    starts = by_start(ours, lambda row: row.problem, problems, _bench(entry.problem, entry.operands))
+    return Finding((_over(ratio_of_medians, starts),), _rows([starts]))
 
 
 PARTS = tuple(part for part in ablation.PARTS if part != "nothing")
@@ -499,64 +516,33 @@ PARTS = tuple(part for part in ablation.PARTS if part != "nothing")
 @_quantity("ratio")
 def time_shares(records: Records, entry: Entry) -> Finding:
     """Percent of a stage's time that goes when a part of its work is left out, for each part."""
-    (name,) = entry.operands
-    parts = [row for row in records.rows("parts") if (row.name, row.problem) == (name, entry.problem)]
-    rows = of_one_run(parts, lambda row: row.record.left_out, ("nothing", *PARTS), f"flashlab split {name}")
+    starts = records.parts(entry.problem, entry.operands[0])
 
     def share(whole_us: Any, without_us: Any, axis: int) -> Any:
         return 1 - median(without_us, axis) / median(whole_us, axis)
 
-    shares = tuple(interval(share, times_us(rows[0]), times_us(part)).scaled(100) for part in rows[1:])
-    rest = 100 - sum(number.value for number in shares)
-    unexplained = "{} % is in no part alone" if rest > 0 else "the parts overlap by {} %"
-    values = {"parts": ", ".join(PARTS), "unexplained": unexplained.format(tables.number(abs(rest)))}
-    return Finding(shares, rows, values)
+    shares = [
+        _over(share, [(rows[0], rows[index]) for rows in starts]).scaled(100) for index in range(1, 1 + len(PARTS))
+    ]
+    return Finding(tuple(shares), _rows([starts]), {"parts": ", ".join(PARTS)})
 
 
 @_quantity("ratio")
-def cycles_hidden(records: Records, entry: Entry) -> Finding:
-    """The time that a second buffer saves, in cycles a tile of keys."""
-    one, two = records.levels(entry.axis, entry.operands)
-    samples, cubin = two.record.samples_of(), two.record.cubin
-    clocks_mhz = samples.call_clock_mhz or samples.sm_clock_mhz
-    if not clocks_mhz or cubin is None or not cubin.blocks_per_sm:
-        raise PendingError(f"flashlab ablate {entry.axis}")
-    blocks = FIRST.batch * FIRST.q_heads * math.ceil(FIRST.q_len / cubin.tile_q)
-    resident = cubin.blocks_per_sm * two.record.gpu.sm_count
-    tiles = blocks / resident * math.ceil(FIRST.kv_len / cubin.parameters["TILE_KV"])
-    saved_us = interval(lambda more, less, axis: median(more, axis) - median(less, axis), times_us(one), times_us(two))
-    cycles = saved_us.scaled(float(np.median(clocks_mhz)) / tiles)
-    return Finding((cycles,), (one, two), {"tiles": tiles, "blocks": cubin.blocks_per_sm})
-
-
-@_quantity("ratio")
-def spread(records: Records, _: Entry) -> Finding:
-    """What 19 of 20 rows stay below: the largest of all grows with their number, and a rerun has fewer."""
+def spread(records: Records, entry: Entry) -> Finding:
+    """The largest standard deviation of a row of the ladder over its mean, percent; the named stages must be in it."""
     rows = [row for row in records.measurements if row.name in registry.RUNGS and len(times_us(row)) > 1]
-    if not rows:
+    if not {row.name for row in rows} >= set(entry.names):
         raise PendingError("flashlab bench --suite standard")
-    percents = [row.cv_percent for row in rows]
-    worst = rows[percents.index(max(percents))]
-    middle, most = map(float, np.percentile(percents, (50, 95)))
-    at = f"`{worst.name}` at {worst.problem.label}"
-    return Finding(_exact(most), (worst,), {"rows": len(rows), "middle": middle, "worst": max(percents), "at": at})
-
-
-@_quantity("ratio")
-def memory_over_compute(records: Records, entry: Entry) -> Finding:
-    """The time that device memory needs for a problem over the time that the tensor cores need."""
-    copy, tensor = records.named(entry, entry.operands)
-    bytes_, tensor_us = entry.problem.compulsory_bytes, entry.problem.flops / tensor.value / 1e6
-    memory_us, h100_tb_s = bytes_ / copy.value / 1e6, roofline.DATASHEETS[MODELS["H100"].folder].memory_tb_s
-    values = {"memory_us": memory_us, "tensor_us": tensor_us, "megabytes": bytes_ / 1e6, "h100_tb_s": h100_tb_s}
-    on_h100 = bytes_ / (h100_tb_s * 1e6) / tensor_us
-    return Finding(_exact(memory_us / tensor_us), (copy, tensor), {**values, "on_h100": on_h100})
+    worst = max(rows, key=lambda row: float(row.cv_percent))
+    values = {"rows": len(rows), "at": f"`{worst.name}` at {worst.problem.label}"}
+    values |= {"middle": float(np.median([row.cv_percent for row in rows]))}
+    return Finding(_exact(worst.cv_percent), (worst,), values)
 
 
 @_quantity("time")
 def percent_of_peak(records: Records, entry: Entry) -> Finding:
     """A ceiling's rate, percent of the data sheet's; and what its products are made of on sm_89."""
-    (row,) = records.named(entry, entry.operands)
+    row = records.named(entry, entry.operands)[-1][0]
     share = 100 * row.value / (_sheet(records.gpu).peak(row.name) or math.nan)
     defines: dict[str, int | str] = {"CHAINS": 1, "UNROLL": 1, "ELEMENT": "__half"}
     cubin = compiler.compile_file(KERNELS / "micro" / "tensor.cu", entry="micro_tensor", arch="sm_89", defines=defines)
@@ -568,18 +554,6 @@ def _sheet(gpu: str) -> roofline.Datasheet:
     if gpu not in roofline.DATASHEETS:
         raise PendingError(f"a data sheet of {gpu} in query/datasheets.toml")
     return roofline.DATASHEETS[gpu]
-
-
-@_quantity("arithmetic")
-def roof_shares(records: Records, entry: Entry) -> Finding:
-    """Percent of device memory's bandwidth and of the tensor cores' rate: of a stage here, or of `time_us` on an L4."""
-    rows = records.of(entry.problem, entry.operands) if entry.operands else ()
-    time_us = rows[0].median_us if rows else entry.given["time_us"]
-    sheet, problem = _sheet(records.gpu if rows else MODELS["L4"].folder), entry.problem
-    memory = 100 * problem.compulsory_bytes / time_us / 1e6 / sheet.memory_tb_s
-    compute = 100 * problem.tflops(time_us) / sheet.tensor_tflops
-    amounts = {"megabytes": problem.compulsory_bytes / 1e6, "gflop": problem.flops / 1e9}
-    return Finding(_exact(memory, compute), rows, amounts)
 
 
 def _profiles(records: Records, problem: Problem, names: Sequence[str], *metrics: str) -> Sequence[Row]:
@@ -619,53 +593,24 @@ def absolute_error(records: Records, entry: Entry) -> Finding:
 
 
 @_quantity("numbers")
-def error_over_limit(records: Records, entry: Entry) -> Finding:
-    """A wrong result's largest error over what the checker allows; where it is no number, how many elements are none.
+def largest_error(records: Records, entry: Entry) -> Finding:
+    """The largest error of any stage of the ladder at the problem, and the largest of the library in `of` added to it.
 
-    What a kernel with a data race computes differs from run to run.
+    Each is an error against float64, so that their sum bounds the difference between the two.
     """
-    for row in reversed([row for row in records.measurements if row.name in entry.operands and row.record.verdict]):
-        verdict, at = row.record.verdict, row.problem.label
-        nan = re.match(r"NaN in output: (\d+) of (\d+) elements", verdict.reason)
-        if verdict.max_abs_error is not None and verdict.max_abs_limit:
-            value = verdict.max_abs_error / verdict.max_abs_limit
-            outcome = f"largest error {verdict.max_abs_error:.3g} where the checker allows {verdict.max_abs_limit:.2g}"
-        elif nan:
-            value = float(nan[1])
-            outcome = f"{nan[1]} of {nan[2]} elements are NaN, so that there is no largest error"
-        else:
-            continue
-        return Finding(_exact(value), (row,), {"at": at, "outcome": outcome})
-    raise PendingError(_bench(entry.problem, entry.operands))
-
-
-@_quantity("numbers")
-def largest_error(records: Records, _: Entry) -> Finding:
-    """Of every float16 result on record: what was timed, and the newest comparison over hostile lengths."""
-    right = [row for row in records.measurements if row.status == "ok" and row.name in registry.RUNGS]
+    judged = [row for row in records.measurements if row.problem == entry.problem and row.status == "ok"]
     errors = [
-        (row.record.verdict.max_abs_error, row.place, f"`{row.name}` at {row.problem.label}")
-        for row in right
-        if row.dtype == "float16" and row.record.verdict and row.record.verdict.max_abs_error is not None
+        (row.record.verdict.max_abs_error, row)
+        for row in judged
+        if row.record.verdict and row.record.verdict.max_abs_error is not None
     ]
-    with suppress(NoDataError):
-        file, checks = select.checks(records.gpu, records.data)
-        path = file.relative_to(records.data).as_posix()
-        errors += [
-            (check["verdict"]["max_abs_error"] or 0.0, f"{path}:{check['line']}", f"`{check['stage']}` at {label}")
-            for check in checks
-            if check["status"] == "ok" and check["problem"]["dtype"] == "float16" and check["verdict"]
-            for label in [Problem(**check["problem"]).label]
-        ]
-    if not errors:
-        raise PendingError("flashlab bench --suite standard")
-    worst, place, at = max(errors)
-    within = sum(error <= 2e-3 for error, _, _ in errors)
-    return Finding(
-        _exact(worst),
-        (SimpleNamespace(place=place, record=None),),
-        {"results": len(errors), "within": within, "at": at},
-    )
+    ours = [one for one in errors if one[1].name in registry.RUNGS]
+    theirs = [one for one in errors if one[1].name in entry.names]
+    if not ours or not theirs:
+        raise PendingError(_bench(entry.problem, (*registry.STAGES, *entry.names)))
+    (error, worst), (of_library, library) = (max(found, key=lambda one: float(one[0])) for found in (ours, theirs))
+    values = {"results": len(ours), "worst": f"`{worst.name}`", "error": error, "of_library": of_library}
+    return Finding(_exact(error + of_library), (worst, library), values)
 
 
 def _built(operand: str, *, arch: str) -> compiler.Cubin:
@@ -707,34 +652,3 @@ def machine_code(_: Records, entry: Entry) -> Finding:
     counts = _counts(_built(operand, arch=entry.arch))
     source = f"`{registry.get(split(operand)[0]).source.name}` for {entry.arch}"
     return Finding(_exact(*(counts[name] for name in entry.counts)), (), {"source": source, **counts})
-
-
-@_quantity("arithmetic")
-def quotient(_: Records, entry: Entry) -> Finding:
-    """`above` over `below`, two numbers of the document."""
-    return Finding(_exact(entry.given["above"] / entry.given["below"]))
-
-
-@_quantity("arithmetic")
-def amdahl(_: Records, entry: Entry) -> Finding:
-    """What Amdahl's law allows where a `share` of the time gets `factor` times faster; what share `gain` takes."""
-    share, factor, gain = (entry.given[name] for name in ("share", "factor", "gain"))
-    needed = 100 * (1 - 1 / gain) / (1 - 1 / factor)
-    return Finding(_exact(1 / (1 - share + share / factor)), (), {"needed": needed})
-
-
-@_quantity("arithmetic")
-def resident_blocks(_: Records, entry: Entry) -> Finding:
-    """Blocks of `smem_kb` that fit into an SM's `sm_smem_kb`, where the system takes `reserved_kb` of each."""
-    given = entry.given
-    blocks = given["sm_smem_kb"] // (given["smem_kb"] + given["reserved_kb"])
-    by_registers = given["sm_registers"] // (math.ceil(given["registers"] / 8) * 8 * given["threads"])
-    return Finding(_exact(blocks), (), {"by_registers": by_registers})
-
-
-@_quantity("arithmetic")
-def model_latency(_: Records, entry: Entry) -> Finding:
-    """The time of attention in a model's `layers` at a rate of `tflops`, ms."""
-    layer_ms = entry.problem.flops / (entry.given["tflops"] * 1e12) * 1e3
-    values = {"gflop": entry.problem.flops / 1e9, "layer_ms": layer_ms}
-    return Finding(_exact(entry.given["layers"] * layer_ms), (), values)

@@ -7,7 +7,7 @@ A claim names a number, or several joined by a slash, or none where it only says
 evaluator finds our numbers for it, with the interval in which they lie; a rule, which knows neither the claim nor
 whom it flatters, compares the two. Of several numbers the least favourable verdict counts.
 
-Some records are older than the rules, and were known when those were written: a verdict says where it rests on one.
+What hangs on a kernel, shape or baseline that no document states is not comparable, whatever our number is.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -30,13 +31,14 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
-from flashlab.experiments import ablation
+from flashlab.experiments import ablation, rules_log
 from flashlab.experiments.evidence import (
     FIRST,
+    QUANTITIES,
     Entry,
+    Finding,
     PendingError,
     Records,
-    concludes,
     entries,
     facts,
     find,
@@ -45,7 +47,7 @@ from flashlab.experiments.evidence import (
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, harness
 from flashlab.measure.options import Options
-from flashlab.query.kinship import KINSHIPS, kinship
+from flashlab.query.kinship import KINSHIPS, MODELS, kinship
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
 from flashlab.record import provenance, schema, store
@@ -56,18 +58,21 @@ from flashlab.show.pages import Output, stage_link
 
 CLAIMS = DATA / "claims.csv"
 VERDICTS = "verdicts.json"
-RULES_WRITTEN = "20261121T172456Z"
-"""When the rules were committed, UTC, as the name of a run begins. What was measured later could not shape them."""
 
-Kind = Literal["confirmed", "off", "refuted", "not_comparable", "needs_hardware", "pending"]
+Kind = Literal["confirmed", "undecided", "inaccurate", "refuted", "not_comparable", "needs_hardware", "pending"]
 KINDS: Mapping[Kind, str] = {
-    "confirmed": "our number agrees, by the claim's rule",
-    "off": "the claim points the right way, its size is wrong: by how much is said",
+    "confirmed": "our whole interval agrees, by the claim's rule",
+    "undecided": "our interval covers a limit of the claim's rule",
+    "inaccurate": "its size is wrong: by how much is said",
     "refuted": "the opposite was measured, or the arithmetic is wrong",
-    "not_comparable": "the claim compares what cannot be compared",
-    "needs_hardware": "only a GPU that has no records here can tell",
+    "not_comparable": "nothing here can tell: the verdict would hang on a kernel, shape, baseline or quantity that is "
+    "ours, or the claim compares what cannot be compared",
+    "needs_hardware": "only a GPU of the model that the claim is about can tell, and it has no such record here; the "
+    "command that makes one is named",
     "pending": "what would tell is not on record yet; the command that makes it is named",
 }
+FEW_STARTS = 3
+"""What was measured on fewer starts of a machine says so."""
 """Verdicts, and what each means; the least favourable to a claim of several numbers comes last."""
 
 
@@ -149,6 +154,8 @@ class Claim(BaseModel):
     why: str
     """Why we add them, and where what is judged is not what the document has; empty where nothing is added."""
     how_to_test: str
+    not_comparable: str
+    """Why nothing here can judge it, in a sentence or two; empty where something can."""
     rule: str
     """Name of one of `RULES`."""
 
@@ -217,8 +224,8 @@ class Claim(BaseModel):
     @property
     def attribution(self) -> dict[str, object]:
         """What the document says and what we add, as `flashlab claims --json` prints it."""
-        whose = self.model_dump(mode="json", include={"lines", "states", "adds", "why"})
-        return {"quote": _ELLIPSIS.join(self.quote), **whose}
+        whose = self.model_dump(mode="json", include={"lines", "states", "why"})
+        return {"quote": _ELLIPSIS.join(self.quote), "assumptions": dict(self.adds), **whose}
 
     @cached_property
     def numbers(self) -> tuple[Range | None, ...]:
@@ -302,12 +309,14 @@ def judge(rule: str, ours: Estimate, claimed: Range | None) -> Kind:
         raise ParameterError(f"rule: wanted one of {', '.join(RULES)}, got {rule!r}")
     by = RULES[rule]
     if by.open == "wholly above one":
-        return "confirmed" if ours.low > 1 else by.otherwise
+        return "confirmed" if ours.low > 1 else by.otherwise if ours.high <= 1 else "undecided"
     if claimed is None:
         raise ParameterError(f"rule {rule}: wanted a claimed number, got none; `beats` needs none")
     low, high = by.band(claimed)
-    if ours.low <= high and ours.high >= low:
+    if low <= ours.low and ours.high <= high:
         return "confirmed"
+    if ours.low <= high and ours.high >= low:
+        return "undecided"
     return "refuted" if ours.high <= by.no_gain else by.otherwise
 
 
@@ -323,10 +332,13 @@ class Number(BaseModel):
     """Empty where the claim gives none."""
     value: float
     low: float
-    """Lower end of the 95 % interval of a median, or of a ratio of two; the value where it is exact."""
+    """Lower end of the 95 % interval of a median, or of a ratio of two, over starts; the value where it is exact."""
     high: float
+    starts: int | None
+    """Of a machine that it was measured on; None where it was counted, computed or compiled."""
     unit: str
     verdict: Kind
+    """By the rule, whichever GPU it was measured on; `not_comparable` where the claim is."""
 
 
 class Verdict(BaseModel):
@@ -345,52 +357,62 @@ class Verdict(BaseModel):
     numbers: tuple[Number, ...] = ()
     """One for each claimed number; none where nothing is on record."""
     measured_on: str
-    """Folder under data/ of the GPU whose records were asked."""
+    """Folder under data/ of the GPU that `records` are of; empty where there are none."""
     records: tuple[str, ...] = ()
     """File and line of each record under data/; none where the number was computed or compiled."""
     stages: tuple[str, ...] = ()
     """Stages and dead ends that it is about."""
-    older: bool = False
-    """Whether a record that it rests on is older than the rules, so that its outcome could be known to their author."""
     reason: str
     """One sentence."""
     conclusion: str = ""
     """What may be concluded for the model that the claim is about; empty where there is nothing to add."""
+    command: str = ""
+    """What makes the records that are missing, on the model that the claim is about; empty where none is."""
 
     @property
     def decisive(self) -> Number | None:
         """The number that the verdict hangs on: of several the least favourable."""
         return max(self.numbers, key=lambda one: list(KINDS).index(one.verdict), default=None)
 
+    @property
+    def starts(self) -> int | None:
+        """The fewest starts that one of its numbers was measured on; None where none was measured."""
+        return min((one.starts for one in self.numbers if one.starts is not None), default=None)
+
     def flat(self) -> dict[str, object]:
         """As `flashlab claims --json` prints it."""
         one = self.decisive
         number = {"value": one.value, "unit": one.unit, "interval": [one.low, one.high]} if one else {}
+        number["starts"] = self.starts
         return {
             "id": self.id,
             "verdict": self.verdict,
-            **{name: number.get(name) for name in ("value", "unit", "interval")},
+            **{name: number.get(name) for name in ("value", "unit", "interval", "starts")},
             "record": self.records[0] if self.records else None,
             "reason": self.reason,
             **self.model_dump(mode="json", exclude={"id", "verdict", "reason"}),
         }
 
 
-def words(kind: Kind) -> str:
+def words(kind: str) -> str:
     """A verdict for people."""
     return kind.replace("_", " ")
 
 
 def shown(number: Number) -> str:
-    """Our number with its interval and unit, for people."""
+    """Our number with its interval, unit and, where they are few, starts, for people."""
     value = tables.tiny(number.value) if 0 < abs(number.value) < 1e-3 else tables.number(number.value)
     if number.low == number.high and number.value == int(number.value):
         value = f"{number.value:,.0f}"  # a count
     unit = "" if number.unit in ("x", "abs") else f" {number.unit}"
     sign = "×" if number.unit == "x" else ""
-    if number.low == number.high:
-        return f"{sign}{value}{unit}"
-    return f"{sign}{value} [{tables.number(number.low, 4)}, {tables.number(number.high, 4)}]{unit}"
+    of_starts = ""
+    if number.starts is not None and number.starts < FEW_STARTS:
+        of_starts = f" ({'one start' if number.starts == 1 else f'{number.starts} starts'})"
+    ends = ""
+    if number.low != number.high:
+        ends = f" [{tables.number(number.low, 4)}, {tables.number(number.high, 4)}]"
+    return f"{sign}{value}{ends}{unit}{of_starts}"
 
 
 def _against(number: Number, claimed: Range | None) -> str:
@@ -398,61 +420,95 @@ def _against(number: Number, claimed: Range | None) -> str:
     if claimed is None:
         return shown(number)
     told = f"{shown(number)} against {claimed}"
-    if number.verdict == "off" and number.unit != "%" and claimed.low > 0 and number.value > 0:
+    if number.verdict == "inaccurate" and number.unit != "%" and claimed.low > 0 and number.value > 0:
         above = number.value > claimed.high
         factor = number.value / claimed.high if above else claimed.low / number.value
         told += f", a factor of {tables.number(factor)} {'above' if above else 'below'}"
     return told
 
 
-def evaluate(claim: Claim, records: Records) -> Verdict:
-    """The verdict on one claim from a GPU's records. Never raises for what is not on record: it is `pending` then."""
-    fields = claim.model_dump(include={"id", "source", "claim", "rule"})
-    fields |= {"gpu": claim.gpu, "claimed": claim.claimed, "measured_on": records.gpu}
-    try:
-        entry = entries()[claim.id]
-        finding = find(records, entry)
-    except PendingError as command:
-        carries, why = concludes(claim.gpu, records.gpu, "time")
-        absolute = not carries and claim.rule == "near"
-        return Verdict(
-            **fields,
-            verdict="needs_hardware" if absolute else "pending",
-            reason=f"What would tell is not on record: `{command}` makes it.",
-            conclusion=why if absolute else "",
+def _numbers(claim: Claim, unit: str, finding: Finding) -> tuple[Number, ...]:
+    """Our numbers, judged by the claim's rule one by one; held against nothing where it is not comparable."""
+    found = finding.numbers[: len(claim.numbers)]
+    if claim.not_comparable:
+        units = claim.units if len(claim.units) == len(found) and not unit else (unit or claim.unit,) * len(found)
+        return tuple(
+            Number(claimed="", unit=of, verdict="not_comparable", **vars(ours))
+            for ours, of in zip(found, units, strict=True)
         )
-    carries, conclusion = concludes(claim.gpu, records.gpu, finding.about, finding.demand_tb_s)
-    numbers, sentences = [], []
-    for ours, claimed, unit in zip(finding.numbers, claim.numbers, claim.units, strict=True):
+    numbers = []
+    for ours, claimed, of in zip(found, claim.numbers, claim.units, strict=True):
         factor = claimed
-        if claim.rule == "gain" and unit == "%":  # A gain in percent is judged as the factor that it is.
+        if claim.rule == "gain" and of == "%":  # A gain in percent is judged as the factor that it is.
             factor = claimed and Range(low=1 + claimed.low / 100, high=1 + claimed.high / 100)
-        kind = judge(claim.rule, ours, factor)
-        if claim.rule == "same_problem" and len(set(entry.problems)) > 1:
-            kind = "not_comparable"
-        if not carries:
-            kind = "needs_hardware"
         shown_ours = ours if factor == claimed else ours.percent_gain()
-        number = Number(claimed=str(claimed or ""), unit=unit, verdict=kind, **vars(shown_ours))
-        numbers.append(number)
-        sentences.append(_against(number, claimed))
-    kin = kinship(claim.gpu, records.gpu)
-    if conclusion and not (kin and kin.time):
-        more = shown_without(claim.gpu, finding.stages, records.gpu, records.data)
-        conclusion = " ".join(filter(None, (conclusion, more)))
-    compared = f" (compared: {' with '.join(entry.problems)})" if entry.problems else ""
+        kind = judge(claim.rule, ours, factor)
+        numbers.append(Number(claimed=str(claimed or ""), unit=of, verdict=kind, **vars(shown_ours)))
+    return tuple(numbers)
+
+
+def _told(claim: Claim, finding: Finding, numbers: Sequence[Number]) -> str:
+    """What was found beside what was claimed, in a sentence; empty where nothing was."""
+    if not numbers:
+        return ""
+    against = [None] * len(numbers) if claim.not_comparable else claim.numbers
+    compared = "; ".join(_against(number, claimed) for number, claimed in zip(numbers, against, strict=True))
     beside = f"; {finding.beside}" if finding.beside else ""
-    places = tuple(row.place for row in finding.rows)
+    return f"{finding.text[:1].upper()}{finding.text[1:]}: {compared}{beside}."
+
+
+def evaluate(claim: Claim, records: Records) -> Verdict:
+    """The verdict on one claim. Never raises for what is not on record: it `needs_hardware` or is `pending` then.
+
+    A time, or a ratio of times, is judged by records of the model that the claim is about, and by no others. Where that
+    model has none here, what `records` say is told beside. The rest is the same on every GPU.
+    """
+    entry = entries()[claim.id]
+    home = records.of_gpu(MODELS[claim.gpu].folder) if claim.gpu in MODELS else records
+    anywhere = QUANTITIES[entry.quantity][0] not in ("time", "ratio")
+    finding, used, command = None, home, ""
+    try:
+        finding = find(home, entry)
+    except PendingError as missing:
+        command = str(missing)
+        with suppress(PendingError):
+            finding, used = find(records, entry), records
+    numbers = _numbers(claim, entry.unit, finding) if finding else ()
+    kind: Kind = max((number.verdict for number in numbers), key=list(KINDS).index, default="pending")
+    told = _told(claim, finding, numbers) if finding else ""
+    conclusion = ""
+    if claim.not_comparable:
+        kind, told, command = "not_comparable", f"{claim.not_comparable} {told}".strip(), ""
+    elif anywhere and finding:
+        command = ""
+    elif command:
+        would, kind = kind, "pending" if home.gpu == records.gpu else "needs_hardware"
+        conclusion = _without(claim, finding, would, command, records)
     return Verdict(
-        **fields,
-        verdict=max((number.verdict for number in numbers), key=list(KINDS).index),
-        numbers=tuple(numbers),
-        records=places,
-        stages=finding.stages,
-        older=any(Path(place).name < RULES_WRITTEN for place in places),
-        reason=f"{finding.text[:1].upper()}{finding.text[1:]}: {'; '.join(sentences)}{compared}{beside}.",
+        **claim.model_dump(include={"id", "source", "claim", "rule"}),
+        gpu=claim.gpu,
+        claimed=claim.claimed,
+        verdict=kind,
+        numbers=numbers,
+        measured_on=used.gpu if finding and finding.rows else "",
+        records=tuple(row.place for row in finding.rows) if finding else (),
+        stages=finding.stages if finding else (),
+        reason=told or "What would tell is not on record.",
         conclusion=conclusion,
+        command=command,
     )
+
+
+def _without(claim: Claim, finding: Finding | None, would: Kind, command: str, records: Records) -> str:
+    """What can be said of a claim about a GPU that has no such record, and what would make one."""
+    sentences = [f"On an {claim.gpu}, `{command}` makes the record that decides."]
+    kin = kinship(claim.gpu, records.gpu)
+    if finding and kin and kin.time:
+        sentences.append(f"On {records.gpu}, {kin.same.partition(':')[0]} but for its memory, it is {words(would)}.")
+    elif finding:
+        sentences.append(f"What {records.gpu} reaches does not carry over.")
+        sentences.append(shown_without(claim.gpu, finding.stages, records.gpu, records.data))
+    return " ".join(filter(None, sentences))
 
 
 def verdicts(gpu: str, data: Path = DATA, claims: Path = CLAIMS) -> tuple[Verdict, ...]:
@@ -475,6 +531,20 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
 def write(verdicts: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
     """Write data/<gpu>/verdicts.json, and its line in CHECKSUMS; raises as `store.rewrite`."""
     return store.rewrite(gpu, VERDICTS, as_json(verdicts), data)
+
+
+def told(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
+    """Verdicts with their claims and rules' histories, as `flashlab claims --json` prints them."""
+    claims, histories = {claim.id: claim for claim in read()}, rules_log.read().claims
+    return [
+        {
+            **one.flat(),
+            **claims[one.id].attribution,
+            "rule_says": RULES[one.rule].words,
+            "history": histories[one.id].flat() if one.id in histories else None,
+        }
+        for one in verdicts
+    ]
 
 
 def read_verdicts(path: Path) -> tuple[Verdict, ...]:
@@ -665,14 +735,43 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return tables.markdown(("document", *map(words, kinds), "claims"), rows)
 
 
-def standing(verdicts: Sequence[Verdict]) -> str:
-    """How many verdicts rest on records that are older than the rules, in a sentence."""
-    judged = [one for one in verdicts if one.verdict != "pending"]
-    older = sum(one.older for one in judged)
+def changed(verdicts: Sequence[Verdict]) -> str:
+    """How many verdicts this revision changed, from what to what, and why, in a paragraph."""
+    before = rules_log.read().verdicts_before
+    moved = Counter((before[one.id], one.verdict) for one in verdicts if before.get(one.id, one.verdict) != one.verdict)
+    to = Counter({kind: sum(count for (_, now), count in moved.items() if now == kind) for kind in KINDS})
+    why: Mapping[Kind, str] = {
+        "confirmed": "our own records, asked about what the document states, agree with it",
+        "undecided": "the interval over starts covers a limit",
+        "inaccurate": "the document's own numbers, or ours over several starts, put it so",
+        "refuted": "the records, or the document's own numbers, contradict it",
+        "not_comparable": "the verdict hung on a kernel, a shape, a baseline or a quantity that is ours and not the "
+        "document's",
+        "needs_hardware": "only the GPU that the claim is about may judge it now, and it has no such record here",
+    }
+    parts = [
+        f"{count} became {words(kind)}, because {why[kind]} "
+        f"({', '.join(f'{n} {words(old)}' for (old, now), n in sorted(moved.items()) if now == kind)} before)"
+        for kind, count in to.items()
+        if count
+    ]
+    counts = Counter(one.verdict for one in verdicts)
+    left = ", ".join(f"{counts[kind]} {words(kind)}" for kind in KINDS if counts[kind])
     return (
-        f"{older} of the {len(judged)} verdicts rest on records that are older than the rules: their outcome could be "
-        "known when the rules were written, and the table says which they are. The others were measured, computed or "
-        "compiled afterwards, or need no record."
+        f"**This revision changed {moved.total()} of the {len(verdicts)} verdicts**, after an audit that held each "
+        f"against the words of its document and the records: {'; '.join(parts)}. What is left: {left}."
+    )
+
+
+def standing(verdicts: Sequence[Verdict]) -> str:
+    """How many rules are younger than a result, and how many numbers are of few starts, in a paragraph."""
+    histories = rules_log.read().claims
+    late = [one.id for one in verdicts if one.id in histories and histories[one.id].changed_after_its_result]
+    few = [one.id for one in verdicts if one.starts is not None and one.starts < FEW_STARTS]
+    return (
+        f"What {len(late)} of the {len(verdicts)} claims are judged by was changed after a result of theirs was known; "
+        f"the table says which they are, when, and from what to what. {len(few)} show a number that was measured on "
+        f"fewer than {FEW_STARTS} starts of a machine, and say so."
     )
 
 
@@ -702,14 +801,32 @@ def _whose(claim: Claim) -> str:
 
     stated = [f"{CONDITIONS[name]}: {_literal(one.text)} ({on(one.lines)})" for name, one in claim.states.items()]
     added = [f"{CONDITIONS[name]}: {_literal(text)}" for name, text in claim.adds.items()]
+    history = rules_log.read().claims.get(claim.id)
+    late = bool(history and history.changed_after_its_result)
     parts = (
         ("The document", f"“{_literal(_ELLIPSIS.join(claim.quote))}” ({on(claim.lines)})"),
         ("It states", "; ".join(stated) or "nothing more"),
         ("We add", "; ".join(added) or "nothing"),
         ("Why", _literal(claim.why)),
+        ("Its rule", _literal(_of_rule(history)) if history else ""),
     )
     told = "<br>".join(f"<b>{title}:</b> {text}" for title, text in parts if text)
-    return f'<details class="whose"><summary>Its words, and what we add</summary>{told}</details>'
+    mark = "<br><small>Its rule was changed after a result was known.</small>" if late else ""
+    return f'{mark}<details class="whose"><summary>Its words, what we add, its rule</summary>{told}</details>'
+
+
+def _of_rule(history: rules_log.History) -> str:
+    """When a rule was written and what was changed since, for people."""
+
+    def told(change: rules_log.Change) -> str:
+        what = ", ".join(
+            f"{name} from “{old or 'none'}” to “{new or 'none'}”" for name, (old, new) in change.what.items()
+        )
+        verdicts = f"{words(change.before)} before, {words(change.after or 'pending')} after" if change.before else ""
+        about = ". ".join(filter(None, (change.reason.rstrip("."), what, verdicts)))
+        return f"changed on {change.date[:10]} (commit “{change.subject}”): {about}"
+
+    return "; ".join([f"written on {history.written[:10]}", *map(told, history.changes)])
 
 
 def table(
@@ -727,7 +844,7 @@ def table(
 
     def why(one: Verdict) -> str:
         links = ", ".join([*map(record, one.records), *map(stage, one.stages)])
-        origin = f"From {links}{', older than the rules' if one.older else ''}." if links else ""
+        origin = f"From {links}." if links else ""
         return " ".join(filter(None, (one.reason, one.conclusion, origin)))
 
     known = {claim.id: claim for claim in read()}
@@ -763,16 +880,20 @@ def page(out: Output, results: Results | None, data: Path) -> None:
     pairs = [(one.claimed, f"`{one.measured}`", one.same, one.differs, carries[one.time]) for one in KINSHIPS]
     out.snippet("ledger-gpus.md", tables.markdown(gpus_header, pairs, left=5))
     out.text("data/claims.csv", CLAIMS.read_text(encoding="utf-8"))
+    out.text("data/rules_log.json", rules_log.LOG.read_text(encoding="utf-8"))
     if results is None:
         out.snippet("ledger.md", NOTHING_YET)
+        out.snippet("ledger-changed.md", NOTHING_YET)
         return
+    found = verdicts(results.gpu, data)
+    out.snippet("ledger-changed.md", changed(found))
 
     def record(place: str) -> str:
         file, _, line = place.rpartition(":")
         folder = Path(file).parent.name
         return f"[{folder}, line {line}](generated/data/{file}){' ([page](ablations.md))' * (folder == 'ablations')}"
 
-    claims = table(verdicts(results.gpu, data), record=record, stage=stage_link)
+    claims = table(found, record=record, stage=stage_link)
     out.snippet("ledger.md", f'<div class="ledger" markdown>\n\n{claims}\n</div>\n')
 
 

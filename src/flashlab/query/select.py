@@ -25,7 +25,7 @@ dead ends beside what was interleaved with them; `together(...)` is for the rati
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -75,6 +75,55 @@ DEAD_ENDS = Policy(within="run", covers=_DEAD_ENDS, dead_ends="only")
 def together(*names: str) -> Policy:
     """The newest run that timed all of these, so that their ratio has a meaning."""
     return Policy(within="run", needs=names, covers=(), dead_ends="with")
+
+
+def by_start(rows: Iterable[Any], key: Callable[[Any], Any], wanted: Sequence[Any]) -> list[list[Any]]:
+    """For each start of a machine the rows with the wanted keys, of the newest run there that has them all.
+
+    Of starts that ran what the newest of these runs ran: the same machine code, and of a library the same versions.
+    What differs between starts is then the machine, and not the code.
+
+    Args:
+        rows: of a frame, as `itertuples` gives them.
+        key: what tells a run's rows apart; of several alike the last counts.
+        wanted: keys, in the order of a start's rows.
+
+    Returns:
+        Starts, that of the newest run last; empty where no run has all keys.
+    """
+    runs: dict[str, dict[Any, Any]] = {}
+    for row in rows:
+        runs.setdefault(row.run, {})[key(row)] = row
+    whole = {run: [found[one] for one in wanted] for run, found in runs.items() if found.keys() >= set(wanted)}
+    if not whole:
+        return []
+    newest = whole[max(whole)]
+    starts: list[list[Any]] = []
+    for run in sorted(whole, reverse=True):
+        same_code = all(map(_same_code, whole[run], newest))
+        if same_code and not any(_one_start(whole[run][0], known[0]) for known in starts):
+            starts.append(whole[run])
+    return starts[::-1]
+
+
+def same_starts(first: Sequence[Sequence[Any]], second: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Of two lists as `by_start` gives them, the starts that are in both, with the rows of both."""
+    return [[*ours, *theirs] for ours in first for theirs in second if _one_start(ours[0], theirs[0])]
+
+
+def _same_code(row: Any, other: Any) -> bool:
+    """Whether two rows ran the same: machine code, or a library where no software that both name has changed."""
+    ours, theirs = row.record, other.record
+    if (cubin := getattr(ours, "cubin", None)) is not None:
+        return bool(cubin == theirs.cubin)
+    versions = ((name, theirs.software.get(name, version), version) for name, version in ours.software.items())
+    return all(name == "flashlab" or known == version for name, known, version in versions)
+
+
+def _one_start(row: Any, other: Any) -> bool:
+    """Whether two rows are of one start of a machine; of older records, whether they are of one GPU."""
+    ours, theirs = row.record.start, other.record.start
+    return bool(ours.same_as(theirs) if ours and theirs else row.fingerprint == other.fingerprint)
 
 
 class Filled(Measurement):

@@ -1,9 +1,14 @@
-"""The one bootstrap: a statistic of samples with its 95 % interval, for every table, chart, claim and sentence."""
+"""The one bootstrap: a statistic of samples with its 95 % interval, for every table, chart, claim and sentence.
+
+Starts of a machine differ by more than samples of one start do. What was measured on several is therefore resampled in
+two levels, starts first and then samples within each that was drawn; an interval within one start says how often it
+would hold on that start, not on the next.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +32,8 @@ class Estimate:
     low: float
     """Lower end; the value itself where it is exact."""
     high: float
+    starts: int | None = None
+    """Of a machine that it was measured on; None where it was counted, computed or compiled."""
 
     @classmethod
     def exactly(cls, value: float) -> Estimate:
@@ -35,15 +42,15 @@ class Estimate:
 
     def scaled(self, factor: float) -> Estimate:
         """The same in another unit; `factor` is positive."""
-        return Estimate(value=factor * self.value, low=factor * self.low, high=factor * self.high)
+        return replace(self, value=factor * self.value, low=factor * self.low, high=factor * self.high)
 
     def percent_gain(self) -> Estimate:
         """A factor as a gain in percent: 1.2 is 20."""
-        return Estimate(value=100 * (self.value - 1), low=100 * (self.low - 1), high=100 * (self.high - 1))
+        return replace(self, value=100 * (self.value - 1), low=100 * (self.low - 1), high=100 * (self.high - 1))
 
     def inverse_of(self, amount: float) -> Estimate:
         """`amount` over it, so that the ends change places: a rate from a time."""
-        return Estimate(value=amount / self.value, low=amount / self.high, high=amount / self.low)
+        return replace(self, value=amount / self.value, low=amount / self.high, high=amount / self.low)
 
 
 def median(times: Any, axis: int = -1) -> Any:
@@ -57,36 +64,90 @@ def ratio_of_medians(above: Any, below: Any, axis: int = -1) -> Any:
 
 
 def interval(statistic: Statistic, *samples: Sequence[float], paired: bool = False) -> Estimate:
-    """A statistic of samples and its 95 % interval, by percentile bootstrap from a fixed seed.
+    """A statistic of samples of one start and its 95 % interval: `over_starts` of that one."""
+    return over_starts(statistic, (samples,), paired=paired)
+
+
+def over_starts(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]], *, paired: bool = False) -> Estimate:
+    """The median over starts of a statistic and its 95 % interval, by percentile bootstrap from a fixed seed.
 
     Args:
         statistic: as `Statistic`.
-        samples: of each thing that was measured. Where one has a single sample there is no interval, and both ends are
-            the value.
+        starts: of each start of a machine the samples of each thing that was measured. Starts are resampled, and then
+            the samples of those that were drawn. Of one start, where a thing has a single sample, there is no interval,
+            and both ends are the value.
         paired: entry i of all samples is of the same round of interleaved timing, so that a resample draws rounds; else
             each sample is resampled on its own. Where one has more entries its last ones are of rounds that the others
             sat out, and are left out.
 
     Raises:
-        ParameterError: a sample is empty.
+        ParameterError: no start, or an empty sample.
     """
-    if not samples or not all(map(len, samples)):
-        raise ParameterError(f"samples: wanted at least one of each, got {[len(one) for one in samples]}")
-    count = min(map(len, samples))
-    arrays = tuple(np.asarray(one[:count] if paired else one, dtype=np.float64) for one in samples)
-    value = float(statistic(*arrays, axis=-1))
-    if count < 2:
-        return Estimate.exactly(value)
-    from scipy.stats import bootstrap  # Half a second to import: the command line starts without it.
+    value = statistic_over(statistic, starts, paired=paired)
+    drawn = _resampled(statistic, starts, paired=paired)
+    low, high = (float(end) for end in np.percentile(drawn, (50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE))))
+    return Estimate(value=value, low=min(low, value), high=max(high, value), starts=len(starts))
 
-    ends = bootstrap(
-        arrays,
-        statistic,
-        paired=paired,
-        vectorized=True,
-        n_resamples=RESAMPLES,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(SEED),
-    ).confidence_interval
-    return Estimate(value=value, low=min(float(ends.low), value), high=max(float(ends.high), value))
+
+def statistic_over(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]], *, paired: bool = False) -> float:
+    """The median over starts of a statistic, as `over_starts` takes them and with its errors, without an interval."""
+    return float(np.median([statistic(*arrays, axis=-1) for arrays in _arrays(starts, paired)]))
+
+
+def p_value(
+    statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]], against: float, *, paired: bool = False
+) -> float:
+    """How seldom a resample lies on the other side of `against`, on two sides; never below what `RESAMPLES` can tell.
+
+    Arguments and errors otherwise as `over_starts`.
+    """
+    drawn = _resampled(statistic, starts, paired=paired)
+    beyond = min(int((drawn <= against).sum()), int((drawn >= against).sum()))
+    return min(1.0, 2 * (beyond + 1) / (drawn.size + 1)) if drawn.size > 1 else 1.0
+
+
+def holm(p_values: Sequence[float]) -> tuple[float, ...]:
+    """P-values of a family of comparisons, each raised so that all together err as often as one alone (Holm, 1979)."""
+    raised, least = [1.0] * len(p_values), 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
+        raised[index] = least
+    return tuple(raised)
+
+
+def _arrays(starts: Sequence[Sequence[Sequence[float]]], paired: bool) -> list[tuple[Any, ...]]:
+    if not starts or not all(samples and all(map(len, samples)) for samples in starts):
+        counts = [[len(one) for one in samples] for samples in starts]
+        raise ParameterError(f"samples: wanted at least one of each on every start, got {counts}")
+    return [
+        tuple(np.asarray(one[: min(map(len, samples))] if paired else one, dtype=np.float64) for one in samples)
+        for samples in starts
+    ]
+
+
+def _resampled(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]], *, paired: bool) -> Any:
+    """The statistic of `RESAMPLES` resamples; of one value where there is nothing to resample."""
+    within = []
+    for arrays in _arrays(starts, paired):
+        if min(map(len, arrays)) < 2:
+            within.append(np.asarray([statistic(*arrays, axis=-1)], dtype=np.float64))
+            continue
+        from scipy.stats import bootstrap  # Half a second to import: the command line starts without it.
+
+        drawn = bootstrap(
+            arrays,
+            statistic,
+            paired=paired,
+            vectorized=True,
+            n_resamples=RESAMPLES,
+            confidence_level=CONFIDENCE,
+            method="percentile",
+            rng=np.random.default_rng(SEED),
+        )
+        within.append(drawn.bootstrap_distribution)
+    if len(within) == 1:
+        return within[0]
+    rng = np.random.default_rng(SEED)
+    chosen = rng.integers(len(within), size=(RESAMPLES, len(within)))
+    of_start = np.stack([one[rng.integers(one.size, size=chosen.shape)] for one in within])
+    return np.median(np.take_along_axis(of_start, chosen[None], axis=0)[0], axis=1)

@@ -30,7 +30,7 @@ def claims(
     as_json: opt.Json = False,
 ) -> None:
     """Judge the claims of data/claims.csv by a GPU's records: verdict, our number, its interval, record and reason."""
-    from flashlab.experiments import ledger
+    from flashlab.experiments import ledger, rules_log
     from flashlab.measure.options import Options
 
     if measure:
@@ -41,6 +41,8 @@ def claims(
     verdicts = ledger.verdicts(name, data)
     if write:
         say(f"written to {ledger.write(verdicts, name, data)}")
+        log = rules_log.write() if data == DATA else None
+        say(f"rules' log written to {log}" if log else "rules' log left as it is: it needs a clone with all history")
     if compare is not None:
         differences = ledger.differences(verdicts, ledger.read_verdicts(compare))
         rows = [
@@ -55,9 +57,8 @@ def claims(
         say(f"All {len(verdicts)} verdicts are those in {compare}")
         return
     decisive = {verdict.id: ledger.shown(verdict.decisive) for verdict in verdicts if verdict.decisive}
-    whose = {claim.id: claim.attribution for claim in ledger.read()}
     answer(
-        [verdict.flat() | whose[verdict.id] for verdict in verdicts],
+        ledger.told(verdicts),
         {
             "claim": "id",
             "verdict": lambda row: ledger.words(row["verdict"]),

@@ -1,0 +1,224 @@
+"""When each rule was written, and what was changed in it since, as git tells: data/rules_log.json.
+
+A clone may be shallow, so what git says is kept in a file, which `flashlab claims --write` makes where the history is
+whole. A commit is told by its subject and date, which stay when it is put on another parent; its hash does not.
+
+What counts as a claim's rule is its value, its rule and why it is not comparable (data/claims.csv), what is held
+against it, and the rule's limits (ledger.toml). Changes of functions, which no data shows, are listed in ledger.toml by
+the subjects of their commits.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from flashlab.core.errors import DamagedRecordError
+from flashlab.core.paths import DATA
+from flashlab.experiments.evidence import facts
+
+LOG = DATA / "rules_log.json"
+REVISED = "deba04b"
+"""The commit whose verdicts this revision changed."""
+_CLAIMS, _FACTS = "data/claims.csv", "src/flashlab/experiments/ledger.toml"
+_VERDICTS = "data/nvidia-h200/verdicts.json"
+_OLD_NAMES = {"off": "inaccurate"}
+_OF_CLAIM = ("value", "rule", "not_comparable")
+_OF_ENTRY = ("quantity", "of", "shape", "dtype", "axis", "per", "counts", "arch", "given", "formulas")
+_OF_RULE = ("relative", "excess", "least", "open", "no_gain", "otherwise")
+
+
+class Change(BaseModel):
+    """A commit that changed what a claim is judged by."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    date: str
+    """When it was written, ISO 8601."""
+    subject: str
+    reason: str
+    """The rest of the commit's message; for a change of a function what ledger.toml says of it."""
+    what: Mapping[str, tuple[str, str]]
+    """Before and after, by name; empty where a function was changed."""
+    before: str | None
+    """The verdict on record then; None where there was none."""
+    after: str | None
+    """The first verdict on record with the change; None where there is none yet."""
+
+    @property
+    def after_its_result(self) -> bool:
+        """Whether a result was known when the rule was changed."""
+        return self.before not in (None, "pending")
+
+
+class History(BaseModel):
+    """How one claim's rule came to be."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    written: str
+    """When it was first committed, ISO 8601."""
+    changes: tuple[Change, ...] = ()
+    """Oldest first."""
+
+    @property
+    def changed_after_its_result(self) -> bool:
+        """Whether a change is younger than a result."""
+        return any(change.after_its_result for change in self.changes)
+
+    def flat(self) -> dict[str, object]:
+        """As `flashlab claims --json` prints it."""
+        return {**self.model_dump(mode="json"), "changed_after_its_result": self.changed_after_its_result}
+
+
+class Log(BaseModel):
+    """What data/rules_log.json holds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    revised: str = REVISED
+    verdicts_before: Mapping[str, str]
+    """By claim, at the commit `revised`."""
+    claims: Mapping[str, History] = Field(default_factory=dict)
+
+
+@cache
+def read(path: Path = LOG) -> Log:
+    """The log as it was written.
+
+    Raises:
+        DamagedRecordError: there is none, or it holds something else.
+    """
+    try:
+        return Log.model_validate_json(path.read_bytes())
+    except (OSError, ValueError) as error:
+        message = f"wanted the rules' log in {path}, got {error}; `flashlab claims --write` makes it in a whole clone"
+        raise DamagedRecordError(message) from error
+
+
+def write(path: Path = LOG) -> Path | None:
+    """Write the log anew from git; None, and nothing is written, where the history is not there or not whole."""
+    if not whole_history():
+        return None
+    path.write_text(as_json(generate()), encoding="utf-8")
+    read.cache_clear()
+    return path
+
+
+def as_json(log: Log) -> str:
+    """What the file holds."""
+    return json.dumps(log.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
+
+
+# --- What git says ----------------------------------------------------------------------------------------------------
+
+
+def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(DATA.parent), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def whole_history() -> bool:
+    """Whether this is a git checkout that holds every commit since the first."""
+    try:
+        _git("cat-file", "-e", f"{REVISED}^{{commit}}")
+        return _git("rev-parse", "--is-shallow-repository").strip() == "false"
+    except (OSError, subprocess.CalledProcessError):
+        return False
+
+
+@dataclass(frozen=True)
+class _Commit:
+    hash: str
+    parent: str
+    date: str
+    subject: str
+    body: str
+
+
+def _commits(at: str, *paths: str) -> Iterator[_Commit]:
+    """Commits that touch one of those paths, oldest first."""
+    form = "--format=%H%x1f%P%x1f%aI%x1f%s%x1f%b%x1e"
+    for entry in _git("log", "--no-merges", "--author-date-order", "--reverse", form, at, "--", *paths).split("\x1e"):
+        if entry.strip():
+            hash_, parents, date, subject, body = entry.strip("\n").split("\x1f")
+            yield _Commit(hash_, parents.partition(" ")[0], date, subject, " ".join(body.split()))
+
+
+def _show(commit: str, path: str) -> str | None:
+    try:
+        return _git("show", f"{commit}:{path}") if commit else None
+    except subprocess.CalledProcessError:
+        return None
+
+
+def _rules_at(commit: str) -> dict[str, dict[str, str]]:
+    """What each claim is judged by at a commit, by claim and name."""
+    rows = list(csv.DictReader(io.StringIO(_show(commit, _CLAIMS) or "")))
+    toml = _show(commit, _FACTS)
+    known: Mapping[str, Any] = tomllib.loads(toml) if toml else {}
+    rules = {}
+    for row in rows:
+        rule = {name: row.get(name, "") for name in _OF_CLAIM}
+        if known:
+            entry, limits = known["claims"].get(row["id"], {}), known["rules"].get(row["rule"], {})
+            rule |= {name: _text(entry.get(name, "")) for name in _OF_ENTRY}
+            rule |= {name: _text(limits.get(name, "")).replace("off", "inaccurate") for name in _OF_RULE}
+        else:  # What was held against a claim was code then, and told in words.
+            rule["how_to_test"] = row["how_to_test"]
+        rules[row["id"]] = rule
+    return rules
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _verdicts_at(commit: str) -> dict[str, str]:
+    found = json.loads(_show(commit, _VERDICTS) or "[]")
+    return {one["id"]: _OLD_NAMES.get(one["verdict"], one["verdict"]) for one in found}
+
+
+def generate(at: str = "HEAD") -> Log:
+    """The log of the history that leads to a commit."""
+    order = {commit.hash: place for place, commit in enumerate(_commits(at, "."))}
+    judged = [(order[commit.hash], _verdicts_at(commit.hash)) for commit in _commits(at, _VERDICTS)]
+    functions = {one["subject"]: one for one in facts()["functions_changed"]}
+    written: dict[str, str] = {}
+    changes: dict[str, list[Change]] = {}
+    paths = (_CLAIMS, _FACTS, "src/flashlab/evidence.py", "src/flashlab/experiments")
+    for commit in _commits(at, *paths):
+        place = order[commit.hash]
+        before = next((found for when, found in reversed(judged) if when < place), {})
+        after = next((found for when, found in judged if when >= place), {})
+        old, new = _rules_at(commit.parent), _rules_at(commit.hash)
+        function = functions.get(commit.subject, {"claims": ()})
+        for claim, rule in new.items():
+            written.setdefault(claim, commit.date)
+            was = old.get(claim, rule)
+            what = {name: (was[name], rule[name]) for name in rule if name in was and was[name] != rule[name]}
+            by_function = commit.subject in functions and claim in (function["claims"] or new)
+            if what or by_function:
+                change = Change(
+                    date=commit.date,
+                    subject=commit.subject,
+                    reason=function["what"] if by_function else commit.body,
+                    what=what,
+                    before=before.get(claim),
+                    after=after.get(claim),
+                )
+                changes.setdefault(claim, []).append(change)
+    return Log(
+        verdicts_before=_verdicts_at(REVISED),
+        claims={claim: History(written=date, changes=tuple(changes.get(claim, ()))) for claim, date in written.items()},
+    )
