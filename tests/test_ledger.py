@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import html
+import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from flashlab.build import compiler, sass
 from flashlab.core.errors import DamagedRecordError, FlashlabError, NoDataError, NoGpuError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
-from flashlab.experiments import ablation, ledger
+from flashlab.experiments import ablation, ledger, rules_log
 from flashlab.experiments.evidence import FIRST, QUANTITIES, Entry, Records, calculated, entries, facts
 from flashlab.experiments.ledger import Kind, Range, judge
 from flashlab.kernels.registry import DEAD_ENDS, STAGES, get
@@ -633,3 +634,49 @@ def test_what_this_code_just_measured_is_not_measured_again(
 def test_no_calls_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="calls: wanted a positive number, got 0"):
         ledger.time_calls("sdpa", SINGLE, data=tmp_path, calls=0)
+
+
+# --- The rules' history -----------------------------------------------------------------------------------------------
+
+
+def test_the_log_has_every_claim_and_marks_what_changed_after_its_result() -> None:
+    log = rules_log.read()
+    assert log.claims.keys() == log.verdicts_before.keys() == {claim.id for claim in ledger.read()}
+    spread = log.claims["A17"]
+    first = spread.changes[0]
+    assert first.subject.startswith("Judge a spread by what 19 of 20 rows keep")
+    assert (first.before, first.after) == ("refuted", "confirmed")
+    assert first.after_its_result
+    branches = log.claims["C01"].changes[0]
+    assert (branches.date[:10], branches.before, branches.after) == ("2026-11-21", "inaccurate", "confirmed")
+    assert spread.changed_after_its_result
+    early = first.model_copy(update={"before": "pending"})
+    assert not rules_log.History(written=spread.written, changes=(early,)).changed_after_its_result
+
+
+@pytest.mark.skipif(not rules_log.whole_history(), reason="needs git and a clone with every commit")
+def test_the_log_is_what_git_says() -> None:
+    """A commit that changes a rule is logged by a later one, since no commit knows its own date beforehand."""
+    said = [json.loads(rules_log.as_json(rules_log.generate(at))) for at in ("HEAD", "HEAD~1")]
+    assert json.loads(rules_log.LOG.read_text(encoding="utf-8")) in said, "`flashlab claims --write` writes it anew"
+
+
+def test_a_damaged_log_says_what_makes_it(tmp_path: Path) -> None:
+    (tmp_path / "log.json").write_text("[]", encoding="utf-8")
+    for name in ("log.json", "none.json"):
+        with pytest.raises(DamagedRecordError, match="flashlab claims --write"):
+            rules_log.read(tmp_path / name)
+
+
+def test_the_page_says_what_changed(data: Path) -> None:
+    found = ledger.verdicts(HOME, data)
+    changed = ledger.changed(found)
+    before = rules_log.read().verdicts_before
+    count = sum(before[one.id] != one.verdict for one in found)
+    assert changed.startswith(f"**This revision changed {count} of the 65 verdicts**")
+    table = html.unescape(ledger.table([_one(data, "A17")]))
+    assert "Its rule was changed after a result was known." in table
+    assert "refuted before, confirmed after" in table
+    (told,) = ledger.told([_one(data, "A17")])
+    wanted = {"quote", "lines", "assumptions", "rule", "history", "verdict", "value", "interval", "starts", "records"}
+    assert told.keys() >= wanted | {"reason"}

@@ -748,6 +748,7 @@ def changed(verdicts: Sequence[Verdict]) -> str:
         "not_comparable": "the verdict hung on a kernel, a shape, a baseline or a quantity that is ours and not the "
         "document's",
         "needs_hardware": "only the GPU that the claim is about may judge it now, and it has no such record here",
+        "pending": "the records that decide are not there",
     }
     parts = [
         f"{count} became {words(kind)}, because {why[kind]} "
