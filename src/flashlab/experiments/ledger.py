@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, mod
 from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
-from flashlab.experiments import ablation, rules_log
+from flashlab.experiments import ablation, rules_log, sources
 from flashlab.experiments.evidence import (
     FIRST,
     QUANTITIES,
@@ -881,6 +881,9 @@ def page(out: Output, results: Results | None, data: Path) -> None:
     pairs = [(one.claimed, f"`{one.measured}`", one.same, one.differs, carries[one.time]) for one in KINSHIPS]
     out.snippet("ledger-gpus.md", tables.markdown(gpus_header, pairs, left=5))
     out.text("data/claims.csv", CLAIMS.read_text(encoding="utf-8"))
+    known = [claim.id for claim in read()]
+    out.snippet("ledger-sources.md", sources.tables_of(sources.read(known)))
+    out.text("data/sources.csv", sources.SOURCES.read_text(encoding="utf-8"))
     out.text("data/rules_log.json", rules_log.LOG.read_text(encoding="utf-8"))
     if results is None:
         out.snippet("ledger.md", NOTHING_YET)
