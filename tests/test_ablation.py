@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -308,6 +309,72 @@ def test_effects_are_beside_the_first_level_of_the_newest_run() -> None:
     assert slower.interval[0] < slower.ratio < slower.interval[1]
     assert slower.verdict == "slower"
     assert (refused.ratio, refused.median_us, refused.reason) == (None, None, "static_assert")
+
+
+def _started(run: str, boot: str, times: Mapping[str, float]) -> list[Ablation]:
+    at = schema.Start(boot=boot, at="2026-01-02T03:00:00+00:00")
+    rows = [ablation("exp", level, time_us, run=run) for level, time_us in times.items()]
+    return [row.model_copy(update={"start": at}) for row in rows]
+
+
+def test_an_effect_is_over_starts_of_one_code() -> None:
+    pytest.importorskip("scipy")
+    starts = [
+        _started(f"2027010{day}T030405Z-0123abc", f"0000000{day}", {"2^x": 1000.0, "__expf": 1000.0 * ratio})
+        for day, ratio in enumerate((1.01, 1.02, 1.04), start=1)
+    ]
+    of_other_code = _started("20270109T030405Z-0123abc", "00000009", {"2^x": 1000.0, "__expf": 5000.0})
+    cubin = of_other_code[1].cubin
+    assert cubin is not None
+    older = [
+        of_other_code[0].model_copy(update={"run": "20260109T030405Z-0123abc"}),
+        of_other_code[1].model_copy(
+            update={"run": "20260109T030405Z-0123abc", "cubin": cubin.model_copy(update={"sha256": "f" * 64})}
+        ),
+    ]
+    _, one = analysis.effects([record for start in [older, *starts] for record in start])
+    assert len(one.starts) == 3
+    assert one.ratio == pytest.approx(1.02, abs=0.003)
+    assert one.interval is not None
+    assert one.interval[0] < 1.012 < 1.036 < one.interval[1]
+    assert one.flat()["starts"] == 3
+    assert "| 3 |" in analysis.levels_table([one])
+    assert "one start" in analysis.levels_table(analysis.effects(starts[0]))
+
+
+def test_comparisons_that_are_told_together_err_together() -> None:
+    """What one comparison alone shows may be chance among many."""
+    pytest.importorskip("scipy")
+    near, far = analysis.effects(exp_axis())[1:], analysis.effects(exp_axis())
+    family = analysis.Family()
+    one = near[0]
+    assert one.verdict == "slower"
+    assert one.p_value is not None
+    many = [*far, *(replace_p(one, 0.9) for _ in range(200))]
+    alone = replace_p(one, 0.01)
+    family.members = [alone, *many]
+    object.__setattr__(alone, "family", family)
+    assert family.p_value(alone) > 0.05
+    assert alone.verdict == "no difference shown"
+
+
+def replace_p(one: analysis.Effect, p: float) -> analysis.Effect:
+    copy = dataclasses.replace(one, family=analysis.Family())
+    copy.__dict__["p_value"] = p
+    return copy
+
+
+def test_effects_measured_again_are_held_against_each_other(tmp_path: Path) -> None:
+    pytest.importorskip("scipy")
+    folder = tmp_path / "nvidia-h200" / "ablations"
+    folder.mkdir(parents=True)
+    assert "No effect was measured" in analysis.agreement("nvidia-h200", tmp_path)
+    for day, ratio in enumerate((1.2, 1.2, 1.5), start=1):
+        run = f"2027010{day}T030405Z-0123abc"
+        for row in _started(run, f"0000000{day}", {"2^x": 1000.0, "__expf": 1000.0 * ratio}):
+            store.append(folder / f"{run}.jsonl", row)
+    table = analysis.agreement("nvidia-h200", tmp_path)
+    assert "| levels of axes | 1 | 3 | 2 of 6 (33 %) | 2 of 3 (67 %) | 0 of 1 (0 %) |" in table
 
 
 def test_shares_are_of_the_whole_stage() -> None:

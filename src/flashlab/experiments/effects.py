@@ -1,30 +1,43 @@
 """What a change did to a stage's time: levels of axes, levers, and parts that were left out; as tables and charts.
 
-An effect is the ratio of a level's median time to the first level's, with its interval over the rounds: samples of one
-round are a pair, since they met the same clock and temperature. A part's share of the time is one minus that ratio, of
-the stage without the part to the whole stage. Shares need not add up to one: parts that overlap each look small, and
-parts that stall each other look large.
+An effect is the ratio of a level's median time to the first level's, with its interval over starts of a machine that
+ran the same code, and over the rounds of each: samples of one round are a pair, since they met the same clock and
+temperature. A part's share of the time is one minus that ratio, of the stage without the part to the whole stage.
+Shares need not add up to one: parts that overlap each look small, and parts that stall each other look large.
+
+What is told together is one family of comparisons: its verdicts err together as often as one interval would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import permutations
 from pathlib import Path
-from typing import TypeVar
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.problem import Problem
 from flashlab.experiments import levers
 from flashlab.experiments.ablation import AXES, PARTS
 from flashlab.query import select
-from flashlab.query.statistics import Estimate, interval, ratio_of_medians
+from flashlab.query.statistics import (
+    CONFIDENCE,
+    Estimate,
+    holm,
+    interval,
+    over_starts,
+    p_value,
+    ratio_of_medians,
+    statistic_over,
+)
 from flashlab.record import schema, store
 from flashlab.record.schema import Ablation, CubinFields, Part, Samples
 from flashlab.show.charts import Chart, Interval, intervals
 from flashlab.show.pages import Output, data_links, indent, stage_link
-from flashlab.show.tables import Column, code, table
+from flashlab.show.tables import Column, code, markdown, table
 
 NOTHING_YET = (
     "**Nothing has been measured yet.** No such record of this GPU; `flashlab ablate` and `flashlab split` on it make "
@@ -48,6 +61,10 @@ class Effect:
     record: Ablation | Part
     first: Ablation | Part | None
     """What it is compared with; None where that is not on record."""
+    starts: tuple[tuple[Ablation | Part, Ablation | Part], ...] = ()
+    """It and the first on each start of a machine that timed both with the same code, the newest last."""
+    family: Family = field(default_factory=lambda: Family(), compare=False, repr=False)
+    """What it is told together with."""
 
     @property
     def is_first(self) -> bool:
@@ -81,22 +98,29 @@ class Effect:
 
     @property
     def ratio(self) -> float | None:
-        """Median time over the first's, of the rounds that both were in; None where either has no time."""
-        samples, first = self.samples, _samples(self.first)
-        if samples is None or first is None:
-            return None
-        rounds = min(len(samples.time_us), len(first.time_us))
-        return float(ratio_of_medians(samples.time_us[:rounds], first.time_us[:rounds]))
+        """Median time over the first's, of the rounds that both were in, over starts; None where either has no time."""
+        return statistic_over(ratio_of_medians, self._times, paired=True) if self._times else None
+
+    @property
+    def _times(self) -> list[tuple[Sequence[float], Sequence[float]]]:
+        """Of each start the times of it and of the first; of its own record alone where no start has both."""
+        pairs = self.starts or (((self.record, self.first),) if self.first else ())
+        taken = [(_samples(record), _samples(first)) for record, first in pairs]
+        return [(ours.time_us, theirs.time_us) for ours, theirs in taken if ours and theirs]
 
     @cached_property
     def change(self) -> Estimate | None:
         """`ratio` with its 95 % interval, which the first has none of."""
-        samples, first = self.samples, _samples(self.first)
-        if samples is None or first is None:
+        if not self._times:
             return None
         if self.is_first:
             return Estimate.exactly(1.0)
-        return interval(ratio_of_medians, samples.time_us, first.time_us, paired=True)
+        return over_starts(ratio_of_medians, self._times, paired=True)
+
+    @cached_property
+    def p_value(self) -> float | None:
+        """How seldom chance alone makes such a ratio of what is alike; None for the first, and without an interval."""
+        return None if self.interval is None else p_value(ratio_of_medians, self._times, 1.0, paired=True)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -106,11 +130,16 @@ class Effect:
 
     @property
     def verdict(self) -> str:
-        """What can be said with 95 % confidence: `slower`, `faster`, or `no difference shown`; empty without it."""
-        if self.interval is None:
+        """What can be said with 95 % confidence of all of its family: `slower`, `faster`, or `no difference shown`.
+
+        Empty without an interval.
+        """
+        change = self.change
+        if change is None or self.interval is None:
             return ""
-        low, high = self.interval
-        return "slower" if low > 1 else "faster" if high < 1 else "no difference shown"
+        if self.family.p_value(self) > 1 - CONFIDENCE:
+            return "no difference shown"
+        return "slower" if change.value > 1 else "faster"
 
     def flat(self, *, intervals: bool = True) -> dict[str, object]:
         """For `--json`; `intervals`, and the verdict with them, need SciPy."""
@@ -124,6 +153,7 @@ class Effect:
             "ratio": self.ratio,
             "interval": self.interval if intervals else None,
             "verdict": (self.verdict or None) if intervals else None,
+            "starts": len(self._times) or None,
             "samples": len(self.samples.time_us) if self.samples else 0,
             "registers": self.cubin.registers if self.cubin else None,
             "spill_store_bytes": self.cubin.spill_store_bytes if self.cubin else None,
@@ -131,6 +161,43 @@ class Effect:
             "reason": self.reason,
             "run": self.record.run,
         }
+
+
+class Family:
+    """Comparisons that are told together, whose p-values are raised together (Holm)."""
+
+    def __init__(self) -> None:
+        self.members: list[Effect] = []
+
+    @cached_property
+    def _raised(self) -> dict[int, float]:
+        compared = [(one, one.p_value) for one in self.members]
+        sure = [(one, value) for one, value in compared if value is not None]
+        return {id(one): value for (one, _), value in zip(sure, holm([value for _, value in sure]), strict=True)}
+
+    def p_value(self, one: Effect) -> float:
+        """That of a member, raised; its own where it is none."""
+        return self._raised.get(id(one), one.p_value or 0.0)
+
+
+def _together(found: Sequence[Effect]) -> list[Effect]:
+    """The same effects as one family."""
+    family = Family()
+    family.members = [replace(one, family=family) for one in found]
+    return family.members
+
+
+def _on_starts(
+    record: T, first: T | None, records: Iterable[T], name: Callable[[T], str]
+) -> tuple[tuple[Ablation | Part, Ablation | Part], ...]:
+    """A record and its first on every start that timed both with this code; `records` differ in `name` alone."""
+    if first is None or record is first:
+        return ()
+    rows = [
+        SimpleNamespace(run=one.run, record=one, fingerprint=one.gpu.fingerprint) for one in records if _samples(one)
+    ]
+    starts = select.by_start(rows, lambda row: name(row.record), (name(record), name(first)))
+    return tuple((ours.record, theirs.record) for ours, theirs in starts)
 
 
 def _samples(record: Ablation | Part | None) -> Samples | None:
@@ -161,15 +228,20 @@ def effects(records: Iterable[Ablation], problem: Problem | None = None) -> list
         records: of one GPU.
         problem: of it alone; of every problem on record where None.
     """
-    newest = _newest(records, "axis", "level", problem)
-    return [
-        Effect(group=axis.name, name=level.name, record=levels[level.name], first=levels.get(axis.levels[0].name))
-        for axis in AXES.values()
-        for (name, _), levels in newest.items()
-        if name == axis.name
-        for level in axis.levels
-        if level.name in levels
-    ]
+    every = list(records)
+    newest = _newest(every, "axis", "level", problem)
+    found = []
+    for axis in AXES.values():
+        for (name, of), levels in newest.items():
+            if name != axis.name:
+                continue
+            first = levels.get(axis.levels[0].name)
+            alike = [one for one in every if (one.axis, one.problem) == (name, of)]
+            for level in axis.levels:
+                if record := levels.get(level.name):
+                    starts = _on_starts(record, first, alike, lambda one: one.level)
+                    found.append(Effect(group=name, name=level.name, record=record, first=first, starts=starts))
+    return _together(found)
 
 
 def shares(records: Iterable[Part], problem: Problem | None = None) -> list[Effect]:
@@ -177,13 +249,16 @@ def shares(records: Iterable[Part], problem: Problem | None = None) -> list[Effe
 
     A part's share of the time is one minus the ratio.
     """
-    newest = sorted(_newest(records, "stage", "left_out", problem).items(), key=lambda item: item[0][0])
-    return [
-        Effect(group=stage, name=part, record=parts[part], first=parts.get(_WHOLE))
-        for (stage, _), parts in newest
-        for part in PARTS
-        if part in parts
-    ]
+    every = list(records)
+    newest = sorted(_newest(every, "stage", "left_out", problem).items(), key=lambda item: item[0][0])
+    found = []
+    for (stage, of), parts in newest:
+        alike = [one for one in every if (one.stage, one.problem) == (stage, of)]
+        for name in PARTS:
+            if record := parts.get(name):
+                starts = _on_starts(record, parts.get(_WHOLE), alike, lambda one: one.left_out)
+                found.append(Effect(group=stage, name=name, record=record, first=parts.get(_WHOLE), starts=starts))
+    return _together(found)
 
 
 def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[Effect]:
@@ -195,9 +270,10 @@ def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[
         records: of one GPU.
         name: of that lever alone.
     """
-    plain: dict[object, Ablation] = {}
+    plain: dict[tuple[Any, ...], Ablation] = {}
     newest: dict[tuple[str, Problem], Ablation] = {}
-    for record in sorted((one for one in records if one.axis == levers.AXIS), key=lambda record: record.run):
+    of_levers = sorted((one for one in records if one.axis == levers.AXIS), key=lambda record: record.run)
+    for record in of_levers:
         if record.level == levers.AS_IT_IS:
             plain[_beside(record)] = record
         elif record.level in levers.names() and name in (None, record.level):
@@ -207,11 +283,14 @@ def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[
         first = plain.get(place)
         here = [first] if first else []
         here += [r for _, r in sorted(newest.items(), key=lambda item: item[0][0]) if _beside(r) == place]
-        result += [Effect(group=record.stage, name=record.level, record=record, first=first) for record in here]
-    return result
+        alike = [one for one in of_levers if _beside(one)[1:] == place[1:]]
+        for record in here:
+            starts = _on_starts(record, first, alike, lambda one: one.level)
+            result.append(Effect(group=record.stage, name=record.level, record=record, first=first, starts=starts))
+    return _together(result)
 
 
-def _beside(record: Ablation) -> tuple[object, ...]:
+def _beside(record: Ablation) -> tuple[Any, ...]:
     """What a lever's record and that of its stage as it is have in common."""
     return record.run, record.stage, record.problem, tuple(sorted(record.parameters.items()))
 
@@ -222,21 +301,27 @@ def _beside(record: Ablation) -> tuple[object, ...]:
 def _caption(shown: Sequence[Effect]) -> str:
     """GPU, problem, regime, date and commit."""
     labels = sorted({effect.problem.label for effect in shown})
-    runs = sorted({effect.record.run for effect in shown})
-    commits = sorted({select.commit_label(effect.record.run, effect.record.source.dirty) for effect in shown})
+    records = {record.run: record for effect in shown for record in _records(effect)}
+    commits = sorted({select.commit_label(run, record.source.dirty) for run, record in records.items()})
     return " · ".join(
         [
             shown[0].record.gpu.name,
             labels[0] if len(labels) == 1 else f"{len(labels)} problems",
             "burst, hot L2",
-            ", ".join(dict.fromkeys(select.date(run) for run in runs)),
+            ", ".join(dict.fromkeys(select.date(run) for run in sorted(records))),
             f"commit {', '.join(commits)}",
         ]
     )
 
 
 def _files(shown: Iterable[Effect], folder: str) -> tuple[str, ...]:
-    return tuple(sorted({f"{effect.record.gpu.slug}/{folder}/{effect.record.run}.jsonl" for effect in shown}))
+    records = [record for effect in shown for record in _records(effect)]
+    return tuple(sorted({f"{record.gpu.slug}/{folder}/{record.run}.jsonl" for record in records}))
+
+
+def _records(one: Effect) -> list[Ablation | Part]:
+    """Those that it is of, on every start."""
+    return [one.record, *(record for record, _ in one.starts)]
 
 
 def chart(shown: Sequence[Effect], *, name: str = "ablations") -> Chart | str:
@@ -287,7 +372,7 @@ def _ratio_chart(rows: Sequence[tuple[str, str, Effect]], *, name: str, first: s
         reference=1.0,
         ratio=True,
         alt=alt,
-        caption=f"{caption}, with the 95 % interval of the ratio, which is often narrower than the mark.",
+        caption=f"{caption}, with the 95 % interval of the ratio over starts, which is often narrower than the mark.",
         provenance=_caption(shown),
         data_files=_files(shown, "ablations"),
     )
@@ -348,6 +433,12 @@ def _with_interval(change: Estimate | None, form: str = "{:.3f}") -> str | None:
     return form.format(change.value) + ends
 
 
+def _starts(one: Effect) -> str | None:
+    """How many starts of a machine its ratio is of; None for the first."""
+    count = len(one.starts)
+    return None if one.change is None or one.is_first else "one start" if count < 2 else str(count)
+
+
 def _instructions(sass: Mapping[str, int]) -> str:
     return str(sum(sass.values()))
 
@@ -363,6 +454,7 @@ _LEVELS = (
     Column("", _result, left=True),
     Column("µs", "median_us", _MICROSECONDS),
     Column("time over the first's (95 %)", "change", _with_interval),
+    Column("starts", _starts),
     *_RESOURCES,
 )
 _LEVERS = (
@@ -371,6 +463,7 @@ _LEVERS = (
     Column("as it is, µs", "0.median_us", _MICROSECONDS),
     Column("with it, µs", "1.median_us", _MICROSECONDS),
     Column("time with it over as it is (95 %)", "1.change", _with_interval),
+    Column("starts", "1", _starts),
     Column("instructions as it is", "0.cubin.sass", _instructions),
     Column("with it", "1.cubin.sass", _instructions),
     Column("spilled B", "1.cubin.spill_store_bytes"),
@@ -381,6 +474,7 @@ _PARTS = (
     Column("left out", "part", left=True),
     Column("µs", "time_us", _MICROSECONDS),
     Column("share, % (95 %)", "share"),
+    Column("starts", "starts"),
     *(Column(one.header, one.header) for one in _RESOURCES),
 )
 
@@ -422,15 +516,64 @@ def split_table(shown: Sequence[Effect]) -> str:
         for one in parts:
             cells = {"part": _PART_TITLES.get(one.name, one.name), "time_us": one.median_us}
             cells |= {column.header: column.value(one) for column in _RESOURCES}
-            rows.append({**row, **cells, "share": _with_interval(_share(one), "{:.1f}")})
+            rows.append({**row, **cells, "share": _with_interval(_share(one), "{:.1f}"), "starts": _starts(one)})
         if any(one.name == list(PARTS)[-1] for one in parts):
             total = sum(share.value for share in map(_share, parts) if share)
-            empty = dict.fromkeys(["time_us", *(column.header for column in _RESOURCES)])
+            empty = dict.fromkeys(["time_us", "starts", *(column.header for column in _RESOURCES)])
             rows.append({**row, **empty, "part": "sum of the shares", "share": f"{total:.1f}"})
     return table(_PARTS, rows)
 
 
-# --- The page of levers -----------------------------------------------------------------------------------------------
+# --- Measured again ---------------------------------------------------------------------------------------------------
+
+
+def agreement(gpu: str, data: Path) -> str:
+    """Whether effects that several starts measured with the same code agree as often as intervals say, as Markdown."""
+    ablations = store.records(gpu, Ablation, data)
+    kinds = {
+        "levels of axes": effects(ablations),
+        "levers": lever_effects(ablations),
+        "parts left out": shares(store.records(gpu, Part, data)),
+    }
+    rows = [_agreed(title, [one for one in found if len(one.starts) > 1]) for title, found in kinds.items()]
+    if not any(row[1] for row in rows):
+        return "*No effect was measured with the same code on several starts of a machine yet.*"
+    said = ["as intervals of 95 % say, were starts alike", "", "", *_AS_SAID]
+    return markdown(_AGREEMENT, [*rows, said], left=1)
+
+
+_AGREEMENT = (
+    *("", "effects measured again", "pairs of starts"),
+    *("interval of a start holds the other's ratio", "intervals of two starts are disjoint"),
+    "interval over all starts but the newest holds the newest's ratio",
+)
+_AS_SAID = ("83 %", "0.6 %", "at most 95 %")
+"""Of two independent estimates with the same normal error: 1.96 and 2 · 1.96 standard errors of one, over √2."""
+
+
+def _agreed(title: str, found: Sequence[Effect]) -> list[str | int]:
+    holds, disjoint, later = [], [], []
+    for one in found:
+        of_starts = [interval(ratio_of_medians, *times, paired=True) for times in one._times]
+        for a, b in permutations(of_starts, 2):
+            holds.append(a.low <= b.value <= a.high)
+            disjoint.append(a.high < b.low or b.high < a.low)
+        if len(of_starts) > 2:
+            before = over_starts(ratio_of_medians, one._times[:-1], paired=True)
+            later.append(before.low <= of_starts[-1].value <= before.high)
+
+    def share(of: Sequence[bool], times: int = 1) -> str:
+        return f"{sum(of) // times} of {len(of) // times} ({100 * sum(of) / len(of):.0f} %)" if of else "–"
+
+    return [title, len(found), len(holds) // 2, share(holds), share(disjoint, 2), share(later)]
+
+
+# --- The pages --------------------------------------------------------------------------------------------------------
+
+
+def method_page(out: Output, shown: select.Results | None, data: Path) -> None:
+    """Whether effects measured again agree."""
+    out.snippet("agreement.md", agreement(shown.gpu, data) if shown else NOTHING_YET)
 
 
 def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
@@ -462,4 +605,4 @@ def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
     out.snippet("levers.md", "\n\n".join(part for part in parts if part))
 
 
-PAGES = {"levers": levers_page}
+PAGES = {"levers": levers_page, "method": method_page}
