@@ -16,6 +16,7 @@ from urllib.parse import urljoin, urlparse
 
 import pytest
 
+from flashlab.cli.app import _groups
 from flashlab.kernels.registry import DEAD_ENDS, STAGES
 from flashlab.show import trial
 
@@ -61,6 +62,8 @@ PAGES = (
     "glossary/",
     "data/",
     "reproduce/",
+    "api/",
+    "commands/",
 )
 WITH_FIGURES = (
     "",
@@ -104,6 +107,17 @@ def test_every_stage_is_in_the_navigation(built: Path) -> None:
     text = (built / "stages" / "index.html").read_text(encoding="utf-8")
     for stage_id in STAGES:
         assert re.search(rf'<a href="{stage_id}/" class="md-nav__link">', text)
+
+
+def test_the_reference_has_every_command_and_the_public_functions(built: Path) -> None:
+    text = (built / "commands" / "index.html").read_text(encoding="utf-8")
+    for group in _groups():
+        for name in group.COMMANDS:
+            assert f"<code>flashlab {name}</code>" in text
+    text = (built / "api" / "index.html").read_text(encoding="utf-8")
+    for name in ("attention", "prepare", "emulate"):
+        assert f'id="flashlab.run.attention.{name}"' in text
+    assert "UnsupportedError" in text
 
 
 def test_no_reference_leads_to_another_host_or_nowhere(built: Path) -> None:

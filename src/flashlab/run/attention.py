@@ -296,7 +296,16 @@ def prepare(
     current device. Two threads may call two of them at once, and one of them one after the other.
 
     Args:
-        q, k, v, causal, scale, stage, out, return_lse, stream, params: as `attention` takes them, on a GPU.
+        q: as `attention` takes it, on a GPU.
+        k: likewise.
+        v: likewise.
+        causal: as `attention` takes it, like the six after it.
+        scale: what scores are multiplied by.
+        stage: a stage's id, or None.
+        out: where to write the output, or None.
+        return_lse: whether to make an array for the log-sum-exp.
+        stream: the stream to enqueue on, or None.
+        params: values of the stage's tunables.
         lse: where to write the log-sum-exp, contiguous float32 (batch, q_heads, q_len); a new array where None and
             `return_lse`.
         source: an edited copy of the stage's file, compiled in place of it.
@@ -308,7 +317,7 @@ def prepare(
         caller's library; `plan.stage` is the stage, `cubin.parameters` its tunables.
 
     Raises:
-        What `attention` raises.
+        FlashlabError: what `attention` raises.
     """
     gpu.require()
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
@@ -448,7 +457,14 @@ def emulate(
     """`attention` on the CPU: the stage's own file, thread for thread, in a worker process.
 
     Args:
-        q, k, v, causal, scale, stage, out, params: as `attention` takes them, in host memory.
+        q: as `attention` takes it, in host memory.
+        k: likewise.
+        v: likewise.
+        causal: as `attention` takes it, like the four after it.
+        scale: what scores are multiplied by.
+        stage: a stage's id, or None.
+        out: where to write the output, or None.
+        params: values of the stage's tunables.
         lse: where to write the log-sum-exp; a new array where None and `return_lse`.
         return_lse: False: the kernel is not asked for it, unless `lse` is given.
         source: compile an edited copy of the stage's file instead.
@@ -464,7 +480,11 @@ def emulate(
         count_fallbacks: the kernel counts how often it left its fast path.
 
     Raises:
-        What `attention` raises of bad input; TooLargeError, EmulationError, CompileError, MissingPackageError.
+        FlashlabError: what `attention` raises of bad input.
+        TooLargeError: it would clearly take longer than `timeout_s`.
+        EmulationError: the run failed, or took longer.
+        CompileError: the stage's file does not compile.
+        MissingPackageError: there is no C++ compiler.
     """
     emulator.schedule_item(schedule)
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)

@@ -18,6 +18,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -184,6 +186,7 @@ def generate(
         _lists(out, everything)
         dead_end_list(out, dead_ends, ladder)
         check_records(out, everything, data)
+        _commands(out)
         for pages in _registered("PAGES"):
             for write in pages.values():
                 write(out, shown, data)
@@ -744,6 +747,18 @@ def _fastest(shown: Results, explorer: str = "") -> str:
         for problem, rows in shown.problems.items()
     ]
     return markdown(("problem", "fastest stage", "TFLOP/s", "fastest library", "TFLOP/s"), lines)
+
+
+# --- Reference --------------------------------------------------------------------------------------------------------
+
+
+def _commands(out: Output) -> None:
+    """Every command with its options, as typer documents the program, from the first command on."""
+    command = [sys.executable, "-m", "typer", "flashlab.cli.app", "utils", "docs", "--name", "flashlab"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if said.returncode:
+        raise ReportError(f"wanted typer's documentation of the commands, got: {said.stderr.strip()[-500:]}")
+    out.snippet("commands.md", said.stdout[said.stdout.index("\n## ") :])
 
 
 # --- Lists and downloads ----------------------------------------------------------------------------------------------
