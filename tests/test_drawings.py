@@ -11,8 +11,7 @@ import pytest
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import DATA, ROOT, SITE
 from flashlab.kernels import registry, text
-from flashlab.kernels.registry import STAGES
-from flashlab.kernels.text import Excerpt
+from flashlab.kernels.registry import STAGES, Excerpt
 from flashlab.query import select
 from flashlab.query.select import Results
 from flashlab.show import drawings, journey, pages
@@ -64,11 +63,11 @@ def test_every_mbarrier_has_its_arrivals_and_its_line_in_the_table() -> None:
 def test_an_excerpt_that_the_source_no_longer_has_is_refused() -> None:
     stage = STAGES["05_wmma"]
     with pytest.raises(ParameterError, match=r"05_wmma.cu: wanted one line with 'no such line', found 0"):
-        Excerpt(first="no such line").lines(stage)
+        text.lines(stage, Excerpt(first="no such line"))
     with pytest.raises(ParameterError, match="wanted one line with '__syncwarp', found"):
-        Excerpt(first="__syncwarp").lines(stage)
+        text.lines(stage, Excerpt(first="__syncwarp"))
     with pytest.raises(ParameterError, match="wanted a line with 'never' from 'FragC"):
-        Excerpt(first="FragC O_frag[HEAD_DIM", last="never").lines(stage)
+        text.lines(stage, Excerpt(first="FragC O_frag[HEAD_DIM", last="never"))
 
 
 # --- The journey ------------------------------------------------------------------------------------------------------
@@ -77,7 +76,7 @@ def test_an_excerpt_that_the_source_no_longer_has_is_refused() -> None:
 @pytest.mark.parametrize("stage_id", journey.RUNGS)
 def test_key_lines_are_of_the_diff(stage_id: str) -> None:
     stage = STAGES[stage_id]
-    lines = [line for one in journey.KEY_LINES[stage_id] for line in one.lines(stage)]
+    lines = [line for one in stage.key_lines for line in text.lines(stage, one)]
     assert 2 <= len(lines) <= 9
     if stage.parent:
         parents = registry.get(stage.parent).source.read_text(encoding="utf-8")
@@ -86,6 +85,7 @@ def test_key_lines_are_of_the_diff(stage_id: str) -> None:
 
 def test_the_page_goes_through_every_rung_in_order() -> None:
     assert len(journey.RUNGS) == 17, "the page's introduction counts them"
+    assert set(journey.RUNGS) <= set(registry.CUDA_STAGES)
     places = [PAGE.index(f'--8<-- "journey/{stage_id}.md:heading"') for stage_id in journey.RUNGS]
     assert places == sorted(places)
     for stage_id in journey.RUNGS:

@@ -130,6 +130,18 @@ class Expected:
 
 
 @dataclass(frozen=True, kw_only=True, config=_ENTRY)
+class Excerpt:
+    """Lines of a kernel that its change comes down to, found by what stands in them (`text.lines`)."""
+
+    first: _Text
+    """What the first line contains; no other line of the file does."""
+    last: str = ""
+    """What the last line contains, the first such line from `first` on; empty: one line alone."""
+    file: str = ""
+    """A header of kernels/common/; empty: the kernel itself."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_ENTRY)
 class Stage:
     """One kernel of the ladder, or of the dead ends. Each field but the first two is one of its entry."""
 
@@ -149,6 +161,8 @@ class Stage:
     """What was expected of it before it ran."""
     expected: tuple[Expected, ...] = ()
     """The numbers in the prediction."""
+    key_lines: tuple[Excerpt, ...] = ()
+    """The lines that the journey quotes; a stage without any is not on it."""
     language: Language = "cuda"
     """`cuda`: C++, compiled by NVRTC, and by a C++ compiler for the CPU. `triton`: Python, compiled by Triton, which
     also interprets it on a CPU."""

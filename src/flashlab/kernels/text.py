@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import KERNELS
-from flashlab.kernels.registry import Stage
+from flashlab.kernels.registry import Excerpt, Stage
 
 COMMON = KERNELS / "common"
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
@@ -26,39 +26,23 @@ _BYTES = {"element": 2, "float": 4, "Work": 16, "ptx::Mbarrier": 8}
 """Sizes of what shared memory holds; an element is one of 16 bits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Excerpt:
-    """Lines of a kernel, found by what stands in them."""
+def lines(stage: Stage, excerpt: Excerpt) -> list[str]:
+    """The lines of an excerpt of a stage's source, without the indentation that they share.
 
-    first: str
-    """What the first line contains; no other line of the file does."""
-    last: str = ""
-    """What the last line contains, the first such line from `first` on; empty: one line alone."""
-    file: str = ""
-    """A header of kernels/common/; empty: the kernel itself."""
-
-    def source(self, stage: Stage) -> Path:
-        """The file that it is of."""
-        return COMMON / self.file if self.file else stage.source
-
-    def lines(self, stage: Stage) -> list[str]:
-        """The lines, without the indentation that they share.
-
-        Raises:
-            ParameterError: `first` is not in exactly one line, or `last` in none from there on.
-        """
-        path = self.source(stage)
-        text = path.read_text(encoding="utf-8").splitlines()
-        starts = [number for number, line in enumerate(text) if self.first in line]
-        if len(starts) != 1:
-            raise ParameterError(f"{path.name}: wanted one line with {self.first!r}, found {len(starts)}")
-        ends = (number for number in range(starts[0], len(text)) if self.last in text[number])
-        end = next(ends, None)
-        if end is None:
-            raise ParameterError(f"{path.name}: wanted a line with {self.last!r} from {self.first!r} on, found none")
-        lines = text[starts[0] : (end if self.last else starts[0]) + 1]
-        margin = min(len(line) - len(line.lstrip()) for line in lines if line.strip() and not line.startswith("#"))
-        return [line.removeprefix(" " * margin) for line in lines]
+    Raises:
+        ParameterError: `first` is not in exactly one line, or `last` in none from there on.
+    """
+    path = COMMON / excerpt.file if excerpt.file else stage.source
+    text = path.read_text(encoding="utf-8").splitlines()
+    starts = [number for number, line in enumerate(text) if excerpt.first in line]
+    if len(starts) != 1:
+        raise ParameterError(f"{path.name}: wanted one line with {excerpt.first!r}, found {len(starts)}")
+    end = next((number for number in range(starts[0], len(text)) if excerpt.last in text[number]), None)
+    if end is None:
+        raise ParameterError(f"{path.name}: wanted a line with {excerpt.last!r} from {excerpt.first!r} on, found none")
+    kept = text[starts[0] : (end if excerpt.last else starts[0]) + 1]
+    margin = min(len(line) - len(line.lstrip()) for line in kept if line.strip() and not line.startswith("#"))
+    return [line.removeprefix(" " * margin) for line in kept]
 
 
 def constants(stage: Stage, head_dim: int, **macros: int) -> dict[str, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -12,9 +11,8 @@ from typing import TYPE_CHECKING
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.problem import MASKS
-from flashlab.kernels import registry
+from flashlab.kernels import registry, text
 from flashlab.kernels.registry import Stage
-from flashlab.kernels.text import Excerpt
 from flashlab.query import contests, predictions, select
 from flashlab.query.select import Results
 from flashlab.show import charts, drawings, tables
@@ -25,90 +23,8 @@ if TYPE_CHECKING:
     from flashlab.show.pages import Output
 
 PAGE = "journey.md"
-RUNGS = tuple(stage_id for stage_id, stage in registry.STAGES.items() if stage.language == "cuda")
-"""The stages that the journey goes through: those in C++."""
-
-KEY_LINES: Mapping[str, Sequence[Excerpt]] = {
-    "00_naive": (
-        Excerpt(first="score += to_float(Q_reg[d]) * to_float(K_gmem", last="score *= p.scale_log2;"),
-        Excerpt(first="const float new_max = fmaxf(row_max, score);", last="const float prob ="),
-        Excerpt(first="O_reg[d] = O_reg[d] * rescale + prob * to_float(V_gmem"),
-    ),
-    "01_coalesced": (
-        Excerpt(first="load_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.K", last="the tile is complete"),
-        Excerpt(first="(smem.K + (k0 + k) * HEAD_DIM + d);", last="score[k] += to_float"),
-    ),
-    "02_half2": (
-        Excerpt(first="pair_sum = __hfma2(pair_of(Q_reg"),
-        Excerpt(first="score[k] += __low2float(pair_sum) + __high2float(pair_sum);"),
-        Excerpt(first="pair_sum[i] = __hfma2(prob[k], pair_of(chunk, i), pair_sum[i]);"),
-    ),
-    "03_warp_rows": (
-        Excerpt(first="const element* K_row = smem.K + (lane + k * WARP) * STRIDE + d;", last="K_chunk[k][0] ="),
-        Excerpt(first="const float new_max = fmaxf(row_max[r], lanes_max<WARP>(lane_max));"),
-        Excerpt(first="= prob[k];"),
-        Excerpt(first="the warp's probabilities are complete"),
-    ),
-    "04_wmma_qk": (
-        Excerpt(first="wmma::load_matrix_sync(Q_frag", last="wmma::mma_sync(S_frag"),
-        Excerpt(first="wmma::store_matrix_sync(S_smem + k0"),
-        Excerpt(first="the warp's scores are complete"),
-    ),
-    "05_wmma": (
-        Excerpt(first="the warp's probabilities and factors are complete", last="scale_rows<"),
-        Excerpt(first="wmma::load_matrix_sync(V_frag", last="wmma::mma_sync(O_frag[j]"),
-    ),
-    "06_cp_async": (
-        Excerpt(first="ptx::cp_async_cg_16(target + row * STRIDE"),
-        Excerpt(first="this tile's own copies have landed", last="fetch(tile + PIPELINE_STAGES - 1);"),
-    ),
-    "07_mma_registers": (
-        Excerpt(first="const float low = power(fmaf(S_reg", last="P_frag[r][j / 2][j % 2 * 2 + half] ="),
-        Excerpt(first="mma(O_reg[r][j], P_frag[r][k], V_frag[0], element{});"),
-    ),
-    "08_swizzle": (
-        Excerpt(first="__device__ __forceinline__ int swizzled(int row, int chunk) {", last="}"),
-        Excerpt(first="if (step + 1 < KEY_STEPS) exponentiate(step + 1", last="multiply_PV(step,"),
-    ),
-    "09_wgmma": (
-        Excerpt(first="fill<TILE_KV, THREADS>(smem.K[stage], K_source, tile_key, full, threadIdx.x);"),
-        Excerpt(first="ptx::mbarrier_wait_parity(&smem.KV_full[stage]"),
-        Excerpt(first="multiply_QK<TILE_KV>(S_reg, Q_desc", last="ptx::wgmma_wait_group<0>();"),
-    ),
-    "10_warp_specialized": (
-        Excerpt(first="if (warpgroup == 0) {", last="consume("),
-        Excerpt(first="if (lane == 0) ptx::mbarrier_arrive(&smem.K_empty[stage]);"),
-    ),
-    "11_pingpong": (
-        Excerpt(first="issue_QK(tile);"),
-        Excerpt(first="issue_PV(tile - 1);", last="ptx::wgmma_wait_group<OVERLAP"),
-        Excerpt(first="softmax_of(tile);"),
-    ),
-    "12_persistent": (
-        Excerpt(first="if (thread == 0) index = gridDim.x + atomicAdd"),
-        Excerpt(first="const int num_tiles = tiles_of_rows(p, group_q_row, WGMMA_ROWS);"),
-        Excerpt(first="q_tile = num_q_tiles - 1 - section_index / section_heads;"),
-    ),
-    "13_tma_store": (
-        Excerpt(first="wait_for_Q(count + 1);", last="ptx::wgmma_wait_group<0>();"),
-        Excerpt(first="all lanes have read it, and Q", last="leave(done);"),
-        Excerpt(file="late_fetch.cuh", first="if (tile == last_tiles && thread == 0)"),
-    ),
-    "14_stale_max": (
-        Excerpt(first="S_reg[i] = ptx::ex2_approx_ftz(fmaf(S_reg[i], scale_log2, -reference[h]));"),
-        Excerpt(first="if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT", last="redo("),
-    ),
-    "15_renormalize": (
-        Excerpt(first="// 2^-powers", last="sum *= factor;"),
-        Excerpt(first="if (any_over[h]) move_reference("),
-    ),
-    "16_ones_column": (
-        Excerpt(first="constexpr int ONES = 8;", last="constexpr int O_COLUMNS"),
-        Excerpt(first="ptx::wgmma_rs<O_COLUMNS, element", last="true);"),
-        Excerpt(first="weight[h] = O_reg[HEAD_DIM / 2 + 2 * h];"),
-    ),
-}
-"""The lines of each rung that its change comes down to, found in its source."""
+RUNGS = tuple(stage_id for stage_id, stage in registry.STAGES.items() if stage.key_lines)
+"""The stages that the journey goes through."""
 
 
 def key_lines(stage: Stage) -> str:
@@ -118,8 +34,8 @@ def key_lines(stage: Stage) -> str:
         ParameterError: the source no longer has them.
     """
     parts = []
-    for excerpt in KEY_LINES[stage.id]:
-        kept = [line for line in excerpt.lines(stage) if not line.startswith("#pragma unroll")]
+    for excerpt in stage.key_lines:
+        kept = [line for line in text.lines(stage, excerpt) if not line.startswith("#pragma unroll")]
         parts.append("\n".join(kept))
     body = "\n// …\n".join(parts)
     return f'``` {{ .cuda title="{stage.source.name}" }}\n{body}\n```'
