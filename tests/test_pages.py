@@ -245,6 +245,19 @@ def test_the_toggle_changes_page_and_figure(browser: Browser, address: str) -> N
         page.close()
 
 
+def test_the_front_page_is_light(browser: Browser, address: str) -> None:
+    page = browser.new_page(viewport={"width": 1440, "height": 900})
+    sizes: dict[str, int] = {}
+    page.on("response", lambda response: sizes.update({response.url: len(response.body())}))
+    try:
+        page.goto(address, wait_until="networkidle")
+        assert sum(size for url, size in sizes.items() if "/search" not in url) < 500_000
+        doors = [link.get_attribute("href") for link in page.locator("a.md-button").all()]
+        assert doors == ["journey/", "reproduce/"]
+    finally:
+        page.close()
+
+
 def test_search_finds_a_stage(browser: Browser, address: str) -> None:
     page, wrong = _open(browser, address, "", "desktop", "light")
     try:

@@ -99,6 +99,30 @@ def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_typ
     assert "of the fastest library in bfloat16, FlashAttention-3<" in text
     assert "FlashAttention-3: the wheel (fa3-fwd) lacks float16" in text
     assert "B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in text
+    finding = (out.root / "snippets" / "front-finding.md").read_text(encoding="utf-8")
+    assert "[`16_ones_column`](stages/16_ones_column.md), the version that flashlab runs by default" in finding
+    assert "**1.30 times** the rate of cuDNN" in finding
+    assert "at B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in finding
+    assert "On no problem on record" in (out.root / "snippets" / "losses.md").read_text(encoding="utf-8")
+
+
+def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
+    problems = [Problem.parse(FIRST_SHAPE), Problem.parse(FIRST_SHAPE, mask="causal")]
+    path = tmp_path / "data" / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    path.parent.mkdir(parents=True)
+    for problem, ours, theirs in zip(problems, (100.0, 100.0), (120.0, 80.0), strict=True):
+        for name, time_us in (("16_ones_column", ours), ("sdpa_cudnn", theirs)):
+            row = measurement(name, problem)
+            taken = next(one for one in row.samples if (one.regime, one.cache) == ("burst", "hot"))
+            changes = {"time_us": (time_us,), "sm_clock_mhz": (), "call_clock_mhz": (), "cycles_per_score": None}
+            store.append(path, row.model_copy(update={"samples": (taken.model_copy(update=changes),)}))
+    out = content.Output(root=tmp_path / "generated")
+    content._front_page(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    snippets = out.root / "snippets"
+    assert "A library is faster at 1 of the 2 problems compared" in (snippets / "front-finding.md").read_text("utf-8")
+    assert "| B16 H16 S2048 D64 causal float16 | ×0.800 |" in (snippets / "losses.md").read_text("utf-8")
+    cards = (snippets / "front-numbers.md").read_text("utf-8")
+    assert cards.index("worst of 2 comparisons") < cards.index("best of 2 comparisons")
 
 
 def test_ratios_and_errors_by_kind_are_noted_as_missing_where_they_are(pages: Path) -> None:

@@ -95,7 +95,8 @@ def score(shown: Results | None, stage: Stage) -> str:
     lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(one)) for _, one, _ in cells))]
     if stage.parent:
         lines.append(("over parent", *(_gain(one) for _, _, one in cells)))
-    return f"{predicted}\n\n{said}.\n\n{markdown(('', *(title for title, _, _ in cells)), lines)}"
+    rates = markdown(("", *(title for title, _, _ in cells)), lines)
+    return f'{predicted}\n\n{said}.\n\n<div class="rung" markdown>\n\n{rates}\n</div>'
 
 
 def _gain(ratio: float | None) -> str | None:

@@ -533,9 +533,15 @@ def outcome(one: Scored) -> str:
     return f"{number(100 * abs(one.off), 2)} % {'above' if one.off > 0 else 'below'}" if one.off else "inside"
 
 
-def scored(found: Iterable[Scored]) -> str:
+def scored(found: Sequence[Scored]) -> str:
     """A prediction's numbers in its own words, each with what was measured; empty where it has none."""
-    return "; ".join(f"“{one.expected.words}” → {_measured(one) or '–'}, {outcome(one)}" for one in found)
+
+    def said(one: Scored) -> str:
+        alone = sum(one.expected.words == other.expected.words for other in found) == 1
+        where = "" if alone else f" at {one.expected.problem.label}"
+        return f"“{one.expected.words}”{where} → {_measured(one) or '–'}, {outcome(one)}"
+
+    return "; ".join(map(said, found))
 
 
 PREDICTIONS = (
