@@ -858,6 +858,9 @@ def table(
         ours = known[one.id].adds.get("number") if one.id in known else None
         return f"{one.claimed}<br><small>Ours: {_literal(ours)}</small>" if ours else one.claimed or None
 
+    def where(one: Verdict) -> str:
+        return "; ".join(filter(None, (one.gpu, one.measured_on, f"`{one.rule}`")))
+
     columns = (
         tables.Column("id", "id", left=True),
         tables.Column("claim", what, left=True),
@@ -865,7 +868,7 @@ def table(
         tables.Column("verdict", "verdict", words, left=True),
         tables.Column("ours", "decisive", shown, left=True),
         tables.Column("why", why, left=True),
-        tables.Column("on, rule", lambda one: f"{one.gpu}, `{one.rule}`", left=True),
+        tables.Column("claimed on; ours on; rule", where, left=True),
     )
     return tables.table(columns, verdicts)
 
@@ -877,7 +880,10 @@ def page(out: Output, results: Results | None, data: Path) -> None:
     kinds = [(words(kind), meaning) for kind, meaning in KINDS.items()]
     out.snippet("ledger-verdicts.md", tables.markdown(("verdict", "meaning"), kinds, left=2))
     gpus_header = ("claimed on", "measured on", "the same", "what differs", "what carries over")
-    carries = {True: "ratios, and times that device memory does not bound", False: "machine code; ratios as a hint"}
+    carries = {
+        True: "machine code and what a kernel computes; times and ratios are told beside, and judge nothing",
+        False: "machine code and what a kernel computes; no time",
+    }
     pairs = [(one.claimed, f"`{one.measured}`", one.same, one.differs, carries[one.time]) for one in KINSHIPS]
     out.snippet("ledger-gpus.md", tables.markdown(gpus_header, pairs, left=5))
     out.text("data/claims.csv", CLAIMS.read_text(encoding="utf-8"))
