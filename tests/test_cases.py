@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import synthetic
 from pydantic import TypeAdapter
+from synthetic import RUN
 
 from flashlab.core.errors import DamagedRecordError, MissingPackageError, ParameterError
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
@@ -330,7 +332,8 @@ def _lines(rows: Sequence[checks.CheckRow]) -> list[object]:
 
 def _written(path: Path) -> Path:
     header = checks.header_line(
-        run="20260102T030405Z-0123abc", time="2026-01-02T03:04:05Z", gpu={"name": "G"}, source={"dirty": False},
+        run=RUN, time="2026-01-02T03:04:05Z",
+        gpu={**synthetic.gpu().model_dump(mode="json"), "name": "G"}, source={"commit": "0123abc", "dirty": False},
         software={"numpy": "2"},
     )  # fmt: skip
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *_lines(ROWS))), encoding="utf-8")
@@ -352,7 +355,7 @@ def test_cases_take_kinds_of_inputs_and_name_them_on_record(tmp_path: Path) -> N
         case.problem for case in cases.random_cases(able, 3, seed=1)
     ]
     row = replace(ROWS[0], problem=replace(PROBLEM, inputs="falling"))
-    path = tmp_path / "nvidia-h200" / "checks" / "checks.jsonl"
+    path = tmp_path / "nvidia-h200" / "checks" / f"{RUN}.jsonl"
     path.parent.mkdir(parents=True)
     _written(path)
     with path.open("a", encoding="utf-8") as file:

@@ -43,7 +43,7 @@ def test_a_stage_whose_source_changed_since_its_record_is_named(tmp_path: Path) 
     git("add", ".")
     git("commit", "--quiet", "--message", "Old")
     commit = git("rev-parse", "--short", "HEAD")
-    _record(tmp_path / "data", "sanitizer", commit, FIRST, SECOND)
+    _record(tmp_path / "data", "sanitizer", f"{commit}-4f2a91", FIRST, SECOND)
     sources[1].write_text("new", encoding="utf-8")
     found = {one.kind: one for one in coverage.coverage("gpu", tmp_path / "data", tmp_path)}
     assert found["sanitizer"].older == {SECOND: commit}

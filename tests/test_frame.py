@@ -28,7 +28,7 @@ def write(data: Path, run: str, *records: schema.AnyRecord, folder: str = "runs"
 
 def test_a_row_says_what_its_record_says_and_where_it_lies(tmp_path: Path) -> None:
     one = measurement("00_naive", FIRST, run=NEW)
-    path = write(tmp_path, NEW, ceiling("copy"), one)
+    path = write(tmp_path, NEW, ceiling("copy").model_copy(update={"run": NEW}), one)
     (row,) = frame(GPU, tmp_path)[1:].to_dict("records")
     assert (row["record"], row["problem"], row["path"], row["line"]) == (one, FIRST, path, 2)
     assert row["place"] == f"{GPU}/runs/{NEW}.jsonl:2"
@@ -55,7 +55,7 @@ def test_records_are_read_again_only_where_a_file_changed(tmp_path: Path) -> Non
 
 
 def test_other_kinds_have_a_frame_too(tmp_path: Path) -> None:
-    write(tmp_path, NEW, profile("00_naive", FIRST), folder="profiles")
+    write(tmp_path, NEW, profile("00_naive", FIRST, run=NEW), folder="profiles")
     (row,) = frame(GPU, tmp_path, "profiles").to_dict("records")
     assert (row["name"], row["problem"]) == ("00_naive", FIRST)
     assert frame(GPU, tmp_path, "calls").empty

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
 from flashlab.core.paths import slug
@@ -380,7 +381,8 @@ def test_an_empty_run_has_no_records_and_no_damage(tmp_path: Path) -> None:
 
 def test_runs_are_oldest_first_and_the_newest_ceiling_wins(data: Path) -> None:
     assert [run.id for run in store.runs(SLUG, data)] == [EARLY, LATE]
-    append(data / SLUG / "runs" / "20260103T000000Z-0123abc.jsonl", ceiling(value=2.0))
+    later = "20260103T000000Z-0123abc"
+    append(data / SLUG / "runs" / f"{later}.jsonl", ceiling(run=later, value=2.0))
     assert store.newest_ceilings(SLUG, data)["copy"].value == 2.0
 
 
@@ -500,7 +502,8 @@ def test_a_file_that_is_removed_stays_listed(data: Path) -> None:
 
 def test_appended_lines_and_new_files_are_listed(data: Path) -> None:
     append(data / SLUG / "runs" / f"{LATE}.jsonl", ceiling(run=LATE))
-    append(data / SLUG / "runs" / "20260103T000000Z-0123abc-4f2a91.jsonl", ceiling())
+    later = "20260103T000000Z-0123abc-4f2a91"
+    append(data / SLUG / "runs" / f"{later}.jsonl", ceiling(run=later))
     store.write_checksums(SLUG, data)
     assert store.verify(SLUG, data) == ()
 
@@ -539,6 +542,190 @@ def test_a_link_in_place_of_a_file_is_damage(data: Path, tmp_path_factory: pytes
     path.rename(elsewhere)
     path.symlink_to(elsewhere)
     assert [(one.path, one.reason) for one in store.verify(SLUG, data)] == [(path, "a link, where records are files")]
+
+
+# --- Whoever means to deceive -----------------------------------------------------------------------------------------
+
+FUTURE = "20990101T000000Z-0123abc"
+HOPPER = GPU.model_copy(update={"compute_capability": (9, 0), "sm_count": 132, "max_sm_clock_mhz": 1980.0})
+LARGE = Problem.parse("16x16x2048x64")
+TAKEN = (31.25, 31.5, 30.75, 32.0, 31.0)
+
+
+def _path(folder: Path, run: str = EARLY, kind: str = "runs") -> Path:
+    return folder / kind / f"{run}.jsonl"
+
+
+def _append(folder: Path, record: Measurement | Ceiling, run: str = EARLY) -> None:
+    append(_path(folder, run), record)
+
+
+def _move_line(folder: Path) -> None:
+    lines = _path(folder).read_bytes().splitlines(keepends=True)
+    _path(folder).write_bytes(lines[0])
+    with _path(folder, LATE).open("ab") as file:
+        file.write(lines[1])
+
+
+def _double_line(folder: Path) -> None:
+    _append(folder, measurement(samples=(samples(*TAKEN),)))
+    _append(folder, measurement(samples=(samples(*TAKEN),), name="01_coalesced"))
+
+
+def _copy_run(folder: Path) -> None:
+    _append(folder, measurement(run=FUTURE, time="2099-01-01T00:00:00Z"), FUTURE)
+
+
+def _too_fast(folder: Path) -> None:
+    _append(folder, measurement(gpu=HOPPER, problem=LARGE, samples=(samples(100.0),)))
+
+
+def _too_high_a_ceiling(folder: Path) -> None:
+    _append(folder, ceiling(gpu=HOPPER, name="tensor_float16", unit="TFLOP/s", value=1100.0))
+
+
+def _of_another_gpu(folder: Path) -> None:
+    _append(folder, measurement(gpu=GPU.model_copy(update={"slug": "other-gpu"})))
+
+
+def _many_samples(folder: Path) -> None:
+    line = json.loads(to_line(measurement()))
+    line["samples"][0]["time_us"] = [2.0] * 3_000_000
+    with _path(folder).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _odd_name(folder: Path) -> None:
+    (folder / "runs" / "[x](javascript:alert(1)).jsonl").write_text("", encoding="utf-8")
+
+
+def _live_drawing(folder: Path) -> None:
+    (folder / "figures").mkdir()
+    drawing = '<svg xmlns="http://www.w3.org/2000/svg"><script>alert(1)</script></svg>'
+    (folder / "figures" / "ladder.svg").write_text(drawing, encoding="utf-8")
+
+
+def _of_another_machine(folder: Path) -> None:
+    text = (folder / "machine.json").read_text(encoding="utf-8").replace(SLUG, "other-gpu")
+    (folder / "machine.json").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("harm", "place", "reason"),
+    [
+        (_move_line, f"runs/{LATE}.jsonl:2", f"run: wanted {LATE}, the file's name, got {EARLY}"),
+        (_double_line, f"runs/{EARLY}.jsonl:4", f"the samples of runs/{EARLY}.jsonl:3 again"),
+        (_copy_run, f"runs/{FUTURE}.jsonl:1", "time: 2099-01-01T00:00:00Z is in the future"),
+        (_too_fast, f"runs/{EARLY}.jsonl:3", "2749 TFLOP/s, above the 1071 that its GPU can reach"),
+        (_too_high_a_ceiling, f"runs/{EARLY}.jsonl:3", "1100 TFLOP/s, above the 1071"),
+        (_of_another_gpu, f"runs/{EARLY}.jsonl:3", "gpu: of other-gpu"),
+        (_many_samples, f"runs/{EARLY}.jsonl:3", "stage.samples.0.time_us: Tuple should have at most"),
+        (_odd_name, "runs/[x](javascript:alert(1)).jsonl", "not named by a run's id"),
+        (_live_drawing, "figures/ladder.svg", "a drawing whose <script> runs or loads something"),
+        (_of_another_machine, "machine.json", "of other-gpu"),
+    ],
+)
+def test_deceit_is_found_though_the_sums_are_right(data: Path, harm: Any, place: str, reason: str) -> None:
+    harm(data / SLUG)
+    _seal_anew(data / SLUG)
+    found = [str(damage) for damage in store.verify(SLUG, data)]
+    assert len(found) == 1
+    assert found[0].startswith(f"{data / SLUG / place}: {reason}")
+
+
+def test_a_line_of_another_run_or_of_the_future_is_not_read(data: Path) -> None:
+    for harm in (_copy_run, _move_line):
+        harm(data / SLUG)
+    assert [run.measurements for run in store.runs(SLUG, data)] == [
+        (measurement(),), (measurement(run=LATE, name="01_coalesced"),), (),
+    ]  # fmt: skip
+    assert store.newest_ceilings(SLUG, data) == {}
+
+
+def test_a_folder_or_file_that_is_a_link_is_not_read(data: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (data / SLUG).rename(elsewhere / SLUG)
+    (data / SLUG).symlink_to(elsewhere / SLUG)
+    (data / "<b>").mkdir()
+    for name in (SLUG, "<b>"):
+        assert [one.path for one in store.verify(name, data)] == [data / name]
+    assert store.gpus(data) == ()
+
+
+def _git(folder: Path, *arguments: str) -> None:
+    identity = ("-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false")
+    subprocess.run(["git", "-C", str(folder), *identity, *arguments], check=True, capture_output=True)
+
+
+def _append_one(folder: Path) -> None:
+    _append(folder, ceiling(name="exp2"))
+
+
+def _delete_line(folder: Path) -> None:
+    _path(folder).write_bytes(_path(folder).read_bytes().splitlines(keepends=True)[0])
+
+
+@pytest.mark.parametrize("harm", [_append_one, _delete_line, _change])
+@pytest.mark.parametrize("committed", [False, True], ids=["uncommitted", "committed"])
+def test_a_file_is_never_changed_after_the_commit_that_added_it(data: Path, harm: Any, committed: bool) -> None:
+    for arguments in (("init",), ("add", "."), ("commit", "-m", "Record")):
+        _git(data, *arguments)
+    assert store.verify(SLUG, data) == ()
+    harm(data / SLUG)
+    _seal_anew(data / SLUG)
+    _append(data / SLUG, ceiling(run="20260104T000000Z-0123abc"), "20260104T000000Z-0123abc")
+    store.write_checksums(SLUG, data)
+    if committed:
+        _git(data, "commit", "-a", "-m", "Mend")
+    (found,) = map(str, store.verify(SLUG, data))
+    assert found.startswith(f"{_path(data / SLUG)}: changed since commit ")
+
+
+def test_a_run_that_a_later_commit_removed_is_missed(data: Path) -> None:
+    for arguments in (("init",), ("add", "."), ("commit", "-m", "Record")):
+        _git(data, *arguments)
+    _path(data / SLUG).unlink()
+    _seal_anew(data / SLUG)
+    _git(data, "commit", "-a", "-m", "Forget")
+    (found,) = map(str, store.verify(SLUG, data))
+    assert re.fullmatch(rf"{re.escape(str(_path(data / SLUG)))}: added by commit [0-9a-f]{{7}}, missing", found)
+
+
+HOSTILE = '<script>hacked=1</script>"><img src=x onerror=hacked=1>'
+
+
+@pytest.mark.parametrize(
+    "text", [HOSTILE, "[x](javascript:alert(1))", "]]>", "a | b", "{{ x }}", "a\nb", "`x`", "x" * 301]
+)
+def test_a_label_holds_nothing_that_a_page_would_read_as_its_own(text: str) -> None:
+    for changes in ({"name": text}, {"software": {"numpy": text}}, {"software": {text: "1"}}, {"time": text}):
+        with pytest.raises(ValidationError):
+            measurement(**changes)
+    for field in ("slug", "name", "driver", "fingerprint"):
+        with pytest.raises(ValidationError):
+            Gpu.model_validate({**GPU.model_dump(), field: text})
+    with pytest.raises(ValidationError):
+        ceiling(how=text)
+    with pytest.raises(ValidationError):
+        Machine(gpu=GPU, host={"processor": text})
+    with pytest.raises(ValidationError):
+        Source(commit=text, dirty=False)
+
+
+def test_every_text_of_a_record_is_a_label_or_known_to_be_prose() -> None:
+    """So that no field is added that a page would show unescaped."""
+    prose = {"reason", "findings", "text"}
+    models = [one for one in vars(schema).values() if isinstance(one, type) and issubclass(one, BaseModel)]
+    for model in models:
+        hints = get_type_hints(model, include_extras=True)
+        for name in model.model_fields:
+            free = "AfterValidator(func=<function _readable" in repr(hints[name])
+            assert free == (name in prose and name in model.model_fields), f"{model.__name__}.{name}"
+            bare = re.sub(r"Annotated\[str, |Literal\[[^\]]*\]|dict\[str, .*JsonValue.*", "", repr(hints[name]))
+            alone = hints[name] is str and not model.model_fields[name].metadata
+            assert not alone, f"{model.__name__}.{name}: wanted Label, Prose or a pattern"
+            assert "dict[str" not in bare, f"{model.__name__}.{name}: wanted keys that are labels"
+            assert "tuple[str" not in bare, f"{model.__name__}.{name}: wanted labels"
 
 
 def test_two_runs_of_one_second_have_two_names() -> None:

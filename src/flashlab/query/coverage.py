@@ -5,6 +5,7 @@ A new stage has no records until somebody measures it on that GPU: that is repor
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Mapping
 from functools import cache
@@ -13,6 +14,8 @@ from typing import NamedTuple
 
 from flashlab.core.paths import DATA, ROOT
 from flashlab.kernels import registry
+from flashlab.record import provenance, store
+from flashlab.record.schema import RUN
 
 KINDS: Mapping[str, str] = {
     "runs": "flashlab bench",
@@ -46,9 +49,10 @@ def coverage(gpu: str, data: Path = DATA, root: Path = ROOT) -> tuple[Coverage, 
     found = []
     for kind in KINDS:
         newest: dict[str, str] = {}
-        for path in sorted((data / gpu / kind).glob("*.jsonl")):
+        for path in store.files(data / gpu / kind):
             text = path.read_text(encoding="utf-8")
-            commit = path.stem.rpartition("-")[2]
+            named = re.match(RUN, path.stem)
+            commit = named["commit"] if named else ""
             newest |= {stage_id: commit for stage_id in registry.STAGES if f'"{stage_id}"' in text}
         older = {
             stage_id: commit
@@ -62,9 +66,8 @@ def coverage(gpu: str, data: Path = DATA, root: Path = ROOT) -> tuple[Coverage, 
 @cache
 def _changed_since(commit: str, root: Path) -> frozenset[str]:
     """Names of the stages' sources that differ from a commit's; none where git does not know it."""
-    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), "diff", "--name-only", commit, "--", "kernels"]
     try:
-        listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        listed = provenance.git(root, "diff", "--name-only", commit, "--", "kernels")
     except (OSError, subprocess.CalledProcessError):
         return frozenset()
     return frozenset(Path(line).name for line in listed.splitlines() if Path(line).parent == Path("kernels"))

@@ -55,7 +55,7 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
     Of ceilings: `unit` and `value`.
     """
     where = data / gpu / folder
-    paths = sorted(where.glob("*.jsonl"))
+    paths = store.files(where)
     content = tuple((path.name, *store.signature(path)) for path in paths)
     known = _CACHE.get(where)
     if known is None or known[0] != content:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.problem import BYTES_PER_ELEMENT, Problem
+from flashlab.record.schema import TENSOR_FLOP_PER_CYCLE
 
 Unit = Literal["TB/s", "TFLOP/s", "Tex2/s", "us"]
 
@@ -56,17 +57,11 @@ def percent_of_peak(gpu_slug: str, ceiling: str, value: float) -> float | None:
     return None if peak is None else 100 * value / peak
 
 
-_TENSOR_FLOP_PER_CYCLE: Mapping[tuple[int, int], int] = {(9, 0): 4096}
-"""Operations per cycle of one SM's tensor cores, 16-bit in and float32 sums, dense, by compute capability.
-
-Hopper's follows from the data sheet: 989.4 TFLOP/s on 132 SMs at 1830 MHz."""
-
-
 def percent_of_tensor_peak(
     tflops: float, *, compute_capability: tuple[int, int], sm_count: int, clock_mhz: float | None
 ) -> float | None:
     """A rate as a percentage of what the tensor cores can do at that SM clock; None where either is not known."""
-    per_cycle = _TENSOR_FLOP_PER_CYCLE.get(compute_capability)
+    per_cycle = TENSOR_FLOP_PER_CYCLE.get(compute_capability)
     return 1e8 * tflops / (per_cycle * sm_count * clock_mhz) if per_cycle and clock_mhz else None
 
 

@@ -561,7 +561,7 @@ Comparisons = tuple[dict[str, Any], ...]
 
 def _check_files(gpu: str, data: Path, folder: CheckFolder, inputs: Collection[str]) -> dict[Path, Comparisons]:
     """The comparisons on these kinds of inputs, by file, the oldest first."""
-    paths = sorted((data / gpu / folder).glob("*.jsonl"))
+    paths = store.files(data / gpu / folder)
     return {path: tuple(line for line in read_lines(path) if line["problem"]["inputs"] in inputs) for path in paths}
 
 
@@ -631,7 +631,7 @@ def counters_file(gpu: str, data: Path = DATA) -> Path:
     Raises:
         NoDataError: there is none.
     """
-    files = sorted((data / gpu / "counters").glob("*.jsonl"))
+    files = store.files(data / gpu / "counters")
     if not files:
         raise NoDataError(
             f"wanted Nsight Compute's counters of {gpu}, found none in data/{gpu}/counters. "

@@ -13,10 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
 from flashlab.core.errors import DamagedRecordError, FlashlabError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.problem import Problem
-from flashlab.record.schema import Verdict
+from flashlab.record.schema import Gpu, Label, Moment, Prose, RunId, Source, Status, Verdict
 
 
 class Fallbacks(NamedTuple):
@@ -71,6 +73,40 @@ of them holds everything, too. `read_lines` reads all alike."""
 _DIGITS = 3
 _ERRORS = ("max_abs", "rms", "lse")
 _SIDES = ("error", "limit")
+
+
+class _Header(BaseModel):
+    """What holds for every comparison of a file."""
+
+    run: RunId
+    time: Moment
+    gpu: Gpu
+    source: Source
+    software: dict[Label, Label]
+
+
+class _Emulated(BaseModel):
+    status: Status
+    reason: Prose
+    shape: Label | None
+    verdict: Verdict | None
+    agreement: Verdict | None
+
+
+class _Compared(BaseModel):
+    """A comparison as `read_lines` gives it: what of it a page may show."""
+
+    stage: Label
+    problem: Problem
+    layout: Label
+    status: Status
+    reason: Prose
+    verdict: Verdict | None
+    emulator: _Emulated | None = None
+    fallbacks: Fallbacks | None = None
+
+
+_HEADER, _COMPARED = TypeAdapter(_Header), TypeAdapter(list[_Compared])
 
 
 def header_line(*, run: str, time: str, gpu: object, source: object, software: Mapping[str, str]) -> dict[str, Any]:
@@ -168,10 +204,15 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
             line = json.loads(text)
             if "format" in line:
                 header = {key: value for key, value in line.items() if key != "format"}
+                _HEADER.validate_python(header)
             else:
                 rows = [{**header, **one} for one in _expanded(line)] if header else [_first_format(line)]
+                _COMPARED.validate_python(rows)
                 found.extend({**row, "line": number} for row in rows)
-        except (ValueError, KeyError, TypeError, FlashlabError) as error:
+        except ValidationError as error:
+            what = f"{'.'.join(map(str, error.errors()[0]['loc']))}: {error.errors()[0]['msg']}"
+            raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {what}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, FlashlabError) as error:
             raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {error!r}") from error
     return tuple(found)
 

@@ -119,17 +119,24 @@ def _deciding_files(root: Path) -> Iterable[Path]:
 
 def _from_git(root: Path) -> Source | None:
     try:
-        commit = _git(root, "rev-parse", "--verify", "HEAD").strip()
-        status = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *DECIDING)
+        commit = git(root, "rev-parse", "--verify", "HEAD").strip()
+        status = git(root, "status", "--porcelain", "--untracked-files=all", "--", *DECIDING)
     except (OSError, subprocess.CalledProcessError):
         return None
     return Source(commit=commit, dirty=bool(status.strip()))
 
 
-def _git(root: Path, *arguments: str) -> str:
+def git(root: Path, *arguments: str, missing: str | None = None) -> str:
+    """What git says there; `missing` where it fails and that is given.
+
+    Raises:
+        OSError: there is no git.
+        subprocess.CalledProcessError: it fails.
+    """
     # A container often runs as another user than the one who owns the checkout, which git refuses unless told.
-    command = ["git", "-c", f"safe.directory={root}", "-C", str(root), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    command = ["git", "-c", f"safe.directory={root}", "-c", "core.quotePath=false", "-C", str(root), *arguments]
+    said = subprocess.run(command, check=missing is None, capture_output=True, text=True)
+    return said.stdout if missing is None or said.returncode == 0 else missing
 
 
 def _from_bundle(root: Path) -> Source:

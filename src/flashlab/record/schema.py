@@ -7,13 +7,22 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from statistics import fmean, median, stdev
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, TypeAdapter, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    StringConstraints,
+    TypeAdapter,
+    model_validator,
+)
 
 from flashlab.core.problem import Cache, DType, Mask, Problem, Regime
 
@@ -23,9 +32,40 @@ SCHEMA_VERSION: Literal[2] = 2
 RUN = r"^[0-9]{8}T[0-9]{6}Z-(?P<commit>[0-9a-f]{7,})(?P<dirty>-dirty)?(-[0-9a-f]{6})?$"
 """A run's name: see `run_id`."""
 
+SLUG = r"^[a-z0-9][a-z0-9-]{0,63}$"
+"""The name of a GPU's folder."""
+
 Status = Literal["ok", "wrong", "unsupported", "missing", "crashed", "timeout", "error"]
 """ok: checked and timed. wrong: the oracle rejected it. unsupported: cannot do this problem. missing: not installed.
 crashed, timeout: took its worker process down or had to be stopped. error: raised an error. Only `ok` has samples."""
+
+
+def _moment(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
+
+
+def _readable(text: str) -> str:
+    """Without control characters, and not longer than a page wants it."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)[:PROSE_CHARS]
+
+
+PROSE_CHARS = 4000
+Label = Annotated[str, StringConstraints(pattern=r"^[\w .,:;'+/=@%^()·×-]*(\[[\w .,:=-]*\])?$", max_length=300)]
+"""A name or a version: no character of it is HTML's or starts a link in Markdown, so that pages show it as it is."""
+Prose = Annotated[str, AfterValidator(_readable)]
+"""What a program said, a reason or a line of source: anything. A page shows it through `tables.prose` or `source`."""
+Moment = Annotated[str, StringConstraints(pattern=r"^[0-9T:.Z+-]{10,40}$"), AfterValidator(_moment)]
+"""ISO 8601."""
+Commit = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{7,40}|unknown)$")]
+RunId = Annotated[str, StringConstraints(pattern=RUN)]
+MOST_SAMPLES = 10_000
+"""Of a series of samples; one that has more was not taken by flashlab."""
+Times = Annotated[tuple[float, ...], Field(max_length=MOST_SAMPLES)]
+TENSOR_FLOP_PER_CYCLE: Mapping[tuple[int, int], int] = {(9, 0): 4096}
+"""Operations per cycle of one SM's tensor cores, 16-bit in and float32 sums, dense, by compute capability.
+
+Hopper's follows from the data sheet: 989.4 TFLOP/s on 132 SMs at 1830 MHz."""
 
 
 class _Model(BaseModel):
@@ -46,7 +86,7 @@ class Conditions(_Model):
     """Mean of the powers seen, W."""
     temperature_c_max: float | None
     """Highest temperature seen, °C."""
-    throttle_reasons: tuple[str, ...]
+    throttle_reasons: tuple[Label, ...]
     """NVML's names of every reason seen for holding the clock back, for example `sw_power_cap`."""
     energy_j_per_call: float | None
     """Joules a call from NVML's energy counter; None for bursts, which are mostly gaps."""
@@ -59,11 +99,11 @@ class Samples(_Model):
     cache: Cache
     calls: int = Field(ge=1)
     """Calls between the two timing events of one sample."""
-    time_us: tuple[float, ...] = Field(min_length=1)
+    time_us: Times = Field(min_length=1)
     """Time of one call, microseconds, one entry a sample."""
-    sm_clock_mhz: tuple[float, ...]
+    sm_clock_mhz: Times
     """SM clock right after each sample, without its load, from on-chip counters; empty where it was not measured."""
-    call_clock_mhz: tuple[float, ...] = ()
+    call_clock_mhz: Times = ()
     """Mean SM clock over each sample's calls, from on-chip counters; empty where it was not measured."""
     conditions: Conditions | None = None
     """The GPU's state while they were taken; None where it was not read."""
@@ -102,7 +142,7 @@ class Verdict(_Model):
     """
 
     passed: bool
-    reason: str
+    reason: Prose
     """Empty when passed, else the first thing wrong."""
     max_abs_error: float | None = None
     max_abs_limit: float | None = None
@@ -122,10 +162,10 @@ class CubinFields(_Model):
     """The machine code that was launched."""
 
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
-    arch: str
-    compiler: str
-    parameters: dict[str, int]
-    options: tuple[str, ...]
+    arch: Label
+    compiler: Label
+    parameters: dict[Label, int]
+    options: tuple[Label, ...]
     registers: int
     spill_store_bytes: int
     spill_load_bytes: int
@@ -137,31 +177,36 @@ class CubinFields(_Model):
     """Query rows a block."""
     blocks_per_sm: int | None
     """Blocks resident on an SM, from the driver's occupancy calculation."""
-    sass: dict[str, int]
+    sass: dict[Label, int]
     """Static instruction counts by class; see sass.py."""
 
 
 class Gpu(_Model):
     """Identity of a GPU."""
 
-    slug: str = Field(pattern=r"^[a-z0-9][a-z0-9-]*$")
+    slug: str = Field(pattern=SLUG)
     """Folder name under data/: `nvidia-h200`."""
-    name: str
+    name: Label
     compute_capability: tuple[int, int]
     sm_count: int
     max_sm_clock_mhz: float | None
     memory_bytes: int
     l2_bytes: int
     power_limit_w: float | None
-    driver: str
-    fingerprint: str
+    driver: Label
+    fingerprint: Label
     """First 12 hex digits of the sha256 of its UUID: tells two GPUs apart without publishing the UUID."""
+
+    def tensor_tflops(self, clock_mhz: float | None) -> float | None:
+        """What its tensor cores can do at an SM clock, 16-bit in and float32 sums; None where either is not known."""
+        per_cycle = TENSOR_FLOP_PER_CYCLE.get(self.compute_capability)
+        return per_cycle * self.sm_count * clock_mhz / 1e6 if per_cycle and clock_mhz else None
 
 
 class Source(_Model):
     """Which code made a record."""
 
-    commit: str
+    commit: Commit
     """Full hash, or `unknown`."""
     dirty: bool
     """True when kernels, package or notebooks differed from the commit, or could not be compared with it."""
@@ -172,7 +217,7 @@ class Start(_Model):
 
     boot: str = Field(pattern=r"^[0-9a-f]{8}$")
     """First 8 hex digits of the sha256 of the kernel's boot id."""
-    at: str
+    at: Moment
     """When the kernel started, UTC, ISO 8601. A machine resumed from an image keeps its boot id, but not this."""
 
     def same_as(self, other: Start) -> bool:
@@ -189,13 +234,13 @@ class Base(_Model):
     """The header of every kind of record: when, on which GPU and start of a machine, by which code and software."""
 
     schema_version: Literal[1, 2] = SCHEMA_VERSION
-    run: str = Field(pattern=RUN)
+    run: RunId
     """UTC start time, commit and a random part that older ones lack: see `run_id`."""
-    time: str
+    time: Moment
     """UTC time of this record, ISO 8601."""
     gpu: Gpu
     source: Source
-    software: dict[str, str]
+    software: dict[Label, Label]
     start: Start | None = None
     """The start of the machine it was made on; None in older records, and where the system does not say."""
 
@@ -218,7 +263,7 @@ class Timed(Base):
 
     problem: Problem
     status: Status
-    reason: str
+    reason: Prose
     """Empty when ok, else why there is no time."""
     verdict: Verdict | None
     samples: tuple[Samples, ...]
@@ -226,7 +271,7 @@ class Timed(Base):
     fallbacks: tuple[int, int] | None = None
     """How often the kernel left its fast path in a call, in tiles of a warp: whose reference was moved, and whose
     scores were computed again. Of `trained` inputs, in a call of every layer. None where nobody counted."""
-    trained: dict[str, JsonValue] | None = None
+    trained: dict[Label, JsonValue] | None = None
     """Of `trained` inputs, the model that made them: digest of its weights, loss, statistics of each layer's scores."""
 
     @model_validator(mode="after")
@@ -277,9 +322,9 @@ class Measurement(Timed):
     """One stage or peer on one problem."""
 
     kind: Literal["stage", "peer"]
-    name: str
+    name: Label
     """A stage id, or a peer's name."""
-    choice: str = ""
+    choice: Label = ""
     """What a peer chose that tunes itself, in its own words."""
     layout: Literal["bhsd", "bshd"] = "bhsd"
     """Order in memory of the dimensions of Q, K and V that were timed: batch, heads, sequence, head dim, or sequence
@@ -298,9 +343,9 @@ class Tuning(Timed):
     """One stage with one choice of its tunables on one problem; status `error` where it does not compile."""
 
     kind: Literal["tuning"] = "tuning"
-    stage: str
+    stage: Label
     """A stage id, or the name of a peer that was timed beside the variants."""
-    parameters: dict[str, int]
+    parameters: dict[Label, int]
     """Every tunable of the stage and its value; none of a peer."""
 
 
@@ -311,13 +356,13 @@ class Ablation(Timed):
     """
 
     kind: Literal["ablation"] = "ablation"
-    axis: str
+    axis: Label
     """Name of the axis; `levers` where the source was changed."""
-    level: str
+    level: Label
     """Name of the level on it, or of the lever; `as it is` for the source beside which a lever was measured."""
-    stage: str
+    stage: Label
     """A stage id; an axis may cross from a stage to its child."""
-    parameters: dict[str, int]
+    parameters: dict[Label, int]
     """Every tunable of the stage and its value."""
 
 
@@ -325,11 +370,11 @@ class Part(Base):
     """The time of a stage with a part of its work left out; its output is wrong by construction, and not judged."""
 
     kind: Literal["part"] = "part"
-    stage: str
+    stage: Label
     """A stage id."""
-    left_out: str
+    left_out: Label
     """`nothing`, `qk`, `softmax`, `pv` or `memory`."""
-    parameters: dict[str, int]
+    parameters: dict[Label, int]
     """Every tunable of the stage and its value."""
     problem: Problem
     samples: Samples
@@ -340,7 +385,7 @@ class Reading(Base):
     """One implementation on one problem by one timer, on one kind of input: it judges the method."""
 
     kind: Literal["reading"] = "reading"
-    name: str
+    name: Label
     """A stage id, or a peer's name."""
     problem: Problem
     timer: Literal["events", "torch-profiler", "cuda-bench"]
@@ -358,29 +403,29 @@ class ChipReading(Base):
     """One micro-benchmark of an SM's units, on one GPU; the cases are in experiments/chip.py."""
 
     kind: Literal["chip"] = "chip"
-    name: str
+    name: Label
     """Of the case."""
     group: Literal["unit", "latency", "wgmma", "issue", "softmax", "overlap", "loop"]
     unit: Literal["ops/clk/SM", "FLOP/clk/SM", "clk", "clk/score"]
     value: float
     """The median of `one_sm`."""
-    one_sm: tuple[float, ...] = Field(min_length=1)
+    one_sm: Times = Field(min_length=1)
     """A value a launch, one block on one SM."""
-    all_sms: tuple[float, ...] = Field(min_length=1)
+    all_sms: Times = Field(min_length=1)
     """A value a launch with a block on every SM: the median of the blocks."""
-    beside: tuple[float, ...] = ()
+    beside: Times = ()
     """What the block's other warps did a clock meanwhile, a value a launch on one SM; empty where there are none."""
-    stamps: tuple[float, ...] = ()
+    stamps: Times = ()
     """Clocks since the start, at the moments that the kernel's file names; of the last launch on one SM."""
-    how: str
-    kernel: str
+    how: Label
+    kernel: Label
     """File of kernels/chip, without its suffix."""
-    defines: dict[str, int]
+    defines: dict[Label, int]
     repeats: int
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Of the machine code."""
     registers: int
-    opcodes: dict[str, int]
+    opcodes: dict[Label, int]
     """Those of the case, as counted in the machine code."""
 
 
@@ -388,21 +433,21 @@ class Call(Base):
     """Wall time of single calls, each from the host's call to the end of its kernel: launch and wait included."""
 
     kind: Literal["call"] = "call"
-    name: str
+    name: Label
     """A peer's name."""
     problem: Problem
-    time_us: tuple[float, ...] = Field(min_length=1)
+    time_us: Times = Field(min_length=1)
     """Host time of one call, microseconds, one entry a call."""
 
 
 class Sanitized(Base):
     """What one of compute-sanitizer's tools found in one stage."""
 
-    tool: str
+    tool: Label
     """memcheck, racecheck, initcheck or synccheck."""
-    version: str
+    version: Label
     """The tool's, as it says it."""
-    stage: str
+    stage: Label
     """Its id."""
     launches: int = Field(ge=0)
     """How often it was launched under the tool."""
@@ -412,7 +457,7 @@ class Sanitized(Base):
     """Errors in the tool's own count that name no stage's kernel; the same for every stage of the process."""
     finished: bool
     """Whether the process and the tool came to their end."""
-    findings: tuple[str, ...]
+    findings: tuple[Prose, ...]
     """The first line of some reports."""
 
     @property
@@ -425,14 +470,14 @@ class Ceiling(Base):
     """One measured limit of the GPU."""
 
     kind: Literal["ceiling"]
-    name: str
+    name: Label
     """`copy`, `tensor_float16`, `fp32_fma`, `exp2`, …; see measure/ceilings.py."""
-    unit: str
+    unit: Label
     """Unit of `value`: `TB/s`, `TFLOP/s`, `Tex2/s`."""
     value: float
     """From the median time."""
     samples: Samples
-    how: str
+    how: Label
     """What was run."""
 
 
@@ -443,38 +488,38 @@ class Machine(_Model):
     """data/<gpu>/machine.json: what the runs were made on."""
 
     gpu: Gpu
-    host: dict[str, str]
+    host: dict[Label, Label]
     """Processor, cores, memory, operating system; no host name."""
 
 
 class _Counted(_Model):
     """A launch under Nsight Compute."""
 
-    gpu: str
+    gpu: Label
     """Product name of the GPU."""
-    commit: str
+    commit: Commit
     """Full hash of the code that was launched, or `unknown`."""
     dirty: bool
     """True when that code differed from the commit."""
-    metrics: dict[str, float]
+    metrics: dict[Label, float]
     """Nsight Compute's metrics by their names; which there are depends on the GPU and on its version."""
 
 
 class StageCounters(_Counted):
     """What Nsight Compute counted in one launch of a stage: full mask, float16, no log-sum-exp asked for."""
 
-    stage: str
+    stage: Label
     """Its id."""
-    shape: str
+    shape: Label
     """BxHxSxD."""
 
 
 class PatternCounters(_Counted):
     """What Nsight Compute counted in a single access to shared memory by one warp."""
 
-    pattern: str
+    pattern: Label
     """Name of how the lanes' addresses lie."""
-    kernel: str
+    kernel: Label
     """Name of the access: its instruction and width."""
     offsets: tuple[int, ...] = Field(min_length=32, max_length=32)
     """Byte offset of each lane's address; negative where the lane takes no part."""
@@ -483,13 +528,13 @@ class PatternCounters(_Counted):
 class LineStalls(_Model):
     """Where warps were when they were sampled: a line of a stage's source, with all that is inlined there."""
 
-    file: str
+    file: Label
     """The file's name, without its folder."""
     line: int
     """From 1."""
-    text: str
+    text: Prose
     """The line as it was, without its indent."""
-    samples: dict[str, int]
+    samples: dict[Label, int]
     """Samples by warp state: the reason a warp waited, or `selected` where it did not."""
 
     @property
@@ -510,28 +555,28 @@ def _metric(name: str) -> property:
 class StageProfile(_Counted):
     """What Nsight Compute saw in one launch of a stage, from cold caches; see measure/profile.py for what is asked."""
 
-    run: str
+    run: RunId
     """Id of the run, the name of its file."""
-    stage: str
+    stage: Label
     """Its id."""
     problem: Problem
-    parameters: dict[str, int]
+    parameters: dict[Label, int]
     """Every tunable and its value."""
     cubin_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
     """Digest of the machine code that was launched: that of a measurement of the same kernel."""
     tile_q: int
     """Query rows a block."""
-    ncu: str
+    ncu: Label
     """Version of Nsight Compute."""
-    samples: dict[str, int]
+    samples: dict[Label, int]
     """Samples of the kernel's warps by warp state; empty where none were taken."""
     lines: tuple[LineStalls, ...]
     """The lines with the most samples, most first; empty where samples could not be traced to lines."""
-    time: str
+    time: Moment
     """UTC time of the record, ISO 8601."""
     device: Gpu | None = None
     """The GPU, as other records have it; None in older ones."""
-    software: dict[str, str] = Field(default_factory=dict)
+    software: dict[Label, Label] = Field(default_factory=dict)
     """Versions; none in older records."""
     start: Start | None = None
     """The start of the machine it was made on; None in older records."""
@@ -609,11 +654,11 @@ COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounte
 class ChoiceRow(_Model):
     """One choice of a stage's tunables on one problem."""
 
-    stage: str
-    shape: str
+    stage: Label
+    shape: Label
     mask: Mask
     dtype: DType
-    parameters: dict[str, int]
+    parameters: dict[Label, int]
     """Every tunable of the stage and its value."""
     time_us: float
     """Median, in a burst with a hot L2."""
@@ -621,7 +666,7 @@ class ChoiceRow(_Model):
     """Query rows a block."""
     variants: int
     """So many were tuned there, in turn, and this one won; 0 where the stage was timed and not tuned."""
-    run: str
+    run: RunId
     """The run that it is from, of data/<gpu>/tuning, or of data/<gpu>/runs where it was not tuned."""
 
     @cached_property
@@ -638,7 +683,7 @@ class ChoiceRow(_Model):
 class Choices(_Model):
     """data/<gpu>/tuned.json: which stage and tunables a problem gets; run/choice.py reads it."""
 
-    arch: str
+    arch: Label
     sm_count: int
     rows: tuple[ChoiceRow, ...]
 
@@ -648,10 +693,10 @@ class Judged(_Model):
 
     model_config = ConfigDict(extra="allow")
 
-    id: str
-    verdict: str
-    records: tuple[str, ...]
-    reason: str
+    id: Label
+    verdict: Label
+    records: tuple[Label, ...]
+    reason: Prose
 
 
 AnyRecord = Measurement | Ceiling | Tuning | Ablation | Part | Reading | ChipReading | Call | StageProfile | Sanitized

@@ -30,8 +30,10 @@ import hashlib
 import json
 import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,8 +43,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
 from flashlab.core.paths import DATA, writable_dir
-from flashlab.record import checks, schema
-from flashlab.record.schema import COUNTERS, Ceiling, Choices, Judged, Machine, Measurement, Record, Sanitized
+from flashlab.record import checks, provenance, schema
+from flashlab.record.schema import COUNTERS, Ceiling, Choices, Judged, Machine, Measurement, Record, Samples, Sanitized
 
 T = TypeVar("T", bound=BaseModel)
 FOLDERS: Mapping[type[BaseModel], str] = {
@@ -156,11 +158,55 @@ def _parsed(
         if not raw.strip():
             continue
         try:
-            lines.append(Line(record=parse(raw), path=path, number=number))
+            record = parse(raw)
         except ValidationError as error:
             first = error.errors()[0]
             damage.append(Damage(path, number, f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}"))
+            continue
+        if reason := _misplaced(record, path):
+            damage.append(Damage(path, number, reason))
+        else:
+            lines.append(Line(record=record, path=path, number=number))
     return tuple(lines), tuple(damage)
+
+
+_AHEAD = timedelta(days=1)
+"""So far a clock may be ahead of the one that reads."""
+
+
+def _misplaced(record: Any, path: Path) -> str:
+    """Why a record that is valid by itself does not belong into this file; empty where nothing speaks against it."""
+    run, moment = (getattr(record, name, None) for name in ("run", "time"))
+    if run is not None and run != path.stem:
+        return f"run: wanted {path.stem}, the file's name, got {run}"
+    return f"time: {moment} is in the future" if moment and _in_future(moment) else ""
+
+
+def _in_future(moment: str) -> bool:
+    at = datetime.fromisoformat(moment)
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)) > datetime.now(UTC) + _AHEAD
+
+
+def _series(record: Any) -> tuple[Samples, ...]:
+    """A record's samples, of one or several states; none where it has none."""
+    taken = getattr(record, "samples", ())
+    return taken if isinstance(taken, tuple) else (taken,) if isinstance(taken, Samples) else ()
+
+
+def _impossible(record: Any) -> str:
+    """What is faster than the GPU's tensor cores at their highest clock; empty where nothing is."""
+    gpu = getattr(record, "gpu", None)
+    peak = gpu.tensor_tflops(gpu.max_sm_clock_mhz) if isinstance(gpu, schema.Gpu) else None
+    if peak is None or not hasattr(record, "samples"):
+        return ""
+    if isinstance(record, Ceiling):
+        rates = [record.value] if record.unit == "TFLOP/s" else []
+    else:
+        rates = [record.problem.tflops(one.median_us) for one in _series(record)]
+    name = getattr(record, "stage", getattr(record, "name", ""))
+    peak *= 2 if name.startswith("fp8") else 1
+    fastest = max(rates, default=0.0)
+    return f"{fastest:.0f} TFLOP/s, above the {peak:.0f} that its GPU can reach" if fastest > peak else ""
 
 
 def read(path: Path, kind: type[T]) -> tuple[tuple[T, ...], tuple[Damage, ...]]:
@@ -179,9 +225,14 @@ def records(gpu: str, kind: type[T], data: Path = DATA) -> tuple[T, ...]:
     return tuple(line.record for line in lines(gpu, FOLDERS[kind], data) if isinstance(line.record, kind))
 
 
+def files(folder: Path) -> tuple[Path, ...]:
+    """The files of a folder that are named by a run's id, oldest first; no links."""
+    return tuple(p for p in sorted(folder.glob("*.jsonl")) if re.match(schema.RUN, p.stem) and not p.is_symlink())
+
+
 def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]:
     """Every sound record in a GPU's folder, one of `FOLDERS`, oldest file first; empty where there is none."""
-    paths = sorted((data / gpu / folder).glob("*.jsonl"))
+    paths = files(data / gpu / folder)
     return tuple(line for path in paths for line in _parsed(path, _PARSERS[folder], signature(path))[0])
 
 
@@ -201,18 +252,21 @@ def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
     counts: dict[str, int] = {}
     kinds: tuple[type[Any], ...] = (Measurement, schema.Tuning, schema.Ablation, schema.Part, schema.Reading)
     for kind in kinds:
-        several = [record.samples for record in records(gpu, kind, data)]
-        flat = [one for taken in several for one in (taken if isinstance(taken, tuple) else (taken,))]
+        flat = [samples for record in records(gpu, kind, data) for samples in _series(record)]
         counts[FOLDERS[kind]] = sum(len(samples.time_us) for samples in flat)
     return counts
+
+
+def _is_slug(name: str) -> bool:
+    return re.fullmatch(schema.SLUG, name) is not None
 
 
 def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
     """GPUs that have at least one file of runs, or of another folder of records; the one with the most files first."""
     if not data.is_dir():
         return ()
-    files = {p.name: len(list((p / folder).glob("*.jsonl"))) for p in data.iterdir()}
-    return tuple(sorted((name for name, count in files.items() if count), key=lambda name: (-files[name], name)))
+    counts = {p.name: len(files(p / folder)) for p in data.iterdir() if _is_slug(p.name) and not p.is_symlink()}
+    return tuple(sorted((name for name, count in counts.items() if count), key=lambda name: (-counts[name], name)))
 
 
 def folders(data: Path = DATA) -> tuple[str, ...]:
@@ -226,14 +280,14 @@ def require_runs(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
     Raises:
         NoDataError: there is none.
     """
-    files = tuple(sorted((data / gpu / "runs").glob("*.jsonl")))
-    if not files:
+    found = files(data / gpu / "runs")
+    if not found:
         known = ", ".join(gpus(data)) or "none yet"
         raise NoDataError(
             f"wanted recorded runs of GPU {gpu!r} under {data}, found none. GPUs with data: {known}. "
             "`flashlab bench` on such a GPU makes some."
         )
-    return files
+    return found
 
 
 def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
@@ -371,9 +425,13 @@ def rewrite(gpu: str, name: str, text: str, data: Path = DATA) -> Path:
 def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
     """All that is wrong with a GPU's data of every kind.
 
-    Wrong checksums, files missing, unlisted, of no known kind or in truth links, lines and documents that are none.
+    Wrong checksums; files missing, unlisted, of no known kind or name, or in truth links; lines and documents that are
+    none, that stand there twice, that are of another run, of the future, or faster than the GPU; and where there is
+    git, files that are not as the commit that added them has them.
     """
     folder = data / gpu
+    if not _is_slug(gpu) or folder.is_symlink():
+        return (Damage(folder, None, "wanted a folder named by lower-case letters, digits and hyphens, no link"),)
     sums, reported = _listed(folder)
     damage = list(reported)
     present = {p.relative_to(folder).as_posix(): p for p in _data_files(folder)} if folder.is_dir() else {}
@@ -389,21 +447,27 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
             elif _sum(path.read_bytes()) != sums[name]:
                 damage.append(Damage(path, None, "differs from CHECKSUMS"))
             damage.extend(_damage_within(name, path))
-    return tuple(damage)
+    return (*damage, *_doubled(gpu, data), *_changed_since_added(gpu, data))
 
 
 def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
     """What is wrong with the content of a file; `name` is relative to the GPU's folder."""
     kind, _, rest = name.partition("/")
     try:
+        if path.suffix == ".jsonl" and not re.match(schema.RUN, path.stem):
+            return (Damage(path, None, "not named by a run's id"),)
         if kind in _DOCUMENTS and not rest:
-            _DOCUMENTS[kind].validate_json(path.read_bytes())
+            document = _DOCUMENTS[kind].validate_json(path.read_bytes())
+            if isinstance(document, Machine) and document.gpu.slug != path.parent.name:
+                return (Damage(path, None, f"of {document.gpu.slug}"),)
         elif kind in _PARSERS and path.suffix == ".jsonl":
-            return _parsed(path, _PARSERS[kind], signature(path))[1]
+            found, damage = _parsed(path, _PARSERS[kind], signature(path))
+            reasons = ((line, _foreign(line) or _impossible(line.record)) for line in found)
+            return (*damage, *(Damage(path, line.number, reason) for line, reason in reasons if reason))
         elif kind in _CHECKS and path.suffix == ".jsonl":
             checks.read_lines(path)
         elif kind == "figures" and path.suffix == ".svg":
-            ElementTree.parse(path)
+            return _damage_of_drawing(path)
         else:
             return (Damage(path, None, "of no known kind"),)
     except ValidationError as error:
@@ -414,6 +478,68 @@ def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
     except (ElementTree.ParseError, UnicodeDecodeError) as error:
         return (Damage(path, None, str(error)),)
     return ()
+
+
+def _foreign(line: Line) -> str:
+    """That a line is of another GPU than its folder; empty where it is not."""
+    gpu = getattr(line.record, "gpu", None)
+    here = line.path.parents[1].name
+    return f"gpu: of {gpu.slug}" if isinstance(gpu, schema.Gpu) and gpu.slug != here else ""
+
+
+def _damage_of_drawing(path: Path) -> tuple[Damage, ...]:
+    """What in an SVG could run or load something."""
+    for element in ElementTree.parse(path).iter():
+        tag = element.tag.rpartition("}")[2].lower()
+        values = [(name.rpartition("}")[2].lower(), value.strip()) for name, value in element.attrib.items()]
+        loads = any(name == "href" and not value.startswith(("#", "data:image/png")) for name, value in values)
+        if tag in ("script", "foreignobject") or loads or any(name.startswith("on") for name, _ in values):
+            return (Damage(path, None, f"a drawing whose <{tag}> runs or loads something"),)
+    return ()
+
+
+_FEW = 5
+"""So many samples or more are never the same twice."""
+
+
+def _doubled(gpu: str, data: Path) -> Iterator[Damage]:
+    """Lines whose samples another line of the GPU has: copies, whatever else in them was changed."""
+    seen: dict[tuple[float, ...], str] = {}
+    for folder in dict.fromkeys(FOLDERS.values()):
+        for line in lines(gpu, folder, data):
+            series = {one.time_us for one in _series(line.record) if len(one.time_us) >= _FEW}
+            if copied := [seen[one] for one in series if one in seen]:
+                yield Damage(line.path, line.number, f"the samples of {copied[0]} again")
+            seen |= dict.fromkeys(series, f"{folder}/{line.path.name}:{line.number}")
+
+
+def _changed_since_added(gpu: str, data: Path) -> Iterator[Damage]:
+    """Files of records that are not as CHECKSUMS says in the commit that added them; nothing where there is no git."""
+    folder = (data / gpu).resolve()
+    root = next((one for one in folder.parents if (one / ".git").exists()), None)
+    if root is None:
+        return
+    inside = folder.relative_to(root).as_posix()
+    options = ("--no-renames", "--full-history", "--topo-order", "--reverse", "--diff-filter=A", "--name-only")
+    try:
+        log = provenance.git(root, "log", *options, "--format=%x00%H", "--", f"{inside}/*.jsonl")
+    except (OSError, subprocess.CalledProcessError):
+        return
+    added: dict[str, str] = {}
+    for entry in log.split("\0")[1:]:
+        commit, *names = entry.split("\n")
+        for name in filter(None, names):
+            added.setdefault(name.removeprefix(f"{inside}/"), commit)
+    sealed = {
+        commit: provenance.git(root, "show", f"{commit}:{inside}/{CHECKSUMS}", missing="")
+        for commit in {*added.values()}
+    }
+    for name, commit in added.items():
+        path = data / gpu / name
+        if not path.is_file():
+            yield Damage(path, None, f"added by commit {commit[:7]}, missing")
+        elif f"{_sum(path.read_bytes())}  {name}\n" not in sealed[commit]:
+            yield Damage(path, None, f"changed since commit {commit[:7]}, which added it")
 
 
 def write_machine(machine: Machine, data: Path = DATA) -> Path:
