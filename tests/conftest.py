@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from shared import made_once
 
 from flashlab.run import gpu
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
 HERE = Path(__file__).parent
 SLOW = (
     "emulation/test_emulated_stages.py",
@@ -18,6 +35,7 @@ SLOW = (
     "test_hopper.py",
     "emulation/test_mistakes.py",
     "test_site.py",
+    "test_hostile.py",
     "test_sanitizer.py",
     "test_ablation.py",
     "test_levers.py",
@@ -70,6 +88,19 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "said.txt").write_text("\n".join(said), encoding="utf-8")
 
     return made_once(tmp_path_factory, "report", make)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    with playwright.sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        yield started
+        started.close()
 
 
 @pytest.fixture

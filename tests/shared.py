@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Callable
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,31 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(folder)
             done.touch()
     return folder
+
+
+def live_things(page: str) -> list[str]:
+    """What of a page of the report would run, or lead to a script, and is not the report's own."""
+    found: list[str] = []
+
+    class Scan(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            given = dict(attrs)
+            urls = [given.get(name) or "" for name in ("href", "src", "action", "formaction", "data", "xlink:href")]
+            if any(name.startswith("on") for name in given) or "srcdoc" in given or given.get("src") == "x":
+                found.append(self.get_starttag_text() or tag)
+            if any(url.strip().lower().startswith(("javascript:", "vbscript:", "data:text")) for url in urls):
+                found.append(self.get_starttag_text() or tag)
+            self._script = tag == "script"
+
+        def handle_endtag(self, tag: str) -> None:
+            self._script = False
+
+        def handle_data(self, data: str) -> None:
+            if getattr(self, "_script", False) and "hacked" in data:
+                found.append(data)
+
+    Scan().feed(page)
+    return found
 
 
 def source_file(name: str, text: str) -> Path:

@@ -30,7 +30,13 @@ from flashlab.record.schema import (
 
 COMMIT = "0123abcdef0123abcdef0123abcdef0123abcdef"
 RUN = "20260102T030405Z-0123abc"
-MISSING_PEER_REASON = "made up: its package is not installed"
+HOSTILE = (
+    '<script>window.hacked=1</script>"><img src=x onerror=window.hacked=1>]]>'
+    '<a href="javascript:window.hacked=1">a</a> '
+    "[b](javascript:window.hacked=1) | table | {{ x }} {% x %} ${x} `<i>`"
+)
+"""What a page must show as it is, and never run, link or take for its own."""
+MISSING_PEER_REASON = f"made up: its package is not installed {HOSTILE}"
 
 _STAGE_TFLOPS = (2.6, 7.4, 13.1, 21.0, 17.5, 64.0, 118.0, 205.0, 230.0, 380.0, 440.0, 470.0, 490.0, 510.0)
 _PEER_TFLOPS = (441.0, 457.0, 289.0, 124.0, 41.0, 61.0, 378.0, 489.0)

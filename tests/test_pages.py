@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import re
-import shutil
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlparse
 
 import pytest
+from shared import live_things
 
 from flashlab.cli.app import _groups
 from flashlab.kernels.registry import DEAD_ENDS, STAGES
@@ -23,17 +23,6 @@ from flashlab.show import trial
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 PAGES = (
     "",
     "journey/",
@@ -137,6 +126,12 @@ def test_no_path_of_this_machine(built: Path) -> None:
         assert str(built.parent) not in path.read_text(encoding="utf-8"), path
 
 
+def test_no_word_of_a_record_is_alive(built: Path) -> None:
+    pages = {path: path.read_text(encoding="utf-8") for path in _pages(built)}
+    assert sum("window.hacked" in text for text in pages.values()) > 1
+    assert not {path: found for path, text in pages.items() if (found := live_things(text))}
+
+
 @pytest.fixture(scope="module")
 def address(built: Path) -> Iterator[str]:
     class Quiet(SimpleHTTPRequestHandler):
@@ -150,19 +145,6 @@ def address(built: Path) -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    if CHROMIUM is None:
-        pytest.skip("Chromium is not installed: apt-get install chromium")
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-    )
-    with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield started
-        started.close()
 
 
 def _open(browser: Browser, address: str, path: str, size: str, scheme: str) -> tuple[Page, list[str]]:
@@ -212,6 +194,7 @@ def test_opens_without_error_or_outside_request(
     else:
         page, wrong = tabs[size, scheme] = _open(browser, address, path, size, scheme)
     assert not wrong
+    assert page.evaluate("typeof window.hacked") == "undefined"
     assert page.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[scheme]
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert overflow <= 0, "the page itself must not scroll sideways"

@@ -189,7 +189,7 @@ def test_diff_turns_the_parent_into_the_stage() -> None:
 
 def test_what_has_no_time_is_named_with_its_reason(pages: Path) -> None:
     text = (pages / "generated" / "results" / "nvidia-h200.md").read_text(encoding="utf-8")
-    assert MISSING_PEER_REASON in text
+    assert tables.prose(MISSING_PEER_REASON) in text
     assert "Stage 00_naive takes float16, got bfloat16" in text
 
 

@@ -37,7 +37,7 @@ from flashlab.record import schema, store
 from flashlab.record.schema import Ablation, CubinFields, Part, Samples
 from flashlab.show.charts import Chart, Interval, intervals
 from flashlab.show.pages import Output, data_links, indent, stage_link
-from flashlab.show.tables import Column, code, markdown, table
+from flashlab.show.tables import Column, code, markdown, prose, table
 
 NOTHING_YET = (
     "**Nothing has been measured yet.** No such record of this GPU; `flashlab ablate` and `flashlab split` on it make "
@@ -422,7 +422,7 @@ def _problem(one: Effect) -> str:
 def _result(one: Effect) -> str:
     """What can be said of its time, or why there is none."""
     if one.median_us is None:
-        return one.reason[:_REASON_CHARS]
+        return prose(one.reason[:_REASON_CHARS])
     return "compared with" if one.is_first else one.verdict
 
 

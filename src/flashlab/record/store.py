@@ -230,6 +230,16 @@ def files(folder: Path) -> tuple[Path, ...]:
     return tuple(p for p in sorted(folder.glob("*.jsonl")) if re.match(schema.RUN, p.stem) and not p.is_symlink())
 
 
+def record_files(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
+    """A GPU's files of every known kind, for whoever copies them: records, documents and CHECKSUMS; nothing else."""
+    folder = data / gpu
+    single = [folder / name for name in (CHECKSUMS, *_DOCUMENTS)]
+    found = [
+        path for kind in (*_PARSERS, *_CHECKS) if not (folder / kind).is_symlink() for path in files(folder / kind)
+    ]
+    return tuple(path for path in (*single, *found) if path.is_file() and not path.is_symlink())
+
+
 def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]:
     """Every sound record in a GPU's folder, one of `FOLDERS`, oldest file first; empty where there is none."""
     paths = files(data / gpu / folder)

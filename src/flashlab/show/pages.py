@@ -503,7 +503,7 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
     if row is None:
         return f"*This stage was not measured in the run that is shown ({select.date(shown.newest)}).*"
     if row.status != "ok":
-        return f"**No time at {shown.first.label}: {row.status}.** {row.reason}"
+        return f"**No time at {shown.first.label}: {row.status}.** {tables.prose(row.reason)}"
     parent, peer = select.parent_of(row, rows), select.fastest_peer(rows)
     chart = charts.ladder(rows, name=f"ladder-{stage.id}", beside=shown.beside(), highlight=stage.id)
     items: list[dict[str, Any]] = [
@@ -611,7 +611,7 @@ def dead_end_result(stage: Stage, measured: Mapping[Problem, Sequence[Measuremen
         rungs = {*registry.STAGES, stage.parent}
         beside = [row for row in rows if row.name in own or row.kind == "peer" or row.name in rungs]
         parts.append(f"### {problem.label}\n\n{tables.dead_ends(beside, own)}")
-        parts += [f"**{row.name}: {row.status}.** {row.reason}" for row in mine if row.status != "ok"]
+        parts += [f"**{row.name}: {row.status}.** {tables.prose(row.reason)}" for row in mine if row.status != "ok"]
         links = ", ".join(data_links(select.run_files(mine), f"dead_ends/{stage.id}.md"))
         parts.append(f"<small>{select.provenance(mine)} · {links}</small>")
     return "\n\n".join(parts) or NOTHING_YET
@@ -683,7 +683,7 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
             f"{', '.join(beside)}; look for it there, and not among the {shown.rows()[0].problem.dtype} percentages."
         )
     if shown.damage:
-        listed = "\n".join(f"    - {html.escape(str(one).replace(str(ROOT), '.'))}" for one in shown.damage)
+        listed = "\n".join(f"    - {tables.prose(str(one).replace(str(ROOT), '.'))}" for one in shown.damage)
         parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
     parts.append(
         "## Against the libraries\n\n"
@@ -820,7 +820,10 @@ def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
     listed = []
     for shown in everything:
         folder = out.root / "data" / shown.gpu
-        shutil.copytree(data / shown.gpu, folder, dirs_exist_ok=True)
+        for path in store.record_files(shown.gpu, data):
+            target = folder / path.relative_to(data / shown.gpu)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, target)
         rows = [row for run in store.runs(shown.gpu, data) for row in (*run.measurements, *run.with_lse)]
         _write_csv(folder / "measurements.csv", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
         _write_csv(folder / "samples.csv", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))

@@ -99,7 +99,20 @@ def code(text: str) -> str:
 
 def source(text: str) -> str:
     """Source for a table's cell: a code span whose characters no Markdown reads as its own."""
-    return f"<code>{''.join(c if c.isalnum() or c in ' .,:;=+-/()' else f'&#{ord(c)};' for c in text)}</code>"
+    return f"<code>{_inert(text)}</code>"
+
+
+def prose(text: str) -> str:
+    """What a program said, for a page: in one line, and nothing of it but code spans is Markdown or HTML."""
+    spans = " ".join(text.split()).split("`")
+    if len(spans) % 2 == 0:  # a tick that opens a span and none that closes it
+        return _inert("`".join(spans))
+    return "".join(source(one) if i % 2 and one else _inert(one) for i, one in enumerate(spans))
+
+
+def _inert(text: str) -> str:
+    # An underscore inside a word is no emphasis, and stays for whoever searches the Markdown for a name.
+    return re.sub(r"[^\w .,:;=+/()-]|(?<![^\W_])_|_(?![^\W_])", lambda match: f"&#{ord(match[0])};", text)
 
 
 def place(file: str, line: int) -> str:
@@ -701,7 +714,7 @@ UNTIMED = (
 
 def untimed(rows: Iterable[Measurement]) -> str:
     """Rows without a time and why; empty where every row has one."""
-    counts = Tally((title(row), _STATUS_WORDS[row.status], row.reason) for row in rows if row.status != "ok")
+    counts = Tally((title(row), _STATUS_WORDS[row.status], prose(row.reason)) for row in rows if row.status != "ok")
     return table(UNTIMED, counts.items()) if counts else ""
 
 
@@ -732,7 +745,7 @@ def launched(rows: Iterable[Measurement]) -> str:
 def _verdict(row: Measurement) -> str:
     if row.verdict is None:
         return _STATUS_WORDS[row.status]
-    return "passed" if row.verdict.passed else f"rejected: {row.verdict.reason}"
+    return "passed" if row.verdict.passed else f"rejected: {prose(row.verdict.reason)}"
 
 
 VERDICTS = (
@@ -915,7 +928,7 @@ def _checked(what: str, place: int) -> tuple[Column, ...]:
         return sum(line["status"] in statuses for line in lines) if lines else None
 
     def failed(item: Row) -> str | None:
-        failures = [str(line["reason"]) for line in item[place] if line["status"] not in ("ok", "unsupported")]
+        failures = [prose(line["reason"]) for line in item[place] if line["status"] not in ("ok", "unsupported")]
         return f"{len(failures)}{f': {failures[0]}' if failures else ''}" if item[place] else None
 
     return (

@@ -36,7 +36,20 @@ from flashlab.run.attention import emulate
 from flashlab.run.emulator import Place, Report
 from flashlab.show import charts
 from flashlab.show.charts import Chart
-from flashlab.show.tables import Cell, Column, code, markdown, number, place, source, stage, table, thousands, tiny
+from flashlab.show.tables import (
+    Cell,
+    Column,
+    code,
+    markdown,
+    number,
+    place,
+    prose,
+    source,
+    stage,
+    table,
+    thousands,
+    tiny,
+)
 from flashlab.verify import oracle
 from flashlab.verify.verdict import check
 
@@ -247,7 +260,7 @@ def compare(trials: Mapping[str, Trial]) -> str:
         kinds = Tally(finding.kind for finding in report.findings)
         found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "none"
         limits = (tiny(verdict.max_abs_error), tiny(verdict.max_abs_limit))
-        return ["right" if verdict.passed else "wrong", verdict.reason or None, *limits, found]
+        return ["right" if verdict.passed else "wrong", prose(verdict.reason) or None, *limits, found]
 
     header = ("", "result", "why", "largest error", "limit", "findings")
     return markdown(header, [[title, *cells(trial)] for title, trial in trials.items()], left=3)
@@ -278,7 +291,7 @@ def judged(verdicts: Mapping[str, Verdict]) -> str:
     columns = (
         Column("output", "0"),
         Column("verdict", lambda item: "passed" if item[1].passed else "rejected", left=True),
-        Column("why", lambda item: item[1].reason or None, left=True),
+        Column("why", lambda item: prose(item[1].reason) or None, left=True),
         Column("largest error", "1.max_abs_error", tiny),
         Column("limit", "1.max_abs_limit", tiny),
     )
@@ -525,7 +538,7 @@ class CpuCheck:
             Column("seconds", lambda item: self.seconds.get(item[0])),
         )
         failed = [
-            (code(row.stage), row.problem.label, row.schedule, row.reason)
+            (code(row.stage), row.problem.label, row.schedule, prose(row.reason))
             for row in self.rows
             if row.status not in ("ok", "unsupported")
         ]
@@ -561,7 +574,7 @@ def agreement(lines: Iterable[Mapping[str, Any]]) -> str:
         ),
     )
     failed = [
-        (code(stage_id), line["emulator"]["shape"], line["emulator"]["reason"])
+        (code(stage_id), line["emulator"]["shape"], prose(line["emulator"]["reason"]))
         for stage_id, of_stage in by_stage.items()
         for line in of_stage
         if line["emulator"]["status"] != "ok"

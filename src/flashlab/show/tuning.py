@@ -178,7 +178,7 @@ def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
                 None if trial.median_us is None else f"{trial.median_us:.1f}",
                 None if trial.speedup is None else f"{trial.speedup:.3f}",
                 str(trial.samples),
-                trial.status if trial.status == "ok" else f"{trial.status}: {trial.reason[:160]}",
+                trial.status if trial.status == "ok" else f"{trial.status}: {tables.prose(trial.reason[:160])}",
                 trial.run,
             ]
             for trial in of_key
