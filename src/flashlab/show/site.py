@@ -25,6 +25,7 @@ from flashlab.kernels import registry
 from flashlab.show import pages
 from flashlab.show.notebook import Outcome, read_outcome, settings
 from flashlab.show.pages import PAGE_OF
+from flashlab.show.typed import typed_numbers
 
 REPLAY_TIMEOUT_S = 300.0
 MEASURE_TIMEOUT_S = 3600.0
@@ -174,6 +175,12 @@ def execute_all(
 # --- The site ---------------------------------------------------------------------------------------------------------
 
 
+def written_pages() -> tuple[Path, ...]:
+    """What people wrote: the pages under site/, the notebooks and the README."""
+    pages = (path for path in SITE.rglob("*.md") if "generated" not in path.relative_to(SITE).parts)
+    return (*sorted(pages), *sorted(NOTEBOOKS.glob("*.ipynb")), ROOT / "README.md")
+
+
 def write_pages(
     out: Path = BUILD,
     *,
@@ -189,8 +196,15 @@ def write_pages(
 
     Raises:
         NoDataError: `gpu` has no records.
+        ReportError: somebody typed a measured number into a page, a notebook or the README.
         OutputError: `out` cannot be written.
     """
+    if found := list(typed_numbers(written_pages())):
+        listed = "\n".join(f"  {one}" for one in found)
+        raise ReportError(
+            f"wanted measured numbers to come from records, found some that were typed:\n{listed}\nA snippet draws "
+            "them from data/; a constant, arithmetic, a quotation or a prediction says so: <!-- fixed: why -->"
+        )
     folder = writable_dir(out, "the pages") / "pages"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(SITE, folder, ignore=shutil.ignore_patterns("generated"))

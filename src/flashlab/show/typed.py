@@ -1,0 +1,75 @@
+"""Finds measured numbers that somebody typed into a hand-written page: the report is not built with one.
+
+A number that was measured comes from a record, through a snippet. What may stand there as it is, a constant of the
+hardware, arithmetic, a source's words or a prediction, says so with its reason in a comment: `<!-- fixed: why -->` at
+the end of its line, or on a line of its own before a paragraph or table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_UNIT = r"(?:[TG]?FLOP/s|[TG]B/s|µs|us|ms|ns|[MG]Hz|m?J|W|%|percent|per\ cent|cycles?|clocks?|times|fold)(?!\w)"
+_COUNT = (
+    r"two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|a\ dozen|twenty|thirty|fifty|a\ hundred|several|a\ few"
+)
+_PART = "half|third|quarter|fifth|sixth|seventh|eighth|ninth|tenth|sixteenth|twentieth|fiftieth|hundredth"
+_MORE = "of|as|again|less|more|fewer|slower|faster|longer|shorter|higher|lower|above|below|away"
+_TYPED = re.compile(
+    rf"""
+    (?<![\w.])\d[\d.,]*(?:\s*(?:to|or|and|–|-)\s*\d[\d.,]*)?[\s\u00a0-]*{_UNIT}
+    | (?<![\d\s])×\s?\d | (?<!\d)\ ×\d | \b\d[\d.,]*\ ?×(?!\s*\d)
+    | \b(?:{_COUNT})[ -](?:times|fold|percent|cycles|clocks|microseconds|milliseconds|watts)\b
+    | \b(?:about|nearly|almost|more\ than|less\ than)\ half\b | \borders?\ of\ magnitude\b
+    | \b(?:[Tt]wice|[Tt]hrice|doubl(?:es|ed|ing)(?!\ buffer)|tripl(?:es|ed|ing)|(?<!two\ )halv(?:es|ed|ing))\b
+    | \b(?:[Hh]alf|by\ half)\ (?:as|again|the\ (?:time|rate|speed)|of\ the\ (?:time|rate)|its\ (?:time|rate))\b
+    | \b(?:[Aa]n?|one|two|three|four|five|seven|nine)[ -](?:{_PART})s?(?:\ (?:{_MORE})\b|[,.;:)])
+    """,
+    re.VERBOSE,
+)
+_FIXED = re.compile(r"<!-- fixed: \w.+? -->")
+_NOT_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->")
+
+
+class Typed(NamedTuple):
+    """A number that was typed."""
+
+    path: Path
+    line: int
+    """From 1; of a notebook, of its Markdown cells with an empty line between any two."""
+    words: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.words}"
+
+
+def typed_numbers(paths: Iterable[Path]) -> Iterator[Typed]:
+    """The measured numbers in the prose of pages and notebooks that no comment excepts."""
+    for path in paths:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix == ".ipynb":
+            cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+            text = "\n\n".join("".join(cell["source"]) for cell in cells)
+        yield from (Typed(path, line, words) for line, words in _in_text(text))
+
+
+def _in_text(text: str) -> Iterator[tuple[int, str]]:
+    fence, excepted = "", ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        bare = line.strip()
+        if opened := re.match(r"```+|~~~+", bare):
+            fence = "" if fence and bare.startswith(fence) else fence or opened[0]
+        elif fence:
+            continue
+        elif _FIXED.fullmatch(bare):
+            excepted = "next"
+        elif not bare:
+            excepted = "next" if excepted == "next" else ""
+        elif excepted:
+            excepted = "this"
+        elif not _FIXED.search(line):
+            yield from ((number, found[0].strip()) for found in _TYPED.finditer(_NOT_PROSE.sub("", line)))
