@@ -112,6 +112,31 @@ def test_a_roofline_of_many_problems_names_none_of_them(tmp_path: Path) -> None:
             assert ("B4 D64" in text) is named
 
 
+@pytest.mark.parametrize("slug", store.gpus())
+def test_nothing_on_record_stands_above_its_roof(slug: str) -> None:
+    """The tensor cores' peak at the clock inside a row's own calls, in the table; at that of the fastest, in the chart."""
+    shown = select.load(slug)
+    for row in (row for rows in shown.problems.values() for row in rows if select.rate(row)):
+        peak = row.gpu.tensor_tflops(select.call_clock(row))
+        assert peak is None or (select.rate(row) or 0.0) < peak, row.name
+    if "copy" not in shown.ceilings:
+        return
+    assert "above" not in tables.placement(shown)
+    first = shown.first
+    assert first is not None
+    points = charts._problem_points(shown, first)
+    clock_mhz = select.call_clock(max(points, key=lambda point: point.tflops).row)
+    assert (
+        f"units at {clock_mhz:.0f} MHz, the clock inside the calls of the fastest mark"
+        in charts.roofline(shown).caption
+    )
+    roofs = charts._roofs(shown, first, "copy", clock_mhz)
+    top = max(roof.value for roof in roofs if not roof.is_slope)
+    slope = max(roof.value for roof in roofs if roof.is_slope)
+    for point in points:
+        assert point.tflops < min(top, slope * point.intensity), point.row.name
+
+
 def test_measured_bytes_stand_beside_counted_ones(shown: Results) -> None:
     first, profiles = shown.first, _profiles(shown)
     assert first is not None

@@ -355,13 +355,12 @@ LATER = "20260202T030405Z-89abcde"
 
 def _rows() -> list[Measurement]:
     """A later run of dead ends beside two rungs and a library; one is wrong."""
-    rungs = [measurement(name, FIRST, run=LATER) for name in ("00_naive", "05_wmma", "sdpa")]
+    rungs = [measurement(name, FIRST, run=LATER, seed=99) for name in ("00_naive", "05_wmma", "sdpa")]
     like = rungs[1]
+    names = [name for stage in DEAD_ENDS.values() for name in (stage.id, *stage.variant_names) if name != "tile48"]
     dead = [
-        like.model_copy(update={"name": name})
-        for stage in DEAD_ENDS.values()
-        for name in (stage.id, *stage.variant_names)
-        if name != "tile48"
+        measurement("05_wmma", FIRST, run=LATER, seed=seed).model_copy(update={"name": name})
+        for seed, name in enumerate(names, start=1)
     ]
     assert like.verdict is not None
     refused = Verdict.model_validate(like.verdict.model_dump() | {"passed": False, "reason": "made up: NaN"})
@@ -429,12 +428,15 @@ def test_a_comparison_of_few_stages_does_not_stand_in_for_that_of_many(tmp_path:
     """Nor does one of dead ends alone."""
     path = tmp_path / "nvidia-h200" / folder
     path.mkdir(parents=True)
-    header = {"format": 2, "run": "x", "time": "x", "gpu": {}, "source": {}, "software": {}}
+    row = measurement("00_naive", FIRST).model_dump(mode="json")
+    header = {"format": 2} | {name: row[name] for name in ("run", "time", "gpu", "source", "software")}
     line = {"shape": "1x1x1x64", "dtype": "float16", "mask": "full", "layout": "contiguous", "status": "ok"}
-    for run, ids in (("1", ("00_naive", "03_warp_rows")), ("2", ("03_warp_rows",)), ("3", ("tile48[TILE_Q=32]",))):
+    runs = [f"2026010{day}T030405Z-0123abc" for day in (1, 2, 3)]
+    of_runs = (("00_naive", "03_warp_rows"), ("03_warp_rows",), ("tile48[TILE_Q=32]",))
+    for run, ids in zip(runs, of_runs, strict=True):
         text = "".join(json.dumps(one) + "\n" for one in (header, *({"stage": stage, **line} for stage in ids)))
         (path / f"{run}.jsonl").write_text(text, encoding="utf-8")
-    assert select.checks("nvidia-h200", tmp_path, folder)[0].stem == "1"
+    assert select.checks("nvidia-h200", tmp_path, folder)[0].stem == runs[0]
 
 
 @every_dead_end

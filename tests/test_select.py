@@ -101,6 +101,28 @@ def test_the_parent_is_the_registrys(data: Path) -> None:
         assert (parent.name if parent else None) == wanted
 
 
+def test_a_percentage_is_of_the_fastest_of_one_set_of_libraries(tmp_path: Path) -> None:
+    few = Problem.parse("4x16x8192x64")
+    run = "20260102T000000Z-0123abc"
+    unable = _timed("fa3", few, run, 9.0).model_copy(
+        update={"status": "unsupported", "reason": "bfloat16 alone", "samples": (), "verdict": None}
+    )
+    rows = [_timed(name, FIRST, run, 200.0, sustained=250.0) for name in ("00_naive", "sdpa", "sdpa_cudnn")]
+    _write(tmp_path, run, *rows, *(_timed(name, few, run, 900.0) for name in ("00_naive", "sdpa")), unable)
+    shown = select.load(GPU, tmp_path)
+    wanted = shown.libraries("float16")
+    assert wanted == {"sdpa", "sdpa_cudnn"}
+    assert shown.libraries("bfloat16") == frozenset()
+    assert select.fastest_of(wanted, shown.rows()) == select.fastest_peer(shown.rows())
+    assert select.fastest_of(wanted, shown.rows(few)) is None
+    assert select.fastest_of({"sdpa", "fa3"}, shown.rows(few)) == select.fastest_peer(shown.rows(few))
+    assert select.fastest_of(wanted, shown.rows(), "sustained") is not None
+    assert select.fastest_of({"sdpa"}, shown.rows(few), "sustained") is None
+    stage = shown.rows(few)[0]
+    assert tables.line(stage, shown.rows(few), libraries=wanted)["percent_of_best"] is None
+    assert tables.line(stage, shown.rows(few))["percent_of_best"] is not None
+
+
 def test_rates_follow_from_the_median() -> None:
     row = measurement("00_naive", FIRST)
     samples = row.samples_of()

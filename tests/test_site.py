@@ -131,7 +131,7 @@ def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_typ
     text = (out.root / "snippets" / "front-numbers.md").read_text(encoding="utf-8")
     in_bfloat16, in_float16 = text.index("<dd>120 %</dd>"), text.index("<dd>130 %</dd>")
     assert in_bfloat16 < in_float16
-    assert "of the fastest library in bfloat16, FlashAttention-3<" in text
+    assert "of the fastest library in bfloat16, FlashAttention-3 (of 1 timed)<" in text
     assert "FlashAttention-3: the wheel (fa3-fwd) lacks float16" in text
     assert "B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in text
     finding = (out.root / "snippets" / "front-finding.md").read_text(encoding="utf-8")

@@ -308,6 +308,11 @@ class Results:
         rows = self.problems[wanted]
         return rows if stage_ids is None else tuple(r for r in rows if r.kind == "peer" or r.name in stage_ids)
 
+    def libraries(self, dtype: str) -> frozenset[str]:
+        """The libraries that have a burst time in an element type at any problem: the set that percentages are of."""
+        rows = (row for problem, of in self.problems.items() if problem.dtype == dtype for row in of)
+        return frozenset(row.name for row in rows if row.kind == "peer" and rate(row) is not None)
+
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that do not take the element type of `problem` (of `first`, where None), timed in another.
 
@@ -330,6 +335,19 @@ class Results:
                 if alike and other["name"] == name and rate(other["record"]) is not None:
                     beside.setdefault(name, other["record"])
         return ordered(beside.values())
+
+
+def fastest_of(
+    libraries: Collection[str], rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot"
+) -> Measurement | None:
+    """The fastest library of one problem where each of `libraries` was tried there; None where one was not.
+
+    So that a percentage of it means the same at every problem and in every state: of the fastest of the same set. A
+    library that cannot do the problem was tried.
+    """
+    found = [row for row in rows if row.kind == "peer" and row.status != "missing"]
+    tried = {row.name for row in found if row.status != "ok" or rate(row, regime, cache) is not None}
+    return fastest_peer(found, regime, cache) if tried.issuperset(libraries) else None
 
 
 def on_inputs(problems: Iterable[Problem]) -> str:
@@ -656,6 +674,12 @@ def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache =
     if not medians:
         return "clock not recorded"
     return f"{medians[0]} MHz" if len(set(medians)) == 1 else f"{min(medians)}–{max(medians)} MHz"
+
+
+def call_clock(row: Measurement, regime: Regime = "burst") -> float | None:
+    """The median SM clock inside a row's calls with a hot L2, MHz; None where it was not read."""
+    samples = row.samples_of(regime)
+    return median(samples.call_clock_mhz) if samples and samples.call_clock_mhz else None
 
 
 def commit_label(run: str, dirty: bool = False) -> str:

@@ -98,10 +98,10 @@ class _Compared(BaseModel):
 
     stage: Label
     problem: Problem
-    layout: Label
+    layout: Label = ""
     status: Status
-    reason: Prose
-    verdict: Verdict | None
+    reason: Prose = ""
+    verdict: Verdict | None = None
     emulator: _Emulated | None = None
     fallbacks: Fallbacks | None = None
 

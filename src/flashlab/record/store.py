@@ -170,21 +170,23 @@ def _parsed(
     return tuple(lines), tuple(damage)
 
 
+def _misplaced(record: Any, path: Path) -> str:
+    """That a record is of another run than its file; empty where it is not."""
+    run = getattr(record, "run", path.stem)
+    return "" if run == path.stem else f"run: wanted {path.stem}, the file's name, got {run}"
+
+
 _AHEAD = timedelta(days=1)
 """So far a clock may be ahead of the one that reads."""
 
 
-def _misplaced(record: Any, path: Path) -> str:
-    """Why a record that is valid by itself does not belong into this file; empty where nothing speaks against it."""
-    run, moment = (getattr(record, name, None) for name in ("run", "time"))
-    if run is not None and run != path.stem:
-        return f"run: wanted {path.stem}, the file's name, got {run}"
-    return f"time: {moment} is in the future" if moment and _in_future(moment) else ""
-
-
-def _in_future(moment: str) -> bool:
-    at = datetime.fromisoformat(moment)
-    return (at if at.tzinfo else at.replace(tzinfo=UTC)) > datetime.now(UTC) + _AHEAD
+def _in_future(record: Any) -> str:
+    """That a record is dated after now, by the clock here; empty where it is not."""
+    for name, said in (("time", getattr(record, "time", "")), ("run", getattr(record, "run", "")[:16])):
+        at = datetime.fromisoformat(said) if said else datetime.now(UTC)
+        if (at if at.tzinfo else at.replace(tzinfo=UTC)) > datetime.now(UTC) + _AHEAD:
+            return f"{name}: {said} is in the future, by the clock here"
+    return ""
 
 
 def _series(record: Any) -> tuple[Samples, ...]:
@@ -472,7 +474,7 @@ def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
                 return (Damage(path, None, f"of {document.gpu.slug}"),)
         elif kind in _PARSERS and path.suffix == ".jsonl":
             found, damage = _parsed(path, _PARSERS[kind], signature(path))
-            reasons = ((line, _foreign(line) or _impossible(line.record)) for line in found)
+            reasons = ((line, _foreign(line) or _in_future(line.record) or _impossible(line.record)) for line in found)
             return (*damage, *(Damage(path, line.number, reason) for line, reason in reasons if reason))
         elif kind in _CHECKS and path.suffix == ".jsonl":
             checks.read_lines(path)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashlab.core.errors import NoDataError
@@ -26,7 +27,7 @@ from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
 from flashlab.query import select
 from flashlab.record.schema import Ceiling, Measurement, StageProfile, Verdict
-from flashlab.show.tables import beside_note, beside_title, elsewhere_note, number, peer_title, short_title
+from flashlab.show.tables import beside_note, beside_title, elsewhere_note, number, peer_title, set_of, short_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -792,15 +793,16 @@ def scaling(
     """
     import pandas as pd
 
+    libraries = shown.libraries(dtype)
     best = {
         problem: select.rate(peer)
         for problem, rows in shown.problems.items()
         if (problem.mask, problem.dtype) == (mask, dtype)
         and (problem.shape in STANDARD_SHAPES or problem not in _OF_LENGTHS)
-        and (peer := select.fastest_peer(rows))
+        and (peer := select.fastest_of(libraries, rows))
     }
     if not best:
-        raise NoDataError(f"wanted {mask} {dtype} problems with a library's time on {shown.gpu}, found none")
+        raise NoDataError(f"wanted {mask} {dtype} problems at which each library was timed on {shown.gpu}, found none")
     used = [(problem, row) for problem in best for row in shown.rows(problem, stage_ids=stage_ids) if select.rate(row)]
     kinds = {row.name: row.kind for kind in ("stage", "peer") for _, row in used if row.kind == kind}
     frame = pd.DataFrame(
@@ -845,7 +847,8 @@ def scaling(
         heights=(height, height + 0.35),
         alt=f"Rate of {len(kinds)} stages and libraries at {len(best)} {mask} {dtype} shapes, "
         "as a percentage of the fastest library at each shape. The same numbers stand in the tables of this page.",
-        caption=f"Every {mask} {dtype} shape, {select.on_inputs(best)}: percent of the fastest library there. "
+        caption=f"Every {mask} {dtype} shape, {select.on_inputs(best)}, at which each of {set_of(libraries)} was "
+        "tried: percent of the fastest of them there. "
         "Blank: no time, see the tables." + _whence(shown, best, drawn, each="shape"),
         **_of_rows(drawn),
     )
@@ -1231,19 +1234,30 @@ _NAMED_PROBLEMS = 8
 _ROOF_COLOURS = ("#009e73", "#cc79a7", "#8a6fd1", "#a89f2c", "#8c6d4f")
 
 
-def _roofs(shown: Results, problem: Problem, bandwidth: Literal["copy", "l2_read"]) -> list[_Roof]:
-    """The ceilings that `problem` meets: GEMMs on each unit, exponentials, and the memory called `bandwidth`."""
+def _at_clock(ceiling: Ceiling, clock_mhz: float | None) -> float:
+    """A unit's ceiling at another SM clock than it was measured at; as measured where either is not known."""
+    taken = ceiling.samples.call_clock_mhz
+    return ceiling.value * clock_mhz / median(taken) if taken and clock_mhz else ceiling.value
+
+
+def _roofs(
+    shown: Results, problem: Problem, bandwidth: Literal["copy", "l2_read"], clock_mhz: float | None
+) -> list[_Roof]:
+    """The ceilings that `problem` meets: GEMMs on each unit, exponentials, and the memory called `bandwidth`.
+
+    Those of an SM's units are at `clock_mhz`.
+    """
     dtype, sheet = problem.dtype, limits.DATASHEETS.get(shown.gpu)
     # Operations a result: an exponential is of one score.
     flat = {
-        f"tensor_{dtype}": ("tensor cores, cuBLAS", 1),
+        f"tensor_{dtype}": ("a large GEMM by cuBLAS", 1),
         f"mma_sync_{dtype}": ("tensor cores, mma.sync", 1),
         "half2_fma": ("fp16 arithmetic", 1),
         "fp32_fma": ("FP32 arithmetic", 1),
         "exp2": (f"exponentials at D{problem.head_dim}", 4 * problem.head_dim),
     }
     roofs = [
-        _Roof(label=label, value=shown.ceilings[name].value * scale, is_slope=False)
+        _Roof(label=label, value=_at_clock(shown.ceilings[name], clock_mhz) * scale, is_slope=False)
         for name, (label, scale) in flat.items()
         if name in shown.ceilings
     ]
@@ -1252,6 +1266,8 @@ def _roofs(shown: Results, problem: Problem, bandwidth: Literal["copy", "l2_read
         roofs.append(_Roof(label=label, value=shown.ceilings[bandwidth].value, is_slope=True))
     for name, label in ((f"tensor_{dtype}", "tensor cores"), (bandwidth, "device memory")):
         if sheet and (peak := sheet.peak(name)):
+            if name != bandwidth and clock_mhz and sheet.tensor_mhz:
+                peak *= clock_mhz / sheet.tensor_mhz
             roofs.append(_Roof(label=label, value=peak, is_slope=name == bandwidth, measured=False))
     return roofs
 
@@ -1325,14 +1341,16 @@ def roofline(
     first = shown.first
     if first is None:
         raise NoDataError(f"wanted measurements of {shown.gpu}, found none")
-    roofs = _roofs(shown, first, "copy" if level == "dram" else "l2_read")
+    by_problem = level == "dram" and profiles is None
+    points = _problem_points(shown, first) if by_problem else _stage_points(shown, first, level, profiles or ())
+    fastest = max(points, key=lambda point: point.tflops, default=None)
+    clock_mhz = select.call_clock(fastest.row) if fastest else None
+    roofs = _roofs(shown, first, "copy" if level == "dram" else "l2_read", clock_mhz)
     if {roof.is_slope for roof in roofs if roof.measured} != {True, False}:
         raise NoDataError(
             f"wanted a measured bandwidth and compute ceiling of {shown.gpu}, found none. "
             "`flashlab bench --ceilings` makes them"
         )
-    by_problem = level == "dram" and profiles is None
-    points = _problem_points(shown, first) if by_problem else _stage_points(shown, first, level, profiles or ())
     measured = [one for one in profiles or () if any(point.row.name == one.stage for point in points)]
     if profiles is not None and level == "dram" and not any(point.solid for point in points):
         raise NoDataError(
@@ -1344,13 +1362,18 @@ def roofline(
     crowded = by_problem and len({row.problem for row in rows}) > _NAMED_PROBLEMS
     flat = ", ".join(f"{roof.label} {number(roof.value)}" for roof in roofs if not roof.is_slope)
     said = "; ".join(f"{p.row.name} at {p.row.problem.label} {number(p.tflops)}" for p in points)
+    at_clock = (
+        f"; those of an SM's units at {clock_mhz:.0f} MHz, the clock inside the calls of the fastest mark"
+        if clock_mhz
+        else "; the clock inside the calls was not recorded"
+    )
     caption = _roofline_caption(points, first, level=level, by_problem=by_problem, crowded=crowded)
     return compose(
         partial(_draw_roofline, level=level, roofs=roofs, points=points, by_problem=by_problem, crowded=crowded),
         name=name or f"roofline-{level}{'' if by_problem or level == 'l2' else '-measured'}",
         heights=(6.2, 7.0),
         alt=f"Roofline. Compute ceilings, TFLOP/s: {flat}. Marks, TFLOP/s: {said}.",
-        caption=f"{caption} Solid ceilings were measured here, dashed ones are the data sheet's.",
+        caption=f"{caption} Solid ceilings were measured here, dashed ones are the data sheet's{at_clock}.",
         provenance=select.provenance(rows),
         data_files=(*select.run_files([*rows, *shown.ceilings.values()]), *select.profile_files(measured)),
     )

@@ -240,6 +240,11 @@ class Lab:
         """Libraries that lack the element type of `problem`, in another; see `Results.beside`. May be empty."""
         return self.results.beside(self._on(problem)) if self.results else ()
 
+    def libraries(self, problem: Problem | None = None) -> frozenset[str]:
+        """The libraries that a percentage at `problem` is of the fastest of; see `Results.libraries`. May be empty."""
+        of = self._on(problem) or (self.results.first if self.results else None)
+        return self.results.libraries(of.dtype) if self.results and of else frozenset()
+
     def _on(self, problem: Problem | None) -> Problem | None:
         return problem and replace(problem, inputs=self.inputs[0])
 

@@ -33,7 +33,7 @@ from flashlab.build import compiler, sass
 from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
-from flashlab.core.problem import DTYPES, MASKS, Problem, suite
+from flashlab.core.problem import DTYPES, MASKS, Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, coverage, predictions, select
@@ -374,17 +374,22 @@ def _front_cards(
         cards.append((times(rate / (select.rate(foot) or rate)), f"over {foot.name}"))
     if peer is None:
         return cards
-    said = f"of the fastest library in {peer.problem.dtype}, {tables.peer_title(peer.name)}"
+    said = f"of the fastest library in {peer.problem.dtype}, {tables.peer_title(peer.name)} ({_timed_there(rows)})"
     faster = select.fastest_peer([peer, *beside])
     if faster is not None and faster is not peer:
         # The library to pass lacks this type: what counts first is the ratio in the type that it has.
         other = dataclasses.replace(first, dtype=faster.problem.dtype)
         contest = next((one.burst for one in contests.against_peers(shown.gpu, data) if one.problem == other), None)
         if contest:
-            where = f"of the fastest library in {other.dtype}, {tables.peer_title(contest.peer)}"
+            named = _timed_there(shown.problems.get(other, ()))
+            where = f"of the fastest library in {other.dtype}, {tables.peer_title(contest.peer)} ({named})"
             cards.append((percent(100 * contest.ratio), where))
         said += f"; {tables.peer_title(faster.name)}: {tables.lacks(faster.name, peer.problem.dtype)}"
     return [*cards, (percent(100 * rate / (select.rate(peer) or rate)), said)]
+
+
+def _timed_there(rows: Iterable[Measurement]) -> str:
+    return f"of {sum(row.kind == 'peer' and select.rate(row) is not None for row in rows)} timed"
 
 
 def _inputs_and_errors(out: Output, shown: Results | None, data: Path) -> None:
@@ -504,24 +509,35 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
         return f"*This stage was not measured in the run that is shown ({select.date(shown.newest)}).*"
     if row.status != "ok":
         return f"**No time at {shown.first.label}: {row.status}.** {tables.prose(row.reason)}"
-    parent, peer = select.parent_of(row, rows), select.fastest_peer(rows)
+    of = {dtype: shown.libraries(dtype) for dtype in DTYPES}
+    mine_of = of[shown.first.dtype]
+    parent, peer = select.parent_of(row, rows), select.fastest_of(mine_of, rows)
     chart = charts.ladder(rows, name=f"ladder-{stage.id}", beside=shown.beside(), highlight=stage.id)
     items: list[dict[str, Any]] = [
-        {"problem": problem, "row": mine, "burst": tables.line(mine, of_problem)}
-        | {"sustained": tables.line(mine, of_problem, regime="sustained")}
+        {
+            "problem": problem,
+            "row": mine,
+            **{
+                regime: tables.line(mine, of_problem, libraries=of[problem.dtype], regime=regime)
+                for regime in get_args(Regime)
+            },
+        }
         for problem, of_problem in shown.problems.items()
         for mine in of_problem
         if mine.name == stage.id
     ]
     scored = predictions.scores(shown, [stage])
     parts = [
-        _stage_sentence(shown, tables.line(row, rows), parent, peer),
-        *([f"**Predicted and measured**:\n\n{table(tables.PREDICTIONS[1:], scored)}"] if scored else []),
+        _stage_sentence(shown, tables.line(row, rows, libraries=mine_of), parent, peer),
+        *([f"**Predicted and measured**:
+
+{table(tables.PREDICTIONS[1:], scored)}"] if scored else []),
         out.chart(chart, page),
         f"### Every problem\n\n{table(EVERY_PROBLEM, items)}\n\n"
-        "The fastest library is the one of the same problem, element type included, also where a later session timed "
-        "it than the stage; [Against the libraries](../against.md) has both from one run. "
-        "A dash: not measured. Energy is that of sustained load, cycles per score are those of bursts.",
+        "The fastest library is that of the same problem, element type included, also where a later session timed "
+        f"it than the stage; [Against the libraries](../against.md) has both from one run. {_sets(of)} "
+        "A dash: not measured, or not each of these libraries was. "
+        "Energy is that of sustained load, cycles per score are those of bursts.",
         f"### Clocks, power and energy\n\n{tables.costs([one for one in (row, parent, peer) if one and one.samples])}"
         f"\n\nAt {shown.first.label}; a dash: not recorded. "
         "[Method](../method.md#how-a-time-is-taken) says how the clock in the calls is read.",
@@ -563,9 +579,14 @@ def _stage_sentence(
     if peer and line["percent_of_best"]:
         said += (
             f", {percent(line['percent_of_best'])} of {tables.peer_title(peer.name)}, "
-            f"the fastest library in {peer.problem.dtype}"
+            f"the fastest of {len(shown.libraries(peer.problem.dtype))} libraries in {peer.problem.dtype}"
         )
     return said + "."
+
+
+def _sets(of: Mapping[Any, Iterable[str]]) -> str:
+    """Of which libraries percentages are of the fastest, by element type."""
+    return " ".join(f"In {dtype} it is the fastest of {tables.set_of(names)}." for dtype, names in of.items() if names)
 
 
 def _profiles(found: Sequence[schema.StageProfile], page: str) -> list[str]:
@@ -672,7 +693,8 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
         "Every row passed the checker before it was timed; a row without a time says why. "
         "Rates count 4·B·H·Sq·Sk·D operations, half of that under a square causal mask. "
         "[How it is measured](../../method.md).",
-        "A percentage of the fastest library keeps to one problem: shape, mask and element type. "
+        "A percentage of the fastest library keeps to one problem: shape, mask and element type, and is given where "
+        f"each library of its element type was tried. {_sets({dtype: shown.libraries(dtype) for dtype in DTYPES})} "
         "Rows of another element type are a problem of their own. A library that the session did not time stands there "
         "from the newest later one that did.",
     ]

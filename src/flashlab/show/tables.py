@@ -10,7 +10,7 @@ import math
 import re
 import tomllib
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -225,6 +225,7 @@ def line(
     rows: Sequence[Measurement],
     *,
     beside: Sequence[Measurement] = (),
+    libraries: Collection[str] = (),
     regime: Regime = "burst",
     cache: Cache = "hot",
 ) -> dict[str, Any]:
@@ -232,10 +233,11 @@ def line(
 
     Args:
         beside: rows of another element type, as `Results.beside` gives them; they have no share of the best.
+        libraries: those that must have been tried for there to be a share, as `Results.libraries` gives them.
     """
     rate, parent, peer = select.rate(row, regime, cache), select.parent_of(row, rows), None
     if row not in beside:
-        peer = select.fastest_peer(rows, regime, cache)
+        peer = select.fastest_of(libraries, rows, regime, cache)
     base, best = (select.rate(one, regime, cache) if one else None for one in (parent, peer))
     return headline(row, regime, cache) | {
         "title": beside_title(row) if row in beside else title(row),
@@ -245,9 +247,14 @@ def line(
     }
 
 
-def timed(rows: Sequence[Measurement], *, beside: Sequence[Measurement] = ()) -> list[dict[str, Any]]:
+def timed(
+    rows: Sequence[Measurement], *, beside: Sequence[Measurement] = (), libraries: Collection[str] = ()
+) -> list[dict[str, Any]]:
     """One problem's rows in bursts as lines of the frame; those `beside` in place of the same libraries' own."""
-    return [line(row, rows, beside=beside) for row in (select.with_beside(rows, beside) if beside else rows)]
+    return [
+        line(row, rows, beside=beside, libraries=libraries)
+        for row in (select.with_beside(rows, beside) if beside else rows)
+    ]
 
 
 def _rate_or_why(row: Row) -> Cell:
@@ -257,7 +264,6 @@ def _rate_or_why(row: Row) -> Cell:
 
 
 OVER_PARENT = Column("× parent", "over_parent", number)
-OF_BEST = Column("of best library", "percent_of_best", percent)
 RATES = (
     Column("", "title"),
     Column("TFLOP/s", _rate_or_why),
@@ -265,18 +271,21 @@ RATES = (
     Column("std dev, %", "cv_percent"),
     Column("samples", lambda row: row["samples"] or None),
     OVER_PARENT,
-    OF_BEST,
+    Column("of the fastest library", "percent_of_best", percent),
 )
 
 
-def rates(rows: Sequence[Measurement], *, beside: Sequence[Measurement] = ()) -> str:
+def rates(rows: Sequence[Measurement], *, beside: Sequence[Measurement] = (), libraries: Collection[str] = ()) -> str:
     """Every row of one problem: rate, time, spread, gain over its parent, share of the fastest library; or why not.
 
     Args:
         beside: as `Results.beside` gives them; they have no share.
+        libraries: as for `line`.
     """
     notes = (beside_note(rows, beside), elsewhere_note(rows))
-    return table(RATES, timed(rows, beside=beside)) + "".join(f"\n*{note}*\n" for note in notes if note)
+    return table(RATES, timed(rows, beside=beside, libraries=libraries)) + "".join(
+        f"\n*{note}*\n" for note in notes if note
+    )
 
 
 def beside_note(rows: Sequence[Measurement], beside: Iterable[Measurement]) -> str:
@@ -292,6 +301,12 @@ def beside_note(rows: Sequence[Measurement], beside: Iterable[Measurement]) -> s
         for row in beside
         if (rate := select.rate(row))
     )
+
+
+def set_of(libraries: Iterable[str]) -> str:
+    """The libraries that percentages are of the fastest of, for people."""
+    names = sorted(map(short_title, libraries))
+    return f"{len(names)} ({'; '.join(names)})" if names else "none"
 
 
 def lacks(name: str, dtype: str) -> str:
@@ -325,7 +340,6 @@ def dead_ends(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
         Column("median, µs", lambda row: row["median_us"] if row["tflops"] else _rate_or_why(row)),
         Column("TFLOP/s", "tflops"),
         Column("× parent", over_parent, number),
-        OF_BEST,
         Column("largest error", "max_abs_error", tiny),
     )
     return table(columns, timed(rows))
@@ -863,35 +877,41 @@ def ceilings(shown: Results) -> str:
 
 
 def placement(shown: Results) -> str:
-    """Where each full problem stands under the roof that bounds it: the tensor cores or, said so, device memory.
+    """Where each full problem's fastest stage and library stand under the roof that bounds them.
+
+    It is what the tensor cores can do at the clock inside the row's calls or, said so, device memory. A problem that
+    stays in L2 from call to call may pass the latter, and says that.
 
     Raises:
-        NoDataError: no bandwidth or no tensor-core ceiling was measured.
+        NoDataError: no bandwidth was measured.
     """
     copy, first = shown.ceilings.get("copy"), shown.first
-    tensor = shown.ceilings.get(f"tensor_{first.dtype}") if first else None
-    if copy is None or tensor is None or first is None:
+    if copy is None or first is None:
         raise NoDataError(
-            f"wanted the ceilings copy and tensor of {shown.gpu}, found {', '.join(shown.ceilings) or 'none'}. "
-            "`flashlab bench --ceilings` makes them"
+            f"wanted the ceiling copy of {shown.gpu}, found {', '.join(shown.ceilings) or 'none'}. "
+            "`flashlab bench --ceilings` makes it"
         )
     lines = []
     for problem, rows in shown.problems.items():
         if problem.dtype != first.dtype or problem.mask != "full":
             continue
-        at = roofline.place(problem, compute_tflops=tensor.value, bandwidth_tb_s=copy.value)
-        bound = "" if at.bound == "compute" else " (memory)"
-        line: list[Cell] = [problem.sizes, at.intensity, f"{number(at.attainable_tflops)}{bound}"]
+        line: list[Cell] = [problem.sizes, problem.flops / problem.compulsory_bytes]
         for row in (select.fastest_stage(rows), select.fastest_peer(rows)):
             name, rate = best(row)
-            line += [
-                str(name).split(" (")[0] if name else None,
-                rate,
-                percent(100 * float(rate) / at.attainable_tflops) if rate else None,
-            ]
+            line += [str(name).split(" (")[0] if name else None, rate, *_under_roof(row, rate, copy.value)]
         lines.append(line)
-    sides = ("fastest stage", "TFLOP/s", "of roof", "fastest library", "TFLOP/s", "of roof")
-    return markdown((f"{first.dtype}, full", "operations per byte", "roof, TFLOP/s", *sides), lines)
+    sides = ("fastest stage", "TFLOP/s", "roof", "of roof", "fastest library", "TFLOP/s", "roof", "of roof")
+    return markdown((f"{first.dtype}, full", "operations per byte", *sides), lines)
+
+
+def _under_roof(row: Measurement | None, rate: float | None, bandwidth_tb_s: float) -> tuple[Cell, Cell]:
+    peak = row.gpu.tensor_tflops(select.call_clock(row)) if row else None
+    if row is None or not rate or peak is None:
+        return None, None
+    at = roofline.place(row.problem, compute_tflops=peak, bandwidth_tb_s=bandwidth_tb_s)
+    share = 100 * rate / at.attainable_tflops
+    bound = "" if at.bound == "compute" else " (memory)"
+    return f"{number(at.attainable_tflops)}{bound}", percent(share) if share <= 100 else "above, out of L2"
 
 
 def best(row: Measurement | None) -> tuple[str | None, float | None]:
