@@ -114,7 +114,7 @@ def test_a_roofline_of_many_problems_names_none_of_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slug", store.gpus())
 def test_nothing_on_record_stands_above_its_roof(slug: str) -> None:
-    """The tensor cores' peak at the clock inside a row's own calls, in the table; at that of the fastest, in the chart."""
+    """The tensor cores' peak at the clock inside a row's own calls; in the chart, at that of the fastest mark."""
     shown = select.load(slug)
     for row in (row for rows in shown.problems.values() for row in rows if select.rate(row)):
         peak = row.gpu.tensor_tflops(select.call_clock(row))

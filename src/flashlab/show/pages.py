@@ -529,9 +529,7 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
     scored = predictions.scores(shown, [stage])
     parts = [
         _stage_sentence(shown, tables.line(row, rows, libraries=mine_of), parent, peer),
-        *([f"**Predicted and measured**:
-
-{table(tables.PREDICTIONS[1:], scored)}"] if scored else []),
+        *([f"**Predicted and measured**:\n\n{table(tables.PREDICTIONS[1:], scored)}"] if scored else []),
         out.chart(chart, page),
         f"### Every problem\n\n{table(EVERY_PROBLEM, items)}\n\n"
         "The fastest library is that of the same problem, element type included, also where a later session timed "

@@ -23,7 +23,7 @@ _TYPED = re.compile(
     rf"""
     (?<![\w.])\d[\d.,]*(?:\s*(?:to|or|and|–|-)\s*\d[\d.,]*)?[\s\u00a0-]*{_UNIT}
     | (?<![\d\s])×\s?\d | (?<!\d)\ ×\d | \b\d[\d.,]*\ ?×(?!\s*\d)
-    | \b(?:{_COUNT})[ -](?:times|fold|percent|cycles|clocks|microseconds|milliseconds|watts)\b
+    | (?<![\w-])(?:{_COUNT})[ -](?:times|fold|percent|cycles|clocks|microseconds|milliseconds|watts)\b
     | \b(?:about|nearly|almost|more\ than|less\ than)\ half\b | \borders?\ of\ magnitude\b
     | \b(?:[Tt]wice|[Tt]hrice|doubl(?:es|ed|ing)(?!\ buffer)|tripl(?:es|ed|ing)|(?<!two\ )halv(?:es|ed|ing))\b
     | \b(?:[Hh]alf|by\ half)\ (?:as|again|the\ (?:time|rate|speed)|of\ the\ (?:time|rate)|its\ (?:time|rate))\b
