@@ -675,7 +675,8 @@ def test_the_page_says_what_changed(data: Path) -> None:
     count = sum(before[one.id] != one.verdict for one in found)
     assert changed.startswith(f"**This revision changed {count} of the 65 verdicts**")
     table = html.unescape(ledger.table([_one(data, "A17")]))
-    assert "Its rule was changed after a result was known." in table
+    assert "Its rule was changed after a result was known, and its verdict with it." in table
+    assert "known." in html.unescape(ledger.table([_one(data, "A15")]))
     assert "refuted before, confirmed after" in table
     (told,) = ledger.told([_one(data, "A17")])
     wanted = {"quote", "lines", "assumptions", "rule", "history", "verdict", "value", "interval", "starts", "records"}

@@ -768,10 +768,11 @@ def standing(verdicts: Sequence[Verdict]) -> str:
     """How many rules are younger than a result, and how many numbers are of few starts, in a paragraph."""
     histories = rules_log.read().claims
     late = [one.id for one in verdicts if one.id in histories and histories[one.id].changed_after_its_result]
+    turned = [name for name in late if histories[name].turned_its_verdict]
     few = [one.id for one in verdicts if one.starts is not None and one.starts < FEW_STARTS]
     return (
-        f"What {len(late)} of the {len(verdicts)} claims are judged by was changed after a result of theirs was known; "
-        f"the table says which they are, when, and from what to what. {len(few)} show a number that was measured on "
+        f"What {len(late)} of the {len(verdicts)} claims are judged by, or the words of it, was changed after a result of "
+        f"theirs was known, and the verdict of {len(turned)} with it; the table says when, and from what to what. {len(few)} show a number that was measured on "
         f"fewer than {FEW_STARTS} starts of a machine, and say so."
     )
 
@@ -803,7 +804,8 @@ def _whose(claim: Claim) -> str:
     stated = [f"{CONDITIONS[name]}: {_literal(one.text)} ({on(one.lines)})" for name, one in claim.states.items()]
     added = [f"{CONDITIONS[name]}: {_literal(text)}" for name, text in claim.adds.items()]
     history = rules_log.read().claims.get(claim.id)
-    late = bool(history and history.changed_after_its_result)
+    late = history is not None and history.changed_after_its_result
+    turned = ", and its verdict with it" if history and history.turned_its_verdict else ""
     parts = (
         ("The document", f"“{_literal(_ELLIPSIS.join(claim.quote))}” ({on(claim.lines)})"),
         ("It states", "; ".join(stated) or "nothing more"),
@@ -812,7 +814,7 @@ def _whose(claim: Claim) -> str:
         ("Its rule", _literal(_of_rule(history)) if history else ""),
     )
     told = "<br>".join(f"<b>{title}:</b> {text}" for title, text in parts if text)
-    mark = "<br><small>Its rule was changed after a result was known.</small>" if late else ""
+    mark = f"<br><small>Its rule was changed after a result was known{turned}.</small>" if late else ""
     return f'{mark}<details class="whose"><summary>Its words, what we add, its rule</summary>{told}</details>'
 
 

@@ -76,9 +76,15 @@ class History(BaseModel):
         """Whether a change is younger than a result."""
         return any(change.after_its_result for change in self.changes)
 
+    @property
+    def turned_its_verdict(self) -> bool:
+        """Whether such a change came with another verdict."""
+        return any(change.after_its_result and change.after not in (None, change.before) for change in self.changes)
+
     def flat(self) -> dict[str, object]:
         """As `flashlab claims --json` prints it."""
-        return {**self.model_dump(mode="json"), "changed_after_its_result": self.changed_after_its_result}
+        marks = {name: getattr(self, name) for name in ("changed_after_its_result", "turned_its_verdict")}
+        return self.model_dump(mode="json") | marks
 
 
 class Log(BaseModel):
@@ -207,7 +213,7 @@ def generate(at: str = "HEAD") -> Log:
             written.setdefault(claim, commit.date)
             was = old.get(claim, rule)
             what = {name: (was[name], rule[name]) for name in rule if name in was and was[name] != rule[name]}
-            by_function = commit.subject in functions and claim in (function["claims"] or new)
+            by_function = claim in function["claims"]
             if what or by_function:
                 change = Change(
                     date=commit.date,
