@@ -203,7 +203,7 @@ def test_what_stands_beside_is_of_the_same_problem() -> None:
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made-up records of the whole ladder on the GPU that most claims are about."""
     folder = tmp_path_factory.mktemp("data")
-    write_synthetic(folder, HOME, problems=(*suite("standard"), *suite("claims")))
+    write_synthetic(folder, HOME, problems=dict.fromkeys((*suite("standard"), *suite("claims"))))
     return folder
 
 
@@ -603,7 +603,7 @@ def test_named_stages_alone_leave_dead_ends_their_parent(measuring: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("commit", "dirty", "again"), [(COMMIT, False, False), (COMMIT, True, True), ("0", False, True)]
+    ("commit", "dirty", "again"), [(COMMIT, False, False), (COMMIT, True, True), ("0" * 7, False, True)]
 )
 def test_what_this_code_just_measured_is_not_measured_again(
     commit: str, dirty: bool, again: bool, measuring: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
