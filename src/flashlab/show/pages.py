@@ -31,7 +31,7 @@ from urllib.parse import urlencode
 
 from flashlab.build import compiler, sass
 from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
-from flashlab.core.inputs import KINDS, NORMAL
+from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
 from flashlab.core.problem import DTYPES, MASKS, Problem, Regime, suite
 from flashlab.kernels import registry
@@ -285,17 +285,18 @@ def _front_page(out: Output, shown: Results | None, data: Path) -> None:
 
 
 def _extremes(contested: Sequence[contests.AgainstPeers]) -> list[tuple[str, str]]:
-    """The worst and the best ratio over the fastest library that is on record, each with its problem."""
+    """The worst ratio over the fastest library, of all inputs, and the best on those that people have or published."""
     ratios = [(one.burst.ratio, one) for one in contested if one.burst]
-    if len(ratios) < 2:
+    usual = [pair for pair in ratios if pair[1].problem.inputs in (NORMAL, TRAINED)]
+    if len(ratios) < 2 or not usual:
         return []
-    ends = {"worst": min(ratios, key=lambda pair: pair[0]), "best": max(ratios, key=lambda pair: pair[0])}
+    ends = (
+        (f"worst of {len(ratios)} comparisons", min(ratios, key=lambda pair: pair[0])),
+        (f"best of {len(usual)} on normal and trained inputs", max(usual, key=lambda pair: pair[0])),
+    )
     return [
-        (
-            times(ratio),
-            f"{which} of {len(ratios)} comparisons: {one.problem.label}, over {tables.peer_title(one.burst.peer)}",
-        )
-        for which, (ratio, one) in ends.items()
+        (times(ratio), f"{which}: {one.problem.label}, over {tables.peer_title(one.burst.peer)}")
+        for which, (ratio, one) in ends
         if one.burst
     ]
 
