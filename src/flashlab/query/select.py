@@ -19,7 +19,8 @@ Rows on other inputs than normal are chosen where a policy names them, and never
 second row, with the log-sum-exp on, is never chosen.
 
 `SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `DEAD_ENDS` is
-dead ends beside what was interleaved with them; `together(...)` is for the ratio of some implementations.
+dead ends beside what was interleaved with them; `together(...)` is for the ratio of some implementations. `by_start`
+is for intervals: it finds what other starts of a machine measured with the code of the newest.
 """
 
 from __future__ import annotations
