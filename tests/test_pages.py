@@ -128,7 +128,7 @@ def test_no_path_of_this_machine(built: Path) -> None:
 
 def test_no_word_of_a_record_is_alive(built: Path) -> None:
     pages = {path: path.read_text(encoding="utf-8") for path in _pages(built)}
-    assert sum("window.hacked" in text for text in pages.values()) > 1
+    assert any("window.hacked" in text for text in pages.values())
     assert not {path: found for path, text in pages.items() if (found := live_things(text))}
 
 
