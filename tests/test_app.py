@@ -24,7 +24,7 @@ from flashlab.kernels.registry import ARCHS, STAGES
 from flashlab.measure import bench, check
 from flashlab.measure.harness import Progress
 from flashlab.query import select
-from flashlab.record import schema
+from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks
@@ -260,6 +260,10 @@ def test_verify(run: Run, data: Path) -> None:
 
 def test_verify_looks_at_every_gpu(run: Run, data: Path) -> None:
     shutil.copytree(data / "nvidia-h200", data / "nvidia-z100")
+    for path in (one for one in (data / "nvidia-z100").rglob("*") if one.is_file()):
+        path.write_text(path.read_text(encoding="utf-8").replace("nvidia-h200", "nvidia-z100"), encoding="utf-8")
+    (data / "nvidia-z100" / "CHECKSUMS").unlink()
+    store.write_checksums("nvidia-z100", data)
     assert run("results", "--verify", "--data", data).out.count("is sound") == 2
     path = data / "nvidia-z100" / "runs" / f"{RUN}.jsonl"
     path.write_text(path.read_text(encoding="utf-8") + "{}\n", encoding="utf-8")

@@ -151,7 +151,12 @@ def test_a_runs_machine_code_is_made_ahead(tmp_path: Path, fake: Any, monkeypatc
     made: list[str] = []
     monkeypatch.setattr(gpu, "available", lambda: None)
     monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch="sm_90a", slug="test-gpu"))
-    monkeypatch.setattr(bench.compiler, "compile_many", lambda jobs, **_: made.extend(job.label for job in jobs))
+
+    def compile_many(jobs: Sequence[Any], **_: Any) -> list[errors.CompileError]:
+        made.extend(job.label for job in jobs)
+        return [errors.CompileError("made up", command="", log="")] * len(jobs)
+
+    monkeypatch.setattr(bench.compiler, "compile_many", compile_many)
     _run(tmp_path, fake(), only=lambda problem, name: name == "00_naive" or problem.causal)
     assert sorted(made) == [
         "00_naive D64 causal float16 sm_90a",

@@ -388,7 +388,7 @@ def started(name: str, at: str, boot: str, slower: float, *, run: str) -> schema
         changed = samples.model_copy(update={"time_us": times, "call_clock_mhz": clocks})
         cycles = schema.cycles_per_score(changed, FIRST, row.gpu.sm_count)
         taken.append(changed.model_copy(update={"cycles_per_score": cycles}))
-    return row.model_copy(update={"samples": tuple(taken), "start": Start(boot=boot, at=at), "time": run[:8]})
+    return row.model_copy(update={"samples": tuple(taken), "start": Start(boot=boot, at=at), "time": at})
 
 
 BOOTS = (
@@ -478,10 +478,9 @@ def test_pages_name_a_timer_that_was_not_there(tmp_path: Path) -> None:
 
 
 def test_pages_show_starts(data: Path) -> None:
-    path = data / GPU / "runs" / "20260502T030405Z-0123abc.jsonl"
     for name in ("16_ones_column", "sdpa_cudnn"):
         for run, at, boot, slower in BOOTS:
-            store.append(path, started(name, at, boot, slower, run=run))
+            store.append(data / GPU / "runs" / f"{run}.jsonl", started(name, at, boot, slower, run=run))
     table = timer_tables.spread_table(GPU, data)
     assert "start 3, µs" in table
     assert "2026-01-02 03:00 UTC, 2026-02-02 03:00 UTC, 2026-03-02 03:00 UTC" in table
