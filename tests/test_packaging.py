@@ -266,6 +266,22 @@ def test_scripts_can_be_run() -> None:
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
+def test_workflow_and_hooks_run_what_there_is() -> None:
+    """The workflow's commands are make targets, and it has the history that records are held against."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert commands
+    assert {command.removeprefix("make ") for command in commands} <= targets
+    checkouts = [step for step in steps if step.get("uses", "").startswith("actions/checkout")]
+    assert all(step["with"]["fetch-depth"] == 0 for step in checkouts)
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    for hook in local["hooks"]:
+        program, _, argument = hook["entry"].partition(" ")
+        assert argument in targets if program == "make" else program == ".venv/bin/ruff"
+
+
 def test_no_script_hides_a_module_of_python() -> None:
     """Python looks beside the script first: a `numbers.py` there took away what `statistics` imports."""
     hidden = {path.stem for path in (ROOT / "scripts").glob("*.py")} & sys.stdlib_module_names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import gzip
 import hashlib
 import json
 import re
@@ -422,7 +423,7 @@ def test_downloads_are_the_data(pages: Path) -> None:
         digest, name = line.split("  ")
         assert hashlib.sha256((copied / name).read_bytes()).hexdigest() == digest
     listing = (pages / "generated" / "snippets" / "downloads.md").read_text(encoding="utf-8")
-    for name in ("measurements.csv", "samples.csv", "machine.json", "CHECKSUMS", f"runs/{RUN}.jsonl"):
+    for name in ("measurements.csv", "samples.csv.gz", "machine.json", "CHECKSUMS", f"runs/{RUN}.jsonl"):
         assert f"[nvidia-h200/{name}]" in listing
 
 
@@ -436,7 +437,7 @@ def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) 
     first = next(row for row in run.measurements if row.name == "00_naive")
     line = next(x for x in lines if x["name"] == "00_naive" and x["regime"] == "burst" and x["cache"] == "hot")
     assert float(line["median_us"]) == first.samples[0].median_us
-    with (folder / "samples.csv").open(encoding="utf-8", newline="") as file:
+    with gzip.open(folder / "samples.csv.gz", "rt", encoding="utf-8", newline="") as file:
         samples = list(csv.DictReader(file))
     assert len(samples) == sum(len(s.time_us) for row in run.measurements for s in row.samples)
     assert list(samples[0]) == list(tables.SAMPLE_COLUMNS)

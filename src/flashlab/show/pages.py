@@ -10,10 +10,12 @@ import contextlib
 import csv
 import dataclasses
 import difflib
+import gzip
 import hashlib
 import html
 import importlib
 import inspect
+import io
 import json
 import os
 import re
@@ -847,7 +849,7 @@ def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
             shutil.copyfile(path, target)
         rows = [row for run in store.runs(shown.gpu, data) for row in (*run.measurements, *run.with_lse)]
         _write_csv(folder / "measurements.csv", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
-        _write_csv(folder / "samples.csv", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
+        _write_csv(folder / "samples.csv.gz", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
         for path in sorted(one for one in folder.rglob("*") if one.is_file()):
             name = path.relative_to(out.root / "data").as_posix()
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -886,7 +888,10 @@ def _type_name(annotation: object) -> str:
 
 
 def _write_csv(path: Path, columns: Mapping[str, str], lines: Iterable[Mapping[str, object]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(columns))
-        writer.writeheader()
-        writer.writerows(lines)
+    """Write a table, compressed where the name ends in .gz; the same lines give the same bytes."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, fieldnames=list(columns))
+    writer.writeheader()
+    writer.writerows(lines)
+    content = text.getvalue().encode()
+    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
