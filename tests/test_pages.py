@@ -198,6 +198,7 @@ def test_opens_without_error_or_outside_request(
     assert page.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[scheme]
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert overflow <= 0, "the page itself must not scroll sideways"
+    page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
     figures = page.locator("figure.chart")
     assert (figures.count() > 0) == (path in WITH_FIGURES or path == "correctness/")
     for index in range(figures.count()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import NORMAL, TRAINED
+from flashlab.core.paths import SITE
 from flashlab.core.problem import MASKS
 from flashlab.kernels import registry, text
 from flashlab.kernels.registry import Stage
@@ -39,6 +42,18 @@ def key_lines(stage: Stage) -> str:
         parts.append("\n".join(kept))
     body = "\n// …\n".join(parts)
     return f'``` {{ .cuda title="{stage.source.name}" }}\n{body}\n```'
+
+
+def drawings_of(stage: Stage) -> list[Callable[[], charts.Chart]]:
+    """The drawings in a rung's section of the journey, in its order."""
+    found: dict[str, list[str]] = {}
+    rung = ""
+    for kind, name in re.findall(r'"journey/(?:(drawing)-)?(\w+)\.md(?::heading)?"', (SITE / PAGE).read_text("utf-8")):
+        if kind:
+            found.setdefault(rung, []).append(name)
+        elif name in registry.STAGES:
+            rung = name
+    return [drawings.DRAWINGS[name] for name in found.get(stage.id, ())]
 
 
 # --- What was measured ------------------------------------------------------------------------------------------------

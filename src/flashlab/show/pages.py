@@ -470,24 +470,38 @@ def _on_the_journey(stage: Stage) -> str:
 
 
 def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) -> None:
-    diff, whole = diff_against_parent(stage), _kernel_text(stage)
-    change = f"{stage.change}\n\n" + whole.replace("??? abstract", "???+ abstract", 1)
-    if diff:
-        added = sum(line.startswith("+") and not line.startswith("+++") for line in diff.splitlines())
-        removed = sum(line.startswith("-") and not line.startswith("---") for line in diff.splitlines())
-        heading = f"{stage.parent} → {stage.id}: {added} lines added, {removed} removed"
-        change = f'{stage.change}\n\n``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```\n\n{whole}'
-    parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
-    result = f"{_stage_result(out, stage, shown, data)}\n\n{_elsewhere(shown, 'What follows')}"
+    page, parent = f"stages/{stage.id}.md", "none: the foot of the ladder"
+    if stage.parent:
+        parent = f"[{code(stage.parent)}]({stage.parent}.md)"
+    scored = predictions.scores(shown, [stage]) if shown else []
+    result, measured = _stage_result(out, stage, shown, data)
+    lines = journey.key_lines(stage) if stage.key_lines else ""
     out.sections(
-        f"stages/{stage.id}.md",
+        page,
         title=f"# {stage.id}: {stage.title}\n\n{_on_the_journey(stage)}",
         question=stage.question,
-        change=change,
-        needs=_needs(stage, ("Parent", parent)),
-        prediction=stage.prediction,
-        result=result,
+        result=f"{result}\n\n{_elsewhere(shown, 'What follows')}",
+        change="\n\n".join((stage.change, *(out.chart(draw(), page) for draw in journey.drawings_of(stage)), lines)),
+        prediction=stage.prediction + (f"\n\n{table(tables.PREDICTIONS[1:], scored)}" if scored else ""),
+        measured="\n\n".join(_folded(title, text) for title, text in measured.items()) or NOTHING_YET,
+        code="\n\n".join((_needs(stage, ("Parent", parent)), *_stage_diff(stage), _kernel_text(stage))),
     )
+
+
+def _folded(title: str, text: str) -> str:
+    """Text that a click unfolds."""
+    return f"<details markdown>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
+
+
+def _stage_diff(stage: Stage) -> list[str]:
+    """A stage's diff against its parent, to be unfolded; nothing of the foot of the ladder."""
+    diff = diff_against_parent(stage)
+    if not diff:
+        return []
+    added = sum(line.startswith("+") and not line.startswith("+++") for line in diff.splitlines())
+    removed = sum(line.startswith("-") and not line.startswith("---") for line in diff.splitlines())
+    heading = f"{stage.parent} → {stage.id}: {added} lines added, {removed} removed"
+    return ['??? abstract "The whole diff"\n\n' + indent(f'``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```')]
 
 
 EVERY_PROBLEM = (
@@ -502,20 +516,19 @@ EVERY_PROBLEM = (
 )
 
 
-def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) -> str:
-    """The Result section: the stage on the ladder, against its parent everywhere, its samples and its resources."""
+def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) -> tuple[str, dict[str, str]]:
+    """The result in a sentence, and what was measured by title: every problem, costs, profiles, samples, resources."""
     if shown is None or shown.first is None:
-        return NOTHING_YET
+        return NOTHING_YET, {}
     page, rows = f"stages/{stage.id}.md", shown.rows()
     row = next((one for one in rows if one.name == stage.id), None)
     if row is None:
-        return f"*This stage was not measured in the run that is shown ({select.date(shown.newest)}).*"
+        return f"*This stage was not measured in the run that is shown ({select.date(shown.newest)}).*", {}
     if row.status != "ok":
-        return f"**No time at {shown.first.label}: {row.status}.** {tables.prose(row.reason)}"
+        return f"**No time at {shown.first.label}: {row.status}.** {tables.prose(row.reason)}", {}
     of = {dtype: shown.libraries(dtype) for dtype in DTYPES}
     mine_of = of[shown.first.dtype]
     parent, peer = select.parent_of(row, rows), select.fastest_of(mine_of, rows)
-    chart = charts.ladder(rows, name=f"ladder-{stage.id}", beside=shown.beside(), highlight=stage.id)
     items: list[dict[str, Any]] = [
         {
             "problem": problem,
@@ -529,29 +542,26 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
         for mine in of_problem
         if mine.name == stage.id
     ]
-    scored = predictions.scores(shown, [stage])
-    parts = [
-        _stage_sentence(shown, tables.line(row, rows, libraries=mine_of), parent, peer),
-        *([f"**Predicted and measured**:\n\n{table(tables.PREDICTIONS[1:], scored)}"] if scored else []),
-        out.chart(chart, page),
-        f"### Every problem\n\n{table(EVERY_PROBLEM, items)}\n\n"
+    costs = tables.costs([one for one in (row, parent, peer) if one and one.samples])
+    measured = {
+        "Every problem": f"{table(EVERY_PROBLEM, items)}\n\n"
         "The fastest library is that of the same problem, element type included, also where a later session timed "
         f"it than the stage; [Against the libraries](../against.md) has both from one run. {_sets(of)} "
         "A dash: not measured, or not each of these libraries was. "
         "Energy is that of sustained load, cycles per score are those of bursts.",
-        f"### Clocks, power and energy\n\n{tables.costs([one for one in (row, parent, peer) if one and one.samples])}"
-        f"\n\nAt {shown.first.label}; a dash: not recorded. "
+        "Clocks, power and energy": f"{costs}\n\nAt {shown.first.label}; a dash: not recorded. "
         "[Method](../method.md#how-a-time-is-taken) says how the clock in the calls is read.",
-    ]
+    }
     profiled = [one for one in select.profiles(shown.gpu, data) if one.stage in (stage.id, stage.parent)]
-    parts += _profiles(profiled, page)
+    if profiled:
+        measured["In the SM"] = "\n\n".join(_profiles(profiled, page))
     traced = [one for one in profiled if one.stage == stage.id and one.lines][:1]
     if traced:
-        parts.append(
-            f"### Warp-stall sampling\n\n{tables.hot_lines(traced, lines=10)}\n"
+        measured["Warp-stall sampling"] = (
+            f"{tables.hot_lines(traced, lines=10)}\n"
             f"Samples at regular times, {select.profile_provenance(traced)}. A line stands for what is inlined there."
         )
-    parts.append(f"### Samples\n\n{out.chart(charts.samples(row, name=f'samples-{stage.id}'), page)}")
+    measured["Samples"] = out.chart(charts.samples(row, name=f"samples-{stage.id}"), page)
     cubins = {one.name: one.cubin for one in (row, parent) if one and one.cubin}
     for item in items:
         # The same source in another element type is other machine code.
@@ -560,12 +570,14 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
             cubins[f"{stage.id} {problem.dtype}"] = cubin
     if cubins:
         mixes = machine_code.mixes({name: cubin.sass for name, cubin in cubins.items()})
-        parts += [
-            f"### Resource usage and occupancy\n\n{tables.resources(cubins)}",
-            f"### Instruction mix (SASS)\n\n{mixes}\n\nInstructions in the machine code by class, counted once each: "
-            "[Anatomy](../anatomy.md) says what the classes hold.",
-        ]
-    return "\n\n".join(parts)
+        measured["Resource usage and occupancy"] = tables.resources(cubins)
+        measured["Instruction mix (SASS)"] = (
+            f"{mixes}\n\nInstructions in the machine code by class, counted once each: "
+            "[Machine code and stalls](../anatomy.md) says what the classes hold."
+        )
+    sentence = _stage_sentence(shown, tables.line(row, rows, libraries=mine_of), parent, peer)
+    source = " · ".join((select.provenance([row]), *data_links(select.run_files([row]), page)))
+    return f"{sentence}\n\n{source}\n{{ .source }}", measured
 
 
 def _stage_sentence(

@@ -19,7 +19,7 @@ from typing import Any
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Cache, Regime
+from flashlab.core.problem import FIRST_SHAPE, Cache, Problem, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
 from flashlab.query.frame import headline
@@ -543,8 +543,14 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
 
 
 def _range(one: Scored) -> str:
-    low, high = (number(value, 3) for value in (one.expected.low, one.expected.high))
-    return f"{low} to {high} TFLOP/s" if one.expected.of == "tflops" else f"×{low} to ×{high}"
+    sign = "×" if one.expected.of == "ratio" else ""
+    return f"{sign}{one.expected.low:g} to {sign}{one.expected.high:g}"
+
+
+def _where(one: Scored) -> str:
+    """In what its problem is another one than the first: `D128`, `causal`, `trained`; empty where it is that."""
+    usual = Problem.parse(FIRST_SHAPE).label.split()
+    return " ".join(word for word in one.expected.problem.label.split() if word not in usual)
 
 
 def _measured(one: Scored) -> str | None:
@@ -574,7 +580,7 @@ def scored(found: Sequence[Scored]) -> str:
 PREDICTIONS = (
     Column("stage", "stage.id", code),
     Column("prediction", "expected.words", left=True),
-    Column("at", lambda one: one.expected.problem.label, left=True),
+    Column("where", _where, left=True),
     Column("predicted", _range),
     Column("measured", _measured),
     Column("outcome", outcome),
