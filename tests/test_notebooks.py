@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import html
 import json
 import re
 import subprocess
@@ -361,7 +362,7 @@ def test_a_race_is_found_where_the_numbers_are_right() -> None:
     assert "1 × race" in table
     found = trial.findings(after.report)
     assert found.count(f"{copy.name}:") == 2
-    assert "make&#95;float2(rescale, rescale)" in found
+    assert "make_float2(rescale, rescale)" in html.unescape(found)
     chart = compare_rows({"as it is": before, "edited": after}, name="rows")
     assert not isinstance(chart, str)
     assert "05_wmma" in chart.provenance
@@ -374,7 +375,7 @@ def test_padding_is_what_keeps_lanes_out_of_each_others_banks() -> None:
     assert padded.report is not None
     assert plain.report is not None
     lines = trial.conflicts({"padded": padded.report, "plain": plain.report}).splitlines()
-    line = next(line for line in lines if "(K&#95;row);" in line)
+    line = next(line for line in lines if "(K_row);" in html.unescape(line))
     assert "×1.0 |" in line
     assert "×8.0 |" in line
     assert "p.LSE" in trial.sectors({"padded": padded.report})
