@@ -424,6 +424,7 @@ def send(**message):
 open(sys.argv[1], "a").write(json.dumps(job) + "\\n")
 rows = json.loads(sys.argv[2])
 send(type="hello", gpu=rows["gpu"], software={})
+times = rows["samples"]["time_us"]
 for cell in job["cells"]:
     for name in cell["pending"]:
         which = job["implementations"][name]
@@ -433,7 +434,9 @@ for cell in job["cells"]:
         else:
             verdict = rows["verdict"] if which["judged"] else None
             cubin = {**rows["cubin"], "parameters": which["params"]}
-            row = {"status": "ok", "reason": "", "verdict": verdict, "samples": [rows["samples"]], "cubin": cubin}
+            times = [1.001 * one for one in times]  # no two rows have the same
+            samples = {**rows["samples"], "time_us": times}
+            row = {"status": "ok", "reason": "", "verdict": verdict, "samples": [samples], "cubin": cubin}
         send(type="row", cell=cell["index"], name=name, row=row)
     send(type="cell_done", cell=cell["index"])
 send(type="done")

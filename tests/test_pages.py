@@ -302,6 +302,7 @@ def test_the_explorers_filters_change_the_marks_and_the_address_restores_them(br
         assert rows.count() == 2 < every
         assert 0 < _marks(page) < before
         page.locator("select[name=y]").select_option("ratio")
+        page.locator("select[name=base]").select_option("sdpa_cudnn")
         page.locator("select[name=mask]").select_option("causal")
         shown = page.locator("#flashlab-explorer tbody").inner_text()
         assert "causal" in shown
