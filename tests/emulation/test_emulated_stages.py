@@ -51,6 +51,12 @@ def test_a_stage_takes_any_layout(stage: str) -> None:
 def test_a_stage_has_no_races(stage: str) -> None:
     head_dim = get(stage).head_dims[0]
     found = on_cpu.check_on_cpu(
-        [stage], layouts=("contiguous",), lengths=[(65, 130)], head_dims=[head_dim], masks=("causal",), races=True
+        [stage],
+        layouts=("contiguous",),
+        lengths=[(65, 130)],
+        head_dims=[head_dim],
+        masks=("causal",),
+        races=True,
+        timeout_s=600,
     )
     assert [row.reason for row in found.failures] == []
