@@ -32,7 +32,7 @@ from flashlab.core.problem import Problem, suite
 from flashlab.kernels.registry import CUDA_STAGES, STAGES
 from flashlab.record import store
 from flashlab.run import emulator, gpu
-from flashlab.show import pages, site, trial
+from flashlab.show import notebook, pages, site, trial
 from flashlab.show.notebook import Outcome, read_outcome, settings
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
@@ -204,6 +204,24 @@ def test_settings_refuse_an_unwritable_folder(read_only_dir: Path, data: Path) -
         settings(source="replay", data=data, out=read_only_dir)
 
 
+def test_records_that_are_not_there_are_an_error(tmp_path: Path) -> None:
+    """A bucket that was not mounted must not end as an empty report that looks well."""
+    file = tmp_path / "file"
+    file.touch()
+    for data in (tmp_path / "none", file):
+        with pytest.raises(NoDataError, match=f"existing folder of records, got {data}"):
+            settings(source="replay", data=data, out=tmp_path)
+        with pytest.raises(NoDataError, match=str(data)):
+            site.run(source="replay", data=data, out=tmp_path / "out")
+    assert not (tmp_path / "out" / "site").exists()
+
+
+def test_measuring_wants_a_folder_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notebook, "_resolve", lambda *_: ("measure", "nvidia-h200"))
+    with pytest.raises(OutputError, match="records, got /proc"):  # where root can make no file either
+        settings(source="measure", data="/proc", out=tmp_path)
+
+
 def test_settings_resolve(data: Path, tmp_path: Path) -> None:
     lab = settings(source="replay", data=data, out=tmp_path, stages="05_wmma, 00_naive")
     assert lab.stages == ("00_naive", "05_wmma")
@@ -278,7 +296,7 @@ def test_a_notebook_that_fails_costs_its_own_page_alone(
 
 
 def test_a_result_file_of_another_notebook_is_refused(tmp_path: Path) -> None:
-    lab = settings(source="replay", data=tmp_path / "none", out=tmp_path)
+    lab = settings(source="replay", data=tmp_path, out=tmp_path)
     path = lab.write("00_hardware")
     assert read_outcome(path, "00_hardware").notebook == "00_hardware"
     with pytest.raises(ReportError, match="result file of '00_hardware'"):

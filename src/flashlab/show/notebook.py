@@ -352,8 +352,8 @@ def settings(
             measuring.
         UnknownStageError: no such stage.
         NoGpuError: `measure` without a GPU.
-        NoDataError: `replay` of a GPU that has no records.
-        OutputError: `out` cannot be written.
+        NoDataError: `data` is no folder, or `replay` of a GPU that has no records.
+        OutputError: `out` cannot be written, or `data` while measuring.
     """
     if source not in SOURCES:
         raise ParameterError(f"source: wanted one of {', '.join(SOURCES)}, got {source!r}")
@@ -362,7 +362,14 @@ def settings(
     names = [name.strip() for name in stages.split(",")] if isinstance(stages, str) else list(stages)
     chosen = {registry.get(name).id for name in names if name}
     data_folder = Path(data).resolve() if data else DATA
+    if not data_folder.is_dir():
+        raise NoDataError(
+            f"wanted an existing folder of records, got {data_folder}. Mount or make it first; without the parameter "
+            f"`data` it is {DATA}"
+        )
     resolved, slug = _resolve(source, gpu, data_folder)
+    if resolved == "measure":
+        writable_dir(data_folder, "records")
     return Lab(
         source=resolved,
         gpu=slug,
