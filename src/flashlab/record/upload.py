@@ -1,0 +1,155 @@
+"""Keep a GPU's records in step with a bucket or folder, so that a machine that is taken away takes none with it.
+
+`FLASHLAB_UPLOAD` names the place as fsspec does: `s3://bucket/folder`, `gs://bucket/folder` or the path of a folder.
+Below it lies the same as below data/<gpu>: the folder is one that other commands read. Credentials are the business of
+the cloud's own configuration; nothing here reads, prints or keeps them.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from flashlab.core.errors import FlashlabError, MissingPackageError, OutputError, ParameterError
+from flashlab.core.paths import DATA, writable_dir
+from flashlab.record import schema, store
+
+VARIABLE = "FLASHLAB_UPLOAD"
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"}
+"""What fsspec needs beside itself, by the place's scheme. Not in the lock: botocore holds other packages back."""
+_RECORDS = re.compile(rf"[a-z-]+/{schema.RUN[1:-1]}\.jsonl|[a-z]+\.json")
+"""Names below data/<gpu> that are fetched: the files of runs, and documents such as tuned.json."""
+
+
+def sync(gpu: str, data: Path = DATA, place: str | None = None) -> tuple[int, int]:
+    """Fetch the records that the place has and `data` lacks, then send those that it lacks; how many of each.
+
+    A file that both have is the one in `data`, which may have grown. CHECKSUMS goes last and keeps what others listed:
+    cut off anywhere, the next call sends what is missing. Machines that measure at the same time each want a place of
+    their own, because a bucket has no lock for CHECKSUMS.
+
+    Args:
+        gpu: folder name under `data`, `nvidia-h200`.
+        place: what `FLASHLAB_UPLOAD` names where None; nothing happens where that is empty.
+
+    Raises:
+        ParameterError: a place that fsspec does not know, or one with credentials in it.
+        MissingPackageError: fsspec, or what it needs for such a place, is not installed.
+        DamagedRecordError: a record in `data` that was changed; it is not sent.
+        OutputError: the place or `data` cannot be read or written.
+    """
+    place = os.environ.get(VARIABLE, "") if place is None else place
+    if not place:
+        return 0, 0
+    files, root = _opened(place)
+    there = f"{root.rstrip('/')}/{gpu}"
+    with _one_at_a_time(data, place), _named(place):
+        fetched = _fetch(files, there, data / gpu)
+        if (data / gpu).is_dir():  # nothing of a GPU that was not measured yet
+            store.write_checksums(gpu, data)
+        return fetched, _send(files, there, data / gpu)
+
+
+@contextmanager
+def _one_at_a_time(data: Path, place: str) -> Iterator[None]:
+    """Among the processes that share `data`: two that wrote CHECKSUMS there would each drop what the other listed."""
+    handle = os.open(writable_dir(data, f"the records that go to {place}"), os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def attempt(gpu: str, data: Path = DATA) -> str:
+    """As `sync`, between two cells: why it failed, empty where it did not. The next call copies what is left."""
+    try:
+        sync(gpu, data)
+    except FlashlabError as error:
+        return f"records not copied yet: {error}"
+    return ""
+
+
+def _opened(place: str) -> tuple[Any, str]:
+    """fsspec's file system of a place, and the path on it."""
+    if "://" in place and re.search(r"[@?]|::", place):
+        # Not shown: what stands before the @ may be a secret.
+        raise ParameterError(
+            f"{VARIABLE}: wanted s3://bucket/folder, gs://bucket/folder or a folder's path, got one with '@', '::' or "
+            "'?' in it. Credentials belong in the configuration of the cloud's own tools"
+        )
+    try:
+        import fsspec
+
+        files, root = fsspec.core.url_to_fs(place)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"wanted what copies records to {place}, got: {error}. Install it with: .venv/bin/pip install "
+            f"{_PACKAGES.get(place.partition('://')[0], 'fsspec')}"
+        ) from error
+    except ValueError as error:
+        raise ParameterError(f"{VARIABLE}: wanted s3://, gs:// or a folder's path, got {place!r}: {error}") from error
+    return files, root
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Whatever a cloud's library raises, as an OutputError that names the place."""
+    try:
+        yield
+    except FlashlabError:
+        raise
+    except Exception as error:
+        said = str(error).partition("\n")[0]
+        raise OutputError(f"wanted records to go to {place}, got: {type(error).__name__}: {said}") from error
+
+
+def _fetch(files: Any, there: str, folder: Path) -> int:
+    """Files of records below `there` that `folder` lacks, into it; how many. What is no record is left where it is."""
+    files.invalidate_cache()
+    if not files.exists(there):
+        return 0
+    count = 0
+    for path in files.find(there):
+        name = path.removeprefix(f"{there}/")
+        target = folder / name
+        if _RECORDS.fullmatch(name) and not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            part = target.with_name(f".{target.name}.{os.getpid()}")
+            try:
+                part.write_bytes(files.cat_file(path))
+                part.replace(target)
+            finally:
+                part.unlink(missing_ok=True)
+            count += 1
+    return count
+
+
+def _send(files: Any, there: str, folder: Path) -> int:
+    """Files that CHECKSUMS lists here and not there, or with another sum, then CHECKSUMS; how many."""
+    listing = f"{there}/{store.CHECKSUMS}"
+    files.makedirs(there, exist_ok=True)
+    old = files.cat_file(listing) if files.exists(listing) else None
+    known = dict(_sums(old or b""))
+    sums = dict(_sums((folder / store.CHECKSUMS).read_bytes())) if folder.is_dir() else {}
+    changed = [name for name, digest in sums.items() if known.get(name) != digest and (folder / name).is_file()]
+    for name in changed:
+        files.makedirs(f"{there}/{name}".rpartition("/")[0], exist_ok=True)
+        files.pipe_file(f"{there}/{name}", (folder / name).read_bytes())
+        known[name] = sums[name]
+    new = "".join(f"{known[name]}  {name}\n" for name in sorted(known, key=Path)).encode()
+    if new != old:
+        files.pipe_file(listing, new)
+    return len(changed)
+
+
+def _sums(checksums: bytes) -> Iterator[tuple[str, str]]:
+    """Name and sum of every line of a CHECKSUMS that is one."""
+    for line in checksums.decode("utf-8", errors="replace").splitlines():
+        if match := re.fullmatch(r"([0-9a-f]{64})  (\S+)", line):
+            yield match[2], match[1]
