@@ -6,11 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from synthetic import gpu
 
-from flashlab.core.errors import OutputError
+from flashlab.core.errors import OutputError, ParameterError
+from flashlab.measure import harness
 from flashlab.record import provenance
 from flashlab.record.provenance import UNKNOWN
-from flashlab.record.schema import Source
+from flashlab.record.schema import Source, Start
 
 
 def git(tree: Path, *arguments: str) -> str:
@@ -142,3 +144,48 @@ def test_software_is_read_without_importing_it() -> None:
     versions = provenance.software()
     assert {"python", "flashlab", "numpy", "cuda-core", "nvidia-cuda-nvrtc"} <= versions.keys()
     assert all(versions.values())
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the system says of its start; nobody says what is rented."""
+    for variable in provenance.RENTED.values():
+        monkeypatch.delenv(variable, raising=False)
+    (tmp_path / "sys/kernel/random").mkdir(parents=True)
+    (tmp_path / "sys/kernel/random/boot_id").write_text("11111111-2222\n")
+    (tmp_path / "stat").write_text("cpu 1 2\nbtime 1767322800\n")
+    return tmp_path
+
+
+def test_a_start_says_what_is_rented(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (provenance.start(proc) or {}).keys() == {"boot", "at"}
+    monkeypatch.setenv("FLASHLAB_INSTANCE", "p5.48xlarge, us-east-1 (spot)")
+    monkeypatch.setenv("FLASHLAB_USD_PER_GPU_HOUR", "2.50")
+    start = Start.model_validate(provenance.start(proc))
+    assert (start.instance, start.usd_per_gpu_hour) == ("p5.48xlarge, us-east-1 (spot)", 2.5)
+    monkeypatch.setenv("FLASHLAB_INSTANCE", "")
+    assert Start.model_validate(provenance.start(proc)).instance is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("FLASHLAB_USD_PER_GPU_HOUR", value) for value in ("0", "-1", "free", "inf", "nan", "$2")]
+    + [("FLASHLAB_INSTANCE", value) for value in ("<b>p5</b>", "a\nb", "x" * 400, "https://me:secret@host?token=1")],
+)
+def test_what_is_no_price_or_name_is_refused_and_not_repeated(
+    variable: str, value: str, proc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ParameterError, match=f"something else in {variable}$") as raised:
+        provenance.start(proc)
+    assert "secret" not in str(raised.value)
+
+
+def test_no_credential_gets_into_a_record(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record's header holds nothing of the environment but what is rented."""
+    for name in ("AWS_SECRET_ACCESS_KEY", "GOOGLE_APPLICATION_CREDENTIALS", "HF_TOKEN", "FLASHLAB_UPLOAD"):
+        monkeypatch.setenv(name, "hush-hush")
+    book = harness.Book(proc / "data", "runs")
+    book.gpu = gpu()
+    said = [provenance.start(proc), provenance.software(), provenance.source(), harness.host(), book.header()]
+    assert "hush" not in str(said)

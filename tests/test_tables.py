@@ -17,7 +17,7 @@ from flashlab.query import predictions, roofline, select
 from flashlab.query.contests import Accuracy, AgainstPeers, Contest
 from flashlab.record import store
 from flashlab.record.checks import CheckRow
-from flashlab.record.schema import StageCounters, cycles_per_score
+from flashlab.record.schema import StageCounters, Start, cycles_per_score
 from flashlab.run.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.show import tables, trial
 from flashlab.show.tables import table as table_of
@@ -69,6 +69,22 @@ def test_every_gpu_that_runs_were_made_on_is_listed(tmp_path: Path) -> None:
     assert "**the ladder**" in first
     assert first.endswith(f" | 1 | {num_rows} |")
     assert second == "| `0ther0ther00` | 2026-01-09 | – | 1 | 1 |"
+
+
+def test_what_was_rented_and_its_cost_stand_beside_the_gpu(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path, problems=[FIRST])
+    before = tables.chips(select.load(path.parents[1].name, tmp_path), tmp_path)
+    assert "rented" not in before
+    assert "US$" not in before
+    run = "20260109T030405Z-0123abc"
+    start = Start(boot="0123abcd", at="2026-01-09T03:00:00Z", instance="p5.48xlarge", usd_per_gpu_hour=3.0)
+    one = store.read_run(path).measurements[0].model_copy(update={"run": run, "start": start})
+    for time in ("2026-01-09T03:14:05Z", "2026-01-09T03:34:05Z"):  # 10 and 30 minutes after the run began
+        store.append(path.with_name(f"{run}.jsonl"), one.model_copy(update={"time": time}))
+    store.write_checksums(path.parents[1].name, tmp_path)
+    (line,) = tables.chips(select.load(path.parents[1].name, tmp_path), tmp_path).strip().splitlines()[2:]
+    assert " | p5.48xlarge at 3.00 US$/GPU-hour | " in line
+    assert line.endswith(" | 1.50 |")
 
 
 def test_costs_are_the_records(tmp_path: Path) -> None:

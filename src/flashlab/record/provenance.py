@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
 
 from flashlab._version import __version__
-from flashlab.core.errors import OutputError
+from flashlab.core.errors import OutputError, ParameterError
 from flashlab.core.paths import ROOT
 from flashlab.kernels.peers import DISTRIBUTIONS
-from flashlab.record.schema import Source
+from flashlab.record.schema import Source, Start
 
 DECIDING = ("kernels", "src", "notebooks", "pyproject.toml", "constraints.txt")
 """Files and folders that decide a result; a change elsewhere (pages, tests, data) leaves a record clean."""
@@ -46,6 +50,9 @@ PACKAGES = (
 )
 """Distributions that a record names, where installed."""
 
+
+RENTED = {"instance": "FLASHLAB_INSTANCE", "usd_per_gpu_hour": "FLASHLAB_USD_PER_GPU_HOUR"}
+"""Variables by which whoever rents a machine says what it is, by the field of `Start`. No other gets into a record."""
 
 UNKNOWN = Source(commit="unknown", dirty=True)
 
@@ -93,16 +100,34 @@ def software() -> dict[str, str]:
     return versions
 
 
-def start(proc: Path = Path("/proc")) -> dict[str, str] | None:
-    """The start of this machine, as `schema.Start` takes it; None where the system does not say. Never raises."""
+def start(proc: Path = Path("/proc")) -> dict[str, Any] | None:
+    """The start of this machine, as `schema.Start` takes it; None where the system does not say.
+
+    `RENTED` has the variables that say what is rented.
+
+    Raises:
+        ParameterError: one of them is no name, or no price.
+    """
     try:
         boot_id = (proc / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="utf-8").strip()
         stat = (proc / "stat").read_text(encoding="utf-8").splitlines()
         seconds = next(int(line.split()[1]) for line in stat if line.startswith("btime "))
     except (OSError, StopIteration, ValueError, IndexError):
         return None
-    at = datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
-    return {"boot": hashlib.sha256(boot_id.encode()).hexdigest()[:8], "at": at}
+    found: dict[str, str] = {
+        "boot": hashlib.sha256(boot_id.encode()).hexdigest()[:8],
+        "at": datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds"),
+    }
+    found |= {field: os.environ[variable] for field, variable in RENTED.items() if os.environ.get(variable)}
+    try:
+        return Start.model_validate(found).model_dump(exclude_none=True)
+    except ValidationError as error:
+        # What came is not repeated: it may be anything that somebody took for a name.
+        wrong = ", ".join(RENTED.get(str(one["loc"][0]), str(one["loc"][0])) for one in error.errors())
+        raise ParameterError(
+            f"wanted a machine's name in {RENTED['instance']}, such as p5.48xlarge, and US dollars an hour of one GPU "
+            f"in {RENTED['usd_per_gpu_hour']}, such as 2.5, got something else in {wrong}"
+        ) from None
 
 
 def _deciding_files(root: Path) -> Iterable[Path]:

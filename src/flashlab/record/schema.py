@@ -219,6 +219,10 @@ class Start(_Model):
     """First 8 hex digits of the sha256 of the kernel's boot id."""
     at: Moment
     """When the kernel started, UTC, ISO 8601. A machine resumed from an image keeps its boot id, but not this."""
+    instance: Label | None = None
+    """What a cloud calls a machine of this kind, `p5.48xlarge`; None where nobody said."""
+    usd_per_gpu_hour: float | None = Field(default=None, gt=0)
+    """Price of one of its GPUs, US dollars an hour; None where nobody said."""
 
     def same_as(self, other: Start) -> bool:
         """Whether both are the same start: one boot id, and times that differ by no more than clocks are set by."""

@@ -349,7 +349,7 @@ def settings(
 
     Raises:
         ParameterError: no such source, suite or kind of inputs, or `gpu` names a GPU that this machine lacks while
-            measuring.
+            measuring, or then the environment says of the machine what `provenance.start` refuses.
         UnknownStageError: no such stage.
         NoGpuError: `measure` without a GPU.
         NoDataError: `data` is no folder, or `replay` of a GPU that has no records.
@@ -370,6 +370,7 @@ def settings(
     resolved, slug = _resolve(source, gpu, data_folder)
     if resolved == "measure":
         writable_dir(data_folder, "records")
+        provenance.start()  # refuses what is said of a rented machine here, before an hour of measuring
     return Lab(
         source=resolved,
         gpu=slug,

@@ -12,6 +12,7 @@ import tomllib
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from flashlab.query.frame import headline
 from flashlab.query.predictions import Scored
 from flashlab.query.select import Results
 from flashlab.record import store
-from flashlab.record.schema import Ceiling, CubinFields, Measurement, Samples, Sanitized, StageProfile, Status
+from flashlab.record.schema import Ceiling, CubinFields, Measurement, Samples, Sanitized, StageProfile, Start, Status
 
 Cell = str | int | float | None
 Row = Any
@@ -818,7 +819,7 @@ def days(runs: Iterable[str]) -> str:
 
 
 def chips(shown: Results, data: Path = DATA) -> str:
-    """Every GPU that runs were made on: fingerprint, dates, runs, rows, and what is shown of them.
+    """Every GPU that runs were made on: fingerprint, dates, rented machine, what is shown of it, runs, rows and cost.
 
     Raises:
         NoDataError: there are no runs.
@@ -846,11 +847,37 @@ def chips(shown: Results, data: Path = DATA) -> str:
             lambda item: " to ".join(dict.fromkeys(map(select.date, runs(item)[:1] + runs(item)[-1:]))),
             left=True,
         ),
+        Column("rented as", lambda item: _rented(item[1]), left=True),
         Column("shown on these pages", "0", on_pages, left=True),
         Column("runs", lambda item: len(runs(item))),
         Column("rows", lambda item: len(item[1])),
+        Column("cost, US$", lambda item: cost_usd(item[1])),
     )
-    return table(columns, sorted(found.items(), key=lambda item: item[1][0].run))
+    return table(columns, sorted(found.items(), key=lambda item: item[1][0].run), drop_empty=True)
+
+
+def _rented(rows: Iterable[Measurement | Ceiling]) -> str | None:
+    """Kinds of machines and prices of a GPU of theirs, as records have them; None where none has."""
+
+    def named(start: Start) -> str:
+        price = "" if start.usd_per_gpu_hour is None else f"{number(start.usd_per_gpu_hour)} US$/GPU-hour"
+        return " at ".join(filter(None, (start.instance, price)))
+
+    return "; ".join(filter(None, dict.fromkeys(named(row.start) for row in rows if row.start))) or None
+
+
+def cost_usd(rows: Iterable[Measurement | Ceiling]) -> float | None:
+    """Price of the GPU from the start of each run to its last record, of the runs that name one; None where none does.
+
+    What lies before and after a run, such as compiling and installing, is not counted.
+    """
+    spent: dict[str, float] = {}
+    for row in rows:
+        if row.start is not None and row.start.usd_per_gpu_hour is not None:
+            took = datetime.fromisoformat(row.time) - datetime.fromisoformat(row.run[:16])
+            cost = row.start.usd_per_gpu_hour * took.total_seconds() / 3600
+            spent[row.run] = max(spent.get(row.run, 0.0), cost)
+    return sum(spent.values()) if spent else None
 
 
 def software(shown: Results) -> str:
