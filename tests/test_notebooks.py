@@ -280,7 +280,11 @@ def test_a_notebook_that_fails_costs_its_own_page_alone(
     monkeypatch.setattr(site, "NOTEBOOKS", tmp_path)
     monkeypatch.setattr(site, "PAGE_OF", {"00_hardware": "hardware.md", "01_correctness": "correctness.md"})
     said: list[str] = []
-    failed = site.execute_all(tmp_path / "out", {}, measuring=True, timeout_s=60, say=said.append)
+    ended: list[int] = []
+    failed = site.execute_all(
+        tmp_path / "out", {}, measuring=True, timeout_s=60, say=said.append, after_each=lambda: ended.append(len(said))
+    )
+    assert ended == [1, 2, 3], "records are copied after each notebook, also after one that failed"
     assert failed.keys() == {"00_hardware"}
     assert "ZeroDivisionError" in failed["00_hardware"]
     assert [line.split()[0] for line in said] == ["00_hardware", "00_hardware", "01_correctness"]

@@ -9,7 +9,9 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -466,6 +468,43 @@ def test_run_refuses_wrong_parameters_before_anything_runs(tmp_path: Path, read_
     assert not out.exists()
     with pytest.raises(OutputError):
         site.run(source="replay", out=read_only_dir)
+
+
+def test_records_are_copied_before_the_first_notebook_and_after_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fails in between is said and tried again; what fails at the end fails the report."""
+    order: list[str] = []
+    said: list[str] = []
+    fails: set[int] = set()
+
+    def sync(gpu: str, data: Path) -> tuple[int, int]:
+        order.append(f"copy {gpu}")
+        if len(order) in fails:
+            raise OutputError("no bucket")
+        return 0, 0
+
+    def execute_all(*_: object, after_each: Callable[[], object], **__: object) -> dict[str, str]:
+        order.append("notebook")
+        after_each()
+        return {}
+
+    lab = SimpleNamespace(source="measure", gpu="nvidia-h200")
+    monkeypatch.setattr(site, "settings", lambda **_: lab)
+    monkeypatch.setattr(site, "execute_all", execute_all)
+    monkeypatch.setattr(site, "write_pages", lambda *_, **__: None)
+    monkeypatch.setattr(site, "build_site", lambda out: out / "index.html")
+    monkeypatch.setattr(site.upload, "sync", sync)
+    fails = {3}
+    site.run(data=tmp_path, out=tmp_path, progress=said.append)
+    assert order == ["copy nvidia-h200", "notebook", "copy nvidia-h200", "copy nvidia-h200"]
+    assert "records not copied yet: no bucket" in said
+    for step, ran in ((1, 1), (4, 4)):
+        order.clear()
+        fails = {step}
+        with pytest.raises(OutputError, match="no bucket"):
+            site.run(data=tmp_path, out=tmp_path)
+        assert len(order) == ran
 
 
 def test_site_needs_generated_pages(tmp_path: Path) -> None:

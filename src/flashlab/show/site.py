@@ -22,6 +22,7 @@ from typing import Any
 from flashlab.core.errors import ParameterError, ReportError
 from flashlab.core.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
 from flashlab.kernels import registry
+from flashlab.record import upload
 from flashlab.show import pages
 from flashlab.show.notebook import Outcome, read_outcome, settings
 from flashlab.show.pages import PAGE_OF
@@ -130,11 +131,12 @@ def execute_all(
     measuring: bool,
     timeout_s: float | None = None,
     say: Say = lambda _: None,
+    after_each: Callable[[], object] = lambda: None,
 ) -> dict[str, str]:
     """Execute every notebook: two at a time, or one when measuring, because they would disturb each other.
 
     Each is given those of the parameters that it has. One that fails is tried once more when measuring, and the others
-    run all the same.
+    run all the same. `after_each` is called when a notebook has ended, well or not.
 
     Returns:
         What went wrong, by notebook; empty where all came to their end.
@@ -158,7 +160,10 @@ def execute_all(
                 failure = str(error)
             else:
                 say(f"{name} done")
-                return ""
+                failure = ""
+            after_each()
+            if not failure:
+                break
         return failure
 
     # A notebook is a process of its own; threads only wait for them.
@@ -286,8 +291,8 @@ def run(
         progress: told what is done, a line at a time.
 
     Raises:
-        ParameterError, UnknownStageError, NoGpuError, NoDataError, OutputError: as `notebook.settings`, and before
-            anything runs.
+        ParameterError, UnknownStageError, NoGpuError, NoDataError, OutputError: as `notebook.settings` and
+            `upload.sync`, and before anything runs; OutputError at the end too, where records could not be sent.
         ReportError: the site's build failed; or a notebook, and then the site is built all the same and its page says
             so.
     """
@@ -295,11 +300,29 @@ def run(
     lab = settings(source=source, gpu=gpu, stages=stages, suite=suite, out=executed, data=data)
     progress(str(lab))
     parameters = {"source": lab.source, "gpu": lab.gpu or "", "stages": stages, "suite": suite, "data": str(data)}
-    failed = execute_all(executed, parameters, measuring=lab.source == "measure", timeout_s=timeout_s, say=progress)
+    measuring = lab.source == "measure"
+    if measuring:
+        # Fetches what was measured before, and shows that records can be sent, before an hour of measuring.
+        upload.sync(lab.gpu or "", data)
+
+    def keep() -> None:
+        if measuring and (failure := upload.attempt(lab.gpu or "", data)):
+            progress(failure)
+
+    failed = execute_all(
+        executed,
+        parameters,
+        measuring=measuring,
+        timeout_s=timeout_s,
+        say=progress,
+        after_each=keep,
+    )
     write_pages(out, data=data, executed=executed, gpu=lab.gpu or "", failed=failed)
     progress("pages generated")
     index = build_site(out)
     progress(f"site built: {index}")
+    if measuring:
+        upload.sync(lab.gpu or "", data)
     if failed:
         raise ReportError(
             f"the report is in {index.parent}, without what these notebooks were to show: {', '.join(failed)}\n"
