@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import json
+import pkgutil
 import re
 import subprocess
 import sys
@@ -27,13 +28,13 @@ from flashlab.core.errors import (
     ReportError,
     UnknownStageError,
 )
-from flashlab.core.paths import DATA, NOTEBOOKS
+from flashlab.core.paths import DATA, NOTEBOOKS, ROOT
 from flashlab.core.problem import Problem, suite
 from flashlab.kernels.registry import CUDA_STAGES, STAGES
 from flashlab.record import store
 from flashlab.run import emulator, gpu
 from flashlab.show import notebook, pages, site, trial
-from flashlab.show.notebook import Outcome, read_outcome, settings
+from flashlab.show.notebook import Outcome, read_outcome, settings, strip_before_save
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
@@ -110,8 +111,38 @@ def test_form(name: str) -> None:
         if cell.cell_type == "code":
             assert not cell.outputs
             assert cell.execution_count is None
+            plumbing = bool({"hide", "hide-input"} & set(cell.metadata.get("tags", [])))
+            assert cell.metadata.get("jupyter", {}).get("source_hidden", False) is plumbing, "hidden on the site alone"
             nodes = list(ast.walk(ast.parse(cell.source)))
             assert not any(isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Lambda) for node in nodes)
+
+
+def _ran(path: Path) -> nbformat.NotebookNode:
+    """A notebook as JupyterLab and papermill leave it."""
+    notebook = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+    notebook.metadata["kernelspec"]["display_name"] = "Python 3 (ipykernel)"
+    notebook.metadata["language_info"] |= {"version": "3.12.1", "codemirror_mode": {"name": "ipython", "version": 3}}
+    notebook.metadata["papermill"] = {"duration": 1.0}
+    for cell in (one for one in notebook.cells if one.cell_type == "code"):
+        cell.execution_count = 3
+        cell.outputs = [nbformat.v4.new_output("stream", text="1")]  # type: ignore[no-untyped-call]
+        cell.metadata |= {"scrolled": True, "execution": {"iopub.execute_input": "2026"}}
+    return notebook
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_jupyterlab_saves_is_what_git_has(name: str, tmp_path: Path) -> None:
+    path = NOTEBOOKS / f"{name}.ipynb"
+    for folder, stripped in (("notebooks", True), ("build", False)):
+        notebook = _ran(path)
+        strip_before_save({"type": "notebook", "content": notebook}, f"{folder}/{path.name}", contents_manager=None)
+        nbformat.write(notebook, tmp_path / path.name)  # type: ignore[no-untyped-call]
+        assert ((tmp_path / path.name).read_bytes() == path.read_bytes()) is stripped
+
+
+def test_jupyterlab_strips_by_the_function_that_is_there() -> None:
+    (hook,) = re.findall(r"pre_save_hook=(\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert pkgutil.resolve_name(hook) is strip_before_save
 
 
 @pytest.mark.parametrize("name", NAMES)
