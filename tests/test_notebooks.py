@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import html
+import inspect
 import json
 import pkgutil
 import re
@@ -31,10 +33,11 @@ from flashlab.core.errors import (
 from flashlab.core.paths import DATA, NOTEBOOKS, ROOT
 from flashlab.core.problem import Problem, suite
 from flashlab.kernels.registry import CUDA_STAGES, STAGES
+from flashlab.measure.harness import Progress
 from flashlab.record import store
 from flashlab.run import emulator, gpu
 from flashlab.show import notebook, pages, site, trial
-from flashlab.show.notebook import Outcome, read_outcome, settings, strip_before_save
+from flashlab.show.notebook import Lab, Outcome, read_outcome, settings, strip_before_save
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
@@ -143,6 +146,25 @@ def test_what_jupyterlab_saves_is_what_git_has(name: str, tmp_path: Path) -> Non
 def test_jupyterlab_strips_by_the_function_that_is_there() -> None:
     (hook,) = re.findall(r"pre_save_hook=(\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     assert pkgutil.resolve_name(hook) is strip_before_save
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_fit_what_they_call(name: str) -> None:
+    """Also those that only a machine with a GPU makes."""
+    trees = [ast.parse(cell.source) for cell in _cells(name) if cell.cell_type == "code"]
+    names: dict[str, Any] = {"lab": Lab}
+    for tree in trees:
+        imports: list[ast.stmt] = [one for one in tree.body if isinstance(one, ast.Import | ast.ImportFrom)]
+        exec(compile(ast.Module(imports, []), name, "exec"), names)
+    for call in (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        root, _, rest = ast.unparse(call.func).partition(".")
+        keywords = {one.arg or "**": one.value for one in call.keywords}
+        if root not in names or not re.fullmatch(r"[\w.]*", rest) or "**" in keywords:
+            continue
+        called = functools.reduce(getattr, filter(None, rest.split(".")), names[root])
+        if inspect.isfunction(called) and not any(isinstance(one, ast.Starred) for one in call.args):
+            bound = [None] if root == "lab" else []
+            inspect.signature(called, follow_wrapped=False).bind(*bound, *call.args, **keywords)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -328,6 +350,24 @@ def test_a_notebook_that_fails_costs_its_own_page_alone(
     text = (folder / "snippets" / "notebooks" / "00_hardware.md").read_text(encoding="utf-8")
     assert '!!! failure "Not complete"' in text
     assert "ZeroDivisionError" in text
+
+
+def test_a_progress_bar_says_what_is_left_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+    monkeypatch.setattr("IPython.core.getipython.get_ipython", object)
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: None)
+    monkeypatch.setattr("IPython.display.update_display", lambda data, **_: drawn.append(data["text/html"]))
+    monkeypatch.setattr(notebook, "_REDRAWN_S", 0.0)
+    clock = iter((0.0, 0.0, 30.0))
+    monkeypatch.setattr(notebook.time, "monotonic", lambda: next(clock))
+    with notebook.progress_bar() as progress:
+        progress(0, 4, "a<b>")
+        progress(Progress(done=1, total=4, text="next"))
+    assert [re.sub("<progress.*?</progress> ", "", one) for one in drawn] == [
+        "0 of 4: a&lt;b&gt;",
+        "0:01:30 left, 1 of 4: next",
+        "",
+    ]
 
 
 def test_a_result_file_of_another_notebook_is_refused(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Mask, Problem
 from flashlab.experiments import chip
 from flashlab.kernels import registry
+from flashlab.measure.harness import Progress
+from flashlab.measure.options import Options
 from flashlab.query import select
 from flashlab.record import schema, store
 from flashlab.record.schema import ChipReading
@@ -601,15 +603,20 @@ def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
     return loop_of(kernel, rates)
 
 
-def measure(source: str, data: Path = DATA) -> Path | None:
+def measure(source: str, options: Options) -> Path | None:
     """Read the units of this machine's GPU where `source` is `measure` and it is a Hopper; the file of readings.
 
     Raises:
         As `chip.measure`.
     """
-    if source != "measure" or gpus.info().arch != chip.ARCH:
+    if source != "measure" or gpus.info(options.device).arch != chip.ARCH:
         return None
-    return chip.measure(data=data)
+    names = [case.name for case in chip.choose(None)]
+
+    def announce(name: str) -> None:
+        options.progress(Progress(done=names.index(name), total=len(names), text=name))
+
+    return chip.measure(data=options.data, device=options.device, announce=announce)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,17 @@ from flashlab.core.problem import FIRST_SHAPE, Cache, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import GpuWorker
-from flashlab.measure.harness import REASON_CHARS, Book, Message, Send, Worker, WorkerDiedError, serve
+from flashlab.measure.harness import (
+    REASON_CHARS,
+    Book,
+    Message,
+    Progress,
+    Report,
+    Send,
+    Worker,
+    WorkerDiedError,
+    serve,
+)
 from flashlab.record import store
 from flashlab.record.schema import Reading
 from flashlab.run import gpu
@@ -130,6 +140,7 @@ def measure(
     seed: int = 0,
     timeout_s: float = LIMIT_S,
     say: Say = lambda _: None,
+    progress: Report = lambda _: None,
     worker: Sequence[str] = WORKER,
 ) -> Measured:
     """Read implementations with every timer that is installed and append the readings to data/<gpu>/readings.
@@ -148,6 +159,7 @@ def measure(
         seed: of inputs and order.
         timeout_s: seconds, for all of it; what does not fit is left out, and is in `Measured.missing`.
         say: gets what begins, a line at a time.
+        progress: told at every reading how much of the time is gone, in seconds.
         worker: the command that starts a worker.
 
     Raises:
@@ -181,6 +193,8 @@ def measure(
 
         def act(message: Message) -> None:
             nonlocal readings
+            gone_s = round(timeout_s - max(0.0, ends - time.monotonic()))
+            progress(Progress(done=gone_s, total=round(timeout_s), text=f"{readings} readings, or sooner"))
             if message["type"] == "hello":
                 book.hello(message)
             elif message["type"] == "missing":

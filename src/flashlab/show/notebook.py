@@ -8,18 +8,24 @@ lab.write("02_ladder", numbers)    the result file, which says that the notebook
 
 from __future__ import annotations
 
+import html
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from flashlab.core.errors import NoDataError, ParameterError, ReportError
+from flashlab.build import compiler
+from flashlab.build.compiler import Cubin, Job
+from flashlab.core.errors import CompileError, NoDataError, ParameterError, ReportError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import BUILD, DATA, NOTEBOOKS, writable_dir
@@ -54,6 +60,8 @@ NO_PROFILES = (
     "`flashlab profile` on such a GPU, with Nsight Compute, does it."
 )
 NO_CHECKS = "Not on record for this GPU yet: `flashlab check --record` on it compares stages with the oracle."
+_REDRAWN_S = 0.2
+"""Between one state of a progress bar and the next."""
 Draw = Callable[..., Chart | str] | Sequence[Column]
 """What makes a figure or table: a function, or a table's columns."""
 
@@ -169,13 +177,17 @@ class Lab:
         options |= {"layouts": ("contiguous",)}
         stages = {stage_id: registry.get(stage_id) for stage_id in self.cuda_stages}
         # First all of them, side by side, so that the seconds of a stage are those of its runs.
-        on_cpu.build_all(on_cpu.implementations(list(stages), None), cases.cases(stages, **options), hooks=True)
+        by_name, todo = on_cpu.implementations(list(stages), None), cases.cases(stages, **options)
+        with progress_bar() as progress:
+            on_cpu.build_all(by_name, todo, hooks=True, follow=progress)
         rows: list[CheckRow] = []
         seconds: dict[str, float] = {}
-        for stage_id in stages:
-            began = time.perf_counter()
-            rows += on_cpu.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
-            seconds[stage_id] = time.perf_counter() - began
+        with progress_bar() as progress:
+            for number, stage_id in enumerate(stages):
+                progress(number, len(stages), f"run {stage_id}")
+                began = time.perf_counter()
+                rows += on_cpu.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
+                seconds[stage_id] = time.perf_counter() - began
         return trial.CpuCheck(rows=tuple(rows), seconds=seconds)
 
     def beside_emulator(self) -> str:
@@ -209,12 +221,13 @@ class Lab:
         shapes = ", ".join(dict.fromkeys(line.shape for line in lines.values()))
         commits = dict.fromkeys(line.commit[:7] + (" + changes" if line.dirty else "") for line in lines.values())
         names = "".join({line.gpu for line in lines.values()})
+        compared: dict[str, Mapping[str, trial.Counts]] = {}
+        with progress_bar() as progress:
+            for number, (stage_id, line) in enumerate(lines.items()):
+                progress(number, len(lines), f"count {stage_id}")
+                compared[stage_id] = trial.counted(trial.count_accesses(stage_id, line.shape), line)
         return trial.Counted(
-            compared={
-                stage_id: trial.counted(trial.count_accesses(stage_id, lines[stage_id].shape), lines[stage_id])
-                for stage_id in self.stages
-                if stage_id in lines
-            },
+            compared={stage_id: compared[stage_id] for stage_id in self.stages if stage_id in compared},
             source=f"{names} · {shapes} full float16 · commit {', '.join(commits)}",
             patterns=len(store.read(path, PatternCounters)[0]),
         )
@@ -401,18 +414,46 @@ def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str | None]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[[Any], None]]:
-    """A bar on stderr, given a `bench.Progress` at a time."""
-    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+def progress_bar() -> Iterator[Callable[..., None]]:
+    """A bar below the cell with the time left, gone at the end.
 
-    with tqdm(unit="row") as bar:
+    Called with `done, total, text`, or with one object that has these fields, such as a `harness.Progress`.
+    """
+    from IPython.core.getipython import get_ipython
+    from IPython.display import display, update_display
 
-        def report(progress: Any) -> None:
-            bar.total = progress.total
-            bar.set_description(progress.text, refresh=False)
-            bar.update(progress.done - bar.n)
+    began, shown = time.monotonic(), -math.inf
+    display_id = f"progress-{began}" if get_ipython() else ""
 
+    def draw(text: str) -> None:
+        if display_id:
+            data = {"text/html": text, "text/plain": ""}
+            update_display(data, display_id=display_id, raw=True)  # type: ignore[no-untyped-call]
+
+    def report(*now: Any) -> None:
+        nonlocal shown
+        done, total, text = now if len(now) == 3 else (now[0].done, now[0].total, now[0].text)
+        gone_s = time.monotonic() - began
+        if gone_s - shown < _REDRAWN_S:
+            return
+        shown = gone_s
+        left = f"{timedelta(seconds=round(gone_s / done * (total - done)))} left, " if done else ""
+        bar = f'<progress max="{total}" value="{done}" style="width: 16em; vertical-align: middle"></progress>'
+        draw(f"{bar} {left}{done} of {total}: {html.escape(text)}")
+
+    if display_id:
+        display({"text/plain": ""}, display_id=display_id, raw=True)  # type: ignore[no-untyped-call]
+    try:
         yield report
+    finally:
+        draw("")
+
+
+def compile_stages(jobs: Sequence[Job]) -> tuple[Cubin | CompileError, ...]:
+    """`compiler.compile_many` with a bar."""
+    done = count(1)
+    with progress_bar() as progress:
+        return compiler.compile_many(jobs, progress=lambda job, _: progress(next(done), len(jobs), job.label))
 
 
 def machine_here() -> str:

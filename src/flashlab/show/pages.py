@@ -234,7 +234,7 @@ def _notebook_page(
             continue
         if "hide-input" in cell.metadata.get("tags", []):
             cell.metadata["transient"] = {"remove_source": True}  # what nbconvert's templates look for
-        # What goes to stderr is progress bars; an error stands above.
+        # What libraries say on stderr is not ours to show; an error stands above.
         cell["outputs"] = [
             output
             for output in cell.get("outputs", [])
