@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import nbformat
 import pytest
@@ -30,7 +30,7 @@ from flashlab.core.errors import (
     ReportError,
     UnknownStageError,
 )
-from flashlab.core.paths import DATA, NOTEBOOKS, ROOT
+from flashlab.core.paths import DATA, KERNELS, NOTEBOOKS, ROOT, SITE
 from flashlab.core.problem import Problem, suite
 from flashlab.kernels.registry import CUDA_STAGES, STAGES
 from flashlab.measure.harness import Progress
@@ -190,6 +190,7 @@ def test_replay(name: str, report: Path) -> None:
         assert (outcome.numbers["before"], outcome.numbers["after"]) == (True, False)
         (race,) = outcome.numbers["findings"]
         assert len(set(re.findall(r"build/edits/(05_wmma-[0-9a-f]{8}\.cu):", race))) == 1
+        assert outcome.numbers["elsewhere"] is False, "the race is there at every shape"
         assert outcome.numbers["early"] == {"ascending": False, "descending": False}
     if name == "03_anatomy":
         assert set(outcome.numbers["sass"]) == set(CUDA_STAGES)
@@ -459,6 +460,45 @@ def test_a_race_is_found_where_the_numbers_are_right() -> None:
     chart = compare_rows({"as it is": before, "edited": after}, name="rows")
     assert not isinstance(chart, str)
     assert "05_wmma" in chart.provenance
+
+
+@needs_compiler
+def test_a_finding_in_a_header_names_the_line_that_called_it() -> None:
+    old = "__syncthreads();   // the tile is complete"
+    copy = edited("01_coalesced", old, "__syncwarp();")
+    run = attempt("01_coalesced", copy, shape="1x1x64x64")
+    assert run.wrong == ("race", "uninitialised", "wrong values")
+    assert run.report is not None
+    line = 1 + copy.read_text(encoding="utf-8").splitlines().index("    __syncwarp();")
+    called = f"{copy.name}:{line - 2}"
+    assert re.search(rf"tile\.cuh:\d+ \(called at \S*{called}\)", str(run.report.findings[0]))
+    table = html.unescape(trial.findings(run.report))
+    assert re.search(rf"{called}</code><br><code>load_tile<.*<br>in .*tile\.cuh:\d+", table)
+    assert [row.split("**")[1] for row in trial.explained(run).splitlines()] == list(run.wrong)
+
+
+def test_what_may_be_wrong_is_explained_where_the_site_says_more() -> None:
+    runtime = "".join(path.read_text(encoding="utf-8") for path in (KERNELS / "emulation" / "runtime").glob("*.cpp"))
+    kinds = set(re.findall(r'(?:report\(by, |findings\.add\(\{)"([a-z ]+)"', runtime))
+    assert len(kinds) > 4
+    assert kinds | {*get_args(emulator.Status)} - {"ok"} <= trial.EXPLAINED.keys()
+    for _, page in trial.EXPLAINED.values():
+        name, _, anchor = page.partition("#")
+        text = (SITE / name).read_text(encoding="utf-8")
+        headings = {re.sub(r"\W+", "-", one.lower()) for one in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+        assert f"{{ #{anchor} }}" in text or anchor in headings, page
+
+
+@needs_compiler
+def test_a_copy_that_passes_a_small_shape_fails_a_hostile_one_and_is_told_what_was_not_tried(tmp_path: Path) -> None:
+    copy = edited("00_naive", "visible_keys(p, q_row)", "(CAUSAL ? min(p.kv_len, q_row + 1) : p.kv_len)")
+    assert all(attempt("00_naive", copy, shape="1x1x32x64", mask=mask).passed for mask in ("full", "causal"))
+    found = settings(source="replay", data=tmp_path, out=tmp_path).check_copy("00_naive", copy)
+    assert not found.passed
+    failed = {(row.problem.mask, row.problem.q_len, row.problem.kv_len) for row in found.rows if row.status != "ok"}
+    assert failed == {("causal", 113, 203), ("causal", 239, 1), ("causal", 70, 400)}
+    assert "**Not tried:** head dim 128; " in str(found)
+    assert str(found).count("B1 H2/1 Sq113 Sk203") == 1
 
 
 @needs_compiler

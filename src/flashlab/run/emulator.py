@@ -196,9 +196,17 @@ class Place:
         """The innermost line that is not the emulation's own."""
         return symbols.site(self.frames)
 
+    @property
+    def caller(self) -> symbols.Frame | None:
+        """The innermost line of a kernel's own file, where `frame` lies in a header that it includes."""
+        own = next((one for one in self.frames if one.file.suffix == ".cu"), None)
+        return None if own == self.frame else own
+
     def __str__(self) -> str:
-        frame = self.frame
-        return "an unknown line" if frame is None else frame.shown
+        frame, caller = self.frame, self.caller
+        if frame is None:
+            return "an unknown line"
+        return f"{frame.shown} (called at {caller.shown})" if caller else frame.shown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,7 +377,7 @@ def _trouble(result: Mapping[str, Any], report: Report, emulated: Emulated, time
         block, thread = where["block"], where["thread"]
         at = report.where.frame if report.where else None
         lines.append(
-            f"  {'at ' + at.shown if at else 'somewhere'}{': ' + at.text if at and at.text else ''} "
+            f"  {f'at {report.where}' if at else 'somewhere'}{': ' + at.text if at and at.text else ''} "
             f"(block {block[0]}, {block[1]}, {block[2]}, thread {thread[0]}, {thread[1]}, {thread[2]})"
         )
     lines += [f"  {waiting}" for waiting in report.waiting[:_SHOWN_WAITING]]

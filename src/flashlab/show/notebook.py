@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job
+from flashlab.build.sources import shown
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, ReportError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.inputs import parse as kinds_in
@@ -51,6 +52,10 @@ SCHEDULES = ("ascending", "descending", "seeded:1")
 LENGTHS = ((1, 1), (113, 203), (239, 1))
 """Queries and keys of the notebooks' problems on a CPU: one of each, around every tile, more queries than keys."""
 HEAD_DIM = 64
+COPY_LENGTHS = (*LENGTHS, cases.HOSTILE_LENGTHS[0])
+"""Of an edited copy's problems; the last has keys for every phase of a pipeline's barriers."""
+COPY_SCHEDULE, COPY_TIMEOUT_S = cases.SCHEDULES[-1], 10.0
+"""How each of them runs: not in the order that was tried before, and not for ever."""
 NOTHING_YET = (
     "**Nothing has been measured yet.** "
     "No GPU has records in `data/`. `make report` on a machine with an NVIDIA GPU measures it and fills this in."
@@ -189,6 +194,45 @@ class Lab:
                 rows += on_cpu.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
                 seconds[stage_id] = time.perf_counter() - began
         return trial.CpuCheck(rows=tuple(rows), seconds=seconds)
+
+    def check_copy(self, stage_id: str, source: Path) -> trial.CpuCheck:
+        """Compare an edited copy of a stage with the oracle on this machine's CPU over shapes that break kernels.
+
+        It says what it did not try.
+
+        Raises:
+            UnknownStageError, ParameterError: no such stage or file.
+            OutputError: the compile cache cannot be written.
+        """
+        missing = trial.no_compiler()
+        if missing:
+            return trial.CpuCheck(missing=missing)
+        kernel = registry.get(stage_id)
+        began = time.perf_counter()
+        with progress_bar() as progress:
+            rows = on_cpu.check_on_cpu(
+                [],
+                sources={stage_id: source},
+                lengths=COPY_LENGTHS,
+                dtypes=kernel.dtypes[:1],
+                head_dims=kernel.head_dims[:1],
+                schedules=(COPY_SCHEDULE,),
+                races=True,
+                timeout_s=COPY_TIMEOUT_S,
+                follow=progress,
+            ).rows
+        every = cases.default_cases_on_cpu({stage_id: kernel})
+        others = [*kernel.dtypes[1:], *(f"head dim {dim}" for dim in kernel.head_dims[1:])]
+        left_out = (
+            f"Tried: lengths {', '.join(f'{q} × {k}' for q, k in COPY_LENGTHS)}, both masks, rows that are aligned, "
+            f"padded, odd and side by side, warps in the order {COPY_SCHEDULE}. "
+            f"**Not tried:** {', '.join(others)}; scores that grow or jump; {COPY_LENGTHS[-1][1]} keys and more; other "
+            "orders of warps; a GPU, whose compiler and memory may reorder what here stays in order. "
+            f"`flashlab check --on cpu --races --source {stage_id}={shown(source)}` goes through {len(every):,} "
+            "cases."
+        )
+        seconds = {row.stage: time.perf_counter() - began for row in rows}
+        return trial.CpuCheck(rows=rows, seconds=seconds, left_out=left_out)
 
     def beside_emulator(self) -> str:
         """What GPU and emulator made of the same inputs, from the records, as a Markdown table; empty where none is.

@@ -229,8 +229,6 @@ def _notebook_page(
     notebook.cells = [cell for cell in notebook.cells if not hidden & set(cell.metadata.get("tags", []))]
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
-            # Links that hold where the notebook lies, made to hold on its page.
-            cell.source = cell.source.replace("](../site/", f"]({up(page)}")
             continue
         if "hide-input" in cell.metadata.get("tags", []):
             cell.metadata["transient"] = {"remove_source": True}  # what nbconvert's templates look for
@@ -244,6 +242,9 @@ def _notebook_page(
             if MIME in output.get("data", {}):
                 output["data"] = {"text/markdown": out.chart(Chart.from_mime(output["data"][MIME]), page)}
     text, _ = MarkdownExporter().from_notebook_node(notebook)  # type: ignore[no-untyped-call]
+    # Links that hold where the notebook lies, made to hold on its page.
+    text = text.replace("](../site/", f"]({up(page)}")
+    text = re.sub(r"\]\((\w+)\.ipynb", lambda link: f"]({up(page)}{PAGE_OF[link[1]]}", text)
     (out.root / "notebooks").mkdir(exist_ok=True)
     shutil.copyfile(source, out.root / "notebooks" / source.name)
     said = _elsewhere(shown, "The text of this page") if name in _CONCLUDING else ""

@@ -15,6 +15,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from flashlab.core.errors import (
@@ -57,6 +58,56 @@ EDITS = BUILD / "edits"
 """Where edited kernels are written; kernels/ stays as it is."""
 QUERY_ROWS = 16
 """Query rows whose errors are shown as one."""
+EXPLAINED: Mapping[str, tuple[str, str]] = {
+    "race": (
+        "two threads touch the same bytes, one of them writes, and no barrier orders the two: which comes first is "
+        "luck, on this run as on every one.",
+        "emulation.md#races",
+    ),
+    "uninitialised": (
+        "bytes are read that nobody has written. On a GPU they hold what an earlier kernel left there.",
+        "emulation.md#uninitialised",
+    ),
+    "out of bounds": (
+        "an address lies outside its array: an index or a guard is off. A GPU may touch somebody else's bytes there "
+        "and say nothing.",
+        "emulation.md#out-of-bounds",
+    ),
+    "in flight": (
+        "bytes are touched that still belong to an asynchronous copy: its wait is missing, or waits for an older copy.",
+        "emulation.md#in-flight",
+    ),
+    "missing fence": (
+        "what plain stores wrote, a TMA copy or wgmma may not see without fence.proxy.async in between.",
+        "emulation.md#in-flight",
+    ),
+    "divergent barrier": (
+        "threads of a block wait at different barriers in the code, which CUDA leaves undefined.",
+        "emulation.md#misuse",
+    ),
+    "deadlock": (
+        "no warp can go on: a barrier expects more than arrives, or a wait is for the wrong phase.",
+        "emulation.md#deadlock",
+    ),
+    "misuse": (
+        "an instruction got what PTX does not allow, such as a misaligned address or one arrival too many.",
+        "emulation.md#misuse",
+    ),
+    "crash": (
+        "the kernel touched memory that is nobody's, and its process was ended.",
+        "emulation.md#out-of-bounds",
+    ),
+    "timeout": (
+        "it was still running when its time was over, most often in a loop that does not advance.",
+        "emulation.md#deadlock",
+    ),
+    "wrong values": (
+        "the output is farther from the float64 oracle than rounding at this precision explains.",
+        "method.md#right-first-then-timed",
+    ),
+    "does not compile": ("the compiler refused the file; its message names the line.", "emulation.md#how-it-works"),
+}
+"""What may be wrong with a run, by kind of finding or how it ended: what that means, and where the site says more."""
 NO_REPORT = "*There is nothing to say of its accesses: it did not run.*"
 _CUDA_ALIGNMENT = 256
 """Bytes: where CUDA's allocators put arrays, and so what sectors are counted from."""
@@ -152,6 +203,18 @@ class Trial:
     """The largest error of every `QUERY_ROWS` query rows, over all heads; NaN where one is NaN."""
     error: str = ""
     """Why there is no result, for people; empty where there is one."""
+    ended: str = ""
+    """How it came to that, where the kernel is to blame: a key of `EXPLAINED`."""
+
+    @property
+    def wrong(self) -> tuple[str, ...]:
+        """What is wrong with it, each a key of `EXPLAINED`; empty where nothing is."""
+        kinds = [finding.kind for finding in self.report.findings] if self.report else []
+        if self.ended:
+            kinds.append(self.ended)
+        if self.verdict and not self.verdict.passed:
+            kinds.append("wrong values")
+        return tuple(dict.fromkeys(kinds))
 
     @property
     def passed(self) -> bool:
@@ -205,9 +268,10 @@ def attempt(
     except (ParameterError, OutputError):
         raise
     except CompileError as error:
-        return Trial(**what, error=str(error).partition("\nCommand:")[0])
+        return Trial(**what, error=str(error).partition("\nCommand:")[0], ended="does not compile")
     except EmulationError as error:
-        return Trial(**what, error=str(error), report=error.report)
+        ended = error.report.status if error.report else "crash"
+        return Trial(**what, error=str(error), report=error.report, ended=ended)
     except FlashlabError as error:
         return Trial(**what, error=str(error))
     exact, _ = oracle.attention(q, k, v, causal=problem.causal)
@@ -308,9 +372,19 @@ _ACCESSES: Mapping[str, str] = {
 
 
 def _where(at: Place) -> str:
-    if at.frame is None:
-        return "unknown<br>"
-    return f"{place(at.frame.file.name, at.frame.line)}<br>{source(at.frame.text) if at.frame.text else ''}"
+    """The kernel's own line, then the header's that it called."""
+    lines = [
+        f"{place(one.file.name, one.line)}<br>{source(one.text) if one.text else ''}"
+        for one in (at.caller, at.frame)
+        if one
+    ]
+    return "<br>in ".join(lines) or "unknown<br>"
+
+
+def explained(trial: Trial) -> str:
+    """What each kind of thing that is wrong with a run means, as a Markdown list; empty where nothing is."""
+    said = ((kind, *EXPLAINED[kind]) for kind in trial.wrong)
+    return "".join(f"- **{kind}**: {words} [More](../site/{page})\n" for kind, words, page in said)
 
 
 def findings(report: Report | None) -> str:
@@ -499,6 +573,9 @@ class Counted:
         return f"{counters(self.compared)}\n{said.strip()}\n\n*{self.source}*\n"
 
 
+_REASON_CHARS = 400
+
+
 def _by_stage(items: Iterable[Any], stage_of: Callable[[Any], str]) -> dict[str, list[Any]]:
     grouped: dict[str, list[Any]] = {}
     for item in items:
@@ -515,6 +592,8 @@ class CpuCheck:
     """How long each stage's runs took."""
     missing: str = ""
     """Why nothing ran, for people; empty where it did."""
+    left_out: str = ""
+    """What was tried and what was not, as Markdown; empty where nobody asked."""
 
     @property
     def passed(self) -> bool:
@@ -537,14 +616,18 @@ class CpuCheck:
             Column("findings", lambda item: sum(len(row.findings) for row in item[1])),
             Column("seconds", lambda item: self.seconds.get(item[0])),
         )
-        failed = [
-            (code(row.stage), row.problem.label, row.schedule, prose(row.reason))
-            for row in self.rows
-            if row.status not in ("ok", "unsupported")
-        ]
-        return table(columns, _by_stage(self.rows, lambda row: row.stage).items()) + (
-            "\n" + markdown(("what failed", "problem", "schedule", "why"), failed, left=4) if failed else ""
-        )
+        wrong = (row for row in self.rows if row.status not in ("ok", "unsupported"))
+        # Layouts mostly fail alike: the first stands for all.
+        failed: dict[tuple[str, str, str], str] = {}
+        for row in wrong:
+            failed.setdefault(
+                (code(row.stage), row.problem.label, row.schedule), prose(shorten(row.reason, _REASON_CHARS))
+            )
+        said = [table(columns, _by_stage(self.rows, lambda row: row.stage).items())]
+        if failed:
+            rows = [(*what, why) for what, why in failed.items()]
+            said.append(markdown(("what failed", "problem", "schedule", "why"), rows, left=4))
+        return "\n".join([*said, self.left_out])
 
 
 def agreement(lines: Iterable[Mapping[str, Any]]) -> str:
