@@ -68,6 +68,12 @@ CHARTS: dict[str, Callable[[Results], Chart]] = {
 }
 
 
+def _of_style(svg: str, style: str) -> int:
+    """How many elements have that in their style."""
+    names = [name for name, rule in re.findall(r"\.(s\d+)\{([^}]*)\}", svg) if style in rule]
+    return sum(svg.count(f'class="{name}"') for name in names)
+
+
 def _text(svg: str) -> str:
     return " ".join(
         "".join(element.itertext()) for element in ET.fromstring(svg).iter() if element.tag.endswith("text")
@@ -145,7 +151,7 @@ def test_measured_bytes_stand_beside_counted_ones(shown: Results) -> None:
         for layout in LAYOUTS:
             for one in profiles:
                 assert _text(chart.svg[layout]).count(one.stage) == 1, "two marks share one label"
-        hollow = chart.svg["wide"].count(f"fill: {charts.PAPER}; stroke: {charts.STAGE}")
+        hollow = _of_style(chart.svg["wide"], f"fill: {charts.PAPER}; stroke: {charts.STAGE}")
         assert ("Filled" in chart.caption) == bool(profiled)
         assert (f"nvidia-h200/profiles/{RUN}.jsonl" in chart.data_files) == bool(profiled)
         assert hollow >= len(profiles)

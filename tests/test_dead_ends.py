@@ -462,7 +462,9 @@ def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path,
             assert text.count(f"[start:{section}]") == text.count(f"[end:{section}]") == 1
         assert stage.prediction in text
         assert (NOTHING_YET in text) == (not measured)
-        assert (f"### {FIRST.label}" in text) == (f"generated/data/nvidia-h200/runs/{LATER}.jsonl" in text) == measured
+        assert (
+            (f"### {FIRST.label}" in text) == (f"generated/data/nvidia-h200/runs/{LATER}.jsonl.gz" in text) == measured
+        )
         assert all(f"`{name}`" in text for name in (stage.id, *stage.variant_names)), "branches in the machine code"
         assert ("**tile48: wrong.** made up: NaN" in text) == (measured and stage.id == "tile48")
     pages.dead_end_list(out, told, {})

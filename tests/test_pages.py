@@ -353,4 +353,4 @@ def test_the_ledger_is_a_plain_table_without_its_script(built: Path) -> None:
     table = text.partition('class="ledger"')[2].partition("</table>")[0]
     assert table.count("<tr>") == 66
     assert "<button" not in table
-    assert re.search(r'href="../generated/data/nvidia-h200/runs/[^"]+\.jsonl"', table)
+    assert re.search(r'href="\.\./explorer/\?record=nvidia-h200/runs/[^"]+\.jsonl:\d+"', table)

@@ -35,6 +35,9 @@ from flashlab.show.typed import typed_numbers
 SECTIONS = ("Question", "Result", "Change", "Why", "Prediction", "Next", "Every measurement", "The code")
 
 
+LATER = "20260202T030405Z-0123abc"
+
+
 @pytest.fixture(scope="module")
 def pages(report: Path) -> Path:
     """site/ with everything generated from made-up records."""
@@ -209,7 +212,7 @@ def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:
         assert of_one_language == ("lines added" in text)
         row = next(row for row in shown.rows() if row.name == stage.id)
         assert f"**{tables.number(select.rate(row))} TFLOP/s**" in text
-        assert f"../generated/data/nvidia-h200/runs/{RUN}.jsonl" in text
+        assert f"../generated/data/nvidia-h200/runs/{RUN}.jsonl.gz" in text
         inputs = "on normally distributed inputs of unit scale"
         source = rf"SM [\d–]+ MHz · B16 H16 S2048 D64 full float16 · {inputs} · burst, hot L2 · 2026-01-02 · commit"
         assert re.search(source, text)
@@ -320,7 +323,7 @@ def test_the_levers_page_shows_diff_prediction_and_what_came(long_pages: Path, p
     assert empty.count(LEVER_NOT_MEASURED) == 1 + len(others)
     assert text.count(LEVER_NOT_MEASURED) == len(others)
     assert re.search(r"D64 full bfloat16 \| slower \| [\d.]+ \| [\d.]+ \| 1\.250 \(1\.2\d\d to 1\.2\d\d\)", text)
-    assert text.count(f"(generated/data/nvidia-h200/ablations/{RUN}.jsonl)") == 1
+    assert text.count(f"(generated/data/nvidia-h200/ablations/{RUN}.jsonl.gz)") == 1
     assert (pages / "generated" / "snippets" / "levers-chart.md").read_text(encoding="utf-8").strip() == (
         LEVER_NOT_MEASURED
     )
@@ -371,7 +374,7 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     text = (out.root / "snippets" / "checks.md").read_text(encoding="utf-8")
     assert f"{len(lines)} comparisons of {len(STAGES)} stages, over 1 problems" in text
     assert f"{len(lines) - 1} passed, 1 failed" in text
-    assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl" in text
+    assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl.gz" in text
 
 
 def test_links_of_a_notebook_hold_on_its_page(pages: Path) -> None:
@@ -399,6 +402,59 @@ def test_conclusions_about_another_gpu_are_labelled(pages: Path, tmp_path: Path)
     assert text.startswith("# ")
 
 
+@pytest.fixture(scope="module")
+def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records of a whole GPU, and later ones of another at one problem, with half of the ladder and its libraries."""
+    data = tmp_path_factory.mktemp("gpus") / "data"
+    write_synthetic(data)
+    first = Problem.parse(FIRST_SHAPE)
+    path = data / "nvidia-h100" / "runs" / f"{LATER}.jsonl"
+    path.parent.mkdir(parents=True)
+    for name in (*list(STAGES)[::2], "fa4", "sdpa_cudnn"):
+        row = measurement(name, first, run=LATER, slug="nvidia-h100")
+        slower = [one.model_copy(update={"time_us": tuple(1.25 * t for t in one.time_us)}) for one in row.samples]
+        store.append(path, row.model_copy(update={"samples": tuple(slower)}))
+    return data
+
+
+def test_a_partial_gpu_is_marked_and_never_takes_over(two_gpus: Path, tmp_path: Path) -> None:
+    everything = select.load_all(two_gpus)
+    assert [one.gpu for one in everything] == ["nvidia-h200", "nvidia-h100"]
+    assert everything[0].lacking == ""
+    lacking = f"{len(STAGES) // 2} of {len(STAGES)} stages at B16 H16 S2048 D64 full float16 and 19 of the 20 problems"
+    assert lacking in everything[1].lacking
+    out = content.Output(root=tmp_path / "generated")
+    content._results_page(out, everything[1], two_gpus)
+    assert lacking in (out.root / "results" / "nvidia-h100.md").read_text(encoding="utf-8")
+    assert [(one["slug"], one["partial"], one["main"]) for one in content._gpus(everything[0], everything)] == [
+        ("nvidia-h200", False, True),
+        ("nvidia-h100", True, False),
+    ]
+    content._lists(out, everything)
+    listed = (out.root / "snippets" / "results.md").read_text(encoding="utf-8")
+    assert re.search(r"H200.*\| whole \|", listed)
+    assert re.search(r"H100.*\| partial \|", listed)
+
+
+def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_gpus: Path, tmp_path: Path) -> None:
+    everything, out = select.load_all(two_gpus), content.Output(root=tmp_path / "generated")
+    text = content._compared(out, everything)
+    machines, ladder, burst, sustained = text.split("\n## ")[0:4]
+    assert f"The H100 is partial: {len(STAGES) // 2} of {len(STAGES)} stages" in machines
+    assert "| SMs | 132 | 132 |" in machines
+    common = [name for name in list(STAGES)[::2] if name in {row.name for row in everything[0].rows()}]
+    for name in common:
+        assert f"| B16 H16 S2048 D64 full float16 | `{name}` |" in ladder
+    assert list(STAGES)[1] not in ladder
+    for part, columns in ((burst, ("MHz", "cycles per score")), (sustained, ("W", "mJ/call"))):
+        rows = [line for line in part.splitlines() if line.startswith("| B16")]
+        assert len(rows) == 2, "the fastest stage and library that both have"
+        assert all(re.search(r"\| ×0\.(79|80)\d* \|$", line) for line in rows)
+        assert all(f"| {column} |" in part for column in columns)
+    alone = content._compared(out, everything[:1])
+    assert "A second folder under `data/` fills this page" in alone
+
+
 def test_plumbing_is_left_out_and_its_output_kept(pages: Path) -> None:
     folder = pages / "generated" / "snippets" / "notebooks"
     ladder = (folder / "02_ladder.md").read_text(encoding="utf-8")
@@ -414,16 +470,18 @@ def test_downloads_are_the_data(pages: Path) -> None:
     copied, original = pages / "generated" / "data" / "nvidia-h200", pages.parent / "data" / "nvidia-h200"
     for line in (original / "CHECKSUMS").read_text(encoding="utf-8").splitlines():
         digest, name = line.split("  ")
-        assert hashlib.sha256((copied / name).read_bytes()).hexdigest() == digest
+        packed = copied / f"{name}.gz"
+        content = gzip.decompress(packed.read_bytes()) if packed.is_file() else (copied / name).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == digest
     listing = (pages / "generated" / "snippets" / "downloads.md").read_text(encoding="utf-8")
-    for name in ("measurements.csv", "samples.csv.gz", "machine.json", "CHECKSUMS", f"runs/{RUN}.jsonl"):
+    for name in ("measurements.csv.gz", "samples.csv.gz", "machine.json", "CHECKSUMS", f"runs/{RUN}.jsonl.gz"):
         assert f"[nvidia-h200/{name}]" in listing
 
 
 def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) -> None:
     (run,) = store.runs("nvidia-h200", pages.parent / "data")
     folder = pages / "generated" / "data" / "nvidia-h200"
-    with (folder / "measurements.csv").open(encoding="utf-8", newline="") as file:
+    with gzip.open(folder / "measurements.csv.gz", "rt", encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == sum(max(1, len(row.samples)) for row in run.measurements)
     assert {line["status"] for line in lines} == {"ok", "missing", "unsupported"}

@@ -15,9 +15,9 @@ import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
-from flashlab.core.paths import slug
+from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import Problem
-from flashlab.query import contests
+from flashlab.query import contests, select
 from flashlab.query.frame import headline
 from flashlab.record import schema, store
 from flashlab.record.schema import (
@@ -391,6 +391,24 @@ def test_gpus_are_those_with_runs(data: Path) -> None:
     (data / "claims.csv").write_text("", encoding="utf-8")
     assert store.gpus(data) == (SLUG,)
     assert store.gpus(data / "nowhere") == ()
+
+
+def test_the_main_gpu_is_the_named_one_else_the_one_with_the_most_on_record(data: Path) -> None:
+    for number in range(3):  # many files, and little in them
+        path = data / "late-gpu" / "runs" / f"2026010{number + 4}T000000Z-0123abc.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n", encoding="utf-8")
+    assert store.gpus(data) == (SLUG, "late-gpu")
+    (data / store.MAIN).write_text("late-gpu\n", encoding="utf-8")
+    assert store.gpus(data) == ("late-gpu", SLUG)
+    (data / store.MAIN).write_text("a-gpu-without-records\n", encoding="utf-8")
+    assert store.gpus(data) == (SLUG, "late-gpu")
+
+
+def test_the_main_gpu_of_the_repository_has_records_and_is_whole() -> None:
+    named = (DATA / store.MAIN).read_text(encoding="utf-8").strip()
+    assert store.gpus()[0] == named
+    assert select.load(named).lacking == ""
 
 
 def test_a_gpu_without_data_is_refused_with_those_that_have_some(data: Path) -> None:

@@ -180,13 +180,20 @@
 
   // One record as it stands in its file.
   const record = async (where) => {
-    const match = /^([\w.-]+\/runs\/[\w.-]+\.jsonl):(\d+)$/.exec(where);
-    if (!match) throw new Error(`wanted GPU/runs/RUN.jsonl:LINE, got ${where}`);
-    const answer = await fetch(root.dataset.files + match[1]);
-    if (!answer.ok) throw new Error(`${match[1]}: ${answer.status}`);
-    const line = (await answer.text()).split("\n")[Number(match[2]) - 1];
+    const match = /^([\w.-]+\/[\w-]+\/[\w.-]+\.jsonl):(\d+)$/.exec(where);
+    if (!match) throw new Error(`wanted GPU/FOLDER/RUN.jsonl:LINE, got ${where}`);
+    const file = `${match[1]}.gz`;
+    const answer = await fetch(root.dataset.files + file);
+    if (!answer.ok) throw new Error(`${file}: ${answer.status}`);
+    let blob = await answer.blob();
+    const start = new Uint8Array(await blob.slice(0, 2).arrayBuffer());
+    // Some servers have it unpacked on the way.
+    if (start[0] === 0x1f && start[1] === 0x8b) {
+      blob = await new Response(blob.stream().pipeThrough(new DecompressionStream("gzip"))).blob();
+    }
+    const line = (await blob.text()).split("\n")[Number(match[2]) - 1];
     if (!line) throw new Error(`${match[1]} has no line ${match[2]}`);
-    return [JSON.parse(line), match[1]];
+    return [JSON.parse(line), file];
   };
 
   const start = (rows) => {

@@ -904,7 +904,9 @@ def page(out: Output, results: Results | None, data: Path) -> None:
     def record(place: str) -> str:
         file, _, line = place.rpartition(":")
         folder = Path(file).parent.name
-        return f"[{folder}, line {line}](generated/data/{file}){' ([page](ablations.md))' * (folder == 'ablations')}"
+        return (
+            f"[{folder}, line {line}](explorer.md?record={place}){' ([page](ablations.md))' * (folder == 'ablations')}"
+        )
 
     claims = table(found, record=record, stage=stage_link)
     out.snippet("ledger.md", f'<div class="ledger" markdown>\n\n{claims}\n</div>\n')

@@ -15,7 +15,7 @@ from flashlab.core.problem import Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.query import roofline
 from flashlab.query.frame import frame, rows_of
-from flashlab.query.select import fastest_peer, fastest_stage, is_dead_end, ordered, problem_order
+from flashlab.query.select import Results, fastest_peer, fastest_stage, is_dead_end, ordered, problem_order
 from flashlab.record import store
 from flashlab.record.schema import Measurement
 
@@ -356,3 +356,50 @@ def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[st
         return (not best.isdisjoint(timed), len(timed), rows[0].run)
 
     return max(able, key=rank)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Across:
+    """One stage or library on one problem, as several GPUs' pages show it."""
+
+    problem: Problem
+    name: str
+    rows: Mapping[str, Measurement]
+    """By GPU, the folder name under data/; those with a burst time."""
+
+    def ratio(self, gpu: str, base: str, regime: Regime = "burst") -> float | None:
+        """How many times as fast it is on `gpu` as on `base`; None where one of the two has no such time."""
+        ours, theirs = (self.rows[one].samples_of(regime) if one in self.rows else None for one in (gpu, base))
+        return theirs.median_us / ours.median_us if ours and theirs else None
+
+
+def across_gpus(everything: Sequence[Results]) -> tuple[Across, ...]:
+    """Every stage and library that has a burst time at the same problem on two GPUs or more, in the order of pages."""
+    found: dict[Problem, dict[str, dict[str, Measurement]]] = {}
+    for shown in everything:
+        for problem, rows in shown.problems.items():
+            for row in rows:
+                if row.samples_of():
+                    found.setdefault(problem, {}).setdefault(row.name, {})[shown.gpu] = row
+    return tuple(
+        Across(problem=problem, name=name, rows=by_name[name])
+        for problem, by_name in sorted(found.items(), key=lambda item: problem_order(item[0]))
+        for name in dict.fromkeys(
+            row.name for row in ordered(row for rows in by_name.values() for row in rows.values())
+        )
+        if len(by_name[name]) > 1
+    )
+
+
+def fastest_across(found: Iterable[Across], base: str) -> tuple[Across, ...]:
+    """Of each problem the stage and the library that are the fastest on `base`, of those that run by default."""
+    by_problem: dict[Problem, list[Across]] = {}
+    for one in found:
+        if base in one.rows:
+            by_problem.setdefault(one.problem, []).append(one)
+    chosen = []
+    for several in by_problem.values():
+        rows = [one.rows[base] for one in several]
+        kept = {row.name for row in (fastest_stage(rows), fastest_peer(rows)) if row}
+        chosen += [one for one in several if one.name in kept]
+    return tuple(chosen)

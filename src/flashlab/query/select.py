@@ -42,7 +42,7 @@ from flashlab.kernels import registry
 from flashlab.query.frame import frame, row_of, rows_of
 from flashlab.record import store
 from flashlab.record.checks import read_lines
-from flashlab.record.schema import RUN, Ceiling, Machine, Measurement, StageProfile
+from flashlab.record.schema import RUN, Ceiling, Gpu, Machine, Measurement, StageProfile
 from flashlab.record.store import Damage
 
 STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
@@ -276,9 +276,14 @@ class Results:
     @property
     def name(self) -> str:
         """Product name of the GPU."""
+        return self.hardware.name if self.hardware else self.gpu
+
+    @property
+    def hardware(self) -> Gpu | None:
+        """What the GPU is: as machine.json says, else as the first row does."""
         if self.machine:
-            return self.machine.gpu.name
-        return next((row.gpu.name for rows in self.problems.values() for row in rows), self.gpu)
+            return self.machine.gpu
+        return next((row.gpu for rows in self.problems.values() for row in rows), None)
 
     @property
     def newest(self) -> str:
@@ -290,6 +295,22 @@ class Results:
     def first(self) -> Problem | None:
         """The problem the ladder is told at: the sources' shape where it was measured, else the first there is."""
         return next(iter(self.problems), None)
+
+    @property
+    def lacking(self) -> str:
+        """What a whole set of records has and this one lacks, for people; empty where it is whole.
+
+        A whole one tried every stage of the ladder that the GPU can run at the problem the ladder is told at, and has
+        rows of every problem of the suite `standard`.
+        """
+        problem, standard = suite("first")[0], suite("standard")
+        arch = registry.arch_for(self.hardware.compute_capability) if self.hardware else None
+        wanted = {one.id for one in registry.STAGES.values() if not one.why_not(problem, arch)}
+        absent = wanted.difference(row.name for row in self.problems.get(problem, ()))
+        missing = [one for one in standard if one not in self.problems]
+        parts = [f"{len(absent)} of {len(wanted)} stages at {problem.label}"] if absent else []
+        parts += [f"{len(missing)} of the {len(standard)} problems of the suite standard"] if missing else []
+        return " and ".join(parts)
 
     def rows(
         self, problem: Problem | None = None, *, stage_ids: Sequence[str] | None = None
@@ -660,7 +681,7 @@ def counters_file(gpu: str, data: Path = DATA) -> Path:
 
 
 def load_all(data: Path = DATA) -> tuple[Results, ...]:
-    """Every GPU with data, the one with the most runs first: what a page shows where no GPU is named."""
+    """Every GPU with data, the main one first: what a page shows where no GPU is named."""
     return tuple(load(gpu, data) for gpu in store.gpus(data))
 
 

@@ -1,5 +1,6 @@
 """The files that hold records: appended to, read once a process, sealed and verified; schema.py has the lines.
 
+    data/main_gpu                   the GPU that pages show where nobody names one
     data/<gpu>/machine.json         the machine the runs were made on
     data/<gpu>/runs/<run>.jsonl     records of one run; never rewritten
     data/<gpu>/tuning/<run>.jsonl   stages with other values of their tunables, `flashlab tune`
@@ -63,6 +64,8 @@ FOLDERS: Mapping[type[BaseModel], str] = {
 }
 """The folder under data/<gpu> whose files hold lines of a kind."""
 CHECKSUMS = "CHECKSUMS"
+MAIN = "main_gpu"
+"""The file under data/ that names the main GPU: see `gpus`."""
 _CHECKS = ("checks", "random", "flash-attention")
 _DOCUMENTS: dict[str, TypeAdapter[Any]] = {
     "machine.json": TypeAdapter(Machine),
@@ -274,11 +277,17 @@ def _is_slug(name: str) -> bool:
 
 
 def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
-    """GPUs that have at least one file of runs, or of another folder of records; the one with the most files first."""
+    """GPUs that have at least one file of runs, or of another folder of records; the main one first.
+
+    It is the one that `data/main_gpu` names. The others, and all where there is no such file, are in the order of how
+    much is on record of each, so that a few later runs of another GPU never take its place.
+    """
     if not data.is_dir():
         return ()
-    counts = {p.name: len(files(p / folder)) for p in data.iterdir() if _is_slug(p.name) and not p.is_symlink()}
-    return tuple(sorted((name for name, count in counts.items() if count), key=lambda name: (-counts[name], name)))
+    found = {p.name: files(p / folder) for p in data.iterdir() if _is_slug(p.name) and not p.is_symlink()}
+    sizes = {name: sum(path.stat().st_size for path in paths) for name, paths in found.items() if paths}
+    main = (data / MAIN).read_text(encoding="utf-8").strip() if (data / MAIN).is_file() else ""
+    return tuple(sorted(sizes, key=lambda name: (name != main, -sizes[name], name)))
 
 
 def folders(data: Path = DATA) -> tuple[str, ...]:

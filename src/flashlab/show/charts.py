@@ -17,7 +17,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from io import StringIO
+from io import BytesIO, StringIO
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,8 @@ from flashlab.core.problem import STANDARD_SHAPES, Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
 from flashlab.query import select
+from flashlab.query.contests import Across, AgainstPeers
+from flashlab.query.select import Results
 from flashlab.record.schema import Ceiling, Measurement, StageProfile, Verdict
 from flashlab.show.tables import beside_note, beside_title, elsewhere_note, number, peer_title, set_of, short_title
 
@@ -165,8 +167,20 @@ def compose(
             figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         text = buffer.getvalue()
         text = text[text.index("<svg") :].replace("'DejaVu Sans'", _FONT)
-        svg[layout] = re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)
+        svg[layout] = _compact(text)
     return Chart(name=name, alt=alt, caption=caption, provenance=provenance, data_files=data_files, svg=svg)
+
+
+def _compact(svg: str) -> str:
+    """The same picture in half the bytes: hundredths of a point, no metadata, and each style once, as a class."""
+    svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), svg)
+    svg = re.sub(r' transform="rotate\(-?0 [^"]*\)"| id="[A-Za-z][A-Za-z2.]+_\d+"', "", svg)
+    svg = re.sub(r"\n\s*", " ", svg.replace("\n<", "<")).replace("> <", "><")
+    styles: dict[str, str] = {}
+    svg = re.sub(r' style="([^"]*)"', lambda m: f' class="s{styles.setdefault(m[1], str(len(styles)))}"', svg)
+    rules = "".join(f".s{number}{{{style}}}" for style, number in styles.items())
+    return svg.replace("</style>", f"{rules}</style>", 1)
 
 
 def size_px(svg: str) -> tuple[int, int]:
@@ -500,6 +514,69 @@ def climb(
         caption=f"Throughput of each version of the kernel and of the {len(kept)} fastest libraries in "
         f"{rows[0].problem.dtype}, median. The dashed line is the fastest of them.",
         **_of_rows(timed),
+    )
+
+
+def card(rows: Sequence[Measurement], *, title: str, said: Sequence[str]) -> bytes:
+    """The picture that a link to the report is shown with: a PNG of 1200 by 630 pixels, the ladder as columns.
+
+    Args:
+        rows: of one problem; may be empty.
+        said: lines below the title.
+    """
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    stages = {row.name: rate for row in rows if row.kind == "stage" and (rate := select.rate(row))}
+    peer = select.fastest_peer(rows)
+    with mpl.rc_context(rc={"font.family": "DejaVu Sans"}):
+        figure = Figure(figsize=(12, 6.3), dpi=100, facecolor=_PAGE["light"])
+        figure.text(0.05, 0.85, title, size=38, weight="bold", color=INK)
+        for place, line in enumerate(said):
+            figure.text(0.05, 0.745 - 0.075 * place, line, size=24, color=INK)
+        axes: Axes = figure.add_axes((0.05, 0.06, 0.9, 0.5))
+        axes.bar(range(len(stages)), list(stages.values()), width=0.75, color=STAGE)
+        if peer and (rate := select.rate(peer)):
+            axes.axhline(rate, color=PEER, linestyle=(0, (3, 3)), linewidth=2.5)
+            _text(axes, peer_title(peer.name), (-0.4, rate), (0, 8), size=17, color=PEER)
+        axes.set_axis_off()
+        buffer = BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def across(found: Sequence[Across], everything: Sequence[Results], *, name: str = "across-gpus") -> Chart:
+    """What each GPU reaches at one problem: a row a stage or library, a mark a GPU.
+
+    Raises:
+        NoDataError: nothing has a time on two GPUs.
+    """
+    if not found:
+        raise NoDataError("wanted one stage or library with a time on two GPUs at one problem, found none")
+    titles = {shown.gpu: shown.name.removeprefix("NVIDIA ") for shown in everything}
+    looks = {title: ("oDs^v"[i % 5], _CATEGORIES[i % len(_CATEGORIES)]) for i, title in enumerate(titles.values())}
+    values = {
+        (one.name, titles[gpu]): rate
+        for one in found
+        for gpu, row in one.rows.items()
+        if (rate := select.rate(row)) is not None
+    }
+    rows = {one.name: row_title(next(iter(one.rows.values()))) for one in found}
+    every = [row for one in found for row in one.rows.values()]
+    said = (f"{rows[of]} on {title} {number(rate)}" for (of, title), rate in values.items())
+    clocks = (f"{titles[gpu]} {select.clocks([one.rows[gpu] for one in found if gpu in one.rows])}" for gpu in titles)
+    return marks(
+        values,
+        looks,
+        rows=rows,
+        origin=0.0,
+        xlabel="TFLOP/s",
+        name=name,
+        alt=f"Throughput in TFLOP/s on each GPU: {'; '.join(said)}.",
+        caption=f"The same versions and libraries on each GPU at {found[0].problem.label}, burst, median. "
+        f"SM clock inside the calls: {', '.join(clocks)}.",
+        provenance=f"{' and '.join(titles.values())} · {', '.join(sorted({select.date(row.run) for row in every}))}",
+        data_files=select.run_files(every),
     )
 
 

@@ -397,7 +397,8 @@ def settings(
     Args:
         source: `measure` on this machine's GPU, `replay` what is recorded, or `auto`: measure where there is a GPU and
             `gpu` names no other.
-        gpu: folder name under data/, `nvidia-h200`; empty: this machine's when measuring, else the one measured last.
+        gpu: folder name under data/, `nvidia-h200`; empty: this machine's when measuring, else the main one, the first
+            of `store.gpus`.
         stages: stage ids joined by commas; empty: all.
         suite: `smoke`, `first` or `standard`.
         inputs: kinds of inputs joined by commas, or `all`; see `inputs.KINDS`.

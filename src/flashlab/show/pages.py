@@ -127,7 +127,12 @@ def up(page: str) -> str:
 
 def data_links(files: Iterable[str], page: str, *, named: bool = False) -> list[str]:
     """Links from a page to copies of raw data."""
-    return [f"[{Path(file).name if named else 'data'}]({up(page)}generated/data/{file})" for file in files]
+    return [f"[{Path(file).name if named else 'data'}]({up(page)}{published(file)})" for file in files]
+
+
+def published(file: str) -> str:
+    """Where the site has its copy of a file of data/, a path from docs_dir: JSON lines are compressed there."""
+    return f"generated/data/{file}{'.gz' if file.endswith('.jsonl') else ''}"
 
 
 def stage_link(name: str) -> str:
@@ -154,7 +159,7 @@ def generate(
     Args:
         data: folder of the records.
         executed: folder of executed notebooks; pages say that they were not executed, where None.
-        gpu: the GPU that pages about the ladder show; empty: the one with the most runs.
+        gpu: the GPU that pages about the ladder show; empty: the main one, as `store.gpus` has it.
         failed: what went wrong in executed notebooks, by name; their pages say so, and show what there is.
 
     Raises:
@@ -166,7 +171,8 @@ def generate(
     shutil.rmtree(root, ignore_errors=True)
     out = Output(root=writable_dir(root, "generated pages"))
     everything = select.load_all(data)
-    shown = next((one for one in everything if one.gpu == gpu), everything[0] if everything else None)
+    everything = tuple(sorted(everything, key=lambda one: one.gpu != gpu))  # the others keep their order
+    shown = everything[0] if everything else None
     dead_ends = select.dead_ends(shown.gpu, data) if shown else {}
     # A rung that was retired was measured with the ladder, at every problem.
     ladder = {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
@@ -186,6 +192,7 @@ def generate(
         _inputs_and_errors(out, shown, data)
         journey.write(out, shown, data)
         _lists(out, everything)
+        out.snippet("compare.md", _compared(out, everything))
         dead_end_list(out, dead_ends, ladder)
         check_records(out, everything, data)
         _commands(out)
@@ -195,8 +202,15 @@ def generate(
         _downloads(out, everything, data)
         for job in jobs:
             job.result()
-    out.text("nav.json", json.dumps([[one.name, f"generated/results/{one.gpu}.md"] for one in everything]))
+    out.text("nav.json", json.dumps(_gpus(shown, everything)))
     return out.root
+
+
+def _gpus(main: Results | None, everything: Sequence[Results]) -> list[dict[str, Any]]:
+    """The GPUs for the navigation and for the line that says which one a page shows."""
+    return [
+        {"slug": one.gpu, "name": one.name, "partial": bool(one.lacking), "main": one is main} for one in everything
+    ]
 
 
 def _registered(what: str) -> Iterable[Any]:
@@ -245,8 +259,7 @@ def _notebook_page(
     # Links that hold where the notebook lies, made to hold on its page.
     text = text.replace("](../site/", f"]({up(page)}")
     text = re.sub(r"\]\((\w+)\.ipynb", lambda link: f"]({up(page)}{PAGE_OF[link[1]]}", text)
-    (out.root / "notebooks").mkdir(exist_ok=True)
-    shutil.copyfile(source, out.root / "notebooks" / source.name)
+    _notebook_copy(source, out.root / "notebooks" / source.name)
     said = _elsewhere(shown, "The text of this page") if name in _CONCLUDING else ""
     if failure:
         why = html.escape(failure.splitlines()[0])
@@ -263,8 +276,21 @@ def _notebook_page(
     out.snippet(f"notebooks/{name}.md", f"{text.strip()}\n\n{note}")
 
 
+def _notebook_copy(source: Path, target: Path) -> None:
+    """A notebook to download: charts as JupyterLab shows them, without the variants that pages are made of."""
+    import nbformat
+
+    notebook = nbformat.read(source, as_version=4)  # type: ignore[no-untyped-call]
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            output.get("data", {}).pop(MIME, None)
+    target.parent.mkdir(exist_ok=True)
+    nbformat.write(notebook, target)  # type: ignore[no-untyped-call]
+
+
 def _front_page(out: Output, shown: Results | None, data: Path) -> None:
     _about(out)
+    _card(out, shown)
     if shown is None or shown.first is None:
         out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
         out.snippet("front-numbers.md", "")
@@ -285,6 +311,17 @@ def _front_page(out: Output, shown: Results | None, data: Path) -> None:
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
     out.snippet("front-finding.md", _finding(shown, rows, contested))
     out.snippet("losses.md", _losses(contested))
+
+
+def _card(out: Output, shown: Results | None) -> None:
+    """The picture of the report for links to it: overrides/main.html names it."""
+    rows = shown.rows() if shown and shown.first else ()
+    stage, said = select.fastest_stage(rows), ["flashlab: one idea at a time, measured"]
+    if shown and shown.first and stage and (rate := select.rate(stage)):
+        share = contests.percent_of_peak(stage)
+        peak = f", {percent(share)} of the tensor cores’ peak" if share else ""
+        said = [f"{number(rate)} TFLOP/s{peak}", f"{shown.name}, {shown.first.label}"]
+    (out.root / "card.png").write_bytes(charts.card(rows, title="How an attention kernel gets fast", said=said))
 
 
 def _extremes(contested: Sequence[contests.AgainstPeers]) -> list[tuple[str, str]]:
@@ -441,9 +478,15 @@ def diff_against_parent(stage: Stage) -> str:
 def _kernel_text(stage: Stage) -> str:
     source = stage.source.read_text(encoding="utf-8")
     language = "cuda" if stage.language == "cuda" else "python"
-    return f'??? abstract "The whole kernel, {stage.source.name}"\n\n' + indent(
-        f"``` {{ .{language} .kernel }}\n{source.rstrip()}\n```"
+    return _unsearched(
+        f'??? abstract "The whole kernel, {stage.source.name}"\n\n'
+        + indent(f"``` {{ .{language} .kernel }}\n{source.rstrip()}\n```")
     )
+
+
+def _unsearched(text: str) -> str:
+    """Text that the search leaves out: source code, which would be half of its index."""
+    return f"<div data-search-exclude markdown>\n\n{text}\n\n</div>"
 
 
 def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
@@ -502,7 +545,8 @@ def _stage_diff(stage: Stage) -> list[str]:
     added = sum(line.startswith("+") and not line.startswith("+++") for line in diff.splitlines())
     removed = sum(line.startswith("-") and not line.startswith("---") for line in diff.splitlines())
     heading = f"{stage.parent} → {stage.id}: {added} lines added, {removed} removed"
-    return ['??? abstract "The whole diff"\n\n' + indent(f'``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```')]
+    shown = indent(f'``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```')
+    return [_unsearched(f'??? abstract "The whole diff"\n\n{shown}')]
 
 
 EVERY_PROBLEM = (
@@ -704,6 +748,7 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
     page = f"generated/results/{shown.gpu}.md"
     parts = [
         f"# Results: {shown.name}",
+        *([f'!!! warning "Partial"\n    The records of this GPU lack {shown.lacking}.\n'] if shown.lacking else []),
         "Every row passed the checker before it was timed; a row without a time says why. "
         "Rates count 4·B·H·Sq·Sk·D operations, half of that under a square causal mask. "
         "[How it is measured](../../method.md).",
@@ -818,6 +863,7 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
 
     gpus = (
         Column("GPU", lambda shown: f"[{shown.name}](generated/results/{shown.gpu}.md)"),
+        Column("records", lambda shown: "partial" if shown.lacking else "whole", left=True),
         Column("problems", lambda shown: len(shown.problems)),
         Column("rows with a time", lambda shown: timed(shown, ok=True)),
         Column("rows without", lambda shown: timed(shown, ok=False)),
@@ -827,6 +873,24 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
     out.snippet("results.md", table(gpus, everything) if everything else NOTHING_YET)
     parts = (f"### {shown.name}\n\n{_fastest(shown)}" for shown in everything)
     out.snippet("fastest.md", "\n\n".join(parts) if everything else NOTHING_YET)
+
+
+def _compared(out: Output, everything: Sequence[Results]) -> str:
+    """The GPUs side by side: what they are, the ladder at the first problem, and every problem that two have."""
+    if len(everything) < 2:
+        have = f"One GPU has records: {everything[0].name}." if everything else NOTHING_YET
+        return f"*{have} A second folder under `data/` fills this page.*"
+    main, found = everything[0], contests.across_gpus(everything)
+    parts = [f"## The GPUs\n\n{tables.machines(everything)}"]
+    if first := next((one.problem for one in found), None):
+        ladder = [one for one in found if one.problem == first]
+        chart = out.chart(charts.across(ladder, everything), "compare.md")
+        parts.append(f"## At {first.label}\n\n{chart}\n\n{tables.across(ladder, everything)}")
+    chosen = contests.fastest_across(found, main.gpu)
+    titles: Mapping[Regime, str] = {"burst": "In bursts", "sustained": "Under sustained load"}
+    for regime, title in titles.items():
+        parts.append(f"## {title}\n\n{tables.across(chosen, everything, regime)}")
+    return "\n\n".join(parts)
 
 
 def check_records(out: Output, everything: Sequence[Results], data: Path) -> None:
@@ -841,10 +905,12 @@ def check_records(out: Output, everything: Sequence[Results], data: Path) -> Non
         for kind, inputs, what in kinds:
             with contextlib.suppress(NoDataError):
                 path, lines = select.checks(shown.gpu, data, kind, inputs)
-                said.append(f"- {what}{tables.check_record(lines)} [Data](generated/data/{path.relative_to(data)})")
+                said.append(
+                    f"- {what}{tables.check_record(lines)} [Data]({published(path.relative_to(data).as_posix())})"
+                )
         found = store.sanitized(shown.gpu, data)
         if found:
-            file = f"generated/data/{shown.gpu}/sanitizer/{found[0].run}.jsonl"
+            file = published(f"{shown.gpu}/sanitizer/{found[0].run}.jsonl")
             sanitized.append(f"{tables.sanitized(found)}\n[Data]({file})")
     out.snippet("checks.md", "\n".join(said) if said else NO_CHECKS)
     out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else NO_SANITIZER)
@@ -857,11 +923,12 @@ def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
     for shown in everything:
         folder = out.root / "data" / shown.gpu
         for path in store.record_files(shown.gpu, data):
-            target = folder / path.relative_to(data / shown.gpu)
+            target = out.root / published(path.relative_to(data).as_posix()).removeprefix("generated/")
             target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, target)
+            content = path.read_bytes()
+            target.write_bytes(gzip.compress(content, mtime=0) if target.suffix == ".gz" else content)
         rows = [row for run in store.runs(shown.gpu, data) for row in (*run.measurements, *run.with_lse)]
-        _write_csv(folder / "measurements.csv", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
+        _write_csv(folder / "measurements.csv.gz", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
         _write_csv(folder / "samples.csv.gz", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
         for path in sorted(one for one in folder.rglob("*") if one.is_file()):
             name = path.relative_to(out.root / "data").as_posix()

@@ -233,13 +233,18 @@ def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path
     listing = folder / "pages" / "generated" / "nav.json"
     if not listing.is_file():
         raise ReportError(f"wanted pages in {listing.parents[1]}, found none; site.write_pages makes them")
-    configuration = yaml.safe_load(config.read_text(encoding="utf-8"))
+    configuration, gpus = yaml.safe_load(config.read_text(encoding="utf-8")), json.loads(listing.read_text("utf-8"))
     after: dict[str, list[dict[str, str]]] = {
         "stages/index.md": [{stage_id: f"stages/{stage_id}.md"} for stage_id in registry.STAGES],
         "dead_ends/index.md": [{stage_id: f"dead_ends/{stage_id}.md"} for stage_id in registry.DEAD_ENDS],
-        "results.md": [{name: page} for name, page in json.loads(listing.read_text(encoding="utf-8"))],
+        "results.md": [
+            {f"{one['name']}{', partial' * one['partial']}": f"generated/results/{one['slug']}.md"} for one in gpus
+        ],
     }
     configuration["nav"] = _expanded(configuration["nav"], after)
+    configuration["extra"]["gpus"] = gpus
+    configuration["theme"]["custom_dir"] = str(ROOT / configuration["theme"]["custom_dir"])
+    configuration["site_url"] = os.environ.get("FLASHLAB_SITE_URL", "")
     configuration["docs_dir"], configuration["site_dir"] = str(folder / "pages"), str(folder / "site")
     for extension in configuration["markdown_extensions"]:
         if isinstance(extension, dict) and "pymdownx.snippets" in extension:
@@ -252,7 +257,20 @@ def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path
     if status != 0 or not index.is_file():
         what = "ran out of time" if status is None else f"ended with status {status}"
         raise ReportError(f"mkdocs {what}\n{_tail(log)}")
+    _lighten(folder / "site")
     return index
+
+
+def _lighten(built: Path) -> None:
+    """Take out of a built site what no page asks for, and shorten what tables repeat in every cell."""
+    # The theme brings maps of its sources, and search in other languages.
+    for path in (built / "assets").rglob("*.map"):
+        path.unlink()
+    shutil.rmtree(built / "assets" / "javascripts" / "lunr", ignore_errors=True)
+    for path in built.rglob("*.html"):
+        text = path.read_text(encoding="utf-8")
+        text = text.replace(' style="text-align: right;"', ' class="r"').replace(' style="text-align: left;"', "")
+        path.write_text(text, encoding="utf-8")
 
 
 def _expanded(nav: Sequence[Any], after: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Any]:

@@ -909,6 +909,65 @@ def ceilings(shown: Results) -> str:
     return table(CEILINGS, shown.ceilings.values())
 
 
+def gpu_title(shown: Results) -> str:
+    """A GPU's name for people, without its maker: `H200`."""
+    return shown.name.removeprefix("NVIDIA ")
+
+
+def machines(everything: Sequence[Results]) -> str:
+    """The GPUs side by side: what each is, what was measured of it, and its limits where they were measured."""
+    facts: tuple[tuple[str, Callable[[Any], str]], ...] = (
+        ("SMs", lambda gpu: str(gpu.sm_count)),
+        ("highest SM clock", lambda gpu: f"{mhz(gpu.max_sm_clock_mhz)} MHz"),
+        ("memory", lambda gpu: f"{number(gpu.memory_bytes / 2**30)} GiB"),
+        ("L2 cache", lambda gpu: f"{number(gpu.l2_bytes / 2**20)} MiB"),
+        ("power limit", lambda gpu: f"{number(gpu.power_limit_w)} W"),
+    )
+    lines: list[list[Cell]] = [
+        [what, *(said(shown.hardware) if shown.hardware else None for shown in everything)] for what, said in facts
+    ]
+    for name in dict.fromkeys(name for shown in everything for name in shown.ceilings):
+        limits = [shown.ceilings.get(name) for shown in everything]
+        lines.append(
+            [code(name), *(f"{number(one.value)} {one.unit.replace('us', 'µs')}" if one else None for one in limits)]
+        )
+    lines.append(["problems on record", *(str(len(shown.problems)) for shown in everything)])
+    lines.append(["records", *("partial" if shown.lacking else "whole" for shown in everything)])
+    lacking = (f"The {gpu_title(shown)} is partial: {shown.lacking} lack." for shown in everything if shown.lacking)
+    return "\n".join((markdown(("", *map(gpu_title, everything)), lines), *lacking))
+
+
+def across(found: Iterable[contests.Across], everything: Sequence[Results], regime: Regime = "burst") -> str:
+    """The same stages and libraries at the same problems on each GPU, the first GPU the base of ratios."""
+    base, *others = everything
+    lines = [
+        {"one": one, **{gpu: headline(row, regime) for gpu, row in one.rows.items()}}
+        for one in found
+        if any(one.ratio(shown.gpu, base.gpu, regime) for shown in others)
+    ]
+    if not lines:
+        return f"*No stage or library has a {regime} time at the same problem on two GPUs.*"
+
+    def of(shown: Results) -> tuple[Column, ...]:
+        name, gpu = gpu_title(shown), shown.gpu
+        power = (Column("W", f"{gpu}.power_w"), Column("mJ/call", f"{gpu}.energy_j_per_call", _millijoules))
+        burst = (Column("cycles per score", f"{gpu}.cycles_per_score"),)
+        rates = (Column(f"{name}: TFLOP/s", f"{gpu}.tflops"), Column("MHz", f"{gpu}.call_clock_mhz", mhz))
+        return (*rates, *(burst if regime == "burst" else power))
+
+    def ratio(shown: Results) -> Column:
+        header = f"{gpu_title(shown)} / {gpu_title(base)}"
+        return Column(header, lambda line: line["one"].ratio(shown.gpu, base.gpu, regime), times)
+
+    columns = (
+        Column("problem", "one.problem.label"),
+        Column("", lambda line: _implementation(line["one"].name), left=True),
+        *(column for shown in everything for column in of(shown)),
+        *map(ratio, others),
+    )
+    return table(columns, lines, drop_empty=True)
+
+
 def placement(shown: Results) -> str:
     """Where each full problem's fastest stage and library stand under the roof that bounds them.
 
@@ -1058,12 +1117,12 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
 
 
 def sample_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
-    """Lines of samples.csv."""
+    """Lines of samples.csv: times to seven digits, more than any timer here resolves."""
     lines = []
     for columns, taken in (state for row in rows for state in _in_each_state(row)):
         common = {name: columns.get(name) for name in SAMPLE_COLUMNS}
         for index, time_us in enumerate(taken.time_us if taken else ()):
             clocks = {name: getattr(taken, name)[index : index + 1] for name in ("sm_clock_mhz", "call_clock_mhz")}
             clock = {name: next(iter(values), None) for name, values in clocks.items()}
-            lines.append(common | {"index": index, "time_us": time_us} | clock)
+            lines.append(common | {"index": index, "time_us": float(f"{time_us:.7g}")} | clock)
     return lines
