@@ -9,6 +9,7 @@ from flashlab.build import compiler, sass
 from flashlab.cli import doctor
 from flashlab.core.errors import MissingPackageError
 from flashlab.core.problem import suite
+from flashlab.record import store
 from flashlab.run import emulator, gpu
 
 
@@ -107,3 +108,16 @@ def test_data_is_verified(tmp_path: Path) -> None:
     assert found.state == "broken"
     assert "differs from CHECKSUMS" in found.detail
     assert "git checkout" in found.fix
+
+
+def test_a_run_that_was_cut_off_is_repaired_and_not_checked_out(tmp_path: Path) -> None:
+    path = write_synthetic(tmp_path, problems=suite("smoke"))
+    for name in ("machine.json", "CHECKSUMS"):
+        (tmp_path / "nvidia-h200" / name).unlink()
+    found = by_name(tmp_path)["data/nvidia-h200"]
+    assert found.fix == f"flashlab repair nvidia-h200 --data {tmp_path}"
+    lines = path.read_bytes()
+    path.write_bytes(lines + lines[: lines.index(b"\n") // 2])
+    assert [mend.action for mend in store.repair("nvidia-h200", tmp_path)] == ["set aside", "make"]
+    assert path.read_bytes() == lines
+    assert by_name(tmp_path)["data/nvidia-h200"].state == "ok"

@@ -562,6 +562,60 @@ def test_a_link_in_place_of_a_file_is_damage(data: Path, tmp_path_factory: pytes
     assert [(one.path, one.reason) for one in store.verify(SLUG, data)] == [(path, "a link, where records are files")]
 
 
+# --- What was cut off -------------------------------------------------------------------------------------------------
+
+CUT = b'{"kind":"ceiling","run":"2026'
+
+
+def _tear(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(CUT)
+
+
+def test_a_line_that_was_cut_short_is_set_aside_and_nothing_else(data: Path) -> None:
+    path = data / SLUG / "runs" / f"{LATE}.jsonl"
+    before = path.read_bytes() if path.exists() else b""
+    _tear(path)
+    append(path, ceiling(run=LATE))  # a later one goes to a line of its own
+    sound = path.read_bytes().replace(CUT + b"\n", b"")
+    assert sound.startswith(before)
+    (mend,) = store.mends(SLUG, data)
+    assert (mend.action, list(mend.torn.values())) == ("set aside", [CUT])
+    assert path.read_bytes() != sound  # so far nothing was done
+    assert store.repair(SLUG, data) == (mend,)
+    assert path.read_bytes() == sound
+    (aside,) = store.lines(SLUG, "aside", data)
+    assert (aside.record.file, aside.record.line) == (f"runs/{LATE}.jsonl", *mend.torn)
+    assert aside.record.text == CUT.decode()
+    assert store.verify(SLUG, data) == ()
+    assert store.repair(SLUG, data) == ()
+
+
+def test_a_folder_without_machine_and_checksums_is_completed(data: Path) -> None:
+    for name in ("machine.json", "CHECKSUMS"):
+        (data / SLUG / name).unlink()
+    (data / SLUG / ".CHECKSUMS.4242").write_text("half", encoding="utf-8")
+    assert {mend.action for mend in store.repair(SLUG, data, host={"cores": "2"})} == {"remove", "list", "make"}
+    assert Machine.model_validate_json((data / SLUG / "machine.json").read_bytes()).gpu == GPU
+    assert store.verify(SLUG, data) == ()
+
+
+@pytest.mark.parametrize("harm", ["changed", "committed"])
+def test_no_repair_makes_a_falsified_file_sound(data: Path, harm: str) -> None:
+    if harm == "changed":
+        _change(data / SLUG)
+    else:
+        _tear(data / SLUG / "runs" / f"{EARLY}.jsonl")
+        _seal_anew(data / SLUG)
+        for arguments in (["init", "-q"], ["add", "."], ["commit", "-qm", "All"]):
+            _git(data, *arguments)
+    before = {path: path.read_bytes() for path in data.rglob("*.jsonl")}
+    found = store.verify(SLUG, data)
+    assert store.repair(SLUG, data) == ()
+    assert {path: path.read_bytes() for path in data.rglob("*.jsonl")} == before
+    assert store.verify(SLUG, data) == found != ()
+
+
 # --- Whoever means to deceive -----------------------------------------------------------------------------------------
 
 FUTURE = "20990101T000000Z-0123abc"

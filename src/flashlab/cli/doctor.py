@@ -1,4 +1,7 @@
-"""`flashlab doctor`: what this machine has of what flashlab uses, each finding with the command that puts it right."""
+"""`flashlab doctor`: what this machine has of what flashlab uses, each finding with the command that puts it right.
+
+`flashlab repair` is the command for records that were cut off.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, say
-from flashlab.core.errors import FlashlabError, MissingError
+from flashlab.core.errors import DamagedRecordError, FlashlabError, MissingError, NoDataError
 from flashlab.core.paths import BUILD, DATA, ROOT, cache_dir, writable_dir
 
 State = Literal["ok", "absent", "broken"]
@@ -170,11 +173,57 @@ def _data(data: Path) -> Iterator[Finding]:
     if not gpus:
         lost = f"no recorded runs under {data}: there is nothing to replay"
         yield Finding("data", "absent", lost, "flashlab bench, on a machine with an NVIDIA GPU")
-    for name in gpus:
-        damage, runs = store.verify(name, data), store.runs(name, data)
+    for name in store.folders(data):
+        damage, runs = store.verify(name, data), store.runs(name, data) if name in gpus else ()
         sound = f"{sum(len(run.records) for run in runs)} sound records in {len(runs)} runs"
-        fix = f"git checkout -- {shlex.quote(str(data / name))}" if damage else ""
-        yield Finding(f"data/{name}", "broken" if damage else "ok", "; ".join(map(str, damage)) or sound, fix)
+        where = shlex.quote(str(data / name))
+        fix = "" if data == DATA else f" --data {shlex.quote(str(data))}"
+        # What a run left unfinished git does not know; what git knows was changed.
+        fix = f"flashlab repair {name}{fix}" if store.mends(name, data) else f"git checkout -- {where}"
+        detail = "; ".join(map(str, damage)) or sound
+        yield Finding(f"data/{name}", "broken" if damage else "ok", detail, fix if damage else "")
+
+
+def repair(
+    gpus: Annotated[
+        list[str] | None, typer.Argument(metavar="GPU", help="Folders under data/; all where none is given.")
+    ] = None,
+    *,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
+) -> None:
+    """Complete the folders of records that a crash, a kill or a full disk left unfinished; every sound line stays.
+
+    Lines that were cut short go to aside/, with their place; sound files are listed in CHECKSUMS; machine.json is made
+    of the newest record. What was changed is left as it is and named: git has it. Not while something measures.
+    """
+    from flashlab.measure.harness import host
+    from flashlab.record import store
+    from flashlab.run import gpu as here
+
+    known = store.folders(data)
+    if unknown := set(gpus or ()) - set(known):
+        raise NoDataError(f"gpu: wanted folders under {data}, got {', '.join(unknown)}. There: {', '.join(known)}")
+    this = None if here.available() else here.info().slug
+    done = [
+        mend
+        for name in gpus or known
+        for mend in (
+            store.mends(name, data) if dry_run else store.repair(name, data, host=host() if name == this else None)
+        )
+    ]
+    answer(
+        done,
+        {"file": "path", "action": "action", "lines": lambda mend: list(mend.torn)},
+        as_json=as_json,
+        document=[{"file": mend.path, "action": mend.action, "lines": list(mend.torn)} for mend in done],
+    )
+    damage = [] if dry_run else [one for name in gpus or known for one in store.verify(name, data)]
+    if damage:
+        listed = "\n  ".join(map(str, damage))
+        raise DamagedRecordError(f"wanted sound records, found what no repair may touch:\n  {listed}")
+    say(f"{len(done)} {'files to mend' if dry_run else 'files mended; all records are sound'}")
 
 
 def doctor(*, data: opt.Data = DATA, as_json: opt.Json = False) -> None:
@@ -188,4 +237,4 @@ def doctor(*, data: opt.Data = DATA, as_json: opt.Json = False) -> None:
         raise typer.Exit(1)
 
 
-COMMANDS = {"doctor": doctor}
+COMMANDS = {"doctor": doctor, "repair": repair}

@@ -496,6 +496,17 @@ class Machine(_Model):
     """Processor, cores, memory, operating system; no host name."""
 
 
+class Aside(_Model):
+    """A line that was cut short, set aside from its file by `flashlab repair`."""
+
+    file: Label
+    """`runs/<run>.jsonl`."""
+    line: int = Field(ge=1)
+    """Its number there, from 1."""
+    text: Prose
+    """What there was of it."""
+
+
 class _Counted(_Model):
     """A launch under Nsight Compute."""
 
@@ -703,7 +714,9 @@ class Judged(_Model):
     reason: Prose
 
 
-AnyRecord = Measurement | Ceiling | Tuning | Ablation | Part | Reading | ChipReading | Call | StageProfile | Sanitized
+AnyRecord = (
+    Measurement | Ceiling | Tuning | Ablation | Part | Reading | ChipReading | Call | StageProfile | Sanitized | Aside
+)
 
 
 def run_id(source: Source, start: datetime) -> str:

@@ -17,6 +17,7 @@
     data/<gpu>/sanitizer/           what compute-sanitizer found, scripts/sanitize.py
     data/<gpu>/counters/            what Nsight Compute counted, scripts/counters_ncu.py
     data/<gpu>/profiles/<run>.jsonl what Nsight Compute saw of each stage, `flashlab profile`
+    data/<gpu>/aside/<run>.jsonl    lines that were cut short, and where they stood, `flashlab repair`
     data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
 
 A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources,
@@ -33,11 +34,11 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from xml.etree import ElementTree
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -76,6 +77,7 @@ _PARSERS: Mapping[str, Callable[[bytes], Any]] = {
     **{folder: TypeAdapter(kind).validate_json for kind, folder in FOLDERS.items()},
     "runs": TypeAdapter(Record).validate_json,
     "counters": COUNTERS.validate_json,
+    "aside": TypeAdapter(schema.Aside).validate_json,
 }
 
 
@@ -534,33 +536,149 @@ def _doubled(gpu: str, data: Path) -> Iterator[Damage]:
             seen |= dict.fromkeys(series, f"{folder}/{line.path.name}:{line.number}")
 
 
-def _changed_since_added(gpu: str, data: Path) -> Iterator[Damage]:
-    """Files of records that are not as CHECKSUMS says in the commit that added them; nothing where there is no git."""
+def _added(gpu: str, data: Path) -> tuple[dict[str, str], Callable[[str], str]]:
+    """The commit that added each file of records, by name, and what is the CHECKSUMS of a commit; none without git."""
     folder = (data / gpu).resolve()
     root = next((one for one in folder.parents if (one / ".git").exists()), None)
+    added: dict[str, str] = {}
     if root is None:
-        return
+        return added, lambda commit: ""
     inside = folder.relative_to(root).as_posix()
     options = ("--no-renames", "--full-history", "--topo-order", "--reverse", "--diff-filter=A", "--name-only")
     try:
         log = provenance.git(root, "log", *options, "--format=%x00%H", "--", f"{inside}/*.jsonl")
     except (OSError, subprocess.CalledProcessError):
-        return
-    added: dict[str, str] = {}
+        return added, lambda commit: ""
     for entry in log.split("\0")[1:]:
         commit, *names = entry.split("\n")
         for name in filter(None, names):
             added.setdefault(name.removeprefix(f"{inside}/"), commit)
-    sealed = {
-        commit: provenance.git(root, "show", f"{commit}:{inside}/{CHECKSUMS}", missing="")
-        for commit in {*added.values()}
-    }
+    return added, lambda commit: provenance.git(root, "show", f"{commit}:{inside}/{CHECKSUMS}", missing="")
+
+
+def _changed_since_added(gpu: str, data: Path) -> Iterator[Damage]:
+    """Files of records that are not as CHECKSUMS says in the commit that added them; nothing where there is no git."""
+    added, sums_of = _added(gpu, data)
+    sealed = {commit: sums_of(commit) for commit in {*added.values()}}
     for name, commit in added.items():
         path = data / gpu / name
         if not path.is_file():
             yield Damage(path, None, f"added by commit {commit[:7]}, missing")
         elif f"{_sum(path.read_bytes())}  {name}\n" not in sealed[commit]:
             yield Damage(path, None, f"changed since commit {commit[:7]}, which added it")
+
+
+# --- What was cut off -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mend:
+    """What `repair` does with one file of a folder that a run left unfinished."""
+
+    path: Path
+    action: Literal["remove", "set aside", "list", "make"]
+    """Of a document that was half written; of lines cut short; in CHECKSUMS; of machine.json and CHECKSUMS."""
+    torn: Mapping[int, bytes] = field(default_factory=dict)
+    """Lines that are no JSON, by number."""
+
+    def __str__(self) -> str:
+        lines = f": cut short in line {', '.join(map(str, self.torn))}" if self.torn else ""
+        return f"{self.action} {self.path}{lines}"
+
+
+def mends(gpu: str, data: Path = DATA) -> tuple[Mend, ...]:
+    """What `repair` would do with a GPU's folder; nothing is written.
+
+    What was changed, not cut off, is left to `verify` to name: files that differ from CHECKSUMS other than by lines at
+    their end, and lines cut short in a file that a commit holds as it is.
+    """
+    folder = data / gpu
+    if not _is_slug(gpu) or folder.is_symlink() or not folder.is_dir():
+        return ()
+    sums, missing = _listed(folder)
+    committed = _added(gpu, data)[0]
+    found: list[Mend] = []
+    for path in _data_files(folder):
+        name, content = path.relative_to(folder).as_posix(), b"" if path.is_symlink() else path.read_bytes()
+        listed = sums.get(name)
+        if re.fullmatch(r"\.\S+\.\d+", path.name):
+            found.append(Mend(path=path, action="remove"))
+        elif path.is_symlink() or not (listed in (None, _sum(content)) or _has_grown(content, listed or "")):
+            continue
+        elif name not in committed and (torn := _torn(path, content)):
+            found.append(Mend(path=path, action="set aside", torn=torn))
+        elif listed != _sum(content) and not _damage_within(name, path):
+            found.append(Mend(path=path, action="list"))
+    if not (folder / "machine.json").is_file() and _newest_gpu(gpu, data):
+        found.append(Mend(path=folder / "machine.json", action="make"))
+    if missing and not sums and not found:
+        found.append(Mend(path=folder / CHECKSUMS, action="make"))
+    return tuple(found)
+
+
+def repair(gpu: str, data: Path = DATA, *, host: Mapping[str, str] | None = None) -> tuple[Mend, ...]:
+    """Complete a folder that a run left unfinished, and say how; every sound line stays as it is.
+
+    A line cut short goes to `aside/`, with its place; a sound file that CHECKSUMS lacks is listed; machine.json is made
+    of the newest record. To be called while nothing measures into the folder.
+
+    Args:
+        host: what machine.json says of the host, where it is made.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    folder, todo = data / gpu, mends(gpu, data)
+    if not todo:
+        return ()
+    writable_dir(folder, "records")
+    with _sealing(folder) as sums:
+        for mend in todo:
+            name = mend.path.relative_to(folder).as_posix()
+            if mend.action == "remove":
+                mend.path.unlink(missing_ok=True)
+                sums.pop(name, None)
+                continue
+            if mend.torn:
+                _set_aside(mend, folder, sums)
+            if mend.path.is_file() and mend.path.name != CHECKSUMS and not _damage_within(name, mend.path):
+                sums[name] = _sum(mend.path.read_bytes())
+    here = _newest_gpu(gpu, data)
+    if here and any(mend.path == folder / "machine.json" for mend in todo):
+        write_machine(Machine(gpu=here, host=dict(host or {})), data)
+    return todo
+
+
+def _torn(path: Path, content: bytes) -> dict[int, bytes]:
+    """The lines of a file of records that are no JSON: a crash or a full disk cut them short."""
+    torn: dict[int, bytes] = {}
+    for number, raw in enumerate(content.split(b"\n") if path.suffix == ".jsonl" else (), start=1):
+        try:
+            json.loads(raw or b"{}")
+        except ValueError:
+            torn[number] = raw
+    return torn if path.parent.name in (*_PARSERS, *_CHECKS) else {}
+
+
+def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
+    """Move torn lines to `aside/`: first there, so that none is ever nowhere."""
+    aside = folder / "aside" / mend.path.name
+    aside.parent.mkdir(exist_ok=True)
+    name = mend.path.relative_to(folder).as_posix()
+    for number, raw in mend.torn.items():
+        text = raw.decode("utf-8", errors="replace").replace("\0", "")
+        append(aside, schema.Aside(file=name, line=number, text=text))
+    sums[aside.relative_to(folder).as_posix()] = _sum(aside.read_bytes())
+    lines = mend.path.read_bytes().split(b"\n")
+    kept = [raw for number, raw in enumerate(lines, start=1) if raw and number not in mend.torn]
+    _write_at_once(mend.path, b"".join(raw + b"\n" for raw in kept).decode("utf-8"))
+
+
+def _newest_gpu(gpu: str, data: Path) -> schema.Gpu | None:
+    """The GPU as the newest record of its folder has it; None where there is none."""
+    found = [line.record for folder in dict.fromkeys(FOLDERS.values()) for line in lines(gpu, folder, data)]
+    known = [record for record in found if isinstance(getattr(record, "gpu", None), schema.Gpu)]
+    return max(known, key=lambda record: record.time).gpu if known else None
 
 
 def write_machine(machine: Machine, data: Path = DATA) -> Path:
