@@ -516,12 +516,12 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     first, second = levers.names()[:2]
     problems = [Problem.parse("16x16x2048x64", dtype="bfloat16", mask=mask) for mask in ("full", "causal")]
-    told: list[str] = []
+    messages: list[str] = []
     path = ablate.measure_levers(
         {first: problems, second: problems[:1]},
         arch="sm_90a",
         slug="nvidia-h200",
-        announce=told.append,
+        announce=messages.append,
         options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path)),
     )
     found, damage = store.read(path, schema.Ablation)
@@ -539,8 +539,8 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     sources = [one["source"] and Path(one["source"]) for one in job["implementations"].values()]
     assert [one and one.stem for one in sources] == [None, first, second, None, first]
     assert sources[1].read_text(encoding="utf-8") == levers.get(first).text()
-    assert len(told) == 5
-    assert sum(f"{first}.cu" in line for line in told) == 2
+    assert len(messages) == 5
+    assert sum(f"{first}.cu" in line for line in messages) == 2
     shown = analysis.lever_effects(found)
     assert [(one.name, one.is_first) for one in shown[:3]] == [("as it is", True), (first, False), (second, False)]
     assert analysis.effects(found) == []

@@ -496,9 +496,9 @@ def test_check_takes_kinds_of_inputs_and_says_which_it_leaves_out(run: Run, monk
 def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "run", lambda *_, **__: pytest.fail("a dry run measures nothing"))
     asked = ("bench", "--suite", "peers", "--dry-run", "--head-dim", "64", "--peers", "sdpa,fa3", "--stages", "none")
-    told = run(*asked)
-    assert told.code == 0
-    assert "minutes with the start; nothing was measured" in told.err
+    result = run(*asked)
+    assert result.code == 0
+    assert "minutes with the start; nothing was measured" in result.err
     found = run(*asked, "--json").json
     assert {one["problem"]["dtype"]: one["implementations"] for one in found["problems"]} == {
         "float16": 1,
@@ -509,9 +509,9 @@ def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyP
 
 
 def test_results_against_peers(run: Run, data: Path) -> None:
-    told = run("results", "--against-peers", "--data", data)
-    assert told.code == 0
-    assert "sustained ratio" in told.out
+    result = run("results", "--against-peers", "--data", data)
+    assert result.code == 0
+    assert "sustained ratio" in result.out
     rows = run("results", "--against-peers", "--shape", FIRST_SHAPE, "--mask", "causal", "--json", "--data", data).json
     assert [(row["shape"], row["dtype"], row["mask"]) for row in rows] == [(FIRST_SHAPE, "float16", "causal")]
     (row,) = rows

@@ -693,8 +693,8 @@ def test_another_gpus_choice_is_told_once(
         q, k, v = qkv(q_len=length)
         prepared = prepare(q, k, v, out=array(2, 4, length, 64, pointer=OUT), stream=5)
         assert prepared.plan.stage.id == "01_coalesced"
-    (told,) = caplog.messages
-    assert told.startswith("nobody has no records of its own: stages are chosen by those of kin")
+    (message,) = caplog.messages
+    assert message.startswith("nobody has no records of its own: stages are chosen by those of kin")
     attention_module._warn_of_kin.cache_clear()
 
 

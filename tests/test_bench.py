@@ -109,14 +109,14 @@ def fake(tmp_path: Path) -> Any:
     return command
 
 
-def _options(tmp_path: Path, worker: list[str], **told: Any) -> Options:
-    return Options(data=tmp_path / "data", worker=worker, timeout_s=2.0, startup_s=20.0, **told)
+def _options(tmp_path: Path, worker: list[str], **reports: Any) -> Options:
+    return Options(data=tmp_path / "data", worker=worker, timeout_s=2.0, startup_s=20.0, **reports)
 
 
 def _run(tmp_path: Path, worker: list[str], **options: Any) -> store.Run:
     options = {"stages": ["00_naive", "01_coalesced"], "peers": ["sdpa"], "ceilings": ["launch"], **options}
-    told = {name: options.pop(name) for name in ("progress", "note") if name in options}
-    path = bench.run(PROBLEMS, options=_options(tmp_path, worker, **told), **options)
+    reports = {name: options.pop(name) for name in ("progress", "note") if name in options}
+    path = bench.run(PROBLEMS, options=_options(tmp_path, worker, **reports), **options)
     assert store.verify("test-gpu", tmp_path / "data") == ()
     return store.read_run(path)
 
@@ -130,15 +130,15 @@ def _jobs(tmp_path: Path) -> list[Any]:
 
 
 def test_every_row_is_recorded_and_the_data_is_sound(tmp_path: Path, fake: Any) -> None:
-    told: list[harness.Progress] = []
-    run = _run(tmp_path, fake(), progress=told.append)
+    progress: list[harness.Progress] = []
+    run = _run(tmp_path, fake(), progress=progress.append)
     assert set(_statuses(run).values()) == {"ok"}
     assert len(run.measurements) == 6
     assert [c.name for c in run.ceilings] == ["launch"]
     assert {row.kind for row in run.measurements if row.name == "sdpa"} == {"peer"}
     assert run.path.parent == tmp_path / "data" / "test-gpu" / "runs"
-    assert told[-1].total == 7
-    assert [p.done for p in told] == sorted(p.done for p in told)
+    assert progress[-1].total == 7
+    assert [p.done for p in progress] == sorted(p.done for p in progress)
     assert (tmp_path / "data" / "test-gpu" / "machine.json").is_file()
 
 

@@ -103,8 +103,8 @@ def test_a_run_takes_names_with_tunables_and_measures_each_once() -> None:
         "tile48": ("stage", "tile48", {}),
     }
     known = [measurement("05_wmma", FIRST)]
-    (told,), _ = bench.estimate([FIRST], stages=["tile48[TILE_Q=32]"], peers=[], ceilings=False, known=known)
-    assert told.implementations == 1
+    (answer,), _ = bench.estimate([FIRST], stages=["tile48[TILE_Q=32]"], peers=[], ceilings=False, known=known)
+    assert answer.implementations == 1
 
 
 # --- machine code -----------------------------------------------------------------------------------------------------
@@ -141,10 +141,10 @@ def test_branches_are_told_from_exits_and_from_slow_paths() -> None:
     assert naive.in_subroutines == free.in_subroutines > 0
     for name in ("00_naive", "branch_free", "tile48"):
         instructions = sass.without_padding(_instructions(name))
-        told = sass.branches(instructions)
+        answer = sass.branches(instructions)
         counted = [sass.classify(one) for one in instructions]
-        assert told.predicated + told.predicated_exits + told.in_subroutines == counted.count("branch_predicated")
-        assert told.always == counted.count("branch")
+        assert answer.predicated + answer.predicated_exits + answer.in_subroutines == counted.count("branch_predicated")
+        assert answer.always == counted.count("branch")
 
 
 def test_wmma_without_shared_memory_has_none_and_keeps_its_output_in_local_memory() -> None:
@@ -413,9 +413,9 @@ def test_a_run_of_the_ladder_may_hold_a_rung_that_was_retired(tmp_path: Path) ->
 
 
 def test_dead_ends_are_shown_with_what_was_measured_in_turn(data: Path) -> None:
-    told = select.dead_ends("nvidia-h200", data)
-    assert list(told) == [FIRST]
-    names = [row.name for row in told[FIRST]]
+    answer = select.dead_ends("nvidia-h200", data)
+    assert list(answer) == [FIRST]
+    names = [row.name for row in answer[FIRST]]
     assert names[:2] == ["00_naive", "05_wmma"]
     assert names[-1] == "sdpa"
     ids = [name for name in names if name in DEAD_ENDS]
@@ -453,10 +453,10 @@ def test_no_page_is_without_a_dead_end() -> None:
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path, measured: bool) -> None:
-    told = select.dead_ends("nvidia-h200", data) if measured else {}
+    answer = select.dead_ends("nvidia-h200", data) if measured else {}
     out = pages.Output(root=tmp_path)
     for stage in DEAD_ENDS.values():
-        pages.dead_end_page(out, stage, told)
+        pages.dead_end_page(out, stage, answer)
         text = (tmp_path / "snippets" / "dead_ends" / f"{stage.id}.md").read_text(encoding="utf-8")
         for section in ("title", "question", "built", "prediction", "result", "code"):
             assert text.count(f"[start:{section}]") == text.count(f"[end:{section}]") == 1
@@ -467,7 +467,7 @@ def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path,
         )
         assert all(f"`{name}`" in text for name in (stage.id, *stage.variant_names)), "branches in the machine code"
         assert ("**tile48: wrong.** made up: NaN" in text) == (measured and stage.id == "tile48")
-    pages.dead_end_list(out, told, {})
+    pages.dead_end_list(out, answer, {})
     listed = (tmp_path / "snippets" / "dead_ends.md").read_text(encoding="utf-8")
     assert all(f"({stage_id}.md)" in listed for stage_id in DEAD_ENDS)
     assert ("no time: wrong" in listed) == measured
@@ -476,29 +476,29 @@ def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path,
 # --- the command line -------------------------------------------------------------------------------------------------
 
 
-def _told(*arguments: str) -> Any:
+def _answer(*arguments: str) -> Any:
     return json.loads(CliRunner().invoke(app.app, [*arguments, "--json"], catch_exceptions=False).stdout)
 
 
 def test_dead_ends_are_listed_where_asked_for() -> None:
-    assert [row["id"] for row in _told("stages", "--dead-ends")] == list(DEAD_ENDS)
-    assert not set(DEAD_ENDS) & {row["id"] for row in _told("stages")}
+    assert [row["id"] for row in _answer("stages", "--dead-ends")] == list(DEAD_ENDS)
+    assert not set(DEAD_ENDS) & {row["id"] for row in _answer("stages")}
 
 
 def test_the_machine_code_of_a_dead_end_and_of_a_variant_is_told() -> None:
-    told = _told("sass", "wmma_no_smem[COLUMN_LANES=32]")
-    assert told["shared_memory"] == 0
-    assert told["branches"]["predicated"] > 0
-    assert told["counts"]["local"] > 0
-    assert {row["stage"] for row in _told("compile", "branch_free", "--arch", "sm_90a")} == {"branch_free"}
+    answer = _answer("sass", "wmma_no_smem[COLUMN_LANES=32]")
+    assert answer["shared_memory"] == 0
+    assert answer["branches"]["predicated"] > 0
+    assert answer["counts"]["local"] > 0
+    assert {row["stage"] for row in _answer("compile", "branch_free", "--arch", "sm_90a")} == {"branch_free"}
 
 
 def test_a_suite_of_dead_ends_can_be_foretold() -> None:
     options = ("--stages", "00_naive,tile48[SPLIT_FROM_TILE=1,TILE_Q=48]", "--peers", "none", "--no-ceilings")
     shape = ("--shape", FIRST_SHAPE, "--dtype", "float16", "--mask", "full", "--dry-run")
-    (told,) = _told("bench", "--dead-ends", *options, *shape)["problems"]
+    (answer,) = _answer("bench", "--dead-ends", *options, *shape)["problems"]
     variants = sum(1 + len(stage.variants) for stage in DEAD_ENDS.values())
-    assert told["implementations"] == 2 + variants
+    assert answer["implementations"] == 2 + variants
 
 
 @emulated

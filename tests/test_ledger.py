@@ -678,6 +678,6 @@ def test_the_page_says_what_changed(data: Path) -> None:
     assert "Its rule was changed after a result was known, and its verdict with it." in table
     assert "known." in html.unescape(ledger.table([_one(data, "A15")]))
     assert "refuted before, confirmed after" in table
-    (told,) = ledger.told([_one(data, "A17")])
+    (result,) = ledger.as_rows([_one(data, "A17")])
     wanted = {"quote", "lines", "assumptions", "rule", "history", "verdict", "value", "interval", "starts", "records"}
-    assert told.keys() >= wanted | {"reason"}
+    assert result.keys() >= wanted | {"reason"}

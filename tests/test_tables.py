@@ -43,8 +43,8 @@ def test_a_table_has_a_cell_for_every_column() -> None:
 
 def test_rows_without_a_time_say_why() -> None:
     wrong_type = measurement("00_naive", Problem.parse(FIRST_SHAPE, dtype="bfloat16"))
-    told = tables.untimed([wrong_type, measurement("00_naive", FIRST)])
-    assert wrong_type.reason in told
+    result = tables.untimed([wrong_type, measurement("00_naive", FIRST)])
+    assert wrong_type.reason in result
     assert tables.untimed([measurement("00_naive", FIRST)]) == ""
 
 
@@ -117,12 +117,12 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
         problem=FIRST, run="r", dirty=False, burst=None, reason="no library has a time in that run",
     )  # fmt: skip
     known = replace(contest, stage_percent_of_peak=61.0, peer_percent_of_peak=52.0, peer_lse=True, stage_lse_us=104.0)
-    won, told, lost = table_of(
+    won, result, lost = table_of(
         tables.AGAINST, [replace(none, burst=contest, reason=""), replace(none, burst=known, reason=""), none]
     ).splitlines()[-3:]
     ours, theirs = (tables.number(FIRST.tflops(time_us)) for time_us in (100.0, 130.0))
     assert won.endswith(f"| ×1.30 | – | – | – | – | – | `05_wmma` {ours} | – | cuDNN {theirs} | – |")
-    assert told.endswith(f"| ×1.30 | ×1.25 | – | – | – | – | `05_wmma` {ours} | 61.0 % | cuDNN {theirs} | 52.0 % |")
+    assert result.endswith(f"| ×1.30 | ×1.25 | – | – | – | – | `05_wmma` {ours} | 61.0 % | cuDNN {theirs} | 52.0 % |")
     assert "no library has a time" in lost
     assert lost.count("| –") == 9
 

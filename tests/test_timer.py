@@ -140,15 +140,15 @@ def test_a_slow_implementation_takes_its_least_and_no_more() -> None:
 
 def test_every_sample_is_announced_before_it_is_taken() -> None:
     fake = Fake({"a": 100.0, "b": 100.0})
-    told: list[str] = []
+    messages: list[str] = []
     seen: list[int] = []
 
     def announce(name: str) -> None:
-        told.append(name)
+        messages.append(name)
         seen.append(len(fake.log))
 
     Timer(fake).burst(fake.runs(), samples=7, announce=announce)
-    assert [told[seen.index(i)] for i in range(len(fake.log))] == [name for name, _, _ in fake.log]
+    assert [messages[seen.index(i)] for i in range(len(fake.log))] == [name for name, _, _ in fake.log]
 
 
 def test_the_gap_is_twice_the_work_before_it_within_bounds() -> None:

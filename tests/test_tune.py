@@ -481,14 +481,14 @@ def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[list[tune.Task]] = []
-    told: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(tune, "time", _timing("nvidia-a100", asked))
     hopper = registry.get("09_wgmma")
     tasks = [tune.Task(tune.Key(stage.id, PROBLEM), (stage.parameters(64),)) for stage in (hopper, STAGE)]
     where: dict[str, Any] = {"options": Options(data=tmp_path), "arch": "sm_80", "slug": "nvidia-a100"}
-    (done,) = tune.tune_all(tasks, announce=told.append, **where)
+    (done,) = tune.tune_all(tasks, announce=messages.append, **where)
     assert [task.key.stage for task in asked[0]] == [STAGE.id] == [done.stage]
-    assert any("09_wgmma needs sm_90a and this GPU is sm_80" in line for line in told)
+    assert any("09_wgmma needs sm_90a and this GPU is sm_80" in line for line in messages)
     with pytest.raises(ParameterError, match="runs on sm_80"):
         tune.tune_all(tasks[:1], **where)
 

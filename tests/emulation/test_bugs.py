@@ -81,7 +81,7 @@ def test_the_wrong_kernel_is_caught(path: Path, builds: Mapping[tuple[str, bool]
             caught.add(report.status)
         if report.status == "ok" and kernel_file.difference(file, arrays, file.expected()):
             caught.add("wrong result")
-        assert caught & wanted, f"{schedule}: wanted {' or '.join(sorted(wanted))}, got\n{_told(report, caught)}"
+        assert caught & wanted, f"{schedule}: wanted {' or '.join(sorted(wanted))}, got\n{_reasons(report, caught)}"
         assert report.status != "deadlock" or report.waiting, "a deadlock says who waits"
 
 
@@ -104,6 +104,6 @@ def _line(file: kernel_file.KernelFile, place: Place) -> int:
     return next((frame.line for frame in place.frames if frame.file == file.path), 0)
 
 
-def _told(report: Report, caught: set[str]) -> str:
+def _reasons(report: Report, caught: set[str]) -> str:
     lines = [f"{report.status} {report.message} {report.where or ''}", *map(str, report.findings)]
     return "\n".join(lines) + f"\nof which in the right place: {', '.join(sorted(caught)) or 'nothing'}"

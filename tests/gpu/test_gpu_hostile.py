@@ -64,13 +64,13 @@ def _supported(stage: str) -> None:
         pytest.skip(f"needs {registry.get(stage).needs}; this GPU is {arch}")
 
 
-def _told(rows: Any) -> list[str]:
+def _reasons(rows: Any) -> list[str]:
     return [f"{row.problem.label} {row.layout}: {row.status} {row.reason}" for row in rows]
 
 
 def test_hostile_inputs_reach_the_fallback_on_a_gpu_too(of_overlap: CheckRun) -> None:
     _supported("13_overlap")
-    assert _told(of_overlap.failures) == []
+    assert _reasons(of_overlap.failures) == []
     assert {row.problem.inputs for row in of_overlap.rows} == {"normal", *HOSTILE}
     assert {row.layout for row in of_overlap.rows} == {*cases.LAYOUTS, *cases.FAR_LAYOUTS}
     mine = [row for row in of_overlap.rows if row.layout in cases.LAYOUTS]
@@ -95,7 +95,7 @@ def test_flash_attentions_own_cases_pass_by_its_own_rule(
         request.applymarker(pytest.mark.xfail(strict=False, reason=ONE_KEY))
     mine = [row for row in own_cases.rows if (row.stage, row.problem.dtype) == (stage, dtype)]
     assert len(mine) == 756
-    assert _told(row for row in mine if row.status != "ok") == []
+    assert _reasons(row for row in mine if row.status != "ok") == []
 
 
 def _run(torch: Any, stage: str, q: Any, k: Any, v: Any, *, causal: bool) -> tuple[Any, Any]:

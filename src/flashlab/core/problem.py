@@ -143,7 +143,7 @@ class Problem:
 
 
 FIRST_SHAPE = "16x16x2048x64"
-"""The shape that the sources state where they state one: the ladder is told at it."""
+"""The shape that the sources state where they state one: the ladder is shown at it."""
 
 STANDARD_SHAPES = (
     FIRST_SHAPE,

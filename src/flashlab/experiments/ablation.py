@@ -111,7 +111,7 @@ def measure(
         problem: what is computed; the sources' shape, full, float16 where None.
         plan: how much is measured.
         arch: the GPU's architecture; asked of the GPU where None.
-        announce: told of every level that is compiled.
+        announce: called for every level that is compiled.
         options: how it runs; `Options()` where None.
 
     Raises:

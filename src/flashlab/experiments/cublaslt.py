@@ -473,7 +473,7 @@ class Passes:
         for heads in found:
             qk, pv = products(problem, arrays, heads, scale_log2=scale_log2, parameters=parameters)
             lse = None if lse_pointer is None else lse_pointer + 4 * heads.first * problem.q_len
-            told = SoftmaxParams(
+            params = SoftmaxParams(
                 self._scores, self._probs.pointer, lse, pitch_of(problem), problem.q_len, problem.kv_len
             )
             softmax = gpu.Launch(
@@ -481,7 +481,7 @@ class Passes:
                 grid=(-(-problem.q_len // shape.tile_q), heads.count, 1),
                 block=(shape.threads, 1, 1),
                 smem_bytes=shape.smem_bytes,
-                params=[told],
+                params=[params],
                 stream=stream,
             )
             self._steps.append(_Step(heads, qk, pv, softmax))
@@ -561,8 +561,8 @@ class EmulatedPasses:
         pointers[SoftmaxParams.probs.offset] = emulator.Pointer(array=self._probs, access="rw", name="probs")
         if lse is not None:
             pointers[SoftmaxParams.LSE.offset] = lse
-        told = SoftmaxParams(None, None, None, pitch, problem.q_len, problem.kv_len)
-        self.arguments: Sequence[emulator.Structure] = [emulator.Structure(value=told, pointers=pointers)]
+        params = SoftmaxParams(None, None, None, pitch, problem.q_len, problem.kv_len)
+        self.arguments: Sequence[emulator.Structure] = [emulator.Structure(value=params, pointers=pointers)]
         self.grid = (-(-problem.q_len // shape.tile_q), heads, 1)
 
     def finish(self) -> None:

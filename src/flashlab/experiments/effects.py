@@ -5,7 +5,7 @@ ran the same code, and over the rounds of each: samples of one round are a pair,
 temperature. A part's share of the time is one minus that ratio, of the stage without the part to the whole stage.
 Shares need not add up to one: parts that overlap each look small, and parts that stall each other look large.
 
-What is told together is one family of comparisons: its verdicts err together as often as one interval would.
+What is shown together is one family of comparisons: its verdicts err together as often as one interval would.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Effect:
     starts: tuple[tuple[Ablation | Part, Ablation | Part], ...] = ()
     """It and the first on each start of a machine that timed both with the same code, the newest last."""
     family: Family = field(default_factory=lambda: Family(), compare=False, repr=False)
-    """What it is told together with."""
+    """What it is shown together with."""
 
     @property
     def is_first(self) -> bool:
@@ -164,7 +164,7 @@ class Effect:
 
 
 class Family:
-    """Comparisons that are told together, whose p-values are raised together (Holm)."""
+    """Comparisons that are shown together, whose p-values are raised together (Holm)."""
 
     def __init__(self) -> None:
         self.members: list[Effect] = []

@@ -419,12 +419,12 @@ def _against(number: Number, claimed: Range | None) -> str:
     """Our number beside the claimed one, for people."""
     if claimed is None:
         return shown(number)
-    told = f"{shown(number)} against {claimed}"
+    sentence = f"{shown(number)} against {claimed}"
     if number.verdict == "inaccurate" and number.unit != "%" and claimed.low > 0 and number.value > 0:
         above = number.value > claimed.high
         factor = number.value / claimed.high if above else claimed.low / number.value
-        told += f", a factor of {tables.number(factor)} {'above' if above else 'below'}"
-    return told
+        sentence += f", a factor of {tables.number(factor)} {'above' if above else 'below'}"
+    return sentence
 
 
 def _numbers(claim: Claim, unit: str, finding: Finding) -> tuple[Number, ...]:
@@ -447,7 +447,7 @@ def _numbers(claim: Claim, unit: str, finding: Finding) -> tuple[Number, ...]:
     return tuple(numbers)
 
 
-def _told(claim: Claim, finding: Finding, numbers: Sequence[Number]) -> str:
+def _reason(claim: Claim, finding: Finding, numbers: Sequence[Number]) -> str:
     """What was found beside what was claimed, in a sentence; empty where nothing was."""
     if not numbers:
         return ""
@@ -461,7 +461,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
     """The verdict on one claim. Never raises for what is not on record: it `needs_hardware` or is `pending` then.
 
     A time, or a ratio of times, is judged by records of the model that the claim is about, and by no others. Where that
-    model has none here, what `records` say is told beside. The rest is the same on every GPU.
+    model has none here, what `records` say stands beside. The rest is the same on every GPU.
     """
     entry = entries()[claim.id]
     home = records.of_gpu(MODELS[claim.gpu].folder) if claim.gpu in MODELS else records
@@ -475,10 +475,10 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
             finding, used = find(records, entry), records
     numbers = _numbers(claim, entry.unit, finding) if finding else ()
     kind: Kind = max((number.verdict for number in numbers), key=list(KINDS).index, default="pending")
-    told = _told(claim, finding, numbers) if finding else ""
+    reason = _reason(claim, finding, numbers) if finding else ""
     conclusion = ""
     if claim.not_comparable:
-        kind, told, command = "not_comparable", f"{claim.not_comparable} {told}".strip(), ""
+        kind, reason, command = "not_comparable", f"{claim.not_comparable} {reason}".strip(), ""
     elif anywhere and finding:
         command = ""
     elif command:
@@ -493,7 +493,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
         measured_on=used.gpu if finding and finding.rows else "",
         records=tuple(row.place for row in finding.rows) if finding else (),
         stages=finding.stages if finding else (),
-        reason=told or "What would tell is not on record.",
+        reason=reason or "What would tell is not on record.",
         conclusion=conclusion,
         command=command,
     )
@@ -533,7 +533,7 @@ def write(verdicts: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
     return store.rewrite(gpu, VERDICTS, as_json(verdicts), data)
 
 
-def told(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
+def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
     """Verdicts with their claims and rules' histories, as `flashlab claims --json` prints them."""
     claims, histories = {claim.id: claim for claim in read()}, rules_log.read().claims
     return [
@@ -814,15 +814,15 @@ def _whose(claim: Claim) -> str:
         ("Why", _literal(claim.why)),
         ("Its rule", _literal(_of_rule(history)) if history else ""),
     )
-    told = "<br>".join(f"<b>{title}:</b> {text}" for title, text in parts if text)
+    listed = "<br>".join(f"<b>{title}:</b> {text}" for title, text in parts if text)
     mark = f"<br><small>Its rule was changed after a result was known{turned}.</small>" if late else ""
-    return f'{mark}<details class="whose"><summary>Its words, what we add, its rule</summary>{told}</details>'
+    return f'{mark}<details class="whose"><summary>Its words, what we add, its rule</summary>{listed}</details>'
 
 
 def _of_rule(history: rules_log.History) -> str:
     """When a rule was written and what was changed since, for people."""
 
-    def told(change: rules_log.Change) -> str:
+    def sentence(change: rules_log.Change) -> str:
         what = ", ".join(
             f"{name} from “{old or 'none'}” to “{new or 'none'}”" for name, (old, new) in change.what.items()
         )
@@ -830,7 +830,7 @@ def _of_rule(history: rules_log.History) -> str:
         about = ". ".join(filter(None, (change.reason.rstrip("."), what, verdicts)))
         return f"changed on {change.date[:10]} (commit “{change.subject}”): {about}"
 
-    return "; ".join([f"written on {history.written[:10]}", *map(told, history.changes)])
+    return "; ".join([f"written on {history.written[:10]}", *map(sentence, history.changes)])
 
 
 def table(
@@ -884,7 +884,7 @@ def page(out: Output, results: Results | None, data: Path) -> None:
     out.snippet("ledger-verdicts.md", tables.markdown(("verdict", "meaning"), kinds, left=2))
     gpus_header = ("claimed on", "measured on", "the same", "what differs", "what carries over")
     carries = {
-        True: "machine code and what a kernel computes; times and ratios are told beside, and judge nothing",
+        True: "machine code and what a kernel computes; times and ratios stand beside, and judge nothing",
         False: "machine code and what a kernel computes; no time",
     }
     pairs = [(one.claimed, f"`{one.measured}`", one.same, one.differs, carries[one.time]) for one in KINSHIPS]

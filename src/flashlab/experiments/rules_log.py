@@ -1,7 +1,7 @@
 """When each rule was written, and what was changed in it since, as git tells: data/rules_log.json.
 
 A clone may be shallow, so what git says is kept in a file, which `flashlab claims --write` makes where the history is
-whole. A commit is told by its subject and date, which stay when it is put on another parent; its hash does not.
+whole. A commit is identified by its subject and date, which stay when it is put on another parent; its hash does not.
 
 What counts as a claim's rule is its value, its rule and why it is not comparable (data/claims.csv), what is held
 against it, and the rule's limits (ledger.toml). Changes of functions, which no data shows, are listed in ledger.toml by
@@ -180,7 +180,7 @@ def _rules_at(commit: str) -> dict[str, dict[str, str]]:
             entry, limits = known["claims"].get(row["id"], {}), known["rules"].get(row["rule"], {})
             rule |= {name: _text(entry.get(name, "")) for name in _OF_ENTRY}
             rule |= {name: _text(limits.get(name, "")).replace("off", "inaccurate") for name in _OF_RULE}
-        else:  # What was held against a claim was code then, and told in words.
+        else:  # What was held against a claim was code then, described in words.
             rule["how_to_test"] = row["how_to_test"]
         rules[row["id"]] = rule
     return rules

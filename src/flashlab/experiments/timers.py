@@ -159,7 +159,7 @@ def measure(
         seed: of inputs and order.
         timeout_s: seconds, for all of it; what does not fit is left out, and is in `Measured.missing`.
         say: gets what begins, a line at a time.
-        progress: told at every reading how much of the time is gone, in seconds.
+        progress: called at every reading with how much of the time is gone, in seconds.
         worker: the command that starts a worker.
 
     Raises:

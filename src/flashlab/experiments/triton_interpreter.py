@@ -1,7 +1,7 @@
 """Stages in Triton on a CPU, by Triton's interpreter.
 
 It interprets in a process of its own: Triton decides at import whether it compiles or interprets. What happens when two
-programs run at once cannot be told here, since programs run one after the other.
+programs run at once cannot be found here, since programs run one after the other.
 """
 
 from __future__ import annotations

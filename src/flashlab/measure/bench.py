@@ -248,7 +248,7 @@ def compile_for(
     """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
 
     Args:
-        announce: told of every kernel.
+        announce: called for every kernel.
 
     Returns:
         Of each problem and name that a stage takes, its machine code, that of the first of `aligned`.
@@ -273,10 +273,10 @@ def compile_for(
                 jobs.setdefault(job.label, job)
                 labels.setdefault((problem, name), job.label)
 
-    def told(job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
+    def report(job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
         announce(f"{'refused' if isinstance(outcome, CompileError) else 'compiled'}: {job.label}")
 
-    made = dict(zip(jobs, compiler.compile_many(list(jobs.values()), progress=told), strict=True))
+    made = dict(zip(jobs, compiler.compile_many(list(jobs.values()), progress=report), strict=True))
     return {what: made[label] for what, label in labels.items()}
 
 

@@ -39,7 +39,7 @@ def _not_negative(**numbers: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a measurement runs: where its records go, on which GPU, how long it may take, and who is told."""
+    """How a measurement runs: where its records go, on which GPU, how long it may take, and what it reports to."""
 
     data: Path = DATA
     """The folder that holds data/<gpu>."""

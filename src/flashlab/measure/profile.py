@@ -243,7 +243,7 @@ def under_ncu(
         kernels: a regular expression of the kernels to profile.
         options: more for ncu.
         timeout_s: for one run.
-        say: told what went wrong, a line at a time.
+        say: called with what went wrong, a line at a time.
         job: of a command that is a worker.
         act: what to do with what that worker says.
 
@@ -392,7 +392,7 @@ def profile(
         data: the folder that holds data/<gpu>.
         device: CUDA device index.
         timeout_s: for one run of ncu.
-        say: told what went wrong, a line at a time.
+        say: called with what went wrong, a line at a time.
 
     Returns:
         The file, and the profiles in it.

@@ -305,7 +305,7 @@ def tune(
         shapes: on which problems; the suites' first where None. With several, the geometric mean of the times decides.
         inputs: what Q, K and V hold. The table is made of normal ones alone.
         arch, slug: the GPU's architecture and folder; asked of the GPU where None.
-        announce: told of each variant that is compiled, and of each round.
+        announce: called for each variant that is compiled, and of each round.
         options: how it runs; `Options()` where None.
 
     Raises:

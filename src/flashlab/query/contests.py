@@ -108,7 +108,7 @@ class AgainstPeers:
         """As `flashlab results --against-peers --json` prints it: None where there is nothing to say."""
         problem = self.problem
 
-        def told(contest: Contest | None) -> dict[str, object] | None:
+        def answer(contest: Contest | None) -> dict[str, object] | None:
             if contest is None:
                 return None
             return {
@@ -138,13 +138,13 @@ class AgainstPeers:
             "sustained_run": self.sustained.run if self.sustained else None,
             "dirty": self.dirty,
             "reason": self.reason,
-            **(told(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None, "adjusted_ratio": None}),
-            "sustained": told(self.sustained),
+            **(answer(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None, "adjusted_ratio": None}),
+            "sustained": answer(self.sustained),
             "against_named": {
                 "peers": list(NAMED_PEERS),
-                "burst": told(self.named),
+                "burst": answer(self.named),
                 "run": self.named.run if self.named else None,
-                "sustained": told(self.named_sustained),
+                "sustained": answer(self.named_sustained),
                 "sustained_run": self.named_sustained.run if self.named_sustained else None,
             },
         }

@@ -293,14 +293,14 @@ class Results:
 
     @property
     def first(self) -> Problem | None:
-        """The problem the ladder is told at: the sources' shape where it was measured, else the first there is."""
+        """The problem the ladder is shown at: the sources' shape where it was measured, else the first there is."""
         return next(iter(self.problems), None)
 
     @property
     def lacking(self) -> str:
         """What a whole set of records has and this one lacks, for people; empty where it is whole.
 
-        A whole one tried every stage of the ladder that the GPU can run at the problem the ladder is told at, and has
+        A whole one tried every stage of the ladder that the GPU can run at the problem the ladder is shown at, and has
         rows of every problem of the suite `standard`.
         """
         problem, standard = suite("first")[0], suite("standard")

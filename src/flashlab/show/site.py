@@ -306,7 +306,7 @@ def run(
         data: folder of the records; measuring appends to it.
         out: folder for everything built: `notebooks/`, `pages/` and `site/`; nothing is written elsewhere.
         timeout_s: for one notebook.
-        progress: told what is done, a line at a time.
+        progress: called with what is done, a line at a time.
 
     Raises:
         ParameterError, UnknownStageError, NoGpuError, NoDataError, OutputError: as `notebook.settings` and

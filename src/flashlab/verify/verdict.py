@@ -34,8 +34,8 @@ far as few keys carry the weight, so the limit tightens with length and shows a 
 The last term is float32's own.
 
 Every comparison is `not (error <= limit)`, so NaN fails. Shape and type come first. Elements that still hold the
-poison they were filled with are told from elements computed wrong. A row that sees no key must be 0 exactly and its
-log-sum-exp -inf exactly, and -inf may appear nowhere else.
+poison they were filled with are kept apart from elements computed wrong. A row that sees no key must be 0 exactly and
+its log-sum-exp -inf exactly, and -inf may appear nowhere else.
 """
 
 from __future__ import annotations
@@ -555,9 +555,9 @@ def strides_of(shape: Sequence[int], *, row_padding: int = 0, order: str = "bhsd
 class Guarded:
     """An array inside a larger buffer that is full of NaN: before it, after it and between its rows.
 
-    As an output (`Guarded.output`) it starts full of poison, a NaN too: an unwritten element is told from a wrong one,
-    and a write outside is found. As an input (`Guarded.holding`) it holds given values: a read outside that matters
-    makes the output NaN, and a write to it is found.
+    As an output (`Guarded.output`) it starts full of poison, a NaN too: an unwritten element is not taken for a wrong
+    one, and a write outside is found. As an input (`Guarded.holding`) it holds given values: a read outside that
+    matters makes the output NaN, and a write to it is found.
 
     >>> out = Guarded.output((1, 2, 65, 64), "float16", strides=strides_of((1, 2, 65, 64), row_padding=8))
     >>> q = Guarded.holding(q_values)

@@ -58,7 +58,7 @@ def claims(
         return
     decisive = {verdict.id: ledger.shown(verdict.decisive) for verdict in verdicts if verdict.decisive}
     answer(
-        ledger.told(verdicts),
+        ledger.as_rows(verdicts),
         {
             "claim": "id",
             "verdict": lambda row: ledger.words(row["verdict"]),
