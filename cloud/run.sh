@@ -2,7 +2,7 @@
 # What every example runs on the rented machine: install, prove that the GPU can be used, then the command.
 #
 #   cloud/run.sh make report [FULL=1]
-#   cloud/run.sh .venv/bin/flashlab sweep run FILE
+#   cloud/run.sh .venv/bin/flashlab sweep run --ray local [--set NAME]      on all GPUs of the machine
 #
 # FLASHLAB_UPLOAD, FLASHLAB_INSTANCE and FLASHLAB_USD_PER_GPU_HOUR are read by flashlab: see README.md here.
 set -euo pipefail
@@ -17,7 +17,11 @@ if ((${driver%%.*} < 580)); then
     exit 1
 fi
 
-scripts/install.sh gpu
+extras=(gpu)
+if [[ " $* " == *" --ray "* ]]; then
+    extras+=(sweep)
+fi
+scripts/install.sh "${extras[@]}"
 case "${FLASHLAB_UPLOAD:-}" in
 s3://*) .venv/bin/python -m pip install --quiet s3fs ;;
 gs://*) .venv/bin/python -m pip install --quiet gcsfs ;;

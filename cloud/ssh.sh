@@ -4,7 +4,7 @@
 #
 #   cloud/ssh.sh HOST                     make report
 #   cloud/ssh.sh HOST make report FULL=1
-#   cloud/ssh.sh HOST .venv/bin/flashlab sweep run FILE
+#   cloud/ssh.sh HOST .venv/bin/flashlab sweep run --ray local
 set -euo pipefail
 if (($# == 0)) || [[ $1 == -* ]]; then
     echo "usage: cloud/ssh.sh HOST [COMMAND...]" >&2

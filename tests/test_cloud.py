@@ -165,6 +165,11 @@ def test_a_rented_machine_installs_and_measures(machine: Path) -> None:
     assert (result.returncode, result.stdout.splitlines()) == (0, ["installs gpu", str(machine)])
 
 
+def test_a_sweep_gets_ray(machine: Path) -> None:
+    result = run(machine, str(machine / "cloud" / "run.sh"), "echo", "sweep", "--ray", "local")
+    assert result.stdout.splitlines() == ["installs gpu sweep", "sweep --ray local"]
+
+
 @pytest.mark.parametrize(("place", "package"), [("s3://b/f", "s3fs"), ("gs://b/f", "gcsfs"), ("/mnt/f", None)])
 def test_a_bucket_gets_what_it_needs(place: str, package: str | None, machine: Path) -> None:
     result = run(machine, str(machine / "cloud" / "run.sh"), "true", FLASHLAB_UPLOAD=place)
