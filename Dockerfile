@@ -23,22 +23,25 @@ RUN apt-get update \
 
 FROM system
 
-# Builders differ in whom a WORKDIR belongs to and whom the folders that COPY makes; these belong to `ubuntu`, the
-# release's own unprivileged user. A volume that is mounted on data or build for the first time takes their owner over.
-RUN install --directory --owner=1000 --group=1000 \
-        /home/ubuntu /home/ubuntu/flashlab /home/ubuntu/flashlab/build /home/ubuntu/flashlab/data \
-        /home/ubuntu/flashlab/scripts /home/ubuntu/flashlab/src
+# Builders differ in whom a WORKDIR belongs to and whom the folders that COPY makes, so both `find` lines give what is not
+# his to `ubuntu`, the release's own unprivileged user. A volume that is mounted on data or build takes their owner over.
+RUN install --directory --owner=1000 --group=1000 /home/ubuntu/flashlab /home/ubuntu/flashlab/build
 WORKDIR /home/ubuntu/flashlab
-USER 1000
 ENV HOME=/home/ubuntu
-
-# `--build-arg GPU=` leaves torch, CuPy and Triton out: several gigabytes less, for reading and compiling alone.
-ARG GPU=gpu
 COPY --chown=1000:1000 pyproject.toml constraints.txt README.md LICENSE Makefile ./
 COPY --chown=1000:1000 scripts scripts
 COPY --chown=1000:1000 src src
+RUN find . ! -user 1000 -exec chown --no-dereference 1000:1000 {} +
+
+USER 1000
+# `--build-arg GPU=` leaves torch, CuPy and Triton out: several gigabytes less, for reading and compiling alone.
+ARG GPU=gpu
 RUN make GPU="${GPU}" .venv/.installed/lab && rm -rf /home/ubuntu/.cache/pip
+
 COPY --chown=1000:1000 . .
+USER 0
+RUN find . ! -user 1000 -exec chown --no-dereference 1000:1000 {} +
+USER 1000
 # The build ends here where something belongs to another user.
 RUN test -z "$(find . ! -user 1000 -print -quit)" && test -w . && test -w build && test -w data
 
