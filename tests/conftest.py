@@ -54,6 +54,7 @@ SLOW = (
     "test_compiler.py",
     "test_charts.py",
     "test_emulator.py",
+    "test_exercises.py",
     "emulation/test_counters_of_stages.py",
 )
 """Files that compile or emulate many kernels, run notebooks or open the site, longest first: each is one worker's, and

@@ -41,7 +41,7 @@ from flashlab.show.notebook import Lab, Outcome, read_outcome, settings, strip_b
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
-OF_RECORDS = [name for name in NAMES if name != "edit_a_kernel"]
+OF_RECORDS = [name for name in NAMES if name not in ("edit_a_kernel", "exercises")]
 """Those that show what is in data/."""
 REPLAY = Path(__file__).with_name("replay.py")
 NO_COMPILER = trial.no_compiler()
@@ -192,6 +192,8 @@ def test_replay(name: str, report: Path) -> None:
         assert len(set(re.findall(r"build/edits/(05_wmma-[0-9a-f]{8}\.cu):", race))) == 1
         assert outcome.numbers["elsewhere"] is False, "the race is there at every shape"
         assert outcome.numbers["early"] == {"ascending": False, "descending": False}
+    if name == "exercises":
+        assert not any(outcome.numbers["right"].values()), "nothing is filled in"
     if name == "03_anatomy":
         assert set(outcome.numbers["sass"]) == set(CUDA_STAGES)
         assert outcome.numbers["compiled"] == sum(len(stage.archs) for stage in CUDA_STAGES.values())
@@ -601,7 +603,7 @@ def test_chip_and_emulator_are_shown_where_they_are_on_record(data: Path, tmp_pa
     assert "commit 0123abc" in lab.beside_emulator()
 
 
-def test_without_a_compiler_both_notebooks_say_so_and_finish(
+def test_without_a_compiler_notebooks_say_so_and_finish(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A PATH on which no compiler is: the kernel's own, for the notebook's process."""
@@ -612,7 +614,7 @@ def test_without_a_compiler_both_notebooks_say_so_and_finish(
         emulator.cxx()
     assert "Install one" in trial.no_compiler()
     assert "wanted a C++20 compiler" in attempt("00_naive").error
-    for name in ("01_correctness", "edit_a_kernel"):
+    for name in ("01_correctness", "edit_a_kernel", "exercises"):
         given = {"source": "replay", "data": str(data)} if name == "01_correctness" else {}
         outcome = site.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path / name, given)
         assert outcome.numbers

@@ -61,6 +61,7 @@ PAGE_OF: Mapping[str, str] = {
     "05_ablations": "ablations.md",
     "08_claims": "ledger.md",
     "edit_a_kernel": "edit.md",
+    "exercises": "exercises.md",
 }
 """The page each notebook is shown on, those that measure before those that show what was measured."""
 
