@@ -51,7 +51,7 @@ EXPOSE 8888
 HEALTHCHECK --interval=30s --timeout=5s --start-period=30s \
     CMD ["python", "-c", "import urllib.request as u; u.urlopen('http://127.0.0.1:8888/api', timeout=4).read()"]
 # All addresses of the container; `-p 127.0.0.1:…` above opens it to this machine alone. Jupyter makes a token.
-CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser", "--notebook-dir=.", "--LabApp.default_url=/lab/tree/notebooks"]
+CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser", "--notebook-dir=.", "--LabApp.default_url=/lab/tree/notebooks/index.ipynb"]
 
 # Last, because a change here makes every layer below anew: --build-arg COMMIT="$(git rev-parse HEAD)"
 ARG COMMIT=""

@@ -47,7 +47,7 @@ strip: $(STAMPS)/dev ## take outputs and execution traces out of the notebooks, 
 
 # Saved, a notebook is as git has it, without outputs; the open one keeps them.
 lab: $(STAMPS)/lab ## JupyterLab on the notebooks, on localhost with its token
-	@$(PYTHON) -m jupyterlab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks \
+	@$(PYTHON) -m jupyterlab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb \
 		--ContentsManager.pre_save_hook=flashlab.show.notebook.strip_before_save
 
 serve: $(BASE) ## serve build/site on localhost (PORT=8000)

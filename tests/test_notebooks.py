@@ -40,7 +40,10 @@ from flashlab.show import notebook, pages, site, trial
 from flashlab.show.notebook import Lab, Outcome, read_outcome, settings, strip_before_save
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
-NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+INDEX = "index"
+"""The notebook that lists the others; it is text alone, and no page."""
+EVERY = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
+NAMES = [name for name in EVERY if name != INDEX]
 OF_RECORDS = [name for name in NAMES if name not in ("edit_a_kernel", "exercises")]
 """Those that show what is in data/."""
 REPLAY = Path(__file__).with_name("replay.py")
@@ -133,7 +136,7 @@ def _ran(path: Path) -> nbformat.NotebookNode:
     return notebook
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EVERY)
 def test_what_jupyterlab_saves_is_what_git_has(name: str, tmp_path: Path) -> None:
     path = NOTEBOOKS / f"{name}.ipynb"
     for folder, stripped in (("notebooks", True), ("build", False)):
@@ -167,7 +170,17 @@ def test_calls_fit_what_they_call(name: str) -> None:
             inspect.signature(called, follow_wrapped=False).bind(*bound, *call.args, **keywords)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_the_index_asks_what_the_notebooks_ask_and_is_what_jupyterlab_opens() -> None:
+    text = "\n".join(cell.source for cell in _cells(INDEX))
+    listed = re.findall(r"^\| \[(.+)\]\((\w+)\.ipynb\) \| (.+?) \|", text, re.MULTILINE)
+    assert sorted(name for _, name, _ in listed) == NAMES
+    for title, name, question in listed:
+        assert _cells(name)[0].source.startswith(f"# {title}\n\n**Question.** {question}\n")
+    for file in ("Makefile", "Dockerfile"):
+        assert f"default_url=/lab/tree/notebooks/{INDEX}.ipynb" in (ROOT / file).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_links_lead_somewhere_in_jupyterlab(name: str) -> None:
     for cell in _cells(name):
         if cell.cell_type == "markdown":

@@ -133,7 +133,7 @@ def execute_all(
     say: Say = lambda _: None,
     after_each: Callable[[], object] = lambda: None,
 ) -> dict[str, str]:
-    """Execute every notebook: two at a time, or one when measuring, because they would disturb each other.
+    """Execute every notebook that has a page: two at a time, or one when measuring, as they would disturb each other.
 
     Each is given those of the parameters that it has. One that fails is tried once more when measuring, and the others
     run all the same. `after_each` is called when a notebook has ended, well or not.
@@ -147,7 +147,6 @@ def execute_all(
     import papermill
 
     limit = timeout_s or (MEASURE_TIMEOUT_S if measuring else REPLAY_TIMEOUT_S)
-    names = [*PAGE_OF, *sorted(p.stem for p in NOTEBOOKS.glob("*.ipynb") if p.stem not in PAGE_OF)]
 
     def attempt(name: str) -> str:
         known = papermill.inspect_notebook(str(NOTEBOOKS / f"{name}.ipynb"))
@@ -168,7 +167,7 @@ def execute_all(
 
     # A notebook is a process of its own; threads only wait for them.
     with ThreadPoolExecutor(1 if measuring else 2) as pool:
-        jobs = {name: pool.submit(attempt, name) for name in names}
+        jobs = {name: pool.submit(attempt, name) for name in PAGE_OF}
         try:
             failures = {name: job.result() for name, job in jobs.items()}
         except BaseException:
