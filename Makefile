@@ -25,8 +25,8 @@ STRIP := $(PYTHON) -m nbstripout --keep-id --drop-tagged-cells injected-paramete
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
 
-report: $(BASE) ## run every notebook, build the site into build/site; with an NVIDIA GPU, measure
-	@$(PYTHON) -m flashlab report
+report: $(BASE) ## run every notebook, build the site into build/site; with an NVIDIA GPU, measure: FULL=1 everything
+	@$(PYTHON) -m flashlab report $(if $(FULL),--full) $(ARGS)
 
 test: $(STAMPS)/dev ## every test this machine can run; GPU tests where there is a GPU
 	@$(PYTHON) -m pytest -n $(if $(GPU),0,auto) --dist loadfile $(ARGS)

@@ -84,7 +84,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def make(folder: Path) -> None:
         write_synthetic(folder / "data")
         said: list[str] = []
-        index = site.run(source="replay", data=folder / "data", out=folder, progress=said.append)
+        index = site.run(source="replay", data=folder / "data", out=folder, say=said.append)
         assert index == folder / "site" / "index.html"
         (folder / "said.txt").write_text("\n".join(said), encoding="utf-8")
 

@@ -33,7 +33,7 @@ from flashlab.record import schema, store
 from flashlab.record.schema import Ablation, Part
 from flashlab.run import choice, emulator
 from flashlab.run.attention import Emulation, emulate
-from flashlab.show import site
+from flashlab.show import sweep
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import check
 
@@ -593,7 +593,7 @@ def test_the_notebook_shows_what_is_recorded(tmp_path: Path) -> None:
         path.write_text("".join(map(schema.to_line, lines)), encoding="utf-8")
     out = tmp_path / "out"
     parameters = {"source": "replay", "data": str(data), "axis": "exp"}
-    outcome = site.execute(NOTEBOOKS / "05_ablations.ipynb", out, parameters)
+    outcome = sweep.execute(NOTEBOOKS / "05_ablations.ipynb", out, parameters)
     assert [(one["group"], one["name"]) for one in outcome.numbers["effects"]] == [("exp", name) for name, _ in EXP[1:]]
     assert [one["name"] for one in outcome.numbers["parts"]] == list(ablate.PARTS)
     text = (out / "05_ablations.ipynb").read_text(encoding="utf-8")

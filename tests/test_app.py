@@ -18,6 +18,7 @@ from synthetic import RUN, measurement, write_synthetic
 from flashlab.cli import app, doctor
 from flashlab.core.errors import CompileError, MissingPackageError, UnknownStageError
 from flashlab.core.inputs import KINDS
+from flashlab.core.paths import NOTEBOOKS
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
 from flashlab.kernels import names
 from flashlab.kernels.registry import ARCHS, STAGES
@@ -318,7 +319,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (("bench", "--suite", "none-such"), "smoke, first, standard"),
+        (("bench", "--suite", "none-such"), "smoke, first, quick, standard"),
         (("bench", "--shape", "16x16"), "BxHxSxD"),
         (("bench", "--stages", "99_none"), FIRST_STAGE),
         (("bench", "--peers", "none-such"), "sdpa"),
@@ -334,7 +335,10 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("check", "--on", "cpu", "--suite", "flash-attention", "--length", "1x1"), "wanted no --random, --length"),
         (("check", "--on", "gpu", "--races"), "--on cpu"),
         (("report", "--source", "guess"), "replay"),
-        (("report", "--suite", "none-such"), "smoke, first, standard"),
+        (("sweep", "plan", "--set", "none-such"), "quick, full, got"),
+        (("sweep", "plan", "--ray", "local"), "flashlab[sweep]"),
+        (("collect", "/none/such"), "has no records"),
+        (("compare", "a", "b"), "wanted records"),
         (("report", "--stages", "99_none"), FIRST_STAGE),
         (("report", "--source", "replay", "--gpu", "none-such"), "GPUs with data"),
     ],
@@ -630,12 +634,21 @@ def test_check_on_the_cpu_without_a_compiler_names_the_package(
 
 def test_report_says_where_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = tmp_path / "site" / "index.html"
+    monkeypatch.setattr(site, "plan", lambda **options: ())
     monkeypatch.setattr(site, "run", lambda **options: index)
     shown = run("report", "--out", tmp_path)
     assert shown.code == 0
     assert str(index) in shown.out
     assert "search works only when it is served: `make serve`" in shown.out
     assert run("report", "--out", tmp_path, "--json").json == {"index": str(index)}
+
+
+def test_a_report_says_what_it_would_do_and_does_nothing(run: Run, tmp_path: Path, data: Path) -> None:
+    said = run("report", "--dry-run", "--source", "replay", "--out", tmp_path / "out", "--data", data, "--json")
+    assert {row["notebook"] for row in said.json} == {path.stem for path in NOTEBOOKS.glob("*.ipynb")}
+    assert all(row["state"] == "left" and row["minutes"] > 0 for row in said.json)
+    assert "12 of 12 cells to run, 0 of them measure: about 2 minutes\nnothing was run" in said.err
+    assert not list((tmp_path / "out").rglob("*.ipynb"))
 
 
 def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -36,7 +36,7 @@ from flashlab.kernels.registry import CUDA_STAGES, STAGES
 from flashlab.measure.harness import Progress
 from flashlab.record import store
 from flashlab.run import emulator, gpu
-from flashlab.show import notebook, pages, site, trial
+from flashlab.show import notebook, pages, site, sweep, trial
 from flashlab.show.notebook import Lab, Outcome, read_outcome, settings, strip_before_save
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
@@ -95,7 +95,7 @@ def _cells(name: str) -> list[nbformat.NotebookNode]:
 
 
 def test_every_notebook_has_a_page_and_every_page_a_notebook() -> None:
-    assert set(NAMES) == set(site.PAGE_OF)
+    assert set(NAMES) == set(pages.PAGE_OF)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -229,13 +229,13 @@ def test_replay_of_the_committed_data(name: str, replayed: Path) -> None:
 
 def test_a_mistyped_parameter_is_refused_by_name_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match=r"suite.*got sutie"):
-        site.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path / "out", {"sutie": "first"})
+        sweep.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path / "out", {"sutie": "first"})
     assert not (tmp_path / "out").exists()
 
 
 def test_a_wrong_value_ends_the_notebook_with_its_error(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="ParameterError: source: wanted one of auto, measure, replay, got 'later'"):
-        site.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path, {"source": "later", "data": str(data)})
+        sweep.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path, {"source": "later", "data": str(data)})
 
 
 @pytest.mark.parametrize(
@@ -336,28 +336,20 @@ def test_a_notebook_that_does_not_finish_is_not_a_success(
     source: str, message: str, make_notebook: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ReportError, match=message):
-        site.execute(make_notebook(source), tmp_path / "out", {}, timeout_s=8)
+        sweep.execute(make_notebook(source), tmp_path / "out", {}, timeout_s=8)
 
 
-def test_a_notebook_that_fails_costs_its_own_page_alone(
-    make_notebook: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When measuring it is tried twice, and what was measured in between stays."""
+def test_a_notebook_that_fails_costs_its_own_page_alone(make_notebook: Callable[[str], Path], tmp_path: Path) -> None:
     good = "from flashlab.show.notebook import settings\npath = settings(source='replay', out=out).write('{name}')"
     for name, source in (("00_hardware", "1 / 0"), ("01_correctness", good.format(name="01_correctness"))):
         make_notebook(source).rename(tmp_path / f"{name}.ipynb")
-    monkeypatch.setattr(site, "NOTEBOOKS", tmp_path)
-    monkeypatch.setattr(site, "PAGE_OF", {"00_hardware": "hardware.md", "01_correctness": "correctness.md"})
+    cells = [sweep.cell(tmp_path / f"{name}.ipynb", "", {}) for name in ("00_hardware", "01_correctness")]
     said: list[str] = []
-    ended: list[int] = []
-    failed = site.execute_all(
-        tmp_path / "out", {}, measuring=True, timeout_s=60, say=said.append, after_each=lambda: ended.append(len(said))
-    )
-    assert ended == [1, 2, 3], "records are copied after each notebook, also after one that failed"
+    ended = sweep.run(cells, tmp_path / "out", tmp_path, flat=True, fresh=True, say=said.append)
+    failed = {one.notebook.stem: ended[one.id].why for one in cells if ended[one.id].state == "failed"}
     assert failed.keys() == {"00_hardware"}
     assert "ZeroDivisionError" in failed["00_hardware"]
-    assert [line.split()[0] for line in said] == ["00_hardware", "00_hardware", "01_correctness"]
-    assert "tried again" in said[0]
+    assert sorted(line.split(":")[0] for line in said) == ["00_hardware", "01_correctness"]
     folder = tmp_path / "pages"
     (folder / "snippets").mkdir(parents=True)
     pages._notebook_page(
@@ -629,7 +621,7 @@ def test_without_a_compiler_notebooks_say_so_and_finish(
     assert "wanted a C++20 compiler" in attempt("00_naive").error
     for name in ("01_correctness", "edit_a_kernel", "exercises"):
         given = {"source": "replay", "data": str(data)} if name == "01_correctness" else {}
-        outcome = site.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path / name, given)
+        outcome = sweep.execute(NOTEBOOKS / f"{name}.ipynb", tmp_path / name, given)
         assert outcome.numbers
         text = (tmp_path / name / f"{name}.ipynb").read_text(encoding="utf-8")
         assert emulator.install_command() in text
@@ -639,7 +631,7 @@ def test_without_a_compiler_notebooks_say_so_and_finish(
 def test_an_edit_may_come_as_parameters(data: Path, tmp_path: Path) -> None:
     parameters = {"stage": "00_naive", "shape": "1x1x32x64", "mask": "causal"}
     change = {"old": "row_sum = row_sum * rescale + prob;", "new": "row_sum = row_sum + prob;  // forgets to rescale"}
-    outcome = site.execute(NOTEBOOKS / "edit_a_kernel.ipynb", tmp_path, parameters | change)
+    outcome = sweep.execute(NOTEBOOKS / "edit_a_kernel.ipynb", tmp_path, parameters | change)
     assert outcome.numbers["before"]
     assert not outcome.numbers["after"]
     assert outcome.numbers["right"] == {"as it is": True, "edited": False}

@@ -9,7 +9,6 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -521,8 +520,8 @@ def test_generate_refuses_an_unknown_gpu(tmp_path: Path) -> None:
 
 def test_run_refuses_wrong_parameters_before_anything_runs(tmp_path: Path, read_only_dir: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(ParameterError, match="suite"):
-        site.run(suite="huge", out=out)
+    with pytest.raises(ParameterError, match="source"):
+        site.run(source="later", out=out)
     assert not out.exists()
     with pytest.raises(OutputError):
         site.run(source="replay", out=read_only_dir)
@@ -542,21 +541,21 @@ def test_records_are_copied_before_the_first_notebook_and_after_each(
             raise OutputError("no bucket")
         return 0, 0
 
-    def execute_all(*_: object, after_each: Callable[[], object], **__: object) -> dict[str, str]:
-        order.append("notebook")
-        after_each()
-        return {}
-
+    cell = site.sweep.cell(NOTEBOOKS / "02_ladder.ipynb", "nvidia-h200", {"suite": "smoke"})
     lab = SimpleNamespace(source="measure", gpu="nvidia-h200")
     monkeypatch.setattr(site, "settings", lambda **_: lab)
-    monkeypatch.setattr(site, "execute_all", execute_all)
+    monkeypatch.setattr(site, "measuring", lambda *_, **__: (cell,))
+    monkeypatch.setattr(site, "showing", lambda *_, **__: ())
+    monkeypatch.setattr(site.sweep, "execute", lambda *_, **__: order.append("notebook"))
     monkeypatch.setattr(site, "write_pages", lambda *_, **__: None)
     monkeypatch.setattr(site, "build_site", lambda out: out / "index.html")
     monkeypatch.setattr(site.upload, "sync", sync)
+    monkeypatch.setattr(site.sweep, "state", lambda *_: site.sweep.State(state="left"))
+    monkeypatch.setattr(site.sweep, "_how_it_ended", lambda job, *_: job.result())
     fails = {3}
-    site.run(data=tmp_path, out=tmp_path, progress=said.append)
+    site.run(data=tmp_path, out=tmp_path, say=said.append)
     assert order == ["copy nvidia-h200", "notebook", "copy nvidia-h200", "copy nvidia-h200"]
-    assert "records not copied yet: no bucket" in said
+    assert any("records not copied yet: no bucket" in one for one in said)
     for step, ran in ((1, 1), (4, 4)):
         order.clear()
         fails = {step}

@@ -7,6 +7,7 @@ Each group of commands is a module with `COMMANDS`: functions by the command's n
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -60,6 +61,8 @@ for _group in _groups():
 
 def main() -> None:
     """Entry point of the `flashlab` program."""
+    # As Ctrl-C does: what was begun is ended, and records that are there are sealed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         app(prog_name="flashlab")
     except FlashlabError as error:

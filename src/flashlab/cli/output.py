@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -125,3 +126,21 @@ def following(what: str, total: int | None = None) -> Iterator[Callable[..., Non
                 say(f"[{done}/{of}] {text}")
 
         yield step
+
+
+@contextmanager
+def live(every_s: float = 30.0) -> Iterator[Callable[[str], None]]:
+    """Shows how far something is in one line, written over at a terminal; elsewhere a line now and then."""
+    if sys.stderr.isatty():
+        with Console(stderr=True).status("") as status:
+            yield lambda text: status.update(escape(text))
+        return
+    last = time.monotonic()
+
+    def now_and_then(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= every_s:
+            last = time.monotonic()
+            say(text)
+
+    yield now_and_then

@@ -150,4 +150,71 @@ def _verify(gpus: Sequence[str], data: Path, as_json: bool) -> None:
         typer.echo(f"data/{gpu} is sound: {sum(len(run.records) for run in runs)} records in {len(runs)} runs")
 
 
-COMMANDS = {"results": results}
+def collect(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="DIR...", help="Data folders of other machines, or GPUs' folders in them.")
+    ],
+    *,
+    commit: Annotated[str, typer.Option(help="Only runs of this commit.")] = "",
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
+) -> None:
+    """Take over what other machines recorded: whole and sound runs of one commit, each once; else none, and why.
+
+    A GPU that is new here has its own page in the next report.
+    """
+    from flashlab.record import collect as module
+
+    found = module.collect(folders, data.resolve(), commit=commit)
+    columns = {"gpu": "gpu", "from": "folder", "taken": lambda one: len(one.taken), "known": lambda one: len(one.known)}
+    answer(found, columns, as_json=as_json)
+
+
+def compare(
+    before: Annotated[str, typer.Argument(metavar="A", help="A GPU's folder, a driver, a commit or a run; or A+B.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="The same, to hold against it.")],
+    *,
+    every: Annotated[bool, typer.Option("--all", help="List what stayed the same, too.")] = False,
+    chart: Annotated[Path | None, typer.Option(help="Draw the ratios into this SVG file.")] = None,
+    shape: opt.Shape = None,
+    dtype: opt.OneDType = None,
+    mask: opt.OneMask = None,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
+) -> None:
+    """Say which times changed between two runs, commits, drivers or GPUs, by more than starts of a machine differ.
+
+    A ratio is how many times as fast B is, in bursts with a hot L2, with its 95 % interval.
+    """
+    from flashlab.query import compare as module
+
+    found = module.compare(before, after, data)
+    wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
+    rows = [one for one in found.changes if matching([one.problem], **wanted)]
+    if chart is not None:
+        from flashlab.show import charts
+
+        chart.write_text(charts.changes(found, rows).svg["wide"], encoding="utf-8")
+        say(f"drawn in {chart}")
+    columns = {
+        **{"problem": "problem.label", "name": "name", "A µs": "before_us", "B µs": "after_us", "ratio": "ratio"},
+        "interval": lambda one: f"{one.low:.3f}–{one.high:.3f}",
+        **{"starts": "starts", "verdict": "verdict"},
+    }
+    changed = [one for one in rows if every or one.verdict != "same"]
+    percent = found.noise_percent
+    noise = "unknown, as no code is on record from two" if percent is None else f"{percent:.2f} %"
+    document = {name: getattr(found, name) for name in ("sides", "differs", "noise_percent")}
+    answer(
+        changed,
+        columns,
+        as_json=as_json,
+        title=f"{before} (A) and {after} (B); noise between starts {noise}",
+        document=document | {"changes": [{k: v for k, v in vars(one).items() if k != "rows"} for one in changed]},
+    )
+    for name, (ours, theirs) in found.differs.items():
+        say(f"{name}: {ours} → {theirs}")
+    say(f"{len(rows) - sum(one.verdict == 'same' for one in rows)} of {len(rows)} times changed")
+
+
+COMMANDS = {"results": results, "collect": collect, "compare": compare}

@@ -1,16 +1,38 @@
-"""The command that builds the report."""
+"""The commands that run notebooks: the report, and sweeps of cells over GPUs."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.output import answer, say
+from flashlab.cli.output import answer, live, say
+from flashlab.core.errors import ParameterError, ReportError
 from flashlab.core.paths import BUILD, DATA
-from flashlab.core.problem import SUITES
+
+if TYPE_CHECKING:
+    from flashlab.show.sweep import Planned
+
+Timeout = Annotated[
+    float | None,
+    typer.Option(min=1, help="Seconds for each notebook; an hour when measuring, 5 minutes otherwise, if not given."),
+]
+COLUMNS = {
+    "notebook": "notebook",
+    "parameters": lambda row: {name: value for name, value in row.parameters.items() if name != "source"},
+    **{name: name for name in ("gpu", "state", "minutes", "cost", "why")},
+}
+
+
+class Action(StrEnum):
+    """What `flashlab sweep` does."""
+
+    PLAN, RUN, STATUS, RESUME, COLLECT = "plan", "run", "status", "resume", "collect"
 
 
 def report(
@@ -18,30 +40,35 @@ def report(
     source: Annotated[str, typer.Option(help="auto, measure or replay; auto measures where there is a GPU.")] = "auto",
     gpu: Annotated[str, typer.Option(help="Folder under data/ to show; the one at hand if not given.")] = "",
     stages: opt.Stages = None,
-    suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "standard",
+    full: Annotated[
+        bool, typer.Option("--full", help="Measure all that a report shows; a first look if not given.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for notebooks and site.", show_default=False)] = BUILD,
-    timeout: Annotated[
-        float | None,
-        typer.Option(
-            min=1, help="Seconds for each notebook; an hour when measuring, 5 minutes otherwise, if not given."
-        ),
-    ] = None,
+    timeout: Timeout = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be done and how long it may take, and do nothing.")
+    ] = False,
     data: opt.Data = DATA,
     as_json: opt.Json = False,
 ) -> None:
-    """Run every notebook and build the report site; with an NVIDIA GPU, measure it first."""
+    """Run every notebook and build the report site; with an NVIDIA GPU, measure it first.
+
+    The sets `quick` and `full` in notebooks/cells.toml say what is measured. Cut off, it goes on where it was.
+    """
     from flashlab.show import site
 
-    index = site.run(
-        source=source,
-        gpu=gpu,
-        stages=",".join(opt.stages_in(stages) or ()),
-        suite=suite,
-        data=data.resolve(),
-        out=out.resolve(),
-        timeout_s=timeout,
-        progress=say,
-    )
+    chosen = ",".join(opt.stages_in(stages) or ())
+    where = {"data": data.resolve(), "out": out.resolve()}
+    planned = site.plan(source=source, gpu=gpu, stages=chosen, full=full, **where)
+    if dry_run:
+        _show_plan(planned, as_json)
+        say("nothing was run")
+        return
+    say(_needed(planned))
+    with live() as follow:
+        index = site.run(
+            source=source, gpu=gpu, stages=chosen, full=full, timeout_s=timeout, say=say, live=follow, **where
+        )
     if as_json:
         answer((), as_json=True, document={"index": str(index)})
     else:
@@ -50,4 +77,78 @@ def report(
         )
 
 
-COMMANDS = {"report": report}
+def _show_plan(planned: Sequence[Planned], as_json: bool) -> None:
+    answer(planned, COLUMNS, as_json=as_json)
+    say(_needed(planned))
+
+
+def _needed(planned: Sequence[Planned], gpus: int = 1) -> str:
+    """What is to be done and what it takes, in a line."""
+    left = [one for one in planned if one.state != "done"]
+    done = [one for one in planned if one.state == "done"]
+    cost, spent = (sum(one.cost or 0.0 for one in some) for some in (left, done))
+    minutes = max([sum(one.minutes for one in left) / max(gpus, 1), *(one.minutes for one in left)], default=0.0)
+    measured = sum(one.parameters.get("source") == "measure" for one in left)
+    text = f"{len(left)} of {len(planned)} cells to run, {measured} of them measure: about {minutes:.0f} minutes"
+    text += f", costing about ${cost:.2f}" if cost else ""
+    return text + (f"; spent so far ${spent:.2f}" if spent else "")
+
+
+def sweep(
+    action: Annotated[
+        Action, typer.Argument(help="plan and status list the cells; run and resume run what is not done.")
+    ],
+    folders: Annotated[
+        list[Path] | None, typer.Argument(metavar="[DIR]...", help="collect: data folders of other machines.")
+    ] = None,
+    *,
+    file: Annotated[Path | None, typer.Option(help="TOML; notebooks/cells.toml if not given.")] = None,
+    cells: Annotated[str, typer.Option("--set", help="Which set of the file's cells.")] = "full",
+    gpu: Annotated[
+        list[str] | None, typer.Option(help="For cells that name no GPU; all that are there if not given. Repeatable.")
+    ] = None,
+    ray: Annotated[
+        str, typer.Option(help="local: all of this machine's GPUs, by Ray; auto or HOST:PORT: a cluster of Ray's.")
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Folder of the cells' files.", show_default=False)] = BUILD / "sweep",
+    timeout: Timeout = None,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
+) -> None:
+    """Run notebooks on GPUs, cell by cell; what is done is not run again, and what was cut off goes on."""
+    from flashlab.record import upload
+    from flashlab.show import sweep as module
+
+    if action == Action.COLLECT:
+        from flashlab.cli.records import collect
+
+        collect(folders or [], data=data, as_json=as_json)
+        return
+    if folders:
+        raise ParameterError(f"wanted no folders after {action}, got {', '.join(map(str, folders))}")
+    file = (file or module.CELLS).resolve()
+    data, out = data.resolve(), out.resolve()
+    with contextlib.ExitStack() as stack:
+        connected = stack.enter_context(module.with_ray(ray)) if ray else None
+        there = module.ray_gpus(connected) if connected else module.gpus_here()
+        chosen = module.cells_of(cells, file, there=gpu or tuple(there))
+        planned = module.planned(chosen, out, data)
+        if action in (Action.PLAN, Action.STATUS):
+            answer(planned, COLUMNS, as_json=as_json)
+            say(_needed(planned, sum(there.values()) if connected else 1))
+            return
+        module.place(chosen, there)
+        say(_needed(planned, sum(there.values()) if connected else 1))
+        with live() as follow:
+            ended = module.run(chosen, out, data, timeout_s=timeout, ray=connected, there=there, say=say, live=follow)
+    for name in {one.gpu for one in chosen if one.measures}:
+        upload.sync(name, data)
+    answer(module.planned(chosen, out, data), COLUMNS, as_json=as_json)
+    if lacking := [f"{one.label}: {ended[one.id].why}" for one in chosen if ended[one.id].state != "done"]:
+        listed = "\n  ".join(lacking)
+        raise ReportError(
+            f"{len(lacking)} of {len(chosen)} cells are not done; `flashlab sweep resume` goes on:\n  {listed}"
+        )
+
+
+COMMANDS = {"report": report, "sweep": sweep}

@@ -166,6 +166,7 @@ TOKENS = 32768
 _SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
     "smoke": (("1x2x130x64", ("float16",)),),
     "first": ((FIRST_SHAPE, ("float16",)),),
+    "quick": ((FIRST_SHAPE, DTYPES),),
     "standard": tuple((shape, DTYPES if "x2048x" in shape else ("float16",)) for shape in STANDARD_SHAPES),
     "peers": tuple((f"16x16x2048x{head_dim}", DTYPES) for head_dim in (64, 128)),
     "lengths": tuple(
@@ -198,10 +199,11 @@ def matching(problems: Iterable[Problem], **wanted: object) -> list[Problem]:
 def suite(name: str) -> tuple[Problem, ...]:
     """The problems of a suite, each full and causal, on normal inputs.
 
-    `smoke` proves the way through, `first` is the sources' shape, `standard` is what the ladder is shown on, `peers` is
-    what is held against the libraries, in bursts and sustained, `lengths` is one number of tokens in sequences of many
-    lengths, `claims` is where the sources' claims lie beside their first shape. `inputs` is where kinds of inputs are
-    compared, `offsets` is causal with more keys than queries, at any offset, and `gqa` has shared key heads.
+    `smoke` proves the way through, `first` is the sources' shape and `quick` the same in every element type, `standard`
+    is what the ladder is shown on, `peers` is what is held against the libraries, in bursts and sustained, `lengths` is
+    one number of tokens in sequences of many lengths, `claims` is where the sources' claims lie beside their first
+    shape. `inputs` is where kinds of inputs are compared, `offsets` is causal with more keys than queries, at any
+    offset, and `gqa` has shared key heads.
 
     Raises:
         ParameterError: no suite of that name.

@@ -27,6 +27,7 @@ from flashlab.experiments import levers
 from flashlab.kernels import registry
 from flashlab.measure import bench
 from flashlab.measure.options import Implementation, Options, Plan
+from flashlab.record.schema import Ablation, Part
 from flashlab.run import choice, gpu
 
 PLAN = Plan(samples=40, min_samples=9, cold_samples=0, cap_s=0.6, sustained_seconds=0.0, checked_scores=1 << 26)
@@ -103,8 +104,10 @@ def measure(
     arch: str | None = None,
     announce: Callable[[str], None] = lambda text: None,
     options: Options | None = None,
-) -> Path:
+) -> Path | None:
     """Measure axes on one problem, and append a record a level to data/<gpu>/ablations/<run>.jsonl.
+
+    None where the options say `resume` and all of it is on record.
 
     Args:
         names: axes; all where None.
@@ -137,8 +140,9 @@ def measure(
         levels |= of_axis
         cells.append((problem, list(of_axis)))
     arch = arch or gpu.info(options.device).arch
-    bench.compile_for(levels, cells, arch=arch, slug=None, announce=announce)
-    return bench.measure("ablations", levels, cells, plan=plan, options=options)
+    code = bench.compile_for(levels, cells, arch=arch, slug=None, announce=announce)
+    left = bench.not_recorded(Ablation, cells, levels, code, options)
+    return bench.measure("ablations", levels, left, plan=plan, options=options) if left else None
 
 
 def split(
@@ -150,10 +154,10 @@ def split(
     slug: str | None = None,
     announce: Callable[[str], None] = lambda text: None,
     options: Options | None = None,
-) -> Path:
+) -> Path | None:
     """Time stages with each part of their work left out, interleaved; the records go to data/<gpu>/parts/<run>.jsonl.
 
-    A stage has the tunables that won on this GPU, as on the ladder.
+    A stage has the tunables that won on this GPU, as on the ladder. None as `measure`.
 
     Args:
         stage_ids: ids; those of `SPLIT_STAGES` where None or empty.
@@ -189,8 +193,9 @@ def split(
         for problem in problems
         for stage_id in chosen
     ]
-    bench.compile_for(parts, cells, arch=arch, slug=slug, announce=announce)
-    return bench.measure("parts", parts, cells, plan=plan, options=options)
+    code = bench.compile_for(parts, cells, arch=arch, slug=slug, announce=announce)
+    left = bench.not_recorded(Part, cells, parts, code, options)
+    return bench.measure("parts", parts, left, plan=plan, options=options) if left else None
 
 
 def measure_levers(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal
 from flashlab.build import sass
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA, KERNELS
+from flashlab.measure import bench
 from flashlab.measure.harness import Book, greeting
 from flashlab.measure.timer import CudaBackend, MicroParams
 from flashlab.record import store
@@ -608,7 +609,8 @@ def measure(
     device: int = 0,
     launches: int = LAUNCHES,
     announce: Callable[[str], None] = lambda name: None,
-) -> Path:
+    resume: bool = False,
+) -> Path | None:
     """Run cases and append a record of each to a new file of data/<gpu>/chip.
 
     Args:
@@ -617,9 +619,10 @@ def measure(
         device: GPU's index.
         launches: on one SM, and as many on all.
         announce: called with each case's name before it runs.
+        resume: leave out cases that are on record with the same machine code.
 
     Returns:
-        The file.
+        The file; None where `resume` leaves nothing.
 
     Raises:
         ParameterError: no such case.
@@ -630,9 +633,16 @@ def measure(
     chosen = choose(names)
     runner = _Runner(device)
     info = runner.info
+    compiled = list(zip(chosen, compile_all(chosen), strict=True))
+    if resume:
+        known = store.records(info.slug, ChipReading, data)
+        done = {(one.name, one.sha256) for one in known if bench.stands_for(one, info)}
+        compiled = [one for one in compiled if (one[0].name, one[1][0].sha256) not in done]
+        if not compiled:
+            return None
     with Book(data, "chip") as book:
         book.hello(greeting(info))
-        for case, (cubin, opcodes) in zip(chosen, compile_all(chosen), strict=True):
+        for case, (cubin, opcodes) in compiled:
             announce(case.name)
             function = gpu.load(cubin, device, smem_bytes=case.smem_bytes)
             runner.words(case, function, 1)  # the first launch loads it, and finds the instructions in no cache

@@ -606,6 +606,8 @@ def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
 def measure(source: str, options: Options) -> Path | None:
     """Read the units of this machine's GPU where `source` is `measure` and it is a Hopper; the file of readings.
 
+    None too where all of them are on record with the same machine code.
+
     Raises:
         As `chip.measure`.
     """
@@ -616,7 +618,7 @@ def measure(source: str, options: Options) -> Path | None:
     def announce(name: str) -> None:
         options.progress(Progress(done=names.index(name), total=len(names), text=name))
 
-    return chip.measure(data=options.data, device=options.device, announce=announce)
+    return chip.measure(data=options.data, device=options.device, announce=announce, resume=True)
 
 
 @dataclass(frozen=True, kw_only=True)

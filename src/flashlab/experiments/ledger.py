@@ -18,13 +18,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
@@ -612,9 +612,9 @@ def measure(
 ) -> tuple[Path, ...]:
     """Measure what judges the claims, in a few minutes: `plans`, limits, ablations, parts and single calls.
 
-    Ablations and parts that this very code measured since this machine's start are not measured again. Profiles are not
-    taken: Nsight Compute needs a permission that a rented GPU may refuse; nor is the comparison over hostile lengths,
-    which `flashlab check` records.
+    Ablations and parts that this very code measured since this machine's start are not measured again; where the
+    options say `resume`, nothing is that is on record of the same code. Profiles are not taken: Nsight Compute needs a
+    permission that a rented GPU may refuse; nor is the comparison over hostile lengths, which `flashlab check` records.
 
     Args:
         stages: of the ladder, only these ids; all of them where None.
@@ -628,29 +628,39 @@ def measure(
     """
     options = options or Options()
     limits = [name for entry in _entries() for name in entry.names if name in ceilings.CEILINGS]
-    made = []
+    made: list[Path | None] = []
     for plan, of_gpu in zip(plans(stages), (limits, ()), strict=True):
         names = {name for of_problem in plan.values() for name in of_problem}
-        run = bench.run(
-            list(plan),
-            stages=[name for name in (*registry.STAGES, *registry.DEAD_ENDS) if name in names],
-            peers=[name for name in peers.PEERS if name in names],
-            only=partial(_is_in, plan),
-            plan=bench.plan_of("claims"),
-            ceilings=of_gpu,
-            options=options,
-        )
-        made.append(run)
+        how: dict[str, Any] = {
+            "stages": [name for name in (*registry.STAGES, *registry.DEAD_ENDS) if name in names],
+            "peers": [name for name in peers.PEERS if name in names],
+            "plan": bench.plan_of("claims"),
+            "options": options,
+        }
+        todo, left_of_gpu = {problem: set(of_problem) for problem, of_problem in plan.items()}, list(of_gpu)
+        if options.resume:
+            left = bench.left(list(plan), **how)
+            todo = {problem: names & left.get(problem, frozenset()) for problem, names in todo.items()}
+            left_of_gpu = bench.ceilings_left(of_gpu, options)
+        wanted = [problem for problem in plan if todo[problem]]
+        if wanted or left_of_gpu:
+            made.append(bench.run(wanted, only=partial(_is_in, todo), ceilings=left_of_gpu, **how))
     axes, split_up = _not_yet(gpus.info(options.device).slug, options.data)
     if axes:
         made.append(ablation.measure(axes, options=options))
     if split_up:
         made.append(ablation.split(split_up, options=options))
     calls = [(name, entry.problem) for entry in _entries() for name in entry.names if entry.quantity == "call_time"]
-    return (*made, *(time_calls(name, problem, data=options.data, device=options.device) for name, problem in calls))
+    if options.resume:
+        here = gpus.info(options.device)
+        known = store.records(here.slug, schema.Call, options.data)
+        timed = {(one.name, one.problem) for one in known if bench.stands_for(one, here, same_commit=True)}
+        calls = [call for call in calls if call not in timed]
+    made += [time_calls(name, problem, data=options.data, device=options.device) for name, problem in calls]
+    return tuple(path for path in made if path)
 
 
-def _is_in(plan: Plan, problem: Problem, name: str) -> bool:
+def _is_in(plan: Mapping[Problem, Collection[str]], problem: Problem, name: str) -> bool:
     return name in plan[problem]
 
 

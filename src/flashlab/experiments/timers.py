@@ -47,6 +47,7 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Cache, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
+from flashlab.measure.bench import stands_for
 from flashlab.measure.cells import GpuWorker
 from flashlab.measure.harness import (
     REASON_CHARS,
@@ -226,6 +227,14 @@ def measure(
         if not readings:
             raise LaunchError("wanted at least one reading, got none: " + "; ".join(missing))
         return Measured(path=book.path, missing=tuple(dict.fromkeys(missing)))
+
+
+def recorded(data: Path = DATA, device: int = 0) -> bool:
+    """Whether this very commit has readings of every stage and library of `measure` on this GPU, by our own timer."""
+    here = gpu.info(device)
+    known = store.records(here.slug, Reading, data)
+    read = {one.name for one in known if one.timer == "events" and stands_for(one, here, same_commit=True)}
+    return read >= {*STAGES, *PEERS}
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------

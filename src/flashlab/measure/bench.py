@@ -306,12 +306,65 @@ def left(
     here, named = gpu.info(options.device), implementations_of(stages, peers)
     cells = [(problem, list(named)) for problem in problems]
     code = compile_for(named, cells, arch=here.arch, slug=here.slug)
-    known = [
-        row
-        for row in store.measurements(here.slug, options.data)
-        if not row.source.dirty and row.gpu.driver == here.driver and row.software == provenance.software()
-    ]
+    known = [row for row in store.measurements(here.slug, options.data) if stands_for(row, here)]
     return not_on_record(cells, named, known, code, plan)
+
+
+def stands_for(record: schema.Base, here: gpu.GpuInfo, *, same_commit: bool = False) -> bool:
+    """Whether a record was made by committed code under the driver and the software that are here.
+
+    Args:
+        same_commit: and by the very commit that is here, on this very GPU: for what names no machine code.
+    """
+    if record.source.dirty or record.gpu.driver != here.driver or record.software != provenance.software():
+        return False
+    return not same_commit or (record.source == provenance.source() and record.gpu.fingerprint == here.fingerprint)
+
+
+def not_recorded(
+    kind: type[Ablation] | type[Part],
+    cells: Sequence[tuple[Problem, Sequence[str]]],
+    named: Mapping[str, Implementation],
+    code: Mapping[tuple[Problem, str], compiler.Cubin | CompileError],
+    options: Options,
+) -> list[tuple[Problem, Sequence[str]]]:
+    """The cells with an implementation that no record of `kind` has with the same machine code.
+
+    They are measured whole: a ratio is of one run. All of them where the options do not say `resume`.
+    """
+    if not options.resume:
+        return list(cells)
+    here = gpu.info(options.device)
+    done = {
+        (
+            record.problem,
+            record.cubin.sha256,
+            *(getattr(record, name) for name in sorted(type(record).model_fields) if name in _NAMING),
+        )
+        for record in store.records(here.slug, kind, options.data)
+        if stands_for(record, here) and record.cubin is not None
+    }
+
+    def stands(problem: Problem, name: str) -> bool:
+        cubin = code.get((problem, name))
+        if not isinstance(cubin, compiler.Cubin):
+            return isinstance(cubin, CompileError)  # it would not compile again
+        said = (named[name].record[key] for key in sorted(named[name].record) if key in _NAMING)
+        return (problem, cubin.sha256, *said) in done
+
+    return [(problem, names) for problem, names in cells if not all(stands(problem, name) for name in names)]
+
+
+def ceilings_left(names: Sequence[str], options: Options) -> list[str]:
+    """The ceilings among `names` that no record of this very commit has for this GPU."""
+    here = gpu.info(options.device)
+    known = store.records(here.slug, Ceiling, options.data)
+    done = {one.name for one in known if stands_for(one, here, same_commit=True)}
+    return [name for name in names if name not in done]
+
+
+_NAMING = ("axis", "level", "stage", "left_out")
+"""The fields by which a record of a cell names its implementation."""
 
 
 def said_of(todo: Mapping[Problem, Collection[str]]) -> str:

@@ -57,6 +57,8 @@ class Options:
     """Told of what is worth a line in a log, such as a ceiling that could not be measured."""
     worker: Sequence[str] = (sys.executable, "-m", "flashlab.measure.worker")
     """The command that starts a worker."""
+    resume: bool = False
+    """Leave out what is on record of the same code, for whatever can tell: `bench.not_recorded`."""
 
     def __post_init__(self) -> None:
         _positive(timeout_s=self.timeout_s, startup_s=self.startup_s)
@@ -157,6 +159,7 @@ BURSTS = Plan(
 )
 """Short hot bursts alone."""
 PLANS: Mapping[str, Plan] = {
+    "quick": replace(_BRIEF, sustained_seconds=0.5),
     "peers": Plan(sustained_shapes=None, checked_scores=1 << 28, lse=True),
     "lengths": BURSTS,
     "claims": Plan(samples=30, cold_samples=0, cap_s=0.4, sustained_seconds=0.0, checked_scores=_CHECKED_SCORES),

@@ -366,12 +366,12 @@ def _sealing(folder: Path) -> Iterator[dict[str, str]]:
         sums, _ = _listed(folder)
         yield sums
         lines = [f"{sums[name]}  {name}\n" for name in sorted(sums, key=Path)]
-        _write_at_once(folder / CHECKSUMS, "".join(lines))
+        write_at_once(folder / CHECKSUMS, "".join(lines))
     finally:
         os.close(handle)
 
 
-def _write_at_once(path: Path, text: str) -> None:
+def write_at_once(path: Path, text: str) -> None:
     """Write a file whole: whoever reads meanwhile, or after a crash, sees the old content or the new."""
     part = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -440,7 +440,7 @@ def rewrite(gpu: str, name: str, text: str, data: Path = DATA) -> Path:
                 "delete it to have it made anew."
             )
         path.parent.mkdir(exist_ok=True)
-        _write_at_once(path, text)
+        write_at_once(path, text)
         sums[name] = _sum(path.read_bytes())
     return path
 
@@ -671,7 +671,7 @@ def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
     sums[aside.relative_to(folder).as_posix()] = _sum(aside.read_bytes())
     lines = mend.path.read_bytes().split(b"\n")
     kept = [raw for number, raw in enumerate(lines, start=1) if raw and number not in mend.torn]
-    _write_at_once(mend.path, b"".join(raw + b"\n" for raw in kept).decode("utf-8"))
+    write_at_once(mend.path, b"".join(raw + b"\n" for raw in kept).decode("utf-8"))
 
 
 def _newest_gpu(gpu: str, data: Path) -> schema.Gpu | None:

@@ -26,6 +26,7 @@ from flashlab.core.problem import STANDARD_SHAPES, Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
 from flashlab.query import select
+from flashlab.query.compare import Change, Comparison
 from flashlab.query.contests import Across, AgainstPeers
 from flashlab.query.select import Results
 from flashlab.record.schema import Ceiling, Measurement, StageProfile, Verdict
@@ -1658,6 +1659,34 @@ def intervals(
 
     log, bold = _ratio_ticks if ratio else False, list(groups)
     return _row_chart(lines, each, xlabel=xlabel, reference=(reference, {}), log=log, bold=bold, **what)
+
+
+def changes(found: Comparison, shown: Sequence[Change], *, name: str = "compare") -> Chart:
+    """How many times as fast the second side of a comparison is, with intervals, a group a problem.
+
+    Raises:
+        NoDataError: there is nothing to draw.
+    """
+    looks: dict[str, Literal["better", "worse"]] = {"faster": "better", "slower": "worse"}
+    groups: dict[str, list[Interval]] = {}
+    for one in shown:
+        ends = {"value": one.ratio, "low": one.low, "high": one.high}
+        row = Interval(name=row_title(one.rows[0]), look=looks.get(one.verdict, "plain"), **ends)
+        groups.setdefault(one.problem.label, []).append(row)
+    records = [record for one in shown for record in one.rows]
+    before, after = found.sides
+    noise = f", and noise between starts is {found.noise_percent:.2f} %" if found.noise_percent is not None else ""
+    return intervals(
+        groups,
+        xlabel=f"times as fast: {after} over {before}",
+        reference=1.0,
+        ratio=True,
+        name=name,
+        alt="; ".join(f"{one.name} at {one.problem.label}: {number(one.ratio)}, {one.verdict}" for one in shown),
+        caption=f"How many times as fast {after} is as {before}: ratio of medians with its 95 % interval{noise}.",
+        provenance=select.provenance(records),
+        data_files=select.run_files(records),
+    )
 
 
 _RATIO_STEPS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 20.0)

@@ -13,7 +13,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -67,6 +67,9 @@ NO_PROFILES = (
 NO_CHECKS = "Not on record for this GPU yet: `flashlab check --record` on it compares stages with the oracle."
 _REDRAWN_S = 0.2
 """Between one state of a progress bar and the next."""
+PROGRESS = "progress.json"
+"""In the folder of result files: how far a progress bar is, for whoever runs the notebook (`sweep`)."""
+_told_to: list[Path] = []
 Draw = Callable[..., Chart | str] | Sequence[Column]
 """What makes a figure or table: a function, or a table's columns."""
 
@@ -124,20 +127,24 @@ class Lab:
         if self.source == "replay":
             return None
         from flashlab.measure import bench
+        from flashlab.measure.ceilings import CEILINGS
 
         wanted = [replace(problem, inputs=kind) for problem in problems for kind in self.inputs] if suite else []
         plan = bench.plan_of(of or self.suite)
         with progress_bar() as progress:
             options = bench.Options(data=self.data, progress=progress)
             todo = bench.left(wanted, stages=self.stages, plan=plan, options=options)
-            if not todo and not ceilings:
+            limits = bench.ceilings_left(tuple(CEILINGS), options) if ceilings else []
+            if not todo and not limits:
                 return None
+            if todo:
+                print(bench.said_of(todo))
             run = bench.run(
                 list(todo),
                 stages=self.stages,
                 only=lambda problem, name: name in todo[problem],
                 plan=plan,
-                ceilings=ceilings,
+                ceilings=limits,
                 options=options,
             )
         self.forget()
@@ -429,12 +436,14 @@ def settings(
     if resolved == "measure":
         writable_dir(data_folder, "records")
         provenance.start()  # refuses what is said of a rented machine here, before an hour of measuring
+    folder = writable_dir(Path(out).resolve() if out else BUILD / "notebooks", "the notebook's result file")
+    _told_to.append(folder / PROGRESS)
     return Lab(
         source=resolved,
         gpu=slug,
         stages=tuple(stage_id for stage_id in registry.STAGES if not chosen or stage_id in chosen),
         suite=suite,
-        out=writable_dir(Path(out).resolve() if out else BUILD / "notebooks", "the notebook's result file"),
+        out=folder,
         data=data_folder,
         inputs=kinds,
     )
@@ -482,7 +491,11 @@ def progress_bar() -> Iterator[Callable[..., None]]:
         if gone_s - shown < _REDRAWN_S:
             return
         shown = gone_s
-        left = f"{timedelta(seconds=round(gone_s / done * (total - done)))} left, " if done else ""
+        left_s = gone_s / done * (total - done) if done else None
+        if _told_to:
+            with suppress(OSError):
+                _told_to[-1].write_text(json.dumps({"done": done, "total": total, "left_s": left_s, "text": text}))
+        left = "" if left_s is None else f"{timedelta(seconds=round(left_s))} left, "
         bar = f'<progress max="{total}" value="{done}" style="width: 16em; vertical-align: middle"></progress>'
         draw(f"{bar} {left}{done} of {total}: {html.escape(text)}")
 

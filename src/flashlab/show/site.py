@@ -1,4 +1,4 @@
-"""Execute the notebooks, have the pages generated, and build the site.
+"""Measure, execute the notebooks, have the pages generated, and build the site.
 
 notebooks/*.ipynb ──papermill──▶ OUT/notebooks/*.ipynb, *.json ─nbconvert─┐
 data/<gpu>/ ──────────────────── figures, tables, downloads ──────────────┼▶ OUT/pages/ ─mkdocs▶ OUT/site/
@@ -11,169 +11,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashlab.core.errors import ParameterError, ReportError
+from flashlab.core.errors import ReportError
 from flashlab.core.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
 from flashlab.kernels import registry
-from flashlab.record import upload
-from flashlab.show import pages
-from flashlab.show.notebook import Outcome, read_outcome, settings
+from flashlab.record import store, upload
+from flashlab.show import pages, sweep
+from flashlab.show.notebook import settings
 from flashlab.show.pages import PAGE_OF
+from flashlab.show.sweep import Say, run_program, tail
 from flashlab.show.typed import typed_numbers
 
-REPLAY_TIMEOUT_S = 300.0
-MEASURE_TIMEOUT_S = 3600.0
 _SITE_TIMEOUT_S = 180.0
-
-Say = Callable[[str], None]
-
-
-# --- Notebooks --------------------------------------------------------------------------------------------------------
-
-
-def execute(notebook: Path, out: Path, parameters: Mapping[str, str], timeout_s: float = REPLAY_TIMEOUT_S) -> Outcome:
-    """Execute a notebook through papermill into `out`, and read its result file.
-
-    papermill's exit status alone does not prove success: a cell that exits and a mistyped parameter leave it at 0, and
-    a killed kernel leaves no trace in the notebook. So parameters are checked by name first, and afterwards no cell may
-    be pending and the result file must be there and valid.
-
-    Args:
-        out: folder for the executed notebook and its result file.
-        parameters: values by name; `out` is set here.
-        timeout_s: for the whole notebook; the kernel is stopped when it is over.
-
-    Raises:
-        ParameterError: a name that the notebook has no parameter for.
-        ReportError: it failed, ran out of time or did not come to its end.
-        OutputError: `out` cannot be written.
-    """
-    import nbformat
-    import papermill
-
-    name = notebook.stem
-    known = papermill.inspect_notebook(str(notebook))
-    unknown = [p for p in parameters if p not in known]
-    if unknown or not known:
-        raise ParameterError(
-            f"notebook {name}: wanted parameters among {', '.join(known) or 'none (it has no parameters cell)'}, "
-            f"got {', '.join(unknown) or 'none'}"
-        )
-    folder = writable_dir(out, "executed notebooks")
-    executed, result = folder / notebook.name, folder / f"{name}.json"
-    result.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--kernel", "python3"]
-    command += ["--no-progress-bar", "--log-level", "ERROR", "--execution-timeout", str(int(timeout_s))]
-    for key, value in {**parameters, "out": str(folder)}.items():
-        command += ["-r", key, value]
-    status, log = _run(command, timeout_s + 10)
-    cells = nbformat.read(executed, as_version=4).cells if executed.is_file() else []  # type: ignore[no-untyped-call]
-    failure = _failure(cells)
-    if status != 0 or failure:
-        what = failure or ("ran out of time" if status is None else f"papermill ended with status {status}")
-        raise ReportError(f"notebook {name}: {what}\n{_tail(log)}".rstrip())
-    return read_outcome(result, name)
-
-
-def _failure(cells: Iterable[Any]) -> str:
-    """What went wrong according to an executed notebook; empty where nothing did."""
-    for number, cell in enumerate(cells, start=1):
-        if cell.cell_type != "code":
-            continue
-        for output in cell.get("outputs", []):
-            if output.output_type == "error":
-                return f"cell {number}: {output.ename}: {output.evalue}"
-        if cell.metadata.get("papermill", {}).get("status") == "pending":
-            return f"cell {number} never ran"
-    return ""
-
-
-def _run(command: Sequence[str], timeout_s: float) -> tuple[int | None, str]:
-    """Exit status (None: stopped at the timeout) and output of a command that reads nothing and runs at the root."""
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
-    ) as process:
-        try:
-            log, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            # A kernel ends by itself when its parent is gone.
-            os.killpg(process.pid, signal.SIGKILL)
-            log, _ = process.communicate()
-            return None, log
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    return process.returncode, log
-
-
-def _tail(log: str, lines: int = 30) -> str:
-    return "\n".join(log.strip().splitlines()[-lines:])
-
-
-def execute_all(
-    out: Path,
-    parameters: Mapping[str, str],
-    *,
-    measuring: bool,
-    timeout_s: float | None = None,
-    say: Say = lambda _: None,
-    after_each: Callable[[], object] = lambda: None,
-) -> dict[str, str]:
-    """Execute every notebook that has a page: two at a time, or one when measuring, as they would disturb each other.
-
-    Each is given those of the parameters that it has. One that fails is tried once more when measuring, and the others
-    run all the same. `after_each` is called when a notebook has ended, well or not.
-
-    Returns:
-        What went wrong, by notebook; empty where all came to their end.
-
-    Raises:
-        As `execute`, but for ReportError.
-    """
-    import papermill
-
-    limit = timeout_s or (MEASURE_TIMEOUT_S if measuring else REPLAY_TIMEOUT_S)
-
-    def attempt(name: str) -> str:
-        known = papermill.inspect_notebook(str(NOTEBOOKS / f"{name}.ipynb"))
-        given = {key: value for key, value in parameters.items() if key in known}
-        for left in (1, 0) if measuring else (0,):
-            try:
-                execute(NOTEBOOKS / f"{name}.ipynb", out, given, limit)
-            except ReportError as error:
-                say(f"{name} failed{', and is tried again' if left else ''}: {str(error).splitlines()[0]}")
-                failure = str(error)
-            else:
-                say(f"{name} done")
-                failure = ""
-            after_each()
-            if not failure:
-                break
-        return failure
-
-    # A notebook is a process of its own; threads only wait for them.
-    with ThreadPoolExecutor(1 if measuring else 2) as pool:
-        jobs = {name: pool.submit(attempt, name) for name in PAGE_OF}
-        try:
-            failures = {name: job.result() for name, job in jobs.items()}
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-    return {name: failure for name, failure in failures.items() if failure}
+_SHOWN_MIN = 0.3
+"""What a notebook that shows what is on record is taken to need, in minutes."""
 
 
 # --- The site ---------------------------------------------------------------------------------------------------------
@@ -251,11 +106,11 @@ def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path
     written = folder / "mkdocs.yml"
     written.write_text(yaml.safe_dump(configuration, allow_unicode=True, sort_keys=False), encoding="utf-8")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--clean", "--config-file", str(written)]
-    status, log = _run(command, _SITE_TIMEOUT_S)
+    status, log = run_program(command, _SITE_TIMEOUT_S)
     index = folder / "site" / "index.html"
     if status != 0 or not index.is_file():
         what = "ran out of time" if status is None else f"ended with status {status}"
-        raise ReportError(f"mkdocs {what}\n{_tail(log)}")
+        raise ReportError(f"mkdocs {what}\n{tail(log)}")
     _lighten(folder / "site")
     return index
 
@@ -287,25 +142,64 @@ def _expanded(nav: Sequence[Any], after: Mapping[str, Sequence[Mapping[str, str]
     return expanded
 
 
+def measuring(gpu: str, *, full: bool = False, stages: str = "") -> tuple[sweep.Cell, ...]:
+    """The cells that a report measures on a GPU: the set `full` or `quick` of notebooks/cells.toml."""
+    return sweep.cells_of("full" if full else "quick", there=[gpu], given={"stages": stages} if stages else None)
+
+
+def showing(gpu: str, *, stages: str = "") -> tuple[sweep.Cell, ...]:
+    """The cells that show what is on record: every notebook that has a page."""
+    found = []
+    for name in PAGE_OF:
+        notebook = NOTEBOOKS / f"{name}.ipynb"
+        known = sweep.parameters_of(notebook)
+        given = {"source": "replay", "stages": stages}
+        chosen = {key: value for key, value in given.items() if key in known and value}
+        found.append(sweep.cell(notebook, gpu, chosen, minutes=_SHOWN_MIN, known=known))
+    return tuple(found)
+
+
+def plan(
+    *,
+    source: str = "auto",
+    gpu: str = "",
+    stages: str = "",
+    full: bool = False,
+    data: Path = DATA,
+    out: Path = BUILD,
+) -> tuple[sweep.Planned, ...]:
+    """What `run` would do and how long that may take, a notebook each; raises as it does, and runs nothing."""
+    lab = settings(source=source, gpu=gpu, stages=stages, out=out / "notebooks", data=data)
+    cells = measuring(lab.gpu or "", full=full, stages=stages) if lab.source == "measure" else ()
+    shown = sweep.planned(showing(lab.gpu or "", stages=stages), out / "notebooks", data, flat=True)
+    # They are executed anew, whatever was done, and two at a time.
+    again = [one.model_copy(update={"state": "left", "why": "", "minutes": round(one.minutes / 2, 1)}) for one in shown]
+    return (*sweep.planned(cells, out / "sweep", data), *again)
+
+
 def run(
     *,
     source: str = "auto",
     gpu: str = "",
     stages: str = "",
-    suite: str = "standard",
+    full: bool = False,
     data: Path = DATA,
     out: Path = BUILD,
     timeout_s: float | None = None,
-    progress: Say = lambda _: None,
+    say: Say = lambda _: None,
+    live: Say = lambda _: None,
 ) -> Path:
-    """The whole report: execute every notebook, generate, build; path of the built index.html.
+    """The whole report: measure, execute every notebook, generate, build; path of the built index.html.
+
+    What is measured is `measuring`, on this machine's GPU; nothing where `source` is or comes to `replay`.
 
     Args:
-        source, gpu, stages, suite: the notebooks' parameters, see `notebook.settings`.
+        source, gpu, stages: the notebooks' parameters, see `notebook.settings`.
+        full: measure all that a report shows, not a first look.
         data: folder of the records; measuring appends to it.
-        out: folder for everything built: `notebooks/`, `pages/` and `site/`; nothing is written elsewhere.
+        out: folder for everything built: `sweep/`, `notebooks/`, `pages/` and `site/`; nothing is written elsewhere.
         timeout_s: for one notebook.
-        progress: called with what is done, a line at a time.
+        say, live: as `sweep.run` takes them.
 
     Raises:
         ParameterError, UnknownStageError, NoGpuError, NoDataError, OutputError: as `notebook.settings` and
@@ -314,35 +208,29 @@ def run(
             so.
     """
     executed = out / "notebooks"
-    lab = settings(source=source, gpu=gpu, stages=stages, suite=suite, out=executed, data=data)
-    progress(str(lab))
-    parameters = {"source": lab.source, "gpu": lab.gpu or "", "stages": stages, "suite": suite, "data": str(data)}
-    measuring = lab.source == "measure"
-    if measuring:
-        # Fetches what was measured before, and shows that records can be sent, before an hour of measuring.
-        upload.sync(lab.gpu or "", data)
-
-    def keep() -> None:
-        if measuring and (failure := upload.attempt(lab.gpu or "", data)):
-            progress(failure)
-
-    failed = execute_all(
-        executed,
-        parameters,
-        measuring=measuring,
-        timeout_s=timeout_s,
-        say=progress,
-        after_each=keep,
-    )
-    write_pages(out, data=data, executed=executed, gpu=lab.gpu or "", failed=failed)
-    progress("pages generated")
+    lab = settings(source=source, gpu=gpu, stages=stages, out=executed, data=data)
+    say(str(lab))
+    shown = lab.gpu or ""
+    failed: dict[str, str] = {}
+    if lab.source == "measure":
+        cells = measuring(shown, full=full, stages=stages)
+        states = sweep.run(cells, out / "sweep", data, timeout_s=timeout_s, there={shown: 1}, say=say, live=live)
+        failed |= {cell.notebook.stem: states[cell.id].why for cell in cells if states[cell.id].state != "done"}
+        if shown not in store.gpus(data):
+            say(f"nothing of {shown} is on record, so the pages show other GPUs")
+            shown = ""
+    cells = showing(shown, stages=stages)
+    states = sweep.run(cells, executed, data, flat=True, timeout_s=timeout_s, fresh=True, say=say, live=live)
+    failed |= {cell.notebook.stem: states[cell.id].why for cell in cells if states[cell.id].state != "done"}
+    write_pages(out, data=data, executed=executed, gpu=shown, failed=failed)
+    say("pages generated")
     index = build_site(out)
-    progress(f"site built: {index}")
-    if measuring:
+    say(f"site built: {index}")
+    if lab.source == "measure":
         upload.sync(lab.gpu or "", data)
     if failed:
         raise ReportError(
             f"the report is in {index.parent}, without what these notebooks were to show: {', '.join(failed)}\n"
-            + "\n".join(failed.values())
+            + "\n".join(f"{name}: {why}" for name, why in failed.items())
         )
     return index

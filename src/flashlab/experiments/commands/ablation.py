@@ -47,7 +47,7 @@ def ablate(
     from flashlab.experiments import ablation, levers
     from flashlab.experiments import effects as analysis
 
-    measure: Callable[..., Path]
+    measure: Callable[..., Path | None]
     effects: Callable[..., list[Effect]]
     kind = drawn(inputs)
     if of_source:
@@ -87,7 +87,7 @@ def ablate(
 
 
 def _measure(
-    measure: Callable[..., Path], effects: Callable[..., list[Effect]], *, device: int, data: Path, as_json: bool
+    measure: Callable[..., Path | None], effects: Callable[..., list[Effect]], *, device: int, data: Path, as_json: bool
 ) -> None:
     """Levels of axes, or levers, beside the first of their group; an error where one has no time."""
     from flashlab.measure.options import Options
@@ -95,6 +95,7 @@ def _measure(
 
     with following("measuring") as follow:
         path = measure(announce=say, options=Options(data=data, device=device, progress=follow))
+    assert path is not None, "None is for what was resumed"
     found = effects(store.read(path, schema.Ablation)[0])
     _show(found, path, as_json)
     failures = [one for one in found if one.median_us is None]
@@ -134,6 +135,7 @@ def split(
             announce=say,
             options=Options(data=data, device=device, progress=follow, note=missing.append),
         )
+    assert path is not None, "None is for what was resumed"
     _show(shares(store.read(path, schema.Part)[0]) if path.is_file() else [], path, as_json)
     if missing:
         raise CheckFailedError(f"{len(missing)} parts have no time: {'; '.join(missing)}")

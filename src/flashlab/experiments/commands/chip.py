@@ -28,6 +28,7 @@ def chip(
 
     with following("measuring", len(module.choose(cases or None))) as follow:
         path = module.measure(cases or None, data=data, device=device, launches=launches, announce=follow)
+    assert path is not None, "None is for what was resumed"
     readings, _ = store.read(path, schema.ChipReading)
     answer(
         [reading.model_dump(mode="json") for reading in readings],

@@ -1,0 +1,179 @@
+"""Two sets of records side by side: runs, commits, drivers or GPUs, and which times differ by more than starts do.
+
+Two sides were measured on different starts of a machine, and starts of the same code differ. A time has changed where
+the interval of the ratio lies beyond what such starts differ by, on the GPUs of either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from flashlab.core.errors import NoDataError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Problem
+from flashlab.query import select, statistics
+from flashlab.query.frame import frame
+from flashlab.record import store
+
+NOISE_PERCENTILE = 95.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A stage or library at a problem, on both sides, in bursts with a hot L2."""
+
+    problem: Problem
+    name: str
+    before_us: float
+    after_us: float
+    ratio: float
+    """How many times as fast the second side is."""
+    low: float
+    high: float
+    """Ends of its 95 % interval."""
+    starts: tuple[int, int]
+    """Of a machine, on either side."""
+    verdict: str
+    """faster, slower, same (within noise), or unknown: no two starts are on record to say what noise is."""
+    rows: tuple[Any, Any]
+    """The newest record of either side."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What two sides have in common, and how they differ."""
+
+    sides: tuple[str, str]
+    differs: dict[str, tuple[str, str]]
+    """What else differs, by name: GPU, commit, driver, versions of software; several values joined by commas."""
+    noise_percent: float | None
+    """What medians of the same code on two starts differ by, in 95 of 100 cases; None where there are none."""
+    changes: tuple[Change, ...]
+    """In the order of pages."""
+
+
+def compare(before: str, after: str, data: Path = DATA) -> Comparison:
+    """Hold all that both sides timed beside each other.
+
+    Args:
+        before, after: a GPU's folder, a driver's version, the beginning of a commit or of a run's id; several joined by
+            `+` hold all at once: `nvidia-h200+0123abc`.
+        data: folder of the records.
+
+    Raises:
+        NoDataError: a side has no times, or they have nothing in common.
+    """
+    every = _timed(data)
+    sides = [_side(text, every, data) for text in (before, after)]
+    one, two = map(_grouped, sides)
+    noise = _noise(every[every["gpu"].isin({*sides[0]["gpu"], *sides[1]["gpu"]})])
+    changes = [_change(key, one[key], two[key], noise) for key in one if key in two]
+    if not changes:
+        raise NoDataError(f"wanted a stage or library that {before} and {after} both timed at one problem, found none")
+    return Comparison(
+        sides=(before, after),
+        differs=_differences(*sides),
+        noise_percent=None if noise is None else 100 * (noise - 1),
+        changes=tuple(sorted(changes, key=lambda change: change.problem)),
+    )
+
+
+def _timed(data: Path) -> pd.DataFrame:
+    """Rows with a time, of all GPUs."""
+    frames = [rows for gpu in store.gpus(data) if len(rows := frame(gpu, data))]
+    if not frames:
+        raise NoDataError(f"wanted records under {data}, found none")
+    rows = pd.concat(frames, ignore_index=True)
+    return rows[rows["median_us"].notna() & (rows["second"] == False)]  # noqa: E712 - a column with None in it
+
+
+def _side(text: str, rows: pd.DataFrame, data: Path) -> pd.DataFrame:
+    for part in text.split("+"):
+        drivers = [record.gpu.driver for record in rows["record"]]
+        same = [
+            part in (gpu, driver) or run.startswith(part) or (len(part) >= 7 and commit.startswith(part))
+            for gpu, driver, run, commit in zip(rows["gpu"], drivers, rows["run"], rows["commit"], strict=True)
+        ]
+        rows = rows[same]
+    if rows.empty:
+        raise NoDataError(
+            f"wanted times of {text!r}: a GPU's folder, a driver, or the beginning of a commit or run, joined by +, "
+            f"found none. GPUs with data: {', '.join(store.gpus(data))}"
+        )
+    return rows
+
+
+Key = tuple[Problem, str]
+
+
+def _grouped(rows: pd.DataFrame) -> dict[Key, list[Any]]:
+    """By problem and name a row of each start of a machine, the newest last, all of the code of the newest."""
+    by_key: dict[Key, list[Any]] = {}
+    row: Any
+    for row in rows.itertuples():
+        by_key.setdefault((row.problem, row.name), []).append(row)
+    return {
+        key: [start[0] for start in select.by_start(some, lambda row: row.name, [key[1]])]
+        for key, some in by_key.items()
+    }
+
+
+def _burst(row: Any) -> Sequence[float]:
+    samples = row.record.samples_of()
+    return () if samples is None else tuple(samples.time_us)
+
+
+def _change(key: Key, before: Sequence[Any], after: Sequence[Any], noise: float | None) -> Change:
+    of_starts = ([(_burst(row),) for row in rows] for rows in (before, after))
+    ours, theirs = (statistics.over_starts(statistics.median, starts) for starts in of_starts)
+    ratio = ours.value / theirs.value
+    # The sides are of starts of their own: the ends of both intervals, so that the ratio's is rather too wide.
+    low, high = ours.low / theirs.high, ours.high / theirs.low
+    known = "same" if noise is not None else "unknown"
+    verdict = "faster" if low > (noise or np.inf) else "slower" if high < 1 / (noise or np.inf) else known
+    return Change(
+        problem=key[0],
+        name=key[1],
+        before_us=ours.value,
+        after_us=theirs.value,
+        ratio=ratio,
+        low=low,
+        high=high,
+        starts=(len(before), len(after)),
+        verdict=verdict,
+        rows=(before[-1].record, after[-1].record),
+    )
+
+
+def _noise(rows: pd.DataFrame) -> float | None:
+    """The ratio that medians of the same code and driver on two starts stay below, in 95 of 100 cases."""
+    ratios = []
+    for _, some in rows.groupby([rows["gpu"], [record.gpu.driver for record in rows["record"]]]):
+        for starts in _grouped(some).values():
+            medians = [float(np.median(_burst(row))) for row in starts]
+            ratios += [max(a, b) / min(a, b) for at, a in enumerate(medians) for b in medians[at + 1 :]]
+    return float(np.percentile(ratios, NOISE_PERCENTILE)) if ratios else None
+
+
+def _differences(before: pd.DataFrame, after: pd.DataFrame) -> dict[str, tuple[str, str]]:
+    def said(rows: pd.DataFrame) -> dict[str, str]:
+        values: dict[str, dict[str, None]] = {}
+        for run, some in rows.groupby("run", sort=True):
+            record = some["record"].iloc[-1]
+            facts = {"GPU": record.gpu.name, "driver": record.gpu.driver, "commit": select.commit_label(str(run))}
+            for name, value in (facts | record.software).items():
+                values.setdefault(name, {})[value] = None
+        return {name: ", ".join(some) for name, some in values.items()}
+
+    ours, theirs = said(before), said(after)
+    return {
+        name: (ours.get(name, "none"), theirs.get(name, "none"))
+        for name in dict.fromkeys((*ours, *theirs))
+        if ours.get(name) != theirs.get(name)
+    }

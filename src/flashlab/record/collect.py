@@ -1,0 +1,139 @@
+"""Take over records that another machine made: whole files, each once, and only where all of it is sound.
+
+Nothing that is read is executed or rendered. A file of records keeps its name, which is its run's, so that the same run
+that comes twice is there once.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashlab.core.errors import DamagedRecordError, NoDataError
+from flashlab.core.paths import DATA, writable_dir
+from flashlab.record import schema, store
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    """What came of one GPU's folder."""
+
+    gpu: str
+    folder: Path
+    """Where it came from."""
+    taken: tuple[str, ...]
+    """Files, relative to data/<gpu>."""
+    known: tuple[str, ...]
+    """Files that were there already."""
+
+
+def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> tuple[Collected, ...]:
+    """Add the records in other data folders to `data`; either all of them or, where one is refused, none.
+
+    Args:
+        folders: each a data folder with GPUs' folders in it, or one GPU's.
+        data: where to.
+        commit: only runs of this commit, or of one that begins so.
+
+    Raises:
+        NoDataError: a folder without records.
+        DamagedRecordError: one with records that are not as its CHECKSUMS says, or otherwise unsound; a run that is
+            here with another content; or new runs of several commits, or of a tree that differed from its commit.
+        OutputError: `data` cannot be written.
+    """
+    found = []
+    plan: list[tuple[Path, Path]] = []
+    for source in (gpu for folder in folders for gpu in _gpus_in(folder)):
+        gpu = source.name
+        if damage := store.verify(gpu, source.parent):
+            raise DamagedRecordError(_refused(source, "sound records", damage))
+        files = [path for path in store.record_files(gpu, source.parent) if path.suffix == ".jsonl"]
+        files = [path for path in files if f"-{commit[:7]}" in path.stem]
+        here = {path: data / gpu / path.relative_to(source) for path in files}
+        new = {path: target for path, target in here.items() if not _is_there(path, target)}
+        _of_one_commit(source, new)
+        plan += new.items()
+        names = {path: path.relative_to(source).as_posix() for path in files}
+        taken, known = ([names[path] for path in files if (path in new) == wanted] for wanted in (True, False))
+        found.append(Collected(gpu=gpu, folder=source, taken=tuple(taken), known=tuple(known)))
+        if new and not (data / gpu / "machine.json").is_file():
+            plan.append((source / "machine.json", data / gpu / "machine.json"))
+    _rehearse(plan, data)
+    for path, target in plan:
+        writable_dir(target.parent, "records")
+        shutil.copyfile(path, target)
+    for gpu in {one.gpu for one in found if one.taken}:
+        store.write_checksums(gpu, data)
+    return tuple(found)
+
+
+def _gpus_in(folder: Path) -> list[Path]:
+    """The GPUs' folders that a folder is or has.
+
+    Raises:
+        NoDataError: none.
+    """
+    folder = folder.resolve()
+    single = (folder / store.CHECKSUMS).is_file()
+    gpus = [folder] if single else [folder / name for name in store.folders(folder) if store.record_files(name, folder)]
+    if not gpus:
+        raise NoDataError(
+            f"wanted a data folder of another machine, or a GPU's folder in one, got {folder}, which has no records. "
+            "`flashlab repair` completes one that was cut off"
+        )
+    return gpus
+
+
+def _is_there(path: Path, target: Path) -> bool:
+    """Whether the same records are at `target` already; what was appended to since is taken anew.
+
+    Raises:
+        DamagedRecordError: others of the same name are.
+    """
+    if not target.is_file():
+        return False
+    old, new = target.read_bytes(), path.read_bytes()
+    if old == new or old.startswith(new):
+        return True
+    if new.startswith(old):
+        return False
+    raise DamagedRecordError(f"wanted {path} as it is at {target}, or longer, got other lines: one of them was changed")
+
+
+def _of_one_commit(source: Path, new: Iterable[Path]) -> None:
+    runs = {path.stem: match for path in new if (match := re.match(schema.RUN, path.stem))}
+    if dirty := [run for run, match in runs.items() if match["dirty"]]:
+        raise DamagedRecordError(_refused(source, "runs of a commit as it is", dirty))
+    if len(commits := sorted({match["commit"] for match in runs.values()})) > 1:
+        raise DamagedRecordError(
+            _refused(source, "new runs of one commit; `--commit` takes those of one at a time", commits)
+        )
+
+
+def _rehearse(plan: Sequence[tuple[Path, Path]], data: Path) -> None:
+    """Raises where the folder would not be sound with the new files in it: a copy of a run under another name, say."""
+    with tempfile.TemporaryDirectory(prefix="flashlab-") as name:
+        for gpu in {target.relative_to(data).parts[0] for _, target in plan}:
+            there = Path(name) / gpu
+            there.mkdir()
+            if (data / gpu).is_dir():
+                shutil.copytree(data / gpu, there, dirs_exist_ok=True)
+            before = {str(one.path) + one.reason for one in store.verify(gpu, Path(name))}
+            for path, target in plan:
+                if data / gpu in target.parents:
+                    copy = Path(name) / target.relative_to(data)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(path, copy)
+            store.write_checksums(gpu, Path(name))
+            after = store.verify(gpu, Path(name))
+            if damage := [one for one in after if str(one.path) + one.reason not in before]:
+                raise DamagedRecordError(_refused(data / gpu, "sound records with the new ones", damage))
+
+
+def _refused(folder: Path, wanted: str, found: Iterable[object]) -> str:
+    listed = "\n  ".join(map(str, found))
+    return f"{folder}: wanted {wanted}, found:\n  {listed}\nNothing was taken over"

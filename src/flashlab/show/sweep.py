@@ -1,0 +1,704 @@
+"""Cells: a notebook, a GPU and parameters. papermill runs each, and one that came to its end is not run again.
+
+    notebooks/cells.toml ──▶ cells ──papermill──▶ OUT/<cell>/: the executed notebook, its result file, cell.json
+                                     └─ in the notebook ──▶ data/<gpu>/
+
+A report is a sweep of one GPU, and then every notebook once more, showing what there is. On one GPU cells run here, one
+after the other; with Ray they are placed on the GPUs of a machine or a cluster, each alone on one. What was measured is
+in data/ row by row, so a cell that was cut off goes on where it was (`bench.left`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from flashlab import __version__
+from flashlab.build import sources
+from flashlab.core.errors import MissingPackageError, NoGpuError, ParameterError, ReportError
+from flashlab.core.paths import BUILD, DATA, KERNELS, NOTEBOOKS, ROOT, writable_dir
+from flashlab.kernels import registry
+from flashlab.record import provenance, store, upload
+from flashlab.run import gpu as gpus
+from flashlab.show.notebook import PROGRESS, Outcome, read_outcome
+
+CELLS = NOTEBOOKS / "cells.toml"
+REPLAY_TIMEOUT_S = 300.0
+MEASURE_TIMEOUT_S = 3600.0
+_REPLAYS_AT_ONCE = 2
+_POLL_S = 0.5
+
+Say = Callable[[str], None]
+
+
+def _ignore(_: str) -> None:
+    return
+
+
+# --- One notebook -----------------------------------------------------------------------------------------------------
+
+
+def execute(
+    notebook: Path,
+    out: Path,
+    parameters: Mapping[str, str],
+    timeout_s: float = REPLAY_TIMEOUT_S,
+    *,
+    held: Sequence[int] = (),
+) -> Outcome:
+    """Execute a notebook through papermill into `out`, and read its result file.
+
+    papermill's exit status alone does not prove success: a cell that exits and a mistyped parameter leave it at 0, and
+    a killed kernel leaves no trace in the notebook. So parameters are checked by name first, and afterwards no cell may
+    be pending and the result file must be there and valid.
+
+    Args:
+        out: folder for the executed notebook and its result file.
+        parameters: values by name; `out` is set here.
+        timeout_s: for the whole notebook; the kernel is stopped when it is over.
+        held: open files that papermill holds as long as it lives: a lock.
+
+    Raises:
+        ParameterError: a name that the notebook has no parameter for.
+        ReportError: it failed, ran out of time or did not come to its end.
+        OutputError: `out` cannot be written.
+    """
+    name, known = notebook.stem, parameters_of(notebook)
+    unknown = [p for p in parameters if p not in known]
+    if unknown or not known:
+        raise ParameterError(
+            f"notebook {name}: wanted parameters among {', '.join(known) or 'none (it has no parameters cell)'}, "
+            f"got {', '.join(unknown) or 'none'}"
+        )
+    folder = writable_dir(out, "executed notebooks")
+    executed, result = folder / notebook.name, folder / f"{name}.json"
+    for old in (executed, result):
+        old.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "papermill", str(notebook), str(executed), "--kernel", "python3"]
+    command += ["--no-progress-bar", "--log-level", "ERROR", "--execution-timeout", str(int(timeout_s) or 1)]
+    for key, value in {**parameters, "out": str(folder)}.items():
+        command += ["-r", key, value]
+    status, log = run_program(command, timeout_s + 10, held=held)
+    failure = _failure(executed)
+    if status != 0 or failure:
+        what = failure or ("ran out of time" if status is None else f"papermill ended with status {status}")
+        raise ReportError(f"notebook {name}: {what}\n{tail(log)}".rstrip())
+    return read_outcome(result, name)
+
+
+def parameters_of(notebook: Path) -> tuple[str, ...]:
+    """The names of a notebook's parameters.
+
+    Raises:
+        ParameterError: there is no such notebook.
+    """
+    import papermill
+
+    if not notebook.is_file():
+        raise ParameterError(f"notebook: wanted one that exists, got {notebook}")
+    return tuple(papermill.inspect_notebook(str(notebook)))
+
+
+def _failure(executed: Path) -> str:
+    """What went wrong according to an executed notebook; empty where nothing did."""
+    import nbformat
+
+    try:
+        cells = nbformat.read(executed, as_version=4).cells if executed.is_file() else []  # type: ignore[no-untyped-call]
+    except (ValueError, OSError) as error:
+        return f"{executed} cannot be read: {error}"
+    for number, cell in enumerate(cells, start=1):
+        if cell.cell_type != "code":
+            continue
+        for output in cell.get("outputs", []):
+            if output.output_type == "error":
+                return f"cell {number}: {output.ename}: {output.evalue}"
+        if cell.metadata.get("papermill", {}).get("status") == "pending":
+            return f"cell {number} never ran"
+    return ""
+
+
+_running: set[subprocess.Popen[bytes]] = set()
+"""Processes of `run_program`."""
+_stopped = threading.Event()
+"""That what runs was ended on purpose: nothing is tried again."""
+
+
+def run_program(command: Sequence[str], timeout_s: float, *, held: Sequence[int] = ()) -> tuple[int | None, str]:
+    """Exit status (None: stopped at the timeout) and output of a command that reads nothing and runs at the root."""
+    # A file, not a pipe: what the command leaves behind may hold a pipe open, and its end is not waited for.
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=held,
+            env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+        )
+        _running.add(process)
+        try:
+            status: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            _running.discard(process)
+            _kill(process)
+            process.wait()
+        log.seek(0)
+        return status, log.read()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and all that it started, kernels too, which lead groups of their own."""
+    if process.poll() is not None:
+        return
+    below, found = [process.pid], [process.pid]
+    while below:
+        for children in Path(f"/proc/{below.pop()}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                some = [int(child) for child in children.read_text().split()]
+                below, found = below + some, found + some
+    for one in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(one, signal.SIGKILL)
+
+
+def tail(log: str, lines: int = 30) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.strip().splitlines()[-lines:])
+
+
+# --- Cells ------------------------------------------------------------------------------------------------------------
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Entry(_Model):
+    """A table of a file of cells."""
+
+    notebook: str
+    minutes: float = Field(gt=0)
+    gpu: tuple[str, ...] = ()
+    parameters: dict[str, str | list[str]] = {}
+
+
+class Cell(_Model):
+    """What is run: a notebook on a GPU with parameters."""
+
+    notebook: Path
+    gpu: str
+    """The folder under data/; empty where the notebook takes no `gpu`."""
+    parameters: dict[str, str]
+    """With `source`; without `gpu`, `data` and `out`."""
+    minutes: float
+    """It is taken to need, until it has run once."""
+    digests: dict[str, str]
+    """sha256 of what decides its result, by name: the notebook, each kernel it uses, the package's version."""
+
+    @property
+    def measures(self) -> bool:
+        """Whether it needs the GPU; otherwise it shows what is on record."""
+        return self.parameters.get("source") == "measure"
+
+    @property
+    def id(self) -> str:
+        """The same whatever the code: a folder name."""
+        key = json.dumps([self.notebook.stem, self.gpu, sorted(self.parameters.items())])
+        return "-".join(filter(None, (self.notebook.stem, self.gpu, hashlib.sha256(key.encode()).hexdigest()[:8])))
+
+    @property
+    def label(self) -> str:
+        """For people."""
+        values = (f"{name}={value}" for name, value in self.parameters.items() if name != "source")
+        return " ".join([self.notebook.stem, *values, *(["on " + self.gpu] if self.measures else [])])
+
+
+def cells_of(
+    name: str, file: Path = CELLS, *, there: Iterable[str] = (), given: Mapping[str, str] | None = None
+) -> tuple[Cell, ...]:
+    """The cells of a set: one for each of a table's GPUs and each combination of the values in its lists.
+
+    Args:
+        name: of the set.
+        file: TOML; a notebook is named by its file beside it, without `.ipynb`.
+        there: GPUs, for tables that name none.
+        given: parameters of all those notebooks that have them.
+
+    Raises:
+        ParameterError: no such file or set, or one that makes no sense.
+    """
+    try:
+        sets = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ParameterError(f"cells: wanted a TOML file of cells, got {file}: {error}") from error
+    names = [key for key, value in sets.items() if isinstance(value, list)]
+    if name not in names:
+        raise ParameterError(f"cells: wanted one of the sets in {file}: {', '.join(names) or 'none'}, got {name!r}")
+    found = []
+    for table in sets[name]:
+        try:
+            entry = _Entry.model_validate(table)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"]))
+            raise ParameterError(f"cells: {file}, {name}: {where}: {first['msg']}, got {table}") from error
+        notebook = file.parent / f"{entry.notebook}.ipynb"
+        known = parameters_of(notebook)
+        fixed = {key: [value] for key, value in (given or {}).items() if key in known}
+        values = {key: [value] if isinstance(value, str) else value for key, value in entry.parameters.items()} | fixed
+        if unknown := [key for key in values if key not in known]:
+            raise ParameterError(f"cells: {notebook.stem} has {', '.join(known)}, got {', '.join(unknown)}")
+        for gpu, *chosen in itertools.product(entry.gpu or tuple(there), *values.values()):
+            parameters = dict(zip(values, chosen, strict=True))
+            found.append(cell(notebook, gpu, parameters, minutes=entry.minutes, known=known))
+    return tuple(found)
+
+
+def cell(
+    notebook: Path, gpu: str, parameters: Mapping[str, str], *, minutes: float = 1.0, known: Sequence[str] = ()
+) -> Cell:
+    """One cell, with the digests of what it is made of; `known` are the notebook's parameters, read where empty."""
+    known = known or parameters_of(notebook)
+    parameters = ({"source": "measure"} if "source" in known else {}) | dict(parameters)
+    chosen = [name for name in parameters.get("stages", "").split(",") if name]
+    files = {notebook.name: notebook, "package": None}
+    if parameters.get("source") == "measure":
+        for stage in [registry.get(one) for one in chosen] or [*registry.STAGES.values(), *registry.DEAD_ENDS.values()]:
+            files |= {sources.shown(path): path for path in _read_by(stage.source)}
+    return Cell(
+        notebook=notebook,
+        gpu=gpu if "gpu" in known else "",
+        parameters=parameters,
+        minutes=minutes,
+        digests={
+            name: hashlib.sha256(__version__.encode() if path is None else path.read_bytes()).hexdigest()
+            for name, path in files.items()
+        },
+    )
+
+
+# --- What has run -----------------------------------------------------------------------------------------------------
+
+
+class Ran(_Model):
+    """`<notebook>.cell.json`: how the last run of a cell ended."""
+
+    cell: Cell
+    began: str
+    seconds: float
+    tries: int
+    failure: str
+    """Empty where it came to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How it stands with a cell."""
+
+    state: Literal["done", "left", "failed", "running"]
+    why: str = ""
+    """Of `left`, what changed since it ran; of `failed`, what went wrong; of `running`, how far it is."""
+    seconds: float | None = None
+    """Its last run took; None where there was none."""
+
+    def left_s(self, cell: Cell) -> float:
+        """Seconds it is taken to need."""
+        return 0.0 if self.state == "done" else self.seconds or 60 * cell.minutes
+
+
+def state(cell: Cell, folder: Path, data: Path = DATA) -> State:
+    """How it stands with a cell whose files are in `folder`.
+
+    Done is what came to its end, with every cell run and a valid result file, of the same notebook, kernels, version
+    and parameters, and whose records are still in `data`.
+    """
+    name = cell.notebook.stem
+    try:
+        with _alone(cell, folder, make=False):
+            pass
+    except BlockingIOError as error:
+        return State(state="running", why=_progress(folder)[0] or str(error))
+    try:
+        ran = Ran.model_validate_json((folder / f"{name}.cell.json").read_bytes())
+    except (OSError, ValidationError):
+        return State(state="left")
+    if ran.failure:
+        return State(state="failed", why=ran.failure.splitlines()[0], seconds=ran.seconds)
+    changed = sorted(
+        key
+        for key in cell.digests.keys() | ran.cell.digests.keys()
+        if cell.digests.get(key) != ran.cell.digests.get(key)
+    )
+    why = f"changed since it ran: {', '.join(changed)}" if changed else ""
+    try:
+        why = why or _failure(folder / cell.notebook.name)
+        outcome = read_outcome(folder / f"{name}.json", name)
+    except ReportError as error:
+        return State(state="left", why=str(error), seconds=ran.seconds)
+    gone = [run for run in outcome.runs if not (data / (outcome.gpu or "") / "runs" / f"{run}.jsonl").is_file()]
+    why = why or (f"its records are not in {data}: {gone[0]}" if gone else "")
+    return State(state="left" if why else "done", why=why, seconds=ran.seconds)
+
+
+@contextlib.contextmanager
+def _alone(cell: Cell, folder: Path, *, make: bool = True) -> Iterator[int]:
+    """Hold a cell for this process and what it starts; the lock goes with the last of them, however they end.
+
+    Raises:
+        BlockingIOError: another one holds it.
+    """
+    path = folder / f"{cell.notebook.stem}.lock"
+    if not make and not path.is_file():
+        yield -1
+        return
+    with path.open("a+", encoding="utf-8") as file:
+        for patience in (2, 1, 0) if make else (0,):  # Somebody may but look whether it is held.
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                file.seek(0)
+                if not patience:
+                    raise BlockingIOError(f"process {file.read().strip() or 'unknown'} runs it") from None
+                time.sleep(0.2)
+        if make:
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+        yield file.fileno()
+
+
+def run_cell(
+    cell: Cell, folder: Path, data: Path = DATA, *, timeout_s: float | None = None, fresh: bool = False
+) -> State:
+    """Run a cell, unless it is done or another process runs it; one that measures and fails is tried once more.
+
+    Args:
+        folder: for its files.
+        data: folder of the records.
+        timeout_s: for the notebook; `MEASURE_TIMEOUT_S` or `REPLAY_TIMEOUT_S` where None.
+        fresh: run it though it is done.
+
+    Raises:
+        OutputError: `folder` cannot be written.
+    """
+    name = cell.notebook.stem
+    writable_dir(folder, "the files of a cell")
+    progress = folder / PROGRESS
+    progress.unlink(missing_ok=True)
+    known = parameters_of(cell.notebook)
+    given = cell.parameters | {key: value for key, value in (("gpu", cell.gpu), ("data", str(data))) if key in known}
+    try:
+        before = state(cell, folder, data)
+        with _alone(cell, folder) as lock:
+            if before.state == "done" and not fresh:
+                return before
+            began, clock = datetime.now(UTC), time.monotonic()
+            tries, failure = 0, "never tried"
+            while failure and tries < (2 if cell.measures else 1) and not _stopped.is_set():
+                tries += 1
+                try:
+                    limit_s = timeout_s or (MEASURE_TIMEOUT_S if cell.measures else REPLAY_TIMEOUT_S)
+                    execute(cell.notebook, folder, given, limit_s, held=[lock])
+                    failure = ""
+                except (ReportError, OSError) as error:
+                    failure = str(error)
+            if _stopped.is_set():
+                return State(state="left")
+            ran = Ran(
+                cell=cell,
+                began=began.isoformat(timespec="seconds"),
+                seconds=round(time.monotonic() - clock, 1),
+                tries=tries,
+                failure=failure,
+            )
+            copied = upload.attempt(cell.gpu, data) if cell.measures else ""
+            with contextlib.suppress(OSError):  # A disk that is full: the cell counts as left.
+                store.write_at_once(folder / f"{name}.cell.json", ran.model_dump_json(indent=1) + "\n")
+    except BlockingIOError as error:
+        return State(state="running", why=str(error))
+    finally:
+        progress.unlink(missing_ok=True)
+    why = failure or "; ".join(filter(None, (f"on try {tries}" if tries > 1 else "", copied)))
+    return State(state="failed" if failure else "done", why=why, seconds=ran.seconds)
+
+
+class Planned(_Model):
+    """A cell as a plan lists it."""
+
+    notebook: str
+    gpu: str
+    parameters: dict[str, str]
+    state: str
+    why: str
+    minutes: float
+    """What it is taken to need if it is to run; what it took where it is done."""
+    cost: float | None
+    """Of those minutes, in dollars, by `prices`; None where nothing says."""
+
+
+def planned(
+    cells: Sequence[Cell],
+    folders: Path,
+    data: Path = DATA,
+    *,
+    flat: bool = False,
+) -> tuple[Planned, ...]:
+    """How it stands with cells, what they are taken to need and what they cost; nothing is run.
+
+    Args:
+        folders, data, flat: as `run` takes them.
+    """
+    price, found = prices(cells, data), []
+    for one in cells:
+        now = state(one, folders if flat else folders / one.id, data)
+        minutes = (now.seconds or 0.0 if now.state == "done" else now.left_s(one)) / 60
+        per_hour = price.get(one.gpu) if one.measures else None
+        found.append(
+            Planned(
+                notebook=one.notebook.stem,
+                gpu=one.gpu,
+                parameters=one.parameters,
+                state=now.state,
+                why=now.why,
+                minutes=round(minutes, 1),
+                cost=None if per_hour is None else round(per_hour * minutes / 60, 2),
+            )
+        )
+    return tuple(found)
+
+
+@cache
+def _read_by(source: Path) -> tuple[Path, ...]:
+    """The files that a stage's source is compiled from."""
+    text = source.read_text(encoding="utf-8")
+    return tuple(sorted({source, *sources.included(source, text, (KERNELS, KERNELS / "common"))}))
+
+
+def prices(cells: Iterable[Cell], data: Path = DATA) -> dict[str, float]:
+    """Dollars for an hour of each GPU: `FLASHLAB_USD_PER_GPU_HOUR`, else what its newest record says; may be empty."""
+    now = (provenance.start() or {}).get("usd_per_gpu_hour")
+    found = {}
+    for gpu in {one.gpu for one in cells if one.measures}:
+        said = [one.start.usd_per_gpu_hour for one in store.measurements(gpu, data) if one.start]
+        if price := now or next(filter(None, reversed(said)), None):
+            found[gpu] = float(price)
+    return found
+
+
+# --- A sweep ----------------------------------------------------------------------------------------------------------
+
+
+def gpus_here() -> dict[str, int]:
+    """How many GPUs of each kind this process sees, by their folder under data/; may be empty."""
+    return dict(Counter(gpus.info(index).slug for index in range(gpus.device_count())))
+
+
+def place(cells: Iterable[Cell], there: Mapping[str, int]) -> None:
+    """Raises `NoGpuError` where a cell wants a GPU that nobody has; the message says what is there."""
+    wanted = {one.gpu for one in cells if one.measures}
+    if missing := sorted(name or "any GPU" for name in wanted if not there.get(name)):
+        found = ", ".join(f"{count} {name}" for name, count in there.items() if count) or "no GPU"
+        raise NoGpuError(
+            f"wanted {', '.join(missing)}, found {found}. `gpu` in the file of cells, or --gpu, names one that is there"
+        )
+
+
+def run(
+    cells: Sequence[Cell],
+    folders: Path = BUILD / "sweep",
+    data: Path = DATA,
+    *,
+    flat: bool = False,
+    timeout_s: float | None = None,
+    fresh: bool = False,
+    ray: Any = None,
+    there: Mapping[str, int] | None = None,
+    say: Say = _ignore,
+    live: Say = _ignore,
+) -> dict[str, State]:
+    """Run cells: those that measure each alone on a GPU, then the others, two at a time; how each ended, by its id.
+
+    One that fails costs itself. What ends this process ends what it runs; a later call goes on.
+
+    Args:
+        folders: has a folder of each cell's files; with `flat` it is the folder of them all, for cells of different
+            notebooks.
+        data, timeout_s, fresh: as `run_cell` takes them.
+        ray: the module, connected to its cluster (`with_ray`); None: cells run here, one at a time.
+        there: GPUs by kind, those of this machine or of Ray's cluster where None.
+        say: told when a cell ends.
+        live: told how far they are, twice a second.
+
+    Raises:
+        NoGpuError: a cell wants a GPU that nobody has; before anything runs.
+        OutputError: a folder cannot be written; or, as `upload.sync`, records cannot be sent.
+    """
+    there = (ray_gpus(ray) if ray else gpus_here()) if there is None else there
+    place(cells, there)
+    for gpu in {one.gpu for one in cells if one.measures}:
+        upload.sync(gpu, data)  # fetches what was measured before, and shows that records can be sent
+    where = {one.id: folders if flat else folders / one.id for one in cells}
+    ended: dict[str, State] = {}
+    for group in ([one for one in cells if one.measures], [one for one in cells if not one.measures]):
+        if not group:
+            continue
+        on_ray = ray if group[0].measures else None
+        slots = sum(there.values()) if on_ray else 1 if group[0].measures else _REPLAYS_AT_ONCE
+        if on_ray:  # The longest first, so that the last GPU is not left alone with it.
+            group.sort(key=lambda one: -state(one, where[one.id], data).left_s(one))
+        jobs = _Jobs(on_ray, slots)
+        pending = {jobs.submit(one, where[one.id], data, timeout_s=timeout_s, fresh=fresh): one for one in group}
+        needed_s = {one.id: state(one, where[one.id], data).left_s(one) for one in group}
+        try:
+            while pending:
+                for job in futures.wait(pending, timeout=_POLL_S, return_when=futures.FIRST_COMPLETED).done:
+                    one = pending.pop(job)
+                    ended[one.id] = _how_it_ended(job, one, where[one.id], data)
+                    say(f"{one.label}: {_said(ended[one.id])}")
+                if on_ray:
+                    for job in [job for job, one in pending.items() if not ray_gpus(ray).get(one.gpu)]:
+                        one = pending.pop(job)
+                        ended[one.id] = State(state="failed", why=f"there is no {one.gpu} any more")
+                told = {} if flat else {one.label: _progress(where[one.id]) for one in pending.values()}
+                left_s = [
+                    needed_s[one.id] if (left := told.get(one.label, ("", None))[1]) is None else left
+                    for one in pending.values()
+                ]
+                minutes = max([sum(left_s) / slots, *left_s], default=0.0) / 60
+                texts = [f"{label}: {text}" for label, (text, _) in told.items() if text]
+                live(" · ".join([f"{len(ended)} of {len(cells)} cells", f"about {minutes:.0f} min left", *texts]))
+        except BaseException:
+            jobs.stop(list(pending))
+            raise
+        jobs.end()
+    return ended
+
+
+def _said(ended: State) -> str:
+    seconds = f" after {ended.seconds / 60:.1f} min" if ended.seconds else ""
+    return f"{ended.state}{seconds}{': ' if ended.why else ''}{ended.why.splitlines()[0] if ended.why else ''}"
+
+
+def _progress(folder: Path) -> tuple[str, float | None]:
+    """How far the notebook is that writes into a folder, and seconds left; empty and None where it does not say."""
+    try:
+        said = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        return f"{said['done']} of {said['total']}, {said['text']}", said["left_s"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return "", None
+
+
+class _Jobs:
+    """Where cells run: in threads that wait for papermill, or as Ray's tasks, each with a GPU of its kind."""
+
+    def __init__(self, ray: Any, slots: int) -> None:
+        self._ray = ray
+        self._refs: list[Any] = []
+        self._pool = None if ray else futures.ThreadPoolExecutor(slots)
+        _stopped.clear()
+
+    def submit(self, cell: Cell, *args: Any, **options: Any) -> futures.Future[State]:
+        """Have `run_cell` called."""
+        if self._pool:
+            return self._pool.submit(run_cell, cell, *args, **options)
+        task = self._ray.remote(num_gpus=1, resources={cell.gpu: 1}, max_retries=1)(run_cell)
+        self._refs.append(task.remote(cell, *args, **options))
+        job: futures.Future[State] = self._refs[-1].future()
+        return job
+
+    def stop(self, pending: Sequence[futures.Future[State]]) -> None:
+        """End all that runs, and wait until it has ended."""
+        _stopped.set()
+        for ref in self._refs:
+            self._ray.cancel(ref)
+        for process in set(_running):
+            _kill(process)
+        if self._pool:
+            self._pool.shutdown(cancel_futures=True)
+        futures.wait(pending, timeout=10)
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        if self._pool:
+            self._pool.shutdown()
+
+
+def _how_it_ended(job: futures.Future[State], cell: Cell, folder: Path, data: Path) -> State:
+    try:
+        ended = job.result()
+    except Exception as error:  # A cell costs itself alone; Ray's own errors are of many classes.
+        return State(state="failed", why=f"{type(error).__name__}: {error}")
+    if ended.state == "done" and state(cell, folder, data).state != "done":
+        return State(state="left", why="its files are not here but where it ran: `flashlab collect` takes them over")
+    return ended
+
+
+# --- Ray --------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def with_ray(address: str, there: Mapping[str, int] | None = None) -> Iterator[Any]:
+    """Ray's module, connected.
+
+    Args:
+        address: of a cluster whose nodes say which GPUs they have, `ray start --resources '{"nvidia-h200": 8}'`;
+            `auto` for one that runs here; `local`: one of this machine's GPUs is begun, and ended afterwards.
+        there: GPUs of `local`; those of this machine where None.
+
+    Raises:
+        MissingPackageError: Ray is not installed.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingPackageError(
+            f"wanted the Python package ray, got: {error}. `pip install 'flashlab[sweep]'` installs it; without --ray "
+            "a sweep runs on one GPU"
+        ) from error
+    if address == "local":
+        there = gpus_here() if there is None else there
+        own = {"num_gpus": sum(there.values()), "resources": dict(there), "include_dashboard": False}
+        ray.init(log_to_driver=False, **own)
+    else:
+        ray.init(address=address, log_to_driver=False)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def ray_gpus(ray: Any) -> dict[str, int]:
+    """How many GPUs of each kind Ray's cluster has: its custom resources that are named as folders under data/."""
+    return {
+        name: int(count)
+        for name, count in ray.cluster_resources().items()
+        if re.fullmatch(r"[a-z0-9][a-z0-9-]*", name) and name != "memory"
+    }
