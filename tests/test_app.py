@@ -18,7 +18,6 @@ from synthetic import RUN, measurement, write_synthetic
 from flashlab.cli import app, doctor
 from flashlab.core.errors import CompileError, MissingPackageError, UnknownStageError
 from flashlab.core.inputs import KINDS
-from flashlab.core.paths import NOTEBOOKS
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
 from flashlab.kernels import names
 from flashlab.kernels.registry import ARCHS, STAGES
@@ -30,6 +29,7 @@ from flashlab.record.checks import CheckRow
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks
 from flashlab.show import site
+from flashlab.show.pages import PAGE_OF
 from flashlab.verify import cases
 from flashlab.verify.on_cpu import CheckRun
 
@@ -385,25 +385,13 @@ def test_bench_hands_on_what_was_asked_and_shows_the_run(
     assert (asked["stages"], asked["peers"]) == (None, None)
 
 
-def test_a_resumed_bench_measures_what_is_left(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
-    left: dict[Problem, frozenset[str]] = {}
-
-    def measure(problems: Any, **options: Any) -> Path:
-        asked.update(options, problems=list(problems))
-        return write_synthetic(options["options"].data, problems=problems)
-
-    monkeypatch.setattr(bench, "run", measure)
-    monkeypatch.setattr(bench, "left", lambda problems, **_: left)
-    what = ("bench", "--suite", "smoke", "--resume", "--data", tmp_path)
-    done = run(*what)
-    assert done.code == 0
-    assert "nothing was measured" in done.err
-    assert not asked
-    left[Problem.parse("1x2x130x64")] = frozenset({FIRST_STAGE})
-    assert f"has {FIRST_STAGE} at 1 problems" in run(*what).err
-    assert asked["problems"] == list(left)
-    assert [asked["only"](problem, name) for problem in left for name in (FIRST_STAGE, "sdpa")] == [True, False]
+def test_a_resumed_bench_asks_for_what_is_left(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(bench, "run", lambda problems, **how: asked.append(how["options"].resume))
+    for what in ((), ("--resume",)):
+        done = run("bench", "--suite", "smoke", *what, "--data", tmp_path)
+        assert (done.code, done.out) == (0, "")
+    assert asked == [False, True]
 
 
 def test_bench_takes_part_of_a_suite(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -645,7 +633,7 @@ def test_report_says_where_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_report_says_what_it_would_do_and_does_nothing(run: Run, tmp_path: Path, data: Path) -> None:
     said = run("report", "--dry-run", "--source", "replay", "--out", tmp_path / "out", "--data", data, "--json")
-    assert {row["notebook"] for row in said.json} == {path.stem for path in NOTEBOOKS.glob("*.ipynb")}
+    assert {row["notebook"] for row in said.json} == set(PAGE_OF)
     assert all(row["state"] == "left" and row["minutes"] > 0 for row in said.json)
     assert "12 of 12 cells to run, 0 of them measure: about 2 minutes\nnothing was run" in said.err
     assert not list((tmp_path / "out").rglob("*.ipynb"))

@@ -62,6 +62,7 @@ def _run(tmp_path: Path, worker: list[str], **options: Any) -> store.Run:
     options = {"stages": ["00_naive", "01_coalesced"], "peers": ["sdpa"], "ceilings": ["launch"], **options}
     reports = {name: options.pop(name) for name in ("progress", "note") if name in options}
     path = bench.run(PROBLEMS, options=_options(tmp_path, worker, **reports), **options)
+    assert path is not None
     assert store.verify("test-gpu", tmp_path / "data") == ()
     return store.read_run(path)
 
@@ -108,6 +109,25 @@ def test_a_runs_machine_code_is_made_ahead(tmp_path: Path, fake: Any, monkeypatc
         "00_naive D64 full float16 sm_90a",
         "01_coalesced D64 causal float16 sm_90a",
     ]
+
+
+def test_a_resumed_run_takes_what_is_left(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = {PROBLEMS[0]: frozenset({"01_coalesced", "sdpa"}), PROBLEMS[1]: frozenset({"00_naive"})}
+    monkeypatch.setattr(bench, "left", lambda *_, **__: left)
+    monkeypatch.setattr(bench, "ceilings_left", lambda names, _: [name for name in names if name == "launch"])
+    said: list[str] = []
+    resumed = replace(_options(tmp_path, fake()), resume=True, note=said.append)
+    how: dict[str, Any] = {"stages": ["00_naive", "01_coalesced"], "peers": ["sdpa"], "options": resumed}
+    only = {"only": lambda problem, name: name != "sdpa", "ceilings": ["launch", "copy"]}
+    path = bench.run(PROBLEMS, **how, **only)
+    assert path is not None
+    found = store.read_run(path)
+    assert set(_statuses(found)) == {("full", "01_coalesced"), ("causal", "00_naive")}
+    assert [one.name for one in found.ceilings] == ["launch"]
+    assert "no record of this code and software has 01_coalesced, 00_naive at 2 problems" in said[0]
+    left.clear()
+    assert bench.run(PROBLEMS, **how, ceilings=["copy"]) is None
+    assert said[1:] == ["all of it is on record; nothing was measured"]
 
 
 @pytest.mark.parametrize(
@@ -889,6 +909,41 @@ def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
     tuning = bench._record(schema.Tuning, header, variant, problem, rows["00_naive"])
     assert isinstance(tuning, schema.Tuning)
     assert tuning.parameters == registry.get("00_naive").parameters(64)
+
+
+def test_ablations_with_the_same_machine_code_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cell is measured whole, and what differs in driver, software or machine code is measured again."""
+    here = SimpleNamespace(slug="nvidia-h200", driver="580.95.05", fingerprint="0123456789ab")
+    row = measurement("03_warp_rows", PROBLEMS[0])
+    here.driver = row.gpu.driver
+    monkeypatch.setattr(gpu, "info", lambda _: here)
+    monkeypatch.setattr(bench.provenance, "software", lambda: row.software)
+    names = {"padding: 0": 0, "padding: 8": 8}
+    named = {
+        name: bench.Implementation(
+            kind="stage",
+            id="03_warp_rows",
+            params={"PADDING": value},
+            record={"axis": "padding", "level": name, "stage": "03_warp_rows"},
+        )
+        for name, value in names.items()
+    }
+    cells = [(problem, list(named)) for problem in PROBLEMS]
+    made = bench.compile_for(named, cells, arch="sm_80", slug=None)
+    resumed = Options(data=tmp_path, resume=True)
+    assert bench.not_recorded(schema.Ablation, cells, named, made, resumed) == cells
+    path = tmp_path / "nvidia-h200" / "ablations" / f"{row.run}.jsonl"
+    path.parent.mkdir(parents=True)
+    base = row.model_dump(include=set(schema.Ablation.model_fields) - {"kind"}) | {"parameters": {}}
+    for name, one in named.items():
+        code = made[PROBLEMS[0], name]
+        assert not isinstance(code, errors.CompileError)
+        cubin = row.cubin.model_dump() | {"sha256": code.sha256}  # type: ignore[union-attr]
+        store.append(path, schema.Ablation.model_validate({**base, **one.record, "cubin": cubin}))
+    assert bench.not_recorded(schema.Ablation, cells, named, made, resumed) == cells[1:]
+    assert bench.not_recorded(schema.Ablation, cells, named, made, replace(resumed, resume=False)) == cells
+    here.driver = "590.1"
+    assert bench.not_recorded(schema.Ablation, cells, named, made, resumed) == cells
 
 
 def test_what_is_on_record_for_the_same_code_is_left_out(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from flashlab.build import compiler, sass
 from flashlab.core.errors import DamagedRecordError, FlashlabError, NoDataError, NoGpuError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
-from flashlab.experiments import ablation, ledger, rules_log
+from flashlab.experiments import ledger, rules_log
 from flashlab.experiments.evidence import FIRST, QUANTITIES, Entry, Records, calculated, entries, facts
 from flashlab.experiments.ledger import Kind, Range, judge
 from flashlab.kernels.registry import DEAD_ENDS, STAGES, get
@@ -564,6 +564,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]
 
     def run(problems: Any, **options: Any) -> Path:
         names = (*options["stages"], *options["peers"])
+        assert options["options"].resume
         at = {problem: [name for name in names if options["only"](problem, name)] for problem in problems}
         asked.setdefault("runs", []).append(at)
         return tmp_path / "run"
@@ -577,7 +578,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]
 
 
 def test_what_judges_the_claims_is_measured_in_turn(measuring: dict[str, Any], tmp_path: Path) -> None:
-    made = ledger.measure(options=Options(data=tmp_path))
+    made = ledger.measure(options=Options(data=tmp_path, resume=True))
     assert [path.name for path in made] == ["run", "run", "axes", "split", "calls"]
     ladder, dead = measuring["runs"]
     assert {problem: set(names) for problem, names in dead.items()} == {
@@ -596,39 +597,10 @@ def test_what_judges_the_claims_is_measured_in_turn(measuring: dict[str, Any], t
 
 
 def test_named_stages_alone_leave_dead_ends_their_parent(measuring: dict[str, Any], tmp_path: Path) -> None:
-    ledger.measure(options=Options(data=tmp_path), stages=["16_ones_column"])
+    ledger.measure(options=Options(data=tmp_path, resume=True), stages=["16_ones_column"])
     ladder, dead = measuring["runs"]
     assert [name for name in ladder[FIRST] if name in STAGES] == ["16_ones_column"]
     assert "00_naive" in dead[FIRST]
-
-
-@pytest.mark.parametrize(
-    ("commit", "dirty", "again"), [(COMMIT, False, False), (COMMIT, True, True), ("0" * 7, False, True)]
-)
-def test_what_this_code_just_measured_is_not_measured_again(
-    commit: str, dirty: bool, again: bool, measuring: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = {"boot": "01234567", "at": "2026-01-02T03:00:00+00:00"}
-    monkeypatch.setattr(ledger.provenance, "source", lambda: schema.Source(commit=commit, dirty=dirty))
-    monkeypatch.setattr(ledger.provenance, "start", lambda: start)
-    row = measurement("04_wmma_qk", FIRST)
-    base = row.model_dump(include={"run", "time", "gpu", "software", "verdict"})
-    base |= {"source": {"commit": COMMIT, "dirty": dirty}, "start": start, "parameters": {}, "stage": "04_wmma_qk"}
-    folder = tmp_path / "nvidia-h200"
-    for name in ("ablations", "parts"):
-        (folder / name).mkdir(parents=True)
-    for axis in AXES:
-        for level in ablation.AXES[axis].levels:
-            fields = {**base, "axis": axis, "level": level.name, "problem": FIRST}
-            fields |= {"status": "ok", "reason": "", "samples": row.samples, "cubin": row.cubin}
-            store.append(folder / "ablations" / f"{RUN}.jsonl", schema.Ablation.model_validate(fields))
-    small = {**base, "problem": SINGLE, "samples": row.samples[0], "cubin": row.cubin}
-    del small["verdict"]
-    for part in ablation.PARTS:
-        fields = {**small, "left_out": part}
-        store.append(folder / "parts" / f"{RUN}.jsonl", schema.Part.model_validate(fields))
-    ledger.measure(options=Options(data=tmp_path))
-    assert ("axes" in measuring, "split" in measuring) == (again, again)
 
 
 def test_no_calls_are_refused(tmp_path: Path) -> None:

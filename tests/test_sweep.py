@@ -16,7 +16,6 @@ import nbformat
 import pytest
 
 from flashlab.core.errors import NoGpuError, ParameterError
-from flashlab.core.paths import NOTEBOOKS
 from flashlab.core.problem import suite
 from flashlab.kernels import registry
 from flashlab.measure import bench

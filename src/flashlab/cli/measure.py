@@ -98,18 +98,10 @@ def bench(
         say(f"about {total_s / 60:.1f} minutes with the start; nothing was measured")
         return
     with following("measuring") as follow:
-        options = module.Options(data=data, device=device, progress=follow, note=say)
-        if resume:
-            asked = {name: what[name] for name in ("stages", "peers", "plan")}
-            todo = module.left(problems, **asked, options=options)
-            if not todo:
-                say("all of it is on record; nothing was measured")
-                return
-            problems = list(todo)
-            what["only"] = lambda problem, name: name in todo[problem]
-            say(module.said_of(todo))
+        options = module.Options(data=data, device=device, progress=follow, note=say, resume=resume)
         path = module.run(problems, **what, options=options)
-    _show_run(path, as_json)
+    if path is not None:
+        _show_run(path, as_json)
 
 
 def _show_run(path: Path, as_json: bool) -> None:

@@ -18,13 +18,13 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 
@@ -33,7 +33,6 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
 from flashlab.experiments import ablation, rules_log, sources
 from flashlab.experiments.evidence import (
-    FIRST,
     QUANTITIES,
     Entry,
     Finding,
@@ -50,7 +49,7 @@ from flashlab.measure.options import Options
 from flashlab.query.kinship import KINSHIPS, MODELS, kinship
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
-from flashlab.record import provenance, schema, store
+from flashlab.record import schema, store
 from flashlab.record.schema import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
@@ -612,9 +611,9 @@ def measure(
 ) -> tuple[Path, ...]:
     """Measure what judges the claims, in a few minutes: `plans`, limits, ablations, parts and single calls.
 
-    Ablations and parts that this very code measured since this machine's start are not measured again; where the
-    options say `resume`, nothing is that is on record of the same code. Profiles are not taken: Nsight Compute needs a
-    permission that a rented GPU may refuse; nor is the comparison over hostile lengths, which `flashlab check` records.
+    Where the options say `resume`, what is on record of the same code is not measured again. Profiles are not taken:
+    Nsight Compute needs a permission that a rented GPU may refuse; nor is the comparison over hostile lengths, which
+    `flashlab check` records.
 
     Args:
         stages: of the ladder, only these ids; all of them where None.
@@ -631,25 +630,19 @@ def measure(
     made: list[Path | None] = []
     for plan, of_gpu in zip(plans(stages), (limits, ()), strict=True):
         names = {name for of_problem in plan.values() for name in of_problem}
-        how: dict[str, Any] = {
-            "stages": [name for name in (*registry.STAGES, *registry.DEAD_ENDS) if name in names],
-            "peers": [name for name in peers.PEERS if name in names],
-            "plan": bench.plan_of("claims"),
-            "options": options,
-        }
-        todo, left_of_gpu = {problem: set(of_problem) for problem, of_problem in plan.items()}, list(of_gpu)
-        if options.resume:
-            left = bench.left(list(plan), **how)
-            todo = {problem: names & left.get(problem, frozenset()) for problem, names in todo.items()}
-            left_of_gpu = bench.ceilings_left(of_gpu, options)
-        wanted = [problem for problem in plan if todo[problem]]
-        if wanted or left_of_gpu:
-            made.append(bench.run(wanted, only=partial(_is_in, todo), ceilings=left_of_gpu, **how))
-    axes, split_up = _not_yet(gpus.info(options.device).slug, options.data)
-    if axes:
-        made.append(ablation.measure(axes, options=options))
-    if split_up:
-        made.append(ablation.split(split_up, options=options))
+        run = bench.run(
+            list(plan),
+            stages=[name for name in (*registry.STAGES, *registry.DEAD_ENDS) if name in names],
+            peers=[name for name in peers.PEERS if name in names],
+            only=partial(_is_in, plan),
+            plan=bench.plan_of("claims"),
+            ceilings=of_gpu,
+            options=options,
+        )
+        made.append(run)
+    whole = [name for entry in _entries() for name in entry.names if entry.quantity == "time_shares"]
+    axes = list(dict.fromkeys(entry.axis for entry in _entries() if entry.axis))
+    made += [ablation.measure(axes, options=options), ablation.split(whole, options=options)]
     calls = [(name, entry.problem) for entry in _entries() for name in entry.names if entry.quantity == "call_time"]
     if options.resume:
         here = gpus.info(options.device)
@@ -660,29 +653,8 @@ def measure(
     return tuple(path for path in made if path)
 
 
-def _is_in(plan: Mapping[Problem, Collection[str]], problem: Problem, name: str) -> bool:
+def _is_in(plan: Plan, problem: Problem, name: str) -> bool:
     return name in plan[problem]
-
-
-def _not_yet(slug: str, data: Path) -> tuple[list[str], list[str]]:
-    """Ablations, and stages to split, that are not on record of this code, unedited, and this start of this machine."""
-    source, at = provenance.source(), provenance.start()
-    start = schema.Start.model_validate(at) if at and not source.dirty else None
-
-    def just_made(record: schema.Ablation | schema.Part) -> bool:
-        same_start = start is not None and record.start is not None and record.start.same_as(start)
-        return same_start and record.source == source
-
-    levels = {
-        (one.problem, one.axis, one.level) for one in store.records(slug, schema.Ablation, data) if just_made(one)
-    }
-    parts = {(one.problem, one.stage, one.left_out) for one in store.records(slug, schema.Part, data) if just_made(one)}
-    whole = [(entry.problem, name) for entry in _entries() for name in entry.names if entry.quantity == "time_shares"]
-    axes = dict.fromkeys(entry.axis for entry in _entries() if entry.axis)
-    return (
-        [axis for axis in axes if any((FIRST, axis, level.name) not in levels for level in ablation.AXES[axis].levels)],
-        [name for problem, name in whole if any((problem, name, part) not in parts for part in ablation.PARTS)],
-    )
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:

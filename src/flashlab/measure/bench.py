@@ -172,10 +172,11 @@ def run(
     plan: Plan | None = None,
     ceilings: bool | Sequence[str] = True,
     options: Options | None = None,
-) -> Path:
+) -> Path | None:
     """Check and time stages and peers on each problem, and append the records to data/<gpu>/runs/<run>.jsonl.
 
-    What machine code that needs is made first, on all cores.
+    What machine code that needs is made first, on all cores. Where the options say `resume`, what is on record is left
+    out (`left`, `ceilings_left`); None where that is all.
 
     Args:
         problems: what to compute; see `problem.suite`.
@@ -195,6 +196,15 @@ def run(
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
     if not named and problems:
         raise ParameterError("wanted at least one stage or peer to measure, got none")
+    if options.resume:
+        todo = left(problems, stages=stages, peers=peers, plan=plan, options=options)
+        todo = {at: frozenset(name for name in todo[at] if only is None or only(at, name)) for at in todo}
+        problems = [problem for problem in problems if todo.get(problem)]
+        only = lambda problem, name: name in todo[problem]  # noqa: E731
+        wanted = ceilings_left(wanted, options)
+        options.note(said_of(todo) if problems else "all of it is on record; nothing was measured")
+        if not problems and not wanted:
+            return None
     unknown = [name for name in plan.sustained_names or () if name not in named]
     if unknown:
         raise ParameterError(f"sustained: wanted names among {', '.join(named)}, got {', '.join(unknown)}")

@@ -115,8 +115,8 @@ class Lab:
     def measure(self, of: str = "", *, suite: bool = True, ceilings: bool = False) -> Path | None:
         """Measure the suite, the ceilings or both on this GPU and append a run to data/; None when replaying.
 
-        What is on record for the same machine code and software is left out (`bench.left`), so that a notebook which
-        was cut off goes on. None too where that is all. `of` names another suite than the notebook's.
+        What is on record for the same machine code and software is left out (`bench.run`), so that a notebook which was
+        cut off goes on. None too where that is all. `of` names another suite than the notebook's.
 
         Raises:
             ParameterError: no suite of that name.
@@ -127,26 +127,12 @@ class Lab:
         if self.source == "replay":
             return None
         from flashlab.measure import bench
-        from flashlab.measure.ceilings import CEILINGS
 
         wanted = [replace(problem, inputs=kind) for problem in problems for kind in self.inputs] if suite else []
         plan = bench.plan_of(of or self.suite)
         with progress_bar() as progress:
-            options = bench.Options(data=self.data, progress=progress)
-            todo = bench.left(wanted, stages=self.stages, plan=plan, options=options)
-            limits = bench.ceilings_left(tuple(CEILINGS), options) if ceilings else []
-            if not todo and not limits:
-                return None
-            if todo:
-                print(bench.said_of(todo))
-            run = bench.run(
-                list(todo),
-                stages=self.stages,
-                only=lambda problem, name: name in todo[problem],
-                plan=plan,
-                ceilings=limits,
-                options=options,
-            )
+            options = bench.Options(data=self.data, progress=progress, note=print, resume=True)
+            run = bench.run(wanted, stages=self.stages, plan=plan, ceilings=ceilings, options=options)
         self.forget()
         return run
 

@@ -35,7 +35,9 @@ def claims(
 
     if measure:
         with following("measuring") as follow:
-            for path in ledger.measure(options=Options(data=data, device=device, progress=follow, note=say)):
+            for path in ledger.measure(
+                options=Options(data=data, device=device, progress=follow, note=say, resume=True)
+            ):
                 say(f"recorded in {path}")
     name = gpu_with_data(gpu, data)
     verdicts = ledger.verdicts(name, data)
