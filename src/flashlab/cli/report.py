@@ -89,7 +89,7 @@ def _needed(planned: Sequence[Planned], gpus: int = 1) -> str:
     cost, spent = (sum(one.cost or 0.0 for one in some) for some in (left, done))
     minutes = max([sum(one.minutes for one in left) / max(gpus, 1), *(one.minutes for one in left)], default=0.0)
     measured = sum(one.parameters.get("source") == "measure" for one in left)
-    text = f"{len(left)} of {len(planned)} cells to run, {measured} of them measure: about {minutes:.0f} minutes"
+    text = f"{len(left)} of {len(planned)} cells to run, {measured} of them measure: about {minutes:.0f} min"
     text += f", costing about ${cost:.2f}" if cost else ""
     return text + (f"; spent so far ${spent:.2f}" if spent else "")
 

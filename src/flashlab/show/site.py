@@ -173,7 +173,7 @@ def plan(
     cells = measuring(lab.gpu or "", full=full, stages=stages) if lab.source == "measure" else ()
     shown = sweep.planned(showing(lab.gpu or "", stages=stages), out / "notebooks", data, flat=True)
     # They are executed anew, whatever was done, and two at a time.
-    again = [one.model_copy(update={"state": "left", "why": "", "minutes": round(one.minutes / 2, 1)}) for one in shown]
+    again = [one.model_copy(update={"state": "left", "why": "", "minutes": round(one.minutes / 2, 2)}) for one in shown]
     return (*sweep.planned(cells, out / "sweep", data), *again)
 
 

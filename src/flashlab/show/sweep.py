@@ -488,7 +488,7 @@ def planned(
                 parameters=one.parameters,
                 state=now.state,
                 why=now.why,
-                minutes=round(minutes, 1),
+                minutes=round(minutes, 2),
                 cost=None if per_hour is None else round(per_hour * minutes / 60, 2),
             )
         )
