@@ -162,3 +162,15 @@ def test_a_gpu_that_was_never_measured_proves_the_place_and_gets_no_folder(data:
     assert upload.sync("nvidia-l4", data, str(place)) == (0, 0)
     assert not (data / "nvidia-l4").exists()
     assert (place / "nvidia-l4" / store.CHECKSUMS).read_bytes() == b""
+
+
+def test_a_bucket_that_is_not_there_is_not_made(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """s3fs makes one for a folder that is asked for: a name that somebody mistyped would work, and cost."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a folder was asked for")
+
+    monkeypatch.setattr(fsspec.filesystem("memory"), "makedirs", refuse)
+    monkeypatch.setattr(fsspec.filesystem("memory"), "mkdir", refuse)
+    assert upload.sync(GPU, data, f"memory://{tmp_path.name}")[1]
+    fsspec.filesystem("memory").store.clear()

@@ -133,19 +133,23 @@ def _fetch(files: Any, there: str, folder: Path) -> int:
 def _send(files: Any, there: str, folder: Path) -> int:
     """Files that CHECKSUMS lists here and not there, or with another sum, then CHECKSUMS; how many."""
     listing = f"{there}/{store.CHECKSUMS}"
-    files.makedirs(there, exist_ok=True)
     old = files.cat_file(listing) if files.exists(listing) else None
     known = dict(_sums(old or b""))
     sums = dict(_sums((folder / store.CHECKSUMS).read_bytes())) if folder.is_dir() else {}
     changed = [name for name, digest in sums.items() if known.get(name) != digest and (folder / name).is_file()]
     for name in changed:
-        files.makedirs(f"{there}/{name}".rpartition("/")[0], exist_ok=True)
-        files.pipe_file(f"{there}/{name}", (folder / name).read_bytes())
+        _put(files, f"{there}/{name}", (folder / name).read_bytes())
         known[name] = sums[name]
     new = "".join(f"{known[name]}  {name}\n" for name in sorted(known, key=Path)).encode()
     if new != old:
-        files.pipe_file(listing, new)
+        _put(files, listing, new)
     return len(changed)
+
+
+def _put(files: Any, path: str, content: bytes) -> None:
+    if "file" in files.protocol:  # A bucket has no folders, and s3fs would make a bucket that is not there.
+        files.makedirs(path.rpartition("/")[0], exist_ok=True)
+    files.pipe_file(path, content)
 
 
 def _sums(checksums: bytes) -> Iterator[tuple[str, str]]:
