@@ -120,7 +120,8 @@ def _fetch(files: Any, there: str, folder: Path) -> int:
         target = folder / name
         if _RECORDS.fullmatch(name) and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            part = target.with_name(f".{target.name}.{os.getpid()}")
+            # Beside the GPU's folder: whoever writes its CHECKSUMS meanwhile would list the part.
+            part = folder.with_name(f".{target.name}.{os.getpid()}")
             try:
                 part.write_bytes(files.cat_file(path))
                 part.replace(target)
