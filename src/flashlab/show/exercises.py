@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -26,6 +26,7 @@ BLANK = "____"
 _BEFORE, _AFTER = 4, 3
 """Lines that stand around a blank."""
 _TIMEOUT_S = 10.0
+_SHOWN_FINDINGS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,9 @@ def ask(name: str) -> str:
     at = blank.string.count("\n", 0, blank.start())
     lines = blank.string.replace(blank[1], "…").splitlines()
     lines[at] = re.sub(r"\s+//.*", "", blank.string.splitlines()[at].replace(blank[1], BLANK))
-    shown = "\n".join(lines[max(0, at - _BEFORE) : at + 1 + _AFTER])
+    around = lines[max(0, at - _BEFORE) : at + 1 + _AFTER]
+    indent = min(len(line) - len(line.lstrip()) for line in around if line and not line.startswith("#"))
+    shown = "\n".join(line if line.startswith("#") else line[indent:] for line in around)
     return f"`kernels/{registry.get(exercise.stage).source.name}`, line {at + 1}:\n\n```cpp\n{shown}\n```\n"
 
 
@@ -130,8 +133,10 @@ class Checked:
             "**Wrong.** What the kernel did with it:",
             explained(self.trial),
             said(self.trial) if self.trial.error else compare({"with your answer": self.trial}),
-            findings(self.trial.report) if self.trial.report and self.trial.report.findings else "",
         ]
+        report = self.trial.report
+        if report and report.findings:
+            parts.append(findings(replace(report, findings=report.findings[:_SHOWN_FINDINGS])))
         return "\n\n".join(filter(None, parts))
 
 

@@ -219,8 +219,8 @@ class Lab:
         left_out = (
             f"Tried: lengths {', '.join(f'{q} × {k}' for q, k in COPY_LENGTHS)}, both masks, rows that are aligned, "
             f"padded, odd and side by side, warps in the order {COPY_SCHEDULE}. "
-            f"**Not tried:** {', '.join(others)}; scores that grow or jump; {COPY_LENGTHS[-1][1]} keys and more; other "
-            "orders of warps; a GPU, whose compiler and memory may reorder what here stays in order. "
+            f"**Not tried:** {', '.join(others)}; scores that grow or jump; more than {COPY_LENGTHS[-1][1]} keys; "
+            "other orders of warps; a GPU, whose compiler and memory may reorder what here stays in order. "
             f"`flashlab check --on cpu --races --source {stage_id}={shown(source)}` goes through {len(every):,} "
             "cases."
         )
