@@ -284,7 +284,7 @@ def test_the_ledger_sorts_and_filters_by_keyboard(browser: Browser, address: str
 
 
 def _marks(page: Page) -> int:
-    return page.locator(".explorer-chart svg path[d*='A'], .explorer-chart svg [aria-label='dot'] > *").count()
+    return page.locator(".explorer-chart svg path[d*='A'], .explorer-chart svg [data-mark='dot'] > *").count()
 
 
 def test_the_explorers_filters_change_the_marks_and_the_address_restores_them(browser: Browser, address: str) -> None:

@@ -156,6 +156,11 @@
       });
     }
     const best = drawn.reduce((one, other) => (other.tflops > one.tflops ? other : one));
+    // The picture has one name; its parts are no elements of their own to a screen reader.
+    for (const part of figure.querySelectorAll("g[aria-label]")) {
+      part.dataset.mark = part.getAttribute("aria-label");
+      part.removeAttribute("aria-label");
+    }
     figure.setAttribute("role", "img");
     figure.setAttribute("aria-label", `${VALUES[state.y]} over ${AXES[state.x]}, ${drawn.length} marks; the highest rate is ${best.name}'s, ${number(best.tflops)} TFLOP/s. The table below has every number.`);
     return figure;

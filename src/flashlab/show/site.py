@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -124,6 +125,7 @@ def _lighten(built: Path) -> None:
     for path in built.rglob("*.html"):
         text = path.read_text(encoding="utf-8")
         text = text.replace(' style="text-align: right;"', ' class="r"').replace(' style="text-align: left;"', "")
+        text = re.sub(r"<th( class=\"r\")?></th>", r"<td\1></td>", text)  # what names no column is no header
         path.write_text(text, encoding="utf-8")
 
 

@@ -1,0 +1,46 @@
+// The search index is as large as several pages: it is fetched when the search field is first used, not with each page.
+(() => {
+  "use strict";
+  const { send } = XMLHttpRequest.prototype;
+  const { open } = XMLHttpRequest.prototype;
+  const waiting = [];
+  let used = new URLSearchParams(location.search).has("q");
+  XMLHttpRequest.prototype.open = function (method, url, ...rest) {
+    this.isIndex = String(url).endsWith("search/search_index.json");
+    return open.call(this, method, url, ...rest);
+  };
+  XMLHttpRequest.prototype.send = function (...body) {
+    if (this.isIndex && !used) waiting.push(() => send.apply(this, body));
+    else send.apply(this, body);
+  };
+  const use = (event) => {
+    if (used || !event.target.closest?.(".md-search, [for=__search], #__search")) return;
+    used = true;
+    for (const go of waiting) go();
+  };
+  for (const kind of ["focusin", "click", "change"]) document.addEventListener(kind, use);
+})();
+
+// What the theme leaves out for a keyboard and a screen reader.
+(() => {
+  "use strict";
+  const reach = () => {
+    // A landmark a code block is none to find one's way by.
+    for (const bar of document.querySelectorAll("nav.md-code__nav:not([role])")) bar.setAttribute("role", "none");
+    for (const table of document.querySelectorAll(".md-typeset__scrollwrap:not(#flashlab-explorer *)")) {
+      const scrolls = table.scrollWidth > table.clientWidth;
+      if (scrolls === table.hasAttribute("tabindex")) continue;
+      for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", "Table, scrolls sideways"]]) {
+        if (scrolls) table.setAttribute(name, value);
+        else table.removeAttribute(name);
+      }
+    }
+  };
+  addEventListener("load", () => {
+    document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+    reach();
+    new MutationObserver(reach).observe(document.querySelector("article") ?? document.body, { childList: true, subtree: true });
+  });
+  addEventListener("resize", reach);
+  document.addEventListener("toggle", reach, true);
+})();
