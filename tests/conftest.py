@@ -76,13 +76,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The whole report of made-up records, made once a test run: data/, notebooks/, pages/ and site/, and said.txt."""
-    from synthetic import write_synthetic
+    """The whole report of made-up records of two GPUs, one of them partial, made once a test run: data/, notebooks/, pages/ and site/, and said.txt."""
+    from synthetic import write_partial, write_synthetic
 
     from flashlab.show import site
 
     def make(folder: Path) -> None:
         write_synthetic(folder / "data")
+        write_partial(folder / "data")
         said: list[str] = []
         index = site.run(source="replay", data=folder / "data", out=folder, say=said.append)
         assert index == folder / "site" / "index.html"

@@ -228,6 +228,22 @@ def ceiling(name: str, slug: str = "nvidia-h200") -> Ceiling:
     return next(one for one in _ceilings(slug) if one.name == name)
 
 
+def write_partial(data: Path, slug: str = "nvidia-h100", run: str = "20260202T030405Z-0123abc") -> Path:
+    """Write a later run of another GPU, a quarter slower: every second stage and two libraries at one problem."""
+    path = data / slug / "runs" / f"{run}.jsonl"
+    path.parent.mkdir(parents=True)
+    rows = [
+        measurement(name, suite("first")[0], run=run, slug=slug)
+        for name in (*list(registry.STAGES)[::2], "fa4", "sdpa_cudnn")
+    ]
+    for row in rows:
+        slower = [one.model_copy(update={"time_us": tuple(1.25 * t for t in one.time_us)}) for one in row.samples]
+        store.append(path, row.model_copy(update={"samples": tuple(slower)}))
+    store.write_machine(Machine(gpu=gpu(slug), host={"processor": "made up"}), data)
+    store.write_checksums(slug, data)
+    return path
+
+
 def write_synthetic(data: Path, slug: str = "nvidia-h200", *, problems: Iterable[Problem] | None = None) -> Path:
     """Write one made-up run of every stage and peer over `problems` (the standard suite, where None); its file.
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_synthetic
+from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_partial, write_synthetic
 
 from flashlab.core.errors import NoDataError, OutputError, ParameterError, ReportError
 from flashlab.core.paths import NOTEBOOKS, ROOT, SITE
@@ -32,9 +32,6 @@ from flashlab.show.notebook import NOTHING_YET
 from flashlab.show.typed import typed_numbers
 
 SECTIONS = ("Question", "Result", "Change", "Why", "Prediction", "Next", "Every measurement", "The code")
-
-
-LATER = "20260202T030405Z-0123abc"
 
 
 @pytest.fixture(scope="module")
@@ -406,13 +403,7 @@ def two_gpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of a whole GPU, and later ones of another at one problem, with half of the ladder and its libraries."""
     data = tmp_path_factory.mktemp("gpus") / "data"
     write_synthetic(data)
-    first = Problem.parse(FIRST_SHAPE)
-    path = data / "nvidia-h100" / "runs" / f"{LATER}.jsonl"
-    path.parent.mkdir(parents=True)
-    for name in (*list(STAGES)[::2], "fa4", "sdpa_cudnn"):
-        row = measurement(name, first, run=LATER, slug="nvidia-h100")
-        slower = [one.model_copy(update={"time_us": tuple(1.25 * t for t in one.time_us)}) for one in row.samples]
-        store.append(path, row.model_copy(update={"samples": tuple(slower)}))
+    write_partial(data)
     return data
 
 

@@ -50,11 +50,16 @@ class Typed(NamedTuple):
 def typed_numbers(paths: Iterable[Path]) -> Iterator[Typed]:
     """The measured numbers in the prose of pages and notebooks that no comment excepts."""
     for path in paths:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix == ".ipynb":
-            cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
-            text = "\n\n".join("".join(cell["source"]) for cell in cells)
-        yield from (Typed(path, line, words) for line, words in _in_text(text))
+        yield from (Typed(path, line, words) for line, words in _in_text(markdown_of(path)))
+
+
+def markdown_of(path: Path) -> str:
+    """The Markdown of a page, or of a notebook's cells with an empty line between any two."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".ipynb":
+        return text
+    cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+    return "\n\n".join("".join(cell["source"]) for cell in cells)
 
 
 def _in_text(text: str) -> Iterator[tuple[int, str]]:
