@@ -76,7 +76,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The whole report of made-up records of two GPUs, one of them partial, made once a test run: data/, notebooks/, pages/ and site/, and said.txt."""
+    """The report of made-up records of two GPUs, one of them partial, made once a test run.
+
+    It has data/, notebooks/, pages/ and site/, and said.txt.
+    """
     from synthetic import write_partial, write_synthetic
 
     from flashlab.show import site
