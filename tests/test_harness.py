@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -120,6 +121,28 @@ def test_a_worker_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     alive.unlink()
     time.sleep(0.5)
     assert not alive.exists()
+
+
+def test_a_worker_ends_when_its_parent_was_killed(tmp_path: Path) -> None:
+    """However long it says nothing: the next one wants the GPU."""
+    begun = tmp_path / "begun"
+    hang = f"    pathlib.Path({str(begun)!r}).write_text(str(os.getpid()))\n    time.sleep(600)\n"
+    script = "import pathlib\n" + BEGIN + hang + END
+    parent = (
+        "import sys\nfrom flashlab.measure.harness import Worker\n"
+        f"with Worker([sys.executable, '-c', {script!r}]) as one:\n"
+        "    one.run({}, lambda _: None, startup_s=60, step_s=60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    while not (begun.is_file() and begun.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    ends = time.monotonic() + 20
+    while Path(f"/proc/{begun.read_text()}").exists():
+        assert time.monotonic() < ends
+        time.sleep(0.1)
 
 
 def test_a_wrapped_worker_is_waited_for_and_its_output_is_read() -> None:

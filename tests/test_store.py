@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import subprocess
 from dataclasses import replace
@@ -523,6 +524,22 @@ def test_appended_lines_and_new_files_are_listed(data: Path) -> None:
     later = "20260103T000000Z-0123abc-4f2a91"
     append(data / SLUG / "runs" / f"{later}.jsonl", ceiling(run=later))
     store.write_checksums(SLUG, data)
+    assert store.verify(SLUG, data) == ()
+
+
+def test_what_a_killed_process_had_half_written_goes_with_the_next_record(data: Path) -> None:
+    (data / SLUG / ".machine.json.4242").write_text("{", encoding="utf-8")
+    assert [one.reason for one in store.verify(SLUG, data)] == ["not listed in CHECKSUMS", "of no known kind"]
+    store.write_checksums(SLUG, data)
+    assert store.verify(SLUG, data) == ()
+
+
+def test_lines_appended_under_a_clock_that_was_set_back_are_listed(data: Path) -> None:
+    path = data / SLUG / "runs" / f"{LATE}.jsonl"
+    append(path, ceiling(run=LATE))
+    earlier = (data / SLUG / "CHECKSUMS").stat().st_mtime - 3600
+    os.utime(path, (earlier, earlier))
+    store.write_checksums(SLUG, data, written=path)
     assert store.verify(SLUG, data) == ()
 
 

@@ -107,8 +107,8 @@ def test_what_fails_twice_costs_its_own_cell_until_it_is_run_again(
     assert "ZeroDivisionError: made up" in ended["error"].why
     assert "No space left on device" in ended["disk"].why
     planned = sweep.planned(cells, tmp_path / "sweep", tmp_path / "data")
-    assert [one.state for one in planned] == [ended[one.parameters["harm"]].state for one in planned]
-    assert all(one.cost == pytest.approx(one.minutes, abs=0.06) for one in planned)
+    assert [one["state"] for one in planned] == [ended[one["parameters"]["harm"]].state for one in planned]
+    assert all(one["cost"] == pytest.approx(one["minutes"], abs=0.011) for one in planned)
     assert {mend.action for mend in store.mends(fake_cell.SLUG, tmp_path / "data")} == {"set aside"}
     store.repair(fake_cell.SLUG, tmp_path / "data")
     assert {state.state for state in run(cells, tmp_path).values()} == {"done"}
@@ -179,7 +179,7 @@ def test_a_sweep_that_is_ended_mid_cell_goes_on(how: signal.Signals, make: Make,
         wait_for(lambda: not left_of(tmp_path), 10)
         assert 0 < len(rows(tmp_path)) < 4
     else:  # What it started ends by itself, and holds the cell until then.
-        assert [one.state for one in sweep.planned(cells, tmp_path / "sweep", tmp_path / "data")] == ["running"]
+        assert [one["state"] for one in sweep.planned(cells, tmp_path / "sweep", tmp_path / "data")] == ["running"]
         wait_for(lambda: not left_of(tmp_path))
     assert run(cells, tmp_path)[""].state == "done"
     nothing_lost_nothing_twice(cells, tmp_path)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,16 +15,15 @@ from flashlab.cli.output import answer, live, say
 from flashlab.core.errors import ParameterError, ReportError
 from flashlab.core.paths import BUILD, DATA
 
-if TYPE_CHECKING:
-    from flashlab.show.sweep import Planned
-
+Plan = Sequence[Mapping[str, Any]]
+"""As `sweep.planned` makes it."""
 Timeout = Annotated[
     float | None,
     typer.Option(min=1, help="Seconds for each notebook; an hour when measuring, 5 minutes otherwise, if not given."),
 ]
 COLUMNS = {
     "notebook": "notebook",
-    "parameters": lambda row: {name: value for name, value in row.parameters.items() if name != "source"},
+    "parameters": lambda row: {name: value for name, value in row["parameters"].items() if name != "source"},
     **{name: name for name in ("gpu", "state", "minutes", "cost", "why")},
 }
 
@@ -77,18 +76,18 @@ def report(
         )
 
 
-def _show_plan(planned: Sequence[Planned], as_json: bool) -> None:
+def _show_plan(planned: Plan, as_json: bool) -> None:
     answer(planned, COLUMNS, as_json=as_json)
     say(_needed(planned))
 
 
-def _needed(planned: Sequence[Planned], gpus: int = 1) -> str:
+def _needed(planned: Plan, gpus: int = 1) -> str:
     """What is to be done and what it takes, in a line."""
-    left = [one for one in planned if one.state != "done"]
-    done = [one for one in planned if one.state == "done"]
-    cost, spent = (sum(one.cost or 0.0 for one in some) for some in (left, done))
-    minutes = max([sum(one.minutes for one in left) / max(gpus, 1), *(one.minutes for one in left)], default=0.0)
-    measured = sum(one.parameters.get("source") == "measure" for one in left)
+    left = [one for one in planned if one["state"] != "done"]
+    done = [one for one in planned if one["state"] == "done"]
+    cost, spent = (sum(one["cost"] or 0.0 for one in some) for some in (left, done))
+    minutes = max([sum(one["minutes"] for one in left) / max(gpus, 1), *(one["minutes"] for one in left)], default=0.0)
+    measured = sum(one["parameters"].get("source") == "measure" for one in left)
     text = f"{len(left)} of {len(planned)} cells to run, {measured} of them measure: about {minutes:.0f} min"
     text += f", costing about ${cost:.2f}" if cost else ""
     return text + (f"; spent so far ${spent:.2f}" if spent else "")

@@ -29,6 +29,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -303,11 +304,19 @@ def serve(work: Callable[[Message, Send], None], arguments: Sequence[str] | None
     parser = argparse.ArgumentParser(description="Internal: a worker of flashlab, which its parent starts.")
     parser.add_argument("--connect", required=True, help="the socket of the parent")
     path = parser.parse_args(arguments).connect
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     # Not inherited: a compiler's process, say, must not keep the connection open when the worker dies.
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         with connection.makefile("rw", encoding="utf-8") as pipe:
             return _serve(work, pipe)
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone: nobody hears what it says, and the next worker wants the GPU."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(4)
 
 
 def _serve(work: Callable[[Message, Send], None], pipe: IO[str]) -> int:
@@ -390,7 +399,7 @@ class Book:
         with self._stack:
             if self.gpu is not None and self.path.exists():
                 store.write_machine(Machine(gpu=self.gpu, host=host()), self._data)
-                store.write_checksums(self.gpu.slug, self._data)
+                store.write_checksums(self.gpu.slug, self._data, written=self.path)
 
     def hello(self, message: Message) -> None:
         """Learn the GPU and the software from a worker's greeting, and lock that GPU; every worker has the same.

@@ -363,12 +363,18 @@ def _sealing(folder: Path) -> Iterator[dict[str, str]]:
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
+        for part in folder.glob(_PART):  # of a process that was killed: whoever writes holds the lock
+            part.unlink(missing_ok=True)
         sums, _ = _listed(folder)
         yield sums
         lines = [f"{sums[name]}  {name}\n" for name in sorted(sums, key=Path)]
         write_at_once(folder / CHECKSUMS, "".join(lines))
     finally:
         os.close(handle)
+
+
+_PART = ".*.[0-9]*"
+"""What a document that is being written is called beside its name."""
 
 
 def write_at_once(path: Path, text: str) -> None:
@@ -394,11 +400,11 @@ def _has_grown(content: bytes, old: str) -> bool:
     return False
 
 
-def write_checksums(gpu: str, data: Path = DATA) -> Path:
+def write_checksums(gpu: str, data: Path = DATA, *, written: Path | None = None) -> Path:
     """Bring data/<gpu>/CHECKSUMS, in the format of `sha256sum`, up to date with new files and lines that were appended.
 
     A file that was changed in any other way, or removed, keeps its old sum, so that `verify` names it. Only files
-    that are new, or were written since CHECKSUMS was, are read.
+    that are new, or were written since CHECKSUMS was, are read; and `written`, whatever the clock says.
 
     Raises:
         DamagedRecordError: such files, among those that were written since; everything else is up to date.
@@ -411,7 +417,7 @@ def write_checksums(gpu: str, data: Path = DATA) -> Path:
         sealed_ns = path.stat().st_mtime_ns if path.is_file() else 0
         for file in _data_files(folder):
             name = file.relative_to(folder).as_posix()
-            if file.is_symlink() or (name in sums and file.stat().st_mtime_ns < sealed_ns):
+            if file.is_symlink() or (file != written and name in sums and file.stat().st_mtime_ns < sealed_ns):
                 continue
             content = file.read_bytes()
             grown = name not in sums or (file.suffix == ".jsonl" and _has_grown(content, sums[name]))

@@ -169,14 +169,14 @@ def plan(
     full: bool = False,
     data: Path = DATA,
     out: Path = BUILD,
-) -> tuple[sweep.Planned, ...]:
+) -> list[dict[str, Any]]:
     """What `run` would do and how long that may take, a notebook each; raises as it does, and runs nothing."""
     lab = settings(source=source, gpu=gpu, stages=stages, out=out / "notebooks", data=data)
     cells = measuring(lab.gpu or "", full=full, stages=stages) if lab.source == "measure" else ()
     shown = sweep.planned(showing(lab.gpu or "", stages=stages), out / "notebooks", data, flat=True)
     # They are executed anew, whatever was done, and two at a time.
-    again = [one.model_copy(update={"state": "left", "why": "", "minutes": round(one.minutes / 2, 2)}) for one in shown]
-    return (*sweep.planned(cells, out / "sweep", data), *again)
+    again = [one | {"state": "left", "why": "", "minutes": round(one["minutes"] / 2, 2)} for one in shown]
+    return [*sweep.planned(cells, out / "sweep", data), *again]
 
 
 def run(

@@ -304,6 +304,13 @@ def cell(
     )
 
 
+@cache
+def _read_by(source: Path) -> tuple[Path, ...]:
+    """The files that a stage's source is compiled from."""
+    text = source.read_text(encoding="utf-8")
+    return tuple(sorted({source, *sources.included(source, text, (KERNELS, KERNELS / "common"))}))
+
+
 # --- What has run -----------------------------------------------------------------------------------------------------
 
 
@@ -450,56 +457,21 @@ def run_cell(
     return State(state="failed" if failure else "done", why=why, seconds=ran.seconds)
 
 
-class Planned(_Model):
-    """A cell as a plan lists it."""
+def planned(cells: Sequence[Cell], folders: Path, data: Path = DATA, *, flat: bool = False) -> list[dict[str, Any]]:
+    """How it stands with cells: notebook, gpu, parameters, state, why, minutes and cost of each; nothing is run.
 
-    notebook: str
-    gpu: str
-    parameters: dict[str, str]
-    state: str
-    why: str
-    minutes: float
-    """What it is taken to need if it is to run; what it took where it is done."""
-    cost: float | None
-    """Of those minutes, in dollars, by `prices`; None where nothing says."""
-
-
-def planned(
-    cells: Sequence[Cell],
-    folders: Path,
-    data: Path = DATA,
-    *,
-    flat: bool = False,
-) -> tuple[Planned, ...]:
-    """How it stands with cells, what they are taken to need and what they cost; nothing is run.
-
-    Args:
-        folders, data, flat: as `run` takes them.
+    Minutes are what it took where it is done, else what it is taken to need; the cost is theirs in dollars, by
+    `prices`, None where nothing says. Arguments as `run` takes them.
     """
     price, found = prices(cells, data), []
     for one in cells:
         now = state(one, folders if flat else folders / one.id, data)
         minutes = (now.seconds or 0.0 if now.state == "done" else now.left_s(one)) / 60
-        per_hour = price.get(one.gpu) if one.measures else None
-        found.append(
-            Planned(
-                notebook=one.notebook.stem,
-                gpu=one.gpu,
-                parameters=one.parameters,
-                state=now.state,
-                why=now.why,
-                minutes=round(minutes, 2),
-                cost=None if per_hour is None else round(per_hour * minutes / 60, 2),
-            )
-        )
-    return tuple(found)
-
-
-@cache
-def _read_by(source: Path) -> tuple[Path, ...]:
-    """The files that a stage's source is compiled from."""
-    text = source.read_text(encoding="utf-8")
-    return tuple(sorted({source, *sources.included(source, text, (KERNELS, KERNELS / "common"))}))
+        cost = price[one.gpu] * minutes / 60 if one.measures and one.gpu in price else None
+        row: dict[str, Any] = {"notebook": one.notebook.stem, "gpu": one.gpu, "parameters": one.parameters}
+        row |= {"state": now.state, "why": now.why, "minutes": round(minutes, 2)}
+        found.append(row | {"cost": None if cost is None else round(cost, 2)})
+    return found
 
 
 def prices(cells: Iterable[Cell], data: Path = DATA) -> dict[str, float]:
@@ -568,10 +540,9 @@ def run(
     where = {one.id: folders if flat else folders / one.id for one in cells}
     ended: dict[str, State] = {}
     for group in ([one for one in cells if one.measures], [one for one in cells if not one.measures]):
-        if not group:
-            continue
-        on_ray = ray if group[0].measures else None
-        slots = sum(there.values()) if on_ray else 1 if group[0].measures else _REPLAYS_AT_ONCE
+        measures = bool(group) and group[0].measures
+        on_ray = ray if measures else None
+        slots = sum(there.values()) if on_ray else 1 if measures else _REPLAYS_AT_ONCE
         if on_ray:  # The longest first, so that the last GPU is not left alone with it.
             group.sort(key=lambda one: -state(one, where[one.id], data).left_s(one))
         jobs = _Jobs(on_ray, slots)
@@ -583,17 +554,14 @@ def run(
                     one = pending.pop(job)
                     ended[one.id] = _how_it_ended(job, one, where[one.id], data)
                     say(f"{one.label}: {_said(ended[one.id])}")
-                if on_ray:
-                    for job in [job for job, one in pending.items() if not ray_gpus(ray).get(one.gpu)]:
-                        one = pending.pop(job)
-                        ended[one.id] = State(state="failed", why=f"there is no {one.gpu} any more")
-                told = {} if flat else {one.label: _progress(where[one.id]) for one in pending.values()}
-                left_s = [
-                    needed_s[one.id] if (left := told.get(one.label, ("", None))[1]) is None else left
-                    for one in pending.values()
-                ]
+                there = ray_gpus(ray) if on_ray else there
+                for job in [job for job, one in pending.items() if one.measures and not there.get(one.gpu)]:
+                    one = pending.pop(job)
+                    ended[one.id] = State(state="failed", why=f"there is no {one.gpu} any more")
+                told = {one.id: ("", None) if flat else _progress(where[one.id]) for one in pending.values()}
+                texts = [f"{one.label}: {told[one.id][0]}" for one in pending.values() if told[one.id][0]]
+                left_s = [needed_s[name] if left is None else left for name, (_, left) in told.items()]
                 minutes = max([sum(left_s) / slots, *left_s], default=0.0) / 60
-                texts = [f"{label}: {text}" for label, (text, _) in told.items() if text]
                 live(" · ".join([f"{len(ended)} of {len(cells)} cells", f"about {minutes:.0f} min left", *texts]))
         except BaseException:
             jobs.stop(list(pending))
