@@ -64,6 +64,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def replayed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders by test: what the cells of its notebooks wrote and showed, run without a kernel (tests/replay.py)."""
     folder = tmp_path_factory.mktemp("replayed")
+    (folder / "none").mkdir()
     # Stages are what notebooks compile and emulate, which `report` does with all of them.
     given = {
         "test_before_anything_was_measured": {"data": str(folder / "none"), "stages": "00_naive"},

@@ -18,7 +18,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -510,8 +510,13 @@ def _without(claim: Claim, finding: Finding | None, would: Kind, command: str, r
     return " ".join(filter(None, sentences))
 
 
-def verdicts(gpu: str, data: Path = DATA, claims: Path = CLAIMS) -> tuple[Verdict, ...]:
-    """The verdict on every claim from a GPU's records, in the claims' order.
+def verdicts(
+    gpu: str,
+    data: Path = DATA,
+    claims: Path = CLAIMS,
+    follow: Callable[[Collection[str]], Iterable[str]] = iter,
+) -> tuple[Verdict, ...]:
+    """The verdict on every claim from a GPU's records, in the claims' order; `follow` sees their ids go by.
 
     Raises:
         NoDataError: the GPU has no run.
@@ -519,7 +524,8 @@ def verdicts(gpu: str, data: Path = DATA, claims: Path = CLAIMS) -> tuple[Verdic
     """
     store.require_runs(gpu, data)
     on_record = Records(gpu, data)
-    return tuple(evaluate(claim, on_record) for claim in read(claims))
+    by_id = {claim.id: claim for claim in read(claims)}
+    return tuple(evaluate(by_id[claim_id], on_record) for claim_id in follow(by_id))
 
 
 def as_json(verdicts: Sequence[Verdict]) -> str:

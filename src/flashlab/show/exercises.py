@@ -19,6 +19,7 @@ from pathlib import Path
 from flashlab.core.errors import ParameterError
 from flashlab.core.problem import Mask
 from flashlab.kernels import registry
+from flashlab.show.notebook import progress_bar
 from flashlab.show.tables import number
 from flashlab.show.trial import Trial, attempt, compare, edited, explained, findings, said
 
@@ -153,12 +154,14 @@ def check(name: str, answer: str) -> Checked:
         return Checked(exercise=exercise)
     start = blank.start()
     new = blank[0][: blank.start(1) - start] + answer + blank[0][blank.end(1) - start :]
-    trial = attempt(
-        exercise.stage,
-        edited(exercise.stage, blank[0], new),
-        shape=exercise.shape,
-        mask=exercise.mask,
-        params=exercise.params,
-        timeout_s=_TIMEOUT_S,
-    )
+    with progress_bar() as progress:
+        progress(0, 1, "compile and run")
+        trial = attempt(
+            exercise.stage,
+            edited(exercise.stage, blank[0], new),
+            shape=exercise.shape,
+            mask=exercise.mask,
+            params=exercise.params,
+            timeout_s=_TIMEOUT_S,
+        )
     return Checked(exercise=exercise, trial=trial)

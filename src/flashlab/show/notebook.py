@@ -12,7 +12,7 @@ import html
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -180,12 +180,10 @@ class Lab:
             on_cpu.build_all(by_name, todo, hooks=True, follow=progress)
         rows: list[CheckRow] = []
         seconds: dict[str, float] = {}
-        with progress_bar() as progress:
-            for number, stage_id in enumerate(stages):
-                progress(number, len(stages), f"run {stage_id}")
-                began = time.perf_counter()
-                rows += on_cpu.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
-                seconds[stage_id] = time.perf_counter() - began
+        for stage_id in followed(stages):
+            began = time.perf_counter()
+            rows += on_cpu.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
+            seconds[stage_id] = time.perf_counter() - began
         return trial.CpuCheck(rows=tuple(rows), seconds=seconds)
 
     def check_copy(self, stage_id: str, source: Path) -> trial.CpuCheck:
@@ -207,6 +205,7 @@ class Lab:
                 [],
                 sources={stage_id: source},
                 lengths=COPY_LENGTHS,
+                layouts=("contiguous", "misaligned"),
                 dtypes=kernel.dtypes[:1],
                 head_dims=kernel.head_dims[:1],
                 schedules=(COPY_SCHEDULE,),
@@ -217,8 +216,8 @@ class Lab:
         every = cases.default_cases_on_cpu({stage_id: kernel})
         others = [*kernel.dtypes[1:], *(f"head dim {dim}" for dim in kernel.head_dims[1:])]
         left_out = (
-            f"Tried: lengths {', '.join(f'{q} × {k}' for q, k in COPY_LENGTHS)}, both masks, rows that are aligned, "
-            f"padded, odd and side by side, warps in the order {COPY_SCHEDULE}. "
+            f"Tried: lengths {', '.join(f'{q} × {k}' for q, k in COPY_LENGTHS)}, both masks, rows that are "
+            f"aligned and rows that are not, warps in the order {COPY_SCHEDULE}. "
             f"**Not tried:** {', '.join(others)}; scores that grow or jump; more than {COPY_LENGTHS[-1][1]} keys; "
             "other orders of warps; a GPU, whose compiler and memory may reorder what here stays in order. "
             f"`flashlab check --on cpu --races --source {stage_id}={shown(source)}` goes through {len(every):,} "
@@ -258,11 +257,10 @@ class Lab:
         shapes = ", ".join(dict.fromkeys(line.shape for line in lines.values()))
         commits = dict.fromkeys(line.commit[:7] + (" + changes" if line.dirty else "") for line in lines.values())
         names = "".join({line.gpu for line in lines.values()})
-        compared: dict[str, Mapping[str, trial.Counts]] = {}
-        with progress_bar() as progress:
-            for number, (stage_id, line) in enumerate(lines.items()):
-                progress(number, len(lines), f"count {stage_id}")
-                compared[stage_id] = trial.counted(trial.count_accesses(stage_id, line.shape), line)
+        compared = {
+            stage_id: trial.counted(trial.count_accesses(stage_id, lines[stage_id].shape), lines[stage_id])
+            for stage_id in followed(lines)
+        }
         return trial.Counted(
             compared={stage_id: compared[stage_id] for stage_id in self.stages if stage_id in compared},
             source=f"{names} · {shapes} full float16 · commit {', '.join(commits)}",
@@ -355,7 +353,7 @@ class Lab:
         Raises:
             OutputError: it cannot be written.
         """
-        code, shown = provenance.source(), self.results
+        code, shown = provenance.source(), vars(self).get("results")  # not read where nothing of it was shown
         outcome = Outcome(
             notebook=name,
             source=self.source,
@@ -491,6 +489,14 @@ def progress_bar() -> Iterator[Callable[..., None]]:
         yield report
     finally:
         draw("")
+
+
+def followed(names: Collection[str]) -> Iterator[str]:
+    """The names in turn, under a bar that says which one is at work."""
+    with progress_bar() as progress:
+        for number, name in enumerate(names):
+            progress(number, len(names), name)
+            yield name
 
 
 def compile_stages(jobs: Sequence[Job]) -> tuple[Cubin | CompileError, ...]:
