@@ -75,8 +75,9 @@ def write_pages(
 def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path:
     """Build the site of the pages in `out`/pages, strictly, into `out`/site; its index.html.
 
-    The configuration that is built, `out`/mkdocs.yml, is the repository's with absolute paths and with the pages that
-    depend on the registry and on data/ in its navigation: one a stage, one a GPU.
+    The configuration that is built, `out`/mkdocs.yml, is the repository's for that folder, and has the pages that
+    depend on the registry and on data/ in its navigation: one a stage, one a GPU. The environment's FLASHLAB_SITE_URL
+    is where the site will be published, for previews of links and the page of errors; empty: not known.
 
     Raises:
         ReportError: `out`/pages was not written, or a page, link or snippet is broken.
@@ -98,9 +99,11 @@ def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path
     }
     configuration["nav"] = _expanded(configuration["nav"], after)
     configuration["extra"]["gpus"] = gpus
-    configuration["theme"]["custom_dir"] = str(ROOT / configuration["theme"]["custom_dir"])
+    # Beside the configuration, because Zensical, which builds the same file, takes no paths that lead elsewhere.
+    overrides = configuration["theme"]["custom_dir"]
+    shutil.copytree(ROOT / overrides, folder / overrides, dirs_exist_ok=True)
     configuration["site_url"] = os.environ.get("FLASHLAB_SITE_URL", "")
-    configuration["docs_dir"], configuration["site_dir"] = str(folder / "pages"), str(folder / "site")
+    configuration["docs_dir"], configuration["site_dir"] = "pages", "site"
     for extension in configuration["markdown_extensions"]:
         if isinstance(extension, dict) and "pymdownx.snippets" in extension:
             extension["pymdownx.snippets"]["base_path"] = [str(listing.parent / "snippets")]
