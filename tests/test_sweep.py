@@ -60,13 +60,13 @@ def make(tmp_path: Path) -> Make:
             if harm:
                 (tmp_path / f"harm-{harm}").write_text(str(times), encoding="utf-8")
         (tmp_path / "cells.toml").write_text("\n".join(lines), encoding="utf-8")
-        return sweep.cells_of("made_up", tmp_path / "cells.toml", there=THERE)
+        return sweep.cells_of("made_up", tmp_path / "cells.toml", available=THERE)
 
     return cells
 
 
 def run(cells: tuple[sweep.Cell, ...], folder: Path, timeout_s: float = 60.0) -> dict[str, sweep.State]:
-    ended = sweep.run(cells, folder / "sweep", folder / "data", timeout_s=timeout_s, there=THERE)
+    ended = sweep.run(cells, folder / "sweep", folder / "data", timeout_s=timeout_s, available=THERE)
     return {one.parameters["harm"]: ended[one.id] for one in cells}
 
 
@@ -217,7 +217,7 @@ def test_a_cell_is_run_again_for_what_it_depends_on_alone(
 
 
 def test_a_cell_depends_on_the_kernels_it_names() -> None:
-    (every,) = (one for one in sweep.cells_of("quick", there=["x"]) if one.notebook.stem == "02_ladder")
+    (every,) = (one for one in sweep.cells_of("quick", available=["x"]) if one.notebook.stem == "02_ladder")
     named = sweep.cell(every.notebook, "x", {"stages": "05_wmma"})
     kernels = {name for name in named.digests if name.startswith("kernels/")}
     assert "kernels/05_wmma.cu" in kernels
@@ -230,7 +230,7 @@ def test_a_cell_depends_on_the_kernels_it_names() -> None:
 def test_a_gpu_that_nobody_has_is_refused_at_once_with_what_is_there(make: Make, tmp_path: Path) -> None:
     cells = make("")
     with pytest.raises(NoGpuError, match=r"wanted test-gpu, found 2 nvidia-h200"):
-        sweep.run(cells, tmp_path / "sweep", tmp_path / "data", there={"nvidia-h200": 2})
+        sweep.run(cells, tmp_path / "sweep", tmp_path / "data", available={"nvidia-h200": 2})
     assert not (tmp_path / "sweep").exists()
 
 
@@ -246,11 +246,11 @@ def test_a_gpu_that_nobody_has_is_refused_at_once_with_what_is_there(make: Make,
 def test_a_file_of_cells_that_makes_no_sense_is_refused(text: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "cells.toml").write_text(text, encoding="utf-8")
     with pytest.raises(ParameterError, match=words):
-        sweep.cells_of("made_up", tmp_path / "cells.toml", there=["x"])
+        sweep.cells_of("made_up", tmp_path / "cells.toml", available=["x"])
 
 
 def test_lists_of_values_make_a_cell_of_each() -> None:
-    cells = [one for one in sweep.cells_of("full", there=["a", "b"]) if one.notebook.stem == "02_ladder"]
+    cells = [one for one in sweep.cells_of("full", available=["a", "b"]) if one.notebook.stem == "02_ladder"]
     assert [(one.gpu, one.parameters["suite"]) for one in cells] == [
         (gpu, of) for gpu in ("a", "b") for of in ("standard", "peers", "lengths")
     ]
@@ -260,7 +260,7 @@ def test_lists_of_values_make_a_cell_of_each() -> None:
 def test_a_first_look_takes_less_than_ten_minutes() -> None:
     """By what is on record; the minutes in the file of cells are not less than that."""
     known = [row for gpu in store.gpus() for row in store.measurements(gpu)]
-    cells = sweep.cells_of("quick", there=["x"])
+    cells = sweep.cells_of("quick", available=["x"])
     for one in cells:
         if one.parameters.get("suite"):
             stages = one.parameters["stages"].split(",") if "stages" in one.parameters else None
@@ -285,7 +285,7 @@ def test_ray_gives_each_cell_a_gpu_of_its_own(make: Make, tmp_path: Path) -> Non
     """Two made-up GPUs: cells on one at once would meet its lock, and a worker that dies is tried again."""
     cells = make("", "kernel", "papermill", pause="0.2")
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    with sweep.with_ray("local", there={fake_cell.SLUG: 2}) as ray:
+    with sweep.with_ray("local", available={fake_cell.SLUG: 2}) as ray:
         assert sweep.ray_gpus(ray) == {fake_cell.SLUG: 2}
         with pytest.raises(NoGpuError, match="found 2 test-gpu"):
             sweep.run(

@@ -165,9 +165,9 @@ def collect(
     """
     from flashlab.record import collect as module
 
-    found = module.collect(folders, data.resolve(), commit=commit)
+    collected = module.collect(folders, data.resolve(), commit=commit)
     columns = {"gpu": "gpu", "from": "folder", "taken": lambda one: len(one.taken), "known": lambda one: len(one.known)}
-    answer(found, columns, as_json=as_json)
+    answer(collected, columns, as_json=as_json)
 
 
 def compare(
@@ -188,13 +188,13 @@ def compare(
     """
     from flashlab.query import compare as module
 
-    found = module.compare(before, after, data)
+    comparison = module.compare(before, after, data)
     wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
-    rows = [one for one in found.changes if matching([one.problem], **wanted)]
+    rows = [one for one in comparison.changes if matching([one.problem], **wanted)]
     if chart is not None:
         from flashlab.show import charts
 
-        chart.write_text(charts.changes(found, rows).svg["wide"], encoding="utf-8")
+        chart.write_text(charts.changes(comparison, rows).svg["wide"], encoding="utf-8")
         say(f"drawn in {chart}")
     columns = {
         **{"problem": "problem.label", "name": "name", "A µs": "before_us", "B µs": "after_us", "ratio": "ratio"},
@@ -202,9 +202,9 @@ def compare(
         **{"starts": "starts", "verdict": "verdict"},
     }
     changed = [one for one in rows if every or one.verdict != "same"]
-    percent = found.noise_percent
+    percent = comparison.noise_percent
     noise = "unknown, as no code is on record from two" if percent is None else f"{percent:.2f} %"
-    document = {name: getattr(found, name) for name in ("sides", "differs", "noise_percent")}
+    document = {name: getattr(comparison, name) for name in ("sides", "differs", "noise_percent")}
     answer(
         changed,
         columns,
@@ -212,7 +212,7 @@ def compare(
         title=f"{before} (A) and {after} (B); noise between starts {noise}",
         document=document | {"changes": [{k: v for k, v in vars(one).items() if k != "rows"} for one in changed]},
     )
-    for name, (ours, theirs) in found.differs.items():
+    for name, (ours, theirs) in comparison.differs.items():
         say(f"{name}: {ours} → {theirs}")
     say(f"{len(rows) - sum(one.verdict == 'same' for one in rows)} of {len(rows)} times changed")
 

@@ -129,17 +129,19 @@ def sweep(
     data, out = data.resolve(), out.resolve()
     with contextlib.ExitStack() as stack:
         connected = stack.enter_context(module.with_ray(ray)) if ray else None
-        there = module.ray_gpus(connected) if connected else module.gpus_here()
-        chosen = module.cells_of(cells, file, there=gpu or tuple(there))
+        available = module.ray_gpus(connected) if connected else module.gpus_here()
+        chosen = module.cells_of(cells, file, available=gpu or tuple(available))
         planned = module.planned(chosen, out, data)
         if action in (Action.PLAN, Action.STATUS):
             answer(planned, COLUMNS, as_json=as_json)
-            say(_needed(planned, sum(there.values()) if connected else 1))
+            say(_needed(planned, sum(available.values()) if connected else 1))
             return
-        module.place(chosen, there)
-        say(_needed(planned, sum(there.values()) if connected else 1))
+        module.place(chosen, available)
+        say(_needed(planned, sum(available.values()) if connected else 1))
         with live() as follow:
-            ended = module.run(chosen, out, data, timeout_s=timeout, ray=connected, there=there, say=say, live=follow)
+            ended = module.run(
+                chosen, out, data, timeout_s=timeout, ray=connected, available=available, say=say, live=follow
+            )
     for name in {one.gpu for one in chosen if one.measures}:
         upload.sync(name, data)
     answer(module.planned(chosen, out, data), COLUMNS, as_json=as_json)

@@ -45,7 +45,7 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
             here with another content; or new runs of several commits, or of a tree that differed from its commit.
         OutputError: `data` cannot be written.
     """
-    found = []
+    collected = []
     plan: list[tuple[Path, Path]] = []
     for source in (gpu for folder in folders for gpu in _gpus_in(folder)):
         gpu = source.name
@@ -59,16 +59,16 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
         plan += new.items()
         names = {path: path.relative_to(source).as_posix() for path in files}
         taken, known = ([names[path] for path in files if (path in new) == wanted] for wanted in (True, False))
-        found.append(Collected(gpu=gpu, folder=source, taken=tuple(taken), known=tuple(known)))
+        collected.append(Collected(gpu=gpu, folder=source, taken=tuple(taken), known=tuple(known)))
         if new and not (data / gpu / "machine.json").is_file():
             plan.append((source / "machine.json", data / gpu / "machine.json"))
     _rehearse(plan, data)
     for path, target in plan:
         writable_dir(target.parent, "records")
         shutil.copyfile(path, target)
-    for gpu in {one.gpu for one in found if one.taken}:
+    for gpu in {one.gpu for one in collected if one.taken}:
         store.write_checksums(gpu, data)
-    return tuple(found)
+    return tuple(collected)
 
 
 def _gpus_in(folder: Path) -> list[Path]:
@@ -134,6 +134,6 @@ def _rehearse(plan: Sequence[tuple[Path, Path]], data: Path) -> None:
                 raise DamagedRecordError(_refused(data / gpu, "sound records with the new ones", damage))
 
 
-def _refused(folder: Path, wanted: str, found: Iterable[object]) -> str:
-    listed = "\n  ".join(map(str, found))
+def _refused(folder: Path, wanted: str, problems: Iterable[object]) -> str:
+    listed = "\n  ".join(map(str, problems))
     return f"{folder}: wanted {wanted}, found:\n  {listed}\nNothing was taken over"

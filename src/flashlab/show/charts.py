@@ -1661,7 +1661,7 @@ def intervals(
     return _row_chart(lines, each, xlabel=xlabel, reference=(reference, {}), log=log, bold=bold, **what)
 
 
-def changes(found: Comparison, shown: Sequence[Change], *, name: str = "compare") -> Chart:
+def changes(comparison: Comparison, shown: Sequence[Change], *, name: str = "compare") -> Chart:
     """How many times as fast the second side of a comparison is, with intervals, a group a problem.
 
     Raises:
@@ -1674,8 +1674,12 @@ def changes(found: Comparison, shown: Sequence[Change], *, name: str = "compare"
         row = Interval(name=row_title(one.rows[0]), look=looks.get(one.verdict, "plain"), **ends)
         groups.setdefault(one.problem.label, []).append(row)
     records = [record for one in shown for record in one.rows]
-    before, after = found.sides
-    noise = f", and noise between starts is {found.noise_percent:.2f} %" if found.noise_percent is not None else ""
+    before, after = comparison.sides
+    noise = (
+        f", and noise between starts is {comparison.noise_percent:.2f} %"
+        if comparison.noise_percent is not None
+        else ""
+    )
     return intervals(
         groups,
         xlabel=f"times as fast: {after} over {before}",

@@ -149,7 +149,7 @@ def _expanded(nav: Sequence[Any], after: Mapping[str, Sequence[Mapping[str, str]
 
 def measuring(gpu: str, *, full: bool = False, stages: str = "") -> tuple[sweep.Cell, ...]:
     """The cells that a report measures on a GPU: the set `full` or `quick` of notebooks/cells.toml."""
-    return sweep.cells_of("full" if full else "quick", there=[gpu], given={"stages": stages} if stages else None)
+    return sweep.cells_of("full" if full else "quick", available=[gpu], given={"stages": stages} if stages else None)
 
 
 def showing(gpu: str, *, stages: str = "") -> tuple[sweep.Cell, ...]:
@@ -219,7 +219,7 @@ def run(
     failed: dict[str, str] = {}
     if lab.source == "measure":
         cells = measuring(shown, full=full, stages=stages)
-        states = sweep.run(cells, out / "sweep", data, timeout_s=timeout_s, there={shown: 1}, say=say, live=live)
+        states = sweep.run(cells, out / "sweep", data, timeout_s=timeout_s, available={shown: 1}, say=say, live=live)
         failed |= {cell.notebook.stem: states[cell.id].why for cell in cells if states[cell.id].state != "done"}
         if shown not in store.gpus(data):
             say(f"nothing of {shown} is on record, so the pages show other GPUs")

@@ -177,15 +177,15 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """End a process and all that it started, kernels too, which lead groups of their own."""
     if process.poll() is not None:
         return
-    below, found = [process.pid], [process.pid]
+    below, family = [process.pid], [process.pid]
     while below:
         for children in Path(f"/proc/{below.pop()}/task").glob("*/children"):
             with contextlib.suppress(OSError):
                 some = [int(child) for child in children.read_text().split()]
-                below, found = below + some, found + some
-    for one in found:
+                below, family = below + some, family + some
+    for pid in family:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
 def tail(log: str, lines: int = 30) -> str:
@@ -241,14 +241,14 @@ class Cell(_Model):
 
 
 def cells_of(
-    name: str, file: Path = CELLS, *, there: Iterable[str] = (), given: Mapping[str, str] | None = None
+    name: str, file: Path = CELLS, *, available: Iterable[str] = (), given: Mapping[str, str] | None = None
 ) -> tuple[Cell, ...]:
     """The cells of a set: one for each of a table's GPUs and each combination of the values in its lists.
 
     Args:
         name: of the set.
         file: TOML; a notebook is named by its file beside it, without `.ipynb`.
-        there: GPUs, for tables that name none.
+        available: GPUs, for tables that name none.
         given: parameters of all those notebooks that have them.
 
     Raises:
@@ -261,7 +261,7 @@ def cells_of(
     names = [key for key, value in sets.items() if isinstance(value, list)]
     if name not in names:
         raise ParameterError(f"cells: wanted one of the sets in {file}: {', '.join(names) or 'none'}, got {name!r}")
-    found = []
+    cells = []
     for table in sets[name]:
         try:
             entry = _Entry.model_validate(table)
@@ -275,10 +275,10 @@ def cells_of(
         values = {key: [value] if isinstance(value, str) else value for key, value in entry.parameters.items()} | fixed
         if unknown := [key for key in values if key not in known]:
             raise ParameterError(f"cells: {notebook.stem} has {', '.join(known)}, got {', '.join(unknown)}")
-        for gpu, *chosen in itertools.product(entry.gpu or tuple(there), *values.values()):
+        for gpu, *chosen in itertools.product(entry.gpu or tuple(available), *values.values()):
             parameters = dict(zip(values, chosen, strict=True))
-            found.append(cell(notebook, gpu, parameters, minutes=entry.minutes, known=known))
-    return tuple(found)
+            cells.append(cell(notebook, gpu, parameters, minutes=entry.minutes, known=known))
+    return tuple(cells)
 
 
 def cell(
@@ -463,26 +463,26 @@ def planned(cells: Sequence[Cell], folders: Path, data: Path = DATA, *, flat: bo
     Minutes are what it took where it is done, else what it is taken to need; the cost is theirs in dollars, by
     `prices`, None where nothing says. Arguments as `run` takes them.
     """
-    price, found = prices(cells, data), []
+    price, rows = prices(cells, data), []
     for one in cells:
         now = state(one, folders if flat else folders / one.id, data)
         minutes = (now.seconds or 0.0 if now.state == "done" else now.left_s(one)) / 60
         cost = price[one.gpu] * minutes / 60 if one.measures and one.gpu in price else None
         row: dict[str, Any] = {"notebook": one.notebook.stem, "gpu": one.gpu, "parameters": one.parameters}
         row |= {"state": now.state, "why": now.why, "minutes": round(minutes, 2)}
-        found.append(row | {"cost": None if cost is None else round(cost, 2)})
-    return found
+        rows.append(row | {"cost": None if cost is None else round(cost, 2)})
+    return rows
 
 
 def prices(cells: Iterable[Cell], data: Path = DATA) -> dict[str, float]:
     """Dollars for an hour of each GPU: `FLASHLAB_USD_PER_GPU_HOUR`, else what its newest record says; may be empty."""
     now = (provenance.start() or {}).get("usd_per_gpu_hour")
-    found = {}
+    usd_per_hour = {}
     for gpu in {one.gpu for one in cells if one.measures}:
         said = [one.start.usd_per_gpu_hour for one in store.measurements(gpu, data) if one.start]
         if price := now or next(filter(None, reversed(said)), None):
-            found[gpu] = float(price)
-    return found
+            usd_per_hour[gpu] = float(price)
+    return usd_per_hour
 
 
 # --- A sweep ----------------------------------------------------------------------------------------------------------
@@ -493,13 +493,13 @@ def gpus_here() -> dict[str, int]:
     return dict(Counter(gpus.info(index).slug for index in range(gpus.device_count())))
 
 
-def place(cells: Iterable[Cell], there: Mapping[str, int]) -> None:
+def place(cells: Iterable[Cell], available: Mapping[str, int]) -> None:
     """Raises `NoGpuError` where a cell wants a GPU that nobody has; the message says what is there."""
     wanted = {one.gpu for one in cells if one.measures}
-    if missing := sorted(name or "any GPU" for name in wanted if not there.get(name)):
-        found = ", ".join(f"{count} {name}" for name, count in there.items() if count) or "no GPU"
+    if missing := sorted(name or "any GPU" for name in wanted if not available.get(name)):
+        has = ", ".join(f"{count} {name}" for name, count in available.items() if count) or "no GPU"
         raise NoGpuError(
-            f"wanted {', '.join(missing)}, found {found}. `gpu` in the file of cells, or --gpu, names one that is there"
+            f"wanted {', '.join(missing)}, found {has}. `gpu` in the file of cells, or --gpu, names one that is there"
         )
 
 
@@ -512,7 +512,7 @@ def run(
     timeout_s: float | None = None,
     fresh: bool = False,
     ray: Any = None,
-    there: Mapping[str, int] | None = None,
+    available: Mapping[str, int] | None = None,
     say: Say = _ignore,
     live: Say = _ignore,
 ) -> dict[str, State]:
@@ -525,7 +525,7 @@ def run(
             notebooks.
         data, timeout_s, fresh: as `run_cell` takes them.
         ray: the module, connected to its cluster (`with_ray`); None: cells run here, one at a time.
-        there: GPUs by kind, those of this machine or of Ray's cluster where None.
+        available: GPUs by kind, those of this machine or of Ray's cluster where None.
         say: told when a cell ends.
         live: told how far they are, twice a second.
 
@@ -533,8 +533,8 @@ def run(
         NoGpuError: a cell wants a GPU that nobody has; before anything runs.
         OutputError: a folder cannot be written; or, as `upload.sync`, records cannot be sent.
     """
-    there = (ray_gpus(ray) if ray else gpus_here()) if there is None else there
-    place(cells, there)
+    available = (ray_gpus(ray) if ray else gpus_here()) if available is None else available
+    place(cells, available)
     for gpu in {one.gpu for one in cells if one.measures}:
         upload.sync(gpu, data)  # fetches what was measured before, and shows that records can be sent
     where = {one.id: folders if flat else folders / one.id for one in cells}
@@ -542,7 +542,7 @@ def run(
     for group in ([one for one in cells if one.measures], [one for one in cells if not one.measures]):
         measures = bool(group) and group[0].measures
         on_ray = ray if measures else None
-        slots = sum(there.values()) if on_ray else 1 if measures else _REPLAYS_AT_ONCE
+        slots = sum(available.values()) if on_ray else 1 if measures else _REPLAYS_AT_ONCE
         if on_ray:  # The longest first, so that the last GPU is not left alone with it.
             group.sort(key=lambda one: -state(one, where[one.id], data).left_s(one))
         jobs = _Jobs(on_ray, slots)
@@ -554,13 +554,13 @@ def run(
                     one = pending.pop(job)
                     ended[one.id] = _how_it_ended(job, one, where[one.id], data)
                     say(f"{one.label}: {_said(ended[one.id])}")
-                there = ray_gpus(ray) if on_ray else there
-                for job in [job for job, one in pending.items() if one.measures and not there.get(one.gpu)]:
+                available = ray_gpus(ray) if on_ray else available
+                for job in [job for job, one in pending.items() if one.measures and not available.get(one.gpu)]:
                     one = pending.pop(job)
                     ended[one.id] = State(state="failed", why=f"there is no {one.gpu} any more")
-                told = {one.id: ("", None) if flat else _progress(where[one.id]) for one in pending.values()}
-                texts = [f"{one.label}: {told[one.id][0]}" for one in pending.values() if told[one.id][0]]
-                left_s = [needed_s[name] if left is None else left for name, (_, left) in told.items()]
+                progress = {one.id: ("", None) if flat else _progress(where[one.id]) for one in pending.values()}
+                texts = [f"{one.label}: {progress[one.id][0]}" for one in pending.values() if progress[one.id][0]]
+                left_s = [needed_s[name] if left is None else left for name, (_, left) in progress.items()]
                 minutes = max([sum(left_s) / slots, *left_s], default=0.0) / 60
                 live(" · ".join([f"{len(ended)} of {len(cells)} cells", f"about {minutes:.0f} min left", *texts]))
         except BaseException:
@@ -633,13 +633,13 @@ def _how_it_ended(job: futures.Future[State], cell: Cell, folder: Path, data: Pa
 
 
 @contextlib.contextmanager
-def with_ray(address: str, there: Mapping[str, int] | None = None) -> Iterator[Any]:
+def with_ray(address: str, available: Mapping[str, int] | None = None) -> Iterator[Any]:
     """Ray's module, connected.
 
     Args:
         address: of a cluster whose nodes say which GPUs they have, `ray start --resources '{"nvidia-h200": 8}'`;
             `auto` for one that runs here; `local`: one of this machine's GPUs is begun, and ended afterwards.
-        there: GPUs of `local`; those of this machine where None.
+        available: GPUs of `local`; those of this machine where None.
 
     Raises:
         MissingPackageError: Ray is not installed.
@@ -652,8 +652,8 @@ def with_ray(address: str, there: Mapping[str, int] | None = None) -> Iterator[A
             "a sweep runs on one GPU"
         ) from error
     if address == "local":
-        there = gpus_here() if there is None else there
-        own = {"num_gpus": sum(there.values()), "resources": dict(there), "include_dashboard": False}
+        available = gpus_here() if available is None else available
+        own = {"num_gpus": sum(available.values()), "resources": dict(available), "include_dashboard": False}
         ray.init(log_to_driver=False, **own)
     else:
         ray.init(address=address, log_to_driver=False)
