@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import csv
+import gzip
+import importlib.util
 import json
 import re
 import threading
 from collections.abc import Iterator
 from functools import partial
+from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urljoin, urlparse
+from urllib.parse import unquote, urljoin, urlparse
+from xml.etree import ElementTree
 
 import pytest
 from shared import live_things
@@ -30,10 +34,14 @@ PAGES = (
     "stages/06_cp_async/",
     "dead_ends/",
     "dead_ends/tile48/",
+    "lost_shapes/",
+    "real_data/",
     "predictions/",
     "results/",
     "generated/results/nvidia-h200/",
+    "generated/results/nvidia-h100/",
     "explorer/",
+    "compare/",
     "against/",
     "roofline/",
     "cycle_model/",
@@ -60,6 +68,8 @@ WITH_FIGURES = (
     "stages/",
     "stages/06_cp_async/",
     "generated/results/nvidia-h200/",
+    "generated/results/nvidia-h100/",
+    "compare/",
     "against/",
     "roofline/",
     "hardware/",
@@ -67,10 +77,12 @@ WITH_FIGURES = (
     *(() if trial.no_compiler() else ("edit/",)),
 )
 SIZES = {"phone": (390, 844), "desktop": (1440, 900)}
-VIEWS = (("phone", "dark"), ("desktop", "light"))
-"""Each page in both sizes and both schemes; which variant of a figure is shown depends on each of the two alone."""
-OTHER_VIEWS = (("phone", "light"), ("desktop", "dark"))
-IN_EVERY_VIEW = ("", "stages/06_cp_async/", "ledger/")
+KINDS = (
+    *("", "journey/", "stages/", "stages/06_cp_async/", "dead_ends/", "predictions/", "generated/results/nvidia-h100/"),
+    *("explorer/", "compare/", "against/", "tuning/", "ledger/", "correctness/", "edit/", "data/", "api/", "commands/"),
+)
+"""One page of each kind."""
+MEGABYTE = 1_000_000
 
 
 @pytest.fixture(scope="module")
@@ -163,70 +175,215 @@ def _open(browser: Browser, address: str, path: str, size: str, scheme: str) -> 
     return page, wrong
 
 
-Tabs = dict[tuple[str, str], tuple["Page", list[str]]]
+Tabs = dict[str, tuple["Page", list[str]]]
 
 
 @pytest.fixture(scope="module")
 def tabs(browser: Browser) -> Iterator[Tabs]:
-    """One of each size and scheme, in which page after page is opened: a new one costs more than most pages."""
+    """One of each size, in which page after page is opened: a new one costs more than most pages."""
     opened: Tabs = {}
     yield opened
     for page, _ in opened.values():
         page.close()
 
 
-@pytest.mark.parametrize(
-    ("path", "size", "scheme"),
-    [
-        *((path, *view) for view in VIEWS for path in PAGES),
-        *((path, *view) for view in OTHER_VIEWS for path in IN_EVERY_VIEW),
-    ],
-    ids=lambda value: value or "home",
-)
-def test_opens_without_error_or_outside_request(
-    path: str, size: str, scheme: str, browser: Browser, address: str, tabs: Tabs
+FIGURES = """() => Promise.all([...document.querySelectorAll("figure.chart")].map(async (figure) => {
+    const shown = [...figure.querySelectorAll("img")].filter((image) => image.checkVisibility());
+    for (const image of shown) {
+        image.loading = "eager";
+        await image.decode();
+    }
+    return shown.map(({ src, alt, width, height }) => ({ src, alt, width, height }));
+}))"""
+"""Of each figure the variants that are visible, once they are there."""
+
+
+def _see(page: Page, wrong: list[str], path: str, size: str, scheme: str) -> None:
+    """That a page is whole in one size and scheme."""
+    assert page.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[scheme]
+    overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    assert overflow <= 0, "the page itself must not scroll sideways"
+    figures = page.evaluate(FIGURES)
+    assert (len(figures) > 0) == (path in WITH_FIGURES or path == "correctness/")
+    for variants in figures:
+        assert len(variants) == 1, "one variant of four is shown"
+        assert f".{'narrow' if size == 'phone' else 'wide'}.{scheme}.svg" in variants[0]["src"]
+        assert variants[0]["width"] > 300
+        assert variants[0]["height"] > 80
+        assert len(variants[0]["alt"]) > 20
+    assert not wrong
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("path", PAGES, ids=lambda value: value or "home")
+def test_opens_in_both_themes_without_error_or_outside_request(
+    path: str, size: str, browser: Browser, address: str, tabs: Tabs
 ) -> None:
-    if (size, scheme) in tabs:
-        page, wrong = tabs[size, scheme]
+    if size in tabs:
+        page, wrong = tabs[size]
         page.goto("about:blank")  # what the last page still asked for ends here, and is not this page's fault
         wrong.clear()
         page.goto(urljoin(address, path), wait_until="load")
     else:
-        page, wrong = tabs[size, scheme] = _open(browser, address, path, size, scheme)
-    assert not wrong
+        page, wrong = tabs[size] = _open(browser, address, path, size, "light")
     assert page.evaluate("typeof window.hacked") == "undefined"
-    assert page.evaluate("document.body.dataset.mdColorScheme") == {"light": "default", "dark": "slate"}[scheme]
-    overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
-    assert overflow <= 0, "the page itself must not scroll sideways"
     page.evaluate("document.querySelectorAll('details').forEach(one => one.open = true)")
-    figures = page.locator("figure.chart")
-    assert (figures.count() > 0) == (path in WITH_FIGURES or path == "correctness/")
-    for index in range(figures.count()):
-        figure = figures.nth(index)
-        visible = [image for image in figure.locator("img").all() if image.is_visible()]
-        assert len(visible) == 1, "one variant of four is shown"
-        source = visible[0].get_attribute("src") or ""
-        assert f".{'narrow' if size == 'phone' else 'wide'}.{scheme}.svg" in source
-        visible[0].scroll_into_view_if_needed()
-        visible[0].evaluate("image => image.decode()")
-        box = visible[0].bounding_box()
-        assert box is not None
-        assert box["width"] > 300
-        assert box["height"] > 80
-        assert len(visible[0].get_attribute("alt") or "") > 20
+    _see(page, wrong, path, size, "light")
+    page.locator('label[title="Switch to the dark theme"]').click()
+    page.wait_for_function("document.body.dataset.mdColorScheme == 'slate'")
+    _see(page, wrong, path, size, "dark")
+    page.locator('label[title="Switch to the light theme"]').click()
 
 
-def test_the_toggle_changes_page_and_figure(browser: Browser, address: str) -> None:
-    page, wrong = _open(browser, address, "", "desktop", "light")
+def _axe() -> str:
+    """axe-core's script, where the package that has it is installed."""
+    package = importlib.util.find_spec("axe_playwright_python")
+    if package is None or package.origin is None:
+        pytest.skip("axe-core is not installed: pip install axe-playwright-python")
+    return Path(package.origin).with_name("axe.min.js").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", KINDS, ids=lambda value: value or "home")
+def test_axe_core_finds_nothing(path: str, browser: Browser, address: str) -> None:
+    """Each kind of page in one size and scheme, by turns: sizes and schemes share their structure and colours."""
+    script = _axe()
+    size, scheme = (("desktop", "light"), ("phone", "dark"))[KINDS.index(path) % 2]
+    page, _ = _open(browser, address, path, size, scheme)
     try:
-        page.locator('label[title="Switch to the dark theme"]').click()
-        page.wait_for_function("document.body.dataset.mdColorScheme == 'slate'")
-        shown = page.locator("figure.chart img:visible")
-        assert shown.count() == 1
-        assert "wide.dark" in (shown.get_attribute("src") or "")
+        if path == "explorer/":
+            page.wait_for_selector(".explorer-chart svg")
+        page.evaluate(script)
+        found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
+        assert [(one["id"], node["html"][:200]) for one in found for node in one["nodes"][:3]] == []
+    finally:
+        page.close()
+
+
+@pytest.mark.parametrize("path", ["", "stages/06_cp_async/", "against/"], ids=lambda value: value or "home")
+def test_print_shows_the_light_variant_of_each_figure_and_no_navigation(
+    path: str, browser: Browser, address: str
+) -> None:
+    page, wrong = _open(browser, address, path, "phone", "dark")
+    try:
+        page.emulate_media(media="print", color_scheme="dark")
+        for variants in page.evaluate(FIGURES):
+            assert len(variants) <= 1  # none where its fold is closed
+            assert all(".wide.light.svg" in one["src"] for one in variants)
+        assert not page.locator(".md-header").is_visible()
         assert not wrong
     finally:
         page.close()
+
+
+def test_a_page_says_which_gpu_it_shows_and_leads_to_the_same_of_the_other(browser: Browser, address: str) -> None:
+    page, wrong = _open(browser, address, "against/", "desktop", "light")
+    try:
+        shown = page.locator(".gpu-shown")
+        assert shown.inner_text().startswith("Shown: NVIDIA H200")
+        assert "NVIDIA H100 (partial)" in shown.inner_text()
+        shown.get_by_role("link", name="NVIDIA H100").click()
+        page.wait_for_url("**/generated/results/nvidia-h100/#against-the-libraries")
+        assert page.locator(".gpu-shown").inner_text().startswith("Shown: NVIDIA H100 (partial)")
+        page.goto(urljoin(address, "stages/00_naive/"))
+        page.locator(".gpu-shown").get_by_role("link", name="NVIDIA H100").click()
+        page.wait_for_selector(".explorer-chart svg")
+        assert page.locator("select[name=gpu]").input_value() == "nvidia-h100"
+        assert page.locator("#flashlab-explorer tbody tr").count() == 1
+        for path in ("glossary/", "explorer/", "compare/"):
+            page.goto(urljoin(address, path))
+            assert not shown.count()
+        assert not wrong
+    finally:
+        page.close()
+
+
+def test_the_explorer_can_be_used_by_keyboard(browser: Browser, address: str) -> None:
+    page, wrong = _open(browser, address, "explorer/", "desktop", "light")
+    try:
+        page.wait_for_selector(".explorer-chart svg")
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if page.evaluate("document.activeElement.name") == "gpu":
+                break
+        assert page.evaluate("document.activeElement.name") == "gpu", "a way by Tab"
+        page.keyboard.press("ArrowDown")
+        page.wait_for_url("**gpu=nvidia-h100**")
+        assert page.evaluate("document.activeElement.matches(':focus-visible')")
+        assert not wrong
+    finally:
+        page.close()
+
+
+class Ids(HTMLParser):
+    """The names that links may lead to in a page, and the page's links."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.ids |= {name for name in (given.get("id"), given.get("name") if tag == "a" else None) if name}
+        if tag == "a" and (href := given.get("href")):
+            self.links.append(href)
+
+
+def test_anchors_resolve(built: Path) -> None:
+    pages = {path.resolve(): Ids(path.read_text(encoding="utf-8")) for path in _pages(built)}
+    lost = []
+    for path, page in pages.items():
+        for link in page.links:
+            parts = urlparse(link)
+            if not parts.fragment or parts.netloc or parts.scheme:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            target = target / "index.html" if target.is_dir() else target
+            if target in pages and unquote(parts.fragment) not in pages[target].ids:
+                lost.append(f"{path.relative_to(built.resolve())}: {link}")
+    assert not lost
+
+
+def test_downloads_parse(built: Path) -> None:
+    files = [path for path in (built / "generated").rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} >= {".gz", ".json", ".csv", ".ipynb", ".svg", ".png"}
+    for path in files:
+        content = path.read_bytes()
+        name = path.name
+        if path.suffix == ".gz":
+            content, name = gzip.decompress(content), path.stem
+        if name.endswith(".jsonl"):
+            assert all(json.loads(line) for line in content.splitlines()), path
+        elif name.endswith((".json", ".ipynb")):
+            assert json.loads(content), path
+        elif name.endswith(".csv"):
+            lines = list(csv.reader(content.decode("utf-8").splitlines()))
+            assert len({len(line) for line in lines}) == 1 < len(lines), path
+        elif name.endswith(".svg"):
+            ElementTree.fromstring(content)
+
+
+def test_pages_and_site_are_light(built: Path) -> None:
+    """The site of the committed records is larger than this one of made-up records: CONTRIBUTING.md has its limits."""
+    assert not {path: size for path in _pages(built) if (size := path.stat().st_size) > MEGABYTE}
+    assert sum(path.stat().st_size for path in built.rglob("*") if path.is_file()) < 20 * MEGABYTE
+    assert not list(built.rglob("*.map"))
+    loose = list((built / "generated" / "data").rglob("*.jsonl"))
+    assert not loose, "records are compressed"
+
+
+def test_a_link_to_a_page_has_a_title_a_sentence_and_a_picture(built: Path) -> None:
+    titles: dict[str, list[Path]] = {}
+    for path in _pages(built):
+        text = path.read_text(encoding="utf-8")
+        named = dict(re.findall(r'<meta property="og:(\w+)" content="([^"]+)">', text))
+        assert named["title"]
+        assert named["description"]
+        picture = (path.parent / named["image"]).resolve()
+        assert picture.read_bytes()[16:24] == (1200).to_bytes(4, "big") + (630).to_bytes(4, "big")
+        titles.setdefault(re.findall(r"<title>(.*?)</title>", text)[0], []).append(path)
+    assert not {title: paths for title, paths in titles.items() if len(paths) > 1}
 
 
 def test_the_front_page_is_light(browser: Browser, address: str) -> None:
@@ -235,7 +392,8 @@ def test_the_front_page_is_light(browser: Browser, address: str) -> None:
     page.on("response", lambda response: sizes.update({response.url: len(response.body())}))
     try:
         page.goto(address, wait_until="networkidle")
-        assert sum(size for url, size in sizes.items() if "/search" not in url) < 500_000
+        assert sum(sizes.values()) < MEGABYTE / 2
+        assert not [url for url in sizes if "search_index" in url], "the index is fetched when the search is used"
         doors = [link.get_attribute("href") for link in page.locator("a.md-button").all()]
         assert doors == ["journey/", "reproduce/"]
     finally:
