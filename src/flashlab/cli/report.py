@@ -19,7 +19,7 @@ Plan = Sequence[Mapping[str, Any]]
 """As `sweep.planned` makes it."""
 Timeout = Annotated[
     float | None,
-    typer.Option(min=1, help="Seconds for each notebook; an hour when measuring, 5 minutes otherwise, if not given."),
+    typer.Option(min=1, help="Seconds for each notebook; an hour when measuring, 15 minutes otherwise, if not given."),
 ]
 COLUMNS = {
     "notebook": "notebook",

@@ -45,7 +45,7 @@ from flashlab.run import gpu as gpus
 from flashlab.show.notebook import PROGRESS, Outcome, read_outcome
 
 CELLS = NOTEBOOKS / "cells.toml"
-REPLAY_TIMEOUT_S = 300.0
+REPLAY_TIMEOUT_S = 900.0
 MEASURE_TIMEOUT_S = 3600.0
 _REPLAYS_AT_ONCE = 2
 _POLL_S = 0.5
