@@ -51,6 +51,8 @@ SLOW = (
     "test_exactness.py",
     "test_chip.py",
     "test_sass.py",
+    "test_sweep.py",
+    "test_random_cases.py",
     "test_compiler.py",
     "test_charts.py",
     "test_emulator.py",

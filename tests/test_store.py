@@ -9,6 +9,7 @@ import re
 import subprocess
 from dataclasses import replace
 from datetime import UTC, datetime
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -530,6 +531,21 @@ def test_appended_lines_and_new_files_are_listed(data: Path) -> None:
 def test_what_a_killed_process_had_half_written_goes_with_the_next_record(data: Path) -> None:
     (data / SLUG / ".machine.json.4242").write_text("{", encoding="utf-8")
     assert [one.reason for one in store.verify(SLUG, data)] == ["not listed in CHECKSUMS", "of no known kind"]
+    store.write_checksums(SLUG, data)
+    assert store.verify(SLUG, data) == ()
+
+
+def _append_long_lines(path: Path) -> None:
+    for line in range(60):
+        append(path, ceiling(run=LATE, samples=samples(*(1.0 + line + i * 1e-9 for i in range(3000)))))
+
+
+def test_two_processes_record_into_one_folder(data: Path) -> None:
+    other = get_context("spawn").Process(target=_append_long_lines, args=(data / SLUG / "runs" / f"{LATE}.jsonl",))
+    other.start()
+    while other.is_alive():
+        store.write_checksums(SLUG, data)
+    assert other.exitcode == 0
     store.write_checksums(SLUG, data)
     assert store.verify(SLUG, data) == ()
 

@@ -124,7 +124,15 @@ class Run:
 
 
 def append(path: Path, record: schema.AnyRecord) -> None:
-    """Append one record to a file of its kind and flush it to disk, so that a crash later loses nothing."""
+    """Append one record to a file of its kind and flush it to disk, so that a crash later loses nothing.
+
+    The folder of the GPU is locked meanwhile, so that no process that writes CHECKSUMS reads a part of the line.
+    """
+    with _locked(path.parents[1]):
+        _append(path, record)
+
+
+def _append(path: Path, record: schema.AnyRecord) -> None:
     with path.open("a+b") as file:
         # A line cut short by a crash must cost itself only, not the record after it.
         if file.tell():
@@ -358,19 +366,26 @@ def _listed(folder: Path) -> tuple[dict[str, str], tuple[Damage, ...]]:
 
 
 @contextlib.contextmanager
-def _sealing(folder: Path) -> Iterator[dict[str, str]]:
-    """The sums of a GPU's folder, to be changed; nobody else changes them meanwhile, and they are written at once."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Nobody else appends to the files of a GPU's folder or changes its CHECKSUMS meanwhile."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _sealing(folder: Path) -> Iterator[dict[str, str]]:
+    """The sums of a GPU's folder, to be changed; nobody else changes them meanwhile, and they are written at once."""
+    with _locked(folder):
         for part in folder.glob(_PART):  # of a process that was killed: whoever writes holds the lock
             part.unlink(missing_ok=True)
         sums, _ = _listed(folder)
         yield sums
         lines = [f"{sums[name]}  {name}\n" for name in sorted(sums, key=Path)]
         write_at_once(folder / CHECKSUMS, "".join(lines))
-    finally:
-        os.close(handle)
 
 
 _PART = ".*.[0-9]*"
@@ -673,7 +688,7 @@ def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
     name = mend.path.relative_to(folder).as_posix()
     for number, raw in mend.torn.items():
         text = raw.decode("utf-8", errors="replace").replace("\0", "")
-        append(aside, schema.Aside(file=name, line=number, text=text))
+        _append(aside, schema.Aside(file=name, line=number, text=text))
     sums[aside.relative_to(folder).as_posix()] = _sum(aside.read_bytes())
     lines = mend.path.read_bytes().split(b"\n")
     kept = [raw for number, raw in enumerate(lines, start=1) if raw and number not in mend.torn]
