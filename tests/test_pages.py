@@ -9,6 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -175,6 +176,17 @@ def _open(browser: Browser, address: str, path: str, size: str, scheme: str) -> 
     return page, wrong
 
 
+@contextmanager
+def _opened(browser: Browser, address: str, path: str, size: str, scheme: str) -> Iterator[Page]:
+    """A page, closed afterwards; fails where something went wrong on it."""
+    page, wrong = _open(browser, address, path, size, scheme)
+    try:
+        yield page
+        assert not wrong
+    finally:
+        page.close()
+
+
 Tabs = dict[str, tuple["Page", list[str]]]
 
 
@@ -248,36 +260,28 @@ def test_axe_core_finds_nothing(path: str, browser: Browser, address: str) -> No
     """Each kind of page in one size and scheme, by turns: sizes and schemes share their structure and colours."""
     script = _axe()
     size, scheme = (("desktop", "light"), ("phone", "dark"))[KINDS.index(path) % 2]
-    page, _ = _open(browser, address, path, size, scheme)
-    try:
+    with _opened(browser, address, path, size, scheme) as page:
         if path == "explorer/":
             page.wait_for_selector(".explorer-chart svg")
         page.evaluate(script)
         found = page.evaluate("axe.run(document, { resultTypes: ['violations'] })")["violations"]
         assert [(one["id"], node["html"][:200]) for one in found for node in one["nodes"][:3]] == []
-    finally:
-        page.close()
 
 
 @pytest.mark.parametrize("path", ["", "stages/06_cp_async/", "against/"], ids=lambda value: value or "home")
 def test_print_shows_the_light_variant_of_each_figure_and_no_navigation(
     path: str, browser: Browser, address: str
 ) -> None:
-    page, wrong = _open(browser, address, path, "phone", "dark")
-    try:
+    with _opened(browser, address, path, "phone", "dark") as page:
         page.emulate_media(media="print", color_scheme="dark")
         for variants in page.evaluate(FIGURES):
             assert len(variants) <= 1  # none where its fold is closed
             assert all(".wide.light.svg" in one["src"] for one in variants)
         assert not page.locator(".md-header").is_visible()
-        assert not wrong
-    finally:
-        page.close()
 
 
 def test_a_page_says_which_gpu_it_shows_and_leads_to_the_same_of_the_other(browser: Browser, address: str) -> None:
-    page, wrong = _open(browser, address, "against/", "desktop", "light")
-    try:
+    with _opened(browser, address, "against/", "desktop", "light") as page:
         shown = page.locator(".gpu-shown")
         assert shown.inner_text().startswith("Shown: NVIDIA H200")
         assert "NVIDIA H100 (partial)" in shown.inner_text()
@@ -292,14 +296,10 @@ def test_a_page_says_which_gpu_it_shows_and_leads_to_the_same_of_the_other(brows
         for path in ("glossary/", "explorer/", "compare/"):
             page.goto(urljoin(address, path))
             assert not shown.count()
-        assert not wrong
-    finally:
-        page.close()
 
 
 def test_the_explorer_can_be_used_by_keyboard(browser: Browser, address: str) -> None:
-    page, wrong = _open(browser, address, "explorer/", "desktop", "light")
-    try:
+    with _opened(browser, address, "explorer/", "desktop", "light") as page:
         page.wait_for_selector(".explorer-chart svg")
         for _ in range(60):
             page.keyboard.press("Tab")
@@ -309,9 +309,6 @@ def test_the_explorer_can_be_used_by_keyboard(browser: Browser, address: str) ->
         page.keyboard.press("ArrowDown")
         page.wait_for_url("**gpu=nvidia-h100**")
         assert page.evaluate("document.activeElement.matches(':focus-visible')")
-        assert not wrong
-    finally:
-        page.close()
 
 
 class Ids(HTMLParser):
@@ -401,19 +398,14 @@ def test_the_front_page_is_light(browser: Browser, address: str) -> None:
 
 
 def test_search_finds_a_stage(browser: Browser, address: str) -> None:
-    page, wrong = _open(browser, address, "", "desktop", "light")
-    try:
+    with _opened(browser, address, "", "desktop", "light") as page:
         page.locator("input.md-search__input").click()
         page.keyboard.type("cp_async")
         page.wait_for_selector(".md-search-result__item a[href*='06_cp_async']")
-        assert not wrong
-    finally:
-        page.close()
 
 
 def test_the_ledger_sorts_and_filters_by_keyboard(browser: Browser, address: str) -> None:
-    page, wrong = _open(browser, address, "ledger/", "desktop", "light")
-    try:
+    with _opened(browser, address, "ledger/", "desktop", "light") as page:
         rows = page.locator(".ledger tbody tr:visible")
         total = rows.count()
         assert total == 65
@@ -436,9 +428,6 @@ def test_the_ledger_sorts_and_filters_by_keyboard(browser: Browser, address: str
         page.keyboard.press("Space")
         assert heading.get_attribute("aria-sort") == "descending"
         assert rows.first.locator("td").first.inner_text() == "E09"
-        assert not wrong
-    finally:
-        page.close()
 
 
 def _marks(page: Page) -> int:
@@ -446,8 +435,7 @@ def _marks(page: Page) -> int:
 
 
 def test_the_explorers_filters_change_the_marks_and_the_address_restores_them(browser: Browser, address: str) -> None:
-    page, wrong = _open(browser, address, "explorer/", "desktop", "light")
-    try:
+    with _opened(browser, address, "explorer/", "desktop", "light") as page:
         page.wait_for_selector(".explorer-chart svg")
         rows = page.locator("#flashlab-explorer tbody tr")
         before, every = _marks(page), rows.count()
@@ -464,21 +452,16 @@ def test_the_explorers_filters_change_the_marks_and_the_address_restores_them(br
         page.locator("select[name=mask]").select_option("causal")
         shown = page.locator("#flashlab-explorer tbody").inner_text()
         assert "causal" in shown
-        again, wrong_again = _open(browser, address, page.url.removeprefix(address), "phone", "dark")
-        again.wait_for_selector(".explorer-chart svg")
-        assert again.locator("#flashlab-explorer tbody").inner_text() == shown
-        assert again.locator("select[name=mask]").input_value() == "causal"
-        assert not wrong + wrong_again
-        again.close()
-    finally:
-        page.close()
+        with _opened(browser, address, page.url.removeprefix(address), "phone", "dark") as again:
+            again.wait_for_selector(".explorer-chart svg")
+            assert again.locator("#flashlab-explorer tbody").inner_text() == shown
+            assert again.locator("select[name=mask]").input_value() == "causal"
 
 
 def test_what_the_explorer_shows_can_be_downloaded_and_each_row_opens_its_record(
     browser: Browser, address: str
 ) -> None:
-    page, wrong = _open(browser, address, "explorer/?names=16_ones_column,sdpa_cudnn", "desktop", "light")
-    try:
+    with _opened(browser, address, "explorer/?names=16_ones_column,sdpa_cudnn", "desktop", "light") as page:
         page.wait_for_selector(".explorer-chart svg")
         with page.expect_download() as csv_file:
             page.get_by_role("button", name="CSV").click()
@@ -495,9 +478,6 @@ def test_what_the_explorer_shows_can_be_downloaded_and_each_row_opens_its_record
         assert record["name"] == lines[0]["name"]
         assert record["run"] == lines[0]["run"]
         assert "record=" in page.url
-        assert not wrong
-    finally:
-        page.close()
 
 
 def test_without_scripts_the_explorer_has_the_fastest_of_each_problem(built: Path) -> None:

@@ -1675,11 +1675,8 @@ def changes(comparison: Comparison, shown: Sequence[Change], *, name: str = "com
         groups.setdefault(one.problem.label, []).append(row)
     records = [record for one in shown for record in one.rows]
     before, after = comparison.sides
-    noise = (
-        f", and noise between starts is {comparison.noise_percent:.2f} %"
-        if comparison.noise_percent is not None
-        else ""
-    )
+    percent = comparison.noise_percent
+    noise = "" if percent is None else f", and noise between starts is {percent:.2f} %"
     return intervals(
         groups,
         xlabel=f"times as fast: {after} over {before}",

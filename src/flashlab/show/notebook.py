@@ -492,7 +492,7 @@ def progress_bar() -> Iterator[Callable[..., None]]:
 
 
 def followed(names: Collection[str]) -> Iterator[str]:
-    """The names in turn, under a bar that says which one is at work."""
+    """Yield each name, under a progress bar that shows the current one and the time left."""
     with progress_bar() as progress:
         for number, name in enumerate(names):
             progress(number, len(names), name)
