@@ -747,6 +747,12 @@ def test_ablate_lists_its_levers(run: Run) -> None:
     assert other[0]["problems"] == [f"B1 H2 S64 D64 {mask} bfloat16" for mask in ("full", "causal")]
     steep = run("ablate", "--levers", "--list", "take_early", "--inputs", "steps", "--mask", "full", "--json").json
     assert all(problem.endswith("steps") for problem in steep[0]["problems"])
+    shapes = ("--shape", "1x2x64x64", "--shape", "1x2x64x128", "--inputs", "normal,steps", "--mask", "full")
+    several = run("ablate", "--levers", "--list", "take_early", *shapes, "--json").json[0]["problems"]
+    whole = "B1 H2 S64 D{} full bfloat16{}".format
+    assert several == [whole(d, kind) for d in (64, 128) for kind in ("", " steps")]
+    one = run("ablate", "exp", "--shape", "1x2x64x64", "--shape", "1x2x64x128")
+    assert (one.code, "wanted one shape" in one.err) == (1, True)
     refused = run("ablate", "--levers", "colour")
     assert refused.code == 1
     assert "take_early" in refused.err

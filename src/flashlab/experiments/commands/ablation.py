@@ -12,8 +12,9 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, following, say
-from flashlab.core.errors import CheckFailedError
+from flashlab.core.errors import CheckFailedError, ParameterError
 from flashlab.core.inputs import NORMAL, drawn
+from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 
@@ -29,10 +30,10 @@ def ablate(
     of_source: Annotated[
         bool, typer.Option("--levers", help="Patches of a stage's source (kernels/levers/) in place of axes.")
     ] = False,
-    shape: opt.Shape = None,
+    shape: opt.Shapes = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
-    inputs: opt.TheInputs = NORMAL,
+    inputs: opt.Inputs = NORMAL,
     samples: opt.Samples = None,
     listed: Annotated[bool, typer.Option("--list", help="Say which there are, and measure nothing.")] = False,
     device: opt.Device = 0,
@@ -49,15 +50,16 @@ def ablate(
 
     measure: Callable[..., Path | None]
     effects: Callable[..., list[Effect]]
-    kind = drawn(inputs)
+    kinds = [drawn(kind) for kind in kinds_in(inputs or NORMAL)]
     if of_source:
         chosen = levers.choose(axes)
-
-        def instead(of: Problem) -> Problem:
-            named = Problem.parse(shape) if shape else of
-            return replace(named, dtype=dtype or of.dtype, mask=mask or of.mask, inputs=kind)
-
-        problems = {lever.name: list(dict.fromkeys(map(instead, levers.PROBLEMS))) for lever in chosen}
+        instead = [
+            replace(named, dtype=dtype or of.dtype, mask=mask or of.mask, inputs=kind)
+            for of in levers.PROBLEMS
+            for named in (map(Problem.parse, shape) if shape else (of,))
+            for kind in kinds
+        ]
+        problems = {lever.name: list(dict.fromkeys(instead)) for lever in chosen}
         if listed:
             fields = ("name", "stage", "question", "prediction", "why")
             rows = [
@@ -79,7 +81,10 @@ def ablate(
             columns = {"axis": "name", "stage": "stage", "levels": lambda row: "; ".join(row["levels"])}
             answer(rows, columns | {"claims": "claims"}, as_json=as_json)
             return
-        problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype or "float16", mask=mask or "full", inputs=kind)
+        if len(shape or ()) > 1 or len(kinds) > 1:
+            raise ParameterError("axes: wanted one shape and one kind of inputs, got several; --levers takes several")
+        named = shape[0] if shape else FIRST_SHAPE
+        problem = Problem.parse(named, dtype=dtype or "float16", mask=mask or "full", inputs=kinds[0])
         measure = partial(ablation.measure, [axis.name for axis in levels], problem=problem)
         effects, plan = analysis.effects, ablation.PLAN
     plan = plan if samples is None else replace(plan, samples=samples)
