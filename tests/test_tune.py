@@ -268,9 +268,9 @@ def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None) -> N
 
 
 SLOWER = {
-    "nvidia-h200": {Problem.parse(shape, dtype=dtype) for shape in ("1x32x512x128", "8x16x512x128") for dtype in DTYPES}
+    "nvidia-h200": {Problem.parse("8x16x512x128", dtype=dtype) for dtype in DTYPES}
 }
-"""Where torch's SDPA wins: few work tiles at a head dim of 128, where tiles of 128 rows have not been tried."""
+"""Where torch's SDPA wins, by 1 %: 3.9 work tiles of 128 rows for each SM."""
 
 
 @pytest.mark.parametrize("slug", GPUS)
