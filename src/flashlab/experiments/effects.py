@@ -577,16 +577,20 @@ def method_page(out: Output, shown: select.Results | None, data: Path) -> None:
 
 
 def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
-    """Every lever: its question, its diff, what was expected and the result."""
+    """Every lever: its question, its diff, what was expected and the result on each GPU that it was measured on."""
     page = "levers.md"
-    effects = lever_effects(store.records(shown.gpu, schema.Ablation, data)) if shown else []
-    drawn = lever_chart(effects)
+    of_gpus = [lever_effects(store.records(gpu, schema.Ablation, data)) for gpu in store.gpus(data, "ablations")]
+    drawn = lever_chart(of_gpus[0] if of_gpus else [])
     out.snippet("levers-chart.md", drawn if isinstance(drawn, str) else out.chart(drawn, page))
     parts = []
     for lever in levers.choose():
-        mine = [one for one in effects if one.is_first or one.name == lever.name]
-        files = [f"{one.record.gpu.slug}/ablations/{one.record.run}.jsonl" for one in mine if not one.is_first]
-        links = ", ".join(data_links(dict.fromkeys(files), page))
+        tables = []
+        for effects in of_gpus:
+            mine = [one for one in effects if one.is_first or one.name == lever.name]
+            files = [f"{one.record.gpu.slug}/ablations/{one.record.run}.jsonl" for one in mine if not one.is_first]
+            if files:
+                links = ", ".join(data_links(dict.fromkeys(files), page))
+                tables.append(f"{lever_table(mine)} <small>· {links}</small>")
         added, removed = lever.changed_lines()
         heading = f"{lever.stage}, changed: {added} lines added, {removed} removed"
         try:
@@ -599,7 +603,7 @@ def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
             f"{lever.question} (`{lever.name}`, {stage_link(lever.stage)})",
             f'??? abstract "{heading}"\n\n' + indent(f"``` {{ .diff }}\n{diff}\n```"),
             f"*Expected:* {lever.prediction}",
-            lever_table(mine) + (f" <small>· {links}</small>" if links else ""),
+            *(tables or [LEVER_NOT_MEASURED]),
             lever.why,
         ]
     out.snippet("levers.md", "\n\n".join(part for part in parts if part))
