@@ -14,6 +14,7 @@ from typing import Any
 
 from flashlab.core.problem import Problem
 from flashlab.measure import bench
+from flashlab.measure.cells import refusal
 from flashlab.measure.options import BURSTS, Options
 from flashlab.record import store
 from flashlab.show.notebook import Outcome
@@ -66,6 +67,9 @@ def come_to(harm: str, plan: dict[str, Any]) -> None:
         time.sleep(600)
     if harm == "illegal":  # what a worker says of an illegal address: its CUDA context is gone
         plan["00_naive"] = plan["sdpa"] = "fatal"
+    if harm == "memory":  # what a worker says of what does not fit into the GPU's memory
+        error = refusal(type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"))
+        plan["refused"] = dict.fromkeys(NAMES, (error.status, error.reason))
     if harm == "lost":  # no GPU answers any more
         plan["start"] = "exit"
     if harm == "disk":

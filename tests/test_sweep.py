@@ -98,12 +98,12 @@ def test_what_ends_a_notebook_costs_a_try_and_no_row(make: Make, tmp_path: Path)
 def test_what_fails_twice_costs_its_own_cell_until_it_is_run_again(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error, a disk that is full in the middle of a line, an illegal address."""
+    """An error, a disk that is full in the middle of a line, an illegal address, too little memory on the GPU."""
     monkeypatch.setenv("FLASHLAB_USD_PER_GPU_HOUR", "60")
-    cells = make("error", "disk", "illegal", times=2)
+    cells = make("error", "disk", "illegal", "memory", times=2)
     ended = run(cells, tmp_path)
     states = {harm: state.state for harm, state in ended.items()}
-    assert states == {"error": "failed", "disk": "failed", "illegal": "done"}
+    assert states == {"error": "failed", "disk": "failed", "illegal": "done", "memory": "done"}
     assert "ZeroDivisionError: made up" in ended["error"].why
     assert "No space left on device" in ended["disk"].why
     planned = sweep.planned(cells, tmp_path / "sweep", tmp_path / "data")
@@ -112,12 +112,13 @@ def test_what_fails_twice_costs_its_own_cell_until_it_is_run_again(
     assert {mend.action for mend in store.mends(fake_cell.SLUG, tmp_path / "data")} == {"set aside"}
     store.repair(fake_cell.SLUG, tmp_path / "data")
     assert {state.state for state in run(cells, tmp_path).values()} == {"done"}
-    # A row whose kernel took the context down has a record that says so; what is on record is not tried again here.
-    crashed = [one for one in store.measurements(fake_cell.SLUG, tmp_path / "data") if one.status != "ok"]
-    assert {one.status for one in crashed} == {"crashed"}
-    assert all("ILLEGAL_ADDRESS" in one.reason for one in crashed)
+    # A row without a time has a record that says why.
+    timeless = [one for one in store.measurements(fake_cell.SLUG, tmp_path / "data") if one.status != "ok"]
+    said = {(one.status, one.reason) for one in timeless}
+    assert {status for status, _ in said} == {"crashed", "unsupported"}
+    assert {"ILLEGAL_ADDRESS" in reason or "CUDA out of memory" in reason for _, reason in said} == {True}
     assert set(rows(tmp_path).values()) == {1}
-    assert len(rows(tmp_path)) == 4 * len(cells) - len(crashed)
+    assert len(rows(tmp_path)) == 4 * len(cells) - len(timeless)
     assert store.verify(fake_cell.SLUG, tmp_path / "data") == ()
 
 
