@@ -452,6 +452,8 @@ def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_
         assert len(rows) == 2, "the fastest stage and library that both have"
         assert all(re.search(r"\| ×0\.(79|80)\d* \|$", line) for line in rows)
         assert all(f"| {column} |" in part for column in columns)
+    count = len(common) * (len(common) - 1) // 2
+    assert f"on the H200 and the H100 for {count} pairs, each at one problem. It is the same on both for all." in machines
     alone = content._compared(out, everything[:1])
     assert "A second folder under `data/` fills this page" in alone
 

@@ -882,7 +882,7 @@ def _compared(out: Output, everything: Sequence[Results]) -> str:
         have = f"One GPU has records: {everything[0].name}." if everything else NOTHING_YET
         return f"*{have} A second folder under `data/` fills this page.*"
     main, found = everything[0], contests.across_gpus(everything)
-    parts = [f"## The GPUs\n\n{tables.machines(everything)}"]
+    parts = [f"## The GPUs\n\n{tables.machines(everything)}\n\n{tables.order(found, everything)}"]
     if first := next((one.problem for one in found), None):
         ladder = [one for one in found if one.problem == first]
         chart = out.chart(charts.across(ladder, everything), "compare.md")

@@ -968,6 +968,23 @@ def across(found: Iterable[contests.Across], everything: Sequence[Results], regi
     return table(columns, lines, drop_empty=True)
 
 
+def order(found: Sequence[contests.Across], everything: Sequence[Results]) -> str:
+    """A sentence a GPU: how far the order of the versions on it is that on the first."""
+    base, *others = everything
+    said = []
+    for shown in others:
+        count, turned = contests.order_across(found, shown.gpu, base.gpu)
+        if not count:
+            continue
+        names = (f"{code(one.name)} and {code(other.name)} at {one.problem.label}" for one, other in turned)
+        apart = f"all but {len(turned)}: {'; '.join(names)}" if turned else "all"
+        said.append(
+            f"Which of two versions is the faster was compared on the {gpu_title(base)} and the {gpu_title(shown)} for "
+            f"{count:,} pairs, each at one problem. It is the same on both for {apart}."
+        )
+    return "\n".join(said)
+
+
 def placement(shown: Results) -> str:
     """Where each full problem's fastest stage and library stand under the roof that bounds them.
 
