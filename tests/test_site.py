@@ -441,7 +441,7 @@ def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_
     everything, out = select.load_all(two_gpus), content.Output(root=tmp_path / "generated")
     text = content._compared(out, everything)
     machines, ladder, burst, sustained = text.split("\n## ")[0:4]
-    assert f"The H100 is partial: {len(STAGES) // 2} of {len(STAGES)} stages" in machines
+    assert f"The H100 is partial: it lacks {len(STAGES) // 2} of {len(STAGES)} stages" in machines
     assert "| SMs | 132 | 132 |" in machines
     common = [name for name in list(STAGES)[::2] if name in {row.name for row in everything[0].rows()}]
     for name in common:
@@ -453,7 +453,9 @@ def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_
         assert all(re.search(r"\| ×0\.(79|80)\d* \|$", line) for line in rows)
         assert all(f"| {column} |" in part for column in columns)
     count = len(common) * (len(common) - 1) // 2
-    assert f"on the H200 and the H100 for {count} pairs, each at one problem. It is the same on both for all." in machines
+    assert (
+        f"on the H200 and the H100 for {count} pairs, each at one problem. It is the same on both for all." in machines
+    )
     alone = content._compared(out, everything[:1])
     assert "A second folder under `data/` fills this page" in alone
 

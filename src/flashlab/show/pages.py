@@ -804,6 +804,9 @@ def _first_problem(out: Output, shown: Results, page: str) -> list[str]:
     assert shown.first is not None
     rows, parts = shown.rows(), []
     with contextlib.suppress(NoDataError):
+        chart = charts.ladder(rows, beside=shown.beside(), name=f"ladder-{shown.gpu}")
+        parts.append(f"## The ladder at {shown.first.label}\n\n{out.chart(chart, page)}")
+    with contextlib.suppress(NoDataError):
         parts.append(
             f"## Burst, cold and sustained\n\n{out.chart(charts.regimes(rows, name=f'regimes-{shown.gpu}'), page)}\n\n"
             "A burst is over before the GPU meets its power limit; kept busy, it does, and slows down. "
