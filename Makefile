@@ -45,10 +45,8 @@ lint: $(STAMPS)/dev ## format, style, types, import layers, notebooks without ou
 strip: $(STAMPS)/dev ## take outputs and execution traces out of the notebooks, before a commit
 	$(STRIP) notebooks/*.ipynb
 
-# Saved, a notebook is as git has it, without outputs; the open one keeps them.
 lab: $(STAMPS)/lab ## JupyterLab on the notebooks, on localhost with its token
-	@$(PYTHON) -m jupyterlab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb \
-		--ContentsManager.pre_save_hook=flashlab.show.notebook.strip_before_save
+	@$(PYTHON) -m jupyterlab --ip=127.0.0.1 $(if $(filter 0,$(shell id -u)),--allow-root) --notebook-dir=. --LabApp.default_url=/lab/tree/notebooks/index.ipynb
 
 serve: $(BASE) ## serve build/site on localhost (PORT=8000)
 	@if [ ! -f build/site/index.html ]; then echo 'build/site holds no site yet; build it with: make report' >&2; exit 1; fi

@@ -91,6 +91,7 @@ def test_the_page_goes_through_every_rung_in_order() -> None:
     for stage_id in journey.RUNGS:
         for section in ("heading", "lines", "score", "links"):
             assert PAGE.count(f'--8<-- "journey/{stage_id}.md:{section}"') == 1
+        assert journey.drawings_of(STAGES[stage_id]), f"{stage_id} has no drawing"
     for name in drawings.DRAWINGS:
         assert f'--8<-- "journey/drawing-{name}.md"' in PAGE
     assert 4000 <= len(PAGE.split()) <= 6000

@@ -7,13 +7,14 @@ import functools
 import html
 import inspect
 import json
-import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import nbformat
@@ -36,8 +37,9 @@ from flashlab.kernels.registry import CUDA_STAGES, STAGES
 from flashlab.measure.harness import Progress
 from flashlab.record import store
 from flashlab.run import emulator, gpu
-from flashlab.show import notebook, pages, site, sweep, trial
-from flashlab.show.notebook import Lab, Outcome, read_outcome, settings, strip_before_save
+from flashlab.show import notebook, pages, saving, site, sweep, trial
+from flashlab.show.notebook import Lab, Outcome, read_outcome, settings
+from flashlab.show.saving import strip_before_save
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
 INDEX = "index"
@@ -140,16 +142,30 @@ def _ran(path: Path) -> nbformat.NotebookNode:
 @pytest.mark.parametrize("name", EVERY)
 def test_what_jupyterlab_saves_is_what_git_has(name: str, tmp_path: Path) -> None:
     path = NOTEBOOKS / f"{name}.ipynb"
-    for folder, stripped in (("notebooks", True), ("build", False)):
-        notebook = _ran(path)
-        strip_before_save({"type": "notebook", "content": notebook}, f"{folder}/{path.name}", contents_manager=None)
+    for root, saved_as, stripped in (
+        (ROOT, f"/notebooks/{path.name}", True),
+        (NOTEBOOKS, path.name, True),
+        (ROOT, f"build/{path.name}", False),
+        (tmp_path, f"notebooks/{path.name}", False),
+    ):
+        notebook, manager = _ran(path), SimpleNamespace(root_dir=str(root))
+        strip_before_save(model={"type": "notebook", "content": notebook}, path=saved_as, contents_manager=manager)
         nbformat.write(notebook, tmp_path / path.name)  # type: ignore[no-untyped-call]
         assert ((tmp_path / path.name).read_bytes() == path.read_bytes()) is stripped
+    strip_before_save(model={"type": "file"}, path="notebooks/cells.toml", contents_manager=SimpleNamespace())
 
 
-def test_jupyterlab_strips_by_the_function_that_is_there() -> None:
-    (hook,) = re.findall(r"pre_save_hook=(\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
-    assert pkgutil.resolve_name(hook) is strip_before_save
+def test_every_jupyter_server_of_the_environment_strips() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    ((source, target),) = project["tool"]["hatch"]["build"]["targets"]["wheel"]["shared-data"].items()
+    assert target == "etc/jupyter/jupyter_server_config.d/flashlab.json", "where servers look below sys.prefix"
+    (name,) = json.loads((ROOT / source).read_text(encoding="utf-8"))["ServerApp"]["jpserver_extensions"]
+    assert name == saving.__name__ == saving._jupyter_server_extension_points()[0]["module"]
+    hooks: list[object] = []
+    saving._load_jupyter_server_extension(
+        SimpleNamespace(contents_manager=SimpleNamespace(register_pre_save_hook=hooks.append))
+    )
+    assert hooks == [strip_before_save]
 
 
 @pytest.mark.parametrize("name", NAMES)

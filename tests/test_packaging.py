@@ -118,7 +118,8 @@ def test_the_package_says_that_it_is_typed() -> None:
     """PEP 561; the wheel takes every file of the package."""
     assert (Path(flashlab.__file__).parent / "py.typed").is_file()
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel == {"packages": ["src/flashlab"]}
+    assert wheel["packages"] == ["src/flashlab"]
+    assert not wheel.keys() - {"packages", "shared-data"}, "nothing is left out"
 
 
 def test_environment_installs_the_project_through_the_lock() -> None:

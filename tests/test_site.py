@@ -64,7 +64,7 @@ def test_every_stage_has_one_page_with_every_section() -> None:
 
 
 def test_no_measured_number_is_written_by_hand() -> None:
-    assert list(map(str, typed_numbers(site.written_pages()))) == []
+    assert list(map(str, typed_numbers((*site.written_pages(), *site.quoted_texts())))) == []
 
 
 @pytest.mark.parametrize(
@@ -104,6 +104,17 @@ def test_what_is_no_measurement_may_be_typed(text: str, tmp_path: Path) -> None:
     assert not list(typed_numbers([page]))
     page.write_text(f"{text}\n\nIt takes 5 µs. <!-- fixed: -->\n", encoding="utf-8")
     assert [one.words for one in typed_numbers([page])] == ["5 µs"]
+
+
+@pytest.mark.parametrize("name", ["rung.toml", "experiment.patch"])
+def test_a_typed_number_is_found_in_a_text_that_pages_quote(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(
+        'prediction = """\n5 \\\nµs."""\n\nwhy = """\nOf no \\\nuse: 6 \\\nµs."""\n\n'
+        '# fixed: a data sheet\nsame = "7 W"\n\none = "8 W" # fixed: too\nother = "9 W"\n\n--- a/x\n+10 W\n',
+        encoding="utf-8",
+    )
+    assert [(one.line, one.words) for one in typed_numbers([path])] == [(6, "6 µs"), (14, "9 W")]
 
 
 def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_type_too(tmp_path: Path) -> None:
@@ -430,7 +441,7 @@ def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_
     everything, out = select.load_all(two_gpus), content.Output(root=tmp_path / "generated")
     text = content._compared(out, everything)
     machines, ladder, burst, sustained = text.split("\n## ")[0:4]
-    assert f"The H100 is partial: {len(STAGES) // 2} of {len(STAGES)} stages" in machines
+    assert f"The H100 is partial: it lacks {len(STAGES) // 2} of {len(STAGES)} stages" in machines
     assert "| SMs | 132 | 132 |" in machines
     common = [name for name in list(STAGES)[::2] if name in {row.name for row in everything[0].rows()}]
     for name in common:
@@ -441,6 +452,10 @@ def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_
         assert len(rows) == 2, "the fastest stage and library that both have"
         assert all(re.search(r"\| ×0\.(79|80)\d* \|$", line) for line in rows)
         assert all(f"| {column} |" in part for column in columns)
+    count = len(common) * (len(common) - 1) // 2
+    assert (
+        f"on the H200 and the H100 for {count} pairs, each at one problem. It is the same on both for all." in machines
+    )
     alone = content._compared(out, everything[:1])
     assert "A second folder under `data/` fills this page" in alone
 

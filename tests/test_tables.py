@@ -170,7 +170,7 @@ def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() ->
     assert header[1:5] == ["D64 full float16", "D64 causal float16", "D64 full bfloat16", "D64 causal bfloat16"]
     assert _lines(table)["`normal`"] == ["×1.20", "–", "–", "×1.10", *["–"] * 4]
     assert _lines(table)["`scale10`"][0] == "**×0.180**"
-    assert _lines(table)["`trained`"][0] == "**×1.02, ×0.960 on layer 3**"
+    assert _lines(table)["`trained`"][0] == "**×1.02,<br>×0.960 on<br>layer 3**"
     assert _lines(tables.against_inputs(found, "sustained")) == {
         "`normal`": [*["–"] * 3, "×1.05", *["–"] * 4],
         "`rising`": [*["–"] * 3, "×1.20", *["–"] * 4],

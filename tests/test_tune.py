@@ -267,9 +267,7 @@ def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None) -> N
     assert not refused
 
 
-SLOWER = {
-    "nvidia-h200": {Problem.parse("8x16x512x128", dtype=dtype) for dtype in DTYPES}
-}
+SLOWER = {"nvidia-h200": {Problem.parse("8x16x512x128", dtype=dtype) for dtype in DTYPES}}
 """Where torch's SDPA wins, by 1 %: 3.9 work tiles of 128 rows for each SM."""
 
 

@@ -92,6 +92,8 @@
       for (const row of found) newest.set([row.gpu, row.name, row.shape, row.dtype, row.mask, row.inputs, row.state].join("|"), row);
       found = [...newest.values()];
     }
+    // Libraries below the stages, also where a later run timed them first.
+    found.sort((one, other) => (one.kind === "peer") - (other.kind === "peer"));
     return found.map((row) => {
       const base = bases.get(`${keyOf(row)}|${state.base}`);
       return { ...row, ratio: base ? base / row.us : null };

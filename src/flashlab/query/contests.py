@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
@@ -15,7 +16,7 @@ from flashlab.core.problem import Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.query import roofline
 from flashlab.query.frame import frame, rows_of
-from flashlab.query.select import Results, fastest_peer, fastest_stage, is_dead_end, ordered, problem_order
+from flashlab.query.select import Results, fastest_peer, fastest_stage, is_dead_end, ordered, problem_order, rate
 from flashlab.record import store
 from flashlab.record.schema import Measurement
 
@@ -389,6 +390,18 @@ def across_gpus(everything: Sequence[Results]) -> tuple[Across, ...]:
         )
         if len(by_name[name]) > 1
     )
+
+
+def order_across(found: Iterable[Across], gpu: str, base: str) -> tuple[int, tuple[tuple[Across, Across], ...]]:
+    """How many pairs of stages both GPUs timed at one problem, and those whose order on `gpu` is not that on `base`."""
+    both = [one for one in found if one.name in registry.STAGES and one.ratio(gpu, base)]
+    pairs = [(one, other) for one, other in combinations(both, 2) if one.problem == other.problem]
+
+    def first_is_faster(pair: tuple[Across, Across], where: str) -> bool:
+        one, other = (rate(of.rows[where]) or 0.0 for of in pair)
+        return one > other
+
+    return len(pairs), tuple(pair for pair in pairs if first_is_faster(pair, gpu) != first_is_faster(pair, base))
 
 
 def fastest_across(found: Iterable[Across], base: str) -> tuple[Across, ...]:

@@ -648,8 +648,8 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
     clocks = [select.clocks(timed, *state) for state in select.STATES]
     return marks(
         shares,
-        looks,
-        rows={row.name: row_title(row) for row in timed},
+        {series: look for series, look in looks.items() if any(of == series for _, of in shares)},
+        rows={row.name: row_title(row) for row in timed if any(name == row.name for name, _ in shares)},
         origin=100.0,
         xlabel="percent of the burst rate with a hot L2",
         name=name,
@@ -869,7 +869,7 @@ def scaling(
     """Every shape at once: rate as a percentage of the fastest library at that shape.
 
     Raises:
-        NoDataError: no problem of that mask and element type has a time.
+        NoDataError: fewer than two problems of that mask and element type have times.
     """
     import pandas as pd
 
@@ -881,8 +881,10 @@ def scaling(
         and (problem.shape in STANDARD_SHAPES or problem not in _OF_LENGTHS)
         and (peer := select.fastest_of(libraries, rows))
     }
-    if not best:
-        raise NoDataError(f"wanted {mask} {dtype} problems at which each library was timed on {shown.gpu}, found none")
+    if len(best) < 2:
+        raise NoDataError(
+            f"wanted several {mask} {dtype} problems at which each library was timed on {shown.gpu}, found {len(best)}"
+        )
     used = [(problem, row) for problem in best for row in shown.rows(problem, stage_ids=stage_ids) if select.rate(row)]
     kinds = {row.name: row.kind for kind in ("stage", "peer") for _, row in used if row.kind == kind}
     frame = pd.DataFrame(

@@ -73,6 +73,39 @@ def _panels(figure: Figure, layout: Layout, count: int, **what: Any) -> Sequence
 # --- 00 to 06: threads, tiles, copies ---------------------------------------------------------------------------------
 
 
+def scalar() -> Chart:
+    """What one thread of 00 works through."""
+    one = _constants("00_naive")
+    threads, keys, lit = one["THREADS"], 4, 1
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        (axes,) = _panels(figure, layout, 1)
+        _bare(axes, (-0.1, 12.1), (-0.9, 6.3))
+        _box(axes, 0, 2.1, 3.2, 0.9, ACCENT)
+        _in(axes, 1.6, 2.55, "row of Q", color=PAPER)
+        for key in range(keys):
+            _box(axes, 4.4, 1.3 * key, 3.2, 0.9, STAGE if key == lit else FAINT)
+            _in(axes, 6.0, 1.3 * key + 0.45, f"key {key}", color=PAPER if key == lit else INK)
+        _in(axes, 6.0, 1.3 * keys + 0.2, "…")
+        _box(axes, 8.8, 2.1, 3.2, 0.9, ACCENT)
+        _in(axes, 10.4, 2.55, "row of O", color=PAPER)
+        for x, words in ((1.6, "registers"), (6.0, "global memory"), (10.4, "registers")):
+            _in(axes, x, -0.45, words, color=MUTED)
+        axes.annotate("", (4.3, 1.3 * lit + 0.45), (3.3, 2.45), arrowprops=_ARROW)
+        axes.annotate("", (8.7, 2.45), (7.7, 1.3 * lit + 0.45), arrowprops=_ARROW)
+        _in(axes, 6.0, 6.1, f"per key {HEAD_DIM} × load, convert, multiply-add: the score", color=MUTED)
+
+    return compose(
+        draw,
+        name="draw-scalar",
+        heights=(2.4, 2.4),
+        alt=f"One thread holds a row of Q and a row of the output in registers, {HEAD_DIM} elements each, and reads "
+        "key after key from global memory; every multiply-add has a load and a conversion of its own.",
+        caption=f"One of a block's {threads} threads in 00. Q and O lie in its registers; keys and values come from "
+        "global memory one element at a time.",
+    )
+
+
 def loads() -> Chart:
     """Who loads what of a tile of K in 00 and in 01."""
     one = _constants("01_coalesced")
@@ -158,6 +191,46 @@ def tiles() -> Chart:
     )
 
 
+def pairs() -> Chart:
+    """Which elements an instruction of 02 multiplies, and where their sum goes."""
+    one = _constants("02_half2")
+    terms, lit = one["FLUSH_TERMS"], 1
+    width = 2.4 * terms
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        (axes,) = _panels(figure, layout, 1)
+        _bare(axes, (-0.1, width), (-0.9, 8.4))
+        for y, words in ((0.0, "Q, in registers"), (2.2, "K, as it lies in shared memory")):
+            axes.text(0, y - 0.15, words, color=MUTED, fontsize="small", va="bottom")
+            for d in range(2 * terms):
+                of_pair = d // 2 == lit
+                x = 2.4 * (d // 2) + d % 2
+                _box(axes, x, y, 1, 1.1, (STAGE, ACCENT)[d % 2] if of_pair else GRID)
+                _in(axes, x + 0.5, y + 0.55, d, color=PAPER if of_pair else MUTED, fontsize="small")
+        middle = 2.4 * lit + 1
+        axes.annotate("", (middle, 4.6), (middle, 3.4), arrowprops=_ARROW)
+        axes.text(middle + 0.4, 4.0, "one HFMA2", va="center", color=INK)
+        for half, (colour, words) in enumerate(((STAGE, "even"), (ACCENT, "odd"))):
+            _box(axes, middle - 2.4 + 2.4 * half, 4.7, 2.4, 1.1, colour)
+            _in(axes, middle - 1.2 + 2.4 * half, 5.25, words, color=PAPER)
+        axes.text(middle + 2.8, 5.25, f"two sums in 16 bits, {terms} terms each", va="center", color=MUTED)
+        axes.annotate("", (middle, 7.1), (middle, 5.9), arrowprops=_ARROW)
+        _box(axes, middle - 2.4, 7.2, 4.8, 1.1, PEER)
+        _in(axes, middle, 7.75, "score", color=PAPER)
+        axes.text(middle + 2.8, 7.75, "one sum in 32 bits", va="center", color=MUTED)
+
+    return compose(
+        draw,
+        name="draw-pairs",
+        heights=(2.9, 2.7),
+        alt=f"{2 * terms} elements of Q above {2 * terms} of K, in pairs of neighbours. One HFMA2 multiplies elements "
+        f"{2 * lit} and {2 * lit + 1}, and adds to two sums in 16 bits, of even and of odd elements. After {terms} "
+        "terms each, both are added to the score in 32 bits.",
+        caption=f"The QK GEMM of 02: one instruction multiplies elements {2 * lit} and {2 * lit + 1} of a row of Q by "
+        f"those of a key. After {terms} pairs both sums go to the 32-bit score and begin again at zero.",
+    )
+
+
 def sharing() -> Chart:
     """Who owns what of scores and output in 02 and in 03."""
     one = _constants("03_warp_rows")
@@ -233,6 +306,36 @@ def trip() -> Chart:
         caption="The way of a tile's scores where WMMA hides the layout of its fragments, with the bytes that a "
         "block of "
         "05 has for them. 04 does the same, with scalar arithmetic in place of the last step.",
+    )
+
+
+def factors() -> Chart:
+    """How a row's factor meets its row of the output in 05, whatever the layout of a fragment is."""
+    size, row, column = _constants("05_wmma")["WMMA_TILE"], 5, 9
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        output, factor = _panels(figure, layout, 2)
+        for axes, title in ((output, "output: accumulators"), (factor, "factors: equal columns")):
+            _bare(axes, (-0.2, size + 0.2), (-0.2, size + 1.9), equal=True)
+            axes.set_title(title)
+            for y in range(size):
+                for x in range(size):
+                    lit, same = (y, x) == (row, column), y == row and axes is factor
+                    _box(axes, x, y, 1, 1, STAGE if lit else FAINT if same else GRID, linewidth=0.5)
+                    if axes is factor:
+                        _in(axes, x + 0.5, y + 0.5, y, color=PAPER if lit else MUTED, fontsize=6)
+            said = "number: the row that the factor is of" if axes is factor else "blue: element i of a lane"
+            _in(axes, size / 2, size + 1.2, said, color=MUTED)
+
+    return compose(
+        draw,
+        name="draw-factors",
+        heights=(3.6, 6.6),
+        alt=f"Two grids of {size} by {size}: the output's accumulators, and a tile that has row r's factor in every "
+        "column of row r. Element i of a lane lies in the same place of both.",
+        caption=f"Rescaling in 05. A fragment of the output and one of the factors are of the same type, {size} × "
+        f"{size}, so element i of a lane is of the same row in both; where in that row does not matter, because its "
+        "factors are all equal.",
     )
 
 
@@ -856,9 +959,12 @@ def ones() -> Chart:
 
 DRAWINGS: Mapping[str, Callable[[], Chart]] = {
     "tiles": tiles,
+    "scalar": scalar,
     "loads": loads,
+    "pairs": pairs,
     "sharing": sharing,
     "trip": trip,
+    "factors": factors,
     "pipeline": pipeline,
     "fragment": fragment,
     "swizzle": swizzle,

@@ -29,7 +29,7 @@ from flashlab.build.sources import shown
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, ReportError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.inputs import parse as kinds_in
-from flashlab.core.paths import BUILD, DATA, NOTEBOOKS, writable_dir
+from flashlab.core.paths import BUILD, DATA, writable_dir
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.core.problem import suite as problems_of
 from flashlab.kernels import registry
@@ -521,26 +521,6 @@ def show(item: Chart | str) -> None:
 
     if item != "":
         display(Markdown(item) if isinstance(item, str) else item)  # type: ignore[no-untyped-call]
-
-
-def strip_before_save(model: dict[str, Any], path: str, **_: object) -> None:
-    """What JupyterLab calls before it writes a notebook (`make lab`): those of notebooks/ go without outputs.
-
-    Args:
-        model: of the contents API; what is left of its content is what git has.
-        path: relative to the checkout.
-    """
-    if model["type"] != "notebook" or not path.strip("/").startswith(f"{NOTEBOOKS.name}/"):
-        return
-    content = model["content"]
-    for cell in content["cells"]:
-        cell["metadata"] = {key: cell["metadata"][key] for key in ("jupyter", "tags") if key in cell["metadata"]}
-        if cell["cell_type"] == "code":
-            cell |= {"outputs": [], "execution_count": None}
-    content["metadata"] = {
-        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
-        "language_info": {"name": "python"},
-    }
 
 
 def read_outcome(path: Path, name: str) -> Outcome:

@@ -804,6 +804,9 @@ def _first_problem(out: Output, shown: Results, page: str) -> list[str]:
     assert shown.first is not None
     rows, parts = shown.rows(), []
     with contextlib.suppress(NoDataError):
+        chart = charts.ladder(rows, beside=shown.beside(), name=f"ladder-{shown.gpu}")
+        parts.append(f"## The ladder at {shown.first.label}\n\n{out.chart(chart, page)}")
+    with contextlib.suppress(NoDataError):
         parts.append(
             f"## Burst, cold and sustained\n\n{out.chart(charts.regimes(rows, name=f'regimes-{shown.gpu}'), page)}\n\n"
             "A burst is over before the GPU meets its power limit; kept busy, it does, and slows down. "
@@ -882,7 +885,7 @@ def _compared(out: Output, everything: Sequence[Results]) -> str:
         have = f"One GPU has records: {everything[0].name}." if everything else NOTHING_YET
         return f"*{have} A second folder under `data/` fills this page.*"
     main, found = everything[0], contests.across_gpus(everything)
-    parts = [f"## The GPUs\n\n{tables.machines(everything)}"]
+    parts = [f"## The GPUs\n\n{tables.machines(everything)}\n\n{tables.order(found, everything)}"]
     if first := next((one.problem for one in found), None):
         ladder = [one for one in found if one.problem == first]
         chart = out.chart(charts.across(ladder, everything), "compare.md")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlab.core.errors import ReportError
-from flashlab.core.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
+from flashlab.core.paths import BUILD, DATA, KERNELS, NOTEBOOKS, ROOT, SITE, writable_dir
 from flashlab.kernels import registry
 from flashlab.record import store, upload
 from flashlab.show import pages, sweep
@@ -41,6 +41,12 @@ def written_pages() -> tuple[Path, ...]:
     return (*sorted(pages), *sorted(NOTEBOOKS.glob("*.ipynb")), ROOT / "README.md")
 
 
+def quoted_texts() -> tuple[Path, ...]:
+    """What people wrote and pages quote: every TOML file, and the headers of experiments."""
+    folders = (KERNELS, NOTEBOOKS, Path(__file__).parents[1])
+    return tuple(sorted(path for folder in folders for kind in ("toml", "patch") for path in folder.rglob(f"*.{kind}")))
+
+
 def write_pages(
     out: Path = BUILD,
     *,
@@ -56,14 +62,15 @@ def write_pages(
 
     Raises:
         NoDataError: `gpu` has no records.
-        ReportError: somebody typed a measured number into a page, a notebook or the README.
+        ReportError: somebody typed a measured number into a page, a notebook, the README or a text that pages quote.
         OutputError: `out` cannot be written.
     """
-    if found := list(typed_numbers(written_pages())):
+    if found := list(typed_numbers((*written_pages(), *quoted_texts()))):
         listed = "\n".join(f"  {one}" for one in found)
         raise ReportError(
             f"wanted measured numbers to come from records, found some that were typed:\n{listed}\nA snippet draws "
-            "them from data/; a constant, arithmetic, a quotation or a prediction says so: <!-- fixed: why -->"
+            "them from data/; a constant, arithmetic, a quotation or a prediction says so: <!-- fixed: why -->, "
+            "in TOML # fixed: why"
         )
     folder = writable_dir(out, "the pages") / "pages"
     shutil.rmtree(folder, ignore_errors=True)

@@ -406,6 +406,11 @@ def _with_worst(ratio: float | None, contest: contests.Contest | None) -> str | 
     return f"{times(ratio)}, {times(contest.worst_ratio)} on layer {contest.worst_layer}"
 
 
+def _narrow(text: str | None) -> str | None:
+    """Such a ratio in lines of its own, for a table of many columns."""
+    return text and text.replace(", ", ",<br>").replace(" on ", " on<br>")
+
+
 def _side(which: str) -> tuple[Column, Column]:
     """The columns of one side of a contest in bursts: name and rate, and percent of the tensor cores' peak."""
 
@@ -468,7 +473,7 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     def column(label: str) -> Column:
         def said(kind: str) -> str | None:
             contest = by_kind[kind].get(label)
-            text = _with_worst(contest.ratio, contest) if contest else None
+            text = _narrow(_with_worst(contest.ratio, contest)) if contest else None
             return f"**{text}**" if contest and lowest(contest) < 1 else text
 
         return Column(" ".join(word for word in label.split() if word not in common), said)
@@ -933,7 +938,7 @@ def machines(everything: Sequence[Results]) -> str:
         )
     lines.append(["problems on record", *(str(len(shown.problems)) for shown in everything)])
     lines.append(["records", *("partial" if shown.lacking else "whole" for shown in everything)])
-    lacking = (f"The {gpu_title(shown)} is partial: {shown.lacking} lack." for shown in everything if shown.lacking)
+    lacking = (f"The {gpu_title(shown)} is partial: it lacks {shown.lacking}." for shown in everything if shown.lacking)
     return "\n".join((markdown(("", *map(gpu_title, everything)), lines), *lacking))
 
 
@@ -966,6 +971,23 @@ def across(found: Iterable[contests.Across], everything: Sequence[Results], regi
         *map(ratio, others),
     )
     return table(columns, lines, drop_empty=True)
+
+
+def order(found: Sequence[contests.Across], everything: Sequence[Results]) -> str:
+    """A sentence a GPU: how far the order of the versions on it is that on the first."""
+    base, *others = everything
+    said = []
+    for shown in others:
+        count, turned = contests.order_across(found, shown.gpu, base.gpu)
+        if not count:
+            continue
+        names = (f"{code(one.name)} and {code(other.name)} at {one.problem.label}" for one, other in turned)
+        apart = f"all but {len(turned)}: {'; '.join(names)}" if turned else "all"
+        said.append(
+            f"Which of two versions is the faster was compared on the {gpu_title(base)} and the {gpu_title(shown)} for "
+            f"{count:,} pairs, each at one problem. It is the same on both for {apart}."
+        )
+    return "\n".join(said)
 
 
 def placement(shown: Results) -> str:

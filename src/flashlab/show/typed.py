@@ -2,7 +2,8 @@
 
 A number that was measured comes from a record, through a snippet. What may stand there as it is, a constant of the
 hardware, arithmetic, a source's words or a prediction, says so with its reason in a comment: `<!-- fixed: why -->` at
-the end of its line, or on a line of its own before a paragraph or table.
+the end of its line, or on a line of its own before a paragraph or table. In TOML, which pages quote too, the comment is
+`# fixed: why`, and what was predicted needs none.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _TYPED = re.compile(
     re.VERBOSE,
 )
 _FIXED = re.compile(r"<!-- fixed: \w.+? -->")
+_PREDICTED = re.compile(r'^(?:prediction|words) = (?:"""(?s:.*?)"""|".*")$', re.MULTILINE)
+_WRAPPED = re.compile(r"(?:.*\\\n)+.*")
 _NOT_PROSE = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->")
 
 
@@ -48,9 +51,18 @@ class Typed(NamedTuple):
 
 
 def typed_numbers(paths: Iterable[Path]) -> Iterator[Typed]:
-    """The measured numbers in the prose of pages and notebooks that no comment excepts."""
+    """The measured numbers in the prose of pages, notebooks and TOML that no comment excepts."""
     for path in paths:
-        yield from (Typed(path, line, words) for line, words in _in_text(markdown_of(path)))
+        text = markdown_of(path) if path.suffix in (".md", ".ipynb") else _prose_of_toml(path)
+        yield from (Typed(path, line, words) for line, words in _in_text(text))
+
+
+def _prose_of_toml(path: Path) -> str:
+    """The text of a TOML file, or of such a header above a diff, without predictions; a wrapped line is its first."""
+    header = path.read_text(encoding="utf-8").partition("\n--- a/")[0]
+    text = _PREDICTED.sub(lambda match: "\n" * match[0].count("\n"), header)
+    text = _WRAPPED.sub(lambda match: match[0].replace("\\\n", "") + "\n" * match[0].count("\n"), text)
+    return re.sub(r"# (fixed: .+)$", r"<!-- \1 -->", text, flags=re.MULTILINE)
 
 
 def markdown_of(path: Path) -> str:
