@@ -1,0 +1,193 @@
+"""flashlab in PyTorch programs: operators that `torch.compile` keeps in its graph, and an attention of transformers.
+
+Importing this registers `torch.ops.flashlab.attention(q, k, v, causal=False, scale=None, stage=None) -> out` and
+`torch.ops.flashlab.attention_lse`, the same with `(out, lse)`. On CUDA tensors they are `flashlab.attention` on torch's
+current stream; on CPU tensors the kernel is emulated, for problems of a test's size. There is no backward pass: inputs
+that want a gradient are refused. `register()` makes `attn_implementation="flashlab"` known to transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from typing import Any
+
+from flashlab.core.errors import DTypeError, MissingPackageError, ShapeError, UnsupportedError
+from flashlab.run import arrays
+from flashlab.run import attention as run
+
+try:
+    import torch
+except ImportError as error:
+    raise MissingPackageError(
+        f"wanted the Python package torch for flashlab.torch, got: {error}. `pip install 'flashlab[gpu]'` installs it; "
+        "`flashlab.attention` works without."
+    ) from error
+
+__all__ = ["attention", "register"]
+
+NAME = "flashlab"
+"""Of the operators' namespace, and of the attention in transformers."""
+_INSTEAD = "attn_implementation='sdpa' takes it"
+_REFUSED = ("softcap", "position_bias", "s_aux", "cache", "cu_seq_lens_q", "output_attentions")
+"""Options of attention in transformers that change its result, or ask for another one."""
+
+
+def _define(name: str, returns: str, *, return_lse: bool) -> None:
+    def real(q: Any, k: Any, v: Any, causal: bool = False, scale: float | None = None, stage: str | None = None) -> Any:
+        return run.attention(q, k, v, causal=causal, scale=scale, stage=stage, return_lse=return_lse)
+
+    def fake(q: Any, k: Any, v: Any, causal: bool = False, scale: float | None = None, stage: str | None = None) -> Any:
+        arrays.refuse_gradients(q=q, k=k, v=v)
+        for of, array in (("q", q), ("k", k), ("v", v)):
+            if array.dim() != 4:
+                shape = tuple(array.shape)
+                raise ShapeError(f"{of}: wanted 4 dimensions (batch, heads, length, head_dim), got shape {shape}")
+            if array.dtype not in (torch.float16, torch.bfloat16):
+                raise DTypeError(f"{of}: wanted float16 or bfloat16, got {array.dtype}. `{of}.half()` works.")
+        out = q.new_empty(q.shape)
+        return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if return_lse else out
+
+    inputs = "Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None, str? stage=None"
+    _library.define(f"{name}({inputs}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, real, key)
+    torch.library.register_fake(f"{NAME}::{name}", fake, lib=_library)
+
+
+# Not `torch.library.custom_op`, whose Python costs the host more than the rest of a call.
+_library = torch.library.Library(NAME, "DEF")
+_define("attention", "Tensor", return_lse=False)
+_define("attention_lse", "(Tensor, Tensor)", return_lse=True)
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    stage: str | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """`flashlab.attention` as an operator: `torch.compile(fullgraph=True)` and CUDA graphs take it.
+
+    Args:
+        q: torch tensor (batch, q_heads, q_len, head_dim), float16 or bfloat16, the last dimension contiguous.
+        k: (batch, kv_heads, kv_len, head_dim), of the type and on the device of q; kv_heads divides q_heads.
+        v: as `k`.
+        causal: aligned bottom right, as in `flashlab.attention`.
+        scale: what scores are multiplied by; 1/sqrt(head_dim) where None.
+        stage: a stage's id, or None for the one that suits.
+        return_lse: also return the log-sum-exp of the scores, float32 (batch, q_heads, q_len).
+
+    Returns:
+        The output, contiguous and like q, or (output, lse).
+
+    Raises:
+        InputError: a tensor wants a gradient, or what `flashlab.attention` refuses. Under `torch.compile`, torch wraps
+            what is known while it traces.
+        FlashlabError: what else `flashlab.attention` raises.
+    """
+    operator = torch.ops.flashlab.attention_lse if return_lse else torch.ops.flashlab.attention
+    return operator.default(q, k, v, causal, scale, stage)
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Make `attn_implementation="flashlab"` known to Hugging Face transformers; a second time changes nothing.
+
+    Takes causal prefill, decoding with a dynamic cache, grouped-query heads, and encoders, in float16 and bfloat16.
+    Refuses by `UnsupportedError` what the kernels do not compute: padding, packed sequences, custom masks, static
+    caches, dropout, a sliding window shorter than the keys, soft caps, position biases, sinks, and attention weights.
+
+    Raises:
+        MissingPackageError: transformers is not installed, or too old.
+    """
+    try:
+        masking = importlib.import_module("transformers.masking_utils")
+        modeling: Any = importlib.import_module("transformers.modeling_utils")
+        if "q_length" not in inspect.signature(masking.sdpa_mask).parameters:
+            raise ImportError(f"one that asks for masks otherwise, in {masking.__file__}")
+    except ImportError as error:
+        raise MissingPackageError(
+            f"wanted the Python package transformers, 5.23 or newer, got: {error}. `pip install -U transformers` "
+            "installs it; `flashlab.torch.attention` works without."
+        ) from error
+    modeling.AttentionInterface.register(NAME, _transformers_attention)
+    masking.AttentionMaskInterface.register(NAME, _transformers_mask)
+    # transformers 5 takes every name with "flash" in it for a package with the interface of flash-attn, to be imported.
+    theirs = getattr(modeling, "is_flash_attention_requested", None)
+    if theirs is not None and not hasattr(theirs, "__wrapped__"):
+
+        @functools.wraps(theirs)
+        def is_flash_attention_requested(*args: Any, **options: Any) -> Any:
+            return options.get("requested_attention_implementation") != NAME and theirs(*args, **options)
+
+        modeling.is_flash_attention_requested = is_flash_attention_requested
+
+
+def _refuse(got: str, wanted: str = "what causal or full attention over all keys computes") -> UnsupportedError:
+    return UnsupportedError(f"attention 'flashlab' of transformers: wanted {wanted}, got {got}. {_INSTEAD}.")
+
+
+def _transformers_mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    attention_mask: Any = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **_: Any,
+) -> None:
+    """None, for no mask, which is what transformers wants where the kernel's own mask is the right one.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    if attention_mask is not None:
+        if torch.compiler.is_compiling():
+            raise _refuse("an attention_mask whose padding cannot be looked for while tracing", "attention_mask=None")
+        if not bool(attention_mask.all()):
+            raise _refuse("an attention_mask with padding", "sequences without padding")
+    if allow_is_bidirectional_skip and local_size is None:
+        return
+    if local_size is not None and kv_length > local_size:
+        raise _refuse(f"a window of {local_size} over {kv_length} keys")
+    if not allow_is_causal_skip:
+        raise _refuse("a custom mask, packed sequences or a static cache")
+    if isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_offset + kv_length:
+        raise _refuse("more keys than tokens so far, as in a static cache", "a dynamic cache")
+
+
+def _transformers_attention(
+    module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **options: Any,
+) -> tuple[Any, None]:
+    """transformers' attention on (batch, heads, length, head_dim): (batch, length, heads, head_dim), and no weights."""
+    if attention_mask is not None:
+        raise _refuse("a mask of shape " + str(tuple(attention_mask.shape)))
+    if dropout:
+        raise _refuse(f"dropout {dropout}", "dropout 0")
+    if sliding_window is not None and key.shape[2] > sliding_window:
+        raise _refuse(f"a sliding window of {sliding_window} over {key.shape[2]} keys")
+    for name in _REFUSED:
+        if options.get(name) not in (None, False):
+            raise _refuse(f"{name}={options[name]!r}")
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return attention(query, key, value, causal=bool(causal), scale=scaling).transpose(1, 2).contiguous(), None

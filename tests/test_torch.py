@@ -1,0 +1,223 @@
+"""The operator in torch and the attention in transformers, on the CPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import flashlab
+from flashlab.core import errors
+from flashlab.run import emulator
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+import flashlab.torch  # noqa: E402 - needs torch
+
+STAGE = "01_coalesced"  # compiles fastest
+
+
+@pytest.fixture
+def compiler_here() -> None:
+    try:
+        emulator.cxx()
+    except errors.MissingPackageError as error:
+        pytest.skip(str(error))
+
+
+def qkv(q_len: int = 40, kv_len: int = 50, dtype: Any = torch.float16) -> tuple[Any, Any, Any]:
+    made = torch.Generator().manual_seed(q_len)
+    shapes = (2, 4, q_len, 64), (2, 2, kv_len, 64), (2, 2, kv_len, 64)
+    return tuple(torch.randn(shape, generator=made).to(dtype) for shape in shapes)  # type: ignore[return-value]
+
+
+def test_without_torch_the_error_says_what_installs_it() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from flashlab.core.errors import MissingPackageError\n"
+        "try: import flashlab.torch\n"
+        "except MissingPackageError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "pip install 'flashlab[gpu]'" in done.stdout
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("operator", ["attention", "attention_lse"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_opcheck(operator: str, causal: bool) -> None:
+    q, k, v = qkv()
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    call = getattr(torch.ops.flashlab, operator).default
+    checked = torch.library.opcheck(call, (q, k, v, causal, 0.2, STAGE))
+    assert set(checked.values()) == {"SUCCESS"}
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize(("dtype", "stage"), [(torch.float16, STAGE), (torch.bfloat16, "06_cp_async")])
+def test_the_operator_is_the_public_call(dtype: Any, stage: str) -> None:
+    q, k, v = qkv(dtype=dtype)
+    out, lse = flashlab.torch.attention(q, k, v, causal=True, scale=0.2, stage=stage, return_lse=True)
+    expected = flashlab.attention(q, k, v, causal=True, scale=0.2, stage=stage, return_lse=True)
+    assert torch.equal(out, expected[0])
+    assert torch.equal(lse, expected[1])
+    assert torch.equal(out, torch.ops.flashlab.attention(q, k, v, causal=True, scale=0.2, stage=stage))
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_whole_without_a_warning_and_for_any_length(backend: str) -> None:
+    def double(q: Any, k: Any, v: Any) -> Any:
+        out, lse = flashlab.torch.attention(2 * q, k, v, causal=True, stage=STAGE, return_lse=True)
+        return out + 1, lse
+
+    torch._dynamo.reset()
+    compiled = torch.compile(double, backend=backend, fullgraph=True)
+    for lengths in ((40, 50), (7, 9), (1, 33)):
+        arrays = qkv(*lengths)
+        for got, wanted in zip(compiled(*arrays), double(*arrays), strict=True):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.usefixtures("compiler_here")
+def test_gradients_are_refused_with_what_works() -> None:
+    q, k, v = qkv()
+    k.requires_grad_()
+    with pytest.raises(errors.InputError, match=r"k: wanted a tensor that needs no gradient.*torch\.no_grad"):
+        flashlab.torch.attention(q, k, v, stage=STAGE)
+    compiled = torch.compile(lambda *inputs: flashlab.torch.attention(*inputs, stage=STAGE), backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"k: wanted a tensor that needs no gradient.*torch\.no_grad"):
+        compiled(q, k, v)
+    with torch.no_grad():
+        assert torch.equal(compiled(q, k, v), flashlab.attention(q, k, v, stage=STAGE))
+
+
+def test_what_tracing_sees() -> None:
+    with torch.device("meta"):
+        q, k, v = torch.empty(2, 40, 4, 64, dtype=torch.bfloat16).transpose(1, 2), *torch.empty(2, 2, 2, 50, 64)
+    fake = torch._subclasses.FakeTensorMode()
+    with fake:
+        arrays = [torch.empty_strided(x.shape, x.stride(), dtype=torch.bfloat16) for x in (q, k, v)]
+        out, lse = flashlab.torch.attention(*arrays, return_lse=True)
+        assert (out.shape, out.dtype, out.is_contiguous()) == (q.shape, torch.bfloat16, True)
+        assert (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
+        with pytest.raises(errors.DTypeError, match=r"v: .* got torch.float32. `v.half\(\)` works"):
+            flashlab.torch.attention(*arrays[:2], arrays[2].float())
+        with pytest.raises(errors.ShapeError, match="q: wanted 4 dimensions"):
+            flashlab.torch.attention(arrays[0][0], *arrays[1:])
+
+
+# --- transformers ---
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    flashlab.torch.register()
+    flashlab.torch.register()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128,
+        hidden_size=256,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+IDS = torch.randint(1, 128, (2, 19), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.filterwarnings("default")  # those of transformers
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
+def test_a_model_says_the_same_as_with_sdpa(llama: Any, dtype: Any, tolerance: float) -> None:
+    model = llama.to(dtype)
+    logits, tokens = {}, {}
+    for name in ("sdpa", "flashlab"):
+        model.set_attn_implementation(name)
+        assert model.config._attn_implementation == name
+        with torch.no_grad():
+            logits[name] = model(IDS).logits
+            options = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "do_sample": False}
+            tokens[name] = model.generate(IDS, **options)
+    assert tokens["sdpa"].shape == (2, 19 + 6)
+    torch.testing.assert_close(logits["flashlab"], logits["sdpa"], atol=tolerance, rtol=tolerance)
+    if dtype is torch.float16:  # bfloat16's rounding is as large as the gap between two tokens of a random model
+        assert torch.equal(tokens["flashlab"], tokens["sdpa"])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.filterwarnings("default")
+def test_a_later_part_of_a_prompt_is_aligned_with_its_end(llama: Any) -> None:
+    """The second half of a prompt, with the first in the cache, where torch's SDPA needs a mask."""
+    model = llama.to(torch.float16)
+    model.set_attn_implementation("flashlab")
+    with torch.no_grad():
+        whole = model(IDS).logits
+        cache = model(IDS[:, :11]).past_key_values
+        rest = model(IDS[:, 11:], past_key_values=cache).logits
+    torch.testing.assert_close(rest, whole[:, 11:], atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.filterwarnings("default")
+def test_a_model_refuses_padding_static_caches_and_gradients(llama: Any) -> None:
+    model = llama.to(torch.float16)
+    model.set_attn_implementation("flashlab")
+    padded = torch.ones_like(IDS)
+    padded[0, :3] = 0
+    with torch.no_grad():
+        with pytest.raises(errors.UnsupportedError, match=r"with padding.*attn_implementation='sdpa' takes it"):
+            model(IDS, attention_mask=padded)
+        with pytest.raises(errors.UnsupportedError, match=r"mask of shape \(2, 1, 19, 19\)"):
+            model(IDS, attention_mask=torch.ones(2, 1, 19, 19, dtype=torch.bool))
+        with pytest.raises(errors.UnsupportedError, match="wanted a dynamic cache"):
+            model.generate(IDS, max_new_tokens=2, cache_implementation="static")
+        with pytest.raises(errors.UnsupportedError, match="packed sequences"):
+            model(IDS, position_ids=torch.arange(19).remainder(10)[None], use_cache=False)
+    with pytest.raises(errors.InputError, match="needs no gradient"):
+        model(IDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"dropout": 0.1}, "wanted dropout 0, got dropout 0.1"),
+        ({"sliding_window": 8}, "sliding window of 8 over 50 keys"),
+        ({"softcap": 30.0}, "softcap=30.0"),
+        ({"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q"),
+        ({"output_attentions": True}, "output_attentions"),
+    ],
+)
+def test_what_the_kernels_do_not_compute_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(errors.UnsupportedError, match=words):
+        flashlab.torch._transformers_attention(SimpleNamespace(is_causal=True), *qkv(), None, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ({"q_length": 5, "kv_length": 9, "q_offset": 4}, None),
+        ({"q_length": 1, "kv_length": 8, "q_offset": 20, "kv_offset": 13, "local_size": 8}, None),
+        ({"q_length": 5, "kv_length": 9, "allow_is_bidirectional_skip": True}, None),
+        ({"q_length": 5, "kv_length": 64}, "dynamic cache"),
+        ({"q_length": 5, "kv_length": 5, "allow_is_causal_skip": False}, "custom mask"),
+        ({"q_length": 9, "kv_length": 9, "local_size": 8}, "a window of 8 over 9 keys"),
+    ],
+)
+def test_only_the_kernels_own_masks_go_without_one(call: dict[str, Any], words: str | None) -> None:
+    if words is None:
+        assert flashlab.torch._transformers_mask(**call) is None
+    else:
+        with pytest.raises(errors.UnsupportedError, match=words):
+            flashlab.torch._transformers_mask(**call)
