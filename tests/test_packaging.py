@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import stat
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -119,7 +121,42 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert (Path(flashlab.__file__).parent / "py.typed").is_file()
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["packages"] == ["src/flashlab"]
-    assert not wheel.keys() - {"packages", "shared-data"}, "nothing is left out"
+    assert not wheel.keys() - {"packages", "shared-data", "hooks"}, "nothing is left out"
+
+
+def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the build hook adds, laid out as pip would."""
+    interface = ModuleType("hatchling.builders.hooks.plugin.interface")
+    interface.BuildHookInterface = list  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, interface.__name__, interface)
+    hook = runpy.run_path(str(ROOT / "scripts" / "wheel.py"))["Hook"]()
+    hook.root = str(ROOT)
+    added: dict[str, dict[str, str]] = {"force_include": {}}
+    hook.initialize("editable", added)
+    assert added == {"force_include": {}}
+    hook.initialize("standard", added)
+    shutil.copytree(ROOT / "src" / "flashlab", tmp_path / "flashlab", ignore=shutil.ignore_patterns("__pycache__"))
+    for source, target in added["force_include"].items():
+        (tmp_path / target).parent.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if Path(source).is_dir() else shutil.copy)(source, tmp_path / target)
+    program = (
+        "from flashlab.build import compiler\n"
+        "from flashlab.cli import doctor\n"
+        "from flashlab.core import paths\n"
+        "from flashlab.kernels import registry\n"
+        "from flashlab.run import choice\n"
+        "table = choice.table('nvidia-h200')\n"
+        "print(paths.KERNELS, compiler.COMMON.is_dir(), len(registry.STAGES), table is not None)\n"
+        "print(*doctor._data(paths.DATA))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "FLASHLAB_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    kernels = tmp_path / "flashlab" / "installed" / "kernels"
+    first, second = done.stdout.splitlines()
+    assert first == f"{kernels} True {len(STAGES)} True"
+    assert "tables of choices of nvidia-h200" in second
 
 
 def test_environment_installs_the_project_through_the_lock() -> None:

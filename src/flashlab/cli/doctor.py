@@ -24,7 +24,7 @@ import typer
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, say
 from flashlab.core.errors import DamagedRecordError, FlashlabError, MissingError, NoDataError
-from flashlab.core.paths import BUILD, DATA, ROOT, cache_dir, writable_dir
+from flashlab.core.paths import BUILD, DATA, INSTALLED, ROOT, cache_dir, writable_dir
 
 State = Literal["ok", "absent", "broken"]
 """absent: not there, and flashlab does without, as `detail` says. broken: something flashlab needs does not work."""
@@ -55,9 +55,8 @@ def apt(package: str) -> str:
 
 
 def _pip(extra: str = "") -> str:
-    return shlex.join(
-        [sys.executable, "-m", "pip", "install", "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}{extra}"]
-    )
+    where = [f"flashlab{extra}"] if INSTALLED else ["-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}{extra}"]
+    return shlex.join([sys.executable, "-m", "pip", "install", *where])
 
 
 def _look(name: str, look: Callable[[], str], *, fix: str = "", lost: str = "") -> Finding:
@@ -169,6 +168,10 @@ def _writable(folder: Path, name: str) -> str:
 def _data(data: Path) -> Iterator[Finding]:
     from flashlab.record import store
 
+    if INSTALLED and data == DATA:
+        tables = ", ".join(store.folders(data))
+        yield Finding("data", "ok", f"tables of choices of {tables}; records, notebooks and the site need the checkout")
+        return
     gpus = store.gpus(data)
     if not gpus:
         lost = f"no recorded runs under {data}: there is nothing to replay"

@@ -1,7 +1,9 @@
 """Where things are: the checkout's folders and the cache.
 
 flashlab works on its checkout (an editable install, which is what `make` sets up): kernels, notebooks, data and site
-are files a user reads and edits, so they are not copied into the package.
+are files a user reads and edits, so they are not copied into the package. A wheel has copies of what the public calls,
+the emulation and the compilers read: the kernels and the tables of choices (scripts/wheel.py). Records, notebooks and
+the site need the checkout.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from pathlib import Path
 
 from flashlab.core.errors import OutputError
 
-ROOT = Path(__file__).resolve().parents[3]
+_PACKAGE = Path(__file__).resolve().parents[1]
+INSTALLED = (_PACKAGE / "installed").is_dir()
+"""Whether this is a wheel's package, away from any checkout."""
+ROOT = _PACKAGE / "installed" if INSTALLED else _PACKAGE.parents[1]
 KERNELS = ROOT / "kernels"
 NOTEBOOKS = ROOT / "notebooks"
 DATA = ROOT / "data"
 SITE = ROOT / "site"
-BUILD = ROOT / "build"
 
 
 def cache_dir() -> Path:
@@ -28,6 +32,9 @@ def cache_dir() -> Path:
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "flashlab"
+
+
+BUILD = cache_dir() / "build" if INSTALLED else ROOT / "build"
 
 
 def writable_dir(path: Path, purpose: str) -> Path:
