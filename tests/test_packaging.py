@@ -185,7 +185,7 @@ def test_makefile_installs_the_extras_that_exist() -> None:
         re.findall(r"scripts/install\.sh ([a-z]+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     )
     assert used == {"dev", "lab"}
-    assert used | {"gpu", "sweep"} == extras
+    assert used | {"gpu", "sweep", "transformers"} == extras
 
 
 def test_readme_and_help_name_every_target() -> None:
