@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from flashlab.build import compiler, triton_code
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
@@ -21,7 +21,7 @@ from flashlab.kernels import registry
 from flashlab.measure import ceilings as limits
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import Cell, Supervisor
-from flashlab.measure.harness import Book, Message
+from flashlab.measure.harness import Book, Message, Progress, Report
 from flashlab.measure.options import Implementation as Implementation
 from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
@@ -32,14 +32,12 @@ from flashlab.run import choice, gpu
 from flashlab.verify import on_cpu
 
 Schema = type[Measurement] | type[Tuning] | type[Ablation] | type[Part]
-SCHEMAS: Mapping[str, Schema] = {"runs": Measurement, "tuning": Tuning, "ablations": Ablation, "parts": Part}
-"""What the records of a folder below data/<gpu>/ are."""
 _WITH_LSE = "+lse"
 """Ends the name, among a run's implementations, of a stage's second row: the one with the log-sum-exp on."""
 
 
 def measure(
-    folder: Literal["runs", "tuning", "ablations", "parts"],
+    kind: Schema,
     implementations: Mapping[str, Implementation],
     cells: Sequence[tuple[Problem, Sequence[str]]],
     *,
@@ -48,14 +46,10 @@ def measure(
     ceilings: Sequence[str] = (),
     before: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Check and time implementations in worker processes, and append a record of each to data/<gpu>/<folder>/.
+    """Check and time implementations in worker processes, and append a record of that kind of each to its folder.
 
     Args:
-        folder: where to; it decides what the records are.
-        implementations: by name.
         cells: problems, and what is compared on each by name: checked, then timed interleaved.
-        plan: how much is measured.
-        options: how it runs.
         ceilings: the GPU's own limits, measured first.
         before: called once it is known that the folder can be written.
 
@@ -78,10 +72,10 @@ def measure(
         raise ParameterError(
             f"wanted at least one implementation and problem, got {len(implementations)} and {len(cells)}"
         )
-    with Book(options.data, folder) as book:
+    with Book(options.data, store.FOLDERS[kind]) as book:
         before()
         wanted = [Cell(None, list(ceilings)), *(Cell(problem, list(names)) for problem, names in cells)]
-        recorder = _Recorder(wanted, book, options, SCHEMAS[folder], implementations)
+        recorder = _Recorder(wanted, book, options, kind, implementations)
         recorder.run({"plan": asdict(plan)}, implementations)
         return book.path
 
@@ -182,9 +176,7 @@ def run(
         problems: what to compute; see `problem.suite`.
         stages, peers, sources: as `implementations_of` takes them; none where empty.
         only: whether a problem wants what has that name; all at every problem where None.
-        plan: how much to measure; `Plan()` where None, see `plan_of`.
         ceilings: measure them all, none, or those named.
-        options: how it runs; `Options()` where None.
 
     Raises:
         As `measure`; UnknownStageError, ParameterError: names that make no sense; before any GPU work.
@@ -218,7 +210,7 @@ def run(
         names = [name for name in named if only is None or only(problem, name)]
         cells.append((problem, [*names, *(twin for twin, one in second.items() if one.lse_of in names)]))
     return measure(
-        "runs",
+        Measurement,
         named | second,
         cells,
         plan=plan,
@@ -253,12 +245,9 @@ def compile_for(
     arch: str,
     slug: str | None,
     aligned: Sequence[bool] = (True,),
-    announce: Callable[[str], None] = lambda text: None,
+    progress: Report = lambda _: None,
 ) -> dict[tuple[Problem, str], compiler.Cubin | CompileError]:
     """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
-
-    Args:
-        announce: called for every kernel.
 
     Returns:
         Of each problem and name that a stage takes, its machine code, that of the first of `aligned`.
@@ -283,8 +272,11 @@ def compile_for(
                 jobs.setdefault(job.label, job)
                 labels.setdefault((problem, name), job.label)
 
+    done = itertools.count(1)
+
     def report(job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
-        announce(f"{'refused' if isinstance(outcome, CompileError) else 'compiled'}: {job.label}")
+        said = "refused" if isinstance(outcome, CompileError) else "compiled"
+        progress(Progress(next(done), len(jobs), f"{said}: {job.label}"))
 
     made = dict(zip(jobs, compiler.compile_many(list(jobs.values()), progress=report), strict=True))
     return {what: made[label] for what, label in labels.items()}
