@@ -155,7 +155,7 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
         return rows.iloc[:0]
     able = rows[rows["kind"].isin(("stage", "peer")) & (rows["second"] != True)]  # noqa: E712
     if policy.dead_ends != "with":
-        runs = {row["run"] for row in rows_of(able) if is_dead_end(row["record"])}
+        runs = {*able["run"][[is_dead_end(record) for record in able["record"]]]}
         able = able[able["run"].isin(runs) == (policy.dead_ends == "only")]
     able = able[able["inputs"].isin(policy.inputs)]
     candidates: dict[Problem, dict[str, dict[str, dict[str, dict[str, Any]]]]] = {}

@@ -490,12 +490,13 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
                 damage.append(Damage(path, None, "not listed in CHECKSUMS"))
             elif _sum(path.read_bytes()) != sums[name]:
                 damage.append(Damage(path, None, "differs from CHECKSUMS"))
-            damage.extend(_damage_within(name, path))
+            damage.extend(_damage_within(name, path, signature(path)))
     return (*damage, *_doubled(gpu, data), *_changed_since_added(gpu, data))
 
 
-def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
-    """What is wrong with the content of a file; `name` is relative to the GPU's folder."""
+@lru_cache(maxsize=4096)
+def _damage_within(name: str, path: Path, content: tuple[int, ...]) -> tuple[Damage, ...]:
+    """What is wrong with the content of a file, `name` below the GPU's folder, while its `signature` is `content`."""
     kind, _, rest = name.partition("/")
     try:
         if path.suffix == ".jsonl" and not re.match(schema.RUN, path.stem):
@@ -505,7 +506,7 @@ def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
             if isinstance(document, Machine) and document.gpu.slug != path.parent.name:
                 return (Damage(path, None, f"of {document.gpu.slug}"),)
         elif kind in _PARSERS and path.suffix == ".jsonl":
-            found, damage = _parsed(path, _PARSERS[kind], signature(path))
+            found, damage = _parsed(path, _PARSERS[kind], content)
             reasons = ((line, _foreign(line) or _in_future(line.record) or _impossible(line.record)) for line in found)
             return (*damage, *(Damage(path, line.number, reason) for line, reason in reasons if reason))
         elif kind in _CHECKS and path.suffix == ".jsonl":
@@ -628,7 +629,7 @@ def mends(gpu: str, data: Path = DATA) -> tuple[Mend, ...]:
             continue
         elif name not in committed and (torn := _torn(path, content)):
             found.append(Mend(path=path, action="set aside", torn=torn))
-        elif listed != _sum(content) and not _damage_within(name, path):
+        elif listed != _sum(content) and not _damage_within(name, path, signature(path)):
             found.append(Mend(path=path, action="list"))
     if not (folder / "machine.json").is_file() and _newest_gpu(gpu, data):
         found.append(Mend(path=folder / "machine.json", action="make"))
@@ -662,7 +663,9 @@ def repair(gpu: str, data: Path = DATA, *, host: Mapping[str, str] | None = None
                 continue
             if mend.torn:
                 _set_aside(mend, folder, sums)
-            if mend.path.is_file() and mend.path.name != CHECKSUMS and not _damage_within(name, mend.path):
+            if mend.path.is_file() and mend.path.name != CHECKSUMS and not _damage_within(
+                name, mend.path, signature(mend.path)
+            ):
                 sums[name] = _sum(mend.path.read_bytes())
     here = _newest_gpu(gpu, data)
     if here and any(mend.path == folder / "machine.json" for mend in todo):
