@@ -176,8 +176,9 @@ def test_what_cannot_be_run_is_refused(tool: Any, monkeypatch: pytest.MonkeyPatc
         sanitizer.sanitize(["08_swizzle"], options=Options(data=tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(gpu, "info", lambda device=0: _here("sm_90a"))
     with pytest.raises(MissingError, match="compute-sanitizer"):
-        sanitizer.program()
+        sanitizer.sanitize(["08_swizzle"], options=Options(data=tmp_path))
 
 
 @pytest.mark.parametrize("stage_id", registry.STAGES)

@@ -108,7 +108,6 @@ def measure(
     None where the options say `resume` and all of it is on record.
 
     Args:
-        names: axes; all where None.
         problem: what is computed; the sources' shape, full, float16 where None.
 
     Raises:

@@ -470,9 +470,6 @@ def predict(kernel: Kernel, problem: Problem, rates: Rates, clock_mhz: float | N
     """Predict a kernel on a problem.
 
     Args:
-        kernel: what is known of it.
-        problem: what it computes.
-        rates: of the SM.
         clock_mhz: SM clock that the rate is given at; the GPU's highest where None. No other number depends on it.
 
     Raises:
@@ -525,9 +522,6 @@ def kernel_of(
     """What the model must know of a stage with these tunables; None for one that it does not describe.
 
     Args:
-        stage_id: the stage.
-        head_dim: of the problem.
-        parameters: every tunable of the stage and its value.
         blocks_per_sm: resident on an SM, as the driver counts them; where None as many as MIN_BLOCKS asks the compiler
             to leave room for, which may be fewer.
     """

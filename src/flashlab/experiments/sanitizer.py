@@ -12,7 +12,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from flashlab.build import compiler
-from flashlab.core.errors import FlashlabError, LaunchError, MissingError, ParameterError
+from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
 from flashlab.core.problem import DTYPES, MASKS, Problem
 from flashlab.kernels import registry
+from flashlab.measure import profile
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, greeting, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
@@ -119,17 +119,7 @@ def _paragraphs(log: str) -> Iterator[list[str]]:
             yield [text]
 
 
-def program() -> str:
-    """The tool: on PATH, else in a toolkit's usual place.
-
-    Raises:
-        MissingError: there is none.
-    """
-    search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
-    found = shutil.which("compute-sanitizer", path=search)
-    if found is None:
-        raise MissingError("wanted `compute-sanitizer` on PATH, found none; the CUDA toolkit has it")
-    return found
+_GET = "wanted `compute-sanitizer` on PATH, found none; the CUDA toolkit has it"
 
 
 def version(command: str) -> str:
@@ -149,8 +139,6 @@ def sanitize(
     """Run every tool over the stages that this GPU runs, all tools at once, and append to data/<gpu>/sanitizer/.
 
     Args:
-        stage_ids: all where None.
-        tools: of `TOOLS`.
         lengths: (q_len, kv_len) of the launches.
         options: `timeout_s` is for each tool.
 
@@ -170,7 +158,7 @@ def sanitize(
     able = [stage for stage in stages if device_info.arch in stage.archs]
     if not able:
         raise ParameterError(f"wanted a stage that runs on {device_info.arch}, got none")
-    command = program()
+    command = profile.tool("compute-sanitizer", _GET)
     tool_version = version(command)
     records: list[Sanitized] = []
     with Book(options.data, "sanitizer") as book:

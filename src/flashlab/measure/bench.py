@@ -446,7 +446,6 @@ def estimate(
     as fast as its parent. Of `trained` inputs all layers together are taken to cost what another kind costs.
 
     Args:
-        problems, stages, peers, sources, plan, ceilings: as `run` takes them.
         known: rows on record, the newest last.
     """
     named = implementations_of(stages, peers, sources)

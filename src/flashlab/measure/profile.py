@@ -92,10 +92,19 @@ def program() -> str:
         MissingError: there is none; the message says how to get it.
     """
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
-    places = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin", *(str(path.parent) for path in installed)]
-    found = shutil.which("ncu", path=os.pathsep.join(places))
+    return tool("ncu", _GET, *(str(path.parent) for path in installed))
+
+
+def tool(name: str, missing: str, *places: str) -> str:
+    """A program of the CUDA toolkit: on PATH, else in the toolkit's usual place or one of some others.
+
+    Raises:
+        MissingError: it is in none of them; the message is `missing`.
+    """
+    search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin", *places])
+    found = shutil.which(name, path=search)
     if found is None:
-        raise MissingError(_GET)
+        raise MissingError(missing)
     return found
 
 
@@ -236,7 +245,6 @@ def under_ncu(
     """Run a command under ncu; metrics that it refuses are dropped, and it is run again.
 
     Args:
-        metrics: by ncu's names.
         command: what to run; `--connect` and a socket are appended.
         kernels: a regular expression of the kernels to profile.
         extra: more for ncu.
@@ -313,14 +321,7 @@ def read(report: Path, metrics: Iterable[str]) -> list[Launch]:
 
 
 def why_no_lines(launch: Launch, sha256: str, launched: Cubin | None, lined: Cubin | None) -> str | None:
-    """Why a launch's samples cannot be traced to source lines; None where they can.
-
-    Args:
-        launch: what ncu says.
-        sha256: digest of the machine code that ran.
-        launched: the same, compiled anew; None where it could not be.
-        lined: the same with line information.
-    """
+    """Why a launch's samples cannot be traced to source lines; None where they can."""
     if not launch.samples:
         return "ncu took no samples"
     if launched is None or lined is None or launched.sha256 != sha256:
@@ -342,11 +343,6 @@ def trace(launch: Launch, stage: Stage, lined: Cubin) -> tuple[LineStalls, ...]:
 
     A line stands for all that is inlined there: of the line that an instruction is of and those that it was inlined
     at, it is the first in the stage's own file, else the first of all.
-
-    Args:
-        launch: what ncu says.
-        stage: whose launch it was.
-        lined: its machine code, with line information.
     """
     places = sass.lines(lined.code, lined.entry)
     found: dict[sass.Frame, Counter[str]] = {}
@@ -380,7 +376,6 @@ def profile(
     All in one process; those that are missing afterwards, since one broke it, each in one of its own.
 
     Args:
-        stage_ids: all where None.
         options: `timeout_s` is for one run of ncu.
 
     Returns:

@@ -271,7 +271,6 @@ class Timer:
         """Samples of every implementation, interleaved in an order drawn anew each round.
 
         Args:
-            implementations: by name.
             cold: overwrite L2 before every sample, which is then one call.
             samples: how many of each to aim for.
             min_samples: how many to take of one that is slow, even past `cap_s`.

@@ -175,7 +175,6 @@ def variants_of(
     """Variants of a stage to try, the starting point first.
 
     Args:
-        stage, head_dim: what is tuned.
         grid: values of some tunables; the others stay as `base` has them. All choices of all tunables where None.
         each: vary one tunable at a time, instead of all combinations.
         base: where to start from; the stage's defaults where None.
@@ -389,9 +388,6 @@ def tune_all(
     """`tune` for several short lists: everything is compiled first, then one worker times all, a single round each.
 
     What is tried on one problem is interleaved, whatever its stage, with the libraries that a task names.
-
-    Args:
-        tasks: what to tune, each key once.
 
     Raises:
         As `tune`; a task whose stage this GPU does not run, or of which nothing compiles, is announced and left out.

@@ -143,10 +143,6 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
     The problems are in the order of pages, and a problem's rows as `ordered`. To choose at one problem, or among some
     runs, filter the frame before.
 
-    Args:
-        rows: a frame of `runs`, or part of it.
-        policy: what is wanted.
-
     Returns:
         A frame with the columns of `rows`; without rows where no candidate has what the policy needs. A row that was
         filled in has a `Filled` as its record.

@@ -202,6 +202,11 @@ class Gpu(_Model):
         per_cycle = TENSOR_FLOP_PER_CYCLE.get(self.compute_capability)
         return per_cycle * self.sm_count * clock_mhz / 1e6 if per_cycle and clock_mhz else None
 
+    def tensor_percent(self, tflops: float, clock_mhz: float | None) -> float | None:
+        """A rate, percent of `tensor_tflops`."""
+        peak = self.tensor_tflops(clock_mhz)
+        return 100 * tflops / peak if peak else None
+
 
 class Source(_Model):
     """Which code made a record."""

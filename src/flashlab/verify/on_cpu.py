@@ -20,7 +20,7 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import CheckRow, EmulatorVerdict
-from flashlab.record.schema import Verdict
+from flashlab.record.schema import Status, Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import Emulation, emulate
 from flashlab.verify.cases import (
@@ -320,7 +320,7 @@ def emulated_verdict(
     return verdict, ran
 
 
-def status_of(error: FlashlabError) -> tuple[str, str]:
+def status_of(error: FlashlabError) -> tuple[Status, str]:
     """A row's status and reason for an error on the CPU."""
     if isinstance(error, UnsupportedError):
         return "unsupported", str(error)
@@ -380,5 +380,6 @@ def emulate_beside(
         against=(ran.out, ran.lse),
     )
     reason = verdict.reason or (agreement.reason and f"chip and emulator: {agreement.reason}")
-    status = "wrong" if reason else "ok"
-    return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=verdict, agreement=agreement)
+    return EmulatorVerdict(
+        status="wrong" if reason else "ok", reason=reason, shape=problem.shape, verdict=verdict, agreement=agreement
+    )
