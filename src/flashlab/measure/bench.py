@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -170,7 +170,7 @@ def run(
     """Check and time stages and peers on each problem, and append the records to data/<gpu>/runs/<run>.jsonl.
 
     What machine code that needs is made first, on all cores. Where the options say `resume`, what is on record is left
-    out (`left`, `ceilings_left`); None where that is all.
+    out (`_left`, `ceilings_left`); None where that is all.
 
     Args:
         problems: what to compute; see `problem.suite`.
@@ -188,14 +188,13 @@ def run(
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
     if not named and problems:
         raise ParameterError("wanted at least one stage or peer to measure, got none")
+    names = {at: [name for name in named if only is None or only(at, name)] for at in problems}
     if options.resume:
-        todo = left(problems, stages=stages, peers=peers, plan=plan, options=options)
-        todo = {at: frozenset(name for name in todo[at] if only is None or only(at, name)) for at in todo}
-        problems = [problem for problem in problems if todo.get(problem)]
-        only = lambda problem, name: name in todo[problem]  # noqa: E731
-        wanted = ceilings_left(wanted, options)
-        options.note(said_of(todo) if problems else "all of it is on record; nothing was measured")
-        if not problems and not wanted:
+        names, wanted = _left(names, named, plan, options), ceilings_left(wanted, options)
+        every = dict.fromkeys(name for some in names.values() for name in some)
+        said = f"no record of this code and software has {', '.join(every)} at {len(names)} problems: they are measured"
+        options.note(said if names else "all of it is on record; nothing was measured")
+        if not names and not wanted:
             return None
     unknown = [name for name in plan.sustained_names or () if name not in named]
     if unknown:
@@ -205,10 +204,10 @@ def run(
         for name, one in named.items()
         if plan.lse and one.kind == "stage"
     }
-    cells = []
-    for problem in problems:
-        names = [name for name in named if only is None or only(problem, name)]
-        cells.append((problem, [*names, *(twin for twin, one in second.items() if one.lse_of in names)]))
+    cells = [
+        (problem, [*some, *(twin for twin, one in second.items() if one.lse_of in some)])
+        for problem, some in names.items()
+    ]
     return measure(
         Measurement,
         named | second,
@@ -285,15 +284,10 @@ def compile_for(
 # --- What is left to do -----------------------------------------------------------------------------------------------
 
 
-def left(
-    problems: Sequence[Problem],
-    *,
-    stages: Sequence[str] | None = None,
-    peers: Sequence[str] | None = None,
-    plan: Plan | None = None,
-    options: Options | None = None,
-) -> dict[Problem, frozenset[str]]:
-    """What of a run is not on record yet for this GPU, by problem: the names that `run` is to measure there.
+def _left(
+    names: Mapping[Problem, Sequence[str]], named: Mapping[str, Implementation], plan: Plan, options: Options
+) -> dict[Problem, list[str]]:
+    """What of a run is not on record yet for this GPU, by problem.
 
     On record is what a clean commit measured with the same machine code, or library, under the same driver and
     software, in every state that the plan wants. Where a stage is left its parent and the libraries are measured again
@@ -303,13 +297,12 @@ def left(
         NoGpuError: there is no GPU.
         MissingPackageError: no compiler.
     """
-    options, plan = options or Options(), plan or Plan()
     gpu.require()
-    here, named = gpu.info(options.device), implementations_of(stages, peers)
-    cells = [(problem, list(named)) for problem in problems]
+    here, cells = gpu.info(options.device), list(names.items())
     code = compile_for(named, cells, arch=here.arch, slug=here.slug)
     known = [row for row in store.measurements(here.slug, options.data) if stands_for(row, here)]
-    return not_on_record(cells, named, known, code, plan)
+    todo = not_on_record(cells, named, known, code, plan)
+    return {at: [name for name in some if name in todo[at]] for at, some in cells if at in todo}
 
 
 def stands_for(record: schema.Base, here: gpu.GpuInfo, *, same_commit: bool = False) -> bool:
@@ -369,12 +362,6 @@ _NAMING = ("axis", "level", "stage", "left_out")
 """The fields by which a record of a cell names its implementation."""
 
 
-def said_of(todo: Mapping[Problem, Collection[str]]) -> str:
-    """What `left` found, in a line for people."""
-    names = dict.fromkeys(name for names in todo.values() for name in sorted(names))
-    return f"no record of this code and software has {', '.join(names)} at {len(todo)} problems: they are measured"
-
-
 def not_on_record(
     cells: Sequence[tuple[Problem, Sequence[str]]],
     named: Mapping[str, Implementation],
@@ -382,7 +369,7 @@ def not_on_record(
     code: Mapping[tuple[Problem, str], compiler.Cubin | CompileError],
     plan: Plan,
 ) -> dict[Problem, frozenset[str]]:
-    """As `left`: of what `cells` want, what no row of `known` stands for. `code`: of stages, as it is now."""
+    """As `_left`: of what `cells` want, what no row of `known` stands for. `code`: of stages, as it is now."""
 
     def stands(row: Measurement, name: str) -> bool:
         one, problem = named[name], row.problem

@@ -403,7 +403,7 @@ def micro(name: str, device: int, defines: tuple[tuple[str, int | str], ...] = (
 
 
 class CudaBackend:
-    """What a `Timer` needs of a GPU. Makes its primary context current in this thread, which must be the one that enqueues.
+    """A GPU; its primary context is made current in this thread, which must be the one that enqueues.
 
     `stream` is a CUstream as an integer, on which every `Run` must enqueue.
     """
