@@ -333,10 +333,10 @@ class _Worker(GpuWorker):
         }
         for name in self.job["names"]:
             try:
-                if self.job["check"]:
-                    self._check(name, problem, *tensors["normal"])
                 for inputs in INPUTS:
-                    run = self._run_of(name, problem, *tensors[inputs])
+                    run, output = self._made(name, problem, *tensors[inputs])
+                    if self.job["check"] and inputs == "normal":
+                        self._check(problem, output(), *tensors[inputs])
                     self._backend.warm_up(run, 2)
                     first = self._backend.sample(run, calls=5, spin_us=2000.0, cold=False)
                     case = _Case(
@@ -351,34 +351,27 @@ class _Worker(GpuWorker):
             except Exception as error:  # a library's own errors have no common class
                 self._missing(f"{name} at {problem.label}", _words(error), name)
 
-    def _run_of(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> timing.Run:
-        """What enqueues one call on the stream."""
+    def _made(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> tuple[timing.Run, Callable[[], Any]]:
+        """What enqueues one call on the stream, and what does and returns its output."""
         if name in registry.RUNGS:
-            return prepare(q, k, v, stage=name, out=self.torch.empty_like(q), stream=self._stream)
-        attend = self._peer(name, problem)
-        given = peers.in_layout(peers.get(name).layout, q, k, v)
+            out = self.torch.empty_like(q)
+            launch = prepare(q, k, v, stage=name, out=out, stream=self._stream)
 
-        def run() -> None:
-            attend(*given)
+            def written() -> Any:
+                out.view(self.torch.int16).fill_(POISON_WORD)
+                launch()
+                return out
 
-        return run
-
-    def _peer(self, name: str, problem: Problem) -> peers.Attention:
+            return launch, written
         peer = peers.get(name)
         why_not = peer.why_not(problem, compute_capability=self.info.compute_capability)
         if why_not:
             raise UnsupportedError(why_not.reason)
-        return peer.build(problem)
+        run = partial(peer.build(problem), *peers.in_layout(peer.layout, q, k, v))
+        return run, lambda: peers.bhsd_view(peer.layout, run())
 
-    def _check(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> None:
-        """Raises `CheckFailedError` where the oracle rejects one call's output."""
-        if name in registry.RUNGS:
-            out = self.torch.empty_like(q)
-            out.view(self.torch.int16).fill_(POISON_WORD)
-            prepare(q, k, v, stage=name, out=out, stream=self._stream)()
-        else:
-            layout = peers.get(name).layout
-            out = peers.bhsd_view(layout, self._peer(name, problem)(*peers.in_layout(layout, q, k, v)))
+    def _check(self, problem: Problem, out: Any, q: Any, k: Any, v: Any) -> None:
+        """Raises `CheckFailedError` where the oracle rejects an output."""
         gpu.synchronize(self.device)
         verdict = check(
             *(self.cupy.from_dlpack(out.contiguous()), None),
