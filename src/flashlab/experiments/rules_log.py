@@ -165,6 +165,7 @@ def _show(commit: str, path: str) -> str:
     return _git("show", f"{commit}:{path}", missing="") if commit else ""
 
 
+@cache
 def _rules_at(commit: str) -> dict[str, dict[str, str]]:
     """What each claim is judged by at a commit, by claim and name."""
     rows = list(csv.DictReader(io.StringIO(_show(commit, _CLAIMS))))
@@ -186,6 +187,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+@cache
 def _verdicts_at(commit: str) -> dict[str, str]:
     found = json.loads(_show(commit, _VERDICTS) or "[]")
     return {one["id"]: _OLD_NAMES.get(one["verdict"], one["verdict"]) for one in found}
