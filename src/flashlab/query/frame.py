@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
@@ -104,7 +103,7 @@ def _described(record: Any) -> dict[str, Any]:
         return row | {"unit": record.unit, "value": record.value}
     if not hasattr(record, "problem"):
         return row
-    row |= {"problem": record.problem, "shape": record.problem.shape, **asdict(record.problem)}
+    row |= {"problem": record.problem, "shape": record.problem.shape, **vars(record.problem)}
     row["samples"] = getattr(record, "samples", ())
     if isinstance(record, schema.Timed):
         cubin = record.cubin

@@ -47,6 +47,8 @@ def _moment(text: str) -> str:
 
 def _readable(text: str) -> str:
     """Without control characters, and not longer than a page wants it."""
+    if text.isprintable():
+        return text[:PROSE_CHARS]
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)[:PROSE_CHARS]
 
 
