@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT / "src"))
 
 from flashlab.kernels.registry import CUDA_STAGES  # noqa: E402
 from flashlab.measure import profile  # noqa: E402
+from flashlab.measure.options import Options  # noqa: E402
 
 SHAPES = ("1x2x128x64", "1x2x256x64")
 SEED = 0
@@ -233,8 +234,7 @@ def main() -> int:
                 there,
                 [sys.executable, __file__, *arguments],
                 kernels="^(attention|pattern)_",
-                timeout_s=NCU_TIMEOUT_S,
-                say=lambda line: print(line, file=sys.stderr),
+                options=Options(timeout_s=NCU_TIMEOUT_S, note=lambda line: print(line, file=sys.stderr)),
             )
             print(f"{len(launches)} of {len(expected)} launches, {time.monotonic() - began:.0f} s", file=sys.stderr)
             complete = complete and len(launches) == len(expected)

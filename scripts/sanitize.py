@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,16 +28,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="compute-sanitizer over every stage.")
     parser.add_argument("--stages", nargs="*", help="ids; all if not given")
     parser.add_argument("--tools", nargs="*", default=list(sanitizer.TOOLS), help="all if not given")
-    parser.add_argument("--timeout", type=float, default=sanitizer.TIMEOUT_S, help="seconds for each tool")
+    parser.add_argument("--timeout", type=float, default=sanitizer.OPTIONS.timeout_s, help="seconds for each tool")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of recorded data")
     options = parser.parse_args()
     try:
         path, found = sanitizer.sanitize(
             options.stages,
             tools=options.tools,
-            data=options.data,
-            timeout_s=options.timeout,
-            say=lambda line: print(line, file=sys.stderr),
+            options=replace(
+                sanitizer.OPTIONS,
+                data=options.data,
+                timeout_s=options.timeout,
+                note=lambda line: print(line, file=sys.stderr),
+            ),
         )
     except FlashlabError as error:
         print(f"sanitize: {error}", file=sys.stderr)

@@ -17,6 +17,7 @@ from flashlab.measure import bench
 from flashlab.measure.cells import refusal
 from flashlab.measure.options import BURSTS, Options
 from flashlab.record import store
+from flashlab.record.schema import Measurement
 from flashlab.show.notebook import Outcome
 
 SLUG = "test-gpu"
@@ -45,7 +46,7 @@ def run(name: str, shape: str, harm: str, out: str, data: str, pause_s: float = 
         worker = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), json.dumps(gpu), json.dumps(plan)]
         named = bench.implementations_of([] if one == "sdpa" else [one], ["sdpa"] if one == "sdpa" else [])
         options = Options(data=Path(data), worker=worker)
-        bench.measure("runs", named, [(problem, [one])], plan=BURSTS, options=options)
+        bench.measure(Measurement, named, [(problem, [one])], plan=BURSTS, options=options)
         time.sleep(pause_s)
     runs = sorted({row.run for row in store.measurements(SLUG, Path(data)) if row.problem in problems})
     outcome = Outcome(

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,12 @@ from flashlab.experiments import ablation as ablate
 from flashlab.experiments import effects as analysis
 from flashlab.experiments import levers
 from flashlab.kernels import registry
+from flashlab.measure.harness import Progress
 from flashlab.measure.options import Options
 from flashlab.query.statistics import interval, ratio_of_medians
 from flashlab.record import schema, store
 from flashlab.record.schema import Ablation, Part
-from flashlab.run import choice, emulator
+from flashlab.run import choice, emulator, gpu
 from flashlab.run.attention import Emulation, emulate
 from flashlab.show import sweep
 from flashlab.verify.oracle import make_inputs
@@ -465,10 +467,15 @@ def jobs_of(tmp_path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tmp_path / "jobs").read_text(encoding="utf-8").splitlines()]
 
 
+@pytest.fixture
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch="sm_90a", slug="nvidia-h200"))
+
+
+@pytest.mark.usefixtures("_hopper")
 def test_levels_of_an_axis_take_turns_and_are_recorded_in_one_file(tmp_path: Path) -> None:
     path = ablate.measure(
         ["exp", "feed"],
-        arch="sm_90a",
         options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path, refused=["exp: expf"])),
     )
     found, damage = store.read(path, schema.Ablation)
@@ -486,13 +493,12 @@ def test_levels_of_an_axis_take_turns_and_are_recorded_in_one_file(tmp_path: Pat
     assert all(one["judged"] and one["may_spill"] for one in job["implementations"].values())
 
 
+@pytest.mark.usefixtures("_hopper")
 def test_parts_are_recorded_without_a_verdict_and_never_as_measurements(tmp_path: Path) -> None:
     notes: list[str] = []
     path = ablate.split(
         ["06_cp_async"],
         problems=[PROBLEM],
-        arch="sm_90a",
-        slug="nvidia-none",
         options=Options(
             data=tmp_path / "data",
             note=notes.append,
@@ -512,17 +518,15 @@ def test_parts_are_recorded_without_a_verdict_and_never_as_measurements(tmp_path
     assert [name for name, one in judged.items() if one] == ["06_cp_async without nothing"]
 
 
+@pytest.mark.usefixtures("_hopper")
 def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     first, second = levers.names()[:2]
     problems = [Problem.parse("16x16x2048x64", dtype="bfloat16", mask=mask) for mask in ("full", "causal")]
-    messages: list[str] = []
+    steps: list[Progress] = []
     path = ablate.measure_levers(
         {first: problems, second: problems[:1]},
-        arch="sm_90a",
-        slug="nvidia-h200",
-        announce=messages.append,
-        options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path)),
+        options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path), progress=steps.append),
     )
     found, damage = store.read(path, schema.Ablation)
     assert not damage
@@ -539,8 +543,9 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     sources = [one["source"] and Path(one["source"]) for one in job["implementations"].values()]
     assert [one and one.stem for one in sources] == [None, first, second, None, first]
     assert sources[1].read_text(encoding="utf-8") == levers.get(first).text()
-    assert len(messages) == 5
-    assert sum(f"{first}.cu" in line for line in messages) == 2
+    compiled = [one.text for one in steps if one.text.startswith("compiled")]
+    assert len(compiled) == 5
+    assert sum(f"{first}.cu" in line for line in compiled) == 2
     shown = analysis.lever_effects(found)
     assert [(one.name, one.is_first) for one in shown[:3]] == [("as it is", True), (first, False), (second, False)]
     assert analysis.effects(found) == []

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from flashlab.core.errors import CompileError, NoDataError, NoGpuError, ParameterError
 from flashlab.experiments import chip
+from flashlab.measure.options import Options
 from flashlab.measure.timer import MicroParams
 from flashlab.record import schema, store
 from flashlab.record.schema import ChipReading
@@ -166,7 +167,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     if gpu.available() is None:
         pytest.skip("there is a GPU")
     with pytest.raises(NoGpuError):
-        chip.measure(["unit"], data=tmp_path)
+        chip.measure(["unit"], options=Options(data=tmp_path))
 
 
 def reading(name: str, value: float, *, run: str = synthetic.RUN) -> ChipReading:

@@ -20,11 +20,12 @@ from pydantic import ValidationError
 from synthetic import COMMIT, RUN, measurement, write_synthetic
 
 from flashlab.build import compiler, sass
+from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import DamagedRecordError, FlashlabError, NoDataError, NoGpuError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
 from flashlab.experiments import ledger, rules_log
-from flashlab.experiments.evidence import FIRST, QUANTITIES, Entry, Records, calculated, entries, facts
+from flashlab.experiments.evidence import FIRST, QUANTITIES, Entry, Records, entries, facts
 from flashlab.experiments.ledger import Kind, Range, judge
 from flashlab.kernels.registry import DEAD_ENDS, STAGES, get
 from flashlab.measure.options import Options

@@ -20,6 +20,7 @@ from flashlab.core.errors import LaunchError, MissingError, ParameterError
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.measure import profile
+from flashlab.measure.options import Options
 from flashlab.measure.profile import Launch
 from flashlab.record import schema, store
 from flashlab.run import gpu
@@ -114,7 +115,9 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _profile(tmp_path: Path, *stage_ids: str, **options: Any) -> tuple[list[schema.StageProfile], list[str]]:
     said: list[str] = []
-    path, found = profile.profile(stage_ids, FIRST, data=tmp_path / "data", say=said.append, **options)
+    path, found = profile.profile(
+        stage_ids, FIRST, replace(profile.OPTIONS, data=tmp_path / "data", note=said.append, **options)
+    )
     assert path.parent == tmp_path / "data" / SLUG / "profiles"
     assert store.records(SLUG, schema.StageProfile, tmp_path / "data") == found
     assert {one.run for one in found} == {path.stem}
@@ -198,7 +201,7 @@ def test_what_was_profiled_is_kept_whatever_comes_after_it(
 
     monkeypatch.setattr(profile._Profiler, "run", broken_off)
     with pytest.raises(KeyboardInterrupt):
-        profile.profile(["00_naive", "05_wmma", "16_ones_column"], FIRST, data=tmp_path / "other")
+        profile.profile(["00_naive", "05_wmma", "16_ones_column"], FIRST, Options(data=tmp_path / "other"))
     assert [one.stage for one in store.records(SLUG, schema.StageProfile, tmp_path / "other")] == [
         "00_naive",
         "05_wmma",
@@ -242,13 +245,13 @@ def test_the_command_line_shows_units_and_lines(
 def test_what_cannot_be_profiled_is_refused(tmp_path: Path, ncu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ncu(forbidden=True)
     with pytest.raises(ParameterError, match="D256"):
-        profile.profile(["00_naive"], Problem.parse("1x1x64x256"), data=tmp_path)
+        profile.profile(["00_naive"], Problem.parse("1x1x64x256"), Options(data=tmp_path))
     with pytest.raises(MissingError, match=r"(?s)ERR_NVGPUCTRPERM.*SYS_ADMIN.*NVreg_RestrictProfilingToAdminUsers=0"):
-        profile.profile(["00_naive"], FIRST, data=tmp_path)
+        profile.profile(["00_naive"], FIRST, Options(data=tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter(()))
     with pytest.raises(MissingError, match=r"ncu.*cuda-nsight-compute"):
-        profile.profile(["00_naive"], FIRST, data=tmp_path)
+        profile.profile(["00_naive"], FIRST, Options(data=tmp_path))
 
 
 @pytest.mark.parametrize("wide", [False, True])

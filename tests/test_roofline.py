@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import synthetic
 
 from flashlab.core import errors
 from flashlab.core.problem import FIRST_SHAPE, Problem
-from flashlab.query.roofline import DATASHEETS, l2_bytes, percent_of_peak, percent_of_tensor_peak, place
+from flashlab.query.roofline import DATASHEETS, l2_bytes, percent_of_peak, place
 
 FULL = Problem.parse(FIRST_SHAPE)
 CAUSAL = Problem.parse(FIRST_SHAPE, mask="causal")
@@ -112,7 +113,7 @@ def test_the_tensor_cores_peak_at_a_clock_is_the_data_sheets() -> None:
     assert hopper
     for slug in hopper:
         sheet, sms = DATASHEETS[slug], SMS_AND_RATES[slug][0]
-        at = {"compute_capability": (9, 0), "sm_count": sms, "clock_mhz": sheet.tensor_mhz}
-        assert percent_of_tensor_peak(sheet.tensor_tflops, **at) == pytest.approx(100, rel=0.01)
-    assert percent_of_tensor_peak(100.0, compute_capability=(9, 0), sm_count=132, clock_mhz=None) is None
-    assert percent_of_tensor_peak(100.0, compute_capability=(3, 5), sm_count=15, clock_mhz=745.0) is None
+        gpu = synthetic.gpu().model_copy(update={"compute_capability": (9, 0), "sm_count": sms})
+        assert gpu.tensor_percent(sheet.tensor_tflops, sheet.tensor_mhz) == pytest.approx(100, rel=0.01)
+    assert gpu.tensor_percent(100.0, None) is None
+    assert gpu.model_copy(update={"compute_capability": (3, 5)}).tensor_percent(100.0, 745.0) is None

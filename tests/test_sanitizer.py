@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import sanitizer
 from flashlab.kernels import registry
+from flashlab.measure.options import Options
 from flashlab.query import select
 from flashlab.record import store
 from flashlab.record.schema import Sanitized
@@ -123,7 +125,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(*stage_ids: str, **plan: Any) -> dict[tuple[str, str], Sanitized]:
         whole = {"logs": dict.fromkeys(sanitizer.TOOLS, CLEAN), "failed": {}, "dead": []} | plan
         plan_file.write_text(json.dumps(whole), encoding="utf-8")
-        path, found = sanitizer.sanitize(stage_ids, data=tmp_path / "data")
+        path, found = sanitizer.sanitize(stage_ids, options=replace(sanitizer.OPTIONS, data=tmp_path / "data"))
         assert path.parent == tmp_path / "data" / SLUG / "sanitizer"
         assert store.sanitized(SLUG, tmp_path / "data") == found
         assert [d for d in store.verify(SLUG, tmp_path / "data") if "machine" not in str(d.path)] == []
@@ -168,14 +170,15 @@ def test_a_launch_that_fails_is_an_error(tool: Any) -> None:
 
 def test_what_cannot_be_run_is_refused(tool: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="tools: wanted some of memcheck"):
-        sanitizer.sanitize(tools=("leakcheck",), data=tmp_path)
+        sanitizer.sanitize(tools=("leakcheck",), options=Options(data=tmp_path))
     monkeypatch.setattr(gpu, "info", lambda device=0: _here("sm_75"))
     with pytest.raises(ParameterError, match="wanted a stage that runs on sm_75"):
-        sanitizer.sanitize(["08_swizzle"], data=tmp_path)
+        sanitizer.sanitize(["08_swizzle"], options=Options(data=tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name, path: None)
+    monkeypatch.setattr(gpu, "info", lambda device=0: _here("sm_90a"))
     with pytest.raises(MissingError, match="compute-sanitizer"):
-        sanitizer.program()
+        sanitizer.sanitize(["08_swizzle"], options=Options(data=tmp_path))
 
 
 @pytest.mark.parametrize("stage_id", registry.STAGES)

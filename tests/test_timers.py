@@ -17,6 +17,7 @@ from flashlab.core.errors import LaunchError, NoGpuError, ParameterError, Unknow
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import timer_tables, timers
+from flashlab.measure.options import Options
 from flashlab.record import provenance, schema, store
 from flashlab.record.schema import Reading, Samples, Source, Start
 
@@ -207,10 +208,14 @@ def worker(tmp_path: Path, *, refuse: bool = False, more: str = "pass") -> list[
     return [sys.executable, str(script)]
 
 
+def options(data: Path, command: list[str], **others: Any) -> Options:
+    return Options(data=data, worker=command, **others)
+
+
 def test_readings_outlive_a_worker_that_dies(tmp_path: Path) -> None:
     said: list[str] = []
     found = timers.measure(
-        ["00_naive", "16_ones_column"], [], [FIRST_SHAPE], data=tmp_path, worker=worker(tmp_path), say=said.append
+        ["00_naive", "16_ones_column"], [], [FIRST_SHAPE], options=options(tmp_path, worker(tmp_path), note=said.append)
     )
     (one,) = store.read(found.path, schema.Reading)[0]
     assert (one.name, one.timer, one.start is None) == ("16_ones_column", "events", provenance.start() is None)
@@ -229,28 +234,28 @@ def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
         f"    while not glob.glob({str(tmp_path)!r} + '/*/readings/*.jsonl'): time.sleep(0.05)\n"
         "    say(type='done'); os._exit(0)"
     )
-    found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=wait), timeout_s=20)
+    found = timers.measure(["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=wait)), limit_s=20)
     assert found.missing == ()
     assert len(store.read(found.path, schema.Reading)[0]) == 2
 
 
 def test_what_both_workers_take_has_one_limit(tmp_path: Path) -> None:
     hang = "say(type='reading', reading=reading)\n    import time\n    time.sleep(60)"
-    found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=hang), timeout_s=4)
+    found = timers.measure(["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=hang)), limit_s=4)
     assert len(store.read(found.path, schema.Reading)[0]) == 2
     assert [": no answer within " in reason for reason in found.missing] == [True, True]
 
 
 def test_a_second_worker_that_cannot_work_costs_its_own_readings(tmp_path: Path) -> None:
     no = "if second: say(type='refused', error='MissingPackageError', message='no CuPy any more'); os._exit(0)"
-    found = timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=no))
+    found = timers.measure(["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=no)))
     assert len(store.read(found.path, schema.Reading)[0]) == 1
     assert "cuda-bench, events: no CuPy any more" in found.missing
 
 
 def test_an_unsound_reading_costs_itself(tmp_path: Path) -> None:
     bad = "say(type='reading', reading={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
-    found = timers.measure(["00_naive", "16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, more=bad))
+    found = timers.measure(["00_naive", "16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=bad)))
     assert len(store.read(found.path, schema.Reading)[0]) == 1
     assert found.missing[0].startswith("16_ones_column by events: no sound reading: ")
 
@@ -299,8 +304,10 @@ def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
         "    sys.modules[name] = None\n"
         "from pathlib import Path\n"
         "from flashlab.experiments import timers\n"
+        "from flashlab.measure.options import Options\n"
         "from flashlab.record import schema, store\n"
-        f"found = timers.measure(['08_swizzle'], [], data=Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
+        f"options = Options(data=Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
+        "found = timers.measure(['08_swizzle'], [], options=options)\n"
         "print(len(store.read(found.path, schema.Reading)[0]))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -310,23 +317,23 @@ def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
 def test_a_worker_that_hangs_is_stopped(tmp_path: Path) -> None:
     script = [sys.executable, "-c", "import time; time.sleep(60)"]
     with pytest.raises(LaunchError, match="within"):
-        timers.measure(["16_ones_column"], [], data=tmp_path, worker=script, timeout_s=0.5)
+        timers.measure(["16_ones_column"], [], options=options(tmp_path, script), limit_s=0.5)
 
 
 def test_a_machine_without_a_gpu_is_told(tmp_path: Path) -> None:
     with pytest.raises(NoGpuError, match="wanted a CUDA GPU"):
-        timers.measure(["16_ones_column"], [], data=tmp_path, worker=worker(tmp_path, refuse=True))
+        timers.measure(["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, refuse=True)))
 
 
 def test_nonsense_is_refused_before_any_work(tmp_path: Path) -> None:
     with pytest.raises(UnknownStageError):
-        timers.measure(["99_nothing"], data=tmp_path, worker=["false"])
+        timers.measure(["99_nothing"], options=options(tmp_path, ["false"]))
     with pytest.raises(ParameterError, match="peer"):
-        timers.measure([], ["nobody"], data=tmp_path, worker=["false"])
+        timers.measure([], ["nobody"], options=options(tmp_path, ["false"]))
     with pytest.raises(ParameterError, match="samples"):
-        timers.measure(samples=1, data=tmp_path, worker=["false"])
+        timers.measure(samples=1, options=options(tmp_path, ["false"]))
     with pytest.raises(ParameterError, match="at least one"):
-        timers.measure([], [], data=tmp_path, worker=["false"])
+        timers.measure([], [], options=options(tmp_path, ["false"]))
 
 
 def test_defaults_name_what_exists() -> None:

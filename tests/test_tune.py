@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,9 +79,10 @@ class FakeTiming:
 
 
 def tune_fake(tmp_path: Path, timing: FakeTiming, **what: Any) -> tune.Tuned:
-    what = {"head_dim": 64, "mask": "full", "arch": "sm_90a", "slug": "nvidia-h200", **what}
+    what = {"head_dim": 64, "mask": "full", **what}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune, "time", timing)
+        patch.setattr(gpu, "info", lambda _: SimpleNamespace(arch="sm_90a", slug="nvidia-h200"))
         return tune.tune(STAGE.id, options=Options(data=tmp_path), **what)
 
 
@@ -154,7 +156,7 @@ def test_a_stage_of_which_nothing_compiles_is_an_error(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune, "compile_variants", lambda *_, **__: tune.Compiled((), ((bad[0], "static assertion"),), ()))
         with pytest.raises(CompileError, match="static assertion"):
-            tune_fake(tmp_path, refuse, variants=bad)  # type: ignore[arg-type]
+            tune_fake(tmp_path, refuse, grid={"TILE_KV": (60,)})  # type: ignore[arg-type]
 
 
 def test_with_several_problems_the_geometric_mean_decides() -> None:
@@ -454,12 +456,11 @@ def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(
 ) -> None:
     asked: list[list[tune.Task]] = []
     monkeypatch.setattr(tune, "time", _timing("nvidia-h200", asked))
+    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch="sm_90a", slug="nvidia-h200"))
     variants = tuple(STAGE.parameters(64, {"WARPS": warps, "TILE_KV": keys}) for warps in (2, 8) for keys in (60, 64))
     keys = [tune.Key(STAGE.id, Problem.parse("16x16x2048x64", mask=mask)) for mask in MASKS]
     done = tune.tune_all(
         [tune.Task(key, variants, ("sdpa",)) for key in keys],
-        arch="sm_90a",
-        slug="nvidia-h200",
         options=Options(data=tmp_path),
     )
     (tasks,) = asked
@@ -481,14 +482,15 @@ def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(
     asked: list[list[tune.Task]] = []
     messages: list[str] = []
     monkeypatch.setattr(tune, "time", _timing("nvidia-a100", asked))
+    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch="sm_80", slug="nvidia-a100"))
     hopper = registry.get("09_wgmma")
     tasks = [tune.Task(tune.Key(stage.id, PROBLEM), (stage.parameters(64),)) for stage in (hopper, STAGE)]
-    where: dict[str, Any] = {"options": Options(data=tmp_path), "arch": "sm_80", "slug": "nvidia-a100"}
-    (done,) = tune.tune_all(tasks, announce=messages.append, **where)
+    options = Options(data=tmp_path, note=messages.append)
+    (done,) = tune.tune_all(tasks, options=options)
     assert [task.key.stage for task in asked[0]] == [STAGE.id] == [done.stage]
     assert any("09_wgmma needs sm_90a and this GPU is sm_80" in line for line in messages)
     with pytest.raises(ParameterError, match="runs on sm_80"):
-        tune.tune_all(tasks[:1], **where)
+        tune.tune_all(tasks[:1], options=options)
 
 
 def test_a_gpu_that_was_only_tuned_gets_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

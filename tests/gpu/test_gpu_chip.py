@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from flashlab.experiments import chip
+from flashlab.measure.options import Options
 from flashlab.record import schema, store
 from flashlab.record.schema import ChipReading
 from flashlab.run import gpu
@@ -19,7 +20,7 @@ def readings(quiet: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     data: Path = tmp_path_factory.mktemp("data")
     names = ["ex2_16_warps", "fmnmx_16_warps", "wgmma_n128_2wg_ss", "issue_n64_1wg_rs", "softmax_4_warps"]
     names += ["wgmma_n128_2wg_rs_beside_ffma_2wg", "loop_serial_d64_1wg_n128"]
-    found, damage = store.read(chip.measure(names, data=data, launches=3), schema.ChipReading)
+    found, damage = store.read(chip.measure(names, launches=3, options=Options(data=data)), schema.ChipReading)
     assert not damage
     return {reading.name: reading for reading in found}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,14 @@ def test_timers_read_a_small_problem(quiet: None, tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("cupy") is None:
         pytest.skip("needs torch and CuPy: `pip install 'flashlab[gpu]'`")
     found = timers.measure(
-        ["05_wmma"], ["sdpa"], ["1x2x256x64"], samples=4, rounds=1, sustained_s=0.0, data=tmp_path, timeout_s=120
+        ["05_wmma"],
+        ["sdpa"],
+        ["1x2x256x64"],
+        samples=4,
+        rounds=1,
+        sustained_s=0.0,
+        limit_s=120,
+        options=replace(timers.OPTIONS, data=tmp_path),
     )
     readings = store.read(found.path, schema.Reading)[0]
     wanted = {timer for timer in timers.TIMERS if not any(timer in reason for reason in found.missing)}

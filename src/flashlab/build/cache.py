@@ -40,7 +40,6 @@ def entry(kind: str, key: object, files: Sequence[str], make: Callable[[Path], M
     """The entry of a key; where there is none, `make` fills a folder with `files` and returns the entry's facts.
 
     Args:
-        kind: the folder of the cache that holds such entries.
         key: everything that decides the content; JSON, as the facts are.
 
     Raises:

@@ -338,7 +338,6 @@ def compile_file(
     Args:
         entry: the kernel's name in the machine code (declare it `extern "C"`).
         defines: macros; their integers become the cubin's `parameters`.
-        may_spill: let registers spill to local memory.
 
     Raises:
         ParameterError: an unknown architecture, or a source that cannot be read.

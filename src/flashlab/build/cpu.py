@@ -140,9 +140,6 @@ class Emulated(Compiled):
 def build_stage(variant: Variant, *, hooks: bool = False) -> Emulated:
     """Compile a stage for the CPU, or take it from the cache. Any machine runs every stage.
 
-    Args:
-        hooks: report every load and store to the detector.
-
     Raises:
         UnsupportedError: the stage takes no such head dim or element type.
         ParameterError: an unknown tunable, or a source that cannot be read.
@@ -165,11 +162,6 @@ def build_file(
     source: Path, *, entry: str, defines: Mapping[str, int | str] | None = None, hooks: bool = False
 ) -> Emulated:
     """Compile any CUDA C++ file for the CPU, or take it from the cache.
-
-    Args:
-        entry: the kernel's name.
-        defines: macros.
-        hooks: report every load and store to the detector.
 
     Raises:
         ParameterError: a source that cannot be read.

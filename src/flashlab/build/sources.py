@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from flashlab.core.errors import ParameterError
@@ -68,7 +69,13 @@ def included(source: Path, text: str, folders: Sequence[Path]) -> set[Path]:
 def contents(source: Path, text: str, folders: Sequence[Path]) -> list[tuple[str, str]]:
     """For a cache key: every file below `folders` and every other header that a file includes, with its digest."""
     files = {path for folder in folders for path in folder.rglob("*") if path.suffix in (".h", ".cuh", ".cpp")}
-    return sorted((shown(path), digest(path.read_bytes())) for path in files | included(source, text, ()))
+    return sorted(_named_digest(*stamp) for stamp in stamps(files | included(source, text, ())))
+
+
+@lru_cache(maxsize=4096)
+def _named_digest(path: str, *_: int) -> tuple[str, str]:
+    """A file's name and digest, computed once a process while its stamp stays."""
+    return shown(Path(path)), digest(Path(path).read_bytes())
 
 
 Stamps = tuple[tuple[str, int, int, int], ...]

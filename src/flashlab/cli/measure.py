@@ -159,15 +159,17 @@ def tune(
             say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
             return
         with following("tuning") as follow:
-            tunings = module.tune_all(tasks, announce=say, options=replace(options, progress=follow))
+            tunings = module.tune_all(tasks, options=replace(options, progress=follow))
     elif stage is not None:
         entry = registry.get(stage)
         how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each, "limit": limit}
-        where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs), "announce": say, "options": options}
+        where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs)}
         for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
             if dry_run:
                 say(f"{stage} D{dim} {of} {dtype}: {len(module.variants_of(entry, dim, **how))} variants")
-            else:
+                continue
+            with following("tuning") as follow:
+                where["options"] = replace(options, progress=follow)
                 tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=dtype, **how, **where))
     if not dry_run:
         _show_tuned(tunings, as_json)
@@ -260,7 +262,8 @@ def profile(
         if line.endswith("not profiled"):
             missed.append(line)
 
-    path, profiles = module.profile(stage_ids or None, problem, data=data, device=device, say=note)
+    options = replace(module.OPTIONS, data=data, device=device, note=note)
+    path, profiles = module.profile(stage_ids or None, problem, options)
     counters = ("tensor_percent", "issue_percent", "warps_percent", "dram_bytes", "l2_bytes", "conflict_percent")
     answer(
         profiles,

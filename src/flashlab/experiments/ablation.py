@@ -16,7 +16,7 @@ What the records of all three say is in effects.py.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,6 @@ def measure(
     *,
     problem: Problem | None = None,
     plan: Plan = PLAN,
-    arch: str | None = None,
-    announce: Callable[[str], None] = lambda text: None,
     options: Options | None = None,
 ) -> Path | None:
     """Measure axes on one problem, and append a record a level to data/<gpu>/ablations/<run>.jsonl.
@@ -110,12 +108,7 @@ def measure(
     None where the options say `resume` and all of it is on record.
 
     Args:
-        names: axes; all where None.
         problem: what is computed; the sources' shape, full, float16 where None.
-        plan: how much is measured.
-        arch: the GPU's architecture; asked of the GPU where None.
-        announce: called for every level that is compiled.
-        options: how it runs; `Options()` where None.
 
     Raises:
         ParameterError: no such axis.
@@ -139,10 +132,10 @@ def measure(
         }
         levels |= of_axis
         cells.append((problem, list(of_axis)))
-    arch = arch or gpu.info(options.device).arch
-    code = bench.compile_for(levels, cells, arch=arch, slug=None, announce=announce)
+    arch = gpu.info(options.device).arch
+    code = bench.compile_for(levels, cells, arch=arch, slug=None, progress=options.progress)
     left = bench.not_recorded(Ablation, cells, levels, code, options)
-    return bench.measure("ablations", levels, left, plan=plan, options=options) if left else None
+    return bench.measure(Ablation, levels, left, plan=plan, options=options) if left else None
 
 
 def split(
@@ -150,9 +143,6 @@ def split(
     *,
     problems: Sequence[Problem] | None = None,
     plan: Plan = PLAN,
-    arch: str | None = None,
-    slug: str | None = None,
-    announce: Callable[[str], None] = lambda text: None,
     options: Options | None = None,
 ) -> Path | None:
     """Time stages with each part of their work left out, interleaved; the records go to data/<gpu>/parts/<run>.jsonl.
@@ -162,8 +152,6 @@ def split(
     Args:
         stage_ids: ids; those of `SPLIT_STAGES` where None or empty.
         problems: what is computed; `SPLIT_SHAPES` where None.
-        plan, arch, announce, options: as `measure` takes them.
-        slug: the GPU's folder; asked of the GPU where None.
 
     Raises:
         ParameterError: a stage whose parts cannot be left out.
@@ -175,7 +163,7 @@ def split(
         if stage_id not in SPLIT_STAGES:
             raise ParameterError(f"stage: wanted one of {', '.join(SPLIT_STAGES)}, got {stage_id!r}")
     problems = problems or [Problem.parse(shape) for shape in SPLIT_SHAPES]
-    arch, slug = gpu.arch_and_slug(options.device, arch, slug)
+    here = gpu.info(options.device)
     parts = {
         f"{stage_id} without {part}": Implementation(
             kind="stage",
@@ -193,18 +181,15 @@ def split(
         for problem in problems
         for stage_id in chosen
     ]
-    code = bench.compile_for(parts, cells, arch=arch, slug=slug, announce=announce)
+    code = bench.compile_for(parts, cells, arch=here.arch, slug=here.slug, progress=options.progress)
     left = bench.not_recorded(Part, cells, parts, code, options)
-    return bench.measure("parts", parts, left, plan=plan, options=options) if left else None
+    return bench.measure(Part, parts, left, plan=plan, options=options) if left else None
 
 
 def measure_levers(
     problems: Mapping[str, Sequence[Problem]] | None = None,
     *,
     plan: Plan = LEVER_PLAN,
-    arch: str | None = None,
-    slug: str | None = None,
-    announce: Callable[[str], None] = lambda text: None,
     options: Options | None = None,
 ) -> Path:
     """Measure levers beside their stages as they are; the records go to data/<gpu>/ablations/<run>.jsonl.
@@ -213,8 +198,6 @@ def measure_levers(
 
     Args:
         problems: levers, and what is computed with each; all, on `levers.PROBLEMS`, where None.
-        plan, arch, announce, options: as `measure` takes them.
-        slug: the GPU's folder; asked of the GPU where None.
 
     Raises:
         ParameterError: no such lever, or one that does not fit its stage's source.
@@ -223,12 +206,12 @@ def measure_levers(
     options = options or Options()
     chosen = levers.choose(None if problems is None else tuple(problems))
     files = {lever.name: lever.write() for lever in chosen}
-    arch, slug = gpu.arch_and_slug(options.device, arch, slug)
+    here = gpu.info(options.device)
     groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, Implementation]] = {}
     for lever in chosen:
         stage = registry.get(lever.stage)
         for problem in levers.PROBLEMS if problems is None else problems[lever.name]:
-            values = choice.parameters(stage, slug, problem, arch=arch)
+            values = choice.parameters(stage, here.slug, problem, arch=here.arch)
             params = stage.parameters(problem.head_dim, values)
             title = " ".join([stage.id, problem.label, *(f"{name}={value}" for name, value in params.items())])
             group = groups.setdefault((stage.id, problem, tuple(params.items())), {})
@@ -243,5 +226,5 @@ def measure_levers(
                 )
     every = {name: one for group in groups.values() for name, one in group.items()}
     cells = [(problem, list(group)) for (_, problem, _), group in groups.items()]
-    bench.compile_for(every, cells, arch=arch, slug=slug, announce=announce)
-    return bench.measure("ablations", every, cells, plan=plan, options=options)
+    bench.compile_for(every, cells, arch=here.arch, slug=here.slug, progress=options.progress)
+    return bench.measure(Ablation, every, cells, plan=plan, options=options)

@@ -13,10 +13,8 @@ and how many, and they are counted in the machine code before it runs.
 from __future__ import annotations
 
 import ctypes
-import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -24,10 +22,12 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from flashlab.build import sass
+from flashlab.build.parallel import on_all_cores
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA, KERNELS
 from flashlab.measure import bench
-from flashlab.measure.harness import Book, greeting
+from flashlab.measure.harness import Book, Progress, greeting
+from flashlab.measure.options import Options
 from flashlab.measure.timer import CudaBackend, MicroParams
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
@@ -515,21 +515,6 @@ def count_opcodes(case: Case, cubin: Cubin) -> dict[str, int]:
     return {prefix: counted[prefix] for prefix in case.opcodes}
 
 
-def compile_all(cases: Sequence[Case]) -> list[tuple[Cubin, dict[str, int]]]:
-    """The machine code of each, and its opcodes as counted; several at once.
-
-    Raises:
-        As `compile_case` and `count_opcodes`.
-    """
-
-    def one(case: Case) -> tuple[Cubin, dict[str, int]]:
-        cubin = compile_case(case)
-        return cubin, count_opcodes(case, cubin)
-
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return list(pool.map(one, cases))
-
-
 # --- From clocks to readings ------------------------------------------------------------------------------------------
 
 
@@ -605,24 +590,17 @@ class _Runner:
 def measure(
     names: Sequence[str] | None = None,
     *,
-    data: Path = DATA,
-    device: int = 0,
     launches: int = LAUNCHES,
-    announce: Callable[[str], None] = lambda name: None,
-    resume: bool = False,
+    options: Options | None = None,
 ) -> Path | None:
     """Run cases and append a record of each to a new file of data/<gpu>/chip.
 
     Args:
         names: cases or groups; all where None.
-        data: folder of the records.
-        device: GPU's index.
         launches: on one SM, and as many on all.
-        announce: called with each case's name before it runs.
-        resume: leave out cases that are on record with the same machine code.
 
     Returns:
-        The file; None where `resume` leaves nothing.
+        The file; None where the options say `resume`, and all are on record with the same machine code.
 
     Raises:
         ParameterError: no such case.
@@ -630,21 +608,26 @@ def measure(
         CompileError: a case's machine code is not what it must be.
         LaunchError, OutputError, MissingPackageError: as they say.
     """
-    chosen = choose(names)
-    runner = _Runner(device)
+    options, chosen = options or Options(), choose(names)
+    runner = _Runner(options.device)
     info = runner.info
-    compiled = list(zip(chosen, compile_all(chosen), strict=True))
-    if resume:
-        known = store.records(info.slug, ChipReading, data)
+
+    def build(case: Case) -> tuple[Case, Cubin, dict[str, int]]:
+        cubin = compile_case(case)
+        return case, cubin, count_opcodes(case, cubin)
+
+    compiled = on_all_cores(build, chosen)
+    if options.resume:
+        known = store.records(info.slug, ChipReading, options.data)
         done = {(one.name, one.sha256) for one in known if bench.stands_for(one, info)}
-        compiled = [one for one in compiled if (one[0].name, one[1][0].sha256) not in done]
+        compiled = [one for one in compiled if (one[0].name, one[1].sha256) not in done]
         if not compiled:
             return None
-    with Book(data, "chip") as book:
+    with Book(options.data, "chip") as book:
         book.hello(greeting(info))
-        for case, (cubin, opcodes) in compiled:
-            announce(case.name)
-            function = gpu.load(cubin, device, smem_bytes=case.smem_bytes)
+        for done_cases, (case, cubin, opcodes) in enumerate(compiled):
+            options.progress(Progress(done_cases, len(compiled), case.name))
+            function = gpu.load(cubin, options.device, smem_bytes=case.smem_bytes)
             runner.words(case, function, 1)  # the first launch loads it, and finds the instructions in no cache
             alone = [block_of(case, runner.words(case, function, 1)[0]) for _ in range(launches)]
             together = [

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Literal, NamedTuple
@@ -27,7 +27,6 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Mask, Problem
 from flashlab.experiments import chip
 from flashlab.kernels import registry
-from flashlab.measure.harness import Progress
 from flashlab.measure.options import Options
 from flashlab.query import select
 from flashlab.record import schema, store
@@ -322,97 +321,108 @@ class _Group:
     left: float = 0.0
     """Of the step that it is at."""
     tiles: int = 0
+    gemms: list[tuple[str, float]] = field(default_factory=list)
+    """That it issued and that are not done: name and cycles left."""
 
 
 _WARM_TILES, _TILES = 16, 64
 
 
-def simulate(steps: Sequence[Step], groups: int, speeds: Speeds, scores: float) -> float:
-    """Cycles per score of an SM on which so many groups go through their steps again and again, each on its own.
+class _Sm:
+    """Groups of four warps that go through their steps again and again on one SM, each on its own."""
 
-    Args:
-        steps: of a tile.
-        groups: of four warps, on the SM.
-        speeds: of their softmaxes.
-        scores: of a tile of one group.
+    def __init__(self, steps: Sequence[Step], groups: int, speeds: Speeds) -> None:
+        self.clock = 0.0
+        self.groups = [_Group() for _ in range(groups)]
+        self._steps, self._speeds = steps, speeds
+        self._turn: int | None = None
+        self._waiting: list[int] = []  # for the turn, in the order in which they came
+        for index, group in enumerate(self.groups):
+            # Not all at once: blocks that start together drift apart.
+            group.left = steps[0].amount + index if steps[0].kind in ("softmax", "pause") else 0.0
+        self._settle()
 
-    Raises:
-        ParameterError: steps that never end: a wait for what nobody issues, or a turn that nobody passes.
-    """
-    going = [_Group() for _ in range(groups)]
-    queues: list[list[tuple[str, float]]] = [[] for _ in going]
-    turn: int | None = None
-    waiting: list[int] = []  # for the turn, in the order in which they came
+    @property
+    def tiles(self) -> int:
+        """That every group has done."""
+        return min(group.tiles for group in self.groups)
 
-    def advance(index: int) -> None:
-        group = going[index]
-        group.at += 1
-        if group.at == len(steps):
-            group.at, group.tiles = 0, group.tiles + 1
+    def _settle(self) -> None:
+        while any(self._passes(index) for index in range(len(self.groups))):
+            pass
 
-    def settle(index: int) -> bool:
+    def _passes(self, index: int) -> bool:
         """Do what takes no time; whether there was any such step."""
-        nonlocal turn
-        group, step = going[index], steps[going[index].at]
+        group, step = self.groups[index], self._steps[self.groups[index].at]
         if step.kind == "issue":
-            queues[index].append((step.name, step.amount))
+            group.gemms.append((step.name, step.amount))
         elif step.kind == "wait":
-            if any(name == step.name for name, _ in queues[index]):
+            if any(name == step.name for name, _ in group.gemms):
                 return False
         elif step.kind == "take turn":
-            if index not in waiting and turn != index:
-                waiting.append(index)
-            if turn is not None or waiting[0] != index:
+            if index not in self._waiting and self._turn != index:
+                self._waiting.append(index)
+            if self._turn is not None or self._waiting[0] != index:
                 return False
-            turn = waiting.pop(0)
+            self._turn = self._waiting.pop(0)
         elif step.kind == "pass turn":
-            turn = None
+            self._turn = None
         elif group.left > 0:
             return False
-        advance(index)
-        entered = steps[group.at]
+        group.at += 1
+        if group.at == len(self._steps):
+            group.at, group.tiles = 0, group.tiles + 1
+        entered = self._steps[group.at]
         if entered.kind in ("softmax", "pause"):
             group.left = entered.amount
         return True
 
-    def settle_all() -> None:
-        while any(settle(index) for index in range(groups)):
-            pass
+    def go_on(self) -> None:
+        """Until the first of what is under way ends.
 
-    for index, group in enumerate(going):
-        # Not all at once: blocks that start together drift apart.
-        group.left = steps[0].amount + index if steps[0].kind in ("softmax", "pause") else 0.0
-    clock = began = 0.0
-    warm = 0
-    settle_all()
-    while min(group.tiles for group in going) < _TILES:
-        if not began and min(group.tiles for group in going) >= _WARM_TILES:
-            began, warm = clock, sum(group.tiles for group in going)
-        exponentiating = [group for group in going if steps[group.at].kind == "softmax"]
-        pausing = [group for group in going if steps[group.at].kind == "pause"]
-        multiplying = [queue for queue in queues if queue]
-        by_groups = speeds.beside if multiplying else speeds.alone
+        Raises:
+            ParameterError: nothing is.
+        """
+        exponentiating = [group for group in self.groups if self._steps[group.at].kind == "softmax"]
+        pausing = [group for group in self.groups if self._steps[group.at].kind == "pause"]
+        multiplying = [group.gemms for group in self.groups if group.gemms]
+        by_groups = self._speeds.beside if multiplying else self._speeds.alone
         number = min(len(exponentiating), max(by_groups))
         softmax_rate = by_groups[number] / len(exponentiating) if exponentiating else 0.0
         ends = [group.left / softmax_rate for group in exponentiating]
         ends += [group.left for group in pausing]
-        ends += [queue[0][1] * len(multiplying) for queue in multiplying]
+        ends += [gemms[0][1] * len(multiplying) for gemms in multiplying]
         if not ends:
-            raise ParameterError(f"steps: wanted some that come to an end, got {list(steps)} of {groups} groups")
+            raise ParameterError(f"steps: wanted some that come to an end, got {[*self._steps]} of {len(self.groups)}")
         passed = min(ends)
-        clock += passed
+        self.clock += passed
         for group in exponentiating:
             group.left = _rest(group.left, passed * softmax_rate)
         for group in pausing:
             group.left = _rest(group.left, passed)
-        for queue in multiplying:
-            name, left = queue.pop(0)
-            left = _rest(left, passed / len(multiplying))
-            if left:
-                queue.insert(0, (name, left))
-        settle_all()
-    done = sum(group.tiles for group in going) - warm
-    return (clock - began) / (done * scores)
+        for gemms in multiplying:
+            name, left = gemms.pop(0)
+            if left := _rest(left, passed / len(multiplying)):
+                gemms.insert(0, (name, left))
+        self._settle()
+
+
+def simulate(steps: Sequence[Step], groups: int, speeds: Speeds, scores: float) -> float:
+    """Cycles per score of an SM on which so many groups of four warps go through the steps of a tile again and again.
+
+    `speeds` are those of their softmaxes, `scores` those of a tile of one group.
+
+    Raises:
+        ParameterError: steps that never end: a wait for what nobody issues, or a turn that nobody passes.
+    """
+    sm = _Sm(steps, groups, speeds)
+    began, warm = 0.0, 0
+    while sm.tiles < _TILES:
+        if not began and sm.tiles >= _WARM_TILES:
+            began, warm = sm.clock, sum(group.tiles for group in sm.groups)
+        sm.go_on()
+    done = sum(group.tiles for group in sm.groups) - warm
+    return (sm.clock - began) / (done * scores)
 
 
 def loop_of(kernel: Kernel, rates: Rates) -> float:
@@ -460,9 +470,6 @@ def predict(kernel: Kernel, problem: Problem, rates: Rates, clock_mhz: float | N
     """Predict a kernel on a problem.
 
     Args:
-        kernel: what is known of it.
-        problem: what it computes.
-        rates: of the SM.
         clock_mhz: SM clock that the rate is given at; the GPU's highest where None. No other number depends on it.
 
     Raises:
@@ -515,9 +522,6 @@ def kernel_of(
     """What the model must know of a stage with these tunables; None for one that it does not describe.
 
     Args:
-        stage_id: the stage.
-        head_dim: of the problem.
-        parameters: every tunable of the stage and its value.
         blocks_per_sm: resident on an SM, as the driver counts them; where None as many as MIN_BLOCKS asks the compiler
             to leave room for, which may be fewer.
     """
@@ -613,12 +617,7 @@ def measure(source: str, options: Options) -> Path | None:
     """
     if source != "measure" or gpus.info(options.device).arch != chip.ARCH:
         return None
-    names = [case.name for case in chip.choose(None)]
-
-    def announce(name: str) -> None:
-        options.progress(Progress(done=names.index(name), total=len(names), text=name))
-
-    return chip.measure(data=options.data, device=options.device, announce=announce, resume=True)
+    return chip.measure(options=replace(options, resume=True))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -225,7 +225,6 @@ def effects(records: Iterable[Ablation], problem: Problem | None = None) -> list
     Axes and levels that the registry no longer has are left out.
 
     Args:
-        records: of one GPU.
         problem: of it alone; of every problem on record where None.
     """
     every = list(records)
@@ -265,10 +264,6 @@ def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[
     """Levers beside their stage as it is, each of the newest run that has it at a problem; and what they are beside.
 
     Levers that are no longer there are left out.
-
-    Args:
-        records: of one GPU.
-        name: of that lever alone.
     """
     plain: dict[tuple[Any, ...], Ablation] = {}
     newest: dict[tuple[str, Problem], Ablation] = {}

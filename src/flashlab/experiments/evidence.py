@@ -7,9 +7,7 @@ does not know what is claimed: that, and the rules that hold one against the oth
 
 from __future__ import annotations
 
-import ast
 import math
-import operator
 import string
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from flashlab.build import compiler, sass
+from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import CompileError, NoDataError, UnknownStageError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA, KERNELS
@@ -425,34 +424,6 @@ def arithmetic(_: Records, entry: Entry) -> Finding:
     for index, formula in enumerate(entry.formulas):
         values[f"f{index}"] = calculated(formula, values)
     return Finding(_exact(*(values[f"f{index}"] for index in range(len(entry.formulas)))), (), values)
-
-
-_OPERATIONS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-}
-
-
-def calculated(formula: str, values: Mapping[str, float]) -> float:
-    """The value of sums, differences, products and quotients of numbers and names; `//` rounds down.
-
-    Raises:
-        ValueError: anything else stands in it.
-    """
-
-    def value(node: ast.expr) -> float:
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
-            return _OPERATIONS[type(node.op)](value(node.left), value(node.right))
-        if isinstance(node, ast.Name) and node.id in values:
-            return values[node.id]
-        if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-            return node.value
-        raise ValueError(f"formula {formula!r}: wanted numbers and {', '.join(values)}, got {ast.unparse(node)!r}")
-
-    return value(ast.parse(formula, mode="eval").body)
 
 
 @_quantity("time", "{0} at {problem}")

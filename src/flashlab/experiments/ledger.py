@@ -593,9 +593,6 @@ def plans(stages: Sequence[str] | None = None) -> tuple[Plan, Plan]:
     """What claims need: the ladder and the libraries that they name, and dead ends with what they are held against.
 
     They are two runs, since a run with a dead end tells of dead ends alone (`results`).
-
-    Args:
-        stages: of the ladder only these ids; all where None.
     """
     problems = [*suite("first"), *(problem for problem in suite("claims") if not problem.causal)]
     rungs = [name for name in registry.STAGES if stages is None or name in stages]
@@ -620,10 +617,6 @@ def measure(
     Where the options say `resume`, what is on record of the same code is not measured again. Profiles are not taken:
     Nsight Compute needs a permission that a rented GPU may refuse; nor is the comparison over hostile lengths, which
     `flashlab check` records.
-
-    Args:
-        stages: of the ladder, only these ids; all of them where None.
-        options: how it runs; `Options()` where None.
 
     Returns:
         The files of the records.

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import tempfile
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from flashlab.core.paths import BUILD, KERNELS, ROOT, writable_dir
 from flashlab.core.problem import MASKS, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import reason
+from flashlab.record.store import write_at_once
 
 FOLDER = KERNELS / "levers"
 PATCHED = BUILD / "levers"
@@ -102,11 +102,7 @@ class Lever:
         path = writable_dir(folder, "patched kernels") / f"{self.name}.cu"
         text = self.text()
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            # Renamed into place: another process may be reading it.
-            with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
-                file.write(text)
-            Path(file.name).chmod(0o644)
-            Path(file.name).replace(path)
+            write_at_once(path, text)
         return path
 
 

@@ -17,7 +17,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from flashlab.core.errors import DamagedRecordError
 from flashlab.core.paths import DATA
 from flashlab.experiments.evidence import facts
+from flashlab.record import provenance
 
 LOG = DATA / "rules_log.json"
 REVISED = "deba04b"
@@ -129,9 +130,7 @@ def as_json(log: Log) -> str:
 # --- What git says ----------------------------------------------------------------------------------------------------
 
 
-def _git(*arguments: str) -> str:
-    command = ["git", "-C", str(DATA.parent), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+_git = partial(provenance.git, DATA.parent)
 
 
 def whole_history() -> bool:
@@ -161,18 +160,16 @@ def _commits(at: str, *paths: str) -> Iterator[_Commit]:
             yield _Commit(hash_, parents.partition(" ")[0], date, subject, " ".join(body.split()))
 
 
-def _show(commit: str, path: str) -> str | None:
-    try:
-        return _git("show", f"{commit}:{path}") if commit else None
-    except subprocess.CalledProcessError:
-        return None
+def _show(commit: str, path: str) -> str:
+    """A file's content at a commit; empty where there is none."""
+    return _git("show", f"{commit}:{path}", missing="") if commit else ""
 
 
+@cache
 def _rules_at(commit: str) -> dict[str, dict[str, str]]:
     """What each claim is judged by at a commit, by claim and name."""
-    rows = list(csv.DictReader(io.StringIO(_show(commit, _CLAIMS) or "")))
-    toml = _show(commit, _FACTS)
-    known: Mapping[str, Any] = tomllib.loads(toml) if toml else {}
+    rows = list(csv.DictReader(io.StringIO(_show(commit, _CLAIMS))))
+    known: Mapping[str, Any] = tomllib.loads(_show(commit, _FACTS))
     rules = {}
     for row in rows:
         rule = {name: row.get(name, "") for name in _OF_CLAIM}
@@ -190,6 +187,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
+@cache
 def _verdicts_at(commit: str) -> dict[str, str]:
     found = json.loads(_show(commit, _VERDICTS) or "[]")
     return {one["id"]: _OLD_NAMES.get(one["verdict"], one["verdict"]) for one in found}

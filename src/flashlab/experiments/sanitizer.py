@@ -12,24 +12,24 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from flashlab.build import compiler
-from flashlab.core.errors import FlashlabError, LaunchError, MissingError, ParameterError
-from flashlab.core.paths import DATA
+from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
 from flashlab.core.problem import DTYPES, MASKS, Problem
 from flashlab.kernels import registry
+from flashlab.measure import profile
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, greeting, serve
+from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import Sanitized
 from flashlab.run import gpu
@@ -39,13 +39,12 @@ from flashlab.verify.oracle import make_inputs
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LENGTHS: tuple[tuple[int, int], ...] = ((1, 1), (65, 130), (203, 113), (130, 257))
 """Query and key lengths of the launches: one key, ends of tiles, more queries than keys, several tiles."""
-OPTIONS = ("--report-api-errors", "no", "--print-limit", "1000")
+_FLAGS = ("--report-api-errors", "no", "--print-limit", "1000")
 """No API errors: asking the driver for a function that it lacks is one, and no error of a kernel."""
-TIMEOUT_S = 540.0
+OPTIONS = Options(timeout_s=540.0, worker=(sys.executable, "-m", "flashlab.experiments.sanitizer"))
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
 _ENTRY = re.compile(r"\battention_(\w+?)(?=\+0x|\(|\s|$)")
 _KEPT = 5
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +119,7 @@ def _paragraphs(log: str) -> Iterator[list[str]]:
             yield [text]
 
 
-def program() -> str:
-    """The tool: on PATH, else in a toolkit's usual place.
-
-    Raises:
-        MissingError: there is none.
-    """
-    search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
-    found = shutil.which("compute-sanitizer", path=search)
-    if found is None:
-        raise MissingError("wanted `compute-sanitizer` on PATH, found none; the CUDA toolkit has it")
-    return found
+_GET = "wanted `compute-sanitizer` on PATH, found none; the CUDA toolkit has it"
 
 
 def version(command: str) -> str:
@@ -145,21 +134,13 @@ def sanitize(
     *,
     tools: Sequence[str] = TOOLS,
     lengths: Sequence[tuple[int, int]] = LENGTHS,
-    data: Path = DATA,
-    device: int = 0,
-    timeout_s: float = TIMEOUT_S,
-    say: Say = lambda _: None,
+    options: Options = OPTIONS,
 ) -> tuple[Path, tuple[Sanitized, ...]]:
     """Run every tool over the stages that this GPU runs, all tools at once, and append to data/<gpu>/sanitizer/.
 
     Args:
-        stage_ids: all where None.
-        tools: of `TOOLS`.
         lengths: (q_len, kv_len) of the launches.
-        data: the folder that holds data/<gpu>.
-        device: CUDA device index.
-        timeout_s: seconds, for each tool.
-        say: gets what happens, a line at a time.
+        options: `timeout_s` is for each tool.
 
     Returns:
         The file, and its records, one a tool and stage.
@@ -167,70 +148,71 @@ def sanitize(
     Raises:
         UnknownStageError, ParameterError: a stage or tool that is not there, or no stage that runs here.
         NoGpuError, MissingError: no GPU, or no compute-sanitizer.
-        OutputError: `data` cannot be written.
+        OutputError: the folder of the records cannot be written.
     """
     unknown = [tool for tool in tools if tool not in TOOLS]
     if unknown or not tools:
         raise ParameterError(f"tools: wanted some of {', '.join(TOOLS)}, got {', '.join(unknown) or 'none'}")
-    device_info = gpu.info(device)
-    arch = device_info.arch or ""
+    device_info = gpu.info(options.device)
     stages = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
-    able = [stage for stage in stages if arch in stage.archs]
+    able = [stage for stage in stages if device_info.arch in stage.archs]
     if not able:
-        raise ParameterError(f"wanted a stage that runs on {arch}, got none")
-    command = program()
+        raise ParameterError(f"wanted a stage that runs on {device_info.arch}, got none")
+    command = profile.tool("compute-sanitizer", _GET)
     tool_version = version(command)
     records: list[Sanitized] = []
-    with Book(data, "sanitizer") as book:
+    with Book(options.data, "sanitizer") as book:
         book.hello(greeting(device_info))
-        say("compiling")
+        options.note("compiling")
         cuda = [stage for stage in able if stage.language == "cuda"]
-        compiler.compile_many(compiler.jobs(cuda, [arch], aligned=(True, False)))
-        job = {"stages": [stage.id for stage in able], "lengths": lengths, "device": device}
+        compiler.compile_many(compiler.jobs(cuda, [device_info.arch], aligned=(True, False)))
+        job = {"stages": [stage.id for stage in able], "lengths": lengths, "device": options.device}
 
         def under(tool: str) -> tuple[Found, _Watched]:
-            say(f"{tool}: started")
-            found, watched = _run(command, tool, job, timeout_s)
-            say(f"{tool}: {'no summary' if found.total is None else f'{found.total} errors'}")
+            options.note(f"{tool}: started")
+            found, watched = _run(command, tool, job, options)
+            options.note(f"{tool}: {'no summary' if found.total is None else f'{found.total} errors'}")
             return found, watched
 
         with ThreadPoolExecutor(len(tools)) as pool:
             results = dict(zip(tools, pool.map(under, tools), strict=True))
         for tool, (found, watched) in results.items():
-            elsewhere = max(0, (found.total or 0) - sum(found.of_stage.values()))
-            finished = found.total is not None and not watched.death
             for stage in able:
-                failed = watched.failed.get(stage.id, [])
-                record = Sanitized(
-                    **book.header(),
-                    tool=tool,
-                    version=tool_version,
-                    stage=stage.id,
-                    launches=watched.launches[stage.id],
-                    errors=found.of_stage.get(stage.id, 0) + len(failed),
-                    elsewhere=elsewhere,
-                    finished=finished,
-                    findings=(
-                        *found.words.get(stage.id, ()),
-                        *failed,
-                        *(found.words.get("", ()) if elsewhere else ()),
-                        *(() if finished else (watched.death or "the tool wrote no summary",)),
-                    ),
-                )
-                store.append(book.path, record)
-                records.append(record)
+                fields: dict[str, Any] = {"tool": tool, "version": tool_version, "stage": stage.id}
+                records.append(Sanitized(**book.header(), **fields, **_result(stage.id, found, watched)))
+                store.append(book.path, records[-1])
     return book.path, tuple(records)
 
 
-def _run(command: str, tool: str, job: Message, timeout_s: float) -> tuple[Found, _Watched]:
+def _result(stage_id: str, found: Found, watched: _Watched) -> dict[str, Any]:
+    """What a tool says of a stage: fields of its record."""
+    elsewhere = max(0, (found.total or 0) - sum(found.of_stage.values()))
+    finished = found.total is not None and not watched.death
+    failed = watched.failed.get(stage_id, [])
+    return {
+        "launches": watched.launches[stage_id],
+        "errors": found.of_stage.get(stage_id, 0) + len(failed),
+        "elsewhere": elsewhere,
+        "finished": finished,
+        "findings": (
+            *found.words.get(stage_id, ()),
+            *failed,
+            *(found.words.get("", ()) if elsewhere else ()),
+            *(() if finished else (watched.death or "the tool wrote no summary",)),
+        ),
+    }
+
+
+def _run(command: str, tool: str, job: Message, options: Options) -> tuple[Found, _Watched]:
     """What a tool found, and what came of the process that it watched."""
-    watched, ends = _Watched(), time.monotonic() + timeout_s
+    watched, timeout_s = _Watched(), options.timeout_s
+    ends = time.monotonic() + timeout_s
 
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        watch = [command, "--tool", tool, *OPTIONS, "--log-file", str(log)]
+        watch = [command, "--tool", tool, *_FLAGS, "--log-file", str(log)]
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each array an allocation of its own
-        with Worker([*watch, sys.executable, "-m", "flashlab.experiments.sanitizer"], environment) as worker:
+        with Worker([*watch, *options.worker], environment) as worker:
             try:
                 worker.run(job, watched.act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
                 worker.wait(max(0.0, ends - time.monotonic()))  # until the tool has written its summary

@@ -83,10 +83,6 @@ def documents() -> Mapping[str, str]:
 def read(claims: Sequence[str], path: Path = SOURCES) -> tuple[Source, ...]:
     """The rows of the file, in its order.
 
-    Args:
-        claims: ids of the claims that there are.
-        path: the file.
-
     Raises:
         ParameterError: a row without a place, a page or a claim that does not exist, or a claim in no row.
     """

@@ -54,12 +54,12 @@ from flashlab.measure.harness import (
     Book,
     Message,
     Progress,
-    Report,
     Send,
     Worker,
     WorkerDiedError,
     serve,
 )
+from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import Reading
 from flashlab.run import gpu
@@ -86,8 +86,7 @@ SUSTAINED = (LAST_RUNG, "sdpa_cudnn")
 """Of them, what is called for seconds at the first shape."""
 _WORKERS: tuple[tuple[str, ...], ...] = (("events", "torch-profiler", "sustained"), ("cuda-bench", "events"))
 """What each of the two workers reads with, in order."""
-WORKER: tuple[str, ...] = (sys.executable, "-m", "flashlab.experiments.timers")
-Say = Callable[[str], None]
+OPTIONS = Options(worker=(sys.executable, "-m", "flashlab.experiments.timers"))
 
 _PROFILED_CALLS = 20
 """Between two events while CUPTI records: each kernel has a time of its own there, and more would be of no use."""
@@ -136,17 +135,13 @@ def measure(
     samples: int = 20,
     rounds: int = 4,
     sustained_s: float = 1.5,
-    data: Path = DATA,
-    device: int = 0,
-    seed: int = 0,
-    timeout_s: float = LIMIT_S,
-    say: Say = lambda _: None,
-    progress: Report = lambda _: None,
-    worker: Sequence[str] = WORKER,
+    limit_s: float = LIMIT_S,
+    options: Options | None = None,
 ) -> Measured:
     """Read implementations with every timer that is installed and append the readings to data/<gpu>/readings.
 
-    A reading is on disk as soon as it is made: what ends this process early costs what was still to come.
+    A reading is on disk as soon as it is made: what ends this process early costs what was still to come. Progress is
+    in seconds of `limit_s`.
 
     Args:
         stage_ids: `STAGES` where None.
@@ -155,78 +150,87 @@ def measure(
         samples: of each implementation and cache state, by events; half as many by CUPTI.
         rounds: how often NVBench measures each.
         sustained_s: seconds of continuous calls, on normal inputs and on zeros; none where 0.
-        data: folder of the records.
-        device: CUDA device index.
-        seed: of inputs and order.
-        timeout_s: seconds, for all of it; what does not fit is left out, and is in `Measured.missing`.
-        say: gets what begins, a line at a time.
-        progress: called at every reading with how much of the time is gone, in seconds.
-        worker: the command that starts a worker.
+        limit_s: for all of it; what does not fit is left out, and is in `Measured.missing`.
 
     Raises:
         OutputError, ParameterError, UnknownStageError, ShapeError: before any GPU work.
         NoGpuError, MissingPackageError: the worker cannot work here.
         LaunchError: no timer gave a reading.
     """
+    options = options or OPTIONS
     names = [registry.get(name).id for name in (STAGES if stage_ids is None else stage_ids)]
     names += [peers.get(name).name for name in (PEERS if peer_names is None else peer_names)]
     problems = [Problem.parse(shape) for shape in (SHAPES if shapes is None else shapes)]
     if not names or not problems:
         raise ParameterError(f"wanted at least one implementation and shape, got {len(names)} and {len(problems)}")
-    if samples < 4 or rounds < 1 or sustained_s < 0 or timeout_s <= 0:
+    if samples < 4 or rounds < 1 or sustained_s < 0 or limit_s <= 0:
         raise ParameterError(
             "wanted samples ≥ 4, rounds ≥ 1, sustained ≥ 0 and a positive limit, "
-            f"got {samples}, {rounds}, {sustained_s} and {timeout_s}"
+            f"got {samples}, {rounds}, {sustained_s} and {limit_s}"
         )
-    ends = time.monotonic() + timeout_s
     job: Message = {
-        "device": device,
-        "seed": seed,
+        "device": options.device,
+        "seed": options.seed,
         "names": names,
         "problems": [asdict(problem) for problem in problems],
         "samples": samples,
         "rounds": rounds,
         "sustained_s": sustained_s,
     }
-    missing: list[str] = []
-    readings = 0
-    with Book(data, "readings") as book:
-
-        def act(message: Message) -> None:
-            nonlocal readings
-            gone_s = round(timeout_s - max(0.0, ends - time.monotonic()))
-            progress(Progress(done=gone_s, total=round(timeout_s), text=f"{readings} readings, or sooner"))
-            if message["type"] == "hello":
-                book.hello(message)
-            elif message["type"] == "missing":
-                missing.append(f"{message['what']}: {message['reason']}")
-                job["names"] = [name for name in job["names"] if name != message.get("name")]
-            else:
-                fields = message["reading"]
-                try:
-                    reading = Reading.model_validate({**book.header(), **fields})
-                except ValidationError as error:
-                    what = f"{fields.get('name')} by {fields.get('timer')}"
-                    missing.append(f"{what}: no sound reading: {error.errors()[0]['msg']}")
-                    return
-                store.append(book.path, reading)
-                readings += 1
-
+    with Book(options.data, "readings") as book:
+        reader = _Reader(book, job, limit_s, options)
         for timers in _WORKERS:
-            say(f"{', '.join(timers)}: {len(names)} implementations, {len(problems)} shapes")
-            limit_s = max(0.0, ends - time.monotonic()) * (_FIRST_SHARE if timers is _WORKERS[0] else 1)
-            # The second worker's implementations are those of the first: the same code on the same inputs.
-            task = {**job, "timers": timers, "check": not readings, "seconds": max(0.0, limit_s - _STOPPING_S)}
+            options.note(f"{', '.join(timers)}: {len(names)} implementations, {len(problems)} shapes")
+            reader.run(timers, _FIRST_SHARE if timers is _WORKERS[0] else 1)
+        if not reader.readings:
+            raise LaunchError("wanted at least one reading, got none: " + "; ".join(reader.missing))
+        return Measured(path=book.path, missing=tuple(dict.fromkeys(reader.missing)))
+
+
+class _Reader:
+    """Runs workers, and appends their readings as they come."""
+
+    def __init__(self, book: Book, job: Message, limit_s: float, options: Options) -> None:
+        self.missing: list[str] = []
+        self.readings = 0
+        self._book, self._job, self._options = book, job, options
+        self._limit_s, self._ends = limit_s, time.monotonic() + limit_s
+
+    def _left_s(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def run(self, timers: Sequence[str], share: float) -> None:
+        """Read with some timers, in a worker that has that share of the time left."""
+        limit_s = share * self._left_s()
+        # The second worker's implementations are those of the first: the same code on the same inputs.
+        seconds = max(0.0, limit_s - _STOPPING_S)
+        task = {**self._job, "timers": timers, "check": not self.readings, "seconds": seconds}
+        try:
+            with Worker(self._options.worker) as process:
+                process.run(task, self._act, startup_s=limit_s, step_s=limit_s, total_s=limit_s)
+        except (WorkerDiedError, FlashlabError) as error:
+            if isinstance(error, FlashlabError) and not self.readings:
+                raise
+            self.missing.append(f"{', '.join(timers)}: {error}")
+
+    def _act(self, message: Message) -> None:
+        done_s, limit_s = round(self._limit_s - self._left_s()), round(self._limit_s)
+        self._options.progress(Progress(done_s, limit_s, f"{self.readings} readings, or sooner"))
+        if message["type"] == "hello":
+            self._book.hello(message)
+        elif message["type"] == "missing":
+            self.missing.append(f"{message['what']}: {message['reason']}")
+            self._job["names"] = [name for name in self._job["names"] if name != message.get("name")]
+        else:
+            fields = message["reading"]
             try:
-                with Worker(worker) as process:
-                    process.run(task, act, startup_s=limit_s, step_s=limit_s, total_s=limit_s)
-            except (WorkerDiedError, FlashlabError) as error:
-                if isinstance(error, FlashlabError) and not readings:
-                    raise
-                missing.append(f"{', '.join(timers)}: {error}")
-        if not readings:
-            raise LaunchError("wanted at least one reading, got none: " + "; ".join(missing))
-        return Measured(path=book.path, missing=tuple(dict.fromkeys(missing)))
+                reading = Reading.model_validate({**self._book.header(), **fields})
+            except ValidationError as error:
+                what = f"{fields.get('name')} by {fields.get('timer')}"
+                self.missing.append(f"{what}: no sound reading: {error.errors()[0]['msg']}")
+                return
+            store.append(self._book.path, reading)
+            self.readings += 1
 
 
 def recorded(data: Path = DATA, device: int = 0) -> bool:
@@ -329,10 +333,10 @@ class _Worker(GpuWorker):
         }
         for name in self.job["names"]:
             try:
-                if self.job["check"]:
-                    self._check(name, problem, *tensors["normal"])
                 for inputs in INPUTS:
-                    run = self._run_of(name, problem, *tensors[inputs])
+                    run, output = self._made(name, problem, *tensors[inputs])
+                    if self.job["check"] and inputs == "normal":
+                        self._check(problem, output(), *tensors[inputs])
                     self._backend.warm_up(run, 2)
                     first = self._backend.sample(run, calls=5, spin_us=2000.0, cold=False)
                     case = _Case(
@@ -347,34 +351,27 @@ class _Worker(GpuWorker):
             except Exception as error:  # a library's own errors have no common class
                 self._missing(f"{name} at {problem.label}", _words(error), name)
 
-    def _run_of(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> timing.Run:
-        """What enqueues one call on the stream."""
+    def _made(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> tuple[timing.Run, Callable[[], Any]]:
+        """What enqueues one call on the stream, and what does and returns its output."""
         if name in registry.RUNGS:
-            return prepare(q, k, v, stage=name, out=self.torch.empty_like(q), stream=self._stream)
-        attend = self._peer(name, problem)
-        given = peers.in_layout(peers.get(name).layout, q, k, v)
+            out = self.torch.empty_like(q)
+            launch = prepare(q, k, v, stage=name, out=out, stream=self._stream)
 
-        def run() -> None:
-            attend(*given)
+            def written() -> Any:
+                out.view(self.torch.int16).fill_(POISON_WORD)
+                launch()
+                return out
 
-        return run
-
-    def _peer(self, name: str, problem: Problem) -> peers.Attention:
+            return launch, written
         peer = peers.get(name)
         why_not = peer.why_not(problem, compute_capability=self.info.compute_capability)
         if why_not:
             raise UnsupportedError(why_not.reason)
-        return peer.build(problem)
+        run = partial(peer.build(problem), *peers.in_layout(peer.layout, q, k, v))
+        return run, lambda: peers.bhsd_view(peer.layout, run())
 
-    def _check(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> None:
-        """Raises `CheckFailedError` where the oracle rejects one call's output."""
-        if name in registry.RUNGS:
-            out = self.torch.empty_like(q)
-            out.view(self.torch.int16).fill_(POISON_WORD)
-            prepare(q, k, v, stage=name, out=out, stream=self._stream)()
-        else:
-            layout = peers.get(name).layout
-            out = peers.bhsd_view(layout, self._peer(name, problem)(*peers.in_layout(layout, q, k, v)))
+    def _check(self, problem: Problem, out: Any, q: Any, k: Any, v: Any) -> None:
+        """Raises `CheckFailedError` where the oracle rejects an output."""
         gpu.synchronize(self.device)
         verdict = check(
             *(self.cupy.from_dlpack(out.contiguous()), None),

@@ -74,15 +74,6 @@ def interpret(
 ) -> Report:
     """Run a kernel of `interpreted` in a process of its own and bring back what it wrote.
 
-    Args:
-        kernel: what to run.
-        arguments: by the names of `triton_code.ARGUMENTS`.
-        constants: as `triton_code.CONSTANTS`.
-        dtype: of Q, K, V and O.
-        grid: programs.
-        timeout_s: seconds; None without limit.
-        cancel: stops it when set.
-
     Raises:
         EmulationError: it failed or took too long. Arrays are left as they were.
         KeyboardInterrupt: Ctrl-C, or `cancel`; the process is gone.

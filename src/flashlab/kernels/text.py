@@ -5,12 +5,12 @@ Pages quote kernels and draw their tiles. Both are read from the source, so that
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import KERNELS
 from flashlab.kernels.registry import Excerpt, Stage
@@ -143,50 +143,7 @@ def _value(expression: str, known: Mapping[str, int]) -> int | None:
         chosen = _value(condition, known)
         return None if chosen is None else _value(yes if chosen else no, known)
     try:
-        return _evaluated(ast.parse(text, mode="eval").body, known)
-    except (SyntaxError, KeyError, TypeError):
+        value = calculated(text.replace("/", "//"), known)  # division is that of C++ on numbers that are not negative
+    except ValueError:
         return None
-
-
-def _evaluated(node: ast.expr, known: Mapping[str, int]) -> int:
-    """An expression's value; division is that of C++ on numbers that are not negative.
-
-    Raises:
-        KeyError: a name is not known.
-        TypeError: it is no integer expression.
-    """
-    match node:
-        case ast.Constant(value=int(value)):
-            return value
-        case ast.Name(id=name):
-            return known[name]
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluated(operand, known)
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b = _evaluated(left, known), _evaluated(right, known)
-            match op:
-                case ast.Add():
-                    return a + b
-                case ast.Sub():
-                    return a - b
-                case ast.Mult():
-                    return a * b
-                case ast.Div():
-                    return a // b
-                case ast.Mod():
-                    return a % b
-                case ast.LShift():
-                    return a << b
-        case ast.BoolOp(op=op, values=values):
-            truths = [bool(_evaluated(one, known)) for one in values]
-            return int(all(truths) if isinstance(op, ast.And) else any(truths))
-        case ast.Compare(left=left, ops=[op], comparators=[right]):
-            a, b = _evaluated(left, known), _evaluated(right, known)
-            match op:
-                case ast.Eq():
-                    return int(a == b)
-                case ast.Lt():
-                    return int(a < b)
-                case ast.Gt():
-                    return int(a > b)
-    raise TypeError(f"wanted an integer expression, got {ast.unparse(node)}")
+    return value if isinstance(value, int) else None

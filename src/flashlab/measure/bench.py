@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 from flashlab.build import compiler, triton_code
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
@@ -21,7 +21,7 @@ from flashlab.kernels import registry
 from flashlab.measure import ceilings as limits
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import Cell, Supervisor
-from flashlab.measure.harness import Book, Message
+from flashlab.measure.harness import Book, Message, Progress, Report
 from flashlab.measure.options import Implementation as Implementation
 from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
@@ -32,14 +32,12 @@ from flashlab.run import choice, gpu
 from flashlab.verify import on_cpu
 
 Schema = type[Measurement] | type[Tuning] | type[Ablation] | type[Part]
-SCHEMAS: Mapping[str, Schema] = {"runs": Measurement, "tuning": Tuning, "ablations": Ablation, "parts": Part}
-"""What the records of a folder below data/<gpu>/ are."""
 _WITH_LSE = "+lse"
 """Ends the name, among a run's implementations, of a stage's second row: the one with the log-sum-exp on."""
 
 
 def measure(
-    folder: Literal["runs", "tuning", "ablations", "parts"],
+    kind: Schema,
     implementations: Mapping[str, Implementation],
     cells: Sequence[tuple[Problem, Sequence[str]]],
     *,
@@ -48,14 +46,10 @@ def measure(
     ceilings: Sequence[str] = (),
     before: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Check and time implementations in worker processes, and append a record of each to data/<gpu>/<folder>/.
+    """Check and time implementations in worker processes, and append a record of that kind of each to its folder.
 
     Args:
-        folder: where to; it decides what the records are.
-        implementations: by name.
         cells: problems, and what is compared on each by name: checked, then timed interleaved.
-        plan: how much is measured.
-        options: how it runs.
         ceilings: the GPU's own limits, measured first.
         before: called once it is known that the folder can be written.
 
@@ -78,10 +72,10 @@ def measure(
         raise ParameterError(
             f"wanted at least one implementation and problem, got {len(implementations)} and {len(cells)}"
         )
-    with Book(options.data, folder) as book:
+    with Book(options.data, store.FOLDERS[kind]) as book:
         before()
         wanted = [Cell(None, list(ceilings)), *(Cell(problem, list(names)) for problem, names in cells)]
-        recorder = _Recorder(wanted, book, options, SCHEMAS[folder], implementations)
+        recorder = _Recorder(wanted, book, options, kind, implementations)
         recorder.run({"plan": asdict(plan)}, implementations)
         return book.path
 
@@ -176,15 +170,13 @@ def run(
     """Check and time stages and peers on each problem, and append the records to data/<gpu>/runs/<run>.jsonl.
 
     What machine code that needs is made first, on all cores. Where the options say `resume`, what is on record is left
-    out (`left`, `ceilings_left`); None where that is all.
+    out (`_left`, `ceilings_left`); None where that is all.
 
     Args:
         problems: what to compute; see `problem.suite`.
         stages, peers, sources: as `implementations_of` takes them; none where empty.
         only: whether a problem wants what has that name; all at every problem where None.
-        plan: how much to measure; `Plan()` where None, see `plan_of`.
         ceilings: measure them all, none, or those named.
-        options: how it runs; `Options()` where None.
 
     Raises:
         As `measure`; UnknownStageError, ParameterError: names that make no sense; before any GPU work.
@@ -196,14 +188,13 @@ def run(
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
     if not named and problems:
         raise ParameterError("wanted at least one stage or peer to measure, got none")
+    names = {at: [name for name in named if only is None or only(at, name)] for at in problems}
     if options.resume:
-        todo = left(problems, stages=stages, peers=peers, plan=plan, options=options)
-        todo = {at: frozenset(name for name in todo[at] if only is None or only(at, name)) for at in todo}
-        problems = [problem for problem in problems if todo.get(problem)]
-        only = lambda problem, name: name in todo[problem]  # noqa: E731
-        wanted = ceilings_left(wanted, options)
-        options.note(said_of(todo) if problems else "all of it is on record; nothing was measured")
-        if not problems and not wanted:
+        names, wanted = _left(names, named, plan, options), ceilings_left(wanted, options)
+        every = dict.fromkeys(name for some in names.values() for name in some)
+        said = f"no record of this code and software has {', '.join(every)} at {len(names)} problems: they are measured"
+        options.note(said if names else "all of it is on record; nothing was measured")
+        if not names and not wanted:
             return None
     unknown = [name for name in plan.sustained_names or () if name not in named]
     if unknown:
@@ -213,12 +204,12 @@ def run(
         for name, one in named.items()
         if plan.lse and one.kind == "stage"
     }
-    cells = []
-    for problem in problems:
-        names = [name for name in named if only is None or only(problem, name)]
-        cells.append((problem, [*names, *(twin for twin, one in second.items() if one.lse_of in names)]))
+    cells = [
+        (problem, [*some, *(twin for twin, one in second.items() if one.lse_of in some)])
+        for problem, some in names.items()
+    ]
     return measure(
-        "runs",
+        Measurement,
         named | second,
         cells,
         plan=plan,
@@ -253,12 +244,9 @@ def compile_for(
     arch: str,
     slug: str | None,
     aligned: Sequence[bool] = (True,),
-    announce: Callable[[str], None] = lambda text: None,
+    progress: Report = lambda _: None,
 ) -> dict[tuple[Problem, str], compiler.Cubin | CompileError]:
     """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
-
-    Args:
-        announce: called for every kernel.
 
     Returns:
         Of each problem and name that a stage takes, its machine code, that of the first of `aligned`.
@@ -283,8 +271,11 @@ def compile_for(
                 jobs.setdefault(job.label, job)
                 labels.setdefault((problem, name), job.label)
 
+    done = itertools.count(1)
+
     def report(job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
-        announce(f"{'refused' if isinstance(outcome, CompileError) else 'compiled'}: {job.label}")
+        said = "refused" if isinstance(outcome, CompileError) else "compiled"
+        progress(Progress(next(done), len(jobs), f"{said}: {job.label}"))
 
     made = dict(zip(jobs, compiler.compile_many(list(jobs.values()), progress=report), strict=True))
     return {what: made[label] for what, label in labels.items()}
@@ -293,15 +284,10 @@ def compile_for(
 # --- What is left to do -----------------------------------------------------------------------------------------------
 
 
-def left(
-    problems: Sequence[Problem],
-    *,
-    stages: Sequence[str] | None = None,
-    peers: Sequence[str] | None = None,
-    plan: Plan | None = None,
-    options: Options | None = None,
-) -> dict[Problem, frozenset[str]]:
-    """What of a run is not on record yet for this GPU, by problem: the names that `run` is to measure there.
+def _left(
+    names: Mapping[Problem, Sequence[str]], named: Mapping[str, Implementation], plan: Plan, options: Options
+) -> dict[Problem, list[str]]:
+    """What of a run is not on record yet for this GPU, by problem.
 
     On record is what a clean commit measured with the same machine code, or library, under the same driver and
     software, in every state that the plan wants. Where a stage is left its parent and the libraries are measured again
@@ -311,13 +297,12 @@ def left(
         NoGpuError: there is no GPU.
         MissingPackageError: no compiler.
     """
-    options, plan = options or Options(), plan or Plan()
     gpu.require()
-    here, named = gpu.info(options.device), implementations_of(stages, peers)
-    cells = [(problem, list(named)) for problem in problems]
+    here, cells = gpu.info(options.device), list(names.items())
     code = compile_for(named, cells, arch=here.arch, slug=here.slug)
     known = [row for row in store.measurements(here.slug, options.data) if stands_for(row, here)]
-    return not_on_record(cells, named, known, code, plan)
+    todo = not_on_record(cells, named, known, code, plan)
+    return {at: [name for name in some if name in todo[at]] for at, some in cells if at in todo}
 
 
 def stands_for(record: schema.Base, here: gpu.GpuInfo, *, same_commit: bool = False) -> bool:
@@ -377,12 +362,6 @@ _NAMING = ("axis", "level", "stage", "left_out")
 """The fields by which a record of a cell names its implementation."""
 
 
-def said_of(todo: Mapping[Problem, Collection[str]]) -> str:
-    """What `left` found, in a line for people."""
-    names = dict.fromkeys(name for names in todo.values() for name in sorted(names))
-    return f"no record of this code and software has {', '.join(names)} at {len(todo)} problems: they are measured"
-
-
 def not_on_record(
     cells: Sequence[tuple[Problem, Sequence[str]]],
     named: Mapping[str, Implementation],
@@ -390,7 +369,7 @@ def not_on_record(
     code: Mapping[tuple[Problem, str], compiler.Cubin | CompileError],
     plan: Plan,
 ) -> dict[Problem, frozenset[str]]:
-    """As `left`: of what `cells` want, what no row of `known` stands for. `code`: of stages, as it is now."""
+    """As `_left`: of what `cells` want, what no row of `known` stands for. `code`: of stages, as it is now."""
 
     def stands(row: Measurement, name: str) -> bool:
         one, problem = named[name], row.problem
@@ -454,7 +433,6 @@ def estimate(
     as fast as its parent. Of `trained` inputs all layers together are taken to cost what another kind costs.
 
     Args:
-        problems, stages, peers, sources, plan, ceilings: as `run` takes them.
         known: rows on record, the newest last.
     """
     named = implementations_of(stages, peers, sources)

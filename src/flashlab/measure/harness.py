@@ -198,7 +198,6 @@ class Worker:
         """Give it a job and act on what it says until it is done.
 
         Args:
-            job: as its module takes it.
             act: gets every message but the last; KeyError, TypeError, ValueError or AttributeError where it is none.
             startup_s: until its `hello`.
             step_s: for each message after that.
@@ -376,7 +375,6 @@ class Book:
     Leaving the context brings machine.json and CHECKSUMS up to date, also where it is left by an error half-way.
 
     Args:
-        data: the folder that holds data/<gpu>.
         folder: the records' folder below data/<gpu>.
 
     Raises:

@@ -26,12 +26,12 @@ from pathlib import Path
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin, Job
 from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
-from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.measure.cells import GpuWorker
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, serve
+from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import LineStalls, StageProfile
 from flashlab.run import choice, gpu
@@ -67,7 +67,7 @@ SAMPLES = ("--section", "SourceCounters")
 """Asked beside them: each warp's state at regular times, with the instruction that it was at."""
 
 NCU = ("--clock-control", "none")
-TIMEOUT_S = 300.0
+OPTIONS = Options(timeout_s=300.0, worker=(sys.executable, "-m", "flashlab.measure.profile"))
 LINES = 20
 """Source lines that a record keeps of each stage."""
 _TRIES = 8
@@ -83,7 +83,6 @@ _PERMIT = (
     "/etc/modprobe.d/nvidia-profiling.conf on the host and load the driver anew. Where the host is not yours, whoever "
     "rents it out must do that. https://developer.nvidia.com/ERR_NVGPUCTRPERM"
 )
-Say = Callable[[str], None]
 
 
 def program() -> str:
@@ -93,10 +92,19 @@ def program() -> str:
         MissingError: there is none; the message says how to get it.
     """
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
-    places = [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin", *(str(path.parent) for path in installed)]
-    found = shutil.which("ncu", path=os.pathsep.join(places))
+    return tool("ncu", _GET, *(str(path.parent) for path in installed))
+
+
+def tool(name: str, missing: str, *places: str) -> str:
+    """A program of the CUDA toolkit: on PATH, else in the toolkit's usual place or one of some others.
+
+    Raises:
+        MissingError: it is in none of them; the message is `missing`.
+    """
+    search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin", *places])
+    found = shutil.which(name, path=search)
     if found is None:
-        raise MissingError(_GET)
+        raise MissingError(missing)
     return found
 
 
@@ -229,21 +237,18 @@ def under_ncu(
     command: Sequence[str],
     *,
     kernels: str,
-    options: Sequence[str] = (),
-    timeout_s: float = TIMEOUT_S,
-    say: Say = lambda _: None,
+    extra: Sequence[str] = (),
+    options: Options = OPTIONS,
     job: Message | None = None,
     act: Callable[[Message], None] = lambda _: None,
 ) -> list[Launch]:
     """Run a command under ncu; metrics that it refuses are dropped, and it is run again.
 
     Args:
-        metrics: by ncu's names.
         command: what to run; `--connect` and a socket are appended.
         kernels: a regular expression of the kernels to profile.
-        options: more for ncu.
-        timeout_s: for one run.
-        say: called with what went wrong, a line at a time.
+        extra: more for ncu.
+        options: `timeout_s` is for one run; `note` is told what went wrong.
         job: of a command that is a worker.
         act: what to do with what that worker says.
 
@@ -253,7 +258,7 @@ def under_ncu(
     Raises:
         MissingError: there is no ncu, or it may not read the counters.
     """
-    ncu = program()
+    ncu, timeout_s, say = program(), options.timeout_s, options.note
     wanted = list(metrics)
     for _ in range(_TRIES):
         if not wanted:
@@ -262,7 +267,7 @@ def under_ncu(
             report = Path(folder) / "launches.ncu-rep"
             watch = [ncu, "--export", str(report), "--kernel-name", f"regex:{kernels}", "--metrics", ",".join(wanted)]
             ends = time.monotonic() + timeout_s
-            with Worker([*watch, *NCU, *options, *command]) as worker:
+            with Worker([*watch, *NCU, *extra, *command]) as worker:
                 try:
                     if job is not None:
                         _run(worker, job, act, timeout_s)
@@ -316,14 +321,7 @@ def read(report: Path, metrics: Iterable[str]) -> list[Launch]:
 
 
 def why_no_lines(launch: Launch, sha256: str, launched: Cubin | None, lined: Cubin | None) -> str | None:
-    """Why a launch's samples cannot be traced to source lines; None where they can.
-
-    Args:
-        launch: what ncu says.
-        sha256: digest of the machine code that ran.
-        launched: the same, compiled anew; None where it could not be.
-        lined: the same with line information.
-    """
+    """Why a launch's samples cannot be traced to source lines; None where they can."""
     if not launch.samples:
         return "ncu took no samples"
     if launched is None or lined is None or launched.sha256 != sha256:
@@ -345,11 +343,6 @@ def trace(launch: Launch, stage: Stage, lined: Cubin) -> tuple[LineStalls, ...]:
 
     A line stands for all that is inlined there: of the line that an instruction is of and those that it was inlined
     at, it is the first in the stage's own file, else the first of all.
-
-    Args:
-        launch: what ncu says.
-        stage: whose launch it was.
-        lined: its machine code, with line information.
     """
     places = sass.lines(lined.code, lined.entry)
     found: dict[sass.Frame, Counter[str]] = {}
@@ -376,23 +369,14 @@ def _text(frame: sass.Frame, stage: Stage) -> str:
 def profile(
     stage_ids: Sequence[str] | None,
     problem: Problem,
-    *,
-    data: Path = DATA,
-    device: int = 0,
-    timeout_s: float = TIMEOUT_S,
-    say: Say = lambda _: None,
+    options: Options = OPTIONS,
 ) -> tuple[Path, tuple[StageProfile, ...]]:
     """Profile one launch of each stage that takes `problem` on this GPU, and append to data/<gpu>/profiles/<run>.jsonl.
 
     All in one process; those that are missing afterwards, since one broke it, each in one of its own.
 
     Args:
-        stage_ids: all where None.
-        problem: what is computed.
-        data: the folder that holds data/<gpu>.
-        device: CUDA device index.
-        timeout_s: for one run of ncu.
-        say: called with what went wrong, a line at a time.
+        options: `timeout_s` is for one run of ncu.
 
     Returns:
         The file, and the profiles in it.
@@ -403,14 +387,14 @@ def profile(
         LaunchError: nothing could be profiled, or another process measures on the GPU.
         OutputError: `data` cannot be written.
     """
-    tool = version()
-    here = gpu.info(device)
+    tool, say = version(), options.note
+    here = gpu.info(options.device)
     chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
     able = {stage.id: stage for stage in chosen if stage.why_not(problem, here.arch) is None}
     if not able or here.arch is None:
         raise ParameterError(f"wanted a stage that takes {problem.label} on {here.arch}, got none")
-    with Book(data, "profiles") as book:
-        profiler = _Profiler(book, problem, able, tool, device, timeout_s, say)
+    with Book(options.data, "profiles") as book:
+        profiler = _Profiler(book, problem, able, tool, options)
         say(f"profiling {', '.join(able)}")
         profiler.run(list(able))
         for stage_id in [name for name in able if name not in profiler.profiles]:
@@ -427,34 +411,23 @@ def profile(
 class _Profiler:
     """Runs ncu over stages, and records what it saw of each."""
 
-    def __init__(
-        self,
-        book: Book,
-        problem: Problem,
-        stages: Mapping[str, Stage],
-        tool: str,
-        device: int,
-        timeout_s: float,
-        say: Say,
-    ) -> None:
+    def __init__(self, book: Book, problem: Problem, stages: Mapping[str, Stage], tool: str, options: Options) -> None:
         self.profiles: dict[str, StageProfile] = {}
         """What is recorded, by stage."""
         self._book = book
         self._problem = problem
         self._stages = stages
         self._tool = tool
-        self._device = device
-        self._timeout_s = timeout_s
-        self._say = say
-        say(f"compiling {len(stages)} stages")
-        here = gpu.info(device)
+        self._options = options
+        options.note(f"compiling {len(stages)} stages")
+        here = gpu.info(options.device)
         self._plain, self._lined = (
             _compiled(stages.values(), problem, here.arch or "", here.slug, line_info) for line_info in (False, True)
         )
         known = available()
         self._metrics = [name for name in METRICS if not known or name.split(".")[0] in known]
         if len(self._metrics) < len(METRICS):
-            say(f"unknown here: {', '.join(sorted(set(METRICS) - set(self._metrics)))}")
+            options.note(f"unknown here: {', '.join(sorted(set(METRICS) - set(self._metrics)))}")
 
     def run(self, stage_ids: Sequence[str]) -> None:
         """Launch stages in one process under ncu, and record what came of each."""
@@ -468,12 +441,16 @@ class _Profiler:
 
         launches = under_ncu(
             self._metrics,
-            [sys.executable, "-m", "flashlab.measure.profile"],
+            self._options.worker,
             kernels="^attention_",
-            options=(*SAMPLES, "--profile-from-start", "off"),
-            timeout_s=self._timeout_s,
-            say=self._say,
-            job={"stages": list(stage_ids), "problem": asdict(self._problem), "device": self._device, "seed": 0},
+            extra=(*SAMPLES, "--profile-from-start", "off"),
+            options=self._options,
+            job={
+                "stages": list(stage_ids),
+                "problem": asdict(self._problem),
+                "device": self._options.device,
+                "seed": self._options.seed,
+            },
             act=act,
         )
         by_kernel = {launch.kernel: launch for launch in launches}
@@ -498,7 +475,7 @@ class _Profiler:
 
     def _record(self, stage_id: str, launch: Launch, launched: Message, lines: tuple[LineStalls, ...] | str) -> None:
         if isinstance(lines, str):
-            self._say(f"{stage_id}: no lines: {lines}")
+            self._options.note(f"{stage_id}: no lines: {lines}")
             lines = ()
         totals: Counter[str] = Counter()
         for states in launch.samples.values():

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import KERNELS
@@ -146,31 +146,6 @@ def conditions(states: Sequence[State], energy_j_per_call: float | None = None) 
     )
 
 
-class Backend(Protocol):
-    """What a `Timer` needs of a GPU; tests give a fake one."""
-
-    def sample(self, run: Run, *, calls: int, spin_us: float, cold: bool) -> Reading:
-        """Take one sample; returns when the GPU is idle again."""
-
-    def chunk(self, run: Run, calls: int) -> Callable[[], Reading]:
-        """Enqueue calls between two events and return a wait for what they took, to be called in the same order."""
-
-    def warm_up(self, run: Run, calls: int) -> None:
-        """Run and wait."""
-
-    def state(self) -> State:
-        """Read NVML."""
-
-    def energy_j(self) -> float | None:
-        """The GPU's energy counter, None where there is none."""
-
-    def now(self) -> float:
-        """Seconds, monotonic."""
-
-    def sleep(self, seconds: float) -> None:
-        """Leave the GPU idle."""
-
-
 @dataclass
 class _Progress:
     """An implementation on its way."""
@@ -206,7 +181,7 @@ def _samples(readings: Sequence[Reading], **fields: Any) -> Samples:
 class Timer:
     """Takes interleaved samples of several implementations."""
 
-    def __init__(self, backend: Backend, *, seed: int = 0) -> None:
+    def __init__(self, backend: CudaBackend, *, seed: int = 0) -> None:
         self._backend = backend
         self._random = random.Random(seed)
         self._busy_s = 0.0
@@ -271,7 +246,6 @@ class Timer:
         """Samples of every implementation, interleaved in an order drawn anew each round.
 
         Args:
-            implementations: by name.
             cold: overwrite L2 before every sample, which is then one call.
             samples: how many of each to aim for.
             min_samples: how many to take of one that is slow, even past `cap_s`.
@@ -372,7 +346,7 @@ class Timer:
 class _Watcher:
     """Reads NVML in a thread while the main one keeps the GPU fed."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: CudaBackend) -> None:
         self.states: list[State] = []
         self._backend = backend
         self._stop = threading.Event()
@@ -429,7 +403,7 @@ def micro(name: str, device: int, defines: tuple[tuple[str, int | str], ...] = (
 
 
 class CudaBackend:
-    """A GPU. Makes its primary context current in this thread, which must be the one that enqueues.
+    """A GPU; its primary context is made current in this thread, which must be the one that enqueues.
 
     `stream` is a CUstream as an integer, on which every `Run` must enqueue.
     """
@@ -477,7 +451,7 @@ class CudaBackend:
         return mark
 
     def sample(self, run: Run, *, calls: int, spin_us: float, cold: bool) -> Reading:
-        """See `Backend`."""
+        """Take one sample; returns when the GPU is idle again."""
         start, end = self._events
         stream = self._stream
         if cold:
@@ -502,7 +476,10 @@ class CudaBackend:
         )
 
     def chunk(self, run: Run, calls: int) -> Callable[[], Reading]:
-        """See `Backend`. At most three chunks may be waiting; the first of all knows no clock of its calls."""
+        """Enqueue calls between two events and return a wait for what they took, to be called in the same order.
+
+        At most three chunks may be waiting; the first of all knows no clock of its calls.
+        """
         slot = self._next
         self._next = (slot + 1) % len(self._chunk_events)
         start, end, clock_read = self._chunk_events[slot]
@@ -530,13 +507,13 @@ class CudaBackend:
         return wait
 
     def warm_up(self, run: Run, calls: int) -> None:
-        """See `Backend`."""
+        """Run and wait."""
         for _ in range(calls):
             run()
         gpu.call("cuStreamSynchronize", self._stream)
 
     def state(self) -> State:
-        """See `Backend`."""
+        """Read NVML."""
         handle = self._nvml_handle
         if handle is None:
             return State(sm_clock_mhz=None, power_w=None, temperature_c=None, throttle_reasons=())
@@ -553,16 +530,16 @@ class CudaBackend:
         )
 
     def energy_j(self) -> float | None:
-        """See `Backend`."""
+        """The GPU's energy counter, None where there is none."""
         if self._nvml_handle is None:
             return None
         millijoules = gpu.nvml_read("nvmlDeviceGetTotalEnergyConsumption", self._nvml_handle)
         return None if millijoules is None else millijoules / 1e3
 
     def now(self) -> float:
-        """See `Backend`."""
+        """Seconds, monotonic."""
         return time.perf_counter()
 
     def sleep(self, seconds: float) -> None:
-        """See `Backend`."""
+        """Leave the GPU idle."""
         time.sleep(seconds)

@@ -18,10 +18,10 @@ measure/tuned.py makes the table of choices from the records.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +35,7 @@ from flashlab.core.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Stage
 from flashlab.measure import bench
+from flashlab.measure.harness import Progress, Report
 from flashlab.measure.options import BURSTS, Implementation, Options, Plan
 from flashlab.record import schema, store
 from flashlab.record.schema import Tuning
@@ -174,7 +175,6 @@ def variants_of(
     """Variants of a stage to try, the starting point first.
 
     Args:
-        stage, head_dim: what is tuned.
         grid: values of some tunables; the others stay as `base` has them. All choices of all tunables where None.
         each: vary one tunable at a time, instead of all combinations.
         base: where to start from; the stage's defaults where None.
@@ -233,7 +233,7 @@ def compile_variants(
     problem: Problem,
     *,
     arch: str,
-    progress: Callable[[str], None] = lambda text: None,
+    progress: Report = lambda _: None,
 ) -> Compiled:
     """Compile them all for a problem, several at once, so that the timing finds them in the cache.
 
@@ -241,7 +241,10 @@ def compile_variants(
         As `compiler.compile_many`: UnsupportedError, ParameterError, MissingPackageError, OutputError.
     """
     jobs = [compiler.Job.of(stage, problem, arch=arch, overrides=variant) for variant in variants]
-    outcomes = compiler.compile_many(jobs, progress=lambda job, _: progress(job.label))
+    done = count(1)
+    outcomes = compiler.compile_many(
+        jobs, progress=lambda job, _: progress(Progress(next(done), len(jobs), f"compiled: {job.label}"))
+    )
     good: dict[str, Variant] = {}
     refused: list[tuple[Variant, str]] = []
     twins: list[Variant] = []
@@ -285,28 +288,19 @@ def tune(
     head_dim: int,
     mask: Mask,
     dtype: DType = "float16",
-    variants: Sequence[Variant] | None = None,
     grid: Mapping[str, Sequence[int]] | None = None,
     each: bool = False,
     limit: int = LIMIT,
     shapes: Sequence[str] | None = None,
     inputs: str = NORMAL,
-    arch: str | None = None,
-    slug: str | None = None,
-    announce: Callable[[str], None] = lambda text: None,
     options: Options | None = None,
 ) -> Tuned:
     """Tune a stage for one head dim, mask and element type, and record every variant.
 
     Args:
-        stage_id: the stage.
-        head_dim, mask, dtype: what for.
-        variants: what to try; from `grid`, `each` and `limit` (see `variants_of`) where None.
+        grid, each, limit: what to try, as `variants_of` takes them.
         shapes: on which problems; the suites' first where None. With several, the geometric mean of the times decides.
         inputs: what Q, K and V hold. The table is made of normal ones alone.
-        arch, slug: the GPU's architecture and folder; asked of the GPU where None.
-        announce: called for each variant that is compiled, and of each round.
-        options: how it runs; `Options()` where None.
 
     Raises:
         UnknownStageError, ParameterError, UnsupportedError: what was asked for does not exist.
@@ -316,13 +310,13 @@ def tune(
     options = options or Options()
     stage = registry.get(stage_id)
     problems = problems_of(head_dim=head_dim, mask=mask, dtype=dtype, shapes=shapes, inputs=inputs)
-    arch, slug = gpu.arch_and_slug(options.device, arch, slug)
+    here = gpu.info(options.device)
+    arch, slug = here.arch, here.slug
     for problem in problems:
         stage.require(problem, arch)
     stay = _staying(Key(stage_id, problems[0]), arch, slug, options.data)
-    if variants is None:
-        variants = variants_of(stage, head_dim, grid, each=each, base=stay[-1], limit=limit)
-    compiled = compile_variants(stage, _unique([*stay, *variants]), problems[0], arch=arch, progress=announce)
+    variants = variants_of(stage, head_dim, grid, each=each, base=stay[-1], limit=limit)
+    compiled = compile_variants(stage, _unique([*stay, *variants]), problems[0], arch=arch, progress=options.progress)
     if not compiled.good:
         raise CompileError(
             f"{stage_id}: no variant of {len(variants)} compiles, the first because of {compiled.refused[0][1]}",
@@ -334,7 +328,7 @@ def tune(
     while True:
         last = len(left) <= _FINALISTS + len(stay)
         samples = _SAMPLES[-1] if last else _SAMPLES[min(len(rounds), len(_SAMPLES) - 2)]
-        announce(f"round {len(rounds) + 1}: {len(left)} variants, {samples} samples each")
+        options.note(f"round {len(rounds) + 1}: {len(left)} variants, {samples} samples each")
         tasks = [Task(Key(stage_id, problem), tuple(left)) for problem in problems]
         path = time(tasks, plan=replace(_PLAN, samples=samples, min_samples=min(3, samples)), options=options)
         timed, _ = store.read(path, schema.Tuning)
@@ -374,7 +368,7 @@ def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
         implementations |= of_task
         wanted.setdefault(task.key.problem, {}).update(dict.fromkeys(of_task))
     cells = [(problem, list(names)) for problem, names in wanted.items()]
-    return bench.measure("tuning", implementations, cells, plan=plan, options=options)
+    return bench.measure(Tuning, implementations, cells, plan=plan, options=options)
 
 
 def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
@@ -389,24 +383,18 @@ def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
 def tune_all(
     tasks: Sequence[Task],
     *,
-    arch: str | None = None,
-    slug: str | None = None,
-    announce: Callable[[str], None] = lambda text: None,
     options: Options | None = None,
 ) -> list[Tuned]:
     """`tune` for several short lists: everything is compiled first, then one worker times all, a single round each.
 
     What is tried on one problem is interleaved, whatever its stage, with the libraries that a task names.
 
-    Args:
-        tasks: what to tune, each key once.
-        arch, slug, announce, options: as `tune` takes them.
-
     Raises:
         As `tune`; a task whose stage this GPU does not run, or of which nothing compiles, is announced and left out.
     """
     options = options or Options()
-    arch, slug = gpu.arch_and_slug(options.device, arch, slug)
+    here = gpu.info(options.device)
+    arch, slug = here.arch, here.slug
     kinds: dict[tuple[str, int, Mask, DType], list[Task]] = {}
     for task in tasks:
         stage, problem = registry.get(task.key.stage), task.key.problem
@@ -415,7 +403,7 @@ def tune_all(
             kinds.setdefault((stage.id, problem.head_dim, problem.mask, problem.dtype), []).append(task)
         else:
             left_out = f"left out, {stage.id} needs {stage.needs} and this GPU is {arch}"
-            announce(f"{stage.id}, {problem.label}: {left_out}")
+            options.note(f"{stage.id}, {problem.label}: {left_out}")
     if not kinds:
         raise ParameterError(f"wanted a stage to tune that runs on {arch}, got none")
     tried = {
@@ -433,7 +421,7 @@ def tune_all(
     with ThreadPoolExecutor(_TASKS_AT_ONCE) as pool:
         for (stage_id, head_dim, mask, dtype), compiled in zip(kinds, pool.map(build, kinds), strict=True):
             name = f"{stage_id}, D={head_dim}, {mask}, {dtype}"
-            announce(f"{name}: {len(compiled.good)} variants, {len(compiled.refused)} refused")
+            options.note(f"{name}: {len(compiled.good)} variants, {len(compiled.refused)} refused")
             for task in kinds[stage_id, head_dim, mask, dtype]:
                 own = compiled.of(tried[task.key])
                 if own.good:

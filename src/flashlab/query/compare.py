@@ -64,7 +64,6 @@ def compare(before: str, after: str, data: Path = DATA) -> Comparison:
     Args:
         before, after: a GPU's folder, a driver's version, the beginning of a commit or of a run's id; several joined by
             `+` hold all at once: `nvidia-h200+0123abc`.
-        data: folder of the records.
 
     Raises:
         NoDataError: a side has no times, or they have nothing in common.

@@ -14,7 +14,6 @@ from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, Regime, suite
 from flashlab.kernels import registry
-from flashlab.query import roofline
 from flashlab.query.frame import frame, rows_of
 from flashlab.query.select import Results, fastest_peer, fastest_stage, is_dead_end, ordered, problem_order, rate
 from flashlab.record import store
@@ -160,12 +159,7 @@ def percent_of_peak(row: Measurement, regime: Regime = "burst") -> float | None:
     samples = row.samples_of(regime)
     if samples is None or not samples.call_clock_mhz:
         return None
-    return roofline.percent_of_tensor_peak(
-        row.problem.tflops(samples.median_us),
-        compute_capability=row.gpu.compute_capability,
-        sm_count=row.gpu.sm_count,
-        clock_mhz=median(samples.call_clock_mhz),
-    )
+    return row.gpu.tensor_percent(row.problem.tflops(samples.median_us), median(samples.call_clock_mhz))
 
 
 def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None = None) -> Contest | None:

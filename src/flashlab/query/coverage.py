@@ -39,13 +39,7 @@ class Coverage(NamedTuple):
 
 
 def coverage(gpu: str, data: Path = DATA, root: Path = ROOT) -> tuple[Coverage, ...]:
-    """What the records of a GPU lack, by kind.
-
-    Args:
-        gpu: folder name under data/.
-        data: folder of the records.
-        root: the checkout whose sources are compared with those of the records' commits.
-    """
+    """What the records of a GPU lack, by kind."""
     found = []
     for kind in KINDS:
         newest: dict[str, str] = {}

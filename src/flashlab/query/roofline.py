@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.problem import BYTES_PER_ELEMENT, Problem
-from flashlab.record.schema import TENSOR_FLOP_PER_CYCLE
 
 Unit = Literal["TB/s", "TFLOP/s", "Tex2/s", "us"]
 
@@ -55,14 +54,6 @@ def percent_of_peak(gpu_slug: str, ceiling: str, value: float) -> float | None:
     sheet = DATASHEETS.get(gpu_slug)
     peak = sheet.peak(ceiling) if sheet else None
     return None if peak is None else 100 * value / peak
-
-
-def percent_of_tensor_peak(
-    tflops: float, *, compute_capability: tuple[int, int], sm_count: int, clock_mhz: float | None
-) -> float | None:
-    """A rate as a percentage of what the tensor cores can do at that SM clock; None where either is not known."""
-    per_cycle = TENSOR_FLOP_PER_CYCLE.get(compute_capability)
-    return 1e8 * tflops / (per_cycle * sm_count * clock_mhz) if per_cycle and clock_mhz else None
 
 
 def l2_bytes(problem: Problem, tile_q: int) -> float:

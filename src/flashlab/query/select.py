@@ -143,10 +143,6 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
     The problems are in the order of pages, and a problem's rows as `ordered`. To choose at one problem, or among some
     runs, filter the frame before.
 
-    Args:
-        rows: a frame of `runs`, or part of it.
-        policy: what is wanted.
-
     Returns:
         A frame with the columns of `rows`; without rows where no candidate has what the policy needs. A row that was
         filled in has a `Filled` as its record.
@@ -155,7 +151,7 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
         return rows.iloc[:0]
     able = rows[rows["kind"].isin(("stage", "peer")) & (rows["second"] != True)]  # noqa: E712
     if policy.dead_ends != "with":
-        runs = {row["run"] for row in rows_of(able) if is_dead_end(row["record"])}
+        runs = {*able["run"][[is_dead_end(record) for record in able["record"]]]}
         able = able[able["run"].isin(runs) == (policy.dead_ends == "only")]
     able = able[able["inputs"].isin(policy.inputs)]
     candidates: dict[Problem, dict[str, dict[str, dict[str, dict[str, Any]]]]] = {}

@@ -72,7 +72,6 @@ def over_starts(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]
     """The median over starts of a statistic and its 95 % interval, by percentile bootstrap from a fixed seed.
 
     Args:
-        statistic: as `Statistic`.
         starts: of each start of a machine the samples of each thing that was measured. Starts are resampled, and then
             the samples of those that were drawn. Of one start, where a thing has a single sample, there is no interval,
             and both ends are the value.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,10 +34,10 @@ class Fallbacks(NamedTuple):
 class EmulatorVerdict:
     """What the emulator says of the inputs a GPU was given."""
 
-    status: str
-    """As `records.Status`: `ok` where the emulator passes the check and agrees with the chip."""
-    reason: str
-    shape: str
+    status: Status
+    """`ok` where the emulator passes the check and agrees with the chip."""
+    reason: Prose
+    shape: Label | None
     """What was emulated: the problem, or of a large one some of its heads."""
     verdict: Verdict | None
     """The emulator's output against the oracle."""
@@ -49,13 +49,13 @@ class EmulatorVerdict:
 class CheckRow:
     """One stage on one problem in one layout."""
 
-    stage: str
+    stage: Label
     problem: Problem
-    layout: str
-    status: str
-    """As `records.Status`; `ok` is passed."""
-    reason: str
-    verdict: Verdict | None
+    layout: Label = ""
+    status: Status
+    """`ok` is passed."""
+    reason: Prose = ""
+    verdict: Verdict | None = None
     schedule: str = ""
     """On a CPU: the order in which warps took their turns."""
     findings: tuple[str, ...] = ()
@@ -85,28 +85,7 @@ class _Header(BaseModel):
     software: dict[Label, Label]
 
 
-class _Emulated(BaseModel):
-    status: Status
-    reason: Prose
-    shape: Label | None
-    verdict: Verdict | None
-    agreement: Verdict | None
-
-
-class _Compared(BaseModel):
-    """A comparison as `read_lines` gives it: what of it a page may show."""
-
-    stage: Label
-    problem: Problem
-    layout: Label = ""
-    status: Status
-    reason: Prose = ""
-    verdict: Verdict | None = None
-    emulator: _Emulated | None = None
-    fallbacks: Fallbacks | None = None
-
-
-_HEADER, _COMPARED = TypeAdapter(_Header), TypeAdapter(list[_Compared])
+_COMPARED = TypeAdapter(list[CheckRow])
 
 
 def header_line(*, run: str, time: str, gpu: object, source: object, software: Mapping[str, str]) -> dict[str, Any]:
@@ -204,7 +183,7 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
             line = json.loads(text)
             if "format" in line:
                 header = {key: value for key, value in line.items() if key != "format"}
-                _HEADER.validate_python(header)
+                _Header.model_validate(header)
             else:
                 rows = [{**header, **one} for one in _expanded(line)] if header else [_first_format(line)]
                 _COMPARED.validate_python(rows)
@@ -225,7 +204,7 @@ def _first_format(line: Mapping[str, Any]) -> dict[str, Any]:
 def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The comparisons of a line of `case_line`, or the one of a line of format 2."""
     what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
-    problem = asdict(Problem.parse(line["shape"], **what))
+    problem = vars(Problem.parse(line["shape"], **what))
     if "stage" in line:
         return [_full(line, problem, line["layout"])]
     rows = [_passed_line(stage, numbers, line.get("emulated")) for stage, numbers in line["ok"].items()]

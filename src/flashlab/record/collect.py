@@ -36,7 +36,6 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
 
     Args:
         folders: each a data folder with GPUs' folders in it, or one GPU's.
-        data: where to.
         commit: only runs of this commit, or of one that begins so.
 
     Raises:

@@ -47,6 +47,8 @@ def _moment(text: str) -> str:
 
 def _readable(text: str) -> str:
     """Without control characters, and not longer than a page wants it."""
+    if text.isprintable():
+        return text[:PROSE_CHARS]
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)[:PROSE_CHARS]
 
 
@@ -204,6 +206,11 @@ class Gpu(_Model):
         """What its tensor cores can do at an SM clock, 16-bit in and float32 sums; None where either is not known."""
         per_cycle = TENSOR_FLOP_PER_CYCLE.get(self.compute_capability)
         return per_cycle * self.sm_count * clock_mhz / 1e6 if per_cycle and clock_mhz else None
+
+    def tensor_percent(self, tflops: float, clock_mhz: float | None) -> float | None:
+        """A rate, percent of `tensor_tflops`."""
+        peak = self.tensor_tflops(clock_mhz)
+        return 100 * tflops / peak if peak else None
 
 
 class Source(_Model):

@@ -128,7 +128,7 @@ def append(path: Path, record: schema.AnyRecord) -> None:
 
     The folder of the GPU is locked meanwhile, so that no process that writes CHECKSUMS reads a part of the line.
     """
-    with _locked(path.parents[1]):
+    with locked(path.parents[1]):
         _append(path, record)
 
 
@@ -229,7 +229,6 @@ def read(path: Path, kind: type[T]) -> tuple[tuple[T, ...], tuple[Damage, ...]]:
 
     Args:
         path: a file of that kind's folder, wherever it lies.
-        kind: one of `FOLDERS`.
     """
     lines, damage = _parsed(path, _PARSERS[FOLDERS[kind]], signature(path))
     return tuple(line.record for line in lines if isinstance(line.record, kind)), damage
@@ -354,20 +353,20 @@ def _listed(folder: Path) -> tuple[dict[str, str], tuple[Damage, ...]]:
     path = folder / CHECKSUMS
     if not path.is_file():
         return {}, (Damage(path, None, "missing"),)
-    sums: dict[str, str] = {}
-    damage: list[Damage] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        match = re.fullmatch(r"([0-9a-f]{64})  (\S+)", line)
-        if match:
-            sums[match[2]] = match[1]
-        else:
-            damage.append(Damage(path, number, "not a checksum line"))
-    return sums, tuple(damage)
+    sums, unread = checksums_in(path.read_bytes())
+    return sums, tuple(Damage(path, number, "not a checksum line") for number in unread)
+
+
+def checksums_in(content: bytes) -> tuple[dict[str, str], list[int]]:
+    """The sums that a CHECKSUMS holds, by file, and the numbers of its lines that are none."""
+    lines = content.decode("utf-8", errors="replace").splitlines()
+    found = [re.fullmatch(r"([0-9a-f]{64})  (\S+)", line) for line in lines]
+    return {one[2]: one[1] for one in found if one}, [at for at, one in enumerate(found, start=1) if one is None]
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Nobody else appends to the files of a GPU's folder or changes its CHECKSUMS meanwhile."""
+def locked(folder: Path) -> Iterator[None]:
+    """Nobody else of flashlab works on a folder meanwhile, who asks for it likewise."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -379,7 +378,7 @@ def _locked(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _sealing(folder: Path) -> Iterator[dict[str, str]]:
     """The sums of a GPU's folder, to be changed; nobody else changes them meanwhile, and they are written at once."""
-    with _locked(folder):
+    with locked(folder):
         for part in folder.glob(_PART):  # of a process that was killed: whoever writes holds the lock
             part.unlink(missing_ok=True)
         sums, _ = _listed(folder)
@@ -490,12 +489,13 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
                 damage.append(Damage(path, None, "not listed in CHECKSUMS"))
             elif _sum(path.read_bytes()) != sums[name]:
                 damage.append(Damage(path, None, "differs from CHECKSUMS"))
-            damage.extend(_damage_within(name, path))
+            damage.extend(_damage_within(name, path, signature(path)))
     return (*damage, *_doubled(gpu, data), *_changed_since_added(gpu, data))
 
 
-def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
-    """What is wrong with the content of a file; `name` is relative to the GPU's folder."""
+@lru_cache(maxsize=4096)
+def _damage_within(name: str, path: Path, content: tuple[int, ...]) -> tuple[Damage, ...]:
+    """What is wrong with the content of a file, `name` below the GPU's folder, while its `signature` is `content`."""
     kind, _, rest = name.partition("/")
     try:
         if path.suffix == ".jsonl" and not re.match(schema.RUN, path.stem):
@@ -505,7 +505,7 @@ def _damage_within(name: str, path: Path) -> tuple[Damage, ...]:
             if isinstance(document, Machine) and document.gpu.slug != path.parent.name:
                 return (Damage(path, None, f"of {document.gpu.slug}"),)
         elif kind in _PARSERS and path.suffix == ".jsonl":
-            found, damage = _parsed(path, _PARSERS[kind], signature(path))
+            found, damage = _parsed(path, _PARSERS[kind], content)
             reasons = ((line, _foreign(line) or _in_future(line.record) or _impossible(line.record)) for line in found)
             return (*damage, *(Damage(path, line.number, reason) for line, reason in reasons if reason))
         elif kind in _CHECKS and path.suffix == ".jsonl":
@@ -628,7 +628,7 @@ def mends(gpu: str, data: Path = DATA) -> tuple[Mend, ...]:
             continue
         elif name not in committed and (torn := _torn(path, content)):
             found.append(Mend(path=path, action="set aside", torn=torn))
-        elif listed != _sum(content) and not _damage_within(name, path):
+        elif listed != _sum(content) and not _damage_within(name, path, signature(path)):
             found.append(Mend(path=path, action="list"))
     if not (folder / "machine.json").is_file() and _newest_gpu(gpu, data):
         found.append(Mend(path=folder / "machine.json", action="make"))
@@ -662,7 +662,11 @@ def repair(gpu: str, data: Path = DATA, *, host: Mapping[str, str] | None = None
                 continue
             if mend.torn:
                 _set_aside(mend, folder, sums)
-            if mend.path.is_file() and mend.path.name != CHECKSUMS and not _damage_within(name, mend.path):
+            if (
+                mend.path.is_file()
+                and mend.path.name != CHECKSUMS
+                and not _damage_within(name, mend.path, signature(mend.path))
+            ):
                 sums[name] = _sum(mend.path.read_bytes())
     here = _newest_gpu(gpu, data)
     if here and any(mend.path == folder / "machine.json" for mend in todo):

@@ -7,7 +7,6 @@ the cloud's own configuration; nothing here reads, prints or keeps them.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
@@ -34,7 +33,6 @@ def sync(gpu: str, data: Path = DATA, place: str | None = None) -> tuple[int, in
     their own, because a bucket has no lock for CHECKSUMS.
 
     Args:
-        gpu: folder name under `data`, `nvidia-h200`.
         place: what `FLASHLAB_UPLOAD` names where None; nothing happens where that is empty.
 
     Raises:
@@ -48,22 +46,12 @@ def sync(gpu: str, data: Path = DATA, place: str | None = None) -> tuple[int, in
         return 0, 0
     files, root = _opened(place)
     there = f"{root.rstrip('/')}/{gpu}"
-    with _one_at_a_time(data, place), _named(place):
+    # Two processes that wrote CHECKSUMS there would each drop what the other listed.
+    with store.locked(writable_dir(data, f"the records that go to {place}")), _named(place):
         fetched = _fetch(files, there, data / gpu)
         if (data / gpu).is_dir():  # nothing of a GPU that was not measured yet
             store.write_checksums(gpu, data)
         return fetched, _send(files, there, data / gpu)
-
-
-@contextmanager
-def _one_at_a_time(data: Path, place: str) -> Iterator[None]:
-    """Among the processes that share `data`: two that wrote CHECKSUMS there would each drop what the other listed."""
-    handle = os.open(writable_dir(data, f"the records that go to {place}"), os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
 
 
 def attempt(gpu: str, data: Path = DATA) -> str:
@@ -135,8 +123,8 @@ def _send(files: Any, there: str, folder: Path) -> int:
     """Files that CHECKSUMS lists here and not there, or with another sum, then CHECKSUMS; how many."""
     listing = f"{there}/{store.CHECKSUMS}"
     old = files.cat_file(listing) if files.exists(listing) else None
-    known = dict(_sums(old or b""))
-    sums = dict(_sums((folder / store.CHECKSUMS).read_bytes())) if folder.is_dir() else {}
+    known = store.checksums_in(old or b"")[0]
+    sums = store.checksums_in((folder / store.CHECKSUMS).read_bytes())[0] if folder.is_dir() else {}
     changed = [name for name, digest in sums.items() if known.get(name) != digest and (folder / name).is_file()]
     for name in changed:
         _put(files, f"{there}/{name}", (folder / name).read_bytes())
@@ -151,10 +139,3 @@ def _put(files: Any, path: str, content: bytes) -> None:
     if "file" in files.protocol:  # A bucket has no folders, and s3fs would make a bucket that is not there.
         files.makedirs(path.rpartition("/")[0], exist_ok=True)
     files.pipe_file(path, content)
-
-
-def _sums(checksums: bytes) -> Iterator[tuple[str, str]]:
-    """Name and sum of every line of a CHECKSUMS that is one."""
-    for line in checksums.decode("utf-8", errors="replace").splitlines():
-        if match := re.fullmatch(r"([0-9a-f]{64})  (\S+)", line):
-            yield match[2], match[1]

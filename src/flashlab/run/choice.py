@@ -206,11 +206,8 @@ def parameters(
     """Values of a stage's tunables that differ from its defaults, or may: `overrides` over the GPU's table.
 
     Args:
-        stage, problem: what runs on what.
         gpu: folder name under data/, None for a CPU, where nothing is tuned.
         arch: of the GPU: where it has no table, a GPU of the same architecture lends its own. None: none does.
-        overrides: values that the caller names.
-        data: folder of the records.
 
     Raises:
         DamagedRecordError: the table cannot be read.
@@ -228,10 +225,8 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     """The ladder's stages that run a problem on a GPU, the one to take first: see the module.
 
     Args:
-        problem: what is computed.
         gpu, arch, sm_count: its folder name under data/, architecture and number of SMs; as many as the table's GPU
             has where None.
-        data: folder of the records.
 
     Raises:
         DamagedRecordError: a table cannot be read.

@@ -20,10 +20,8 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     """The choice for a problem on a GPU that need not be here, why, and the two that come next.
 
     Args:
-        problem: what is computed.
         gpu: folder name under data/; the GPU at hand where None, else the one with most records.
         arch: its architecture, of one that has no records and is not here.
-        data: folder of the records.
 
     Returns:
         As `flashlab explain --json` prints it.

@@ -224,18 +224,6 @@ def info(index: int | None = None) -> GpuInfo:
     return _info(index)
 
 
-def arch_and_slug(index: int | None, arch: str | None = None, slug: str | None = None) -> tuple[str, str]:
-    """A GPU's architecture and its folder under data/; the GPU is asked only for what is not given.
-
-    Raises:
-        As `info`.
-    """
-    if arch is None or slug is None:
-        device = info(index)
-        arch, slug = arch or device.arch, slug or device.slug
-    return arch, slug
-
-
 @cache
 def _primary_context(device: int) -> Any:
     require()

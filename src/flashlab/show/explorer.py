@@ -11,7 +11,7 @@ from typing import Any
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Regime, suite
-from flashlab.query import roofline, select
+from flashlab.query import select
 from flashlab.query.frame import frame, rows_of, state_of
 from flashlab.query.select import Policy, Results
 from flashlab.record.schema import Timed
@@ -66,12 +66,7 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
                     "us": values["median_us"],
                     "tflops": values["tflops"],
                     "clock": values["call_clock_mhz"],
-                    "peak": roofline.percent_of_tensor_peak(
-                        values["tflops"],
-                        compute_capability=record.gpu.compute_capability,
-                        sm_count=record.gpu.sm_count,
-                        clock_mhz=values["call_clock_mhz"],
-                    ),
+                    "peak": record.gpu.tensor_percent(values["tflops"], values["call_clock_mhz"]),
                     "samples": values["samples"],
                     "shown": int(not row["second"] and (row["run"], row["name"], problem, *state) in shown),
                 }

@@ -5,7 +5,7 @@
 
 A report is a sweep of one GPU, and then every notebook once more, showing what there is. On one GPU cells run here, one
 after the other; with Ray they are placed on the GPUs of a machine or a cluster, each alone on one. What was measured is
-in data/ row by row, so a cell that was cut off goes on where it was (`bench.left`).
+in data/ row by row, so a cell that was cut off goes on where it was (`bench.run`).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import CheckRow, EmulatorVerdict
-from flashlab.record.schema import Verdict
+from flashlab.record.schema import Status, Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import Emulation, emulate
 from flashlab.verify.cases import (
@@ -181,6 +181,21 @@ def check_on_cpu(
     return CheckRun(None, tuple(row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])))
 
 
+_KEPT_PROBLEMS = 256
+"""A megabyte or two each at most: whoever checks many stages, or one under many schedules, meets a problem again."""
+
+
+@lru_cache(maxsize=_KEPT_PROBLEMS)
+def _inputs(problem: Problem, seed: int) -> tuple[Any, Any, Any]:
+    return make_inputs(problem, seed=seed)
+
+
+@lru_cache(maxsize=_KEPT_PROBLEMS)
+def _oracle(problem: Problem, seed: int, shared_heads: str) -> Oracle:
+    """What is known of those inputs, whichever stage is checked on them."""
+    return Oracle()
+
+
 class _Checker:
     """Checks a case; threads share what it has made: inputs, and verdicts on outputs of the same bits."""
 
@@ -197,7 +212,7 @@ class _Checker:
         self.cancel = threading.Event()
         self._by_name, self._refused = by_name, refused
         self._rule, self._races, self._timeout_s = rule, races, timeout_s
-        self._inputs = lru_cache(maxsize=8)(lambda problem: make_inputs(problem, seed=seed))
+        self._seed = seed
         self._verdicts: dict[tuple[Problem, str, str, bytes, bytes], Verdict] = {}
 
     def _judge(self, case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> Verdict:
@@ -206,7 +221,8 @@ class _Checker:
         digests = (sha256(out.tobytes()).digest(), sha256(lse.tobytes()).digest())
         key = (case.problem, layout, options["precision"], *digests)
         if key not in self._verdicts:
-            self._verdicts[key] = self._rule(out, lse, *values, **options)
+            oracle = _oracle(case.problem, self._seed, layout)
+            self._verdicts[key] = self._rule(out, lse, *values, oracle=oracle, **options)
         return self._verdicts[key]
 
     def __call__(self, name: str, case: Case) -> CheckRow:
@@ -227,7 +243,7 @@ class _Checker:
             verdict, ran = emulated_verdict(
                 chosen.stage.id,
                 case.problem,
-                laid_out(self._inputs(case.problem), case.layout),
+                laid_out(_inputs(case.problem, self._seed), case.layout),
                 layout=case.layout,
                 source=chosen.source,
                 params=chosen.overrides,
@@ -304,7 +320,7 @@ def emulated_verdict(
     return verdict, ran
 
 
-def status_of(error: FlashlabError) -> tuple[str, str]:
+def status_of(error: FlashlabError) -> tuple[Status, str]:
     """A row's status and reason for an error on the CPU."""
     if isinstance(error, UnsupportedError):
         return "unsupported", str(error)
@@ -364,5 +380,6 @@ def emulate_beside(
         against=(ran.out, ran.lse),
     )
     reason = verdict.reason or (agreement.reason and f"chip and emulator: {agreement.reason}")
-    status = "wrong" if reason else "ok"
-    return EmulatorVerdict(status=status, reason=reason, shape=problem.shape, verdict=verdict, agreement=agreement)
+    return EmulatorVerdict(
+        status="wrong" if reason else "ok", reason=reason, shape=problem.shape, verdict=verdict, agreement=agreement
+    )

@@ -282,9 +282,7 @@ def attention(
 
     Args:
         q: (batch, q_heads, q_len, head_dim), float16, bfloat16 (see the module) or float32, any strides.
-        k, v: (batch, kv_heads, kv_len, head_dim), likewise.
         causal: bottom-right aligned: query i sees key j when j - i <= kv_len - q_len.
-        scale: 1 / sqrt(head_dim) where None.
         rows: only these query rows, in this order; all where None.
         xp: numpy, or cupy where q, k and v are CuPy arrays.
 

@@ -199,7 +199,6 @@ def check(
         lse: (batch, q_heads, q_len) float32, natural logarithm; None where the implementation gives none.
         q, k, v: what it was computed from, finite; see `oracle.attention`.
         causal, scale: those of the call; scale None is 1 / sqrt(head_dim).
-        dtype: the type of inputs and output.
         precision: what the implementation rounds its numbers to; see `oracle.plain_tile`.
         sample: compare only that part with the oracle. Shape, type, poison and finiteness are checked throughout.
         against: another output and log-sum-exp of the same problem, to be compared with in place of the oracle, within
@@ -582,13 +581,11 @@ class Guarded:
         """An output; see `output`, and `holding` for an input.
 
         Args:
-            shape: any number of dimensions.
             dtype: float16, bfloat16 or float32.
             strides: in elements, not overlapping; contiguous where None.
             offset_words: moves the array by so many 16-bit words, to misalign it; even for float32.
             sparse: leave all but the elements as the system gives it, zeros that take no memory until they are touched:
                 for rows far apart. What lies between them is not watched.
-            xp: numpy or cupy.
         """
         if dtype not in ("float16", "bfloat16", "float32"):
             raise DTypeError(f"dtype: wanted float16, bfloat16 or float32, got {dtype!r}")

@@ -99,7 +99,7 @@ def _measure(
     from flashlab.record import schema, store
 
     with following("measuring") as follow:
-        path = measure(announce=say, options=Options(data=data, device=device, progress=follow))
+        path = measure(options=Options(data=data, device=device, progress=follow))
     assert path is not None, "None is for what was resumed"
     found = effects(store.read(path, schema.Ablation)[0])
     _show(found, path, as_json)
@@ -137,7 +137,6 @@ def split(
             stage_ids,
             problems=[Problem.parse(one, dtype=dtype, mask=mask) for one in shape or ablation.SPLIT_SHAPES],
             plan=ablation.PLAN if samples is None else replace(ablation.PLAN, samples=samples),
-            announce=say,
             options=Options(data=data, device=device, progress=follow, note=missing.append),
         )
     assert path is not None, "None is for what was resumed"

@@ -24,10 +24,12 @@ def chip(
 ) -> None:
     """Measure per-SM throughput and latency on Hopper, in cycles, and append the readings to data/<gpu>/chip/."""
     from flashlab.experiments import chip as module
+    from flashlab.measure.options import Options
     from flashlab.record import schema, store
 
-    with following("measuring", len(module.choose(cases or None))) as follow:
-        path = module.measure(cases or None, data=data, device=device, launches=launches, announce=follow)
+    with following("measuring") as follow:
+        options = Options(data=data, device=device, progress=follow)
+        path = module.measure(cases or None, launches=launches, options=options)
     assert path is not None, "None is for what was resumed"
     readings, _ = store.read(path, schema.ChipReading)
     answer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
 import typer
@@ -39,10 +40,8 @@ def method(
         samples=samples,
         rounds=rounds,
         sustained_s=sustained,
-        timeout_s=seconds,
-        data=data,
-        device=device,
-        say=say,
+        limit_s=seconds,
+        options=replace(timers.OPTIONS, data=data, device=device, note=say),
     )
     rows = [
         {
