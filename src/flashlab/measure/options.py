@@ -52,9 +52,9 @@ class Options:
     startup_s: float = 300.0
     """For a worker to start."""
     progress: Report = _ignore
-    """Told of every step."""
+    """Called at every step."""
     note: Callable[[str], None] = _ignore
-    """Told of what is worth a line in a log, such as a ceiling that could not be measured."""
+    """Called with what is worth a line in a log, such as a ceiling that could not be measured."""
     worker: Sequence[str] = (sys.executable, "-m", "flashlab.measure.worker")
     """The command that starts a worker."""
     resume: bool = False

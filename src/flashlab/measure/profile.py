@@ -248,7 +248,7 @@ def under_ncu(
         command: what to run; `--connect` and a socket are appended.
         kernels: a regular expression of the kernels to profile.
         extra: more for ncu.
-        options: `timeout_s` is for one run; `note` is told what went wrong.
+        options: `timeout_s` is for one run; `note` gets what went wrong.
         job: of a command that is a worker.
         act: what to do with what that worker says.
 
