@@ -180,6 +180,8 @@ def _compact(svg: str) -> str:
     svg = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), svg)
     svg = re.sub(r' transform="rotate\(-?0 [^"]*\)"| id="[A-Za-z][A-Za-z2.]+_\d+"', "", svg)
     svg = re.sub(r"\n\s*", " ", svg.replace("\n<", "<")).replace("> <", "><")
+    svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r" *([A-Za-z]) *", r"\1", path[0]), svg)
+    svg = re.sub(r"<g>(<(?:path|use) [^<>]*/>|<text [^<>]*>[^<>]*</text>)</g>", r"\1", svg)
     styles: dict[str, str] = {}
     svg = re.sub(r' style="([^"]*)"', lambda m: f' class="s{styles.setdefault(m[1], str(len(styles)))}"', svg)
     rules = "".join(f".s{number}{{{style}}}" for style, number in styles.items())

@@ -57,7 +57,8 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: st
     """A filled rectangle whose upper left corner is (x, y)."""
     from matplotlib.patches import Rectangle
 
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, **{"edgecolor": SURFACE, "linewidth": 1, **look}))
+    look = {"edgecolor": SURFACE, "linewidth": 1, "clip_on": False, **look}
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, **look))
 
 
 def _in(axes: Axes, x: float, y: float, words: object, **look: Any) -> None:
