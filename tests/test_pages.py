@@ -6,6 +6,7 @@ import csv
 import gzip
 import importlib.util
 import json
+import lzma
 import re
 import threading
 from collections.abc import Iterator
@@ -344,12 +345,12 @@ def test_anchors_resolve(built: Path) -> None:
 
 def test_downloads_parse(built: Path) -> None:
     files = [path for path in (built / "generated").rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} >= {".gz", ".json", ".csv", ".ipynb", ".svg", ".png"}
+    assert {path.suffix for path in files} >= {".gz", ".xz", ".json", ".csv", ".ipynb", ".svg", ".png"}
     for path in files:
         content = path.read_bytes()
         name = path.name
-        if path.suffix == ".gz":
-            content, name = gzip.decompress(content), path.stem
+        if unpack := {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix):
+            content, name = unpack(content), path.stem
         if name.endswith(".jsonl"):
             assert all(json.loads(line) for line in content.splitlines()), path
         elif name.endswith((".json", ".ipynb")):

@@ -7,6 +7,7 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import lzma
 import re
 import shutil
 from pathlib import Path
@@ -479,21 +480,21 @@ def test_downloads_are_the_data(pages: Path) -> None:
         content = gzip.decompress(packed.read_bytes()) if packed.is_file() else (copied / name).read_bytes()
         assert hashlib.sha256(content).hexdigest() == digest
     listing = (pages / "generated" / "snippets" / "downloads.md").read_text(encoding="utf-8")
-    for name in ("measurements.csv.gz", "samples.csv.gz", "machine.json", "CHECKSUMS", f"runs/{RUN}.jsonl.gz"):
+    for name in ("measurements.csv.xz", "samples.csv.xz", "machine.json", "CHECKSUMS", f"runs/{RUN}.jsonl.gz"):
         assert f"[nvidia-h200/{name}]" in listing
 
 
 def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) -> None:
     (run,) = store.runs("nvidia-h200", pages.parent / "data")
     folder = pages / "generated" / "data" / "nvidia-h200"
-    with gzip.open(folder / "measurements.csv.gz", "rt", encoding="utf-8", newline="") as file:
+    with lzma.open(folder / "measurements.csv.xz", "rt", encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == sum(max(1, len(row.samples)) for row in run.measurements)
     assert {line["status"] for line in lines} == {"ok", "missing", "unsupported"}
     first = next(row for row in run.measurements if row.name == "00_naive")
     line = next(x for x in lines if x["name"] == "00_naive" and x["regime"] == "burst" and x["cache"] == "hot")
     assert float(line["median_us"]) == first.samples[0].median_us
-    with gzip.open(folder / "samples.csv.gz", "rt", encoding="utf-8", newline="") as file:
+    with lzma.open(folder / "samples.csv.xz", "rt", encoding="utf-8", newline="") as file:
         samples = list(csv.DictReader(file))
     assert len(samples) == sum(len(s.time_us) for row in run.measurements for s in row.samples)
     assert list(samples[0]) == list(tables.SAMPLE_COLUMNS)

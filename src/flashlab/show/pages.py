@@ -17,6 +17,7 @@ import importlib
 import inspect
 import io
 import json
+import lzma
 import os
 import re
 import shutil
@@ -932,8 +933,8 @@ def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
             content = path.read_bytes()
             target.write_bytes(gzip.compress(content, mtime=0) if target.suffix == ".gz" else content)
         rows = [row for run in store.runs(shown.gpu, data) for row in (*run.measurements, *run.with_lse)]
-        _write_csv(folder / "measurements.csv.gz", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
-        _write_csv(folder / "samples.csv.gz", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
+        _write_csv(folder / "measurements.csv.xz", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
+        _write_csv(folder / "samples.csv.xz", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
         for path in sorted(one for one in folder.rglob("*") if one.is_file()):
             name = path.relative_to(out.root / "data").as_posix()
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -972,10 +973,9 @@ def _type_name(annotation: object) -> str:
 
 
 def _write_csv(path: Path, columns: Mapping[str, str], lines: Iterable[Mapping[str, object]]) -> None:
-    """Write a table, compressed where the name ends in .gz; the same lines give the same bytes."""
+    """Write a table, compressed; the same lines give the same bytes."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=list(columns))
     writer.writeheader()
     writer.writerows(lines)
-    content = text.getvalue().encode()
-    path.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+    path.write_bytes(lzma.compress(text.getvalue().encode()))
