@@ -133,8 +133,9 @@ def data_links(files: Iterable[str], page: str, *, named: bool = False) -> list[
 
 
 def published(file: str) -> str:
-    """Where the site has its copy of a file of data/, a path from docs_dir: JSON lines are compressed there."""
-    return f"generated/data/{file}{'.gz' if file.endswith('.jsonl') else ''}"
+    """Where the site has its copy of a file of data/, a path from docs_dir: what may be large is compressed there."""
+    large = file.endswith((".jsonl", "/tuned.json", "/verdicts.json"))
+    return f"generated/data/{file}{'.gz' if large else ''}"
 
 
 def stage_link(name: str) -> str:
