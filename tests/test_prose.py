@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from flashlab.core.paths import ROOT
+from flashlab.experiments import levers
 from flashlab.kernels import registry
 from flashlab.show import site
 from flashlab.show.typed import markdown_of
 
 INSTEAD = {
-    r"\b(?:next|each|another|every) work\b(?! tile)|\bworks (?:is|are) taken|\ba work is": "a work tile",
+    r"\b(?:a|next|each|another|every) work\b(?! tile)|\b(?:equal|longest) works|\bworks (?:is|are) taken": "work tile",
     r"Q·K and P·V products|\b(?:Q·K|P·V) products?\b": "QK GEMM, PV GEMM",
     r"\bclocks (?:a|per) score|\bin a clock\b": "cycles per score; per-SM throughput, operations per cycle",
     r"\bfixed wait\b|\bshared-memory queue\b": "Nsight Compute's names: Stall Wait, MIO Throttle, Long Scoreboard",
@@ -51,6 +52,8 @@ def _texts() -> Iterator[tuple[str, str]]:
     for stage in (*registry.STAGES.values(), *registry.DEAD_ENDS.values()):
         # A prediction stays as it was written.
         yield f"{stage.id}.toml", "\n".join((stage.title, stage.question, stage.change))
+    for lever in levers.choose():
+        yield f"{lever.name}.patch", f"{lever.question}\n{lever.why}"
 
 
 def refused(text: str) -> list[str]:
@@ -70,7 +73,7 @@ def test_it_is_said_in_the_fields_words(where: str, text: str) -> None:
 
 
 def test_a_word_that_is_not_used_is_found_with_its_line_and_what_to_write() -> None:
-    assert refused("Text.\n\nThe next work is late.\n") == ["line 3: 'next work'; write: a work tile"]
+    assert refused("Text.\n\nThe next work is late.\n") == ["line 3: 'next work'; write: work tile"]
     assert refused("It costs 3 mJ a call, as blocks that stay do.") == [
         "line 1: 'blocks that stay'; write: persistent CTAs",
         "line 1: 'mJ a call'; write: mJ/call",
