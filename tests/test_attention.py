@@ -42,6 +42,7 @@ from flashlab.run.arguments import (
 )
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.run.attention import prepare
+from flashlab.run.kept import Kept
 from flashlab.run.plan import plan
 from flashlab.run.tensor_map import TensorMap
 from flashlab.verify.oracle import make_inputs
@@ -575,7 +576,7 @@ class _Launches:
         self.made: list[dict[str, Any]] = []
         self.maps: list[tuple[str, tuple[Any, ...]]] = []
         self.counters = 1 << 30
-        monkeypatch.setattr(attention_module, "_recipes", {})
+        monkeypatch.setattr(attention_module, "_recipes", Kept(64))
         for name in ("require", "load"):
             monkeypatch.setattr(gpu, name, lambda *_, **__: None)
         monkeypatch.setattr(arrays_module, "on_device", lambda obj, *_: obj)

@@ -29,7 +29,8 @@ __all__ = ["__version__", "attention", "emulate", "prepare"]
 def __getattr__(name: str) -> Any:
     """The public functions, imported when asked for: whoever reads records imports no compiler."""
     if name in ("attention", "emulate", "prepare"):
-        return getattr(import_module("flashlab.run.attention"), name)
+        found = globals()[name] = getattr(import_module("flashlab.run.attention"), name)
+        return found
     raise AttributeError(f"module 'flashlab' has no attribute {name!r}")
 
 

@@ -267,7 +267,7 @@ def test_a_repeated_call_costs_the_host_little(torch: Any) -> None:
 
     ours = host_us(lambda: flashlab.attention(q, k, v))
     theirs = host_us(lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
-    assert ours < 8 * theirs, f"flashlab.run.attention takes the host {ours:.0f} µs a call, SDPA {theirs:.0f}"
+    assert ours < 2 * theirs, f"flashlab.run.attention takes the host {ours:.0f} µs a call, SDPA {theirs:.0f}"
 
 
 def test_without_a_stage_the_table_chooses_and_the_result_is_right(torch: Any) -> None:

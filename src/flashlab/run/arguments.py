@@ -111,10 +111,8 @@ def tile_maps(planned: Plan, shape: LaunchShape, arrays: Mapping[str, DeviceArra
 
 def maps_for(encoded: Mapping[str, bytes]) -> AttentionMaps:
     """The second argument of a kernel that takes tensor maps, of Q, K, V, O; zeros where there are none."""
-    maps = AttentionMaps()
-    for name, code in encoded.items():
-        ctypes.memmove(ctypes.addressof(maps) + getattr(AttentionMaps, name).offset, code, MAP_BYTES)
-    return maps
+    absent = bytes(MAP_BYTES)
+    return AttentionMaps.from_buffer_copy(b"".join(encoded.get(name, absent) for name in "QKVO"))
 
 
 def triton_arguments(params: AttentionParams) -> dict[str, int | float]:

@@ -6,6 +6,7 @@ No library is imported unless an array of its own comes.
 from __future__ import annotations
 
 import importlib
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -188,7 +189,9 @@ def stream_handle(stream: Any) -> int:
 def current_stream(library: str, device: int) -> int:
     """The caller's current stream on a device: torch's or CuPy's own, the default stream for any other library."""
     if library == "torch":
-        return int(importlib.import_module("torch").cuda.current_stream(device).cuda_stream)
+        torch = sys.modules["torch"]
+        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what torch's own generated code asks
+        return int(torch.cuda.current_stream(device).cuda_stream if raw is None else raw(device))
     if library == "cupy":
         return int(importlib.import_module("cupy").cuda.get_current_stream(device).ptr)
     return 0

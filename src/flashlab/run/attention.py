@@ -6,7 +6,8 @@ kernel did wrong.
 
 All that does not depend on addresses (the checks, the choice, the machine code, the grid, the strides) is done once for
 a layout and kept as a `_Recipe`; a call with the same layout fills in addresses, tensor maps and counters. No argument
-of a kernel is shared between calls, so that threads and streams need no lock.
+of a kernel is shared between calls, so that threads and streams need no lock. `prepare` asks the file system at each
+call whether a recipe's sources are what they were; `attention` of torch tensors does so once in `_TRUSTED_S`.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -41,8 +44,9 @@ from flashlab.run.arguments import (
     triton_parameters,
 )
 from flashlab.run.arrays import DeviceArray
+from flashlab.run.kept import Kept
 from flashlab.run.plan import ROW_ALIGNMENT_BYTES, Plan, check_lse, plan, refuse_overlap
-from flashlab.run.tensor_map import TensorMap
+from flashlab.run.tensor_map import MAP_BYTES, TensorMap
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
@@ -58,7 +62,10 @@ _CLEARLY = 20.0
 """How many times over its limit a problem must be for the assumption to be enough."""
 _TRIAL_S = 5.0
 """How long running a few blocks, to say how long all would take, may itself take."""
+_TRUSTED_S = 1.0
+"""How long `attention` goes without looking whether a source or the table of choices was edited."""
 _MAX_RECIPES = 1024
+_MAX_STREAMS = 256
 _MAX_MAPS = 256
 """Addresses of one array whose tensor maps a recipe keeps: an allocator hands out the same ones again and again."""
 
@@ -84,9 +91,7 @@ class Prepared:
     counters of a persistent kernel.
     """
 
-    plan: Plan
-    cubin: Cubin
-    function: gpu.Function
+    recipe: _Recipe
     out: Any
     lse: Any
     launch: Callable[[], None]
@@ -96,10 +101,24 @@ class Prepared:
     """The counters behind `fallbacks`."""
 
     @property
+    def plan(self) -> Plan:
+        """The problem, the stage and why it is slow, where it is."""
+        return self.recipe.plan
+
+    @property
+    def cubin(self) -> Cubin:
+        """The machine code."""
+        return self.recipe.cubin
+
+    @property
+    def function(self) -> gpu.Function:
+        """The kernel as it is loaded."""
+        return self.recipe.function
+
+    @property
     def launch_shape(self) -> LaunchShape:
         """Threads, shared memory and tiles of the kernel."""
-        assert self.cubin.launch_shape is not None
-        return self.cubin.launch_shape
+        return self.recipe.shape
 
     def __call__(self) -> None:
         """Enqueue once. The device's context must be current (torch and CuPy see to it on their current device)."""
@@ -137,6 +156,17 @@ class _Recipe:
         except FileNotFoundError:
             return False
 
+    def launch(self, arguments: Sequence[Any], stream: int) -> gpu.Launch:
+        """Of the kernel, with those arguments."""
+        return gpu.Launch(
+            self.function,
+            grid=self.grid,
+            block=(self.shape.threads, 1, 1),
+            smem_bytes=self.shape.smem_bytes,
+            params=arguments,
+            stream=stream,
+        )
+
     def arguments(
         self, views: Mapping[str, DeviceArray], *, lse: int | None, work: int | None, fallbacks: int | None
     ) -> list[Any]:
@@ -152,7 +182,7 @@ class _Recipe:
         return [params, maps_for({name: encode(views[name].pointer) for name, encode in self.encoders.items()})]
 
 
-_recipes: dict[tuple[Any, ...], _Recipe] = {}
+_recipes: Kept[_Recipe] = Kept(_MAX_RECIPES)
 
 
 def _layout(array: DeviceArray | None) -> tuple[Any, ...] | None:
@@ -202,9 +232,7 @@ def _recipe(inputs: Mapping[str, DeviceArray], out: DeviceArray | None, asked: _
             refuse_overlap(out, inputs)
         return kept
     made = _make_recipe(inputs, out, device, asked)
-    if len(_recipes) >= _MAX_RECIPES:
-        _recipes.clear()
-    _recipes[key] = made
+    _recipes.put(key, made)
     return made
 
 
@@ -346,9 +374,7 @@ def prepare(
         stream=handle,
     )
     return Prepared(
-        plan=recipe.plan,
-        cubin=recipe.cubin,
-        function=recipe.function,
+        recipe=recipe,
         launch=launch,
         out=out,
         lse=lse,
@@ -404,14 +430,128 @@ def _launch(
             stream=stream,
         )
         return passes
-    return gpu.Launch(
-        recipe.function,
-        grid=recipe.grid,
-        block=(shape.threads, 1, 1),
-        smem_bytes=shape.smem_bytes,
-        params=recipe.arguments(views, lse=lse, work=work, fallbacks=fallbacks),
-        stream=stream,
-    )
+    return recipe.launch(recipe.arguments(views, lse=lse, work=work, fallbacks=fallbacks), stream)
+
+
+# --- again on a GPU ---------------------------------------------------------------------------------------------------
+
+
+class _Slot:
+    """A launch of a recipe whose addresses and stream may be set anew; one call at a time uses it."""
+
+    __slots__ = ("_encoders", "_maps", "_words", "launch", "stream")
+
+    def __init__(self, recipe: _Recipe, stream: int) -> None:
+        params, maps = bytearray(recipe.params), bytearray(ctypes.sizeof(AttentionMaps))
+        arguments: list[Any] = [AttentionParams.from_buffer(params)]
+        if recipe.plan.stage.tensor_maps:
+            arguments.append(AttentionMaps.from_buffer(maps))
+        self._words, self._maps = memoryview(params).cast("Q"), memoryview(maps)
+        self._encoders = tuple(recipe.encoders[name] for name in "QKVO") if recipe.encoders else ()
+        self.stream, self.launch = stream, recipe.launch(arguments, stream)
+
+    def fill(self, addresses: tuple[int, ...], lse: int, work: int) -> None:
+        """Set the addresses of Q, K, V and O, and those that may be 0."""
+        words = self._words
+        words[_Q_WORD], words[_K_WORD], words[_V_WORD], words[_O_WORD] = addresses
+        words[_LSE_WORD], words[_WORK_WORD] = lse, work
+        start = 0
+        for encode, address in zip(self._encoders, addresses, strict=False):
+            self._maps[start : start + MAP_BYTES] = encode(address)
+            start += MAP_BYTES
+
+
+_Q_WORD, _K_WORD, _V_WORD, _O_WORD, _LSE_WORD, _WORK_WORD = (
+    getattr(AttentionParams, name).offset // 8 for name in ("Q", "K", "V", "O", "LSE", "work")
+)
+
+
+class _Repeated:
+    """A call of `attention` that torch tensors of a layout had before, ready for others of the same layout."""
+
+    __slots__ = ("_device", "_idle", "_recipe", "_table", "_trusted_until")
+
+    def __init__(self, recipe: _Recipe) -> None:
+        self._recipe, self._device = recipe, recipe.plan.device
+        self._table = choice.stamp(gpu.info(self._device).slug)
+        self._trusted_until = time.monotonic() + _TRUSTED_S
+        self._idle: list[_Slot] = []  # as many as threads were ever in a call at once
+
+    def stands(self) -> bool:
+        """Whether sources and table are what they were, as far as was looked lately."""
+        now = time.monotonic()
+        if now < self._trusted_until:
+            return True
+        self._trusted_until = now + _TRUSTED_S
+        return self._table == choice.stamp(gpu.info(self._device).slug) and self._recipe.stands()
+
+    def __call__(self, q: Any, k: Any, v: Any, out: Any | None, return_lse: bool, stream: Any | None) -> Any:
+        if gpu.is_current(self._device):
+            return self._enqueue(q, k, v, out, return_lse, stream)
+        with gpu.context(self._device):
+            return self._enqueue(q, k, v, out, return_lse, stream)
+
+    def _enqueue(self, q: Any, k: Any, v: Any, out: Any | None, return_lse: bool, stream: Any | None) -> Any:
+        device = self._device
+        torch = sys.modules["torch"]
+        handle = arrays.current_stream("torch", device) if stream is None else arrays.stream_handle(stream)
+        if out is None:
+            out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        else:
+            views = {name: arrays.on_device(x, name, handle) for name, x in (("q", q), ("k", k), ("v", v))}
+            refuse_overlap(arrays.on_device(out, "out", handle), views)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+        work = _streams_counters(q, device, handle) if self._recipe.shape.persistent else 0
+        try:
+            slot = self._idle.pop()
+        except IndexError:
+            slot = _Slot(self._recipe, handle)
+        if slot.stream != handle:
+            slot.stream, slot.launch = handle, slot.launch.on(handle)
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
+        slot.fill(addresses, 0 if lse is None else lse.data_ptr(), work)
+        slot.launch()
+        self._idle.append(slot)  # the driver has copied the arguments
+        return out if lse is None else (out, lse)
+
+
+_repeated: Kept[_Repeated] = Kept(_MAX_RECIPES)
+_counters: Kept[tuple[Any, int]] = Kept(_MAX_STREAMS)
+"""Of persistent kernels, by device and stream: a launch leaves them at 0 for the next one on its stream."""
+
+
+def _call_key(
+    q: Any, k: Any, v: Any, out: Any | None, asked: tuple[Any, ...], params: Mapping[str, int] | None
+) -> tuple[Any, ...] | None:
+    """All that decides a call of torch tensors but their addresses; None where they are not, or want gradients.
+
+    Raises:
+        RuntimeError: a tensor that has no strides or no memory.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    key = asked
+    for x in (q, k, v) if out is None else (q, k, v, out):
+        if type(x) is not torch.Tensor or x.requires_grad:
+            return None
+        key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ROW_ALIGNMENT_BYTES)
+    return (*key, *sorted(params.items())) if params else key
+
+
+def _streams_counters(like: Any, device: int, stream: int) -> int:
+    """The address of counters that launches on a stream share, or of new ones where a graph captures it.
+
+    A graph may be launched on any stream, beside what runs on the one that it was captured on.
+    """
+    stream_id = gpu.stream_id(stream)
+    if stream_id is None:
+        return _work_counters(like, device, stream)[1]
+    kept = _counters.get((device, stream_id))
+    if kept is None:
+        kept = _work_counters(like, device, stream)
+        _counters.put((device, stream_id), kept)
+    return kept[1]
 
 
 # --- on the CPU -------------------------------------------------------------------------------------------------------
@@ -693,8 +833,10 @@ def attention(
 ) -> Any:
     """softmax(scale · Q Kᵀ) V where the arrays are.
 
-    On a GPU: enqueued on the caller's stream; no copies, no synchronisation. In host memory: the same kernel on the
-    CPU, done when this returns (`emulate` takes more options and returns a report).
+    On a GPU: enqueued on the caller's stream; no copies, no synchronisation. Torch tensors laid out as in an earlier
+    call with the same options are launched at once; that a kernel's source was edited is then noticed within a second.
+    In host memory: the same kernel on the CPU, done when this returns (`emulate` takes more options and returns a
+    report).
 
     Args:
         q: (batch, q_heads, q_len, head_dim), float16 or bfloat16. On a CUDA GPU: a torch tensor, a CuPy array, or
@@ -726,6 +868,17 @@ def attention(
         UnsupportedError: no stage, or not the named one, runs this here; TooLargeError on a CPU that would take long.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
+    key = None
+    if device != "cpu":
+        # 1, 1.0 and True are one key, and one of them is no scale.
+        asked = (causal, type(causal), scale, type(scale), stage, return_lse, device)
+        try:
+            key = _call_key(q, k, v, out, asked, params)
+            repeated = None if key is None else _repeated.get(key)
+        except (AttributeError, RuntimeError, TypeError):  # what is no argument of ours is refused below
+            key = repeated = None
+        if repeated is not None and repeated.stands():
+            return repeated(q, k, v, out, return_lse, stream)
     if arrays.runs_on(q, device) == "cpu":
         if stream is not None:
             raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
@@ -736,4 +889,6 @@ def attention(
     )
     with gpu.context(prepared.plan.device):
         prepared()
+    if key is not None and isinstance(prepared.launch, gpu.Launch) and prepared.plan.stage.language == "cuda":
+        _repeated.put(key, _Repeated(prepared.recipe))
     return (prepared.out, prepared.lse) if return_lse else prepared.out

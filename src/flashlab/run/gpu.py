@@ -11,6 +11,7 @@ import hashlib
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -245,6 +246,23 @@ def context(device: int) -> Iterator[None]:
         call("cuCtxPopCurrent")
 
 
+def is_current(device: int) -> bool:
+    """Whether a device's primary context is the current one."""
+    return int(call("cuCtxGetCurrent")) == int(_primary_context(device))
+
+
+def stream_id(stream: int) -> int | None:
+    """What tells a stream of the current context from every other of the process, earlier ones of its handle included.
+
+    None while it is being captured into a graph.
+    """
+    driver = _bindings()
+    handle = driver.CUstream(stream)
+    if call("cuStreamIsCapturing", handle) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
+        return None
+    return int(call("cuStreamGetId", handle))
+
+
 def synchronize(device: int) -> None:
     """Wait for everything that runs on a device.
 
@@ -375,6 +393,13 @@ class Launch:
         self._ok = driver.CUresult.CUDA_SUCCESS
         address = ctypes.addressof(pointers)
         self._args = (function.handle, *grid, *block, smem_bytes, driver.CUstream(stream), address, 0)
+
+    def on(self, stream: int) -> Launch:
+        """The same launch, of the same arguments in memory, on another stream."""
+        other = copy(self)
+        *before, _, address, extra = self._args
+        other._args = (*before, self._driver.CUstream(stream), address, extra)
+        return other
 
     def __call__(self) -> None:
         """Enqueue. The device's context must be current, as it is for the library that owns the arrays.

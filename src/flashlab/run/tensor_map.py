@@ -9,7 +9,8 @@ import ctypes
 import importlib
 import struct
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from typing import Any, Literal
 
 from flashlab.core.problem import DType
 from flashlab.run import gpu
@@ -44,19 +45,12 @@ class TensorMap:
     l2_promotion: Literal["NONE", "L2_64B", "L2_128B", "L2_256B"] = "NONE"
     """What a read from memory brings into the L2 cache at least: a hint."""
 
-    def encoded(self, address: int) -> bytes:
-        """For an array at that address of the GPU.
-
-        Raises:
-            LaunchError: the driver refuses it.
-        """
+    @cached_property
+    def _arguments(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Of cuTensorMapEncodeTiled: those before the address, and those after it."""
         driver = importlib.import_module("cuda.bindings.driver")
         fill = "NAN_REQUEST_ZERO_FMA" if self.nan_fill else "NONE"
-        tensor_map = gpu.call(
-            "cuTensorMapEncodeTiled",
-            driver.CUtensorMapDataType(self.data_type),
-            len(self.dims),
-            address,
+        return (driver.CUtensorMapDataType(self.data_type), len(self.dims)), (
             [driver.cuuint64_t(n) for n in self.dims],
             [driver.cuuint64_t(n) for n in self.strides],
             [driver.cuuint32_t(n) for n in self.box],
@@ -66,6 +60,15 @@ class TensorMap:
             getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{self.l2_promotion}"),
             getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
         )
+
+    def encoded(self, address: int) -> bytes:
+        """For an array at that address of the GPU.
+
+        Raises:
+            LaunchError: the driver refuses it.
+        """
+        before, after = self._arguments
+        tensor_map = gpu.call("cuTensorMapEncodeTiled", *before, address, *after)
         return ctypes.string_at(tensor_map.getPtr(), MAP_BYTES)
 
     def emulated(self) -> bytes:

@@ -1,0 +1,299 @@
+"""A call of `attention` like an earlier one: tensors in host memory pass for a GPU's, and a driver notes launches."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from flashlab.core import errors
+from flashlab.run import arrays, choice, gpu
+from flashlab.run.arguments import AttentionMaps, AttentionParams
+from flashlab.run.attention import attention
+from flashlab.run.kept import Kept
+from flashlab.run.tensor_map import TensorMap
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+module = sys.modules["flashlab.run.attention"]
+
+PLAIN, MAPPED, PERSISTENT = "01_coalesced", "11_pingpong", "16_ones_column"
+
+
+class Driver:
+    """Notes what every launch finds in its arguments, when the real one would copy them."""
+
+    CUresult = SimpleNamespace(CUDA_SUCCESS=0)
+    CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=0)
+    CUstream = int
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, dict[str, int | None], list[int]]] = []
+        """Stream, addresses in the structure, addresses in the tensor maps."""
+        self.prepared = self.capturing = 0
+        self.stream = 5
+        self.ids: dict[int, int] = {}
+        self.counters: list[Any] = []
+
+    def cuLaunchKernel(self, arguments: int, *rest: Any) -> tuple[int]:  # noqa: N802 - the driver's name
+        *_, stream, address, _ = rest
+        places = (ctypes.c_void_p * arguments).from_address(address)
+        params = AttentionParams.from_buffer_copy(ctypes.string_at(places[0], ctypes.sizeof(AttentionParams)))
+        found = {name: getattr(params, name).data for name in "QKVO"}
+        found |= {name: getattr(params, name) for name in ("LSE", "work", "fallbacks")}
+        code = ctypes.string_at(places[1], ctypes.sizeof(AttentionMaps)) if arguments > 1 else b""
+        maps = [struct.unpack_from("<Q", code, start)[0] for start in range(0, len(code), 128)]
+        self.launches.append((stream, found, maps))
+        return (0,)
+
+    def cuCtxGetCurrent(self) -> tuple[int, int]:  # noqa: N802
+        return 0, 1
+
+    def cuStreamIsCapturing(self, stream: int) -> tuple[int, int]:  # noqa: N802
+        return 0, self.capturing
+
+    def cuStreamGetId(self, stream: int) -> tuple[int, int]:  # noqa: N802
+        return 0, self.ids.get(stream, stream)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    there = Driver()
+
+    def loaded(cubin: Any, device: int) -> Any:
+        # What stands for its handle is how many arguments it takes.
+        return SimpleNamespace(handle=1 if cubin.name[:2] < "09" else 2, device=device, cubin=cubin)
+
+    def on_device(x: Any, name: str, stream: int | None = None) -> arrays.DeviceArray:
+        kind = str(x.dtype).removeprefix("torch.")
+        return arrays.DeviceArray(
+            pointer=x.data_ptr(),
+            shape=tuple(x.shape),
+            strides=x.stride(),
+            dtype=kind,
+            device=0,
+            owner=x,
+            library="torch",
+        )
+
+    def counters(like: Any, count: int, stream: int) -> tuple[Any, int]:
+        there.counters.append(torch.zeros(count, dtype=torch.int32))
+        return there.counters[-1], there.counters[-1].data_ptr()
+
+    made = module._make_recipe
+
+    def make_recipe(*args: Any) -> Any:
+        there.prepared += 1
+        return made(*args)
+
+    monkeypatch.setattr(module, "_make_recipe", make_recipe)
+    monkeypatch.setattr(module, "_TRUSTED_S", 3600.0)
+    for name in ("_recipes", "_repeated", "_counters"):
+        monkeypatch.setattr(module, name, Kept(64))
+    for name, value in {
+        "_bindings": lambda: there,
+        "_primary_context": lambda _: 1,
+        "require": lambda: None,
+        "info": lambda _=None: SimpleNamespace(arch="sm_90a", sm_count=4, slug="nobody"),
+        "load": loaded,
+        "blocks_per_sm": lambda *_: 2,
+        "context": lambda _: nullcontext(),
+    }.items():
+        monkeypatch.setattr(gpu, name, value)
+    monkeypatch.setattr(arrays, "on_device", on_device)
+    monkeypatch.setattr(arrays, "_memory_of", lambda _: "gpu")
+    monkeypatch.setattr(arrays, "current_stream", lambda *_: there.stream)
+    monkeypatch.setattr(arrays, "counters_on_device", counters)
+    monkeypatch.setattr(TensorMap, "encoded", lambda _, address: struct.pack("<Q", address).ljust(128, b"m"))
+    return there
+
+
+def qkv(length: int = 130, dtype: Any = torch.float16) -> tuple[Any, Any, Any]:
+    q, k, v = (torch.zeros(2, 4, length, 64, dtype=dtype) for _ in range(3))
+    return q, k, v
+
+
+def _addresses(*named: Any) -> list[int]:
+    return [x.data_ptr() for x in named]
+
+
+@pytest.mark.parametrize("stage", [PLAIN, MAPPED, PERSISTENT])
+def test_every_call_gets_its_own_addresses_and_is_prepared_once(driver: Driver, stage: str) -> None:
+    calls = [qkv() for _ in range(4)]
+    for index, (q, k, v) in enumerate(calls * 2):
+        out, lse = attention(q, k, v, stage=stage, return_lse=True)
+        stream, found, maps = driver.launches[-1]
+        assert [found[name] for name in "QKVO"] == _addresses(q, k, v, out)
+        assert (found["LSE"], found["fallbacks"], stream) == (lse.data_ptr(), None, 5)
+        assert maps == ([] if stage == PLAIN else _addresses(q, k, v, out))
+        assert (found["work"] is None) == (stage != PERSISTENT)
+        assert (out.shape, out.dtype, out.is_contiguous()) == (q.shape, q.dtype, True)
+        assert (lse.shape, lse.dtype, index + 1) == (q.shape[:3], torch.float32, len(driver.launches))
+    assert driver.prepared == 1
+    attention(*calls[0], stage=stage)
+    assert driver.launches[-1][1]["LSE"] is None
+
+
+def test_a_repeated_call_does_little(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: Python functions entered, and nothing asked of the file system."""
+    q, k, v = qkv()
+    for _ in range(2):
+        attention(q, k, v, stage=MAPPED)
+    for owner, name in ((choice, "stamp"), (module._Recipe, "stands")):
+        monkeypatch.setattr(owner, name, lambda *_: pytest.fail("a repeated call asked the file system"))
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_globals["__name__"].startswith("flashlab."):
+            entered.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        attention(q, k, v, stage=MAPPED)
+    finally:
+        sys.setprofile(None)
+    assert len(entered) < 16, entered
+
+
+def _misaligned(x: Any) -> Any:
+    return torch.zeros(x.numel() + 8, dtype=x.dtype)[1 : 1 + x.numel()].view(x.shape)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda call: {"causal": True},
+        lambda call: {"scale": 0.5},
+        lambda call: {"stage": "00_naive"},
+        lambda call: {"params": {"THREADS": 64}},
+        lambda call: {"q": _misaligned(call["q"])},
+        lambda call: {"k": call["k"].transpose(1, 2).contiguous().transpose(1, 2)},
+        lambda call: {"v": call["v"][:, :1].expand(2, 4, 130, 64)},
+        lambda call: {"q": call["q"][:, :, :99]},
+        lambda call: {"k": call["k"][:, :2].clone(), "v": call["v"][:, :2].clone()},
+        lambda call: {"out": torch.zeros(2, 130, 4, 64, dtype=torch.float16).transpose(1, 2)},
+    ],
+)
+def test_another_layout_or_option_is_prepared_anew(driver: Driver, change: Any) -> None:
+    call: dict[str, Any] = {**dict(zip("qkv", qkv(), strict=True)), "stage": PLAIN}
+    attention(**call)
+    attention(**call)
+    assert driver.prepared == 1
+    changed = {**call, **change(call)}
+    for _ in range(2):
+        out = attention(**changed)
+        found = driver.launches[-1][1]
+        assert [found[name] for name in "QKVO"] == _addresses(*(changed[name] for name in "qkv"), out)
+    assert driver.prepared == 2
+    attention(**call)
+    assert driver.prepared == 2
+
+
+def test_what_a_first_call_refuses_a_repeated_one_does(driver: Driver) -> None:
+    q, k, v = qkv()
+    for _ in range(2):
+        attention(q, k, v, stage=PLAIN, scale=1.0)
+    for wrong, words in (
+        ({"causal": 0}, "True or False"),
+        ({"scale": True}, "finite number"),
+        ({"scale": [1.0]}, "finite number"),
+        ({"scale": 1.0, "device": "tpu"}, "device: wanted cpu"),
+        ({"out": q}, "apart from q"),
+        ({"out": k[:, :, :1]}, "shape of q"),
+        ({"stream": "5"}, "stream: wanted"),
+    ):
+        with pytest.raises(errors.InputError, match=words):
+            attention(q, k, v, stage=PLAIN, **wrong)
+    out = torch.zeros_like(q)
+    attention(q, k, v, stage=PLAIN, out=out)
+    with pytest.raises(errors.LayoutError, match="apart from v"):
+        attention(q, k, out, stage=PLAIN, out=out)
+    q.requires_grad_()
+    with pytest.raises(errors.InputError, match="needs no gradient"):
+        attention(q, k, v, stage=PLAIN, scale=1.0)
+    count = len(driver.launches)
+    with torch.no_grad():
+        attention(q, k, v, stage=PLAIN, scale=1.0)
+    assert len(driver.launches) == count + 1
+
+
+def test_streams_have_counters_of_their_own_and_graphs_new_ones(driver: Driver) -> None:
+    q, k, v = qkv()
+
+    def work(**options: Any) -> tuple[int, int]:
+        attention(q, k, v, stage=PERSISTENT, **options)
+        stream, found, _ = driver.launches[-1]
+        return stream, found["work"]
+
+    work()
+    assert [work(), work()] == [(5, driver.counters[1].data_ptr())] * 2  # the first call's own are driver.counters[0]
+    driver.stream = 6
+    assert work() == (6, driver.counters[2].data_ptr())
+    assert work(stream=5) == (5, driver.counters[1].data_ptr())
+    driver.capturing = 1
+    assert work(stream=5) == (5, driver.counters[3].data_ptr())
+    assert work(stream=5) == (5, driver.counters[4].data_ptr())
+    driver.capturing, driver.ids[5] = 0, 77  # a new stream with the handle of one that was destroyed
+    assert work(stream=5) == (5, driver.counters[5].data_ptr())
+    assert len(driver.counters) == 6
+
+
+def test_threads_that_repeat_a_call_keep_their_arguments_apart(driver: Driver) -> None:
+    inside, lock = threading.Barrier(4, timeout=30), threading.Lock()
+    noted: dict[int, list[Any]] = {}
+    there = driver.cuLaunchKernel
+
+    def launch(*args: Any) -> tuple[int]:
+        inside.wait()  # all have filled in their arguments
+        with lock:
+            noted.setdefault(threading.get_ident(), []).append(there(*args) and driver.launches[-1])
+        return (0,)
+
+    attention(*qkv(), stage=MAPPED)
+    driver.cuLaunchKernel = launch  # type: ignore[method-assign]
+
+    def repeat(_: int) -> list[Any]:
+        q, k, v = qkv()
+        return [_addresses(q, k, v, attention(q, k, v, stage=MAPPED)) for _ in range(20)] + [threading.get_ident()]
+
+    with ThreadPoolExecutor(4) as pool:
+        told = list(pool.map(repeat, range(4)))
+    assert driver.prepared == 1
+    for *wanted, thread in told:
+        assert [maps for *_, maps in noted[thread]] == wanted
+        assert [[found[name] for name in "QKVO"] for _, found, _ in noted[thread]] == wanted
+
+
+def test_an_edit_is_noticed_before_long(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = qkv()
+    monkeypatch.setattr(module, "_TRUSTED_S", 0.0)
+    for _ in range(3):
+        attention(q, k, v, stage=PLAIN)
+    assert driver.prepared == 1
+    monkeypatch.setattr(module._Recipe, "stands", lambda _: False)
+    attention(q, k, v, stage=PLAIN)
+    assert driver.prepared == 2
+    monkeypatch.setattr(module._Recipe, "stands", lambda _: True)
+    attention(q, k, v, stage=PLAIN)
+    monkeypatch.setattr(choice, "table", lambda *_: None)
+    monkeypatch.setattr(choice, "stamp", lambda *_: 7)
+    attention(q, k, v, stage=PLAIN)
+    assert driver.prepared == 3
+
+
+def test_what_is_kept_is_bounded() -> None:
+    kept: Kept[int] = Kept(2)
+    kept.put("a", 1)
+    kept.put("b", 2)
+    assert kept.get("a") == 1
+    kept.put("c", 3)
+    assert [kept.get(key) for key in "abc"] == [1, None, 3]
+    assert len(kept) == 2
+    with pytest.raises(TypeError):
+        kept.get([])
