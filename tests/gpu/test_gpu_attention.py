@@ -341,6 +341,7 @@ class _Foreign:
         self.__cuda_array_interface__ = {**values.__cuda_array_interface__, "version": 3}  # torch says 2
 
 
+@pytest.mark.usefixtures("quiet")  # a run in the background would take the stage for one of the ladder
 @pytest.mark.parametrize("library", ["torch", "cupy", "other"])
 @pytest.mark.parametrize(("head_dim", "length"), [(64, 1), (64, 203), (128, 65), (128, 2048)])
 def test_tensor_maps_and_counters(
