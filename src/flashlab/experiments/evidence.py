@@ -454,7 +454,7 @@ def speedup(records: Records, entry: Entry) -> Finding:
     return Finding(tuple(_over(ratio_of_medians, starts) for starts in pairs), _rows(pairs))
 
 
-@_quantity("ratio", "{1} over {0}, of separate runs on one start, at {problem}")
+@_quantity("ratio", "{1} over {0}, of separate runs on the same start, at {problem}")
 def speedup_across(records: Records, entry: Entry) -> Finding:
     """How many times faster the second name is than the first, where no run interleaved them but starts timed both."""
     stage, other = entry.operands
