@@ -199,7 +199,7 @@ def test_the_site_says_what_was_found(tool: Any, tmp_path: Path) -> None:
     assert "No such run is on record yet" in page()
     run = next(iter(tool("05_wmma").values())).run
     assert "| `05_wmma` | 0 in 8 |" in page()
-    assert f"(generated/data/{SLUG}/sanitizer/{run}.jsonl.gz)" in page()
+    assert f"(generated/data/{SLUG}/sanitizer/{run}.jsonl.xz)" in page()
 
 
 @pytest.mark.parametrize("slug", store.gpus() or ["none"])

@@ -331,7 +331,7 @@ def test_the_levers_page_shows_diff_prediction_and_what_came(long_pages: Path, p
     assert empty.count(LEVER_NOT_MEASURED) == 1 + len(others)
     assert text.count(LEVER_NOT_MEASURED) == len(others)
     assert re.search(r"D64 full bfloat16 \| slower \| [\d.]+ \| [\d.]+ \| 1\.250 \(1\.2\d\d to 1\.2\d\d\)", text)
-    assert text.count(f"(generated/data/nvidia-h200/ablations/{RUN}.jsonl.gz)") == 1
+    assert text.count(f"(generated/data/nvidia-h200/ablations/{RUN}.jsonl.xz)") == 1
     assert (pages / "generated" / "snippets" / "levers-chart.md").read_text(encoding="utf-8").strip() == (
         LEVER_NOT_MEASURED
     )
@@ -382,7 +382,7 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     text = (out.root / "snippets" / "checks.md").read_text(encoding="utf-8")
     assert f"{len(lines)} comparisons of {len(STAGES)} stages, over 1 problems" in text
     assert f"{len(lines) - 1} passed, 1 failed" in text
-    assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl.gz" in text
+    assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl.xz" in text
 
 
 def test_links_of_a_notebook_hold_on_its_page(pages: Path) -> None:
@@ -476,8 +476,8 @@ def test_downloads_are_the_data(pages: Path) -> None:
     copied, original = pages / "generated" / "data" / "nvidia-h200", pages.parent / "data" / "nvidia-h200"
     for line in (original / "CHECKSUMS").read_text(encoding="utf-8").splitlines():
         digest, name = line.split("  ")
-        packed = copied / f"{name}.gz"
-        content = gzip.decompress(packed.read_bytes()) if packed.is_file() else (copied / name).read_bytes()
+        (path,) = copied.glob(f"{name}*")
+        content = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(path.suffix, bytes)(path.read_bytes())
         assert hashlib.sha256(content).hexdigest() == digest
     listing = (pages / "generated" / "snippets" / "downloads.md").read_text(encoding="utf-8")
     for name in ("measurements.csv.xz", "samples.csv.xz", "machine.json", "CHECKSUMS", f"runs/{RUN}.jsonl.gz"):
