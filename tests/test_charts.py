@@ -9,6 +9,7 @@ from base64 import b64decode
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic import RUN, measurement, profile, write_synthetic
@@ -247,6 +248,17 @@ def test_numbers_keep_their_digits_across_a_power_of_ten() -> None:
         "1,234",
         "6.34",
     ]
+
+
+def test_a_label_keeps_its_decimals() -> None:
+    def draw(figure: Any, layout: str) -> None:
+        axes = figure.subplots()
+        axes.plot([0.9749, 1.0251], [0, 1])
+        axes.set(xticks=[0.975, 1.025], title="0.0312 of it")
+
+    chart = charts.compose(draw, name="labels", heights=(2, 2), alt="", caption="")
+    for svg in chart.svg.values():
+        assert {"0.975", "1.025", "0.0312 of it"} <= set(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
 
 
 def test_a_chart_survives_a_notebook(shown: Results) -> None:

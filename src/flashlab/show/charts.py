@@ -177,7 +177,11 @@ def compose(
 def _compact(svg: str) -> str:
     """The same picture in half the bytes: hundredths of a point, no metadata, and each style once, as a class."""
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), svg)
+
+    def rounded(tag: re.Match[str]) -> str:  # what stands between tags is a label, and keeps its digits
+        return re.sub(r"-?\d+\.\d{3,}", lambda match: f"{float(match[0]):.2f}".rstrip("0").rstrip("."), tag[0])
+
+    svg = re.sub(r"<[^>]*>", rounded, svg)
     svg = re.sub(r' transform="rotate\(-?0 [^"]*\)"| id="[A-Za-z][A-Za-z2.]+_\d+"', "", svg)
     svg = re.sub(r"\n\s*", " ", svg.replace("\n<", "<")).replace("> <", "><")
     svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r" *([A-Za-z]) *", r"\1", path[0]), svg)
