@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
@@ -27,7 +28,7 @@ from flashlab.measure.cells import Cell, RefusedError, refusal
 from flashlab.measure.options import BURSTS, Options, Plan, plan_of
 from flashlab.measure.timer import Reading, State
 from flashlab.measure.worker import BenchWorker, Candidate
-from flashlab.record import checks, schema, store
+from flashlab.record import checks, provenance, schema, store
 from flashlab.record.checks import CheckRow
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks
@@ -721,6 +722,36 @@ def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: 
     # What holds for all of them stands there once.
     assert found.path.read_text().count("Test GPU") == 1
     assert store.verify("test-gpu", tmp_path / "data") == ()
+
+
+def test_a_check_that_was_cut_off_goes_on_in_its_file(
+    tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = _options(tmp_path, fake())
+    source = provenance.source().model_copy(update={"dirty": False})
+    there = {**json.loads(options.worker[2]), "arch": "sm_90a"}
+    monkeypatch.setattr(provenance, "source", lambda: source)
+    monkeypatch.setattr(provenance, "software", lambda: {"python": "3"})
+    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(**there))
+    monkeypatch.setattr(gpu, "available", lambda: "no compiling ahead")
+    said: list[str] = []
+    how: dict[str, Any] = {"masks": ["causal"], "dtypes": ["float16"], "head_dims": [64]}
+    how["options"] = replace(options, resume=True, note=said.append)
+    begun = check.check_stages(["00_naive"], lengths=[(1, 1)], **how)
+    assert begun.path is not None
+    lengths = [(1, 1), (65, 17)]
+    rest = check.check_stages(["00_naive", "01_coalesced"], lengths=lengths, **how)
+    assert rest.path == begun.path
+    each = len(cases.LAYOUTS)
+    assert Counter((row.problem.q_len, row.stage) for row in rest.rows) == dict.fromkeys(
+        [(1, "01_coalesced"), (65, "00_naive"), (65, "01_coalesced")], each
+    )
+    assert len(checks.read_lines(begun.path)) == 4 * each
+    assert store.verify("test-gpu", tmp_path / "data") == ()
+    assert check.check_stages(["00_naive", "01_coalesced"], lengths=lengths, **how).path is None
+    assert said == ["all of it is on record; nothing was checked"]
+    source = source.model_copy(update={"commit": "f" * 40})
+    assert check.check_stages(["00_naive"], lengths=[(1, 1)], **how).path not in (None, begun.path)
 
 
 def test_checks_without_a_folder_leave_nothing_behind(tmp_path: Path, fake: Any) -> None:

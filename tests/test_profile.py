@@ -100,7 +100,7 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     program.write_text(FAKE.format(python=sys.executable, plan=str(plan_file)), encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
-    info = SimpleNamespace(name="Made-Up GPU", slug=SLUG, arch="sm_90a")
+    info = SimpleNamespace(name="Made-Up GPU", slug=SLUG, arch="sm_90a", driver="1")
     monkeypatch.setattr(gpu, "info", lambda device=0: info)
 
     def set_up(**plan: Any) -> Any:
@@ -167,6 +167,18 @@ def test_every_stage_gets_a_record_with_the_lines_that_its_samples_are_of(tmp_pa
     assert len(own) > profile.LINES // 2
     assert all(source[line.line - 1].strip() == line.text for line in own)
     assert store.verify(SLUG, tmp_path / "data") == ()
+
+
+def test_what_is_on_record_is_not_profiled_again(tmp_path: Path, ncu: Any) -> None:
+    plain, _ = _cubins("05_wmma")
+    ncu(sha256={"05_wmma": plain.sha256})
+    _profile(tmp_path, "05_wmma")
+    said: list[str] = []
+    options = Options(data=tmp_path / "data", note=said.append, resume=True)
+    assert profile.profile(["05_wmma"], FIRST, options) == (None, ())
+    assert said == ["all of it is on record; nothing was profiled"]
+    _, found = profile.profile(["00_naive", "05_wmma"], FIRST, options)
+    assert [one.stage for one in found] == ["00_naive"]
 
 
 def test_a_launch_that_breaks_costs_itself(tmp_path: Path, ncu: Any) -> None:

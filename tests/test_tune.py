@@ -22,7 +22,7 @@ from flashlab.core.problem import DTYPES, MASKS, Problem, suite
 from flashlab.kernels import registry
 from flashlab.measure import tune, tuned
 from flashlab.measure.options import Options, Plan
-from flashlab.record import schema, store
+from flashlab.record import provenance, schema, store
 from flashlab.record.schema import Tuning
 from flashlab.run import choice, gpu
 from flashlab.show import tuning
@@ -491,6 +491,32 @@ def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(
     assert any("09_wgmma needs sm_90a and this GPU is sm_80" in line for line in messages)
     with pytest.raises(ParameterError, match="runs on sm_80"):
         tune.tune_all(tasks[:1], options=options)
+
+
+def test_a_plan_goes_on_with_the_problems_that_lack_a_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[tune.Task]] = []
+    made = record(STAGE.parameters(64), 1.0)
+    here = SimpleNamespace(arch="sm_90a", slug="nvidia-h200", driver=made.gpu.driver)
+    monkeypatch.setattr(gpu, "info", lambda _: here)
+    monkeypatch.setattr(provenance, "software", lambda: made.software)
+    variants = (STAGE.parameters(64), STAGE.parameters(64, {"WARPS": 8}))
+    first, second = (Problem.parse("16x16x2048x64", mask=mask) for mask in MASKS)
+    tasks = [tune.Task(tune.Key(STAGE.id, problem), variants, ("sdpa",)) for problem in (first, second)]
+    path = tmp_path / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl"
+    path.parent.mkdir(parents=True)
+    for problem, several in ((first, variants), (second, variants[:1])):
+        for variant in several:
+            cubin = compiler.compile_stage(compiler.Job.of(STAGE, problem, arch="sm_90a", overrides=variant))
+            row = record(variant, 1.0, problem=problem, stage=STAGE.id)
+            assert row.cubin is not None
+            store.append(path, row.model_copy(update={"cubin": row.cubin.model_copy(update={"sha256": cubin.sha256})}))
+    said: list[str] = []
+    options = Options(data=tmp_path, resume=True, note=said.append)
+    monkeypatch.setattr(tune, "time", lambda tasks, **_: asked.append(tasks) or path)
+    tune.tune_all(tasks, options=options)
+    assert [task.key.problem for task in asked[0]] == [second]
+    assert tune.tune_all(tasks[:1], options=options) == []
+    assert said[-1] == "all of it is on record; nothing was measured"
 
 
 def test_a_gpu_that_was_only_tuned_gets_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

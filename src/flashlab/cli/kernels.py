@@ -165,6 +165,9 @@ def check(
     seed: Annotated[int, typer.Option(min=0, help="Of the inputs, and of what --random draws.")] = 0,
     insist: Annotated[bool, typer.Option("--insist", help="CPU: however long it takes.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Append the verdicts to data/<gpu>/.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="With --record: go on in what this very code began here.")
+    ] = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
     as_json: opt.Json = False,
@@ -194,6 +197,8 @@ def check(
         raise ParameterError("--suite: wanted no --random, --length, --inputs or --schedule, which it has itself")
     if random and (length or dtype or mask):
         raise ParameterError("--random: wanted no --length, --dtype or --mask beside it, since it draws them itself")
+    if resume and not record:
+        raise ParameterError("--resume: wanted --record, whose file it goes on in, got none")
     if on == "cpu" and record:
         raise ParameterError("--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu")
     chosen = _chosen(stage_ids, dead_ends)
@@ -214,7 +219,9 @@ def check(
             how: dict[str, Any] = {"schedules": schedule, "races": races, "timeout_s": timeout_s, "follow": follow}
             results = on_cpu.check_on_cpu(chosen, **common, seed=seed, **how)
         else:
-            options = replace(module.OPTIONS, data=data, device=device, seed=seed, progress=follow)
+            options = replace(
+                module.OPTIONS, data=data, device=device, seed=seed, progress=follow, note=say, resume=resume
+            )
             results = module.check_stages(chosen, **common, record=record, emulate=on == "both", options=options)
     _show_checks(results, as_json)
 

@@ -46,9 +46,7 @@ def bench(
         str | None, typer.Option(metavar="NAME[,NAME]...", help="Call these alone for seconds.")
     ] = None,
     lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Time the log-sum-exp too.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out what is on record here for the same machine code and libraries.")
-    ] = False,
+    resume: opt.Resume = False,
     dry_run: opt.DryRun = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
@@ -136,6 +134,7 @@ def tune(
     limit: Annotated[int, typer.Option(help="Refuse more combinations than these.", min=1)] = 256,
     shape: opt.Shapes = None,
     inputs: opt.TheInputs = NORMAL,
+    resume: opt.Resume = False,
     dry_run: opt.DryRun = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
@@ -148,7 +147,9 @@ def tune(
 
     if (stage is None) == (plan is None):
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
-    options = Options(data=data, device=device, note=say)
+    if resume and plan is None:
+        raise ParameterError("--resume: wanted --plan, whose problems stand alone, got the rounds of one STAGE")
+    options = Options(data=data, device=device, note=say, resume=resume)
     tunings: list[module.Tuned] = []
     if plan is not None:
         tasks = [task for task in module.read_plan(plan) if matching([task.key.problem], head_dim=head_dim, mask=mask)]
@@ -247,6 +248,7 @@ def profile(
     mask: opt.TheMask = "full",
     inputs: opt.TheInputs = NORMAL,
     lines: Annotated[int, typer.Option(help="Source lines to print of each stage; 0 for none.", min=0)] = 3,
+    resume: opt.Resume = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
     as_json: opt.Json = False,
@@ -262,8 +264,10 @@ def profile(
         if line.endswith("not profiled"):
             missed.append(line)
 
-    options = replace(module.OPTIONS, data=data, device=device, note=note)
+    options = replace(module.OPTIONS, data=data, device=device, note=note, resume=resume)
     path, profiles = module.profile(stage_ids or None, problem, options)
+    if path is None:
+        return
     counters = ("tensor_percent", "issue_percent", "warps_percent", "dram_bytes", "l2_bytes", "conflict_percent")
     answer(
         profiles,

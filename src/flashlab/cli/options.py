@@ -119,6 +119,9 @@ TheMask = Annotated[Mask, typer.Option(help="Mask.")]
 HeadDims = Annotated[list[int] | None, typer.Option(help="Head dim; all if not given; may be repeated.")]
 TheInputs = Annotated[str, typer.Option("--inputs", metavar="KIND", help=f"{KINDS_HELP}.")]
 Inputs = Annotated[str | None, typer.Option(metavar="KIND[,KIND]...", help=f"{KINDS_HELP}; or {ALL}.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Leave out what is on record here for the same machine code and libraries.")
+]
 Samples = Annotated[int | None, typer.Option(help="Samples of each to aim for; the plan's if not given.", min=2)]
 Gpu = Annotated[str | None, typer.Option(help="Folder under data/, such as nvidia-h200; chosen if not given.")]
 Arch = Annotated[str | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a.")]

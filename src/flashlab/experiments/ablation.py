@@ -191,10 +191,10 @@ def measure_levers(
     *,
     plan: Plan = LEVER_PLAN,
     options: Options | None = None,
-) -> Path:
+) -> Path | None:
     """Measure levers beside their stages as they are; the records go to data/<gpu>/ablations/<run>.jsonl.
 
-    Levers that share a stage, a problem and its tunables are interleaved with one copy of the stage.
+    Levers that share a stage, a problem and its tunables are interleaved with one copy of the stage. None as `measure`.
 
     Args:
         problems: levers, and what is computed with each; all, on `levers.PROBLEMS`, where None.
@@ -226,5 +226,6 @@ def measure_levers(
                 )
     every = {name: one for group in groups.values() for name, one in group.items()}
     cells = [(problem, list(group)) for (_, problem, _), group in groups.items()]
-    bench.compile_for(every, cells, arch=here.arch, slug=here.slug, progress=options.progress)
-    return bench.measure(Ablation, every, cells, plan=plan, options=options)
+    code = bench.compile_for(every, cells, arch=here.arch, slug=here.slug, progress=options.progress)
+    left = bench.not_recorded(Ablation, cells, every, code, options)
+    return bench.measure(Ablation, every, left, plan=plan, options=options) if left else None

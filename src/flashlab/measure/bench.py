@@ -27,6 +27,7 @@ from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
 from flashlab.measure.options import plan_of as plan_of
 from flashlab.record import provenance, schema, store
+from flashlab.record.checks import Header
 from flashlab.record.schema import Ablation, Ceiling, Measurement, Part, Tuning
 from flashlab.run import choice, gpu
 from flashlab.verify import on_cpu
@@ -305,7 +306,7 @@ def _left(
     return {at: [name for name in some if name in todo[at]] for at, some in cells if at in todo}
 
 
-def stands_for(record: schema.Base, here: gpu.GpuInfo, *, same_commit: bool = False) -> bool:
+def stands_for(record: schema.Base | Header, here: gpu.GpuInfo, *, same_commit: bool = False) -> bool:
     """Whether a record was made by committed code under the driver and the software that are here.
 
     Args:
@@ -317,7 +318,7 @@ def stands_for(record: schema.Base, here: gpu.GpuInfo, *, same_commit: bool = Fa
 
 
 def not_recorded(
-    kind: type[Ablation] | type[Part],
+    kind: type[Ablation] | type[Part] | type[Tuning],
     cells: Sequence[tuple[Problem, Sequence[str]]],
     named: Mapping[str, Implementation],
     code: Mapping[tuple[Problem, str], compiler.Cubin | CompileError],

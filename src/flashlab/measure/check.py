@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -19,14 +20,16 @@ import ml_dtypes
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
+from flashlab.core.errors import DamagedRecordError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry as stages
-from flashlab.measure import harness
+from flashlab.measure import bench, harness
 from flashlab.measure.bench import compile_ahead, implementations_of
 from flashlab.measure.cells import Cell, GpuWorker, RefusedError, Supervisor, need, refusal
 from flashlab.measure.harness import REASON_CHARS, Book, Message, Send
 from flashlab.measure.options import Options
-from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, case_line, header_line
+from flashlab.record import store
+from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, Header, case_line, header_line, read_lines
 from flashlab.record.schema import Verdict
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import prepare
@@ -35,6 +38,7 @@ from flashlab.verify.cases import (
     FLASH_ATTENTION,
     SUITES,
     TENSORS,
+    Case,
     Selection,
     chosen_cases,
     laid_out,
@@ -71,6 +75,8 @@ def check_stages(
 
     `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two.
 
+    Where the options say `resume`, a run that the same code began on this GPU goes on in its file, with what it lacks.
+
     Raises:
         As `bench.run`.
     """
@@ -81,22 +87,48 @@ def check_stages(
         on_cpu=False,
         **selection,
     )
+    suite = selection.get("suite")
+    folder = "random" if selection.get("random") else FLASH_ATTENTION if suite else "checks"
+    begun = None
+    if record and options.resume:
+        begun, wanted = _left(wanted, folder, emulate, options)
+        if not wanted:
+            options.note("all of it is on record; nothing was checked")
+            return CheckRun(None, ())
     with ThreadPoolExecutor(1) as aside:
         built = aside.submit(build_all, implementations(stage_ids, sources), wanted) if emulate else None
         compile_ahead(named, [(case.problem, case.names) for case in wanted], options.device, aligned=(True, False))
         if built:
             built.result()
-    with tempfile.TemporaryDirectory() as nowhere:
-        suite = selection.get("suite")
-        folder = "random" if selection.get("random") else FLASH_ATTENTION if suite else "checks"
-        with Book(options.data if record else Path(nowhere), folder) as book:
-            cells = [Cell(case.problem, list(case.names), case.layout) for case in wanted]
-            recorder = _Recorder(cells, book, options)
-            try:
-                recorder.run({"emulate": emulate, "suite": suite}, named)
-            finally:
-                recorder.broken_off()
-            return CheckRun(book.path if record else None, tuple(recorder.rows))
+    with tempfile.TemporaryDirectory() as nowhere, Book(options.data if record else Path(nowhere), folder) as book:
+        book.run = begun or book.run
+        cells = [Cell(case.problem, list(case.names), case.layout) for case in wanted]
+        recorder = _Recorder(cells, book, options)
+        try:
+            recorder.run({"emulate": emulate, "suite": suite}, named)
+        finally:
+            recorder.broken_off()
+        return CheckRun(book.path if record else None, tuple(recorder.rows))
+
+
+def _left(wanted: list[Case], folder: str, emulate: bool, options: Options) -> tuple[str | None, list[Case]]:
+    """The newest run that this very code made here, if there is one, and what is not in it of the cases."""
+    here = gpu.info(options.device)
+    for path in reversed(store.files(options.data / here.slug / folder)):
+        try:
+            lines = read_lines(path)
+        except DamagedRecordError:  # torn: `flashlab repair` is for it
+            continue
+        if not lines or not bench.stands_for(Header.model_validate(lines[0]), here, same_commit=True):
+            continue
+        done = {
+            (Problem(**line["problem"]), line["layout"], line["stage"])
+            for line in lines
+            if line["status"] in ("ok", "wrong", "unsupported") and (line.get("emulator") or not emulate)
+        }
+        lacking = [tuple(name for name in one.names if (one.problem, one.layout, name) not in done) for one in wanted]
+        return path.stem, [replace(one, names=names) for one, names in zip(wanted, lacking, strict=True) if names]
+    return None, wanted
 
 
 class _Recorder(Supervisor):

@@ -370,16 +370,17 @@ def profile(
     stage_ids: Sequence[str] | None,
     problem: Problem,
     options: Options = OPTIONS,
-) -> tuple[Path, tuple[StageProfile, ...]]:
+) -> tuple[Path | None, tuple[StageProfile, ...]]:
     """Profile one launch of each stage that takes `problem` on this GPU, and append to data/<gpu>/profiles/<run>.jsonl.
 
     All in one process; those that are missing afterwards, since one broke it, each in one of its own.
 
     Args:
-        options: `timeout_s` is for one run of ncu.
+        options: `timeout_s` is for one run of ncu. Where they say `resume`, a stage is left out that is on record with
+            the same machine code.
 
     Returns:
-        The file, and the profiles in it.
+        The file, and the profiles in it; None where all of it is on record.
 
     Raises:
         UnknownStageError, ParameterError: a stage that is not there, or none that takes the problem.
@@ -393,6 +394,17 @@ def profile(
     able = {stage.id: stage for stage in chosen if stage.why_not(problem, here.arch) is None}
     if not able or here.arch is None:
         raise ParameterError(f"wanted a stage that takes {problem.label} on {here.arch}, got none")
+    if options.resume:
+        done = {
+            (one.problem, one.cubin_sha256)
+            for one in store.records(here.slug, StageProfile, options.data)
+            if one.device is not None and one.device.driver == here.driver
+        }
+        made = _compiled(able.values(), problem, here.arch, here.slug, line_info=False)
+        able = {name: of for name, of in able.items() if name not in made or (problem, made[name].sha256) not in done}
+        if not able:
+            say("all of it is on record; nothing was profiled")
+            return None, ()
     with Book(options.data, "profiles") as book:
         profiler = _Profiler(book, problem, able, tool, options)
         say(f"profiling {', '.join(able)}")

@@ -354,6 +354,12 @@ def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
     Raises:
         As `bench.measure`; ParameterError for a tunable that a stage lacks, or no such library.
     """
+    implementations, cells = _interleaved(tasks)
+    return bench.measure(Tuning, implementations, cells, plan=plan, options=options)
+
+
+def _interleaved(tasks: Sequence[Task]) -> tuple[dict[str, Implementation], list[tuple[Problem, list[str]]]]:
+    """What stands behind each name, and the names of each problem."""
     implementations: dict[str, Implementation] = {}
     wanted: dict[Problem, dict[str, None]] = {}
     for task in tasks:
@@ -367,8 +373,15 @@ def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
             of_task[name] = Implementation(kind="peer", id=peers.get(name).name, record={"stage": name})
         implementations |= of_task
         wanted.setdefault(task.key.problem, {}).update(dict.fromkeys(of_task))
-    cells = [(problem, list(names)) for problem, names in wanted.items()]
-    return bench.measure(Tuning, implementations, cells, plan=plan, options=options)
+    return implementations, [(problem, list(names)) for problem, names in wanted.items()]
+
+
+def _left(tasks: Sequence[Task], options: Options) -> set[Problem]:
+    """The problems of which a variant is not on record with its machine code."""
+    named, cells = _interleaved([task._replace(peers=()) for task in tasks])
+    here = gpu.info(options.device)
+    code = bench.compile_for(named, cells, arch=here.arch, slug=None)
+    return {problem for problem, _ in bench.not_recorded(Tuning, cells, named, code, options)}
 
 
 def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
@@ -387,7 +400,8 @@ def tune_all(
 ) -> list[Tuned]:
     """`tune` for several short lists: everything is compiled first, then one worker times all, a single round each.
 
-    What is tried on one problem is interleaved, whatever its stage, with the libraries that a task names.
+    What is tried on one problem is interleaved, whatever its stage, with the libraries that a task names. Where the
+    options say `resume`, a problem is left out of which each variant is on record with the same machine code.
 
     Raises:
         As `tune`; a task whose stage this GPU does not run, or of which nothing compiles, is announced and left out.
@@ -428,6 +442,12 @@ def tune_all(
                     able.append((task._replace(variants=own.good), own))
     if not able:
         raise ParameterError("wanted at least one variant that compiles, got none")
+    if options.resume:
+        left = _left([task for task, _ in able], options)
+        able = [one for one in able if one[0].key.problem in left]
+        if not able:
+            options.note("all of it is on record; nothing was measured")
+            return []
     path = time([task for task, _ in able], plan=replace(_PLAN, cap_s=_PLAN_CAP_S), options=options)
     timed, _ = store.read(path, schema.Tuning)
     done = []

@@ -75,7 +75,7 @@ _ERRORS = ("max_abs", "rms", "lse")
 _SIDES = ("error", "limit")
 
 
-class _Header(BaseModel):
+class Header(BaseModel):
     """What holds for every comparison of a file."""
 
     run: RunId
@@ -183,7 +183,7 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
             line = json.loads(text)
             if "format" in line:
                 header = {key: value for key, value in line.items() if key != "format"}
-                _Header.model_validate(header)
+                Header.model_validate(header)
             else:
                 rows = [{**header, **one} for one in _expanded(line)] if header else [_first_format(line)]
                 _COMPARED.validate_python(rows)

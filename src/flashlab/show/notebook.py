@@ -153,7 +153,7 @@ class Lab:
             from flashlab.measure import check
 
             with progress_bar() as progress:
-                options = replace(check.OPTIONS, data=self.data, progress=progress)
+                options = replace(check.OPTIONS, data=self.data, progress=progress, note=print, resume=True)
                 check.check_stages(self.stages, inputs=kinds, options=options)
         lengths, drawn = (select.newest_checks(self.gpu or "", self.data, kind, kinds) for kind in ("checks", "random"))
         if not lengths and not drawn:

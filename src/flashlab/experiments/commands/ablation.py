@@ -35,6 +35,7 @@ def ablate(
     mask: opt.OneMask = None,
     inputs: opt.Inputs = NORMAL,
     samples: opt.Samples = None,
+    resume: opt.Resume = False,
     listed: Annotated[bool, typer.Option("--list", help="Say which there are, and measure nothing.")] = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
@@ -47,6 +48,7 @@ def ablate(
     """
     from flashlab.experiments import ablation, levers
     from flashlab.experiments import effects as analysis
+    from flashlab.measure.options import Options
 
     measure: Callable[..., Path | None]
     effects: Callable[..., list[Effect]]
@@ -88,19 +90,22 @@ def ablate(
         measure = partial(ablation.measure, [axis.name for axis in levels], problem=problem)
         effects, plan = analysis.effects, ablation.PLAN
     plan = plan if samples is None else replace(plan, samples=samples)
-    _measure(partial(measure, plan=plan), effects, device=device, data=data, as_json=as_json)
+    with following("measuring") as follow:
+        options = Options(data=data, device=device, progress=follow, resume=resume)
+        path = measure(plan=plan, options=options)
+    if path is None:
+        say(_ALL_THERE)
+        return
+    _show_levels(path, effects, as_json)
 
 
-def _measure(
-    measure: Callable[..., Path | None], effects: Callable[..., list[Effect]], *, device: int, data: Path, as_json: bool
-) -> None:
+_ALL_THERE = "All of it is on record; nothing was measured."
+
+
+def _show_levels(path: Path, effects: Callable[..., list[Effect]], as_json: bool) -> None:
     """Levels of axes, or levers, beside the first of their group; an error where one has no time."""
-    from flashlab.measure.options import Options
     from flashlab.record import schema, store
 
-    with following("measuring") as follow:
-        path = measure(options=Options(data=data, device=device, progress=follow))
-    assert path is not None, "None is for what was resumed"
     found = effects(store.read(path, schema.Ablation)[0])
     _show(found, path, as_json)
     failures = [one for one in found if one.median_us is None]
@@ -118,6 +123,7 @@ def split(
     dtype: opt.TheDType = "float16",
     mask: opt.TheMask = "full",
     samples: opt.Samples = None,
+    resume: opt.Resume = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
     as_json: opt.Json = False,
@@ -137,9 +143,11 @@ def split(
             stage_ids,
             problems=[Problem.parse(one, dtype=dtype, mask=mask) for one in shape or ablation.SPLIT_SHAPES],
             plan=ablation.PLAN if samples is None else replace(ablation.PLAN, samples=samples),
-            options=Options(data=data, device=device, progress=follow, note=missing.append),
+            options=Options(data=data, device=device, progress=follow, note=missing.append, resume=resume),
         )
-    assert path is not None, "None is for what was resumed"
+    if path is None:
+        say(_ALL_THERE)
+        return
     _show(shares(store.read(path, schema.Part)[0]) if path.is_file() else [], path, as_json)
     if missing:
         raise CheckFailedError(f"{len(missing)} parts have no time: {'; '.join(missing)}")
