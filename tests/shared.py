@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib
 import os
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,3 +68,17 @@ def source_file(name: str, text: str) -> Path:
         new.write_text(text, encoding="utf-8")
         new.replace(path)
     return path
+
+
+def llama(torch: Any, *, layers: int, heads: int, head_dim: int) -> Any:
+    """A small Llama of transformers with random weights and two K/V heads, whose attention may be flashlab's."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    importlib.import_module("flashlab.torch").register()
+    torch.manual_seed(0)
+    width = heads * head_dim
+    config = transformers.LlamaConfig(
+        **{"vocab_size": 128, "hidden_size": width, "intermediate_size": width, "num_hidden_layers": layers},
+        **{"num_attention_heads": heads, "num_key_value_heads": 2, "head_dim": head_dim},
+        **{"pad_token_id": 0, "eos_token_id": None},
+    )
+    return transformers.LlamaForCausalLM(config).eval()

@@ -923,7 +923,7 @@ def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
     one.work()
     rows = {message["name"]: message["row"] for message in json.loads(json.dumps(sent)) if message["type"] == "row"}
     assert (rows["launch"]["reason"], rows["launch"].get("value")) == ("", 100.0)
-    header = {"run": "20260102T030405Z-0123abc", "time": "", "gpu": GPU, "software": {}}
+    header = {"run": "20260102T030405Z-0123abc", "time": "2026-01-02T03:04:05+00:00", "gpu": GPU, "software": {}}
     header["source"] = {"commit": "unknown", "dirty": True}
     found = {name: bench._record(schema.Measurement, header, named[name], problem, rows[name]) for name in (*named,)}
     assert {name: record.status for name, record in found.items()} == {  # type: ignore[union-attr]

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import shared
 
 import flashlab
 from flashlab.core import errors
@@ -114,23 +115,9 @@ def test_what_tracing_sees() -> None:
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
-    flashlab.torch.register()
-    flashlab.torch.register()
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=128,
-        hidden_size=256,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=128,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    model = shared.llama(torch, layers=2, heads=4, head_dim=64)
+    flashlab.torch.register()  # once more changes nothing
+    return model
 
 
 IDS = torch.randint(1, 128, (2, 19), generator=torch.Generator().manual_seed(1))

@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import pytest
+import shared
 
 import flashlab
 
@@ -108,22 +109,8 @@ def test_repeated_calls_follow_streams_devices_and_addresses(torch: Any) -> None
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_model_says_the_same_as_with_sdpa(torch: Any, dtype: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
-    flashlab.torch.register()
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=1024,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=128,
-        pad_token_id=0,
-        eos_token_id=None,
-    )
-    model = transformers.LlamaForCausalLM(config).eval().to("cuda", getattr(torch, dtype))
-    ids = torch.randint(1, 512, (2, 777), device="cuda")
+    model = shared.llama(torch, layers=4, heads=8, head_dim=128).to("cuda", getattr(torch, dtype))
+    ids = torch.randint(1, 128, (2, 777), device="cuda")
     logits, tokens = {}, {}
     for name in ("sdpa", "flashlab"):
         model.set_attn_implementation(name)
