@@ -413,6 +413,33 @@ class Reading(Base):
     """Host time to enqueue one call, microseconds; None where it was not measured."""
 
 
+class ModelRun(Base):
+    """A whole language model with random weights, run in transformers with one attention: see experiments/llama.py."""
+
+    kind: Literal["model"] = "model"
+    attention: Label
+    """`flashlab`, `sdpa`, a library of `flashlab.kernels.peers`, or `nothing`, which returns Q."""
+    phase: Literal["prefill", "decode"]
+    batch: int = Field(ge=1)
+    """Sequences at once."""
+    prompt_tokens: int = Field(ge=1)
+    new_tokens: int = Field(ge=0)
+    """Decoded after the prompt, one a step; 0 of a prefill."""
+    time_s: Times = Field(min_length=1)
+    """Seconds of each repeat by the host's clock, from a synchronised GPU to a synchronised one; of all steps."""
+    logit_error: float | None
+    """Largest difference of the last token's logits from SDPA's over their standard deviation; None of SDPA itself."""
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+    """Weights of the model."""
+    dtype: DType
+    transformers: Label
+    """Its version."""
+
+
 class ChipReading(Base):
     """One micro-benchmark of an SM's units, on one GPU; the cases are in experiments/chip.py."""
 
@@ -725,7 +752,18 @@ class Judged(_Model):
 
 
 AnyRecord = (
-    Measurement | Ceiling | Tuning | Ablation | Part | Reading | ChipReading | Call | StageProfile | Sanitized | Aside
+    Measurement
+    | Ceiling
+    | Tuning
+    | Ablation
+    | Part
+    | Reading
+    | ModelRun
+    | ChipReading
+    | Call
+    | StageProfile
+    | Sanitized
+    | Aside
 )
 
 

@@ -1,0 +1,57 @@
+"""`flashlab llama`: a whole model by each attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+
+from flashlab.cli import options as opt
+from flashlab.cli.output import answer, following, say
+from flashlab.core.paths import DATA
+
+
+def llama(
+    *,
+    attention: Annotated[
+        str | None,
+        typer.Option(metavar="NAME[,NAME]...", help="flashlab, sdpa, nothing, or libraries; all if not given."),
+    ] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be repeated.", min=1)] = None,
+    prompt: Annotated[int | None, typer.Option(help="Tokens of the prompt.", min=1)] = None,
+    new: Annotated[int | None, typer.Option(help="Tokens decoded after it.", min=1)] = None,
+    repeats: Annotated[int | None, typer.Option(help="Of each.", min=1)] = None,
+    device: opt.Device = 0,
+    data: opt.Data = DATA,
+    as_json: opt.Json = False,
+) -> None:
+    """Run LLaMA-7B's geometry with random weights in transformers, prefill and decoding, with each attention.
+
+    Tokens a second go to data/<gpu>/models/. Needs transformers, and a GPU with 32 GB.
+    """
+    from flashlab.experiments import llama as module
+    from flashlab.record import schema, store
+
+    given: dict[str, Any] = {"batches": batch, "prompt": prompt, "new": new, "repeats": repeats}
+    with following("measuring") as follow:
+        path, missing = module.measure(
+            opt.names_in(attention) or module.ATTENTIONS,
+            **{name: value for name, value in given.items() if value is not None},
+            options=replace(module.OPTIONS, data=data, device=device, progress=follow),
+        )
+    columns = ("phase", "batch", "attention", "tokens_per_s", "attention_share", "usd_per_million", "logit_error")
+    rows = [
+        {
+            **{name: getattr(one.record, name) for name in ("phase", "batch", "attention", "logit_error", "time_s")},
+            **{name: getattr(one, name) for name in ("tokens_per_s", "attention_share", "usd_per_million")},
+        }
+        for one in module.shown(store.read(path, schema.ModelRun)[0])
+    ]
+    answer(rows, columns, as_json=as_json)
+    for line in missing:
+        say(f"no time: {line}")
+    say(f"Recorded in {path}")
+
+
+COMMANDS = {"llama": llama}

@@ -1,0 +1,347 @@
+"""A whole model: LLaMA-7B's geometry with random weights in transformers, by each attention.
+
+    flashlab llama           prefill of one prompt, and decoding after it, tokens a second
+
+Weights do not change how long a GEMM or an attention takes, so that random ones are as good as trained ones; none are
+downloaded. Each attention runs the same model on the same tokens, one after the other in an order drawn anew, and a
+time is the host's clock from a synchronised GPU to a synchronised GPU: what a user waits for. `nothing` returns Q in
+place of attention; what a model takes longer than with it is attention's share.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pydantic import ValidationError
+
+from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
+from flashlab.core.paths import DATA
+from flashlab.core.problem import Problem
+from flashlab.kernels import peers
+from flashlab.measure.cells import GpuWorker, need
+from flashlab.measure.harness import REASON_CHARS, Book, Message, Progress, Send, Worker
+from flashlab.measure.options import Options
+from flashlab.record import store
+from flashlab.record.schema import ModelRun
+from flashlab.show.tables import Column, code, number, table
+
+OPTIONS = Options(worker=(sys.executable, "-m", "flashlab.experiments.llama"))
+GEOMETRY: Mapping[str, int] = {
+    "vocab_size": 32_000,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+}
+"""LLaMA-7B (Touvron et al. 2023, table 2), as transformers' LlamaConfig names it."""
+DTYPE = "bfloat16"
+PROMPT = 2048
+NEW = 32
+"""Tokens decoded after the prompt."""
+BATCHES = (1, 8)
+NOTHING = "nothing"
+ATTENTIONS = ("flashlab", "sdpa", "fa3", NOTHING)
+REPEATS = 7
+USD_PER_GPU_HOUR = 4.0
+"""An assumed price, where a record has none of its own."""
+TIMEOUT_S = 240.0
+
+
+def measure(
+    attentions: Sequence[str] = ATTENTIONS,
+    *,
+    batches: Sequence[int] = BATCHES,
+    geometry: Mapping[str, int] | None = None,
+    prompt: int = PROMPT,
+    new: int = NEW,
+    repeats: int = REPEATS,
+    options: Options = OPTIONS,
+) -> tuple[Path, tuple[str, ...]]:
+    """Time prefill and decoding with each attention, and append a `schema.ModelRun` each to data/<gpu>/models/.
+
+    Args:
+        attentions: names among `ATTENTIONS`, or libraries of `flashlab.kernels.peers`; those are for prefill alone.
+        batches: sequences at once; the first is also what is prefilled.
+        geometry: of LlamaConfig; `GEOMETRY` where None.
+        prompt, new: tokens before the first time, and tokens decoded after them.
+        repeats: of each.
+
+    Returns:
+        The file, and what has no time, with the reason.
+
+    Raises:
+        ParameterError: no such attention, or a number that makes no sense.
+        NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
+    """
+    for name in attentions:
+        if name not in (*ATTENTIONS, *peers.PEERS):
+            raise ParameterError(f"attention: wanted one of {', '.join((*ATTENTIONS, *peers.PEERS))}, got {name!r}")
+    if min((prompt, new, repeats, *batches), default=0) < 1:
+        raise ParameterError("wanted a prompt, new tokens, repeats and batches of at least 1, got less")
+    job: Message = {"device": options.device, "seed": options.seed, "attentions": list(attentions), "new": new}
+    job |= {"batches": list(batches), "prompt": prompt, "repeats": repeats, "geometry": dict(geometry or GEOMETRY)}
+    missing: list[str] = []
+    rows = 0
+    with Book(options.data, "models") as book:
+
+        def act(message: Message) -> None:
+            nonlocal rows
+            if message["type"] == "hello":
+                book.hello(message)
+            elif message["type"] == "missing":
+                missing.append(f"{message['name']}: {message['reason']}")
+            elif message["type"] == "step":
+                options.progress(Progress(rows, 0, message["what"]))
+            else:
+                try:
+                    store.append(book.path, ModelRun.model_validate({**book.header(), **message["row"]}))
+                except ValidationError as error:
+                    raise LaunchError(f"wanted a sound row, got: {error.errors()[0]['msg']}") from error
+                rows += 1
+
+        with Worker(options.worker) as process:
+            process.run(job, act, startup_s=options.startup_s, step_s=TIMEOUT_S, total_s=TIMEOUT_S)
+        if not rows:
+            raise LaunchError("wanted at least one time, got none: " + "; ".join(missing))
+        return book.path, tuple(missing)
+
+
+# --- The worker -------------------------------------------------------------------------------------------------------
+
+
+class _Worker(GpuWorker):
+    """Holds the model, and runs it with one attention after the other."""
+
+    def work(self) -> None:
+        """All of the job."""
+        self.hold()
+        self.time_all(f"cuda:{self.device}", lambda: self.torch.cuda.synchronize(self.device))
+
+    def time_all(self, device: str, wait: Callable[[], None]) -> None:
+        """Each phase by each attention; `wait` returns when the device has done what was asked of it."""
+        torch, job = self.torch, self.job
+        transformers = need("transformers")
+        self._random = random.Random(job["seed"])
+        importlib.import_module("flashlab.torch").register()
+        names = {name: _known(name) for name in job["attentions"]}
+        torch.manual_seed(job["seed"])
+        self._say("make the model")
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(getattr(torch, DTYPE))
+        try:
+            with torch.device(device):
+                self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**job["geometry"])).eval()
+        finally:
+            torch.set_default_dtype(before)
+        self._wait = wait
+        geometry = self.model.config
+        self._said = {
+            "dtype": DTYPE,
+            "prompt_tokens": job["prompt"],
+            "layers": geometry.num_hidden_layers,
+            "heads": geometry.num_attention_heads,
+            "kv_heads": geometry.num_key_value_heads,
+            "head_dim": geometry.hidden_size // geometry.num_attention_heads,
+            "parameters": sum(one.numel() for one in self.model.parameters()),
+            "transformers": transformers.__version__,
+        }
+        with torch.no_grad():
+            for index, batch in enumerate(job["batches"]):
+                shape = (batch, job["prompt"])
+                tokens = torch.randint(1, geometry.vocab_size, shape, device=device)
+                if index == 0:
+                    self._prefill(names, tokens)
+                self._decode(
+                    {name: of for name, of in names.items() if name not in peers.PEERS or name == "sdpa"}, tokens
+                )
+
+    def _say(self, what: str) -> None:
+        self.send({"type": "step", "what": what})
+
+    def _interleaved(self, names: Mapping[str, str], run: Callable[[], Any], phase: str, fields: Message) -> None:
+        """Run with every attention so many times; those that cannot are said to be missing, and the others go on."""
+        times: dict[str, list[float]] = {}
+        logits: dict[str, Any] = {}
+        able = []
+        for name, registered in names.items():  # the first run compiles, and shows what comes out
+            self._say(f"{phase}, {name}")
+            try:
+                self.model.set_attn_implementation(registered)
+                logits[name] = run()
+                self._wait()
+                able.append(name)
+            except Exception as error:  # a library's own errors have no common class
+                reason = str(error) if isinstance(error, FlashlabError) else f"{type(error).__name__}: {error}"
+                self.send({"type": "missing", "name": f"{phase} by {name}", "reason": reason[:REASON_CHARS]})
+        for _ in range(self.job["repeats"]):
+            self._random.shuffle(able)
+            for name in able:
+                self.model.set_attn_implementation(names[name])
+                self._wait()
+                began = time.perf_counter()
+                run()
+                self._wait()
+                times.setdefault(name, []).append(time.perf_counter() - began)
+        for name in sorted(able):
+            difference = None
+            if "sdpa" in logits and name not in (NOTHING, "sdpa"):
+                right = logits["sdpa"].float()
+                difference = float((logits[name].float() - right).abs().max() / right.std())
+            row = {**self._said, **fields, "attention": name, "phase": phase, "time_s": times[name]}
+            self.send({"type": "row", "row": {**row, "logit_error": difference}})
+
+    def _prefill(self, names: Mapping[str, str], tokens: Any) -> None:
+        def run() -> Any:
+            return self.model(tokens, use_cache=False, logits_to_keep=1).logits
+
+        self._interleaved(names, run, "prefill", {"batch": len(tokens), "new_tokens": 0})
+
+    def _decode(self, names: Mapping[str, str], tokens: Any) -> None:
+        """Decoding from one cache, which is cut back to the prompt before each run.
+
+        Each step gets the same token, not the likeliest, so that every attention sees the same.
+        """
+        self.model.set_attn_implementation("sdpa")
+        cache = self.model(tokens[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+        token = tokens[:, -1:]
+
+        def run() -> Any:
+            if extra := cache.get_seq_length() - tokens.shape[1] + 1:
+                cache.crop(-extra)
+            steps = [self.model(token, past_key_values=cache, use_cache=True) for _ in range(self.job["new"])]
+            return steps[-1].logits[:, -1:]
+
+        self._interleaved(names, run, "decode", {"batch": len(tokens), "new_tokens": self.job["new"]})
+
+
+def _known(name: str) -> str:
+    """The name by which transformers knows an attention, made known to it."""
+    if name in ("flashlab", "sdpa"):
+        return name
+    masking, modeling = (importlib.import_module(f"transformers.{part}_utils") for part in ("masking", "modeling"))
+    registered = f"library_{name}"
+    modeling.AttentionInterface.register(registered, _nothing if name == NOTHING else _library(name))
+    masking.AttentionMaskInterface.register(registered, lambda **_: None)
+    return registered
+
+
+def _nothing(module: Any, query: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+    return query.transpose(1, 2).contiguous(), None
+
+
+def _library(name: str) -> Callable[..., tuple[Any, None]]:
+    """A library of `peers` as transformers calls an attention: causal, scaled by 1/sqrt(head_dim)."""
+    calls: dict[Problem, Any] = {}
+    peer = peers.get(name)
+
+    def attention(module: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> tuple[Any, None]:
+        batch, heads, q_len, head_dim = query.shape
+        problem = Problem(
+            **{"batch": batch, "q_heads": heads, "kv_heads": key.shape[1], "q_len": q_len, "kv_len": key.shape[2]},
+            **{"head_dim": head_dim, "dtype": DTYPE, "mask": "causal"},
+        )
+        if problem not in calls:
+            calls[problem] = peer.build(problem)
+        out = calls[problem](*peers.in_layout(peer.layout, query, key, value))
+        return peers.bhsd_view(peer.layout, out).transpose(1, 2).contiguous(), None
+
+    return attention
+
+
+def _work(job: Message, send: Send) -> None:
+    """The worker of `measure`."""
+    _Worker(job, send).work()
+
+
+# --- The page ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A record beside those of the same run, phase and batch."""
+
+    record: ModelRun
+    tokens_per_s: float
+    attention_share: float | None
+    """Of the time, what the model takes longer than with `nothing`; None where that is not on record."""
+    usd_per_million: float
+    assumed: bool
+    """Whether the price is `USD_PER_GPU_HOUR`."""
+
+
+def shown(records: Sequence[ModelRun]) -> list[Shown]:
+    """The newest run's rows, prefill first, then by batch, the fastest first; `nothing` only as what is taken off."""
+    newest = max((one.run for one in records), default="")
+    rows = [one for one in records if one.run == newest]
+    without = {(one.phase, one.batch): median(one.time_s) for one in rows if one.attention == NOTHING}
+    found = []
+    for one in rows:
+        seconds, bare = median(one.time_s), without.get((one.phase, one.batch))
+        rate = one.batch * (one.new_tokens or one.prompt_tokens) / seconds
+        price = one.start.usd_per_gpu_hour if one.start else None
+        found.append(
+            Shown(
+                record=one,
+                tokens_per_s=rate,
+                attention_share=None if bare is None else 1 - bare / seconds,
+                usd_per_million=(price or USD_PER_GPU_HOUR) / 3600 / rate * 1e6,
+                assumed=price is None,
+            )
+        )
+    order = {"prefill": 0, "decode": 1}
+    found.sort(key=lambda one: (order[one.record.phase], one.record.batch, -one.tokens_per_s))
+    return [one for one in found if one.record.attention != NOTHING]
+
+
+COLUMNS = (
+    Column("phase", "record.phase"),
+    Column("batch", "record.batch"),
+    Column("attention", "record.attention", code, left=True),
+    Column("ms", lambda one: 1e3 * median(one.record.time_s) / (one.record.new_tokens or 1)),
+    Column("least to most", lambda one: _range(one.record)),
+    Column("tokens a second", "tokens_per_s"),
+    Column("attention, % of the time", lambda one: one.attention_share and 100 * one.attention_share),
+    Column("US$ a million tokens", "usd_per_million"),
+    Column("largest difference of logits from SDPA's", "record.logit_error"),
+)
+
+
+def _range(record: ModelRun) -> str:
+    steps = record.new_tokens or 1
+    return "–".join(number(1e3 * one / steps) for one in (min(record.time_s), max(record.time_s)))
+
+
+def page(out: Any, results: Any, data: Path = DATA) -> None:
+    """The table of the main GPU's newest run, or that there is none."""
+    rows = shown(store.records(results.gpu, ModelRun, data)) if results is not None else []
+    if not rows:
+        out.snippet(
+            "llama.md", "*No whole model is on record yet: `flashlab llama` on a machine with a GPU makes one.*"
+        )
+        return
+    one = rows[0].record
+    price = f"at {number(USD_PER_GPU_HOUR)} US$ a GPU-hour, which is assumed" if rows[0].assumed else "at its price"
+    facts = (
+        one.gpu.name,
+        f"{one.layers} layers, {one.heads} heads of {one.head_dim}, {number(one.parameters / 1e9)} billion parameters",
+        f"{one.dtype}, prompt of {one.prompt_tokens} tokens; a decoded token's time is that of one step",
+        f"median of {len(one.time_s)}, interleaved, one start",
+        f"transformers {one.transformers}, torch {one.software.get('torch', 'unknown')}",
+        f"cost {price}",
+        f"{one.time[:10]} · commit {one.source.commit[:7]}",
+    )
+    out.snippet("llama.md", f"{table(COLUMNS, rows)}\n\n<small>{' · '.join(facts)}</small>")
+
+
+PAGES = {"llama": page}
+RECORDS = (ModelRun,)
