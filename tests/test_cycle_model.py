@@ -169,6 +169,12 @@ def test_every_rung_is_described_with_its_own_tunables(stage_id: str, problem: P
     assert found.tflops > 0
 
 
+def test_interleaved_gemms_run_beside_the_exponentials_of_the_next_step() -> None:
+    """Of 256 + 256 cycles of GEMMs and 1,024 of a softmax the first exponentials and the last GEMMs run alone."""
+    assert loop(replace(KERNEL, interleaved=2)) == pytest.approx(512 + 512 + 256)
+    assert loop(replace(KERNEL, interleaved=4)) == pytest.approx(4 * 256 + 128)
+
+
 def test_tflops_are_of_the_clock_that_is_asked_for() -> None:
     problem = Problem.parse("1x100x2048x64")
     highest = cycle_model.predict(KERNEL, problem, RATES)

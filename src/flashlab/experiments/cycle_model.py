@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.paths import DATA
@@ -186,6 +186,8 @@ class Kernel:
     persistent: bool = False
     overlaps: bool = False
     """Whether P·V of a tile is under way during a softmax of the same group."""
+    interleaved: int = 1
+    """Steps of a tile, each with its part of both GEMMs beside the exponentials of the next; 1: the tile is whole."""
     waits: bool = True
     """Whether a group asks an mbarrier for each tile of K and V."""
 
@@ -304,6 +306,11 @@ def steps_of(kernel: Kernel, rates: Rates) -> tuple[Step, ...]:
     done_qk, done_pv = Step("wait", name="QK"), Step("wait", name="PV")
     turn = (Step("take turn"),) if kernel.order == "ping-pong" else ()
     passed = (Step("pass turn"),) if kernel.order == "ping-pong" else ()
+    if kernel.interleaved > 1:
+        # Q·K is of the tile after.
+        qk, pv, softmax = (step._replace(amount=step.amount / kernel.interleaved) for step in (qk, pv, softmax))
+        beside = (qk, pv, softmax, done_qk, done_pv) * (kernel.interleaved - 1)
+        return (tile, softmax, *beside, qk, pv, done_qk, done_pv)
     if kernel.overlaps:
         # P·V is of the tile before.
         return (tile, *turn, qk, tile, pv, *passed, done_qk, latency, softmax, done_pv)
@@ -533,7 +540,8 @@ def kernel_of(
     else:
         group_rows, groups = 4 * parameters["TILE_Q"] // parameters["WARPS"], max(1, parameters["WARPS"] // 4)
     sums = bool(parameters.get("SUM_BY_MMA"))
-    fields = {
+    steps = 1 if known["uses_wgmma"] else parameters["TILE_KV"] // parameters.get("STEP_KEYS", parameters["TILE_KV"])
+    fields: dict[str, Any] = {
         **known,
         "rescales": known.get("rescales", True) and not parameters.get("LAZY_RESCALE"),
         "sums_by_gemm": known.get("sums_by_gemm", False) or sums,
@@ -548,6 +556,7 @@ def kernel_of(
         groups=groups,
         blocks=parameters.get("MIN_BLOCKS", 1) if blocks_per_sm is None else blocks_per_sm,
         adds=not sums,
+        interleaved=steps,
         **fields,
     )
 
