@@ -10,12 +10,14 @@ import pytest
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import DATA, ROOT, SITE
+from flashlab.experiments import chip, cycle_model, cycle_tables, timelines
 from flashlab.kernels import registry, text
 from flashlab.kernels.registry import STAGES, Excerpt
 from flashlab.query import select
 from flashlab.query.select import Results
+from flashlab.record import store
 from flashlab.show import drawings, journey, pages
-from flashlab.show.charts import LAYOUTS, THEMES
+from flashlab.show.charts import LAYOUTS, THEMES, Chart
 from flashlab.show.tables import number
 
 
@@ -91,7 +93,8 @@ def test_the_page_goes_through_every_rung_in_order() -> None:
     for stage_id in journey.RUNGS:
         for section in ("heading", "lines", "score", "links"):
             assert PAGE.count(f'--8<-- "journey/{stage_id}.md:{section}"') == 1
-        assert journey.drawings_of(STAGES[stage_id]), f"{stage_id} has no drawing"
+        timeline = f'--8<-- "timelines/{stage_id}.md:journey"' in PAGE
+        assert timeline or journey.drawings_of(STAGES[stage_id]), f"{stage_id} has no drawing"
     for name in drawings.DRAWINGS:
         assert f'--8<-- "journey/drawing-{name}.md"' in PAGE
     assert 4000 <= len(PAGE.split()) <= 6000
@@ -116,12 +119,102 @@ def test_without_records_a_rung_says_so() -> None:
     assert "**Measured:** not on record" in journey.score(None, STAGES["05_wmma"])
 
 
+# --- Timelines --------------------------------------------------------------------------------------------------------
+
+READINGS = chip.newest("nvidia-h200", DATA)
+RATES = cycle_model.rates_of(READINGS, store.newest_ceilings("nvidia-h200", DATA))
+ORDER = {
+    "08_swizzle": ("exponentiate(0,", "exponentiate(step + 1,", "multiply_QK(step, K_at)", "multiply_PV(step, P_frag"),
+    "09_wgmma": ("fetch(tile + ", "multiply_QK<", "wait_group<0>", "softmax<", "multiply_PV<", "wait_group<0>"),
+    "10_warp_specialized": ("multiply_QK<", "wait_group<0>", "K_empty", "softmax<", "multiply_PV<", "V_empty"),
+    "11_pingpong": ("issue_QK(tile)", "issue_PV(tile - 1)", "wait_group<OVERLAP ? 1", "softmax_of(tile)", "V_empty"),
+    "12_persistent": ("issue_QK(tile)", "issue_PV(tile - 1)", "wait_group<OVERLAP &&", "softmax_of(tile)", "V_empty"),
+    "13_tma_store": ("issue_QK(", "issue_PV(", "wait_group<1>", "exact_softmax(tile)", "wait_group<0>", "V_empty"),
+}
+"""What stands in the loop over the tiles of K and V, or in what it calls, one after the other."""
+LOOPS = {
+    "08_swizzle": "const auto work_on =",
+    "11_pingpong": "for (int tile = 1; tile < work.num_tiles",
+    "12_persistent": "for (int tile = 1; tile < num_tiles",
+    "13_tma_store": "for (; tile >= 0; --tile) {\n      if (!K_came)",
+}
+
+
+def timeline(stage_id: str) -> Chart:
+    return timelines.draw(stage_id, READINGS, DATA)
+
+
+def modelled(stage_id: str) -> cycle_model.Kernel:
+    kernel = cycle_model.kernel_of(stage_id, 64, STAGES[stage_id].parameters(64))
+    assert kernel is not None
+    return kernel
+
+
+def unlike(stage_id: str) -> set[str]:
+    """Constants of a kernel's source that its timeline does not have."""
+    kernel, known = modelled(stage_id), text.constants(STAGES[stage_id], 64)
+    producers = 1 if stage_id >= "10" else 0
+    drawn = {"TILE_Q": kernel.tile_rows, "TILE_KV": kernel.keys, "THREADS": 128 * (kernel.groups + producers)}
+    drawn |= {"KEY_STEPS": kernel.interleaved} if stage_id == "08_swizzle" else {"WGMMA_ROWS": kernel.group_rows}
+    return {name for name, value in drawn.items() if known[name] != value}
+
+
+@pytest.mark.parametrize("stage_id", timelines.NOTES)
+def test_a_timeline_is_of_its_kernel(stage_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not unlike(stage_id)
+    source = STAGES[stage_id].source.read_text(encoding="utf-8")
+    at = source.index(LOOPS.get(stage_id, "for (int tile = 0; tile < "))
+    for words in ORDER[stage_id]:
+        at = source.find(words, at + 1)
+        assert at > 0, f"{words} no longer follows"
+    real = text.constants
+    for name in ("TILE_Q", "TILE_KV", "THREADS"):
+        changed = {name: real(STAGES[stage_id], 64)[name] * 2}
+        monkeypatch.setattr(text, "constants", lambda *what, to=changed, **macros: real(*what, **macros) | to)
+        assert unlike(stage_id) == {name}
+
+
+def test_a_timeline_follows_its_tunables(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, real = timeline("09_wgmma"), registry.Stage.parameters
+    monkeypatch.setattr(registry.Stage, "parameters", lambda self, *what: {**real(self, *what), "TILE_KV": 64})
+    after = timeline("09_wgmma")
+    assert ("128 keys a tile" in before.caption, "64 keys a tile" in after.caption) == (True, True)
+    assert before.svg != after.svg
+
+
+@pytest.mark.parametrize("stage_id", timelines.NOTES)
+def test_a_timeline_is_to_scale(stage_id: str) -> None:
+    """Bars are as long as the model's steps or, where several share a unit, longer; loads as long as a reading."""
+    kernel = modelled(stage_id)
+    uses = timelines.uses_of(cycle_model.moments_of(kernel, RATES))
+    steps = cycle_model.steps_of(kernel, RATES)
+    issued = next(step.amount for step in steps if step.name == "QK" and step.kind == "issue")
+    fastest = kernel.group_rows * kernel.keys / max(RATES.softmax.alone.values())
+    for (_, name), spans in uses.items():
+        lengths = [span.stop - span.start for span in spans[1:-1]]
+        assert min(lengths) >= (fastest / kernel.interleaved if name == "softmax" else issued) - 1e-3
+    if kernel.uses_wgmma:
+        kib = 32 if stage_id == "09_wgmma" else kernel.keys // 8
+        loads = timelines.copies_of(kernel, uses, READINGS)
+        assert {round(span.stop - span.start, 3) for span in loads} == {READINGS[f"bulk_copy_{kib}_kib"].value}
+        assert [span.words for span in loads[:4]] == ["K", "V", "K", "V"]
+
+
+def test_without_readings_a_timeline_says_so(tmp_path: Path) -> None:
+    timelines.page(pages.Output(root=tmp_path / "site"), None, tmp_path)
+    for stage_id in timelines.NOTES:
+        said = (tmp_path / "site" / "snippets" / "timelines" / f"{stage_id}.md").read_text(encoding="utf-8")
+        assert said.count(cycle_tables.NOTHING_YET) == 2
+        stage_page = (SITE / "stages" / f"{stage_id}.md").read_text(encoding="utf-8")
+        assert f'--8<-- "timelines/{stage_id}.md:stage"' in stage_page
+
+
 # --- Drawings ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", drawings.DRAWINGS)
+@pytest.mark.parametrize("name", [*drawings.DRAWINGS, *timelines.NOTES])
 def test_a_drawing_is_whole_in_every_layout_and_theme(name: str) -> None:
-    chart = drawings.DRAWINGS[name]()
+    chart = timeline(name) if name in timelines.NOTES else drawings.DRAWINGS[name]()
     assert len(chart.alt) > 60
     assert chart.caption.endswith(".")
     for layout in LAYOUTS:

@@ -320,6 +320,20 @@ def steps_of(kernel: Kernel, rates: Rates) -> tuple[Step, ...]:
     return (tile, qk, done_qk, latency, softmax, tile, pv, done_pv, latency)
 
 
+class Moment(NamedTuple):
+    """What goes on unchanged on an SM between two events."""
+
+    start: float
+    stop: float
+    """In cycles."""
+    gemms: tuple[tuple[int, str], ...]
+    """Groups that share the tensor cores equally, each with its GEMM's name."""
+    softmaxes: tuple[int, ...]
+    """Groups in their softmax."""
+    rate: float
+    """Scores per cycle of these together."""
+
+
 @dataclass
 class _Group:
     """A group of four warps on its way through its steps."""
@@ -332,21 +346,22 @@ class _Group:
     """That it issued and that are not done: name and cycles left."""
 
 
-_WARM_TILES, _TILES = 16, 64
+WARM_TILES, TILES = 16, 64
 
 
 class _Sm:
     """Groups of four warps that go through their steps again and again on one SM, each on its own."""
 
-    def __init__(self, steps: Sequence[Step], groups: int, speeds: Speeds) -> None:
+    def __init__(self, steps: Sequence[Step], groups: int, speeds: Speeds, apart: float = 1.0) -> None:
         self.clock = 0.0
+        self.moments: list[Moment] = []
         self.groups = [_Group() for _ in range(groups)]
         self._steps, self._speeds = steps, speeds
         self._turn: int | None = None
         self._waiting: list[int] = []  # for the turn, in the order in which they came
         for index, group in enumerate(self.groups):
             # Not all at once: blocks that start together drift apart.
-            group.left = steps[0].amount + index if steps[0].kind in ("softmax", "pause") else 0.0
+            group.left = steps[0].amount + apart * index if steps[0].kind in ("softmax", "pause") else 0.0
         self._settle()
 
     @property
@@ -402,6 +417,11 @@ class _Sm:
         if not ends:
             raise ParameterError(f"steps: wanted some that come to an end, got {[*self._steps]} of {len(self.groups)}")
         passed = min(ends)
+        groups = tuple(enumerate(self.groups))
+        gemms_of = tuple((index, group.gemms[0][0]) for index, group in groups if group.gemms)
+        softmaxes = tuple(index for index, group in groups if self._steps[group.at].kind == "softmax")
+        rate = softmax_rate * len(softmaxes)
+        self.moments.append(Moment(self.clock, self.clock + passed, gemms_of, softmaxes, rate))
         self.clock += passed
         for group in exponentiating:
             group.left = _rest(group.left, passed * softmax_rate)
@@ -424,8 +444,8 @@ def simulate(steps: Sequence[Step], groups: int, speeds: Speeds, scores: float) 
     """
     sm = _Sm(steps, groups, speeds)
     began, warm = 0.0, 0
-    while sm.tiles < _TILES:
-        if not began and sm.tiles >= _WARM_TILES:
+    while sm.tiles < TILES:
+        if not began and sm.tiles >= WARM_TILES:
             began, warm = sm.clock, sum(group.tiles for group in sm.groups)
         sm.go_on()
     done = sum(group.tiles for group in sm.groups) - warm
@@ -438,9 +458,25 @@ def loop_of(kernel: Kernel, rates: Rates) -> float:
     Raises:
         NoDataError: as `floor`.
     """
-    speeds = rates.softmax if kernel.maxima else rates.softmax_without_max
     scores = float(kernel.group_rows * kernel.keys)
-    return simulate(steps_of(kernel, rates), kernel.groups_per_sm, speeds, scores)
+    return simulate(steps_of(kernel, rates), kernel.groups_per_sm, _speeds(kernel, rates), scores)
+
+
+def moments_of(kernel: Kernel, rates: Rates) -> list[Moment]:
+    """What goes on in the inner loop, tile after tile, if groups begin evenly spread over the time of a tile.
+
+    Raises:
+        NoDataError: as `floor`.
+    """
+    apart = loop_of(kernel, rates) * kernel.group_rows * kernel.keys
+    sm = _Sm(steps_of(kernel, rates), kernel.groups_per_sm, _speeds(kernel, rates), apart)
+    while sm.tiles < TILES:
+        sm.go_on()
+    return sm.moments
+
+
+def _speeds(kernel: Kernel, rates: Rates) -> Speeds:
+    return rates.softmax if kernel.maxima else rates.softmax_without_max
 
 
 def _rest(left: float, done: float) -> float:

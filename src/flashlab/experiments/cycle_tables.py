@@ -32,16 +32,16 @@ def _page(write: Callable[[Readings], str]) -> Callable[..., str]:
             readings = chip.newest(gpu or "", data)
         except NoDataError:
             return NOTHING_YET
-        return write(readings) + "\n" + _source(readings.values())
+        return f"{write(readings)}\n*{source(readings.values())}*\n"
 
     return page
 
 
-def _source(readings: Iterable[ChipReading]) -> str:
-    """Which GPU, when, which commit, as a line in italics."""
+def source(readings: Iterable[ChipReading]) -> str:
+    """Which GPU, when, which commit."""
     newest = max(readings, key=lambda reading: reading.run)
     commit = newest.source.commit[:7] + (" and uncommitted changes" if newest.source.dirty else "")
-    return f"*{newest.gpu.name} · {newest.time[:10]} · commit {commit}*\n"
+    return f"{newest.gpu.name} · {newest.time[:10]} · commit {commit}"
 
 
 def _value(readings: Readings, name: str) -> float | None:

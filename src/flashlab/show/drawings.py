@@ -1,14 +1,15 @@
 """Drawings of what the kernels do, from the constants of their sources: tiles, fragments, swizzles, schedules, bytes.
 
 Sizes, counts and layouts come from `kernels.text`, at the defaults of a stage's tunables, for float16 and head dim 64.
-Schedules are drawn from the order of the code; their lengths are not measured, and each caption says so.
+Schedules are drawn from the order of the code; their lengths are not measured, and each caption says so. Those of
+`timeline` are to scale: the cycle model says how long things take (experiments/timelines.py).
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry, text
@@ -36,8 +37,23 @@ if TYPE_CHECKING:
 HEAD_DIM = 64
 NOT_TO_SCALE = "The order is that of the code; the lengths are not to scale."
 _ARROW = {"arrowstyle": "->", "color": INK, "linewidth": 1.2}
+TIMELINE_CYCLES: Mapping[Layout, int] = {"wide": 5000, "narrow": 2800}
+"""That a timeline has room for."""
 BANKS, BANK_BYTES = 32, 4
 """Of an SM's shared memory."""
+
+
+class Span(NamedTuple):
+    """A bar of a timeline."""
+
+    row: int
+    start: float
+    stop: float
+    words: str
+    colour: str
+    low: float = 0.0
+    high: float = 1.0
+    """How much of the row's height it fills, from where to where."""
 
 
 def _constants(stage_id: str) -> dict[str, int]:
@@ -343,28 +359,31 @@ def factors() -> Chart:
 def _lanes(
     axes: Axes,
     rows: Sequence[str],
-    spans: Iterable[tuple[int, float, float, str, str]],
+    spans: Iterable[Span],
     *,
     end: float,
     height: float = 0.62,
+    letter: float = 0.0,
 ) -> None:
-    """A timeline: named rows, and spans of (row, from, to, words, colour)."""
+    """A timeline: named rows, and spans. Words that would not fit at `letter` of time for each letter are left out."""
     _bare(axes, (0, end), (-0.6, len(rows) - 0.1))
     for row, name in enumerate(rows):
         axes.text(0, row - 0.33, name, ha="left", va="bottom", color=MUTED, fontsize="small")
         axes.plot([0, end], [row + height / 2] * 2, color=GRID, linewidth=0.8, zorder=0)
-    for row, start, stop, words, colour in spans:
-        if start < end:
-            _box(axes, start, row - 0.25, min(stop, end) - start, height, colour)
-            if words and min(stop, end) - start > 0.9:
-                _in(axes, (start + min(stop, end)) / 2, row - 0.25 + height / 2, words, color=PAPER, fontsize="small")
+    for row, start, stop, words, colour, low, high in spans:
+        left, right = max(start, 0.0), min(stop, end)
+        if left < right and low < high:
+            top, share = row - 0.25 + (1 - high) * height, (high - low) * height
+            _box(axes, left, top, right - left, share, colour, linewidth=1 if high - low == 1 else 0)
+            if words and right - left > max(0.9, letter * len(words)):
+                _in(axes, (left + right) / 2, top + share / 2, words, color=PAPER, fontsize="small")
 
 
 def pipeline() -> Chart:
     """Copies and arithmetic of a block in 05 and in 06."""
     stages, count, copy, work = _constants("06_cp_async")["PIPELINE_STAGES"], 4, 1.6, 2.4
 
-    def spans(ring: int) -> list[tuple[int, float, float, str, str]]:
+    def spans(ring: int) -> list[Span]:
         found, free, copied, done = [], 0.0, 0.0, [0.0] * count
         for tile in range(count):
             # A tile's buffer is free once the tile that it held before is used up.
@@ -372,7 +391,7 @@ def pipeline() -> Chart:
             copied = start + copy
             begin = max(copied, free)
             free = done[tile] = begin + work
-            found += [(0, start, copied, f"tile {tile}", ACCENT), (1, begin, free, f"tile {tile}", STAGE)]
+            found += [Span(0, start, copied, f"tile {tile}", ACCENT), Span(1, begin, free, f"tile {tile}", STAGE)]
         return found
 
     def draw(figure: Figure, layout: Layout) -> None:
@@ -546,85 +565,31 @@ def wgmma() -> Chart:
     )
 
 
-def _schedule(order: str, consumers: int, tiles: int) -> list[tuple[int, float, float, str, str]]:
-    """Spans of consumers' GEMMs and softmaxes, one user of the tensor cores at a time.
+def timeline(
+    stage_id: str, rows: Sequence[str], spans: Sequence[Span], *, alt: str, caption: str, **source: Any
+) -> Chart:
+    """What goes on on an SM, in cycles from 0 on; every stage's timeline has the same scale.
 
     Args:
-        order: `alternate`: QK GEMM, softmax, PV GEMM (10). `overlap`: the PV GEMM of a tile is issued behind the QK
-            GEMM of the next, and the consumers issue in turns (11).
+        source: provenance and data files of the lengths.
     """
-    gemm, softmax = 1.0, 2.2
-    spans: list[tuple[int, float, float, str, str]] = []
-    tensor_free = 0.0
-    ready = [(0.0, consumer, 0, "QK") for consumer in range(consumers)]
-    heapq.heapify(ready)
-    while ready:
-        when, consumer, tile, what = heapq.heappop(ready)
-        start = max(when, tensor_free)
-        both = order == "overlap" and tile > 0 and what == "QK"
-        tensor_free = start + gemm * (2 if both else 1)
-        spans.append((consumer, start, start + gemm, f"{what} {tile}", STAGE))
-        if both:
-            spans.append((consumer, start + gemm, tensor_free, f"PV {tile - 1}", ACCENT))
-        if what == "QK":
-            begin = start + gemm
-            row = consumer + (consumers if order == "overlap" else 0)
-            spans.append((row, begin, begin + softmax, f"softmax {tile}", PEER))
-            later = max(begin + softmax, tensor_free if both else 0.0)
-            if order == "alternate":
-                heapq.heappush(ready, (later, consumer, tile, "PV"))
-            elif tile + 1 < tiles:
-                heapq.heappush(ready, (later, consumer, tile + 1, "QK"))
-        else:
-            spans[-1] = (consumer, start, start + gemm, f"PV {tile}", ACCENT)
-            if tile + 1 < tiles:
-                heapq.heappush(ready, (start + gemm, consumer, tile + 1, "QK"))
-    return spans
-
-
-def _flat(
-    spans: Iterable[tuple[int, float, float, str, str]], consumers: int
-) -> list[tuple[int, float, float, str, str]]:
-    """Spans with a tensor-core row first and every consumer's softmax in a row of its own."""
-    found = []
-    for row, start, stop, words, colour in spans:
-        consumer = row % consumers
-        if colour == PEER:
-            found.append((1 + consumer, start, stop, words, colour))
-        else:
-            found.append((0, start, stop, f"{words[:2]} {consumer}", colour))
-    return found
-
-
-def turns() -> Chart:
-    """Tensor cores and softmaxes in 10 and in 11."""
-    ten, eleven = (_constants(one)["NUM_CONSUMERS"] for one in ("10_warp_specialized", "11_pingpong"))
+    looks = {"QK GEMM": STAGE, "PV GEMM": ACCENT, "softmax": PEER}
 
     def draw(figure: Figure, layout: Layout) -> None:
-        before, after = list(figure.subplots(2, 1, height_ratios=[1 + ten, 1 + eleven]))
-        end = 13.0 if layout == "wide" else 8.4
-        for axes, order, consumers, title in (
-            (before, "alternate", ten, f"10: {ten} consumers, each alternates"),
-            (after, "overlap", eleven, f"11: {eleven} consumers in ping-pong order"),
-        ):
-            rows = ("tensor cores (number: consumer)", *(f"softmax of consumer {one}" for one in range(consumers)))
-            _lanes(axes, rows, _flat(_schedule(order, consumers, 5), consumers), end=end)
-            axes.set_title(title)
+        (axes,) = _panels(figure, layout, 1)
+        end = TIMELINE_CYCLES[layout]
+        _lanes(axes, rows, spans, end=end, letter=70)
+        for cycles in range(0, end + 1, 1000):
+            axes.axvline(cycles, color=GRID, linewidth=0.8, zorder=-1)
+            _in(axes, cycles, len(rows) - 0.35, f"{cycles:,}", color=MUTED, fontsize="small")
+        _in(axes, 500, len(rows) - 0.35, "cycles", color=MUTED, fontsize="small")
+        for name, colour in looks.items():
+            axes.plot([], [], "s", color=colour, label=name)
+        figure.legend(loc="outside upper left", ncols=len(looks), columnspacing=0.9, handletextpad=0.1)
 
-    return compose(
-        draw,
-        name="draw-turns",
-        heights=(4.6, 4.8),
-        alt=f"Timelines of tensor cores and softmaxes. With {ten} consumers that alternate the tensor cores have "
-        "gaps while "
-        f"both are in their softmax. With {eleven} in ping-pong order, and the PV GEMM issued behind the next QK "
-        "GEMM, "
-        "the gaps close.",
-        caption="Who uses the tensor cores. In 10 a consumer's GEMMs and softmax alternate; in 11 the PV GEMM of "
-        "a tile is "
-        "issued behind the QK GEMM of the next, and another consumer's GEMMs run during a softmax. Modelled. "
-        f"{NOT_TO_SCALE}",
-    )
+    name = f"draw-timeline-{stage_id}"
+    height = 0.6 + 0.5 * len(rows)
+    return compose(draw, name=name, heights=(height, height), alt=alt, caption=caption, **source)
 
 
 def ring() -> Chart:
@@ -669,14 +634,14 @@ def early() -> Chart:
     share = one["BEFORE_PV"] / one["NUM_SCORES"]
     gemm, search, powers, rounding = 1.6, 1.9, 4.0, 1.2
 
-    def tile(has_search: bool) -> list[tuple[int, float, float, str, str]]:
-        spans = [(0, 0.0, gemm, "QK", STAGE), (0, gemm, 2 * gemm, "PV before", ACCENT)]
+    def tile(has_search: bool) -> list[Span]:
+        spans = [Span(0, 0.0, gemm, "QK", STAGE), Span(0, gemm, 2 * gemm, "PV before", ACCENT)]
         at = gemm
         if has_search:
-            spans.append((1, at, at + search, "maximum", LOSS))
+            spans.append(Span(1, at, at + search, "maximum", LOSS))
             at += search
-        spans.append((1, at, at + powers, "exponentials", PEER))
-        spans.append((1, at + powers, at + powers + rounding, "round", FAINT))
+        spans.append(Span(1, at, at + powers, "exponentials", PEER))
+        spans.append(Span(1, at + powers, at + powers + rounding, "round", FAINT))
         return spans
 
     def draw(figure: Figure, layout: Layout) -> None:
@@ -708,9 +673,10 @@ def early() -> Chart:
 
 def joint() -> Chart:
     """The end of a work tile in 12 and in 13."""
-    last, first = (0, 0.0, 1.6, "last PV", ACCENT), "first QK"
-    before = (last, (1, 1.6, 4.2, "round, write", PEER), (0, 4.2, 5.8, first, STAGE))
-    after = (last, (1, 1.6, 2.7, "round", PEER), (1, 2.7, 5.0, "TMA store", FAINT), (0, 2.7, 4.3, first, STAGE))
+    last, first = Span(0, 0.0, 1.6, "last PV", ACCENT), "first QK"
+    before = (last, Span(1, 1.6, 4.2, "round, write", PEER), Span(0, 4.2, 5.8, first, STAGE))
+    store = Span(1, 2.7, 5.0, "TMA store", FAINT)
+    after = (last, Span(1, 1.6, 2.7, "round", PEER), store, Span(0, 2.7, 4.3, first, STAGE))
 
     def draw(figure: Figure, layout: Layout) -> None:
         names = ("tensor cores, one consumer", "its output")
@@ -971,7 +937,6 @@ DRAWINGS: Mapping[str, Callable[[], Chart]] = {
     "swizzle": swizzle,
     "wgmma": wgmma,
     "ring": ring,
-    "turns": turns,
     "waves": waves,
     "joint": joint,
     "early": early,

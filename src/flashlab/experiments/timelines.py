@@ -1,0 +1,168 @@
+"""Timelines of one SM in 08 to 13, to scale: what the cycle model has going on in the inner loop, as drawings.
+
+Tunables are the stages' defaults. Copies, which the model takes to come in time, begin when their pipeline stage is
+free and last as long as a copy of their size alone.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flashlab.core.errors import NoDataError
+from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.experiments import chip, cycle_model, cycle_tables
+from flashlab.experiments.cycle_model import Kernel, Moment, Rates
+from flashlab.kernels import registry
+from flashlab.query import select
+from flashlab.record import store
+from flashlab.record.schema import ChipReading
+from flashlab.show import drawings, journey
+from flashlab.show.charts import ACCENT, MUTED, PEER, STAGE, Chart
+from flashlab.show.drawings import Span
+from flashlab.show.pages import Output
+from flashlab.show.tables import number
+
+if TYPE_CHECKING:
+    from flashlab.query.select import Results
+
+_COLOURS = {"QK": STAGE, "PV": ACCENT, "softmax": PEER}
+_FREE = "The groups begin evenly spread over a tile; no barrier orders them, so on a GPU they meet in other ways too."
+_LOOP_OF_11 = "The loop is that of 11; the beginnings and ends of work tiles are left out."
+NOTES = {
+    "08_swizzle": f"{_FREE} Copies are left out, because no reading says how long a `cp.async` takes.",
+    "09_wgmma": f"{_FREE} The model waits for an mbarrier before each GEMM, the kernel once for K and V together.",
+    "10_warp_specialized": _FREE,
+    "11_pingpong": "",
+    "12_persistent": _LOOP_OF_11,
+    "13_tma_store": _LOOP_OF_11,
+}
+"""The stages that are drawn, and what a reader must know of each."""
+Uses = Mapping[tuple[int, str], Sequence[Span]]
+"""The GEMMs and softmaxes of a group, by its number and their name, tile after tile."""
+
+
+def _merged(spans: Iterable[Span]) -> Iterator[Span]:
+    """Those that begin where the same one ended, as one."""
+    last: dict[tuple[object, ...], Span] = {}
+    for span in spans:
+        look = (span.row, *span[3:])
+        before = last.pop(look, None)
+        if before and before.stop == span.start:
+            span = span._replace(start=before.start)
+        elif before:
+            yield before
+        last[look] = span
+    yield from last.values()
+
+
+def uses_of(moments: Iterable[Moment]) -> Uses:
+    """Every group's GEMMs and softmaxes, GEMMs in the upper half of its row."""
+    parts = (
+        Span(group, one.start, one.stop, name, _COLOURS[name], *((0.0, 0.48) if name == "softmax" else (0.52, 1.0)))
+        for one in moments
+        for group, name in (*one.gemms, *((group, "softmax") for group in one.softmaxes))
+    )
+    found: dict[tuple[int, str], list[Span]] = defaultdict(list)
+    for span in sorted(_merged(parts), key=lambda span: span.start):
+        found[span.row, span.words].append(span)
+    return found
+
+
+def copies_of(kernel: Kernel, uses: Uses, readings: Mapping[str, ChipReading]) -> list[Span]:
+    """TMA loads of the first block, K in the upper half of the row."""
+    together = kernel.stage == "09_wgmma"  # by the block itself, at the beginning of its tile, for one mbarrier
+    kib = kernel.keys * kernel.head_dim * 2 * (1 + together) // 1024
+    cycles = readings[f"bulk_copy_{kib}_kib"].value
+    spans: list[Span] = []
+    start = 0.0
+    for tile in range(cycle_model.TILES // 2):
+        for letter, gemm, low in (("K", "QK", 0.52), ("V", "PV", 0.0)):
+            if together:
+                start = uses[0, "QK"][tile].start
+            else:  # by the producer, in this order, when every consumer has waited for the GEMM
+                late = kernel.overlaps and gemm == "PV"  # which it does after the next tile's softmax
+                ends = (gemm, "softmax") if late else (gemm,)
+                start = max(start, *(uses[i, end][tile + late].stop for i in range(kernel.groups) for end in ends))
+            spans.append(Span(0, start, start + cycles, letter, MUTED, low, low + 0.48))
+    return spans
+
+
+def units_of(kernel: Kernel, rates: Rates, moments: Iterable[Moment]) -> Iterator[Span]:
+    """What share of the tensor cores is in use, row 0, and of the exponential unit, row 1."""
+    steps = cycle_model.steps_of(kernel, rates)
+    # Of what the model counts as scores of a softmax, some stand for the output's rescale.
+    real = kernel.group_rows * kernel.keys / sum(step.amount for step in steps if step.kind == "softmax")
+    for one in moments:
+        qk = sum(name == "QK" for _, name in one.gemms) / max(1, len(one.gemms))
+        yield Span(0, one.start, one.stop, "", STAGE, 1 - qk, 1.0)
+        yield Span(0, one.start, one.stop, "", ACCENT, 0.0, 1 - qk if one.gemms else 0.0)
+        yield Span(1, one.start, one.stop, "", PEER, 0.0, one.rate * real / rates.exp2)
+
+
+def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Chart:
+    """The timeline of a stage.
+
+    Raises:
+        NoDataError: readings or ceilings are missing.
+    """
+    problem, stage, gpu = Problem.parse(FIRST_SHAPE), registry.get(stage_id), next(iter(readings.values())).gpu
+    ceilings = store.newest_ceilings(gpu.slug, data)
+    rates = cycle_model.rates_of(readings, ceilings)
+    kernel = cycle_model.kernel_of(stage_id, problem.head_dim, stage.parameters(problem.head_dim))
+    assert kernel is not None
+    moments = cycle_model.moments_of(kernel, rates)
+    uses = uses_of(moments)
+    blocks = [f"block {block}" for block in range(kernel.blocks)] if kernel.blocks > 1 else [""]
+    names = [f"{block}, consumer {i}".strip(", ") for block in blocks for i in range(kernel.groups)]
+    names = blocks if kernel.groups == 1 else names
+    names[0] = f"{names[0]}: GEMMs above, softmax below"
+    loads = ["TMA loads" + (" of block 0" if kernel.blocks > 1 else "")] if kernel.uses_wgmma else []
+    begin = uses[0, "QK"][cycle_model.WARM_TILES * kernel.interleaved].start
+    end = begin + max(drawings.TIMELINE_CYCLES.values())
+    units = [*_merged(units_of(kernel, rates, (one for one in moments if begin <= one.start < end)))]
+    spans = [
+        *(copies_of(kernel, uses, readings) if loads else []),
+        *(span._replace(row=len(loads) + span.row) for span in units),
+        *(span._replace(row=len(loads) + 2 + span.row) for one in uses.values() for span in one),
+    ]
+    length = max(span.stop for span in units) - begin
+    busy = [sum((one.stop - one.start) * (one.high - one.low) for one in units if one.row == row) for row in (0, 1)]
+    tensor, exponential = (f"{100 * one / length:.0f} %" for one in busy)
+    gemm = sum(step.amount for step in cycle_model.steps_of(kernel, rates) if (step.kind, step.name) == ("issue", "QK"))
+    measured_by = [ceilings["mma_sync_float16"]] if not kernel.uses_wgmma else []
+    return drawings.timeline(
+        stage_id,
+        [*loads, "tensor cores", "exponential unit: height is the share of its rate", *names],
+        [span._replace(start=span.start - begin, stop=span.stop - begin) for span in spans],
+        alt=f"Timeline of one SM in the loop of {stage_id}: tensor cores, exponential unit, and each group of four "
+        f"warps. Alone, a group's QK GEMM takes {number(gemm)} cycles, as its PV GEMM does. The tensor cores are busy "
+        f"for {tensor} of the time that is drawn; the exponential unit works at {exponential} of its rate.",
+        caption=f"One SM in the loop of {stage_id} at {problem.label}, with {kernel.blocks} "
+        f"block{'s' * (kernel.blocks > 1)} of {kernel.tile_rows} rows and {kernel.keys} keys a tile. To scale, in "
+        "cycles that the cycle model computes from readings of the SM's units; the kernel was not traced. GEMMs that "
+        f"run at once share the tensor cores. {NOTES[stage_id]}".strip(),
+        provenance=cycle_tables.source(readings.values()),
+        data_files=(
+            *sorted({f"{gpu.slug}/chip/{one.run}.jsonl" for one in readings.values()}),
+            *select.run_files(measured_by),
+        ),
+    )
+
+
+def page(out: Output, shown: Results | None, data: Path) -> None:
+    """Every timeline, for its stage's page and the journey: of the GPU that is shown, where its units were read."""
+    slugs = sorted(store.gpus(data, "chip"), key=lambda slug: shown is None or slug != shown.gpu)
+    for stage_id in NOTES:
+        pages = {"stage": f"stages/{stage_id}.md", "journey": journey.PAGE}
+        try:
+            chart = draw(stage_id, chip.newest(slugs[0] if slugs else "", data), data)
+            drawn = {name: out.chart(chart, page) for name, page in pages.items()}
+        except NoDataError:
+            drawn = dict.fromkeys(pages, cycle_tables.NOTHING_YET)
+        out.sections(f"timelines/{stage_id}.md", **drawn)
+
+
+PAGES = {"timelines": page}
