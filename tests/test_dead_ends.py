@@ -88,7 +88,7 @@ def test_a_name_may_carry_values_of_tunables() -> None:
     assert (stage.id, variant) == ("wmma_no_smem", {"COLUMN_LANES": 32, "WARP_A_HEAD": 1})
     assert variant_name(stage.id, variant) == "wmma_no_smem[COLUMN_LANES=32,WARP_A_HEAD=1]"
     assert registry.parse("05_wmma") == (STAGES["05_wmma"], {})
-    with pytest.raises(UnknownStageError, match=r"got 'wmma'\. Off the ladder: branch_free, "):
+    with pytest.raises(UnknownStageError, match=r"got 'wmma'\. Off the ladder: d0_split_kv, branch_free, "):
         registry.parse("wmma[COLUMN_LANES=32]")
     with pytest.raises(ParameterError, match="has no parameter 'LANES'"):
         registry.parse("wmma_no_smem[LANES=32]")
@@ -405,15 +405,15 @@ def test_a_run_of_the_ladder_may_hold_a_rung_that_was_retired(tmp_path: Path) ->
     (against,) = contests.against_peers("nvidia-h200", tmp_path)
     assert against.burst is not None
     assert against.burst.stage == best.name
-    assert select.dead_ends("nvidia-h200", tmp_path) == {}
+    assert select.off_ladder("nvidia-h200", tmp_path) == {}
     assert registry.best(FIRST, "sm_90a").id != retired
-    page = pages.dead_end_result(DEAD_ENDS[retired], {FIRST: shown.rows()})
+    page = pages.off_ladder_result(DEAD_ENDS[retired], {FIRST: shown.rows()})
     assert f"**{retired}**" in page or f"**`{retired}`**" in page
     assert "| `12_persistent`" in page or "| 12_persistent" in page
 
 
 def test_dead_ends_are_shown_with_what_was_measured_in_turn(data: Path) -> None:
-    answer = select.dead_ends("nvidia-h200", data)
+    answer = select.off_ladder("nvidia-h200", data)
     assert list(answer) == [FIRST]
     names = [row.name for row in answer[FIRST]]
     assert names[:2] == ["00_naive", "05_wmma"]
@@ -453,10 +453,10 @@ def test_no_page_is_without_a_dead_end() -> None:
 
 @pytest.mark.parametrize("measured", [False, True])
 def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path, measured: bool) -> None:
-    answer = select.dead_ends("nvidia-h200", data) if measured else {}
+    answer = select.off_ladder("nvidia-h200", data) if measured else {}
     out = pages.Output(root=tmp_path)
     for stage in DEAD_ENDS.values():
-        pages.dead_end_page(out, stage, answer)
+        pages.off_ladder_page(out, stage, answer)
         text = (tmp_path / "snippets" / "dead_ends" / f"{stage.id}.md").read_text(encoding="utf-8")
         for section in ("title", "question", "built", "prediction", "result", "code"):
             assert text.count(f"[start:{section}]") == text.count(f"[end:{section}]") == 1

@@ -23,7 +23,7 @@ import pytest
 from shared import live_things
 
 from flashlab.cli.app import _groups
-from flashlab.kernels.registry import DEAD_ENDS, STAGES
+from flashlab.kernels.registry import OFF_LADDER, STAGES
 from flashlab.show import trial
 
 if TYPE_CHECKING:
@@ -99,7 +99,11 @@ def _pages(built: Path) -> list[Path]:
 
 
 def test_every_page_is_there_and_nothing_half_made(built: Path) -> None:
-    for page in (*PAGES, *(f"stages/{stage_id}/" for stage_id in STAGES), *(f"dead_ends/{one}/" for one in DEAD_ENDS)):
+    for page in (
+        *PAGES,
+        *(f"stages/{stage_id}/" for stage_id in STAGES),
+        *(stage.folder + f"{one}/" for one, stage in OFF_LADDER.items()),
+    ):
         text = (built / page / "index.html").read_text(encoding="utf-8")
         assert "--8&lt;--" not in text, page
         assert "<h1" in text, page

@@ -49,7 +49,7 @@ def prose(text: str) -> str:
 def _texts() -> Iterator[tuple[str, str]]:
     for path in site.written_pages():
         yield path.relative_to(ROOT).as_posix(), markdown_of(path)
-    for stage in (*registry.STAGES.values(), *registry.DEAD_ENDS.values()):
+    for stage in (*registry.STAGES.values(), *registry.OFF_LADDER.values()):
         # A prediction stays as it was written.
         yield f"{stage.id}.toml", "\n".join((stage.title, stage.question, stage.change))
     for lever in levers.choose():

@@ -193,7 +193,7 @@ def test_an_entry_is_a_stage() -> None:
     assert (stage.id, stage.order, stage.parent, stage.dtypes) == ("17_new", 17, None, ("float16", "bfloat16"))
     assert stage.parameters(64) == {"WARPS": 4}
     assert stage.parameters(128) == {"WARPS": 2}
-    assert parse_entry(ENTRY, "tried", dead_end=True).dead_end
+    assert parse_entry(ENTRY, "tried", place="dead_ends").dead_end
 
 
 @pytest.mark.parametrize(

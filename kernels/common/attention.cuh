@@ -71,6 +71,14 @@ struct ClusterLaunchShape {
   int cluster;      // blocks a cluster, which take neighbouring tiles of a head: the grid is in whole clusters; 0 or 1: none
 };
 
+// The same of a kernel whose blocks split keys. A tile's rows are packed: query row r / group of head r % group of the `group` query
+// heads that share a K/V head. The grid is (splits · ceil(group · q_len / tile_q), kv_heads, batch), in clusters of `splits` blocks
+// along x, which the launcher chooses where `cluster` is 0.
+struct SplitLaunchShape {
+  ClusterLaunchShape blocks;
+  int split_keys;   // keys that a block takes at a time: a block more would be idle where there are fewer than that for each
+};
+
 // First row of one head.
 __device__ __forceinline__ element* head_of(const TensorView& tensor, int batch, int head) {
   return static_cast<element*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;

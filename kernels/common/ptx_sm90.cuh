@@ -315,6 +315,8 @@ FLASHLAB_TENSOR_COPIES(5, 6, 7, 8, 9)
 
 // 9.7.13.3 barrier.cluster.arrive (release) and .wait (acquire): all threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// The same without the release, whose fence waits for the thread's writes: it says that the block runs, and nothing of its writes.
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // 10.16 %cluster_ctarank: the block's rank in its cluster, and 10.17 %cluster_nctarank: how many blocks are in it.

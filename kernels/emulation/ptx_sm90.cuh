@@ -174,7 +174,8 @@ FLASHLAB_TENSOR_COPIES(5)
 #undef FLASHLAB_TENSOR_COPIES
 
 // --- clusters, grids, registers ----------------------------------------------------------------------------------------------
-__forceinline__ void cluster_arrive() { emu::cluster_arrive(); }
+__forceinline__ void cluster_arrive() { emu::cluster_arrive(true); }
+__forceinline__ void cluster_arrive_relaxed() { emu::cluster_arrive(false); }
 __forceinline__ void cluster_wait() { emu::cluster_wait(); }
 __forceinline__ unsigned cluster_ctarank() { return emu::cluster_rank(); }
 __forceinline__ unsigned cluster_nctarank() { return emu::cluster_size(); }

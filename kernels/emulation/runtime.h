@@ -64,7 +64,7 @@ struct Reduction {
 Reduction barrier_reduce(int predicate);
 
 // --- a cluster's barrier ----------------------------------------------------------------------------------------------------
-void cluster_arrive();
+void cluster_arrive(bool release);
 void cluster_wait();
 
 // --- shared memory ----------------------------------------------------------------------------------------------------------

@@ -383,10 +383,10 @@ void Team::complete_if_all_arrived() {
   barrier_clock = {};
 }
 
-void cluster_arrive() {
+void cluster_arrive(bool release) {
   Block& b = block();
   Team& team = *b.team;
-  if (b.detect) release_thread(b, thread(), team.barrier_clock);
+  if (b.detect && release) release_thread(b, thread(), team.barrier_clock);
   b.moved = true;
   // What this thread waits for is the generation it arrived in; a thread arrives once before it waits.
   thread().cluster_generation = team.barrier_generation;

@@ -80,8 +80,8 @@ namespace {
 
 // --- the request ------------------------------------------------------------------------------------------------------------
 
-struct LaunchShape {   // ClusterLaunchShape of kernels/common/attention.cuh; what the kernel's constant lacks is 0
-  int threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster;
+struct LaunchShape {   // SplitLaunchShape of kernels/common/attention.cuh; what the kernel's constant lacks is 0
+  int threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster, split_keys;
 };
 
 LaunchShape launch_shape() {
@@ -584,8 +584,9 @@ int describe() {
   if (the_launch_shape) {
     const LaunchShape shape = launch_shape();
     std::printf("{\"threads\": %d, \"smem_bytes\": %d, \"tile_q\": %d, \"box_q\": %d, \"box_kv\": %d, \"persistent\": %s, "
-                "\"panels_kv\": %d, \"cluster\": %d}", shape.threads, shape.smem_bytes, shape.tile_q, shape.box_q, shape.box_kv,
-                shape.persistent ? "true" : "false", shape.panels_kv, shape.cluster);
+                "\"panels_kv\": %d, \"cluster\": %d, \"split_keys\": %d}", shape.threads, shape.smem_bytes, shape.tile_q,
+                shape.box_q, shape.box_kv, shape.persistent ? "true" : "false", shape.panels_kv, shape.cluster,
+                shape.split_keys);
   } else {
     std::printf("null");
   }

@@ -72,7 +72,11 @@ class LaunchShape:
     panels_kv: int = 0
     """Panels of 64 columns that a tensor map's box of K and V has; 0: all."""
     cluster: int = 0
-    """Blocks a cluster, which take neighbouring tiles of a head; 0 or 1: none."""
+    """Blocks a cluster, which take neighbouring tiles of a head; 0 or 1: none. With `split_keys`: blocks that a tile's
+    keys are split over; 0: as many as the launcher chooses."""
+    split_keys: int = 0
+    """Keys that a block takes at a time, where the blocks of a cluster split a tile's keys, and a tile's rows are those
+    of all query heads that share a K/V head; 0: a tile is of one head, and one block's."""
 
 
 _MAX_THREADS = 1024
@@ -80,6 +84,8 @@ _MAX_BOX = 256
 """Rows: a tensor map's limit in every dimension."""
 _MAX_CLUSTER = 8
 """Blocks: what every GPU with clusters allows."""
+_MAX_SPLITS = 16
+"""Blocks: what a GPU may allow a kernel that leaves their number to the launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,8 +321,9 @@ def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
             f"wanted launch_shape with 1 to {_MAX_THREADS} threads, a size of shared memory and a positive tile_q, "
             f"got {shape}"
         )
-    if not 0 <= shape.cluster <= _MAX_CLUSTER:
-        return f"wanted launch_shape with a cluster of 0 to {_MAX_CLUSTER} blocks, got {shape}"
+    most = _MAX_SPLITS if shape.split_keys else _MAX_CLUSTER
+    if not 0 <= shape.cluster <= most:
+        return f"wanted launch_shape with a cluster of 0 to {most} blocks, got {shape}"
     boxes = (shape.box_q, shape.box_kv)
     if stage.tensor_maps and not all(0 < rows <= _MAX_BOX for rows in boxes):
         return f"wanted launch_shape with a box_q and a box_kv of 1 to {_MAX_BOX} rows for its tensor maps, got {shape}"
@@ -753,11 +760,11 @@ def instructions(code: bytes) -> dict[str, bytes]:
 
 def _launch_shape(data: bytes) -> LaunchShape:
     """From the constant's integers; those that it lacks are 0."""
-    whole = struct.Struct("<8i")
-    threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster = whole.unpack(
+    whole = struct.Struct("<9i")
+    threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster, split_keys = whole.unpack(
         data[: whole.size].ljust(whole.size, b"\0")
     )
-    return LaunchShape(threads, smem_bytes, tile_q, box_q, box_kv, bool(persistent), panels_kv, cluster)
+    return LaunchShape(threads, smem_bytes, tile_q, box_q, box_kv, bool(persistent), panels_kv, cluster, split_keys)
 
 
 def _parse_resources(log: str, entry: str) -> Resources | None:

@@ -11,8 +11,8 @@ from flashlab.kernels import registry
 
 
 def known() -> tuple[str, ...]:
-    """The ids of all stages, the ladder before the dead ends."""
-    return tuple(dict.fromkeys((*registry.STAGES, *registry.DEAD_ENDS)))
+    """The ids of all stages, the ladder first."""
+    return tuple(dict.fromkeys((*registry.STAGES, *registry.OFF_LADDER)))
 
 
 def resolve(name: str) -> str:
@@ -28,7 +28,7 @@ def resolve(name: str) -> str:
         return matches[0] + bracket + tunables
     if matches:
         raise UnknownStageError(f"stage: wanted a unique prefix, got {prefix!r}, which begins {', '.join(matches)}")
-    for folder, suffix in product(("", "dead_ends/"), (".cu", ".py")):
+    for folder, suffix in product(("", "decode/", "dead_ends/"), (".cu", ".py")):
         if (KERNELS / f"{folder}{prefix}{suffix}").is_file():
             raise UnknownStageError(f"stage: wanted an entry kernels/{folder}{prefix}.toml beside its source, got none")
     # Without its number too, which is what people misremember.
@@ -38,5 +38,5 @@ def resolve(name: str) -> str:
     raise UnknownStageError(
         f"stage: wanted one of {', '.join(registry.STAGES)}, got {prefix!r}."
         + (f" Did you mean {' or '.join(meant)}?" if meant else "")
-        + f" Off the ladder: {', '.join(registry.DEAD_ENDS)}"
+        + f" Off the ladder: {', '.join(registry.OFF_LADDER)}"
     )

@@ -6,7 +6,8 @@ A stage is three files that share its id, and nothing else lists stages:
     kernels/16_ones_column.toml       its entry: the fields of `Stage`, but for those that the file's place says
     site/stages/16_ones_column.md     its page
 
-What was tried and led nowhere is a stage too, off the ladder: `kernels/dead_ends/` and `site/dead_ends/`.
+Two kinds of stages are off the ladder, in folders of their own below kernels/ and site/: `decode/` has kernels for
+problems that no rung is made for, `dead_ends/` what was tried and led nowhere.
 """
 
 from __future__ import annotations
@@ -27,9 +28,14 @@ from flashlab.core.paths import KERNELS, ROOT, SITE
 from flashlab.core.problem import FIRST_SHAPE, DType, Mask, Precision, Problem
 
 Language = Literal["cuda", "triton"]
+Place = Literal["ladder", "decode", "dead_ends"]
+"""`ladder`: a rung, each of which replaces the one before. `decode`: for few query rows against many keys, which no
+rung is made for; it is compared with rungs and replaces none. `dead_ends`: tried, and kept for what it shows."""
 Arch = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
 RUNG_ID = re.compile(r"(\d\d|t\d)(_[a-z0-9]+)+")
 """Ids of the ladder: a number, or `t` and a digit for one in Triton, and words."""
+DECODE_ID = re.compile(r"d\d(_[a-z0-9]+)+")
+"""Ids of stages for decoding: `d` and a digit, and words."""
 DEAD_END_ID = re.compile(rf"[a-z][a-z0-9]*(_[a-z0-9]+)*|{RUNG_ID.pattern}")
 """Ids of dead ends: words, or the id that it had on the ladder."""
 ARCHS: tuple[Arch, ...] = get_args(Arch)
@@ -143,12 +149,12 @@ class Excerpt:
 
 @dataclass(frozen=True, kw_only=True, config=_ENTRY)
 class Stage:
-    """One kernel of the ladder, or of the dead ends. Each field but the first two is one of its entry."""
+    """One kernel, on the ladder or off it. Each field but the first two is one of its entry."""
 
     id: str
     """Its file's name, without the suffix."""
-    dead_end: bool = False
-    """Whether it is off the ladder: tried, and kept for what it shows. Its file is in `kernels/dead_ends/`."""
+    place: Place = "ladder"
+    """By the folder that its file is in."""
     title: _Text
     parent: str | None = None
     """None for the ladder's first stage."""
@@ -171,6 +177,8 @@ class Stage:
     """The last architecture that has its instructions; None where newer ones keep them."""
     dtypes: Annotated[tuple[DType, ...], Field(min_length=1)] = ("float16",)
     head_dims: Annotated[tuple[int, ...], Field(min_length=1)] = (64, 128)
+    max_rows: Annotated[int, Field(gt=0)] | None = None
+    """The most query rows a K/V head that it takes: query heads that share it times q_len; None: any number."""
     params: Mapping[str, Param] = field(default_factory=dict)
     ablations: Mapping[str, Param] = field(default_factory=dict)
     """Macros that ablations set and nobody tunes. The kernel has their defaults itself, so that they reach it only
@@ -192,7 +200,8 @@ class Stage:
     defect: str = ""
     """Why its output is wrong, where it is kept for being wrong; empty where it is right."""
     variants: tuple[Mapping[str, int], ...] = ()
-    """Values of tunables that are measured beside the defaults, because they show why it is a dead end."""
+    """Values of tunables that are measured beside the defaults of a stage off the ladder, because they show why it is a
+    dead end, or what its choices are worth."""
 
     @model_validator(mode="after")
     def _check(self) -> Stage:
@@ -213,6 +222,11 @@ class Stage:
         return self
 
     @property
+    def dead_end(self) -> bool:
+        """Whether it is a dead end."""
+        return self.place == "dead_ends"
+
+    @property
     def retired(self) -> bool:
         """Whether a dead end once stood on the ladder, as its numbered id says. Runs that measured it then are runs of
         the ladder as it was."""
@@ -221,7 +235,7 @@ class Stage:
     @property
     def folder(self) -> str:
         """Where its source and entry are, under kernels/."""
-        return "dead_ends/" if self.dead_end else ""
+        return _FOLDERS[self.place]
 
     @property
     def source(self) -> Path:
@@ -282,6 +296,12 @@ class Stage:
             return f"Stage {self.id} takes {' or '.join(self.dtypes)}, got {problem.dtype}. {works}"
         if problem.head_dim not in self.head_dims:
             return f"Stage {self.id} takes head dim {' or '.join(map(str, self.head_dims))}, got {problem.head_dim}."
+        rows = problem.q_heads // problem.kv_heads * problem.q_len
+        if self.max_rows is not None and rows > self.max_rows:
+            return (
+                f"Stage {self.id} takes at most {self.max_rows} query rows a K/V head (query heads that share it times "
+                f"q_len), got {rows}. {_runnable(dtype=problem.dtype)}"
+            )
         if arch is not None and arch not in self.archs:
             return f"Stage {self.id} needs {self.needs}, got {arch}. {_runnable(arch=arch)}"
         return None
@@ -309,10 +329,10 @@ def get(stage_id: str) -> Stage:
     Raises:
         UnknownStageError: there is none.
     """
-    found = STAGES.get(stage_id) or DEAD_ENDS.get(stage_id)
+    found = STAGES.get(stage_id) or OFF_LADDER.get(stage_id)
     if found is None:
         raise UnknownStageError(
-            f"stage: wanted one of {', '.join(STAGES)}, got {stage_id!r}. Off the ladder: {', '.join(DEAD_ENDS)}"
+            f"stage: wanted one of {', '.join(STAGES)}, got {stage_id!r}. Off the ladder: {', '.join(OFF_LADDER)}"
         )
     return found
 
@@ -369,20 +389,20 @@ def best(problem: Problem, arch: str | None) -> Stage:
     raise UnsupportedError(f"no stage runs {problem.label} on {arch or 'a CPU'}. {reasons}")
 
 
-def parse_entry(text: str, stage_id: str, *, dead_end: bool = False) -> Stage:
+def parse_entry(text: str, stage_id: str, *, place: Place = "ladder") -> Stage:
     """A stage from the text of its entry.
 
     Raises:
         DataError: it is no TOML, lacks a field, has one that there is not, or a value that does not fit.
     """
-    entry = f"kernels/{'dead_ends/' if dead_end else ''}{stage_id}.toml"
+    entry = f"kernels/{_FOLDERS[place]}{stage_id}.toml"
     number = re.match(r"\d+", stage_id)
-    place: dict[str, Any] = {"id": stage_id, "dead_end": dead_end}
+    said: dict[str, Any] = {"id": stage_id, "place": place}
     try:
         fields = tomllib.loads(text)
-        if own := fields.keys() & place.keys():
+        if own := fields.keys() & said.keys():
             raise DataError(f"{entry}: wanted no {', '.join(own)}, which the file's place says")
-        return _STAGE.validate_python({"order": number[0]} | fields | place if number else fields | place)
+        return _STAGE.validate_python({"order": number[0]} | fields | said if number else fields | said)
     except tomllib.TOMLDecodeError as error:
         raise DataError(f"{entry}: wanted TOML, got: {error}") from None
     except ValidationError as error:
@@ -407,7 +427,7 @@ def reason(error: Any) -> str:
 
 
 def load(folder: Path = KERNELS) -> dict[str, Stage]:
-    """Every stage with an entry in `folder`, by id, as lists show them: the ladder, then the dead ends.
+    """Every stage with an entry in `folder`, by id, as lists show them: the ladder, those for decoding, the dead ends.
 
     Raises:
         DataError: there is no such folder; an entry is none, see `parse_entry`; or its parent or kernel is no stage
@@ -417,11 +437,14 @@ def load(folder: Path = KERNELS) -> dict[str, Stage]:
         raise DataError(
             f"wanted entries of stages in {folder}, got no such folder. flashlab runs from its checkout: `make`"
         )
-    paths = [(path, False) for path in folder.glob("*.toml")]
-    paths += [(path, True) for path in (folder / "dead_ends").glob("*.toml")]
-    read = [parse_entry(path.read_text(encoding="utf-8"), path.stem, dead_end=dead_end) for path, dead_end in paths]
+    read = [
+        parse_entry(path.read_text(encoding="utf-8"), path.stem, place=place)
+        for place, below in _FOLDERS.items()
+        for path in (folder / below).glob("*.toml")
+    ]
     stages: dict[str, Stage] = {}
-    for stage in sorted(read, key=lambda stage: (stage.dead_end, stage.order, stage.id)):
+    places = list(_FOLDERS)
+    for stage in sorted(read, key=lambda stage: (places.index(stage.place), stage.order, stage.id)):
         for name in ("parent", "kernel"):
             other = getattr(stage, name)
             if other is not None and other not in stages:
@@ -435,13 +458,19 @@ def load(folder: Path = KERNELS) -> dict[str, Stage]:
     return stages
 
 
+_FOLDERS: Mapping[Place, str] = {"ladder": "", "decode": "decode/", "dead_ends": "dead_ends/"}
+"""Of each place, below kernels/ and, but for the ladder's pages, below site/; in the order of lists."""
 _ALL = load()
-STAGES: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if not stage.dead_end}
+STAGES: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.place == "ladder"}
 """The ladder."""
 CUDA_STAGES: Mapping[str, Stage] = {name: stage for name, stage in STAGES.items() if stage.language == "cuda"}
 """The ladder itself: what NVRTC and the CPU emulation compile."""
+DECODE: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.place == "decode"}
+"""Stages for few query rows against many keys."""
 DEAD_ENDS: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.dead_end}
 """What the sources tried and gave up, or should have, and rungs that were retired: runnable like any stage."""
+OFF_LADDER: Mapping[str, Stage] = {**DECODE, **DEAD_ENDS}
+"""Checked, measured and tested like rungs, and never listed among them."""
 RUNGS: Mapping[str, Stage] = {**STAGES, **{name: stage for name, stage in DEAD_ENDS.items() if stage.retired}}
 """What records of the ladder may hold: its stages, then those that have left it."""
 
@@ -452,11 +481,15 @@ def faults(stage: Stage) -> tuple[str, ...]:
     An entry that does not load is an error at import; this is what loads and is not done yet.
     """
     found = []
-    rule, pattern = ("words in lower case", DEAD_END_ID) if stage.dead_end else ("17_words or t1_words", RUNG_ID)
+    rule, pattern = {
+        "ladder": ("17_words or t1_words", RUNG_ID),
+        "decode": ("d1_words", DECODE_ID),
+        "dead_ends": ("words in lower case", DEAD_END_ID),
+    }[stage.place]
     if not pattern.fullmatch(stage.id):
         found.append(f"id: wanted {rule}, joined by _, got {stage.id!r}")
     twins = [name for name, other in STAGES.items() if other.order == stage.order and name != stage.id]
-    if twins and not stage.dead_end:
+    if twins and stage.place == "ladder":
         found.append(f"id: wanted a number, or `order`, of its own, got that of {', '.join(twins)}")
     for path, what in ((stage.source, "source"), (stage.page, "page")):
         if not path.is_file():

@@ -68,7 +68,7 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
 
 def _fits(name: str, parameters: Mapping[str, int]) -> bool:
     """Whether a record is a stage's, as it stands now."""
-    stage = registry.STAGES.get(name) or registry.DEAD_ENDS.get(name)
+    stage = registry.STAGES.get(name) or registry.OFF_LADDER.get(name)
     return stage is not None and parameters.keys() == stage.params.keys()
 
 

@@ -15,7 +15,7 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.query.frame import frame, rows_of
-from flashlab.query.select import Results, fastest_peer, fastest_stage, is_dead_end, ordered, problem_order, rate
+from flashlab.query.select import Results, fastest_peer, fastest_stage, is_off_ladder, ordered, problem_order, rate
 from flashlab.record import store
 from flashlab.record.schema import Measurement
 
@@ -214,8 +214,8 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     rows = [row for row in rows_of(frame(gpu, data)) if row["kind"] in ("stage", "peer")]
     if not rows:
         raise NoDataError(f"wanted a run of GPU {gpu!r} with measurements, found none under {data / gpu / 'runs'}")
-    with_dead_ends = {row["run"] for row in rows if is_dead_end(row["record"])}
-    rows = [row for row in rows if row["run"] not in with_dead_ends]
+    off_ladder = {row["run"] for row in rows if is_off_ladder(row["record"])}
+    rows = [row for row in rows if row["run"] not in off_ladder]
     second = {
         (row["run"], row["problem"], row["name"]): row["record"]
         for row in rows

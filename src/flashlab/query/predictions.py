@@ -41,8 +41,8 @@ class Scored:
 
 
 def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored]:
-    """Every number of the stages' predictions, in the ladder's order and then the dead ends', as measured on a GPU."""
-    every = (*registry.STAGES.values(), *registry.DEAD_ENDS.values()) if stages is None else stages
+    """Every number of the stages' predictions, the ladder's first, as measured on a GPU."""
+    every = (*registry.STAGES.values(), *registry.OFF_LADDER.values()) if stages is None else stages
     return [_scored(stage, one, shown) for stage in every for one in stage.expected]
 
 

@@ -14,13 +14,14 @@ of other implementations, and samples of the same machine code in other states. 
 not time come from the newest other session that did, and libraries' samples in states that it lacks likewise
 (`elsewhere` finds them); a rate over a parent's is given only where both are of one session (`parent_of`).
 
-A run that measured a dead end takes part only where the policy says so: the rungs in it are there to be compared with.
+A run that measured a stage off the ladder takes part only where the policy says so: the rungs in it are there to be
+compared with.
 Rows on other inputs than normal are chosen where a policy names them, and never stand in for normal ones. A stage's
 second row, with the log-sum-exp on, is never chosen.
 
-`SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `DEAD_ENDS` is
-dead ends beside what was interleaved with them; `together(...)` is for the ratio of some implementations. `by_start`
-is for intervals: it finds what other starts of a machine measured with the code of the newest.
+`SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `OFF_LADDER` is
+stages off the ladder beside what was interleaved with them; `together(...)` is for the ratio of some implementations.
+`by_start` is for intervals: it finds what other starts of a machine measured with the code of the newest.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from flashlab.record.store import Damage
 STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
 """The ways a time is taken, as the report shows them: the headline first."""
 _LADDER: Mapping[str, int] = {stage_id: position for position, stage_id in enumerate(registry.RUNGS)}
-_DEAD_ENDS = tuple(name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
+_OFF_LADDER = tuple(name for stage in registry.OFF_LADDER.values() for name in (stage.id, *stage.variant_names))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,20 +63,20 @@ class Policy:
     covers: tuple[str, ...] = tuple(registry.STAGES)
     """Those of which the candidate that tried most wins; of none, the newest wins."""
     inputs: tuple[str, ...] = (NORMAL,)
-    dead_ends: Literal["without", "with", "only"] = "without"
-    """Of runs that measured dead ends: none, any, or no others."""
+    off_ladder: Literal["without", "with", "only"] = "without"
+    """Of runs that measured stages off the ladder: none, any, or no others."""
     fill: bool = True
     """Of sessions: whether what one lacks is filled in from others."""
 
 
 SHOWN = Policy()
-LADDER = Policy(within="run", dead_ends="with")
-DEAD_ENDS = Policy(within="run", covers=_DEAD_ENDS, dead_ends="only")
+LADDER = Policy(within="run", off_ladder="with")
+OFF_LADDER = Policy(within="run", covers=_OFF_LADDER, off_ladder="only")
 
 
 def together(*names: str) -> Policy:
     """The newest run that timed all of these, so that their ratio has a meaning."""
-    return Policy(within="run", needs=names, covers=(), dead_ends="with")
+    return Policy(within="run", needs=names, covers=(), off_ladder="with")
 
 
 def by_start(rows: Iterable[Any], key: Callable[[Any], Any], wanted: Sequence[Any]) -> list[list[Any]]:
@@ -150,9 +151,9 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
     if rows.empty or "second" not in rows:
         return rows.iloc[:0]
     able = rows[rows["kind"].isin(("stage", "peer")) & (rows["second"] != True)]  # noqa: E712
-    if policy.dead_ends != "with":
-        runs = {*able["run"][[is_dead_end(record) for record in able["record"]]]}
-        able = able[able["run"].isin(runs) == (policy.dead_ends == "only")]
+    if policy.off_ladder != "with":
+        runs = {*able["run"][[is_off_ladder(record) for record in able["record"]]]}
+        able = able[able["run"].isin(runs) == (policy.off_ladder == "only")]
     able = able[able["inputs"].isin(policy.inputs)]
     candidates: dict[Problem, dict[str, dict[str, dict[str, dict[str, Any]]]]] = {}
     for row in rows_of(able):
@@ -489,9 +490,9 @@ def problem_order(problem: Problem) -> tuple[int, int, int, bool, bool, Problem,
     return (position, problem.head_dim, problem.q_len, problem.dtype != "float16", problem.causal, plain, kind)
 
 
-def is_dead_end(row: Measurement) -> bool:
-    """Whether a row is a dead end's, with its own tunables or others; not of one that once stood on the ladder."""
-    stage = registry.DEAD_ENDS.get(row.name.partition("[")[0]) if row.kind == "stage" else None
+def is_off_ladder(row: Measurement) -> bool:
+    """Whether a row is of a stage that never stood on the ladder, with its own tunables or others."""
+    stage = registry.OFF_LADDER.get(row.name.partition("[")[0]) if row.kind == "stage" else None
     return stage is not None and not stage.retired
 
 
@@ -539,24 +540,28 @@ def places(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache =
     return len(found), len({chip for _, chip in found})
 
 
-def dead_ends(gpu: str, data: Path = DATA) -> dict[Problem, tuple[Measurement, ...]]:
-    """Dead ends and what was interleaved with them, by problem; empty where none was measured: see `DEAD_ENDS`.
+def off_ladder(
+    gpu: str, data: Path = DATA, stages: Mapping[str, registry.Stage] = registry.DEAD_ENDS
+) -> dict[Problem, tuple[Measurement, ...]]:
+    """Dead ends, or those other `stages`, and what was interleaved with them, by problem; empty where none was timed.
 
-    Rungs of the ladder come first, then dead ends, each before its variants, then libraries, the fastest first.
+    Rungs of the ladder come first, then those off it, each before its variants, then libraries, the fastest first.
 
     Raises:
         NoDataError: the GPU has no run.
     """
     store.require_runs(gpu, data)
-    place = {name: position for position, name in enumerate((*registry.STAGES, *_DEAD_ENDS))}
+    place = {name: position for position, name in enumerate((*registry.STAGES, *_OFF_LADDER))}
 
     def position(row: Measurement) -> tuple[int, str]:
         # Libraries stay in the order of `ordered`, for sorting is stable.
         return (place.get(row.name, len(place)), row.name) if row.kind == "stage" else (len(place) + 1, "")
 
-    problems = _by_problem(select(frame(gpu, data), DEAD_ENDS))
+    problems = _by_problem(select(frame(gpu, data), OFF_LADDER))
     return {
-        problem: tuple(sorted(rows, key=position)) for problem, rows in problems.items() if any(map(is_dead_end, rows))
+        problem: tuple(sorted(rows, key=position))
+        for problem, rows in problems.items()
+        if any(is_off_ladder(row) and row.name.partition("[")[0] in stages for row in rows)
     }
 
 
@@ -606,15 +611,15 @@ def checks(
 ) -> tuple[Path, Comparisons]:
     """The newest comparison of stages over hostile lengths and layouts, or over random ones: its file and its lines.
 
-    On these kinds of inputs. One of dead ends alone does not count, nor does one of a few stages where another one has
-    more, nor one without these kinds of inputs.
+    On these kinds of inputs. One of stages off the ladder alone does not count, nor does one of a few stages where
+    another one has more, nor one without these kinds of inputs.
 
     Raises:
         NoDataError: there is none.
     """
     files = _check_files(gpu, data, folder, inputs)
     stages = {
-        path: {line["stage"].partition("[")[0] for line in lines} - registry.DEAD_ENDS.keys()
+        path: {line["stage"].partition("[")[0] for line in lines} - registry.OFF_LADDER.keys()
         for path, lines in files.items()
     }
     most = max(map(len, stages.values()), default=0)

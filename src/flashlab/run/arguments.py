@@ -22,6 +22,11 @@ WARP_ROWS = 16
 """Rows of a TMA store of O: a warp's, as kernels/common/hopper.cuh has it."""
 CPU_RESIDENT_BLOCKS = 3
 """The grid of a persistent kernel on a CPU: few, so that each takes several work tiles."""
+SPLITS = (1, 2, 4, 8, 16)
+"""Blocks that the keys of a tile may be split over: those of a cluster."""
+NEARLY = 0.85
+"""A choice of splits fills the GPU nearly as well as the best where it keeps this share of it as busy: FlashAttention's
+own rule for its splits."""
 WORK_COUNTERS = 2
 """Unsigned integers in which a persistent kernel's tile scheduler counts."""
 
@@ -139,12 +144,37 @@ def triton_parameters(params: AttentionParams) -> list[Any]:
     return [*(kind(values[name]) for name, kind in of_type.items()), *hidden]
 
 
+def splits_for(problem: Problem, shape: LaunchShape, resident_blocks: int, most: int) -> int:
+    """Blocks that the keys of a tile are split over, of a kernel that does that; `most`: what the GPU allows.
+
+    The fewest that fill what is resident at once nearly as well as the best choice: all read keys until the last ends,
+    and what is split more is combined from more parts. No more than there are keys for, so that each block has some.
+    """
+    keys = problem.kv_len // shape.split_keys
+    able = [splits for splits in SPLITS if splits <= max(1, min(most, keys))]
+    tiles = _packed_tiles(problem, shape) * problem.kv_heads * problem.batch
+
+    def filled(splits: int) -> float:
+        waves = tiles * splits / resident_blocks
+        return waves / math.ceil(waves)
+
+    best = max(map(filled, able))
+    return next(splits for splits in able if filled(splits) >= NEARLY * best)
+
+
+def _packed_tiles(problem: Problem, shape: LaunchShape) -> int:
+    """Tiles of the rows of all query heads that share a K/V head."""
+    return -(-(problem.q_heads // problem.kv_heads * problem.q_len) // shape.tile_q)
+
+
 def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RESIDENT_BLOCKS) -> tuple[int, int, int]:
     """Blocks: query tiles, query heads, batch; of a persistent kernel no more than are resident at once.
 
-    Whole clusters, at least one.
+    Whole clusters, at least one. Of a kernel that splits keys: tiles of packed rows times splits, K/V heads, batch.
     """
     cluster = max(1, shape.cluster)
+    if shape.split_keys:
+        return (_packed_tiles(problem, shape) * cluster, problem.kv_heads, problem.batch)
     clusters = -(-problem.q_len // (shape.tile_q * cluster))  # a head
     if shape.persistent:
         resident = max(1, resident_blocks // cluster)

@@ -32,6 +32,8 @@ from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
 from flashlab.run import arrays, choice, emulator, gpu
 from flashlab.run.arguments import (
+    CPU_RESIDENT_BLOCKS,
+    SPLITS,
     WORK_COUNTERS,
     AttentionMaps,
     AttentionParams,
@@ -39,6 +41,7 @@ from flashlab.run.arguments import (
     maps_for,
     params_for,
     scale_log2,
+    splits_for,
     tile_maps,
     triton_arguments,
     triton_parameters,
@@ -165,6 +168,7 @@ class _Recipe:
             smem_bytes=self.shape.smem_bytes,
             params=arguments,
             stream=stream,
+            cluster=self.shape.cluster if self.shape.split_keys else 0,
         )
 
     def arguments(
@@ -269,8 +273,11 @@ def _make_recipe(
     assert shape is not None
     function = gpu.load(cubin, planned.device)
     resident = 1
-    if shape.persistent:
+    if shape.persistent or shape.split_keys:
         resident = max(1, device.sm_count * gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes))
+    if shape.split_keys and not shape.cluster:
+        most = gpu.most_splits(function, shape.threads, shape.smem_bytes)
+        shape = replace(shape, cluster=splits_for(planned.problem, shape, resident, most))
     q, k, v = inputs.values()
     # A new output is contiguous.
     target = out or replace(q, strides=arrays.contiguous_strides(q.shape))
@@ -713,6 +720,9 @@ class _EmulatedCall:
             value = maps_for({name: tensor_map.emulated() for name, tensor_map in maps.items()})
             addresses = {getattr(AttentionMaps, name).offset: self._places[name] for name in "QKVO"}
             self._arguments.append(emulator.Structure(value=value, pointers=addresses if planned.aligned else {}))
+        if self.shape.split_keys and not self.shape.cluster:
+            splits = splits_for(planned.problem, self.shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
+            self.shape = replace(self.shape, cluster=splits)
         self._grid = grid_for(planned.problem, self.shape)
         self._runner, self.passes = _runner(planned.stage), None
         if hasattr(self._runner, "EmulatedPasses"):

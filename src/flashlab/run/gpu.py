@@ -11,7 +11,6 @@ import hashlib
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -363,15 +362,36 @@ def blocks_per_sm(function: Function, threads: int, smem_bytes: int) -> int:
         return int(call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function.handle, threads, smem_bytes))
 
 
+def most_splits(function: Function, threads: int, smem_bytes: int) -> int:
+    """The most blocks that a cluster of a kernel may have on its device, more than every GPU allows included."""
+    config = _bindings().CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = _LARGEST_CLUSTER, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = smem_bytes
+    with context(function.device):
+        _allow_any_cluster(function)
+        return int(call("cuOccupancyMaxPotentialClusterSize", function.handle, config))
+
+
+_PORTABLE_CLUSTER, _LARGEST_CLUSTER = 8, 16
+"""Blocks a cluster: what every GPU with clusters takes, and what some do where a kernel allows it."""
+
+
+def _allow_any_cluster(function: Function) -> None:
+    attribute = _bindings().CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+    call("cuFuncSetAttribute", function.handle, attribute, 1)
+
+
 class Launch:
     """One launch with everything fixed: calling it enqueues the kernel and returns at once.
 
     cuda.core's `launch` takes scalars and pointers but no struct by value (NVIDIA/cuda-python issue 2343), and the
     kernels take structs, so this calls `cuLaunchKernel` of cuda.bindings with the address of the array of argument
-    addresses. `params` are the kernel's parameters in order, ctypes values.
+    addresses. `params` are the kernel's parameters in order, ctypes values. `cluster`: blocks a cluster, along x, where
+    the kernel leaves it to the launch; 0: as the kernel says.
     """
 
-    __slots__ = ("_args", "_driver", "_keep", "_ok", "device", "function", "params")
+    __slots__ = ("_args", "_call", "_how", "_keep", "_ok", "device", "function", "params")
 
     def __init__(
         self,
@@ -382,24 +402,39 @@ class Launch:
         smem_bytes: int,
         params: Sequence[Any],
         stream: int,
+        cluster: int = 0,
     ) -> None:
         driver = _bindings()
         pointers = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
         self.function = function
         self.device = function.device
         self.params = tuple(params)
+        self._how: dict[str, Any] = {"grid": grid, "block": block, "smem_bytes": smem_bytes, "cluster": cluster}
         self._keep = pointers
-        self._driver = driver
         self._ok = driver.CUresult.CUDA_SUCCESS
         address = ctypes.addressof(pointers)
-        self._args = (function.handle, *grid, *block, smem_bytes, driver.CUstream(stream), address, 0)
+        self._call = driver.cuLaunchKernel
+        self._args: tuple[Any, ...] = (
+            *(function.handle, *grid, *block, smem_bytes),
+            *(driver.CUstream(stream), address, 0),
+        )
+        if cluster > _PORTABLE_CLUSTER:
+            with context(function.device):
+                _allow_any_cluster(function)
+        if cluster:
+            config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attribute.value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+            config.gridDimX, config.gridDimY, config.gridDimZ = grid
+            config.blockDimX, config.blockDimY, config.blockDimZ = block
+            config.sharedMemBytes, config.hStream = smem_bytes, driver.CUstream(stream)
+            config.attrs, config.numAttrs = [attribute], 1
+            self._call, self._args = driver.cuLaunchKernelEx, (config, function.handle, address, 0)
 
     def on(self, stream: int) -> Launch:
         """The same launch, of the same arguments in memory, on another stream."""
-        other = copy(self)
-        *before, _, address, extra = self._args
-        other._args = (*before, self._driver.CUstream(stream), address, extra)
-        return other
+        return Launch(self.function, **self._how, params=self.params, stream=stream)
 
     def __call__(self) -> None:
         """Enqueue. The device's context must be current, as it is for the library that owns the arrays.
@@ -407,6 +442,6 @@ class Launch:
         Raises:
             LaunchError: the driver refuses.
         """
-        (status,) = self._driver.cuLaunchKernel(*self._args)
+        (status,) = self._call(*self._args)
         if status != self._ok:
-            raise LaunchError(f"launching {self.function.cubin.name} (cuLaunchKernel): {describe(status)}")
+            raise LaunchError(f"launching {self.function.cubin.name} ({self._call.__name__}): {describe(status)}")

@@ -145,8 +145,7 @@ def published(file: str) -> str:
 
 def stage_link(name: str) -> str:
     """A link to a stage's page, from a page at the site's root."""
-    folder = "stages" if name in registry.STAGES else "dead_ends"
-    return f"[{code(name)}]({folder}/{name}.md)"
+    return f"[{code(name)}]({registry.get(name).folder or 'stages/'}{name}.md)"
 
 
 def indent(text: str) -> str:
@@ -181,7 +180,8 @@ def generate(
     everything = select.load_all(data)
     everything = tuple(sorted(everything, key=lambda one: one.gpu != gpu))  # the others keep their order
     shown = everything[0] if everything else None
-    dead_ends = select.dead_ends(shown.gpu, data) if shown else {}
+    dead_ends = select.off_ladder(shown.gpu, data) if shown else {}
+    decode = select.off_ladder(shown.gpu, data, registry.DECODE) if shown else {}
     # A rung that was retired was measured with the ladder, at every problem.
     ladder = {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
     # Drawing is most of the work, and independent from page to page.
@@ -189,9 +189,10 @@ def generate(
         jobs = [pool.submit(_stage_page, out, stage, shown, data) for stage in registry.STAGES.values()]
         jobs += [pool.submit(_results_page, out, one, data) for one in everything]
         jobs += [
-            pool.submit(dead_end_page, out, stage, ladder if stage.retired else dead_ends)
+            pool.submit(off_ladder_page, out, stage, ladder if stage.retired else dead_ends)
             for stage in registry.DEAD_ENDS.values()
         ]
+        jobs += [pool.submit(off_ladder_page, out, stage, decode) for stage in registry.DECODE.values()]
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))
         _front_page(out, shown, data)
@@ -670,24 +671,24 @@ def _profiles(found: Sequence[schema.StageProfile], page: str) -> list[str]:
     return parts
 
 
-# --- What did not work ------------------------------------------------------------------------------------------------
+# --- What did not work, and what is for decoding ----------------------------------------------------------------------
 
 
-def dead_end_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
-    """The sections of a dead end's page; `measured` as `select.dead_ends` gives them."""
+def off_ladder_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
+    """The sections of the page of a stage off the ladder; `measured` as `select.off_ladder` gives them."""
     needs = _needs(stage, ("Made from", code(stage.parent) if stage.parent else None))
     out.sections(
-        f"dead_ends/{stage.id}.md",
+        f"{stage.folder}{stage.id}.md",
         title=f"# {stage.id}: {stage.title}",
         question=stage.question,
         built=f"{stage.change}\n\n{needs}\n{_kernel_text(stage)}",
         prediction=stage.prediction,
-        result=dead_end_result(stage, measured),
-        code=_dead_end_code(stage),
+        result=off_ladder_result(stage, measured),
+        code=_off_ladder_code(stage),
     )
 
 
-def dead_end_result(stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> str:
+def off_ladder_result(stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> str:
     """A table a problem, with what was measured beside it, and why what has no time has none."""
     own = {stage.id, *stage.variant_names}
     parts = []
@@ -697,14 +698,14 @@ def dead_end_result(stage: Stage, measured: Mapping[Problem, Sequence[Measuremen
             continue
         rungs = {*registry.STAGES, stage.parent}
         beside = [row for row in rows if row.name in own or row.kind == "peer" or row.name in rungs]
-        parts.append(f"### {problem.label}\n\n{tables.dead_ends(beside, own)}")
+        parts.append(f"### {problem.label}\n\n{tables.off_ladder(beside, own)}")
         parts += [f"**{row.name}: {row.status}.** {tables.prose(row.reason)}" for row in mine if row.status != "ok"]
-        links = ", ".join(data_links(select.run_files(mine), f"dead_ends/{stage.id}.md"))
+        links = ", ".join(data_links(select.run_files(mine), f"{stage.folder}{stage.id}.md"))
         parts.append(f"<small>{select.provenance(mine)} · {links}</small>")
     return "\n\n".join(parts) or NOTHING_YET
 
 
-def _dead_end_code(stage: Stage) -> str:
+def _off_ladder_code(stage: Stage) -> str:
     """Branches and memory accesses of its machine code and its parent's, compiled here."""
     kernels: dict[str, Sequence[sass.Instruction]] = {}
     arch = "sm_90a"

@@ -323,27 +323,33 @@ def elsewhere_note(rows: Sequence[Measurement], regime: Regime = "burst") -> str
     return f"Of another session than the last stage, perhaps on another GPU: {names}." if late else ""
 
 
-def dead_ends(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
-    """Rows of one problem, those named `shown` in bold: time, rate, rate over the dead end's parent, error; or why not.
+def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
+    """Rows of one problem, those named `shown` in bold: time, rate, rate over their parent's, error; or why not.
 
-    `rows` as `select.dead_ends` gives them.
+    `rows` as `select.off_ladder` gives them. Of a stage for decoding, whose limit is memory, the rate in bytes too.
     """
     names = set(shown)
     rate_of = {row.name: select.rate(row) for row in rows}
 
     def over_parent(row: Row) -> float | None:
-        dead_end = registry.DEAD_ENDS.get(row["name"].partition("[")[0])
-        base = rate_of.get(dead_end.parent or "") if dead_end else None
+        stage = registry.OFF_LADDER.get(row["name"].partition("[")[0])
+        base = rate_of.get(stage.parent or "") if stage else None
         return row["tflops"] / base if row["tflops"] and base else None
+
+    def terabytes(row: Row) -> float | None:
+        return rows[0].problem.compulsory_bytes / row["median_us"] / 1e6 if row["tflops"] and decodes else None
+
+    decodes = any(name.partition("[")[0] in registry.DECODE for name in names)
 
     columns = (
         Column("", lambda row: f"**{row['title']}**" if row["name"] in names else row["title"]),
         Column("median, µs", lambda row: row["median_us"] if row["tflops"] else _rate_or_why(row)),
         Column("TFLOP/s", "tflops"),
+        Column("TB/s of Q, K, V and O", terabytes),
         Column("× parent", over_parent, number),
         Column("largest error", "max_abs_error", tiny),
     )
-    return table(columns, timed(rows))
+    return table(columns, timed(rows), drop_empty=True)
 
 
 _STATE_NAMES = ("burst, hot L2, TFLOP/s", "burst, cold L2, TFLOP/s", "sustained, TFLOP/s")

@@ -1,0 +1,273 @@
+"""Stages for decoding: right and free of races at any split of the keys, launched in clusters, no rungs."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from synthetic import measurement, write_synthetic
+
+import flashlab
+from flashlab.build import compiler
+from flashlab.build.compiler import LaunchShape
+from flashlab.core.errors import MissingPackageError, UnsupportedError
+from flashlab.core.paths import KERNELS, SITE
+from flashlab.core.problem import Problem, suite
+from flashlab.kernels import names, registry
+from flashlab.kernels.registry import ARCHS, DEAD_ENDS, DECODE, STAGES, Stage
+from flashlab.query import contests, select
+from flashlab.record import store
+from flashlab.run import choice, emulator, gpu
+from flashlab.run.arguments import SPLITS, grid_for, splits_for
+from flashlab.show import pages
+from flashlab.verify import on_cpu
+
+SPLIT = "d0_split_kv"
+LONG = Problem.parse("64x32x8x1x8192x128")
+SHAPE = LaunchShape(threads=128, smem_bytes=0, tile_q=16, split_keys=64)
+every_stage = pytest.mark.parametrize("stage", DECODE.values(), ids=DECODE)
+
+try:
+    emulator.cxx()
+    NO_COMPILER = ""
+except MissingPackageError as error:
+    NO_COMPILER = str(error)
+emulated = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
+
+
+# --- the registry -----------------------------------------------------------------------------------------------------
+
+
+def test_no_stage_for_decoding_is_a_rung() -> None:
+    assert DECODE
+    assert not DECODE.keys() & {*STAGES, *DEAD_ENDS, *registry.RUNGS}
+    for problem in (LONG, *suite("first")):
+        assert registry.best(problem, "sm_90a").id in STAGES
+        assert all(one.stage.id in STAGES for one in choice.rank(problem, "nvidia-h200", "sm_90a").choices)
+    assert set(DECODE) < set(names.known())
+    assert names.resolve("d0") == SPLIT
+
+
+@every_stage
+def test_a_stage_for_decoding_is_whole(stage: Stage) -> None:
+    assert registry.faults(stage) == ()
+    assert registry.get(stage.id) is stage
+    for variant in stage.variants:
+        assert all(value in stage.params[name].choices for name, value in variant.items())
+    text = stage.page.read_text(encoding="utf-8")
+    sections = ("title", "question", "built", "prediction", "result", "code")
+    assert all(f'--8<-- "{stage.folder}{stage.id}.md:{section}"' in text for section in sections)
+    assert f"({stage.id}.md)" in (SITE / "decode" / "index.md").read_text(encoding="utf-8")
+
+
+def test_every_file_of_the_folder_belongs_to_a_stage() -> None:
+    assert {path.name for path in (KERNELS / "decode").glob("*.cu")} == {stage.source.name for stage in DECODE.values()}
+    assert {path.stem for path in (SITE / "decode").glob("*.md")} - {"index"} == set(DECODE)
+
+
+def test_many_query_rows_are_refused_with_what_takes_them() -> None:
+    stage = registry.get(SPLIT)
+    assert stage.why_not(Problem.parse("1x8x2x16x4096x128"), "sm_90a") is None
+    refused = stage.why_not(Problem.parse("1x8x2x17x4096x128"), "sm_90a")
+    assert refused is not None
+    assert refused.startswith(f"Stage {SPLIT} takes at most 64 query rows a K/V head ")
+    assert "got 68. Runnable: 00_naive, " in refused
+    q = np.zeros((1, 1, 65, 64), np.float16)
+    with pytest.raises(UnsupportedError, match="takes at most 64 query rows"):
+        flashlab.emulate(q, q, q, stage=SPLIT)
+
+
+@every_stage
+def test_it_compiles_everywhere_without_spills(stage: Stage) -> None:
+    work = compiler.jobs([stage], ARCHS)
+    for job, result in zip(work, compiler.compile_many(work), strict=True):
+        assert not isinstance(result, Exception), job.label
+        assert result.resources.spill_store_bytes == result.resources.stack_bytes == 0, job.label
+        assert result.launch_shape is not None
+        assert result.launch_shape.split_keys > 0
+
+
+# --- how many splits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "resident", "most", "splits"),
+    [
+        ("1x32x8x1x8192x128", 264, 16, 16),
+        ("1x32x8x1x8192x128", 264, 8, 8),
+        ("4x32x8x1x8192x128", 264, 16, 8),
+        ("16x32x8x1x8192x128", 264, 16, 2),
+        ("64x32x8x1x8192x128", 264, 16, 1),
+        ("256x32x8x1x8192x128", 264, 16, 1),
+        ("1x32x8x1x300x128", 264, 16, 4),
+        ("1x32x8x1x63x128", 264, 16, 1),
+        ("1x32x8x1x8192x128", 264, 0, 1),
+    ],
+)
+def test_the_fewest_splits_that_fill_the_gpu(shape: str, resident: int, most: int, splits: int) -> None:
+    assert splits_for(Problem.parse(shape), SHAPE, resident, most) == splits
+
+
+def test_a_grid_has_the_packed_rows_of_a_kv_head_in_whole_clusters() -> None:
+    def grid(shape: str, splits: int) -> tuple[int, int, int]:
+        return grid_for(Problem.parse(shape), LaunchShape(128, 0, 16, cluster=splits, split_keys=64))
+
+    assert grid("64x32x8x1x8192x128", 1) == (1, 8, 64)
+    assert grid("1x32x8x1x8192x128", 16) == (16, 8, 1)
+    assert grid("2x32x8x5x100x128", 4) == (8, 8, 2)
+    assert all(grid("1x8x8x64x8192x128", splits)[0] == 4 * splits for splits in SPLITS)
+
+
+def test_a_launch_in_clusters_asks_the_driver_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = pytest.importorskip("cuda.bindings.driver")
+    asked: list[Any] = []
+    for name in ("cuLaunchKernel", "cuLaunchKernelEx"):
+
+        def launch(*args: Any, name: str = name) -> tuple[Any]:
+            asked.append((name, args))
+            return (driver.CUresult.CUDA_SUCCESS,)
+
+        monkeypatch.setattr(driver, name, launch)
+    monkeypatch.setattr(gpu, "context", lambda _: nullcontext())
+    allowed: list[Any] = []
+    monkeypatch.setattr(gpu, "call", lambda *args: allowed.append(args[0]))
+    function: Any = SimpleNamespace(device=0, handle=driver.CUfunction(0), cubin=SimpleNamespace(name=SPLIT))
+    for cluster in (0, 8, 16):
+        how: dict[str, Any] = {"grid": (32, 8, 2), "block": (128, 1, 1), "smem_bytes": 5, "params": (), "stream": 7}
+        gpu.Launch(function, **how, cluster=cluster)()
+    (plain, _), (portable, _), (name, (config, *_)) = asked
+    assert (plain, portable, name) == ("cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchKernelEx")
+    assert allowed == ["cuFuncSetAttribute"]  # of the clusters that not every GPU takes
+    size = config.attrs[0].value.clusterDim
+    assert (config.numAttrs, size.x, size.y, size.z) == (1, 16, 1, 1)
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX) == (32, 8, 2, 128)
+    assert (config.sharedMemBytes, int(config.hStream)) == (5, 7)
+
+
+# --- on the CPU -------------------------------------------------------------------------------------------------------
+
+
+def _expected(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tuple[Any, Any]:
+    """Output and log-sum-exp in float64; rows without keys are 0 and -inf."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (np.repeat(x.astype(np.float64), group, axis=1) for x in (k, v))
+    scores = scale * np.einsum("bhqd,bhkd->bhqk", q.astype(np.float64), k)
+    q_len, kv_len = scores.shape[2:]
+    if causal:
+        scores = np.where(np.arange(kv_len) - np.arange(q_len)[:, None] <= kv_len - q_len, scores, -np.inf)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isfinite(top), top, 0.0))
+    total = weights.sum(-1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        out = np.where(total[..., None] > 0, np.einsum("bhqk,bhkd->bhqd", weights, v) / total[..., None], 0.0)
+        return out, np.where(total > 0, np.log(total) + top[..., 0], -np.inf)
+
+
+@emulated
+@pytest.mark.parametrize("splits", SPLITS)
+def test_it_is_right_and_without_races_at_any_split(splits: int) -> None:
+    checked = on_cpu.check_on_cpu(
+        [f"{SPLIT}[SPLITS={splits}]"],
+        lengths=[(1, 1), (1, 130), (2, 17), (1, 1000)],  # far fewer keys than blocks, and a tail
+        layouts=("contiguous",),
+        masks=("causal",),
+        dtypes=("bfloat16",),
+        races=True,
+        timeout_s=600,
+    )
+    assert [f"{row.problem.label}: {row.reason}" for row in checked.failures] == []
+    assert len(checked.rows) == 8
+
+
+@emulated
+@pytest.mark.parametrize("schedule", ["descending", "seeded:3"])
+def test_it_is_right_in_any_layout_and_order(schedule: str) -> None:
+    checked = on_cpu.check_on_cpu(
+        [SPLIT], lengths=[(3, 203), (5, 70)], schedules=(schedule,), races=True, timeout_s=600
+    )
+    assert [f"{row.problem.label}, {row.layout}: {row.reason}" for row in checked.failures] == []
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "q_len", "kv_len"),
+    [
+        (8, 1, 1, 300),  # half of a tile's rows
+        (32, 2, 1, 77),  # all of them
+        (3, 1, 11, 200),  # 33 rows: three tiles, of which one has a row
+        (1, 1, 64, 40),  # rows that see no key
+        (12, 4, 7, 3),
+    ],
+)
+@pytest.mark.parametrize("params", [{}, {"WARPS": 8, "MIN_BLOCKS": 1, "SPLITS": 4}, {"STEP_KEYS": 64, "WARPS": 2}])
+def test_groups_of_any_size_are_packed(
+    heads: int, kv_heads: int, q_len: int, kv_len: int, params: dict[str, int]
+) -> None:
+    rng = np.random.default_rng(heads + q_len)
+    q, k, v = (
+        rng.standard_normal((2, h, n, 64)).astype(np.float16)
+        for h, n in ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    )
+    for causal in (False, True):
+        ran = flashlab.emulate(q, k, v, causal=causal, stage=SPLIT, params=params, races=True)
+        assert ran.report.findings == ()
+        out, lse = _expected(q, k, v, scale=64**-0.5, causal=causal)
+        assert np.abs(ran.out - out).max() < 3e-3
+        assert np.array_equal(np.isneginf(ran.lse), np.isneginf(lse))
+        seen = np.isfinite(lse)
+        assert np.abs(ran.lse[seen] - lse[seen]).max() < 1e-3
+        assert (ran.out[~seen] == 0).all()
+
+
+@emulated
+@pytest.mark.parametrize("scale", [0.0, -0.3, 1e-4, 4.0])
+@pytest.mark.parametrize("splits", [1, 8])
+def test_any_scale_and_magnitude(scale: float, splits: int) -> None:
+    rng = np.random.default_rng(2)
+    q, k, v = (rng.standard_normal((1, h, n, 128)).astype(np.float16) for h, n in ((4, 1), (1, 333), (1, 333)))
+    q, k = q * np.float16(8), k * np.float16(8)  # scores up to some thousands: one key takes nearly all
+    ran = flashlab.emulate(q, k, v, scale=scale, stage=SPLIT, params={"SPLITS": splits})
+    out, lse = _expected(q, k, v, scale=scale, causal=False)
+    assert np.abs(ran.out - out).max() < 4e-3
+    assert np.allclose(ran.lse, lse, rtol=1e-5, atol=1e-3)
+    assert all(math.isfinite(x) for x in ran.lse.ravel())
+
+
+@emulated
+def test_magnitudes_up_to_the_limit_of_fp16() -> None:
+    q = np.full((1, 2, 1, 64), 60000.0, np.float16)
+    k = np.full((1, 1, 150, 64), -60000.0, np.float16)
+    k[0, 0, 149] = 60000.0  # the very last key, in a split of its own, outweighs all
+    v = np.broadcast_to(np.arange(150, dtype=np.float16)[:, None], (1, 1, 150, 64)).copy()
+    ran = flashlab.emulate(q, k, v, stage=SPLIT, params={"SPLITS": 4})
+    assert (ran.out == 149).all()
+    assert np.isfinite(ran.lse).all()
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_it_is_no_run_of_the_ladder(tmp_path: Path) -> None:
+    write_synthetic(tmp_path, problems=suite("first"))
+    shown = select.load("nvidia-h200", tmp_path)
+    path = store.files(tmp_path / "nvidia-h200" / "runs")[-1]
+    run = path.stem.replace(path.stem[:8], "20991231")
+    rows = [measurement(name, LONG, run=run) for name in ("08_swizzle", "sdpa")]
+    ours = measurement("08_swizzle", LONG, run=run).model_copy(update={"name": SPLIT})
+    for row in (*rows, ours):
+        store.append(path.with_name(f"{run}.jsonl"), row)
+    again = select.load("nvidia-h200", tmp_path)
+    assert again.problems == shown.problems
+    assert all(one.problem != LONG for one in contests.against_peers("nvidia-h200", tmp_path))
+    assert select.off_ladder("nvidia-h200", tmp_path) == {}
+    found = select.off_ladder("nvidia-h200", tmp_path, DECODE)
+    assert [row.name for row in found[LONG]] == ["08_swizzle", SPLIT, "sdpa"]
+    pages.off_ladder_page(pages.Output(root=tmp_path), DECODE[SPLIT], found)
+    page = (tmp_path / "snippets" / "decode" / f"{SPLIT}.md").read_text(encoding="utf-8")
+    assert "TB/s of Q, K, V and O" in page
+    assert f"**{SPLIT}**" in page.replace("`", "")
