@@ -179,10 +179,14 @@ _SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
         for lengths in ("2048x2049", "512x4609", "2048x6144", "100x1000")
         for head_dim in (64, 128)
     ),
+    "decode": (
+        *((f"{batch}x32x8x1x8192x128", DTYPES) for batch in (1, 4, 16, 64)),
+        *((f"{batch}x32x8x1x8192x64", ("float16",)) for batch in (1, 64)),
+    ),
     "gqa": tuple((f"4x32x{kv_heads}x4096x4096x{head_dim}", DTYPES) for kv_heads in (8, 1) for head_dim in (64, 128)),
 }
-_CAUSAL_SUITES = ("offsets",)
-"""Of which the full mask says nothing new."""
+_MASKS_OF: dict[str, tuple[Mask, ...]] = {"offsets": ("causal",), "decode": ("full",)}
+"""Of suites to which the other mask says nothing new: one query row sees all keys under either."""
 
 SUITES = tuple(_SUITE_CELLS)
 
@@ -197,13 +201,13 @@ def matching(problems: Iterable[Problem], **wanted: object) -> list[Problem]:
 
 
 def suite(name: str) -> tuple[Problem, ...]:
-    """The problems of a suite, each full and causal, on normal inputs.
+    """The problems of a suite, each full and causal where both say something, on normal inputs.
 
     `smoke` proves the way through, `first` is the sources' shape and `quick` the same in every element type, `standard`
     is what the ladder is shown on, `peers` is what is held against the libraries, in bursts and sustained, `lengths` is
     one number of tokens in sequences of many lengths, `claims` is where the sources' claims lie beside their first
     shape. `inputs` is where kinds of inputs are compared, `offsets` is causal with more keys than queries, at any
-    offset, and `gqa` has shared key heads.
+    offset, `decode` is one query row a sequence against a long cache, and `gqa` has shared key heads.
 
     Raises:
         ParameterError: no suite of that name.
@@ -214,5 +218,5 @@ def suite(name: str) -> tuple[Problem, ...]:
         Problem.parse(shape, dtype=dtype, mask=mask)
         for shape, dtypes in _SUITE_CELLS[name]
         for dtype in dtypes
-        for mask in (MASKS if name not in _CAUSAL_SUITES else ("causal",))
+        for mask in _MASKS_OF.get(name, MASKS)
     )

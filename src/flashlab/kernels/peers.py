@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 from abc import ABC, abstractmethod
@@ -416,6 +417,10 @@ def _triton_fa2_module() -> Any:
 # --- flash-attention --------------------------------------------------------------------------------------------------
 
 
+_FEW_ROWS = 64
+"""Query rows below which a library that can split keys is let: decoding."""
+
+
 class _FlashAttention(Peer):
     """One of flash-attention's own packages."""
 
@@ -429,10 +434,13 @@ class _FlashAttention(Peer):
 
     def build(self, problem: Problem) -> Attention:
         """See `Peer`."""
-        interface = importlib.import_module(self.module)
+        attention = importlib.import_module(self.module).flash_attn_func
+        # It splits keys where it is told to: 0 leaves their number to it, as its own function for a cache does.
+        can_split = "num_splits" in inspect.signature(attention).parameters
+        splits = {"num_splits": 0} if can_split and problem.q_len < _FEW_ROWS else {}
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            out = interface.flash_attn_func(q, k, v, causal=problem.causal)
+            out = attention(q, k, v, causal=problem.causal, **splits)
             return out[0] if isinstance(out, tuple) else out
 
         return attend

@@ -166,6 +166,7 @@ PLANS: Mapping[str, Plan] = {
     "inputs": replace(_BRIEF, lse=True),
     "offsets": _BRIEF,
     "gqa": _BRIEF,
+    "decode": replace(BURSTS, samples=30, cold_samples=10),
 }
 """Of the suites that want their own; `Plan()` of the others."""
 
