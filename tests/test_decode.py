@@ -96,21 +96,21 @@ def test_it_compiles_everywhere_without_spills(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "resident", "most", "splits"),
+    ("shape", "sms", "most", "splits"),
     [
-        ("1x32x8x1x8192x128", 264, 16, 16),
-        ("1x32x8x1x8192x128", 264, 8, 8),
-        ("4x32x8x1x8192x128", 264, 16, 8),
-        ("16x32x8x1x8192x128", 264, 16, 2),
-        ("64x32x8x1x8192x128", 264, 16, 1),
-        ("256x32x8x1x8192x128", 264, 16, 1),
-        ("1x32x8x1x300x128", 264, 16, 4),
-        ("1x32x8x1x63x128", 264, 16, 1),
-        ("1x32x8x1x8192x128", 264, 0, 1),
+        ("1x32x8x1x8192x128", 132, 16, 16),
+        ("1x32x8x1x8192x128", 132, 8, 8),
+        ("4x32x8x1x8192x128", 132, 16, 4),
+        ("16x32x8x1x8192x128", 132, 16, 1),
+        ("64x32x8x1x8192x128", 132, 16, 1),
+        ("256x32x8x1x8192x128", 132, 16, 1),
+        ("1x32x8x1x300x128", 132, 16, 4),
+        ("1x32x8x1x63x128", 132, 16, 1),
+        ("1x32x8x1x8192x128", 132, 0, 1),
     ],
 )
-def test_the_fewest_splits_that_fill_the_gpu(shape: str, resident: int, most: int, splits: int) -> None:
-    assert splits_for(Problem.parse(shape), SHAPE, resident, most) == splits
+def test_the_fewest_splits_that_fill_the_gpu(shape: str, sms: int, most: int, splits: int) -> None:
+    assert splits_for(Problem.parse(shape), SHAPE, sms, most) == splits
 
 
 def test_a_grid_has_the_packed_rows_of_a_kv_head_in_whole_clusters() -> None:

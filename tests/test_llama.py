@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import synthetic
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import NoGpuError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.experiments import llama
 from flashlab.record import store
 from flashlab.record.schema import ModelRun
+from flashlab.run import gpu
 from flashlab.show import pages
 
 TINY = {
@@ -96,3 +98,9 @@ def test_what_makes_no_sense_is_refused() -> None:
         llama.measure(["eager"])
     with pytest.raises(ParameterError, match="at least 1"):
         llama.measure(batches=[0])
+
+
+@pytest.mark.skipif(gpu.available() is None, reason="there is a GPU, which it would measure on")
+def test_without_a_gpu_its_worker_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NoGpuError, match="GPU"):
+        llama.measure(options=replace(llama.OPTIONS, data=tmp_path))

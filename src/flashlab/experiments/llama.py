@@ -27,7 +27,7 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers
 from flashlab.measure.cells import GpuWorker, need
-from flashlab.measure.harness import REASON_CHARS, Book, Message, Progress, Send, Worker
+from flashlab.measure.harness import REASON_CHARS, Book, Message, Progress, Send, Worker, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import ModelRun
@@ -345,3 +345,7 @@ def page(out: Any, results: Any, data: Path = DATA) -> None:
 
 PAGES = {"llama": page}
 RECORDS = (ModelRun,)
+
+
+if __name__ == "__main__":
+    sys.exit(serve(_work))

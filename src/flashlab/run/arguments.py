@@ -144,18 +144,20 @@ def triton_parameters(params: AttentionParams) -> list[Any]:
     return [*(kind(values[name]) for name, kind in of_type.items()), *hidden]
 
 
-def splits_for(problem: Problem, shape: LaunchShape, resident_blocks: int, most: int) -> int:
+def splits_for(problem: Problem, shape: LaunchShape, sms: int, most: int) -> int:
     """Blocks that the keys of a tile are split over, of a kernel that does that; `most`: what the GPU allows.
 
-    The fewest that fill what is resident at once nearly as well as the best choice: all read keys until the last ends,
-    and what is split more is combined from more parts. No more than there are keys for, so that each block has some.
+    The fewest that keep the SMs, at one block each, nearly as busy as the best choice: all read keys until the last
+    ends, and what is split more is combined from more parts. A block has enough loads in flight for its SM; to fill
+    the places of a second one by more splits was slower on record (site/decode/d0_split_kv.md). No more than there are
+    keys for, so that each block has some.
     """
     keys = problem.kv_len // shape.split_keys
     able = [splits for splits in SPLITS if splits <= max(1, min(most, keys))]
     tiles = _packed_tiles(problem, shape) * problem.kv_heads * problem.batch
 
     def filled(splits: int) -> float:
-        waves = tiles * splits / resident_blocks
+        waves = tiles * splits / sms
         return waves / math.ceil(waves)
 
     best = max(map(filled, able))

@@ -273,11 +273,11 @@ def _make_recipe(
     assert shape is not None
     function = gpu.load(cubin, planned.device)
     resident = 1
-    if shape.persistent or shape.split_keys:
+    if shape.persistent:
         resident = max(1, device.sm_count * gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes))
     if shape.split_keys and not shape.cluster:
         most = gpu.most_splits(function, shape.threads, shape.smem_bytes)
-        shape = replace(shape, cluster=splits_for(planned.problem, shape, resident, most))
+        shape = replace(shape, cluster=splits_for(planned.problem, shape, device.sm_count, most))
     q, k, v = inputs.values()
     # A new output is contiguous.
     target = out or replace(q, strides=arrays.contiguous_strides(q.shape))
