@@ -249,6 +249,35 @@ def test_magnitudes_up_to_the_limit_of_fp16() -> None:
     assert np.isfinite(ran.lse).all()
 
 
+@emulated
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("  ptx::cluster_arrive();\n", "  ptx::cluster_arrive_relaxed();\n"),  # what was sent is not released
+        ("    __syncwarp();  ", "    //"),  # the ring is filled while other lanes read it
+        ("  __syncthreads();                 // everyone is done", "  //"),  # parts overwrite a ring in use
+        ("  __syncthreads();       // they are all there", "  //"),
+        (
+            "    ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this",
+            "    ptx::cp_async_wait_group<PIPELINE_STAGES - 1>();   // this",
+        ),
+        ("exists ? sizeof(Chunk) : 0);", "sizeof(Chunk));"),  # keys past the last are read
+    ],
+)
+def test_what_it_waits_for_is_needed(tmp_path: Path, old: str, new: str) -> None:
+    text = registry.get(SPLIT).source.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    edited = tmp_path / "edited.cu"
+    edited.write_text(text.replace(old, new), encoding="utf-8")
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((1, h, n, 64)).astype(np.float16) for h, n in ((4, 1), (1, 1203), (1, 1203)))
+    for source in (None, edited):
+        ran = flashlab.emulate(
+            q, k, v, stage=SPLIT, params={"SPLITS": 2}, source=source, races=True, schedule="seeded:1"
+        )
+        assert bool(ran.report.findings) is (source is not None)
+
+
 # --- records ----------------------------------------------------------------------------------------------------------
 
 

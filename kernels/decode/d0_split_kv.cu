@@ -2,9 +2,9 @@
 // Question: with one query row a sequence there is next to nothing to compute; how near does reading K and V once come to the
 //           memory's own speed, and a single short sequence to the time of an empty launch?
 // Change: a work tile is the rows of all query heads that share a K/V head, and its keys are split: over the blocks of a cluster,
-//         over a block's warps. No warp waits for another before the end, when the cluster combines through distributed shared memory.
+//         over a block's warps. No warp waits for another before the end, where the cluster combines through DSMEM.
 // Layout: as the parent's; a warp has a ring of its own for K and V, and packed row r is query row r / group of head r % group.
-// Requires: clusters (sm_90); the launcher chooses their size. At most 16 packed rows a tile; each further tile reads K and V again.
+// Requires: clusters (sm_90), whose size the launcher chooses. A tile has 16 packed rows; each further tile reads K and V again.
 #include "attention.cuh"
 #include "mma.cuh"
 #include "ptx_sm90.cuh"
@@ -203,7 +203,8 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
     if (step_key + STEP_KEYS > full_keys) {   // some row does not see some key
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int num_keys = visible_keys(p, q_row_of(e / 2 * MATRIX + lane_row)) - step_key - lane_col - e % 2;   // of this step, from this column on
+        const int row_keys = visible_keys(p, q_row_of(e / 2 * MATRIX + lane_row));
+        const int num_keys = row_keys - step_key - lane_col - e % 2;   // of this step, from this column on
 #pragma unroll
         for (int j = 0; j < KEY_BLOCKS; ++j) {
           if (j * MMA_N >= num_keys) S_reg[j][e] = NEG_INF;
@@ -309,6 +310,7 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
     *ptx::mapa(&smem.split_max[split][row], rank) = max;
     *ptx::mapa(&smem.split_sum[split][row], rank) = sum;
   }
+  __syncwarp();          // the barrier takes whole warps, and the loops may have parted their lanes
   ptx::cluster_arrive();
   ptx::cluster_wait();   // everything sent here has come; nobody touches another block's memory from here on, so each may end
 
