@@ -261,6 +261,12 @@ def test_a_label_keeps_its_decimals() -> None:
         assert {"0.975", "1.025", "0.0312 of it"} <= set(re.findall(r"<text[^>]*>([^<]*)</text>", svg))
 
 
+def test_a_path_is_shortened_without_a_change() -> None:
+    assert charts._short_path("M 1 2 L 3 2 L 3 4 L 1 4 z") == "M1 2H3V4H1z"
+    assert charts._short_path("M 0 0 Q 1 1 2 2 L 2 5 C 1 1 3 3 4 5 L 6 5 L 7 6") == "M0 0Q1 1 2 2V5C1 1 3 3 4 5H6L7 6"
+    assert charts._short_path("M 0 0 L 1 1 z M 1 2 L 1 3") == "M0 0L1 1zM1 2V3"
+
+
 def test_a_chart_survives_a_notebook(shown: Results) -> None:
     chart = charts.ladder(shown.rows())
     bundle = chart._repr_mimebundle_()

@@ -184,12 +184,27 @@ def _compact(svg: str) -> str:
     svg = re.sub(r"<[^>]*>", rounded, svg)
     svg = re.sub(r' transform="rotate\(-?0 [^"]*\)"| id="[A-Za-z][A-Za-z2.]+_\d+"', "", svg)
     svg = re.sub(r"\n\s*", " ", svg.replace("\n<", "<")).replace("> <", "><")
-    svg = re.sub(r'(?<= d=")[^"]*', lambda path: re.sub(r" *([A-Za-z]) *", r"\1", path[0]), svg)
+    svg = re.sub(r'(?<= d=")[^"]*', lambda path: _short_path(path[0]), svg)
     svg = re.sub(r"<g>(<(?:path|use) [^<>]*/>|<text [^<>]*>[^<>]*</text>)</g>", r"\1", svg)
     styles: dict[str, str] = {}
     svg = re.sub(r' style="([^"]*)"', lambda m: f' class="s{styles.setdefault(m[1], str(len(styles)))}"', svg)
     rules = "".join(f".s{number}{{{style}}}" for style, number in styles.items())
     return svg.replace("</style>", f"{rules}</style>", 1)
+
+
+def _short_path(path: str) -> str:
+    """The same path, with a line across as `H` and one up or down as `V`, which name one coordinate."""
+    parts, last = [], ["", ""]
+    for command, numbers in re.findall(r"([A-Za-z])([^A-Za-z]*)", path):
+        at = numbers.split()
+        if command == "L" and at[1] == last[1]:
+            parts.append(f"H{at[0]}")
+        elif command == "L" and at[0] == last[0]:
+            parts.append(f"V{at[1]}")
+        else:
+            parts.append(command + " ".join(at))
+        last = at[-2:] if len(at) > 1 else ["", ""]
+    return "".join(parts)
 
 
 def size_px(svg: str) -> tuple[int, int]:
