@@ -300,3 +300,21 @@ def test_a_run_of_it_is_no_run_of_the_ladder(tmp_path: Path) -> None:
     page = (tmp_path / "snippets" / "decode" / f"{SPLIT}.md").read_text(encoding="utf-8")
     assert "TB/s of Q, K, V and O" in page
     assert f"**{SPLIT}**" in page.replace("`", "")
+
+
+def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> None:
+    problem = Problem.parse("4x32x8x1x8192x128")
+    folder = tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    runs = ("20260102T030405Z-0123abc", "20260102T040405Z-0123abc")
+    for run, timed in zip(
+        runs, (("08_swizzle", "d0_split_kv", "sdpa"), ("d0_split_kv", "d0_split_kv[SPLITS=4]")), strict=True
+    ):
+        for name in timed:
+            row = measurement("08_swizzle" if name[0] == "d" else name, problem, run=run)
+            store.append(folder / f"{run}.jsonl", row.model_copy(update={"name": name}))
+    store.write_checksums("nvidia-h200", tmp_path)
+    found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.DECODING)
+    assert [(row.name, row.run) for row in found[problem]] == [
+        *(("08_swizzle", runs[0]), ("d0_split_kv", runs[0]), ("d0_split_kv[SPLITS=4]", runs[1]), ("sdpa", runs[0])),
+    ]

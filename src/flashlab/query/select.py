@@ -20,7 +20,8 @@ Rows on other inputs than normal are chosen where a policy names them, and never
 second row, with the log-sum-exp on, is never chosen.
 
 `SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `OFF_LADDER` is
-stages off the ladder beside what was interleaved with them; `together(...)` is for the ratio of some implementations.
+stages off the ladder beside what was interleaved with them, `DECODING` those for decoding beside what a session
+measured with them; `together(...)` is for the ratio of some implementations.
 `by_start` is for intervals: it finds what other starts of a machine measured with the code of the newest.
 """
 
@@ -72,6 +73,7 @@ class Policy:
 SHOWN = Policy()
 LADDER = Policy(within="run", off_ladder="with")
 OFF_LADDER = Policy(within="run", covers=_OFF_LADDER, off_ladder="only")
+DECODING = Policy(covers=_OFF_LADDER, off_ladder="only", fill=False)
 
 
 def together(*names: str) -> Policy:
@@ -541,9 +543,12 @@ def places(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache =
 
 
 def off_ladder(
-    gpu: str, data: Path = DATA, stages: Mapping[str, registry.Stage] = registry.DEAD_ENDS
+    gpu: str,
+    data: Path = DATA,
+    stages: Mapping[str, registry.Stage] = registry.DEAD_ENDS,
+    policy: Policy = OFF_LADDER,
 ) -> dict[Problem, tuple[Measurement, ...]]:
-    """Dead ends, or those other `stages`, and what was interleaved with them, by problem; empty where none was timed.
+    """Dead ends, or those other `stages`, and what was measured with them, by problem; empty where none was timed.
 
     Rungs of the ladder come first, then those off it, each before its variants, then libraries, the fastest first.
 
@@ -557,7 +562,7 @@ def off_ladder(
         # Libraries stay in the order of `ordered`, for sorting is stable.
         return (place.get(row.name, len(place)), row.name) if row.kind == "stage" else (len(place) + 1, "")
 
-    problems = _by_problem(select(frame(gpu, data), OFF_LADDER))
+    problems = _by_problem(select(frame(gpu, data), policy))
     return {
         problem: tuple(sorted(rows, key=position))
         for problem, rows in problems.items()

@@ -181,7 +181,7 @@ def generate(
     everything = tuple(sorted(everything, key=lambda one: one.gpu != gpu))  # the others keep their order
     shown = everything[0] if everything else None
     dead_ends = select.off_ladder(shown.gpu, data) if shown else {}
-    decode = select.off_ladder(shown.gpu, data, registry.DECODE) if shown else {}
+    decode = select.off_ladder(shown.gpu, data, registry.DECODE, select.DECODING) if shown else {}
     # A rung that was retired was measured with the ladder, at every problem.
     ladder = {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
     # Drawing is most of the work, and independent from page to page.
