@@ -10,9 +10,9 @@ become rows). For a problem p, three steps, each the same whether p is on record
        waves   = ⌈batch · q_heads · ⌈q_len / tile⌉ / SMs⌉          tile: query rows per block, of that row's code
        keys    = FLOPs / (4 · batch · q_heads · q_len · head_dim)  that a query sees on average
        fixed   = `FIXED_SHARE` of the least time in the table      what a call costs whatever its size
-3. **The stage**: of the ladder's stages in CUDA C++ that run p, the one with the least time, where a time from another
-   problem counts `FARTHER` times for each unit of its distance. So what was measured at p comes before what is only
-   foretold there, unless that is a great deal faster.
+3. **The stage**: of the ladder's stages in CUDA C++ and those for decoding that run p, the one with the least time,
+   where a time from another problem counts `FARTHER` times for each unit of its distance. So what was measured at p
+   comes before what is only foretold there, unless that is a great deal faster.
 
 The distance of two problems counts factors of two: of work tiles over SMs, kv_len, q_len and, by a quarter, query heads
 a KV head; another mask counts as three of them, another element type and other tunables as half of one each. Head dims
@@ -222,7 +222,7 @@ def parameters(
 
 
 def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Ranking:
-    """The ladder's stages that run a problem on a GPU, the one to take first: see the module.
+    """The stages that run a problem on a GPU, the one to take first: see the module.
 
     Args:
         gpu, arch, sm_count: its folder name under data/, architecture and number of SMs; as many as the table's GPU
@@ -241,7 +241,8 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
 def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[Choice, ...]:
     sms = found.sm_count / sm_count
     choices = []
-    for stage in (one for one in registry.CUDA_STAGES.values() if not one.by_name_only):
+    every = (*registry.CUDA_STAGES.values(), *registry.DECODE.values())
+    for stage in (one for one in every if not one.by_name_only):
         rows = _rows_of(stage, problem, found)
         if not rows or stage.why_not(problem, arch) is not None:
             continue
