@@ -24,7 +24,7 @@ from flashlab.query import contests, select
 from flashlab.record import store
 from flashlab.run import choice, emulator, gpu
 from flashlab.run.arguments import SPLITS, grid_for, splits_for
-from flashlab.show import pages
+from flashlab.show import pages, tables
 from flashlab.verify import on_cpu
 
 SPLIT = "d0_split_kv"
@@ -320,3 +320,10 @@ def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> N
     assert [(row.name, row.run) for row in found[problem]] == [
         *(("08_swizzle", runs[0]), ("d0_split_kv", runs[0]), ("d0_split_kv[SPLITS=4]", runs[1]), ("sdpa", runs[0])),
     ]
+    pages.decode_page(pages.Output(root=tmp_path), found)
+    text = (tmp_path / "snippets" / "decode.md").read_text(encoding="utf-8")
+    (ours, library) = (row.samples_of() for row in found[problem] if row.name in ("d0_split_kv", "sdpa"))
+    assert ours is not None
+    assert library is not None
+    assert f"| {problem.label} | `d0_split_kv` |" in text
+    assert f"×{tables.number(library.median_us / ours.median_us)} |" in text

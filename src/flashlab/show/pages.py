@@ -193,6 +193,7 @@ def generate(
             for stage in registry.DEAD_ENDS.values()
         ]
         jobs += [pool.submit(off_ladder_page, out, stage, decode) for stage in registry.DECODE.values()]
+        decode_page(out, decode)
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))
         _front_page(out, shown, data)
@@ -672,6 +673,35 @@ def _profiles(found: Sequence[schema.StageProfile], page: str) -> list[str]:
 
 
 # --- What did not work, and what is for decoding ----------------------------------------------------------------------
+
+
+def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
+    """The best stage for decoding beside the fastest library; `measured` as `select.off_ladder` gives it."""
+    pairs = []
+    for rows in measured.values():
+        library = select.fastest_of((), rows)
+        ours = [row for row in rows if row.name in registry.DECODE and library and row.run == library.run]
+        best = max(ours, key=lambda row: select.rate(row) or 0.0, default=None)
+        if library and best and select.rate(best):
+            pairs.append((best, library))
+
+    def median_us(row: Measurement) -> float:
+        samples = row.samples_of()
+        assert samples is not None, "what has a rate has samples"
+        return samples.median_us
+
+    columns = (
+        Column("problem", lambda pair: pair[0].problem.label),
+        Column("stage", "0.name", code, left=True),
+        Column("µs", lambda pair: median_us(pair[0])),
+        Column("TB/s of Q, K, V and O", lambda pair: pair[0].problem.compulsory_bytes / median_us(pair[0]) / 1e6),
+        Column("fastest library", lambda pair: tables.short_title(pair[1].name), left=True),
+        Column("its µs", lambda pair: median_us(pair[1])),
+        Column("times as fast", lambda pair: median_us(pair[1]) / median_us(pair[0]), times),
+    )
+    every = [row for pair in pairs for row in pair]
+    said = f"{table(columns, pairs)}\n\n<small>{select.provenance(every)}</small>" if pairs else NOTHING_YET
+    out.snippet("decode.md", said)
 
 
 def off_ladder_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
