@@ -72,7 +72,7 @@ def attention(
     stage: str | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """`flashlab.attention` as an operator, which `torch.compile(fullgraph=True)` keeps in its graph.
+    """`flashlab.attention` as an operator: `torch.compile(fullgraph=True)` keeps it whole, and CUDA graphs capture it.
 
     Args:
         q: torch tensor (batch, q_heads, q_len, head_dim), float16 or bfloat16, the last dimension contiguous.
