@@ -13,7 +13,17 @@ from typing import Any
 
 import pytest
 
+from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import BUILD
+from flashlab.run import emulator
+
+try:
+    emulator.cxx()
+    NO_COMPILER = ""
+except MissingPackageError as error:
+    NO_COMPILER = str(error)
+"""Why nothing can be emulated here; empty where it can."""
+needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:

@@ -18,10 +18,11 @@ import numpy as np
 import pytest
 import synthetic
 from ahead import ahead, chosen
+from shared import needs_compiler
 
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin, Job
-from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
+from flashlab.core.errors import CompileError, ParameterError
 from flashlab.core.paths import NOTEBOOKS
 from flashlab.core.problem import Problem
 from flashlab.experiments import ablation as ablate
@@ -33,18 +34,11 @@ from flashlab.measure.options import Options
 from flashlab.query.statistics import interval, ratio_of_medians
 from flashlab.record import schema, store
 from flashlab.record.schema import Ablation, Part
-from flashlab.run import choice, emulator, gpu
+from flashlab.run import choice, gpu
 from flashlab.run.attention import Emulation, emulate
 from flashlab.show import sweep
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import check
-
-try:
-    emulator.cxx()
-    NO_COMPILER = ""
-except MissingPackageError as error:
-    NO_COMPILER = str(error)
-needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 
 MACROS = [
     (stage, name, value)

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import synthetic
 from pydantic import TypeAdapter
+from shared import needs_compiler
 from synthetic import RUN
 
-from flashlab.core.errors import DamagedRecordError, MissingPackageError, ParameterError
+from flashlab.core.errors import DamagedRecordError, ParameterError
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
@@ -23,7 +24,6 @@ from flashlab.kernels import registry
 from flashlab.query import select
 from flashlab.record import checks
 from flashlab.record.schema import Verdict
-from flashlab.run import emulator
 from flashlab.run.attention import Fallbacks
 from flashlab.verify import cases, on_cpu
 from flashlab.verify.oracle import attention, make_inputs, pack, plain
@@ -39,13 +39,6 @@ from flashlab.verify.verdict import (
 
 STAGE = registry.get("05_wmma")
 PROBLEM = Problem(batch=2, q_heads=4, kv_heads=2, q_len=65, kv_len=66, head_dim=64, mask="causal")
-
-try:
-    emulator.cxx()
-    NO_COMPILER = ""
-except MissingPackageError as missing:
-    NO_COMPILER = str(missing)
-needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 
 
 def test_cases_are_what_stages_take() -> None:

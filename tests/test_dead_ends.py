@@ -12,13 +12,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from shared import needs_compiler
 from synthetic import measurement, write_synthetic
 from typer.testing import CliRunner
 
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin
 from flashlab.cli import app
-from flashlab.core.errors import MissingPackageError, ParameterError, UnknownStageError
+from flashlab.core.errors import ParameterError, UnknownStageError
 from flashlab.core.paths import KERNELS, SITE
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import cublaslt
@@ -28,7 +29,6 @@ from flashlab.measure import bench
 from flashlab.query import contests, select
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement, Verdict
-from flashlab.run import emulator
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.show import pages
 from flashlab.show.notebook import NOTHING_YET
@@ -40,13 +40,6 @@ SECTIONS = ("Hypothesis", "What was built", "Prediction", "What happened", "Why"
 SMALL = Problem.parse("1x2x65x64")
 FIRST = Problem.parse(FIRST_SHAPE)
 FOLDER = KERNELS / "dead_ends"
-
-try:
-    emulator.cxx()
-    NO_COMPILER = ""
-except MissingPackageError as error:
-    NO_COMPILER = str(error)
-emulated = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
@@ -198,7 +191,7 @@ def _on_a_cpu() -> list[str]:
     return list(found.values())
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("name", _on_a_cpu())
 def test_a_dead_end_is_right_on_the_cpu(name: str) -> None:
     found = on_cpu.check_on_cpu([name], lengths=[(65, 65), (113, 70)], layouts=("contiguous",))
@@ -206,7 +199,7 @@ def test_a_dead_end_is_right_on_the_cpu(name: str) -> None:
     assert any(row.status == "ok" for row in found.rows)
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
 def test_48_rows_on_six_warps_are_wrong_by_the_split_alone(causal: bool) -> None:
     problem = replace(Problem.parse("1x1x96x64"), mask="causal" if causal else "full")
@@ -220,7 +213,7 @@ def test_48_rows_on_six_warps_are_wrong_by_the_split_alone(causal: bool) -> None
         assert ran.report.findings == ()
 
 
-@emulated
+@needs_compiler
 def test_the_detector_names_what_is_wrong_with_48_rows() -> None:
     problem = Problem.parse("1x1x48x64")
     _, ran = on_cpu.emulated_verdict("tile48", problem, oracle.make_inputs(problem), races=True)
@@ -239,7 +232,7 @@ def test_e4m3_rounds_as_its_type_does() -> None:
         np.testing.assert_array_equal(oracle.round_to_e4m3(values), wanted)
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("name", ["fp8_simulated", "fp8"])
 def test_fp8_is_judged_against_fp8_and_fails_against_fp16(name: str) -> None:
     values = oracle.make_inputs(SMALL)
@@ -250,7 +243,7 @@ def test_fp8_is_judged_against_fp8_and_fails_against_fp16(name: str) -> None:
     assert "rms error" in strict.reason or "max abs error" in strict.reason
 
 
-@emulated
+@needs_compiler
 def test_the_checker_rejects_a_wrong_scale_at_fp8_too() -> None:
     values = oracle.make_inputs(SMALL)
     _, ran = on_cpu.emulated_verdict("fp8", SMALL, values)
@@ -258,7 +251,7 @@ def test_the_checker_rejects_a_wrong_scale_at_fp8_too() -> None:
     assert not check.check(off, ran.lse, *values, causal=False, dtype="float16", precision="e4m3").passed
 
 
-@emulated
+@needs_compiler
 def test_the_sources_fp8_error_is_that_against_rounded_inputs() -> None:
     problem = Problem.parse("1x1x512x64")
     values = oracle.make_inputs(problem)
@@ -501,7 +494,7 @@ def test_a_suite_of_dead_ends_can_be_foretold() -> None:
     assert answer["implementations"] == 2 + variants
 
 
-@emulated
+@needs_compiler
 def test_a_check_is_content_where_only_what_is_kept_wrong_is_wrong() -> None:
     arguments = ["--on", "cpu", "--length", "65x65", "--mask", "full", "--dtype", "float16"]
     ran = CliRunner().invoke(app.app, ["check", "tile48", "branch_free", *arguments])

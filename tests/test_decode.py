@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shared import needs_compiler
 from synthetic import measurement, write_synthetic
 
 import flashlab
 from flashlab.build import compiler
 from flashlab.build.compiler import LaunchShape
-from flashlab.core.errors import MissingPackageError, UnsupportedError
+from flashlab.core.errors import UnsupportedError
 from flashlab.core.paths import KERNELS, SITE
 from flashlab.core.problem import Problem, suite
 from flashlab.kernels import names, registry
 from flashlab.kernels.registry import ARCHS, DEAD_ENDS, DECODE, STAGES, Stage
 from flashlab.query import contests, select
 from flashlab.record import store
-from flashlab.run import choice, emulator, gpu
+from flashlab.run import choice, gpu
 from flashlab.run.arguments import SPLITS, grid_for, splits_for
 from flashlab.show import pages, tables
 from flashlab.verify import on_cpu
@@ -31,13 +32,6 @@ SPLIT = "d0_split_kv"
 LONG = Problem.parse("64x32x8x1x8192x128")
 SHAPE = LaunchShape(threads=128, smem_bytes=0, tile_q=16, split_keys=64)
 every_stage = pytest.mark.parametrize("stage", DECODE.values(), ids=DECODE)
-
-try:
-    emulator.cxx()
-    NO_COMPILER = ""
-except MissingPackageError as error:
-    NO_COMPILER = str(error)
-emulated = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
@@ -170,7 +164,7 @@ def _expected(q: Any, k: Any, v: Any, *, scale: float, causal: bool) -> tuple[An
         return out, np.where(total > 0, np.log(total) + top[..., 0], -np.inf)
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("splits", SPLITS)
 def test_it_is_right_and_without_races_at_any_split(splits: int) -> None:
     checked = on_cpu.check_on_cpu(
@@ -186,7 +180,7 @@ def test_it_is_right_and_without_races_at_any_split(splits: int) -> None:
     assert len(checked.rows) == 8
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("schedule", ["descending", "seeded:3"])
 def test_it_is_right_in_any_layout_and_order(schedule: str) -> None:
     checked = on_cpu.check_on_cpu(
@@ -195,7 +189,7 @@ def test_it_is_right_in_any_layout_and_order(schedule: str) -> None:
     assert [f"{row.problem.label}, {row.layout}: {row.reason}" for row in checked.failures] == []
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "q_len", "kv_len"),
     [
@@ -226,7 +220,7 @@ def test_groups_of_any_size_are_packed(
         assert (ran.out[~seen] == 0).all()
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize("scale", [0.0, -0.3, 1e-4, 4.0])
 @pytest.mark.parametrize("splits", [1, 8])
 def test_any_scale_and_magnitude(scale: float, splits: int) -> None:
@@ -240,7 +234,7 @@ def test_any_scale_and_magnitude(scale: float, splits: int) -> None:
     assert all(math.isfinite(x) for x in ran.lse.ravel())
 
 
-@emulated
+@needs_compiler
 def test_magnitudes_up_to_the_limit_of_fp16() -> None:
     q = np.full((1, 2, 1, 64), 60000.0, np.float16)
     k = np.full((1, 1, 150, 64), -60000.0, np.float16)
@@ -251,7 +245,7 @@ def test_magnitudes_up_to_the_limit_of_fp16() -> None:
     assert np.isfinite(ran.lse).all()
 
 
-@emulated
+@needs_compiler
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -178,7 +178,7 @@ def test_a_timeline_follows_its_tunables(monkeypatch: pytest.MonkeyPatch) -> Non
     before, real = timeline("09_wgmma"), registry.Stage.parameters
     monkeypatch.setattr(registry.Stage, "parameters", lambda self, *what: {**real(self, *what), "TILE_KV": 64})
     after = timeline("09_wgmma")
-    assert ("128 keys a tile" in before.caption, "64 keys a tile" in after.caption) == (True, True)
+    assert ("128 keys per tile" in before.caption, "64 keys per tile" in after.caption) == (True, True)
     assert before.svg != after.svg
 
 

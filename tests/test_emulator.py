@@ -14,19 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shared import source_file
+from shared import NO_COMPILER, needs_compiler, source_file
 
 from flashlab.core.errors import CompileError, EmulationError, MissingPackageError, OutputError, ParameterError
 from flashlab.kernels.registry import STAGES
 from flashlab.run import emulator
 from flashlab.run.emulator import Pointer, Structure, build_file, launch
 
-try:
-    emulator.cxx()
-    NO_COMPILER = ""
-except MissingPackageError as missing:
-    NO_COMPILER = str(missing)
-needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 THREADS = 64
 
 

@@ -6,26 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
-from shared import source_file
+from shared import needs_compiler, source_file
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job
-from flashlab.core.errors import MissingPackageError, ParameterError
+from flashlab.core.errors import ParameterError
 from flashlab.core.problem import Problem
 from flashlab.experiments import levers
 from flashlab.experiments.levers import Lever
 from flashlab.kernels import registry
-from flashlab.run import choice, emulator
+from flashlab.run import choice
 from flashlab.run.attention import emulate
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import check
-
-try:
-    emulator.cxx()
-    NO_COMPILER = ""
-except MissingPackageError as error:
-    NO_COMPILER = str(error)
-needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
 
 LEVERS = levers.choose()
 each = pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: lever.name)

@@ -263,9 +263,9 @@ def test_threads_that_repeat_a_call_keep_their_arguments_apart(driver: Driver) -
         return [_addresses(q, k, v, attention(q, k, v, stage=MAPPED)) for _ in range(20)] + [threading.get_ident()]
 
     with ThreadPoolExecutor(4) as pool:
-        told = list(pool.map(repeat, range(4)))
+        results = list(pool.map(repeat, range(4)))
     assert driver.prepared == 1
-    for *wanted, thread in told:
+    for *wanted, thread in results:
         assert [maps for *_, maps in noted[thread]] == wanted
         assert [[found[name] for name in "QKVO"] for _, found, _ in noted[thread]] == wanted
 

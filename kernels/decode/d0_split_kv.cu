@@ -114,7 +114,7 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
   const element* K_gmem = head_of(p.K, batch, kv_head);   // (kv_len, HEAD_DIM)
   const element* V_gmem = head_of(p.V, batch, kv_head);   // (kv_len, HEAD_DIM)
 
-  // The tile's keys in steps of STEP_KEYS: a range of them for each block, which its warps take in turn, so that the block reads
+  // The tile's keys in steps of STEP_KEYS: a range of them for each block, dealt out to its warps, so that the block reads
   // one contiguous stretch of K and V. A block or warp may get none.
   const unsigned num_steps = (tile_keys + STEP_KEYS - 1) / STEP_KEYS;
   const int first_step = static_cast<int>(num_steps * split >> log2_splits) + warp;

@@ -32,7 +32,15 @@ from flashlab.build.sources import contents, digest, quote, read, readable, show
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, PerformanceWarningError
 from flashlab.core.paths import KERNELS, ROOT
 from flashlab.core.problem import DTYPES, DType, Mask, Problem
-from flashlab.kernels.registry import ARCHS, CUDA_STAGES, STAGES, Stage, capability
+from flashlab.kernels.registry import (
+    ARCHS,
+    CUDA_STAGES,
+    LARGEST_CLUSTER,
+    PORTABLE_CLUSTER,
+    STAGES,
+    Stage,
+    capability,
+)
 
 COMMON = KERNELS / "common"
 ELEMENTS: Mapping[DType, str] = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -82,10 +90,6 @@ class LaunchShape:
 _MAX_THREADS = 1024
 _MAX_BOX = 256
 """Rows: a tensor map's limit in every dimension."""
-_MAX_CLUSTER = 8
-"""Blocks: what every GPU with clusters allows."""
-_MAX_SPLITS = 16
-"""Blocks: what a GPU may allow a kernel that leaves their number to the launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +325,7 @@ def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
             f"wanted launch_shape with 1 to {_MAX_THREADS} threads, a size of shared memory and a positive tile_q, "
             f"got {shape}"
         )
-    most = _MAX_SPLITS if shape.split_keys else _MAX_CLUSTER
+    most = LARGEST_CLUSTER if shape.split_keys else PORTABLE_CLUSTER
     if not 0 <= shape.cluster <= most:
         return f"wanted launch_shape with a cluster of 0 to {most} blocks, got {shape}"
     boxes = (shape.box_q, shape.box_kv)

@@ -141,7 +141,7 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
         f"warps. Alone, a group's QK GEMM takes {number(gemm)} cycles, as its PV GEMM does. The tensor cores are busy "
         f"for {tensor} of the time that is drawn; the exponential unit works at {exponential} of its rate.",
         caption=f"One SM in the loop of {stage_id} at {problem.label}, with {kernel.blocks} "
-        f"block{'s' * (kernel.blocks > 1)} of {kernel.tile_rows} rows and {kernel.keys} keys a tile. To scale, in "
+        f"block{'s' * (kernel.blocks > 1)} of {kernel.tile_rows} rows and {kernel.keys} keys per tile. To scale, in "
         "cycles that the cycle model computes from readings of the SM's units; the kernel was not traced. GEMMs that "
         f"run at once share the tensor cores. {NOTES[stage_id]}".strip(),
         provenance=cycle_tables.source(readings.values()),

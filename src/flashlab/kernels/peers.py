@@ -435,7 +435,7 @@ class _FlashAttention(Peer):
     def build(self, problem: Problem) -> Attention:
         """See `Peer`."""
         attention = importlib.import_module(self.module).flash_attn_func
-        # It splits keys where it is told to: 0 leaves their number to it, as its own function for a cache does.
+        # It splits no keys by default; 0 leaves the number of splits to it, as its own function for a cache does.
         can_split = "num_splits" in inspect.signature(attention).parameters
         splits = {"num_splits": 0} if can_split and problem.q_len < _FEW_ROWS else {}
 

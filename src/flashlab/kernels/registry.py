@@ -32,6 +32,8 @@ Place = Literal["ladder", "decode", "dead_ends"]
 """`ladder`: a rung, each of which replaces the one before. `decode`: for few query rows against many keys, which no
 rung is made for; it is compared with rungs and replaces none. `dead_ends`: tried, and kept for what it shows."""
 Arch = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
+PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
+"""Blocks a cluster: what every GPU with clusters takes, and what some do where a kernel allows it."""
 RUNG_ID = re.compile(r"(\d\d|t\d)(_[a-z0-9]+)+")
 """Ids of the ladder: a number, or `t` and a digit for one in Triton, and words."""
 DECODE_ID = re.compile(r"d\d(_[a-z0-9]+)+")

@@ -22,7 +22,7 @@ from flashlab.core.errors import (
     UnsupportedError,
 )
 from flashlab.core.paths import slug
-from flashlab.kernels.registry import arch_for
+from flashlab.kernels.registry import LARGEST_CLUSTER, PORTABLE_CLUSTER, arch_for
 from flashlab.record.schema import Gpu
 
 if TYPE_CHECKING:
@@ -365,16 +365,12 @@ def blocks_per_sm(function: Function, threads: int, smem_bytes: int) -> int:
 def most_splits(function: Function, threads: int, smem_bytes: int) -> int:
     """The most blocks that a cluster of a kernel may have on its device, more than every GPU allows included."""
     config = _bindings().CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = _LARGEST_CLUSTER, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = LARGEST_CLUSTER, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = smem_bytes
     with context(function.device):
         _allow_any_cluster(function)
         return int(call("cuOccupancyMaxPotentialClusterSize", function.handle, config))
-
-
-_PORTABLE_CLUSTER, _LARGEST_CLUSTER = 8, 16
-"""Blocks a cluster: what every GPU with clusters takes, and what some do where a kernel allows it."""
 
 
 def _allow_any_cluster(function: Function) -> None:
@@ -418,7 +414,7 @@ class Launch:
             *(function.handle, *grid, *block, smem_bytes),
             *(driver.CUstream(stream), address, 0),
         )
-        if cluster > _PORTABLE_CLUSTER:
+        if cluster > PORTABLE_CLUSTER:
             with context(function.device):
                 _allow_any_cluster(function)
         if cluster:
