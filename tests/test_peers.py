@@ -107,6 +107,8 @@ def test_another_package_of_the_same_name_is_not_taken_for_the_peer(
         ("sdpa_math", Problem.parse("4x16x8192x64"), {"free_bytes": 10 << 30}, r"about 60.1 GB .* 10.7 GB are free"),
         ("cublas_unfused", Problem.parse("4x16x8192x64"), {"free_bytes": 10 << 30}, "60.1 GB"),
         ("sdpa_efficient", GROUPED, {}, "grouped"),
+        ("flashinfer", FULL, {}, "at most 1 query rows"),
+        ("flashinfer", Problem.parse("4x32x8x1x8190x128"), {}, "pages of 16 keys, got 8190"),
     ],
 )
 def test_what_a_peer_cannot_do_is_said(name: str, problem: Problem, options: Any, words: str) -> None:
@@ -128,10 +130,17 @@ def test_what_a_peer_cannot_do_is_said(name: str, problem: Problem, options: Any
         ("sdpa_cudnn", SQUARE_CAUSAL, {"compute_capability": (12, 0)}),
         ("sdpa_math", Problem.parse("4x16x8192x64"), {"free_bytes": 130 << 30}),
         ("flex", GROUPED, {"compute_capability": (9, 0)}),
+        ("flashinfer", Problem.parse("4x32x8x1x8192x128"), {"compute_capability": (9, 0)}),
     ],
 )
 def test_what_a_peer_can_do_is_not_refused(name: str, problem: Problem, options: Any) -> None:
     assert peers.get(name).why_not(problem, **options) is None
+
+
+def test_a_library_for_decoding_is_measured_where_something_decodes() -> None:
+    decoding = Problem.parse("4x32x8x1x8192x128")
+    assert "flashinfer" not in peers.default_names([FULL, BFLOAT16])
+    assert set(peers.default_names([FULL, decoding])) == peers.PEERS.keys()
 
 
 def test_every_peer_says_its_layout_and_whether_it_writes_a_log_sum_exp() -> None:

@@ -309,6 +309,7 @@ def test_ceilings_are_plausible(backend: timer.CudaBackend) -> None:
         Problem.parse("2x4x256x64", dtype="bfloat16", mask="causal"),
         Problem.parse("1x4x2x128x256x64", mask="causal"),
         Problem.parse("1x4x4x128x256x64", dtype="bfloat16"),
+        Problem.parse("3x8x2x1x208x128", dtype="bfloat16"),
     ],
     ids=lambda problem: problem.label,
 )

@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import math
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,8 @@ class Peer(ABC):
     max_capability: tuple[int, int] | None = None
     needs_memory: bool = False
     """True where it holds all scores at once."""
+    max_q_len: int | None = None
+    """Query rows a sequence up to which it is measured; None: any."""
     layout: Layout = "bhsd"
     """What it is made for, and gets."""
     writes_lse: bool | None = None
@@ -105,6 +108,8 @@ class Peer(ABC):
             if problem.dtype == "bfloat16" and compute_capability < (8, 0):
                 return WhyNot("unsupported", f"bfloat16 needs compute capability 8.0 or newer; this GPU has {have}")
         limit = self.limits(problem)
+        if self.max_q_len is not None and problem.q_len > self.max_q_len:
+            limit = f"it is measured with at most {self.max_q_len} query rows a sequence, got {problem.q_len}"
         if limit:
             return WhyNot("unsupported", f"{self.name}: {limit}")
         if self.needs_memory and free_bytes is not None:
@@ -479,6 +484,90 @@ class FlashAttention4(_FlashAttention):
         return None
 
 
+# --- serving ----------------------------------------------------------------------------------------------------------
+
+
+class FlashInfer(Peer):
+    """FlashInfer's attention of one query row a sequence against a paged cache."""
+
+    name = "flashinfer"
+    title = "FlashInfer"
+    how = "flashinfer.BatchDecodeWithPagedKVCacheWrapper"
+    # Both are imported; of its other requirements it needs none for this.
+    packages = (*Peer.packages, ("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi"))
+    layout = "bshd"
+    compile_s = 60.0
+    writes_lse = False  # allocates one where return_lse is True
+    min_capability = (8, 0)
+    max_q_len = 1
+
+    def limits(self, problem: Problem) -> str | None:
+        """See `Peer`."""
+        if problem.kv_len % _PAGE:
+            return f"it is given whole pages of {_PAGE} keys, got {problem.kv_len} keys"
+        return None
+
+    def build(self, problem: Problem) -> Attention:
+        """See `Peer`."""
+        return _FlashInfer(problem)
+
+
+_PAGE = 16
+"""Keys a page: what vLLM and SGLang have by default."""
+
+
+class _FlashInfer:
+    """FlashInfer on one problem: by CUDA cores and by tensor cores, of which its first call takes the faster.
+
+    A contiguous cache is one of pages that follow each other. What plans a call (how the keys are split) is done once
+    and not timed, as a model does it once for all its layers.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._torch = torch = importlib.import_module("torch")
+        flashinfer = importlib.import_module("flashinfer")
+        dtype = getattr(torch, problem.dtype)
+        pages = problem.kv_len // _PAGE
+        self._cache = (-1, _PAGE, problem.kv_heads, problem.head_dim)
+
+        def planned(use_tensor_cores: bool) -> Any:
+            workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=use_tensor_cores)
+            wrapper.plan(
+                torch.arange(problem.batch + 1, dtype=torch.int32, device="cuda") * pages,
+                torch.arange(problem.batch * pages, dtype=torch.int32, device="cuda"),
+                torch.full((problem.batch,), _PAGE, dtype=torch.int32, device="cuda"),
+                *(problem.q_heads, problem.kv_heads, problem.head_dim, _PAGE),
+                q_data_type=dtype,
+                kv_data_type=dtype,
+            )
+            return wrapper
+
+        self._ways = {"tensor cores": planned(True), "CUDA cores": planned(False)}
+        self.choice = ""
+        """The way, for people; empty before the first call."""
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        rows, cache = q.squeeze(1), (k.view(self._cache), v.view(self._cache))
+        if not self.choice:
+            self.choice = min(self._ways, key=lambda way: self._seconds(self._ways[way], rows, cache))
+        return self._ways[self.choice].run(rows, cache).unsqueeze(1)
+
+    def _seconds(self, wrapper: Any, rows: Any, cache: tuple[Any, Any]) -> float:
+        """A call's time of ten, the first left out."""
+        wrapper.run(rows, cache)
+        self._torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(10):
+            wrapper.run(rows, cache)
+        self._torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+
+_WORKSPACE_BYTES = 128 << 20
+"""What FlashInfer's documentation recommends."""
+
+
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
@@ -492,8 +581,17 @@ PEERS: Mapping[str, Peer] = {
         TritonFA2(),
         FlashAttention3(),
         FlashAttention4(),
+        FlashInfer(),
     )
 }
+
+
+def default_names(problems: Sequence[Problem]) -> list[str]:
+    """The libraries that are measured on problems where none are named: all but those for fewer query rows."""
+    rows = min((problem.q_len for problem in problems), default=1)
+    return [name for name, peer in PEERS.items() if peer.max_q_len is None or rows <= peer.max_q_len]
+
+
 DISTRIBUTIONS = tuple(
     dict.fromkeys(
         wanted for peer in PEERS.values() for _, wanted in peer.packages if not wanted.startswith("flashlab[")

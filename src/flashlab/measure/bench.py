@@ -182,7 +182,7 @@ def run(
     Raises:
         As `measure`; UnknownStageError, ParameterError: names that make no sense; before any GPU work.
     """
-    named = implementations_of(stages, peers, sources)
+    named = implementations_of(stages, libraries.default_names(problems) if peers is None else peers, sources)
     plan, options = plan or Plan(), options or Options()
     wanted = limits.require(limits.CEILINGS if ceilings is True else ceilings or ())
     if not problems and not wanted:
@@ -436,7 +436,7 @@ def estimate(
     Args:
         known: rows on record, the newest last.
     """
-    named = implementations_of(stages, peers, sources)
+    named = implementations_of(stages, libraries.default_names(problems) if peers is None else peers, sources)
     plan = plan or Plan()
     built: set[tuple[str, Problem]] = set()
     estimates = []
