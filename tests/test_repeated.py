@@ -94,7 +94,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
     monkeypatch.setattr(module, "_make_recipe", make_recipe)
     monkeypatch.setattr(module, "_TRUSTED_S", 3600.0)
-    for name in ("_recipes", "_repeated", "_counters"):
+    for name in ("_recipes", "_codes", "_repeated", "_counters"):
         monkeypatch.setattr(module, name, Kept(64))
     for name, value in {
         "_bindings": lambda: there,
@@ -159,6 +159,16 @@ def test_a_repeated_call_does_little(driver: Driver, monkeypatch: pytest.MonkeyP
     finally:
         sys.setprofile(None)
     assert len(entered) < 16, entered
+
+
+def test_another_length_takes_the_code_that_is_there(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence that is decoded has another length at every step."""
+    attention(*qkv(130), stage=MAPPED)
+    for name in ("included", "read"):
+        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a source was read again"))
+    monkeypatch.setattr(module.compiler, "compile_stage", lambda *_: pytest.fail("a stage was compiled again"))
+    attention(*qkv(131), stage=MAPPED)
+    assert (driver.prepared, len(driver.launches)) == (2, 2)
 
 
 def _misaligned(x: Any) -> Any:

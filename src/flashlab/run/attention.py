@@ -154,10 +154,7 @@ class _Recipe:
 
     def stands(self) -> bool:
         """Whether the sources are what they were."""
-        try:
-            return stamps(path for path, *_ in self.sources) == self.sources
-        except FileNotFoundError:
-            return False
+        return _unchanged(self.sources)
 
     def launch(self, arguments: Sequence[Any], stream: int) -> gpu.Launch:
         """Of the kernel, with those arguments."""
@@ -266,32 +263,75 @@ def _make_recipe(
         source=asked.source,
         may_spill=asked.may_spill,
     )
-    headers = included(job.file, read(job.file, "CUDA C++"), [compiler.COMMON])
-    sources = stamps([job.file, *headers])  # before they are read to be compiled
-    cubin = compiler.compile_stage(job)
-    shape = cubin.launch_shape
-    assert shape is not None
-    function = gpu.load(cubin, planned.device)
-    resident = 1
-    if shape.persistent:
-        resident = max(1, device.sm_count * gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes))
+    code = _loaded(job, planned.device)
+    shape, function = code.shape, code.function
+    resident = max(1, device.sm_count * code.blocks_per_sm) if shape.persistent else 1
     if shape.split_keys and not shape.cluster:
-        most = gpu.most_splits(function, shape.threads, shape.smem_bytes)
-        shape = replace(shape, cluster=splits_for(planned.problem, shape, device.sm_count, most))
+        shape = replace(shape, cluster=splits_for(planned.problem, shape, device.sm_count, code.most_splits))
     q, k, v = inputs.values()
     # A new output is contiguous.
     target = out or replace(q, strides=arrays.contiguous_strides(q.shape))
     views = {"Q": q, "K": k, "V": v, "O": target}
     return _Recipe(
         plan=planned,
-        cubin=cubin,
+        cubin=code.cubin,
         shape=shape,
         function=function,
         grid=grid_for(planned.problem, shape, resident),
         params=params_for(planned, views),
         encoders={name: _encoder(each, planned.device) for name, each in tile_maps(planned, shape, views).items()},
+        sources=code.sources,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loaded:
+    """What a job compiles to, on a device."""
+
+    cubin: Cubin
+    shape: LaunchShape
+    function: gpu.Function
+    blocks_per_sm: int
+    most_splits: int
+    """Blocks a cluster at most, of a kernel that leaves them to the launch; 0 of others."""
+    sources: Stamps
+    """Of the file that was compiled and the headers that it includes."""
+
+
+_codes: Kept[_Loaded] = Kept(_MAX_RECIPES)
+"""By job and device. Decoding has another length, and so another recipe, at every step, but the same code."""
+
+
+def _loaded(job: compiler.Job, device: int) -> _Loaded:
+    key = (job.label, job.file, job.may_spill, device)
+    kept = _codes.get(key)
+    if kept is not None and _unchanged(kept.sources):
+        return kept
+    headers = included(job.file, read(job.file, "CUDA C++"), [compiler.COMMON])
+    sources = stamps([job.file, *headers])  # before they are read to be compiled
+    cubin = compiler.compile_stage(job)
+    shape = cubin.launch_shape
+    assert shape is not None
+    function = gpu.load(cubin, device)
+    how = (function, shape.threads, shape.smem_bytes)
+    made = _Loaded(
+        cubin=cubin,
+        shape=shape,
+        function=function,
+        blocks_per_sm=gpu.blocks_per_sm(*how) if shape.persistent else 1,
+        most_splits=gpu.most_splits(*how) if shape.split_keys and not shape.cluster else 0,
         sources=sources,
     )
+    _codes.put(key, made)
+    return made
+
+
+def _unchanged(sources: Stamps) -> bool:
+    """Whether files are what they were."""
+    try:
+        return stamps(path for path, *_ in sources) == sources
+    except FileNotFoundError:
+        return False
 
 
 @lru_cache(maxsize=16)

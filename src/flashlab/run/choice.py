@@ -28,7 +28,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,10 +60,23 @@ class Table:
     sm_count: int
     rows: tuple[Row, ...]
 
-    @property
+    @cached_property
     def least_us(self) -> float:
         """The least time of all rows."""
         return min(row.time_us for row in self.rows)
+
+    @cached_property
+    def _by_stage(self) -> Mapping[tuple[str, int], tuple[Row, ...]]:
+        found: dict[tuple[str, int], list[Row]] = {}
+        for row in self.rows:
+            found.setdefault((row.stage, row.problem.head_dim), []).append(row)
+        return {key: tuple(rows) for key, rows in found.items()}
+
+    def rows_of(self, stage: Stage, head_dim: int) -> list[Row]:
+        """A stage's rows of a head dim; what names other tunables than the stage has (it has changed since) is none."""
+        return [
+            row for row in self._by_stage.get((stage.id, head_dim), ()) if row.parameters.keys() == stage.params.keys()
+        ]
 
 
 class Choice(NamedTuple):
@@ -171,26 +184,14 @@ def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
 
 def distance(problem: Problem, row: Row, sms: float = 1.0) -> float:
     """How far a row's problem is from another one of the same head dim: see the module."""
-    apart = {name: abs(math.log2(ratio)) for name, ratio in ratios(problem, row, sms).items()}
-    apart["GQA ratio"] *= _GROUP_WEIGHT
+    *apart, group = (abs(math.log2(ratio)) for ratio in ratios(problem, row, sms).values())
     kind = _OTHER_MASK * (problem.mask != row.problem.mask) + _OTHER_DTYPE * (problem.dtype != row.problem.dtype)
-    return sum(apart.values()) + kind
-
-
-def _rows_of(stage: Stage, problem: Problem, found: Table) -> list[Row]:
-    """A stage's rows that may serve; what names other tunables than the stage has (it has changed since) may not."""
-    return [
-        row
-        for row in found.rows
-        if row.stage == stage.id
-        and row.problem.head_dim == problem.head_dim
-        and row.parameters.keys() == stage.params.keys()
-    ]
+    return sum(apart) + _GROUP_WEIGHT * group + kind
 
 
 def _tuned_on(stage: Stage, problem: Problem, found: Table) -> Row | None:
     """The row of the nearest problem that a stage was tuned on."""
-    tried = [row for row in _rows_of(stage, problem, found) if row.variants]
+    tried = [row for row in found.rows_of(stage, problem.head_dim) if row.variants]
     return min(tried, key=lambda row: distance(problem, row), default=None)
 
 
@@ -243,7 +244,7 @@ def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[
     choices = []
     every = (*registry.CUDA_STAGES.values(), *registry.DECODE.values())
     for stage in (one for one in every if not one.by_name_only):
-        rows = _rows_of(stage, problem, found)
+        rows = found.rows_of(stage, problem.head_dim)
         if not rows or stage.why_not(problem, arch) is not None:
             continue
         tuned_on = _tuned_on(stage, problem, found) if found.arch == arch else None
