@@ -389,7 +389,7 @@ def test_what_the_kernel_gets() -> None:
     q, k, v = qkv(kv_heads=2, q_len=9, kv_len=5)
     out = array(2, 4, 9, 64, strides=(8 * 4 * 64 * 2, 64, 4 * 64, 1), pointer=OUT)
     found = plan(q, k, v, out=out, arch=ARCH, scale=0.5)
-    params = params_for(found, {"Q": q, "K": k, "V": v, "O": out})
+    params = params_for(found.problem, found.scale, {"Q": q, "K": k, "V": v, "O": out})
     assert (params.q_heads, params.kv_heads, params.q_len, params.kv_len) == (4, 2, 9, 5)
     assert params.scale_log2 == pytest.approx(0.5 * 1.4426950408889634)
     assert (params.LSE, params.work, params.fallbacks) == (None, None, None)

@@ -83,6 +83,20 @@ def test_compiled_whole_without_a_warning_and_for_any_length(backend: str) -> No
 
 
 @pytest.mark.usefixtures("compiler_here")
+def test_a_cache_in_pages_is_an_operator_too() -> None:
+    q, *pools = (torch.randn(shape).half() for shape in ((2, 4, 1, 64), (5, 2, 16, 64), (5, 2, 16, 64)))
+    table, lengths = torch.tensor([[3, 0], [1, 4]], dtype=torch.int32), torch.tensor([20, 7], dtype=torch.int32)
+    call = (q, *pools, table, lengths)
+    checked = torch.library.opcheck(torch.ops.flashlab.paged_attention.default, call)
+    assert set(checked.values()) == {"SUCCESS"}
+    torch._dynamo.reset()
+    compiled = torch.compile(torch.ops.flashlab.paged_attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*call), flashlab.paged_attention(*call))
+    with pytest.raises(errors.InputError, match="q: wanted a tensor that needs no gradient"):
+        torch.ops.flashlab.paged_attention(q.requires_grad_(), *call[1:])
+
+
+@pytest.mark.usefixtures("compiler_here")
 def test_gradients_are_refused_with_what_works() -> None:
     q, k, v = qkv()
     k.requires_grad_()

@@ -5,6 +5,8 @@ The calls, each documented in full where it is defined (flashlab.run.attention):
 - `attention(q, k, v)`: softmax(scale · Q Kᵀ) V where the arrays are, on a GPU enqueued on the caller's stream.
 - `prepare(q, k, v)`: the same call on a GPU, compiled and loaded but not launched: a callable to repeat and to time.
 - `emulate(q, k, v)`: the same kernel on the CPU, with what it did wrong: races, bounds, bank conflicts.
+- `paged_attention(q, k_cache, v_cache, page_table, lengths)`: over a cache in pages (flashlab.run.paged), which
+  `append_kv` writes into.
 
 q is (batch, q_heads, q_len, head_dim), k and v are (batch, kv_heads, kv_len, head_dim), float16 or bfloat16, with any
 strides whose last is 1: NumPy arrays, torch tensors, CuPy arrays, or anything with DLPack. Every error is a
@@ -22,14 +24,20 @@ if TYPE_CHECKING:
     from flashlab.run.attention import attention as attention
     from flashlab.run.attention import emulate as emulate
     from flashlab.run.attention import prepare as prepare
+    from flashlab.run.paged import append_kv as append_kv
+    from flashlab.run.paged import paged_attention as paged_attention
 
-__all__ = ["__version__", "attention", "emulate", "prepare"]
+_PUBLIC = {
+    **dict.fromkeys(("attention", "emulate", "prepare"), "flashlab.run.attention"),
+    **dict.fromkeys(("append_kv", "paged_attention"), "flashlab.run.paged"),
+}
+__all__ = ["__version__", "append_kv", "attention", "emulate", "paged_attention", "prepare"]
 
 
 def __getattr__(name: str) -> Any:
     """The public functions, imported when asked for: whoever reads records imports no compiler."""
-    if name in ("attention", "emulate", "prepare"):
-        found = globals()[name] = getattr(import_module("flashlab.run.attention"), name)
+    if name in _PUBLIC:
+        found = globals()[name] = getattr(import_module(_PUBLIC[name]), name)
         return found
     raise AttributeError(f"module 'flashlab' has no attribute {name!r}")
 

@@ -2,8 +2,10 @@
 
 Importing this registers `torch.ops.flashlab.attention(q, k, v, causal=False, scale=None, stage=None) -> out` and
 `torch.ops.flashlab.attention_lse`, the same with `(out, lse)`. On CUDA tensors they are `flashlab.attention` on torch's
-current stream; on CPU tensors the kernel is emulated, for problems of a test's size. There is no backward pass: inputs
-that want a gradient are refused. `register()` makes `attn_implementation="flashlab"` known to transformers.
+current stream; on CPU tensors the kernel is emulated, for problems of a test's size.
+`torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None) -> out` is
+`flashlab.paged_attention` likewise. There is no backward pass: inputs that want a gradient are refused. `register()`
+makes `attn_implementation="flashlab"` known to transformers.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import inspect
 from typing import Any
 
 from flashlab.core.errors import DTypeError, MissingPackageError, ShapeError, UnsupportedError
-from flashlab.run import arrays
+from flashlab.run import arrays, paged
 from flashlab.run import attention as run
 
 try:
@@ -60,6 +62,29 @@ def _define(name: str, returns: str, *, return_lse: bool) -> None:
 _library = torch.library.Library(NAME, "DEF")
 _define("attention", "Tensor", return_lse=False)
 _define("attention_lse", "(Tensor, Tensor)", return_lse=True)
+
+
+def _paged(
+    q: Any, k_cache: Any, v_cache: Any, page_table: Any, lengths: Any, causal: bool = True, scale: float | None = None
+) -> Any:
+    return paged.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=causal, scale=scale)
+
+
+def _paged_fake(
+    q: Any, k_cache: Any, v_cache: Any, page_table: Any, lengths: Any, causal: bool = True, scale: float | None = None
+) -> Any:
+    arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache)
+    return q.new_empty(q.shape)
+
+
+_library.define(
+    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, bool causal=True, "
+    "float? scale=None) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("paged_attention", _paged, _key)
+torch.library.register_fake(f"{NAME}::paged_attention", _paged_fake, lib=_library)
 
 
 def attention(

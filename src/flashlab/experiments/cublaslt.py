@@ -533,18 +533,18 @@ class EmulatedPasses:
     def __init__(
         self,
         problem: Problem,
-        arrays: Mapping[str, Any],
+        arrays: Mapping[str, DeviceArray],
         *,
-        lse: emulator.Pointer | None,
+        places: Mapping[str, emulator.Pointer],
         scale_log2: float,
         parameters: Mapping[str, int],
         shape: LaunchShape,
     ) -> None:
-        """Multiply Q by K. `arrays` are NumPy's Q, K, V and O, (batch, heads, length, head_dim) each."""
+        """Multiply Q by K. `arrays` are Q, K, V and O in host memory, `places` theirs, and that of LSE."""
         import numpy as np
 
-        self._problem, self._arrays = problem, arrays
-        q, k = (_floats(arrays[name], problem.dtype) for name in "QK")
+        self._problem, self._arrays = problem, {name: array.owner for name, array in arrays.items()}
+        q, k = (_floats(self._arrays[name], problem.dtype) for name in "QK")
         group = problem.q_heads // problem.kv_heads
         scores = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(scale_log2)
         heads, pitch = problem.batch * problem.q_heads, pitch_of(problem)
@@ -559,8 +559,8 @@ class EmulatedPasses:
         else:
             self._probs[..., : problem.kv_len] = flat.astype(narrow)
         pointers[SoftmaxParams.probs.offset] = emulator.Pointer(array=self._probs, access="rw", name="probs")
-        if lse is not None:
-            pointers[SoftmaxParams.LSE.offset] = lse
+        if "LSE" in places:
+            pointers[SoftmaxParams.LSE.offset] = places["LSE"]
         params = SoftmaxParams(None, None, None, pitch, problem.q_len, problem.kv_len)
         self.arguments: Sequence[emulator.Structure] = [emulator.Structure(value=params, pointers=pointers)]
         self.grid = (-(-problem.q_len // shape.tile_q), heads, 1)

@@ -73,13 +73,12 @@ def scale_log2(planned: Plan) -> float:
     return planned.scale * math.log2(math.e)
 
 
-def params_for(planned: Plan, views: Mapping[str, DeviceArray]) -> AttentionParams:
+def params_for(problem: Problem, scale: float, views: Mapping[str, DeviceArray]) -> AttentionParams:
     """The kernel's first argument; `views` are Q, K, V and O. `LSE`, `work` and `fallbacks` are null."""
-    problem = planned.problem
     return AttentionParams(
         **{name: TensorView(view.pointer, *view.strides[:3]) for name, view in views.items()},
         **{name: getattr(problem, name) for name in ("q_heads", "kv_heads", "q_len", "kv_len", "batch")},
-        scale_log2=scale_log2(planned),
+        scale_log2=scale * math.log2(math.e),
     )
 
 

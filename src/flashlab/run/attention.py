@@ -263,7 +263,7 @@ def _make_recipe(
         source=asked.source,
         may_spill=asked.may_spill,
     )
-    code = _loaded(job, planned.device)
+    code = loaded(job, planned.device)
     shape, function = code.shape, code.function
     resident = max(1, device.sm_count * code.blocks_per_sm) if shape.persistent else 1
     if shape.split_keys and not shape.cluster:
@@ -278,14 +278,14 @@ def _make_recipe(
         shape=shape,
         function=function,
         grid=grid_for(planned.problem, shape, resident),
-        params=params_for(planned, views),
+        params=params_for(planned.problem, planned.scale, views),
         encoders={name: _encoder(each, planned.device) for name, each in tile_maps(planned, shape, views).items()},
         sources=code.sources,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Loaded:
+class Loaded:
     """What a job compiles to, on a device."""
 
     cubin: Cubin
@@ -298,11 +298,16 @@ class _Loaded:
     """Of the file that was compiled and the headers that it includes."""
 
 
-_codes: Kept[_Loaded] = Kept(_MAX_RECIPES)
+_codes: Kept[Loaded] = Kept(_MAX_RECIPES)
 """By job and device. Decoding has another length, and so another recipe, at every step, but the same code."""
 
 
-def _loaded(job: compiler.Job, device: int) -> _Loaded:
+def loaded(job: compiler.Job, device: int) -> Loaded:
+    """A job's code, compiled and loaded at the first call, and again where a source was edited.
+
+    Raises:
+        What compiling and loading do.
+    """
     key = (job.label, job.file, job.may_spill, device)
     kept = _codes.get(key)
     if kept is not None and _unchanged(kept.sources):
@@ -314,7 +319,7 @@ def _loaded(job: compiler.Job, device: int) -> _Loaded:
     assert shape is not None
     function = gpu.load(cubin, device)
     how = (function, shape.threads, shape.smem_bytes)
-    made = _Loaded(
+    made = Loaded(
         cubin=cubin,
         shape=shape,
         function=function,
@@ -753,7 +758,7 @@ class _EmulatedCall:
             pointers[AttentionParams.work.offset] = emulator.Pointer(array=self.work, name="work")
         if count_fallbacks:
             pointers[AttentionParams.fallbacks.offset] = emulator.Pointer(array=self.fallbacks, name="fallbacks")
-        self._params = params_for(planned, views)
+        self._params = params_for(planned.problem, planned.scale, views)
         self._arguments = [emulator.Structure(value=self._params, pointers=pointers)]
         if planned.stage.tensor_maps:
             maps = tile_maps(planned, self.shape, views)
@@ -768,8 +773,8 @@ class _EmulatedCall:
         if hasattr(self._runner, "EmulatedPasses"):
             self.passes = self._runner.EmulatedPasses(
                 planned.problem,
-                {name: view.owner for name, view in views.items()},
-                lse=self._places.get("LSE"),
+                views,
+                places=self._places,
                 scale_log2=scale_log2(planned),
                 parameters=kernel.parameters,
                 shape=self.shape,

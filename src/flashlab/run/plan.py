@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 from flashlab.core.errors import DeviceError, DTypeError, LayoutError, ParameterError, ShapeError
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, DType, Problem
@@ -68,33 +68,48 @@ def plan(
         raise ParameterError(f"causal: wanted True or False, got {causal!r}")
     chosen = None if stage is None else registry.get(stage)
     inputs = {"q": q, "k": k, "v": v}
-    problem = _problem(inputs, causal)
+    problem = problem_of(inputs, causal)
     arrays = inputs if out is None else {**inputs, "out": out}
     for name, array in arrays.items():
-        _check_layout(name, array, q)
+        check_layout(name, array, q)
     if out is not None:
-        _check_out(out, inputs)
-    if scale is None:
-        scale = problem.head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise ParameterError(f"scale: wanted a finite number, or None for 1/sqrt(head_dim), got {scale!r}")
+        check_out(out, inputs)
+    scale = scale_of(scale, problem.head_dim)
     if chosen is None:
         if arch is None or slug is None:
             chosen = registry.best(problem, arch)
         else:
             chosen = choice.stage_for(problem, slug, arch, sm_count)
     chosen.require(problem, arch)
-    reasons = (_why_slow(name, array, tensor_maps=chosen.tensor_maps) for name, array in arrays.items())
+    reasons = (why_slow(name, array, tensor_maps=chosen.tensor_maps) for name, array in arrays.items())
     return Plan(
         problem=problem,
         stage=chosen,
-        scale=float(scale),
+        scale=scale,
         why_slow=next(filter(None, reasons), ""),
         device=q.device,
     )
 
 
-def _problem(inputs: Mapping[str, DeviceArray], causal: bool) -> Problem:
+def scale_of(scale: Any, head_dim: int) -> float:
+    """What scores are multiplied by.
+
+    Raises:
+        ParameterError: no finite number.
+    """
+    if scale is None:
+        return float(head_dim**-0.5)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
+        raise ParameterError(f"scale: wanted a finite number, or None for 1/sqrt(head_dim), got {scale!r}")
+    return float(scale)
+
+
+def problem_of(inputs: Mapping[str, DeviceArray], causal: bool) -> Problem:
+    """The problem of q, k and v.
+
+    Raises:
+        ShapeError, DTypeError: they make none.
+    """
     for name, array in inputs.items():
         if len(array.shape) != 4:
             raise ShapeError(f"{name}: wanted 4 dimensions (batch, heads, length, head_dim), got shape {array.shape}")
@@ -137,7 +152,8 @@ def _problem(inputs: Mapping[str, DeviceArray], causal: bool) -> Problem:
     )
 
 
-def _check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
+def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
+    """Raise what is wrong with where an array lies: DeviceError, LayoutError."""
     if array.device != q.device:
         raise DeviceError(f"{name}: wanted the device of q, {q.place}, got {array.place}. Moving one of them works.")
     if len(array.shape) == 4 and array.strides[3] != 1 and array.shape[3] > 1:
@@ -151,7 +167,8 @@ def _check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
         )
 
 
-def _check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray]) -> None:
+def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray]) -> None:
+    """Raise what is wrong with the caller's array for the output: ShapeError, DTypeError, LayoutError."""
     q = inputs["q"]
     if out.shape != q.shape:
         raise ShapeError(f"out: wanted the shape of q, {q.shape}, got {out.shape}")
@@ -195,7 +212,7 @@ def check_lse(lse: DeviceArray, q: DeviceArray) -> None:
         raise LayoutError(f"lse: wanted a contiguous array, got strides {lse.strides} over shape {lse.shape}")
 
 
-def _why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:
+def why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:
     """Why rows of an array cannot be read 16 bytes at a time, or by tensor maps; empty where they can."""
     if array.pointer % ROW_ALIGNMENT_BYTES:
         return f"{name} starts at {array.pointer:#x}, no multiple of {ROW_ALIGNMENT_BYTES} bytes"

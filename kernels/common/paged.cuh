@@ -1,0 +1,28 @@
+// A cache of keys and values in pages of PAGE_SIZE keys: what a kernel that reads one takes as its second parameter.
+#pragma once
+#include "attention.cuh"
+
+// K and V of AttentionParams are then pools, (pages, kv_heads, PAGE_SIZE, HEAD_DIM), whose batch stride is that of a page, and its
+// kv_len is what a sequence of the page table has room for. src/flashlab/run/paged.py mirrors this layout, field by field.
+struct PagedCache {
+  const int* page_table;   // (batch, table_stride): the pages of a sequence, in the order of its keys
+  const int* lengths;      // (batch): keys of a sequence
+  long long table_stride;  // entries
+  int num_pages;
+  unsigned* faults;        // counts [0] page numbers that are none, [1] lengths below 0 or beyond the table; null where nobody asks
+};
+
+// Keys of a sequence: a length beyond the table is cut down to it.
+__device__ __forceinline__ int cached_keys(const AttentionParams& p, const PagedCache& cache, int batch) {
+  const int length = cache.lengths[batch], most = max(0, min(length, p.kv_len));
+  if (length != most && cache.faults && threadIdx.x == 0) atomicAdd(&cache.faults[1], 1u);
+  return most;
+}
+
+// The page of a key; -1, which nobody reads, where the table names none.
+__device__ __forceinline__ int page_of(const PagedCache& cache, int batch, int key) {
+  const int page = cache.page_table[batch * cache.table_stride + key / PAGE_SIZE];
+  if (static_cast<unsigned>(page) < static_cast<unsigned>(cache.num_pages)) return page;
+  if (cache.faults) atomicAdd(&cache.faults[0], 1u);
+  return -1;
+}

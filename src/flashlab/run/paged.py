@@ -1,0 +1,429 @@
+"""Attention over a cache of keys and values in pages, as serving engines keep it: `paged_attention` and `append_kv`.
+
+A cache is two pools of pages, K and V, (num_pages, kv_heads, page_size, head_dim) each; a page table, (batch, pages a
+sequence) of page numbers in the order of a sequence's keys; and the lengths, (batch,), keys of each sequence. Table and
+lengths are int32 and stay on the device: a sequence that grows needs no new launch plan, and a CUDA graph replays.
+
+As the runner of d1_paged_kv (`attention._runner`) it also runs that stage on the keys and values of any problem: it
+copies them into pages in a random order. So the stage is checked and measured like all others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from flashlab.build import compiler
+from flashlab.build.compiler import Variant
+from flashlab.core.errors import DTypeError, InputError, LayoutError, ParameterError, ShapeError, UnsupportedError
+from flashlab.core.problem import Problem
+from flashlab.kernels import registry
+from flashlab.run import arrays, emulator, gpu
+from flashlab.run.arguments import (
+    CPU_RESIDENT_BLOCKS,
+    SPLITS,
+    AttentionParams,
+    grid_for,
+    params_for,
+    splits_for,
+)
+from flashlab.run.arrays import DeviceArray, contiguous_strides
+from flashlab.run.attention import loaded
+from flashlab.run.plan import check_layout, check_out, problem_of, scale_of, why_slow
+
+if TYPE_CHECKING:
+    from flashlab.build.compiler import LaunchShape
+
+STAGE = "d1_paged_kv"
+_FAULTS = ("page numbers that are none", "lengths below 0 or beyond the page table")
+_GARBAGE = 0x7FFF
+"""The bits of a NaN in either element type: what a page holds where it holds no key."""
+
+
+class PagedCache(ctypes.Structure):
+    """kernels/common/paged.cuh, `PagedCache`, field by field."""
+
+    _fields_ = (
+        ("page_table", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("table_stride", ctypes.c_longlong),
+        ("num_pages", ctypes.c_int),
+        ("faults", ctypes.c_void_p),
+    )
+
+
+# --- the public calls -------------------------------------------------------------------------------------------------
+
+
+def paged_attention(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    page_table: Any,
+    lengths: Any,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    out: Any | None = None,
+    return_lse: bool = False,
+    stream: Any | None = None,
+    params: Mapping[str, int] | None = None,
+    check: bool = False,
+) -> Any:
+    """Attention of the last queries of each sequence over its keys in a paged cache, where the arrays are.
+
+    On a GPU (sm_90 or newer): enqueued on the caller's stream, nothing copied, nothing awaited unless `check`. In host
+    memory: the same kernel emulated on the CPU.
+
+    Args:
+        q: (batch, q_heads, q_len, head_dim), float16 or bfloat16, as `flashlab.attention` takes it. The query heads
+            that share a K/V head times q_len are at most 64.
+        k_cache: (num_pages, kv_heads, page_size, head_dim), any strides, the last dimension contiguous; page_size is a
+            power of two. A cache of (num_pages, page_size, kv_heads, head_dim) comes as `cache.transpose(1, 2)`.
+        v_cache: as `k_cache`.
+        page_table: int32 (batch, pages a sequence), on the device of q, the last dimension contiguous: page numbers in
+            the order of a sequence's keys. What lies beyond its length is never read.
+        lengths: int32 (batch,), on the device of q, contiguous: keys of each sequence, those of its queries among them.
+            A sequence of length 0 gets 0.
+        causal: query i of q_len sees the first length - q_len + i + 1 keys. False: all of its sequence.
+        scale: finite; 1/sqrt(head_dim) where None.
+        out: where to write, like `q`; a new contiguous array of the caller's library where None.
+        return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
+        stream: as `flashlab.attention` takes it.
+        params: tunables of d1_paged_kv, by name.
+        check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
+            such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
+            both are refused always.
+
+    Returns:
+        The output, or (output, lse).
+
+    Raises:
+        InputError: arguments are off (ShapeError, DTypeError, LayoutError, DeviceError, ParameterError).
+        UnsupportedError: the kernel does not run this here.
+        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
+    """
+    arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
+    on_cpu = arrays.runs_on(q, None) == "cpu"
+    if on_cpu and stream is not None:
+        raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
+    handle = 0
+    if not on_cpu:
+        gpu.require()
+        library = arrays.library_of(q)
+        device = arrays.on_device(q, "q", 0 if stream is None and library == "other" else stream).device
+        handle = arrays.current_stream(library, device) if stream is None else arrays.stream_handle(stream)
+
+    def view(array: Any, name: str) -> DeviceArray:
+        return arrays.on_host(array, name) if on_cpu else arrays.on_device(array, name, handle)
+
+    def empty(shape: tuple[int, ...], dtype: str | None) -> Any:
+        if on_cpu:
+            return arrays.empty_on_host(q, shape, dtype or view(q, "q").dtype)
+        return arrays.empty_on_device(q, shape, dtype, handle)
+
+    inputs = {name: view(array, name) for name, array in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))}
+    table, keys = view(page_table, "page_table"), view(lengths, "lengths")
+    problem = _problem(inputs, table, keys, causal)
+    if out is None:
+        out = empty(inputs["q"].shape, None)
+        target = view(out, "out")
+    else:
+        target = view(out, "out")
+        check_out(target, inputs)
+    lse = empty(inputs["q"].shape[:3], "float32") if return_lse else None
+    views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
+    slow = (why_slow(name, array, tensor_maps=False) for name, array in views.items())
+    stage, pool = registry.get(STAGE), inputs["k_cache"]
+    options: dict[str, Any] = {"aligned": not any(slow), "overrides": {**(params or {}), "PAGE_SIZE": pool.shape[2]}}
+    arch = None if on_cpu else gpu.info(target.device).arch
+    stage.require(problem, arch)
+    structures = _structures(problem, scale_of(scale, problem.head_dim), views, table)
+    if on_cpu:
+        _refuse_faults(table.owner, keys.owner, pool)
+        kernel = emulator.build_stage(Variant.of(stage, problem, **options), hooks=False)
+        assert kernel.launch_shape is not None
+        shape = _split(problem, kernel.launch_shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
+        places = {name: _pointer(name, array.owner) for name, array in views.items()}
+        if lse is not None:
+            places["LSE"] = _pointer("LSE", arrays.on_host(lse, "lse").owner)
+        emulator.launch(
+            kernel,
+            _emulated(*structures, places, table.owner, keys.owner),
+            grid=grid_for(problem, shape),
+            cluster=(shape.cluster, 1, 1),
+        )
+        return (out, lse) if return_lse else out
+    code = loaded(compiler.Job.of(stage, problem, arch=arch, **options), target.device)
+    shape = _split(problem, code.shape, gpu.info(target.device).sm_count, code.most_splits)
+    attention_params, cache = structures
+    attention_params.LSE = None if lse is None else view(lse, "lse").pointer
+    cache.page_table, cache.lengths = table.pointer, keys.pointer
+    faults = gpu.Zeroed(target.device, 4 * len(_FAULTS), handle) if check else None
+    cache.faults = faults.pointer if faults else None
+    with gpu.context(target.device):
+        _launch(code.function, problem, shape, structures, handle)()
+    if faults:
+        _refuse_counted(list(memoryview(faults.read()).cast("I")), pool.shape[0], table.shape[1])
+    return (out, lse) if return_lse else out
+
+
+def append_kv(k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengths: Any) -> None:
+    """Write the keys and values of new tokens into a paged cache, behind those that are there.
+
+    Enqueued by the arrays' own library, on its current stream. `lengths` is left as it is: add the new tokens to it
+    before the attention over them.
+
+    Args:
+        k_cache, v_cache, page_table: as `paged_attention` takes them: torch tensors, or CuPy or NumPy arrays.
+        k: (batch, kv_heads, new tokens, head_dim), like the cache; `v` likewise.
+        lengths: int32 (batch,): keys of each sequence before.
+
+    Raises:
+        ShapeError: the new tokens do not fit the cache.
+    """
+    batch, kv_heads, count, head_dim = k.shape
+    if k.shape != v.shape or (kv_heads, head_dim) != (k_cache.shape[1], k_cache.shape[3]):
+        raise ShapeError(
+            f"k, v: wanted (batch, {k_cache.shape[1]}, new tokens, {k_cache.shape[3]}) as the cache has them, got "
+            f"{tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    if page_table.shape[0] != batch or tuple(lengths.shape) != (batch,):
+        raise ShapeError(
+            f"page_table, lengths: wanted {batch} sequences as k has them, got {tuple(page_table.shape)} and "
+            f"{tuple(lengths.shape)}"
+        )
+    library = {"torch": "torch", "cupy": "cupy"}.get(arrays.library_of(k), "numpy")
+    there = {"device": k.device} if library == "torch" else {}
+    arange = importlib.import_module(library).arange
+    at = lengths[:, None] + arange(count, **there)[None, :]
+    pages = page_table[arange(batch, **there)[:, None], at // k_cache.shape[2]]
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache[pages, :, at % k_cache.shape[2]] = new.swapaxes(1, 2)
+
+
+def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: DeviceArray, causal: bool) -> Problem:
+    """The problem of sequences as long as the page table has room for."""
+    q, k, v = inputs.values()
+    for name, array, dims in (("page_table", table, 2), ("lengths", lengths, 1)):
+        if array.dtype != "int32":
+            raise DTypeError(f"{name}: wanted int32, got {array.dtype}")
+        if len(array.shape) != dims or array.shape[:1] != q.shape[:1] or 0 in array.shape:
+            wanted = "(batch, pages a sequence)" if dims == 2 else "(batch,)"
+            raise ShapeError(f"{name}: wanted {wanted} for q of shape {q.shape}, got shape {array.shape}")
+        if array.strides[-1] != 1 and array.shape[-1] > 1:
+            raise LayoutError(f"{name}: wanted a contiguous last dimension, got strides {array.strides} (elements)")
+    if k.shape != v.shape or len(k.shape) != 4:
+        raise ShapeError(
+            "k_cache, v_cache: wanted (num_pages, kv_heads, page_size, head_dim) of both, got shapes "
+            f"{k.shape} and {v.shape}"
+        )
+    _, kv_heads, page_size, head_dim = k.shape
+    sizes = registry.get(STAGE).params["PAGE_SIZE"].choices
+    if page_size not in sizes:
+        raise ShapeError(f"k_cache: wanted pages of {', '.join(map(str, sizes))} keys, got {page_size}")
+    as_sequences = (q.shape[0], kv_heads, table.shape[1] * page_size, head_dim)
+    sequences = {name: replace(array, shape=as_sequences) for name, array in inputs.items() if name != "q"}
+    problem = problem_of({"q": q, **sequences}, causal)
+    for name, array in {**inputs, "page_table": table, "lengths": lengths}.items():
+        check_layout(name, array, q)
+    return problem
+
+
+def _refuse_faults(table: Any, lengths: Any, pool: DeviceArray) -> None:
+    """What is wrong with a page table and lengths in host memory."""
+    page_size = pool.shape[2]
+    used = -(-lengths.clip(0) // page_size)
+    beyond = int(((lengths < 0) | (used > table.shape[1])).sum())
+    named = table[(lengths.clip(0)[:, None] > (page_size * _numpy().arange(table.shape[1]))[None, :])]
+    none = int(((named < 0) | (named >= pool.shape[0])).sum())
+    _refuse_counted([none, beyond], pool.shape[0], table.shape[1])
+
+
+def _refuse_counted(counts: list[int], num_pages: int, width: int) -> None:
+    for count, what, wanted in zip(
+        counts, _FAULTS, (f"page numbers of 0 to {num_pages - 1}", f"at most {width} pages a sequence"), strict=True
+    ):
+        if count:
+            raise InputError(f"page_table, lengths: wanted {wanted}, got {what} ({count})")
+
+
+# --- launching --------------------------------------------------------------------------------------------------------
+
+
+def _structures(
+    problem: Problem, scale: float, views: Mapping[str, DeviceArray], table: DeviceArray
+) -> tuple[AttentionParams, PagedCache]:
+    """Both arguments; of K and V in `views` the first dimension is that of pages. Pointers beside theirs are null."""
+    cache = PagedCache(table_stride=table.strides[0], num_pages=views["K"].shape[0])
+    return params_for(problem, scale, views), cache
+
+
+def _split(problem: Problem, shape: LaunchShape, sm_count: int, most: int) -> LaunchShape:
+    return shape if shape.cluster else replace(shape, cluster=splits_for(problem, shape, sm_count, most))
+
+
+def _launch(
+    function: gpu.Function, problem: Problem, shape: LaunchShape, structures: Any, stream: int
+) -> Callable[[], None]:
+    return gpu.Launch(
+        function,
+        grid=grid_for(problem, shape),
+        block=(shape.threads, 1, 1),
+        smem_bytes=shape.smem_bytes,
+        params=list(structures),
+        stream=stream,
+        cluster=shape.cluster,
+    )
+
+
+def _pointer(name: str, array: Any) -> emulator.Pointer:
+    return emulator.Pointer(array=array, access="r" if name in "QKV" else "w", name=name)
+
+
+def _emulated(
+    params: AttentionParams, cache: PagedCache, places: Mapping[str, emulator.Pointer], table: Any, lengths: Any
+) -> list[emulator.Structure]:
+    """The arguments on a CPU; `places` are those of Q, K, V, O and perhaps LSE."""
+    of_cache = {
+        PagedCache.page_table.offset: emulator.Pointer(array=table, access="r", name="page_table"),
+        PagedCache.lengths.offset: emulator.Pointer(array=lengths, access="r", name="lengths"),
+    }
+    of_params = {getattr(AttentionParams, name).offset: place for name, place in places.items()}
+    return [
+        emulator.Structure(value=params, pointers=of_params),
+        emulator.Structure(value=cache, pointers=of_cache),
+    ]
+
+
+# --- any problem, in pages --------------------------------------------------------------------------------------------
+
+
+def _numpy() -> Any:
+    return importlib.import_module("numpy")
+
+
+def _table(problem: Problem, page_size: int) -> Any:
+    """Page numbers, in a random order that is the same at each call: NumPy int32 (batch, pages a sequence)."""
+    width = -(-problem.kv_len // page_size)
+    order = _numpy().random.default_rng(0).permutation(problem.batch * width)
+    return order.astype("int32").reshape(problem.batch, width)
+
+
+def _in_pages(bits: Any, table: Any, page_size: int, full: Callable[..., Any]) -> Any:
+    """(batch, heads, length, head_dim) as pools of pages, (pages, heads, page_size, head_dim).
+
+    `bits`: 16-bit integers, of NumPy or torch like `table`; `full` makes an array of theirs.
+    """
+    batch, heads, length, head_dim = bits.shape
+    width = table.shape[1]
+    padded = full((batch, heads, width * page_size, head_dim), _GARBAGE)
+    padded[:, :, :length] = bits
+    pages = padded.reshape(batch, heads, width, page_size, head_dim).swapaxes(1, 2)
+    pool = full((batch * width, heads, page_size, head_dim), _GARBAGE)
+    pool[table.reshape(-1)] = pages.reshape(batch * width, heads, page_size, head_dim)
+    return pool
+
+
+def _pool(view: DeviceArray, pool: Any, pointer: int) -> DeviceArray:
+    shape = tuple(pool.shape)
+    return replace(view, pointer=pointer, shape=shape, strides=contiguous_strides(shape), owner=pool)
+
+
+class Passes:
+    """d1_paged_kv on torch tensors in any layout: keys and values are copied into pages, again where they changed."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        arrays: Mapping[str, DeviceArray],
+        *,
+        lse_pointer: int | None,
+        scale_log2: float,
+        parameters: Mapping[str, int],
+        function: gpu.Function,
+        shape: LaunchShape,
+        device: int,
+        stream: int,
+    ) -> None:
+        """Copy, and make the launch. `arrays` are Q, K, V and O; `parameters` the stage's tunables.
+
+        Raises:
+            UnsupportedError: K and V are no torch tensors.
+        """
+        if arrays["K"].library != "torch":
+            raise UnsupportedError(
+                f"Stage {STAGE} by its name: wanted torch tensors, whose keys are then copied into pages, got an array "
+                "of another library. `flashlab.paged_attention` takes any, in pages."
+            )
+        self._torch, self._page_size = sys.modules["torch"], parameters["PAGE_SIZE"]
+        self._sources = {name: arrays[name].owner for name in "KV"}
+        place = self._sources["K"].device
+        self._table = self._torch.as_tensor(_table(problem, self._page_size), device=place)
+        self._lengths = self._torch.full((problem.batch,), problem.kv_len, dtype=self._torch.int32, device=place)
+        self._pools = {name: self._paged(name) for name in "KV"}
+        self._versions = self._seen()
+        pools = {name: _pool(arrays[name], pool, pool.data_ptr()) for name, pool in self._pools.items()}
+        table = replace(arrays["K"], strides=(self._table.shape[1], 1))
+        params, cache = _structures(problem, scale_log2, {**arrays, **pools}, table)
+        params.scale_log2, params.LSE = scale_log2, lse_pointer
+        cache.page_table, cache.lengths = self._table.data_ptr(), self._lengths.data_ptr()
+        self._launch = _launch(function, problem, shape, (params, cache), stream)
+
+    def _paged(self, name: str) -> Any:
+        torch, source = self._torch, self._sources[name]
+
+        def full(shape: tuple[int, ...], value: int) -> Any:
+            return torch.full(shape, value, dtype=torch.int16, device=source.device)
+
+        return _in_pages(source.view(torch.int16), self._table.long(), self._page_size, full)
+
+    def _seen(self) -> tuple[int, ...]:
+        return tuple(source._version for source in self._sources.values())
+
+    def __call__(self) -> None:
+        """Enqueue the kernel. The device's context must be current."""
+        if self._versions != self._seen():
+            for name, pool in self._pools.items():
+                pool.copy_(self._paged(name))
+            self._versions = self._seen()
+        self._launch()
+
+
+class EmulatedPasses:
+    """d1_paged_kv on the CPU on arrays in any layout: `arguments` and `grid` are for the kernel."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        arrays: Mapping[str, DeviceArray],
+        *,
+        places: Mapping[str, emulator.Pointer],
+        scale_log2: float,
+        parameters: Mapping[str, int],
+        shape: LaunchShape,
+    ) -> None:
+        """Copy keys and values into pages. `arrays` are Q, K, V and O; `places` theirs, and that of LSE."""
+        np, page_size = _numpy(), parameters["PAGE_SIZE"]
+        table = _table(problem, page_size)
+        pools = {}
+        for name in "KV":
+            bits = arrays[name].owner.view(np.uint16)
+            pool = _in_pages(bits, table, page_size, lambda shape, value: np.full(shape, value, np.uint16))
+            pools[name] = pool.view(arrays[name].owner.dtype)
+        views = {name: _pool(arrays[name], pool, 0) for name, pool in pools.items()}
+        params, cache = _structures(
+            problem, scale_log2, {**arrays, **views}, replace(arrays["K"], strides=(table.shape[1], 1))
+        )
+        params.scale_log2 = scale_log2
+        lengths = np.full((problem.batch,), problem.kv_len, np.int32)
+        places = {**places, **{name: _pointer(name, pool) for name, pool in pools.items()}}
+        self.arguments = _emulated(params, cache, places, table, lengths)
+        self.grid = grid_for(problem, shape)
+
+    def finish(self) -> None:
+        """Nothing is left to be done."""

@@ -1,0 +1,157 @@
+"""Attention over a cache in pages: right for any page table and lengths, and what is off is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from shared import needs_compiler
+
+import flashlab
+from flashlab.core import errors
+from flashlab.run.paged import STAGE
+from flashlab.verify import on_cpu
+
+GARBAGE = -7
+"""In entries of the page table that no key needs."""
+
+
+class Cache:
+    """Sequences in pages, in a random order, of a pool whose other places hold NaN."""
+
+    def __init__(self, lengths: tuple[int, ...], page_size: int, *, kv_heads: int = 2, head_dim: int = 64) -> None:
+        rng = np.random.default_rng(page_size)
+        width = -(-(max(lengths) + 2) // page_size)
+        self.lengths = np.array(lengths, np.int32)
+        pages = rng.permutation(len(lengths) * width + 3)
+        shape = (len(pages), kv_heads, page_size, head_dim)
+        self.K, self.V = (np.full(shape, np.nan, np.float16) for _ in range(2))
+        self.table = np.full((len(lengths), width), GARBAGE, np.int32)
+        self.keys: list[tuple[Any, Any]] = []
+        for row, length in enumerate(lengths):
+            used = -(-(length + 2) // page_size)  # room for two more
+            self.table[row, :used], pages = pages[:used], pages[used:]
+            k, v = (rng.standard_normal((kv_heads, length, head_dim)).astype(np.float16) for _ in range(2))
+            for at in range(length):
+                self.K[self.table[row, at // page_size], :, at % page_size] = k[:, at]
+                self.V[self.table[row, at // page_size], :, at % page_size] = v[:, at]
+            self.keys.append((k, v))
+
+
+def _right(q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
+    """Of one sequence, in float64: (heads, q_len, head_dim) over (kv_heads, length, head_dim)."""
+    group = len(q) // len(k)
+    k, v = (np.repeat(x.astype(np.float64), group, axis=0) for x in (k, v))
+    scores = q.astype(np.float64) @ k.swapaxes(1, 2) / np.sqrt(q.shape[2])
+    q_len, length = scores.shape[1:]
+    if causal:
+        scores[:, np.arange(length) - np.arange(q_len)[:, None] > length - q_len] = -np.inf
+    top = scores.max(-1, keepdims=True, initial=-1e9)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(total > 0, weights @ v / total, 0.0), (np.log(total) + np.where(total > 0, top, 0))[..., 0]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("page_size", "q_len", "causal"), [(1, 1, True), (4, 3, True), (16, 2, False), (128, 5, True)])
+def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool) -> None:
+    cache = Cache((0, 37, 290, 1), page_size)
+    q = np.random.default_rng(q_len).standard_normal((4, 8, q_len, 64)).astype(np.float16)
+    out, lse = flashlab.paged_attention(q, cache.K, cache.V, cache.table, cache.lengths, causal=causal, return_lse=True)
+    for row, (k, v) in enumerate(cache.keys):
+        expected, expected_lse = _right(q[row], k, v, causal)
+        assert np.abs(out[row] - expected).max() < 2e-3
+        assert np.array_equal(np.isneginf(lse[row]), np.isneginf(expected_lse))
+        assert np.allclose(lse[row], expected_lse, atol=1e-3)
+    assert (out[0] == 0).all()
+
+
+@needs_compiler
+def test_new_tokens_are_appended_and_seen() -> None:
+    cache = Cache((17, 31), 16)
+    rng = np.random.default_rng(5)
+    k, v, q = (rng.standard_normal((2, heads, 2, 64)).astype(np.float16) for heads in (2, 2, 4))
+    flashlab.append_kv(cache.K, cache.V, k, v, cache.table, cache.lengths)  # 31 and 32 are in two pages
+    out = flashlab.paged_attention(q, cache.K, cache.V, cache.table, cache.lengths + np.int32(2))
+    for row, before in enumerate(cache.keys):
+        both = (np.concatenate(pair, axis=1) for pair in zip(before, (k[row], v[row]), strict=True))
+        assert np.abs(out[row] - _right(q[row], *both, True)[0]).max() < 2e-3
+    with pytest.raises(errors.ShapeError, match=r"k, v: wanted \(batch, 2, new tokens, 64\)"):
+        flashlab.append_kv(cache.K, cache.V, k[:, :1], v[:, :1], cache.table, cache.lengths)
+    with pytest.raises(errors.ShapeError, match="wanted 2 sequences"):
+        flashlab.append_kv(cache.K, cache.V, k, v, cache.table, cache.lengths[:1])
+
+
+@needs_compiler
+def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    cache = Cache((33, 2), 8)
+    q = torch.randn(2, 4, 1, 64).half()
+    pools = [torch.from_numpy(pool).transpose(1, 2).contiguous().transpose(1, 2) for pool in (cache.K, cache.V)]
+    out = torch.zeros(2, 1, 4, 64).half().transpose(1, 2)
+    table, lengths = torch.from_numpy(cache.table), torch.from_numpy(cache.lengths)
+    assert flashlab.paged_attention(q, *pools, table, lengths, out=out) is out
+    for row, (k, v) in enumerate(cache.keys):
+        assert np.abs(out[row].numpy() - _right(q[row].numpy(), k, v, True)[0]).max() < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (
+            {"page_table": (1, 0, 99)},
+            errors.InputError,
+            "wanted page numbers of 0 to 10, got page numbers that are none",
+        ),
+        ({"page_table": (1, 0, -1)}, errors.InputError, r"page numbers that are none \(1\)"),
+        ({"lengths": (1, 81)}, errors.InputError, "at most 4 pages a sequence, got lengths below 0 or beyond"),
+        ({"lengths": (0, -1)}, errors.InputError, "lengths below 0 or beyond"),
+        ({"page_table": np.zeros((2, 4), np.int64)}, errors.DTypeError, "page_table: wanted int32, got int64"),
+        ({"page_table": np.zeros((3, 4), np.int32)}, errors.ShapeError, r"page_table: wanted \(batch, pages"),
+        ({"lengths": np.zeros((2, 1), np.int32)}, errors.ShapeError, r"lengths: wanted \(batch,\)"),
+        ({"page_table": np.zeros((4, 2), np.int32).T}, errors.LayoutError, "page_table: wanted a contiguous last"),
+        ({"k_cache": np.zeros((9, 2, 12, 64), np.float16)}, errors.ShapeError, "wanted .* of both, got shapes"),
+        ({"q": np.zeros((2, 4, 33, 64), np.float16)}, errors.UnsupportedError, "at most 64 query rows"),
+        ({"q": np.zeros((2, 3, 1, 64), np.float16)}, errors.ShapeError, "multiple of kv_heads"),
+        ({"q": np.zeros((2, 4, 1, 64), np.float32)}, errors.DTypeError, "wanted float16"),
+        ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a finite number"),
+        ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
+    ],
+)
+def test_what_is_off_is_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    cache = Cache((50, 60), 16)
+    call = {"q": np.zeros((2, 4, 1, 64), np.float16), "k_cache": cache.K, "v_cache": cache.V}
+    call |= {"page_table": cache.table, "lengths": cache.lengths}
+    for name, value in change.items():
+        if isinstance(value, tuple):  # one value of it
+            edited = call[name] = call[name].copy()
+            edited[value[:-1]] = value[-1]
+        else:
+            call[name] = value
+    with pytest.raises(error, match=words):
+        flashlab.paged_attention(**call)
+
+
+def test_pages_are_of_a_power_of_two() -> None:
+    pools = [np.zeros((9, 2, 12, 64), np.float16) for _ in range(2)]
+    table, lengths = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
+    with pytest.raises(errors.ShapeError, match=r"wanted pages of 1, 2, 4, 8, .* keys, got 12"):
+        flashlab.paged_attention(np.zeros((2, 4, 1, 64), np.float16), *pools, table, lengths)
+
+
+@needs_compiler
+@pytest.mark.parametrize("page_size", [1, 8, 64])
+def test_as_a_stage_it_is_right_and_without_races(page_size: int) -> None:
+    checked = on_cpu.check_on_cpu(
+        [f"{STAGE}[PAGE_SIZE={page_size},SPLITS=2]"],
+        lengths=[(1, 1), (2, 17), (1, 300)],
+        layouts=("contiguous", "misaligned"),
+        masks=("causal",),
+        dtypes=("bfloat16",),
+        races=True,
+        timeout_s=600,
+    )
+    assert [f"{row.problem.label}: {row.reason}" for row in checked.failures] == []
+    assert len(checked.rows) == 12
