@@ -19,9 +19,8 @@ __device__ __forceinline__ int cached_keys(const AttentionParams& p, const Paged
   return most;
 }
 
-// The page of a key; -1, which nobody reads, where the table names none.
-__device__ __forceinline__ int page_of(const PagedCache& cache, int batch, int key) {
-  const int page = cache.page_table[batch * cache.table_stride + key / PAGE_SIZE];
+// A page number from the table; -1, which nobody follows, where it is none.
+__device__ __forceinline__ int checked_page(const PagedCache& cache, int page) {
   if (static_cast<unsigned>(page) < static_cast<unsigned>(cache.num_pages)) return page;
   if (cache.faults) atomicAdd(&cache.faults[0], 1u);
   return -1;

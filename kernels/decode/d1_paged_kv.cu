@@ -2,7 +2,7 @@
 // Question: a serving engine keeps its cache in pages, and every sequence has another length; what does it cost to look up the page
 //           of each key, and do small pages still stream?
 // Change: the addresses of K and V come from a page table in global memory, the keys of a sequence from an array of lengths. A warp
-//         reads the page numbers of its next step while it copies the last one's, a lane for each key.
+//         reads page numbers one to a lane, for as many steps as that makes, and long before it needs them.
 // Layout: as the parent's. K and V are pools of pages, in any order (paged.cuh).
 // Requires: as the parent. Pages of a power of two keys.
 #include "attention.cuh"
@@ -22,12 +22,14 @@ constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);
 constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of K or V
 constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
 constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies by one instruction
+constexpr int STEP_PAGES = STEP_KEYS > PAGE_SIZE ? STEP_KEYS / PAGE_SIZE : 1;
+constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // whose page numbers a warp holds at a time
 constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
 constexpr int PARTIAL_STRIDE = HEAD_DIM + 8;         // floats: 4 rows of an accumulator then meet all banks once
 constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
-static_assert(STEP_KEYS <= WARP, "a lane holds the page of one key");
+static_assert(STEP_KEYS <= WARP, "a warp holds a page number for each key of a step");
 static_assert((PAGE_SIZE & PAGE_SIZE - 1) == 0, "PAGE_SIZE must be a power of two");
 static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
 static_assert(SPLITS <= MAX_SPLITS && (SPLITS & SPLITS - 1) == 0, "SPLITS is 0, for the launcher to choose, or 1, 2, 4, 8 or 16");
@@ -129,25 +131,35 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
 
   Step* ring = smem.ring[warp];
   const int copy_row = lane / ROW_CHUNKS, copy_chunk_id = lane % ROW_CHUNKS;
-  // The page of this lane's key of the warp's step number `i`; -1 past the last key.
-  const auto page_of_step = [&](int i) {
-    const int key = (first_step + i * WARPS) * STEP_KEYS + lane % STEP_KEYS;
-    return i < warp_steps && key < tile_keys ? page_of(cache, batch, key) : -1;
+  // Page numbers come a batch of steps ahead, one to a lane: a load that is used at once would wait in line behind all the keys that
+  // are on their way. So they are not looked at before their batch is due.
+  const int* page_table = cache.page_table + batch * cache.table_stride;
+  const auto read_pages = [&](int first) {   // of the batch that begins with the warp's step number `first`
+    const int key = (first_step + (first + lane / STEP_PAGES) * WARPS) * STEP_KEYS + lane % STEP_PAGES * PAGE_SIZE;
+    return key < tile_keys ? page_table[key / PAGE_SIZE] : 0;
   };
-  int next_page = page_of_step(0);
+  int pages = checked_page(cache, read_pages(0)), next_pages = read_pages(BATCH_STEPS);
   // The warp's step number `i` into its ring's buffer `slot`; past the last nothing. Called for one step after the other.
   const auto fetch = [&](int i, int slot) {
     if (i >= warp_steps) return;
-    const int pages = next_page;
-    next_page = page_of_step(i + 1);   // is there by the time that it is needed
+    if (i > 0 && i % BATCH_STEPS == 0) {
+      pages = checked_page(cache, next_pages);
+      next_pages = read_pages(i + BATCH_STEPS);
+    }
     const int first_key = (first_step + i * WARPS) * STEP_KEYS;
     const auto copy_rows = [&](element* target_smem, const TensorView& tensor, const element* page0) {
+      const element* source = nullptr;   // this lane's chunk of the row
 #pragma unroll
       for (int first = 0; first < STEP_KEYS; first += COPY_ROWS) {
         const int row = copy_row + first;
-        const int page = __shfl_sync(FULL_WARP, pages, row);
-        const element* source = page0 + page * tensor.batch_stride + (first_key + row) % PAGE_SIZE * tensor.row_stride;
-        copy_chunk(target_smem + swizzled(row, copy_chunk_id), page < 0 ? page0 : source + copy_chunk_id * CHUNK, page >= 0);
+        const int page = __shfl_sync(FULL_WARP, pages, i % BATCH_STEPS * STEP_PAGES + row / PAGE_SIZE % STEP_PAGES);
+        if (STEP_PAGES > 1 || first == 0) {
+          source = page0 + page * tensor.batch_stride + (first_key + row) % PAGE_SIZE * tensor.row_stride + copy_chunk_id * CHUNK;
+        } else {
+          source += COPY_ROWS * tensor.row_stride;   // in the same page
+        }
+        const bool exists = page >= 0 && first_key + row < tile_keys;
+        copy_chunk(target_smem + swizzled(row, copy_chunk_id), exists ? source : page0, exists);
       }
     };
     copy_rows(ring[slot].K, p.K, K_gmem);

@@ -90,10 +90,10 @@ def test_faults_are_counted_and_harm_nothing() -> None:
     table, lengths = cache[2], cache[3]
     kept = table.clone()
     table[0, 3] = 10**9
-    with pytest.raises(InputError, match="page numbers that are none"):
+    with pytest.raises(InputError, match="page numbers of 0 to"):
         flashlab.paged_attention(q, *cache, check=True)
     assert not flashlab.paged_attention(q, *cache).isnan().any()
     table.copy_(kept)
     lengths[1] = 10**6
-    with pytest.raises(InputError, match="beyond the page table"):
+    with pytest.raises(InputError, match="lengths of 0 to"):
         flashlab.paged_attention(q, *cache, check=True)

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import DTypeError, InputError, LayoutError, ParameterError, ShapeError, UnsupportedError
+from flashlab.core.errors import DTypeError, InputError, LayoutError, ParameterError, ShapeError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.run import arrays, emulator, gpu
@@ -39,7 +38,8 @@ if TYPE_CHECKING:
     from flashlab.build.compiler import LaunchShape
 
 STAGE = "d1_paged_kv"
-_FAULTS = ("page numbers that are none", "lengths below 0 or beyond the page table")
+_FAULTS = 2
+"""Counters of a launch: page numbers that are none, lengths below 0 or beyond the page table."""
 _GARBAGE = 0x7FFF
 """The bits of a NaN in either element type: what a page holds where it holds no key."""
 
@@ -163,7 +163,7 @@ def paged_attention(
     attention_params, cache = structures
     attention_params.LSE = None if lse is None else view(lse, "lse").pointer
     cache.page_table, cache.lengths = table.pointer, keys.pointer
-    faults = gpu.Zeroed(target.device, 4 * len(_FAULTS), handle) if check else None
+    faults = gpu.Zeroed(target.device, 4 * _FAULTS, handle) if check else None
     cache.faults = faults.pointer if faults else None
     with gpu.context(target.device):
         _launch(code.function, problem, shape, structures, handle)()
@@ -245,11 +245,10 @@ def _refuse_faults(table: Any, lengths: Any, pool: DeviceArray) -> None:
 
 
 def _refuse_counted(counts: list[int], num_pages: int, width: int) -> None:
-    for count, what, wanted in zip(
-        counts, _FAULTS, (f"page numbers of 0 to {num_pages - 1}", f"at most {width} pages a sequence"), strict=True
-    ):
-        if count:
-            raise InputError(f"page_table, lengths: wanted {wanted}, got {what} ({count})")
+    wanted = (f"page numbers of 0 to {num_pages - 1}", f"lengths of 0 to {width} pages")
+    off = [text for text, count in zip(wanted, counts, strict=True) if count]
+    if off:
+        raise InputError(f"page_table, lengths: wanted {' and '.join(off)}, got others")
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
@@ -335,7 +334,8 @@ def _pool(view: DeviceArray, pool: Any, pointer: int) -> DeviceArray:
 
 
 class Passes:
-    """d1_paged_kv on torch tensors in any layout: keys and values are copied into pages, again where they changed."""
+    """d1_paged_kv on arrays in any layout: keys and values are copied into pages, by torch; again where a torch tensor
+    was written to since."""
 
     def __init__(
         self,
@@ -350,21 +350,14 @@ class Passes:
         device: int,
         stream: int,
     ) -> None:
-        """Copy, and make the launch. `arrays` are Q, K, V and O; `parameters` the stage's tunables.
-
-        Raises:
-            UnsupportedError: K and V are no torch tensors.
-        """
-        if arrays["K"].library != "torch":
-            raise UnsupportedError(
-                f"Stage {STAGE} by its name: wanted torch tensors, whose keys are then copied into pages, got an array "
-                "of another library. `flashlab.paged_attention` takes any, in pages."
-            )
-        self._torch, self._page_size = sys.modules["torch"], parameters["PAGE_SIZE"]
-        self._sources = {name: arrays[name].owner for name in "KV"}
+        """Copy, and make the launch. `arrays` are Q, K, V and O; `parameters` the stage's tunables."""
+        torch = self._torch = importlib.import_module("torch")
+        self._page_size = parameters["PAGE_SIZE"]
+        owners = {name: arrays[name].owner for name in "KV"}
+        self._sources = {n: x if torch.is_tensor(x) else torch.from_dlpack(x) for n, x in owners.items()}
         place = self._sources["K"].device
-        self._table = self._torch.as_tensor(_table(problem, self._page_size), device=place)
-        self._lengths = self._torch.full((problem.batch,), problem.kv_len, dtype=self._torch.int32, device=place)
+        self._table = torch.as_tensor(_table(problem, self._page_size), device=place)
+        self._lengths = torch.full((problem.batch,), problem.kv_len, dtype=torch.int32, device=place)
         self._pools = {name: self._paged(name) for name in "KV"}
         self._versions = self._seen()
         pools = {name: _pool(arrays[name], pool, pool.data_ptr()) for name, pool in self._pools.items()}
