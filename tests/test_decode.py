@@ -136,13 +136,16 @@ def test_a_launch_in_clusters_asks_the_driver_for_them(monkeypatch: pytest.Monke
     for cluster in (0, 8, 16):
         how: dict[str, Any] = {"grid": (32, 8, 2), "block": (128, 1, 1), "smem_bytes": 5, "params": (), "stream": 7}
         gpu.Launch(function, **how, cluster=cluster)()
-    (plain, _), (portable, _), (name, (config, *_)) = asked
+    gpu.Launch(function, **how, cluster=8, early=True)()
+    (plain, _), (portable, _), (name, (config, *_)), (_, (early, *_)) = asked
     assert (plain, portable, name) == ("cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchKernelEx")
     assert allowed == ["cuFuncSetAttribute"]  # of the clusters that not every GPU takes
     size = config.attrs[0].value.clusterDim
     assert (config.numAttrs, size.x, size.y, size.z) == (1, 16, 1, 1)
     assert (config.gridDimX, config.gridDimY, config.gridDimZ, config.blockDimX) == (32, 8, 2, 128)
     assert (config.sharedMemBytes, int(config.hStream)) == (5, 7)
+    assert early.numAttrs == 2
+    assert early.attrs[1].value.programmaticStreamSerializationAllowed == 1
 
 
 # --- on the CPU -------------------------------------------------------------------------------------------------------

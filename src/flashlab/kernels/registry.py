@@ -190,6 +190,9 @@ class Stage:
     build."""
     tensor_maps: bool = False
     """Whether the kernel takes tensor maps (kernels/common/hopper.cuh) beside its parameters."""
+    early_launch: bool = False
+    """Whether it may be launched while the kernel before it on its stream still runs (programmatic dependent launch):
+    it waits for that itself before it touches global memory."""
     by_name_only: str = ""
     """Why `flashlab.attention` runs it only where it is named; empty where it may be chosen."""
     kernel: str | None = None

@@ -166,6 +166,7 @@ class _Recipe:
             params=arguments,
             stream=stream,
             cluster=self.shape.cluster if self.shape.split_keys else 0,
+            early=self.plan.stage.early_launch,
         )
 
     def arguments(

@@ -384,7 +384,7 @@ class Launch:
     cuda.core's `launch` takes scalars and pointers but no struct by value (NVIDIA/cuda-python issue 2343), and the
     kernels take structs, so this calls `cuLaunchKernel` of cuda.bindings with the address of the array of argument
     addresses. `params` are the kernel's parameters in order, ctypes values. `cluster`: blocks a cluster, along x, where
-    the kernel leaves it to the launch; 0: as the kernel says.
+    the kernel leaves it to the launch; 0: as the kernel says. `early`: it may begin while the kernel before it ends.
     """
 
     __slots__ = ("_args", "_call", "_how", "_keep", "_ok", "device", "function", "params")
@@ -399,13 +399,15 @@ class Launch:
         params: Sequence[Any],
         stream: int,
         cluster: int = 0,
+        early: bool = False,
     ) -> None:
         driver = _bindings()
         pointers = (ctypes.c_void_p * len(params))(*map(ctypes.addressof, params))
         self.function = function
         self.device = function.device
         self.params = tuple(params)
-        self._how: dict[str, Any] = {"grid": grid, "block": block, "smem_bytes": smem_bytes, "cluster": cluster}
+        self._how: dict[str, Any] = {"grid": grid, "block": block, "smem_bytes": smem_bytes}
+        self._how |= {"cluster": cluster, "early": early}
         self._keep = pointers
         self._ok = driver.CUresult.CUDA_SUCCESS
         address = ctypes.addressof(pointers)
@@ -417,15 +419,22 @@ class Launch:
         if cluster > PORTABLE_CLUSTER:
             with context(function.device):
                 _allow_any_cluster(function)
+        attributes = []
         if cluster:
-            config, attribute = driver.CUlaunchConfig(), driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            size = attribute.value.clusterDim
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = attributes[-1].value.clusterDim
             size.x, size.y, size.z = cluster, 1, 1
+        if early:
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        if attributes:
+            config = driver.CUlaunchConfig()
             config.gridDimX, config.gridDimY, config.gridDimZ = grid
             config.blockDimX, config.blockDimY, config.blockDimZ = block
             config.sharedMemBytes, config.hStream = smem_bytes, driver.CUstream(stream)
-            config.attrs, config.numAttrs = [attribute], 1
+            config.attrs, config.numAttrs = attributes, len(attributes)
             self._call, self._args = driver.cuLaunchKernelEx, (config, function.handle, address, 0)
 
     def on(self, stream: int) -> Launch:

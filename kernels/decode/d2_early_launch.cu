@@ -1,0 +1,347 @@
+// d2_early_launch: the next call starts while this one ends. Parent: d0_split_kv.
+// Question: of the microseconds that a short sequence takes, how many are the launch itself, and can the next call pay them while
+//           the one before it still runs?
+// Change: programmatic dependent launch. A block says at once that the next kernel of the stream may be launched; and before it
+//         touches global memory it waits until the kernels before it are done.
+// Layout: as the parent's.
+// Requires: as the parent.
+#include "attention.cuh"
+#include "mma.cuh"
+#include "ptx_sm90.cuh"
+#include "reduce.cuh"
+#include "tile.cuh"
+
+constexpr int THREADS = WARPS * WARP;
+constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has, for a decoder's group is no larger
+constexpr int MAX_SPLITS = 16;                       // blocks a cluster
+constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
+constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
+constexpr int D_STEPS = HEAD_DIM / MMA_K;
+constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);
+constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of K or V
+constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
+constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies by one instruction
+constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
+constexpr int ROW_PARTS = HEAD_DIM / PART;
+constexpr int PARTIAL_STRIDE = HEAD_DIM + 8;         // floats: 4 rows of an accumulator then meet all banks once
+constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
+static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
+static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
+static_assert(SPLITS <= MAX_SPLITS && (SPLITS & SPLITS - 1) == 0, "SPLITS is 0, for the launcher to choose, or 1, 2, 4, 8 or 16");
+static_assert(ROW_PARTS % MAX_SPLITS == 0, "the blocks of a cluster must share a tile's columns evenly");
+
+struct alignas(16) Part {
+  float x[PART];
+};
+
+// A warp's buffers: STEP_KEYS rows of K, then as many of V.
+struct Step {
+  alignas(128) element K[STEP_KEYS * HEAD_DIM];
+  alignas(128) element V[STEP_KEYS * HEAD_DIM];
+};
+
+struct SharedStorage {
+  union {
+    Step ring[WARPS][PIPELINE_STAGES];                    // while keys come
+    float O_warp[WARPS][TILE_Q][PARTIAL_STRIDE];          // after the last: the warps' outputs, not yet divided by their sums
+  };
+  float warp_max[WARPS][TILE_Q], warp_sum[WARPS][TILE_Q];
+  // Written by the cluster's blocks, each into its rank's place. Apart from the ring, because a block that is done sends while
+  // another still reads its own keys.
+  Part O_split[TILE_Q * ROW_PARTS];                       // [rank][row][this block's Parts of a row]
+  float split_max[MAX_SPLITS][TILE_Q], split_sum[MAX_SPLITS][TILE_Q];
+};
+
+extern "C" __device__ const SplitLaunchShape launch_shape = {
+    {{THREADS, sizeof(SharedStorage), TILE_Q}, 0, SPLITS}, WARPS * STEP_KEYS};
+
+// Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
+// different banks.
+__device__ __forceinline__ int swizzled(int row, int chunk) { return row * HEAD_DIM + (chunk ^ row % MATRIX) * CHUNK; }
+
+// Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0.
+__device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
+  constexpr int SWAPPED = MATRIX * sizeof(Chunk);   // bytes within which chunks change places
+  const int distance = 2 * d * sizeof(Chunk);
+  return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
+}
+
+// Copy 8 elements, or write zeros where there are none: a key that is masked still meets the GEMM with V, and 0 · garbage may be
+// NaN. cp.async returns at once, the caller commits the group and waits for it.
+__device__ __forceinline__ void copy_chunk(element* target_smem, const element* source_gmem, bool exists) {
+  if constexpr (ALIGNED) {
+    ptx::cp_async_cg_16(target_smem, source_gmem, exists ? sizeof(Chunk) : 0);
+  } else {
+    Chunk chunk = {};
+    if (exists) chunk = read_chunk(source_gmem);
+    *reinterpret_cast<Chunk*>(target_smem) = chunk;
+  }
+}
+
+// Two neighbouring elements in a register.
+__device__ __forceinline__ unsigned read_pair(const element* source) {
+  if constexpr (ALIGNED) return *reinterpret_cast<const unsigned*>(source);
+  const element pair[2] = {source[0], source[1]};
+  return *reinterpret_cast<const unsigned*>(pair);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+attention_d2_early_launch(const __grid_constant__ AttentionParams p) {
+  extern __shared__ __align__(128) unsigned char shared_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+  ptx::griddepcontrol_launch_dependents();   // the next kernel's blocks may come as soon as there is room: they wait as this one does
+  ptx::cluster_arrive_relaxed();   // this block runs: waited for before the first write into another block's shared memory
+
+  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // a shuffle tells the compiler that a warp has but one
+  const int lane = threadIdx.x % WARP;
+  const int log2_splits = __ffs(ptx::cluster_nctarank()) - 1;   // a power of two: shifts where divisions would delay the first load
+  const int splits = 1 << log2_splits;
+  const int split = ptx::cluster_ctarank();
+  const int kv_head = blockIdx.y;
+  const int batch = blockIdx.z;
+  const int group = p.q_heads / p.kv_heads;                        // query heads of a K/V head
+  const int first_row = (blockIdx.x >> log2_splits) * TILE_Q;      // of the packed ones
+  const int num_rows = min(TILE_Q, group * p.q_len - first_row);
+  // The query row of a packed row: a quotient of small numbers, which half a row more keeps away from the next whole number.
+  const float inv_group = __fdividef(1.0f, group);
+  const auto q_row_of = [&](int row) { return static_cast<int>((first_row + row + 0.5f) * inv_group); };
+  const auto head_of_row = [&](int row) { return kv_head * group + first_row + row - q_row_of(row) * group; };
+  const auto row_of = [&](const TensorView& tensor, int row) {   // in Q or O
+    return head_of(tensor, batch, head_of_row(row)) + q_row_of(row) * tensor.row_stride;
+  };
+  const int tile_keys = visible_keys(p, q_row_of(num_rows - 1));   // the last row sees the most
+  const int full_keys = visible_keys(p, q_row_of(0));              // the first the fewest: up to here nothing is masked
+
+  const element* K_gmem = head_of(p.K, batch, kv_head);   // (kv_len, HEAD_DIM)
+  const element* V_gmem = head_of(p.V, batch, kv_head);   // (kv_len, HEAD_DIM)
+
+  // The tile's keys in steps of STEP_KEYS: a range of them for each block, dealt out to its warps, so that the block reads
+  // one contiguous stretch of K and V. A block or warp may get none.
+  const unsigned num_steps = (tile_keys + STEP_KEYS - 1) / STEP_KEYS;
+  const int first_step = static_cast<int>(num_steps * split >> log2_splits) + warp;
+  const int last_step = num_steps * (split + 1) >> log2_splits;
+  const int warp_steps = max(0, (last_step - first_step + WARPS - 1) / WARPS);
+
+  Step* ring = smem.ring[warp];
+  const int copy_row = lane / ROW_CHUNKS, copy_chunk_id = lane % ROW_CHUNKS;
+  // This lane's chunk of the first row it copies; pointers that walk save computing addresses.
+  const long long first_copied = static_cast<long long>(first_step) * STEP_KEYS + copy_row;
+  const element* K_source = K_gmem + first_copied * p.K.row_stride + copy_chunk_id * CHUNK;
+  const element* V_source = V_gmem + first_copied * p.V.row_stride + copy_chunk_id * CHUNK;
+  // The warp's step number `i` into its ring's buffer `slot`; past the last nothing.
+  const auto fetch = [&](int i, int slot) {
+    if (i >= warp_steps) return;
+    const int num_keys = tile_keys - (first_step + i * WARPS) * STEP_KEYS;   // from the step's first key on
+#pragma unroll
+    for (int row = 0; row < STEP_KEYS; row += COPY_ROWS) {
+      const int place = swizzled(copy_row + row, copy_chunk_id);
+      copy_chunk(ring[slot].K + place, K_source + row * p.K.row_stride, copy_row + row < num_keys);
+    }
+#pragma unroll
+    for (int row = 0; row < STEP_KEYS; row += COPY_ROWS) {
+      const int place = swizzled(copy_row + row, copy_chunk_id);
+      copy_chunk(ring[slot].V + place, V_source + row * p.V.row_stride, copy_row + row < num_keys);
+    }
+    K_source += WARPS * STEP_KEYS * p.K.row_stride;
+    V_source += WARPS * STEP_KEYS * p.V.row_stride;
+  };
+
+  ptx::griddepcontrol_wait();   // Q, K and V may come from the kernel before this one, and O may be what it reads
+#pragma unroll
+  for (int i = 0; i < PIPELINE_STAGES - 1; ++i) {
+    fetch(i, i);
+    ptx::cp_async_commit_group();
+  }
+
+  // Where this lane's row of a 16 × 16 tile is, in bytes from the tile's first.
+  const unsigned of_rows = swizzled(lane_row_of_rows(lane), lane_chunk_of_rows(lane)) * sizeof(element);            // Q and V
+  const unsigned of_columns = swizzled(lane_row_of_columns(lane), lane_chunk_of_columns(lane)) * sizeof(element);   // K
+  const unsigned ring_at = warp * PIPELINE_STAGES * sizeof(Step);   // of shared memory, in bytes
+  const int lane_row = lane / ROW_LANES;              // of the two rows it holds of an accumulator, the first
+  const int lane_col = lane % ROW_LANES * 2;          // of the two columns, the first
+
+  // Maxima are taken of scores before they are scaled, so the scale must be positive: a negative one's sign goes into Q, and where
+  // it is 0, Q is.
+  const float scale_log2 = p.scale_log2 == 0.0f ? 1.0f : fabsf(p.scale_log2);
+  const unsigned sign = p.scale_log2 < 0.0f ? 0x80008000u : 0u;
+  // Q goes straight to the registers, while the first keys are on their way: it is little, and each warp needs all of it. Rows past
+  // the last are 0.
+  unsigned Q_frag[D_STEPS][4] = {};
+#pragma unroll
+  for (int half = 0; half < HALVES; ++half) {
+    const int row = half * MATRIX + lane_row;
+    if (row >= num_rows || p.scale_log2 == 0.0f) continue;
+    const element* Q_gmem = row_of(p.Q, row) + lane_col;
+#pragma unroll
+    for (int i = 0; i < 2 * D_STEPS; ++i) Q_frag[i / 2][i % 2 * 2 + half] = read_pair(Q_gmem + i * MMA_N) ^ sign;
+  }
+
+  float O_reg[COL_BLOCKS][4] = {};              // (16, HEAD_DIM) of the warp's own keys
+  float row_max[HALVES] = {LOWEST, LOWEST};     // reference of the exponentials, in units of log2; the same in the 4 lanes of a row
+  float row_sum[HALVES] = {};                   // this lane's share of the sum of 2^(score - row_max)
+  int slot = 0;
+  for (int i = 0; i < warp_steps; ++i) {
+    ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this lane's chunks of this step have landed
+    __syncwarp();                                      // the warp's have; and it is done with the buffer that is next to be filled
+    fetch(i + PIPELINE_STAGES - 1, slot == 0 ? PIPELINE_STAGES - 1 : slot - 1);
+    ptx::cp_async_commit_group();
+    const unsigned K_at = ring_at + slot * sizeof(Step) + of_columns;
+    const unsigned V_at = ring_at + slot * sizeof(Step) + STEP_BYTES + of_rows;
+    slot = slot + 1 == PIPELINE_STAGES ? 0 : slot + 1;
+
+    float S_reg[KEY_BLOCKS][4] = {};   // (16, STEP_KEYS) = Q · K transposed
+#pragma unroll
+    for (int d = 0; d < D_STEPS; ++d) {
+#pragma unroll
+      for (int j = 0; j < KEY_BLOCKS; j += 2) {
+        unsigned K_frag[2][2];
+        load_pair<false>(K_frag, shared_bytes + chunks_at(K_at, d) + j * MMA_N * ROW_BYTES);
+        mma(S_reg[j], Q_frag[d], K_frag[0], element{});
+        mma(S_reg[j + 1], Q_frag[d], K_frag[1], element{});
+      }
+    }
+
+    const int step_key = (first_step + i * WARPS) * STEP_KEYS;
+    if (step_key + STEP_KEYS > full_keys) {   // some row does not see some key
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int row_keys = visible_keys(p, q_row_of(e / 2 * MATRIX + lane_row));
+        const int num_keys = row_keys - step_key - lane_col - e % 2;   // of this step, from this column on
+#pragma unroll
+        for (int j = 0; j < KEY_BLOCKS; ++j) {
+          if (j * MMA_N >= num_keys) S_reg[j][e] = NEG_INF;
+        }
+      }
+    }
+
+    float new_max[HALVES];
+    bool grown = false;
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      float step_max = fmaxf(S_reg[0][2 * half], S_reg[0][2 * half + 1]);
+#pragma unroll
+      for (int j = 1; j < KEY_BLOCKS; ++j) step_max = fmaxf(step_max, fmaxf(S_reg[j][2 * half], S_reg[j][2 * half + 1]));
+      new_max[half] = fmaxf(row_max[half], __fmul_rn(lanes_max<ROW_LANES>(step_max), scale_log2));
+      grown |= new_max[half] > row_max[half] + LAZY_RESCALE;
+    }
+    if (__any_sync(FULL_WARP, grown)) {   // else the old reference will do
+#pragma unroll
+      for (int half = 0; half < HALVES; ++half) {
+        const float rescale = ptx::ex2_approx_ftz(row_max[half] - new_max[half]);   // 0 at the first keys
+        row_max[half] = new_max[half];
+        row_sum[half] *= rescale;
+#pragma unroll
+        for (int j = 0; j < COL_BLOCKS; ++j) {
+          O_reg[j][2 * half] *= rescale;
+          O_reg[j][2 * half + 1] *= rescale;
+        }
+      }
+    }
+
+    // Two blocks of 8 columns of an accumulator lie as one of 16 of the next GEMM's first operand does.
+    // A score is scaled and rounded as the maximum was before that is subtracted: fused, the rounding of one alone stays in the
+    // difference, which for the largest of inputs is thousands of powers of two. Here there is time for it.
+#pragma unroll
+    for (int k = 0; k < STEP_KEYS / MMA_K; ++k) {
+      unsigned P_frag[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float* S = S_reg[2 * k + e / 2] + e % 2 * 2;
+        const float low = ptx::ex2_approx_ftz(__fmul_rn(S[0], scale_log2) - row_max[e % 2]);
+        const float high = ptx::ex2_approx_ftz(__fmul_rn(S[1], scale_log2) - row_max[e % 2]);
+        row_sum[e % 2] += low + high;
+        P_frag[e] = pack(low, high, element{});
+      }
+#pragma unroll
+      for (int d = 0; d < D_STEPS; ++d) {
+        unsigned V_frag[2][2];
+        load_pair<true>(V_frag, shared_bytes + chunks_at(V_at, d) + k * MMA_K * ROW_BYTES);
+        mma(O_reg[2 * d], P_frag, V_frag[0], element{});
+        mma(O_reg[2 * d + 1], P_frag, V_frag[1], element{});
+      }
+    }
+  }
+
+  // The warps' parts meet in shared memory, where the rings were.
+  ptx::cp_async_wait_group<0>();   // this lane's copies have landed: a warp without keys has not waited for all
+  __syncthreads();                 // everyone is done with its ring
+#pragma unroll
+  for (int half = 0; half < HALVES; ++half) {
+    const int row = half * MATRIX + lane_row;
+    const float sum = lanes_sum<ROW_LANES>(row_sum[half]);
+    if (lane % ROW_LANES == 0) {
+      smem.warp_max[warp][row] = row_max[half];
+      smem.warp_sum[warp][row] = sum;
+    }
+#pragma unroll
+    for (int j = 0; j < COL_BLOCKS; ++j) {
+      *reinterpret_cast<float2*>(&smem.O_warp[warp][row][j * MMA_N + lane_col]) =
+          make_float2(O_reg[j][2 * half], O_reg[j][2 * half + 1]);
+    }
+  }
+  __syncthreads();       // they are all there
+  ptx::cluster_wait();   // and so are the cluster's blocks, since long
+
+  // The block's part of the tile goes to the cluster: to each rank its Parts of every row, maxima and sums to all.
+  const auto block_max = [&](int row) {
+    float max = smem.warp_max[0][row];
+#pragma unroll
+    for (int w = 1; w < WARPS; ++w) max = fmaxf(max, smem.warp_max[w][row]);
+    return max;
+  };
+  const int rank_parts = ROW_PARTS >> log2_splits;   // of a row
+  for (int i = threadIdx.x; i < num_rows * ROW_PARTS; i += THREADS) {
+    const int row = i / ROW_PARTS, part_id = i % ROW_PARTS, rank = part_id * splits / ROW_PARTS;
+    const float max = block_max(row);
+    Part sum = {};
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const Part part = *reinterpret_cast<const Part*>(&smem.O_warp[w][row][part_id * PART]);
+      const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0, or 1 where no warp saw a key
+#pragma unroll
+      for (int c = 0; c < PART; ++c) sum.x[c] = fmaf(weight, part.x[c], sum.x[c]);
+    }
+    *ptx::mapa(&smem.O_split[(split * TILE_Q + row) * rank_parts + part_id % rank_parts], rank) = sum;
+  }
+  for (int i = threadIdx.x; i < TILE_Q * splits; i += THREADS) {
+    const int row = i % TILE_Q, rank = i / TILE_Q;
+    const float max = block_max(row);
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) sum += smem.warp_sum[w][row] * ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);
+    *ptx::mapa(&smem.split_max[split][row], rank) = max;
+    *ptx::mapa(&smem.split_sum[split][row], rank) = sum;
+  }
+  __syncwarp();          // the barrier takes whole warps, and the loops may have parted their lanes
+  ptx::cluster_arrive();
+  ptx::cluster_wait();   // everything sent here has come; nobody touches another block's memory from here on, so each may end
+
+  for (int i = threadIdx.x; i < num_rows * rank_parts; i += THREADS) {
+    const int row = i * splits / ROW_PARTS, col = (split * rank_parts + i % rank_parts) * PART;
+    float max = smem.split_max[0][row];
+    for (int rank = 1; rank < splits; ++rank) max = fmaxf(max, smem.split_max[rank][row]);
+    Part O = {};
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int rank = 0; rank < splits; ++rank) {
+      const Part part = smem.O_split[rank * TILE_Q * rank_parts + i];
+      const float weight = ptx::ex2_approx_ftz(smem.split_max[rank][row] - max);
+      sum = fmaf(weight, smem.split_sum[rank][row], sum);
+#pragma unroll
+      for (int c = 0; c < PART; ++c) O.x[c] = fmaf(weight, part.x[c], O.x[c]);
+    }
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    element* O_gmem = row_of(p.O, row) + col;
+    if constexpr (ALIGNED) {
+      *reinterpret_cast<uint2*>(O_gmem) = make_uint2(pack(O.x[0] * inv_sum, O.x[1] * inv_sum, element{}),
+                                                     pack(O.x[2] * inv_sum, O.x[3] * inv_sum, element{}));
+    } else {
+#pragma unroll
+      for (int c = 0; c < PART; ++c) O_gmem[c] = from_float<element>(O.x[c] * inv_sum);
+    }
+    if (p.LSE && col == 0) {
+      const long long head = static_cast<long long>(batch) * p.q_heads + head_of_row(row);
+      p.LSE[head * p.q_len + q_row_of(row)] = sum == 0.0f ? NEG_INF : max * LN_2 + logf(sum);
+    }
+  }
+}
