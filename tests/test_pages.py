@@ -134,10 +134,10 @@ def test_the_navigation_is_short_and_a_page_outside_it_is_part_of_one_that_links
     outside = {one for one in written - listed if not one.startswith("generated/snippets/")}
     for page in outside:
         name = page.removesuffix(".md")
-        back = re.search(
-            r'<p class="part-of">Part of <a href="(.+?)">', (built / name / "index.html").read_text(encoding="utf-8")
-        )
+        text = (built / name / "index.html").read_text(encoding="utf-8")
+        back = re.search(r'<p class="part-of">Part of <a href="(.+?)">', text)
         assert back, f"{page} does not say of which page it is part"
+        assert "md-tabs__item--active" in text
         parent = urljoin(f"/{name}/", back[1]).strip("/")
         assert listed & {f"{parent}.md", f"{parent}/index.md"}
         links = re.findall(r'href="([^"#]+)', (built / parent / "index.html").read_text(encoding="utf-8"))
