@@ -43,7 +43,7 @@ from flashlab.show.saving import strip_before_save
 from flashlab.show.trial import attempt, compare, compare_rows, count_accesses, edited, own_copy
 
 INDEX = "index"
-"""The notebook that lists the others; it is text alone, and no page."""
+"""The notebook that lists the others; it is text alone, and never executed."""
 EVERY = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 NAMES = [name for name in EVERY if name != INDEX]
 OF_RECORDS = [name for name in NAMES if name not in ("edit_a_kernel", "exercises")]
@@ -370,7 +370,7 @@ def test_a_notebook_that_fails_costs_its_own_page_alone(make_notebook: Callable[
     folder = tmp_path / "pages"
     (folder / "snippets").mkdir(parents=True)
     pages._notebook_page(
-        pages.Output(root=folder), "00_hardware", "hardware.md", tmp_path / "out", None, failed["00_hardware"]
+        pages.Output(root=folder), "00_hardware", "roofline.md#hardware", tmp_path / "out", None, failed["00_hardware"]
     )
     text = (folder / "snippets" / "notebooks" / "00_hardware.md").read_text(encoding="utf-8")
     assert '!!! failure "Not complete"' in text

@@ -15,11 +15,12 @@ from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urljoin, urlparse
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from shared import live_things
 
 from flashlab.cli.app import _groups
@@ -51,11 +52,12 @@ PAGES = (
     "ablations/",
     "levers/",
     "ledger/",
-    "hardware/",
     "anatomy/",
     "correctness/",
     "emulation/",
+    "notebooks/",
     "edit/",
+    "exercises/",
     "method/",
     "timers/",
     "glossary/",
@@ -74,7 +76,6 @@ WITH_FIGURES = (
     "compare/",
     "against/",
     "roofline/",
-    "hardware/",
     "anatomy/",
     *(() if trial.no_compiler() else ("edit/",)),
 )
@@ -114,6 +115,33 @@ def test_every_stage_is_in_the_navigation(built: Path) -> None:
     text = (built / "stages" / "index.html").read_text(encoding="utf-8")
     for stage_id in STAGES:
         assert re.search(rf'<a href="{stage_id}/" class="md-nav__link">', text)
+
+
+def _listed(nav: list[Any]) -> Iterator[str]:
+    """The pages of a navigation."""
+    for entry in nav:
+        target = next(iter(entry.values())) if isinstance(entry, dict) else entry
+        yield from [target] if isinstance(target, str) else _listed(target)
+
+
+def test_the_navigation_is_short_and_a_page_outside_it_is_part_of_one_that_links_it(built: Path) -> None:
+    settings = yaml.safe_load((built.parent / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed = set(_listed(settings["nav"]))
+    stages = {f"{stage.folder or 'stages/'}{one}.md" for one, stage in (STAGES | OFF_LADDER).items()}
+    assert len([one for one in listed - stages if not one.startswith("generated/results/")]) <= 25
+    folder = built.parent / "pages"
+    written = {path.relative_to(folder).as_posix() for path in folder.rglob("*.md")}
+    outside = {one for one in written - listed if not one.startswith("generated/snippets/")}
+    for page in outside:
+        name = page.removesuffix(".md")
+        text = (built / name / "index.html").read_text(encoding="utf-8")
+        back = re.search(r'<p class="part-of">Part of <a href="(.+?)">', text)
+        assert back, f"{page} does not say of which page it is part"
+        assert "md-tabs__item--active" in text
+        parent = urljoin(f"/{name}/", back[1]).strip("/")
+        assert listed & {f"{parent}.md", f"{parent}/index.md"}
+        links = re.findall(r'href="([^"#]+)', (built / parent / "index.html").read_text(encoding="utf-8"))
+        assert f"/{name}/" in {urljoin(f"/{parent}/", link) for link in links}, f"{parent} does not link {page}"
 
 
 def test_the_reference_has_every_command_and_the_public_functions(built: Path) -> None:

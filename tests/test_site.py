@@ -390,6 +390,7 @@ def test_links_of_a_notebook_hold_on_its_page(pages: Path) -> None:
     for name, page in site.PAGE_OF.items():
         text = (pages / "generated" / "snippets" / "notebooks" / f"{name}.md").read_text(encoding="utf-8")
         assert "../site/" not in text
+        assert text.startswith("## " if "#" in page else "# ")
         for link in re.findall(r"\]\(([^)#:]+\.md)", text):
             assert ((pages / page).parent / link).is_file(), f"{name}: {link}"
             found += 1

@@ -56,7 +56,7 @@ PAGE_OF: Mapping[str, str] = {
     "04_roofline": "roofline.md",
     "06_cycle_model": "cycle_model.md",
     "01_correctness": "correctness.md",
-    "00_hardware": "hardware.md",
+    "00_hardware": "roofline.md#hardware",
     "03_anatomy": "anatomy.md",
     "09_tuning": "tuning.md",
     "10_method": "timers.md",
@@ -65,7 +65,7 @@ PAGE_OF: Mapping[str, str] = {
     "edit_a_kernel": "edit.md",
     "exercises": "exercises.md",
 }
-"""The page each notebook is shown on, those that measure before those that show what was measured."""
+"""Where each notebook is shown, a page or its section; those that measure before those that show what was measured."""
 
 WRITTEN_ABOUT, _ITS_NAME = "nvidia-h200", "H200"
 """The GPU that the hand-written conclusions are about."""
@@ -196,6 +196,7 @@ def generate(
         decode_page(out, decode)
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))
+        _notebook_list(out)
         _front_page(out, shown, data)
         scored = tables.predictions(predictions.scores(shown)) if shown else NOTHING_YET
         out.snippet("predictions.md", f"{_elsewhere(shown, 'What was predicted')}\n\n{scored}")
@@ -253,6 +254,8 @@ def _notebook_page(
     notebook.cells = [cell for cell in notebook.cells if not hidden & set(cell.metadata.get("tags", []))]
     for cell in notebook.cells:
         if cell.cell_type == "markdown":
+            if "#" in page:
+                cell.source = re.sub("^#", "##", cell.source, flags=re.MULTILINE)
             continue
         if "hide-input" in cell.metadata.get("tags", []):
             cell.metadata["transient"] = {"remove_source": True}  # what nbconvert's templates look for
@@ -266,9 +269,7 @@ def _notebook_page(
             if MIME in output.get("data", {}):
                 output["data"] = {"text/markdown": out.chart(Chart.from_mime(output["data"][MIME]), page)}
     text, _ = MarkdownExporter().from_notebook_node(notebook)  # type: ignore[no-untyped-call]
-    # Links that hold where the notebook lies, made to hold on its page.
-    text = text.replace("](../site/", f"]({up(page)}")
-    text = re.sub(r"\]\((\w+)\.ipynb", lambda link: f"]({up(page)}{PAGE_OF[link[1]]}", text)
+    text = _linked(text, page)
     _notebook_copy(source, out.root / "notebooks" / source.name)
     said = _elsewhere(shown, "The text of this page") if name in _CONCLUDING else ""
     if failure:
@@ -279,11 +280,24 @@ def _notebook_page(
         text = f"{title}\n\n{said}\n{rest}"
     state = "executed for this page" if executed else "not executed for this page, so it shows no results"
     note = (
-        '<p class="source" markdown="span">This page is the notebook '
+        f'<p class="source" markdown="span">This {"section" if "#" in page else "page"} is the notebook '
         f"[`notebooks/{name}.ipynb`]({up(page)}generated/notebooks/{name}.ipynb), {state}. "
         "The notebook holds the code of every figure and table.</p>\n"
     )
     out.snippet(f"notebooks/{name}.md", f"{text.strip()}\n\n{note}")
+
+
+def _linked(text: str, page: str) -> str:
+    """Links that hold where a notebook lies, made to hold on a page."""
+    text = text.replace("](../site/", f"]({up(page)}")
+    return re.sub(r"\]\((\w+)\.ipynb", lambda link: f"]({up(page)}{PAGE_OF[link[1]]}", text)
+
+
+def _notebook_list(out: Output) -> None:
+    """What the index notebook says of the others."""
+    cells = json.loads((NOTEBOOKS / "index.ipynb").read_text(encoding="utf-8"))["cells"]
+    text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    out.snippet("notebooks/index.md", _linked(text, "notebooks.md"))
 
 
 def _notebook_copy(source: Path, target: Path) -> None:

@@ -112,6 +112,7 @@ def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path
     shutil.copytree(ROOT / overrides, folder / overrides, dirs_exist_ok=True)
     configuration["site_url"] = os.environ.get("FLASHLAB_SITE_URL", "")
     configuration["docs_dir"], configuration["site_dir"] = "pages", "site"
+    configuration["hooks"] = [str(Path(__file__).with_name("part_of.py"))]
     for extension in configuration["markdown_extensions"]:
         if isinstance(extension, dict) and "pymdownx.snippets" in extension:
             extension["pymdownx.snippets"]["base_path"] = [str(listing.parent / "snippets")]
