@@ -6,15 +6,17 @@ import fcntl
 import hashlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from flashlab.build.compiler import Job
 from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import BUILD
+from flashlab.kernels.registry import Stage
 from flashlab.run import emulator
 
 try:
@@ -39,6 +41,15 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(folder)
             done.touch()
     return folder
+
+
+def one_type_a_head_dim(jobs: Iterable[Job]) -> tuple[Job, ...]:
+    """Of each head dim the jobs of one type, in turn: the other differs in opcodes, not in registers or tiles."""
+
+    def taken(stage: Stage, head_dim: int) -> str:
+        return stage.dtypes[stage.head_dims.index(head_dim) % len(stage.dtypes)]
+
+    return tuple(job for job in jobs if job.dtype == taken(job.stage, job.head_dim))
 
 
 def live_things(page: str) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from shared import one_type_a_head_dim
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job, LaunchShape
@@ -111,10 +112,11 @@ def naive(source: Path | None = None, *, head_dim: int = 64, overrides: dict[str
 
 
 @pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
-def test_every_variant_compiles_for_every_architecture(stage: Stage) -> None:
+def test_every_variant_compiles_for_hopper_and_every_head_dim_for_every_architecture(stage: Stage) -> None:
     work = compiler.jobs([stage])
     assert {job.arch for job in work} == set(stage.archs)
     assert len(work) == len(stage.archs) * len(stage.head_dims) * len(stage.dtypes) * 2
+    work = (*(job for job in work if job.arch == "sm_90a"), *one_type_a_head_dim(j for j in work if j.arch != "sm_90a"))
     results = compiler.compile_many(work)
     assert not [f"{j.label}\n{r}" for j, r in zip(work, results, strict=True) if isinstance(r, CompileError)]
     for job, cubin in zip(work, results, strict=True):
@@ -135,7 +137,7 @@ def test_every_variant_compiles_for_every_architecture(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
 def test_rows_off_a_16_byte_boundary_have_code_too(stage: Stage) -> None:
-    work = compiler.jobs([stage], [stage.archs[-1]], aligned=(False,))
+    work = one_type_a_head_dim(compiler.jobs([stage], [stage.archs[-1]], aligned=(False,)))
     assert not [
         f"{j.label}\n{r}" for j, r in zip(work, compiler.compile_many(work), strict=True) if isinstance(r, CompileError)
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from shared import needs_compiler
+from shared import needs_compiler, one_type_a_head_dim
 from synthetic import measurement, write_synthetic
 from typer.testing import CliRunner
 
@@ -120,8 +120,8 @@ def _instructions(name: str) -> tuple[sass.Instruction, ...]:
 @every_dead_end
 def test_a_dead_end_compiles_for_its_oldest_and_newest_architecture(stage: Stage) -> None:
     ends = [arch for arch in ARCHS if arch in (stage.archs[0], "sm_90a", stage.archs[-1])]
-    work = compiler.jobs([stage], ends)
-    work += tuple(replace(job, overrides=v) for job in compiler.jobs([stage], ["sm_90a"]) for v in stage.variants)
+    work = one_type_a_head_dim(compiler.jobs([stage], ends))
+    work += tuple(replace(job, overrides=v) for job in work if job.arch == "sm_90a" for v in stage.variants)
     found = compiler.compile_many(work)
     assert [f"{j.label}: {c}" for j, c in zip(work, found, strict=True) if not isinstance(c, Cubin)] == []
 

@@ -290,6 +290,16 @@ def test_a_build_is_kept_and_a_damaged_one_made_anew(tmp_path: Path, monkeypatch
 
 
 @needs_compiler
+def test_a_macro_of_a_name_in_the_emulations_headers_goes_with_them(tmp_path: Path) -> None:
+    """They are read ahead, without a kernel's macros; where that would make a difference, they are read again."""
+    source = source_file("kernel.cu", 'extern "C" __global__ void kernel(float* out) { out[0] = VALUE; }')
+    built = build_file(source, entry="kernel", defines={"predicate": "renamed", "VALUE": "sizeof(uint)"})
+    out = np.zeros(1, np.float32)
+    launch(built, [out], grid=[1], block=[1])
+    assert out[0] == 4
+
+
+@needs_compiler
 def test_threads_that_want_the_same_build_it_once(tmp_path: Path) -> None:
     source = tmp_path / "kernel.cu"
     source.write_text(

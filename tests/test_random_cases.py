@@ -106,8 +106,8 @@ def test_stages_pass_random_cases_on_the_cpu() -> None:
         emulator.cxx()
     except MissingPackageError as error:
         pytest.skip(str(error))
-    drawn = random_cases(CUDA_STAGES, 40, seed=1, max_scores=CPU_SCORES)
-    found = on_cpu.check_on_cpu(list(CUDA_STAGES), random=40, seed=1)
+    drawn = random_cases(CUDA_STAGES, 20, seed=1, max_scores=CPU_SCORES)
+    found = on_cpu.check_on_cpu(list(CUDA_STAGES), random=20, seed=1)
     assert [f"{row.stage} {row.problem.label} {row.layout}: {row.reason}" for row in found.failures] == []
     assert len(found.rows) == sum(len(case.names) for case in drawn)
 

@@ -51,14 +51,23 @@ def test_a_stage_takes_any_layout(stage: str) -> None:
     assert [f"{row.problem.label}, {row.layout}: {row.status}: {row.reason}" for row in checked.failures] == []
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_has_no_races(stage: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "dtype"),
+    [
+        (stage, dtype)
+        for stage in STAGES
+        for dtype in get(stage).dtypes
+        if stage not in CUDA_STAGES or dtype != "float16"  # 01_correctness.ipynb, which test_notebooks.py runs
+    ],
+)
+def test_a_stage_has_no_races(stage: str, dtype: str) -> None:
     head_dim = get(stage).head_dims[0]
     found = on_cpu.check_on_cpu(
         [stage],
         layouts=("contiguous",),
         lengths=[(65, 130)],
         head_dims=[head_dim],
+        dtypes=[dtype],
         masks=("causal",),
         races=True,
         timeout_s=600,

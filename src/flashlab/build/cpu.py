@@ -186,8 +186,8 @@ class _Request:
     compiler: Cxx
 
     @cached_property
-    def options(self) -> tuple[str, ...]:
-        """For the kernel's translation unit."""
+    def language(self) -> tuple[str, ...]:
+        """Options that the headers ahead of every kernel are compiled with too."""
         how: tuple[str, ...] = ("-O2",)
         if self.hooks and self.compiler.family == "g++":
             # -fno-tree-sra: it would take 16-byte accesses apart before the hooks see them.
@@ -206,12 +206,19 @@ class _Request:
             "-w",
             many,
             f"-DEMULATION_HOOKED={'true' if self.hooks else 'false'}",
+            f"-I{EMULATION}",
+            f"-I{COMMON}",
+        )
+
+    @cached_property
+    def options(self) -> tuple[str, ...]:
+        """For the kernel's translation unit."""
+        return (
+            *self.language,
             *(f"-D{name}=shared_bytes" for name in _dynamic_shared(self.text)),
             *(f"-D{name}={value}" for name, value in self.macros),
             "-include",
             str(EMULATION / "emulation.h"),
-            f"-I{EMULATION}",
-            f"-I{COMMON}",
         )
 
     @property
@@ -280,11 +287,11 @@ def _build(
 
 
 def _compile_kernel(request: _Request, work: Path) -> dict[str, Any]:
-    runtime = _runtime(request.compiler)
+    runtime, ahead = _runtime(request.compiler), _precompiled(request)
     start = time.perf_counter()
     unit = work / "unit.cpp"
     unit.write_text(request.unit, encoding="utf-8")
-    done = _compile([request.compiler.path, *request.options, "-c", str(unit), "-o", str(work / "unit.o")])
+    done = _compile([request.compiler.path, *ahead, *request.options, "-c", str(unit), "-o", str(work / "unit.o")])
     log = readable(done.stderr)
     if done.returncode:
         raise _refusal(request, log)
@@ -331,6 +338,28 @@ def _runtime(compiler: Cxx) -> tuple[Path, ...]:
     key = ("runtime", contents(sources[0], "", [EMULATION]), options, compiler.identity)
     made = cache.entry("emulated", key, objects, make)
     return tuple(made.folder / name for name in objects)
+
+
+def _precompiled(request: _Request) -> tuple[str, ...]:
+    """What has g++ read the emulation's headers from a form that takes a fifth of the time.
+
+    The header named here is empty: where a kernel's macros do not go with what lies beside it, g++ reads that one, and
+    emulation.h as it stands.
+    """
+    if request.compiler.family != "g++":
+        return ()
+    header, precompiled = "ahead.h", "ahead.h.gch"
+
+    def make(work: Path) -> dict[str, Any]:
+        (work / header).touch()
+        source = ["-x", "c++-header", str(EMULATION / "emulation.h"), "-o", str(work / precompiled)]
+        if _compile([request.compiler.path, *request.language, *source]).returncode:
+            (work / precompiled).touch()  # the kernel's own compilation will say why
+        return {}
+
+    key = ("headers", contents(EMULATION / "emulation.h", "", [COMMON, EMULATION]), request.language)
+    made = cache.entry("emulated", (*key, request.compiler.identity), [header, precompiled], make)
+    return ("-include", str(made.folder / header))
 
 
 def _compile(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -319,7 +319,7 @@ def _records(one: Effect) -> list[Ablation | Part]:
     return [one.record, *(record for record, _ in one.starts)]
 
 
-def chart(shown: Sequence[Effect], *, name: str = "ablations") -> Chart | str:
+def chart(shown: Sequence[Effect]) -> Chart | str:
     """Every level of every axis beside the first of its axis: time over its time, with 95 % intervals."""
     timed = [one for one in shown if one.ratio is not None]
     if not timed:
@@ -327,7 +327,7 @@ def chart(shown: Sequence[Effect], *, name: str = "ablations") -> Chart | str:
     values = "; ".join(f"{one.group}, {one.name}: {one.ratio:.3f}" for one in timed if not one.is_first)
     return _ratio_chart(
         [(f"{one.group} ({AXES[one.group].stage[:2]})", one.name, one) for one in timed],
-        name=name,
+        name="ablations",
         first="the first level",
         alt=f"Time of every level over that of the first level of its axis. {values}.",
         caption="What one change does to a stage's time: each level beside the first of its axis (in brackets the "
@@ -335,7 +335,7 @@ def chart(shown: Sequence[Effect], *, name: str = "ablations") -> Chart | str:
     )
 
 
-def lever_chart(shown: Sequence[Effect], *, name: str = "levers") -> Chart | str:
+def lever_chart(shown: Sequence[Effect]) -> Chart | str:
     """Every lever's time over that of its stage as it is, a row a problem, with 95 % intervals."""
     timed = [one for one in shown if one.ratio is not None and not one.is_first]
     if not timed:
@@ -344,7 +344,7 @@ def lever_chart(shown: Sequence[Effect], *, name: str = "levers") -> Chart | str
     ordered = sorted(timed, key=lambda one: (one.name, one.problem.head_dim, one.problem.mask != "full"))
     return _ratio_chart(
         [(one.name, _problem(one), one) for one in ordered],
-        name=name,
+        name="levers",
         first="the stage as it is",
         alt=f"Time of every lever over that of its stage as it is. {values}.",
         caption="What a change of the source does to a stage's time, each beside the stage as it is",
@@ -373,7 +373,7 @@ def _ratio_chart(rows: Sequence[tuple[str, str, Effect]], *, name: str, first: s
     )
 
 
-def split_chart(shown: Sequence[Effect], *, name: str = "time-split") -> Chart | str:
+def split_chart(shown: Sequence[Effect]) -> Chart | str:
     """By how much each part's absence shortens a stage, in percent of its time, with 95 % intervals."""
     timed = [(one, share) for one in shown if (share := _share(one)) is not None]
     if not timed:
@@ -387,7 +387,7 @@ def split_chart(shown: Sequence[Effect], *, name: str = "time-split") -> Chart |
     )
     return intervals(
         groups,
-        name=name,
+        name="time-split",
         xlabel="percent of the stage's time that goes with the part",
         reference=0.0,
         ratio=False,

@@ -508,37 +508,37 @@ def _runs_of(row: Measurement | Ceiling) -> tuple[str, ...]:
     return (row.run, *(run for run, _ in row.origins.values())) if isinstance(row, Filled) else (row.run,)
 
 
-def _place(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> tuple[str, str]:
-    """The commit and GPU of a row's samples in one state."""
-    run, chip = origin(row, regime, cache)
+def _place(row: Measurement, regime: Regime = "burst") -> tuple[str, str]:
+    """The commit and GPU of a row's samples with a hot cache."""
+    run, chip = origin(row, regime, "hot")
     return commit_label(run), chip
 
 
-def _places(rows: Iterable[Measurement], regime: Regime, cache: Cache) -> set[tuple[str, str]]:
-    return {_place(row, regime, cache) for row in rows if row.samples_of(regime, cache)}
+def _places(rows: Iterable[Measurement], regime: Regime) -> set[tuple[str, str]]:
+    return {_place(row, regime) for row in rows if row.samples_of(regime, "hot")}
 
 
-def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> tuple[Measurement, ...]:
+def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst") -> tuple[Measurement, ...]:
     """Of the rows of one problem, those whose samples are of another commit than the last rung's there.
 
     They were filled in from another session; likewise a library's on a GPU that no stage was timed on.
     """
-    timed = [row for row in rows if row.samples_of(regime, cache)]
+    timed = [row for row in rows if row.samples_of(regime, "hot")]
     rungs = [row for row in timed if row.kind == "stage" and row.name in _LADDER]
     if not rungs:
         return ()
-    commit, _ = _place(max(rungs, key=lambda row: _LADDER[row.name]), regime, cache)
-    main = {place for place in _places(rungs, regime, cache) if place[0] == commit}
+    commit, _ = _place(max(rungs, key=lambda row: _LADDER[row.name]), regime)
+    main = {place for place in _places(rungs, regime) if place[0] == commit}
     return tuple(
         row
         for row in timed
-        if (_place(row, regime, cache) not in main if row.kind == "peer" else _place(row, regime, cache)[0] != commit)
+        if (_place(row, regime) not in main if row.kind == "peer" else _place(row, regime)[0] != commit)
     )
 
 
-def places(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> tuple[int, int]:
+def places(rows: Iterable[Measurement], regime: Regime = "burst") -> tuple[int, int]:
     """How many commits on how many GPUs rows of one chart are of, and how many GPUs: `(sessions, chips)`."""
-    found = _places(rows, regime, cache)
+    found = _places(rows, regime)
     return len(found), len({chip for _, chip in found})
 
 

@@ -27,7 +27,7 @@ from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
 from flashlab.query import select
 from flashlab.query.compare import Change, Comparison
-from flashlab.query.contests import Across, AgainstPeers
+from flashlab.query.contests import Across, AgainstPeers, Contest
 from flashlab.query.select import Results
 from flashlab.record.schema import Ceiling, Measurement, StageProfile, Verdict
 from flashlab.show.tables import beside_note, beside_title, elsewhere_note, number, peer_title, set_of, short_title
@@ -35,9 +35,6 @@ from flashlab.show.tables import beside_note, beside_title, elsewhere_note, numb
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from flashlab.query.contests import AgainstPeers, Contest
-    from flashlab.query.select import Results
 
 Layout = Literal["wide", "narrow"]
 Theme = Literal["light", "dark"]
