@@ -1,8 +1,8 @@
 // d2_early_launch: the next call starts while this one ends. Parent: d0_split_kv.
 // Question: of the microseconds that a short sequence takes, how many are the launch itself, and can the next call pay them while
 //           the one before it still runs?
-// Change: programmatic dependent launch. A block says at once that the next kernel of the stream may be launched; and before it
-//         touches global memory it waits until the kernels before it are done.
+// Change: programmatic dependent launch. A block that has its last keys says that the next kernel of the stream may be launched;
+//         and before it touches global memory it waits until the kernels before it are done.
 // Layout: as the parent's.
 // Requires: as the parent.
 #include "attention.cuh"
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_d2_early_launch(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  ptx::griddepcontrol_launch_dependents();   // the next kernel's blocks may come as soon as there is room: they wait as this one does
+  if (!ALLOW_LATE) ptx::griddepcontrol_launch_dependents();
   ptx::cluster_arrive_relaxed();   // this block runs: waited for before the first write into another block's shared memory
 
   const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // a shuffle tells the compiler that a warp has but one
@@ -261,6 +261,10 @@ attention_d2_early_launch(const __grid_constant__ AttentionParams p) {
       }
     }
   }
+
+  // The next kernel's blocks may come, wherever there is room: they wait as this one did. Allowed at the start, they take places two
+  // to an SM while others have none, and keep them.
+  if (ALLOW_LATE) ptx::griddepcontrol_launch_dependents();
 
   // The warps' parts meet in shared memory, where the rings were.
   ptx::cp_async_wait_group<0>();   // this lane's copies have landed: a warp without keys has not waited for all
