@@ -262,8 +262,7 @@ attention_d2_early_launch(const __grid_constant__ AttentionParams p) {
     }
   }
 
-  // The next kernel's blocks may come, wherever there is room: they wait as this one did. Allowed at the start, they take places two
-  // to an SM while others have none, and keep them.
+  // The next kernel's blocks may come, wherever there is room: they wait as this one did.
   if (ALLOW_LATE) ptx::griddepcontrol_launch_dependents();
 
   // The warps' parts meet in shared memory, where the rings were.
