@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from flashlab.build import compiler
@@ -108,67 +108,24 @@ def paged_attention(
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
     arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-    on_cpu = arrays.runs_on(q, None) == "cpu"
-    if on_cpu and stream is not None:
-        raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
-    handle = 0
-    if not on_cpu:
-        gpu.require()
-        library = arrays.library_of(q)
-        device = arrays.on_device(q, "q", 0 if stream is None and library == "other" else stream).device
-        handle = arrays.current_stream(library, device) if stream is None else arrays.stream_handle(stream)
-
-    def view(array: Any, name: str) -> DeviceArray:
-        return arrays.on_host(array, name) if on_cpu else arrays.on_device(array, name, handle)
-
-    def empty(shape: tuple[int, ...], dtype: str | None) -> Any:
-        if on_cpu:
-            return arrays.empty_on_host(q, shape, dtype or view(q, "q").dtype)
-        return arrays.empty_on_device(q, shape, dtype, handle)
-
-    inputs = {name: view(array, name) for name, array in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))}
-    table, keys = view(page_table, "page_table"), view(lengths, "lengths")
+    here: _Host | _Gpu = _Host(q, stream) if arrays.runs_on(q, None) == "cpu" else _Gpu(q, stream)
+    inputs = {name: here.view(of, name) for name, of in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))}
+    table, keys = here.view(page_table, "page_table"), here.view(lengths, "lengths")
     problem = _problem(inputs, table, keys, causal)
-    if out is None:
-        out = empty(inputs["q"].shape, None)
-        target = view(out, "out")
-    else:
-        target = view(out, "out")
-        check_out(target, inputs)
-    lse = empty(inputs["q"].shape[:3], "float32") if return_lse else None
-    views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
-    slow = (why_slow(name, array, tensor_maps=False) for name, array in views.items())
-    stage, pool = registry.get(STAGE), inputs["k_cache"]
-    options: dict[str, Any] = {"aligned": not any(slow), "overrides": {**(params or {}), "PAGE_SIZE": pool.shape[2]}}
-    arch = None if on_cpu else gpu.info(target.device).arch
-    stage.require(problem, arch)
-    structures = _structures(problem, scale_of(scale, problem.head_dim), views, table)
-    if on_cpu:
-        _refuse_faults(table.owner, keys.owner, pool)
-        kernel = emulator.build_stage(Variant.of(stage, problem, **options), hooks=False)
-        assert kernel.launch_shape is not None
-        shape = _split(problem, kernel.launch_shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
-        places = {name: _pointer(name, array.owner) for name, array in views.items()}
-        if lse is not None:
-            places["LSE"] = _pointer("LSE", arrays.on_host(lse, "lse").owner)
-        emulator.launch(
-            kernel,
-            _emulated(*structures, places, table.owner, keys.owner),
-            grid=grid_for(problem, shape),
-            cluster=(shape.cluster, 1, 1),
-        )
-        return (out, lse) if return_lse else out
-    code = loaded(compiler.Job.of(stage, problem, arch=arch, **options), target.device)
-    shape = _split(problem, code.shape, gpu.info(target.device).sm_count, code.most_splits)
-    attention_params, cache = structures
-    attention_params.LSE = None if lse is None else view(lse, "lse").pointer
-    cache.page_table, cache.lengths = table.pointer, keys.pointer
-    faults = gpu.Zeroed(target.device, 4 * _FAULTS, handle) if check else None
-    cache.faults = faults.pointer if faults else None
-    with gpu.context(target.device):
-        _launch(code.function, problem, shape, structures, handle)()
-    if faults:
-        _refuse_counted(list(memoryview(faults.read()).cast("I")), pool.shape[0], table.shape[1])
+    if out is not None:
+        check_out(here.view(out, "out"), inputs)
+    out = here.empty(inputs["q"].shape, inputs["q"].dtype) if out is None else out
+    lse = here.empty(inputs["q"].shape[:3], "float32") if return_lse else None
+    call = _Call(
+        problem=problem,
+        views=dict(zip("QKVO", (*inputs.values(), here.view(out, "out")), strict=True)),
+        lse=None if lse is None else here.view(lse, "lse"),
+        table=table,
+        lengths=keys,
+        scale=scale_of(scale, problem.head_dim),
+        params={**(params or {}), "PAGE_SIZE": inputs["k_cache"].shape[2]},
+    )
+    here.run(call, check=check)
     return (out, lse) if return_lse else out
 
 
@@ -234,21 +191,116 @@ def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: Dev
     return problem
 
 
-def _refuse_faults(table: Any, lengths: Any, pool: DeviceArray) -> None:
-    """What is wrong with a page table and lengths in host memory."""
-    page_size = pool.shape[2]
-    used = -(-lengths.clip(0) // page_size)
-    beyond = int(((lengths < 0) | (used > table.shape[1])).sum())
-    named = table[(lengths.clip(0)[:, None] > (page_size * _numpy().arange(table.shape[1]))[None, :])]
-    none = int(((named < 0) | (named >= pool.shape[0])).sum())
-    _refuse_counted([none, beyond], pool.shape[0], table.shape[1])
+# --- where the arrays are ---------------------------------------------------------------------------------------------
 
 
-def _refuse_counted(counts: list[int], num_pages: int, width: int) -> None:
-    wanted = (f"page numbers of 0 to {num_pages - 1}", f"lengths of 0 to {width} pages")
-    off = [text for text, count in zip(wanted, counts, strict=True) if count]
-    if off:
-        raise InputError(f"page_table, lengths: wanted {' and '.join(off)}, got others")
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """A sound call."""
+
+    problem: Problem
+    views: Mapping[str, DeviceArray]
+    """Q, O, and the pools K and V."""
+    lse: DeviceArray | None
+    table: DeviceArray
+    lengths: DeviceArray
+    scale: float
+    params: Mapping[str, int]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the code to compile."""
+        slow = (why_slow(name, array, tensor_maps=False) for name, array in self.views.items())
+        return {"aligned": not any(slow), "overrides": self.params}
+
+    @property
+    def structures(self) -> tuple[AttentionParams, PagedCache]:
+        """The kernel's arguments, without the pointers that `params_for` does not set."""
+        return _structures(self.problem, self.scale, self.views, self.table)
+
+    def refuse(self, faults: Sequence[int]) -> None:
+        """Raise what is wrong with the page table and the lengths, as it was counted."""
+        wanted = (
+            f"page numbers of 0 to {self.views['K'].shape[0] - 1}",
+            f"lengths of 0 to {self.table.shape[1]} pages",
+        )
+        off = [text for text, count in zip(wanted, faults, strict=True) if count]
+        if off:
+            raise InputError(f"page_table, lengths: wanted {' and '.join(off)}, got others")
+
+
+class _Host:
+    """Arrays in host memory: the kernel is emulated."""
+
+    def __init__(self, q: Any, stream: Any | None) -> None:
+        if stream is not None:
+            raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
+        self._q = q
+
+    def view(self, array: Any, name: str) -> DeviceArray:
+        return arrays.on_host(array, name)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return arrays.empty_on_host(self._q, shape, dtype)
+
+    def run(self, call: _Call, *, check: bool) -> None:
+        stage, problem = registry.get(STAGE), call.problem
+        stage.require(problem)
+        self._check(call)
+        kernel = emulator.build_stage(Variant.of(stage, problem, **call.options), hooks=False)
+        assert kernel.launch_shape is not None
+        shape = _split(problem, kernel.launch_shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
+        places = {name: _pointer(name, array.owner) for name, array in call.views.items()}
+        if call.lse is not None:
+            places["LSE"] = _pointer("LSE", call.lse.owner)
+        emulator.launch(
+            kernel,
+            _emulated(*call.structures, places, call.table.owner, call.lengths.owner),
+            grid=grid_for(problem, shape),
+            cluster=(shape.cluster, 1, 1),
+        )
+
+    def _check(self, call: _Call) -> None:
+        """Count faults as the kernel does; here they are there to be seen."""
+        table, lengths, pool = call.table.owner, call.lengths.owner, call.views["K"]
+        kept = lengths.clip(0)
+        first_keys = pool.shape[2] * _numpy().arange(table.shape[1])
+        named = table[first_keys < kept[:, None]]
+        none = int(((named < 0) | (named >= pool.shape[0])).sum())
+        beyond = int(((lengths < 0) | (kept > pool.shape[2] * table.shape[1])).sum())
+        call.refuse([none, beyond])
+
+
+class _Gpu:
+    """Arrays on a GPU."""
+
+    def __init__(self, q: Any, stream: Any | None) -> None:
+        gpu.require()
+        library, self._q = arrays.library_of(q), q
+        device = arrays.on_device(q, "q", 0 if stream is None and library == "other" else stream).device
+        self._stream = arrays.current_stream(library, device) if stream is None else arrays.stream_handle(stream)
+
+    def view(self, array: Any, name: str) -> DeviceArray:
+        return arrays.on_device(array, name, self._stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return arrays.empty_on_device(self._q, shape, "float32" if dtype == "float32" else None, self._stream)
+
+    def run(self, call: _Call, *, check: bool) -> None:
+        stage, problem, device = registry.get(STAGE), call.problem, call.table.device
+        info = gpu.info(device)
+        stage.require(problem, info.arch)
+        code = loaded(compiler.Job.of(stage, problem, arch=info.arch, **call.options), device)
+        shape = _split(problem, code.shape, info.sm_count, code.most_splits)
+        params, cache = call.structures
+        params.LSE = None if call.lse is None else call.lse.pointer
+        cache.page_table, cache.lengths = call.table.pointer, call.lengths.pointer
+        faults = gpu.Zeroed(device, 4 * _FAULTS, self._stream) if check else None
+        cache.faults = faults.pointer if faults else None
+        with gpu.context(device):
+            _launch(code.function, problem, shape, (params, cache), self._stream)()
+        if faults:
+            call.refuse(list(memoryview(faults.read()).cast("I")))
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
