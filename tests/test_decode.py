@@ -43,7 +43,7 @@ def test_no_stage_for_decoding_is_a_rung() -> None:
     for problem in (LONG, *suite("first")):
         assert registry.best(problem, "sm_90a").id in STAGES
     ranked = choice.rank(LONG, "nvidia-h200", "sm_90a")
-    assert ranked.choices[0].stage.id == "d0_split_kv"  # by its records
+    assert ranked.choices[0].stage.id in DECODE  # by its records
     assert choice.rank(suite("first")[0], "nvidia-h200", "sm_90a").choices[0].stage.id in STAGES
     assert set(DECODE) < set(names.known())
     assert names.resolve("d0") == SPLIT
