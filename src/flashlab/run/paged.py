@@ -136,8 +136,11 @@ def append_kv(k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengt
     before the attention over them.
 
     Args:
-        k_cache, v_cache, page_table: as `paged_attention` takes them: torch tensors, or CuPy or NumPy arrays.
-        k: (batch, kv_heads, new tokens, head_dim), like the cache; `v` likewise.
+        k_cache: as `paged_attention` takes it, a torch tensor, or a CuPy or NumPy array.
+        v_cache: likewise.
+        k: (batch, kv_heads, new tokens, head_dim), of the type and on the device of the cache.
+        v: likewise.
+        page_table: as `paged_attention` takes it; it must name the pages that the new tokens go to.
         lengths: int32 (batch,): keys of each sequence before.
 
     Raises:
