@@ -499,6 +499,7 @@ def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) 
         samples = list(csv.DictReader(file))
     assert len(samples) == sum(len(s.time_us) for row in run.measurements for s in row.samples)
     assert list(samples[0]) == list(tables.SAMPLE_COLUMNS)
+    assert samples[0]["sm_clock_mhz"] == str(round(run.measurements[0].samples[0].sm_clock_mhz[0]))
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
         text = (pages / "generated" / "snippets" / f"dictionary-{name}.md").read_text(encoding="utf-8")
         assert all(f"| `{column}` |" in text for column in columns)

@@ -21,7 +21,8 @@ second row, with the log-sum-exp on, is never chosen.
 
 `SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `OFF_LADDER` is
 stages off the ladder beside what was interleaved with them, `DECODING` those for decoding beside what a session
-measured with them; `together(...)` is for the ratio of some implementations.
+measured with them, `of_stage(...)` one of them and its variants likewise; `together(...)` is for the ratio of some
+implementations.
 `by_start` is for intervals: it finds what other starts of a machine measured with the code of the newest.
 """
 
@@ -73,12 +74,17 @@ class Policy:
 SHOWN = Policy()
 LADDER = Policy(within="run", off_ladder="with")
 OFF_LADDER = Policy(within="run", covers=_OFF_LADDER, off_ladder="only")
-DECODING = Policy(covers=_OFF_LADDER, off_ladder="only", fill=False)
+DECODING = Policy(covers=tuple(registry.DECODE), off_ladder="only", fill=False)
 
 
 def together(*names: str) -> Policy:
     """The newest run that timed all of these, so that their ratio has a meaning."""
     return Policy(within="run", needs=names, covers=(), off_ladder="with")
+
+
+def of_stage(stage: registry.Stage) -> Policy:
+    """A stage for decoding: the newest session that tried most of it and its variants."""
+    return replace(DECODING, covers=(stage.id, *stage.variant_names))
 
 
 def by_start(rows: Iterable[Any], key: Callable[[Any], Any], wanted: Sequence[Any]) -> list[list[Any]]:

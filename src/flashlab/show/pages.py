@@ -192,7 +192,9 @@ def generate(
             pool.submit(off_ladder_page, out, stage, ladder if stage.retired else dead_ends)
             for stage in registry.DEAD_ENDS.values()
         ]
-        jobs += [pool.submit(off_ladder_page, out, stage, decode) for stage in registry.DECODE.values()]
+        for stage in registry.DECODE.values():
+            of_it = select.off_ladder(shown.gpu, data, {stage.id: stage}, select.of_stage(stage)) if shown else {}
+            jobs.append(pool.submit(off_ladder_page, out, stage, of_it))
         decode_page(out, decode)
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))

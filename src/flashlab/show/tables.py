@@ -1145,12 +1145,15 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
 
 
 def sample_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
-    """Lines of samples.csv: times to seven digits, more than any timer here resolves."""
+    """Lines of samples.csv: times to seven digits, more than any timer here resolves, and clocks in whole megahertz.
+
+    Their decimals would be half of the file.
+    """
     lines = []
     for columns, taken in (state for row in rows for state in _in_each_state(row)):
         common = {name: columns.get(name) for name in SAMPLE_COLUMNS}
         for index, time_us in enumerate(taken.time_us if taken else ()):
             clocks = {name: getattr(taken, name)[index : index + 1] for name in ("sm_clock_mhz", "call_clock_mhz")}
-            clock = {name: next(iter(values), None) for name, values in clocks.items()}
+            clock = {name: round(values[0]) if values else None for name, values in clocks.items()}
             lines.append(common | {"index": index, "time_us": float(f"{time_us:.7g}")} | clock)
     return lines
