@@ -692,14 +692,18 @@ def _profiles(found: Sequence[schema.StageProfile], page: str) -> list[str]:
 
 
 def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
-    """The best stage for decoding beside the fastest library; `measured` as `select.off_ladder` gives it."""
+    """The best stage for decoding beside the fastest library, and beside FlashInfer, which is made for it.
+
+    `measured` is as `select.off_ladder` gives it.
+    """
     pairs = []
     for rows in measured.values():
         library = select.fastest_of((), rows)
         ours = [row for row in rows if row.name in registry.DECODE and library and row.run == library.run]
         best = max(ours, key=lambda row: select.rate(row) or 0.0, default=None)
         if library and best and select.rate(best):
-            pairs.append((best, library))
+            serving = [row for row in rows if row.name == "flashinfer" and row.run == best.run and select.rate(row)]
+            pairs.append((best, library, *serving))
 
     def median_us(row: Measurement) -> float:
         samples = row.samples_of()
@@ -714,6 +718,7 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         Column("fastest library", lambda pair: tables.short_title(pair[1].name), left=True),
         Column("its µs", lambda pair: median_us(pair[1])),
         Column("times as fast", lambda pair: median_us(pair[1]) / median_us(pair[0]), times),
+        Column("as FlashInfer", lambda pair: median_us(pair[2]) / median_us(pair[0]) if pair[2:] else None, times),
     )
     every = [row for pair in pairs for row in pair]
     said = f"{table(columns, pairs)}\n\n<small>{select.provenance(every)}</small>" if pairs else NOTHING_YET
