@@ -44,7 +44,7 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
 
 
 def one_type_a_head_dim(jobs: Iterable[Job]) -> tuple[Job, ...]:
-    """Of each head dim the jobs of one type, in turn: the other differs in opcodes, not in registers or tiles."""
+    """The jobs of one element type for each head dim, alternating: the other differs in opcodes, not in registers."""
 
     def taken(stage: Stage, head_dim: int) -> str:
         return stage.dtypes[stage.head_dims.index(head_dim) % len(stage.dtypes)]
