@@ -7,6 +7,7 @@ The calls, each documented in full where it is defined (flashlab.run.attention):
 - `emulate(q, k, v)`: the same kernel on the CPU, with what it did wrong: races, bounds, bank conflicts.
 - `paged_attention(q, k_cache, v_cache, page_table, lengths)`: over a cache in pages (flashlab.run.paged), which
   `append_kv` writes into.
+- `fp8_attention(q, k, v)`: of inputs stored in FP8 (flashlab.run.fp8), which `quantize_e4m3` makes.
 
 q is (batch, q_heads, q_len, head_dim), k and v are (batch, kv_heads, kv_len, head_dim), float16 or bfloat16, with any
 strides whose last is 1: NumPy arrays, torch tensors, CuPy arrays, or anything with DLPack. Every error is a
@@ -24,14 +25,26 @@ if TYPE_CHECKING:
     from flashlab.run.attention import attention as attention
     from flashlab.run.attention import emulate as emulate
     from flashlab.run.attention import prepare as prepare
+    from flashlab.run.fp8 import fp8_attention as fp8_attention
+    from flashlab.run.fp8 import quantize_e4m3 as quantize_e4m3
     from flashlab.run.paged import append_kv as append_kv
     from flashlab.run.paged import paged_attention as paged_attention
 
 _PUBLIC = {
     **dict.fromkeys(("attention", "emulate", "prepare"), "flashlab.run.attention"),
     **dict.fromkeys(("append_kv", "paged_attention"), "flashlab.run.paged"),
+    **dict.fromkeys(("fp8_attention", "quantize_e4m3"), "flashlab.run.fp8"),
 }
-__all__ = ["__version__", "append_kv", "attention", "emulate", "paged_attention", "prepare"]
+__all__ = [
+    "__version__",
+    "append_kv",
+    "attention",
+    "emulate",
+    "fp8_attention",
+    "paged_attention",
+    "prepare",
+    "quantize_e4m3",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,9 +17,10 @@ from flashlab.core.inputs import NORMAL, require
 
 DType = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
-Precision = Literal["input", "e4m3_inputs", "e4m3"]
+Precision = Literal["input", "e4m3_inputs", "e4m3", "e4m3_scaled"]
 """What a computation's numbers are rounded to: its inputs' own type; Q, K and V to FP8 (e4m3); those and the
-probabilities. Sums are FP32, and the output is of the inputs' type, always."""
+probabilities; the same with a scale for each head, which brings its largest number to e4m3's largest. Sums are FP32,
+and the output is of the inputs' type, always."""
 Regime = Literal["burst", "sustained"]
 """burst: short samples with idle gaps, the SM clock between them at its maximum. sustained: continuous work,
 power-limited."""

@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING, Any
 from flashlab.core.errors import LaunchError, MissingPackageError, UnsupportedError
 from flashlab.core.problem import BYTES_PER_ELEMENT, DType, Problem
 from flashlab.run import emulator, gpu
+from flashlab.run.arguments import AttentionParams
 from flashlab.run.arrays import DeviceArray
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashlab.build.compiler import LaunchShape
+    from flashlab.build.compiler import Cubin, LaunchShape
+    from flashlab.run.plan import Plan
 
 WORKSPACE_BYTES = 32 << 20
 """What cuBLASLt may use besides its operands: its documentation's advice for Hopper."""
@@ -437,24 +439,23 @@ class Passes:
 
     def __init__(
         self,
-        problem: Problem,
+        planned: Plan,
         arrays: Mapping[str, DeviceArray],
         *,
-        lse_pointer: int | None,
-        scale_log2: float,
-        parameters: Mapping[str, int],
-        function: gpu.Function,
+        params: AttentionParams,
+        cubin: Cubin,
         shape: LaunchShape,
-        device: int,
         stream: int,
     ) -> None:
-        """Choose algorithms and allocate memory. `arrays` are Q, K, V and O; `parameters` the stage's tunables.
+        """Choose algorithms and allocate memory. `arrays` are Q, K, V and O; `params` what a fused kernel would get.
 
         Raises:
             UnsupportedError: the scores do not fit in memory, or cuBLASLt has no algorithm for a product.
             MissingPackageError: no cuBLASLt.
             LaunchError: cuBLASLt or the driver refuses.
         """
+        problem, device, parameters = planned.problem, planned.device, cubin.parameters
+        function = gpu.load(cubin, device)
         found = groups(problem, arrays, parameters["HEADS_A_CALL"])
         most = max(heads.count for heads in found)
         wanted = scratch_bytes(problem, most, parameters)
@@ -471,9 +472,9 @@ class Passes:
         self._stream = stream
         self._steps: list[_Step] = []
         for heads in found:
-            qk, pv = products(problem, arrays, heads, scale_log2=scale_log2, parameters=parameters)
-            lse = None if lse_pointer is None else lse_pointer + 4 * heads.first * problem.q_len
-            params = SoftmaxParams(
+            qk, pv = products(problem, arrays, heads, scale_log2=params.scale_log2, parameters=parameters)
+            lse = None if params.LSE is None else params.LSE + 4 * heads.first * problem.q_len
+            of_softmax = SoftmaxParams(
                 self._scores, self._probs.pointer, lse, pitch_of(problem), problem.q_len, problem.kv_len
             )
             softmax = gpu.Launch(
@@ -481,7 +482,7 @@ class Passes:
                 grid=(-(-problem.q_len // shape.tile_q), heads.count, 1),
                 block=(shape.threads, 1, 1),
                 smem_bytes=shape.smem_bytes,
-                params=[params],
+                params=[of_softmax],
                 stream=stream,
             )
             self._steps.append(_Step(heads, qk, pv, softmax))
@@ -532,17 +533,19 @@ class EmulatedPasses:
 
     def __init__(
         self,
-        problem: Problem,
+        planned: Plan,
         arrays: Mapping[str, DeviceArray],
         *,
-        places: Mapping[str, emulator.Pointer],
-        scale_log2: float,
-        parameters: Mapping[str, int],
+        params: AttentionParams,
+        pointers: Mapping[int, emulator.Pointer],
+        kernel: emulator.Emulated,
         shape: LaunchShape,
     ) -> None:
-        """Multiply Q by K. `arrays` are Q, K, V and O in host memory, `places` theirs, and that of LSE."""
+        """Multiply Q by K. `arrays` are Q, K, V and O in host memory; `params` and `pointers` make the argument that a
+        fused kernel would get."""
         import numpy as np
 
+        problem, parameters, scale_log2 = planned.problem, kernel.parameters, params.scale_log2
         self._problem, self._arrays = problem, {name: array.owner for name, array in arrays.items()}
         q, k = (_floats(self._arrays[name], problem.dtype) for name in "QK")
         group = problem.q_heads // problem.kv_heads
@@ -550,19 +553,19 @@ class EmulatedPasses:
         heads, pitch = problem.batch * problem.q_heads, pitch_of(problem)
         narrow = _narrow(problem.dtype)
         self._probs = np.full((heads, problem.q_len, pitch), np.nan, dtype=narrow)
-        pointers = {}
+        of_softmax = {}
         flat = scores.reshape(heads, problem.q_len, problem.kv_len)
         if parameters["SCORES_FP32"]:
             wide = np.full(self._probs.shape, np.nan, dtype=np.float32)
             wide[..., : problem.kv_len] = flat
-            pointers[SoftmaxParams.scores.offset] = emulator.Pointer(array=wide, access="r", name="scores")
+            of_softmax[SoftmaxParams.scores.offset] = emulator.Pointer(array=wide, access="r", name="scores")
         else:
             self._probs[..., : problem.kv_len] = flat.astype(narrow)
-        pointers[SoftmaxParams.probs.offset] = emulator.Pointer(array=self._probs, access="rw", name="probs")
-        if "LSE" in places:
-            pointers[SoftmaxParams.LSE.offset] = places["LSE"]
-        params = SoftmaxParams(None, None, None, pitch, problem.q_len, problem.kv_len)
-        self.arguments: Sequence[emulator.Structure] = [emulator.Structure(value=params, pointers=pointers)]
+        of_softmax[SoftmaxParams.probs.offset] = emulator.Pointer(array=self._probs, access="rw", name="probs")
+        if AttentionParams.LSE.offset in pointers:
+            of_softmax[SoftmaxParams.LSE.offset] = pointers[AttentionParams.LSE.offset]
+        softmax = SoftmaxParams(None, None, None, pitch, problem.q_len, problem.kv_len)
+        self.arguments: Sequence[emulator.Structure] = [emulator.Structure(value=softmax, pointers=of_softmax)]
         self.grid = (-(-problem.q_len // shape.tile_q), heads, 1)
 
     def finish(self) -> None:

@@ -6,8 +6,8 @@ A stage is three files that share its id, and nothing else lists stages:
     kernels/16_ones_column.toml       its entry: the fields of `Stage`, but for those that the file's place says
     site/stages/16_ones_column.md     its page
 
-Two kinds of stages are off the ladder, in folders of their own below kernels/ and site/: `decode/` has kernels for
-problems that no rung is made for, `dead_ends/` what was tried and led nowhere.
+Three kinds of stages are off the ladder, in folders of their own below kernels/ and site/: `decode/` has kernels for
+problems that no rung is made for, `fp8/` those for inputs in FP8, `dead_ends/` what was tried and led nowhere.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ from flashlab.core.paths import KERNELS, ROOT, SITE
 from flashlab.core.problem import FIRST_SHAPE, DType, Mask, Precision, Problem
 
 Language = Literal["cuda", "triton"]
-Place = Literal["ladder", "decode", "dead_ends"]
+Place = Literal["ladder", "decode", "fp8", "dead_ends"]
 """`ladder`: a rung, each of which replaces the one before. `decode`: for few query rows against many keys, which no
-rung is made for; it is compared with rungs and replaces none. `dead_ends`: tried, and kept for what it shows."""
+rung is made for; it is compared with rungs and replaces none. `fp8`: for inputs stored in FP8, which no rung takes.
+`dead_ends`: tried, and kept for what it shows."""
 Arch = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 """Blocks a cluster: what every GPU with clusters takes, and what some do where a kernel allows it."""
@@ -38,6 +39,8 @@ RUNG_ID = re.compile(r"(\d\d|t\d)(_[a-z0-9]+)+")
 """Ids of the ladder: a number, or `t` and a digit for one in Triton, and words."""
 DECODE_ID = re.compile(r"d\d(_[a-z0-9]+)+")
 """Ids of stages for decoding: `d` and a digit, and words."""
+FP8_ID = re.compile(r"f\d(_[a-z0-9]+)+")
+"""Ids of stages for FP8: `f` and a digit, and words."""
 DEAD_END_ID = re.compile(rf"[a-z][a-z0-9]*(_[a-z0-9]+)*|{RUNG_ID.pattern}")
 """Ids of dead ends: words, or the id that it had on the ladder."""
 ARCHS: tuple[Arch, ...] = get_args(Arch)
@@ -463,7 +466,7 @@ def load(folder: Path = KERNELS) -> dict[str, Stage]:
     return stages
 
 
-_FOLDERS: Mapping[Place, str] = {"ladder": "", "decode": "decode/", "dead_ends": "dead_ends/"}
+_FOLDERS: Mapping[Place, str] = {"ladder": "", "decode": "decode/", "fp8": "fp8/", "dead_ends": "dead_ends/"}
 """Of each place, below kernels/ and, but for the ladder's pages, below site/; in the order of lists."""
 _ALL = load()
 STAGES: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.place == "ladder"}
@@ -472,9 +475,11 @@ CUDA_STAGES: Mapping[str, Stage] = {name: stage for name, stage in STAGES.items(
 """The ladder itself: what NVRTC and the CPU emulation compile."""
 DECODE: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.place == "decode"}
 """Stages for few query rows against many keys."""
+FP8: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.place == "fp8"}
+"""Stages whose inputs are stored in FP8."""
 DEAD_ENDS: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.dead_end}
 """What the sources tried and gave up, or should have, and rungs that were retired: runnable like any stage."""
-OFF_LADDER: Mapping[str, Stage] = {**DECODE, **DEAD_ENDS}
+OFF_LADDER: Mapping[str, Stage] = {**DECODE, **FP8, **DEAD_ENDS}
 """Checked, measured and tested like rungs, and never listed among them."""
 RUNGS: Mapping[str, Stage] = {**STAGES, **{name: stage for name, stage in DEAD_ENDS.items() if stage.retired}}
 """What records of the ladder may hold: its stages, then those that have left it."""
@@ -489,6 +494,7 @@ def faults(stage: Stage) -> tuple[str, ...]:
     rule, pattern = {
         "ladder": ("17_words or t1_words", RUNG_ID),
         "decode": ("d1_words", DECODE_ID),
+        "fp8": ("f0_words", FP8_ID),
         "dead_ends": ("words in lower case", DEAD_END_ID),
     }[stage.place]
     if not pattern.fullmatch(stage.id):

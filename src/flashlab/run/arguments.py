@@ -68,11 +68,6 @@ class AttentionMaps(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_ubyte * MAP_BYTES) for name in "QKVO")
 
 
-def scale_log2(planned: Plan) -> float:
-    """The scale of scores whose exponentials are powers of two."""
-    return planned.scale * math.log2(math.e)
-
-
 def params_for(problem: Problem, scale: float, views: Mapping[str, DeviceArray]) -> AttentionParams:
     """The kernel's first argument; `views` are Q, K, V and O. `LSE`, `work` and `fallbacks` are null."""
     return AttentionParams(

@@ -40,7 +40,6 @@ from flashlab.run.arguments import (
     grid_for,
     maps_for,
     params_for,
-    scale_log2,
     splits_for,
     tile_maps,
     triton_arguments,
@@ -468,22 +467,15 @@ def _launch(
     fallbacks: int | None,
     stream: int,
 ) -> Callable[[], None]:
-    planned, shape = recipe.plan, recipe.shape
+    planned = recipe.plan
+    arguments = recipe.arguments(views, lse=lse, work=work, fallbacks=fallbacks)
     runner = _runner(planned.stage)
     if hasattr(runner, "Passes"):
         passes: Callable[[], None] = runner.Passes(
-            planned.problem,
-            views,
-            lse_pointer=lse,
-            scale_log2=scale_log2(planned),
-            parameters=recipe.cubin.parameters,
-            function=recipe.function,
-            shape=shape,
-            device=planned.device,
-            stream=stream,
+            planned, views, params=arguments[0], cubin=recipe.cubin, shape=recipe.shape, stream=stream
         )
         return passes
-    return recipe.launch(recipe.arguments(views, lse=lse, work=work, fallbacks=fallbacks), stream)
+    return recipe.launch(arguments, stream)
 
 
 # --- again on a GPU ---------------------------------------------------------------------------------------------------
@@ -773,12 +765,7 @@ class _EmulatedCall:
         self._runner, self.passes = _runner(planned.stage), None
         if hasattr(self._runner, "EmulatedPasses"):
             self.passes = self._runner.EmulatedPasses(
-                planned.problem,
-                views,
-                places=self._places,
-                scale_log2=scale_log2(planned),
-                parameters=kernel.parameters,
-                shape=self.shape,
+                planned, views, params=self._params, pointers=pointers, kernel=kernel, shape=self.shape
             )
             self._arguments, self._grid = list(self.passes.arguments), self.passes.grid
 

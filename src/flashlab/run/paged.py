@@ -32,10 +32,10 @@ from flashlab.run.arguments import (
 )
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.run.attention import loaded
-from flashlab.run.plan import check_layout, check_out, problem_of, scale_of, why_slow
+from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow
 
 if TYPE_CHECKING:
-    from flashlab.build.compiler import LaunchShape
+    from flashlab.build.compiler import Cubin, LaunchShape
 
 STAGE = "d1_paged_kv"
 _FAULTS = 2
@@ -253,12 +253,11 @@ class _Host:
         kernel = emulator.build_stage(Variant.of(stage, problem, **call.options), hooks=False)
         assert kernel.launch_shape is not None
         shape = _split(problem, kernel.launch_shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
-        places = {name: _pointer(name, array.owner) for name, array in call.views.items()}
-        if call.lse is not None:
-            places["LSE"] = _pointer("LSE", call.lse.owner)
+        arrays = call.views if call.lse is None else {**call.views, "LSE": call.lse}
+        pointers = {getattr(AttentionParams, name).offset: _pointer(name, of.owner) for name, of in arrays.items()}
         emulator.launch(
             kernel,
-            _emulated(*call.structures, places, call.table.owner, call.lengths.owner),
+            _emulated(*call.structures, pointers, call.table.owner, call.lengths.owner),
             grid=grid_for(problem, shape),
             cluster=(shape.cluster, 1, 1),
         )
@@ -340,16 +339,15 @@ def _pointer(name: str, array: Any) -> emulator.Pointer:
 
 
 def _emulated(
-    params: AttentionParams, cache: PagedCache, places: Mapping[str, emulator.Pointer], table: Any, lengths: Any
+    params: AttentionParams, cache: PagedCache, pointers: Mapping[int, emulator.Pointer], table: Any, lengths: Any
 ) -> list[emulator.Structure]:
-    """The arguments on a CPU; `places` are those of Q, K, V, O and perhaps LSE."""
+    """The arguments on a CPU; `pointers` by their offset in `params`."""
     of_cache = {
         PagedCache.page_table.offset: emulator.Pointer(array=table, access="r", name="page_table"),
         PagedCache.lengths.offset: emulator.Pointer(array=lengths, access="r", name="lengths"),
     }
-    of_params = {getattr(AttentionParams, name).offset: place for name, place in places.items()}
     return [
-        emulator.Structure(value=params, pointers=of_params),
+        emulator.Structure(value=params, pointers=pointers),
         emulator.Structure(value=cache, pointers=of_cache),
     ]
 
@@ -394,20 +392,18 @@ class Passes:
 
     def __init__(
         self,
-        problem: Problem,
+        planned: Plan,
         arrays: Mapping[str, DeviceArray],
         *,
-        lse_pointer: int | None,
-        scale_log2: float,
-        parameters: Mapping[str, int],
-        function: gpu.Function,
+        params: AttentionParams,
+        cubin: Cubin,
         shape: LaunchShape,
-        device: int,
         stream: int,
     ) -> None:
-        """Copy, and make the launch. `arrays` are Q, K, V and O; `parameters` the stage's tunables."""
+        """Copy, and make the launch. `arrays` are Q, K, V and O; `params` what the kernel would get without pages."""
+        problem = planned.problem
         torch = self._torch = importlib.import_module("torch")
-        self._page_size = parameters["PAGE_SIZE"]
+        self._page_size = cubin.parameters["PAGE_SIZE"]
         owners = {name: arrays[name].owner for name in "KV"}
         self._sources = {n: x if torch.is_tensor(x) else torch.from_dlpack(x) for n, x in owners.items()}
         place = self._sources["K"].device
@@ -417,10 +413,10 @@ class Passes:
         self._versions = self._seen()
         pools = {name: _pool(arrays[name], pool, pool.data_ptr()) for name, pool in self._pools.items()}
         table = replace(arrays["K"], strides=(self._table.shape[1], 1))
-        params, cache = _structures(problem, scale_log2, {**arrays, **pools}, table)
-        params.scale_log2, params.LSE = scale_log2, lse_pointer
+        paged, cache = _structures(problem, 1.0, {**arrays, **pools}, table)
+        paged.scale_log2, paged.LSE = params.scale_log2, params.LSE
         cache.page_table, cache.lengths = self._table.data_ptr(), self._lengths.data_ptr()
-        self._launch = _launch(function, problem, shape, (params, cache), stream)
+        self._launch = _launch(gpu.load(cubin, planned.device), problem, shape, (paged, cache), stream)
 
     def _paged(self, name: str) -> Any:
         torch, source = self._torch, self._sources[name]
@@ -447,16 +443,17 @@ class EmulatedPasses:
 
     def __init__(
         self,
-        problem: Problem,
+        planned: Plan,
         arrays: Mapping[str, DeviceArray],
         *,
-        places: Mapping[str, emulator.Pointer],
-        scale_log2: float,
-        parameters: Mapping[str, int],
+        params: AttentionParams,
+        pointers: Mapping[int, emulator.Pointer],
+        kernel: emulator.Emulated,
         shape: LaunchShape,
     ) -> None:
-        """Copy keys and values into pages. `arrays` are Q, K, V and O; `places` theirs, and that of LSE."""
-        np, page_size = _numpy(), parameters["PAGE_SIZE"]
+        """Copy keys and values into pages. `arrays` are Q, K, V and O; `params` and `pointers` make the argument that
+        the kernel would get without pages."""
+        problem, np, page_size = planned.problem, _numpy(), kernel.parameters["PAGE_SIZE"]
         table = _table(problem, page_size)
         pools = {}
         for name in "KV":
@@ -464,13 +461,11 @@ class EmulatedPasses:
             pool = _in_pages(bits, table, page_size, lambda shape, value: np.full(shape, value, np.uint16))
             pools[name] = pool.view(arrays[name].owner.dtype)
         views = {name: _pool(arrays[name], pool, 0) for name, pool in pools.items()}
-        params, cache = _structures(
-            problem, scale_log2, {**arrays, **views}, replace(arrays["K"], strides=(table.shape[1], 1))
-        )
-        params.scale_log2 = scale_log2
+        paged, cache = _structures(problem, 1.0, {**arrays, **views}, replace(arrays["K"], strides=(table.shape[1], 1)))
+        paged.scale_log2 = params.scale_log2
         lengths = np.full((problem.batch,), problem.kv_len, np.int32)
-        places = {**places, **{name: _pointer(name, pool) for name, pool in pools.items()}}
-        self.arguments = _emulated(params, cache, places, table, lengths)
+        in_pages = {getattr(AttentionParams, name).offset: _pointer(name, pool) for name, pool in pools.items()}
+        self.arguments = _emulated(paged, cache, {**pointers, **in_pages}, table, lengths)
         self.grid = grid_for(problem, shape)
 
     def finish(self) -> None:

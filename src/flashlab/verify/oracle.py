@@ -174,6 +174,19 @@ def round_to_e4m3(x: Array, xp: Any = np) -> Array:
     return xp.clip(rounded, -_E4M3_MAX, _E4M3_MAX).astype(xp.float32)
 
 
+def e4m3_scale(x: Array, xp: Any = np) -> Array:
+    """What brings the largest number of each head to e4m3's largest, by division; 1 for a head of zeros.
+
+    Args:
+        x: float32 (..., length, head_dim).
+
+    Returns:
+        float32 (..., 1, 1).
+    """
+    largest = xp.abs(x).max(axis=(-2, -1), keepdims=True) / xp.float32(_E4M3_MAX)
+    return xp.where(largest == 0, xp.float32(1), largest)
+
+
 def pack(x: Array, dtype: DType, xp: Any = np) -> Array:
     """float32 values rounded to `dtype` and stored as float16, or bfloat16 (uint16 bits where `xp` is not numpy)."""
     if dtype == "float16":
@@ -248,18 +261,24 @@ def plain_tile(
 
     `input`: scores and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they, after Q, K and V were rounded
     to e4m3. `e4m3`: scores stay FP32, as they do between the QK and PV GEMMs of FP8, and exp(score - max), not yet
-    divided by its sum, is rounded to e4m3.
+    divided by its sum, is rounded to e4m3. `e4m3_scaled`: so it is, after each head was scaled to e4m3's range.
     """
     q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float32)
     if keys.shape[1] == 0:
         return xp.zeros_like(q_rows), xp.zeros(q_rows.shape[:2], dtype=xp.float32) - xp.float32(xp.inf)
-    if precision != "input":
+    if precision == "e4m3_scaled":
+        wholes = ((q, tile.q_heads), (k, tile.kv_heads), (v, tile.kv_heads))
+        scales = [e4m3_scale(to_float(heads_of(x, heads, xp), xp), xp) for x, heads in wholes]
+        rounded = zip((q_rows, keys, values), scales, strict=True)
+        q_rows, keys, values = (round_to_e4m3(x / one, xp) * one for x, one in rounded)
+    elif precision != "input":
         q_rows, keys, values = (round_to_e4m3(x, xp) for x in (q_rows, keys, values))
     scores = (q_rows @ keys.transpose(0, 2, 1)) * xp.float32(scale)
-    if precision != "e4m3":
+    by_fp8 = precision in ("e4m3", "e4m3_scaled")
+    if not by_fp8:
         scores = round_to(scores, dtype, xp)
     weights, total, lse = _softmax_parts(_hide(scores, tile, xp), xp)
-    if precision == "e4m3":
+    if by_fp8:
         weights *= xp.float32(_E4M3_SCALE)
         out = (round_to_e4m3(weights, xp) @ values) / (total * xp.float32(_E4M3_SCALE))
     else:

@@ -1,0 +1,489 @@
+"""Attention on inputs in FP8 (e4m3), as caches and quantised models store them: `quantize_e4m3` and `fp8_attention`.
+
+f0_e4m3 is two kernels: one transposes V, the other is the attention. As the runner of the stage (`attention._runner`)
+this also runs it on the 16-bit inputs of any problem: they are quantised once, by torch or NumPy, and again where a
+torch tensor was written to since; what is timed is the two kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, get_args
+
+from flashlab.build import compiler
+from flashlab.build.compiler import Variant
+from flashlab.core.errors import DTypeError, EmulationError, LayoutError, ParameterError, ShapeError
+from flashlab.core.problem import DType, Problem
+from flashlab.kernels import registry
+from flashlab.run import arrays, emulator, gpu
+from flashlab.run.arguments import (
+    WARP_ROWS,
+    WORK_COUNTERS,
+    AttentionMaps,
+    AttentionParams,
+    TensorView,
+    grid_for,
+    maps_for,
+    params_for,
+    tile_map,
+)
+from flashlab.run.arrays import DeviceArray, contiguous_strides
+from flashlab.run.attention import loaded
+from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow
+
+if TYPE_CHECKING:
+    from flashlab.build.compiler import Cubin, LaunchShape
+    from flashlab.run.tensor_map import TensorMap
+
+STAGE = "f0_e4m3"
+TRANSPOSE = "transpose_f0_e4m3"
+"""The kernel that goes before, in the same file."""
+LARGEST = 448.0
+"""The largest number of e4m3."""
+_ALIGNMENT = 16
+_WGMMA_ROWS = 64
+_STEP_KEYS = 32
+_COPY_ROWS = 34
+"""What f0_e4m3.cu calls BLOCK_COPY_ROWS: rows of 128 bytes that hold 32 keys of V."""
+_ROW_BYTES = 128
+_TRANSPOSE_THREADS = 256
+_SCALES = ("Q_scale", "K_scale", "V_scale")
+
+
+class Fp8Params(ctypes.Structure):
+    """kernels/fp8/f0_e4m3.cu, `Fp8Params`, field by field."""
+
+    _fields_ = (
+        ("V", TensorView),
+        ("V_blocks", ctypes.c_void_p),
+        ("Q_scale", ctypes.c_void_p),
+        ("K_scale", ctypes.c_void_p),
+        ("V_scale", ctypes.c_void_p),
+    )
+
+
+# --- the public calls -------------------------------------------------------------------------------------------------
+
+
+def quantize_e4m3(x: Any) -> tuple[Any, Any]:
+    """Numbers in FP8 and a scale for each head, which brings its largest number to 448, e4m3's largest.
+
+    Args:
+        x: (batch, heads, length, head_dim), float16, bfloat16 or float32: a torch tensor, or a NumPy array.
+
+    Returns:
+        `(e4m3, scale)`: the shape of x in float8_e4m3fn, contiguous, and float32 (batch, heads), with x about
+        e4m3 · scale. A head that holds an infinity or a NaN is lost.
+
+    Raises:
+        ShapeError: x has other than four dimensions, or none of some kind.
+    """
+    if len(x.shape) != 4 or 0 in x.shape:
+        raise ShapeError(f"x: wanted (batch, heads, length, head_dim), none of them 0, got shape {tuple(x.shape)}")
+    if arrays.library_of(x) == "torch":
+        torch = importlib.import_module("torch")
+        wide = x.float()
+        scale = wide.abs().amax(dim=(-2, -1)) / LARGEST
+        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
+        return (wide / scale[..., None, None]).to(torch.float8_e4m3fn).contiguous(), scale
+    import ml_dtypes
+    import numpy as np
+
+    wide = np.asarray(x).astype(np.float32)
+    scale = np.abs(wide).max(axis=(-2, -1)) / np.float32(LARGEST)
+    scale = np.where(scale == 0, np.float32(1), scale)
+    return (wide / scale[..., None, None]).astype(ml_dtypes.float8_e4m3fn), scale
+
+
+def fp8_attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    q_scale: Any | None = None,
+    k_scale: Any | None = None,
+    v_scale: Any | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dtype: DType = "bfloat16",
+    out: Any | None = None,
+    return_lse: bool = False,
+    stream: Any | None = None,
+    params: Mapping[str, int] | None = None,
+) -> Any:
+    """Attention of e4m3 inputs where they are: on an sm_90 GPU, enqueued on the caller's stream, or emulated.
+
+    Args:
+        q: (batch, q_heads, q_len, 128), float8_e4m3fn: a torch tensor, or on the CPU a NumPy array of ml_dtypes' type.
+            Rows, heads and sequences start on 16-byte boundaries. `quantize_e4m3` makes one.
+        k: (batch, kv_heads, kv_len, 128), likewise; kv_heads divides q_heads.
+        v: as `k`.
+        q_scale: float32 (batch, q_heads), contiguous, on the device of q: what numbers of q are multiplied by. 1 where
+            None.
+        k_scale: float32 (batch, kv_heads), likewise for k.
+        v_scale: as `k_scale`, for v.
+        causal: aligned bottom right, as in `flashlab.attention`.
+        scale: finite; 1/sqrt(head_dim) where None.
+        dtype: of the output, float16 or bfloat16.
+        out: where to write, the shape of q and of `dtype`; a new contiguous array of the caller's library where None.
+        return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
+        stream: as `flashlab.attention` takes it.
+        params: tunables of f0_e4m3, by name.
+
+    Returns:
+        The output, or (output, lse).
+
+    Raises:
+        InputError: arguments are off (ShapeError, DTypeError, LayoutError, DeviceError, ParameterError).
+        UnsupportedError: the kernel does not run this here.
+        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
+    """
+    arrays.refuse_gradients(q=q, k=k, v=v, out=out)
+    if dtype not in get_args(DType):
+        raise DTypeError(f"dtype: wanted {' or '.join(get_args(DType))} for the output, got {dtype!r}")
+    here: _Host | _Gpu = _Host(q, stream) if arrays.runs_on(q, None) == "cpu" else _Gpu(q, stream)
+    inputs = {name: _stored(here.view(of, name), name) for name, of in (("q", q), ("k", k), ("v", v))}
+    problem = problem_of({name: replace(one, dtype=dtype) for name, one in inputs.items()}, causal)
+    for name, one in inputs.items():
+        check_layout(name, one, inputs["q"])
+    heads = {"Q": problem.q_heads, "K": problem.kv_heads, "V": problem.kv_heads}
+    scales = {}
+    for (name, count), given in zip(heads.items(), (q_scale, k_scale, v_scale), strict=True):
+        wanted = (problem.batch, count)
+        made = here.ones(wanted) if given is None else given
+        scales[f"{name}_scale"] = _scale(here.view(made, f"{name.lower()}_scale"), wanted, inputs["q"])
+    if out is not None:
+        as_out = {name: replace(one, dtype=dtype) for name, one in inputs.items()}
+        check_out(here.view(out, "out"), as_out)
+        check_layout("out", here.view(out, "out"), inputs["q"])
+    out = here.empty(inputs["q"].shape, dtype) if out is None else out
+    lse = here.empty(inputs["q"].shape[:3], "float32") if return_lse else None
+    views = dict(zip("QKVO", (*inputs.values(), here.view(out, "out")), strict=True))
+    here.run(
+        _Call(
+            problem=problem,
+            views=views,
+            scales=scales,
+            params=params_for(problem, scale_of(scale, problem.head_dim), views),
+            aligned=not why_slow("out", views["O"], tensor_maps=True),
+        ),
+        None if lse is None else here.view(lse, "lse"),
+        params or {},
+    )
+    return (out, lse) if return_lse else out
+
+
+def _stored(view: DeviceArray, name: str) -> DeviceArray:
+    if view.dtype != "float8_e4m3fn":
+        raise DTypeError(
+            f"{name}: wanted float8_e4m3fn, got {view.dtype}. `flashlab.quantize_e4m3({name})` makes one and its scale."
+        )
+    if len(view.shape) == 4:
+        steps = [step for length, step in zip(view.shape[:3], view.strides[:3], strict=True) if length > 1]
+        if view.pointer % _ALIGNMENT or any(step % _ALIGNMENT or step <= 0 for step in steps):
+            raise LayoutError(
+                f"{name}: wanted rows on {_ALIGNMENT}-byte boundaries, got address {view.pointer:#x} and strides "
+                f"{view.strides}. A contiguous copy works."
+            )
+    return view
+
+
+def _scale(view: DeviceArray, wanted: tuple[int, int], q: DeviceArray) -> DeviceArray:
+    if view.dtype != "float32" or view.shape != wanted:
+        raise ShapeError(f"scales: wanted float32 (batch, heads) {wanted}, got {view.dtype} {view.shape}")
+    if view.strides != contiguous_strides(wanted):
+        raise LayoutError(f"scales: wanted contiguous arrays, got strides {view.strides} over shape {view.shape}")
+    check_layout("scales", view, q)
+    return view
+
+
+# --- a call -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What both kernels get, but for what is allocated for them."""
+
+    problem: Problem
+    views: Mapping[str, DeviceArray]
+    """Q, K and V in e4m3, and O."""
+    scales: Mapping[str, DeviceArray]
+    """`Q_scale`, `K_scale` and `V_scale`."""
+    params: AttentionParams
+    aligned: bool
+    """Whether the output has rows on 16-byte boundaries, as far as the code knows."""
+
+    @property
+    def blocks_shape(self) -> tuple[int, int, int, int]:
+        """Of V as the attention reads it: 128-byte rows of (batch, kv_heads), as 16-bit numbers."""
+        rows = -(-self.problem.kv_len // _STEP_KEYS) * _COPY_ROWS
+        return (self.problem.batch, self.problem.kv_heads, rows, _ROW_BYTES // 2)
+
+    @property
+    def transpose_grid(self) -> tuple[int, int, int]:
+        """Of the first kernel: a block makes 32 keys."""
+        return (-(-self.problem.kv_len // _STEP_KEYS), self.problem.kv_heads, self.problem.batch)
+
+    @property
+    def of_fp8(self) -> Fp8Params:
+        """The third argument, without addresses."""
+        return Fp8Params(V=TensorView(self.views["V"].pointer, *self.views["V"].strides[:3]))
+
+    def maps(self, tile_kv: int) -> dict[str, TensorMap]:
+        """The tensor maps: two numbers of e4m3 go as one of 16 bits."""
+        dtype = self.problem.dtype
+        made = {
+            name: tile_map(_in_pairs(self.views[name]), dtype, rows)
+            for name, rows in (("Q", _WGMMA_ROWS), ("K", tile_kv))
+        }
+        blocks = replace(self.views["V"], shape=self.blocks_shape, strides=contiguous_strides(self.blocks_shape))
+        made["V"] = replace(tile_map(blocks, dtype, tile_kv // _STEP_KEYS * _COPY_ROWS), swizzle=0)
+        if self.aligned:
+            made["O"] = tile_map(self.views["O"], dtype, WARP_ROWS)
+        return made
+
+
+def _in_pairs(view: DeviceArray) -> DeviceArray:
+    *outer, head_dim = view.shape
+    return replace(view, shape=(*outer, head_dim // 2), strides=(*(step // 2 for step in view.strides[:3]), 1))
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+class _Gpu:
+    """Arrays on a GPU, of torch: no other library there has e4m3."""
+
+    def __init__(self, q: Any, stream: Any | None) -> None:
+        gpu.require()
+        library, self._q = arrays.library_of(q), q
+        if library != "torch":
+            raise DTypeError(f"q: wanted a torch tensor of float8_e4m3fn on a GPU, got {type(q).__name__}")
+        self._stream = (
+            arrays.current_stream(library, q.device.index) if stream is None else arrays.stream_handle(stream)
+        )
+
+    def view(self, array: Any, name: str) -> DeviceArray:
+        return arrays.on_device(array, name, self._stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        torch = importlib.import_module("torch")
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._q.device)
+
+    def ones(self, shape: tuple[int, ...]) -> Any:
+        return self.empty(shape, "float32").fill_(1)
+
+    def run(self, call: _Call, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
+        stage, device = registry.get(STAGE), call.views["Q"].device
+        info = gpu.info(device)
+        stage.require(call.problem, info.arch)
+        job = compiler.Job.of(stage, call.problem, arch=info.arch, aligned=call.aligned, overrides=params)
+        code = loaded(job, device)
+        counters = arrays.counters_on_device(self._q, WORK_COUNTERS, self._stream)
+        assert counters is not None
+        call.params.LSE, call.params.work = None if lse is None else lse.pointer, counters[1]
+        blocks = self.empty(call.blocks_shape, "int16")
+        with gpu.context(device):
+            _launches(call, code.cubin, code.shape, blocks.data_ptr(), device, self._stream)()
+
+
+def _launches(
+    call: _Call, cubin: Cubin, shape: LaunchShape, blocks: int, device: int, stream: int
+) -> Callable[[], None]:
+    """Both kernels, one after the other; `blocks`: the address of V as the attention reads it."""
+    of_fp8 = call.of_fp8
+    of_fp8.V_blocks = blocks
+    for name, view in call.scales.items():
+        setattr(of_fp8, name, view.pointer)
+    addresses = {name: view.pointer for name, view in call.views.items()} | {"V": blocks}
+    with gpu.context(device):
+        of_maps = call.maps(cubin.parameters["TILE_KV"])
+        maps = {name: one.encoded(addresses[name]) for name, one in of_maps.items()}
+    function = gpu.load(cubin, device)
+    resident = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes) * gpu.info(device).sm_count
+    transpose = gpu.Launch(
+        gpu.load(replace(cubin, entry=TRANSPOSE), device, smem_bytes=0),
+        grid=call.transpose_grid,
+        block=(_TRANSPOSE_THREADS, 1, 1),
+        smem_bytes=0,
+        params=[call.params, of_fp8],
+        stream=stream,
+    )
+    attention = gpu.Launch(
+        function,
+        grid=grid_for(call.problem, shape, max(1, resident)),
+        block=(shape.threads, 1, 1),
+        smem_bytes=shape.smem_bytes,
+        params=[call.params, maps_for(maps), of_fp8],
+        stream=stream,
+    )
+
+    def launch() -> None:
+        transpose()
+        attention()
+
+    return launch
+
+
+class Passes:
+    """f0_e4m3 on 16-bit arrays: quantised by torch, again where a torch tensor was written to since."""
+
+    def __init__(
+        self,
+        planned: Plan,
+        arrays: Mapping[str, DeviceArray],
+        *,
+        params: AttentionParams,
+        cubin: Cubin,
+        shape: LaunchShape,
+        stream: int,
+    ) -> None:
+        """Quantise, and make the launches. `arrays` are Q, K, V and O; `params` what a 16-bit kernel would get."""
+        torch = importlib.import_module("torch")
+        owners = {name: arrays[name].owner for name in "QKV"}
+        self._sources = {n: x if torch.is_tensor(x) else torch.from_dlpack(x) for n, x in owners.items()}
+        self._stored = {name: quantize_e4m3(source) for name, source in self._sources.items()}
+        self._versions = self._seen()
+        addresses = {name: (x.data_ptr(), one.data_ptr()) for name, (x, one) in self._stored.items()}
+        call = _call(planned, arrays, params, addresses)
+        self._blocks = torch.empty(call.blocks_shape, dtype=torch.int16, device=self._sources["V"].device)
+        self._launch = _launches(call, cubin, shape, self._blocks.data_ptr(), planned.device, stream)
+
+    def _seen(self) -> tuple[int, ...]:
+        return tuple(source._version for source in self._sources.values())
+
+    def __call__(self) -> None:
+        """Enqueue both kernels. The device's context must be current."""
+        if self._versions != self._seen():
+            for name, (x, one) in self._stored.items():
+                new_x, new_one = quantize_e4m3(self._sources[name])
+                x.copy_(new_x)
+                one.copy_(new_one)
+            self._versions = self._seen()
+        self._launch()
+
+
+def _call(
+    planned: Plan, arrays: Mapping[str, DeviceArray], params: AttentionParams, stored: Mapping[str, tuple[int, int]]
+) -> _Call:
+    """A call on contiguous quantised copies; `stored`: the addresses of Q, K and V in e4m3, and of their scales."""
+    views, scales = dict(arrays), {}
+    for name, (pointer, scale) in stored.items():
+        view = arrays[name]
+        views[name] = replace(view, pointer=pointer, strides=contiguous_strides(view.shape), dtype="float8_e4m3fn")
+        scales[f"{name}_scale"] = replace(view, pointer=scale, shape=view.shape[:2])
+    own = params_for(planned.problem, planned.scale, views)
+    own.LSE, own.work, own.fallbacks = params.LSE, params.work, params.fallbacks
+    return _Call(problem=planned.problem, views=views, scales=scales, params=own, aligned=planned.aligned)
+
+
+# --- on a CPU ---------------------------------------------------------------------------------------------------------
+
+
+class _Host:
+    """Arrays in host memory: the kernels are emulated."""
+
+    def __init__(self, q: Any, stream: Any | None) -> None:
+        if stream is not None:
+            raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
+        self._q = q
+
+    def view(self, array: Any, name: str) -> DeviceArray:
+        if str(getattr(array, "dtype", "")) == "torch.float8_e4m3fn":  # NumPy reads no such tensor
+            bits = arrays.on_host(array.view(importlib.import_module("torch").uint8), name)
+            return replace(bits, dtype="float8_e4m3fn")
+        return arrays.on_host(array, name)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        return arrays.empty_on_host(self._q, shape, dtype)
+
+    def ones(self, shape: tuple[int, ...]) -> Any:
+        made = self.empty(shape, "float32")
+        made[...] = 1
+        return made
+
+    def run(self, call: _Call, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
+        import numpy as np
+
+        stage = registry.get(STAGE)
+        stage.require(call.problem)
+        kernel = emulator.build_stage(Variant.of(stage, call.problem, aligned=call.aligned, overrides=params))
+        work = np.zeros(WORK_COUNTERS, np.uint32)
+        pointers = {AttentionParams.work.offset: emulator.Pointer(array=work, name="work")}
+        for name, view in {"O": call.views["O"], **({} if lse is None else {"LSE": lse})}.items():
+            pointers[getattr(AttentionParams, name).offset] = emulator.Pointer(array=view.owner, access="w", name=name)
+        assert kernel.launch_shape is not None
+        passes = _Emulated(call, kernel, pointers, kernel.launch_shape)
+        emulator.launch(kernel, passes.arguments, grid=passes.grid)
+
+
+class _Emulated:
+    """A call on the CPU: the first kernel is run; `arguments` and `grid` are for the second."""
+
+    def __init__(
+        self,
+        call: _Call,
+        kernel: emulator.Emulated,
+        pointers: Mapping[int, emulator.Pointer],
+        shape: LaunchShape,
+    ) -> None:
+        import numpy as np
+
+        blocks = emulator.Pointer(array=np.zeros(call.blocks_shape, np.uint16), name="V_blocks")
+        stored = {
+            name: emulator.Pointer(array=call.views[name].owner.view(np.uint8), access="r", name=name) for name in "QKV"
+        }
+        of_fp8 = {Fp8Params.V.offset: stored["V"], Fp8Params.V_blocks.offset: blocks}
+        for name in _SCALES:
+            scale = emulator.Pointer(array=call.scales[name].owner, access="r", name=name)
+            of_fp8[getattr(Fp8Params, name).offset] = scale
+        fp8 = emulator.Structure(value=call.of_fp8, pointers=of_fp8)
+        inputs = {getattr(AttentionParams, name).offset: place for name, place in stored.items()}
+        params = emulator.Structure(value=call.params, pointers={**pointers, **inputs})
+        variant = Variant.of(
+            registry.get(STAGE), call.problem, aligned=call.aligned, overrides=kernel.parameters, source=kernel.source
+        )
+        transpose = emulator.build_file(kernel.source, entry=TRANSPOSE, defines=variant.macros, hooks=kernel.hooks)
+        report = emulator.launch(transpose, [params, fp8], grid=call.transpose_grid, block=(_TRANSPOSE_THREADS, 1, 1))
+        if report.findings:
+            raise EmulationError(f"{TRANSPOSE} on the CPU: {report.findings[0]}", report=report)
+        maps = call.maps(kernel.parameters["TILE_KV"])
+        of_maps = {**stored, "V": blocks, "O": pointers[AttentionParams.O.offset]}
+        value = maps_for({name: one.emulated() for name, one in maps.items()})
+        addresses = {getattr(AttentionMaps, name).offset: of_maps[name] for name in maps}
+        self.arguments = [params, emulator.Structure(value=value, pointers=addresses), fp8]
+        self.grid = grid_for(call.problem, shape)
+
+
+class EmulatedPasses(_Emulated):
+    """f0_e4m3 on the CPU on 16-bit arrays: quantised by NumPy, and V transposed."""
+
+    def __init__(
+        self,
+        planned: Plan,
+        arrays: Mapping[str, DeviceArray],
+        *,
+        params: AttentionParams,
+        pointers: Mapping[int, emulator.Pointer],
+        kernel: emulator.Emulated,
+        shape: LaunchShape,
+    ) -> None:
+        """Quantise. `arrays` are Q, K, V and O; `params` and `pointers` make the argument of a 16-bit kernel."""
+        import ml_dtypes
+        import numpy as np
+
+        narrow = np.float16 if planned.problem.dtype == "float16" else ml_dtypes.bfloat16
+        stored = {name: quantize_e4m3(arrays[name].owner.view(narrow)) for name in "QKV"}
+        call = _call(planned, arrays, params, dict.fromkeys("QKV", (0, 0)))
+        views = {name: replace(call.views[name], owner=x) for name, (x, _) in stored.items()}
+        scales = {
+            f"{name}_scale": replace(call.scales[f"{name}_scale"], owner=one) for name, (_, one) in stored.items()
+        }
+        call = replace(call, views={**call.views, **views}, scales=scales)
+        super().__init__(call, kernel, pointers, shape)
+
+    def finish(self) -> None:
+        """Nothing is left to be done."""
