@@ -51,6 +51,7 @@ struct SharedStorage {
   alignas(PATTERN_BYTES) unsigned char K[PIPELINE_STAGES][K_BYTES];
   alignas(PATTERN_BYTES) unsigned char V[PIPELINE_STAGES][V_BYTES];
   alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WARPGROUP_WARPS][WARP_ROWS * HEAD_DIM];
+  float earlier[NUM_CONSUMERS][WARPGROUP][2 * HALVES];   // see Earlier; where O is on its way out it holds earlier sums before
   Work work[Q_STAGES];
   ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   ptx::Mbarrier end_near;
@@ -216,11 +217,67 @@ __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const f
   }
 }
 
-__device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows, float& sum,
-                                               int h, int powers) {
+constexpr int FLUSH_ACCESSES = HEAD_DIM / 2 / 8;   // of 16 bytes
+
+// What a thread has of its rows' sums from earlier tiles. The tensor cores add e4m3 to sums of some 13 bits, and what falls off at
+// every instruction is no longer little after thousands of keys: every FLUSH_TILES tiles, O goes to shared memory and starts from 0.
+// Pairs of bfloat16 keep more digits than e4m3 leaves.
+struct Earlier {
+  uint4* pairs;    // a lane's are WARP apart
+  float* of_rows;  // of a lane: for each of its rows the sum of the columns of ones, and what brings `pairs` to the current reference
+  bool any;
+
+  __device__ __forceinline__ void scale(int h, float by) const {
+    if (!any) return;
+    of_rows[2 * h] *= by;
+    of_rows[2 * h + 1] *= by;
+  }
+  __device__ __forceinline__ void add_to(float (&O_reg)[O_COLUMNS / 2], int lane) const {
+    const float factor[HALVES] = {of_rows[1], of_rows[3]};
+#pragma unroll
+    for (int i = 0; i < FLUSH_ACCESSES; ++i) {
+      const uint4 four = pairs[i * WARP + lane];
+      const unsigned word[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {   // pair 4·i + w is of row w % 2
+        O_reg[8 * i + 2 * w] += __uint_as_float(word[w] << 16) * factor[w % 2];
+        O_reg[8 * i + 2 * w + 1] += __uint_as_float(word[w] & 0xffff0000u) * factor[w % 2];
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) O_reg[HEAD_DIM / 2 + 2 * h] += of_rows[2 * h];
+  }
+  __device__ __forceinline__ void take(float (&O_reg)[O_COLUMNS / 2], int lane) {
+    if (any) {
+      add_to(O_reg, lane);
+    } else {
+      if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the rows before, which lie here on their way out, have been read
+      __syncwarp();
+    }
+    any = true;
+#pragma unroll
+    for (int i = 0; i < FLUSH_ACCESSES; ++i) {
+      unsigned word[4];
+#pragma unroll
+      for (int w = 0; w < 4; ++w) word[w] = pack(O_reg[8 * i + 2 * w], O_reg[8 * i + 2 * w + 1], __nv_bfloat16{});
+      pairs[i * WARP + lane] = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      of_rows[2 * h] = O_reg[HEAD_DIM / 2 + 2 * h];
+      of_rows[2 * h + 1] = 1.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < O_COLUMNS / 2; ++i) O_reg[i] = 0.0f;
+  }
+};
+
+__device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
+                                               const Earlier& earlier, float& sum, int h, int powers) {
   const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
   rows.max[h] += static_cast<float>(powers);
   rows.sum[h] *= factor;
+  earlier.scale(h, factor);
   sum *= factor;
 #pragma unroll
   for (int i = 0; i < NUM_SCORES; ++i) {
@@ -244,7 +301,7 @@ __device__ __forceinline__ void widen(unsigned bytes, unsigned& low, unsigned& h
 // As in 15_renormalize: the scores of `lost` rows, which are over a hundred powers of two above their reference, once more, by
 // mma.sync. Both operands become fp16, which holds every e4m3, four numbers of a thread's at a time: a sum does not mind its order.
 __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
-                                             float (&sum)[HALVES], const bool (&lost)[HALVES], const unsigned char* Q_smem,
+                                             const Earlier& earlier, float (&sum)[HALVES], const bool (&lost)[HALVES], const unsigned char* Q_smem,
                                              const AttentionParams& p, float scale_log2, const Work& work, int tile,
                                              const Visible& visible, int warp, int lane) {
   count_fallback<1>(p, lane);
@@ -286,6 +343,7 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
     const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));
     rows.max[h] = reference;
     rows.sum[h] *= factor;
+    earlier.scale(h, factor);
     sum[h] = 0.0f;
 #pragma unroll
     for (int i = 0; i < NUM_SCORES; ++i) {
@@ -319,6 +377,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   float O_reg[O_COLUMNS / 2] = {};
   float S_reg[NUM_SCORES];
   unsigned P_reg[TILE_KV / STEP][4];
+  Earlier earlier = {reinterpret_cast<uint4*>(smem.O[consumer][warp]), smem.earlier[consumer][thread], false};
   RowState rows;         // max: the row's reference, -inf where it has none yet
   float scale_log2 = 0;  // of the work tile's head
   int count = -1;
@@ -368,11 +427,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(chain));   // not negative: ordered as their bits, NaN last
         lost[h] = bits >= __float_as_uint(OVERFLOWN);
         const int powers = bits < __float_as_uint(CHAIN_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
-        if (__any_sync(FULL_WARP, powers > 0)) move_reference(S_reg, O_reg, rows, sum[h], h, powers);
+        if (__any_sync(FULL_WARP, powers > 0)) move_reference(S_reg, O_reg, rows, earlier, sum[h], h, powers);
       }
       if (__any_sync(FULL_WARP, lost[0] || lost[1])) {
-        scores_again(S_reg, O_reg, rows, sum, lost, smem.Q[count % Q_STAGES][consumer], p, scale_log2, current(), tile, visible, warp,
-                     lane);
+        scores_again(S_reg, O_reg, rows, earlier, sum, lost, smem.Q[count % Q_STAGES][consumer], p, scale_log2, current(), tile,
+                     visible, warp, lane);
       }
     }
     rows.sum[0] += sum[0];
@@ -431,6 +490,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     kv = kv.next();
   };
   const auto leave = [&](const Work& done) {
+    if (earlier.any) {
+      earlier.add_to(O_reg, lane);
+      __syncwarp();   // all lanes have theirs: the rows leave from here
+    }
     const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
     const float V_scale = fp8.V_scale[done.batch * p.kv_heads + kv_head_of(p, done.head)];
     float O_out[HEAD_DIM / 2];
@@ -452,6 +515,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
 #pragma unroll
     for (int i = 0; i < O_COLUMNS / 2; ++i) O_reg[i] = 0.0f;
     rows = {};
+    earlier.any = false;
   };
 
   ProductTurns::begin(consumer);
@@ -495,6 +559,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
       exponentials<BEFORE_PV, NUM_SCORES, false>(S_reg, rows.max, scale_log2, sums);
+      if (FLUSH_TILES > 0 && tile % max(1, FLUSH_TILES) == 0) earlier.take(O_reg, lane);
       finish_tile(sums, tile, {});
       kv = after;
     }
