@@ -42,7 +42,9 @@ from flashlab.run.arguments import (
 )
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.run.attention import prepare
+from flashlab.run.fp8 import Fp8Params
 from flashlab.run.kept import Kept
+from flashlab.run.paged import PagedCache
 from flashlab.run.plan import plan
 from flashlab.run.tensor_map import TensorMap
 from flashlab.verify.oracle import make_inputs
@@ -866,6 +868,8 @@ def _fields(structure: type[ctypes.Structure]) -> dict[str, int]:
         ("attention.cuh", "AttentionParams", AttentionParams),
         ("attention.cuh", "TensorView", TensorView),
         ("hopper.cuh", "AttentionMaps", AttentionMaps),
+        ("fp8.cuh", "Fp8Params", Fp8Params),
+        ("paged.cuh", "PagedCache", PagedCache),
         ("micro.cuh", "MicroParams", MicroParams),
     ],
 )

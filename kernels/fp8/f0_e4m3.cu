@@ -6,6 +6,7 @@
 // Requires: sm_90a. Q, K and V have rows on 16-byte boundaries.
 #include <cuda_fp8.h>
 
+#include "fp8.cuh"
 #include "hopper.cuh"
 #include "late_fetch.cuh"
 #include "turns.cuh"
@@ -36,15 +37,6 @@ constexpr int BLOCK_COPY_ROWS = BLOCK_BYTES / PANEL_ROW_BYTES;
 constexpr int V_COPY_ROWS = TILE_KV / STEP * BLOCK_COPY_ROWS;
 constexpr int K_BYTES = TILE_KV * ROW_BYTES;
 constexpr int V_BYTES = TILE_KV / STEP * BLOCK_BYTES;
-
-// src/flashlab/run/fp8.py mirrors this layout, field by field.
-struct Fp8Params {
-  TensorView V;             // (batch, kv_heads, kv_len, HEAD_DIM) of e4m3
-  unsigned char* V_blocks;  // (batch, kv_heads, ceil(kv_len / 32), BLOCK_BYTES): V as the attention reads it
-  const float* Q_scale;     // (batch, q_heads): what numbers of Q are multiplied by
-  const float* K_scale;     // (batch, kv_heads)
-  const float* V_scale;     // (batch, kv_heads)
-};
 
 struct SharedStorage {
   alignas(PATTERN_BYTES) unsigned char Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * ROW_BYTES];
@@ -359,6 +351,24 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
   }
 }
 
+// A warp's 16 rows, by way of its own part of shared memory, where the output's rows are not aligned.
+__device__ __forceinline__ void write_warp_rows(const AttentionParams& p, const float (&O_out)[HEAD_DIM / 2], element* rows_smem, int lane,
+                                                int warp_q_row, int head, int batch) {
+  stage_rows<WARP_ROWS>(rows_smem, O_out, 0, lane);
+  __syncwarp();   // the rows are complete
+  element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
+  constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
+#pragma unroll
+  for (int i = lane; i < WARP_ROWS * ROW_CHUNKS; i += WARP) {
+    const int row = i / ROW_CHUNKS, chunk = i % ROW_CHUNKS;
+    if (warp_q_row + row < p.q_len) {
+      write_chunk(O_gmem + (warp_q_row + row) * p.O.row_stride + chunk * CHUNK,
+                  *reinterpret_cast<const Chunk*>(rows_smem + tile_offset<WARP_ROWS>(row, chunk)));
+    }
+  }
+  __syncwarp();   // the rows are free again
+}
+
 // --- the consumers -----------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void consume(const AttentionParams& p, const AttentionMaps& maps, const Fp8Params& fp8, SharedStorage& smem,
@@ -510,7 +520,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     if constexpr (ALIGNED) {
       copy_rows(maps, O_out, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     } else {
-      write_rows(p, O_out, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
+      write_warp_rows(p, O_out, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     }
 #pragma unroll
     for (int i = 0; i < O_COLUMNS / 2; ++i) O_reg[i] = 0.0f;

@@ -55,8 +55,8 @@ def bench(
     """Check and time stages and libraries on the GPU, interleaved, and append a run to data/<gpu>/runs/.
 
     What is not given is the suite's to say: `peers` and `inputs` time the log-sum-exp too, `inputs` has all kinds, and
-    `smoke`, `first` and `standard` are sustained at the first shape alone; `decode` has the stages for it and their
-    parents in place of the ladder. --shape takes the place of a suite.
+    `smoke`, `first` and `standard` are sustained at the first shape alone; `decode` and `fp8` have the stages for it
+    and their parents in place of the ladder. --shape takes the place of a suite.
     """
     from flashlab.kernels import registry
     from flashlab.measure import bench as module
@@ -74,8 +74,9 @@ def bench(
             f"head dims {', '.join(map(str, sorted(dims)))} and lengths {', '.join(map(str, sorted(lengths)))}"
         )
     named = opt.stages_in(stages)
-    if named is None and suite == "decode" and not shape:
-        named = [name for stage in registry.DECODE.values() for name in (stage.parent, stage.id) if name]
+    places = {"decode": registry.DECODE, "fp8": registry.FP8}
+    if named is None and suite in places and not shape:
+        named = [name for stage in places[suite].values() for name in (stage.parent, stage.id) if name]
     if dead_ends:
         variants = (name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
         named = [*(named or ()), *variants]

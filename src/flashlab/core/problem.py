@@ -184,6 +184,7 @@ _SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
         *((f"{batch}x32x8x1x8192x128", DTYPES) for batch in (1, 4, 16, 64)),
         *((f"{batch}x32x8x1x8192x64", ("float16",)) for batch in (1, 64)),
     ),
+    "fp8": tuple((f"{TOKENS // length}x16x{length}x128", DTYPES) for length in (2048, 8192, 16384)),
     "gqa": tuple((f"4x32x{kv_heads}x4096x4096x{head_dim}", DTYPES) for kv_heads in (8, 1) for head_dim in (64, 128)),
 }
 _MASKS_OF: dict[str, tuple[Mask, ...]] = {"offsets": ("causal",), "decode": ("full",)}
@@ -208,7 +209,8 @@ def suite(name: str) -> tuple[Problem, ...]:
     is what the ladder is shown on, `peers` is what is held against the libraries, in bursts and sustained, `lengths` is
     one number of tokens in sequences of many lengths, `claims` is where the sources' claims lie beside their first
     shape. `inputs` is where kinds of inputs are compared, `offsets` is causal with more keys than queries, at any
-    offset, `decode` is one query row a sequence against a long cache, and `gqa` has shared key heads.
+    offset, `decode` is one query row a sequence against a long cache, `fp8` is where inputs stored in FP8 are held
+    against 16 bits, and `gqa` has shared key heads.
 
     Raises:
         ParameterError: no suite of that name.

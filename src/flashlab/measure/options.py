@@ -167,6 +167,7 @@ PLANS: Mapping[str, Plan] = {
     "offsets": _BRIEF,
     "gqa": _BRIEF,
     "decode": replace(BURSTS, samples=30, cold_samples=10),
+    "fp8": BURSTS,
 }
 """Of the suites that want their own; `Plan()` of the others."""
 

@@ -83,7 +83,7 @@ def together(*names: str) -> Policy:
 
 
 def of_stage(stage: registry.Stage) -> Policy:
-    """A stage for decoding: the newest session that tried most of it and its variants."""
+    """A stage for decoding or FP8: the newest session that tried most of it and its variants."""
     return replace(DECODING, covers=(stage.id, *stage.variant_names))
 
 

@@ -92,7 +92,7 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
     import ml_dtypes
     import numpy as np
 
-    wide = np.asarray(x).astype(np.float32)
+    wide = np.asarray(x).astype(np.float32, order="C")
     scale = np.abs(wide).max(axis=(-2, -1)) / np.float32(LARGEST)
     scale = np.where(scale == 0, np.float32(1), scale)
     return (wide / scale[..., None, None]).astype(ml_dtypes.float8_e4m3fn), scale

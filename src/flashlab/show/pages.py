@@ -192,7 +192,7 @@ def generate(
             pool.submit(off_ladder_page, out, stage, ladder if stage.retired else dead_ends)
             for stage in registry.DEAD_ENDS.values()
         ]
-        for stage in registry.DECODE.values():
+        for stage in (*registry.DECODE.values(), *registry.FP8.values()):
             of_it = select.off_ladder(shown.gpu, data, {stage.id: stage}, select.of_stage(stage)) if shown else {}
             jobs.append(pool.submit(off_ladder_page, out, stage, of_it))
         decode_page(out, decode)

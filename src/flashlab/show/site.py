@@ -99,7 +99,10 @@ def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path
     configuration, gpus = yaml.safe_load(config.read_text(encoding="utf-8")), json.loads(listing.read_text("utf-8"))
     after: dict[str, list[dict[str, str]]] = {
         "stages/index.md": [{stage_id: f"stages/{stage_id}.md"} for stage_id in registry.STAGES],
-        "decode/index.md": [{stage_id: f"decode/{stage_id}.md"} for stage_id in registry.DECODE],
+        "decode/index.md": [
+            {stage_id: f"{stage.folder}{stage_id}.md"}
+            for stage_id, stage in {**registry.DECODE, **registry.FP8}.items()
+        ],
         "dead_ends/index.md": [{stage_id: f"dead_ends/{stage_id}.md"} for stage_id in registry.DEAD_ENDS],
         "results.md": [
             {f"{one['name']}{', partial' * one['partial']}": f"generated/results/{one['slug']}.md"} for one in gpus
