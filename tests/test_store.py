@@ -720,6 +720,16 @@ def _of_another_machine(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "sound"), [("f0_e4m3", True), ("f0_e4m3[TILE_KV=64]", True), ("fp8_simulated", False)]
+)
+def test_what_multiplies_fp8_may_pass_the_peak_of_16_bits(data: Path, name: str, sound: bool) -> None:
+    time_us = LARGE.flops / 1100e6  # between the peak and twice the peak of a Hopper GPU
+    _append(data / SLUG, measurement(name=name, gpu=HOPPER, problem=LARGE, samples=(samples(time_us),)))
+    _seal_anew(data / SLUG)
+    assert (not list(store.verify(SLUG, data))) == sound
+
+
+@pytest.mark.parametrize(
     ("harm", "place", "reason"),
     [
         (_move_line, f"runs/{LATE}.jsonl:2", f"run: wanted {LATE}, the file's name, got {EARLY}"),

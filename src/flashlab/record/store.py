@@ -46,6 +46,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
 from flashlab.core.paths import DATA, writable_dir
+from flashlab.kernels import registry
 from flashlab.record import checks, provenance, schema
 from flashlab.record.schema import COUNTERS, Ceiling, Choices, Judged, Machine, Measurement, Record, Samples, Sanitized
 
@@ -221,7 +222,9 @@ def _impossible(record: Any) -> str:
     else:
         rates = [record.problem.tflops(one.median_us) for one in _series(record)]
     name = getattr(record, "stage", getattr(record, "name", ""))
-    peak *= 2 if name.startswith("fp8") else 1
+    stage = registry.OFF_LADDER.get(name.partition("[")[0])
+    in_fp8 = stage.precision in ("e4m3", "e4m3_scaled") if stage else name.startswith("fp8")
+    peak *= 2 if in_fp8 else 1
     fastest = max(rates, default=0.0)
     return f"{fastest:.0f} TFLOP/s, above the {peak:.0f} that its GPU can reach" if fastest > peak else ""
 
