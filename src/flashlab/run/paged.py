@@ -135,7 +135,9 @@ def paged_attention(
     return (out, lse) if return_lse else out
 
 
-def append_kv(k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengths: Any) -> None:
+def append_kv(
+    k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengths: Any, *, check: bool = False
+) -> None:
     """Write the keys and values of new tokens into a paged cache, behind those that are there.
 
     Enqueued by the arrays' own library, on its current stream. `lengths` is left as it is: add the new tokens to it
@@ -148,9 +150,13 @@ def append_kv(k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengt
         v: likewise.
         page_table: as `paged_attention` takes it; it must name the pages that the new tokens go to.
         lengths: int32 (batch,): keys of each sequence before.
+        check: wait, and refuse a page number that is none and a length that leaves the page table no room for the new
+            tokens. Without, the library's indexing does with them what it does: it takes a negative page number for one
+            from the end, and fails of one that is too large. In host memory both are refused always.
 
     Raises:
         ShapeError: the new tokens do not fit the cache.
+        InputError: a page number or a length is off.
     """
     batch, kv_heads, count, head_dim = k.shape
     if k.shape != v.shape or (kv_heads, head_dim) != (k_cache.shape[1], k_cache.shape[3]):
@@ -166,10 +172,20 @@ def append_kv(k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengt
     library = {"torch": "torch", "cupy": "cupy"}.get(arrays.library_of(k), "numpy")
     there = {"device": k.device} if library == "torch" else {}
     arange = importlib.import_module(library).arange
+    num_pages, _, page_size, _ = k_cache.shape
+    room = page_table.shape[1] * page_size
     at = lengths[:, None] + arange(count, **there)[None, :]
-    pages = page_table[arange(batch, **there)[:, None], at // k_cache.shape[2]]
+    check = check or arrays.runs_on(k_cache, None) == "cpu"
+    if check and ((at < 0) | (at >= room)).any():
+        raise InputError(
+            f"lengths: wanted 0 to {room - count} keys, as the page table has room for before {count} new tokens, got "
+            "others"
+        )
+    pages = page_table[arange(batch, **there)[:, None], at // page_size]
+    if check and ((pages < 0) | (pages >= num_pages)).any():
+        raise InputError(f"page_table: wanted page numbers of 0 to {num_pages - 1}, got others")
     for cache, new in ((k_cache, k), (v_cache, v)):
-        cache[pages, :, at % k_cache.shape[2]] = new.swapaxes(1, 2)
+        cache[pages, :, at % page_size] = new.swapaxes(1, 2)
 
 
 def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: DeviceArray, causal: bool) -> Problem:
