@@ -451,14 +451,7 @@ def emulate(
     if timeout_s is not None and call.passes is None:
         _refuse_too_large(planned, call.shape, launch, timeout_s=timeout_s, races=races, threads=threads)
     report = launch(timeout_s)
-    if call.passes is not None:
-        call.passes.finish()
-    if call.work.any():
-        raise EmulationError(
-            f"{planned.stage.id} on the CPU: wanted the tile scheduler's counters back at 0 after the last block, for "
-            f"the launch after this one, got {call.work.tolist()}",
-            report=report,
-        )
+    call.finish(report)
     fallbacks = Fallbacks(*call.fallbacks.tolist()) if count_fallbacks else None
     return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)
 
@@ -566,6 +559,21 @@ class _EmulatedCall:
             timeout_s=timeout_s,
             cancel=cancel,
         )
+
+    def finish(self, report: emulator.Report) -> None:
+        """Bring outputs where they belong, once the kernel is done.
+
+        Raises:
+            EmulationError: it left the tile scheduler's counters at other values than it found them.
+        """
+        if self.passes is not None:
+            self.passes.finish()
+        if self.work.any():
+            raise EmulationError(
+                f"{self._planned.stage.id} on the CPU: wanted the tile scheduler's counters back at 0 after the last "
+                f"block, for the launch after this one, got {self.work.tolist()}",
+                report=report,
+            )
 
 
 def _refuse_too_large(
