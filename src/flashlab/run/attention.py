@@ -99,12 +99,12 @@ class Prepared:
     @property
     def cubin(self) -> Cubin:
         """The machine code."""
-        return self.recipe.cubin
+        return self.recipe.code.cubin
 
     @property
     def function(self) -> gpu.Function:
         """The kernel as it is loaded."""
-        return self.recipe.function
+        return self.recipe.code.function
 
     @property
     def launch_shape(self) -> LaunchShape:
@@ -347,8 +347,8 @@ def _launch(
             views,
             lse_pointer=others[0] or None,
             scale_log2=scale_log2(planned),
-            parameters=recipe.cubin.parameters,
-            function=recipe.function,
+            parameters=recipe.code.cubin.parameters,
+            function=recipe.code.function,
             shape=recipe.shape,
             device=planned.device,
             stream=stream,

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashlab.core.errors import DamagedRecordError
 from flashlab.core.paths import DATA
@@ -66,12 +66,12 @@ class Table:
         return min(row.time_us for row in self.rows)
 
     @cached_property
-    def _places(self) -> Mapping[int, Mapping[_Place, int]]:
-        """By head dim, where the rows were timed, each place with its number: many rows share one."""
-        found: dict[int, dict[_Place, int]] = {}
+    def _places(self) -> Mapping[int, Mapping[tuple[Any, ...], int]]:
+        """By head dim, the `_place` of every row and its number: many rows share one."""
+        found: dict[int, dict[tuple[Any, ...], int]] = {}
         for row in self.rows:
             places = found.setdefault(row.problem.head_dim, {})
-            places.setdefault(_Place.of(row), len(places))
+            places.setdefault(_place(row), len(places))
         return found
 
     @lru_cache(maxsize=64)  # noqa: B019 - a table is kept for good
@@ -82,20 +82,19 @@ class Table:
         """
         places = self._places.get(problem.head_dim, {})
 
-        def apart(mine: float, others: Iterable[float]) -> dict[float, float]:
-            return {other: abs(math.log2(mine / other)) for other in others}
+        def apart(mine: float, column: int) -> dict[float, float]:
+            return {other: abs(math.log2(mine / other)) for other in {place[column] for place in places}}
 
-        kv_len = apart(problem.kv_len, {place.kv_len for place in places})
-        q_len = apart(problem.q_len, {place.q_len for place in places})
-        group = apart(problem.q_heads / problem.kv_heads, {place.group for place in places})
-        mine = {tile_q: tiles(problem, tile_q) for tile_q in {place.tile_q for place in places}}
+        q_len, kv_len = apart(problem.q_len, 2), apart(problem.kv_len, 3)
+        group = apart(problem.q_heads / problem.kv_heads, 4)
+        mine = {tile_q: tiles(problem, tile_q) for tile_q in {place[0] for place in places}}
         return [
             abs(math.log2(mine[tile_q] / work_tiles * sms))
             + kv_len[keys]
             + q_len[queries]
             + _GROUP_WEIGHT * group[heads]
             + (_OTHER_MASK * (mask != problem.mask) + _OTHER_DTYPE * (dtype != problem.dtype))
-            for tile_q, work_tiles, keys, queries, heads, mask, dtype in places
+            for tile_q, work_tiles, queries, keys, heads, mask, dtype in places
         ]
 
     @cached_property
@@ -104,7 +103,7 @@ class Table:
         for position, row in sorted(enumerate(self.rows), key=lambda one: one[1].run, reverse=True):
             stage, head_dim = registry.STAGES.get(row.stage) or registry.OFF_LADDER.get(row.stage), row.problem.head_dim
             if stage is not None and row.parameters.keys() == stage.params.keys():
-                place = self._places[head_dim][_Place.of(row)]
+                place = self._places[head_dim][_place(row)]
                 found.setdefault((row.stage, head_dim), []).append((place, position, row))
         return found
 
@@ -116,24 +115,10 @@ class Table:
         return self._by_stage.get((stage.id, head_dim), ())
 
 
-class _Place(NamedTuple):
-    """All of a row that a distance depends on."""
-
-    tile_q: int
-    work_tiles: int
-    kv_len: int
-    q_len: int
-    group: float
-    """Query heads a KV head."""
-    mask: str
-    dtype: str
-
-    @classmethod
-    def of(cls, row: Row) -> _Place:
-        problem = row.problem
-        group = problem.q_heads / problem.kv_heads
-        work_tiles = tiles(problem, row.tile_q)
-        return cls(row.tile_q, work_tiles, problem.kv_len, problem.q_len, group, problem.mask, problem.dtype)
+def _place(row: Row) -> tuple[Any, ...]:
+    """All of a row that a distance depends on: tile, work tiles, q_len, kv_len, query heads a KV head, mask, type."""
+    of = row.problem
+    return (row.tile_q, tiles(of, row.tile_q), of.q_len, of.kv_len, of.q_heads / of.kv_heads, of.mask, of.dtype)
 
 
 class Choice(NamedTuple):
@@ -289,6 +274,11 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     return Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count))
 
 
+@lru_cache(maxsize=256)
+def _defaults(stage: str, head_dim: int) -> Mapping[str, int]:
+    return registry.get(stage).parameters(head_dim)
+
+
 @lru_cache(maxsize=1024)
 def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[Choice, ...]:
     distances = found.distances(problem, found.sm_count / sm_count)
@@ -301,15 +291,12 @@ def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[
         if not rows or stage.why_not(problem, arch) is not None:
             continue
         tuned_on = _tuned_on(rows, for_tunables) if found.arch == arch else None
-        taken = stage.parameters(problem.head_dim) if tuned_on is None else tuned_on.parameters
-        # Of rows that are equally near, the newest, which is the first.
-        far, index = min(
-            [
-                (distances[place] + _OTHER_TUNABLES * (row.parameters != taken), index)
-                for index, (place, _, row) in enumerate(rows)
-            ]
-        )
-        row = rows[index][2]
+        taken = _defaults(stage.id, problem.head_dim) if tuned_on is None else tuned_on.parameters
+        far, row = math.inf, rows[0][2]
+        for place, _, other in rows:  # of rows that are equally near, the newest, which is the first
+            if distances[place] < far:
+                apart = distances[place] + _OTHER_TUNABLES * (other.parameters != taken)
+                far, row = (apart, other) if apart < far else (far, row)
         more = _busiest(problem, row.tile_q, sm_count) / _busiest(row.problem, row.tile_q, found.sm_count)
         fixed_us = FIXED_SHARE * found.least_us
         time_us = row.time_us if more == 1 else fixed_us + (row.time_us - fixed_us) * more

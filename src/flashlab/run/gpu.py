@@ -24,6 +24,7 @@ from flashlab.core.errors import (
 from flashlab.core.paths import slug
 from flashlab.kernels.registry import LARGEST_CLUSTER, PORTABLE_CLUSTER, arch_for
 from flashlab.record.schema import Gpu
+from flashlab.run.kept import Kept
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin
@@ -317,8 +318,7 @@ def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
     return Function(cubin=cubin, device=device, handle=function, kernel=kernel, smem_bytes=smem_bytes)
 
 
-_MAX_LOADED = 512
-_loaded: dict[tuple[str, str, int, int], Function] = {}
+_loaded: Kept[Function] = Kept(512)
 """By the code's digest, the kernel, the device and the shared memory."""
 
 
@@ -337,9 +337,7 @@ def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Functio
     function = _loaded.get(key)
     if function is None:
         function = _load(cubin, device, smem_bytes)
-        if len(_loaded) >= _MAX_LOADED:
-            _loaded.clear()
-        _loaded[key] = function
+        _loaded.put(key, function)
     return function
 
 

@@ -140,16 +140,6 @@ class Recipe:
             memory[start:] = self.maps(*addresses[:4])
         return bytes(memory)
 
-    @property
-    def cubin(self) -> Cubin:
-        """The machine code."""
-        return self.code.cubin
-
-    @property
-    def function(self) -> gpu.Function:
-        """The kernel as it is loaded."""
-        return self.code.function
-
     def stands(self, trusted_s: float = 0.0) -> bool:
         """Whether the sources and the table are what they were; not looked at again for `trusted_s`."""
         now = time.monotonic()
@@ -159,10 +149,6 @@ class Recipe:
         if stands:
             self._seen = now
         return stands
-
-    def launch(self, arguments: Sequence[Any], stream: int) -> gpu.Launch:
-        """Of the kernel, with those arguments."""
-        return launch_of(self.function, self.shape, self.grid, arguments, stream, early=self.early)
 
     def __call__(self, q: Any, addresses: list[int], out: Any | None, return_lse: bool, stream: Any | None) -> Any:
         """Enqueue on torch tensors: the output, or the output and the log-sum-exp.
@@ -206,7 +192,9 @@ class Slot:
             structures.append(type(structure).from_buffer(memory, start))
             start += ctypes.sizeof(structure)
         self._memory = memoryview(memory)
-        self.stream, self.launch = stream, recipe.launch(recipe.parameters(structures), stream)
+        arguments = recipe.parameters(structures)
+        self.stream = stream
+        self.launch = launch_of(recipe.code.function, recipe.shape, recipe.grid, arguments, stream, early=recipe.early)
 
     def fill(self, addresses: Sequence[int]) -> None:
         """Set them, in the order of the recipe's `places`; those that are left out are 0."""
@@ -238,7 +226,7 @@ def launch_of(
 def of_layout(views: Sequence[DeviceArray]) -> dict[str, Any]:
     """A recipe's `device`, `spans` and `contiguous`; `views` are Q, the other inputs and the output."""
     q, *_ = views
-    spans = tuple((view.extent[0] - view.pointer, view.extent[1] - view.pointer) for view in views)
+    spans = tuple(tuple(edge - view.pointer for edge in view.extent) for view in views)
     return {"device": q.device, "spans": spans, "contiguous": q.strides == contiguous_strides(q.shape)}
 
 
