@@ -251,16 +251,16 @@ def kept(
 ) -> tuple[Hashable | None, list[int], Recipe | None]:
     """The key under which `by_layout` has a call of torch tensors, their addresses, and its recipe.
 
-    No key where they are no such tensors, or want gradients; no recipe where it is not kept, not what its sources say,
-    or what `out` is refused for must be said.
+    No key where they are no such tensors, or want gradients. No recipe where none is kept, where a source was edited
+    since, and where `out` overlaps an input, which is the caller's to refuse.
     """
     torch = sys.modules.get("torch")
     if torch is None:
         return None, [], None
-    key: tuple[Any, ...] = (*asked, *sorted(params.items())) if params else asked
     addresses: list[int] = []
     tensor = torch.Tensor
     try:
+        key: tuple[Any, ...] = (*asked, *sorted(params.items())) if params else asked
         for x in inputs if out is None else (*inputs, out):
             if type(x) is not tensor or x.requires_grad:
                 return None, [], None
