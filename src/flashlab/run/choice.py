@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -74,20 +74,28 @@ class Table:
             places.setdefault(_place(row), len(places))
         return found
 
+    @cached_property
+    def _features(self) -> Mapping[int, Sequence[set[Any]]]:
+        """By head dim, the different values of each feature of a place."""
+        return {head_dim: list(map(set, zip(*places, strict=True))) for head_dim, places in self._places.items()}
+
     @lru_cache(maxsize=64)  # noqa: B019 - a table is kept for good
     def distances(self, problem: Problem, sms: float) -> Sequence[float]:
         """How far a problem is from each place of its head dim, by the place's number: see the module.
 
         `sms`: the table's number of SMs over that of the GPU that the problem is for.
         """
-        places = self._places.get(problem.head_dim, {})
+        places = self._places.get(problem.head_dim)
+        if not places:
+            return ()
 
-        def apart(mine: float, column: int) -> dict[float, float]:
-            return {other: abs(math.log2(mine / other)) for other in {place[column] for place in places}}
+        def apart(mine: float, others: Iterable[float]) -> dict[float, float]:
+            return {other: abs(math.log2(mine / other)) for other in others}
 
-        q_len, kv_len = apart(problem.q_len, 2), apart(problem.kv_len, 3)
-        group = apart(problem.q_heads / problem.kv_heads, 4)
-        mine = {tile_q: tiles(problem, tile_q) for tile_q in {place[0] for place in places}}
+        tiles_q, _, q_lens, kv_lens, groups, *_ = self._features[problem.head_dim]
+        q_len, kv_len = apart(problem.q_len, q_lens), apart(problem.kv_len, kv_lens)
+        group = apart(problem.q_heads / problem.kv_heads, groups)
+        mine = {tile_q: tiles(problem, tile_q) for tile_q in tiles_q}
         return [
             abs(math.log2(mine[tile_q] / work_tiles * sms))
             + kv_len[keys]
@@ -294,8 +302,9 @@ def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[
         taken = _defaults(stage.id, problem.head_dim) if tuned_on is None else tuned_on.parameters
         far, row = math.inf, rows[0][2]
         for place, _, other in rows:  # of rows that are equally near, the newest, which is the first
-            if distances[place] < far:
-                apart = distances[place] + _OTHER_TUNABLES * (other.parameters != taken)
+            apart = distances[place]
+            if apart < far:
+                apart += _OTHER_TUNABLES * (other.parameters != taken)
                 far, row = (apart, other) if apart < far else (far, row)
         more = _busiest(problem, row.tile_q, sm_count) / _busiest(row.problem, row.tile_q, found.sm_count)
         fixed_us = FIXED_SHARE * found.least_us
