@@ -30,7 +30,7 @@ from flashlab.kernels import registry
 from flashlab.measure.timer import MicroParams
 from flashlab.record.checks import Fallbacks
 from flashlab.run import arrays as arrays_module
-from flashlab.run import choice, emulator, gpu
+from flashlab.run import choice, emulator, gpu, recipes
 from flashlab.run.arguments import (
     AttentionMaps,
     AttentionParams,
@@ -578,7 +578,7 @@ class _Launches:
         self.made: list[dict[str, Any]] = []
         self.maps: list[tuple[str, tuple[Any, ...]]] = []
         self.counters = 1 << 30
-        monkeypatch.setattr(attention_module, "_recipes", Kept(64))
+        monkeypatch.setattr(recipes, "by_layout", Kept(64))
         for name in ("require", "load"):
             monkeypatch.setattr(gpu, name, lambda *_, **__: None)
         monkeypatch.setattr(arrays_module, "on_device", lambda obj, *_: obj)

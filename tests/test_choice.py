@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +281,70 @@ def test_a_problem_left_out_of_the_committed_table_gets_nearly_the_best() -> Non
     assert math.exp(math.fsum(lost) / len(lost)) < 1.05, "slower than the best, on geometric average"
     assert math.exp(max(lost)) < 1.3
     assert math.exp(math.fsum(wrong) / len(wrong)) < 1.15, "predicted over measured, or the other way round"
+
+
+def plainly(problem: Problem, found: tuned.Table, arch: str, sm_count: int) -> list[tuple[Any, ...]]:
+    """The three steps as the module says them, row by row."""
+    sms = found.sm_count / sm_count
+
+    def distance(row: tuned.Row, sms: float = 1.0) -> float:
+        *apart, group = (abs(math.log2(ratio)) for ratio in tuned.ratios(problem, row, sms).values())
+        return sum(apart) + 0.25 * group + (3 * (problem.mask != row.problem.mask) + (problem.dtype != row.dtype) / 2)
+
+    def busiest(one: Problem, tile_q: int, sm_count: int) -> float:
+        return -(-tuned.tiles(one, tile_q) // sm_count) * one.visible_scores / one.q_len
+
+    choices = []
+    for stage in (*registry.CUDA_STAGES.values(), *registry.DECODE.values()):
+        rows = [row for row in found.rows if (row.stage, row.problem.head_dim) == (stage.id, problem.head_dim)]
+        rows = [row for row in rows if row.parameters.keys() == stage.params.keys()]
+        if stage.by_name_only or stage.why_not(problem, arch) or not rows:
+            continue
+        tried = [row for row in rows if row.variants and found.arch == arch]
+        tuned_on = min(tried, key=distance, default=None)
+        values = stage.parameters(problem.head_dim, tuned_on.parameters if tuned_on else None)
+        rows.sort(key=lambda row: row.run, reverse=True)
+        far, row = min(
+            ((distance(row, sms) + 0.5 * (row.parameters != values), row) for row in rows), key=itemgetter(0)
+        )
+        times = busiest(problem, row.tile_q, sm_count) / busiest(row.problem, row.tile_q, found.sm_count)
+        fixed = tuned.FIXED_SHARE * found.least_us
+        time_us = row.time_us if times == 1 else fixed + (row.time_us - fixed) * times
+        choices.append((stage, values, time_us, row, tuned_on, far))
+    return sorted(choices, key=lambda one: one[2] * tuned.FARTHER ** one[5])
+
+
+def test_the_choice_is_what_the_three_steps_say_of_any_problem() -> None:
+    found, rng = tuned.table(H200), random.Random(0)
+    assert found is not None
+    compared = 0
+    for _ in range(1500):
+        kv_heads, q_len, kv_len = (
+            rng.choice((1, 2, 8)),
+            *(
+                rng.choice((1, rng.randint(1, 20000), 2 ** rng.randint(0, 14), 3 * 2 ** rng.randint(0, 10)))
+                for _ in "qk"
+            ),
+        )
+        problem = Problem(
+            batch=rng.choice((1, 2, 3, 16, 64)),
+            q_heads=kv_heads * rng.choice((1, 3, 4, 8)),
+            kv_heads=kv_heads,
+            q_len=q_len,
+            kv_len=kv_len,
+            head_dim=rng.choice((64, 128, 256)),
+            dtype=rng.choice(("float16", "bfloat16")),
+            mask=rng.choice(("full", "causal")),
+        )
+        arch, sm_count = rng.choice(((ARCH, SMS), (ARCH, 114), ("sm_80", 108)))
+        choices = tuned.rank(problem, H200, arch, sm_count).choices
+        assert list(map(tuple, choices)) == plainly(problem, found, arch, sm_count), problem.label
+        compared += len(choices)
+        if choices:
+            stage, row = choices[-1].stage, choices[-1].tuned_on
+            named = tuned.parameters(stage, H200, problem, arch=arch)
+            assert named == (row.parameters if row and arch == ARCH else {})
+    assert compared > 5000
 
 
 # --- flashlab explain ---

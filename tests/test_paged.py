@@ -84,6 +84,25 @@ def test_new_tokens_are_appended_and_seen() -> None:
         flashlab.append_kv(cache.K, cache.V, k, v, cache.table, cache.lengths[:1])
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_new_tokens_go_to_pages_of_the_cache_or_nowhere(library: str) -> None:
+    """NumPy and torch take a negative page number for one from the end, and would write into somebody's page."""
+    make: Any = np.asarray if library == "numpy" else pytest.importorskip("torch").from_numpy
+    cache = Cache((17, 31), 16)  # room for 48 keys each; the first new token of both is in the page at 1
+    new = make(np.ones((2, 2, 2, 64), np.float16))
+    for page, lengths, words in (
+        (-1, (17, 31), "page_table: wanted page numbers of 0 to 8, got others"),
+        (9, (17, 31), "page_table: wanted page numbers of 0 to 8, got others"),
+        (0, (17, 47), r"lengths: wanted 0 to 46 .* before 2 new tokens"),
+        (0, (-1, 31), r"lengths: wanted 0 to 46 .* before 2 new tokens"),
+    ):
+        pools, table = [make(pool.copy()) for pool in (cache.K, cache.V)], cache.table.copy()
+        table[0, 1] = page
+        with pytest.raises(errors.InputError, match=words):
+            flashlab.append_kv(*pools, new, new, make(table), make(np.array(lengths, np.int32)))
+        assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(pools, (cache.K, cache.V), strict=True))
+
+
 @needs_compiler
 def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install torch")

@@ -6,15 +6,16 @@ import ctypes
 import struct
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from flashlab.core import errors
-from flashlab.run import arrays, choice, gpu
+from flashlab.run import arrays, choice, gpu, paged, recipes
 from flashlab.run.arguments import AttentionMaps, AttentionParams
 from flashlab.run.attention import attention
 from flashlab.run.kept import Kept
@@ -30,7 +31,6 @@ class Driver:
     """Notes what every launch finds in its arguments, when the real one would copy them."""
 
     CUresult = SimpleNamespace(CUDA_SUCCESS=0)
-    CUstreamCaptureStatus = SimpleNamespace(CU_STREAM_CAPTURE_STATUS_NONE=0)
     CUstream = int
 
     def __init__(self) -> None:
@@ -55,8 +55,9 @@ class Driver:
     def cuCtxGetCurrent(self) -> tuple[int, int]:  # noqa: N802
         return 0, 1
 
-    def cuStreamIsCapturing(self, stream: int) -> tuple[int, int]:  # noqa: N802
-        return 0, self.capturing
+    def is_capturing(self, stream: int, answer: Any) -> int:
+        answer._obj.value = self.capturing
+        return 0
 
     def cuStreamGetId(self, stream: int) -> tuple[int, int]:  # noqa: N802
         return 0, self.ids.get(stream, stream)
@@ -93,12 +94,13 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
         return made(*args)
 
     monkeypatch.setattr(module, "_make_recipe", make_recipe)
-    monkeypatch.setattr(module, "_TRUSTED_S", 3600.0)
-    for name in ("_recipes", "_codes", "_repeated", "_counters"):
-        monkeypatch.setattr(module, name, Kept(64))
+    monkeypatch.setattr(recipes, "_TRUSTED_S", 3600.0)
+    for name in ("by_layout", "_codes", "_counters"):
+        monkeypatch.setattr(recipes, name, Kept(64))
     for name, value in {
         "_bindings": lambda: there,
-        "_primary_context": lambda _: 1,
+        "_is_capturing": lambda: there.is_capturing,
+        "_primary_handle": lambda _: 1,
         "require": lambda: None,
         "info": lambda _=None: SimpleNamespace(arch="sm_90a", sm_count=4, slug="nobody"),
         "load": loaded,
@@ -145,7 +147,7 @@ def test_a_repeated_call_does_little(driver: Driver, monkeypatch: pytest.MonkeyP
     q, k, v = qkv()
     for _ in range(2):
         attention(q, k, v, stage=MAPPED)
-    for owner, name in ((choice, "stamp"), (module._Recipe, "stands")):
+    for owner, name in ((choice, "stamp"), (recipes, "stamps")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("a repeated call asked the file system"))
     entered: list[str] = []
 
@@ -158,15 +160,15 @@ def test_a_repeated_call_does_little(driver: Driver, monkeypatch: pytest.MonkeyP
         attention(q, k, v, stage=MAPPED)
     finally:
         sys.setprofile(None)
-    assert len(entered) < 16, entered
+    assert len(entered) < 13, entered
 
 
 def test_another_length_takes_the_code_that_is_there(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that is decoded has another length at every step."""
     attention(*qkv(130), stage=MAPPED)
     for name in ("included", "read"):
-        monkeypatch.setattr(module, name, lambda *_: pytest.fail("a source was read again"))
-    monkeypatch.setattr(module.compiler, "compile_stage", lambda *_: pytest.fail("a stage was compiled again"))
+        monkeypatch.setattr(recipes, name, lambda *_: pytest.fail("a source was read again"))
+    monkeypatch.setattr(recipes.compiler, "compile_stage", lambda *_: pytest.fail("a stage was compiled again"))
     attention(*qkv(131), stage=MAPPED)
     assert (driver.prepared, len(driver.launches)) == (2, 2)
 
@@ -217,6 +219,7 @@ def test_what_a_first_call_refuses_a_repeated_one_does(driver: Driver) -> None:
         ({"out": q}, "apart from q"),
         ({"out": k[:, :, :1]}, "shape of q"),
         ({"stream": "5"}, "stream: wanted"),
+        ({"params": {"THREADS": [64]}}, "THREADS: wanted a non-negative integer"),
     ):
         with pytest.raises(errors.InputError, match=words):
             attention(q, k, v, stage=PLAIN, **wrong)
@@ -280,16 +283,65 @@ def test_threads_that_repeat_a_call_keep_their_arguments_apart(driver: Driver) -
         assert [[found[name] for name in "QKVO"] for _, found, _ in noted[thread]] == wanted
 
 
+class PagedLaunch:
+    """Notes the addresses that a launch over pages finds in its arguments."""
+
+    made: ClassVar[list[PagedLaunch]]
+
+    def __init__(self, _: Any, *, params: Sequence[Any], stream: int, **how: Any) -> None:
+        self.params, self.stream, self.how, self.found = params, stream, how, ()
+        self.made.append(self)
+
+    def on(self, stream: int) -> PagedLaunch:
+        return PagedLaunch(None, params=self.params, stream=stream, **self.how)
+
+    def __call__(self) -> None:
+        params, cache = self.params
+        views = (params.Q, params.K, params.V, params.O)
+        self.found = (*(view.data for view in views), params.LSE, cache.page_table, cache.lengths, cache.faults)
+
+
+def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PagedLaunch] = []
+    monkeypatch.setattr(PagedLaunch, "made", made, raising=False)
+    monkeypatch.setattr(gpu, "Launch", PagedLaunch)
+    monkeypatch.setattr(gpu, "most_splits", lambda *_: 8)
+    monkeypatch.setattr(arrays, "runs_on", lambda *_: "gpu")
+
+    def call(pages: int = 4) -> tuple[Any, ...]:
+        pools = [torch.zeros(9, 2, 16, 64, dtype=torch.float16) for _ in "KV"]
+        table, lengths = torch.zeros(2, pages, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        return (torch.zeros(2, 4, 1, 64, dtype=torch.float16), *pools, table, lengths)
+
+    planned: list[Any] = []
+    there = paged._recipe
+    monkeypatch.setattr(paged, "_recipe", lambda made: planned.append(made) or there(made))
+    for arguments in [call() for _ in range(3)] * 2:
+        out, lse = paged.paged_attention(*arguments, return_lse=True)
+        q, k, v, table, lengths = _addresses(*arguments)
+        assert made[-1].found == (q, k, v, *_addresses(out, lse), table, lengths, None)
+        assert made[-1].stream == driver.stream
+    assert len(planned) == 1
+    paged.paged_attention(*arguments, out=out)
+    with pytest.raises(errors.LayoutError, match="apart from q"):
+        paged.paged_attention(*arguments, out=arguments[0])
+    with pytest.raises(errors.ParameterError, match="finite"):
+        paged.paged_attention(*arguments, return_lse=True, scale=True)
+    assert len(planned) == 2
+    paged.paged_attention(*call(5), return_lse=True)
+    assert len(planned) == 3, "a wider page table is another layout"
+
+
 def test_an_edit_is_noticed_before_long(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
-    monkeypatch.setattr(module, "_TRUSTED_S", 0.0)
+    monkeypatch.setattr(recipes, "_TRUSTED_S", 0.0)
     for _ in range(3):
         attention(q, k, v, stage=PLAIN)
     assert driver.prepared == 1
-    monkeypatch.setattr(module._Recipe, "stands", lambda _: False)
+    monkeypatch.setattr(recipes.Loaded, "stands", lambda _: False)
     attention(q, k, v, stage=PLAIN)
     assert driver.prepared == 2
-    monkeypatch.setattr(module._Recipe, "stands", lambda _: True)
+    monkeypatch.setattr(recipes.Loaded, "stands", lambda _: True)
     attention(q, k, v, stage=PLAIN)
     monkeypatch.setattr(choice, "table", lambda *_: None)
     monkeypatch.setattr(choice, "stamp", lambda *_: 7)

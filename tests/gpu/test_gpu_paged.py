@@ -93,7 +93,15 @@ def test_faults_are_counted_and_harm_nothing() -> None:
     with pytest.raises(InputError, match="page numbers of 0 to"):
         flashlab.paged_attention(q, *cache, check=True)
     assert not flashlab.paged_attention(q, *cache).isnan().any()
+    table[0, 700 // 16] = -1  # the page that the next key goes to
+    new = torch.ones(2, 4, 1, 128, device="cuda").half()
+    pool = cache[0].clone()
+    with pytest.raises(InputError, match="page_table: wanted page numbers of 0 to"):
+        flashlab.append_kv(*cache[:2], new, new, table, lengths, check=True)
+    assert torch.equal(pool.nan_to_num(), cache[0].nan_to_num())
     table.copy_(kept)
     lengths[1] = 10**6
+    with pytest.raises(InputError, match="lengths: wanted 0 to"):
+        flashlab.append_kv(*cache[:2], new, new, table, lengths, check=True)
     with pytest.raises(InputError, match="lengths of 0 to"):
         flashlab.paged_attention(q, *cache, check=True)

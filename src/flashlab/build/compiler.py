@@ -417,6 +417,9 @@ def _require_arch(arch: str) -> None:
 
 # --- one build: what goes in, its key, and the errors it makes ---
 
+_CUBIN_FACTS = 1
+"""Counts what the cache has been made to say of machine code."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Request(ABC):
@@ -451,9 +454,10 @@ class _Request(ABC):
             start = time.perf_counter()
             code, facts = self.compile()
             (folder / "cubin").write_bytes(code)
-            return {**facts, "compile_seconds": time.perf_counter() - start}
+            return {**_read_elf(code), **facts, "compile_seconds": time.perf_counter() - start}
 
-        return cache.entry("cubins", [self.display, self.text, self.options, *self.key], ["cubin"], make)
+        key = [_CUBIN_FACTS, self.display, self.text, self.options, *self.key]
+        return cache.entry("cubins", key, ["cubin"], make)
 
     def error(
         self, message: str, log: str, *, kind: type[CompileError] = CompileError, source_line: str | None = None
@@ -471,9 +475,7 @@ class _Request(ABC):
 def _cubin(request: _Request, *, name: str, entry: str, parameters: dict[str, int], may_spill: bool) -> Cubin:
     made = request.cached()
     code, log = (made.folder / "cubin").read_bytes(), made.facts["log"]
-    kernels, launch_shape, compiler = _read_elf(code)
-    if "launch_shape" in made.facts:
-        launch_shape = LaunchShape(**made.facts["launch_shape"])
+    kernels, shape, compiler = (made.facts[name] for name in ("kernels", "launch_shape", "release"))
     if entry not in kernels:
         raise request.error(
             f"wanted the kernel {entry!r}, the file defines {', '.join(kernels) or 'none'}. "
@@ -502,7 +504,7 @@ def _cubin(request: _Request, *, name: str, entry: str, parameters: dict[str, in
         options=request.options,
         compiler=f"NVRTC {compiler}" if compiler and isinstance(request, _NvrtcRequest) else request.compiler,
         resources=resources,
-        launch_shape=launch_shape,
+        launch_shape=None if shape is None else LaunchShape(**shape),
         log=log,
         compile_seconds=made.facts["compile_seconds"],
         cached=made.cached,
@@ -731,8 +733,8 @@ def _quote(request: _Request, file: str, line: int) -> str:
 # --- reading what came out ---
 
 
-def _read_elf(code: bytes) -> tuple[tuple[str, ...], LaunchShape | None, str | None]:
-    """Names of the kernels, the launch shape, and the version of the compiler that wrote the file."""
+def _read_elf(code: bytes) -> dict[str, Any]:
+    """Names of the `kernels`, the `launch_shape` and the `release` of the compiler that wrote the file, as JSON."""
     from elftools.elf.elffile import ELFFile
     from elftools.elf.sections import SymbolTableSection
 
@@ -751,7 +753,8 @@ def _read_elf(code: bytes) -> tuple[tuple[str, ...], LaunchShape | None, str | N
             launch_shape = _launch_shape(data[symbol.entry.st_value :][: symbol.entry.st_size])
     note = elf.get_section_by_name(".note.nv.tkinfo")
     version = re.search(rb"release [\d.]+, V([\d.]+)", note.data()) if note else None
-    return tuple(kernels), launch_shape, version[1].decode() if version else None
+    shape = None if launch_shape is None else dataclasses.asdict(launch_shape)
+    return {"kernels": kernels, "launch_shape": shape, "release": version[1].decode() if version else None}
 
 
 def instructions(code: bytes) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, lru_cache
 from statistics import fmean, median
 from typing import Annotated, Literal, Self
 
@@ -703,6 +703,12 @@ class StageProfile(_Counted):
 COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
 
 
+@lru_cache(maxsize=1024)
+def _parsed(shape: str, dtype: DType, mask: Mask) -> Problem:
+    """A table has many rows of a problem, and a first call of `attention` reads it."""
+    return Problem.parse(shape, dtype=dtype, mask=mask)
+
+
 class ChoiceRow(_Model):
     """One choice of a stage's tunables on one problem."""
 
@@ -724,7 +730,7 @@ class ChoiceRow(_Model):
     @cached_property
     def problem(self) -> Problem:
         """What was computed, on normal inputs."""
-        return Problem.parse(self.shape, dtype=self.dtype, mask=self.mask)
+        return _parsed(self.shape, self.dtype, self.mask)
 
     @model_validator(mode="after")
     def _of_a_problem(self) -> Self:

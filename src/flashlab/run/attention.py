@@ -5,20 +5,16 @@ that only enqueues, which is what gets timed. Arrays in host memory run on the C
 kernel did wrong.
 
 All that does not depend on addresses (the checks, the choice, the machine code, the grid, the strides) is done once for
-a layout and kept as a `_Recipe`; a call with the same layout fills in addresses, tensor maps and counters. No argument
-of a kernel is shared between calls, so that threads and streams need no lock. `prepare` asks the file system at each
-call whether a recipe's sources are what they were; `attention` of torch tensors does so once in `_TRUSTED_S`.
+a layout and kept (recipes.py). `prepare` asks the file system at each call whether a recipe's sources are what they
+were; a call of `attention` like an earlier one, on torch tensors, does so once in a second.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import logging
-import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -26,11 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
-from flashlab.build.sources import Stamps, included, read, stamps
 from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
-from flashlab.run import arrays, choice, emulator, gpu
+from flashlab.run import arrays, choice, emulator, gpu, recipes
 from flashlab.run.arguments import (
     CPU_RESIDENT_BLOCKS,
     SPLITS,
@@ -46,14 +41,13 @@ from flashlab.run.arguments import (
     triton_parameters,
 )
 from flashlab.run.arrays import DeviceArray
-from flashlab.run.kept import Kept
-from flashlab.run.plan import ROW_ALIGNMENT_BYTES, Plan, check_lse, plan, refuse_overlap
-from flashlab.run.tensor_map import MAP_BYTES, TensorMap
+from flashlab.run.plan import Plan, check_lse, plan, refuse_overlap
+from flashlab.run.recipes import Recipe
+from flashlab.run.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
 
-_WORD_BYTES = ctypes.sizeof(ctypes.c_uint)
 _SMALL_FLOPS = 1e9
 """Up to here nobody asks how long a CPU will take."""
 _ASSUMED_FLOPS_PER_S = 2e8
@@ -64,12 +58,6 @@ _CLEARLY = 20.0
 """How many times over its limit a problem must be for the assumption to be enough."""
 _TRIAL_S = 5.0
 """How long running a few blocks, to say how long all would take, may itself take."""
-_TRUSTED_S = 1.0
-"""How long `attention` goes without looking whether a source or the table of choices was edited."""
-_MAX_RECIPES = 1024
-_MAX_STREAMS = 256
-_MAX_MAPS = 256
-"""Addresses of one array whose tensor maps a recipe keeps: an allocator hands out the same ones again and again."""
 
 
 def _runner(stage: Stage) -> Any:
@@ -110,12 +98,12 @@ class Prepared:
     @property
     def cubin(self) -> Cubin:
         """The machine code."""
-        return self.recipe.cubin
+        return self.recipe.code.cubin
 
     @property
     def function(self) -> gpu.Function:
         """The kernel as it is loaded."""
-        return self.recipe.function
+        return self.recipe.code.function
 
     @property
     def launch_shape(self) -> LaunchShape:
@@ -135,72 +123,23 @@ class Prepared:
         return gpu.blocks_per_sm(self.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Recipe:
-    """All of a call that the addresses of its arrays do not decide."""
+@dataclass(kw_only=True, eq=False)
+class _Recipe(Recipe):
+    """A recipe of `attention`; its first structure is the parameters, and the second one, if any, the tensor maps."""
 
     plan: Plan
-    cubin: Cubin
-    shape: LaunchShape
-    function: gpu.Function
-    grid: tuple[int, int, int]
-    params: AttentionParams
-    """The kernel's first argument, whose addresses count for nothing."""
-    encoders: Mapping[str, Callable[[int], bytes]]
-    """Of those of Q, K, V, O that have a tensor map: their address to the map."""
-    sources: Stamps
-    """Of the file that was compiled and the headers that it includes."""
-
-    def stands(self) -> bool:
-        """Whether the sources are what they were."""
-        return _unchanged(self.sources)
-
-    def launch(self, arguments: Sequence[Any], stream: int) -> gpu.Launch:
-        """Of the kernel, with those arguments."""
-        return gpu.Launch(
-            self.function,
-            grid=self.grid,
-            block=(self.shape.threads, 1, 1),
-            smem_bytes=self.shape.smem_bytes,
-            params=arguments,
-            stream=stream,
-            cluster=self.shape.cluster if self.shape.split_keys else 0,
-            early=self.plan.stage.early_launch,
-        )
-
-    def arguments(
-        self, views: Mapping[str, DeviceArray], *, lse: int | None, work: int | None, fallbacks: int | None
-    ) -> list[Any]:
-        """The kernel's arguments for those arrays; the others are addresses."""
-        params = AttentionParams.from_buffer_copy(self.params)
-        for name, view in views.items():
-            getattr(params, name).data = view.pointer
-        params.LSE, params.work, params.fallbacks = lse, work, fallbacks
-        if self.plan.stage.language == "triton":
-            return triton_parameters(params)
-        if not self.plan.stage.tensor_maps:
-            return [params]
-        return [params, maps_for({name: encode(views[name].pointer) for name, encode in self.encoders.items()})]
 
 
-_recipes: Kept[_Recipe] = Kept(_MAX_RECIPES)
+_PLACES = tuple(getattr(AttentionParams, name).offset // 8 for name in ("Q", "K", "V", "O", "LSE", "work", "fallbacks"))
 
 
-def _layout(array: DeviceArray | None) -> tuple[Any, ...] | None:
-    """What `plan` and a recipe take from an array."""
-    if array is None:
-        return None
-    misalignment = array.pointer % ROW_ALIGNMENT_BYTES
-    return (array.shape, array.strides, array.dtype, array.device, misalignment, array.readonly)
-
-
-def _encoder(tensor_map: TensorMap, device: int) -> Callable[[int], bytes]:
-    @lru_cache(maxsize=_MAX_MAPS)
-    def encode(address: int) -> bytes:
+def _encoder(maps: Mapping[str, TensorMap], device: int) -> Callable[..., bytes]:
+    @lru_cache(maxsize=4 * recipes.MAX_IMAGES)
+    def encoded(name: str, address: int) -> bytes:
         with gpu.context(device):
-            return tensor_map.encoded(address)
+            return maps[name].encoded(address)
 
-    return encode
+    return lambda *addresses: b"".join(map(encoded, "QKVO", addresses))
 
 
 class _Asked(NamedTuple):
@@ -223,23 +162,24 @@ def _recipe(inputs: Mapping[str, DeviceArray], out: DeviceArray | None, asked: _
     device = gpu.info(inputs["q"].device)
     # 1, 1.0 and True are one key, and one of them is no scale.
     kinds = (type(asked.causal), type(asked.scale))
-    key = (*map(_layout, (*inputs.values(), out)), asked, *kinds, device.slug, choice.stamp(device.slug))
+    key = (*map(recipes.layout, (*inputs.values(), out)), asked, *kinds, device.slug)
     try:
-        kept = _recipes.get(key)
+        kept = recipes.by_layout.get(key)
     except TypeError:  # an option that cannot be part of a key is one that `plan` refuses
         kept = None
-    if kept is not None and kept.stands():
+    if isinstance(kept, _Recipe) and kept.stands():
         if out is not None:
             refuse_overlap(out, inputs)
         return kept
     made = _make_recipe(inputs, out, device, asked)
-    _recipes.put(key, made)
+    recipes.by_layout.put(key, made)
     return made
 
 
 def _make_recipe(
     inputs: Mapping[str, DeviceArray], out: DeviceArray | None, device: gpu.GpuInfo, asked: _Asked
 ) -> _Recipe:
+    table = (device.slug, choice.stamp(device.slug))  # before it is read
     planned = plan(
         *inputs.values(),
         arch=device.arch,
@@ -263,8 +203,8 @@ def _make_recipe(
         source=asked.source,
         may_spill=asked.may_spill,
     )
-    code = loaded(job, planned.device)
-    shape, function = code.shape, code.function
+    code = recipes.loaded(job, planned.device)
+    shape = code.shape
     resident = max(1, device.sm_count * code.blocks_per_sm) if shape.persistent else 1
     if shape.split_keys and not shape.cluster:
         shape = replace(shape, cluster=splits_for(planned.problem, shape, device.sm_count, code.most_splits))
@@ -272,71 +212,22 @@ def _make_recipe(
     # A new output is contiguous.
     target = out or replace(q, strides=arrays.contiguous_strides(q.shape))
     views = {"Q": q, "K": k, "V": v, "O": target}
+    maps = tile_maps(planned, shape, views)
+    params = params_for(planned.problem, planned.scale, views)
+    in_triton = planned.stage.language == "triton"
     return _Recipe(
+        **recipes.of_layout(tuple(views.values())),
         plan=planned,
-        cubin=code.cubin,
+        code=code,
         shape=shape,
-        function=function,
         grid=grid_for(planned.problem, shape, resident),
-        params=params_for(planned.problem, planned.scale, views),
-        encoders={name: _encoder(each, planned.device) for name, each in tile_maps(planned, shape, views).items()},
-        sources=code.sources,
+        structures=(params, AttentionMaps()) if planned.stage.tensor_maps else (params,),
+        places=_PLACES,
+        maps=_encoder(maps, planned.device) if maps else None,
+        parameters=(lambda structures: triton_parameters(structures[0])) if in_triton else tuple,
+        early=planned.stage.early_launch,
+        table=table,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loaded:
-    """What a job compiles to, on a device."""
-
-    cubin: Cubin
-    shape: LaunchShape
-    function: gpu.Function
-    blocks_per_sm: int
-    most_splits: int
-    """Blocks a cluster at most, of a kernel that leaves them to the launch; 0 of others."""
-    sources: Stamps
-    """Of the file that was compiled and the headers that it includes."""
-
-
-_codes: Kept[Loaded] = Kept(_MAX_RECIPES)
-"""By job and device. Decoding has another length, and so another recipe, at every step, but the same code."""
-
-
-def loaded(job: compiler.Job, device: int) -> Loaded:
-    """A job's code, compiled and loaded at the first call, and again where a source was edited.
-
-    Raises:
-        What compiling and loading do.
-    """
-    key = (job.label, job.file, job.may_spill, device)
-    kept = _codes.get(key)
-    if kept is not None and _unchanged(kept.sources):
-        return kept
-    headers = included(job.file, read(job.file, "CUDA C++"), [compiler.COMMON])
-    sources = stamps([job.file, *headers])  # before they are read to be compiled
-    cubin = compiler.compile_stage(job)
-    shape = cubin.launch_shape
-    assert shape is not None
-    function = gpu.load(cubin, device)
-    how = (function, shape.threads, shape.smem_bytes)
-    made = Loaded(
-        cubin=cubin,
-        shape=shape,
-        function=function,
-        blocks_per_sm=gpu.blocks_per_sm(*how) if shape.persistent else 1,
-        most_splits=gpu.most_splits(*how) if shape.split_keys and not shape.cluster else 0,
-        sources=sources,
-    )
-    _codes.put(key, made)
-    return made
-
-
-def _unchanged(sources: Stamps) -> bool:
-    """Whether files are what they were."""
-    try:
-        return stamps(path for path, *_ in sources) == sources
-    except FileNotFoundError:
-        return False
 
 
 @lru_cache(maxsize=16)
@@ -415,16 +306,10 @@ def prepare(
         check_lse(lse_view, q_view)
     views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
     device = recipe.plan.device
-    work, work_pointer = _work_counters(q, device, handle) if recipe.shape.persistent else (None, None)
-    counted = gpu.Zeroed(device, len(Fallbacks._fields) * _WORD_BYTES, handle) if count_fallbacks else None
-    launch = _launch(
-        recipe,
-        views,
-        lse=None if lse_view is None else lse_view.pointer,
-        work=work_pointer,
-        fallbacks=counted.pointer if counted else None,
-        stream=handle,
-    )
+    work, work_pointer = recipes.work_counters(q, device, handle) if recipe.shape.persistent else (None, 0)
+    counted = gpu.Zeroed(device, len(Fallbacks._fields) * recipes.WORD_BYTES, handle) if count_fallbacks else None
+    others = (lse_view.pointer if lse_view else 0, work_pointer, counted.pointer if counted else 0)
+    launch = _launch(recipe, views, others, handle)
     return Prepared(
         recipe=recipe,
         launch=launch,
@@ -449,154 +334,23 @@ def _on_device(
     return inputs, None if out is None else arrays.on_device(out, "out", handle), handle
 
 
-def _work_counters(like: Any, device: int, stream: int) -> tuple[Any, int]:
-    """The counters of a persistent kernel's tile scheduler, zero to whatever runs on `stream`, and their address."""
-    counters = arrays.counters_on_device(like, WORK_COUNTERS, stream)
-    if counters is not None:
-        return counters
-    zeroed = gpu.Zeroed(device, WORK_COUNTERS * _WORD_BYTES, stream)
-    return zeroed, zeroed.pointer
-
-
 def _launch(
-    recipe: _Recipe,
-    views: Mapping[str, DeviceArray],
-    *,
-    lse: int | None,
-    work: int | None,
-    fallbacks: int | None,
-    stream: int,
+    recipe: _Recipe, views: Mapping[str, DeviceArray], others: tuple[int, int, int], stream: int
 ) -> Callable[[], None]:
-    planned = recipe.plan
-    arguments = recipe.arguments(views, lse=lse, work=work, fallbacks=fallbacks)
+    """`others`: the addresses of the log-sum-exp, of the tile scheduler's counters and of the fallbacks', or 0."""
+    planned, addresses = recipe.plan, [*(view.pointer for view in views.values()), *others]
     runner = _runner(planned.stage)
     if hasattr(runner, "Passes"):
         passes: Callable[[], None] = runner.Passes(
-            planned, views, params=arguments[0], cubin=recipe.cubin, shape=recipe.shape, stream=stream
+            planned,
+            views,
+            params=AttentionParams.from_buffer_copy(recipe.image(*addresses)),
+            cubin=recipe.code.cubin,
+            shape=recipe.shape,
+            stream=stream,
         )
         return passes
-    return recipe.launch(arguments, stream)
-
-
-# --- again on a GPU ---------------------------------------------------------------------------------------------------
-
-
-class _Slot:
-    """A launch of a recipe whose addresses and stream may be set anew; one call at a time uses it."""
-
-    __slots__ = ("_encoders", "_maps", "_words", "launch", "stream")
-
-    def __init__(self, recipe: _Recipe, stream: int) -> None:
-        params, maps = bytearray(recipe.params), bytearray(ctypes.sizeof(AttentionMaps))
-        arguments: list[Any] = [AttentionParams.from_buffer(params)]
-        if recipe.plan.stage.tensor_maps:
-            arguments.append(AttentionMaps.from_buffer(maps))
-        self._words, self._maps = memoryview(params).cast("Q"), memoryview(maps)
-        self._encoders = tuple(recipe.encoders[name] for name in "QKVO") if recipe.encoders else ()
-        self.stream, self.launch = stream, recipe.launch(arguments, stream)
-
-    def fill(self, addresses: tuple[int, ...], lse: int, work: int) -> None:
-        """Set the addresses of Q, K, V and O, and those that may be 0."""
-        words = self._words
-        words[_Q_WORD], words[_K_WORD], words[_V_WORD], words[_O_WORD] = addresses
-        words[_LSE_WORD], words[_WORK_WORD] = lse, work
-        start = 0
-        for encode, address in zip(self._encoders, addresses, strict=False):
-            self._maps[start : start + MAP_BYTES] = encode(address)
-            start += MAP_BYTES
-
-
-_Q_WORD, _K_WORD, _V_WORD, _O_WORD, _LSE_WORD, _WORK_WORD = (
-    getattr(AttentionParams, name).offset // 8 for name in ("Q", "K", "V", "O", "LSE", "work")
-)
-
-
-class _Repeated:
-    """A call of `attention` that torch tensors of a layout had before, ready for others of the same layout."""
-
-    __slots__ = ("_device", "_idle", "_recipe", "_table", "_trusted_until")
-
-    def __init__(self, recipe: _Recipe) -> None:
-        self._recipe, self._device = recipe, recipe.plan.device
-        self._table = choice.stamp(gpu.info(self._device).slug)
-        self._trusted_until = time.monotonic() + _TRUSTED_S
-        self._idle: list[_Slot] = []  # as many as threads were ever in a call at once
-
-    def stands(self) -> bool:
-        """Whether sources and table are what they were, as far as was looked lately."""
-        now = time.monotonic()
-        if now < self._trusted_until:
-            return True
-        self._trusted_until = now + _TRUSTED_S
-        return self._table == choice.stamp(gpu.info(self._device).slug) and self._recipe.stands()
-
-    def __call__(self, q: Any, k: Any, v: Any, out: Any | None, return_lse: bool, stream: Any | None) -> Any:
-        if gpu.is_current(self._device):
-            return self._enqueue(q, k, v, out, return_lse, stream)
-        with gpu.context(self._device):
-            return self._enqueue(q, k, v, out, return_lse, stream)
-
-    def _enqueue(self, q: Any, k: Any, v: Any, out: Any | None, return_lse: bool, stream: Any | None) -> Any:
-        device = self._device
-        torch = sys.modules["torch"]
-        handle = arrays.current_stream("torch", device) if stream is None else arrays.stream_handle(stream)
-        if out is None:
-            out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        else:
-            views = {name: arrays.on_device(x, name, handle) for name, x in (("q", q), ("k", k), ("v", v))}
-            refuse_overlap(arrays.on_device(out, "out", handle), views)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
-        work = _streams_counters(q, device, handle) if self._recipe.shape.persistent else 0
-        try:
-            slot = self._idle.pop()
-        except IndexError:
-            slot = _Slot(self._recipe, handle)
-        if slot.stream != handle:
-            slot.stream, slot.launch = handle, slot.launch.on(handle)
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr())
-        slot.fill(addresses, 0 if lse is None else lse.data_ptr(), work)
-        slot.launch()
-        self._idle.append(slot)  # the driver has copied the arguments
-        return out if lse is None else (out, lse)
-
-
-_repeated: Kept[_Repeated] = Kept(_MAX_RECIPES)
-_counters: Kept[tuple[Any, int]] = Kept(_MAX_STREAMS)
-"""Of persistent kernels, by device and stream: a launch leaves them at 0 for the next one on its stream."""
-
-
-def _call_key(
-    q: Any, k: Any, v: Any, out: Any | None, asked: tuple[Any, ...], params: Mapping[str, int] | None
-) -> tuple[Any, ...] | None:
-    """All that decides a call of torch tensors but their addresses; None where they are not, or want gradients.
-
-    Raises:
-        RuntimeError: a tensor that has no strides or no memory.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return None
-    key = asked
-    for x in (q, k, v) if out is None else (q, k, v, out):
-        if type(x) is not torch.Tensor or x.requires_grad:
-            return None
-        key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ROW_ALIGNMENT_BYTES)
-    return (*key, *sorted(params.items())) if params else key
-
-
-def _streams_counters(like: Any, device: int, stream: int) -> int:
-    """The address of counters that launches on a stream share, or of new ones where a graph captures it.
-
-    A graph may be launched on any stream, beside what runs on the one that it was captured on.
-    """
-    stream_id = gpu.stream_id(stream)
-    if stream_id is None:
-        return _work_counters(like, device, stream)[1]
-    kept = _counters.get((device, stream_id))
-    if kept is None:
-        kept = _work_counters(like, device, stream)
-        _counters.put((device, stream_id), kept)
-    return kept[1]
+    return recipes.Slot(recipe, addresses, stream).launch
 
 
 # --- on the CPU -------------------------------------------------------------------------------------------------------
@@ -693,14 +447,7 @@ def emulate(
     if timeout_s is not None and call.passes is None:
         _refuse_too_large(planned, call.shape, launch, timeout_s=timeout_s, races=races, threads=threads)
     report = launch(timeout_s)
-    if call.passes is not None:
-        call.passes.finish()
-    if call.work.any():
-        raise EmulationError(
-            f"{planned.stage.id} on the CPU: wanted the tile scheduler's counters back at 0 after the last block, for "
-            f"the launch after this one, got {call.work.tolist()}",
-            report=report,
-        )
+    call.finish(report)
     fallbacks = Fallbacks(*call.fallbacks.tolist()) if count_fallbacks else None
     return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)
 
@@ -803,6 +550,21 @@ class _EmulatedCall:
             timeout_s=timeout_s,
             cancel=cancel,
         )
+
+    def finish(self, report: emulator.Report) -> None:
+        """Bring outputs where they belong, once the kernel is done.
+
+        Raises:
+            EmulationError: it left the tile scheduler's counters at other values than it found them.
+        """
+        if self.passes is not None:
+            self.passes.finish()
+        if self.work.any():
+            raise EmulationError(
+                f"{self._planned.stage.id} on the CPU: wanted the tile scheduler's counters back at 0 after the last "
+                f"block, for the launch after this one, got {self.work.tolist()}",
+                report=report,
+            )
 
 
 def _refuse_too_large(
@@ -911,17 +673,11 @@ def attention(
         UnsupportedError: no stage, or not the named one, runs this here; TooLargeError on a CPU that would take long.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
-    key = None
-    if device != "cpu":
-        # 1, 1.0 and True are one key, and one of them is no scale.
-        asked = (causal, type(causal), scale, type(scale), stage, return_lse, device)
-        try:
-            key = _call_key(q, k, v, out, asked, params)
-            repeated = None if key is None else _repeated.get(key)
-        except (AttributeError, RuntimeError, TypeError):  # what is no argument of ours is refused below
-            key = repeated = None
-        if repeated is not None and repeated.stands():
-            return repeated(q, k, v, out, return_lse, stream)
+    # 1, 1.0 and True are one key, and one of them is no scale.
+    asked = (causal, type(causal), scale, type(scale), stage, return_lse, device)
+    key, addresses, again = recipes.kept((q, k, v), out, asked, params)
+    if again is not None:
+        return again(q, addresses, out, return_lse, stream)
     if arrays.runs_on(q, device) == "cpu":
         if stream is not None:
             raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
@@ -933,5 +689,5 @@ def attention(
     with gpu.context(prepared.plan.device):
         prepared()
     if key is not None and isinstance(prepared.launch, gpu.Launch) and prepared.plan.stage.language == "cuda":
-        _repeated.put(key, _Repeated(prepared.recipe))
+        recipes.by_layout.put(key, prepared.recipe)
     return (prepared.out, prepared.lse) if return_lse else prepared.out

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashlab.core.errors import DamagedRecordError
 from flashlab.core.paths import DATA
@@ -66,17 +66,67 @@ class Table:
         return min(row.time_us for row in self.rows)
 
     @cached_property
-    def _by_stage(self) -> Mapping[tuple[str, int], tuple[Row, ...]]:
-        found: dict[tuple[str, int], list[Row]] = {}
+    def _places(self) -> Mapping[int, Mapping[tuple[Any, ...], int]]:
+        """By head dim, the `_place` of every row and its number: many rows share one."""
+        found: dict[int, dict[tuple[Any, ...], int]] = {}
         for row in self.rows:
-            found.setdefault((row.stage, row.problem.head_dim), []).append(row)
-        return {key: tuple(rows) for key, rows in found.items()}
+            places = found.setdefault(row.problem.head_dim, {})
+            places.setdefault(_place(row), len(places))
+        return found
 
-    def rows_of(self, stage: Stage, head_dim: int) -> list[Row]:
-        """A stage's rows of a head dim; what names other tunables than the stage has (it has changed since) is none."""
+    @cached_property
+    def _features(self) -> Mapping[int, Sequence[set[Any]]]:
+        """By head dim, the different values of each feature of a place."""
+        return {head_dim: list(map(set, zip(*places, strict=True))) for head_dim, places in self._places.items()}
+
+    @lru_cache(maxsize=64)  # noqa: B019 - a table is kept for good
+    def distances(self, problem: Problem, sms: float) -> Sequence[float]:
+        """How far a problem is from each place of its head dim, by the place's number: see the module.
+
+        `sms`: the table's number of SMs over that of the GPU that the problem is for.
+        """
+        places = self._places.get(problem.head_dim)
+        if not places:
+            return ()
+
+        def apart(mine: float, others: Iterable[float]) -> dict[float, float]:
+            return {other: abs(math.log2(mine / other)) for other in others}
+
+        tiles_q, _, q_lens, kv_lens, groups, *_ = self._features[problem.head_dim]
+        q_len, kv_len = apart(problem.q_len, q_lens), apart(problem.kv_len, kv_lens)
+        group = apart(problem.q_heads / problem.kv_heads, groups)
+        mine = {tile_q: tiles(problem, tile_q) for tile_q in tiles_q}
         return [
-            row for row in self._by_stage.get((stage.id, head_dim), ()) if row.parameters.keys() == stage.params.keys()
+            abs(math.log2(mine[tile_q] / work_tiles * sms))
+            + kv_len[keys]
+            + q_len[queries]
+            + _GROUP_WEIGHT * group[heads]
+            + (_OTHER_MASK * (mask != problem.mask) + _OTHER_DTYPE * (dtype != problem.dtype))
+            for tile_q, work_tiles, queries, keys, heads, mask, dtype in places
         ]
+
+    @cached_property
+    def _by_stage(self) -> Mapping[tuple[str, int], Sequence[tuple[int, int, Row]]]:
+        found: dict[tuple[str, int], list[tuple[int, int, Row]]] = {}
+        for position, row in sorted(enumerate(self.rows), key=lambda one: one[1].run, reverse=True):
+            stage, head_dim = registry.STAGES.get(row.stage) or registry.OFF_LADDER.get(row.stage), row.problem.head_dim
+            if stage is not None and row.parameters.keys() == stage.params.keys():
+                place = self._places[head_dim][_place(row)]
+                found.setdefault((row.stage, head_dim), []).append((place, position, row))
+        return found
+
+    def rows_of(self, stage: Stage, head_dim: int) -> Sequence[tuple[int, int, Row]]:
+        """A stage's rows of a head dim, the newest first: number of the place, position in the table, row.
+
+        What names other tunables than the stage has (it has changed since) is none.
+        """
+        return self._by_stage.get((stage.id, head_dim), ())
+
+
+def _place(row: Row) -> tuple[Any, ...]:
+    """All of a row that a distance depends on: tile, work tiles, q_len, kv_len, query heads a KV head, mask, type."""
+    of = row.problem
+    return (row.tile_q, tiles(of, row.tile_q), of.q_len, of.kv_len, of.q_heads / of.kv_heads, of.mask, of.dtype)
 
 
 class Choice(NamedTuple):
@@ -124,14 +174,15 @@ def table(gpu: str, data: Path = DATA) -> Table | None:
         DamagedRecordError: the file is no such table.
     """
     written = stamp(gpu, data)
-    return _read(path_of(gpu, data), written) if written else None
+    return _read(gpu, data, written) if written else None
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, _: int) -> Table:
+def _read(gpu: str, data: Path, _: int) -> Table:
+    path = path_of(gpu, data)
     try:
         read = Choices.model_validate_json(path.read_bytes())
-        return Table(gpu=path.parent.name, arch=read.arch, sm_count=read.sm_count, rows=read.rows)
+        return Table(gpu=gpu, arch=read.arch, sm_count=read.sm_count, rows=read.rows)
     except (OSError, ValueError) as error:
         raise DamagedRecordError(
             f"wanted a table of stages and tunables in {path}, got {type(error).__name__}: {error}. `flashlab tuned` "
@@ -182,17 +233,10 @@ def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
     }
 
 
-def distance(problem: Problem, row: Row, sms: float = 1.0) -> float:
-    """How far a row's problem is from another one of the same head dim: see the module."""
-    *apart, group = (abs(math.log2(ratio)) for ratio in ratios(problem, row, sms).values())
-    kind = _OTHER_MASK * (problem.mask != row.problem.mask) + _OTHER_DTYPE * (problem.dtype != row.problem.dtype)
-    return sum(apart) + _GROUP_WEIGHT * group + kind
-
-
-def _tuned_on(stage: Stage, problem: Problem, found: Table) -> Row | None:
-    """The row of the nearest problem that a stage was tuned on."""
-    tried = [row for row in found.rows_of(stage, problem.head_dim) if row.variants]
-    return min(tried, key=lambda row: distance(problem, row), default=None)
+def _tuned_on(rows: Sequence[tuple[int, int, Row]], distances: Sequence[float]) -> Row | None:
+    """The row of the nearest problem that a stage was tuned on; of equally near ones the first in the table."""
+    tried = [(distances[place], position, row) for place, position, row in rows if row.variants]
+    return min(tried)[2] if tried else None
 
 
 def parameters(
@@ -217,7 +261,7 @@ def parameters(
     if gpu is not None and stage.params:
         taken = table(gpu, data) if arch is None else table_for(gpu, arch, data=data)
         if taken is not None and arch in (None, taken.arch):
-            row = _tuned_on(stage, problem, taken)
+            row = _tuned_on(taken.rows_of(stage, problem.head_dim), taken.distances(problem, 1.0))
             found = {} if row is None else row.parameters
     return {**found, **(overrides or {})}
 
@@ -238,27 +282,34 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     return Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count))
 
 
+@lru_cache(maxsize=256)
+def _defaults(stage: str, head_dim: int) -> Mapping[str, int]:
+    return registry.get(stage).parameters(head_dim)
+
+
 @lru_cache(maxsize=1024)
 def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[Choice, ...]:
-    sms = found.sm_count / sm_count
+    distances = found.distances(problem, found.sm_count / sm_count)
+    # Tunables are what won at the nearest problem, on however many SMs.
+    for_tunables = found.distances(problem, 1.0)
     choices = []
     every = (*registry.CUDA_STAGES.values(), *registry.DECODE.values())
     for stage in (one for one in every if not one.by_name_only):
         rows = found.rows_of(stage, problem.head_dim)
         if not rows or stage.why_not(problem, arch) is not None:
             continue
-        tuned_on = _tuned_on(stage, problem, found) if found.arch == arch else None
-        taken = stage.parameters(problem.head_dim, None if tuned_on is None else tuned_on.parameters)
-
-        def far(row: Row, taken: Mapping[str, int] = taken) -> float:
-            return distance(problem, row, sms) + _OTHER_TUNABLES * (row.parameters != taken)
-
-        # Of rows that are equally near, the newest.
-        row = min(sorted(rows, key=lambda row: row.run, reverse=True), key=far)
+        tuned_on = _tuned_on(rows, for_tunables) if found.arch == arch else None
+        taken = _defaults(stage.id, problem.head_dim) if tuned_on is None else tuned_on.parameters
+        far, row = math.inf, rows[0][2]
+        for place, _, other in rows:  # of rows that are equally near, the newest, which is the first
+            apart = distances[place]
+            if apart < far:
+                apart += _OTHER_TUNABLES * (other.parameters != taken)
+                far, row = (apart, other) if apart < far else (far, row)
         more = _busiest(problem, row.tile_q, sm_count) / _busiest(row.problem, row.tile_q, found.sm_count)
         fixed_us = FIXED_SHARE * found.least_us
         time_us = row.time_us if more == 1 else fixed_us + (row.time_us - fixed_us) * more
-        choices.append(Choice(stage, taken, time_us, row, tuned_on, far(row)))
+        choices.append(Choice(stage, taken, time_us, row, tuned_on, far))
     return tuple(sorted(choices, key=lambda choice: choice.time_us * FARTHER**choice.distance))
 
 

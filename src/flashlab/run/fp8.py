@@ -18,7 +18,7 @@ from flashlab.build.compiler import Variant
 from flashlab.core.errors import DTypeError, EmulationError, LayoutError, ParameterError, ShapeError
 from flashlab.core.problem import DType, Problem
 from flashlab.kernels import registry
-from flashlab.run import arrays, emulator, gpu
+from flashlab.run import arrays, emulator, gpu, recipes
 from flashlab.run.arguments import (
     WARP_ROWS,
     WORK_COUNTERS,
@@ -31,7 +31,6 @@ from flashlab.run.arguments import (
     tile_map,
 )
 from flashlab.run.arrays import DeviceArray, contiguous_strides
-from flashlab.run.attention import loaded
 from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow
 
 if TYPE_CHECKING:
@@ -281,7 +280,7 @@ class _Gpu:
         info = gpu.info(device)
         stage.require(call.problem, info.arch)
         job = compiler.Job.of(stage, call.problem, arch=info.arch, aligned=call.aligned, overrides=params)
-        code = loaded(job, device)
+        code = recipes.loaded(job, device)
         counters = arrays.counters_on_device(self._q, WORK_COUNTERS, self._stream)
         assert counters is not None
         call.params.LSE, call.params.work = None if lse is None else lse.pointer, counters[1]
@@ -312,14 +311,8 @@ def _launches(
         params=[call.params, of_fp8],
         stream=stream,
     )
-    attention = gpu.Launch(
-        function,
-        grid=grid_for(call.problem, shape, max(1, resident)),
-        block=(shape.threads, 1, 1),
-        smem_bytes=shape.smem_bytes,
-        params=[call.params, maps_for(maps), of_fp8],
-        stream=stream,
-    )
+    grid = grid_for(call.problem, shape, max(1, resident))
+    attention = recipes.launch_of(function, shape, grid, [call.params, maps_for(maps), of_fp8], stream)
 
     def launch() -> None:
         transpose()

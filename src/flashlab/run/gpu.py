@@ -24,6 +24,7 @@ from flashlab.core.errors import (
 from flashlab.core.paths import slug
 from flashlab.kernels.registry import LARGEST_CLUSTER, PORTABLE_CLUSTER, arch_for
 from flashlab.record.schema import Gpu
+from flashlab.run.kept import Kept
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin
@@ -230,6 +231,11 @@ def _primary_context(device: int) -> Any:
     return call("cuDevicePrimaryCtxRetain", call("cuDeviceGet", device))
 
 
+@cache
+def _primary_handle(device: int) -> int:
+    return int(_primary_context(device))
+
+
 @contextmanager
 def context(device: int) -> Iterator[None]:
     """Make a device's primary context (the one torch and CuPy use) current, and put the caller's back afterwards."""
@@ -247,7 +253,15 @@ def context(device: int) -> Iterator[None]:
 
 def is_current(device: int) -> bool:
     """Whether a device's primary context is the current one."""
-    return int(call("cuCtxGetCurrent")) == int(_primary_context(device))
+    status, current = _bindings().cuCtxGetCurrent()
+    return not status and int(current) == _primary_handle(device)
+
+
+@cache
+def _is_capturing() -> Any:
+    """The driver's own cuStreamIsCapturing: cuda.bindings makes an Enum of the answer, slower than the question is."""
+    address, _ = call("cuGetProcAddress", b"cuStreamIsCapturing", 10000, 0)
+    return ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(int(address))
 
 
 def stream_id(stream: int) -> int | None:
@@ -255,11 +269,13 @@ def stream_id(stream: int) -> int | None:
 
     None while it is being captured into a graph.
     """
-    driver = _bindings()
-    handle = driver.CUstream(stream)
-    if call("cuStreamIsCapturing", handle) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE:
-        return None
-    return int(call("cuStreamGetId", handle))
+    driver, capturing, number = _bindings(), ctypes.c_int(), 0
+    status = _is_capturing()(stream, ctypes.byref(capturing))
+    if not status and not capturing.value:
+        status, number = driver.cuStreamGetId(driver.CUstream(stream))
+    if status:
+        raise LaunchError(f"identifying a stream: {describe(driver.CUresult(status))}")
+    return None if capturing.value else int(number)
 
 
 def synchronize(device: int) -> None:
@@ -302,8 +318,7 @@ def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
     return Function(cubin=cubin, device=device, handle=function, kernel=kernel, smem_bytes=smem_bytes)
 
 
-_MAX_LOADED = 512
-_loaded: dict[tuple[str, str, int, int], Function] = {}
+_loaded: Kept[Function] = Kept(512)
 """By the code's digest, the kernel, the device and the shared memory."""
 
 
@@ -322,9 +337,7 @@ def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Functio
     function = _loaded.get(key)
     if function is None:
         function = _load(cubin, device, smem_bytes)
-        if len(_loaded) >= _MAX_LOADED:
-            _loaded.clear()
-        _loaded[key] = function
+        _loaded.put(key, function)
     return function
 
 

@@ -21,7 +21,7 @@ from flashlab.build.compiler import Variant
 from flashlab.core.errors import DTypeError, InputError, LayoutError, ParameterError, ShapeError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.run import arrays, emulator, gpu
+from flashlab.run import arrays, emulator, gpu, recipes
 from flashlab.run.arguments import (
     CPU_RESIDENT_BLOCKS,
     SPLITS,
@@ -31,7 +31,6 @@ from flashlab.run.arguments import (
     splits_for,
 )
 from flashlab.run.arrays import DeviceArray, contiguous_strides
-from flashlab.run.attention import loaded
 from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow
 
 if TYPE_CHECKING:
@@ -107,6 +106,11 @@ def paged_attention(
         UnsupportedError: the kernel does not run this here.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
+    # 1, 1.0 and True are one key, and one of them is no scale.
+    asked = (STAGE, causal, type(causal), scale, type(scale), return_lse, check)
+    key, addresses, again = recipes.kept((q, k_cache, v_cache, page_table, lengths), out, asked, params)
+    if again is not None:
+        return again(q, addresses, out, return_lse, stream)
     arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     here: _Host | _Gpu = _Host(q, stream) if arrays.runs_on(q, None) == "cpu" else _Gpu(q, stream)
     inputs = {name: here.view(of, name) for name, of in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))}
@@ -125,11 +129,15 @@ def paged_attention(
         scale=scale_of(scale, problem.head_dim),
         params={**(params or {}), "PAGE_SIZE": inputs["k_cache"].shape[2]},
     )
-    here.run(call, check=check)
+    recipe = here.run(call, check=check)
+    if recipe is not None and key is not None and not check:
+        recipes.by_layout.put(key, recipe)
     return (out, lse) if return_lse else out
 
 
-def append_kv(k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengths: Any) -> None:
+def append_kv(
+    k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengths: Any, *, check: bool = False
+) -> None:
     """Write the keys and values of new tokens into a paged cache, behind those that are there.
 
     Enqueued by the arrays' own library, on its current stream. `lengths` is left as it is: add the new tokens to it
@@ -142,9 +150,13 @@ def append_kv(k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengt
         v: likewise.
         page_table: as `paged_attention` takes it; it must name the pages that the new tokens go to.
         lengths: int32 (batch,): keys of each sequence before.
+        check: wait, and refuse a page number that is none and a length that leaves the page table no room for the new
+            tokens. Without, the library's indexing does with them what it does: it takes a negative page number for one
+            from the end, and fails of one that is too large. In host memory both are refused always.
 
     Raises:
         ShapeError: the new tokens do not fit the cache.
+        InputError: a page number or a length is off.
     """
     batch, kv_heads, count, head_dim = k.shape
     if k.shape != v.shape or (kv_heads, head_dim) != (k_cache.shape[1], k_cache.shape[3]):
@@ -160,10 +172,20 @@ def append_kv(k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengt
     library = {"torch": "torch", "cupy": "cupy"}.get(arrays.library_of(k), "numpy")
     there = {"device": k.device} if library == "torch" else {}
     arange = importlib.import_module(library).arange
+    num_pages, _, page_size, _ = k_cache.shape
+    room = page_table.shape[1] * page_size
     at = lengths[:, None] + arange(count, **there)[None, :]
-    pages = page_table[arange(batch, **there)[:, None], at // k_cache.shape[2]]
+    check = check or arrays.runs_on(k_cache, None) == "cpu"
+    if check and ((at < 0) | (at >= room)).any():
+        raise InputError(
+            f"lengths: wanted 0 to {room - count} keys, as the page table has room for before {count} new tokens, got "
+            "others"
+        )
+    pages = page_table[arange(batch, **there)[:, None], at // page_size]
+    if check and ((pages < 0) | (pages >= num_pages)).any():
+        raise InputError(f"page_table: wanted page numbers of 0 to {num_pages - 1}, got others")
     for cache, new in ((k_cache, k), (v_cache, v)):
-        cache[pages, :, at % k_cache.shape[2]] = new.swapaxes(1, 2)
+        cache[pages, :, at % page_size] = new.swapaxes(1, 2)
 
 
 def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: DeviceArray, causal: bool) -> Problem:
@@ -288,21 +310,16 @@ class _Gpu:
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         return arrays.empty_on_device(self._q, shape, "float32" if dtype == "float32" else None, self._stream)
 
-    def run(self, call: _Call, *, check: bool) -> None:
-        stage, problem, device = registry.get(STAGE), call.problem, call.table.device
-        info = gpu.info(device)
-        stage.require(problem, info.arch)
-        code = loaded(compiler.Job.of(stage, problem, arch=info.arch, **call.options), device)
-        shape = _split(problem, code.shape, info.sm_count, code.most_splits)
-        params, cache = call.structures
-        params.LSE = None if call.lse is None else call.lse.pointer
-        cache.page_table, cache.lengths = call.table.pointer, call.lengths.pointer
-        faults = gpu.Zeroed(device, 4 * _FAULTS, self._stream) if check else None
-        cache.faults = faults.pointer if faults else None
+    def run(self, call: _Call, *, check: bool) -> recipes.Recipe:
+        recipe, device = _recipe(call), call.table.device
+        faults = gpu.Zeroed(device, _FAULTS * recipes.WORD_BYTES, self._stream) if check else None
+        views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"], call.lse)
+        addresses = [0 if view is None else view.pointer for view in views]
         with gpu.context(device):
-            _launch(code.function, problem, shape, (params, cache), self._stream)()
+            recipes.Slot(recipe, [*addresses, faults.pointer if faults else 0], self._stream).launch()
         if faults:
             call.refuse(list(memoryview(faults.read()).cast("I")))
+        return recipe
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
@@ -320,17 +337,34 @@ def _split(problem: Problem, shape: LaunchShape, sm_count: int, most: int) -> La
     return shape if shape.cluster else replace(shape, cluster=splits_for(problem, shape, sm_count, most))
 
 
-def _launch(
-    function: gpu.Function, problem: Problem, shape: LaunchShape, structures: Any, stream: int
-) -> Callable[[], None]:
-    return gpu.Launch(
-        function,
+_CACHE_WORD = ctypes.sizeof(AttentionParams) // 8
+_PLACES = (
+    *(getattr(AttentionParams, name).offset // 8 for name in "QKV"),
+    *(_CACHE_WORD + getattr(PagedCache, name).offset // 8 for name in ("page_table", "lengths")),
+    *(getattr(AttentionParams, name).offset // 8 for name in ("O", "LSE")),
+    _CACHE_WORD + PagedCache.faults.offset // 8,
+)
+
+
+def _recipe(call: _Call) -> recipes.Recipe:
+    """What the call and those like it launch.
+
+    Raises:
+        UnsupportedError: the kernel does not run this here; and what compiling and loading raise.
+    """
+    stage, problem, q = registry.get(STAGE), call.problem, call.views["Q"]
+    info = gpu.info(q.device)
+    stage.require(problem, info.arch)
+    code = recipes.loaded(compiler.Job.of(stage, problem, arch=info.arch, **call.options), q.device)
+    shape = _split(problem, code.shape, info.sm_count, code.most_splits)
+    views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"])
+    return recipes.Recipe(
+        **recipes.of_layout(views),
+        code=code,
+        shape=shape,
         grid=grid_for(problem, shape),
-        block=(shape.threads, 1, 1),
-        smem_bytes=shape.smem_bytes,
-        params=list(structures),
-        stream=stream,
-        cluster=shape.cluster,
+        structures=call.structures,
+        places=_PLACES,
     )
 
 
@@ -416,7 +450,8 @@ class Passes:
         paged, cache = _structures(problem, 1.0, {**arrays, **pools}, table)
         paged.scale_log2, paged.LSE = params.scale_log2, params.LSE
         cache.page_table, cache.lengths = self._table.data_ptr(), self._lengths.data_ptr()
-        self._launch = _launch(gpu.load(cubin, planned.device), problem, shape, (paged, cache), stream)
+        function = gpu.load(cubin, planned.device)
+        self._launch = recipes.launch_of(function, shape, grid_for(problem, shape), (paged, cache), stream)
 
     def _paged(self, name: str) -> Any:
         torch, source = self._torch, self._sources[name]

@@ -1044,6 +1044,15 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     )
 
 
+def _line_style(row: Measurement, *, hollow: bool) -> dict[str, Any]:
+    """Of a stage's line, solid, or a library's, dashed; its markers `hollow` or filled."""
+    is_stage, (colour, shape) = row.kind == "stage", mark(row.name)
+    return {
+        **{"color": colour, "linewidth": 1.8 if is_stage else 1.2, "linestyle": "-" if is_stage else (0, (4, 2))},
+        **{"marker": shape, "markersize": 5, "markerfacecolor": PAPER if hollow else colour},
+    }
+
+
 def lengths(
     shown: Results,
     *,
@@ -1065,12 +1074,8 @@ def lengths(
     """
     problems = select.of_lengths(shown, head_dim=head_dim, mask=mask, dtype=dtype, regime=regime)
     ceiling = shown.ceilings.get(f"tensor_{dtype}")
-    used = [
-        row
-        for problem in problems
-        for row in (*shown.rows(problem, stage_ids=stage_ids), *shown.beside(problem))
-        if select.rate(row, regime)
-    ]
+    rows = (row for one in problems for row in (*shown.rows(one, stage_ids=stage_ids), *shown.beside(one)))
+    used = [row for row in rows if select.rate(row, regime)]
     lines: dict[str, dict[int, Measurement]] = {}
     for row in used:
         label = row_title(row) if row.problem.dtype == dtype else beside_title(row)
@@ -1091,19 +1096,8 @@ def lengths(
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
         for label in order:
-            row, is_stage = any_of[label], any_of[label].kind == "stage"
-            colour, shape = mark(row.name)
-            axes.plot(
-                [counts.index(count) for count in rates[label]],
-                list(rates[label].values()),
-                color=colour,
-                linewidth=1.8 if is_stage else 1.2,
-                linestyle="-" if is_stage else (0, (4, 2)),
-                marker=shape,
-                markersize=5,
-                markerfacecolor=colour if row.problem.dtype == dtype else PAPER,
-                label=label,
-            )
+            style = _line_style(any_of[label], hollow=any_of[label].problem.dtype != dtype)
+            axes.plot(list(map(counts.index, rates[label])), list(rates[label].values()), label=label, **style)
         _columns(axes, counts, "sequence length", "TFLOP/s")
         axes.set_ylim(0, top * 1.08)
         if ceiling is not None:
