@@ -17,6 +17,7 @@ from flashlab.core.paths import KERNELS, SITE
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import FP8, STAGES, Stage
+from flashlab.run import arrays
 from flashlab.run.fp8 import LARGEST, STAGE
 from flashlab.verify import on_cpu, oracle
 from flashlab.verify.verdict import check
@@ -202,3 +203,12 @@ def test_the_yardstick_scales_each_head() -> None:
     assert np.sqrt(((scaled / 1000 - out) ** 2).mean()) < 0.06 * size
     cut = oracle.plain(q, k, large, causal=False, dtype="float16", precision="e4m3").astype(np.float64)
     assert np.sqrt(((cut / 1000 - out) ** 2).mean()) > 0.3 * size
+
+
+def test_an_output_right_behind_8_bit_inputs_overlaps_none() -> None:
+    """An element of e4m3 is a byte: what lies between the first and the last is half of what it is in 16 bits."""
+    memory = np.zeros(3 * 20 * 128 + 2 * 20 * 128, np.uint8)
+    q, k, v = (memory[i * 2560 : (i + 1) * 2560].view(E4M3).reshape(1, 1, 20, 128) for i in range(3))
+    out = memory[3 * 2560 :].view(np.float16).reshape(1, 1, 20, 128)
+    views = [arrays.on_host(x, "x") for x in (q, k, v, out)]
+    assert [view.extent[1] - view.extent[0] for view in views] == [2560, 2560, 2560, 5120]

@@ -83,8 +83,8 @@ def together(*names: str) -> Policy:
 
 
 def of_stage(stage: registry.Stage) -> Policy:
-    """A stage for decoding or FP8: the newest session that tried most of it and its variants."""
-    return replace(DECODING, covers=(stage.id, *stage.variant_names))
+    """A stage for decoding or FP8, on any inputs: the newest session that tried most of it and its variants."""
+    return replace(DECODING, covers=(stage.id, *stage.variant_names), inputs=tuple(KINDS))
 
 
 def by_start(rows: Iterable[Any], key: Callable[[Any], Any], wanted: Sequence[Any]) -> list[list[Any]]:

@@ -29,6 +29,8 @@ HOST = -1
 _ANYWHERE = "a NumPy array, a torch or CuPy tensor, or anything with DLPack, in host memory or on a CUDA GPU"
 _ON_GPU = "torch or CuPy tensors on a CUDA GPU, or any array there with DLPack or __cuda_array_interface__"
 _ON_HOST = "NumPy arrays, torch CPU tensors or anything with DLPack in host memory"
+_BYTES = {"float8_e4m3fn": 1, "float32": 4, "int32": 4}
+"""Of an element, where it has no 16 bits."""
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
 
@@ -61,7 +63,8 @@ class DeviceArray:
         steps = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
         low = sum(step for step in steps if step < 0)
         high = sum(step for step in steps if step > 0) + 1
-        return self.pointer + low * BYTES_PER_ELEMENT, self.pointer + high * BYTES_PER_ELEMENT
+        size = _BYTES.get(self.dtype, BYTES_PER_ELEMENT)
+        return self.pointer + low * size, self.pointer + high * size
 
     @property
     def overlaps_itself(self) -> bool:

@@ -27,11 +27,12 @@ come in (about 1 for normal inputs) and c = 1 for float16, 1/2 for bfloat16.
 
 The log-sum-exp passes when in every band
 
-    |error|  <=  2 · max |error of plain|  +  6 · c · u · σ · |p|  +  8 · 2^-24 · (1 + |lse| + σ · sqrt(head_dim))
+    |error|  <=  2 · max |error of plain|  +  6 · c · u · σ · |p|  +  8 · s · (1 + |lse| + σ · sqrt(head_dim))
 
 with |p| the root of the sum of squared probabilities. Independent errors of the scores reach the log-sum-exp only so
 far as few keys carry the weight, so the limit tightens with length and shows a few keys too many among thousands.
-The last term is float32's own.
+The last term is that of the sums: s is 2^-24, float32's, and 2^-13 where tensor cores add e4m3, which
+keep no more and cut off the rest, so that all scores of a row are a little too small.
 
 Every comparison is `not (error <= limit)`, so NaN fails. Shape and type come first. Elements that still hold the
 poison they were filled with are kept apart from elements computed wrong. A row that sees no key must be 0 exactly and
@@ -93,7 +94,10 @@ _SUMMED_IN: dict[DType, float] = {"float16": 1.0, "bfloat16": 0.5}
 _RMS_SLACK = 1.0
 _MAX_SLACK = 3.0
 _LSE_SLACK = 6.0
-_LSE_FLOAT32_SLACK = 8 * 2.0**-24
+_LSE_SUM_SLACK = 8.0
+_SUM_UNIT: dict[Precision, float] = {"e4m3": 2.0**-13, "e4m3_scaled": 2.0**-13}
+"""What tensor cores keep of a sum of e4m3 (site/fp8/f0_e4m3.md); of any other, and everywhere else, sums are float32's,
+2^-24."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ def check(
             statistics[name][tile.pairs, tile.span] = values
     if not np.isfinite(statistics["plain_max"]).all():
         raise InputError(f"wanted q and k whose scores fit in {dtype}, got some that overflow it")
-    return _judge(statistics, problem, pairs, np.asarray(rows), has_lse=lse is not None)
+    return _judge(statistics, problem, pairs, np.asarray(rows), precision, has_lse=lse is not None)
 
 
 FLASH_ATTENTION_LENGTHS: tuple[tuple[int, int], ...] = (
@@ -478,7 +482,13 @@ def _errors(
 
 
 def _judge(
-    statistics: Mapping[str, Any], problem: Problem, pairs: Sequence[tuple[int, int]], rows: Any, *, has_lse: bool
+    statistics: Mapping[str, Any],
+    problem: Problem,
+    pairs: Sequence[tuple[int, int]],
+    rows: Any,
+    precision: Precision,
+    *,
+    has_lse: bool,
 ) -> Verdict:
     """The verdict on the statistics of the compared `rows` of the (batch, head) `pairs`, (pairs, rows) each."""
     unit = _SUMMED_IN[problem.dtype] * UNIT_ROUNDOFF[problem.dtype]
@@ -493,10 +503,11 @@ def _judge(
 
     score_size = most("score_size")
     slack = unit * (1 + score_size) * (1 + 1 / rows_in_band)
+    sum_unit = _SUM_UNIT.get(precision, 2.0**-24)
     lse_limit = (
         _PLAIN_FACTOR * most("plain_lse_error")
         + _LSE_SLACK * unit * score_size * most("weight_norm")
-        + _LSE_FLOAT32_SLACK * (1 + most("lse") + score_size * math.sqrt(problem.head_dim))
+        + _LSE_SUM_SLACK * sum_unit * (1 + most("lse") + score_size * math.sqrt(problem.head_dim))
     )
     comparisons = [
         ("max_abs", "max abs error", most("error_max"),
