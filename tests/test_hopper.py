@@ -110,7 +110,7 @@ def test_the_output_leaves_16_bytes_at_a_time(stage: Stage) -> None:
         names = opcodes(built)
         stores = [name for name in names if name.startswith("STG")]
         wide = stores.count("STG.E.128")
-        if stage in LATE:  # by a TMA store, wherever a work tile ends
+        if stage in LATE and head_dim <= 128:  # by a TMA store, wherever a work tile ends
             assert wide == 0
             assert sum(name.startswith("UTMASTG") for name in names) == 1
         else:
@@ -159,7 +159,8 @@ def test_ones_make_the_product_8_columns_wider(stage: Stage) -> None:
     for head_dim, causal, dtype in itertools.product(stage.head_dims, MASKS, stage.dtypes):
         built = cubin(stage, head_dim, causal=causal, dtype=dtype)
         widths = {opcode.split(".")[1] for opcode in opcodes(built) if opcode.startswith("HGMMA")}
-        assert widths == {f"64x{built.parameters['TILE_KV']}x16", f"64x{head_dim + 8}x16"}
+        columns = {head_dim + 8} if head_dim < 256 else {192, 64 + 8}  # an instruction has at most 256
+        assert widths == {f"64x{one}x16" for one in (built.parameters["TILE_KV"], *columns)}
 
 
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
