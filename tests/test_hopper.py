@@ -213,6 +213,30 @@ def test_scores_far_above_the_old_maximum_are_noticed(stage: Stage, head_dim: in
 
 
 @pytest.mark.usefixtures("cxx")
+@pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", STAGES["16_ones_column"].head_dims)
+def test_both_fallbacks_are_reached_at_every_head_dim(head_dim: int, dtype: DType, aligned: bool) -> None:
+    """The last keys tell little; some before them are beyond what a reference moves by, one of the first is within."""
+    problem = Problem(batch=1, q_heads=2, kv_heads=1, q_len=130, kv_len=333, head_dim=head_dim, dtype=dtype)
+    given = [np.asarray(x, np.float64) for x in make_inputs(problem, seed=0)]
+    given[0] = 1 + 0.05 * given[0]
+    given[1] *= 0.1
+    given[1][:, :, 150::40] += 200 * head_dim**-0.5  # nats
+    given[1][:, :, 7] += 270 * head_dim**-0.5
+    like = make_inputs(problem, seed=0)[0].dtype
+    rows = [np.zeros((*x.shape[:-1], head_dim + (not aligned)), like)[..., :head_dim] for x in given]
+    for row, x in zip(rows, given, strict=True):
+        row[...] = x.astype(like)
+    for causal in MASKS:
+        found = emulate(*rows, stage="16_ones_column", causal=causal, races=True, count_fallbacks=True)
+        assert check(np.asarray(found.out), found.lse, *rows, causal=causal, dtype=dtype).reason == ""
+        assert not found.report.findings
+        assert found.fallbacks is not None
+        assert 0 < found.fallbacks.recomputed < found.fallbacks.renormalized
+
+
+@pytest.mark.usefixtures("cxx")
 @pytest.mark.parametrize("sign", [1, -1], ids=["loud", "far below 0"])
 @variants
 def test_scores_that_need_a_maximum_get_one(stage: Stage, head_dim: int, dtype: DType, sign: int) -> None:
