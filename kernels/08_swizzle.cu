@@ -3,7 +3,7 @@
 // Change: rows of shared memory lie without padding, their chunks of 16 bytes swapped instead, so that a deeper ring fits; and
 //         the next tile's scores are computed where this tile's have just been exponentiated, so that products which wait for
 //         nothing are always there to issue.
-// Layout: as the parent's; chunk c of row r of Q, K and V lies where chunk c ^ (r % 8) would.
+// Layout: as the parent's; chunk c of row r of Q, K and V lies where chunk c ^ (r % 8) would, at head dim 96 c ^ (r / 2 % 4).
 #include "attention.cuh"
 #include "mma.cuh"
 #include "parts.cuh"
@@ -31,6 +31,9 @@ constexpr int D_STEPS = HEAD_DIM / MMA_K;
 constexpr int STRIDE = HEAD_DIM + PADDING;              // of Q, K and V rows in shared memory
 constexpr int ROW_BYTES = STRIDE * sizeof(element);     // of Q, K and V in shared memory
 constexpr int TILE_BYTES = TILE_KV * ROW_BYTES;         // of K or V
+constexpr int SWAPPED_CHUNKS = HEAD_DIM % 64 == 0 ? 8 : 4;   // of a row, that change places: 8 rows of one are in different banks
+// All threads copy tiles, or those that have a chunk where rows have 3 of 4 of a power of two.
+constexpr int COPY_THREADS = HEAD_DIM % 64 == 0 ? THREADS : THREADS / 4 * 3;
 constexpr float LOWEST = -0x1p100f;                // below every score: as a first maximum it saves asking whether there was a key
 static_assert(TILE_Q % (WARPS * MMA_M) == 0, "each warp must own a multiple of 16 query rows");
 static_assert(STEP_KEYS % MMA_K == 0 && TILE_KV % STEP_KEYS == 0, "STEP_KEYS must be a multiple of 16 and divide TILE_KV");
@@ -56,7 +59,7 @@ extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedSt
 // Where chunk `chunk` of row `row` lies, in elements from the tile's first. 8 rows of one chunk, which ldmatrix reads at once,
 // are then in different banks.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
-  return row * STRIDE + (SWIZZLE ? chunk ^ row % MATRIX : chunk) * CHUNK;
+  return row * STRIDE + (SWIZZLE ? chunk ^ row / (MATRIX / SWAPPED_CHUNKS) % SWAPPED_CHUNKS : chunk) * CHUNK;
 }
 
 // This thread's chunks of one tile after another, down the rows of a head. A pointer that walks saves computing addresses,
@@ -65,8 +68,9 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
 // barrier of the caller minds.
 template <int ROWS>
 struct TileCopy {
-  using Share = TileShare<ROWS, THREADS>;
-  static_assert(Share::ROWS_PER_STEP % MATRIX == 0, "a thread's rows must have their chunks swapped alike");
+  using Share = TileShare<ROWS, COPY_THREADS>;
+  static_assert(Share::ROWS_PER_STEP % MATRIX == 0 || Share::ROWS_PER_STEP == 4 && SWAPPED_CHUNKS == MATRIX,
+                "a thread's rows must have their chunks swapped alike, or every second of them");
   Share share;
   const element* source;   // the thread's first chunk of the next tile
   long long step;          // elements from a chunk to the next
@@ -77,9 +81,10 @@ struct TileCopy {
   // The next tile has `num_rows` rows, which may be none or more than ROWS. Past them nothing is read, and 0 is written: a key
   // that is masked still meets the product with V, and 0 · garbage may be NaN.
   __device__ __forceinline__ void fetch(element* tile_smem, int num_rows) {
-    element* target = tile_smem + swizzled(share.row, share.d / CHUNK);
+    if (COPY_THREADS < THREADS && threadIdx.x >= COPY_THREADS) return;
 #pragma unroll
     for (int row = 0; row < ROWS; row += Share::ROWS_PER_STEP) {
+      element* target = tile_smem + swizzled(share.row, share.d / CHUNK ^ (SWIZZLE ? row % MATRIX : 0));
       const bool exists = share.row + row < num_rows;
       if constexpr (ALIGNED) {
         ptx::cp_async_cg_16(target + row * STRIDE, source, exists ? sizeof(Chunk) : 0);
@@ -94,9 +99,10 @@ struct TileCopy {
 };
 
 // Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0. Tiles and rows start
-// on multiples of 128 bytes, so swapping the chunk changes three bits of the whole offset: one instruction.
+// on multiples of 128 bytes, so swapping the chunk changes three bits of the whole offset: one instruction. Where 4 chunks change
+// places, it is 64 bytes and two bits.
 __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
-  constexpr int SWAPPED = MATRIX * sizeof(Chunk);   // bytes within which chunks change places
+  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // bytes within which chunks change places
   const int distance = 2 * d * sizeof(Chunk);
   if constexpr (!SWIZZLE) return at + distance;
   return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
@@ -402,12 +408,13 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   }
   __syncwarp();   // the warp's rows of the output are complete
   constexpr int CHUNKS = HEAD_DIM / CHUNK;   // of a row
+  constexpr int ROWS_AT_ONCE = WARP / CHUNKS;
   element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
 #pragma unroll
-  for (int step = 0; step < WARP_ROWS * CHUNKS / WARP; ++step) {
-    const int row = step * (WARP / CHUNKS) + lane / CHUNKS;
+  for (int step = 0; step < WARP_ROWS / ROWS_AT_ONCE; ++step) {
+    const int row = step * ROWS_AT_ONCE + lane / CHUNKS;
     const int chunk = lane % CHUNKS;
-    if (warp_q_row + row >= p.q_len) break;
+    if (warp_q_row + row >= p.q_len || WARP % CHUNKS != 0 && lane >= ROWS_AT_ONCE * CHUNKS) break;
     write_chunk(O_gmem + (warp_q_row + row) * p.O.row_stride + chunk * CHUNK,
                 *reinterpret_cast<const Chunk*>(warp_smem + swizzled(row, chunk)));
   }

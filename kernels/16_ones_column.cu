@@ -12,39 +12,49 @@
 constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
 // A thread's registers: the block's, 65536 / THREADS rounded down to a multiple of 8 for each thread, are redistributed.
-constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
-constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
+constexpr bool WIDE = Q_BUFFERS == 1;      // rows so wide that the output has no room in shared memory, and registers are short
+constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : WIDE ? 24 : 40;
+constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : WIDE ? 240 : 232;
 constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
-constexpr int BEFORE_PV = NUM_SCORES / 4;  // so many of a tile's exponentials come before the wait for P·V
+constexpr int SCORE_BLOCK = 8;             // scores of a lane in 16 columns
+// So many of a tile's exponentials come before the wait for P·V: a quarter, in whole blocks.
+constexpr int BEFORE_PV = (NUM_SCORES / 4 + SCORE_BLOCK - 1) / SCORE_BLOCK * SCORE_BLOCK;
 // Where ptxas puts code that seldom runs is worth 1 to 2 % of the time, and only measuring says which place is best.
 constexpr bool FIRST_APART = HEAD_DIM == PANEL;              // the first K/V tile of a work tile has a copy of the code
 constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;     // a move's path rounds P itself, and lies outside the loop
 constexpr int ONES = 8;                    // columns of ones: the fewest that an instruction's N can grow by
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
+// An instruction has at most 256 columns: beyond, all panels of V but the last have one of their own.
+constexpr int APART_COLUMNS = O_COLUMNS > 256 ? HEAD_DIM - PANEL : 0;
 // Panels of B lie at one distance from each other. With one panel of V, ones can lie anywhere behind it, and 16 rows do for every
-// instruction. With two, they lie behind the second, TILE_KV rows for every stage.
-constexpr bool SHARED_ONES = HEAD_DIM == PANEL;
+// instruction. With more, they lie behind the last, TILE_KV rows for every stage.
+constexpr bool SHARED_ONES = HEAD_DIM - APART_COLUMNS == PANEL;
 constexpr int STAGE_ONES = SHARED_ONES ? 0 : TILE_KV * PANEL;
-static_assert(HEAD_DIM <= 2 * PANEL, "HEAD_DIM must be 64 or 128: the output's registers");
+static_assert(HEAD_DIM <= 256, "HEAD_DIM must be at most 256: the output's registers");
 static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
 static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
 static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
 
+constexpr int O_ALIGNMENT = WIDE ? 16 : PATTERN_BYTES;
+constexpr int O_ELEMENTS = WIDE ? CHUNK : WARP_ROWS * HEAD_DIM;   // a chunk where nobody uses them
+
 struct SharedStorage {
-  alignas(PATTERN_BYTES) element Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own
+  alignas(PATTERN_BYTES) element Q[Q_BUFFERS][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];  // each consumer's own
   alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
   alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM + STAGE_ONES];
   alignas(PATTERN_BYTES) element ones[WGMMA_STEP * PANEL];                            // where one panel serves every stage
-  alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WARPGROUP_WARPS][WARP_ROWS * HEAD_DIM];   // each warp's own, on their way out
+  alignas(O_ALIGNMENT) element O[NUM_CONSUMERS][WARPGROUP_WARPS][O_ELEMENTS];         // each warp's own, on their way out
   Work work[Q_STAGES];                                                                // what Q belongs to; comes and goes with it
   ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   ptx::Mbarrier end_near;                                            // the work tile at hand has few K/V tiles left to fetch
   ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
   ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
+  ptx::Mbarrier work_known[Q_STAGES];                                // with one buffer of Q: `work` is there, its Q on its way
 };
 static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or stages");
 constexpr int V_STAGE_BYTES = sizeof(SharedStorage::V) / PIPELINE_STAGES;
-constexpr int ONES_DISTANCE = sizeof(SharedStorage::V);   // they follow V
+constexpr int APART_BYTES = APART_COLUMNS * TILE_KV * sizeof(element);   // of V, before the panels beside which ones are
+constexpr int ONES_DISTANCE = sizeof(SharedStorage::V) - APART_BYTES;    // they follow V
 static_assert(ONES_DISTANCE % PATTERN_BYTES == 0, "ones must start right behind V: a pattern of 8 rows after the other");
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV, 1};
@@ -97,12 +107,11 @@ struct TileSums {
 template <int FIRST, int END, bool MASKED>
 __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const float (&reference)[HALVES], float scale_log2,
                                              TileSums& sums, const Visible& visible = {}) {
-  constexpr int BLOCK = 8;   // scores of a lane in 16 columns: what the whole warp does not see costs nothing
 #pragma unroll
-  for (int block = FIRST; block < END; block += BLOCK) {
-    const bool seen = !MASKED || 2 * block < visible.warp_keys;
+  for (int block = FIRST; block < END; block += SCORE_BLOCK) {
+    const bool seen = !MASKED || 2 * block < visible.warp_keys;   // what the whole warp does not see costs nothing
 #pragma unroll
-    for (int i = block; i < block + BLOCK; ++i) {
+    for (int i = block; i < block + SCORE_BLOCK; ++i) {
       const int h = i / 2 % 2;
       if (seen) {
         const float x = fmaf(S_reg[i], scale_log2, -reference[h]);
@@ -199,6 +208,58 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
   }
 }
 
+// Columns FIRST to FIRST + COLUMNS of O (64, O_COLUMNS) += P (64, 16) · V (16, O_COLUMNS), by one instruction, or none for none.
+template <int FIRST, int COLUMNS>
+__device__ __forceinline__ void multiply_PV_columns(float (&O_reg)[O_COLUMNS / 2], const unsigned (&P)[4], Descriptor V_desc) {
+  if constexpr (COLUMNS > 0) {
+    ptx::wgmma_rs<COLUMNS, element, ptx::Major::MN>(reinterpret_cast<float(&)[COLUMNS / 2]>(O_reg[FIRST / 2]), P, V_desc, true);
+  }
+}
+
+// A warp's 16 rows leave from registers, 16 bytes at a time: the 4 lanes of a row have 8 columns of each of 4 blocks together, and
+// exchange them until each has a block.
+__device__ __forceinline__ void store_rows(const AttentionParams& p, const float (&O_reg)[HEAD_DIM / 2], int lane, int warp_q_row,
+                                           int head, int batch) {
+  constexpr int COLUMNS = ROW_LANES * CHUNK;   // that the lanes of a row store at once
+  const int lane_id = lane % ROW_LANES;
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    uint4 blocks[HEAD_DIM / COLUMNS];
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / COLUMNS; ++j) {
+      unsigned pair[ROW_LANES];   // of block i; in the end, of this lane's block, lane i's
+#pragma unroll
+      for (int i = 0; i < ROW_LANES; ++i) {
+        const float* O = O_reg + j * COLUMNS / 2 + 4 * i + 2 * h;
+        pair[i] = pack(O[0], O[1], element{});
+      }
+#pragma unroll
+      for (int bit = 1; bit < ROW_LANES; bit *= 2) {
+        const bool upper = lane_id & bit;
+#pragma unroll
+        for (int i = 0; i < ROW_LANES; ++i) {
+          if (i & bit) continue;
+          const unsigned received = __shfl_xor_sync(FULL_WARP, upper ? pair[i] : pair[i | bit], bit);
+          pair[i] = upper ? received : pair[i];
+          pair[i | bit] = upper ? pair[i | bit] : received;
+        }
+      }
+      blocks[j] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    }
+    const int q_row = warp_q_row + lane / ROW_LANES + 8 * h;
+    if (q_row >= p.q_len) continue;
+    element* row_gmem = head_of(p.O, batch, head) + q_row * p.O.row_stride + lane_id * CHUNK;
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / COLUMNS; ++j) {
+      if constexpr (ALIGNED) {
+        *reinterpret_cast<uint4*>(row_gmem + j * COLUMNS) = blocks[j];   // as a Chunk the compiler stores some in parts
+      } else {
+        write_chunk(row_gmem + j * COLUMNS, reinterpret_cast<const Chunk&>(blocks[j]));
+      }
+    }
+  }
+}
+
 // A consumer: up to 64 query rows of each work tile.
 __device__ __forceinline__ void consume(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int consumer,
                                         int thread) {
@@ -209,8 +270,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
 
   const Descriptor K_desc = rows_descriptor(smem.K[0]);
   // Where ones serve every stage, the distance from V's panel to theirs is another one for every stage and step: PV_STEP.
-  const Descriptor V_desc = SHARED_ONES ? ptx::make_descriptor(smem.V[0], ONES_DISTANCE, PATTERN_BYTES, ptx::Swizzle::b128)
-                                        : columns_descriptor<TILE_KV>(smem.V[0]);
+  const Descriptor V_desc =
+      SHARED_ONES ? ptx::make_descriptor(smem.V[0] + APART_COLUMNS * TILE_KV, ONES_DISTANCE, PATTERN_BYTES, PANEL_SWIZZLE)
+                  : columns_descriptor<TILE_KV>(smem.V[0]);
+  const Descriptor V_apart_desc = columns_descriptor<TILE_KV>(smem.V[0]);
   // Moves a descriptor of V by units of 16 bytes; its distance to the next panel, the field from bit 16 on, by as many back.
   constexpr Descriptor PV_STEP = SHARED_ONES ? 1 - (1ull << 16) : 1;
   // This warp is done with the stage.
@@ -236,16 +299,18 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     if constexpr (Q_IN_REGISTERS) {
       multiply_QK<TILE_KV>(S_reg, Q_reg, desc);
     } else {
-      multiply_QK<TILE_KV>(S_reg, rows_descriptor(smem.Q[count % Q_STAGES][consumer]), desc);
+      multiply_QK<TILE_KV>(S_reg, rows_descriptor(smem.Q[Q_buffer(count)][consumer]), desc);
     }
     ptx::wgmma_commit_group();
   };
   const auto issue_PV = [&](int stage) {
     const Descriptor desc = V_desc + descriptor_step(stage * V_STAGE_BYTES) * PV_STEP;
+    const Descriptor apart_desc = V_apart_desc + descriptor_step(stage * V_STAGE_BYTES);
 #pragma unroll
     for (int k = 0; k < TILE_KV; k += WGMMA_STEP) {
-      ptx::wgmma_rs<O_COLUMNS, element, ptx::Major::MN>(O_reg, P_reg[k / WGMMA_STEP],
-                                                        desc + descriptor_step(k * PANEL_ROW_BYTES) * PV_STEP, true);
+      const Descriptor step = descriptor_step(k * PANEL_ROW_BYTES);
+      multiply_PV_columns<0, APART_COLUMNS>(O_reg, P_reg[k / WGMMA_STEP], apart_desc + step);
+      multiply_PV_columns<APART_COLUMNS, O_COLUMNS - APART_COLUMNS>(O_reg, P_reg[k / WGMMA_STEP], desc + step * PV_STEP);
     }
     ptx::wgmma_commit_group();
   };
@@ -257,9 +322,15 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
-    not_mine = current().num_tiles - num_tiles;
-    if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[count % Q_STAGES][consumer], warp, lane);
+    if constexpr (!WIDE) not_mine = current().num_tiles - num_tiles;
+    if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[Q_buffer(count)][consumer], warp, lane);
     return true;
+  };
+  const auto give_back_Q = [&]() {
+    const Work done = current();
+    __syncwarp();   // all lanes have read it, and Q
+    release(&smem.Q_empty[count % Q_STAGES]);
+    return done;
   };
   const auto add_and_round = [&](const float (&sum)[HALVES]) {
     rows.sum[0] += sum[0];
@@ -285,7 +356,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         if (any_over[h]) move_reference(S_reg, O_reg, rows, sum[h], h, powers[h]);
       }
       if (any_lost) {
-        scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, visible, warp, lane);
+        const element* Q_smem = smem.Q[Q_buffer(count)][consumer];
+        scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, Q_smem, p, current(), tile, visible, warp, lane);
       }
       if constexpr (MOVE_APART) {
         add_and_round(sum);
@@ -354,7 +426,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       sum[h] = lanes_sum<ROW_LANES>(rows.sum[h]) * HEADROOM_FACTOR;
     }
     finish_rows(p, O_out, rows, weight, sum, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
-    if constexpr (ALIGNED) {
+    if constexpr (WIDE) {
+      store_rows(p, O_out, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
+    } else if constexpr (ALIGNED) {
       copy_rows(maps, O_out, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     } else {
       write_rows(p, O_out, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
@@ -367,6 +441,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   ProductTurns::begin(consumer);
   bool more = take();
   while (more) {
+    if constexpr (WIDE) not_mine = current().num_tiles - num_tiles;   // not before the output has left
     for (; not_mine > 0; --not_mine, kv = kv.next()) {
       wait_for_K();
       __syncwarp();   // no lane still waits for a phase that an arrival could end for good
@@ -415,6 +490,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
 
     // The last P·V. Under it the next work tile is waited for, and taken before the output leaves.
+    Work done;
+    if constexpr (WIDE) done = give_back_Q();
     if (num_tiles > 0) {
       wait_for_V(kv.previous());
       ptx::wgmma_fence();
@@ -424,13 +501,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
     }
-    const Work done = current();
-    __syncwarp();   // all lanes have read it, and Q
-    release(&smem.Q_empty[count % Q_STAGES]);
+    if constexpr (!WIDE) done = give_back_Q();
     more = take();
     leave(done);
   }
-  if constexpr (ALIGNED) output_copied(lane);
+  if constexpr (ALIGNED && !WIDE) output_copied(lane);
   ProductTurns::end(consumer);
 }
 

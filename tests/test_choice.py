@@ -216,8 +216,10 @@ def test_a_head_dim_that_is_not_on_record_gets_the_last_rung(data: Path) -> None
     wide = Problem.parse("1x8x512x128")
     assert tuned.rank(wide, H200, ARCH, SMS, data).choices == ()
     assert tuned.stage_for(wide, H200, ARCH, SMS, data) is registry.best(wide, ARCH)
-    with pytest.raises(UnsupportedError, match="no stage runs"):
-        tuned.stage_for(Problem.parse("1x8x512x96"), H200, ARCH, SMS, data)
+    assert tuned.stage_for(Problem.parse("1x8x512x256"), H200, ARCH, SMS, data).id == "16_ones_column"
+    assert tuned.stage_for(Problem.parse("1x8x512x96"), "nvidia-a100", "sm_80", 108, data).id == "08_swizzle"
+    with pytest.raises(UnsupportedError, match="head dim: wanted one of 64"):
+        tuned.stage_for(Problem.parse("1x8x512x80"), H200, ARCH, SMS, data)
 
 
 # --- Other GPUs ---
@@ -421,7 +423,7 @@ def test_explain_falls_back_to_the_last_rung_and_says_so(data: Path) -> None:
 def test_explain_refuses_what_it_cannot_know(data: Path, tmp_path: Path) -> None:
     for arguments, error, words in (
         (("1x8x512",), ValueError, "shape: wanted"),
-        (("1x8x512x96",), UnsupportedError, "no stage runs"),
+        (("1x8x512x80",), UnsupportedError, "head dim: wanted one of 64"),
         (("1x8x512x64", "--gpu", "nvidia-nobody"), ParameterError, "--arch beside it, got 'nvidia-nobody'"),
         (("1x8x512x64", "--gpu", "nvidia-nobody", "--arch", "sm_1"), ParameterError, "arch: wanted one of"),
     ):

@@ -83,7 +83,8 @@ def test_it_compiles_everywhere_without_spills(stage: Stage) -> None:
     work = compiler.jobs([stage], ARCHS)
     for job, result in zip(work, compiler.compile_many(work), strict=True):
         assert not isinstance(result, Exception), job.label
-        assert result.resources.spill_store_bytes == result.resources.stack_bytes == 0, job.label
+        if not stage.may_spill(job.head_dim, job.arch):
+            assert result.resources.spill_store_bytes == result.resources.stack_bytes == 0, job.label
         assert result.launch_shape is not None
         assert result.launch_shape.split_keys > 0
 
@@ -180,7 +181,7 @@ def test_it_is_right_and_without_races_at_any_split(splits: int) -> None:
         timeout_s=600,
     )
     assert [f"{row.problem.label}: {row.reason}" for row in checked.failures] == []
-    assert len(checked.rows) == 8
+    assert len(checked.rows) == 4 * len(registry.get(SPLIT).head_dims)
 
 
 @needs_compiler

@@ -240,7 +240,8 @@ def test_fragments_lie_as_the_header_of_the_instruction_says() -> None:
 def test_swizzle_and_padding_avoid_the_conflict_that_plain_rows_have() -> None:
     assert [drawings.conflicts(**what) for what in drawings.swizzle_layouts().values()] == [8, 1, 1]
     source = STAGES["08_swizzle"].source.read_text(encoding="utf-8")
-    assert "chunk ^ row % MATRIX" in source, "bank_of swizzles as the kernel does"
+    assert text.constants(STAGES["08_swizzle"], 64)["SWAPPED_CHUNKS"] == 8
+    assert "chunk ^ row / (MATRIX / SWAPPED_CHUNKS) % SWAPPED_CHUNKS" in source, "bank_of swizzles as the kernel does"
 
 
 def test_the_site_has_the_page_in_its_navigation() -> None:

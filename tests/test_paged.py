@@ -10,6 +10,7 @@ from shared import needs_compiler
 
 import flashlab
 from flashlab.core import errors
+from flashlab.kernels import registry
 from flashlab.run.paged import STAGE
 from flashlab.verify import on_cpu
 
@@ -55,10 +56,13 @@ def _right(q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("page_size", "q_len", "causal"), [(1, 1, True), (4, 3, True), (16, 2, False), (128, 5, True)])
-def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool) -> None:
-    cache = Cache((0, 37, 290, 1), page_size)
-    q = np.random.default_rng(q_len).standard_normal((4, 8, q_len, 64)).astype(np.float16)
+@pytest.mark.parametrize(
+    ("page_size", "q_len", "causal", "head_dim"),
+    [(1, 1, True, 64), (4, 3, True, 64), (16, 2, False, 64), (128, 5, True, 64), (4, 3, True, 256)],
+)
+def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool, head_dim: int) -> None:
+    cache = Cache((0, 37, 290, 1), page_size, head_dim=head_dim)
+    q = np.random.default_rng(q_len).standard_normal((4, 8, q_len, head_dim)).astype(np.float16)
     out, lse = flashlab.paged_attention(q, cache.K, cache.V, cache.table, cache.lengths, causal=causal, return_lse=True)
     for row, (k, v) in enumerate(cache.keys):
         expected, expected_lse = _right(q[row], k, v, causal)
@@ -173,4 +177,4 @@ def test_as_a_stage_it_is_right_and_without_races(page_size: int) -> None:
         timeout_s=600,
     )
     assert [f"{row.problem.label}: {row.reason}" for row in checked.failures] == []
-    assert len(checked.rows) == 12
+    assert len(checked.rows) == 3 * 2 * len(registry.get(STAGE).head_dims)

@@ -32,7 +32,7 @@ def test_what_is_drawn_is_spread_over_all_that_breaks_kernels() -> None:
     problems = [case.problem for case in MANY]
     assert len({(case.problem, case.layout) for case in MANY}) == len(MANY)
     assert {(p.head_dim, p.dtype, p.mask) for p in problems} == {
-        (d, t, m) for d in (64, 128) for t in ("float16", "bfloat16") for m in ("full", "causal")
+        (d, t, m) for d in (64, 96, 128, 256) for t in ("float16", "bfloat16") for m in ("full", "causal")
     }
     assert max(p.q_len for p in problems) > 1024 < max(p.kv_len for p in problems)
     assert min(p.q_len for p in problems) == 1 == min(p.kv_len for p in problems)
@@ -48,7 +48,7 @@ def test_what_is_drawn_is_spread_over_all_that_breaks_kernels() -> None:
         assert len(what) > 20
     for stage in STAGES.values():
         names = [case for case in MANY if stage.id in case.names]
-        assert len(names) >= 300
+        assert len(names) >= 200
         assert all(stage.why_not(case.problem) is None for case in names)
 
 

@@ -138,10 +138,18 @@ def test_the_best_stage_is_the_last_that_can() -> None:
 
 
 def test_where_no_stage_can_each_says_why() -> None:
-    with pytest.raises(UnsupportedError, match="no stage runs B1 H1 S1 D80 full float16 on sm_90a") as caught:
-        best(Problem.parse("1x1x1x80"), "sm_90a")
+    with pytest.raises(UnsupportedError, match="no stage runs B1 H1 S1 D64 full bfloat16 on sm_75") as caught:
+        best(Problem.parse("1x1x1x64", dtype="bfloat16"), "sm_75")
     for stage_id in CUDA_STAGES:
-        assert f"Stage {stage_id} takes head dim" in str(caught.value)
+        assert f"Stage {stage_id} " in str(caught.value)
+
+
+def test_a_head_dim_that_no_stage_takes_is_refused_with_those_that_work() -> None:
+    works = "Zeros appended to q, k and v up to 96 work, with scale=80"
+    with pytest.raises(UnsupportedError, match=f"wanted one of 64, 96, 128, 256 in float16 on sm_90a, got 80. {works}"):
+        best(Problem.parse("1x1x1x80"), "sm_90a")
+    with pytest.raises(UnsupportedError, match=r"wanted one of 64, 128 in float16 on sm_75, got 256\.$"):
+        best(Problem.parse("1x1x1x256"), "sm_75")
 
 
 @pytest.mark.parametrize(

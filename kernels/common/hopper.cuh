@@ -1,7 +1,8 @@
 // What Hopper stages share: tiles that arrive by tensor copies, products by wgmma, and the softmax in their registers.
 //
 // A tile of ROWS rows of Q, K or V lies in shared memory as panels of 64 columns, [HEAD_DIM / 64][ROWS][64]: a panel's row is
-// 128 bytes, one span of the swizzle, and a pattern of 8 rows starts on 1024 bytes.
+// 128 bytes, one span of the swizzle, and a pattern of 8 rows starts on 1024 bytes. Where HEAD_DIM is an odd multiple of 32, panels
+// have 32 columns, a span 64 bytes and a pattern 512.
 // A thread holds of 64 rows of scores or output, for warp w of the warpgroup and lane l (see wgmma.cuh): x[4·j + 2·h + e] is
 // row 16·w + l / 4 + 8·h, column 8·j + 2·(l % 4) + e. So it meets two rows, h = 0 and 1, and 4 lanes share a row.
 #pragma once
@@ -12,8 +13,8 @@
 #include "reduce.cuh"
 #include "tile.cuh"
 
-// A map per tensor, of dimensions (64, length, HEAD_DIM / 64, heads, batch), innermost first. src/flashlab/attention.py makes them:
-// a copy of Q has LaunchShape's box_q rows, one of K or V box_kv (and panels_kv panels, or all), one of O WARP_ROWS.
+// A map per tensor, of dimensions (PANEL, length, HEAD_DIM / PANEL, heads, batch), innermost first. run/arguments.py makes them: a copy
+// of Q has LaunchShape's box_q rows, one of K or V box_kv (and panels_kv panels, or all), one of O WARP_ROWS.
 struct AttentionMaps {
   ptx::TensorMap Q, K, V, O;
 };
@@ -23,10 +24,12 @@ constexpr int WARPGROUP_WARPS = 4;
 constexpr int WGMMA_ROWS = 64;             // of A and D
 constexpr int WARP_ROWS = 16;              // of those, a warp's; rows a copy of O
 constexpr int WGMMA_STEP = 16;             // of the dimension summed over, an instruction
-constexpr int PANEL = 64;                  // columns
-constexpr int PANEL_ROW_BYTES = 128;
+constexpr int PANEL = HEAD_DIM % 64 == 0 ? 64 : 32;   // columns
+constexpr int PANEL_CHUNKS = PANEL / CHUNK;           // that a swizzle exchanges
+constexpr int PANEL_ROW_BYTES = PANEL * sizeof(element);
 constexpr int PATTERN_BYTES = 8 * PANEL_ROW_BYTES;
-static_assert(HEAD_DIM % PANEL == 0, "HEAD_DIM must be a multiple of 64: tiles are panels of 64 columns");
+constexpr ptx::Swizzle PANEL_SWIZZLE = PANEL == 64 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
+static_assert(HEAD_DIM % PANEL == 0, "HEAD_DIM must be a multiple of 32: tiles are panels of 64 or 32 columns");
 
 constexpr int SM_REGISTERS = 65536;
 constexpr int BLOCK_SMEM_BYTES = 232448;   // that a block may have
@@ -39,7 +42,8 @@ constexpr unsigned TILE_BYTES = ROWS * HEAD_DIM * sizeof(element);
 // Element offset of 8 elements of a tile: column 8·chunk of `row`.
 template <int ROWS>
 __device__ __forceinline__ int tile_offset(int row, int chunk) {
-  return (chunk / 8 * ROWS + row) * PANEL + ((chunk % 8) ^ (row % 8)) * CHUNK;
+  const int exchange = row / (8 / PANEL_CHUNKS) % PANEL_CHUNKS;   // the row's place in the pattern, in spans of 128 bytes
+  return (chunk / PANEL_CHUNKS * ROWS + row) * PANEL + ((chunk % PANEL_CHUNKS) ^ exchange) * CHUNK;
 }
 
 // One head of Q, K or V as the copies see it.
@@ -94,13 +98,13 @@ using Descriptor = unsigned long long;
 
 // Of Q or K: the rows are the rows (columns) of the product, and contiguous along the dimension summed over.
 __device__ __forceinline__ Descriptor rows_descriptor(const element* tile_smem) {
-  return ptx::make_descriptor(tile_smem, 0, PATTERN_BYTES, ptx::Swizzle::b128);
+  return ptx::make_descriptor(tile_smem, 0, PATTERN_BYTES, PANEL_SWIZZLE);
 }
 
 // Of V: contiguous along the columns of the product; from one panel to the next are KEYS rows.
 template <int KEYS>
 __device__ __forceinline__ Descriptor columns_descriptor(const element* tile_smem) {
-  return ptx::make_descriptor(tile_smem, KEYS * PANEL_ROW_BYTES, PATTERN_BYTES, ptx::Swizzle::b128);
+  return ptx::make_descriptor(tile_smem, KEYS * PANEL_ROW_BYTES, PATTERN_BYTES, PANEL_SWIZZLE);
 }
 
 __device__ constexpr Descriptor descriptor_step(int bytes) { return bytes / 16; }
@@ -243,8 +247,8 @@ __device__ __forceinline__ void stage_rows(element* tile_smem, const float (&O_r
   }
 }
 
-// A warp's 16 rows, by way of shared memory, so that whole lines leave. `tile_smem` is [HEAD_DIM / 64][64][64], of which the warp
-// uses rows 16·warp onwards and nobody else may.
+// A warp's 16 rows, by way of shared memory, so that whole lines leave. `tile_smem` is [HEAD_DIM / PANEL][64][PANEL], of which the
+// warp uses rows 16·warp onwards and nobody else may.
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const float (&O_reg)[HEAD_DIM / 2], element* tile_smem,
                                            int warp, int lane, int first_q_row, int head, int batch) {
   const int tile_row = warp * WARP_ROWS;
@@ -255,7 +259,8 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const float
 #pragma unroll
   for (int i = 0; i < WARP_ROWS; i += ROWS_AT_ONCE) {
     const int row = tile_row + i + lane / ROW_CHUNKS, chunk = lane % ROW_CHUNKS;
-    if (first_q_row + row < p.q_len) {   // read here, not before: else the compiler stores 4 bytes at a time
+    const bool needed = WARP % ROW_CHUNKS == 0 || lane < ROWS_AT_ONCE * ROW_CHUNKS;   // where rows have no power of two of chunks
+    if (needed && first_q_row + row < p.q_len) {   // read here, not before: else the compiler stores 4 bytes at a time
       write_chunk(O_gmem + (first_q_row + row) * p.O.row_stride + chunk * CHUNK,
                   *reinterpret_cast<const Chunk*>(tile_smem + tile_offset<WGMMA_ROWS>(row, chunk)));
     }
@@ -269,7 +274,7 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, float (&O
 }
 
 // The same by a TMA store, which runs on while the warp does something else and leaves out rows past the end. Where rows are
-// aligned alone. `rows_smem` is the warp's own, [HEAD_DIM / 64][16][64]. The warp calls output_copied before it ends.
+// aligned alone. `rows_smem` is the warp's own, [HEAD_DIM / PANEL][16][PANEL]. The warp calls output_copied before it ends.
 __device__ __forceinline__ void copy_rows(const AttentionMaps& maps, const float (&O_reg)[HEAD_DIM / 2], element* rows_smem, int lane,
                                           int warp_q_row, int head, int batch) {
   if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the rows before have been read

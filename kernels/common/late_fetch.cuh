@@ -1,7 +1,7 @@
 // The producer of persistent stages from 13 on: one warp fetches work tiles and their Q, each as late as it can still come in time;
 // the other three fetch K and V. And the order in which blocks take work tiles.
 //
-// The stage has TILE_KV, NUM_CONSUMERS, PIPELINE_STAGES and L2_SHARE_MB; its SharedStorage has Q[Q_STAGES][NUM_CONSUMERS],
+// The stage has TILE_KV, NUM_CONSUMERS, PIPELINE_STAGES and L2_SHARE_MB; its SharedStorage has Q[Q_BUFFERS][NUM_CONSUMERS],
 // K and V[PIPELINE_STAGES], work[Q_STAGES] and the mbarriers named here.
 #pragma once
 #include "works.cuh"
@@ -9,6 +9,8 @@
 constexpr int Q_THREADS = WARP;            // of the producer
 constexpr int KV_THREADS = WARPGROUP - WARP;
 constexpr int Q_STAGES = 2;                // the next work tile's Q comes while this one is in use
+// With wide rows there is room for one Q. The next work tile is taken as early, and its K comes; its Q when the one before is read.
+constexpr int Q_BUFFERS = HEAD_DIM > 128 ? 1 : Q_STAGES;
 constexpr int TAKE_AHEAD = 2;              // a work tile is taken when so many K/V tiles of the one before are left to fetch
 constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
 
@@ -29,6 +31,7 @@ using KvPlace = Place<PIPELINE_STAGES>;
 __device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same from one number, where registers are short
   return {count % Q_STAGES, static_cast<unsigned>(count / Q_STAGES & 1)};
 }
+__device__ __forceinline__ int Q_buffer(int count) { return Q_BUFFERS == 1 ? 0 : count % Q_STAGES; }
 
 // The tile scheduler: work tiles from an atomic counter, of as many heads at once as have room for their K and V in a share of the L2
 // cache. Of these heads the longest work tiles come first, so that the last to end are short: causal, the last rows', which see most
@@ -76,14 +79,22 @@ __device__ __forceinline__ void fetch_Q(const AttentionParams& p, const Attentio
     if (thread == 0) smem.work[q.stage] = scheduler.next(p, count == 0);
     if constexpr (!ALIGNED) __syncwarp();   // the others see it
     const Work work = smem.work[q.stage];
+    if constexpr (Q_BUFFERS == 1) {
+      if (thread == 0) ptx::mbarrier_arrive(&smem.work_known[q.stage]);
+    }
     if (work.num_tiles == NO_MORE) {
       ptx::mbarrier_arrive(&smem.Q_full[q.stage]);
       break;
     }
+    if constexpr (Q_BUFFERS == 1) {
+      const Place<Q_STAGES> last = Q_place(max(count, 1) - 1);   // the consumers are done with the last Q
+      if (count > 0) ptx::mbarrier_wait_parity(&smem.Q_empty[last.stage], last.parity);
+    }
     const Source source = {&maps.Q, &p.Q, p.q_len, work.head, work.batch};
     fill_begin(&smem.Q_full[q.stage], TILE_BYTES<ROWS>);
+    auto& tiles = smem.Q[Q_buffer(count)];
     for (int i = 0; i < NUM_CONSUMERS; ++i) {
-      fill<WGMMA_ROWS, Q_THREADS>(smem.Q[q.stage][i], source, work.first_q_row + i * WGMMA_ROWS, &smem.Q_full[q.stage], thread);
+      fill<WGMMA_ROWS, Q_THREADS>(tiles[i], source, work.first_q_row + i * WGMMA_ROWS, &smem.Q_full[q.stage], thread);
     }
     fill_end(&smem.Q_full[q.stage]);
   }
@@ -97,7 +108,11 @@ __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const Attenti
   KvPlace kv;
   for (int count = 0;; ++count) {
     const Place<Q_STAGES> q = Q_place(count);
-    ptx::mbarrier_wait_parity(&smem.Q_full[q.stage], q.parity);   // the work tile is known
+    if constexpr (Q_BUFFERS == 1) {
+      ptx::mbarrier_wait_parity(&smem.work_known[q.stage], q.parity);
+    } else {
+      ptx::mbarrier_wait_parity(&smem.Q_full[q.stage], q.parity);   // the work tile is known
+    }
     const Work work = smem.work[q.stage];
     if constexpr (!ALIGNED) __syncwarp();   // all lanes have read it: without K/V tiles, consumers could be done with it at once
     if (thread % WARP == 0) ptx::mbarrier_arrive(&smem.Q_empty[q.stage]);
@@ -129,6 +144,7 @@ __device__ __forceinline__ void init_barriers(Smem& smem) {
   for (int stage = 0; stage < Q_STAGES; ++stage) {
     ptx::mbarrier_init(&smem.Q_full[stage], FILL_ARRIVALS<Q_THREADS>);
     ptx::mbarrier_init(&smem.Q_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS + KV_WARPS);
+    if constexpr (Q_BUFFERS == 1) ptx::mbarrier_init(&smem.work_known[stage], 1);
   }
   for (int stage = 0; stage < PIPELINE_STAGES; ++stage) {
     ptx::mbarrier_init(&smem.K_full[stage], FILL_ARRIVALS<KV_THREADS>);

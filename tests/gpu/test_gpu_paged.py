@@ -52,7 +52,7 @@ def _right(q: Any, k: Any, v: Any) -> Any:
 def test_any_page_table_and_lengths(seed: int) -> None:
     torch.manual_seed(seed)
     page_size = (1, 16, 64, 128)[seed % 4]
-    head_dim, dtype = (64, 128)[seed // 4 % 2], (torch.float16, torch.bfloat16)[seed // 8 % 2]
+    head_dim, dtype = (64, 128, 256)[seed // 4 % 3], (torch.float16, torch.bfloat16)[seed // 8 % 2]
     batch, q_len = int(torch.randint(1, 9, ())), int(torch.randint(1, 5, ()))
     lengths = [0, *torch.randint(1, 3000, (batch,)).tolist()]
     *cache, keys = _cache(lengths, page_size, 2, head_dim, dtype)

@@ -170,6 +170,9 @@ _SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
     "quick": ((FIRST_SHAPE, DTYPES),),
     "standard": tuple((shape, DTYPES if "x2048x" in shape else ("float16",)) for shape in STANDARD_SHAPES),
     "peers": tuple((f"16x16x2048x{head_dim}", DTYPES) for head_dim in (64, 128)),
+    "head_dims": tuple(
+        (f"{shape}x{head_dim}", DTYPES) for shape in ("16x16x2048", "4x16x8192") for head_dim in (96, 256)
+    ),
     "lengths": tuple(
         (f"{TOKENS // length}x16x{length}x{head_dim}", DTYPES) for head_dim in (64, 128) for length in LENGTHS
     ),
@@ -206,11 +209,11 @@ def suite(name: str) -> tuple[Problem, ...]:
     """The problems of a suite, each full and causal where both say something, on normal inputs.
 
     `smoke` proves the way through, `first` is the sources' shape and `quick` the same in every element type, `standard`
-    is what the ladder is shown on, `peers` is what is held against the libraries, in bursts and sustained, `lengths` is
-    one number of tokens in sequences of many lengths, `claims` is where the sources' claims lie beside their first
-    shape. `inputs` is where kinds of inputs are compared, `offsets` is causal with more keys than queries, at any
-    offset, `decode` is one query row a sequence against a long cache, `fp8` is where inputs stored in FP8 are held
-    against 16 bits, and `gqa` has shared key heads.
+    is what the ladder is shown on, `peers` is what is held against the libraries, in bursts and sustained, `head_dims`
+    has the head dims that few stages take, `lengths` is one number of tokens in sequences of many lengths, `claims` is
+    where the sources' claims lie beside their first shape. `inputs` is where kinds of inputs are compared, `offsets` is
+    causal with more keys than queries, at any offset, `decode` is one query row a sequence against a long cache, `fp8`
+    is where inputs stored in FP8 are held against 16 bits, and `gqa` has shared key heads.
 
     Raises:
         ParameterError: no suite of that name.

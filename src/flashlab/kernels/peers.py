@@ -365,6 +365,12 @@ class TritonFA2(Peer):
     writes_lse = False
     min_capability = (8, 0)
 
+    def limits(self, problem: Problem) -> str | None:
+        """See `Peer`."""
+        if problem.head_dim & problem.head_dim - 1:
+            return "Triton's tiles want a head dim that is a power of two"
+        return super().limits(problem)
+
     def build(self, problem: Problem) -> Attention:
         """See `Peer`."""
         return _TritonFA2(problem)

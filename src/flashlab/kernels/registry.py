@@ -387,12 +387,19 @@ def best(problem: Problem, arch: str | None) -> Stage:
     Stages in another language than C++ stand beside the ladder, and run where they are named.
 
     Raises:
-        UnsupportedError: none does; the message has each stage's reason.
+        UnsupportedError: none does; the message has the head dims that work there, or each stage's reason.
     """
     ladder = [stage for stage in STAGES.values() if stage.language == "cuda"]
     for stage in reversed(ladder):
         if stage.why_not(problem, arch) is None:
             return stage
+    dims = {dim for stage in ladder for dim in stage.head_dims}
+    able = sorted(dim for dim in dims if any(s.why_not(replace(problem, head_dim=dim), arch) is None for s in ladder))
+    if able:
+        got, wider = problem.head_dim, [dim for dim in able if dim > problem.head_dim]
+        works = f" Zeros appended to q, k and v up to {wider[0]} work, with scale={got}**-0.5." if wider else ""
+        where = f"{problem.dtype} on {arch or 'a CPU'}"
+        raise UnsupportedError(f"head dim: wanted one of {', '.join(map(str, able))} in {where}, got {got}.{works}")
     reasons = " ".join(stage.why_not(problem, arch) or "" for stage in ladder)
     raise UnsupportedError(f"no stage runs {problem.label} on {arch or 'a CPU'}. {reasons}")
 

@@ -161,6 +161,7 @@ BURSTS = Plan(
 PLANS: Mapping[str, Plan] = {
     "quick": replace(_BRIEF, sustained_seconds=0.5),
     "peers": Plan(sustained_shapes=None, checked_scores=1 << 28, lse=True),
+    "head_dims": _BRIEF,
     "lengths": BURSTS,
     "claims": Plan(samples=30, cold_samples=0, cap_s=0.4, sustained_seconds=0.0, checked_scores=_CHECKED_SCORES),
     "inputs": replace(_BRIEF, lse=True),

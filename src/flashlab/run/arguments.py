@@ -11,13 +11,13 @@ from flashlab.build import triton_code
 from flashlab.core.problem import BYTES_PER_ELEMENT, DType, Problem
 from flashlab.run.arrays import DeviceArray
 from flashlab.run.plan import Plan
-from flashlab.run.tensor_map import DATA_TYPES, MAP_BYTES, SWIZZLE_128B, TensorMap
+from flashlab.run.tensor_map import DATA_TYPES, MAP_BYTES, SWIZZLE_64B, SWIZZLE_128B, TensorMap
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import LaunchShape
 
-PANEL = 64
-"""Elements of a row in one panel of a tile: 128 bytes, the widest swizzle."""
+PANELS = {64: SWIZZLE_128B, 32: SWIZZLE_64B}
+"""Columns of a tile's panels to their swizzle: the widest whose columns divide the head dim."""
 WARP_ROWS = 16
 """Rows of a TMA store of O: a warp's, as kernels/common/hopper.cuh has it."""
 CPU_RESIDENT_BLOCKS = 3
@@ -80,7 +80,8 @@ def params_for(problem: Problem, scale: float, views: Mapping[str, DeviceArray])
 def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0) -> TensorMap:
     """A tensor map whose box is `rows` rows of one head, as kernels/common/hopper.cuh describes it; `panels` 0: all."""
     batch, heads, length, head_dim = array.shape
-    panel_bytes = PANEL * BYTES_PER_ELEMENT
+    panel = next(columns for columns in PANELS if head_dim % columns == 0)
+    panel_bytes = panel * BYTES_PER_ELEMENT
     # Nothing is ever `stride` away in a dimension of one, whose stride may be anything: the map wants a sound one.
     batch_stride, head_stride, row_stride = (
         stride * BYTES_PER_ELEMENT if n > 1 else panel_bytes
@@ -88,10 +89,10 @@ def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0) -> Te
     )
     return TensorMap(
         data_type=DATA_TYPES[dtype],
-        dims=(PANEL, length, head_dim // PANEL, heads, batch),
+        dims=(panel, length, head_dim // panel, heads, batch),
         strides=(row_stride, panel_bytes, head_stride, batch_stride),
-        box=(PANEL, rows, panels or head_dim // PANEL, 1, 1),
-        swizzle=SWIZZLE_128B,
+        box=(panel, rows, panels or head_dim // panel, 1, 1),
+        swizzle=PANELS[panel],
         l2_promotion="L2_128B",
     )
 

@@ -19,7 +19,10 @@ from flashlab.run.tensor_map import MAX_STRIDE_BYTES
 ROW_ALIGNMENT_BYTES = 16
 """What ALIGNED=1 promises a kernel of every row's address: its widest access, and what tensor maps want."""
 _MAX_GRID_YZ = 65535
-_MAX_LENGTH = 2**31 - 1
+_MAX_LENGTH = 2**29
+"""Kernels count rows and keys in 32 bits, and add those of queries and keys and of a tile past the end."""
+_MAX_TILES, _LEAST_TILE = 2**31 - 1, 16
+"""Kernels count work tiles in 32 bits; a tile's rows at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +122,7 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: bool) -> Problem:
                 "attention over no keys or no queries has no value"
             )
         if max(array.shape) > _MAX_LENGTH:
-            raise ShapeError(f"{name}: wanted dimensions below 2^31, got shape {array.shape}")
+            raise ShapeError(f"{name}: wanted dimensions of at most 2^29, got shape {array.shape}; split the call")
     q, k, v = inputs.values()
     batch, q_heads, q_len, head_dim = q.shape
     _, kv_heads, kv_len, _ = k.shape
@@ -140,6 +143,11 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: bool) -> Problem:
             raise ShapeError(
                 f"q: wanted at most {_MAX_GRID_YZ} as {name} (a CUDA grid's limit), got {count}; split the call"
             )
+    tiles = batch * q_heads * -(-q_len // _LEAST_TILE)
+    if tiles > _MAX_TILES:
+        raise ShapeError(
+            f"q: wanted fewer than 2^31 tiles of {_LEAST_TILE} rows in all heads, got {tiles}; split the call by batch"
+        )
     return Problem(
         batch=batch,
         q_heads=q_heads,

@@ -21,7 +21,7 @@ MAX_STRIDE_BYTES = 2**40
 """Strides are below it."""
 DATA_TYPES: dict[DType, int] = {"float16": 6, "bfloat16": 9}
 """CUtensorMapDataType."""
-SWIZZLE_128B = 3
+SWIZZLE_64B, SWIZZLE_128B = 2, 3
 """CUtensorMapSwizzle."""
 _EMULATED_MARK = 0x50414D54  # "TMAP", kernels/emulation/async.h
 

@@ -803,6 +803,7 @@ def bytes_of_block() -> Chart:
 _WAITING: Mapping[str, tuple[str, str]] = {
     "Q_full": ("the TMA load of Q, by its bytes", "consumers; the warps that fetch K and V"),
     "Q_empty": ("each consumer warp, and a K/V warp", "the warp that fetches Q"),
+    "work_known": ("the warp that fetches Q, at head dim 256", "the warps that fetch K and V, there"),
     "end_near": ("the warp that fetches K and V", "the warp that fetches Q"),
     "K_full": ("the TMA load of K, by its bytes", "consumers, before the QK GEMM"),
     "K_empty": ("each consumer warp, after the QK GEMM", "the warp that fetches K and V"),

@@ -229,7 +229,7 @@ def default_cases_on_cpu(able: Mapping[str, Stage]) -> list[Case]:
 
     A hostile length goes through the first layout under the first schedule, and through each of the others in turn,
     under the second; a long one goes through the first alone. So does a hostile kind of inputs, for which the masks
-    share layouts and schedules, and head dims take turns.
+    share layouts and schedules, and a stage's head dims take turns.
     """
     first, *others = LAYOUTS
 
@@ -245,10 +245,13 @@ def default_cases_on_cpu(able: Mapping[str, Stage]) -> list[Case]:
     for pair in HOSTILE:
         for case in cases(able, lengths=[pair], layouts=(first,), heads=_heads_on_cpu(*pair)):
             chosen += [case] if is_long(*pair) else [case, elsewhere(case)]
-    dims = _head_dims(able)
     for number, kind in enumerate(HOSTILE_INPUTS):
         for case in cases(able, lengths=HOSTILE_LENGTHS[:1], layouts=(first,), inputs=(kind,)):
-            if case.problem.head_dim == dims[(number + variant(case.problem)) % len(dims)]:
+            dims = {name: able[name].head_dims for name in case.names}
+            turn = number + variant(case.problem)
+            names = tuple(name for name in case.names if case.problem.head_dim == dims[name][turn % len(dims[name])])
+            if names:
+                case = replace(case, names=names)
                 chosen.append(elsewhere(case) if case.problem.causal else case)
     return chosen + _far_cases(able)
 
