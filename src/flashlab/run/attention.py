@@ -173,7 +173,7 @@ class _Recipe:
         self, views: Mapping[str, DeviceArray], *, lse: int | None, work: int | None, fallbacks: int | None
     ) -> list[Any]:
         """The kernel's arguments for those arrays; the others are addresses."""
-        params = AttentionParams.from_buffer_copy(self.params)
+        params = type(self.params).from_buffer_copy(self.params)
         for name, view in views.items():
             getattr(params, name).data = view.pointer
         params.LSE, params.work, params.fallbacks = lse, work, fallbacks
@@ -208,6 +208,8 @@ class _Asked(NamedTuple):
     """What the caller of `prepare` asks for beside the arrays."""
 
     causal: bool
+    window: Any
+    softcap: float
     scale: float | None
     stage: str | None
     params: tuple[tuple[str, int], ...]
@@ -223,7 +225,7 @@ def _recipe(inputs: Mapping[str, DeviceArray], out: DeviceArray | None, asked: _
     """
     device = gpu.info(inputs["q"].device)
     # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = (type(asked.causal), type(asked.scale))
+    kinds = (type(asked.causal), type(asked.window), type(asked.softcap), type(asked.scale))
     key = (*map(_layout, (*inputs.values(), out)), asked, *kinds, device.slug, choice.stamp(device.slug))
     try:
         kept = _recipes.get(key)
@@ -246,6 +248,8 @@ def _make_recipe(
         arch=device.arch,
         out=out,
         causal=asked.causal,
+        window=asked.window,
+        softcap=asked.softcap,
         scale=asked.scale,
         stage=asked.stage,
         slug=device.slug,
@@ -359,6 +363,8 @@ def prepare(
     v: Any,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | int | None = None,
+    softcap: float = 0.0,
     scale: float | None = None,
     stage: str | None = None,
     out: Any | None = None,
@@ -380,7 +386,9 @@ def prepare(
         q: as `attention` takes it, on a GPU.
         k: likewise.
         v: likewise.
-        causal: as `attention` takes it, like the six after it.
+        causal: as `attention` takes it, like the eight after it.
+        window: keys that a query sees beside its own.
+        softcap: what scores are bounded by.
         scale: what scores are multiplied by.
         stage: a stage's id, or None.
         out: where to write the output, or None.
@@ -405,7 +413,7 @@ def prepare(
     inputs, target, handle = _on_device(q, k, v, out, stream)
     q_view = inputs["q"]
     named = tuple(sorted((params or {}).items()))
-    recipe = _recipe(inputs, target, _Asked(causal, scale, stage, named, source, may_spill))
+    recipe = _recipe(inputs, target, _Asked(causal, window, softcap, scale, stage, named, source, may_spill))
     if target is None:
         out = arrays.empty_on_device(q, q_view.shape, None, handle)
         target = arrays.on_device(out, "out", handle)
@@ -496,7 +504,7 @@ class _Slot:
 
     def __init__(self, recipe: _Recipe, stream: int) -> None:
         params, maps = bytearray(recipe.params), bytearray(ctypes.sizeof(AttentionMaps))
-        arguments: list[Any] = [AttentionParams.from_buffer(params)]
+        arguments: list[Any] = [type(recipe.params).from_buffer(params)]
         if recipe.plan.stage.tensor_maps:
             arguments.append(AttentionMaps.from_buffer(maps))
         self._words, self._maps = memoryview(params).cast("Q"), memoryview(maps)
@@ -632,6 +640,8 @@ def emulate(
     v: Any,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | int | None = None,
+    softcap: float = 0.0,
     scale: float | None = None,
     stage: str | None = None,
     out: Any | None = None,
@@ -653,7 +663,9 @@ def emulate(
         q: as `attention` takes it, in host memory.
         k: likewise.
         v: likewise.
-        causal: as `attention` takes it, like the four after it.
+        causal: as `attention` takes it, like the six after it.
+        window: keys that a query sees beside its own.
+        softcap: what scores are bounded by.
         scale: what scores are multiplied by.
         stage: a stage's id, or None.
         out: where to write the output, or None.
@@ -683,7 +695,8 @@ def emulate(
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
     inputs = {name: arrays.on_host(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
     target = None if out is None else arrays.on_host(out, "out")
-    planned = plan(*inputs.values(), arch=None, out=target, causal=causal, scale=scale, stage=stage)
+    how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
+    planned = plan(*inputs.values(), arch=None, out=target, **how)
     q_view = inputs["q"]
     if target is None:
         out = arrays.empty_on_host(q, q_view.shape, q_view.dtype)
@@ -879,6 +892,8 @@ def attention(
     v: Any,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | int | None = None,
+    softcap: float = 0.0,
     scale: float | None = None,
     stage: str | None = None,
     out: Any | None = None,
@@ -903,6 +918,10 @@ def attention(
         k: (batch, kv_heads, kv_len, head_dim); kv_heads divides q_heads (grouped-query attention).
         v: as `k`.
         causal: query i sees key j when j - i ≤ kv_len - q_len (aligned bottom right). A query that sees none gets 0.
+        window: (left, right): of those keys, query i sees those with -left ≤ j - i - (kv_len - q_len) ≤ right; None or
+            -1 is no limit to that side, one number both sides. Keys outside cost nothing, by whole tiles. Hugging
+            Face's `sliding_window=w` is causal with `window=(w - 1, None)`. Some stages take one (`Stage.features`).
+        softcap: c > 0: a score s becomes c · tanh(s / c) before the mask, in the same stages; 0: it stays.
         scale: finite; 1/sqrt(head_dim) where None.
         stage: a stage's id. None: on a GPU the one that was fastest on the nearest problem on record (choice.py;
             `flashlab explain` says which and why), on a CPU the last rung of the ladder.
@@ -927,7 +946,8 @@ def attention(
     key = None
     if device != "cpu":
         # 1, 1.0 and True are one key, and one of them is no scale.
-        asked = (causal, type(causal), scale, type(scale), stage, return_lse, device)
+        kinds = (type(causal), type(window), type(softcap), type(scale))
+        asked = (causal, window, softcap, scale, kinds, stage, return_lse, device)
         try:
             key = _call_key(q, k, v, out, asked, params)
             repeated = None if key is None else _repeated.get(key)
@@ -935,14 +955,14 @@ def attention(
             key = repeated = None
         if repeated is not None and repeated.stands():
             return repeated(q, k, v, out, return_lse, stream)
+    how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
+    how |= {"out": out, "params": params}
     if arrays.runs_on(q, device) == "cpu":
         if stream is not None:
             raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
-        ran = emulate(q, k, v, causal=causal, scale=scale, stage=stage, out=out, params=params)
+        ran = emulate(q, k, v, **how)
         return (ran.out, ran.lse) if return_lse else ran.out
-    prepared = prepare(
-        q, k, v, causal=causal, scale=scale, stage=stage, out=out, return_lse=return_lse, stream=stream, params=params
-    )
+    prepared = prepare(q, k, v, **how, return_lse=return_lse, stream=stream)
     with gpu.context(prepared.plan.device):
         prepared()
     if key is not None and isinstance(prepared.launch, gpu.Launch) and prepared.plan.stage.language == "cuda":
