@@ -344,18 +344,25 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
 #endif
       }
     }
+#if WINDOW
+    const bool settled = !__any_sync(FULL_WARP, rows.max[0] == NEG_INF || rows.max[1] == NEG_INF);   // in tiles cut on the left alone
+#else
+    constexpr bool settled = false;
+#endif
     float reference[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      float some = NEG_INF;   // of the largest scores: of the row's first 8 keys, and with a window, of all that it sees of the tile
+      if (!settled) {
+        float some = NEG_INF;   // of the largest scores: of the row's first 8 keys, and with a window, of all that it sees of the tile
 #pragma unroll
-      for (int i = 2 * h; i < (WINDOW ? NUM_SCORES : 4); i += 4) {
-        const float one = !masked || visible(i) ? S_reg[i] * p.scale_log2 : NEG_INF;
-        const float other = !masked || visible(i + 1) ? S_reg[i + 1] * p.scale_log2 : NEG_INF;
-        some = i < 4 ? fmaxf(one, other) : fmaxf(some, fmaxf(one, other));
+        for (int i = 2 * h; i < (WINDOW ? NUM_SCORES : 4); i += 4) {
+          const float one = !masked || visible(i) ? S_reg[i] * p.scale_log2 : NEG_INF;
+          const float other = !masked || visible(i + 1) ? S_reg[i + 1] * p.scale_log2 : NEG_INF;
+          some = i < 4 ? fmaxf(one, other) : fmaxf(some, fmaxf(one, other));
+        }
+        const float first = lanes_max<ROW_LANES>(some) + HEADROOM;
+        rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
       }
-      const float first = lanes_max<ROW_LANES>(some) + HEADROOM;
-      rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
       reference[h] = masked && rows.max[h] == NEG_INF ? 0.0f : rows.max[h];             // the row sees nothing yet: P = 2^-inf
     }
     TileSums sums;
