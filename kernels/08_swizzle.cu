@@ -8,6 +8,7 @@
 #include "mma.cuh"
 #include "parts.cuh"
 #include "reduce.cuh"
+#include "softcap.cuh"
 #include "tile.cuh"
 
 // For an ablation. SWIZZLE 0: chunks lie where they are, in rows that PADDING elements make longer.
@@ -142,8 +143,12 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   const int warp_keys = warp_q_row < p.q_len ? visible_keys(p, min(warp_q_row + WARP_ROWS, p.q_len) - 1) : 0;
   const int warp_tiles = (warp_keys + TILE_KV - 1) / TILE_KV;
   const int full_keys = visible_keys(p, warp_q_row);   // the first row sees the fewest: up to here nothing is masked
-  TileCopy<TILE_KV> K_copy(K_gmem, p.K.row_stride, 0);
-  TileCopy<TILE_KV> V_copy(V_gmem, p.V.row_stride, 0);
+  // Tiles before the first two have no key that the block, or the warp, sees; from the key on, a window hides none from the warp.
+  const int first_tile = first_key(p, first_q_row) / TILE_KV;
+  const int first_warp_tile = first_key(p, warp_q_row) / TILE_KV;
+  const int first_full_key = first_key(p, warp_q_row + WARP_ROWS - 1);
+  TileCopy<TILE_KV> K_copy(K_gmem, p.K.row_stride, first_tile * TILE_KV);
+  TileCopy<TILE_KV> V_copy(V_gmem, p.V.row_stride, first_tile * TILE_KV);
   // Fetch the next tile of V into buffer `slot` of its ring, and of K the one after it into the next buffer of its own; past
   // the last one 0, so that no branch parts a tile's instructions.
   const auto fetch = [&](int tile, int slot, int next_slot) {
@@ -153,9 +158,9 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   };
 
   TileCopy<TILE_Q>(Q_gmem, p.Q.row_stride, first_q_row).fetch(smem.Q, p.q_len - first_q_row);
-  K_copy.fetch(smem.K[0], block_keys);
+  K_copy.fetch(smem.K[0], block_keys - first_tile * TILE_KV);
   ptx::cp_async_commit_group();   // a group of its own, ahead of the tiles'
-  for (int tile = 0; tile < PIPELINE_STAGES - 1; ++tile) fetch(tile, tile, tile + 1);
+  for (int slot = 0; slot < PIPELINE_STAGES - 1; ++slot) fetch(first_tile + slot, slot, slot + 1);
   if constexpr (!does(Part::MEMORY)) V_copy.fetch(smem.V[PIPELINE_STAGES - 1], block_keys - (PIPELINE_STAGES - 1) * TILE_KV);
 
   ptx::cp_async_wait_group<PIPELINE_STAGES - 1>();   // this thread's rows of Q and of the first keys have landed
@@ -215,6 +220,16 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
         }
       }
     }
+#if SOFTCAP
+#pragma unroll
+    for (int r = 0; r < ROW_BLOCKS; ++r) {
+#pragma unroll
+      for (int j = step * STEP_BLOCKS; j < (step + 1) * STEP_BLOCKS; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) S_reg[r][j][i] = capped(p, S_reg[r][j][i]);
+      }
+    }
+#endif
   };
   // These keys' scores count for the maximum; the first ones begin a new one.
   const auto take_max = [&](int step) {
@@ -295,6 +310,13 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
         for (int j = 0; j < KEY_BLOCKS; ++j) {
           if (j * MMA_N >= num_keys) S_reg[r][j][i] = NEG_INF;
         }
+#if WINDOW
+        const int hidden_keys = first_key(p, q_row) - tile_key - lane_col - i % 2;
+#pragma unroll
+        for (int j = 0; j < KEY_BLOCKS; ++j) {
+          if (j * MMA_N < hidden_keys) S_reg[r][j][i] = NEG_INF;
+        }
+#endif
       }
     }
 #pragma unroll
@@ -337,7 +359,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
     const int tile_key = tile * TILE_KV;
     const unsigned K_at = K_START + next_slot * TILE_BYTES + of_columns;   // the next tile's
     const unsigned V_at = V_START + slot * TILE_BYTES + of_rows;
-    if (tile_key + TILE_KV > full_keys) mask(tile_key);
+    if (tile_key + TILE_KV > full_keys || WINDOW && tile_key < first_full_key) mask(tile_key);
     update_max();
     unsigned P_frag[2][STEP_BLOCKS / 2][ROW_BLOCKS][4];
     exponentiate(0, P_frag[0]);
@@ -355,16 +377,18 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
     }
   };
 
-  if (warp_tiles > 0) {
+  // The scores of the warp's first tile, whose K is at K_at: nothing stands beside them.
+  const auto begin = [&](unsigned K_at) {
 #pragma unroll
     for (int step = 0; step < KEY_STEPS; ++step) {
-      multiply_QK(step, K_START + of_columns);
+      multiply_QK(step, K_at);
       take_max(step);
     }
     share_max();
-  }
-  int slot = 0;   // tile % PIPELINE_STAGES, without the division
-  for (int tile = 0; tile < num_tiles; ++tile) {
+  };
+  if (warp_tiles > first_tile && first_warp_tile == first_tile) begin(K_START + of_columns);
+  int slot = 0;   // (tile - first_tile) % PIPELINE_STAGES, without the division
+  for (int tile = first_tile; tile < num_tiles; ++tile) {
     const int next_slot = slot + 1 == PIPELINE_STAGES ? 0 : slot + 1;
     const int free_slot = slot == 0 ? PIPELINE_STAGES - 1 : slot - 1;   // of V; of K it is `slot`
     ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this thread's copies of this tile of V and the next of K have landed
@@ -374,7 +398,9 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
     } else {
       ptx::cp_async_commit_group();
     }
-    if (tile + 1 < warp_tiles) {
+    if (tile < first_warp_tile) {
+      if (tile + 1 == first_warp_tile) begin(K_START + next_slot * TILE_BYTES + of_columns);
+    } else if (tile + 1 < warp_tiles) {
       work_on(tile, slot, next_slot, true);
     } else if (tile + 1 == warp_tiles) {
       work_on(tile, slot, next_slot, false);

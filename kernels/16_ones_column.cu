@@ -6,6 +6,7 @@
 // Requires: sm_90a.
 #include "hopper.cuh"
 #include "late_fetch.cuh"
+#include "softcap.cuh"
 #include "turns.cuh"
 #include "works.cuh"
 
@@ -20,7 +21,7 @@ constexpr int SCORE_BLOCK = 8;             // scores of a lane in 16 columns
 // So many of a tile's exponentials come before the wait for P·V: a quarter, in whole blocks.
 constexpr int BEFORE_PV = (NUM_SCORES / 4 + SCORE_BLOCK - 1) / SCORE_BLOCK * SCORE_BLOCK;
 // Where ptxas puts code that seldom runs is worth 1 to 2 % of the time, and only measuring says which place is best.
-constexpr bool FIRST_APART = HEAD_DIM == PANEL;              // the first K/V tile of a work tile has a copy of the code
+constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW;   // the first K/V tile of a work tile has a copy of the code
 constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;     // a move's path rounds P itself, and lies outside the loop
 constexpr int ONES = 8;                    // columns of ones: the fewest that an instruction's N can grow by
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
@@ -34,6 +35,8 @@ static_assert(HEAD_DIM <= 256, "HEAD_DIM must be at most 256: the output's regis
 static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
 static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
 static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
+static_assert(!WINDOW || (NUM_CONSUMERS - 1) * WGMMA_ROWS <= TAKE_AHEAD * TILE_KV,
+              "a consumer must not wait for the next work tile before tiles are fetched that it leaves to other consumers");
 
 constexpr int O_ALIGNMENT = WIDE ? 16 : PATTERN_BYTES;
 constexpr int O_ELEMENTS = WIDE ? CHUNK : WARP_ROWS * HEAD_DIM;   // a chunk where nobody uses them
@@ -90,11 +93,20 @@ constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one til
 constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
 constexpr float OVERFLOWN = 0x1p126f;   // a sum from here on, or NaN, says that FP32 may not hold some exponential
 
-// The columns of a tile that a lane's rows see: those below num_keys[h], counted from the lane's first.
+// The columns of a tile that a lane's rows see: those from first_key[h] on and below num_keys[h], counted from the lane's first.
 struct Visible {
+#if WINDOW
+  int first_key[HALVES] = {};
+#endif
   int num_keys[HALVES] = {TILE_KV, TILE_KV};
   int warp_keys = TILE_KV;   // no row of the warp sees a column of the tile from here on
-  __device__ __forceinline__ bool operator()(int i) const { return i / 4 * 8 + i % 2 < num_keys[i / 2 % 2]; }
+  __device__ __forceinline__ bool operator()(int i) const {
+    const int column = i / 4 * 8 + i % 2, h = i / 2 % 2;
+#if WINDOW
+    if (column < first_key[h]) return false;
+#endif
+    return column < num_keys[h];
+  }
 };
 
 // A lane's sums over a tile, in two chains of additions for each row.
@@ -102,6 +114,13 @@ struct TileSums {
   float chain[HALVES][2] = {};
   __device__ __forceinline__ float of(int h) const { return chain[h][0] + chain[h][1]; }
 };
+
+// Scores FIRST to END of a tile are capped, where the call asks for it.
+template <int FIRST, int END>
+__device__ __forceinline__ void cap_scores(float (&S_reg)[NUM_SCORES], const AttentionParams& p) {
+#pragma unroll
+  for (int i = FIRST; i < END; ++i) S_reg[i] = capped(p, S_reg[i]);
+}
 
 // A tile's scores FIRST to END become probabilities, in their place, and are added up. Nothing here waits for another lane.
 template <int FIRST, int END, bool MASKED>
@@ -178,7 +197,7 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
     }
     // Registers have no index: all are visited, four are meant.
 #pragma unroll
-    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && lost[i / 2 % 2] ? S[i % 4] * p.scale_log2 : S_reg[i];
+    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && lost[i / 2 % 2] ? capped(p, S[i % 4]) * p.scale_log2 : S_reg[i];
   }
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
@@ -288,7 +307,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   RowState rows;       // max: the row's reference, -inf where it has none yet
   int count = -1;      // of work tiles before the current one
   int num_tiles = 0;   // K/V tiles that this consumer's rows need of the current work tile: at most the block's
-  int not_mine = 0;    // tiles that the block needs and this consumer does not; they come first
+  int not_mine = 0;    // tiles after these that the block needs; they come first
 
   const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
   const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
@@ -314,15 +333,36 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
     ptx::wgmma_commit_group();
   };
-  // Tiles that all of the consumer's rows see whole, where none of these rows has its first key.
-  const auto whole_tiles = [&]() { return (visible_keys(p, current().first_q_row + consumer * WGMMA_ROWS) - CAUSAL) / TILE_KV; };
+  // The first tile of the consumer's rows, and of those that all of them see whole; 0 without a window.
+  const auto first_tile = [&]() {
+    if constexpr (WINDOW) return first_tile_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS);
+    return 0;
+  };
+  const auto first_whole_tile = [&]() {
+    if constexpr (WINDOW) {
+      return (first_key(p, current().first_q_row + (consumer + 1) * WGMMA_ROWS - 1) + TILE_KV - 1) / TILE_KV;
+    }
+    return 0;
+  };
+  // Past the last tile that all of them see whole, where none of these rows has its first key.
+  const auto whole_tiles = [&]() {
+    return (visible_keys(p, current().first_q_row + consumer * WGMMA_ROWS) - (CAUSAL || WINDOW)) / TILE_KV;
+  };
   const auto warp_row = [&]() { return current().first_q_row + consumer * WGMMA_ROWS + warp * WARP_ROWS; };
+  // K/V tiles, the last ones, that the block needs and this consumer does not.
+  const auto passed_over = [&]() {
+    int tiles = current().num_tiles - num_tiles;
+#if WINDOW
+    if (num_tiles > 0) tiles -= first_tile() - first_tile_of_rows(p, current().first_q_row);
+#endif
+    return tiles;
+  };
   // Takes the next work tile; false where there is none.
   const auto take = [&]() {
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
-    if constexpr (!WIDE) not_mine = current().num_tiles - num_tiles;
+    if constexpr (!WIDE) not_mine = passed_over();
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[Q_buffer(count)][consumer], warp, lane);
     return true;
   };
@@ -367,23 +407,39 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     add_and_round(sum);
   };
   // The softmax of a tile in which rows may have their first keys: a work tile's first tile, and those that the mask cuts. A row that
-  // sees a key of the tile sees its first.
+  // sees a key of the tile sees its first, unless there is a window.
   const auto settle = [&](int tile, bool masked, bool first) {
+    cap_scores<0, NUM_SCORES>(S_reg, p);
     Visible visible;
     if (masked) {
       if (FIRST_APART && first) visible.warp_keys = visible_keys(p, warp_row() + WARP_ROWS - 1) - tile * TILE_KV;
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
         visible.num_keys[h] = visible_keys(p, warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
+#if WINDOW
+        visible.first_key[h] = first_key(p, warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
+#endif
       }
     }
+#if WINDOW
+    const bool settled = !__any_sync(FULL_WARP, rows.max[0] == NEG_INF || rows.max[1] == NEG_INF);   // in tiles cut on the left alone
+#else
+    constexpr bool settled = false;
+#endif
     float reference[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      const float one = !masked || visible(2 * h) ? S_reg[2 * h] * p.scale_log2 : NEG_INF;
-      const float other = !masked || visible(2 * h + 1) ? S_reg[2 * h + 1] * p.scale_log2 : NEG_INF;
-      const float first = lanes_max<ROW_LANES>(fmaxf(one, other)) + HEADROOM;   // of the row's first 8 keys
-      rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
+      if (!settled) {
+        float some = NEG_INF;   // of the largest scores: of the row's first 8 keys, and with a window, of all that it sees of the tile
+#pragma unroll
+        for (int i = 2 * h; i < (WINDOW ? NUM_SCORES : 4); i += 4) {
+          const float one = !masked || visible(i) ? S_reg[i] * p.scale_log2 : NEG_INF;
+          const float other = !masked || visible(i + 1) ? S_reg[i + 1] * p.scale_log2 : NEG_INF;
+          some = i < 4 ? fmaxf(one, other) : fmaxf(some, fmaxf(one, other));
+        }
+        const float first = lanes_max<ROW_LANES>(some) + HEADROOM;
+        rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
+      }
       reference[h] = masked && rows.max[h] == NEG_INF ? 0.0f : rows.max[h];             // the row sees nothing yet: P = 2^-inf
     }
     TileSums sums;
@@ -409,7 +465,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     if (!first) ptx::wgmma_pin(O_reg);
     release(&smem.K_empty[kv.stage]);
     if (!first) release(&smem.V_empty[kv.previous().stage]);
-    settle(tile, CAUSAL || tile >= first_whole, first);
+    settle(tile, CAUSAL || WINDOW || tile >= first_whole, first);
     kv = kv.next();
   };
   // A work tile's output leaves; nothing of it is left for the next.
@@ -439,28 +495,34 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   };
 
   ProductTurns::begin(consumer);
+  // Passes over a tile that the block needs and this consumer does not.
+  const auto skip_tile = [&]() {
+    wait_for_K();
+    __syncwarp();   // no lane still waits for a phase that an arrival could end for good
+    release(&smem.K_empty[kv.stage]);
+    ProductTurns::wait(consumer);
+    ProductTurns::pass(consumer);
+    wait_for_V(kv);
+    __syncwarp();
+    release(&smem.V_empty[kv.stage]);
+    kv = kv.next();
+  };
   bool more = take();
   while (more) {
-    if constexpr (WIDE) not_mine = current().num_tiles - num_tiles;   // not before the output has left
-    for (; not_mine > 0; --not_mine, kv = kv.next()) {
-      wait_for_K();
-      __syncwarp();   // no lane still waits for a phase that an arrival could end for good
-      release(&smem.K_empty[kv.stage]);
-      ProductTurns::wait(consumer);
-      ProductTurns::pass(consumer);
-      wait_for_V(kv);
-      __syncwarp();
-      release(&smem.V_empty[kv.stage]);
-    }
-    int tile = num_tiles - 1;
+    if constexpr (WIDE) not_mine = passed_over();   // not before the output has left
+    for (; not_mine > 0; --not_mine) skip_tile();
+    const int last_tile = first_tile(), last_whole = first_whole_tile();   // tiles come from the last to the first
+    int tile = last_tile + num_tiles - 1;
     const int first_whole = whole_tiles();
     if constexpr (FIRST_APART) {
       if (tile >= 0) cut_tile(tile--, first_whole, true);
     }
-    for (bool first = !FIRST_APART; tile >= 0 && (first || tile >= first_whole); first = false) cut_tile(tile--, first_whole, first);
+    for (bool first = !FIRST_APART; tile >= last_tile && (first || tile >= first_whole); first = false) {
+      cut_tile(tile--, first_whole, first);
+    }
 
     bool K_came = false, V_came = false;   // tested before it must be known, because an answer takes a while
-    for (; tile >= 0; --tile) {
+    for (; tile >= last_whole; --tile) {
       if (!K_came) wait_for_K();
       if (!V_came) wait_for_V(kv.previous());
       ProductTurns::wait(consumer);
@@ -474,6 +536,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       const KvPlace after = kv.next();
       K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
       TileSums sums;
+      cap_scores<0, BEFORE_PV>(S_reg, p);
       exponentials<0, BEFORE_PV, false>(S_reg, rows.max, p.scale_log2, sums);
       // The wait for P·V names no registers, and ptxas would put it anywhere among the exponentials. It keeps the order of a test and
       // the wait; the test's address needs the sums so far, whose sign bits are 0, also a NaN's: these exponentials come first.
@@ -483,10 +546,14 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       ptx::wgmma_wait_group<0>();   // so is P·V
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
+      cap_scores<BEFORE_PV, NUM_SCORES>(S_reg, p);
       exponentials<BEFORE_PV, NUM_SCORES, false>(S_reg, rows.max, p.scale_log2, sums);
       float sum[HALVES] = {sums.of(0), sums.of(1)};
       finish_tile(sum, tile, {});
       kv = after;
+    }
+    if constexpr (WINDOW) {
+      while (tile >= last_tile) cut_tile(tile--, first_whole, false);
     }
 
     // The last P·V. Under it the next work tile is waited for, and taken before the output leaves.
@@ -500,6 +567,10 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
+      if constexpr (WINDOW) {
+        const int first_q_row = WIDE ? done.first_q_row : current().first_q_row;
+        for (int left = last_tile - first_tile_of_rows(p, first_q_row); left > 0; --left) skip_tile();
+      }
     }
     if constexpr (!WIDE) done = give_back_Q();
     more = take();

@@ -103,3 +103,26 @@ def llama(torch: Any, *, layers: int, heads: int, head_dim: int) -> Any:
         **{"pad_token_id": 0, "eos_token_id": None},
     )
     return transformers.LlamaForCausalLM(config).eval()
+
+
+WINDOWED_MODELS = ("Gemma2", "Gemma3", "Mistral")
+
+
+def windowed(torch: Any, kind: str, window: int) -> Any:
+    """A small model of transformers with random weights whose layers have windows of so many tokens, or a soft cap, or
+    both."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    importlib.import_module("flashlab.torch").register()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 64}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": None}
+    sizes |= {"sliding_window": window}
+    # Of a cap that random weights' scores reach.
+    more = {
+        "Gemma2": {"attn_logit_softcapping": 0.5},
+        "Gemma3": {"layer_types": ["sliding_attention"] * 2},
+        "Mistral": {},
+    }
+    name = {"Gemma3": "Gemma3Text"}.get(kind, kind)
+    config = getattr(transformers, f"{name}Config")(**sizes, **more[kind])
+    return getattr(transformers, f"{kind}ForCausalLM")(config).eval()

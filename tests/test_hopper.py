@@ -325,3 +325,13 @@ def test_one_dominating_key_gives_its_value_exactly(stage: Stage, key: int, nats
     v[:, :, key] = {"float16": 65504.0, "bfloat16": 255 * 2.0**120}[dtype]
     found = emulate(q, k, v, stage=stage.id, scale=nats / problem.head_dim)
     assert (np.asarray(found.out) == v[:, :, key][:, :, None]).all()
+
+
+@pytest.mark.parametrize("stage", ONES, ids=lambda stage: stage.id)
+@pytest.mark.parametrize("tile_kv", ONES[0].params["TILE_KV"].choices)
+def test_a_stage_is_right_with_any_tile(stage: Stage, tile_kv: int) -> None:
+    """Its exponentials come in blocks, of which a tile may have any number."""
+    problem = Problem.parse("1x1x1x70x300x64", mask="causal")
+    values = make_inputs(problem)
+    ran = emulate(*values, causal=True, stage=stage.id, params={"TILE_KV": tile_kv, "PIPELINE_STAGES": 2})
+    assert check(ran.out, ran.lse, *values, causal=True, dtype=problem.dtype).passed

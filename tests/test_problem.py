@@ -130,7 +130,7 @@ def test_suites_hold_each_problem_once_full_and_causal(name: str) -> None:
     problems = suite(name)
     assert len(set(problems)) == len(problems)
     assert {p.inputs for p in problems} == {"normal"}
-    masks = {"offsets": ("causal",), "decode": ("full",)}.get(name, MASKS)
+    masks = {"offsets": ("causal",), "windows": ("causal",), "decode": ("full",)}.get(name, MASKS)
     for mask in masks:
         assert len([p for p in problems if p.mask == mask]) * len(masks) == len(problems)
 

@@ -160,6 +160,55 @@ def test_a_model_says_the_same_as_with_sdpa(llama: Any, dtype: Any, tolerance: f
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler_here")
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", shared.WINDOWED_MODELS)
+def test_a_model_with_windows_says_the_same_as_eager(kind: str) -> None:
+    """Also with the first part of a prompt in the cache, and token after token."""
+    model = shared.windowed(torch, kind, 8).to(torch.float16)
+    logits, parts, tokens = {}, {}, {}
+    with torch.no_grad():
+        for name in ("eager", "flashlab"):
+            model.set_attn_implementation(name)
+            logits[name] = model(IDS).logits
+            cache = model(IDS[:, :11]).past_key_values
+            parts[name] = model(IDS[:, 11:], past_key_values=cache).logits
+            tokens[name] = model.generate(IDS, max_new_tokens=6, do_sample=False)
+    scale = float(logits["eager"].abs().max())
+    for found in (logits, parts):
+        assert float((found["flashlab"] - found["eager"]).abs().max()) <= 4e-3 * max(1.0, scale)
+    assert torch.equal(tokens["flashlab"], tokens["eager"])
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_layers_window_counts_the_querys_own_key(causal: bool) -> None:
+    q, k, v = qkv(40, 40)
+    options = {"sliding_window": 8, "softcap": 5.0, "scaling": 0.25}
+    out, _ = flashlab.torch._transformers_attention(SimpleNamespace(is_causal=causal), q, k, v, None, **options)
+    apart = torch.arange(40)[:, None] - torch.arange(40)[None]
+    seen = (apart < 8) & (apart >= (0 if causal else -7))
+    scores = (q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3)) * 0.25
+    scores = (5 * torch.tanh(scores / 5)).masked_fill(~seen, -torch.inf)
+    wanted = scores.softmax(-1) @ v.float().repeat_interleave(2, 1)
+    torch.testing.assert_close(out.transpose(1, 2).float(), wanted, atol=4e-3, rtol=4e-3)
+
+
+@pytest.mark.usefixtures("compiler_here")
+def test_windows_and_soft_caps_pass_through_the_operator() -> None:
+    q, k, v = qkv()
+    call = (q, k, v, True, 0.2, "08_swizzle", [7, -1], 3.0)
+    assert set(torch.library.opcheck(torch.ops.flashlab.attention.default, call).values()) == {"SUCCESS"}
+    out = flashlab.torch.attention(q, k, v, causal=True, window=(7, None), softcap=3.0, scale=0.2, stage="08_swizzle")
+    assert torch.equal(out, torch.ops.flashlab.attention(*call))
+    assert not torch.equal(out, torch.ops.flashlab.attention(*call[:6]))
+    torch._dynamo.reset()
+    windowed = lambda *x: flashlab.torch.attention(*x, causal=True, window=(7, None), stage="08_swizzle")  # noqa: E731
+    compiled = torch.compile(windowed, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v), windowed(q, k, v))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.filterwarnings("default")
 def test_a_later_part_of_a_prompt_is_aligned_with_its_end(llama: Any) -> None:
     """The second half of a prompt, with the first in the cache, where torch's SDPA needs a mask."""
     model = llama.to(torch.float16)
@@ -194,8 +243,7 @@ def test_a_model_refuses_padding_static_caches_and_gradients(llama: Any) -> None
     ("options", "words"),
     [
         ({"dropout": 0.1}, "wanted dropout 0, got dropout 0.1"),
-        ({"sliding_window": 8}, "sliding window of 8 over 50 keys"),
-        ({"softcap": 30.0}, "softcap=30.0"),
+        ({"position_bias": 1}, "position_bias"),
         ({"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q"),
         ({"output_attentions": True}, "output_attentions"),
     ],
@@ -210,10 +258,11 @@ def test_what_the_kernels_do_not_compute_is_refused(options: dict[str, Any], wor
     [
         ({"q_length": 5, "kv_length": 9, "q_offset": 4}, None),
         ({"q_length": 1, "kv_length": 8, "q_offset": 20, "kv_offset": 13, "local_size": 8}, None),
+        ({"q_length": 9, "kv_length": 9, "local_size": 8, "config": SimpleNamespace(sliding_window=8)}, None),
         ({"q_length": 5, "kv_length": 9, "allow_is_bidirectional_skip": True}, None),
         ({"q_length": 5, "kv_length": 64}, "dynamic cache"),
         ({"q_length": 5, "kv_length": 5, "allow_is_causal_skip": False}, "custom mask"),
-        ({"q_length": 9, "kv_length": 9, "local_size": 8}, "a window of 8 over 9 keys"),
+        ({"q_length": 9, "kv_length": 9, "local_size": 8, "config": SimpleNamespace()}, "chunks of 8 over 9 keys"),
     ],
 )
 def test_only_the_kernels_own_masks_go_without_one(call: dict[str, Any], words: str | None) -> None:

@@ -1,13 +1,21 @@
 // What every stage shares: the problem as the launcher passes it, and the compile-time choices it makes.
 //
 // Compile-time (-D): HEAD_DIM, CAUSAL (0 or 1), ELEMENT (__half or __nv_bfloat16), ALIGNED (1: every row starts on a
-// 16-byte boundary, so rows may be read 16 bytes at a time), and the stage's own tunables.
+// 16-byte boundary, so rows may be read 16 bytes at a time), and the stage's own tunables. A call that asks for one of a
+// stage's features (its entry names them) also has WINDOW=1 or SOFTCAP=1; others have neither, nor the fields they are for.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #if !defined(HEAD_DIM) || !defined(CAUSAL) || !defined(ELEMENT) || !defined(ALIGNED)
 #error "A stage is compiled with -DHEAD_DIM=…, -DCAUSAL=…, -DELEMENT=… and -DALIGNED=…; src/flashlab/compiler.py does it."
+#endif
+
+#ifndef WINDOW
+#define WINDOW 0
+#endif
+#ifndef SOFTCAP
+#define SOFTCAP 0
 #endif
 
 using element = ELEMENT;
@@ -43,6 +51,11 @@ struct AttentionParams {
                        // puts both back to 0 (with atomicExch); null for other stages
   unsigned* fallbacks; // counts tiles of a warp: [0] whose reference was moved, [1] whose scores were computed again; null where
                        // nobody asks
+#if WINDOW || SOFTCAP
+  int window_left;     // WINDOW: keys before its diagonal that a query sees beside the one on it, below 2^31 - kv_len
+  int window_right;    // and after it; not read where CAUSAL
+  float cap_scale;     // SOFTCAP: scale / cap; a score is cap · tanh(cap_scale · q·k), and scale_log2 is cap · log2(e)
+#endif
 };
 
 // The next one of a warp's tiles falls back on the way of COUNTER (AttentionParams::fallbacks).
@@ -89,9 +102,21 @@ __device__ __forceinline__ int kv_head_of(const AttentionParams& p, int q_head) 
   return q_head / (p.q_heads / p.kv_heads);
 }
 
-// Keys that query `q_row` sees: [0, result). The causal diagonal is aligned bottom right, so this can be 0.
+// Keys that query `q_row` sees: [first_key, visible_keys). The diagonal is aligned bottom right, so that the latter can be 0. Both grow
+// with the row; rows past the end have the last one's first key, so that they see some.
+__device__ __forceinline__ int first_key(const AttentionParams& p, int q_row) {
+#if WINDOW
+  return max(0, min(q_row, p.q_len - 1) + p.kv_len - p.q_len - p.window_left);
+#else
+  return 0;
+#endif
+}
 __device__ __forceinline__ int visible_keys(const AttentionParams& p, int q_row) {
+#if WINDOW
+  return max(0, min(p.kv_len, q_row + 1 + p.kv_len - p.q_len + (CAUSAL ? 0 : p.window_right)));
+#else
   return CAUSAL ? max(0, min(p.kv_len, q_row + 1 + p.kv_len - p.q_len)) : p.kv_len;
+#endif
 }
 
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }

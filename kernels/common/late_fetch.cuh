@@ -120,9 +120,10 @@ __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const Attenti
     const int kv_head = kv_head_of(p, work.head);
     const Source K_source = {&maps.K, &p.K, p.kv_len, kv_head, work.batch};
     const Source V_source = {&maps.V, &p.V, p.kv_len, kv_head, work.batch};
-    const int last_tiles = min(work.num_tiles - 1, TAKE_AHEAD);
+    const int first_tile = first_tile_of_rows(p, work.first_q_row);
+    const int last_tiles = first_tile + min(work.num_tiles - 1, TAKE_AHEAD);
     if (work.num_tiles == 0 && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
-    for (int tile = work.num_tiles - 1; tile >= 0; --tile, kv = kv.next()) {
+    for (int tile = first_tile + work.num_tiles - 1; tile >= first_tile; --tile, kv = kv.next()) {
       if (tile == last_tiles && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
       ptx::mbarrier_wait_parity(&smem.K_empty[kv.stage], kv.parity ^ 1);   // the consumers are done with the stage's last tile
       fill_begin(&smem.K_full[kv.stage], TILE_BYTES<TILE_KV>);

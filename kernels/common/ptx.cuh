@@ -13,6 +13,13 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
+// 9.7.3.22 tanh: relative error at most 2^-11.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 9.7.6.6 selp: `a` where the predicate holds, else `b`; both are worked out.
 __device__ __forceinline__ float selp_f32(float a, float b, bool predicate) {
   float y;

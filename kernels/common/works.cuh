@@ -11,10 +11,16 @@ struct Work {
 };
 constexpr int NO_MORE = -1;
 
-// Keys that any of `num_rows` rows from `first_q_row` on sees, in tiles; 0 where there are no such rows.
+// The first tile with a key that rows from `first_q_row` on see.
+__device__ __forceinline__ int first_tile_of_rows(const AttentionParams& p, int first_q_row) {
+  return first_key(p, first_q_row) / TILE_KV;   // the first row's is the first
+}
+
+// So many tiles, from that one on, have keys that any of `num_rows` rows from `first_q_row` on sees; 0 where there are no such rows.
 __device__ __forceinline__ int tiles_of_rows(const AttentionParams& p, int first_q_row, int num_rows) {
   if (first_q_row >= p.q_len) return 0;
-  return (visible_keys(p, min(first_q_row + num_rows, p.q_len) - 1) + TILE_KV - 1) / TILE_KV;   // the last row sees the most
+  return (visible_keys(p, min(first_q_row + num_rows, p.q_len) - 1) + TILE_KV - 1) / TILE_KV   // the last row's is the last
+         - first_tile_of_rows(p, first_q_row);
 }
 
 // Leaves the counters as it found them. One thread of each block calls it, after it took its last number.

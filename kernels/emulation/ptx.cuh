@@ -110,6 +110,14 @@ __forceinline__ float ex2_approx_ftz(float x) {
   return y < SMALLEST_NORMAL ? 0.0f : y;
 }
 
+// 9.7.3.22 tanh: relative error at most 2^-11. The hardware's own last bits are not known; 11 bits are kept, so that errors are as large
+// as they may be.
+__forceinline__ float tanh_approx(float x) {
+  int exponent;
+  const float fraction = ::frexpf(::tanhf(x), &exponent);
+  return ::ldexpf(::nearbyintf(::ldexpf(fraction, 11)), exponent - 11);
+}
+
 // 9.7.6.6 selp, 9.7.9.12 st.global under a predicate.
 __forceinline__ float selp_f32(float a, float b, bool predicate) { return predicate ? a : b; }
 template <typename T>

@@ -1,8 +1,8 @@
 """flashlab in PyTorch programs: operators that `torch.compile` keeps in its graph, and an attention of transformers.
 
-Importing this registers `torch.ops.flashlab.attention(q, k, v, causal=False, scale=None, stage=None) -> out` and
-`torch.ops.flashlab.attention_lse`, the same with `(out, lse)`. On CUDA tensors they are `flashlab.attention` on torch's
-current stream; on CPU tensors the kernel is emulated, for problems of a test's size.
+Importing this registers `torch.ops.flashlab.attention(q, k, v, causal=False, scale=None, stage=None, window=None,
+softcap=0.0) -> out` and `torch.ops.flashlab.attention_lse`, the same with `(out, lse)`. On CUDA tensors they are
+`flashlab.attention` on torch's current stream; on CPU tensors the kernel is emulated, for problems of a test's size.
 `torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None) -> out` is
 `flashlab.paged_attention` likewise. There is no backward pass: inputs that want a gradient are refused. `register()`
 makes `attn_implementation="flashlab"` known to transformers.
@@ -13,11 +13,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from flashlab.core.errors import DTypeError, MissingPackageError, ShapeError, UnsupportedError
 from flashlab.run import arrays, paged
 from flashlab.run import attention as run
+from flashlab.run.plan import window_of
 
 try:
     import torch
@@ -32,15 +34,26 @@ __all__ = ["attention", "register"]
 NAME = "flashlab"
 """Of the operators' namespace, and of the attention in transformers."""
 _INSTEAD = "attn_implementation='sdpa' takes it"
-_REFUSED = ("softcap", "position_bias", "s_aux", "cache", "cu_seq_lens_q", "output_attentions")
+_REFUSED = ("position_bias", "s_aux", "cache", "cu_seq_lens_q", "output_attentions")
 """Options of attention in transformers that change its result, or ask for another one."""
 
 
 def _define(name: str, returns: str, *, return_lse: bool) -> None:
-    def real(q: Any, k: Any, v: Any, causal: bool = False, scale: float | None = None, stage: str | None = None) -> Any:
-        return run.attention(q, k, v, causal=causal, scale=scale, stage=stage, return_lse=return_lse)
+    def real(
+        q: Any,
+        k: Any,
+        v: Any,
+        causal: bool = False,
+        scale: float | None = None,
+        stage: str | None = None,
+        window: Sequence[int] | None = None,
+        softcap: float = 0.0,
+    ) -> Any:
+        sides: Any = None if window is None else tuple(window)
+        how: dict[str, Any] = {"scale": scale, "stage": stage, "window": sides, "softcap": softcap}
+        return run.attention(q, k, v, causal=causal, **how, return_lse=return_lse)
 
-    def fake(q: Any, k: Any, v: Any, causal: bool = False, scale: float | None = None, stage: str | None = None) -> Any:
+    def fake(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
         arrays.refuse_gradients(q=q, k=k, v=v)
         for of, array in (("q", q), ("k", k), ("v", v)):
             if array.dim() != 4:
@@ -52,7 +65,8 @@ def _define(name: str, returns: str, *, return_lse: bool) -> None:
         return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if return_lse else out
 
     inputs = "Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None, str? stage=None"
-    _library.define(f"{name}({inputs}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    features = "SymInt[]? window=None, float softcap=0.0"
+    _library.define(f"{name}({inputs}, {features}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         _library.impl(name, real, key)
     torch.library.register_fake(f"{NAME}::{name}", fake, lib=_library)
@@ -93,6 +107,8 @@ def attention(
     v: Any,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | int | None = None,
+    softcap: float = 0.0,
     scale: float | None = None,
     stage: str | None = None,
     return_lse: bool = False,
@@ -104,6 +120,8 @@ def attention(
         k: (batch, kv_heads, kv_len, head_dim), of the type and on the device of q; kv_heads divides q_heads.
         v: as `k`.
         causal: aligned bottom right, as in `flashlab.attention`.
+        window: as `flashlab.attention` takes it.
+        softcap: what scores are bounded by, as in `flashlab.attention`.
         scale: what scores are multiplied by; 1/sqrt(head_dim) where None.
         stage: a stage's id, or None for the one that suits.
         return_lse: also return the log-sum-exp of the scores, float32 (batch, q_heads, q_len).
@@ -117,7 +135,8 @@ def attention(
         FlashlabError: what else `flashlab.attention` raises.
     """
     operator = torch.ops.flashlab.attention_lse if return_lse else torch.ops.flashlab.attention
-    return operator.default(q, k, v, causal, scale, stage)
+    sides = None if window is None else window_of(window)
+    return operator.default(q, k, v, causal, scale, stage, sides, softcap)
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
@@ -126,9 +145,9 @@ def attention(
 def register() -> None:
     """Make `attn_implementation="flashlab"` known to Hugging Face transformers; a second time changes nothing.
 
-    Takes causal prefill, decoding with a dynamic cache, grouped-query heads, and encoders, in float16 and bfloat16.
-    Refuses by `UnsupportedError` what the kernels do not compute: padding, packed sequences, custom masks, static
-    caches, dropout, a sliding window shorter than the keys, soft caps, position biases, sinks, and attention weights.
+    Takes causal prefill, decoding with a dynamic cache, grouped-query heads, sliding windows, soft caps, and encoders,
+    in float16 and bfloat16. Refuses by `UnsupportedError` what the kernels do not compute: padding, packed sequences,
+    custom masks, static caches, dropout, position biases, sinks, and attention weights.
 
     Raises:
         MissingPackageError: transformers is not installed, or too old.
@@ -167,12 +186,16 @@ def _transformers_mask(
     q_offset: Any = 0,
     kv_offset: int = 0,
     attention_mask: Any = None,
-    local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    local_size: int | None = None,
+    config: Any = None,
     **_: Any,
 ) -> None:
     """None, for no mask, which is what transformers wants where the kernel's own mask is the right one.
+
+    The window of a layer, `local_size`, comes to the kernel with the layer's `sliding_window`. Chunks have a
+    `local_size` too, which no layer hands on.
 
     Raises:
         UnsupportedError: it is not.
@@ -182,10 +205,10 @@ def _transformers_mask(
             raise _refuse("an attention_mask whose padding cannot be looked for while tracing", "attention_mask=None")
         if not bool(attention_mask.all()):
             raise _refuse("an attention_mask with padding", "sequences without padding")
-    if allow_is_bidirectional_skip and local_size is None:
+    if local_size is not None and kv_length > local_size != getattr(config, "sliding_window", None):
+        raise _refuse(f"chunks of {local_size} over {kv_length} keys")
+    if allow_is_bidirectional_skip:
         return
-    if local_size is not None and kv_length > local_size:
-        raise _refuse(f"a window of {local_size} over {kv_length} keys")
     if not allow_is_causal_skip:
         raise _refuse("a custom mask, packed sequences or a static cache")
     if isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_offset + kv_length:
@@ -202,6 +225,7 @@ def _transformers_attention(
     scaling: float | None = None,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **options: Any,
 ) -> tuple[Any, None]:
     """transformers' attention on (batch, heads, length, head_dim): (batch, length, heads, head_dim), and no weights."""
@@ -209,10 +233,11 @@ def _transformers_attention(
         raise _refuse("a mask of shape " + str(tuple(attention_mask.shape)))
     if dropout:
         raise _refuse(f"dropout {dropout}", "dropout 0")
-    if sliding_window is not None and key.shape[2] > sliding_window:
-        raise _refuse(f"a sliding window of {sliding_window} over {key.shape[2]} keys")
     for name in _REFUSED:
         if options.get(name) not in (None, False):
             raise _refuse(f"{name}={options[name]!r}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    return attention(query, key, value, causal=bool(causal), scale=scaling).transpose(1, 2).contiguous(), None
+    # A query's own key counts in theirs. Encoders look as far ahead as back.
+    window = None if sliding_window is None else sliding_window - 1
+    out = attention(query, key, value, causal=bool(causal), window=window, softcap=softcap or 0.0, scale=scaling)
+    return out.transpose(1, 2).contiguous(), None

@@ -121,3 +121,16 @@ def test_a_model_says_the_same_as_with_sdpa(torch: Any, dtype: str) -> None:
     torch.testing.assert_close(logits["flashlab"], logits["sdpa"], atol=tolerance, rtol=tolerance)
     if dtype == "float16":
         assert torch.equal(tokens["flashlab"][:, :785], tokens["sdpa"][:, :785])
+
+
+@pytest.mark.parametrize("kind", shared.WINDOWED_MODELS)
+def test_a_model_with_windows_says_the_same_as_eager(torch: Any, kind: str) -> None:
+    model = shared.windowed(torch, kind, 100).to("cuda", torch.bfloat16)
+    ids = torch.randint(1, 128, (2, 777), device="cuda")
+    logits = {}
+    for name in ("eager", "flashlab"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            logits[name] = model(ids).logits.float()
+            assert model.generate(ids, max_new_tokens=8, do_sample=False).shape == (2, 785)
+    torch.testing.assert_close(logits["flashlab"], logits["eager"], atol=6e-2, rtol=6e-2)

@@ -31,7 +31,7 @@ from flashlab.build.parallel import on_all_cores
 from flashlab.build.sources import contents, digest, quote, read, readable, shown
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, PerformanceWarningError
 from flashlab.core.paths import KERNELS, ROOT
-from flashlab.core.problem import DTYPES, DType, Mask, Problem
+from flashlab.core.problem import DTYPES, DType, Feature, Mask, Problem
 from flashlab.kernels.registry import (
     ARCHS,
     CUDA_STAGES,
@@ -158,6 +158,8 @@ class Variant:
     head_dim: int
     dtype: DType
     causal: bool
+    features: tuple[Feature, ...] = ()
+    """What the call asks for beside the mask."""
     aligned: bool = True
     """Whether every row of every tensor starts on a 16-byte boundary."""
     overrides: Mapping[str, int] | None = None
@@ -168,7 +170,8 @@ class Variant:
     @classmethod
     def of(cls, stage: Stage, problem: Problem, **others: Any) -> Self:
         """The variant that runs a problem; `others` are the other fields."""
-        return cls(stage=stage, head_dim=problem.head_dim, dtype=problem.dtype, causal=problem.causal, **others)
+        names = ("head_dim", "dtype", "causal", "features")
+        return cls(stage=stage, **{name: getattr(problem, name) for name in names}, **others)
 
     @property
     def file(self) -> Path:
@@ -188,7 +191,8 @@ class Variant:
     def macros(self) -> dict[str, int | str]:
         """What a stage in CUDA C++ is compiled with."""
         fixed = {"HEAD_DIM": self.head_dim, "CAUSAL": int(self.causal), "ALIGNED": int(self.aligned)}
-        return {**fixed, "ELEMENT": ELEMENTS[self.dtype], **self.parameters}
+        asked = {feature.upper(): 1 for feature in self.features}
+        return {**fixed, **asked, "ELEMENT": ELEMENTS[self.dtype], **self.parameters}
 
     @property
     def label(self) -> str:
@@ -198,6 +202,7 @@ class Variant:
     def _label(self, *where: str) -> str:
         mask = "causal" if self.causal else "full"
         extra = [
+            *self.features,
             *([] if self.aligned else ["unaligned"]),
             *([] if self.source is None else [self.source.name]),
             *(f"{name}={value}" for name, value in (self.overrides or {}).items()),

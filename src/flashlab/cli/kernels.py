@@ -149,6 +149,8 @@ def check(
     length: Annotated[list[str] | None, typer.Option(help="SQxSK, such as 113x203; hostile ones if not given.")] = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
+    window: opt.TheWindow = None,
+    softcap: opt.TheSoftcap = 0.0,
     inputs: opt.Inputs = None,
     source: opt.Source = None,
     on: Annotated[
@@ -197,6 +199,8 @@ def check(
         raise ParameterError("--suite: wanted no --random, --length, --inputs or --schedule, which it has itself")
     if random and (length or dtype or mask):
         raise ParameterError("--random: wanted no --length, --dtype or --mask beside it, since it draws them itself")
+    if (random or suite) and (window or softcap):
+        raise ParameterError("--window, --softcap: wanted no --random or --suite, whose problems have neither")
     if resume and not record:
         raise ParameterError("--resume: wanted --record, whose file it goes on in, got none")
     if on == "cpu" and record:
@@ -210,6 +214,7 @@ def check(
         "dtypes": (dtype,) if dtype else DTYPES,
         "masks": (mask,) if mask else MASKS,
         "inputs": kinds,
+        "features": opt.features(window, softcap) if window or softcap else None,
         "sources": opt.sources(source),
         **{"random": random, "suite": suite},
     }
@@ -273,6 +278,8 @@ def explain(
     shape: Annotated[str, typer.Argument(metavar="SHAPE", help=f"{opt.SHAPE_HELP}.")],
     *,
     mask: opt.TheMask = "full",
+    window: opt.TheWindow = None,
+    softcap: opt.TheSoftcap = 0.0,
     dtype: opt.TheDType = "float16",
     gpu: opt.Gpu = None,
     arch: opt.Arch = None,
@@ -285,7 +292,7 @@ def explain(
     """
     from flashlab.run import explain as module
 
-    problem = Problem.parse(shape, dtype=dtype, mask=mask)
+    problem = Problem.parse(shape, dtype=dtype, mask=mask, **opt.features(window, softcap))
     chosen = module.explain(problem, gpu=gpu, arch=arch, data=data)
     rows = [
         {"": place, **row}

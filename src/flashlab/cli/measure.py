@@ -31,6 +31,8 @@ def bench(
     shape: opt.Shapes = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
+    window: opt.TheWindow = None,
+    softcap: opt.TheSoftcap = 0.0,
     head_dim: opt.HeadDims = None,
     length: Annotated[list[int] | None, typer.Option(help="Only this sequence length; may be repeated.")] = None,
     inputs: opt.Inputs = None,
@@ -56,7 +58,8 @@ def bench(
 
     What is not given is the suite's to say: `peers` and `inputs` time the log-sum-exp too, `inputs` has all kinds, and
     `smoke`, `first` and `standard` are sustained at the first shape alone; `decode` and `fp8` have the stages for it
-    and their parents in place of the ladder. --shape takes the place of a suite.
+    and their parents in place of the ladder, and problems with a window or a soft cap those that take them. --shape
+    takes the place of a suite.
     """
     from flashlab.kernels import registry
     from flashlab.measure import bench as module
@@ -66,7 +69,8 @@ def bench(
     suited = matching(shapes or suite_of(suite), dtype=dtype, mask=mask)
     kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
     chosen = matching(suited, head_dim=head_dim, q_len=length)
-    problems = [replace(problem, inputs=kind) for problem in chosen for kind in kinds]
+    asked = opt.features(window, softcap) if window or softcap else {}
+    problems = [replace(problem, inputs=kind, **asked) for problem in chosen for kind in kinds]
     if not problems:
         dims, lengths = ({getattr(problem, name) for problem in suited} for name in ("head_dim", "q_len"))
         raise ParameterError(
@@ -77,6 +81,8 @@ def bench(
     places = {"decode": registry.DECODE, "fp8": registry.FP8}
     if named is None and suite in places and not shape:
         named = [name for stage in places[suite].values() for name in (stage.parent, stage.id) if name]
+    if named is None and any(problem.features for problem in problems):
+        named = [name for name, stage in registry.STAGES.items() if stage.features]
     if dead_ends:
         variants = (name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
         named = [*(named or ()), *variants]

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.inputs import ALL, KINDS
-from flashlab.core.problem import DType, Mask
+from flashlab.core.problem import UNLIMITED, DType, Mask
 
 SHAPE_HELP = "BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64"
 KINDS_HELP = f"What Q, K and V hold: {', '.join(KINDS)}"
@@ -48,6 +48,18 @@ def sources(texts: Sequence[str] | None) -> dict[str, Path]:
             raise ParameterError(f"source: wanted STAGE=FILE with a file that exists, got {text!r}")
         files[str(_resolve(stage_id))] = Path(file).resolve()
     return files
+
+
+def features(window: str | None, softcap: float) -> dict[str, Any]:
+    """Fields of a problem: LEFT alone leaves the keys after a query's own to the mask.
+
+    Raises:
+        ParameterError: no window.
+    """
+    sides = [] if window is None else window.split(",")
+    if len(sides) > 2 or not all(re.fullmatch(r"-?\d+", side) for side in sides):
+        raise ParameterError(f"window: wanted LEFT or LEFT,RIGHT in keys, got {window!r}")
+    return {"window": tuple([*map(int, sides), UNLIMITED, UNLIMITED][:2]), "softcap": softcap}
 
 
 def _complete(incomplete: str) -> list[str]:
@@ -116,6 +128,11 @@ OneDType = Annotated[DType | None, typer.Option(help="Element type; all if not g
 TheDType = Annotated[DType, typer.Option(help="Element type.")]
 OneMask = Annotated[Mask | None, typer.Option(help="Mask; both if not given.")]
 TheMask = Annotated[Mask, typer.Option(help="Mask.")]
+TheWindow = Annotated[
+    str | None,
+    typer.Option("--window", metavar="LEFT[,RIGHT]", help="Keys to either side that a query sees; -1: all. Else none."),
+]
+TheSoftcap = Annotated[float, typer.Option("--softcap", help="What bounds scores; 0: nothing.", min=0)]
 HeadDims = Annotated[list[int] | None, typer.Option(help="Head dim; all if not given; may be repeated.")]
 TheInputs = Annotated[str, typer.Option("--inputs", metavar="KIND", help=f"{KINDS_HELP}.")]
 Inputs = Annotated[str | None, typer.Option(metavar="KIND[,KIND]...", help=f"{KINDS_HELP}; or {ALL}.")]

@@ -18,7 +18,8 @@ from flashlab.core.problem import Cache, Problem, Regime, matching
 
 RUN_COLUMNS = {
     "name": lambda row: row["name"] + (", log-sum-exp on" if row["kind"] == "stage" and row["lse"] else ""),
-    **{name: name for name in ("kind", "shape", "dtype", "mask", "inputs", "median_us", "tflops", "cv_percent")},
+    **{name: name for name in ("kind", "shape", "dtype", "mask", "features", "inputs")},
+    **{name: name for name in ("median_us", "tflops", "cv_percent")},
     **{name: name for name in ("samples", "call_clock_mhz", "cycles_per_score", "energy_j_per_call")},
     "status": lambda row: row["status"] + (f": {row['reason']}" if row["status"] != "ok" else ""),
 }

@@ -3,20 +3,28 @@
 Attention over `batch` sequences and `q_heads` heads, softmax(scale · Q Kᵀ) V with
 Q (batch, q_heads, q_len, head_dim), K and V (batch, kv_heads, kv_len, head_dim), O like Q.
 A causal mask is aligned bottom right: query `i` sees key `j` when j - i ≤ kv_len - q_len.
-A query that sees no key has output 0 and log-sum-exp -inf.
+A window (left, right) leaves of these keys those with -left ≤ j - i - (kv_len - q_len) ≤ right, and a soft cap c makes
+a score c · tanh(score / c). A query that sees no key has output 0 and log-sum-exp -inf.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from math import inf
+from typing import Any, Literal, get_args
 
 from flashlab.core.errors import DTypeError, ParameterError, ShapeError
 from flashlab.core.inputs import NORMAL, require
 
 DType = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
+Feature = Literal["window", "softcap"]
+"""What a call may ask for beside a mask, and not every stage computes."""
+UNLIMITED = -1
+"""Of a window's sides: one that hides no key."""
+Window = tuple[int, int]
+NO_WINDOW: Window = (UNLIMITED, UNLIMITED)
 Precision = Literal["input", "e4m3_inputs", "e4m3", "e4m3_scaled"]
 """What a computation's numbers are rounded to: its inputs' own type; Q, K and V to FP8 (e4m3); those and the
 probabilities; the same with a scale for each head, which brings its largest number to e4m3's largest. Sums are FP32,
@@ -28,6 +36,7 @@ Cache = Literal["hot", "cold"]
 """hot: calls back to back. cold: L2 overwritten before every call."""
 DTYPES: tuple[DType, ...] = get_args(DType)
 MASKS: tuple[Mask, ...] = get_args(Mask)
+FEATURES: tuple[Feature, ...] = get_args(Feature)
 BYTES_PER_ELEMENT = 2
 
 
@@ -46,6 +55,11 @@ class Problem:
     mask: Mask = "full"
     inputs: str = NORMAL
     """What Q, K and V hold, one of `inputs.KINDS`."""
+    window: Window = NO_WINDOW
+    """Keys before and after its diagonal that a query sees, that on it not counted; `UNLIMITED` to either side. Under a
+    causal mask the second changes nothing."""
+    softcap: float = 0.0
+    """What scores are bounded by, before the mask; 0: nothing."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim"):
@@ -61,10 +75,17 @@ class Problem:
         if self.mask not in MASKS:
             raise ParameterError(f"mask: wanted one of {', '.join(MASKS)}, got {self.mask!r}")
         require(self.inputs)
+        object.__setattr__(self, "window", tuple(self.window))  # JSON has lists
+        if len(self.window) != 2 or any(type(side) is not int or side < UNLIMITED for side in self.window):
+            raise ParameterError(
+                f"window: wanted (left, right), integers from 0 on, or {UNLIMITED} for no limit, got {self.window!r}"
+            )
+        if isinstance(self.softcap, bool) or not isinstance(self.softcap, (int, float)) or not 0 <= self.softcap < inf:
+            raise ParameterError(f"softcap: wanted a positive finite number, or 0 for none, got {self.softcap!r}")
 
     @classmethod
-    def parse(cls, shape: str, *, dtype: str = "float16", mask: str = "full", inputs: str = NORMAL) -> Problem:
-        """A problem from `BxHxSxD` or `BxHxHkvxSqxSkxD`, for example `16x16x2048x64`.
+    def parse(cls, shape: str, *, dtype: str = "float16", mask: str = "full", **others: Any) -> Problem:
+        """A problem from `BxHxSxD` or `BxHxHkvxSqxSkxD`, for example `16x16x2048x64`; `others` are its other fields.
 
         Raises:
             ShapeError: not four or six positive integers joined by `x`.
@@ -82,7 +103,25 @@ class Problem:
                 f"got {shape!r}"
             )
         names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")
-        return cls(**dict(zip(names, numbers, strict=True)), dtype=dtype, mask=mask, inputs=inputs)  # type: ignore[arg-type]
+        return cls(**dict(zip(names, numbers, strict=True)), dtype=dtype, mask=mask, **others)  # type: ignore[arg-type]
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What it asks for that not every stage computes."""
+        usual = {"window": NO_WINDOW, "softcap": 0}
+        return tuple(name for name in FEATURES if getattr(self, name) != usual[name])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `flashlab.attention` takes beside the arrays to compute it."""
+        return {"causal": self.causal, **{name: getattr(self, name) for name in self.features}}
+
+    @property
+    def reach(self) -> Window:
+        """Keys before and after its diagonal that a query sees at most, by mask and window together."""
+        longest = max(self.q_len, self.kv_len)
+        left, right = (longest if side == UNLIMITED else min(side, longest) for side in self.window)
+        return left, 0 if self.causal else right
 
     @property
     def causal(self) -> bool:
@@ -105,12 +144,19 @@ class Problem:
 
     @property
     def label(self) -> str:
-        """For people: `B16 H16 S2048 D64 causal float16`, and the inputs where they are not normal."""
-        return f"{self.sizes} {self.mask} {self.dtype}" + ("" if self.inputs == NORMAL else f" {self.inputs}")
+        """For people: `B16 H16 S2048 D64 causal float16`, a window and a soft cap, and the inputs where not normal."""
+        inputs = "" if self.inputs == NORMAL else self.inputs
+        return " ".join(filter(None, (self.sizes, self.mask, self.dtype, self.features_label, inputs)))
+
+    @property
+    def features_label(self) -> str:
+        """Its window and soft cap for people: `window 511:-1 softcap 50`; empty where it has neither."""
+        texts = {"window": "window {}:{}".format(*self.window), "softcap": f"softcap {self.softcap:g}"}
+        return " ".join(texts[name] for name in self.features)
 
     def flat(self) -> dict[str, object]:
         """As JSON has it: for people, and as the options of a command take it."""
-        fields = ("shape", "mask", "dtype", "inputs")
+        fields = ("shape", "mask", "dtype", "inputs", *self.features)
         return {"problem": self.label} | {name: getattr(self, name) for name in fields}
 
     @property
@@ -118,13 +164,26 @@ class Problem:
         """Scores a head needs: q_len · kv_len, under a causal mask the area below the diagonal.
 
         The area, not the count of cells, so that a square causal problem is exactly half of the full one: the
-        convention of every published benchmark.
+        convention of every published benchmark. In a window the count of cells, as FlashAttention's benchmark has it.
         """
+        if "window" in self.features:
+            left, right = self.reach
+            return float(self._keys_up_to(right) - self._keys_up_to(-left - 1))
         if not self.causal:
             return float(self.q_len * self.kv_len)
         if self.q_len <= self.kv_len:
             return self.q_len * self.kv_len - self.q_len**2 / 2
         return self.kv_len**2 / 2
+
+    def _keys_up_to(self, beyond: int) -> int:
+        """Summed over the queries, the keys up to so many beyond the diagonal."""
+
+        def rising(first: int) -> int:  # Σ max(0, first + i) over the queries i
+            low, high = max(first, 0), first + self.q_len - 1
+            return (low + high) * (high - low + 1) // 2 if high > 0 else 0
+
+        first = 1 + self.kv_len - self.q_len + beyond
+        return rising(first) - rising(first - self.kv_len)
 
     @property
     def flops(self) -> float:
@@ -188,10 +247,14 @@ _SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
         *((f"{batch}x32x8x1x8192x64", ("float16",)) for batch in (1, 64)),
     ),
     "fp8": tuple((f"{TOKENS // length}x16x{length}x128", DTYPES) for length in (2048, 8192, 16384)),
+    "windows": (("4x16x8192x128", ("bfloat16",)),),
     "gqa": tuple((f"4x32x{kv_heads}x4096x4096x{head_dim}", DTYPES) for kv_heads in (8, 1) for head_dim in (64, 128)),
 }
-_MASKS_OF: dict[str, tuple[Mask, ...]] = {"offsets": ("causal",), "decode": ("full",)}
+_MASKS_OF: dict[str, tuple[Mask, ...]] = {"offsets": ("causal",), "decode": ("full",), "windows": ("causal",)}
 """Of suites to which the other mask says nothing new: one query row sees all keys under either."""
+_FEATURES_OF: dict[str, tuple[dict[str, Any], ...]] = {
+    "windows": ({}, *({"window": (keys - 1, UNLIMITED)} for keys in (512, 1024, 4096)), {"softcap": 50.0})
+}
 
 SUITES = tuple(_SUITE_CELLS)
 
@@ -213,7 +276,8 @@ def suite(name: str) -> tuple[Problem, ...]:
     has the head dims that few stages take, `lengths` is one number of tokens in sequences of many lengths, `claims` is
     where the sources' claims lie beside their first shape. `inputs` is where kinds of inputs are compared, `offsets` is
     causal with more keys than queries, at any offset, `decode` is one query row a sequence against a long cache, `fp8`
-    is where inputs stored in FP8 are held against 16 bits, and `gqa` has shared key heads.
+    is where inputs stored in FP8 are held against 16 bits, `windows` is causal without and with windows of some lengths
+    and a soft cap, and `gqa` has shared key heads.
 
     Raises:
         ParameterError: no suite of that name.
@@ -221,8 +285,9 @@ def suite(name: str) -> tuple[Problem, ...]:
     if name not in _SUITE_CELLS:
         raise ParameterError(f"suite: wanted one of {', '.join(_SUITE_CELLS)}, got {name!r}")
     return tuple(
-        Problem.parse(shape, dtype=dtype, mask=mask)
+        Problem.parse(shape, dtype=dtype, mask=mask, **features)
         for shape, dtypes in _SUITE_CELLS[name]
         for dtype in dtypes
         for mask in _MASKS_OF.get(name, MASKS)
+        for features in _FEATURES_OF.get(name, ({},))
     )

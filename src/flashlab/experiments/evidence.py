@@ -205,7 +205,7 @@ class Records:
         """A folder's records, oldest first; a damaged line is left out, and `flashlab results --verify` names it."""
         table = frame(self.gpu, self.data, folder)
         if "inputs" in table:
-            table = table[table["inputs"].isna() | (table["inputs"] == NORMAL)]
+            table = table[table["inputs"].isna() | (table["inputs"] == NORMAL) & (table["features"] == "")]
         return list(table.itertuples(index=False))
 
     @cached_property

@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import KERNELS
-from flashlab.core.problem import Problem
+from flashlab.core.problem import FEATURES, UNLIMITED, Feature, Problem
 
 Attention = Callable[[Any, Any, Any], Any]
 """(q, k, v) -> out, torch tensors; enqueues on torch's current stream."""
@@ -58,6 +58,8 @@ class Peer(ABC):
     """Query rows a sequence up to which it is measured; None: any."""
     layout: Layout = "bhsd"
     """What it is made for, and gets."""
+    features: tuple[Feature, ...] = ()
+    """What else it can be asked for."""
     writes_lse: bool | None = None
     """Whether a call under `torch.no_grad()` writes a log-sum-exp too, by its source; None where that depends on what
     it chooses."""
@@ -106,7 +108,8 @@ class Peer(ABC):
                 return WhyNot("unsupported", f"{self.name} needs compute capability {low}{high}; this GPU has {have}")
             if problem.dtype == "bfloat16" and compute_capability < (8, 0):
                 return WhyNot("unsupported", f"bfloat16 needs compute capability 8.0 or newer; this GPU has {have}")
-        limit = self.limits(problem)
+        limit = next((f"it is called without a {name}" for name in problem.features if name not in self.features), None)
+        limit = limit or self.limits(problem)
         if self.max_q_len is not None and problem.q_len > self.max_q_len:
             limit = f"it is measured with at most {self.max_q_len} query rows a sequence, got {problem.q_len}"
         if limit:
@@ -328,6 +331,7 @@ class Flex(Peer):
     how = "torch.compile(flex_attention, dynamic=False)"
     packages = _TRITON
     compile_s = 5.0
+    features = FEATURES
     writes_lse = False  # its OUTPUT_LOGSUMEXP is torch.is_grad_enabled()
     min_capability = (8, 0)
 
@@ -338,18 +342,25 @@ class Flex(Peer):
         # Every problem is a compilation of its own; past its limit of them dynamo would run the unfused fallback.
         torch._dynamo.reset()
         compiled = torch.compile(flex.flex_attention, dynamic=False)
-        mask = None
-        if problem.causal:
+        mask = cap = None
+        if problem.causal or "window" in problem.features:
             shift = problem.kv_len - problem.q_len
+            left, right = problem.reach
 
             def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-                return query + shift >= key
+                before = query + shift + right >= key
+                return before & (key >= query + shift - left) if "window" in problem.features else before
 
             mask = flex.create_block_mask(sees, None, None, problem.q_len, problem.kv_len, device="cuda")
+        if problem.softcap:
+
+            def cap(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+                return problem.softcap * torch.tanh(score / problem.softcap)
+
         grouped = problem.q_heads != problem.kv_heads
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            return compiled(q, k, v, block_mask=mask, enable_gqa=grouped)
+            return compiled(q, k, v, score_mod=cap, block_mask=mask, enable_gqa=grouped)
 
         return attend
 
@@ -437,6 +448,9 @@ class _FlashAttention(Peer):
     module: str
     distribution: str
     layout = "bshd"
+    features = FEATURES
+    unlimited: int | None
+    """A side of a window that hides no key."""
 
     def __init__(self) -> None:
         self.how = f"{self.module}.flash_attn_func"
@@ -447,10 +461,15 @@ class _FlashAttention(Peer):
         attention = importlib.import_module(self.module).flash_attn_func
         # It splits no keys by default; 0 leaves the number of splits to it, as its own function for a cache does.
         can_split = "num_splits" in inspect.signature(attention).parameters
-        splits = {"num_splits": 0} if can_split and problem.q_len < _FEW_ROWS else {}
+        options: dict[str, Any] = {"num_splits": 0} if can_split and problem.q_len < _FEW_ROWS else {}
+        if "window" in problem.features:
+            sides = (problem.window[0], 0) if problem.causal else problem.window
+            options["window_size"] = tuple(self.unlimited if side == UNLIMITED else side for side in sides)
+        if "softcap" in problem.features:
+            options["softcap"] = problem.softcap
 
         def attend(q: Any, k: Any, v: Any) -> Any:
-            out = attention(q, k, v, causal=problem.causal, **splits)
+            out = attention(q, k, v, causal=problem.causal, **options)
             return out[0] if isinstance(out, tuple) else out
 
         return attend
@@ -462,6 +481,7 @@ class FlashAttention3(_FlashAttention):
     name = "fa3"
     title = "FlashAttention-3"
     module = "fa3_fwd_interface"
+    unlimited = UNLIMITED
     distribution = wheel = "fa3-fwd"
     writes_lse = True  # allocates and fills one in every call
     min_capability = max_capability = (9, 0)
@@ -479,6 +499,7 @@ class FlashAttention4(_FlashAttention):
     name = "fa4"
     title = "FlashAttention-4 (CuTe DSL)"
     module = "flash_attn.cute"
+    unlimited = None
     distribution = "flash-attn-4"
     compile_s = 5.0
     writes_lse = False  # allocates one where a gradient or return_lse is wanted

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from flashlab.core.errors import DataError, ParameterError, UnknownStageError, UnsupportedError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import KERNELS, ROOT, SITE
-from flashlab.core.problem import FIRST_SHAPE, DType, Mask, Precision, Problem
+from flashlab.core.problem import FIRST_SHAPE, DType, Feature, Mask, Precision, Problem
 
 Language = Literal["cuda", "triton"]
 Place = Literal["ladder", "decode", "fp8", "dead_ends"]
@@ -182,6 +182,8 @@ class Stage:
     """The last architecture that has its instructions; None where newer ones keep them."""
     dtypes: Annotated[tuple[DType, ...], Field(min_length=1)] = ("float16",)
     head_dims: Annotated[tuple[int, ...], Field(min_length=1)] = (64, 128)
+    features: tuple[Feature, ...] = ()
+    """What else a call may ask for; each reaches the kernel as a macro of its name, 1, where it is asked for."""
     max_rows: Annotated[int, Field(gt=0)] | None = None
     """The most query rows a K/V head that it takes: query heads that share it times q_len; None: any number."""
     params: Mapping[str, Param] = field(default_factory=dict)
@@ -310,6 +312,9 @@ class Stage:
                 f"Stage {self.id} takes at most {self.max_rows} query rows a K/V head (query heads that share it times "
                 f"q_len), got {rows}. {_runnable(dtype=problem.dtype)}"
             )
+        for feature in problem.features:
+            if feature not in self.features:
+                return f"Stage {self.id} takes no {feature}. {_runnable(arch=arch, feature=feature)}"
         if arch is not None and arch not in self.archs:
             return f"Stage {self.id} needs {self.needs}, got {arch}. {_runnable(arch=arch)}"
         return None
@@ -321,11 +326,13 @@ class Stage:
             raise UnsupportedError(reason)
 
 
-def _runnable(*, dtype: DType | None = None, arch: str | None = None) -> str:
+def _runnable(*, dtype: DType | None = None, arch: str | None = None, feature: Feature | None = None) -> str:
     ids = [
         stage.id
         for stage in STAGES.values()
-        if (dtype is None or dtype in stage.dtypes) and (arch is None or arch in stage.archs)
+        if (dtype is None or dtype in stage.dtypes)
+        and (arch is None or arch in stage.archs)
+        and (feature is None or feature in stage.features)
     ]
     there = f" on {arch}" if arch else ""
     return f"Runnable{there}: {', '.join(ids)}." if ids else f"No stage is runnable{there}."

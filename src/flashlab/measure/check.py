@@ -322,7 +322,7 @@ def _guarded_run(
     views = [_for_kernel(buffer.array, problem) for buffer in (*inputs, out)]
     prepared = prepare(
         *views[:3],
-        causal=problem.causal,
+        **problem.options,
         stage=stage_id,
         out=views[3],
         lse=lse.array,
@@ -337,7 +337,7 @@ def _guarded_run(
         out.array,
         lse.array,
         *values,
-        causal=problem.causal,
+        **problem.options,
         dtype=problem.dtype,
         precision=stages.get(stage_id).precision,
         xp=cupy,

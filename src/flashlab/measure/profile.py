@@ -541,7 +541,7 @@ def work(job: Message, send: Send) -> None:
     ready = []
     for stage_id in job["stages"]:
         try:
-            call = prepare(q, k, v, causal=problem.causal, stage=stage_id)
+            call = prepare(q, k, v, **problem.options, stage=stage_id)
             call()
             worker.torch.cuda.synchronize()
         except CompileError as error:

@@ -231,7 +231,8 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     by_run: dict[Problem, dict[str, dict[str, Measurement]]] = {}
     for row in rows:
         newer = last_rung is None or last_rung in by_session[row["session"]]
-        if newer and row["inputs"] in inputs and (row["kind"] == "peer" or row["name"] in registry.STAGES):
+        plain = row["inputs"] in inputs and not row["features"]
+        if newer and plain and (row["kind"] == "peer" or row["name"] in registry.STAGES):
             by_run.setdefault(row["problem"], {}).setdefault(row["run"], {})[row["name"]] = row["record"]
     parts = {problem: [list(rows.values()) for rows in runs.values()] for problem, runs in by_run.items()}
     found = []

@@ -28,7 +28,7 @@ _OF_STATE = (
     *("cycles_per_score", "power_w", "energy_j_per_call"),
 )
 RESULT = (
-    *("name", "kind", "layout", "lse", "shape", "dtype", "mask", "inputs", "status", "reason"),
+    *("name", "kind", "layout", "lse", "shape", "dtype", "mask", "features", "inputs", "status", "reason"),
     *(*_OF_STATE, "regime", "cache", "run", "commit", "dirty"),
 )
 """The columns of `flashlab results`: see `headline`."""
@@ -46,10 +46,11 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
     `place` (`nvidia-h200/runs/….jsonl:12`, relative to `data`).
 
     Of what ran on a problem: `problem`, and its fields `shape`, `batch`, `q_heads`, `kv_heads`, `q_len`, `kv_len`,
-    `head_dim`, `dtype`, `mask`, `inputs`; `layout`, `lse`, `second` (a stage's row with the log-sum-exp on, beside
-    its own), `status`, `reason`, `samples` (a tuple of `schema.Samples`), `cubin`, `verdict`, `registers`,
-    `spill_bytes`, `smem_bytes`, `blocks_per_sm`; the columns of `state_of`; `cold_us`, `sustained_us`, `cold_tflops`
-    and `sustained_tflops`. None or NaN where there is none.
+    `head_dim`, `dtype`, `mask`, `inputs`, `window`, `softcap`; `features`, both in words, empty where there are none;
+    `layout`, `lse`, `second` (a stage's row with the log-sum-exp on, beside its own), `status`, `reason`, `samples` (a
+    tuple of `schema.Samples`), `cubin`, `verdict`, `registers`, `spill_bytes`, `smem_bytes`, `blocks_per_sm`; the
+    columns of `state_of`; `cold_us`, `sustained_us`, `cold_tflops` and `sustained_tflops`. None or NaN where there is
+    none.
 
     Of ceilings: `unit` and `value`.
     """
@@ -104,6 +105,7 @@ def _described(record: Any) -> dict[str, Any]:
     if not hasattr(record, "problem"):
         return row
     row |= {"problem": record.problem, "shape": record.problem.shape, **vars(record.problem)}
+    row["features"] = record.problem.features_label
     row["samples"] = getattr(record, "samples", ())
     if isinstance(record, schema.Timed):
         cubin = record.cubin

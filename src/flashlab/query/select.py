@@ -162,7 +162,7 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
     if policy.off_ladder != "with":
         runs = {*able["run"][[is_off_ladder(record) for record in able["record"]]]}
         able = able[able["run"].isin(runs) == (policy.off_ladder == "only")]
-    able = able[able["inputs"].isin(policy.inputs)]
+    able = able[able["inputs"].isin(policy.inputs) & (able["features"] == "")]  # pages name no window and no soft cap
     candidates: dict[Problem, dict[str, dict[str, dict[str, dict[str, Any]]]]] = {}
     for row in rows_of(able):
         groups = candidates.setdefault(row["problem"], {})

@@ -17,7 +17,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, FlashlabError
 from flashlab.core.inputs import NORMAL
-from flashlab.core.problem import Problem
+from flashlab.core.problem import FEATURES, Problem
 from flashlab.record.schema import Gpu, Label, Moment, Prose, RunId, Source, Status, Verdict
 
 
@@ -106,6 +106,7 @@ def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
         "dtype": problem.dtype,
         "mask": problem.mask,
         **({} if problem.inputs == NORMAL else {"inputs": problem.inputs}),
+        **{name: getattr(problem, name) for name in problem.features},
         "layout": rows[0].layout,
         "ok": {row.stage: _numbers(row) for row in rows if _passed(row)},
     }
@@ -204,6 +205,7 @@ def _first_format(line: Mapping[str, Any]) -> dict[str, Any]:
 def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The comparisons of a line of `case_line`, or the one of a line of format 2."""
     what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
+    what |= {name: line[name] for name in FEATURES if name in line}
     problem = vars(Problem.parse(line["shape"], **what))
     if "stage" in line:
         return [_full(line, problem, line["layout"])]

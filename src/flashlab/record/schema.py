@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, lru_cache
 from statistics import fmean, median
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,12 +19,14 @@ from pydantic import (
     ConfigDict,
     Field,
     JsonValue,
+    SerializerFunctionWrapHandler,
     StringConstraints,
     TypeAdapter,
+    WrapSerializer,
     model_validator,
 )
 
-from flashlab.core.problem import Cache, DType, Mask, Problem, Regime
+from flashlab.core.problem import FEATURES, Cache, DType, Mask, Problem, Regime
 
 SCHEMA_VERSION: Literal[2] = 2
 """What is written. Version 1, which is read as well, lacks `call_clock_mhz`, `cycles_per_score`, `continuous_s` and
@@ -68,6 +70,15 @@ TENSOR_FLOP_PER_CYCLE: Mapping[tuple[int, int], int] = {(9, 0): 4096}
 """Operations per cycle of one SM's tensor cores, 16-bit in and float32 sums, dense, by compute capability.
 
 Hopper's follows from the data sheet: 989.4 TFLOP/s on 132 SMs at 1830 MHz."""
+
+
+def _without_what_is_not_asked_for(problem: Problem, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    fields: dict[str, Any] = dump(problem)
+    return {name: value for name, value in fields.items() if name not in FEATURES or name in problem.features}
+
+
+RecordedProblem = Annotated[Problem, WrapSerializer(_without_what_is_not_asked_for)]
+"""A problem that names a feature only where it asks for it, as records did before there were any."""
 
 
 class _Model(BaseModel):
@@ -275,7 +286,7 @@ def cycles_per_score(samples: Samples, problem: Problem, sm_count: int) -> float
 class Timed(Base):
     """What was run on one problem, and what came of it."""
 
-    problem: Problem
+    problem: RecordedProblem
     status: Status
     reason: Prose
     """Empty when ok, else why there is no time."""
@@ -390,7 +401,7 @@ class Part(Base):
     """`nothing`, `qk`, `softmax`, `pv` or `memory`."""
     parameters: dict[Label, int]
     """Every tunable of the stage and its value."""
-    problem: Problem
+    problem: RecordedProblem
     samples: Samples
     cubin: CubinFields
 
@@ -401,7 +412,7 @@ class Reading(Base):
     kind: Literal["reading"] = "reading"
     name: Label
     """A stage id, or a peer's name."""
-    problem: Problem
+    problem: RecordedProblem
     timer: Literal["events", "torch-profiler", "cuda-bench"]
     """`events`: CUDA events, flashlab's own. `torch-profiler`: durations of kernels by CUPTI, through torch.profiler.
     `cuda-bench`: NVBench, through its Python package."""
@@ -476,7 +487,7 @@ class Call(Base):
     kind: Literal["call"] = "call"
     name: Label
     """A peer's name."""
-    problem: Problem
+    problem: RecordedProblem
     time_us: Times = Field(min_length=1)
     """Host time of one call, microseconds, one entry a call."""
 
@@ -611,7 +622,7 @@ class StageProfile(_Counted):
     """Id of the run, the name of its file."""
     stage: Label
     """Its id."""
-    problem: Problem
+    problem: RecordedProblem
     parameters: dict[Label, int]
     """Every tunable and its value."""
     cubin_sha256: str = Field(pattern=r"^[0-9a-f]{64}$")

@@ -62,6 +62,17 @@ class AttentionParams(ctypes.Structure):
     )
 
 
+class FeatureParams(AttentionParams):
+    """The same of a kernel that is compiled for some of `Problem.features`."""
+
+    # ctypes adds them to its base's.
+    _fields_ = (  # type: ignore[assignment]
+        ("window_left", ctypes.c_int),
+        ("window_right", ctypes.c_int),
+        ("cap_scale", ctypes.c_float),
+    )
+
+
 class AttentionMaps(ctypes.Structure):
     """kernels/common/hopper.cuh, `AttentionMaps`."""
 
@@ -70,11 +81,15 @@ class AttentionMaps(ctypes.Structure):
 
 def params_for(problem: Problem, scale: float, views: Mapping[str, DeviceArray]) -> AttentionParams:
     """The kernel's first argument; `views` are Q, K, V and O. `LSE`, `work` and `fallbacks` are null."""
-    return AttentionParams(
+    params = (FeatureParams if problem.features else AttentionParams)(
         **{name: TensorView(view.pointer, *view.strides[:3]) for name, view in views.items()},
         **{name: getattr(problem, name) for name in ("q_heads", "kv_heads", "q_len", "kv_len", "batch")},
-        scale_log2=scale * math.log2(math.e),
+        scale_log2=(problem.softcap or scale) * math.log2(math.e),
     )
+    if isinstance(params, FeatureParams):
+        params.window_left, params.window_right = problem.reach
+        params.cap_scale = scale / (problem.softcap or 1.0)
+    return params
 
 
 def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0) -> TensorMap:

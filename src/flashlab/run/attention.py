@@ -146,6 +146,8 @@ class _Asked(NamedTuple):
     """What the caller of `prepare` asks for beside the arrays."""
 
     causal: bool
+    window: Any
+    softcap: float
     scale: float | None
     stage: str | None
     params: tuple[tuple[str, int], ...]
@@ -161,7 +163,7 @@ def _recipe(inputs: Mapping[str, DeviceArray], out: DeviceArray | None, asked: _
     """
     device = gpu.info(inputs["q"].device)
     # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = (type(asked.causal), type(asked.scale))
+    kinds = (type(asked.causal), type(asked.window), type(asked.softcap), type(asked.scale))
     key = (*map(recipes.layout, (*inputs.values(), out)), asked, *kinds, device.slug)
     try:
         kept = recipes.by_layout.get(key)
@@ -185,6 +187,8 @@ def _make_recipe(
         arch=device.arch,
         out=out,
         causal=asked.causal,
+        window=asked.window,
+        softcap=asked.softcap,
         scale=asked.scale,
         stage=asked.stage,
         slug=device.slug,
@@ -249,6 +253,8 @@ def prepare(
     v: Any,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | int | None = None,
+    softcap: float = 0.0,
     scale: float | None = None,
     stage: str | None = None,
     out: Any | None = None,
@@ -270,7 +276,9 @@ def prepare(
         q: as `attention` takes it, on a GPU.
         k: likewise.
         v: likewise.
-        causal: as `attention` takes it, like the six after it.
+        causal: as `attention` takes it, like the eight after it.
+        window: keys that a query sees beside its own.
+        softcap: what scores are bounded by.
         scale: what scores are multiplied by.
         stage: a stage's id, or None.
         out: where to write the output, or None.
@@ -295,7 +303,7 @@ def prepare(
     inputs, target, handle = _on_device(q, k, v, out, stream)
     q_view = inputs["q"]
     named = tuple(sorted((params or {}).items()))
-    recipe = _recipe(inputs, target, _Asked(causal, scale, stage, named, source, may_spill))
+    recipe = _recipe(inputs, target, _Asked(causal, window, softcap, scale, stage, named, source, may_spill))
     if target is None:
         out = arrays.empty_on_device(q, q_view.shape, None, handle)
         target = arrays.on_device(out, "out", handle)
@@ -378,6 +386,8 @@ def emulate(
     v: Any,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | int | None = None,
+    softcap: float = 0.0,
     scale: float | None = None,
     stage: str | None = None,
     out: Any | None = None,
@@ -399,7 +409,9 @@ def emulate(
         q: as `attention` takes it, in host memory.
         k: likewise.
         v: likewise.
-        causal: as `attention` takes it, like the four after it.
+        causal: as `attention` takes it, like the six after it.
+        window: keys that a query sees beside its own.
+        softcap: what scores are bounded by.
         scale: what scores are multiplied by.
         stage: a stage's id, or None.
         out: where to write the output, or None.
@@ -429,7 +441,8 @@ def emulate(
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
     inputs = {name: arrays.on_host(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
     target = None if out is None else arrays.on_host(out, "out")
-    planned = plan(*inputs.values(), arch=None, out=target, causal=causal, scale=scale, stage=stage)
+    how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
+    planned = plan(*inputs.values(), arch=None, out=target, **how)
     q_view = inputs["q"]
     if target is None:
         out = arrays.empty_on_host(q, q_view.shape, q_view.dtype)
@@ -628,6 +641,8 @@ def attention(
     v: Any,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] | int | None = None,
+    softcap: float = 0.0,
     scale: float | None = None,
     stage: str | None = None,
     out: Any | None = None,
@@ -652,6 +667,10 @@ def attention(
         k: (batch, kv_heads, kv_len, head_dim); kv_heads divides q_heads (grouped-query attention).
         v: as `k`.
         causal: query i sees key j when j - i ≤ kv_len - q_len (aligned bottom right). A query that sees none gets 0.
+        window: (left, right): of those keys, query i sees those with -left ≤ j - i - (kv_len - q_len) ≤ right; None or
+            -1 is no limit to that side, one number both sides. Keys outside cost nothing, by whole tiles. Hugging
+            Face's `sliding_window=w` is causal with `window=(w - 1, None)`. Some stages take one (`Stage.features`).
+        softcap: c > 0: a score s becomes c · tanh(s / c) before the mask, in the same stages; 0: it stays.
         scale: finite; 1/sqrt(head_dim) where None.
         stage: a stage's id. None: on a GPU the one that was fastest on the nearest problem on record (choice.py;
             `flashlab explain` says which and why), on a CPU the last rung of the ladder.
@@ -674,18 +693,19 @@ def attention(
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
     # 1, 1.0 and True are one key, and one of them is no scale.
-    asked = (causal, type(causal), scale, type(scale), stage, return_lse, device)
+    kinds = (type(causal), type(window), type(softcap), type(scale))
+    asked = (causal, window, softcap, scale, kinds, stage, return_lse, device)
     key, addresses, again = recipes.kept((q, k, v), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
+    how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
+    how |= {"out": out, "params": params}
     if arrays.runs_on(q, device) == "cpu":
         if stream is not None:
             raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
-        ran = emulate(q, k, v, causal=causal, scale=scale, stage=stage, out=out, params=params)
+        ran = emulate(q, k, v, **how)
         return (ran.out, ran.lse) if return_lse else ran.out
-    prepared = prepare(
-        q, k, v, causal=causal, scale=scale, stage=stage, out=out, return_lse=return_lse, stream=stream, params=params
-    )
+    prepared = prepare(q, k, v, **how, return_lse=return_lse, stream=stream)
     with gpu.context(prepared.plan.device):
         prepared()
     if key is not None and isinstance(prepared.launch, gpu.Launch) and prepared.plan.stage.language == "cuda":

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import numbers
+import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from flashlab.core.errors import DeviceError, DTypeError, LayoutError, ParameterError, ShapeError
-from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, DType, Problem
+from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, NO_WINDOW, UNLIMITED, DType, Problem, Window
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import choice
@@ -53,6 +54,8 @@ def plan(
     arch: str | None,
     out: DeviceArray | None = None,
     causal: bool = False,
+    window: Any = None,
+    softcap: float = 0.0,
     scale: float | None = None,
     stage: str | None = None,
     slug: str | None = None,
@@ -71,7 +74,7 @@ def plan(
         raise ParameterError(f"causal: wanted True or False, got {causal!r}")
     chosen = None if stage is None else registry.get(stage)
     inputs = {"q": q, "k": k, "v": v}
-    problem = problem_of(inputs, causal)
+    problem = with_features(problem_of(inputs, causal), window, softcap)
     arrays = inputs if out is None else {**inputs, "out": out}
     for name, array in arrays.items():
         check_layout(name, array, q)
@@ -92,6 +95,41 @@ def plan(
         why_slow=next(filter(None, reasons), ""),
         device=q.device,
     )
+
+
+def window_of(window: Any) -> Window:
+    """Both sides of a window as `attention` takes it.
+
+    Raises:
+        ParameterError: it is none.
+    """
+    sides = [window, window] if isinstance(window, numbers.Integral) else NO_WINDOW if window is None else window
+    try:
+        left, right = (UNLIMITED if side is None else operator.index(side) for side in sides)
+    except (TypeError, ValueError):
+        left = right = UNLIMITED - 1
+    if min(left, right) < UNLIMITED or any(isinstance(side, bool) for side in sides):
+        raise ParameterError(
+            "window: wanted None, the number of keys to either side of a query's own, or (left, right) with None or "
+            f"{UNLIMITED} for no limit, got {window!r}"
+        )
+    return left, right
+
+
+def with_features(problem: Problem, window: Any, softcap: Any) -> Problem:
+    """The problem in a window and with a soft cap; a side of the window that hides no key is left out.
+
+    Raises:
+        ParameterError: they are none.
+    """
+    left, right = window_of(window)
+    if right == 0 and not problem.causal:
+        problem = replace(problem, mask="causal")
+    if left >= problem.kv_len - 1:
+        left = UNLIMITED
+    if problem.causal or right >= problem.q_len - 1:
+        right = UNLIMITED
+    return replace(problem, window=(left, right), softcap=softcap)
 
 
 def scale_of(scale: Any, head_dim: int) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 from flashlab.core.errors import ParameterError
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
 from flashlab.core.inputs import NORMAL, SCALE8, drawn
-from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, Problem
+from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, UNLIMITED, Problem, Window
 from flashlab.kernels.registry import Stage
 from flashlab.record.schema import Verdict
 from flashlab.verify.verdict import (
@@ -87,6 +87,7 @@ class Selection(TypedDict, total=False):
     masks: Sequence[str]
     layouts: Sequence[str] | None
     inputs: Sequence[str] | None
+    features: Mapping[str, Any] | None
     head_dims: Sequence[int] | None
     random: int
     suite: str | None
@@ -102,8 +103,11 @@ def cases(
     inputs: Sequence[str] = (NORMAL,),
     head_dims: Sequence[int] | None = None,
     heads: tuple[int, int, int] = HEADS,
+    features: Mapping[str, Any] | None = None,
 ) -> list[Case]:
-    """Every combination that at least one implementation takes. `able` is the stage of each name.
+    """Every combination that at least one implementation takes.
+
+    `able` is the stage of each name, `features` a window and a soft cap.
 
     Raises:
         ParameterError: an unknown layout, mask or type, or inputs that are not drawn.
@@ -125,6 +129,7 @@ def cases(
             head_dim=head_dim,
             dtype=dtype,  # type: ignore[arg-type]
             mask=mask,  # type: ignore[arg-type]
+            **(features or {}),
         )
         names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
         of_problem = (replace(problem, inputs=kind) for kind in kinds if names)
@@ -198,6 +203,7 @@ def chosen_cases(
         if values is not None and not values:
             raise ParameterError(f"wanted at least one {what}, got none")
     some: dict[str, Any] = {"dtypes": dtypes, "masks": masks, "head_dims": selection.get("head_dims")}
+    features = selection.get("features")
     kinds = inputs or (NORMAL,)
     if count := selection.get("random", 0):
         scores = CPU_SCORES if on_cpu else GPU_SCORES
@@ -205,7 +211,7 @@ def chosen_cases(
     elif suite:
         _require("suite", [suite], SUITES)
         chosen = only(flash_attention_cases(able, on_cpu=on_cpu), **some)
-    elif not (lengths or layouts or inputs or schedules):
+    elif not (lengths or layouts or inputs or schedules or features):
         return only(default_cases_on_cpu(able) if on_cpu else default_cases(able), **some)
     else:
         chosen = []
@@ -214,14 +220,14 @@ def chosen_cases(
             if on_cpu and is_long(*pair):
                 through = through[:1]
             heads = _heads_on_cpu(*pair) if on_cpu else HEADS
-            chosen += cases(able, lengths=[pair], layouts=through, inputs=kinds, heads=heads, **some)
+            chosen += cases(able, lengths=[pair], layouts=through, inputs=kinds, heads=heads, **some, features=features)
     return [replace(case, schedule=schedule) for case in _some(chosen) for schedule in schedules or SCHEDULES[:1]]
 
 
 def default_cases(able: Mapping[str, Stage]) -> list[Case]:
-    """What a GPU goes through: hostile lengths in every layout, hostile inputs, rows that lie far apart."""
+    """What a GPU goes through: hostile lengths in every layout, hostile inputs, rows far apart, windows, soft caps."""
     hostile = cases(able, lengths=HOSTILE_LENGTHS, layouts=("contiguous", "misaligned"), inputs=tuple(HOSTILE_INPUTS))
-    return [*cases(able), *hostile, *_far_cases(able)]
+    return [*cases(able), *hostile, *_far_cases(able), *featured_cases(able)]
 
 
 def default_cases_on_cpu(able: Mapping[str, Stage]) -> list[Case]:
@@ -253,7 +259,7 @@ def default_cases_on_cpu(able: Mapping[str, Stage]) -> list[Case]:
             if names:
                 case = replace(case, names=names)
                 chosen.append(elsewhere(case) if case.problem.causal else case)
-    return chosen + _far_cases(able)
+    return [*chosen, *_far_cases(able), *featured_cases(able, on_cpu=True)]
 
 
 def _far_cases(able: Mapping[str, Stage]) -> list[Case]:
@@ -267,6 +273,40 @@ def _far_cases(able: Mapping[str, Stage]) -> list[Case]:
         heads=LONE_HEAD,
         inputs=("hostile_waves",),
     )
+
+
+WINDOWS: tuple[Window, ...] = ((0, UNLIMITED), (1, UNLIMITED), (63, 0), (100, 37), (UNLIMITED, 5), (300, UNLIMITED))
+"""Windows that break kernels: of a query's own key, off every tile, open to one side, and longer than some keys."""
+SOFTCAPS = (1.0, 30.0, 50.0)
+"""Of scores that all but vanish in it, and those of Gemma 2."""
+_FEATURE_LENGTHS = ((1, 65), (130, 127), (113, 203), (203, 113), (239, 1), (70, 400), (400, 400))
+
+
+def featured_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[Case]:
+    """Windows and soft caps, each alone and both together, on normal and on hostile inputs.
+
+    Every length meets every window, on a GPU in every head dim, type and mask; on a CPU, which compiles for each of
+    these, one of four combinations.
+    """
+    both = [{"window": window, "softcap": cap} for window, cap in zip(WINDOWS, SOFTCAPS * 2, strict=True)]
+    asked = [*({"window": window} for window in WINDOWS), *({"softcap": cap} for cap in SOFTCAPS), *both]
+    kinds = itertools.cycle((NORMAL, *HOSTILE_INPUTS))
+    dims = _head_dims(able)
+    chosen: list[Case] = []
+    for number, (features, pair) in enumerate(itertools.product(asked, _FEATURE_LENGTHS)):
+        one, other = number % 2, number // 2 % 2
+        layout = "misaligned" if other else "contiguous"
+        every: dict[str, Any] = {
+            "lengths": [pair],
+            "layouts": (layout,),
+            "inputs": (next(kinds),),
+            "features": features,
+        }
+        if on_cpu:
+            every |= {"head_dims": [dims[one % len(dims)]], "dtypes": (DTYPES[other],), "masks": (MASKS[one ^ other],)}
+            every |= {"heads": _heads_on_cpu(*pair)}
+        chosen += cases(able, **every)
+    return chosen
 
 
 def is_long(q_len: int, kv_len: int) -> bool:

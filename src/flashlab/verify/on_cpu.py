@@ -295,9 +295,12 @@ def emulated_verdict(
     out = Guarded.output(out_shape, problem.dtype, **placement(out_shape, layout))
     lse = Guarded.output(out_shape[:3], "float32")
     buffers = dict(zip(("q", "k", "v", "out", "lse"), (*inputs, out, lse), strict=True))
+    q, k, v = (buffer.array for buffer in inputs)
     ran = emulate(
-        *(buffer.array for buffer in inputs),
-        causal=problem.causal,
+        q,
+        k,
+        v,
+        **problem.options,
         stage=stage_id,
         out=out.array,
         lse=lse.array,
@@ -309,7 +312,7 @@ def emulated_verdict(
         out.array,
         lse.array,
         *values,
-        causal=problem.causal,
+        **problem.options,
         dtype=problem.dtype,
         precision=registry.get(stage_id).precision,
     )
@@ -374,7 +377,7 @@ def emulate_beside(
         out,
         lse,
         *values,
-        causal=problem.causal,
+        **problem.options,
         dtype=problem.dtype,
         precision=registry.get(stage_id).precision,
         against=(ran.out, ran.lse),

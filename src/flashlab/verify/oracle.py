@@ -24,7 +24,7 @@ import numpy as np
 
 from flashlab.core import inputs
 from flashlab.core.errors import DTypeError, ParameterError, ShapeError
-from flashlab.core.problem import DTYPES, DType, Precision, Problem
+from flashlab.core.problem import DTYPES, NO_WINDOW, DType, Precision, Problem, Window
 
 Array = Any
 """A NumPy or CuPy array."""
@@ -44,8 +44,8 @@ _SCORES_PER_TILE = 1 << 22
 """Scores held at once: 32 MiB in float64 for each of the few temporaries."""
 
 
-def problem_of(q: Array, k: Array, v: Array, *, causal: bool, dtype: DType = "float16") -> Problem:
-    """The attention problem that Q, K and V are.
+def problem_of(q: Array, k: Array, v: Array, *, causal: bool, dtype: DType = "float16", **features: Any) -> Problem:
+    """The attention problem that Q, K and V are; `features` are its window and soft cap.
 
     Raises:
         ShapeError: they are none.
@@ -69,6 +69,7 @@ def problem_of(q: Array, k: Array, v: Array, *, causal: bool, dtype: DType = "fl
         head_dim=head_dim,
         dtype=dtype,
         mask="causal" if causal else "full",
+        **features,
     )
 
 
@@ -78,10 +79,13 @@ def heads(problem: Problem) -> tuple[tuple[int, int], ...]:
 
 
 def visible_keys(problem: Problem, rows: Array) -> Array:
-    """How many keys each query row sees: the first so many. `rows` int64, on the host."""
-    if not problem.causal:
-        return np.full(len(rows), problem.kv_len, dtype=np.int64)
-    return np.clip(rows + 1 + problem.kv_len - problem.q_len, 0, problem.kv_len)
+    """One past the last key that each query row sees; 0 where it sees none. `rows` int64, on the host."""
+    return np.clip(rows + 1 + problem.kv_len - problem.q_len + problem.reach[1], 0, problem.kv_len)
+
+
+def first_keys(problem: Problem, rows: Array) -> Array:
+    """The first key that each query row sees."""
+    return np.clip(rows + problem.kv_len - problem.q_len - problem.reach[0], 0, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +102,10 @@ class Tile:
     """Positions of these rows in the rows asked for."""
     rows: Array
     """Query rows, int64."""
+    first: Array
+    """The first key that each of them sees, int64."""
     visible: Array
-    """Keys each of them sees, int64."""
+    """And one past the last; 0 where it sees none."""
 
 
 def tiles(
@@ -107,7 +113,7 @@ def tiles(
 ) -> Iterator[Tile]:
     """The problem, or those (batch, query head) `pairs` and query `rows` of it, in tiles whose scores fit in memory."""
     all_rows = np.asarray(range(problem.q_len) if rows is None else rows, dtype=np.int64)
-    visible = visible_keys(problem, all_rows)
+    first_key, visible = first_keys(problem, all_rows), visible_keys(problem, all_rows)
     batches, q_heads = np.asarray(heads(problem) if pairs is None else pairs, dtype=np.int64).T
     kv_heads = q_heads // (problem.q_heads // problem.kv_heads)
     rows_per_tile = max(1, _SCORES_PER_TILE // problem.kv_len)
@@ -122,6 +128,7 @@ def tiles(
                 kv_heads=batches[of_tile] * problem.kv_heads + kv_heads[of_tile],
                 span=span,
                 rows=all_rows[span],
+                first=first_key[span],
                 visible=visible[span],
             )
 
@@ -202,20 +209,30 @@ def default_scale(head_dim: int) -> float:
 
 def _tile_operands(q: Array, k: Array, v: Array, tile: Tile, xp: Any, dtype: Any) -> tuple[Array, Array, Array]:
     """Q rows (heads, rows, head_dim), K and V (heads, keys, head_dim) of a tile; keys that no row sees are left out."""
-    keys = int(tile.visible.max())
+    keys = slice(int(tile.first.min()), int(tile.visible.max()))
     return (
         to_float(heads_of(q, tile.q_heads, xp, tile.rows), xp, dtype),
-        to_float(heads_of(k, tile.kv_heads, xp)[:, :keys], xp, dtype),
-        to_float(heads_of(v, tile.kv_heads, xp)[:, :keys], xp, dtype),
+        to_float(heads_of(k, tile.kv_heads, xp)[:, keys], xp, dtype),
+        to_float(heads_of(v, tile.kv_heads, xp)[:, keys], xp, dtype),
     )
 
 
 def _hide(scores: Array, tile: Tile, xp: Any) -> Array:
     """Scores (heads, rows, keys) with -inf where the row does not see the key."""
-    keys = scores.shape[2]
-    if int(tile.visible.min()) == keys:
+    low, high = int(tile.first.min()), int(tile.visible.max())
+    if int(tile.first.max()) == low and int(tile.visible.min()) == high:
         return scores
-    return xp.where(xp.arange(keys)[None, :] < xp.asarray(tile.visible)[:, None], scores, -xp.inf)
+    keys = xp.arange(low, high)[None, :]
+    seen = (keys >= xp.asarray(tile.first)[:, None]) & (keys < xp.asarray(tile.visible)[:, None])
+    return xp.where(seen, scores, -xp.inf)
+
+
+def _cap(scores: Array, softcap: float, xp: Any) -> Array:
+    """Scores bounded by a soft cap, where there is one."""
+    if not softcap:
+        return scores
+    cap = scores.dtype.type(softcap)
+    return cap * xp.tanh(scores / cap)
 
 
 def _softmax_parts(scores: Array, xp: Any) -> tuple[Array, Array, Array]:
@@ -228,7 +245,9 @@ def _softmax_parts(scores: Array, xp: Any) -> tuple[Array, Array, Array]:
     return scores, total, xp.where(seen, largest + xp.log(total), -xp.inf)
 
 
-def exact_tile(q: Array, k: Array, v: Array, tile: Tile, *, scale: float, xp: Any = np) -> tuple[Array, Array, Array]:
+def exact_tile(
+    q: Array, k: Array, v: Array, tile: Tile, *, scale: float, softcap: float = 0.0, xp: Any = np
+) -> tuple[Array, Array, Array]:
     """One tile in float64.
 
     Returns:
@@ -240,7 +259,8 @@ def exact_tile(q: Array, k: Array, v: Array, tile: Tile, *, scale: float, xp: An
         none = xp.zeros(q_rows.shape[:2])
         return xp.zeros_like(q_rows), none - xp.inf, none
     q_rows *= scale
-    weights, total, lse = _softmax_parts(_hide(q_rows @ keys.transpose(0, 2, 1), tile, xp), xp)
+    scores = _cap(q_rows @ keys.transpose(0, 2, 1), softcap, xp)
+    weights, total, lse = _softmax_parts(_hide(scores, tile, xp), xp)
     out = weights @ values / total
     weights *= weights
     return out, lse[:, :, 0], xp.sqrt(weights.sum(axis=2)) / total[:, :, 0]
@@ -255,13 +275,15 @@ def plain_tile(
     scale: float,
     dtype: DType,
     precision: Precision = "input",
+    softcap: float = 0.0,
     xp: Any = np,
 ) -> tuple[Array, Array]:
     """One tile at a precision, float32 holding its values: output (heads, rows, head_dim), log-sum-exp (heads, rows).
 
-    `input`: scores and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they, after Q, K and V were rounded
-    to e4m3. `e4m3`: scores stay FP32, as they do between the QK and PV GEMMs of FP8, and exp(score - max), not yet
-    divided by its sum, is rounded to e4m3. `e4m3_scaled`: so it is, after each head was scaled to e4m3's range.
+    `input`: scores, before and after a soft cap, and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they,
+    after Q, K and V were rounded to e4m3. `e4m3`: scores stay FP32, as they do between the QK and PV GEMMs of FP8, and
+    exp(score - max), not yet divided by its sum, is rounded to e4m3. `e4m3_scaled`: so it is, after each head was
+    scaled to e4m3's range.
     """
     q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float32)
     if keys.shape[1] == 0:
@@ -277,6 +299,8 @@ def plain_tile(
     by_fp8 = precision in ("e4m3", "e4m3_scaled")
     if not by_fp8:
         scores = round_to(scores, dtype, xp)
+    if softcap:
+        scores = round_to(_cap(scores, softcap, xp), dtype, xp)
     weights, total, lse = _softmax_parts(_hide(scores, tile, xp), xp)
     if by_fp8:
         weights *= xp.float32(_E4M3_SCALE)
@@ -293,6 +317,8 @@ def attention(
     v: Array,
     *,
     causal: bool,
+    window: Window = NO_WINDOW,
+    softcap: float = 0.0,
     scale: float | None = None,
     rows: Sequence[int] | None = None,
     xp: Any = np,
@@ -302,6 +328,8 @@ def attention(
     Args:
         q: (batch, q_heads, q_len, head_dim), float16, bfloat16 (see the module) or float32, any strides.
         causal: bottom-right aligned: query i sees key j when j - i <= kv_len - q_len.
+        window: as `Problem.window`.
+        softcap: as `Problem.softcap`.
         rows: only these query rows, in this order; all where None.
         xp: numpy, or cupy where q, k and v are CuPy arrays.
 
@@ -313,7 +341,7 @@ def attention(
         ShapeError, DTypeError: q, k, v are no attention problem.
         ParameterError: a row that they do not have.
     """
-    problem = problem_of(q, k, v, causal=causal)
+    problem = problem_of(q, k, v, causal=causal, window=window, softcap=softcap)
     if rows is not None and (len(rows) == 0 or min(rows) < 0 or max(rows) >= problem.q_len):
         raise ParameterError(f"rows: wanted query rows from 0 to {problem.q_len - 1}, got {list(rows)[:8]}")
     scale = default_scale(problem.head_dim) if scale is None else scale
@@ -323,7 +351,7 @@ def attention(
     flat_out, flat_lse = out.reshape(-1, *out.shape[2:]), lse.reshape(-1, num_rows)
     for tile in tiles(problem, rows=rows):
         at = (tile.pairs, tile.span)
-        flat_out[at], flat_lse[at], _ = exact_tile(q, k, v, tile, scale=scale, xp=xp)
+        flat_out[at], flat_lse[at], _ = exact_tile(q, k, v, tile, scale=scale, softcap=softcap, xp=xp)
     return out, lse
 
 
@@ -335,6 +363,8 @@ def plain(
     causal: bool,
     dtype: DType,
     precision: Precision = "input",
+    window: Window = NO_WINDOW,
+    softcap: float = 0.0,
     scale: float | None = None,
     xp: Any = np,
 ) -> Array:
@@ -345,12 +375,13 @@ def plain(
     Returns:
         The output (batch, q_heads, q_len, head_dim), stored as `pack` does.
     """
-    problem = problem_of(q, k, v, causal=causal)
+    problem = problem_of(q, k, v, causal=causal, window=window, softcap=softcap)
     scale = default_scale(problem.head_dim) if scale is None else scale
+    how: dict[str, Any] = {"scale": scale, "dtype": dtype, "precision": precision, "softcap": softcap}
     out = xp.empty(q.shape, dtype=xp.float32)
     flat = out.reshape(-1, *out.shape[2:])
     for tile in tiles(problem):
-        flat[tile.pairs, tile.span], _ = plain_tile(q, k, v, tile, scale=scale, dtype=dtype, precision=precision, xp=xp)
+        flat[tile.pairs, tile.span], _ = plain_tile(q, k, v, tile, **how, xp=xp)
     return pack(out, dtype, xp)
 
 

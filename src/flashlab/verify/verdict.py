@@ -52,7 +52,7 @@ import ml_dtypes
 import numpy as np
 
 from flashlab.core.errors import DTypeError, InputError, ParameterError, ShapeError
-from flashlab.core.problem import DType, Precision, Problem
+from flashlab.core.problem import NO_WINDOW, DType, Precision, Problem, Window
 from flashlab.record.schema import Verdict
 from flashlab.verify import oracle as reference
 from flashlab.verify.oracle import UNIT_ROUNDOFF, Array
@@ -189,6 +189,8 @@ def check(
     *,
     causal: bool,
     dtype: DType,
+    window: Window = NO_WINDOW,
+    softcap: float = 0.0,
     precision: Precision = "input",
     scale: float | None = None,
     sample: Sample | None = None,
@@ -202,7 +204,7 @@ def check(
         out: (batch, q_heads, q_len, head_dim) of `dtype`; bfloat16 in any of the guises oracle.py lists.
         lse: (batch, q_heads, q_len) float32, natural logarithm; None where the implementation gives none.
         q, k, v: what it was computed from, finite; see `oracle.attention`.
-        causal, scale: those of the call; scale None is 1 / sqrt(head_dim).
+        causal, window, softcap, scale: those of the call; scale None is 1 / sqrt(head_dim).
         precision: what the implementation rounds its numbers to; see `oracle.plain_tile`.
         sample: compare only that part with the oracle. Shape, type, poison and finiteness are checked throughout.
         against: another output and log-sum-exp of the same problem, to be compared with in place of the oracle, within
@@ -213,7 +215,7 @@ def check(
     Raises:
         InputError: q, k, v are no attention problem, or not finite, or so large that plain overflows.
     """
-    problem = reference.problem_of(q, k, v, causal=causal, dtype=dtype)
+    problem = reference.problem_of(q, k, v, causal=causal, dtype=dtype, window=window, softcap=softcap)
     scale = reference.default_scale(problem.head_dim) if scale is None else scale
     oracle = Oracle() if oracle is None else oracle
     oracle.once("finite", partial(_require_finite, q, k, v, xp))
@@ -434,8 +436,9 @@ def _exact_tile(
     scale: float,
     xp: Any,
 ) -> _ExactTile:
-    exact, exact_lse, weight_norm = reference.exact_tile(q, k, v, tile, scale=scale, xp=xp)
-    plain, plain_lse = reference.plain_tile(q, k, v, tile, scale=scale, dtype=problem.dtype, precision=precision, xp=xp)
+    how: dict[str, Any] = {"scale": scale, "softcap": problem.softcap, "xp": xp}
+    exact, exact_lse, weight_norm = reference.exact_tile(q, k, v, tile, **how)
+    plain, plain_lse = reference.plain_tile(q, k, v, tile, **how, dtype=problem.dtype, precision=precision)
     q_rows = reference.to_float(reference.heads_of(q, tile.q_heads, xp, tile.rows), xp, xp.float64)
     keys = reference.to_float(reference.heads_of(k, tile.kv_heads, xp), xp, xp.float64)
     norms = xp.sqrt((q_rows * q_rows).sum(axis=2) * (keys * keys).sum(axis=2).max(axis=1)[:, None])

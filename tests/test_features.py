@@ -1,0 +1,296 @@
+"""Sliding windows and soft caps: what a call asks for, which stages compute it, and that they do, on the CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from shared import needs_compiler
+
+import flashlab
+from flashlab.build.compiler import Variant
+from flashlab.core import errors
+from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
+from flashlab.core.problem import NO_WINDOW, Problem, suite
+from flashlab.kernels import peers, registry
+from flashlab.query import frame, select
+from flashlab.record.schema import RecordedProblem
+from flashlab.run import arrays
+from flashlab.run.attention import emulate
+from flashlab.run.plan import plan, window_of
+from flashlab.verify import cases, on_cpu, oracle
+from flashlab.verify.verdict import Guarded
+
+STAGES = [stage for stage in registry.STAGES.values() if stage.features]
+WINDOWED = Problem.parse("1x4x2x130x203x64", mask="causal", window=(40, -1))
+
+
+def sees(problem: Problem) -> Any:
+    """(q_len, kv_len): which query sees which key, by the definition."""
+    apart = np.arange(problem.kv_len) - np.arange(problem.q_len)[:, None] - (problem.kv_len - problem.q_len)
+    left, right = problem.window
+    seen = np.ones(apart.shape, bool) if not problem.causal else apart <= 0
+    return seen & ((apart >= -left) | (left == -1)) & ((apart <= right) | (right == -1))
+
+
+def problems(most: int) -> st.SearchStrategy[Problem]:
+    """Small ones with a window, a soft cap or both."""
+    side = st.integers(-1, most)
+    made = st.builds(
+        Problem,
+        batch=st.just(1),
+        q_heads=st.just(2),
+        kv_heads=st.just(1),
+        q_len=st.integers(1, most),
+        kv_len=st.integers(1, most),
+        head_dim=st.just(64),
+        mask=st.sampled_from(["full", "causal"]),
+        window=st.tuples(side, side),
+        softcap=st.sampled_from([0.0, 1.0, 30.0]),
+        inputs=st.sampled_from(["normal", *HOSTILE_INPUTS]),
+    )
+    return made.filter(lambda problem: bool(problem.features))
+
+
+# --- problems, records, the oracle ---
+
+
+@given(problems(40))
+def test_visible_scores_are_the_cells_of_the_window(problem: Problem) -> None:
+    if "window" in problem.features:
+        assert problem.visible_scores == sees(problem).sum()
+    assert problem.label.count("window") + problem.label.count("softcap") == len(problem.features)
+
+
+@pytest.mark.parametrize("window", [(1,), (1, 2, 3), (-2, 0), (1.5, 2), (True, 3)])
+def test_a_problems_window_is_two_numbers(window: Any) -> None:
+    with pytest.raises(errors.ParameterError, match="window: wanted"):
+        Problem.parse("1x1x8x64", window=window)
+
+
+@pytest.mark.parametrize("softcap", [-1.0, float("inf"), float("nan"), True, "30"])
+def test_a_soft_cap_is_a_positive_number(softcap: Any) -> None:
+    with pytest.raises(errors.ParameterError, match="softcap: wanted"):
+        Problem.parse("1x1x8x64", softcap=softcap)
+
+
+def test_a_record_names_a_feature_only_where_it_is_asked_for() -> None:
+    kind: TypeAdapter[Problem] = TypeAdapter(RecordedProblem)
+    plain = kind.dump_python(Problem.parse("1x1x8x64"))
+    assert plain.keys() == {"batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "dtype", "mask", "inputs"}
+    for problem in (*suite("windows"), WINDOWED):
+        assert kind.dump_python(problem).keys() - plain.keys() == set(problem.features)
+        assert kind.validate_json(kind.dump_json(problem)) == problem
+
+
+def test_pages_do_not_take_a_windows_time_for_that_of_all_keys() -> None:
+    rows = frame.frame("nvidia-h200").head(40)
+    problem = Problem.parse("16x16x2048x64", window=(63, -1))
+    other = rows.assign(problem=[problem] * len(rows), features=problem.features_label)
+    assert len(select.select(rows)) > 0 == len(select.select(other))
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(30))
+def test_the_oracle_is_the_definition(problem: Problem) -> None:
+    q, k, v = oracle.make_inputs(problem)
+    out, lse = oracle.attention(q, k, v, causal=problem.causal, window=problem.window, softcap=problem.softcap)
+    scores = q[0].astype(float) @ k[0].astype(float).swapaxes(1, 2) / 8
+    if problem.softcap:
+        scores = problem.softcap * np.tanh(scores / problem.softcap)
+    seen = sees(problem)
+    for row in range(problem.q_len):
+        some = scores[:, row, seen[row]]
+        if not some.size:
+            assert not out[0, :, row].any()
+            assert np.isneginf(lse[0, :, row]).all()
+            continue
+        top = some.max(1, keepdims=True)
+        weights = np.exp(some - top)
+        np.testing.assert_allclose(lse[0, :, row], np.log(weights.sum(1)) + top[:, 0], rtol=1e-9)
+        wanted = weights @ v[0, 0, seen[row]].astype(float) / weights.sum(1, keepdims=True)
+        np.testing.assert_allclose(out[0, :, row], wanted, rtol=1e-9, atol=1e-12)
+
+
+# --- what a call may ask for, and what takes it ---
+
+
+@pytest.mark.parametrize(
+    ("given_", "sides"),
+    [(None, (-1, -1)), (7, (7, 7)), ((7, None), (7, -1)), ([0, -1], (0, -1)), (np.int64(3), (3, 3))],
+)
+def test_a_window_may_be_given_in_several_ways(given_: Any, sides: tuple[int, int]) -> None:
+    assert window_of(given_) == sides
+
+
+@pytest.mark.parametrize("given_", [-2, (1,), (1, 2, 3), 2.0, "ab", (True, 1), (1, -5), True])
+def test_what_is_no_window_is_refused(given_: Any) -> None:
+    with pytest.raises(errors.ParameterError, match=r"window: wanted None, the number of keys.* \(left, right\)"):
+        window_of(given_)
+
+
+def planned(q_len: int = 40, kv_len: int = 60, **options: Any) -> Any:
+    shapes = ((1, 2, q_len, 64), (1, 1, kv_len, 64), (1, 1, kv_len, 64))
+    inputs = [arrays.on_host(np.zeros(shape, np.float16), name) for shape, name in zip(shapes, "qkv", strict=True)]
+    return plan(*inputs, arch="sm_90a", **options)
+
+
+def test_a_window_that_hides_no_key_is_none() -> None:
+    assert planned(causal=True, window=(59, None)).problem.window == NO_WINDOW
+    assert planned(causal=True, window=(58, None)).problem.window == (58, -1)
+    assert planned(window=(60, 39)).problem.features == ()
+    assert planned(window=(None, 38)).problem.window == (-1, 38)
+    assert planned(causal=True, window=(5, 5)).problem == planned(window=(5, 0)).problem
+    assert planned(q_len=1, causal=True, window=60).stage == planned(q_len=1, causal=True).stage
+
+
+def test_a_stage_that_takes_none_says_which_do() -> None:
+    assert {stage.id for stage in STAGES} == {"08_swizzle", "16_ones_column"}
+    for options, words in (({"window": 5}, "window"), ({"softcap": 30.0}, "softcap")):
+        with pytest.raises(
+            errors.UnsupportedError, match=rf"12_persistent takes no {words}.* 08_swizzle, 16_ones_column\."
+        ):
+            planned(stage="12_persistent", **options)
+        assert planned(**options).stage.id == "16_ones_column"
+    with pytest.raises(errors.UnsupportedError, match=r"no stage runs .* window 5:5"):
+        registry.best(Problem.parse("1x1x64x64", window=(5, 5)), "sm_75")
+
+
+def test_only_a_call_that_asks_gets_other_code() -> None:
+    of = partial(Variant.of, STAGES[-1])
+    plain = Problem.parse("1x1x64x64")
+    assert not {"WINDOW", "SOFTCAP"} & of(plain).macros.keys()
+    assert of(Problem.parse("1x1x64x64", window=(3, 3))).macros.items() >= {**of(plain).macros, "WINDOW": 1}.items()
+    assert of(Problem.parse("1x1x64x64", softcap=2.0)).label.endswith("float16 softcap")
+
+
+@pytest.mark.parametrize(("name", "takes"), [("fa3", True), ("fa4", True), ("flex", True), ("sdpa", False)])
+def test_a_library_is_called_with_what_it_takes(name: str, takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_installed", lambda module: True)
+    why = peers.get(name).why_not(Problem.parse("1x2x64x64", dtype="bfloat16", softcap=30.0))
+    assert why is None if takes else why is not None and "without a softcap" in why.reason
+
+
+@pytest.mark.parametrize(("name", "sides"), [("fa3", (40, 0)), ("fa4", (40, 0))])
+def test_flash_attention_gets_a_window_of_its_own_form(name: str, sides: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    module = type("module", (), {"flash_attn_func": staticmethod(lambda q, k, v, **options: asked.update(options))})
+    monkeypatch.setattr(peers.importlib, "import_module", lambda _: module)
+    peers.get(name).build(WINDOWED)(None, None, None)
+    assert asked == {"causal": True, "window_size": sides}
+    peers.get(name).build(Problem.parse("1x2x64x64", window=(-1, 7), softcap=3.0))(None, None, None)
+    open_side = {"fa3": -1, "fa4": None}[name]
+    assert asked == {"causal": False, "window_size": (open_side, 7), "softcap": 3.0}
+
+
+# --- the kernels ---
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", [stage.id for stage in STAGES])
+def test_a_stage_is_right_over_all_windows_and_caps(stage: str) -> None:
+    chosen = cases.featured_cases({stage: registry.get(stage)}, on_cpu=True)
+    assert {case.problem.features for case in chosen} == {("window",), ("softcap",), ("window", "softcap")}
+    assert {case.layout for case in chosen} == {"contiguous", "misaligned"}
+    for case in chosen:
+        values = on_cpu.laid_out(oracle.make_inputs(case.problem), case.layout)
+        verdict, _ = on_cpu.emulated_verdict(stage, case.problem, values, layout=case.layout, threads=1)
+        assert verdict.passed, f"{case.problem.label} {case.layout}: {verdict.reason}"
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", [stage.id for stage in STAGES])
+@settings(max_examples=25, deadline=None)
+@given(problems(300))
+def test_a_stage_is_right_in_any_window(stage: str, problem: Problem) -> None:
+    verdict, _ = on_cpu.emulated_verdict(stage, problem, oracle.make_inputs(problem), threads=1)
+    assert verdict.passed, f"{problem}: {verdict.reason}"
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", [stage.id for stage in STAGES])
+@pytest.mark.parametrize("schedule", cases.SCHEDULES)
+def test_a_stage_has_no_races_where_rows_need_tiles_of_their_own(stage: str, schedule: str) -> None:
+    for window, head_dim, softcap in (((30, -1), 64, 0.0), ((70, -1), 128, 0.0), ((3, 40), 128, 20.0)):
+        problem = Problem.parse(f"1x2x1x390x450x{head_dim}", mask="full" if window[1] > 0 else "causal")
+        problem = Problem(**{**vars(problem), "window": window, "softcap": softcap})
+        verdict, ran = on_cpu.emulated_verdict(
+            stage, problem, oracle.make_inputs(problem), races=True, schedule=schedule, timeout_s=600
+        )
+        assert verdict.passed, f"{problem.label}: {verdict.reason}"
+        assert not ran.report.findings
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", [stage.id for stage in STAGES])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tiles_outside_the_window_are_not_read(stage: str, head_dim: int) -> None:
+    """A NaN in V makes every output NaN that its tile adds to, for 0 · NaN is NaN."""
+    problem = Problem.parse(f"1x2x1x64x1000x{head_dim}", window=(100, 20))
+    q, k, v = oracle.make_inputs(problem)
+    wanted, _ = oracle.attention(q, k, v, causal=False, window=problem.window)
+    read = [row - 64 + 1000 for row in (0, 63)]
+    first, end = (read[0] - 100) // 128 * 128, min(1000, -(-(read[1] + 21) // 128) * 128)
+    hidden = np.ones(1000, bool)
+    hidden[first:end] = False
+    assert hidden.sum() > 700
+    for x in (k, v):
+        x[:, :, hidden] = np.nan
+    found = emulate(q, k, v, window=problem.window, stage=stage).out
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found.astype(float), wanted, atol=2e-3)
+
+
+@needs_compiler
+def test_hugging_faces_window_counts_the_querys_own_key() -> None:
+    q, k, v = oracle.make_inputs(Problem.parse("1x1x100x64", mask="causal"))
+    k[:, :, 50] = v[:, :, 50] = 0
+    width = 8
+    outs = [
+        flashlab.attention(q, k, v_, causal=True, window=(width - 1, None))
+        for v_ in (v, v + (np.arange(100) == 50)[:, None].astype(np.float16))
+    ]
+    changed = np.flatnonzero((outs[0] != outs[1]).any(axis=(0, 1, 3)))
+    assert changed.tolist() == list(range(50, 50 + width))
+
+
+@needs_compiler
+def test_an_output_and_a_log_sum_exp_of_the_callers_are_written_within_their_bounds() -> None:
+    q, k, v = oracle.make_inputs(WINDOWED)
+    out, lse = Guarded.output(q.shape, "float16"), Guarded.output(q.shape[:3], "float32")
+    emulate(q, k, v, **WINDOWED.options, out=out.array, lse=lse.array)
+    assert out.why_damaged() is None is lse.why_damaged()
+    wanted, wanted_lse = oracle.attention(q, k, v, causal=True, window=WINDOWED.window)
+    np.testing.assert_allclose(out.array.astype(float), wanted, atol=2e-3)
+    np.testing.assert_allclose(lse.array, wanted_lse, atol=1e-3)
+
+
+# --- commands ---
+
+
+@needs_compiler
+def test_the_commands_take_windows_and_caps(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from flashlab.cli.app import app
+
+    run = CliRunner().invoke
+    explained = run(app, ["explain", "4x16x8192x128", "--mask", "causal", "--window", "511", "--gpu", "nvidia-h200"])
+    assert explained.exit_code == 0
+    assert "16_ones_column" in explained.output
+    checked = run(
+        app, ["check", "08", "--on", "cpu", "--length", "40x50", "--window", "7,3", "--softcap", "20", "--json"]
+    )
+    assert checked.exit_code == 0
+    assert '"window": [\n' in checked.output
+    planned = run(app, ["bench", "--suite", "windows", "--dry-run", "--data", str(tmp_path)])
+    assert planned.exit_code == 0
+    assert "window 511:-1" in planned.output
+    wrong = run(app, ["explain", "4x16x8192x128", "--window", "x"])
+    assert "window: wanted LEFT or LEFT,RIGHT" in str(wrong.exception or wrong.output)
