@@ -42,8 +42,8 @@ constexpr unsigned TILE_BYTES = ROWS * HEAD_DIM * sizeof(element);
 // Element offset of 8 elements of a tile: column 8·chunk of `row`.
 template <int ROWS>
 __device__ __forceinline__ int tile_offset(int row, int chunk) {
-  const int exchange = row / (8 / PANEL_CHUNKS) % PANEL_CHUNKS;   // the row's place in the pattern, in spans of 128 bytes
-  return (chunk / PANEL_CHUNKS * ROWS + row) * PANEL + ((chunk % PANEL_CHUNKS) ^ exchange) * CHUNK;
+  constexpr int SPAN_ROWS = 8 / PANEL_CHUNKS;   // rows in 128 bytes, whose chunks are exchanged alike
+  return (chunk / PANEL_CHUNKS * ROWS + row) * PANEL + ((chunk % PANEL_CHUNKS) ^ (row / SPAN_ROWS % PANEL_CHUNKS)) * CHUNK;
 }
 
 // One head of Q, K or V as the copies see it.
