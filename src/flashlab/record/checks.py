@@ -198,8 +198,8 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def _first_format(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Its line, from before there were kinds of inputs."""
-    return {**line, "problem": {**line["problem"], "inputs": NORMAL}}
+    """Its line, from before there were kinds of inputs, windows and soft caps."""
+    return {**line, "problem": vars(Problem(**line["problem"]))}
 
 
 def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
