@@ -438,3 +438,15 @@ def test_explain_refuses_what_it_cannot_know(data: Path, tmp_path: Path) -> None
 @pytest.mark.usefixtures("without_gpu")
 def test_explain_takes_the_committed_records() -> None:
     assert as_json(DATA, "16x16x2048x64", "--gpu", H200)["on_record"]
+
+
+def test_a_kernel_with_features_has_its_defaults() -> None:
+    """Tunables that won without a window or a soft cap may not even compile with one."""
+    stage = registry.get("08_swizzle")
+    plain = Problem.parse("4x16x2048x64")
+    assert tuned.parameters(stage, "nvidia-h200", plain) != {}
+    for features in ({"softcap": 30.0}, {"window": (100, -1)}):
+        asked = replace(plain, **features)
+        assert tuned.parameters(stage, "nvidia-h200", asked) == {}
+        taken = next(one for one in tuned.rank(asked, "nvidia-h200", "sm_90a").choices if one.stage is stage)
+        assert taken.parameters == stage.parameters(64)

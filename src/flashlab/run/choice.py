@@ -3,7 +3,8 @@
 A row of the table is one choice of a stage's tunables on one problem, and its time there (tune.py says which records
 become rows). For a problem p, three steps, each the same whether p is on record or not:
 
-1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on.
+1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on, with the same window and soft
+   cap or none: others are other kernels.
 2. **Its time**: that of the stage's nearest row r, scaled by what the busiest SM has to do,
 
        time(p) = fixed + (time(r) - fixed) · waves(p) · keys(p) / (waves(r) · keys(r))
@@ -233,9 +234,13 @@ def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
     }
 
 
-def _tuned_on(rows: Sequence[tuple[int, int, Row]], distances: Sequence[float]) -> Row | None:
+def _tuned_on(rows: Sequence[tuple[int, int, Row]], distances: Sequence[float], problem: Problem) -> Row | None:
     """The row of the nearest problem that a stage was tuned on; of equally near ones the first in the table."""
-    tried = [(distances[place], position, row) for place, position, row in rows if row.variants]
+    tried = [
+        (distances[place], position, row)
+        for place, position, row in rows
+        if row.variants and row.problem.features == problem.features
+    ]
     return min(tried)[2] if tried else None
 
 
@@ -261,7 +266,7 @@ def parameters(
     if gpu is not None and stage.params:
         taken = table(gpu, data) if arch is None else table_for(gpu, arch, data=data)
         if taken is not None and arch in (None, taken.arch):
-            row = _tuned_on(taken.rows_of(stage, problem.head_dim), taken.distances(problem, 1.0))
+            row = _tuned_on(taken.rows_of(stage, problem.head_dim), taken.distances(problem, 1.0), problem)
             found = {} if row is None else row.parameters
     return {**found, **(overrides or {})}
 
@@ -298,7 +303,7 @@ def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[
         rows = found.rows_of(stage, problem.head_dim)
         if not rows or stage.why_not(problem, arch) is not None:
             continue
-        tuned_on = _tuned_on(rows, for_tunables) if found.arch == arch else None
+        tuned_on = _tuned_on(rows, for_tunables, problem) if found.arch == arch else None
         taken = _defaults(stage.id, problem.head_dim) if tuned_on is None else tuned_on.parameters
         far, row = math.inf, rows[0][2]
         for place, _, other in rows:  # of rows that are equally near, the newest, which is the first
