@@ -17,7 +17,6 @@ from flashlab.core.paths import KERNELS, SITE
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import FP8, STAGES, Stage
-from flashlab.run import arrays
 from flashlab.run.fp8 import LARGEST, STAGE
 from flashlab.verify import on_cpu, oracle
 from flashlab.verify.verdict import check
@@ -205,10 +204,17 @@ def test_the_yardstick_scales_each_head() -> None:
     assert np.sqrt(((cut / 1000 - out) ** 2).mean()) > 0.3 * size
 
 
+@needs_compiler
 def test_an_output_right_behind_8_bit_inputs_overlaps_none() -> None:
     """An element of e4m3 is a byte: what lies between the first and the last is half of what it is in 16 bits."""
-    memory = np.zeros(3 * 20 * 128 + 2 * 20 * 128, np.uint8)
+    memory = np.zeros(3 * 2560 + 5120, np.uint8)
     q, k, v = (memory[i * 2560 : (i + 1) * 2560].view(E4M3).reshape(1, 1, 20, 128) for i in range(3))
+    v[...] = 2
     out = memory[3 * 2560 :].view(np.float16).reshape(1, 1, 20, 128)
-    views = [arrays.on_host(x, "x") for x in (q, k, v, out)]
-    assert [view.extent[1] - view.extent[0] for view in views] == [2560, 2560, 2560, 5120]
+    assert (flashlab.fp8_attention(q, k, v, out=out, dtype="float16") == 2).all()
+    with pytest.raises(errors.LayoutError, match="out: wanted memory apart from v, got memory that overlaps it"):
+        flashlab.fp8_attention(
+            q, k, v, out=memory[2 * 2560 : 4 * 2560].view(np.float16).reshape(out.shape), dtype="float16"
+        )
+    with pytest.raises(errors.DTypeError, match="out: wanted bfloat16, got float16"):
+        flashlab.fp8_attention(q, k, v, out=out)

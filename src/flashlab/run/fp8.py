@@ -155,8 +155,7 @@ def fp8_attention(
         made = here.ones(wanted) if given is None else given
         scales[f"{name}_scale"] = _scale(here.view(made, f"{name.lower()}_scale"), wanted, inputs["q"])
     if out is not None:
-        as_out = {name: replace(one, dtype=dtype) for name, one in inputs.items()}
-        check_out(here.view(out, "out"), as_out)
+        check_out(here.view(out, "out"), inputs, dtype)
         check_layout("out", here.view(out, "out"), inputs["q"])
     out = here.empty(inputs["q"].shape, dtype) if out is None else out
     lse = here.empty(inputs["q"].shape[:3], "float32") if return_lse else None

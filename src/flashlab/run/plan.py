@@ -213,13 +213,14 @@ def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
         )
 
 
-def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray]) -> None:
-    """Raise what is wrong with the caller's array for the output: ShapeError, DTypeError, LayoutError."""
+def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray], dtype: str | None = None) -> None:
+    """Raise what is wrong with the caller's array for the output, of `dtype` or else the type of q: ShapeError,
+    DTypeError, LayoutError."""
     q = inputs["q"]
     if out.shape != q.shape:
         raise ShapeError(f"out: wanted the shape of q, {q.shape}, got {out.shape}")
-    if out.dtype != q.dtype:
-        raise DTypeError(f"out: wanted the type of q, {q.dtype}, got {out.dtype}")
+    if out.dtype != (dtype or q.dtype):
+        raise DTypeError(f"out: wanted {dtype or f'the type of q, {q.dtype}'}, got {out.dtype}")
     if out.readonly:
         raise LayoutError("out: wanted memory that may be written, got a read-only array")
     if out.overlaps_itself:
