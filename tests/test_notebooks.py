@@ -395,6 +395,16 @@ def test_a_progress_bar_says_what_is_left_and_goes(monkeypatch: pytest.MonkeyPat
     ]
 
 
+def test_progress_outside_a_notebook_does_not_import_ipython_where_threads_would_race_for_it() -> None:
+    script = (
+        "import sys; from flashlab.show.notebook import progress_bar\n"
+        "with progress_bar() as progress: progress(0, 1, 'a')\n"
+        "print('IPython' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 def test_a_result_file_of_another_notebook_is_refused(tmp_path: Path) -> None:
     lab = settings(source="replay", data=tmp_path, out=tmp_path)
     path = lab.write("00_hardware")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -457,11 +458,13 @@ def progress_bar() -> Iterator[Callable[..., None]]:
 
     Called with `done, total, text`, or with one object that has these fields, such as a `harness.Progress`.
     """
-    from IPython.core.getipython import get_ipython
-    from IPython.display import display, update_display
-
     began, shown = time.monotonic(), -math.inf
-    display_id = f"progress-{began}" if get_ipython() else ""
+    display_id = ""
+    if "IPython" in sys.modules:  # a cell runs in IPython; importing it first here, in several threads, can deadlock
+        from IPython.core.getipython import get_ipython
+        from IPython.display import display, update_display
+
+        display_id = f"progress-{began}" if get_ipython() else ""
 
     def draw(text: str) -> None:
         if display_id:
