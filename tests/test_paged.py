@@ -11,6 +11,7 @@ from shared import needs_compiler
 import flashlab
 from flashlab.core import errors
 from flashlab.kernels import registry
+from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE
 from flashlab.verify import on_cpu
 
@@ -178,3 +179,17 @@ def test_as_a_stage_it_is_right_and_without_races(page_size: int) -> None:
     )
     assert [f"{row.problem.label}: {row.reason}" for row in checked.failures] == []
     assert len(checked.rows) == 3 * 2 * len(registry.get(STAGE).head_dims)
+
+
+def test_copies_are_made_anew_in_place_where_their_tensors_were_written_to() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    source, calls = torch.ones(3), []
+    copies = TorchCopies({"K": source}, lambda x: (calls.append(1), (x * 2,))[1])
+    (copy,) = copies.made["K"]
+    copies.refresh()
+    assert (len(calls), copy.tolist()) == (1, [2, 2, 2])
+    source[1] = 5
+    copies.refresh()
+    copies.refresh()
+    assert (len(calls), copy.tolist()) == (2, [2, 10, 2])
+    assert copies.made["K"][0] is copy

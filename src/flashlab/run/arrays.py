@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -311,8 +311,8 @@ def _current(stream: int, like: Any) -> Iterator[None]:
             yield
 
 
-def empty_on_device(like: Any, shape: tuple[int, ...], dtype: str | None, stream: int) -> Any:
-    """A new array of the caller's library beside `like`; `dtype` None means that of `like`.
+def empty_on_device(like: Any, shape: tuple[int, ...], dtype: str, stream: int) -> Any:
+    """A new array of the caller's library beside `like`.
 
     Raises:
         ParameterError: neither torch nor CuPy.
@@ -320,11 +320,11 @@ def empty_on_device(like: Any, shape: tuple[int, ...], dtype: str | None, stream
     library = library_of(like)
     if library == "torch":
         torch = importlib.import_module("torch")
-        return torch.empty(shape, dtype=like.dtype if dtype is None else getattr(torch, dtype), device=like.device)
+        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
     if library == "cupy":
         cupy = importlib.import_module("cupy")
         with _current(stream, like):  # CuPy's pool hands memory back to the stream that allocated it
-            return cupy.empty(shape, dtype=like.dtype if dtype is None else dtype)
+            return cupy.empty(shape, dtype=like.dtype if like.dtype.name == dtype else dtype)
     raise ParameterError(
         "out and return_lse: wanted torch or CuPy arrays, whose library can make a new one, got "
         f"{type(like).__name__}. Pass `out=`, and leave return_lse False."
@@ -349,6 +349,30 @@ def counters_on_device(like: Any, count: int, stream: int) -> tuple[Any, int] | 
             counters = importlib.import_module("cupy").zeros(count, dtype="uint32")
         return counters, int(counters.data.ptr)
     return None
+
+
+class TorchCopies:
+    """What torch makes of arrays on a GPU, kept, and made anew in place where a torch tensor was written to since."""
+
+    def __init__(self, arrays: Mapping[str, Any], make: Callable[[Any], tuple[Any, ...]]) -> None:
+        """`make`: from an array, as a torch tensor, to the tensors made of it, whose shapes stay the same."""
+        torch = importlib.import_module("torch")
+        self._sources = {name: x if torch.is_tensor(x) else torch.from_dlpack(x) for name, x in arrays.items()}
+        self._make = make
+        self._versions = self._seen()
+        self.made = {name: make(source) for name, source in self._sources.items()}
+
+    def _seen(self) -> list[int]:
+        return [source._version for source in self._sources.values()]
+
+    def refresh(self) -> None:
+        """Make them anew if need be."""
+        if self._versions == self._seen():
+            return
+        self._versions = self._seen()
+        for name, source in self._sources.items():
+            for old, new in zip(self.made[name], self._make(source), strict=True):
+                old.copy_(new)
 
 
 # --- in host memory ---------------------------------------------------------------------------------------------------
@@ -379,8 +403,9 @@ def on_host(obj: Any, name: str) -> DeviceArray:
         elif library == "torch":
             torch = importlib.import_module("torch")
             dtype = str(obj.dtype).removeprefix("torch.")
-            # NumPy has no bfloat16 of its own: the bits pass as integers.
-            array = (obj.detach().view(torch.int16) if dtype == "bfloat16" else obj.detach()).numpy()
+            # NumPy has neither type of its own: the bits pass as integers.
+            bits = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8}.get(dtype)
+            array = (obj.detach() if bits is None else obj.detach().view(bits)).numpy()
         else:
             array = np.from_dlpack(obj)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
@@ -413,3 +438,72 @@ def empty_on_host(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
     import numpy as np
 
     return np.empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+
+
+# --- in either --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the arrays of a call are: host memory, or a GPU and the stream that the call is enqueued on."""
+
+    like: Any
+    """The caller's Q, whose library makes new arrays."""
+    stream: int | None
+    """None in host memory."""
+
+    def view(self, array: Any, name: str) -> DeviceArray:
+        """A view of an array that must lie there.
+
+        Raises:
+            DeviceError, DTypeError, LayoutError: as `on_host` and `on_device` say.
+        """
+        return on_host(array, name) if self.stream is None else on_device(array, name, self.stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
+        """A new array there.
+
+        Raises:
+            ParameterError: on a GPU, of neither torch nor CuPy.
+        """
+        if self.stream is None:
+            return empty_on_host(self.like, shape, dtype)
+        return empty_on_device(self.like, shape, dtype, self.stream)
+
+
+def place_of(q: Any, stream: Any | None) -> Place:
+    """Where Q is; without a stream, the current one of its library.
+
+    Raises:
+        ParameterError: a stream for arrays in host memory, or none that can be read.
+        DeviceError, DTypeError: Q is no array.
+    """
+    if runs_on(q, None) == "cpu":
+        refuse_stream(stream)
+        return Place(q, None)
+    return place_on_gpu(q, stream)
+
+
+def place_on_gpu(q: Any, stream: Any | None) -> Place:
+    """The same of Q that must be on a GPU.
+
+    Raises:
+        ParameterError: no stream.
+        DeviceError, DTypeError: Q is no array, or not on a GPU.
+    """
+    if stream is not None:
+        return Place(q, stream_handle(stream))
+    library = library_of(q)
+    # Only torch and CuPy have a current stream, which depends on the device; any other library's arrays are ordered
+    # before the default stream.
+    return Place(q, 0 if library == "other" else current_stream(library, on_device(q, "q").device))
+
+
+def refuse_stream(stream: Any | None) -> None:
+    """Refuse a stream for a run on the CPU.
+
+    Raises:
+        ParameterError: there is one.
+    """
+    if stream is not None:
+        raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")

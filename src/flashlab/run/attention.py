@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
+from flashlab.core.errors import EmulationError, TooLargeError, UnsupportedError
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
 from flashlab.run import arrays, choice, emulator, gpu, recipes
@@ -300,16 +300,19 @@ def prepare(
     """
     gpu.require()
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
-    inputs, target, handle = _on_device(q, k, v, out, stream)
-    q_view = inputs["q"]
+    place = arrays.place_on_gpu(q, stream)
+    inputs = {name: place.view(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
+    target = None if out is None else place.view(out, "out")
+    q_view, handle = inputs["q"], place.stream
+    assert handle is not None
     named = tuple(sorted((params or {}).items()))
     recipe = _recipe(inputs, target, _Asked(causal, window, softcap, scale, stage, named, source, may_spill))
     if target is None:
-        out = arrays.empty_on_device(q, q_view.shape, None, handle)
-        target = arrays.on_device(out, "out", handle)
+        out = place.empty(q_view.shape, q_view.dtype)
+        target = place.view(out, "out")
     if lse is None and return_lse:
-        lse = arrays.empty_on_device(q, q_view.shape[:3], "float32", handle)
-    lse_view = None if lse is None else arrays.on_device(lse, "lse", handle)
+        lse = place.empty(q_view.shape[:3], "float32")
+    lse_view = None if lse is None else place.view(lse, "lse")
     if lse_view is not None:
         check_lse(lse_view, q_view)
     views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
@@ -326,20 +329,6 @@ def prepare(
         keep=(*views.values(), lse_view, work, stream),
         counted=counted,
     )
-
-
-def _on_device(
-    q: Any, k: Any, v: Any, out: Any | None, stream: Any | None
-) -> tuple[dict[str, DeviceArray], DeviceArray | None, int]:
-    """Views of the inputs and the output, and the stream that the call is enqueued on."""
-    library = arrays.library_of(q)
-    explicit = None if stream is None else arrays.stream_handle(stream)
-    # Only torch and CuPy have a current stream, which depends on the device; any other library's arrays are ordered
-    # before the default stream.
-    q_view = arrays.on_device(q, "q", 0 if explicit is None and library == "other" else explicit)
-    handle = arrays.current_stream(library, q_view.device) if explicit is None else explicit
-    inputs = {"q": q_view, "k": arrays.on_device(k, "k", handle), "v": arrays.on_device(v, "v", handle)}
-    return inputs, None if out is None else arrays.on_device(out, "out", handle), handle
 
 
 def _launch(
@@ -701,8 +690,7 @@ def attention(
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
     how |= {"out": out, "params": params}
     if arrays.runs_on(q, device) == "cpu":
-        if stream is not None:
-            raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
+        arrays.refuse_stream(stream)
         ran = emulate(q, k, v, **how)
         return (ran.out, ran.lse) if return_lse else ran.out
     prepared = prepare(q, k, v, **how, return_lse=return_lse, stream=stream)

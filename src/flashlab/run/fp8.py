@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import DTypeError, EmulationError, LayoutError, ParameterError, ShapeError
+from flashlab.core.errors import DTypeError, EmulationError, LayoutError, ShapeError
 from flashlab.core.problem import DType, Problem
 from flashlab.kernels import registry
 from flashlab.run import arrays, emulator, gpu, recipes
@@ -30,7 +30,7 @@ from flashlab.run.arguments import (
     params_for,
     tile_map,
 )
-from flashlab.run.arrays import DeviceArray, contiguous_strides
+from flashlab.run.arrays import DeviceArray, Place, TorchCopies, contiguous_strides
 from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def fp8_attention(
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
     if dtype not in get_args(DType):
         raise DTypeError(f"dtype: wanted {' or '.join(get_args(DType))} for the output, got {dtype!r}")
-    here: _Host | _Gpu = _Host(q, stream) if arrays.runs_on(q, None) == "cpu" else _Gpu(q, stream)
+    here = arrays.place_of(q, stream)
     inputs = {name: _stored(here.view(of, name), name) for name, of in (("q", q), ("k", k), ("v", v))}
     problem = problem_of({name: replace(one, dtype=dtype) for name, one in inputs.items()}, causal)
     for name, one in inputs.items():
@@ -152,7 +152,7 @@ def fp8_attention(
     scales = {}
     for (name, count), given in zip(heads.items(), (q_scale, k_scale, v_scale), strict=True):
         wanted = (problem.batch, count)
-        made = here.ones(wanted) if given is None else given
+        made = _ones(here, wanted) if given is None else given
         scales[f"{name}_scale"] = _scale(here.view(made, f"{name.lower()}_scale"), wanted, inputs["q"])
     if out is not None:
         check_out(here.view(out, "out"), inputs, dtype)
@@ -160,18 +160,22 @@ def fp8_attention(
     out = here.empty(inputs["q"].shape, dtype) if out is None else out
     lse = here.empty(inputs["q"].shape[:3], "float32") if return_lse else None
     views = dict(zip("QKVO", (*inputs.values(), here.view(out, "out")), strict=True))
-    here.run(
-        _Call(
-            problem=problem,
-            views=views,
-            scales=scales,
-            params=params_for(problem, scale_of(scale, problem.head_dim), views),
-            aligned=not why_slow("out", views["O"], tensor_maps=True),
-        ),
-        None if lse is None else here.view(lse, "lse"),
-        params or {},
+    call = _Call(
+        problem=problem,
+        views=views,
+        scales=scales,
+        params=params_for(problem, scale_of(scale, problem.head_dim), views),
+        aligned=not why_slow("out", views["O"], tensor_maps=True),
     )
+    run = _run_on_cpu if here.stream is None else _run_on_gpu
+    run(call, here, None if lse is None else here.view(lse, "lse"), params or {})
     return (out, lse) if return_lse else out
+
+
+def _ones(here: Place, shape: tuple[int, ...]) -> Any:
+    made = here.empty(shape, "float32")
+    made[...] = 1
+    return made
 
 
 def _stored(view: DeviceArray, name: str) -> DeviceArray:
@@ -252,40 +256,22 @@ def _in_pairs(view: DeviceArray) -> DeviceArray:
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-class _Gpu:
-    """Arrays on a GPU, of torch: no other library there has e4m3."""
-
-    def __init__(self, q: Any, stream: Any | None) -> None:
-        gpu.require()
-        library, self._q = arrays.library_of(q), q
-        if library != "torch":
-            raise DTypeError(f"q: wanted a torch tensor of float8_e4m3fn on a GPU, got {type(q).__name__}")
-        self._stream = (
-            arrays.current_stream(library, q.device.index) if stream is None else arrays.stream_handle(stream)
-        )
-
-    def view(self, array: Any, name: str) -> DeviceArray:
-        return arrays.on_device(array, name, self._stream)
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        torch = importlib.import_module("torch")
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=self._q.device)
-
-    def ones(self, shape: tuple[int, ...]) -> Any:
-        return self.empty(shape, "float32").fill_(1)
-
-    def run(self, call: _Call, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
-        stage, device = registry.get(STAGE), call.views["Q"].device
-        info = gpu.info(device)
-        stage.require(call.problem, info.arch)
-        job = compiler.Job.of(stage, call.problem, arch=info.arch, aligned=call.aligned, overrides=params)
-        code = recipes.loaded(job, device)
-        counters = arrays.counters_on_device(self._q, WORK_COUNTERS, self._stream)
-        assert counters is not None
-        call.params.LSE, call.params.work = None if lse is None else lse.pointer, counters[1]
-        blocks = self.empty(call.blocks_shape, "int16")
-        with gpu.context(device):
-            _launches(call, code.cubin, code.shape, blocks.data_ptr(), device, self._stream)()
+def _run_on_gpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
+    if arrays.library_of(here.like) != "torch":  # no other library has e4m3 there
+        raise DTypeError(f"q: wanted a torch tensor of float8_e4m3fn on a GPU, got {type(here.like).__name__}")
+    gpu.require()
+    stage, device, stream = registry.get(STAGE), call.views["Q"].device, here.stream
+    assert stream is not None
+    info = gpu.info(device)
+    stage.require(call.problem, info.arch)
+    job = compiler.Job.of(stage, call.problem, arch=info.arch, aligned=call.aligned, overrides=params)
+    code = recipes.loaded(job, device)
+    counters = arrays.counters_on_device(here.like, WORK_COUNTERS, stream)
+    assert counters is not None
+    call.params.LSE, call.params.work = None if lse is None else lse.pointer, counters[1]
+    blocks = here.empty(call.blocks_shape, "int16")
+    with gpu.context(device):
+        _launches(call, code.cubin, code.shape, blocks.data_ptr(), device, stream)()
 
 
 def _launches(
@@ -334,27 +320,17 @@ class Passes:
         stream: int,
     ) -> None:
         """Quantise, and make the launches. `arrays` are Q, K, V and O; `params` what a 16-bit kernel would get."""
-        torch = importlib.import_module("torch")
-        owners = {name: arrays[name].owner for name in "QKV"}
-        self._sources = {n: x if torch.is_tensor(x) else torch.from_dlpack(x) for n, x in owners.items()}
-        self._stored = {name: quantize_e4m3(source) for name, source in self._sources.items()}
-        self._versions = self._seen()
-        addresses = {name: (x.data_ptr(), one.data_ptr()) for name, (x, one) in self._stored.items()}
+        self._stored = TorchCopies({name: arrays[name].owner for name in "QKV"}, quantize_e4m3)
+        addresses = {name: (x.data_ptr(), one.data_ptr()) for name, (x, one) in self._stored.made.items()}
         call = _call(planned, arrays, params, addresses)
-        self._blocks = torch.empty(call.blocks_shape, dtype=torch.int16, device=self._sources["V"].device)
+        self._blocks = self._stored.made["V"][0].new_empty(
+            call.blocks_shape, dtype=importlib.import_module("torch").int16
+        )
         self._launch = _launches(call, cubin, shape, self._blocks.data_ptr(), planned.device, stream)
-
-    def _seen(self) -> tuple[int, ...]:
-        return tuple(source._version for source in self._sources.values())
 
     def __call__(self) -> None:
         """Enqueue both kernels. The device's context must be current."""
-        if self._versions != self._seen():
-            for name, (x, one) in self._stored.items():
-                new_x, new_one = quantize_e4m3(self._sources[name])
-                x.copy_(new_x)
-                one.copy_(new_one)
-            self._versions = self._seen()
+        self._stored.refresh()
         self._launch()
 
 
@@ -375,41 +351,19 @@ def _call(
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
 
 
-class _Host:
-    """Arrays in host memory: the kernels are emulated."""
+def _run_on_cpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
+    import numpy as np
 
-    def __init__(self, q: Any, stream: Any | None) -> None:
-        if stream is not None:
-            raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
-        self._q = q
-
-    def view(self, array: Any, name: str) -> DeviceArray:
-        if str(getattr(array, "dtype", "")) == "torch.float8_e4m3fn":  # NumPy reads no such tensor
-            bits = arrays.on_host(array.view(importlib.import_module("torch").uint8), name)
-            return replace(bits, dtype="float8_e4m3fn")
-        return arrays.on_host(array, name)
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return arrays.empty_on_host(self._q, shape, dtype)
-
-    def ones(self, shape: tuple[int, ...]) -> Any:
-        made = self.empty(shape, "float32")
-        made[...] = 1
-        return made
-
-    def run(self, call: _Call, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
-        import numpy as np
-
-        stage = registry.get(STAGE)
-        stage.require(call.problem)
-        kernel = emulator.build_stage(Variant.of(stage, call.problem, aligned=call.aligned, overrides=params))
-        work = np.zeros(WORK_COUNTERS, np.uint32)
-        pointers = {AttentionParams.work.offset: emulator.Pointer(array=work, name="work")}
-        for name, view in {"O": call.views["O"], **({} if lse is None else {"LSE": lse})}.items():
-            pointers[getattr(AttentionParams, name).offset] = emulator.Pointer(array=view.owner, access="w", name=name)
-        assert kernel.launch_shape is not None
-        passes = _Emulated(call, kernel, pointers, kernel.launch_shape)
-        emulator.launch(kernel, passes.arguments, grid=passes.grid)
+    stage = registry.get(STAGE)
+    stage.require(call.problem)
+    kernel = emulator.build_stage(Variant.of(stage, call.problem, aligned=call.aligned, overrides=params))
+    work = np.zeros(WORK_COUNTERS, np.uint32)
+    pointers = {AttentionParams.work.offset: emulator.Pointer(array=work, name="work")}
+    for name, view in {"O": call.views["O"], **({} if lse is None else {"LSE": lse})}.items():
+        pointers[getattr(AttentionParams, name).offset] = emulator.Pointer(array=view.owner, access="w", name=name)
+    assert kernel.launch_shape is not None
+    passes = _Emulated(call, kernel, pointers, kernel.launch_shape)
+    emulator.launch(kernel, passes.arguments, grid=passes.grid)
 
 
 class _Emulated:

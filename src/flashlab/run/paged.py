@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import DTypeError, InputError, LayoutError, ParameterError, ShapeError
+from flashlab.core.errors import DTypeError, InputError, LayoutError, ShapeError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.run import arrays, emulator, gpu, recipes
@@ -30,7 +30,7 @@ from flashlab.run.arguments import (
     params_for,
     splits_for,
 )
-from flashlab.run.arrays import DeviceArray, contiguous_strides
+from flashlab.run.arrays import DeviceArray, TorchCopies, contiguous_strides
 from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def paged_attention(
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
     arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
-    here: _Host | _Gpu = _Host(q, stream) if arrays.runs_on(q, None) == "cpu" else _Gpu(q, stream)
+    here = arrays.place_of(q, stream)
     inputs = {name: here.view(of, name) for name, of in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))}
     table, keys = here.view(page_table, "page_table"), here.view(lengths, "lengths")
     problem = _problem(inputs, table, keys, causal)
@@ -129,8 +129,11 @@ def paged_attention(
         scale=scale_of(scale, problem.head_dim),
         params={**(params or {}), "PAGE_SIZE": inputs["k_cache"].shape[2]},
     )
-    recipe = here.run(call, check=check)
-    if recipe is not None and key is not None and not check:
+    if here.stream is None:
+        _run_on_cpu(call)
+        return (out, lse) if return_lse else out
+    recipe = _run_on_gpu(call, here.stream, check=check)
+    if key is not None and not check:
         recipes.by_layout.put(key, recipe)
     return (out, lse) if return_lse else out
 
@@ -216,7 +219,7 @@ def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: Dev
     return problem
 
 
-# --- where the arrays are ---------------------------------------------------------------------------------------------
+# --- a call -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,72 +257,45 @@ class _Call:
             raise InputError(f"page_table, lengths: wanted {' and '.join(off)}, got others")
 
 
-class _Host:
-    """Arrays in host memory: the kernel is emulated."""
-
-    def __init__(self, q: Any, stream: Any | None) -> None:
-        if stream is not None:
-            raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
-        self._q = q
-
-    def view(self, array: Any, name: str) -> DeviceArray:
-        return arrays.on_host(array, name)
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return arrays.empty_on_host(self._q, shape, dtype)
-
-    def run(self, call: _Call, *, check: bool) -> None:
-        stage, problem = registry.get(STAGE), call.problem
-        stage.require(problem)
-        self._check(call)
-        kernel = emulator.build_stage(Variant.of(stage, problem, **call.options), hooks=False)
-        assert kernel.launch_shape is not None
-        shape = _split(problem, kernel.launch_shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
-        arrays = call.views if call.lse is None else {**call.views, "LSE": call.lse}
-        pointers = {getattr(AttentionParams, name).offset: _pointer(name, of.owner) for name, of in arrays.items()}
-        emulator.launch(
-            kernel,
-            _emulated(*call.structures, pointers, call.table.owner, call.lengths.owner),
-            grid=grid_for(problem, shape),
-            cluster=(shape.cluster, 1, 1),
-        )
-
-    def _check(self, call: _Call) -> None:
-        """Count faults as the kernel does; here they are there to be seen."""
-        table, lengths, pool = call.table.owner, call.lengths.owner, call.views["K"]
-        kept = lengths.clip(0)
-        first_keys = pool.shape[2] * _numpy().arange(table.shape[1])
-        named = table[first_keys < kept[:, None]]
-        none = int(((named < 0) | (named >= pool.shape[0])).sum())
-        beyond = int(((lengths < 0) | (kept > pool.shape[2] * table.shape[1])).sum())
-        call.refuse([none, beyond])
+def _run_on_cpu(call: _Call) -> None:
+    stage, problem = registry.get(STAGE), call.problem
+    stage.require(problem)
+    _check_on_cpu(call)
+    kernel = emulator.build_stage(Variant.of(stage, problem, **call.options), hooks=False)
+    assert kernel.launch_shape is not None
+    shape = _split(problem, kernel.launch_shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
+    arrays = call.views if call.lse is None else {**call.views, "LSE": call.lse}
+    pointers = {getattr(AttentionParams, name).offset: _pointer(name, of.owner) for name, of in arrays.items()}
+    emulator.launch(
+        kernel,
+        _emulated(*call.structures, pointers, call.table.owner, call.lengths.owner),
+        grid=grid_for(problem, shape),
+        cluster=(shape.cluster, 1, 1),
+    )
 
 
-class _Gpu:
-    """Arrays on a GPU."""
+def _check_on_cpu(call: _Call) -> None:
+    """Count faults as the kernel does; here they are there to be seen."""
+    table, lengths, pool = call.table.owner, call.lengths.owner, call.views["K"]
+    kept = lengths.clip(0)
+    first_keys = pool.shape[2] * _numpy().arange(table.shape[1])
+    named = table[first_keys < kept[:, None]]
+    none = int(((named < 0) | (named >= pool.shape[0])).sum())
+    beyond = int(((lengths < 0) | (kept > pool.shape[2] * table.shape[1])).sum())
+    call.refuse([none, beyond])
 
-    def __init__(self, q: Any, stream: Any | None) -> None:
-        gpu.require()
-        library, self._q = arrays.library_of(q), q
-        device = arrays.on_device(q, "q", 0 if stream is None and library == "other" else stream).device
-        self._stream = arrays.current_stream(library, device) if stream is None else arrays.stream_handle(stream)
 
-    def view(self, array: Any, name: str) -> DeviceArray:
-        return arrays.on_device(array, name, self._stream)
-
-    def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        return arrays.empty_on_device(self._q, shape, "float32" if dtype == "float32" else None, self._stream)
-
-    def run(self, call: _Call, *, check: bool) -> recipes.Recipe:
-        recipe, device = _recipe(call), call.table.device
-        faults = gpu.Zeroed(device, _FAULTS * recipes.WORD_BYTES, self._stream) if check else None
-        views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"], call.lse)
-        addresses = [0 if view is None else view.pointer for view in views]
-        with gpu.context(device):
-            recipes.Slot(recipe, [*addresses, faults.pointer if faults else 0], self._stream).launch()
-        if faults:
-            call.refuse(list(memoryview(faults.read()).cast("I")))
-        return recipe
+def _run_on_gpu(call: _Call, stream: int, *, check: bool) -> recipes.Recipe:
+    gpu.require()
+    recipe, device = _recipe(call), call.table.device
+    faults = gpu.Zeroed(device, _FAULTS * recipes.WORD_BYTES, stream) if check else None
+    views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"], call.lse)
+    addresses = [0 if view is None else view.pointer for view in views]
+    with gpu.context(device):
+        recipes.Slot(recipe, [*addresses, faults.pointer if faults else 0], stream).launch()
+    if faults:
+        call.refuse(list(memoryview(faults.read()).cast("I")))
+    return recipe
 
 
 # --- launching --------------------------------------------------------------------------------------------------------
@@ -435,41 +411,28 @@ class Passes:
         stream: int,
     ) -> None:
         """Copy, and make the launch. `arrays` are Q, K, V and O; `params` what the kernel would get without pages."""
-        problem = planned.problem
-        torch = self._torch = importlib.import_module("torch")
-        self._page_size = cubin.parameters["PAGE_SIZE"]
-        owners = {name: arrays[name].owner for name in "KV"}
-        self._sources = {n: x if torch.is_tensor(x) else torch.from_dlpack(x) for n, x in owners.items()}
-        place = self._sources["K"].device
-        self._table = torch.as_tensor(_table(problem, self._page_size), device=place)
-        self._lengths = torch.full((problem.batch,), problem.kv_len, dtype=torch.int32, device=place)
-        self._pools = {name: self._paged(name) for name in "KV"}
-        self._versions = self._seen()
-        pools = {name: _pool(arrays[name], pool, pool.data_ptr()) for name, pool in self._pools.items()}
+        problem, page_size = planned.problem, cubin.parameters["PAGE_SIZE"]
+        torch = importlib.import_module("torch")
+        there = {"dtype": torch.int32, "device": f"cuda:{planned.device}"}
+        self._table = torch.as_tensor(_table(problem, page_size), **there)
+        self._lengths = torch.full((problem.batch,), problem.kv_len, **there)
+
+        def paged(source: Any) -> tuple[Any]:
+            bits = source.view(torch.int16)
+            return (_in_pages(bits, self._table.long(), page_size, bits.new_full),)
+
+        self._pools = TorchCopies({name: arrays[name].owner for name in "KV"}, paged)
+        pools = {name: _pool(arrays[name], pool, pool.data_ptr()) for name, (pool,) in self._pools.made.items()}
         table = replace(arrays["K"], strides=(self._table.shape[1], 1))
-        paged, cache = _structures(problem, 1.0, {**arrays, **pools}, table)
-        paged.scale_log2, paged.LSE = params.scale_log2, params.LSE
+        own, cache = _structures(problem, 1.0, {**arrays, **pools}, table)
+        own.scale_log2, own.LSE = params.scale_log2, params.LSE
         cache.page_table, cache.lengths = self._table.data_ptr(), self._lengths.data_ptr()
         function = gpu.load(cubin, planned.device)
-        self._launch = recipes.launch_of(function, shape, grid_for(problem, shape), (paged, cache), stream)
-
-    def _paged(self, name: str) -> Any:
-        torch, source = self._torch, self._sources[name]
-
-        def full(shape: tuple[int, ...], value: int) -> Any:
-            return torch.full(shape, value, dtype=torch.int16, device=source.device)
-
-        return _in_pages(source.view(torch.int16), self._table.long(), self._page_size, full)
-
-    def _seen(self) -> tuple[int, ...]:
-        return tuple(source._version for source in self._sources.values())
+        self._launch = recipes.launch_of(function, shape, grid_for(problem, shape), (own, cache), stream)
 
     def __call__(self) -> None:
         """Enqueue the kernel. The device's context must be current."""
-        if self._versions != self._seen():
-            for name, pool in self._pools.items():
-                pool.copy_(self._paged(name))
-            self._versions = self._seen()
+        self._pools.refresh()
         self._launch()
 
 
