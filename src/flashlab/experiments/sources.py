@@ -112,7 +112,7 @@ def tables_of(rows: Sequence[Source]) -> str:
         )
         table = tables.table(columns, of_document)
         summary = f"{html.escape(title)}: {len(of_document)} rows"
-        parts.append(f"**{title}.** {what}\n\n<details markdown><summary>{summary}</summary>\n\n{table}\n</details>\n")
+        parts.append(f"**{title}.** {what}\n\n{tables.folded(summary, table)}\n")
     return "\n".join(parts)
 
 

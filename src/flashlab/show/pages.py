@@ -504,15 +504,10 @@ def diff_against_parent(stage: Stage) -> str:
 def _kernel_text(stage: Stage) -> str:
     source = stage.source.read_text(encoding="utf-8")
     language = "cuda" if stage.language == "cuda" else "python"
-    return _unsearched(
+    return tables.unsearched(
         f'??? abstract "The whole kernel, {stage.source.name}"\n\n'
         + indent(f"``` {{ .{language} .kernel }}\n{source.rstrip()}\n```")
     )
-
-
-def _unsearched(text: str) -> str:
-    """Text that the search leaves out: source code, which would be half of its index."""
-    return f"<div data-search-exclude markdown>\n\n{text}\n\n</div>"
 
 
 def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
@@ -553,14 +548,9 @@ def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) ->
         result=f"{result}\n\n{_elsewhere(shown, 'What follows')}",
         change="\n\n".join((stage.change, *(out.chart(draw(), page) for draw in journey.drawings_of(stage)), lines)),
         prediction=stage.prediction + (f"\n\n{table(tables.PREDICTIONS[1:], scored)}" if scored else ""),
-        measured="\n\n".join(_folded(title, text) for title, text in measured.items()) or NOTHING_YET,
+        measured="\n\n".join(tables.folded(title, text) for title, text in measured.items()) or NOTHING_YET,
         code="\n\n".join((_needs(stage, ("Parent", parent)), *_stage_diff(stage), _kernel_text(stage))),
     )
-
-
-def _folded(title: str, text: str) -> str:
-    """Text that a click unfolds."""
-    return f"<details markdown>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
 
 
 def _stage_diff(stage: Stage) -> list[str]:
@@ -572,7 +562,7 @@ def _stage_diff(stage: Stage) -> list[str]:
     removed = sum(line.startswith("-") and not line.startswith("---") for line in diff.splitlines())
     heading = f"{stage.parent} → {stage.id}: {added} lines added, {removed} removed"
     shown = indent(f'``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```')
-    return [_unsearched(f'??? abstract "The whole diff"\n\n{shown}')]
+    return [tables.unsearched(f'??? abstract "The whole diff"\n\n{shown}')]
 
 
 EVERY_PROBLEM = (
@@ -1000,7 +990,8 @@ def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
             name = path.relative_to(out.root / "data").as_posix()
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             listed.append((f"[{name}](generated/data/{name})", f"{path.stat().st_size:,}", f"`{digest[:12]}…`"))
-    out.snippet("downloads.md", markdown(("file", "bytes", "sha256"), listed) if listed else NOTHING_YET)
+    files = tables.unsearched(markdown(("file", "bytes", "sha256"), listed))
+    out.snippet("downloads.md", files if listed else NOTHING_YET)
     lacking = "\n".join(f"`{shown.gpu}`\n\n{coverage.table(shown.gpu, data)}" for shown in everything)
     out.snippet("coverage.md", lacking or NOTHING_YET)
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):

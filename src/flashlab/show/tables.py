@@ -200,6 +200,16 @@ def table(columns: Sequence[Column], rows: Iterable[Row], *, drop_empty: bool = 
     return markdown([columns[index].header for index in kept], [[line[i] for i in kept] for line in cells], left=left)
 
 
+def folded(title: str, text: str) -> str:
+    """Markdown that a click unfolds, on the site and in a notebook."""
+    return f"<details markdown>\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>"
+
+
+def unsearched(text: str) -> str:
+    """Markdown that the search leaves out: source code and rows by the thousand, which would be most of its index."""
+    return f"<div data-search-exclude markdown>\n\n{text}\n\n</div>"
+
+
 def markdown(header: Sequence[str], rows: Iterable[Sequence[Cell]], *, left: int = 1) -> str:
     """A Markdown table of cells; the first `left` columns are left-aligned, the others right."""
     lines = [

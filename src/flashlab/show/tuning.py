@@ -98,11 +98,6 @@ def _text(parameters: Mapping[str, int], beside: Mapping[str, int] | None = None
     return " ".join(f"{name}={value}" for name, value in shown.items()) or "the defaults"
 
 
-def _folded(title: str, table: str) -> str:
-    body = table.replace("\n", "\n    ").rstrip()
-    return f'??? note "{title}"\n\n    {body}\n'
-
-
 def winners_table(gpu_slug: str | None, data: Path = DATA) -> str:
     """What won on every problem that a stage was tuned on, and what it gains over the defaults, as a Markdown table."""
     by_key = _by_key(gpu_slug, data)
@@ -160,8 +155,8 @@ def levers_table(gpu_slug: str | None, data: Path = DATA) -> str:
             lines.append([name, ", ".join(values), spread])
         if lines:
             header = ("tunable", "value: best speed with it, the defaults being 1", "worth")
-            text.append(_folded(f"{key.stage}, {key.problem.label}", tables.markdown(header, lines, left=2)))
-    return "\n".join(text)
+            text.append(tables.folded(f"{key.stage}, {key.problem.label}", tables.markdown(header, lines, left=2)))
+    return tables.unsearched("\n\n".join(text))
 
 
 def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
@@ -185,5 +180,5 @@ def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
         ]
         header = ("variant", "µs", "times faster than the defaults", "samples", "outcome", "run")
         title = f"{key.stage}, {key.problem.label}: {len(of_key)} variants"
-        text.append(_folded(title, tables.markdown(header, lines)))
-    return "\n".join(text)
+        text.append(tables.folded(title, tables.markdown(header, lines)))
+    return tables.unsearched("\n\n".join(text))
