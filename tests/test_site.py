@@ -175,11 +175,17 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
 
 
 def test_ratios_and_errors_by_kind_are_noted_as_missing_where_they_are(pages: Path) -> None:
-    for name in ("against-inputs.md", "accuracy.md"):
+    for name, of in (("against-inputs.md", "inputs"), ("against-features.md", "windows"), ("accuracy.md", "inputs")):
         text = (pages / "generated" / "snippets" / name).read_text(encoding="utf-8")
-        assert "on record for this GPU yet: `flashlab bench --suite inputs` makes them" in text
-    for page, name in (("index", "against-inputs"), ("against", "against-inputs"), ("correctness", "accuracy")):
-        assert f'--8<-- "{name}.md"' in (SITE / f"{page}.md").read_text(encoding="utf-8")
+        assert f"on record for this GPU yet: `flashlab bench --suite {of}` makes them" in text
+    taken_in = {
+        "index": ["against-inputs"],
+        "against": ["against-inputs", "against-features"],
+        "correctness": ["accuracy"],
+    }
+    for page, names in taken_in.items():
+        text = (SITE / f"{page}.md").read_text(encoding="utf-8")
+        assert all(f'--8<-- "{name}.md"' in text for name in names)
 
 
 def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(tmp_path: Path) -> None:
@@ -206,6 +212,29 @@ def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(t
     assert '??? abstract "Under sustained load"' in ratios
     for text in (ratios, errors):
         assert text.rstrip().endswith("2026-01-02 · commit 0123abc</small>")
+
+
+def test_windows_and_soft_caps_stand_beside_the_same_run_without_them(tmp_path: Path) -> None:
+    plain = Problem.parse("4x16x8192x128", mask="causal", dtype="bfloat16")
+    window, softcap = dataclasses.replace(plain, window=(511, -1)), dataclasses.replace(plain, softcap=50.0)
+    rows = [measurement("16_ones_column", one) for one in (plain, window, softcap)]
+    path = tmp_path / "data" / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    path.parent.mkdir(parents=True)
+    for row in (*rows, measurement("fa3", plain), measurement("fa3", softcap)):
+        store.append(path, row)
+    out = content.Output(root=tmp_path / "generated")
+    content._inputs_and_errors(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    text = (out.root / "snippets" / "against-features.md").read_text(encoding="utf-8")
+    lines = {line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:] for line in text.splitlines()}
+    us = {one.problem.features: one.samples[0].median_us for one in rows}
+    of_window = lines["B4 H16 S8192 D128 causal bfloat16 window 511:-1"]
+    assert of_window[0] == "`16_ones_column`"
+    assert of_window[1] == tables.mhz(us["window",])
+    assert of_window[3:] == [tables.times(us[()] / us["window",]), "–", "–", "–"]
+    of_cap = lines["B4 H16 S8192 D128 causal bfloat16 softcap 50"]
+    assert of_cap[4] == tables.short_title("fa3")
+    assert of_cap[-1].startswith("×")
+    assert text.rstrip().endswith("2026-01-02 · commit 0123abc</small>")
 
 
 def test_stage_pages_show_diff_result_and_data(pages: Path) -> None:

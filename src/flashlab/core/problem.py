@@ -9,7 +9,7 @@ a score c · tanh(score / c). A query that sees no key has output 0 and log-sum-
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, get_args
@@ -37,6 +37,7 @@ Cache = Literal["hot", "cold"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 FEATURES: tuple[Feature, ...] = get_args(Feature)
+WITHOUT_FEATURES: Mapping[str, Any] = {"window": NO_WINDOW, "softcap": 0.0}
 BYTES_PER_ELEMENT = 2
 
 
@@ -108,8 +109,7 @@ class Problem:
     @property
     def features(self) -> tuple[Feature, ...]:
         """What it asks for that not every stage computes."""
-        usual = {"window": NO_WINDOW, "softcap": 0}
-        return tuple(name for name in FEATURES if getattr(self, name) != usual[name])
+        return tuple(name for name in FEATURES if getattr(self, name) != WITHOUT_FEATURES[name])
 
     @property
     def options(self) -> dict[str, Any]:

@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 
+import pandas as pd
+
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Problem, Regime, suite
+from flashlab.core.problem import WITHOUT_FEATURES, Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.query.frame import frame, rows_of
-from flashlab.query.select import Results, fastest_peer, fastest_stage, is_off_ladder, ordered, problem_order, rate
+from flashlab.query.select import (
+    Policy,
+    Results,
+    fastest_peer,
+    fastest_stage,
+    is_off_ladder,
+    ordered,
+    problem_order,
+    rate,
+    select,
+)
 from flashlab.record import store
 from flashlab.record.schema import Measurement
 
@@ -255,6 +267,56 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
                 reason="" if burst else f"no {lacking} has a time in that run",
             )
         )
+    return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Featured:
+    """A stage on a problem with a window or a soft cap, and what the same run has to compare with."""
+
+    stage: Measurement
+    without: Measurement | None
+    """The stage without them."""
+    peer: Measurement | None
+    """The fastest library on the problem; None where none of those that ran takes it."""
+
+    @property
+    def times_us(self) -> tuple[float | None, ...]:
+        """Median burst times of the three."""
+        taken = [row.samples_of() if row else None for row in (self.stage, self.without, self.peer)]
+        return tuple(samples.median_us if samples else None for samples in taken)
+
+    @property
+    def over_without(self) -> float | None:
+        """How many times faster the stage is than without them."""
+        ours, without, _ = self.times_us
+        return without / ours if ours and without else None
+
+    @property
+    def over_peer(self) -> float | None:
+        """How many times faster the stage is than the library."""
+        ours, _, theirs = self.times_us
+        return theirs / ours if ours and theirs else None
+
+
+def featured(records: pd.DataFrame) -> tuple[Featured, ...]:
+    """Problems with a window or a soft cap, of the run that tried most stages at each; of several, the newest.
+
+    Args:
+        records: as `frame` gives them; may be empty.
+    """
+    found = []
+    rows: dict[Problem, list[Measurement]] = {}
+    for row in rows_of(select(records, Policy(within="run", off_ladder="with", features=True))):
+        if row["features"]:
+            rows.setdefault(row["problem"], []).append(row["record"])
+    for problem, of_problem in rows.items():
+        stage, plain = fastest_stage(of_problem), replace(problem, **WITHOUT_FEATURES)
+        if stage is None:
+            continue
+        same = (records["run"] == stage.run) & (records["name"] == stage.name) & (records["second"] != True)  # noqa: E712
+        twins = [row["record"] for row in rows_of(records[same]) if row["problem"] == plain]
+        found.append(Featured(stage=stage, without=next(iter(twins), None), peer=fastest_peer(of_problem)))
     return tuple(found)
 
 

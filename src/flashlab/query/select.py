@@ -65,6 +65,8 @@ class Policy:
     covers: tuple[str, ...] = tuple(registry.STAGES)
     """Those of which the candidate that tried most wins; of none, the newest wins."""
     inputs: tuple[str, ...] = (NORMAL,)
+    features: bool = False
+    """Whether problems with a window or a soft cap count too; most pages name neither."""
     off_ladder: Literal["without", "with", "only"] = "without"
     """Of runs that measured stages off the ladder: none, any, or no others."""
     fill: bool = True
@@ -162,7 +164,7 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
     if policy.off_ladder != "with":
         runs = {*able["run"][[is_off_ladder(record) for record in able["record"]]]}
         able = able[able["run"].isin(runs) == (policy.off_ladder == "only")]
-    able = able[able["inputs"].isin(policy.inputs) & (able["features"] == "")]  # pages name no window and no soft cap
+    able = able[able["inputs"].isin(policy.inputs) & (policy.features | (able["features"] == ""))]
     candidates: dict[Problem, dict[str, dict[str, dict[str, dict[str, Any]]]]] = {}
     for row in rows_of(able):
         groups = candidates.setdefault(row["problem"], {})

@@ -462,7 +462,8 @@ def _timed_there(rows: Iterable[Measurement]) -> str:
 def _inputs_and_errors(out: Output, shown: Results | None, data: Path) -> None:
     """Ratios over the libraries, and errors, by kind of inputs; a note where they were not measured."""
     out.snippet("inputs.md", tables.inputs())
-    for name, make in (("against-inputs.md", _against_inputs), ("accuracy.md", _accuracy)):
+    makers = {"against-inputs.md": _against_inputs, "against-features.md": _against_features, "accuracy.md": _accuracy}
+    for name, make in makers.items():
         try:
             out.snippet(name, make(shown, data) if shown else NOTHING_YET)
         except NoDataError as error:
@@ -476,6 +477,16 @@ def _against_inputs(shown: Results, data: Path) -> str:
         parts.append(f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(found, "sustained"))}')
     runs = [run for one in found if one.problem.shape in shapes for run in one.runs]
     return "\n".join([*parts, _from_runs(shown, runs)])
+
+
+def _against_features(shown: Results, _: Path) -> str:
+    found = contests.featured(shown.records)
+    if not found:
+        raise NoDataError(
+            "No times with a window or a soft cap are on record for this GPU yet: `flashlab bench --suite windows` "
+            "makes them."
+        )
+    return f"{tables.table(tables.FEATURED, found)}\n{_from_runs(shown, (one.stage.run for one in found))}"
 
 
 def _accuracy(shown: Results, data: Path) -> str:

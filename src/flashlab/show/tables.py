@@ -84,7 +84,7 @@ def percent(value: float) -> str:
 
 
 def mhz(value: float) -> str:
-    """A clock, to four digits."""
+    """A clock, or a time, to four digits."""
     return number(value, 4)
 
 
@@ -497,6 +497,19 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     first, *others = (label.split() for label in labels.values())
     common = [word for word in first if all(word in label for label in others)]
     return table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels.values())), order)
+
+
+FEATURED = (
+    Column("problem", "stage.problem.label"),
+    Column("stage", "stage.name", code, left=True),
+    Column("µs", "times_us.0", mhz),
+    Column("TFLOP/s of the scores seen", lambda one: one.stage.problem.tflops(one.times_us[0]), mhz),
+    Column("over itself without", "over_without", times),
+    Column("fastest library there", lambda one: short_title(one.peer.name) if one.peer else None, left=True),
+    Column("µs", "times_us.2", mhz),
+    Column("over the library", "over_peer", times),
+)
+"""A stage with a window or a soft cap, beside itself without them and the library that takes them."""
 
 
 def accuracy(found: Iterable[contests.Accuracy]) -> str:
