@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pydantic import TypeAdapter
 from shared import needs_compiler
 
 import flashlab
-from flashlab.build.compiler import Variant
+from flashlab.build.compiler import LaunchShape, Variant
 from flashlab.core import errors
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
 from flashlab.core.problem import NO_WINDOW, Problem, suite
@@ -22,12 +23,14 @@ from flashlab.kernels import peers, registry
 from flashlab.query import frame, select
 from flashlab.record.schema import RecordedProblem
 from flashlab.run import arrays
+from flashlab.run.arguments import splits_for
 from flashlab.run.attention import emulate
 from flashlab.run.plan import plan, window_of
 from flashlab.verify import cases, on_cpu, oracle
 from flashlab.verify.verdict import Guarded
 
 STAGES = [stage for stage in registry.STAGES.values() if stage.features]
+DECODING = [stage.id for stage in registry.DECODE.values() if stage.features]
 WINDOWED = Problem.parse("1x4x2x130x203x64", mask="causal", window=(40, -1))
 
 
@@ -245,6 +248,62 @@ def test_tiles_outside_the_window_are_not_read(stage: str, head_dim: int) -> Non
     found = emulate(q, k, v, window=problem.window, stage=stage).out
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found.astype(float), wanted, atol=2e-3)
+
+
+FEW_ROWS = st.builds(
+    Problem,
+    batch=st.just(1),
+    q_heads=st.just(4),
+    kv_heads=st.just(2),
+    q_len=st.integers(1, 9),
+    kv_len=st.integers(1, 300),
+    head_dim=st.just(64),
+    mask=st.sampled_from(["full", "causal"]),
+    window=st.tuples(st.integers(-1, 310), st.integers(-1, 9)),
+    softcap=st.sampled_from([0.0, 1.0, 30.0]),
+    inputs=st.sampled_from(["normal", *HOSTILE_INPUTS]),
+).filter(lambda problem: bool(problem.features))
+"""What stages for decoding take."""
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", DECODING)
+@settings(max_examples=25, deadline=None)
+@given(FEW_ROWS)
+def test_decoding_is_right_in_any_window(stage: str, problem: Problem) -> None:
+    verdict, _ = on_cpu.emulated_verdict(stage, problem, oracle.make_inputs(problem), threads=1)
+    assert verdict.passed, f"{problem}: {verdict.reason}"
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", DECODING)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_decoding_in_a_window_has_no_races(stage: str, head_dim: int) -> None:
+    problem = Problem.parse(f"2x4x2x3x333x{head_dim}", mask="causal", window=(150, -1), softcap=20.0, dtype="bfloat16")
+    verdict, ran = on_cpu.emulated_verdict(stage, problem, oracle.make_inputs(problem), races=True, timeout_s=600)
+    assert verdict.passed, verdict.reason
+    assert not ran.report.findings
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", DECODING)
+@pytest.mark.parametrize("left", [0, 15, 16, 100])
+def test_keys_before_every_querys_window_may_hold_anything(stage: str, left: int) -> None:
+    problem = Problem.parse("1x4x2x2x203x64", mask="causal", window=(left, -1))
+    q, k, v = oracle.make_inputs(problem)
+    wanted, _ = oracle.attention(q, k, v, causal=True, window=problem.window)
+    for x in (k, v):
+        x[:, :, : 203 - 2 - left] = np.nan
+    found = emulate(q, k, v, causal=True, window=problem.window, stage=stage).out
+    np.testing.assert_allclose(found.astype(float), wanted, atol=2e-3)
+
+
+def test_a_window_leaves_fewer_keys_to_split() -> None:
+    shape = LaunchShape(threads=128, smem_bytes=0, tile_q=16, split_keys=64)
+    problem = Problem.parse("1x32x8x1x8192x128", mask="causal")
+    assert [
+        splits_for(replace(problem, window=(left, -1)), shape, sms=132, most=16) for left in (-1, 8191, 255, 64, 3)
+    ] == [16, 16, 4, 1, 1]
 
 
 @needs_compiler

@@ -13,7 +13,7 @@ from flashlab.core import errors
 from flashlab.kernels import registry
 from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE
-from flashlab.verify import on_cpu
+from flashlab.verify import on_cpu, oracle
 
 GARBAGE = -7
 """In entries of the page table that no key needs."""
@@ -71,6 +71,30 @@ def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool, he
         assert np.array_equal(np.isneginf(lse[row]), np.isneginf(expected_lse))
         assert np.allclose(lse[row], expected_lse, atol=1e-3)
     assert (out[0] == 0).all()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("page_size", "q_len", "left", "softcap"), [(1, 1, 20, 0.0), (4, 3, 15, 5.0), (128, 2, 40, 0.0)]
+)
+def test_a_window_reads_no_page_before_it(page_size: int, q_len: int, left: int, softcap: float) -> None:
+    """Engines give such pages away: their numbers are none, and what they hold is somebody else's."""
+    cache = Cache((37, 290, 5), page_size)
+    q = np.random.default_rng(q_len).standard_normal((3, 4, q_len, 64)).astype(np.float16)
+    given_away = 0
+    for row, length in enumerate(cache.lengths):
+        for page in range(max(0, length - q_len - left) // page_size):
+            given_away += 1
+            cache.K[cache.table[row, page]] = cache.V[cache.table[row, page]] = np.nan
+            cache.table[row, page] = GARBAGE
+    assert given_away
+    how: dict[str, Any] = {"window": (left, None), "softcap": softcap}
+    out, lse = flashlab.paged_attention(q, cache.K, cache.V, cache.table, cache.lengths, return_lse=True, **how)
+    for row, pair in enumerate(cache.keys):
+        k, v = (x[None] for x in pair)
+        of_row = oracle.attention(q[row : row + 1], k, v, causal=True, window=(left, -1), softcap=softcap)
+        np.testing.assert_allclose(out[row].astype(float), of_row[0][0], atol=2e-3)
+        np.testing.assert_allclose(lse[row], of_row[1][0], atol=2e-3)
 
 
 @needs_compiler

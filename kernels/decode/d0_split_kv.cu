@@ -9,6 +9,7 @@
 #include "mma.cuh"
 #include "ptx_sm90.cuh"
 #include "reduce.cuh"
+#include "softcap.cuh"
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
@@ -110,15 +111,18 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
   };
   const int tile_keys = visible_keys(p, q_row_of(num_rows - 1));   // the last row sees the most
   const int full_keys = visible_keys(p, q_row_of(0));              // the first the fewest: up to here nothing is masked
+  const int tile_first = first_key(p, q_row_of(0));                // in a window: the first row's begins first
+  const int full_first = first_key(p, q_row_of(num_rows - 1));     // and the last row's last
 
   const element* K_gmem = head_of(p.K, batch, kv_head);   // (kv_len, HEAD_DIM)
   const element* V_gmem = head_of(p.V, batch, kv_head);   // (kv_len, HEAD_DIM)
 
   // The tile's keys in steps of STEP_KEYS: a range of them for each block, dealt out to its warps, so that the block reads
   // one contiguous stretch of K and V. A block or warp may get none.
-  const unsigned num_steps = (tile_keys + STEP_KEYS - 1) / STEP_KEYS;
-  const int first_step = static_cast<int>(num_steps * split >> log2_splits) + warp;
-  const int last_step = num_steps * (split + 1) >> log2_splits;
+  const int hidden_steps = tile_first / STEP_KEYS;   // before every row's window
+  const unsigned num_steps = (tile_keys + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
+  const int first_step = hidden_steps + static_cast<int>(num_steps * split >> log2_splits) + warp;
+  const int last_step = hidden_steps + (num_steps * (split + 1) >> log2_splits);
   const int warp_steps = max(0, (last_step - first_step + WARPS - 1) / WARPS);
 
   Step* ring = smem.ring[warp];
@@ -131,15 +135,18 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
   const auto fetch = [&](int i, int slot) {
     if (i >= warp_steps) return;
     const int num_keys = tile_keys - (first_step + i * WARPS) * STEP_KEYS;   // from the step's first key on
+    const int hidden_keys = tile_first - (first_step + i * WARPS) * STEP_KEYS;   // before every row's window
 #pragma unroll
     for (int row = 0; row < STEP_KEYS; row += COPY_ROWS) {
       const int place = swizzled(copy_row + row, copy_chunk_id);
-      copy_chunk(ring[slot].K + place, K_source + row * p.K.row_stride, copy_row + row < num_keys);
+      copy_chunk(ring[slot].K + place, K_source + row * p.K.row_stride,
+                 copy_row + row < num_keys && (!WINDOW || copy_row + row >= hidden_keys));
     }
 #pragma unroll
     for (int row = 0; row < STEP_KEYS; row += COPY_ROWS) {
       const int place = swizzled(copy_row + row, copy_chunk_id);
-      copy_chunk(ring[slot].V + place, V_source + row * p.V.row_stride, copy_row + row < num_keys);
+      copy_chunk(ring[slot].V + place, V_source + row * p.V.row_stride,
+                 copy_row + row < num_keys && (!WINDOW || copy_row + row >= hidden_keys));
     }
     K_source += WARPS * STEP_KEYS * p.K.row_stride;
     V_source += WARPS * STEP_KEYS * p.V.row_stride;
@@ -199,15 +206,24 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
       }
     }
 
+#if SOFTCAP
+#pragma unroll
+    for (int j = 0; j < KEY_BLOCKS; ++j) {
+#pragma unroll
+      for (float& score : S_reg[j]) score = capped(p, score);
+    }
+#endif
+
     const int step_key = (first_step + i * WARPS) * STEP_KEYS;
-    if (step_key + STEP_KEYS > full_keys) {   // some row does not see some key
+    if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some row does not see some key
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int row_keys = visible_keys(p, q_row_of(e / 2 * MATRIX + lane_row));
-        const int num_keys = row_keys - step_key - lane_col - e % 2;   // of this step, from this column on
+        const int q_row = q_row_of(e / 2 * MATRIX + lane_row), column = step_key + lane_col + e % 2;
+        const int num_keys = visible_keys(p, q_row) - column;   // of this step, from this column on
+        const int hidden_keys = first_key(p, q_row) - column;   // before the row's window
 #pragma unroll
         for (int j = 0; j < KEY_BLOCKS; ++j) {
-          if (j * MMA_N >= num_keys) S_reg[j][e] = NEG_INF;
+          if (j * MMA_N >= num_keys || WINDOW && j * MMA_N < hidden_keys) S_reg[j][e] = NEG_INF;
         }
       }
     }

@@ -10,6 +10,7 @@
 #include "paged.cuh"
 #include "ptx_sm90.cuh"
 #include "reduce.cuh"
+#include "softcap.cuh"
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
@@ -115,18 +116,28 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
   };
   const int length = cached_keys(p, cache, batch);
   // Keys that a query row sees, of those of its sequence; the last query is at the sequence's end.
+#if WINDOW
+  const int right = CAUSAL ? 0 : p.window_right;
+  const auto keys_of_row = [&](int q_row) { return max(0, min(length, q_row + 1 + length - p.q_len + right)); };
+  const auto first_of_row = [&](int q_row) { return max(0, min(q_row, p.q_len - 1) + length - p.q_len - p.window_left); };
+#else
   const auto keys_of_row = [&](int q_row) { return CAUSAL ? max(0, min(length, q_row + 1 + length - p.q_len)) : length; };
+  const auto first_of_row = [](int) { return 0; };
+#endif
   const int tile_keys = keys_of_row(q_row_of(num_rows - 1));   // the last row sees the most
   const int full_keys = keys_of_row(q_row_of(0));              // the first the fewest: up to here nothing is masked
+  const int tile_first = first_of_row(q_row_of(0));            // in a window: the first row's begins first
+  const int full_first = first_of_row(q_row_of(num_rows - 1));   // and the last row's last
 
   const element* K_gmem = head_of(p.K, 0, kv_head);   // (PAGE_SIZE, HEAD_DIM) of page 0
   const element* V_gmem = head_of(p.V, 0, kv_head);   // (PAGE_SIZE, HEAD_DIM) of page 0
 
   // The tile's keys in steps of STEP_KEYS: a range of them for each block, dealt out to its warps, so that the block reads
   // one contiguous stretch of K and V. A block or warp may get none.
-  const unsigned num_steps = (tile_keys + STEP_KEYS - 1) / STEP_KEYS;
-  const int first_step = static_cast<int>(num_steps * split >> log2_splits) + warp;
-  const int last_step = num_steps * (split + 1) >> log2_splits;
+  const int hidden_steps = tile_first / STEP_KEYS;   // before every row's window
+  const unsigned num_steps = (tile_keys + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
+  const int first_step = hidden_steps + static_cast<int>(num_steps * split >> log2_splits) + warp;
+  const int last_step = hidden_steps + (num_steps * (split + 1) >> log2_splits);
   const int warp_steps = max(0, (last_step - first_step + WARPS - 1) / WARPS);
 
   Step* ring = smem.ring[warp];
@@ -136,7 +147,9 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
   const int* page_table = cache.page_table + batch * cache.table_stride;
   const auto read_pages = [&](int first) {   // of the batch that begins with the warp's step number `first`
     const int key = (first_step + (first + lane / STEP_PAGES) * WARPS) * STEP_KEYS + lane % STEP_PAGES * PAGE_SIZE;
-    return key < tile_keys ? page_table[key / PAGE_SIZE] : 0;
+    // A page before every row's window may have been given away, and its number be none.
+    const bool seen = key < tile_keys && (!WINDOW || key + STEP_KEYS / STEP_PAGES > tile_first);
+    return seen ? page_table[key / PAGE_SIZE] : 0;
   };
   int pages = checked_page(cache, read_pages(0)), next_pages = read_pages(BATCH_STEPS);
   // The warp's step number `i` into its ring's buffer `slot`; past the last nothing. Called for one step after the other.
@@ -158,7 +171,8 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
         } else {
           source += COPY_ROWS * tensor.row_stride;   // in the same page
         }
-        const bool exists = page >= 0 && first_key + row < tile_keys;
+        const int key = first_key + row;
+        const bool exists = page >= 0 && key < tile_keys && (!WINDOW || key >= tile_first);
         copy_chunk(target_smem + swizzled(row, copy_chunk_id), exists ? source : page0, exists);
       }
     };
@@ -220,15 +234,24 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
       }
     }
 
+#if SOFTCAP
+#pragma unroll
+    for (int j = 0; j < KEY_BLOCKS; ++j) {
+#pragma unroll
+      for (float& score : S_reg[j]) score = capped(p, score);
+    }
+#endif
+
     const int step_key = (first_step + i * WARPS) * STEP_KEYS;
-    if (step_key + STEP_KEYS > full_keys) {   // some row does not see some key
+    if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some row does not see some key
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int row_keys = keys_of_row(q_row_of(e / 2 * MATRIX + lane_row));
-        const int num_keys = row_keys - step_key - lane_col - e % 2;   // of this step, from this column on
+        const int q_row = q_row_of(e / 2 * MATRIX + lane_row), column = step_key + lane_col + e % 2;
+        const int num_keys = keys_of_row(q_row) - column;      // of this step, from this column on
+        const int hidden_keys = first_of_row(q_row) - column;   // before the row's window
 #pragma unroll
         for (int j = 0; j < KEY_BLOCKS; ++j) {
-          if (j * MMA_N >= num_keys) S_reg[j][e] = NEG_INF;
+          if (j * MMA_N >= num_keys || WINDOW && j * MMA_N < hidden_keys) S_reg[j][e] = NEG_INF;
         }
       }
     }

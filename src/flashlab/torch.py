@@ -3,9 +3,9 @@
 Importing this registers `torch.ops.flashlab.attention(q, k, v, causal=False, scale=None, stage=None, window=None,
 softcap=0.0) -> out` and `torch.ops.flashlab.attention_lse`, the same with `(out, lse)`. On CUDA tensors they are
 `flashlab.attention` on torch's current stream; on CPU tensors the kernel is emulated, for problems of a test's size.
-`torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None) -> out` is
-`flashlab.paged_attention` likewise. There is no backward pass: inputs that want a gradient are refused. `register()`
-makes `attn_implementation="flashlab"` known to transformers.
+`torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None, window=None,
+softcap=0.0) -> out` is `flashlab.paged_attention` likewise. There is no backward pass: inputs that want a gradient are
+refused. `register()` makes `attn_implementation="flashlab"` known to transformers.
 """
 
 from __future__ import annotations
@@ -79,21 +79,29 @@ _define("attention_lse", "(Tensor, Tensor)", return_lse=True)
 
 
 def _paged(
-    q: Any, k_cache: Any, v_cache: Any, page_table: Any, lengths: Any, causal: bool = True, scale: float | None = None
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    page_table: Any,
+    lengths: Any,
+    causal: bool = True,
+    scale: float | None = None,
+    window: Sequence[int] | None = None,
+    softcap: float = 0.0,
 ) -> Any:
-    return paged.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=causal, scale=scale)
+    sides: Any = None if window is None else tuple(window)
+    how: dict[str, Any] = {"causal": causal, "scale": scale, "window": sides, "softcap": softcap}
+    return paged.paged_attention(q, k_cache, v_cache, page_table, lengths, **how)
 
 
-def _paged_fake(
-    q: Any, k_cache: Any, v_cache: Any, page_table: Any, lengths: Any, causal: bool = True, scale: float | None = None
-) -> Any:
+def _paged_fake(q: Any, k_cache: Any, v_cache: Any, *_: Any, **__: Any) -> Any:
     arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache)
     return q.new_empty(q.shape)
 
 
 _library.define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, bool causal=True, "
-    "float? scale=None) -> Tensor",
+    "float? scale=None, SymInt[]? window=None, float softcap=0.0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _key in ("CPU", "CUDA"):

@@ -76,6 +76,35 @@ def test_any_window_and_cap(stage: str, seed: int) -> None:
     torch.testing.assert_close(lse.double(), wanted_lse, atol=5e-3, rtol=5e-3)
 
 
+@pytest.mark.parametrize("name", [stage.id for stage in registry.DECODE.values() if stage.features])
+@pytest.mark.parametrize("seed", range(20))
+def test_decoding_in_any_window(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    problem = Problem(
+        batch=rng.choice([1, 4, 64]),
+        q_heads=rng.choice([8, 16]),
+        kv_heads=rng.choice([1, 2, 8]),
+        q_len=rng.choice([1, 1, 2, 4]),
+        kv_len=rng.choice([1, 65, 1500, 3000, 8192]),
+        head_dim=rng.choice([64, 128, 256]),
+        dtype=rng.choice(["float16", "bfloat16"]),
+        mask=rng.choice(["full", "causal"]),
+        window=(rng.choice([-1, 0, 1, 63, 64, 200, 1024]), rng.choice([-1, -1, 0, 5])),
+        softcap=rng.choice([0.0, 0.0, 1.0, 50.0]),
+    )
+    if registry.get(name).why_not(problem, gpu.info().arch):
+        pytest.skip(f"{name} does not run {problem.label}")
+    q, k, v = qkv(problem)
+    wanted, wanted_lse = right(problem, q, k, v)
+    first_seen = problem.kv_len - problem.q_len - problem.reach[0]
+    for x in (k, v):
+        x[:, :, : max(0, first_seen)] = torch.nan
+    out, lse = flashlab.attention(q, k, v, **problem.options, stage=name, return_lse=True)
+    tolerance = 4e-3 if problem.dtype == "float16" else 3e-2
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=5e-3, rtol=5e-3)
+
+
 def test_keys_outside_the_window_may_hold_anything(stage: str) -> None:
     """Tiles without a key of the window are not read: NaN in one would show."""
     problem = Problem.parse("1x4x2x128x8192x128", dtype="bfloat16", mask="causal", window=(500, -1))

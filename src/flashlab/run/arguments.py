@@ -162,7 +162,7 @@ def splits_for(problem: Problem, shape: LaunchShape, sms: int, most: int) -> int
     the places of a second one by more splits was slower on record (site/decode/d0_split_kv.md). No more than there are
     keys for, so that each block has some.
     """
-    keys = problem.kv_len // shape.split_keys
+    keys = min(problem.kv_len, problem.q_len + sum(problem.reach)) // shape.split_keys  # that any query sees
     able = [splits for splits in SPLITS if splits <= max(1, min(most, keys))]
     tiles = _packed_tiles(problem, shape) * problem.kv_heads * problem.batch
 

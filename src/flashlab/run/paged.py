@@ -31,7 +31,7 @@ from flashlab.run.arguments import (
     splits_for,
 )
 from flashlab.run.arrays import DeviceArray, TorchCopies, contiguous_strides
-from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow
+from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow, with_features
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
@@ -66,6 +66,8 @@ def paged_attention(
     lengths: Any,
     *,
     causal: bool = True,
+    window: tuple[int | None, int | None] | int | None = None,
+    softcap: float = 0.0,
     scale: float | None = None,
     out: Any | None = None,
     return_lse: bool = False,
@@ -89,6 +91,9 @@ def paged_attention(
         lengths: int32 (batch,), on the device of q, contiguous: keys of each sequence, those of its queries among them.
             A sequence of length 0 gets 0.
         causal: query i of q_len sees the first length - q_len + i + 1 keys. False: all of its sequence.
+        window: of these the last so many, as `flashlab.attention` takes it, its diagonal at the end of each sequence.
+            Pages before every query's window are not read, and their numbers may be anything.
+        softcap: what scores are bounded by, as in `flashlab.attention`.
         scale: finite; 1/sqrt(head_dim) where None.
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
@@ -107,7 +112,8 @@ def paged_attention(
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
     # 1, 1.0 and True are one key, and one of them is no scale.
-    asked = (STAGE, causal, type(causal), scale, type(scale), return_lse, check)
+    kinds = (type(causal), type(window), type(softcap), type(scale))
+    asked = (STAGE, causal, window, softcap, scale, kinds, return_lse, check)
     key, addresses, again = recipes.kept((q, k_cache, v_cache, page_table, lengths), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
@@ -115,7 +121,7 @@ def paged_attention(
     here = arrays.place_of(q, stream)
     inputs = {name: here.view(of, name) for name, of in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))}
     table, keys = here.view(page_table, "page_table"), here.view(lengths, "lengths")
-    problem = _problem(inputs, table, keys, causal)
+    problem = with_features(_problem(inputs, table, keys, causal), window, softcap)
     if out is not None:
         check_out(here.view(out, "out"), inputs)
     out = here.empty(inputs["q"].shape, inputs["q"].dtype) if out is None else out
@@ -277,9 +283,9 @@ def _run_on_cpu(call: _Call) -> None:
 def _check_on_cpu(call: _Call) -> None:
     """Count faults as the kernel does; here they are there to be seen."""
     table, lengths, pool = call.table.owner, call.lengths.owner, call.views["K"]
-    kept = lengths.clip(0)
+    kept, (left, _) = lengths.clip(0)[:, None], call.problem.reach
     first_keys = pool.shape[2] * _numpy().arange(table.shape[1])
-    named = table[first_keys < kept[:, None]]
+    named = table[(first_keys < kept) & (first_keys + pool.shape[2] > kept - call.problem.q_len - left)]
     none = int(((named < 0) | (named >= pool.shape[0])).sum())
     beyond = int(((lengths < 0) | (kept > pool.shape[2] * table.shape[1])).sum())
     call.refuse([none, beyond])
@@ -313,13 +319,13 @@ def _split(problem: Problem, shape: LaunchShape, sm_count: int, most: int) -> La
     return shape if shape.cluster else replace(shape, cluster=splits_for(problem, shape, sm_count, most))
 
 
-_CACHE_WORD = ctypes.sizeof(AttentionParams) // 8
-_PLACES = (
-    *(getattr(AttentionParams, name).offset // 8 for name in "QKV"),
-    *(_CACHE_WORD + getattr(PagedCache, name).offset // 8 for name in ("page_table", "lengths")),
-    *(getattr(AttentionParams, name).offset // 8 for name in ("O", "LSE")),
-    _CACHE_WORD + PagedCache.faults.offset // 8,
-)
+def _places(params: AttentionParams) -> tuple[int, ...]:
+    """Words of both arguments that hold the addresses of Q, K, V, page table, lengths, O, LSE and faults."""
+    cache_at = ctypes.sizeof(params)
+    in_params = {name: getattr(AttentionParams, name).offset for name in ("Q", "K", "V", "O", "LSE")}
+    in_cache = {name: cache_at + getattr(PagedCache, name).offset for name in ("page_table", "lengths", "faults")}
+    places = in_params | in_cache
+    return tuple(places[name] // 8 for name in ("Q", "K", "V", "page_table", "lengths", "O", "LSE", "faults"))
 
 
 def _recipe(call: _Call) -> recipes.Recipe:
@@ -334,13 +340,14 @@ def _recipe(call: _Call) -> recipes.Recipe:
     code = recipes.loaded(compiler.Job.of(stage, problem, arch=info.arch, **call.options), q.device)
     shape = _split(problem, code.shape, info.sm_count, code.most_splits)
     views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"])
+    structures = call.structures
     return recipes.Recipe(
         **recipes.of_layout(views),
         code=code,
         shape=shape,
         grid=grid_for(problem, shape),
-        structures=call.structures,
-        places=_PLACES,
+        structures=structures,
+        places=_places(structures[0]),
     )
 
 
@@ -424,8 +431,8 @@ class Passes:
         self._pools = TorchCopies({name: arrays[name].owner for name in "KV"}, paged)
         pools = {name: _pool(arrays[name], pool, pool.data_ptr()) for name, (pool,) in self._pools.made.items()}
         table = replace(arrays["K"], strides=(self._table.shape[1], 1))
-        own, cache = _structures(problem, 1.0, {**arrays, **pools}, table)
-        own.scale_log2, own.LSE = params.scale_log2, params.LSE
+        own, cache = _structures(problem, planned.scale, {**arrays, **pools}, table)
+        own.LSE = params.LSE
         cache.page_table, cache.lengths = self._table.data_ptr(), self._lengths.data_ptr()
         function = gpu.load(cubin, planned.device)
         self._launch = recipes.launch_of(function, shape, grid_for(problem, shape), (own, cache), stream)
@@ -459,8 +466,8 @@ class EmulatedPasses:
             pool = _in_pages(bits, table, page_size, lambda shape, value: np.full(shape, value, np.uint16))
             pools[name] = pool.view(arrays[name].owner.dtype)
         views = {name: _pool(arrays[name], pool, 0) for name, pool in pools.items()}
-        paged, cache = _structures(problem, 1.0, {**arrays, **views}, replace(arrays["K"], strides=(table.shape[1], 1)))
-        paged.scale_log2 = params.scale_log2
+        as_table = replace(arrays["K"], strides=(table.shape[1], 1))
+        paged, cache = _structures(problem, planned.scale, {**arrays, **views}, as_table)
         lengths = np.full((problem.batch,), problem.kv_len, np.int32)
         in_pages = {getattr(AttentionParams, name).offset: _pointer(name, pool) for name, pool in pools.items()}
         self.arguments = _emulated(paged, cache, {**pointers, **in_pages}, table, lengths)
