@@ -567,7 +567,7 @@ def test_counters_that_are_left_behind_are_an_error(sum_stage: str, tmp_path: Pa
     edited = tmp_path / "edited.cu"
     edited.write_text(text.replace("atomicExch(&p.work[0], 0u);", ""), encoding="utf-8")
     q = np.zeros((1, 1, 65, 64), np.float16)
-    with pytest.raises(errors.EmulationError, match=r"wanted the tile scheduler's counters back at 0 .*, got \[4, 0\]"):
+    with pytest.raises(errors.EmulationError, match=r"wanted its counters back at 0 .*, got, by place, \{0: 4\}"):
         flashlab.emulate(q, q, q, stage=sum_stage, source=edited)
 
 
