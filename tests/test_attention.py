@@ -32,6 +32,7 @@ from flashlab.record.checks import Fallbacks
 from flashlab.run import arrays as arrays_module
 from flashlab.run import choice, emulator, gpu, recipes
 from flashlab.run.arguments import (
+    MAX_SHARES,
     AttentionMaps,
     AttentionParams,
     TensorView,
@@ -567,7 +568,7 @@ def test_counters_that_are_left_behind_are_an_error(sum_stage: str, tmp_path: Pa
     edited = tmp_path / "edited.cu"
     edited.write_text(text.replace("atomicExch(&p.work[0], 0u);", ""), encoding="utf-8")
     q = np.zeros((1, 1, 65, 64), np.float16)
-    with pytest.raises(errors.EmulationError, match=r"wanted the tile scheduler's counters back at 0 .*, got \[4, 0\]"):
+    with pytest.raises(errors.EmulationError, match=r"wanted its counters back at 0 .*, got, by place, \{0: 4\}"):
         flashlab.emulate(q, q, q, stage=sum_stage, source=edited)
 
 
@@ -578,6 +579,7 @@ class _Launches:
         self.made: list[dict[str, Any]] = []
         self.maps: list[tuple[str, tuple[Any, ...]]] = []
         self.counters = 1 << 30
+        self.size_bytes = self.zero_bytes = 8
         monkeypatch.setattr(recipes, "by_layout", Kept(64))
         for name in ("require", "load"):
             monkeypatch.setattr(gpu, name, lambda *_, **__: None)
@@ -589,8 +591,9 @@ class _Launches:
         monkeypatch.setattr(gpu, "Launch", lambda _, **how: self.made.append(how))
         monkeypatch.setattr(TensorMap, "encoded", lambda _, address: struct.pack("<Q", address).ljust(128, b"m"))
 
-    def zeroed(self, device: int, size_bytes: int, stream: int) -> Any:
-        assert (device, size_bytes, stream) == (0, 8, 5)
+    def zeroed(self, device: int, size_bytes: int, stream: int, zero_bytes: int | None = None) -> Any:
+        assert (device, size_bytes, stream) == (0, self.size_bytes, 5)
+        assert zero_bytes in (None, self.zero_bytes)
         self.counters += 512
         return SimpleNamespace(pointer=self.counters, read=lambda: bytearray(struct.pack("<2I", 3, 70000)))
 
@@ -614,6 +617,19 @@ def test_what_a_gpu_is_asked_to_launch(monkeypatch: pytest.MonkeyPatch, sum_stag
     addresses = [struct.unpack("<Q", bytes(getattr(maps, name))[:8])[0] for name in "QKVO"]
     assert addresses == ([q.pointer, k.pointer, v.pointer, out.pointer] if mappable else [0, 0, 0, 0])
     assert any(bytes(maps)) is mappable
+
+
+def test_equal_shares_are_launched_on_as_many_blocks_as_are_resident(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = _Launches(monkeypatch)
+    q, k, v = qkv(q_len=1, kv_len=700)  # 8 tiles
+    call: dict[str, Any] = {"stage": "d3_equal_share", "out": array(2, 4, 1, 64, pointer=OUT), "stream": 5}
+    for blocks, params in ((8, {}), (4, {"MIN_BLOCKS": 1})):
+        there.zero_bytes = 4 * MAX_SHARES
+        there.size_bytes = there.zero_bytes + 2 * blocks * 4 * 16 * (64 + 2)
+        prepare(q, k, v, **call, params=params)
+        made = there.made[-1]
+        assert (made["grid"], made["cluster"], made["early"]) == ((blocks, 1, 1), 1, True)
+        assert made["params"][0].work == there.counters
 
 
 def test_fallbacks_are_counted_on_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
             library="torch",
         )
 
-    def counters(like: Any, count: int, stream: int) -> tuple[Any, int]:
+    def counters(like: Any, count: int, stream: int, zeros: int | None = None) -> tuple[Any, int]:
         there.counters.append(torch.zeros(count, dtype=torch.int32))
         return there.counters[-1], there.counters[-1].data_ptr()
 
@@ -95,7 +95,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
     monkeypatch.setattr(module, "_make_recipe", make_recipe)
     monkeypatch.setattr(recipes, "_TRUSTED_S", 3600.0)
-    for name in ("by_layout", "_codes", "_counters"):
+    for name in ("by_layout", "_codes", "_works"):
         monkeypatch.setattr(recipes, name, Kept(64))
     for name, value in {
         "_bindings": lambda: there,

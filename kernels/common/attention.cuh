@@ -47,8 +47,8 @@ struct AttentionParams {
   int kv_len;
   float scale_log2;    // scale · log2(e): scores are exponentiated in base 2
   int batch;
-  unsigned* work;      // persistent stages: {next tile, blocks that are done}, both 0 at every launch, and the last block to end
-                       // puts both back to 0 (with atomicExch); null for other stages
+  unsigned* work;      // persistent stages: {next tile, blocks that are done} or as shares.cuh says; counters are 0 at every launch,
+                       // and the last block that needs them puts them back to 0 (with atomicExch); null for other stages
   unsigned* fallbacks; // counts tiles of a warp: [0] whose reference was moved, [1] whose scores were computed again; null where
                        // nobody asks
 #if WINDOW || SOFTCAP

@@ -109,8 +109,8 @@ __forceinline__ unsigned __activemask() { return 0xffffffffu; }
 
 // --- memory -----------------------------------------------------------------------------------------------------------------
 __forceinline__ void __threadfence_block() {}
-__forceinline__ void __threadfence() {}
-__forceinline__ void __threadfence_system() {}
+__forceinline__ void __threadfence() { emu::device_fence(); }
+__forceinline__ void __threadfence_system() { emu::device_fence(); }
 __forceinline__ std::size_t __cvta_generic_to_shared(const void* pointer) { return emu::shared_address(pointer); }
 __forceinline__ void* __cvta_shared_to_generic(std::size_t address) { return emu::shared_pointer(static_cast<unsigned>(address)); }
 __forceinline__ unsigned __isShared(const void* pointer) { return emu::is_shared(pointer); }

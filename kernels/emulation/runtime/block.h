@@ -64,6 +64,7 @@ struct Thread {
   bool cluster_arrived = false;
   std::uint64_t cluster_generation = 0;
   Clock clock;                       // with hooks
+  Pasts released, found;             // what the last fence released, and what atomics since then found released
 };
 
 // Lanes of a warp that have come to a collective.

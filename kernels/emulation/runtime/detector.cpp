@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <mutex>
 
 #include "block.h"
 
@@ -40,15 +41,32 @@ std::vector<Finding> Findings::list() const {
 
 // --- clocks -----------------------------------------------------------------------------------------------------------------
 
+namespace {
+
+void most(std::vector<std::uint32_t>& a, const std::vector<std::uint32_t>& b) {
+  if (a.size() < b.size()) a.resize(b.size(), 0);
+  std::uint32_t* const ours = a.data();   // by plain pointers the compiler does several at once
+  const std::uint32_t* const theirs = b.data();
+  for (std::size_t i = 0, n = b.size(); i < n; ++i) ours[i] = std::max(ours[i], theirs[i]);
+}
+
+void most(Pasts& a, const Pasts& b) {
+  for (const auto& [cluster, past] : b) most(a[cluster], past);
+}
+
+std::uint64_t cluster_of(const Block& block, std::uint64_t linear) { return linear / block.team->size; }
+
+// What threads released by a fence before an atomic, by the atomic's address: whoever finds its value later may acquire that. A worker
+// runs one launch.
+std::mutex published_mutex;
+std::map<const void*, Pasts> published;
+
+}  // namespace
+
 void join(Clock& into, const Clock& from) {
-  const auto most = [](std::vector<std::uint32_t>& a, const std::vector<std::uint32_t>& b) {
-    if (a.size() < b.size()) a.resize(b.size(), 0);
-    std::uint32_t* const ours = a.data();   // by plain pointers the compiler does several at once
-    const std::uint32_t* const theirs = b.data();
-    for (std::size_t i = 0, n = b.size(); i < n; ++i) ours[i] = std::max(ours[i], theirs[i]);
-  };
   most(into.seen, from.seen);
   most(into.fenced, from.fenced);
+  most(into.elsewhere, from.elsewhere);
 }
 
 void release_thread(Block& block, Thread& thread, Clock& into) {
@@ -78,6 +96,16 @@ void proxy_fence() {
   clock.fenced.resize(std::max(clock.fenced.size(), clock.seen.size()), 0);
   for (std::size_t i = 0; i < clock.seen.size(); ++i) clock.fenced[i] = std::max(clock.fenced[i], clock.seen[i]);
   ++clock.seen[static_cast<std::size_t>(the_block->slot_of(*the_block->current))];
+}
+
+void device_fence() {
+  if (!the_block->detect) return;
+  Thread& thread = *the_block->current;
+  most(thread.clock.elsewhere, thread.found);   // acquires
+  thread.found.clear();
+  thread.released = thread.clock.elsewhere;
+  most(thread.released[cluster_of(*the_block, the_block->linear)], thread.clock.seen);
+  ++thread.clock.seen[static_cast<std::size_t>(the_block->slot_of(thread))];   // what comes after is not in it
 }
 
 // --- the shadow -------------------------------------------------------------------------------------------------------------
@@ -189,6 +217,16 @@ bool ordered(const By& by, const Shadow::Entry& entry) {
 
 bool fenced(const By& by, const Shadow::Entry& entry) {
   return entry.slot < by.thread.clock.fenced.size() && by.thread.clock.fenced[entry.slot] >= entry.clock;
+}
+
+// Whether what wrote last, in another block, is ordered before.
+bool ordered(const By& by, const GlobalMemory::Owner& owner) {
+  const std::uint64_t cluster = cluster_of(by.block, owner.block - 1);
+  const auto elsewhere = by.thread.clock.elsewhere.find(cluster);
+  const std::vector<std::uint32_t>* past = cluster == cluster_of(by.block, by.block.linear) ? &by.thread.clock.seen
+                                           : elsewhere == by.thread.clock.elsewhere.end()   ? nullptr
+                                                                                            : &elsewhere->second;
+  return past && owner.slot < past->size() && (*past)[owner.slot] >= owner.clock;
 }
 
 bool writes(Act act) { return act == Act::write || act == Act::atomic || act == Act::async_write; }
@@ -325,14 +363,14 @@ void global_access(const By& by, std::uint64_t offset, unsigned bytes, Act act) 
   if (!writable && !writes(act)) return;   // an input, which nobody writes
   const Region* region = memory.region_of(offset);
   const std::string& name = region->name;
-  // Nothing but an atomic orders two blocks of a launch.
+  // Blocks of a launch are ordered by a cluster's barriers, or by fences around atomics.
   const std::uint32_t me = static_cast<std::uint32_t>(by.block.linear + 1);
   for (std::uint64_t index = offset / Shadow::GRANULE; index <= (offset + bytes - 1) / Shadow::GRANULE; ++index) {
     GlobalMemory::Owner& owner = memory.owners[index];
-    if (owner.block && owner.block != me && bytes >= Shadow::GRANULE && !(owner.atomic && act == Act::atomic)) {
+    if (owner.block && owner.block != me && bytes >= Shadow::GRANULE && !(owner.atomic && act == Act::atomic) && !ordered(by, owner)) {
       report(by, "race", "global", by.block, name, offset - region->offset, bytes, {owner.thread, 0, owner.atomic ? Act::atomic : Act::write, owner.place}, act);
     }
-    if (writes(act)) owner = {me, by.place, by.thread.id, act == Act::atomic};
+    if (writes(act)) owner = {me, by.place, by.thread.clock.seen[by.slot], by.slot, by.thread.id, act == Act::atomic};
   }
   shadow_access(by, by.block, by.block.global, offset, offset + bytes, act, false, "global", name, region->offset);
   if (writes(act)) {
@@ -386,17 +424,28 @@ void on_write(const void* pointer, unsigned bytes, Kind kind) { check_access(poi
 void atomic_note(const void* pointer, unsigned bytes) { check_access(pointer, bytes, Act::atomic, Kind::plain, kernel_place(EMULATION_HERE())); }
 
 std::uint64_t atomic_load(const void* pointer, unsigned bytes) {
-  if (the_block->detect) check_access(pointer, bytes, Act::atomic, Kind::plain, kernel_place(EMULATION_HERE()));
+  if (the_block->detect) {
+    check_access(pointer, bytes, Act::atomic, Kind::plain, kernel_place(EMULATION_HERE()));
+    if (!the_block->current->released.empty()) {   // before the value changes, so that nobody finds that without this
+      const std::lock_guard lock(published_mutex);
+      most(published[pointer], the_block->current->released);
+    }
+  }
   if (bytes == 4) return __atomic_load_n(static_cast<const std::uint32_t*>(pointer), __ATOMIC_SEQ_CST);
   return __atomic_load_n(static_cast<const std::uint64_t*>(pointer), __ATOMIC_SEQ_CST);
 }
 
 bool atomic_replace(void* pointer, std::uint64_t expected, std::uint64_t desired, unsigned bytes) {
-  if (bytes == 4) {
-    auto old = static_cast<std::uint32_t>(expected);
-    return __atomic_compare_exchange_n(static_cast<std::uint32_t*>(pointer), &old, static_cast<std::uint32_t>(desired), false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  auto narrow = static_cast<std::uint32_t>(expected);
+  const bool done = bytes == 4 ? __atomic_compare_exchange_n(static_cast<std::uint32_t*>(pointer), &narrow, static_cast<std::uint32_t>(desired),
+                                                             false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)
+                               : __atomic_compare_exchange_n(static_cast<std::uint64_t*>(pointer), &expected, desired, false, __ATOMIC_SEQ_CST,
+                                                             __ATOMIC_SEQ_CST);
+  if (done && the_block->detect) {
+    const std::lock_guard lock(published_mutex);
+    if (const auto there = published.find(pointer); there != published.end()) most(the_block->current->found, there->second);
   }
-  return __atomic_compare_exchange_n(static_cast<std::uint64_t*>(pointer), &expected, desired, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return done;
 }
 
 // --- what is asynchronous ---------------------------------------------------------------------------------------------------
@@ -512,6 +561,9 @@ void detect_start(Block& block) {
   for (Thread& thread : block.threads) {
     thread.clock.seen.assign(slots, 0);
     thread.clock.fenced.clear();
+    thread.clock.elsewhere.clear();
+    thread.released.clear();
+    thread.found.clear();
     thread.clock.seen[static_cast<std::size_t>(block.slot_of(thread))] = 1;
   }
   block.counters.begin_block(block.num_threads);

@@ -17,10 +17,15 @@
 
 namespace emu {
 
-// What has happened, thread by thread; `fenced` is the part of it that reached the asynchronous proxy. Empty: nothing yet.
+// What has happened in clusters, by cluster and by thread of it.
+using Pasts = std::map<std::uint64_t, std::vector<std::uint32_t>>;
+
+// What has happened, thread by thread; `fenced` is the part of it that reached the asynchronous proxy. Empty: nothing yet. `elsewhere`
+// is what was acquired of other clusters, through a fence, an atomic and another fence.
 struct Clock {
   std::vector<std::uint32_t> seen;
   std::vector<std::uint32_t> fenced;
+  Pasts elsewhere;
 };
 
 enum class Act : std::uint8_t { read, write, atomic, async_read, async_write };
@@ -76,6 +81,8 @@ struct GlobalMemory {
   struct Owner {
     std::uint32_t block;                 // 1 + linear index of the block that wrote it last; 0: none
     std::uint32_t place;
+    std::uint32_t clock;                 // of the thread that did, and which of its cluster's that is
+    std::uint16_t slot;
     std::int32_t thread;
     std::uint8_t atomic;
   };

@@ -83,8 +83,15 @@ class LaunchShape:
     """Blocks a cluster, which take neighbouring tiles of a head; 0 or 1: none. With `split_keys`: blocks that a tile's
     keys are split over; 0: as many as the launcher chooses."""
     split_keys: int = 0
-    """Keys that a block takes at a time, where the blocks of a cluster split a tile's keys, and a tile's rows are those
-    of all query heads that share a K/V head; 0: a tile is of one head, and one block's."""
+    """Keys that a block takes at a time, where several blocks split a tile's keys, and a tile's rows are those of all
+    query heads that share a K/V head; 0: a tile is of one head, and one block's. The blocks are those of a cluster, or,
+    of a persistent kernel, any: all tiles' keys are shared equally."""
+    sm_blocks: int = 0
+    """Of such a persistent kernel: blocks an SM at most."""
+    tile_blocks: int = 0
+    """Of the same: blocks that a tile's keys are split over at most."""
+    part_words: int = 0
+    """Of the same: 4-byte words of a block's part of a tile in the workspace."""
 
 
 _MAX_THREADS = 1024
@@ -329,6 +336,12 @@ def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
         return (
             f"wanted launch_shape with 1 to {_MAX_THREADS} threads, a size of shared memory and a positive tile_q, "
             f"got {shape}"
+        )
+    shares = (shape.sm_blocks, shape.tile_blocks, shape.part_words)
+    if any(shares) and not (all(n > 0 for n in shares) and shape.persistent and shape.split_keys > 0):
+        return (
+            "wanted launch_shape with sm_blocks, tile_blocks and part_words of a persistent kernel that splits keys, "
+            f"all positive, or none of them, got {shape}"
         )
     most = LARGEST_CLUSTER if shape.split_keys else PORTABLE_CLUSTER
     if not 0 <= shape.cluster <= most:
@@ -772,11 +785,10 @@ def instructions(code: bytes) -> dict[str, bytes]:
 
 def _launch_shape(data: bytes) -> LaunchShape:
     """From the constant's integers; those that it lacks are 0."""
-    whole = struct.Struct("<9i")
-    threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster, split_keys = whole.unpack(
-        data[: whole.size].ljust(whole.size, b"\0")
-    )
-    return LaunchShape(threads, smem_bytes, tile_q, box_q, box_kv, bool(persistent), panels_kv, cluster, split_keys)
+    names = [field.name for field in dataclasses.fields(LaunchShape)]
+    whole = struct.Struct(f"<{len(names)}i")
+    numbers = dict(zip(names, whole.unpack(data[: whole.size].ljust(whole.size, b"\0")), strict=True))
+    return LaunchShape(**{**numbers, "persistent": bool(numbers["persistent"])})
 
 
 def _parse_resources(log: str, entry: str) -> Resources | None:

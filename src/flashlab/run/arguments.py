@@ -21,7 +21,8 @@ PANELS = {64: SWIZZLE_128B, 32: SWIZZLE_64B}
 WARP_ROWS = 16
 """Rows of a TMA store of O: a warp's, as kernels/common/hopper.cuh has it."""
 CPU_RESIDENT_BLOCKS = 3
-"""The grid of a persistent kernel on a CPU: few, so that each takes several work tiles."""
+"""The grid of a persistent kernel on a CPU: few, so that each takes several work tiles. As many SMs, to a kernel that
+says how many blocks each has."""
 SPLITS = (1, 2, 4, 8, 16)
 """Blocks that the keys of a tile may be split over: those of a cluster."""
 NEARLY = 0.85
@@ -29,6 +30,8 @@ NEARLY = 0.85
 own rule for its splits."""
 WORK_COUNTERS = 2
 """Unsigned integers in which a persistent kernel's tile scheduler counts."""
+MAX_SHARES = 4096
+"""Blocks of a launch that shares keys equally, at most, and its counters: kernels/common/shares.cuh."""
 
 
 class TensorView(ctypes.Structure):
@@ -182,9 +185,14 @@ def _packed_tiles(problem: Problem, shape: LaunchShape) -> int:
 def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RESIDENT_BLOCKS) -> tuple[int, int, int]:
     """Blocks: query tiles, query heads, batch; of a persistent kernel no more than are resident at once.
 
-    Whole clusters, at least one. Of a kernel that splits keys: tiles of packed rows times splits, K/V heads, batch.
+    Whole clusters, at least one. Of a kernel that splits keys: tiles of packed rows times splits, K/V heads, batch; of
+    one that shares them equally, blocks that all have some, and no more for a tile than it can combine.
     """
     cluster = max(1, shape.cluster)
+    if shape.tile_blocks:
+        tiles = _packed_tiles(problem, shape) * problem.kv_heads * problem.batch
+        splits = min(shape.tile_blocks, max(1, problem.kv_len // shape.split_keys))
+        return (min(tiles * splits, resident_blocks, MAX_SHARES), 1, 1)
     if shape.split_keys:
         return (_packed_tiles(problem, shape) * cluster, problem.kv_heads, problem.batch)
     clusters = -(-problem.q_len // (shape.tile_q * cluster))  # a head
@@ -192,3 +200,15 @@ def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RE
         resident = max(1, resident_blocks // cluster)
         return (min(clusters * problem.q_heads * problem.batch, resident) * cluster, 1, 1)
     return (clusters * cluster, problem.q_heads, problem.batch)
+
+
+def resident_blocks(shape: LaunchShape, sms: int, blocks_per_sm: int) -> int:
+    """Blocks of a persistent kernel that are resident at once; `blocks_per_sm`: what an SM has room for."""
+    return sms * max(1, min(blocks_per_sm, shape.sm_blocks or blocks_per_sm))
+
+
+def workspace(shape: LaunchShape, grid: tuple[int, int, int]) -> tuple[int, int]:
+    """32-bit words of the memory behind `AttentionParams.work`, and how many of them, the first, are counters, which
+    are 0 before a launch and after it; the others hold anything."""
+    counters = MAX_SHARES if shape.part_words else WORK_COUNTERS
+    return counters + 2 * grid[0] * shape.part_words, counters

@@ -331,9 +331,9 @@ def empty_on_device(like: Any, shape: tuple[int, ...], dtype: str, stream: int) 
     )
 
 
-def counters_on_device(like: Any, count: int, stream: int) -> tuple[Any, int] | None:
-    """So many 32-bit zeros to whatever runs on `stream` after this, and their address; None where `like` is no torch
-    tensor or CuPy array.
+def counters_on_device(like: Any, count: int, stream: int, zeros: int | None = None) -> tuple[Any, int] | None:
+    """So many 32-bit words, the first `zeros` of them, or all, 0 to whatever runs on `stream` after this, and their
+    address; None where `like` is no torch tensor or CuPy array.
 
     The caller's library allocates them on that stream: it hands the memory on when the stream has done with it, so that
     giving them up waits for nothing.
@@ -342,11 +342,13 @@ def counters_on_device(like: Any, count: int, stream: int) -> tuple[Any, int] | 
     if library == "torch":
         torch = importlib.import_module("torch")
         with _current(stream, like):
-            counters = torch.zeros(count, dtype=torch.int32, device=like.device)
+            counters = torch.empty(count, dtype=torch.int32, device=like.device)
+            counters[:zeros].zero_()
         return counters, int(counters.data_ptr())
     if library == "cupy":
         with _current(stream, like):
-            counters = importlib.import_module("cupy").zeros(count, dtype="uint32")
+            counters = importlib.import_module("cupy").empty(count, dtype="uint32")
+            counters[:zeros] = 0
         return counters, int(counters.data.ptr)
     return None
 

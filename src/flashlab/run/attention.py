@@ -29,16 +29,17 @@ from flashlab.run import arrays, choice, emulator, gpu, recipes
 from flashlab.run.arguments import (
     CPU_RESIDENT_BLOCKS,
     SPLITS,
-    WORK_COUNTERS,
     AttentionMaps,
     AttentionParams,
     grid_for,
     maps_for,
     params_for,
+    resident_blocks,
     splits_for,
     tile_maps,
     triton_arguments,
     triton_parameters,
+    workspace,
 )
 from flashlab.run.arrays import DeviceArray
 from flashlab.run.plan import Plan, check_lse, plan, refuse_overlap
@@ -56,6 +57,8 @@ _HOOKS_COST = 10.0
 """How many times longer a kernel is taken to run with hooks."""
 _CLEARLY = 20.0
 """How many times over its limit a problem must be for the assumption to be enough."""
+_NAN = 0x7FFFFFFF
+"""The bits of a NaN: what a workspace on a CPU holds before a kernel writes there."""
 _TRIAL_S = 5.0
 """How long running a few blocks, to say how long all would take, may itself take."""
 
@@ -209,7 +212,7 @@ def _make_recipe(
     )
     code = recipes.loaded(job, planned.device)
     shape = code.shape
-    resident = max(1, device.sm_count * code.blocks_per_sm) if shape.persistent else 1
+    resident = resident_blocks(shape, device.sm_count, code.blocks_per_sm) if shape.persistent else 1
     if shape.split_keys and not shape.cluster:
         shape = replace(shape, cluster=splits_for(planned.problem, shape, device.sm_count, code.most_splits))
     q, k, v = inputs.values()
@@ -317,7 +320,8 @@ def prepare(
         check_lse(lse_view, q_view)
     views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
     device = recipe.plan.device
-    work, work_pointer = recipes.work_counters(q, device, handle) if recipe.shape.persistent else (None, 0)
+    words = workspace(recipe.shape, recipe.grid)
+    work, work_pointer = recipes.work_memory(q, device, handle, words) if recipe.shape.persistent else (None, 0)
     counted = gpu.Zeroed(device, len(Fallbacks._fields) * recipes.WORD_BYTES, handle) if count_fallbacks else None
     others = (lse_view.pointer if lse_view else 0, work_pointer, counted.pointer if counted else 0)
     launch = _launch(recipe, views, others, handle)
@@ -467,6 +471,14 @@ def _kernel_on_cpu(variant: Variant, *, schedule: str, races: bool) -> emulator.
     return kernel
 
 
+def _workspace_on_cpu(words: int, counters: int) -> Any:
+    import numpy as np
+
+    work = np.full(words, _NAN, np.uint32)
+    work[:counters] = 0
+    return work
+
+
 class _EmulatedCall:
     """The arguments of a kernel on the CPU, ready to be launched."""
 
@@ -483,7 +495,14 @@ class _EmulatedCall:
 
         assert kernel.launch_shape is not None
         self._planned, self._kernel, self.shape = planned, kernel, kernel.launch_shape
-        self.work = np.zeros(WORK_COUNTERS, np.uint32)
+        if self.shape.split_keys and not self.shape.cluster:
+            splits = splits_for(planned.problem, self.shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
+            self.shape = replace(self.shape, cluster=splits)
+        resident = resident_blocks(self.shape, CPU_RESIDENT_BLOCKS, max(1, self.shape.sm_blocks))
+        self._grid = grid_for(planned.problem, self.shape, resident)
+        words, counters = workspace(self.shape, self._grid)
+        work = _workspace_on_cpu(words, counters)
+        self.work = work[:counters]
         self.fallbacks = np.zeros(len(Fallbacks._fields), np.uint32)
         names = {"Q": "q", "K": "k", "V": "v", "O": "out", "LSE": "lse"}
         self._places = {
@@ -497,7 +516,7 @@ class _EmulatedCall:
         }
         pointers = {getattr(AttentionParams, name).offset: place for name, place in self._places.items()}
         if self.shape.persistent:
-            pointers[AttentionParams.work.offset] = emulator.Pointer(array=self.work, name="work")
+            pointers[AttentionParams.work.offset] = emulator.Pointer(array=work, name="work")
         if count_fallbacks:
             pointers[AttentionParams.fallbacks.offset] = emulator.Pointer(array=self.fallbacks, name="fallbacks")
         self._params = params_for(planned.problem, planned.scale, views)
@@ -507,10 +526,6 @@ class _EmulatedCall:
             value = maps_for({name: tensor_map.emulated() for name, tensor_map in maps.items()})
             addresses = {getattr(AttentionMaps, name).offset: self._places[name] for name in "QKVO"}
             self._arguments.append(emulator.Structure(value=value, pointers=addresses if planned.aligned else {}))
-        if self.shape.split_keys and not self.shape.cluster:
-            splits = splits_for(planned.problem, self.shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
-            self.shape = replace(self.shape, cluster=splits)
-        self._grid = grid_for(planned.problem, self.shape)
         self._runner, self.passes = _runner(planned.stage), None
         if hasattr(self._runner, "EmulatedPasses"):
             self.passes = self._runner.EmulatedPasses(
@@ -557,14 +572,15 @@ class _EmulatedCall:
         """Bring outputs where they belong, once the kernel is done.
 
         Raises:
-            EmulationError: it left the tile scheduler's counters at other values than it found them.
+            EmulationError: it left its counters at other values than it found them.
         """
         if self.passes is not None:
             self.passes.finish()
         if self.work.any():
+            left = {place: int(self.work[place]) for place in self.work.nonzero()[0].tolist()}
             raise EmulationError(
-                f"{self._planned.stage.id} on the CPU: wanted the tile scheduler's counters back at 0 after the last "
-                f"block, for the launch after this one, got {self.work.tolist()}",
+                f"{self._planned.stage.id} on the CPU: wanted its counters back at 0 after the last "
+                f"block, for the launch after this one, got, by place, {left}",
                 report=report,
             )
 

@@ -342,18 +342,19 @@ def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Functio
 
 
 class Zeroed:
-    """Device memory of one's own, 0 to whatever runs on `stream` after this.
+    """Device memory of one's own, the first `zero_bytes` of it, or all, 0 to whatever runs on `stream` after this.
 
     Freed when collected, which waits until everything on the device is done.
     """
 
     __slots__ = ("_device", "pointer", "size_bytes")
 
-    def __init__(self, device: int, size_bytes: int, stream: int = 0) -> None:
+    def __init__(self, device: int, size_bytes: int, stream: int = 0, zero_bytes: int | None = None) -> None:
         self._device, self.size_bytes = device, size_bytes
         with context(device):
             self.pointer = int(call("cuMemAlloc", size_bytes))
-            call("cuMemsetD8Async", self.pointer, 0, size_bytes, _bindings().CUstream(stream))
+            zero_bytes = size_bytes if zero_bytes is None else zero_bytes
+            call("cuMemsetD8Async", self.pointer, 0, zero_bytes, _bindings().CUstream(stream))
 
     def read(self) -> bytearray:
         """What is in it when everything on the device is done."""

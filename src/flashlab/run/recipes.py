@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from flashlab.build import compiler
 from flashlab.build.sources import Stamps, included, read, stamps
 from flashlab.run import arrays, choice, gpu
-from flashlab.run.arguments import WORK_COUNTERS
+from flashlab.run.arguments import workspace
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.run.kept import Kept
 from flashlab.run.plan import ROW_ALIGNMENT_BYTES
@@ -166,7 +166,7 @@ class Recipe:
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
         addresses.append(0 if lse is None else lse.data_ptr())
         if self.shape.persistent:
-            addresses.append(_streams_counters(q, self.device, handle))
+            addresses.append(_streams_work(q, self.device, handle, workspace(self.shape, self.grid)))
         try:
             slot = self._idle.pop()
         except IndexError:
@@ -234,8 +234,9 @@ def of_layout(views: Sequence[DeviceArray]) -> dict[str, Any]:
 
 by_layout: Kept[Recipe] = Kept(_MAX_RECIPES)
 """By the layout of arrays and what was asked for: as `layout` has it, and as `kept` does of torch tensors."""
-_counters: Kept[tuple[Any, int]] = Kept(_MAX_STREAMS)
-"""Of persistent kernels, by device and stream: a launch leaves them at 0 for the next one on its stream."""
+_works: Kept[tuple[Any, int, int]] = Kept(_MAX_STREAMS)
+"""What persistent kernels count in, its address and its words, by device and stream: a launch leaves the counters at 0
+for the next one on its stream, whichever kernel's that is."""
 
 
 def layout(array: DeviceArray | None) -> tuple[Any, ...] | None:
@@ -282,25 +283,28 @@ def _overlap(spans: Sequence[tuple[int, int]], addresses: Sequence[int]) -> bool
     return any(low < other_high and other_low < high for other_low, other_high in others)
 
 
-def work_counters(like: Any, device: int, stream: int) -> tuple[Any, int]:
-    """The counters of a persistent kernel's tile scheduler, zero to whatever runs on `stream`, and their address."""
-    counters = arrays.counters_on_device(like, WORK_COUNTERS, stream)
-    if counters is not None:
-        return counters
-    zeroed = gpu.Zeroed(device, WORK_COUNTERS * WORD_BYTES, stream)
+def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> tuple[Any, int]:
+    """The memory in which a persistent kernel counts, as `workspace` has it, to whatever runs on `stream`, and its
+    address."""
+    size, counters = words
+    made = arrays.counters_on_device(like, size, stream, counters)
+    if made is not None:
+        return made
+    zeroed = gpu.Zeroed(device, size * WORD_BYTES, stream, counters * WORD_BYTES)
     return zeroed, zeroed.pointer
 
 
-def _streams_counters(like: Any, device: int, stream: int) -> int:
-    """The address of counters that launches on a stream share, or of new ones where a graph captures it.
+def _streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
+    """The address of memory that launches on a stream share, or of new memory where a graph captures it.
 
-    A graph may be launched on any stream, beside what runs on the one that it was captured on.
+    A graph may be launched on any stream, beside what runs on the one that it was captured on. Where a launch needs
+    more than the stream has, it gets new memory, and the old is given up behind the launches that use it.
     """
     stream_id = gpu.stream_id(stream)
     if stream_id is None:
-        return work_counters(like, device, stream)[1]
-    kept = _counters.get((device, stream_id))
-    if kept is None:
-        kept = work_counters(like, device, stream)
-        _counters.put((device, stream_id), kept)
+        return work_memory(like, device, stream, words)[1]
+    kept = _works.get((device, stream_id))
+    if kept is None or kept[2] < words[0]:
+        kept = (*work_memory(like, device, stream, words), words[0])
+        _works.put((device, stream_id), kept)
     return kept[1]

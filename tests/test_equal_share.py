@@ -1,0 +1,233 @@
+"""d3_equal_share: right and free of races however shares fall on tiles, the same bits each time, counters back at 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from shared import needs_compiler
+
+import flashlab
+from flashlab.build.compiler import LaunchShape, launch_shape_fault
+from flashlab.core.errors import EmulationError
+from flashlab.core.problem import Problem
+from flashlab.kernels import registry
+from flashlab.run import arguments, gpu, recipes
+from flashlab.run import attention as attention_module  # type: ignore[attr-defined]
+from flashlab.run.arguments import MAX_SHARES, grid_for, resident_blocks, workspace
+from flashlab.run.kept import Kept
+from flashlab.verify import on_cpu
+from flashlab.verify.verdict import check
+
+STAGE = "d3_equal_share"
+SHAPE = LaunchShape(128, 0, 16, persistent=True, cluster=1, split_keys=64, sm_blocks=2, tile_blocks=16, part_words=2080)
+H200 = 132
+
+
+# --- the launch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "resident", "blocks"),
+    [
+        ("1x32x8x1x8192x128", 264, 128),  # 16 for each of 8 tiles
+        ("4x32x8x1x8192x128", 264, 264),
+        ("64x32x8x1x8192x128", 264, 264),
+        ("1x32x8x1x8192x128", 100, 100),
+        ("1x4x1x1x63x128", 264, 1),  # no block without keys
+        ("1x4x1x1x300x128", 264, 4),
+        ("2x32x8x5x300x128", 264, 128),  # two tiles of rows for each of 16 K/V heads
+        ("64x32x8x1x8192x128", 10 * MAX_SHARES, MAX_SHARES),
+    ],
+)
+def test_as_many_blocks_as_are_resident_and_have_keys(shape: str, resident: int, blocks: int) -> None:
+    assert grid_for(Problem.parse(shape), SHAPE, resident) == (blocks, 1, 1)
+
+
+def test_an_sm_gets_as_many_blocks_as_the_kernel_says_and_has_room_for() -> None:
+    assert [resident_blocks(SHAPE, H200, room) for room in (1, 2, 5)] == [132, 264, 264]
+    assert resident_blocks(LaunchShape(128, 0, 16, persistent=True), H200, 3) == 396
+    assert workspace(SHAPE, (264, 1, 1)) == (MAX_SHARES + 2 * 264 * 2080, MAX_SHARES)
+    assert workspace(LaunchShape(128, 0, 16, persistent=True), (264, 1, 1)) == (2, 2)
+
+
+def test_the_header_has_the_same_limit_and_the_kernel_a_sound_launch_shape() -> None:
+    header = (registry.get(STAGE).source.parents[1] / "common" / "shares.cuh").read_text(encoding="utf-8")
+    assert f"constexpr int MAX_SHARES = {MAX_SHARES};" in header
+    stage = registry.get(STAGE)
+    assert launch_shape_fault(stage, SHAPE) is None
+    odd = LaunchShape(128, 0, 16, cluster=1, split_keys=64, sm_blocks=2, tile_blocks=16, part_words=2080)
+    assert "of a persistent kernel that splits keys" in (launch_shape_fault(stage, odd) or "")
+
+
+def test_a_streams_memory_grows_and_its_counters_alone_are_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+
+    def on_device(like: Any, count: int, stream: int, zeros: int | None = None) -> tuple[Any, int]:
+        made.append((count, zeros or 0))
+        return SimpleNamespace(), len(made)
+
+    monkeypatch.setattr(recipes, "_works", Kept(8))
+    monkeypatch.setattr(recipes.arrays, "counters_on_device", on_device)
+    monkeypatch.setattr(gpu, "stream_id", lambda stream: stream or None)
+    small, large = workspace(SHAPE, (4, 1, 1)), workspace(SHAPE, (264, 1, 1))
+    asked = ((7, (2, 2)), (7, large), (7, small), (7, (2, 2)), (8, small), (7, large), (0, small), (0, small))
+    #                                                                     a graph captures stream 0
+    got = [recipes._streams_work(None, 0, stream, words) for stream, words in asked]
+    assert got == [1, 2, 2, 2, 3, 2, 4, 5]
+    assert made == [(2, 2), large, small, small, small]
+
+
+# --- on the CPU -------------------------------------------------------------------------------------------------------
+
+
+def _random(heads: int, kv_heads: int, q_len: int, kv_len: int, batch: int = 1, head_dim: int = 64) -> tuple[Any, ...]:
+    rng = np.random.default_rng(heads + kv_len)
+    shapes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    return tuple(rng.standard_normal((batch, h, n, head_dim)).astype(np.float16) for h, n in shapes)
+
+
+def _blocks(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
+    """Launch that many, where there are keys for them."""
+    monkeypatch.setattr(attention_module, "CPU_RESIDENT_BLOCKS", blocks)
+
+
+@needs_compiler
+@pytest.mark.parametrize("schedule", ["ascending", "seeded:3"])
+def test_it_is_right_and_without_races_by_default(schedule: str) -> None:
+    checked = on_cpu.check_on_cpu(
+        [STAGE],
+        lengths=[(1, 1), (1, 130), (3, 203), (1, 1000)],
+        layouts=("contiguous",) if schedule == "ascending" else ("misaligned",),
+        dtypes=("bfloat16",),
+        schedules=(schedule,),
+        races=True,
+        timeout_s=600,
+    )
+    assert [f"{row.problem.label}: {row.reason}" for row in checked.failures] == []
+    assert len(checked.rows) == 2 * 4 * len(registry.get(STAGE).head_dims)
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 2, 5, 13, 40])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "q_len", "kv_len"),
+    [
+        (8, 2, 1, 300),  # shares cross tiles
+        (32, 2, 1, 77),  # all rows of a tile, and more blocks than steps
+        (3, 1, 11, 200),  # 33 rows: three tiles, of which one has a row
+        (1, 1, 64, 40),  # rows that see no key
+        (4, 4, 1, 1),  # a step a tile
+        (4, 1, 1, 1203),  # one tile of many blocks
+    ],
+)
+def test_shares_fall_anywhere_on_tiles(
+    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, q_len: int, kv_len: int, blocks: int
+) -> None:
+    _blocks(monkeypatch, blocks)
+    q, k, v = _random(heads, kv_heads, q_len, kv_len, batch=3)
+    for causal in (False, True):
+        ran = flashlab.emulate(
+            q, k, v, causal=causal, stage=STAGE, params={"MIN_BLOCKS": 1}, races=True, return_lse=True
+        )
+        assert ran.report.findings == ()
+        assert check(ran.out, ran.lse, q, k, v, causal=causal, dtype="float16").passed
+
+
+@needs_compiler
+def test_the_workspace_serves_one_launch_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers of blocks and rows, in memory that earlier launches left as it is."""
+    memory = np.full(1 << 19, 0x7FFFFFFF, np.uint32)
+    memory[:MAX_SHARES] = 0
+    monkeypatch.setattr(attention_module, "_workspace_on_cpu", lambda *_: memory)
+    shapes = ((4, 1, 1, 1203), (8, 2, 1, 300), (16, 1, 1, 700), (4, 1, 1, 1203))
+    outs = []
+    for blocks, shape in zip((16, 5, 9, 16), shapes, strict=True):
+        _blocks(monkeypatch, blocks)
+        q, k, v = _random(*shape)
+        ran = flashlab.emulate(q, k, v, stage=STAGE, params={"MIN_BLOCKS": 1}, return_lse=True)
+        assert check(ran.out, ran.lse, q, k, v, causal=False, dtype="float16").passed
+        assert not memory[:MAX_SHARES].any()
+        outs.append(ran.out)
+    assert (outs[0] == outs[-1]).all()
+
+
+@needs_compiler
+def test_the_last_block_may_be_any_and_the_bits_are_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks run in the order of their numbers here: numbered from the last, the first comes last."""
+    _blocks(monkeypatch, 7)
+    text = registry.get(STAGE).source.read_text(encoding="utf-8")
+    assert text.count("blockIdx.x") == 2
+    edited = tmp_path / "edited.cu"
+    edited.write_text(text.replace("blockIdx.x", "(gridDim.x - 1 - blockIdx.x)"), encoding="utf-8")
+    q, k, v = _random(8, 2, 1, 1100)
+    ran = [
+        flashlab.emulate(
+            q, k, v, stage=STAGE, source=source, threads=threads, params={"MIN_BLOCKS": 1}, return_lse=True
+        )
+        for source, threads in ((None, 1), (edited, 1), (None, 2), (None, 2))
+    ]
+    assert all((one.out == ran[0].out).all() and (one.lse == ran[0].lse).all() for one in ran)
+
+
+@needs_compiler
+@pytest.mark.parametrize("scale", [0.0, -0.3, 4.0])
+def test_any_scale_and_magnitude(scale: float) -> None:
+    q, k, v = _random(4, 1, 1, 333, head_dim=128)
+    q, k = q * np.float16(8), k * np.float16(8)  # one key takes nearly all
+    ran = flashlab.emulate(q, k, v, scale=scale, stage=STAGE, return_lse=True)
+    plain = flashlab.emulate(q, k, v, scale=scale, stage="d0_split_kv", return_lse=True)
+    assert np.abs(ran.out.astype(np.float32) - plain.out).max() < 4e-3
+    assert np.allclose(ran.lse, plain.lse, rtol=1e-5, atol=1e-3)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("    __syncthreads();   // they are all there", "    //"),
+        ("    __syncthreads();   // the rings may be filled again", "    //"),
+        ("    __syncwarp();   // every lane is done with the keys in it", "    //"),
+        ("      __syncwarp();                                      // the warp's have", "      //"),
+        ("      __threadfence();   // releases the block's part", "      //"),
+        ("      __threadfence();   // acquires the parts", "      //"),
+        ("  __syncthreads();   // hands on what the two threads learned", "  //"),
+        (  # whoever is last in the order, instead of who comes last
+            "atomicAdd(&p.work[first_block], 1u) == last_block - first_block",
+            "static_cast<int>(blockIdx.x) == last_block",
+        ),
+        (
+            "ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this",
+            "ptx::cp_async_wait_group<PIPELINE_STAGES - 1>();   // this",
+        ),
+    ],
+)
+def test_what_it_waits_for_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, old: str, new: str) -> None:
+    _blocks(monkeypatch, 3)
+    text = registry.get(STAGE).source.read_text(encoding="utf-8")
+    assert text.count(old) == 1
+    edited = tmp_path / "edited.cu"
+    edited.write_text(text.replace(old, new), encoding="utf-8")
+    q, k, v = _random(8, 2, 1, 1203)
+    for source in (None, edited):
+        how: Any = {"params": {"MIN_BLOCKS": 1}, "source": source, "races": True, "schedule": "seeded:1"}
+        try:
+            report: Any = flashlab.emulate(q, k, v, stage=STAGE, **how).report
+        except EmulationError as error:
+            report = error.report
+        assert bool(report.findings) is (source is not None)
+
+
+@needs_compiler
+def test_a_counter_that_is_left_behind_is_an_error(tmp_path: Path) -> None:
+    text = registry.get(STAGE).source.read_text(encoding="utf-8")
+    assert text.count("atomicExch(&p.work[first_block], 0u);") == 1
+    edited = tmp_path / "edited.cu"
+    edited.write_text(text.replace("atomicExch(&p.work[first_block], 0u);", ""), encoding="utf-8")
+    q, k, v = _random(4, 1, 1, 700)
+    with pytest.raises(EmulationError, match=r"wanted its counters back at 0 .*, got, by place, \{0: 5\}"):
+        flashlab.emulate(q, k, v, stage=STAGE, source=edited)
+    assert arguments.CPU_RESIDENT_BLOCKS == 3
