@@ -10,6 +10,7 @@
 #include "ptx_sm90.cuh"
 #include "reduce.cuh"
 #include "shares.cuh"
+#include "softcap.cuh"
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
@@ -117,7 +118,8 @@ attention_d3_equal_share(const __grid_constant__ AttentionParams p) {
 
   // All tiles' keys in steps of STEP_KEYS, one after the other: this block's share begins at step `first_step` of tile `first_tile`
   // and is dealt out to its warps, so that the block reads one contiguous stretch of K and V. A warp may get none.
-  const int tile_steps = (p.kv_len + STEP_KEYS - 1) / STEP_KEYS;
+  const int hidden_steps = first_key(p, 0) / STEP_KEYS;   // before the window of every row of every tile
+  const int tile_steps = (p.kv_len + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
   const unsigned long long num_steps = static_cast<unsigned long long>(q_tiles) * p.kv_heads * p.batch * tile_steps;
   const unsigned long long share = (num_steps + gridDim.x - 1) / gridDim.x;
   const unsigned long long first = min(share * blockIdx.x, num_steps);
@@ -137,7 +139,7 @@ attention_d3_equal_share(const __grid_constant__ AttentionParams p) {
   const auto seek = [&] {
     fetch_step = fetch_at % tile_steps;
     const Tile tile = tile_of(first_tile + fetch_at / tile_steps);
-    const long long row = static_cast<long long>(fetch_step) * STEP_KEYS + copy_row;
+    const long long row = static_cast<long long>(hidden_steps + fetch_step) * STEP_KEYS + copy_row;
     K_source = head_of(p.K, tile.batch, tile.kv_head) + row * p.K.row_stride + copy_chunk_id * CHUNK;
     V_source = head_of(p.V, tile.batch, tile.kv_head) + row * p.V.row_stride + copy_chunk_id * CHUNK;
   };
@@ -146,16 +148,19 @@ attention_d3_equal_share(const __grid_constant__ AttentionParams p) {
   const auto fetch = [&](int slot) {
     if (fetch_at >= last_step) return;
     if (fetch_step >= tile_steps) seek();
-    const int num_keys = p.kv_len - fetch_step * STEP_KEYS;   // from the step's first key on
+    const int num_keys = p.kv_len - (hidden_steps + fetch_step) * STEP_KEYS;            // from the step's first key on
+    const int hidden_keys = first_key(p, 0) - (hidden_steps + fetch_step) * STEP_KEYS;   // before every row's window
 #pragma unroll
     for (int row = 0; row < STEP_KEYS; row += COPY_ROWS) {
       const int place = swizzled(copy_row + row, copy_chunk_id);
-      copy_chunk(ring[slot].K + place, K_source + row * p.K.row_stride, copy_row + row < num_keys);
+      copy_chunk(ring[slot].K + place, K_source + row * p.K.row_stride,
+                 copy_row + row < num_keys && (!WINDOW || copy_row + row >= hidden_keys));
     }
 #pragma unroll
     for (int row = 0; row < STEP_KEYS; row += COPY_ROWS) {
       const int place = swizzled(copy_row + row, copy_chunk_id);
-      copy_chunk(ring[slot].V + place, V_source + row * p.V.row_stride, copy_row + row < num_keys);
+      copy_chunk(ring[slot].V + place, V_source + row * p.V.row_stride,
+                 copy_row + row < num_keys && (!WINDOW || copy_row + row >= hidden_keys));
     }
     K_source += WARPS * STEP_KEYS * p.K.row_stride;
     V_source += WARPS * STEP_KEYS * p.V.row_stride;
@@ -208,6 +213,7 @@ attention_d3_equal_share(const __grid_constant__ AttentionParams p) {
     const int end = min(tile_steps, begin + steps_left);   // this block's steps of the tile: [begin, end)
     steps_left -= end - begin;
     const int full_keys = visible_keys(p, q_row_of(tile, 0));   // the first row sees the fewest: up to here nothing is masked
+    const int full_first = first_key(p, q_row_of(tile, tile.num_rows - 1));   // in a window: the last row's begins last
 
     // Q goes straight to the registers, while the first keys are on their way: it is little, and each warp needs all of it. Rows
     // past the last are 0.
@@ -245,15 +251,24 @@ attention_d3_equal_share(const __grid_constant__ AttentionParams p) {
         }
       }
 
-      const int step_key = step * STEP_KEYS;
-      if (step_key + STEP_KEYS > full_keys) {   // some row does not see some key
+#if SOFTCAP
+#pragma unroll
+      for (int j = 0; j < KEY_BLOCKS; ++j) {
+#pragma unroll
+        for (float& score : S_reg[j]) score = capped(p, score);
+      }
+#endif
+
+      const int step_key = (hidden_steps + step) * STEP_KEYS;
+      if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some row does not see some key
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int row_keys = visible_keys(p, q_row_of(tile, e / 2 * MATRIX + lane_row));
-          const int num_keys = row_keys - step_key - lane_col - e % 2;   // of this step, from this column on
+          const int q_row = q_row_of(tile, e / 2 * MATRIX + lane_row), column = step_key + lane_col + e % 2;
+          const int num_keys = visible_keys(p, q_row) - column;   // of this step, from this column on
+          const int hidden_keys = first_key(p, q_row) - column;   // before the row's window
 #pragma unroll
           for (int j = 0; j < KEY_BLOCKS; ++j) {
-            if (j * MMA_N >= num_keys) S_reg[j][e] = NEG_INF;
+            if (j * MMA_N >= num_keys || WINDOW && j * MMA_N < hidden_keys) S_reg[j][e] = NEG_INF;
           }
         }
       }

@@ -165,7 +165,7 @@ def splits_for(problem: Problem, shape: LaunchShape, sms: int, most: int) -> int
     the places of a second one by more splits was slower on record (site/decode/d0_split_kv.md). No more than there are
     keys for, so that each block has some.
     """
-    keys = min(problem.kv_len, problem.q_len + sum(problem.reach)) // shape.split_keys  # that any query sees
+    keys = _seen_keys(problem) // shape.split_keys
     able = [splits for splits in SPLITS if splits <= max(1, min(most, keys))]
     tiles = _packed_tiles(problem, shape) * problem.kv_heads * problem.batch
 
@@ -175,6 +175,11 @@ def splits_for(problem: Problem, shape: LaunchShape, sms: int, most: int) -> int
 
     best = max(map(filled, able))
     return next(splits for splits in able if filled(splits) >= NEARLY * best)
+
+
+def _seen_keys(problem: Problem) -> int:
+    """Keys that some query sees, be it in another window than others."""
+    return min(problem.kv_len, problem.q_len + sum(problem.reach))
 
 
 def _packed_tiles(problem: Problem, shape: LaunchShape) -> int:
@@ -191,7 +196,7 @@ def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RE
     cluster = max(1, shape.cluster)
     if shape.tile_blocks:
         tiles = _packed_tiles(problem, shape) * problem.kv_heads * problem.batch
-        splits = min(shape.tile_blocks, max(1, problem.kv_len // shape.split_keys))
+        splits = min(shape.tile_blocks, max(1, _seen_keys(problem) // shape.split_keys))
         return (min(tiles * splits, resident_blocks, MAX_SHARES), 1, 1)
     if shape.split_keys:
         return (_packed_tiles(problem, shape) * cluster, problem.kv_heads, problem.batch)
