@@ -74,7 +74,7 @@ def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: st
     from matplotlib.patches import Rectangle
 
     look = {"edgecolor": SURFACE, "linewidth": 1, "clip_on": False, **look}
-    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, **look))
+    axes.add_artist(Rectangle((x, y), width, height, facecolor=colour, **look))
 
 
 def _in(axes: Axes, x: float, y: float, words: object, **look: Any) -> None:
