@@ -222,7 +222,12 @@ def test_every_sequence_is_right(stage: str, head_dim: int, dtype: DType, how: d
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("schedule", cases.SCHEDULES)
 def test_there_are_no_races(stage: str, schedule: str) -> None:
-    for head_dim, how in ((64, {"causal": True}), (128, {"window": (30, 50)}), (256, {"causal": True})):
+    asked: list[tuple[int, dict[str, Any]]] = [
+        (64, {"causal": True}),
+        (128, {"window": (30, 50)}),
+        (256, {"causal": True}),
+    ]
+    for head_dim, how in asked if schedule == cases.SCHEDULES[0] else asked[-1:]:
         packed = Packed(((65, 130), (0, 9), (193, 127), (7, 0), (40, 70)), head_dim=head_dim)
         ran = packed.run(stage=stage, races=True, schedule=schedule, timeout_s=600, **how)
         assert not ran.report.findings
@@ -231,8 +236,7 @@ def test_there_are_no_races(stage: str, schedule: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("layout", ["aligned", "unaligned", "one_tensor"])
+@pytest.mark.parametrize(("layout", "causal"), [("aligned", False), ("unaligned", True), ("one_tensor", True)])
 def test_each_sequence_has_the_bits_of_a_call_of_its_own(stage: str, causal: bool, layout: str) -> None:
     packed = Packed(LENGTHS, heads=(2, 2))
     if layout == "one_tensor":  # q, k and v beside each other, as a projection leaves them
@@ -255,8 +259,9 @@ def test_each_sequence_has_the_bits_of_a_call_of_its_own(stage: str, causal: boo
 
 @needs_compiler
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, "largest"])
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float16", np.nan), ("bfloat16", np.inf), ("float16", "largest"), ("bfloat16", "largest")]
+)
 def test_a_neighbours_numbers_do_not_matter(stage: str, dtype: DType, value: Any) -> None:
     """0 · NaN and 0 · inf are NaN: a masked key's V must not be read from the next sequence."""
     lengths = ((20, 30), (9, 9), (70, 141), (50, 60), (200, 3))
@@ -317,7 +322,7 @@ def test_wrong_numbers_on_a_gpu_touch_nothing_outside(
 
 @needs_compiler
 @pytest.mark.parametrize("stage", STAGES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 260), st.integers(0, 260)), min_size=1, max_size=6).filter(
         lambda pairs: any(q for q, _ in pairs) and any(k for _, k in pairs)
