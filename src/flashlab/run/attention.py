@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,8 +145,8 @@ def _encoder(maps: Mapping[str, TensorMap], arrays: Sequence[str], device: int) 
         with gpu.context(device):
             return maps[name].encoded(address)
 
-    places = [arrays.index(name) for name in "QKVO"]
-    return lambda *addresses: b"".join(encoded(name, addresses[at]) for name, at in zip("QKVO", places, strict=True))
+    chosen = itemgetter(*(arrays.index(name) for name in "QKVO"))
+    return lambda *addresses: b"".join(map(encoded, "QKVO", chosen(addresses)))
 
 
 class _Asked(NamedTuple):
