@@ -110,7 +110,7 @@ __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_08_swizzle(const __grid_constant__ AttentionParams p) {
+attention_08_swizzle(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
@@ -120,6 +120,12 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
   const int warp_q_row = first_q_row + warp * WARP_ROWS;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
+#if VARLEN
+  const AttentionParams p = of_sequence(params, sequence_at(params, batch));
+  if (first_q_row >= p.q_len) return;   // the grid has tiles for the longest sequence
+#else
+  const AttentionParams& p = params;
+#endif
 
   const element* Q_gmem = head_of(p.Q, batch, head);                  // (q_len, HEAD_DIM)
   const element* K_gmem = head_of(p.K, batch, kv_head_of(p, head));   // (kv_len, HEAD_DIM)
@@ -422,8 +428,8 @@ attention_08_swizzle(const __grid_constant__ AttentionParams p) {
                                              : lanes_sum<ROW_LANES>(row_sum[r][half]);
       const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
       if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
-        const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-        p.LSE[lse_row] = sum == 0.0f ? NEG_INF : row_max[r][half] * LN_2 + logf(sum);
+        const long long place = lse_row(p, batch, head, q_row);
+        p.LSE[place] = sum == 0.0f ? NEG_INF : row_max[r][half] * LN_2 + logf(sum);
       }
 #pragma unroll
       for (int j = 0; j < COL_BLOCKS; ++j) {

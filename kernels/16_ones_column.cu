@@ -333,27 +333,28 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
     ptx::wgmma_commit_group();
   };
+  const auto own = [&]() -> decltype(auto) { return params_of(p, current()); };
   // The first tile of the consumer's rows, and of those that all of them see whole; 0 without a window.
   const auto first_tile = [&]() {
-    if constexpr (WINDOW) return first_tile_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS);
+    if constexpr (WINDOW) return first_tile_of_rows(own(), current().first_q_row + consumer * WGMMA_ROWS);
     return 0;
   };
   const auto first_whole_tile = [&]() {
     if constexpr (WINDOW) {
-      return (first_key(p, current().first_q_row + (consumer + 1) * WGMMA_ROWS - 1) + TILE_KV - 1) / TILE_KV;
+      return (first_key(own(), current().first_q_row + (consumer + 1) * WGMMA_ROWS - 1) + TILE_KV - 1) / TILE_KV;
     }
     return 0;
   };
   // Past the last tile that all of them see whole, where none of these rows has its first key.
   const auto whole_tiles = [&]() {
-    return (visible_keys(p, current().first_q_row + consumer * WGMMA_ROWS) - (CAUSAL || WINDOW)) / TILE_KV;
+    return (visible_keys(own(), current().first_q_row + consumer * WGMMA_ROWS) - (CAUSAL || WINDOW)) / TILE_KV;
   };
   const auto warp_row = [&]() { return current().first_q_row + consumer * WGMMA_ROWS + warp * WARP_ROWS; };
   // K/V tiles, the last ones, that the block needs and this consumer does not.
   const auto passed_over = [&]() {
     int tiles = current().num_tiles - num_tiles;
 #if WINDOW
-    if (num_tiles > 0) tiles -= first_tile() - first_tile_of_rows(p, current().first_q_row);
+    if (num_tiles > 0) tiles -= first_tile() - first_tile_of_rows(own(), current().first_q_row);
 #endif
     return tiles;
   };
@@ -361,7 +362,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   const auto take = [&]() {
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
-    num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
+    num_tiles = tiles_of_rows(own(), current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
     if constexpr (!WIDE) not_mine = passed_over();
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[Q_buffer(count)][consumer], warp, lane);
     return true;
@@ -397,7 +398,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       }
       if (any_lost) {
         const element* Q_smem = smem.Q[Q_buffer(count)][consumer];
-        scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, Q_smem, p, current(), tile, visible, warp, lane);
+        scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, Q_smem, own(), current(), tile, visible, warp, lane);
       }
       if constexpr (MOVE_APART) {
         add_and_round(sum);
@@ -412,12 +413,12 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     cap_scores<0, NUM_SCORES>(S_reg, p);
     Visible visible;
     if (masked) {
-      if (FIRST_APART && first) visible.warp_keys = visible_keys(p, warp_row() + WARP_ROWS - 1) - tile * TILE_KV;
+      if (FIRST_APART && first) visible.warp_keys = visible_keys(own(), warp_row() + WARP_ROWS - 1) - tile * TILE_KV;
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
-        visible.num_keys[h] = visible_keys(p, warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
+        visible.num_keys[h] = visible_keys(own(), warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
 #if WINDOW
-        visible.first_key[h] = first_key(p, warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
+        visible.first_key[h] = first_key(own(), warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
 #endif
       }
     }
@@ -481,13 +482,15 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       weight[h] = O_reg[HEAD_DIM / 2 + 2 * h];   // the columns of ones: the same in all 8
       sum[h] = lanes_sum<ROW_LANES>(rows.sum[h]) * HEADROOM_FACTOR;
     }
-    finish_rows(p, O_out, rows, weight, sum, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
+    const AttentionParams& of_done = params_of(p, done);
+    finish_rows(of_done, O_out, rows, weight, sum, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     if constexpr (WIDE) {
-      store_rows(p, O_out, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
+      store_rows(of_done, O_out, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     } else if constexpr (ALIGNED) {
-      copy_rows(maps, O_out, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
+      const InMap place = q_in_map(p, done);
+      copy_rows(maps, O_out, smem.O[consumer][warp], lane, place.row + first_row + warp * WARP_ROWS, done.head, place.batch);
     } else {
-      write_rows(p, O_out, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
+      write_rows(of_done, O_out, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
     }
 #pragma unroll
     for (int i = 0; i < O_COLUMNS / 2; ++i) O_reg[i] = 0.0f;
@@ -568,8 +571,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
       if constexpr (WINDOW) {
-        const int first_q_row = WIDE ? done.first_q_row : current().first_q_row;
-        for (int left = last_tile - first_tile_of_rows(p, first_q_row); left > 0; --left) skip_tile();
+        const Work& work = WIDE ? done : current();
+        for (int left = last_tile - first_tile_of_rows(params_of(p, work), work.first_q_row); left > 0; --left) skip_tile();
       }
     }
     if constexpr (!WIDE) done = give_back_Q();

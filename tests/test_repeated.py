@@ -14,9 +14,10 @@ from typing import Any, ClassVar
 
 import pytest
 
+import flashlab
 from flashlab.core import errors
 from flashlab.run import arrays, choice, gpu, paged, recipes
-from flashlab.run.arguments import AttentionMaps, AttentionParams
+from flashlab.run.arguments import AttentionMaps, AttentionParams, VarlenParams
 from flashlab.run.attention import attention
 from flashlab.run.kept import Kept
 from flashlab.run.tensor_map import TensorMap
@@ -40,13 +41,15 @@ class Driver:
         self.stream = 5
         self.ids: dict[int, int] = {}
         self.counters: list[Any] = []
+        self.params: Any = AttentionParams
 
     def cuLaunchKernel(self, arguments: int, *rest: Any) -> tuple[int]:  # noqa: N802 - the driver's name
         *_, stream, address, _ = rest
         places = (ctypes.c_void_p * arguments).from_address(address)
-        params = AttentionParams.from_buffer_copy(ctypes.string_at(places[0], ctypes.sizeof(AttentionParams)))
+        params = self.params.from_buffer_copy(ctypes.string_at(places[0], ctypes.sizeof(self.params)))
         found = {name: getattr(params, name).data for name in "QKVO"}
-        found |= {name: getattr(params, name) for name in ("LSE", "work", "fallbacks")}
+        others = ("LSE", "work", "fallbacks", "cu_seqlens_q", "cu_seqlens_k")
+        found |= {name: getattr(params, name) for name in others if hasattr(params, name)}
         code = ctypes.string_at(places[1], ctypes.sizeof(AttentionMaps)) if arguments > 1 else b""
         maps = [struct.unpack_from("<Q", code, start)[0] for start in range(0, len(code), 128)]
         self.launches.append((stream, found, maps))
@@ -140,6 +143,47 @@ def test_every_call_gets_its_own_addresses_and_is_prepared_once(driver: Driver, 
     assert driver.prepared == 1
     attention(*calls[0], stage=stage)
     assert driver.launches[-1][1]["LSE"] is None
+
+
+@pytest.mark.parametrize("stage", ["08_swizzle", PERSISTENT])
+def test_packed_sequences_of_other_lengths_are_the_same_call(driver: Driver, stage: str) -> None:
+    driver.params = VarlenParams
+    for index in range(6):
+        q, k, v = (torch.zeros(130, heads, 64, dtype=torch.float16) for heads in (4, 2, 2))
+        cu = [torch.tensor([0, 10 + index, 130], dtype=torch.int32) for _ in "qk"]
+        how: Any = {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "max_seqlen_q": 130, "stage": stage}
+        out, lse = flashlab.varlen_attention(q, k, v, **how, return_lse=True, causal=True)
+        stream, found, maps = driver.launches[-1]
+        assert [found[name] for name in (*"QKVO", "cu_seqlens_q", "cu_seqlens_k")] == _addresses(q, k, v, out, *cu)
+        assert (found["LSE"], found["fallbacks"], stream) == (lse.data_ptr(), None, 5)
+        assert maps == (_addresses(q, k, v, out) if stage == PERSISTENT else [])
+        assert (out.shape, lse.shape, out.is_contiguous()) == (q.shape, (4, 130), True)
+        assert (driver.prepared, len(driver.launches)) == (1, index + 1)
+    mine = torch.zeros_like(q)
+    for _ in range(2):
+        assert flashlab.varlen_attention(q, k, v, **how, out=mine, causal=True) is mine
+        assert (driver.launches[-1][1]["O"], driver.launches[-1][1]["LSE"]) == (mine.data_ptr(), None)
+    flashlab.varlen_attention(q, k, v, **{**how, "max_seqlen_q": 129})
+    assert driver.prepared == 3
+
+
+def test_check_reads_the_numbers_back(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "read", lambda _, address, size: bytearray(ctypes.string_at(address, size)))
+    q, k, v = (torch.zeros(130, 4, 64, dtype=torch.float16) for _ in range(3))
+    cu = torch.tensor([0, 10, 130], dtype=torch.int32)
+    how: Any = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "max_seqlen_q": 120, "stage": PERSISTENT}
+    for _ in range(2):
+        flashlab.varlen_attention(q, k, v, **how, check=True)
+    cu[1] = 5
+    with pytest.raises(errors.InputError, match=r"max_seqlen_q: wanted at least .* 125 rows, got 120"):
+        flashlab.varlen_attention(q, k, v, **how, check=True)
+    flashlab.varlen_attention(q, k, v, **how)
+    cu[1] = 131
+    with pytest.raises(errors.InputError, match="cu_seqlens_q: wanted numbers from 0 to at most 130"):
+        flashlab.varlen_attention(q, k, v, **how, check=True)
+    with pytest.raises(errors.DTypeError, match="cu_seqlens_q: wanted int32, got int64"):
+        flashlab.varlen_attention(q, k, v, **{**how, "cu_seqlens_q": cu.long()}, check=True)
+    assert len(driver.launches) == 3
 
 
 def test_a_repeated_call_does_little(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 //
 // Compile-time (-D): HEAD_DIM, CAUSAL (0 or 1), ELEMENT (__half or __nv_bfloat16), ALIGNED (1: every row starts on a
 // 16-byte boundary, so rows may be read 16 bytes at a time), and the stage's own tunables. A call that asks for one of a
-// stage's features (its entry names them) also has WINDOW=1 or SOFTCAP=1; others have neither, nor the fields they are for.
+// stage's features (its entry names them) also has WINDOW=1, SOFTCAP=1 or VARLEN=1; others have none, nor the fields they are for.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -16,6 +16,9 @@
 #endif
 #ifndef SOFTCAP
 #define SOFTCAP 0
+#endif
+#ifndef VARLEN
+#define VARLEN 0
 #endif
 
 using element = ELEMENT;
@@ -51,10 +54,18 @@ struct AttentionParams {
                        // and the last block that needs them puts them back to 0 (with atomicExch); null for other stages
   unsigned* fallbacks; // counts tiles of a warp: [0] whose reference was moved, [1] whose scores were computed again; null where
                        // nobody asks
-#if WINDOW || SOFTCAP
+#if WINDOW || SOFTCAP || VARLEN
   int window_left;     // WINDOW: keys before its diagonal that a query sees beside the one on it, below 2^31 - kv_len
   int window_right;    // and after it; not read where CAUSAL
   float cap_scale;     // SOFTCAP: scale / cap; a score is cap · tanh(cap_scale · q·k), and scale_log2 is cap · log2(e)
+#endif
+#if VARLEN
+  // Sequences of lengths of their own, one behind the other: Q and O are (q_heads, total_q, HEAD_DIM), K and V (kv_heads, total_k,
+  // HEAD_DIM), LSE (q_heads, total_q). Their batch strides are 0; q_len and kv_len say nothing of any one sequence (of_sequence).
+  const int* cu_seqlens_q;   // (batch + 1): sequence b has rows [cu_seqlens_q[b], cu_seqlens_q[b + 1])
+  const int* cu_seqlens_k;   // likewise its keys
+  int total_q;
+  int total_k;
 #endif
 };
 
@@ -101,6 +112,51 @@ __device__ __forceinline__ element* head_of(const TensorView& tensor, int batch,
 __device__ __forceinline__ int kv_head_of(const AttentionParams& p, int q_head) {
   return q_head / (p.q_heads / p.kv_heads);
 }
+
+// The place in LSE of a head's row.
+__device__ __forceinline__ long long lse_row(const AttentionParams& p, int batch, int head, int q_row) {
+#if VARLEN
+  return static_cast<long long>(head) * p.total_q + q_row;
+#else
+  return (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
+#endif
+}
+
+#if VARLEN
+// A sequence's rows of Q and O, [first_q, first_q + q_len), and of K and V.
+struct Sequence {
+  int first_q, q_len;
+  int first_k, kv_len;
+};
+
+// Sequence `number` of the batch. Whatever numbers the caller gave, it lies within the tensors: nothing outside of them is touched.
+__device__ __forceinline__ Sequence sequence_at(const AttentionParams& p, int number) {
+  Sequence s;
+  s.first_q = max(0, min(p.cu_seqlens_q[number], p.total_q));
+  s.q_len = max(0, min(p.cu_seqlens_q[number + 1], p.total_q) - s.first_q);
+  s.first_k = max(0, min(p.cu_seqlens_k[number], p.total_k));
+  s.kv_len = max(0, min(p.cu_seqlens_k[number + 1], p.total_k) - s.first_k);
+  return s;
+}
+
+// The call as if it were of this sequence alone: its lengths, and the tensors from its first row on.
+__device__ __forceinline__ AttentionParams of_sequence(const AttentionParams& p, const Sequence& s) {
+  const auto from = [](const TensorView& tensor, int first_row) {
+    TensorView rows = tensor;
+    rows.data = static_cast<element*>(tensor.data) + first_row * tensor.row_stride;
+    return rows;
+  };
+  AttentionParams own = p;
+  own.Q = from(p.Q, s.first_q);
+  own.K = from(p.K, s.first_k);
+  own.V = from(p.V, s.first_k);
+  own.O = from(p.O, s.first_q);
+  own.LSE = p.LSE ? p.LSE + s.first_q : nullptr;
+  own.q_len = s.q_len;
+  own.kv_len = s.kv_len;
+  return own;
+}
+#endif
 
 // Keys that query `q_row` sees: [first_key, visible_keys). The diagonal is aligned bottom right, so that the latter can be 0. Both grow
 // with the row; rows past the end have the last one's first key, so that they see some.

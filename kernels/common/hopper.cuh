@@ -15,6 +15,10 @@
 
 // A map per tensor, of dimensions (PANEL, length, HEAD_DIM / PANEL, heads, batch), innermost first. run/arguments.py makes them: a copy
 // of Q has LaunchShape's box_q rows, one of K or V box_kv (and panels_kv panels, or all), one of O WARP_ROWS.
+// With VARLEN no dimension ends where a sequence does, and a copy of its last rows must not touch the next one's. So the length is the
+// total of all sequences, the last dimension runs over rows too, and the map starts `total` rows before the tensor: row r of a sequence
+// that ends before row `end` has the coordinates total - length + r and end. Its row past the last, r = length, is past the map's: it
+// is read as 0, and not written.
 struct AttentionMaps {
   ptx::TensorMap Q, K, V, O;
 };
@@ -53,6 +57,7 @@ struct Source {
   int length;                  // rows
   int head;
   int batch;
+  int map_row = 0;             // the map's coordinate of the first row
 };
 
 // How many arrivals a barrier expects of NUM_THREADS threads that fill tiles: with tensor copies one thread does it all.
@@ -69,7 +74,7 @@ __device__ __forceinline__ void fill_begin(ptx::Mbarrier* full, unsigned bytes) 
 template <int ROWS, int NUM_THREADS>
 __device__ __forceinline__ void fill(element* tile_smem, const Source& source, int first_row, ptx::Mbarrier* full, int thread) {
   if constexpr (ALIGNED) {
-    ptx::cp_async_bulk_tensor_5d_load(tile_smem, source.map, full, 0, first_row, 0, source.head, source.batch);
+    ptx::cp_async_bulk_tensor_5d_load(tile_smem, source.map, full, 0, source.map_row + first_row, 0, source.head, source.batch);
   } else {
     const element* head_gmem = head_of(*source.view, source.batch, source.head);
     for (int i = thread; i < ROWS * (HEAD_DIM / CHUNK); i += NUM_THREADS) {
@@ -221,8 +226,8 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, float (&O_
     inv_weight[h] = weight[h] == 0.0f ? 0.0f : 1.0f / weight[h];   // 0 when the row sees no key
     const int q_row = warp_q_row + lane / ROW_LANES + 8 * h;
     if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
-      const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + q_row;
-      p.LSE[lse_row] = sum[h] == 0.0f ? NEG_INF : rows.max[h] * LN_2 + logf(sum[h]);
+      const long long place = lse_row(p, batch, head, q_row);
+      p.LSE[place] = sum[h] == 0.0f ? NEG_INF : rows.max[h] * LN_2 + logf(sum[h]);
     }
   }
   scale_O(O_reg, inv_weight);
@@ -275,6 +280,7 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, float (&O
 
 // The same by a TMA store, which runs on while the warp does something else and leaves out rows past the end. Where rows are
 // aligned alone. `rows_smem` is the warp's own, [HEAD_DIM / PANEL][16][PANEL]. The warp calls output_copied before it ends.
+// `warp_q_row` and `batch` are the map's coordinates.
 __device__ __forceinline__ void copy_rows(const AttentionMaps& maps, const float (&O_reg)[HEAD_DIM / 2], element* rows_smem, int lane,
                                           int warp_q_row, int head, int batch) {
   if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the rows before have been read

@@ -33,6 +33,7 @@ __device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same fr
 }
 __device__ __forceinline__ int Q_buffer(int count) { return Q_BUFFERS == 1 ? 0 : count % Q_STAGES; }
 
+#if !VARLEN
 // The tile scheduler: work tiles from an atomic counter, of as many heads at once as have room for their K and V in a share of the L2
 // cache. Of these heads the longest work tiles come first, so that the last to end are short: causal, the last rows', which see most
 // keys; non-causal, the first rows', because a head's last tile may have fewer rows.
@@ -65,6 +66,36 @@ class TileScheduler {
   int num_heads;
   int section;   // heads worked on at the same time
 };
+#else
+// The tile scheduler of sequences of lengths of their own: one after the other in their order, of each a head after the other, of that
+// the longest work tiles first, as ever. Blocks that work at the same time have neighbouring tiles, and so K and V of few heads.
+template <int TILE_ROWS>
+class TileScheduler {
+ public:
+  __device__ __forceinline__ explicit TileScheduler(const AttentionParams&) {}
+
+  // The numbers that a block takes rise, so that it goes through the sequences once, on from where it was. No more is kept of one: the
+  // producer has few registers.
+  __device__ __forceinline__ Work next(const AttentionParams& p, bool first) {
+    const int number = first ? blockIdx.x : gridDim.x + atomicAdd(&p.work[0], 1u);
+    for (; batch < p.batch; ++batch) {
+      const Sequence sequence = sequence_at(p, batch);
+      const int num_q_tiles = (sequence.q_len + TILE_ROWS - 1) / TILE_ROWS, index = number - tiles_before;
+      if (index < num_q_tiles * p.q_heads) {
+        const int head = index / num_q_tiles, round = index - head * num_q_tiles;
+        const int first_q_row = (CAUSAL ? num_q_tiles - 1 - round : round) * TILE_ROWS;
+        return {first_q_row, head, batch, tiles_of_rows(of_sequence(p, sequence), first_q_row, TILE_ROWS), sequence};
+      }
+      tiles_before += num_q_tiles * p.q_heads;
+    }
+    return {0, 0, 0, NO_MORE};
+  }
+
+ private:
+  int batch = 0;          // the sequence at hand
+  int tiles_before = 0;   // work tiles of the sequences before it
+};
+#endif
 
 // One warp of the producer: takes work tiles and fetches their Q. A work tile is taken as late as its Q can still come in time: a
 // block that takes early takes by its place in a queue and not by being free, and the last to end are late.
@@ -90,7 +121,9 @@ __device__ __forceinline__ void fetch_Q(const AttentionParams& p, const Attentio
       const Place<Q_STAGES> last = Q_place(max(count, 1) - 1);   // the consumers are done with the last Q
       if (count > 0) ptx::mbarrier_wait_parity(&smem.Q_empty[last.stage], last.parity);
     }
-    const Source source = {&maps.Q, &p.Q, p.q_len, work.head, work.batch};
+    const AttentionParams& own = params_of(p, work);
+    const InMap place = q_in_map(p, work);
+    const Source source = {&maps.Q, &own.Q, own.q_len, work.head, place.batch, place.row};
     fill_begin(&smem.Q_full[q.stage], TILE_BYTES<ROWS>);
     auto& tiles = smem.Q[Q_buffer(count)];
     for (int i = 0; i < NUM_CONSUMERS; ++i) {
@@ -118,9 +151,11 @@ __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const Attenti
     if (thread % WARP == 0) ptx::mbarrier_arrive(&smem.Q_empty[q.stage]);
     if (work.num_tiles == NO_MORE) break;
     const int kv_head = kv_head_of(p, work.head);
-    const Source K_source = {&maps.K, &p.K, p.kv_len, kv_head, work.batch};
-    const Source V_source = {&maps.V, &p.V, p.kv_len, kv_head, work.batch};
-    const int first_tile = first_tile_of_rows(p, work.first_q_row);
+    const AttentionParams& own = params_of(p, work);
+    const InMap place = kv_in_map(p, work);
+    const Source K_source = {&maps.K, &own.K, own.kv_len, kv_head, place.batch, place.row};
+    const Source V_source = {&maps.V, &own.V, own.kv_len, kv_head, place.batch, place.row};
+    const int first_tile = first_tile_of_rows(own, work.first_q_row);
     const int last_tiles = first_tile + min(work.num_tiles - 1, TAKE_AHEAD);
     if (work.num_tiles == 0 && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
     for (int tile = first_tile + work.num_tiles - 1; tile >= first_tile; --tile, kv = kv.next()) {

@@ -8,8 +8,38 @@ struct Work {
   int head;
   int batch;
   int num_tiles;   // of K and V; NO_MORE: the block is done
+#if VARLEN
+  Sequence sequence;   // that the rows are counted in
+#endif
 };
 constexpr int NO_MORE = -1;
+
+// The call as a work tile has it: lengths and tensors of its sequence.
+#if VARLEN
+__device__ __forceinline__ AttentionParams params_of(const AttentionParams& p, const Work& work) { return of_sequence(p, work.sequence); }
+#else
+__device__ __forceinline__ const AttentionParams& params_of(const AttentionParams& p, const Work&) { return p; }
+#endif
+
+// What tensor maps call the first row of a work tile's sequence (AttentionMaps).
+struct InMap {
+  int row;
+  int batch;
+};
+__device__ __forceinline__ InMap q_in_map(const AttentionParams& p, const Work& work) {
+#if VARLEN
+  return {p.total_q - work.sequence.q_len, work.sequence.first_q + work.sequence.q_len};
+#else
+  return {0, work.batch};
+#endif
+}
+__device__ __forceinline__ InMap kv_in_map(const AttentionParams& p, const Work& work) {
+#if VARLEN
+  return {p.total_k - work.sequence.kv_len, work.sequence.first_k + work.sequence.kv_len};
+#else
+  return {0, work.batch};
+#endif
+}
 
 // The first tile with a key that rows from `first_q_row` on see.
 __device__ __forceinline__ int first_tile_of_rows(const AttentionParams& p, int first_q_row) {

@@ -57,7 +57,7 @@ enum class TensorType : std::uint8_t {   // CUtensorMapDataType
 };
 enum class TensorSwizzle : std::uint8_t { none = 0, b32 = 1, b64 = 2, b128 = 3 };   // CUtensorMapSwizzle
 struct alignas(64) TensorMap {
-  unsigned char* base;                       //   0  global address, a multiple of 16
+  unsigned char* base;                       //   0  global address of coordinates 0, a multiple of 16; need not be in the tensor
   std::uint32_t mark;                        //   8  TENSOR_MAP_MARK
   TensorType type;                           //  12
   std::uint8_t rank;                         //  13  1 to 5

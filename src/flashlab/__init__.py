@@ -5,6 +5,8 @@ The calls, each documented in full where it is defined (flashlab.run.attention):
 - `attention(q, k, v)`: softmax(scale · Q Kᵀ) V where the arrays are, on a GPU enqueued on the caller's stream.
 - `prepare(q, k, v)`: the same call on a GPU, compiled and loaded but not launched: a callable to repeat and to time.
 - `emulate(q, k, v)`: the same kernel on the CPU, with what it did wrong: races, bounds, bank conflicts.
+- `varlen_attention(q, k, v, cu_seqlens_q=…)`: of sequences of lengths of their own, packed in one tensor
+  (flashlab.run.varlen); `prepare` and `emulate` take them as `sequences=Sequences(…)`.
 - `paged_attention(q, k_cache, v_cache, page_table, lengths)`: over a cache in pages (flashlab.run.paged), which
   `append_kv` writes into.
 - `fp8_attention(q, k, v)`: of inputs stored in FP8 (flashlab.run.fp8), which `quantize_e4m3` makes.
@@ -29,13 +31,18 @@ if TYPE_CHECKING:
     from flashlab.run.fp8 import quantize_e4m3 as quantize_e4m3
     from flashlab.run.paged import append_kv as append_kv
     from flashlab.run.paged import paged_attention as paged_attention
+    from flashlab.run.plan import Sequences as Sequences
+    from flashlab.run.varlen import varlen_attention as varlen_attention
 
 _PUBLIC = {
     **dict.fromkeys(("attention", "emulate", "prepare"), "flashlab.run.attention"),
     **dict.fromkeys(("append_kv", "paged_attention"), "flashlab.run.paged"),
     **dict.fromkeys(("fp8_attention", "quantize_e4m3"), "flashlab.run.fp8"),
+    "Sequences": "flashlab.run.plan",
+    "varlen_attention": "flashlab.run.varlen",
 }
 __all__ = [
+    "Sequences",
     "__version__",
     "append_kv",
     "attention",
@@ -44,6 +51,7 @@ __all__ = [
     "paged_attention",
     "prepare",
     "quantize_e4m3",
+    "varlen_attention",
 ]
 
 

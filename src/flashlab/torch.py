@@ -4,8 +4,10 @@ Importing this registers `torch.ops.flashlab.attention(q, k, v, causal=False, sc
 softcap=0.0) -> out` and `torch.ops.flashlab.attention_lse`, the same with `(out, lse)`. On CUDA tensors they are
 `flashlab.attention` on torch's current stream; on CPU tensors the kernel is emulated, for problems of a test's size.
 `torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None, window=None,
-softcap=0.0) -> out` is `flashlab.paged_attention` likewise. There is no backward pass: inputs that want a gradient are
-refused. `register()` makes `attn_implementation="flashlab"` known to transformers.
+softcap=0.0) -> out` is `flashlab.paged_attention` likewise, and `torch.ops.flashlab.varlen_attention(q, k, v,
+cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal=False, scale=None, stage=None, window=None, softcap=0.0) -> (out, lse)`
+is `flashlab.varlen_attention`. There is no backward pass: inputs that want a gradient are refused. `register()` makes
+`attn_implementation="flashlab"` known to transformers.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from flashlab.core.errors import DTypeError, MissingPackageError, ShapeError, UnsupportedError
-from flashlab.run import arrays, paged
+from flashlab.run import arrays, paged, varlen
 from flashlab.run import attention as run
 from flashlab.run.plan import window_of
 
@@ -107,6 +109,44 @@ _library.define(
 for _key in ("CPU", "CUDA"):
     _library.impl("paged_attention", _paged, _key)
 torch.library.register_fake(f"{NAME}::paged_attention", _paged_fake, lib=_library)
+
+
+def _varlen(
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: int,
+    causal: bool = False,
+    scale: float | None = None,
+    stage: str | None = None,
+    window: Sequence[int] | None = None,
+    softcap: float = 0.0,
+) -> Any:
+    how: dict[str, Any] = {"causal": causal, "scale": scale, "stage": stage, "softcap": softcap}
+    how |= {"window": None if window is None else tuple(window), "max_seqlen_q": max_seqlen_q}
+    return varlen.varlen_attention(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **how, return_lse=True
+    )
+
+
+def _varlen_fake(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
+    arrays.refuse_gradients(q=q, k=k, v=v)
+    if q.dim() != 3:
+        raise ShapeError(f"q: wanted 3 dimensions (total, heads, head_dim), got shape {tuple(q.shape)}")
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+_library.define(
+    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "bool causal=False, float? scale=None, str? stage=None, SymInt[]? window=None, float softcap=0.0) "
+    "-> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+for _key in ("CPU", "CUDA"):
+    _library.impl("varlen_attention", _varlen, _key)
+torch.library.register_fake(f"{NAME}::varlen_attention", _varlen_fake, lib=_library)
 
 
 def attention(

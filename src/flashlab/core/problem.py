@@ -19,7 +19,7 @@ from flashlab.core.inputs import NORMAL, require
 
 DType = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
-Feature = Literal["window", "softcap"]
+Feature = Literal["window", "softcap", "varlen"]
 """What a call may ask for beside a mask, and not every stage computes."""
 UNLIMITED = -1
 """Of a window's sides: one that hides no key."""
@@ -37,7 +37,7 @@ Cache = Literal["hot", "cold"]
 DTYPES: tuple[DType, ...] = get_args(DType)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 FEATURES: tuple[Feature, ...] = get_args(Feature)
-WITHOUT_FEATURES: Mapping[str, Any] = {"window": NO_WINDOW, "softcap": 0.0}
+WITHOUT_FEATURES: Mapping[str, Any] = {"window": NO_WINDOW, "softcap": 0.0, "varlen": False}
 BYTES_PER_ELEMENT = 2
 
 
@@ -61,6 +61,9 @@ class Problem:
     causal mask the second changes nothing."""
     softcap: float = 0.0
     """What scores are bounded by, before the mask; 0: nothing."""
+    varlen: bool = False
+    """Whether sequences have lengths of their own and lie packed in one tensor (`flashlab.varlen_attention`). Then
+    `q_len` is the most rows that one may have, `kv_len` the keys of all, and operations and bytes are not known."""
 
     def __post_init__(self) -> None:
         for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim"):
@@ -150,8 +153,9 @@ class Problem:
 
     @property
     def features_label(self) -> str:
-        """Its window and soft cap for people: `window 511:-1 softcap 50`; empty where it has neither."""
+        """Its features for people: `window 511:-1 softcap 50`; empty where it has none."""
         texts = {"window": "window {}:{}".format(*self.window), "softcap": f"softcap {self.softcap:g}"}
+        texts["varlen"] = "varlen"
         return " ".join(texts[name] for name in self.features)
 
     def flat(self) -> dict[str, object]:

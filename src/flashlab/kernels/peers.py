@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import KERNELS
-from flashlab.core.problem import FEATURES, UNLIMITED, Feature, Problem
+from flashlab.core.problem import UNLIMITED, Feature, Problem
 
 Attention = Callable[[Any, Any, Any], Any]
 """(q, k, v) -> out, torch tensors; enqueues on torch's current stream."""
@@ -331,7 +331,7 @@ class Flex(Peer):
     how = "torch.compile(flex_attention, dynamic=False)"
     packages = _TRITON
     compile_s = 5.0
-    features = FEATURES
+    features = ("window", "softcap")
     writes_lse = False  # its OUTPUT_LOGSUMEXP is torch.is_grad_enabled()
     min_capability = (8, 0)
 
@@ -448,7 +448,7 @@ class _FlashAttention(Peer):
     module: str
     distribution: str
     layout = "bshd"
-    features = FEATURES
+    features = ("window", "softcap")
     unlimited: int | None
     """A side of a window that hides no key."""
 

@@ -76,6 +76,17 @@ class FeatureParams(AttentionParams):
     )
 
 
+class VarlenParams(FeatureParams):
+    """The same of a kernel for sequences of lengths of their own."""
+
+    _fields_ = (  # type: ignore[assignment]
+        ("cu_seqlens_q", ctypes.c_void_p),
+        ("cu_seqlens_k", ctypes.c_void_p),
+        ("total_q", ctypes.c_int),
+        ("total_k", ctypes.c_int),
+    )
+
+
 class AttentionMaps(ctypes.Structure):
     """kernels/common/hopper.cuh, `AttentionMaps`."""
 
@@ -83,8 +94,10 @@ class AttentionMaps(ctypes.Structure):
 
 
 def params_for(problem: Problem, scale: float, views: Mapping[str, DeviceArray]) -> AttentionParams:
-    """The kernel's first argument; `views` are Q, K, V and O. `LSE`, `work` and `fallbacks` are null."""
-    params = (FeatureParams if problem.features else AttentionParams)(
+    """The kernel's first argument; `views` are Q, K, V and O. `LSE`, `work`, `fallbacks` and the `cu_seqlens` are
+    null."""
+    kind = VarlenParams if problem.varlen else FeatureParams if problem.features else AttentionParams
+    params = kind(
         **{name: TensorView(view.pointer, *view.strides[:3]) for name, view in views.items()},
         **{name: getattr(problem, name) for name in ("q_heads", "kv_heads", "q_len", "kv_len", "batch")},
         scale_log2=(problem.softcap or scale) * math.log2(math.e),
@@ -92,11 +105,17 @@ def params_for(problem: Problem, scale: float, views: Mapping[str, DeviceArray])
     if isinstance(params, FeatureParams):
         params.window_left, params.window_right = problem.reach
         params.cap_scale = scale / (problem.softcap or 1.0)
+    if isinstance(params, VarlenParams):
+        params.total_q, params.total_k = views["Q"].shape[2], views["K"].shape[2]
     return params
 
 
-def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0) -> TensorMap:
-    """A tensor map whose box is `rows` rows of one head, as kernels/common/hopper.cuh describes it; `panels` 0: all."""
+def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0, *, varlen: bool = False) -> TensorMap:
+    """A tensor map whose box is `rows` rows of one head, as kernels/common/hopper.cuh describes it; `panels` 0: all.
+
+    With `varlen` the last dimension runs over rows as well, so that a sequence's last row can be the map's: any row of
+    the array is the sum of two coordinates, of which the second is where its sequence ends.
+    """
     batch, heads, length, head_dim = array.shape
     panel = next(columns for columns in PANELS if head_dim % columns == 0)
     panel_bytes = panel * BYTES_PER_ELEMENT
@@ -107,8 +126,9 @@ def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0) -> Te
     )
     return TensorMap(
         data_type=DATA_TYPES[dtype],
-        dims=(panel, length, head_dim // panel, heads, batch),
-        strides=(row_stride, panel_bytes, head_stride, batch_stride),
+        dims=(panel, length, head_dim // panel, heads, length + 1 if varlen else batch),
+        strides=(row_stride, panel_bytes, head_stride, row_stride if varlen else batch_stride),
+        origin=-length * row_stride if varlen else 0,
         box=(panel, rows, panels or head_dim // panel, 1, 1),
         swizzle=PANELS[panel],
         l2_promotion="L2_128B",
@@ -123,7 +143,7 @@ def tile_maps(planned: Plan, shape: LaunchShape, arrays: Mapping[str, DeviceArra
     for name, array in arrays.items():
         rows = {"Q": shape.box_q, "O": WARP_ROWS}.get(name, shape.box_kv)
         panels = shape.panels_kv if name in ("K", "V") else 0
-        maps[name] = tile_map(array, planned.problem.dtype, rows, panels)
+        maps[name] = tile_map(array, planned.problem.dtype, rows, panels, varlen=planned.problem.varlen)
     return maps
 
 

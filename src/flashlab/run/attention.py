@@ -14,9 +14,10 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +32,7 @@ from flashlab.run.arguments import (
     SPLITS,
     AttentionMaps,
     AttentionParams,
+    VarlenParams,
     grid_for,
     maps_for,
     params_for,
@@ -42,7 +44,7 @@ from flashlab.run.arguments import (
     workspace,
 )
 from flashlab.run.arrays import DeviceArray
-from flashlab.run.plan import Plan, check_lse, plan, refuse_overlap
+from flashlab.run.plan import Plan, Sequences, by_head, check_lengths, check_lse, lse_shape, plan, refuse_overlap
 from flashlab.run.recipes import Recipe
 from flashlab.run.tensor_map import TensorMap
 
@@ -133,16 +135,21 @@ class _Recipe(Recipe):
     plan: Plan
 
 
-_PLACES = tuple(getattr(AttentionParams, name).offset // 8 for name in ("Q", "K", "V", "O", "LSE", "work", "fallbacks"))
+def _places(arrays: Iterable[str]) -> tuple[int, ...]:
+    """Words of the parameters that hold the addresses of those, of the log-sum-exp and of what is counted."""
+    return tuple(getattr(VarlenParams, name).offset // 8 for name in (*arrays, "LSE", "work", "fallbacks"))
 
 
-def _encoder(maps: Mapping[str, TensorMap], device: int) -> Callable[..., bytes]:
+def _encoder(maps: Mapping[str, TensorMap], arrays: Sequence[str], device: int) -> Callable[..., bytes]:
+    """From the addresses of `arrays`, and others, to the maps."""
+
     @lru_cache(maxsize=4 * recipes.MAX_IMAGES)
     def encoded(name: str, address: int) -> bytes:
         with gpu.context(device):
             return maps[name].encoded(address)
 
-    return lambda *addresses: b"".join(map(encoded, "QKVO", addresses))
+    chosen = itemgetter(*(arrays.index(name) for name in "QKVO"))
+    return lambda *addresses: b"".join(map(encoded, "QKVO", chosen(addresses)))
 
 
 class _Asked(NamedTuple):
@@ -156,6 +163,7 @@ class _Asked(NamedTuple):
     params: tuple[tuple[str, int], ...]
     source: Path | None
     may_spill: bool
+    max_seqlen_q: Any
 
 
 def _recipe(inputs: Mapping[str, DeviceArray], out: DeviceArray | None, asked: _Asked) -> _Recipe:
@@ -166,7 +174,7 @@ def _recipe(inputs: Mapping[str, DeviceArray], out: DeviceArray | None, asked: _
     """
     device = gpu.info(inputs["q"].device)
     # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = (type(asked.causal), type(asked.window), type(asked.softcap), type(asked.scale))
+    kinds = tuple(map(type, (asked.causal, asked.window, asked.softcap, asked.scale, asked.max_seqlen_q)))
     key = (*map(recipes.layout, (*inputs.values(), out)), asked, *kinds, device.slug)
     try:
         kept = recipes.by_layout.get(key)
@@ -188,6 +196,7 @@ def _make_recipe(
     planned = plan(
         *inputs.values(),
         arch=device.arch,
+        max_seqlen_q=asked.max_seqlen_q,
         out=out,
         causal=asked.causal,
         window=asked.window,
@@ -215,12 +224,12 @@ def _make_recipe(
     resident = resident_blocks(shape, device.sm_count, code.blocks_per_sm) if shape.persistent else 1
     if shape.split_keys and not shape.cluster:
         shape = replace(shape, cluster=splits_for(planned.problem, shape, device.sm_count, code.most_splits))
-    q, k, v = inputs.values()
+    q = inputs["q"]
     # A new output is contiguous.
-    target = out or replace(q, strides=arrays.contiguous_strides(q.shape))
-    views = {"Q": q, "K": k, "V": v, "O": target}
-    maps = tile_maps(planned, shape, views)
-    params = params_for(planned.problem, planned.scale, views)
+    views = _views(inputs, out or replace(q, strides=arrays.contiguous_strides(q.shape)))
+    tensors = _by_head(views)
+    maps = tile_maps(planned, shape, tensors)
+    params = params_for(planned.problem, planned.scale, tensors)
     in_triton = planned.stage.language == "triton"
     return _Recipe(
         **recipes.of_layout(tuple(views.values())),
@@ -229,12 +238,24 @@ def _make_recipe(
         shape=shape,
         grid=grid_for(planned.problem, shape, resident),
         structures=(params, AttentionMaps()) if planned.stage.tensor_maps else (params,),
-        places=_PLACES,
-        maps=_encoder(maps, planned.device) if maps else None,
+        places=_places(views),
+        maps=_encoder(maps, tuple(views), planned.device) if maps else None,
         parameters=(lambda structures: triton_parameters(structures[0])) if in_triton else tuple,
         early=planned.stage.early_launch,
         table=table,
     )
+
+
+def _views(inputs: Mapping[str, DeviceArray], out: DeviceArray) -> dict[str, DeviceArray]:
+    """By the names of a kernel's parameters, in the order in which a recipe takes their addresses."""
+    return {name.upper() if len(name) == 1 else name: view for name, view in inputs.items()} | {"O": out}
+
+
+def _by_head(views: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
+    """Q, K, V and O as kernels see them: (batch, heads, length, head_dim)."""
+    return {
+        name: by_head(view, name) if "cu_seqlens_q" in views else view for name, view in views.items() if name in "QKVO"
+    }
 
 
 @lru_cache(maxsize=16)
@@ -268,6 +289,7 @@ def prepare(
     source: Path | None = None,
     may_spill: bool = False,
     count_fallbacks: bool = False,
+    sequences: Sequences | None = None,
 ) -> Prepared:
     """`attention` on a GPU, validated, compiled and loaded, but not launched: for repeated calls and for timing.
 
@@ -293,6 +315,7 @@ def prepare(
         source: an edited copy of the stage's file, compiled in place of it.
         may_spill: let registers spill where the stage forbids it.
         count_fallbacks: make the calls count how often the kernel fell back (`Prepared.fallbacks`).
+        sequences: of `varlen_attention`, whose arrays the others then are.
 
     Returns:
         A callable that holds its arrays; `out` and `lse` are the output and, where asked for, the log-sum-exp, of the
@@ -304,21 +327,22 @@ def prepare(
     gpu.require()
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
     place = arrays.place_on_gpu(q, stream)
-    inputs = {name: place.view(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
+    inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
     target = None if out is None else place.view(out, "out")
     q_view, handle = inputs["q"], place.stream
     assert handle is not None
     named = tuple(sorted((params or {}).items()))
-    recipe = _recipe(inputs, target, _Asked(causal, window, softcap, scale, stage, named, source, may_spill))
+    longest = None if sequences is None else sequences.max_seqlen_q
+    recipe = _recipe(inputs, target, _Asked(causal, window, softcap, scale, stage, named, source, may_spill, longest))
     if target is None:
         out = place.empty(q_view.shape, q_view.dtype)
         target = place.view(out, "out")
     if lse is None and return_lse:
-        lse = place.empty(q_view.shape[:3], "float32")
+        lse = place.empty(lse_shape(q_view), "float32")
     lse_view = None if lse is None else place.view(lse, "lse")
     if lse_view is not None:
         check_lse(lse_view, q_view)
-    views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
+    views = _views(inputs, target)
     device = recipe.plan.device
     words = workspace(recipe.shape, recipe.grid)
     work, work_pointer = recipes.work_memory(q, device, handle, words) if recipe.shape.persistent else (None, 0)
@@ -333,6 +357,12 @@ def prepare(
         keep=(*views.values(), lse_view, work, stream),
         counted=counted,
     )
+
+
+def _named(sequences: Sequences | None) -> dict[str, Any]:
+    """The arrays among what a call is asked for."""
+    names = ("cu_seqlens_q", "cu_seqlens_k")
+    return {} if sequences is None else {name: getattr(sequences, name) for name in names}
 
 
 def _launch(
@@ -364,7 +394,8 @@ class Emulation:
     out: Any
     """Of the caller's library."""
     lse: Any
-    """The log-sum-exp, float32 (batch, q_heads, q_len), of the caller's library; None where none was asked for."""
+    """The log-sum-exp, float32 (batch, q_heads, q_len), or (q_heads, total_q) of packed sequences, of the caller's
+    library; None where none was asked for."""
     report: emulator.Report
     """Findings and counters where `races` were looked for, and what the kernel printed."""
     kernel: emulator.Emulated
@@ -395,6 +426,7 @@ def emulate(
     cancel: threading.Event | None = None,
     surroundings: Mapping[str, Any] | None = None,
     count_fallbacks: bool = False,
+    sequences: Sequences | None = None,
 ) -> Emulation:
     """`attention` on the CPU: the stage's own file, thread for thread, in a worker process.
 
@@ -422,6 +454,7 @@ def emulate(
         surroundings: for `q`, `k`, `v`, `out` or `lse`, the contiguous NumPy array that it is a view into, which the
             kernel then finds around it and may damage.
         count_fallbacks: the kernel counts how often it left its fast path.
+        sequences: of `varlen_attention`, whose arrays the others then are. How long they take is not asked beforehand.
 
     Raises:
         FlashlabError: what `attention` raises of bad input.
@@ -432,25 +465,33 @@ def emulate(
     """
     emulator.schedule_item(schedule)
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
-    inputs = {name: arrays.on_host(array, name) for name, array in (("q", q), ("k", k), ("v", v))}
+    given = {"q": q, "k": k, "v": v, **_named(sequences)}
+    inputs = {name: arrays.on_host(array, name) for name, array in given.items()}
     target = None if out is None else arrays.on_host(out, "out")
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
+    if sequences is not None:
+        how["max_seqlen_q"] = sequences.max_seqlen_q
     planned = plan(*inputs.values(), arch=None, out=target, **how)
     q_view = inputs["q"]
+    if sequences is not None:
+        totals = {f"total_{name}": inputs[name].shape[0] for name in "qk"}
+        check_lengths(
+            *(inputs[name].owner for name in _named(sequences)), **totals, max_seqlen_q=sequences.max_seqlen_q
+        )
     if target is None:
         out = arrays.empty_on_host(q, q_view.shape, q_view.dtype)
         target = arrays.on_host(out, "out")
     if lse is None and return_lse:
-        lse = arrays.empty_on_host(q, q_view.shape[:3], "float32")
+        lse = arrays.empty_on_host(q, lse_shape(q_view), "float32")
     lse_view = None if lse is None else arrays.on_host(lse, "lse")
     if lse_view is not None:
         check_lse(lse_view, q_view)
-    views = dict(zip("QKVO", (*inputs.values(), target), strict=True))
+    views = _views(inputs, target)
     variant = Variant.of(planned.stage, planned.problem, aligned=planned.aligned, overrides=params, source=source)
     kernel = _kernel_on_cpu(variant, schedule=schedule, races=races)
     call = _EmulatedCall(planned, kernel, views, lse_view, surroundings or {}, count_fallbacks)
     launch = partial(call.launch, schedule=schedule, threads=threads, cancel=cancel)
-    if timeout_s is not None and call.passes is None:
+    if timeout_s is not None and call.passes is None and sequences is None:
         _refuse_too_large(planned, call.shape, launch, timeout_s=timeout_s, races=races, threads=threads)
     report = launch(timeout_s)
     call.finish(report)
@@ -505,27 +546,33 @@ class _EmulatedCall:
         self.work = work[:counters]
         self.fallbacks = np.zeros(len(Fallbacks._fields), np.uint32)
         names = {"Q": "q", "K": "k", "V": "v", "O": "out", "LSE": "lse"}
+        # Rows that belong to no sequence stay as they were.
+        written: emulator.Access = "rw" if planned.problem.varlen else "w"
         self._places = {
             name: emulator.Pointer(
                 array=view.owner,
-                access="r" if name in "QKV" else "w",
+                access=written if name in ("O", "LSE") else "r",
                 name=name,
-                surroundings=surroundings.get(names[name]),
+                surroundings=surroundings.get(names.get(name, name)),
             )
             for name, view in {**views, **({} if lse is None else {"LSE": lse})}.items()
         }
-        pointers = {getattr(AttentionParams, name).offset: place for name, place in self._places.items()}
+        pointers = {getattr(VarlenParams, name).offset: place for name, place in self._places.items()}
         if self.shape.persistent:
             pointers[AttentionParams.work.offset] = emulator.Pointer(array=work, name="work")
         if count_fallbacks:
             pointers[AttentionParams.fallbacks.offset] = emulator.Pointer(array=self.fallbacks, name="fallbacks")
-        self._params = params_for(planned.problem, planned.scale, views)
+        tensors = _by_head(views)
+        self._params = params_for(planned.problem, planned.scale, tensors)
         self._arguments = [emulator.Structure(value=self._params, pointers=pointers)]
         if planned.stage.tensor_maps:
-            maps = tile_maps(planned, self.shape, views)
+            maps = tile_maps(planned, self.shape, tensors)
             value = maps_for({name: tensor_map.emulated() for name, tensor_map in maps.items()})
-            addresses = {getattr(AttentionMaps, name).offset: self._places[name] for name in "QKVO"}
-            self._arguments.append(emulator.Structure(value=value, pointers=addresses if planned.aligned else {}))
+            addresses = {
+                getattr(AttentionMaps, name).offset: replace(self._places[name], displacement=tensor_map.origin)
+                for name, tensor_map in maps.items()
+            }
+            self._arguments.append(emulator.Structure(value=value, pointers=addresses))
         self._runner, self.passes = _runner(planned.stage), None
         if hasattr(self._runner, "EmulatedPasses"):
             self.passes = self._runner.EmulatedPasses(
@@ -705,6 +752,24 @@ def attention(
         return again(q, addresses, out, return_lse, stream)
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
     how |= {"out": out, "params": params}
+    return first_call(q, k, v, how, key=key, device=device, stream=stream, return_lse=return_lse)
+
+
+def first_call(
+    q: Any,
+    k: Any,
+    v: Any,
+    how: Mapping[str, Any],
+    *,
+    key: Hashable | None,
+    device: str | None,
+    stream: Any | None,
+    return_lse: bool,
+) -> Any:
+    """A call of which `recipes.kept` knows none like it: the output, or (output, lse); `key` is what it gave.
+
+    `how`: what both `prepare` and `emulate` take.
+    """
     if arrays.runs_on(q, device) == "cpu":
         arrays.refuse_stream(stream)
         ran = emulate(q, k, v, **how)

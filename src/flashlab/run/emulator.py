@@ -69,6 +69,8 @@ class Pointer:
     surroundings: Any = None
     """The contiguous array that `array` is a view into: what lies around the elements then goes to the kernel as well,
     and comes back as the kernel left it."""
+    displacement: int = 0
+    """Bytes from the array's first element to where the pointer points."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -474,7 +476,8 @@ def _argument_lines(emulated: Emulated, arguments: Sequence[Any], memory: Memory
             value = Structure(value=ctypes.c_void_p(), pointers={0: value})  # type: ignore[arg-type]
         if isinstance(value, Structure):
             for byte, pointer in value.pointers.items():
-                pointers.append(f"pointer {index} {byte} {memory.place(pointer, f'argument_{index}')}")
+                place = memory.place(pointer, f"argument_{index}") + pointer.displacement
+                pointers.append(f"pointer {index} {byte} {place % 2**64}")
             value = value.value
         values.append(f"argument {_argument_bytes(value, size, index).hex()}")
     return values + pointers

@@ -341,6 +341,15 @@ def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Functio
     return function
 
 
+def read(device: int, address: int, size_bytes: int) -> bytearray:
+    """What is in device memory when everything on the device is done."""
+    synchronize(device)
+    content = bytearray(size_bytes)
+    with context(device):
+        call("cuMemcpyDtoH", ctypes.addressof(ctypes.c_char.from_buffer(content)), address, size_bytes)
+    return content
+
+
 class Zeroed:
     """Device memory of one's own, the first `zero_bytes` of it, or all, 0 to whatever runs on `stream` after this.
 
@@ -358,11 +367,7 @@ class Zeroed:
 
     def read(self) -> bytearray:
         """What is in it when everything on the device is done."""
-        synchronize(self._device)
-        content = bytearray(self.size_bytes)
-        with context(self._device):
-            call("cuMemcpyDtoH", ctypes.addressof(ctypes.c_char.from_buffer(content)), self.pointer, self.size_bytes)
-        return content
+        return read(self._device, self.pointer, self.size_bytes)
 
     def __del__(self) -> None:
         # At exit, or after a kernel broke the context, the driver frees it; there is nobody to tell.

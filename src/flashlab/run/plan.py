@@ -7,9 +7,9 @@ import numbers
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
-from flashlab.core.errors import DeviceError, DTypeError, LayoutError, ParameterError, ShapeError
+from flashlab.core.errors import DeviceError, DTypeError, InputError, LayoutError, ParameterError, ShapeError
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, NO_WINDOW, UNLIMITED, DType, Problem, Window
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
@@ -24,6 +24,17 @@ _MAX_LENGTH = 2**29
 """Kernels count rows and keys in 32 bits, and add those of queries and keys and of a tile past the end."""
 _MAX_TILES, _LEAST_TILE = 2**31 - 1, 16
 """Kernels count work tiles in 32 bits; a tile's rows at least."""
+
+
+class Sequences(NamedTuple):
+    """Which rows of packed arrays are whose: what `prepare` and `emulate` take beside q, k and v."""
+
+    cu_seqlens_q: Any
+    """int32 (batch + 1,), on the device of q: sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q."""
+    cu_seqlens_k: Any
+    """Likewise of k and v."""
+    max_seqlen_q: int
+    """No sequence has more query rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +61,11 @@ def plan(
     q: DeviceArray,
     k: DeviceArray,
     v: DeviceArray,
+    cu_seqlens_q: DeviceArray | None = None,
+    cu_seqlens_k: DeviceArray | None = None,
     *,
     arch: str | None,
+    max_seqlen_q: Any = None,
     out: DeviceArray | None = None,
     causal: bool = False,
     window: Any = None,
@@ -62,6 +76,8 @@ def plan(
     sm_count: int | None = None,
 ) -> Plan:
     """What a call would run, once its arguments are sound. `out` None means an aligned new tensor.
+
+    With `cu_seqlens_q` and `cu_seqlens_k`, the arrays are packed: (total, heads, head_dim).
 
     `arch` None is a CPU, which runs every stage. Where no stage is named, `slug`, a GPU's folder under data/, and its
     `sm_count` let the records choose (choice.py); the last rung that runs the problem without them.
@@ -74,12 +90,18 @@ def plan(
         raise ParameterError(f"causal: wanted True or False, got {causal!r}")
     chosen = None if stage is None else registry.get(stage)
     inputs = {"q": q, "k": k, "v": v}
-    problem = with_features(problem_of(inputs, causal), window, softcap)
     arrays = inputs if out is None else {**inputs, "out": out}
-    for name, array in arrays.items():
-        check_layout(name, array, q)
     if out is not None:
         check_out(out, inputs)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        arrays = {name: by_head(array, name) for name, array in arrays.items()}
+        inputs = {name: arrays[name] for name in inputs}
+    problem = with_features(problem_of(inputs, causal), window, softcap)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        problem = _varlen(problem, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
+        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, array in arrays.items():
+        check_layout(name, array, q)
     scale = scale_of(scale, problem.head_dim)
     if chosen is None:
         if arch is None or slug is None:
@@ -87,7 +109,8 @@ def plan(
         else:
             chosen = choice.stage_for(problem, slug, arch, sm_count)
     chosen.require(problem, arch)
-    reasons = (why_slow(name, array, tensor_maps=chosen.tensor_maps) for name, array in arrays.items())
+    rows = {name: array for name, array in arrays.items() if len(array.shape) == 4}
+    reasons = (why_slow(name, array, tensor_maps=chosen.tensor_maps) for name, array in rows.items())
     return Plan(
         problem=problem,
         stage=chosen,
@@ -95,6 +118,73 @@ def plan(
         why_slow=next(filter(None, reasons), ""),
         device=q.device,
     )
+
+
+def by_head(packed: DeviceArray, name: str) -> DeviceArray:
+    """(total, heads, head_dim) as (1, heads, total, head_dim).
+
+    Raises:
+        ShapeError: it has other dimensions.
+    """
+    if len(packed.shape) != 3:
+        raise ShapeError(f"{name}: wanted 3 dimensions (total, heads, head_dim), got shape {packed.shape}")
+    (total, heads, head_dim), (row, head, column) = packed.shape, packed.strides
+    return replace(packed, shape=(1, heads, total, head_dim), strides=(0, head, row, column))
+
+
+def _varlen(problem: Problem, cu_seqlens_q: DeviceArray, cu_seqlens_k: DeviceArray, max_seqlen_q: Any) -> Problem:
+    """The problem of one sequence as that of those that it is packed of.
+
+    Raises:
+        ShapeError, DTypeError, LayoutError, ParameterError: there are none such.
+    """
+    check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
+    check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
+    batch = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k.shape[0] != batch + 1:
+        raise ShapeError(
+            f"cu_seqlens_k: wanted the {batch} sequences of cu_seqlens_q, ({batch + 1},), got {cu_seqlens_k.shape}"
+        )
+    if batch > _MAX_GRID_YZ or problem.q_heads * (-(-problem.q_len // _LEAST_TILE) + batch) > _MAX_TILES:
+        raise ShapeError(
+            f"cu_seqlens_q: wanted at most {_MAX_GRID_YZ} sequences, and fewer than 2^31 tiles of {_LEAST_TILE} rows "
+            f"in all heads, got {batch} sequences; split the call"
+        )
+    if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, numbers.Integral) or max_seqlen_q < 1:
+        raise ParameterError(f"max_seqlen_q: wanted a positive integer, got {max_seqlen_q!r}")
+    return replace(problem, batch=batch, q_len=min(int(max_seqlen_q), problem.q_len), varlen=True)
+
+
+def check_cu_seqlens(array: DeviceArray, name: str) -> None:
+    """Raise what is wrong with one, but for its numbers: DTypeError, ShapeError, LayoutError."""
+    if array.dtype != "int32":
+        raise DTypeError(f"{name}: wanted int32, got {array.dtype}")
+    if len(array.shape) != 1 or array.shape[0] < 2:
+        raise ShapeError(f"{name}: wanted (batch + 1,), of at least one sequence, got shape {array.shape}")
+    if array.strides != (1,):
+        raise LayoutError(f"{name}: wanted a contiguous array, got strides {array.strides} (elements)")
+
+
+def check_lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, *, total_q: int, total_k: int, max_seqlen_q: int) -> None:
+    """Raise what is wrong with the numbers in both, NumPy arrays; q has `total_q` rows and k `total_k`: InputError."""
+    for name, cu_seqlens, total in (("q", cu_seqlens_q, total_q), ("k", cu_seqlens_k, total_k)):
+        lengths = cu_seqlens[1:].astype("int64") - cu_seqlens[:-1]
+        if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > total:
+            raise InputError(
+                f"cu_seqlens_{name}: wanted numbers from 0 to at most {total}, the rows of {name}, none below the one "
+                f"before, got {_shortened(cu_seqlens)}"
+            )
+        if name == "q" and lengths.max() > max_seqlen_q:
+            raise InputError(
+                f"max_seqlen_q: wanted at least the longest sequence of cu_seqlens_q, {lengths.max()} rows, got "
+                f"{max_seqlen_q}"
+            )
+
+
+def _shortened(numbers_: Any) -> str:
+    """Of an array, the first numbers."""
+    most = 12
+    return ", ".join(map(str, numbers_[:most].tolist())) + (", …" if len(numbers_) > most else "")
 
 
 def window_of(window: Any) -> Window:
@@ -246,10 +336,16 @@ def refuse_overlap(out: DeviceArray, inputs: Mapping[str, DeviceArray]) -> None:
             )
 
 
+def lse_shape(q: DeviceArray) -> tuple[int, ...]:
+    """(batch, q_heads, q_len), or of packed sequences (q_heads, total_q)."""
+    return q.shape[:3] if len(q.shape) == 4 else (q.shape[1], q.shape[0])
+
+
 def check_lse(lse: DeviceArray, q: DeviceArray) -> None:
     """Raise what is wrong with the caller's array for the log-sum-exp of `q`'s rows."""
-    if lse.shape != q.shape[:3]:
-        raise ShapeError(f"lse: wanted (batch, q_heads, q_len), {q.shape[:3]}, got {lse.shape}")
+    if lse.shape != lse_shape(q):
+        names = "(batch, q_heads, q_len)" if len(q.shape) == 4 else "(q_heads, total_q)"
+        raise ShapeError(f"lse: wanted {names}, {lse_shape(q)}, got {lse.shape}")
     if lse.dtype != "float32":
         raise DTypeError(f"lse: wanted float32, got {lse.dtype}")
     if lse.device != q.device:

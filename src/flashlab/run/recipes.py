@@ -22,7 +22,7 @@ from flashlab.run import arrays, choice, gpu
 from flashlab.run.arguments import workspace
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.run.kept import Kept
-from flashlab.run.plan import ROW_ALIGNMENT_BYTES
+from flashlab.run.plan import ROW_ALIGNMENT_BYTES, lse_shape
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
@@ -110,7 +110,7 @@ class Recipe:
     places: tuple[int, ...]
     """Words of the structures, one after the other, that hold addresses: of the inputs, the output, the LSE, others."""
     maps: Callable[..., bytes] | None = None
-    """From the addresses of Q, K, V and O to their tensor maps, the second structure; None: there are none."""
+    """From all addresses to the tensor maps, the second structure; None: there are none."""
     parameters: Callable[[Sequence[Any]], Sequence[Any]] = tuple
     """From the structures, addresses filled in, to what the kernel takes."""
     early: bool = False
@@ -121,6 +121,7 @@ class Recipe:
     """Bytes that the inputs and the output touch, from their addresses on."""
     contiguous: bool
     """Whether Q is, as the output will be."""
+    lse_shape: tuple[int, ...]
     image: Callable[..., bytes] = field(init=False)
     """From addresses to the structures, one after the other, some kept: allocators hand out the same ones again."""
     _seen: float = field(default_factory=time.monotonic)
@@ -137,7 +138,7 @@ class Recipe:
             words[place] = address
         if self.maps is not None:
             start = ctypes.sizeof(self.structures[0])
-            memory[start:] = self.maps(*addresses[:4])
+            memory[start:] = self.maps(*addresses)
         return bytes(memory)
 
     def stands(self, trusted_s: float = 0.0) -> bool:
@@ -163,7 +164,7 @@ class Recipe:
         if out is None:
             out = torch.empty_like(q) if self.contiguous else torch.empty_like(q, memory_format=torch.contiguous_format)
             addresses.append(out.data_ptr())
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if return_lse else None
+        lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
         addresses.append(0 if lse is None else lse.data_ptr())
         if self.shape.persistent:
             addresses.append(_streams_work(q, self.device, handle, workspace(self.shape, self.grid)))
@@ -224,10 +225,11 @@ def launch_of(
 
 
 def of_layout(views: Sequence[DeviceArray]) -> dict[str, Any]:
-    """A recipe's `device`, `spans` and `contiguous`; `views` are Q, the other inputs and the output."""
+    """What a recipe takes from `views`: Q, the other inputs and the output."""
     q, *_ = views
     spans = tuple(tuple(edge - view.pointer for edge in view.extent) for view in views)
-    return {"device": q.device, "spans": spans, "contiguous": q.strides == contiguous_strides(q.shape)}
+    contiguous = q.strides == contiguous_strides(q.shape)
+    return {"device": q.device, "spans": spans, "contiguous": contiguous, "lse_shape": lse_shape(q)}
 
 
 # --- again ------------------------------------------------------------------------------------------------------------

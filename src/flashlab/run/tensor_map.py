@@ -44,6 +44,8 @@ class TensorMap:
     """Whether elements outside read as NaN, not as 0."""
     l2_promotion: Literal["NONE", "L2_64B", "L2_128B", "L2_256B"] = "NONE"
     """What a read from memory brings into the L2 cache at least: a hint."""
+    origin: int = 0
+    """Bytes from the array's address to the element whose coordinates are all 0, which need not be one of the array."""
 
     @cached_property
     def _arguments(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -68,11 +70,12 @@ class TensorMap:
             LaunchError: the driver refuses it.
         """
         before, after = self._arguments
-        tensor_map = gpu.call("cuTensorMapEncodeTiled", *before, address, *after)
+        tensor_map = gpu.call("cuTensorMapEncodeTiled", *before, (address + self.origin) % 2**64, *after)
         return ctypes.string_at(tensor_map.getPtr(), MAP_BYTES)
 
     def emulated(self) -> bytes:
-        """What kernels/emulation/async.h calls a TensorMap; the array's address belongs in its first 8 bytes."""
+        """What kernels/emulation/async.h calls a TensorMap; the array's address, and `origin` on, belongs in its first
+        8 bytes."""
 
         def padded(values: tuple[int, ...], length: int) -> list[int]:
             return [*values, *[0] * (length - len(values))]
