@@ -15,6 +15,7 @@ from pydantic import TypeAdapter
 from shared import needs_compiler
 
 import flashlab
+from flashlab.build import compiler
 from flashlab.build.compiler import LaunchShape, Variant
 from flashlab.core import errors
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
@@ -171,6 +172,14 @@ def test_only_a_call_that_asks_gets_other_code() -> None:
     assert not {"WINDOW", "SOFTCAP"} & of(plain).macros.keys()
     assert of(Problem.parse("1x1x64x64", window=(3, 3))).macros.items() >= {**of(plain).macros, "WINDOW": 1}.items()
     assert of(Problem.parse("1x1x64x64", softcap=2.0)).label.endswith("float16 softcap")
+
+
+@pytest.mark.parametrize(("arch", "head_dim"), [("sm_80", 96), ("sm_90a", 256), ("sm_120", 64)])
+def test_a_call_is_not_refused_for_the_registers_that_a_feature_takes(arch: str, head_dim: int) -> None:
+    problem = Problem.parse(f"1x8x2x100x200x{head_dim}", window=(100, -1), softcap=30.0)
+    for one in (problem, replace(problem, window=NO_WINDOW)):
+        code = compiler.compile_stage(compiler.Job.of(registry.get("08_swizzle"), one, arch=arch))
+        assert code.resources.spill_store_bytes <= 64
 
 
 @pytest.mark.parametrize(("name", "takes"), [("fa3", True), ("fa4", True), ("flex", True), ("sdpa", False)])

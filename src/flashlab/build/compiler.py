@@ -317,7 +317,9 @@ def compile_stage(job: Job) -> Cubin:
         request = _TritonRequest.of(job)
     else:
         request = _NvrtcRequest.of(job.file, job.arch, job.macros, line_info=job.line_info)
-    may_spill = job.may_spill or stage.may_spill(job.head_dim, job.arch) or not job.aligned
+    # Tunables are chosen for calls without features: a call with one is better a little slower than refused.
+    wider = not job.aligned or bool(job.features)
+    may_spill = job.may_spill or wider or stage.may_spill(job.head_dim, job.arch)
     cubin = _cubin(request, name=stage.id, entry=stage.entry, parameters=parameters, may_spill=may_spill)
     fault = launch_shape_fault(stage, cubin.launch_shape)
     if fault:
