@@ -451,6 +451,25 @@ class ModelRun(Base):
     """Its version."""
 
 
+class PackedRun(Base):
+    """Sequences of different lengths, packed, by one implementation: see experiments/packed.py."""
+
+    kind: Literal["packed"] = "packed"
+    name: Label
+    """A stage id, a library of `flashlab.kernels.peers`, or `padded`: every sequence as long as the longest."""
+    distribution: Label
+    """Of the lengths."""
+    lengths: tuple[int, ...] = Field(min_length=1)
+    """Queries of each sequence, and as many keys."""
+    heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    dtype: DType
+    mask: Mask
+    samples: Samples
+    verdict: Verdict | None
+    """On the longest sequence; None of `padded` without a mask, whose sequences see keys that are none."""
+
+
 class ChipReading(Base):
     """One micro-benchmark of an SM's units, on one GPU; the cases are in experiments/chip.py."""
 
@@ -776,6 +795,7 @@ AnyRecord = (
     | Part
     | Reading
     | ModelRun
+    | PackedRun
     | ChipReading
     | Call
     | StageProfile

@@ -10,6 +10,7 @@
     data/<gpu>/parts/               stages with a part of their work left out, `flashlab split`
     data/<gpu>/readings/            other timers, inputs and cache states beside ours, `flashlab method`
     data/<gpu>/models/              a whole language model with each attention, `flashlab llama`
+    data/<gpu>/packed/              sequences of different lengths, packed, `flashlab packed`
     data/<gpu>/calls/               wall time of single calls, launch included, `flashlab claims --measure`
     data/<gpu>/verdicts.json        what the records say of the claims in data/claims.csv, `flashlab claims --write`
     data/<gpu>/checks/              comparisons that are not timings; see checks.py for the lines
@@ -59,6 +60,7 @@ FOLDERS: Mapping[type[BaseModel], str] = {
     schema.Part: "parts",
     schema.Reading: "readings",
     schema.ModelRun: "models",
+    schema.PackedRun: "packed",
     schema.ChipReading: "chip",
     schema.Call: "calls",
     Sanitized: "sanitizer",

@@ -1,0 +1,113 @@
+"""Packed sequences beside libraries and padding: the lengths, what each implementation is given, records and table."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import synthetic
+from shared import needs_compiler
+
+import flashlab
+from flashlab.core.errors import NoGpuError, ParameterError
+from flashlab.core.problem import Problem
+from flashlab.experiments import packed
+from flashlab.record import store
+from flashlab.record.schema import PackedRun
+from flashlab.run import gpu
+from flashlab.show import pages
+
+
+def _record(name: str, time_us: float, **fields: Any) -> PackedRun:
+    row = synthetic.measurement("00_naive", Problem.parse("1x8x512x64"))
+    base = row.model_dump(include={"run", "time", "gpu", "source", "software", "start"})
+    taken = row.samples[0].model_dump() | {"time_us": (time_us,) * 3, "sm_clock_mhz": (), "call_clock_mhz": ()}
+    said = {"distribution": "short", "lengths": (100, 300), "heads": 16, "head_dim": 64, "dtype": "bfloat16"}
+    whole = {**base, **said, "mask": "causal", "samples": taken | {"cycles_per_score": None}, "verdict": None}
+    return PackedRun.model_validate({**whole, "name": name, **fields})
+
+
+@pytest.mark.parametrize("name", packed.LENGTHS)
+def test_lengths_add_up_and_are_the_same_at_each_call(name: str) -> None:
+    found = packed.lengths(name)
+    assert sum(found) == packed.TOKENS
+    assert min(found) > 0
+    assert found == packed.lengths(name)
+    assert (max(found) == 8192) == (name == "one_long")
+    assert (len(set(found)) == 1) == (name == "equal")
+
+
+class _Emulated:
+    """Stands for what `prepare` returns."""
+
+    def __init__(self, q: Any, k: Any, v: Any, *, stream: int, **how: Any) -> None:
+        self._call, self.out = (q, k, v, how), q.clone()
+
+    def __call__(self) -> None:
+        *tensors, how = self._call
+        flashlab.emulate(*tensors, out=self.out, **how)
+
+
+@needs_compiler
+def test_every_implementation_computes_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+
+    def library(
+        q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, causal: bool
+    ) -> Any:
+        assert max_seqlen_q == 40
+        assert cu_seqlens_q.tolist() == cu_seqlens_k.tolist() == [0, 5, 45, 46]
+        out = torch.empty_like(q)
+        for begin, end in ((0, 5), (5, 45), (45, 46)):
+            one = (x[begin:end].transpose(0, 1).float() for x in (q, k, v))
+            out[begin:end] = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=causal).transpose(0, 1)
+        return out, None
+
+    monkeypatch.setattr(packed, "HEADS", 2)
+    monkeypatch.setattr(packed, "prepare", _Emulated)
+    monkeypatch.setattr(packed.peers, "get", lambda _: SimpleNamespace(why_not=lambda _: None))
+    monkeypatch.setitem(sys.modules, packed.LIBRARIES["fa3"], SimpleNamespace(flash_attn_varlen_func=library))
+    case = packed._Packed(torch, (5, 40, 1), ("short", 64, "float16", "causal"), seed=0, device="cpu")
+    outs = {name: case.build(name, torch, 0)[1]() for name in ("16_ones_column", "padded", "fa3")}
+    assert case.of_sequence(outs["fa3"], 1).shape == (1, 2, 40, 64)
+    for out in outs.values():
+        torch.testing.assert_close(out, outs["fa3"], atol=2e-3, rtol=2e-3)
+
+
+def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path) -> None:
+    out = pages.Output(root=tmp_path / "generated")
+    packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)
+    snippet = out.root / "snippets" / "packed.md"
+    assert "flashlab packed" in snippet.read_text(encoding="utf-8")
+    records = [_record("16_ones_column", 50.0), _record("padded", 120.0), _record("fa3", 60.0)]
+    records += [_record("16_ones_column", 1.0, run="20250101T000000Z-0123abc")]
+    path = tmp_path / "nvidia-h200" / "packed" / f"{records[0].run}.jsonl"
+    path.parent.mkdir(parents=True)
+    for record in records:
+        store.append(path, record)
+    (row,) = packed.shown(records)
+    flops = sum(one.flops for one in packed.problems((100, 300), 64, "bfloat16", "causal"))
+    assert row["tflops"] == pytest.approx(flops / 50.0 / 1e6)
+    packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)
+    text = snippet.read_text(encoding="utf-8")
+    line = next(line for line in text.splitlines() if line.startswith("| `short`"))
+    assert "| 2 | D64 causal bfloat16 | 50.00 |" in line
+    assert line.rstrip().endswith("| ×2.40 | ×1.20 | – |")
+    assert "16,384 tokens in all" in text
+
+
+def test_what_makes_no_sense_is_refused() -> None:
+    with pytest.raises(ParameterError, match="name: wanted one of 16_ones_column, padded"):
+        packed.measure(["cudnn"])
+    with pytest.raises(ParameterError, match="lengths: wanted one of equal, "):
+        packed.measure(distributions=["long"])
+
+
+@pytest.mark.skipif(gpu.available() is None, reason="there is a GPU, which it would measure on")
+def test_without_a_gpu_its_worker_says_so(tmp_path: Path) -> None:
+    with pytest.raises(NoGpuError, match="GPU"):
+        packed.measure(options=replace(packed.OPTIONS, data=tmp_path))
