@@ -17,6 +17,7 @@ import pytest
 import yaml
 from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_partial, write_synthetic
 
+import flashlab
 from flashlab.core.errors import NoDataError, OutputError, ParameterError, ReportError
 from flashlab.core.paths import NOTEBOOKS, ROOT, SITE
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
@@ -538,6 +539,14 @@ def test_before_anything_was_measured_every_page_says_so(tmp_path: Path) -> None
     out = content.generate(tmp_path / "generated", tmp_path / "data", executed=NOTEBOOKS)
     for name in ("front-chart.md", "results.md", "downloads.md", "stages/00_naive.md"):
         assert NOTHING_YET in (out / "snippets" / name).read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_api_has_all_that_is_public() -> None:
+    text = (SITE / "api.md").read_text(encoding="utf-8")
+    for name in flashlab.__all__:
+        public = getattr(flashlab, name)
+        if name != "__version__" and not (isinstance(public, type) and issubclass(public, Exception)):
+            assert f"::: {public.__module__}.{name}\n" in text, name
 
 
 def test_damage_is_shown_and_nothing_else_is_lost(tmp_path: Path) -> None:
