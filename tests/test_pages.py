@@ -28,7 +28,7 @@ from flashlab.kernels.registry import OFF_LADDER, STAGES
 from flashlab.show import trial
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Request
 
 PAGES = (
     "",
@@ -200,7 +200,12 @@ def _open(browser: Browser, address: str, path: str, size: str, scheme: str) -> 
     wrong: list[str] = []
     page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}"))
+
+    def failed(request: Request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # a page that is left before its pictures have come
+            wrong.append(f"failed: {request.url}")
+
+    page.on("requestfailed", failed)
     page.on(
         "request",
         lambda request: None if request.url.startswith((address, "data:", "blob:")) else wrong.append(request.url),
