@@ -13,9 +13,10 @@ import synthetic
 from shared import needs_compiler
 
 import flashlab
-from flashlab.core.errors import NoGpuError, ParameterError
+from flashlab.core.errors import LaunchError, NoGpuError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.experiments import packed
+from flashlab.measure import cells
 from flashlab.record import store
 from flashlab.record.schema import PackedRun
 from flashlab.run import gpu
@@ -105,6 +106,43 @@ def test_what_makes_no_sense_is_refused() -> None:
         packed.measure(["cudnn"])
     with pytest.raises(ParameterError, match="lengths: wanted one of equal, "):
         packed.measure(distributions=["long"])
+
+
+def test_what_a_worker_sends_is_on_record_with_the_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = _record("padded", 120.0).model_dump(mode="json")
+    header = ("schema_version", "run", "time", "gpu", "source", "software", "start")
+    row = {name: value for name, value in record.items() if name not in header}
+    sent = [
+        {"type": "hello", "gpu": record["gpu"], "software": record["software"]},
+        {"type": "step", "what": "short 64, padded"},
+        {"type": "row", "row": row},
+        {"type": "missing", "what": "fa3 at short 64", "reason": "no such wheel"},
+    ]
+
+    class Fake:
+        def __init__(self, _: object) -> None: ...
+        def __enter__(self) -> Fake:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def run(self, job: Any, act: Any, **_: Any) -> None:
+            assert (job["names"], job["device"]) == (list(packed.NAMES), 0)
+            for message in sent:
+                act(message)
+
+    monkeypatch.setattr(cells, "Worker", Fake)
+    options = replace(packed.OPTIONS, data=tmp_path)
+    path, missing = packed.measure(distributions=["short"], options=options)
+    assert missing == ("fa3 at short 64: no such wheel",)
+    (read,), damage = store.read(path, PackedRun)
+    assert not damage
+    assert (read.name, read.lengths, read.run) == ("padded", (100, 300), path.stem)
+    sent[2] = {"type": "row", "row": {**row, "heads": 0}}
+    with pytest.raises(LaunchError, match="wanted a sound row"):
+        packed.measure(distributions=["short"], options=options)
+    sent[2:3] = []
+    with pytest.raises(LaunchError, match="wanted at least one row, got none: fa3 at short 64"):
+        packed.measure(distributions=["short"], options=options)
 
 
 @pytest.mark.skipif(gpu.available() is None, reason="there is a GPU, which it would measure on")

@@ -20,14 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pydantic import ValidationError
-
-from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
+from flashlab.core.errors import FlashlabError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers
-from flashlab.measure.cells import GpuWorker, need
-from flashlab.measure.harness import REASON_CHARS, Book, Message, Progress, Send, Worker, serve
+from flashlab.measure.cells import GpuWorker, need, record_rows
+from flashlab.measure.harness import REASON_CHARS, Message, Send, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import ModelRun
@@ -88,32 +86,9 @@ def measure(
             raise ParameterError(f"attention: wanted one of {', '.join((*ATTENTIONS, *peers.PEERS))}, got {name!r}")
     if min((prompt, new, repeats, *batches), default=0) < 1:
         raise ParameterError("wanted a prompt, new tokens, repeats and batches of at least 1, got less")
-    job: Message = {"device": options.device, "seed": options.seed, "attentions": list(attentions), "new": new}
-    job |= {"batches": list(batches), "prompt": prompt, "repeats": repeats, "geometry": dict(geometry or GEOMETRY)}
-    missing: list[str] = []
-    rows = 0
-    with Book(options.data, "models") as book:
-
-        def act(message: Message) -> None:
-            nonlocal rows
-            if message["type"] == "hello":
-                book.hello(message)
-            elif message["type"] == "missing":
-                missing.append(f"{message['name']}: {message['reason']}")
-            elif message["type"] == "step":
-                options.progress(Progress(rows, 0, message["what"]))
-            else:
-                try:
-                    store.append(book.path, ModelRun.model_validate({**book.header(), **message["row"]}))
-                except ValidationError as error:
-                    raise LaunchError(f"wanted a sound row, got: {error.errors()[0]['msg']}") from error
-                rows += 1
-
-        with Worker(options.worker) as process:
-            process.run(job, act, startup_s=options.startup_s, step_s=TIMEOUT_S, total_s=TIMEOUT_S)
-        if not rows:
-            raise LaunchError("wanted at least one time, got none: " + "; ".join(missing))
-        return book.path, tuple(missing)
+    job: Message = {"attentions": list(attentions), "new": new, "batches": list(batches), "prompt": prompt}
+    job |= {"repeats": repeats, "geometry": dict(geometry or GEOMETRY)}
+    return record_rows("models", ModelRun, job, options, step_s=TIMEOUT_S, total_s=TIMEOUT_S)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -182,7 +157,7 @@ class _Worker(GpuWorker):
                 able.append(name)
             except Exception as error:  # a library's own errors have no common class
                 reason = str(error) if isinstance(error, FlashlabError) else f"{type(error).__name__}: {error}"
-                self.send({"type": "missing", "name": f"{phase} by {name}", "reason": reason[:REASON_CHARS]})
+                self.send({"type": "missing", "what": f"{phase} by {name}", "reason": reason[:REASON_CHARS]})
         for _ in range(self.job["repeats"]):
             self._random.shuffle(able)
             for name in able:

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 from pydantic_core import to_jsonable_python
 
-from flashlab.core.errors import CheckFailedError, FlashlabError, LaunchError, ParameterError, UnsupportedError
+from flashlab.core.errors import CheckFailedError, FlashlabError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers
 from flashlab.measure import timer as timing
-from flashlab.measure.cells import GpuWorker
-from flashlab.measure.harness import REASON_CHARS, Book, Message, Progress, Send, Worker, serve
+from flashlab.measure.cells import GpuWorker, record_rows
+from flashlab.measure.harness import REASON_CHARS, Message, Send, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
@@ -102,31 +101,8 @@ def measure(
             raise ParameterError(f"name: wanted one of {', '.join(NAMES)}, got {name!r}")
     cases = itertools.product(distributions, head_dims, dtypes, masks)
     given = [{"lengths": lengths(case[0]), "case": case} for case in cases]
-    job: Message = {"device": options.device, "seed": options.seed, "names": list(names), "cases": given}
-    missing: list[str] = []
-    rows = 0
-    with Book(options.data, "packed") as book:
-
-        def act(message: Message) -> None:
-            nonlocal rows
-            if message["type"] == "hello":
-                book.hello(message)
-            elif message["type"] == "missing":
-                missing.append(f"{message['what']}: {message['reason']}")
-            elif message["type"] == "step":
-                options.progress(Progress(rows, len(given) * len(names), message["what"]))
-            else:
-                try:
-                    store.append(book.path, PackedRun.model_validate({**book.header(), **message["row"]}))
-                except ValidationError as error:
-                    raise LaunchError(f"wanted a sound row, got: {error.errors()[0]['msg']}") from error
-                rows += 1
-
-        with Worker(options.worker) as process:
-            process.run(job, act, startup_s=options.startup_s, step_s=TIMEOUT_S)
-        if not rows:
-            raise LaunchError("wanted at least one time, got none: " + "; ".join(missing))
-        return book.path, tuple(missing)
+    job: Message = {"names": list(names), "cases": given}
+    return record_rows("packed", PackedRun, job, options, total=len(given) * len(names), step_s=TIMEOUT_S)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from flashlab.core.errors import LaunchError, MissingError, MissingPackageError, UnsupportedError
 from flashlab.core.problem import Problem
@@ -32,7 +35,8 @@ from flashlab.measure.harness import (
     words,
 )
 from flashlab.measure.options import Implementation, Options
-from flashlab.record.schema import Status
+from flashlab.record import store
+from flashlab.record.schema import AnyRecord, Status
 from flashlab.run import gpu
 from flashlab.verify.oracle import make_torch_inputs
 
@@ -149,6 +153,49 @@ class Supervisor(ABC):
             self.row(cell, name, {"status": death.status, "reason": reason})
         if not name or not cell.pending:
             self._close(index, death.status, reason)
+
+
+def record_rows(
+    folder: str, kind: type[AnyRecord], job: Message, options: Options, *, total: int = 0, **limits_s: float
+) -> tuple[Path, tuple[str, ...]]:
+    """Run a job in one worker to its end, and append each row that it sends to data/<gpu>/<folder>/, with the header.
+
+    The worker sends `row`s, `step`s whose `what` says what comes next, and `missing`, a `what` that has no row and the
+    `reason`. `total` is how many rows are expected; `limits_s` is what `Worker.run` takes.
+
+    Returns:
+        The file, and what has no row, with the reason.
+
+    Raises:
+        MissingError, UnsupportedError: the worker says that it cannot work here.
+        LaunchError: it dies, a row makes no sense, or there is none.
+        OutputError: the folder cannot be written.
+    """
+    missing: list[str] = []
+    rows = 0
+    with Book(options.data, folder) as book:
+
+        def act(message: Message) -> None:
+            nonlocal rows
+            if message["type"] == "hello":
+                book.hello(message)
+            elif message["type"] == "missing":
+                missing.append(f"{message['what']}: {message['reason']}")
+            elif message["type"] == "step":
+                options.progress(Progress(rows, total, message["what"]))
+            else:
+                try:
+                    store.append(book.path, kind.model_validate({**book.header(), **message["row"]}))
+                except ValidationError as error:
+                    raise LaunchError(f"wanted a sound row, got: {error.errors()[0]['msg']}") from error
+                rows += 1
+
+        job = {"device": options.device, "seed": options.seed, **job}
+        with Worker(options.worker) as worker:
+            worker.run(job, act, startup_s=options.startup_s, **limits_s)
+        if not rows:
+            raise LaunchError("wanted at least one row, got none: " + "; ".join(missing))
+        return book.path, tuple(missing)
 
 
 # --- The worker's side ------------------------------------------------------------------------------------------------
