@@ -59,7 +59,7 @@ COPY_SCHEDULE, COPY_TIMEOUT_S = cases.SCHEDULES[-1], 10.0
 """How each of them runs: not in the order that was tried before, and not for ever."""
 NOTHING_YET = (
     "**Nothing has been measured yet.** "
-    "No GPU has records in `data/`. `make report` on a machine with an NVIDIA GPU measures it and fills this in."
+    "`data/` holds no records of this. `make report` on a machine with an NVIDIA GPU measures it and fills this in."
 )
 NO_PROFILES = (
     "**Nothing has been profiled yet** of these stages at this shape. "
