@@ -488,7 +488,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       store_rows(of_done, O_out, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
     } else if constexpr (ALIGNED) {
       const InMap place = q_in_map(p, done);
-      copy_rows(maps, O_out, smem.O[consumer][warp], lane, place.row + first_row + warp * WARP_ROWS, done.head, place.batch);
+      const int map_row = place.row + first_row + warp * WARP_ROWS;
+      copy_rows(maps, O_out, smem.O[consumer][warp], lane, map_row, done.head, place.batch, place.length);
     } else {
       write_rows(of_done, O_out, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
     }

@@ -18,7 +18,8 @@
 // With VARLEN no dimension ends where a sequence does, and a copy of its last rows must not touch the next one's. So the length is the
 // total of all sequences, the last dimension runs over rows too, and the map starts `total` rows before the tensor: row r of a sequence
 // that ends before row `end` has the coordinates total - length + r and end. Its row past the last, r = length, is past the map's: it
-// is read as 0, and not written.
+// is read as 0, and not written. A copy has at least one row of the sequence: one that has none reads where the map starts, on an
+// H200 at least, and nothing need be mapped there.
 struct AttentionMaps {
   ptx::TensorMap Q, K, V, O;
 };
@@ -74,7 +75,8 @@ __device__ __forceinline__ void fill_begin(ptx::Mbarrier* full, unsigned bytes) 
 template <int ROWS, int NUM_THREADS>
 __device__ __forceinline__ void fill(element* tile_smem, const Source& source, int first_row, ptx::Mbarrier* full, int thread) {
   if constexpr (ALIGNED) {
-    ptx::cp_async_bulk_tensor_5d_load(tile_smem, source.map, full, 0, source.map_row + first_row, 0, source.head, source.batch);
+    const int row = VARLEN ? min(first_row, source.length - 1) : first_row;   // AttentionMaps; rows past the end may have anything
+    ptx::cp_async_bulk_tensor_5d_load(tile_smem, source.map, full, 0, source.map_row + row, 0, source.head, source.batch);
   } else {
     const element* head_gmem = head_of(*source.view, source.batch, source.head);
     for (int i = thread; i < ROWS * (HEAD_DIM / CHUNK); i += NUM_THREADS) {
@@ -280,14 +282,17 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, float (&O
 
 // The same by a TMA store, which runs on while the warp does something else and leaves out rows past the end. Where rows are
 // aligned alone. `rows_smem` is the warp's own, [HEAD_DIM / PANEL][16][PANEL]. The warp calls output_copied before it ends.
-// `warp_q_row` and `batch` are the map's coordinates.
+// `warp_q_row` and `batch` are the map's coordinates, and VARLEN needs the map's length.
 __device__ __forceinline__ void copy_rows(const AttentionMaps& maps, const float (&O_reg)[HEAD_DIM / 2], element* rows_smem, int lane,
-                                          int warp_q_row, int head, int batch) {
+                                          int warp_q_row, int head, int batch, int map_length = 0) {
   if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the rows before have been read
   __syncwarp();
   stage_rows<WARP_ROWS>(rows_smem, O_reg, 0, lane);
   ptx::fence_proxy_async_shared();   // the copy will read what was written by plain stores
   __syncwarp();                      // of every lane
+#if VARLEN
+  if (warp_q_row >= map_length) lane = WARP;   // no row is the sequence's (AttentionMaps): nobody stores
+#endif
   if (lane == 0) {
     ptx::cp_async_bulk_tensor_5d_store(&maps.O, rows_smem, 0, warp_q_row, 0, head, batch);
     ptx::cp_async_bulk_commit_group();

@@ -25,19 +25,20 @@ __device__ __forceinline__ const AttentionParams& params_of(const AttentionParam
 struct InMap {
   int row;
   int batch;
+  int length;   // of the map, where it is no sequence's
 };
 __device__ __forceinline__ InMap q_in_map(const AttentionParams& p, const Work& work) {
 #if VARLEN
-  return {p.total_q - work.sequence.q_len, work.sequence.first_q + work.sequence.q_len};
+  return {p.total_q - work.sequence.q_len, work.sequence.first_q + work.sequence.q_len, p.total_q};
 #else
-  return {0, work.batch};
+  return {0, work.batch, 0};
 #endif
 }
 __device__ __forceinline__ InMap kv_in_map(const AttentionParams& p, const Work& work) {
 #if VARLEN
-  return {p.total_k - work.sequence.kv_len, work.sequence.first_k + work.sequence.kv_len};
+  return {p.total_k - work.sequence.kv_len, work.sequence.first_k + work.sequence.kv_len, p.total_k};
 #else
-  return {0, work.batch};
+  return {0, work.batch, 0};
 #endif
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import random
 from typing import Any
@@ -234,3 +235,22 @@ def test_the_operator_compiles(stage: str) -> None:
     tensors = (packed.q, packed.k, packed.v, packed.at_q, packed.at_k)
     for compiled, eager in zip(torch.compile(call, fullgraph=True)(*tensors), call(*tensors), strict=True):
         assert torch.equal(compiled, eager)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_before_the_tensors_may_be_unmapped(stage: str, head_dim: int, causal: bool) -> None:
+    """Tensor maps start so many bytes before Q, K and V as these have; a copy beyond a sequence's end read there."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    lengths = [(length, length) for length in (2048, 1, 129, 700) for _ in range(16)]  # 2,048 is no multiple of a tile
+    total = sum(length for length, _ in lengths)
+    q, k, v = (torch.empty(total, 16, head_dim, dtype=torch.bfloat16, device="cuda").normal_() for _ in range(3))
+    ends = torch.tensor([0, *(length for length, _ in lengths)], dtype=torch.int32).cumsum(0, dtype=torch.int32).cuda()
+    how = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": 2048, "causal": causal, "stage": stage}
+    out = flashlab.varlen_attention(q, k, v, **how)
+    torch.cuda.synchronize()
+    for number in (0, 20, 40, len(lengths) - 1):
+        rows = slice(*ends[number : number + 2].tolist())
+        wanted, _ = _right(q[rows], k[rows], v[rows], causal=causal)
+        torch.testing.assert_close(out[rows].double(), wanted, atol=3e-2, rtol=3e-2)
