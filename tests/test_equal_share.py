@@ -1,7 +1,8 @@
-"""d3_equal_share: right and free of races however shares fall on tiles, the same bits each time, counters back at 0."""
+"""d3_equal_share and d4_prefetch: right and free of races, the same bits each time, counters back at 0."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,23 @@ H200 = 132
 )
 def test_as_many_blocks_as_are_resident_and_have_keys(shape: str, resident: int, blocks: int) -> None:
     assert grid_for(Problem.parse(shape), SHAPE, resident) == (blocks, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "resident", "blocks"),
+    [
+        ("4x32x8x1x8192x128", 264, 256),  # 8 for each of 32 tiles
+        ("16x32x8x1x8192x128", 264, 256),  # 2 for each of 128
+        ("64x32x8x1x8192x128", 264, 256),  # each has 2 of 512
+        ("1x32x8x1x8192x128", 264, 128),
+        ("6x32x8x1x8192x128", 264, 264),  # 5 for each of 48 would leave a tenth of the places empty
+        ("37x32x8x1x8192x128", 264, 264),  # 296 tiles: two for each would leave half of them
+        ("1x4x1x1x63x128", 264, 1),
+    ],
+)
+def test_whole_tiles_are_rather_shared_than_parts_of_them(shape: str, resident: int, blocks: int) -> None:
+    whole = dataclasses.replace(SHAPE, whole_tiles=1)
+    assert grid_for(Problem.parse(shape), whole, resident) == (blocks, 1, 1)
 
 
 def test_an_sm_gets_as_many_blocks_as_the_kernel_says_and_has_room_for() -> None:
@@ -96,10 +114,12 @@ def _blocks(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("schedule", ["ascending", "seeded:3"])
-def test_it_is_right_and_without_races_by_default(schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("stage", "schedule"), [(STAGE, "ascending"), (STAGE, "seeded:3"), ("d4_prefetch", "seeded:4")]
+)
+def test_it_is_right_and_without_races_by_default(stage: str, schedule: str) -> None:
     checked = on_cpu.check_on_cpu(
-        [STAGE],
+        [stage],
         lengths=[(1, 1), (1, 130), (3, 203), (1, 1000)],
         layouts=("contiguous",) if schedule == "ascending" else ("misaligned",),
         dtypes=("bfloat16",),
@@ -108,7 +128,7 @@ def test_it_is_right_and_without_races_by_default(schedule: str) -> None:
         timeout_s=600,
     )
     assert [f"{row.problem.label}: {row.reason}" for row in checked.failures] == []
-    assert len(checked.rows) == 2 * 4 * len(registry.get(STAGE).head_dims)
+    assert len(checked.rows) == 2 * 4 * len(registry.get(stage).head_dims)
 
 
 @needs_compiler
@@ -129,9 +149,9 @@ def test_shares_fall_anywhere_on_tiles(
 ) -> None:
     _blocks(monkeypatch, blocks)
     q, k, v = _random(heads, kv_heads, q_len, kv_len, batch=3)
-    for causal in (False, True):
+    for causal, stage in ((False, STAGE), (True, STAGE), (True, "d4_prefetch")):
         ran = flashlab.emulate(
-            q, k, v, causal=causal, stage=STAGE, params={"MIN_BLOCKS": 1}, races=True, return_lse=True
+            q, k, v, causal=causal, stage=stage, params={"MIN_BLOCKS": 1}, races=True, return_lse=True
         )
         assert ran.report.findings == ()
         assert check(ran.out, ran.lse, q, k, v, causal=causal, dtype="float16").passed

@@ -90,6 +90,8 @@ def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path)
     path.parent.mkdir(parents=True)
     for record in records:
         store.append(path, record)
+    later = [_record("16_ones_column", 40.0, run="29990101T000000Z-0123abc").model_copy(update={"head_dim": 128})]
+    assert [row["median_us"] for row in packed.shown(records + later)] == [50.0, 40.0]  # of a run without this problem
     (row,) = packed.shown(records)
     flops = sum(one.flops for one in packed.problems((100, 300), 64, "bfloat16", "causal"))
     assert row["tflops"] == pytest.approx(flops / 50.0 / 1e6)

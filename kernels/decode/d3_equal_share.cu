@@ -57,7 +57,8 @@ struct SharedStorage {
 static_assert(sizeof(float[TILE_Q][HEAD_DIM]) <= sizeof(Step), "a warp's output must fit a buffer of its ring");
 
 extern "C" __device__ const ShareLaunchShape launch_shape = {
-    {{{THREADS, sizeof(SharedStorage), TILE_Q, 0, 0, 1}, 0, 1}, WARPS * STEP_KEYS}, MIN_BLOCKS, SPLITS, sizeof(TilePart) / 4};
+    {{{THREADS, sizeof(SharedStorage), TILE_Q, 0, 0, 1}, 0, 1}, WARPS * STEP_KEYS}, MIN_BLOCKS, SPLITS, sizeof(TilePart) / 4,
+    WHOLE_TILES};
 
 // Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
 // different banks.
@@ -119,8 +120,13 @@ attention_d3_equal_share(const __grid_constant__ AttentionParams p) {
   // All tiles' keys in steps of STEP_KEYS, one after the other: this block's share begins at step `first_step` of tile `first_tile`
   // and is dealt out to its warps, so that the block reads one contiguous stretch of K and V. A warp may get none.
   const int hidden_steps = first_key(p, 0) / STEP_KEYS;   // before the window of every row of every tile
-  const int tile_steps = (p.kv_len + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
-  const unsigned long long num_steps = static_cast<unsigned long long>(q_tiles) * p.kv_heads * p.batch * tile_steps;
+  const int num_tiles = q_tiles * p.kv_heads * p.batch;
+  int tile_steps = (p.kv_len + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
+  if (WHOLE_TILES && gridDim.x % num_tiles == 0) {   // as many blocks for each: steps without keys fill up the last one's share
+    const int tile_blocks = gridDim.x / num_tiles;
+    tile_steps = (tile_steps + tile_blocks - 1) / tile_blocks * tile_blocks;
+  }
+  const unsigned long long num_steps = static_cast<unsigned long long>(num_tiles) * tile_steps;
   const unsigned long long share = (num_steps + gridDim.x - 1) / gridDim.x;
   const unsigned long long first = min(share * blockIdx.x, num_steps);
   const int first_tile = first / tile_steps;

@@ -79,6 +79,25 @@ def test_calls_back_to_back_give_the_same_bits(torch: Any, stage: Stage) -> None
 
 
 @every_stage
+def test_keys_that_the_call_before_writes_are_read_as_it_leaves_them(torch: Any, stage: Stage) -> None:
+    """A call that is launched early may ask for them, but not read them, before that."""
+    _able(stage)
+    q, k, v = _qkv(torch, (64, 32, 8, 1, 4096, 128))
+    asked = _qkv(torch, (2, 32, 8, 1, 128, 128))[0]
+    queries = [q.roll(shift, 0) for shift in range(1, 21)]
+    keys = torch.empty_like(q)
+    outs, written = [], []
+    for query in queries:
+        flashlab.attention(query, k, v, out=keys, stage=stage.id)
+        of_keys = keys.view(2, 8, 128, 128)
+        outs.append(flashlab.attention(asked, of_keys, of_keys, stage=stage.id))
+        written.append(keys.clone())
+    assert not torch.equal(written[0], written[1])
+    for out, left in zip(outs, written, strict=True):
+        _right(torch, out, asked, left.view(2, 8, 128, 128), left.view(2, 8, 128, 128))
+
+
+@every_stage
 def test_streams_at_once_and_a_graph_beside_them(torch: Any, stage: Stage) -> None:
     _able(stage)
     calls = [_qkv(torch, shape) for shape in SHAPES]

@@ -92,6 +92,9 @@ class LaunchShape:
     """Of the same: blocks that a tile's keys are split over at most."""
     part_words: int = 0
     """Of the same: 4-byte words of a block's part of a tile in the workspace."""
+    whole_tiles: int = 0
+    """Of the same: 1 where up to a sixteenth of the places may stay empty so that no share crosses from one tile into
+    another."""
 
 
 _MAX_THREADS = 1024

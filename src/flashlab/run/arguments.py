@@ -217,7 +217,13 @@ def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RE
     if shape.tile_blocks:
         tiles = _packed_tiles(problem, shape) * problem.kv_heads * problem.batch
         splits = min(shape.tile_blocks, max(1, _seen_keys(problem) // shape.split_keys))
-        return (min(tiles * splits, resident_blocks, MAX_SHARES), 1, 1)
+        blocks = min(tiles * splits, resident_blocks, MAX_SHARES)
+        if shape.whole_tiles:
+            block_tiles = -(-tiles // blocks)  # of one block, where there are more tiles than blocks
+            whole = tiles // block_tiles if tiles % block_tiles == 0 else blocks
+            whole = tiles * (blocks // tiles) if blocks >= tiles else whole
+            blocks = whole if 16 * whole >= 15 * blocks else blocks
+        return (blocks, 1, 1)
     if shape.split_keys:
         return (_packed_tiles(problem, shape) * cluster, problem.kv_heads, problem.batch)
     clusters = -(-problem.q_len // (shape.tile_q * cluster))  # a head
