@@ -367,8 +367,10 @@ def test_tensor_maps_and_their_boxes_go_together(
 
 
 def test_a_launch_shape_of_fewer_numbers_is_read() -> None:
-    numbers = struct.pack("<14i", 128, 4096, 64, 32, 80, 1, 1, 2, 16, 3, 4, 5, 1, 99)
-    whole = LaunchShape(128, 4096, 64, 32, 80, True, 1, 2, 16, sm_blocks=3, tile_blocks=4, part_words=5, whole_tiles=1)
+    numbers = struct.pack("<15i", 128, 4096, 64, 32, 80, 1, 1, 2, 16, 3, 4, 5, 1, 1, 99)
+    whole = LaunchShape(
+        128, 4096, 64, 32, 80, True, 1, 2, 16, sm_blocks=3, tile_blocks=4, part_words=5, whole_tiles=1, zero_parts=1
+    )
     assert compiler._launch_shape(numbers) == whole
     assert compiler._launch_shape(numbers[:24]) == LaunchShape(128, 4096, 64, 32, 80, True)
     assert compiler._launch_shape(numbers[:12]) == LaunchShape(threads=128, smem_bytes=4096, tile_q=64)

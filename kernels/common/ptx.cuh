@@ -69,6 +69,27 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: words that other blocks write or read at the same time. Each word is read or written
+// whole, one by one; other accesses are not ordered by it.
+__device__ __forceinline__ uint4 ld_relaxed_gpu(const uint4* source_gmem) {
+  uint4 r;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(source_gmem)
+               : "memory");
+  return r;
+}
+__device__ __forceinline__ uint2 ld_relaxed_gpu(const uint2* source_gmem) {
+  uint2 r;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];" : "=r"(r.x), "=r"(r.y) : "l"(source_gmem) : "memory");
+  return r;
+}
+__device__ __forceinline__ void st_relaxed_gpu(uint4* target_gmem, uint4 r) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target_gmem), "r"(r.x), "r"(r.y), "r"(r.z), "r"(r.w)
+               : "memory");
+}
+__device__ __forceinline__ void st_relaxed_gpu(uint2* target_gmem, uint2 r) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(target_gmem), "r"(r.x), "r"(r.y) : "memory");
+}
+
 // 9.7.9.25.3.1 cp.async: copy 16 bytes from global to shared memory without passing through registers. Only the first
 // `valid_bytes` (0 to 16) are read, the rest of the 16 is written as 0. Both addresses are 16-byte aligned. The copy
 // belongs to the group that this thread commits next.

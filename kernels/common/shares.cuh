@@ -3,7 +3,7 @@
 #include "attention.cuh"
 
 // AttentionParams' work is then {a counter for each block, 0 at every launch and put back to 0, as MAX_SHARES words; two parts for each
-// block, of any content}. Nothing of it lies elsewhere with another grid, so that launches of a stream may use the same memory.
+// block, of any content, or 0 as the counters are, with zero_parts}. Nothing of it lies elsewhere with another grid, so that launches of a stream may use the same memory.
 constexpr int MAX_SHARES = 4096;   // blocks of such a launch at most; src/flashlab/run/arguments.py has it too
 
 // The launch of a persistent kernel that splits keys without clusters (`tiles.blocks.cluster` is 1). The grid is (G, 1, 1), where G is
@@ -15,4 +15,5 @@ struct ShareLaunchShape {
   int tile_blocks;   // that a tile's keys are split over, but for one more where the tile begins within a block's share
   int part_words;    // of 4 bytes: a block's part of a tile in the workspace
   int whole_tiles;   // 1: rather fewer blocks than a share that crosses from one tile into another
+  int zero_parts;    // 1: the parts too are 0 at every launch and put back to 0
 };

@@ -25,6 +25,7 @@ constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies 
 constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
 constexpr int PARTS_AT_ONCE = 16;                    // of a tile, whose loads are under way together
+constexpr bool KEEP_TILES_WHOLE = WHOLE_TILES && HEAD_DIM < 256;   // there no register is left for it
 constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
 static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
@@ -59,7 +60,7 @@ static_assert(sizeof(float[TILE_Q][HEAD_DIM]) <= sizeof(Step), "a warp's output 
 
 extern "C" __device__ const ShareLaunchShape launch_shape = {
     {{{THREADS, sizeof(SharedStorage), TILE_Q, 0, 0, 1}, 0, 1}, WARPS * STEP_KEYS}, MIN_BLOCKS, SPLITS, sizeof(TilePart) / 4,
-    WHOLE_TILES};
+    KEEP_TILES_WHOLE};
 
 // Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
 // different banks.
@@ -123,7 +124,7 @@ attention_d4_prefetch(const __grid_constant__ AttentionParams p) {
   const int hidden_steps = first_key(p, 0) / STEP_KEYS;   // before the window of every row of every tile
   const int num_tiles = q_tiles * p.kv_heads * p.batch;
   int tile_steps = (p.kv_len + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
-  if (WHOLE_TILES && gridDim.x % num_tiles == 0) {   // as many blocks for each: steps without keys fill up the last one's share
+  if (KEEP_TILES_WHOLE && gridDim.x % num_tiles == 0) {   // as many blocks for each: steps without keys fill up the last one's share
     const int tile_blocks = gridDim.x / num_tiles;
     tile_steps = (tile_steps + tile_blocks - 1) / tile_blocks * tile_blocks;
   }

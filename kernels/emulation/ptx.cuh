@@ -136,6 +136,26 @@ __forceinline__ unsigned long long globaltimer() { return emu::nanoseconds(); }
 __forceinline__ void bar_sync(int id, int threads) { emu::barrier_sync(id, threads, "bar.sync"); }
 __forceinline__ void bar_arrive(int id, int threads) { emu::barrier_arrive(id, threads, "bar.arrive"); }
 
+// 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: like atomics, a word at a time.
+__forceinline__ unsigned ld_relaxed_gpu(const unsigned* word) { return static_cast<unsigned>(emu::atomic_load(word, sizeof *word)); }
+__forceinline__ void st_relaxed_gpu(unsigned* word, unsigned value) {
+  unsigned old = ld_relaxed_gpu(word);
+  while (!emu::atomic_replace(word, old, value, sizeof *word)) old = ld_relaxed_gpu(word);
+}
+__forceinline__ uint4 ld_relaxed_gpu(const uint4* source_gmem) {
+  return {ld_relaxed_gpu(&source_gmem->x), ld_relaxed_gpu(&source_gmem->y), ld_relaxed_gpu(&source_gmem->z), ld_relaxed_gpu(&source_gmem->w)};
+}
+__forceinline__ uint2 ld_relaxed_gpu(const uint2* source_gmem) {
+  return {ld_relaxed_gpu(&source_gmem->x), ld_relaxed_gpu(&source_gmem->y)};
+}
+__forceinline__ void st_relaxed_gpu(uint4* target_gmem, uint4 r) {
+  st_relaxed_gpu(&target_gmem->x, r.x), st_relaxed_gpu(&target_gmem->y, r.y);
+  st_relaxed_gpu(&target_gmem->z, r.z), st_relaxed_gpu(&target_gmem->w, r.w);
+}
+__forceinline__ void st_relaxed_gpu(uint2* target_gmem, uint2 r) {
+  st_relaxed_gpu(&target_gmem->x, r.x), st_relaxed_gpu(&target_gmem->y, r.y);
+}
+
 // 9.7.9.25.3.1 cp.async, 9.7.9.25.3.2 cp.async.commit_group, 9.7.9.25.3.3 cp.async.wait_group and cp.async.wait_all.
 __forceinline__ void cp_async_cg_16(void* target_smem, const void* source_gmem, int valid_bytes) {
   emu::cp_async(target_smem, source_gmem, 16, valid_bytes);

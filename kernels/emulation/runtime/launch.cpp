@@ -82,7 +82,7 @@ namespace {
 
 struct LaunchShape {   // ShareLaunchShape of kernels/common/shares.cuh; what the kernel's constant lacks is 0
   int threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster, split_keys, sm_blocks, tile_blocks, part_words,
-      whole_tiles;
+      whole_tiles, zero_parts;
 };
 
 LaunchShape launch_shape() {
@@ -586,10 +586,10 @@ int describe() {
     const LaunchShape shape = launch_shape();
     std::printf("{\"threads\": %d, \"smem_bytes\": %d, \"tile_q\": %d, \"box_q\": %d, \"box_kv\": %d, \"persistent\": %s, "
                 "\"panels_kv\": %d, \"cluster\": %d, \"split_keys\": %d, \"sm_blocks\": %d, \"tile_blocks\": %d, \"part_words\": %d, "
-                "\"whole_tiles\": %d}",
+                "\"whole_tiles\": %d, \"zero_parts\": %d}",
                 shape.threads, shape.smem_bytes, shape.tile_q, shape.box_q, shape.box_kv, shape.persistent ? "true" : "false",
                 shape.panels_kv, shape.cluster, shape.split_keys, shape.sm_blocks, shape.tile_blocks, shape.part_words,
-                shape.whole_tiles);
+                shape.whole_tiles, shape.zero_parts);
   } else {
     std::printf("null");
   }

@@ -95,6 +95,8 @@ class LaunchShape:
     whole_tiles: int = 0
     """Of the same: 1 where up to a sixteenth of the places may stay empty so that no share crosses from one tile into
     another."""
+    zero_parts: int = 0
+    """Of the same: 1 where the parts must be 0 before a launch, and are after it."""
 
 
 _MAX_THREADS = 1024

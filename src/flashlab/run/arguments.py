@@ -242,4 +242,5 @@ def workspace(shape: LaunchShape, grid: tuple[int, int, int]) -> tuple[int, int]
     """32-bit words of the memory behind `AttentionParams.work`, and how many of them, the first, are counters, which
     are 0 before a launch and after it; the others hold anything."""
     counters = MAX_SHARES if shape.part_words else WORK_COUNTERS
-    return counters + 2 * grid[0] * shape.part_words, counters
+    words = counters + 2 * grid[0] * shape.part_words
+    return words, words if shape.zero_parts else counters

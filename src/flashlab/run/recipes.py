@@ -305,8 +305,9 @@ def _streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -
     stream_id = gpu.stream_id(stream)
     if stream_id is None:
         return work_memory(like, device, stream, words)[1]
-    kept = _works.get((device, stream_id))
+    key = (device, stream_id, words[0] == words[1])  # a kernel may want all of it 0, and leaves it so
+    kept = _works.get(key)
     if kept is None or kept[2] < words[0]:
         kept = (*work_memory(like, device, stream, words), words[0])
-        _works.put((device, stream_id), kept)
+        _works.put(key, kept)
     return kept[1]
