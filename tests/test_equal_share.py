@@ -1,4 +1,4 @@
-"""d3_equal_share and d4_prefetch: right and free of races, the same bits each time, counters back at 0."""
+"""Equal shares, d3 to d5: right and free of races, the same bits each time, counters back at 0."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from flashlab.verify import on_cpu
 from flashlab.verify.verdict import check
 
 STAGE = "d3_equal_share"
+READY = "d5_ready_parts"
 SHAPE = LaunchShape(128, 0, 16, persistent=True, cluster=1, split_keys=64, sm_blocks=2, tile_blocks=16, part_words=2080)
 H200 = 132
 
@@ -70,6 +71,8 @@ def test_an_sm_gets_as_many_blocks_as_the_kernel_says_and_has_room_for() -> None
     assert resident_blocks(LaunchShape(128, 0, 16, persistent=True), H200, 3) == 396
     assert workspace(SHAPE, (264, 1, 1)) == (MAX_SHARES + 2 * 264 * 2080, MAX_SHARES)
     assert workspace(LaunchShape(128, 0, 16, persistent=True), (264, 1, 1)) == (2, 2)
+    size = MAX_SHARES + 2 * 264 * 2080
+    assert workspace(dataclasses.replace(SHAPE, zero_parts=1), (264, 1, 1)) == (size, size)
 
 
 def test_the_header_has_the_same_limit_and_the_kernel_a_sound_launch_shape() -> None:
@@ -95,7 +98,7 @@ def test_a_streams_memory_grows_and_its_counters_alone_are_zeroed(monkeypatch: p
     asked = ((7, (2, 2)), (7, large), (7, small), (7, (2, 2)), (8, small), (7, large), (0, small), (0, small))
     #                                                                     a graph captures stream 0
     got = [recipes._streams_work(None, 0, stream, words) for stream, words in asked]
-    assert got == [1, 2, 2, 2, 3, 2, 4, 5]
+    assert got == [1, 2, 2, 1, 3, 2, 4, 5]  # what is all 0 is never what anything is left in
     assert made == [(2, 2), large, small, small, small]
 
 
@@ -115,7 +118,8 @@ def _blocks(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("stage", "schedule"), [(STAGE, "ascending"), (STAGE, "seeded:3"), ("d4_prefetch", "seeded:4")]
+    ("stage", "schedule"),
+    [(STAGE, "ascending"), (STAGE, "seeded:3"), ("d4_prefetch", "seeded:4"), ("d5_ready_parts", "seeded:5")],
 )
 def test_it_is_right_and_without_races_by_default(stage: str, schedule: str) -> None:
     checked = on_cpu.check_on_cpu(
@@ -149,7 +153,7 @@ def test_shares_fall_anywhere_on_tiles(
 ) -> None:
     _blocks(monkeypatch, blocks)
     q, k, v = _random(heads, kv_heads, q_len, kv_len, batch=3)
-    for causal, stage in ((False, STAGE), (True, STAGE), (True, "d4_prefetch")):
+    for causal, stage in ((False, STAGE), (True, STAGE), (True, "d4_prefetch"), (True, READY)):
         ran = flashlab.emulate(
             q, k, v, causal=causal, stage=stage, params={"MIN_BLOCKS": 1}, races=True, return_lse=True
         )
@@ -239,6 +243,31 @@ def test_what_it_waits_for_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         except EmulationError as error:
             report = error.report
         assert bool(report.findings) is (source is not None)
+
+
+@needs_compiler
+def test_parts_that_are_their_own_signal_are_put_back_to_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    _blocks(monkeypatch, 5)
+    q, k, v = _random(4, 1, 1, 1100)
+    text = registry.get(READY).source.read_text(encoding="utf-8")
+    for zeros in ("make_uint4(0, 0, 0, 0)", "make_uint2(0, 0)"):
+        assert text.count(zeros) == 1
+        edited = tmp_path / "edited.cu"
+        edited.write_text(text.replace(zeros, zeros.replace("0, 0)", "0, 1)")), encoding="utf-8")
+        with pytest.raises(EmulationError, match=r"wanted its counters back at 0"):
+            flashlab.emulate(q, k, v, stage=READY, source=edited)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", [0xFFFF, 0x7FFF, 0x7E00, 0xFC00])
+def test_a_nan_is_no_part_that_is_not_there(monkeypatch: pytest.MonkeyPatch, bits: int) -> None:
+    """A block would wait for it for ever."""
+    _blocks(monkeypatch, 5)
+    q, k, v = _random(4, 1, 1, 600)
+    for x in (k, v):
+        x.view(np.uint16)[:, :, 7] = bits
+    out = flashlab.emulate(q, k, v, stage=READY, timeout_s=60).out
+    assert np.isnan(out).any()
 
 
 @needs_compiler
