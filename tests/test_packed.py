@@ -93,8 +93,10 @@ def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path)
     later = [_record("16_ones_column", 40.0, run="29990101T000000Z-0123abc").model_copy(update={"head_dim": 128})]
     assert [row["median_us"] for row in packed.shown(records + later)] == [50.0, 40.0]  # of a run without this problem
     (row,) = packed.shown(records)
-    flops = sum(one.flops for one in packed.problems((100, 300), 64, "bfloat16", "causal"))
+    flops = sum(Problem.parse(f"1x16x{n}x64", mask="causal").flops for n in (100, 300))
     assert row["tflops"] == pytest.approx(flops / 50.0 / 1e6)
+    store.write_checksums("nvidia-h200", tmp_path)
+    assert not {1, 2, 3} & {damage.line for damage in store.verify("nvidia-h200", tmp_path)}
     packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)
     text = snippet.read_text(encoding="utf-8")
     line = next(line for line in text.splitlines() if line.startswith("| `short`"))

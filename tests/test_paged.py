@@ -9,10 +9,12 @@ import pytest
 from shared import needs_compiler
 
 import flashlab
+from flashlab.build import compiler
 from flashlab.core import errors
+from flashlab.core.problem import DTYPES, MASKS, Problem
 from flashlab.kernels import registry
 from flashlab.run.arrays import TorchCopies
-from flashlab.run.paged import STAGE
+from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
 
 GARBAGE = -7
@@ -180,6 +182,16 @@ def test_what_is_off_is_refused(change: dict[str, Any], error: type[Exception], 
             call[name] = value
     with pytest.raises(error, match=words):
         flashlab.paged_attention(**call)
+
+
+@pytest.mark.parametrize("page_size", registry.get(STAGE).params["PAGE_SIZE"].choices)
+def test_there_is_code_for_every_page_size(page_size: int) -> None:
+    """At one key a page and head dim 256 registers spill."""
+    for dtype in DTYPES:
+        for mask in MASKS:
+            problem = Problem.parse("1x8x1x1x300x256", dtype=dtype, mask=mask)
+            job = job_of(problem, "sm_90a", {"aligned": True, "overrides": {"PAGE_SIZE": page_size}})
+            assert compiler.compile_stage(job).parameters["PAGE_SIZE"] == page_size
 
 
 def test_pages_are_of_a_power_of_two() -> None:

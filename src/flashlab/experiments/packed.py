@@ -73,11 +73,6 @@ def lengths(name: str, seed: int = 0) -> tuple[int, ...]:
     return tuple(rng.permutation(found).tolist())
 
 
-def problems(chosen: Sequence[int], head_dim: int, dtype: DType, mask: Mask) -> list[Problem]:
-    """The problem of each sequence by itself."""
-    return [Problem.parse(f"1x{HEADS}x{length}x{head_dim}", dtype=dtype, mask=mask) for length in chosen]
-
-
 def measure(
     names: Sequence[str] = NAMES,
     *,
@@ -235,12 +230,6 @@ def _work(job: Message, send: Send) -> None:
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
-def tflops(record: PackedRun) -> float:
-    """Rate of the scores that the sequences need, at the median time."""
-    flops = sum(one.flops for one in problems(record.lengths, record.head_dim, record.dtype, record.mask))
-    return flops / record.samples.median_us / 1e6
-
-
 def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     """A row for each case, of the newest run that has it: ours, with its rate, and how many times faster it is than the
     others."""
@@ -258,11 +247,12 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
         if STAGE not in by_name:
             continue
         ours = by_name[STAGE]
-        over = {name: by_name[name].samples.median_us / ours.samples.median_us for name in by_name}
+        time_us = ours.samples.median_us
+        over = {name: one.samples.median_us / time_us for name, one in by_name.items()}
         rows.append(
             {
                 **{"distribution": distribution, "problem": f"D{head_dim} {mask} {dtype}", "over": over},
-                **{"median_us": ours.samples.median_us, "tflops": tflops(ours), "sequences": len(ours.lengths)},
+                **{"median_us": time_us, "tflops": ours.tflops(time_us), "sequences": len(ours.lengths)},
             }
         )
     return rows

@@ -469,6 +469,11 @@ class PackedRun(Base):
     verdict: Verdict | None
     """On the longest sequence; None of `padded` without a mask, whose sequences see keys that are none."""
 
+    def tflops(self, time_us: float) -> float:
+        """Rate in TFLOP/s of the scores that the sequences need, in a call that takes `time_us` microseconds."""
+        shapes = (f"1x{self.heads}x{length}x{self.head_dim}" for length in self.lengths)
+        return sum(Problem.parse(shape, mask=self.mask).tflops(time_us) for shape in shapes)
+
 
 class ChipReading(Base):
     """One micro-benchmark of an SM's units, on one GPU; the cases are in experiments/chip.py."""

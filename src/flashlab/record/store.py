@@ -222,7 +222,8 @@ def _impossible(record: Any) -> str:
     if isinstance(record, Ceiling):
         rates = [record.value] if record.unit == "TFLOP/s" else []
     else:
-        rates = [record.problem.tflops(one.median_us) for one in _series(record)]
+        of = getattr(record, "problem", record)
+        rates = [of.tflops(one.median_us) for one in _series(record)]
     name = getattr(record, "stage", getattr(record, "name", ""))
     stage = registry.OFF_LADDER.get(name.partition("[")[0])
     in_fp8 = stage.precision in ("e4m3", "e4m3_scaled") if stage else name.startswith("fp8")

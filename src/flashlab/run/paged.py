@@ -328,6 +328,11 @@ def _places(params: AttentionParams) -> tuple[int, ...]:
     return tuple(places[name] // 8 for name in ("Q", "K", "V", "page_table", "lengths", "O", "LSE", "faults"))
 
 
+def job_of(problem: Problem, arch: str, options: Mapping[str, Any]) -> compiler.Job:
+    """The code of a call. The page size is the cache's, so that a kernel whose registers spill is better than none."""
+    return compiler.Job.of(registry.get(STAGE), problem, arch=arch, may_spill=True, **options)
+
+
 def _recipe(call: _Call) -> recipes.Recipe:
     """What the call and those like it launch.
 
@@ -337,7 +342,7 @@ def _recipe(call: _Call) -> recipes.Recipe:
     stage, problem, q = registry.get(STAGE), call.problem, call.views["Q"]
     info = gpu.info(q.device)
     stage.require(problem, info.arch)
-    code = recipes.loaded(compiler.Job.of(stage, problem, arch=info.arch, **call.options), q.device)
+    code = recipes.loaded(job_of(problem, info.arch, call.options), q.device)
     shape = _split(problem, code.shape, info.sm_count, code.most_splits)
     views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"])
     structures = call.structures
