@@ -715,11 +715,11 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         Column("problem", lambda pair: pair[0].problem.label),
         Column("stage", "0.name", code, left=True),
         Column("µs", lambda pair: median_us(pair[0])),
-        Column("TB/s of Q, K, V and O", lambda pair: pair[0].problem.compulsory_bytes / median_us(pair[0]) / 1e6),
-        Column("fastest library", lambda pair: tables.short_title(pair[1].name), left=True),
+        Column("TB/s", lambda pair: pair[0].problem.compulsory_bytes / median_us(pair[0]) / 1e6),
+        Column("library", lambda pair: tables.short_title(pair[1].name), left=True),
         Column("its µs", lambda pair: median_us(pair[1])),
-        Column("times as fast", lambda pair: median_us(pair[1]) / median_us(pair[0]), times),
-        Column("as FlashInfer", lambda pair: median_us(pair[2]) / median_us(pair[0]) if pair[2:] else None, times),
+        Column("over it", lambda pair: median_us(pair[1]) / median_us(pair[0]), times),
+        Column("over FlashInfer", lambda pair: median_us(pair[2]) / median_us(pair[0]) if pair[2:] else None, times),
     )
     every = [row for pair in pairs for row in pair]
     said = f"{table(columns, pairs)}\n\n<small>{select.provenance(every)}</small>" if pairs else NOTHING_YET
