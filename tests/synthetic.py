@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,11 @@ def gpu(slug: str = "nvidia-h200") -> Gpu:
         driver="580.00",
         fingerprint="0123456789ab",
     )
+
+
+def own_gpu(folder: Path) -> dict[str, Any]:
+    """As a worker names it. Whoever measures locks a GPU by its fingerprint, and tests run side by side."""
+    return {**gpu().model_dump(mode="json"), "fingerprint": hashlib.sha256(str(folder).encode()).hexdigest()[:12]}
 
 
 def _tflops(name: str, problem: Problem) -> float:

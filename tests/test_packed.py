@@ -117,7 +117,7 @@ def test_what_a_worker_sends_is_on_record_with_the_header(tmp_path: Path, monkey
     header = ("schema_version", "run", "time", "gpu", "source", "software", "start")
     row = {name: value for name, value in record.items() if name not in header}
     sent = [
-        {"type": "hello", "gpu": record["gpu"], "software": record["software"]},
+        {"type": "hello", "gpu": synthetic.own_gpu(tmp_path), "software": record["software"]},
         {"type": "step", "what": "short 64, padded"},
         {"type": "row", "row": row},
         {"type": "missing", "what": "fa3 at short 64", "reason": "no such wheel"},

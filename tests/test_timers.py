@@ -202,7 +202,7 @@ else:
 def worker(tmp_path: Path, *, refuse: bool = False, more: str = "pass") -> list[str]:
     one = reading("16_ones_column", FIRST, "events", 500.0)
     fields = one.model_dump(mode="json", include={"name", "problem", "timer", "inputs", "samples", "enqueue_us"})
-    hello = {"gpu": synthetic.gpu().model_dump(mode="json"), "software": {"torch": "2.11.0"}}
+    hello = {"gpu": synthetic.own_gpu(tmp_path), "software": {"torch": "2.11.0"}}
     script = tmp_path / "worker.py"
     script.write_text(SCRIPT.format(hello=hello, reading=fields, refuse=refuse, more=more))
     return [sys.executable, str(script)]
