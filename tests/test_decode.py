@@ -345,5 +345,5 @@ def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> N
     (ours, library) = (row.samples_of() for row in found[problem] if row.name in ("d0_split_kv", "sdpa"))
     assert ours is not None
     assert library is not None
-    assert f"| {problem.label} | `d0_split_kv` |" in text
+    assert "| B4 H32/8 Sq1 Sk8192 D128 float16 | `d0_split_kv` |" in text
     assert f"×{tables.number(library.median_us / ours.median_us)} |" in text
