@@ -1,6 +1,6 @@
 // d5_ready_parts: parts of a tile that say themselves that they are there. Parent: d3_equal_share.
-// Question: after the last keys a call still takes a while, in which a part goes to memory, a fence waits for it, an atomic counts it and
-//           another block fetches it: what is gained where the part's own words are the signal?
+// Question: after the last keys a part is written to global memory, a fence waits for the write, an atomic counts it and another
+//           block loads it: what is gained where the part's own words are the signal?
 // Change: a part's words are stored as their complement, so that 0 means "not there yet", by relaxed stores; the block that has a tile's
 //         last keys reads the other blocks' parts again until none of their words is 0, and puts the zeros back. No fence, no atomic.
 // Layout: as the parent's.
