@@ -197,23 +197,6 @@ attention_d7_dynamic_tail(const __grid_constant__ AttentionParams p) {
     return at;
   };
 
-  // As d4_prefetch does: the warp's first steps of its first tile, into the L2 cache.
-  if constexpr (ALIGNED && PREFETCH_STEPS > 0) {
-    const Tile tile = tile_of(first_tile);
-    const auto prefetch = [&](const TensorView& tensor, int key, int num_rows) {
-      const element* source = head_of(tensor, tile.batch, tile.kv_head) + static_cast<long long>(key) * tensor.row_stride;
-      ptx::cp_async_bulk_prefetch(source, num_rows * ROW_BYTES);
-    };
-    const int rows_at_once = p.K.row_stride == HEAD_DIM && p.V.row_stride == HEAD_DIM ? STEP_KEYS : 1;
-    const int prefetch_end = min(fetch_at + PREFETCH_STEPS * WARPS, min(last_step, tile_steps));
-    for (int step = fetch_at; step < prefetch_end; step += WARPS) {
-      for (int row = lane * rows_at_once; row < 2 * STEP_KEYS; row += WARP * rows_at_once) {   // of K, then of V
-        const int key = (hidden_steps + step) * STEP_KEYS + row % STEP_KEYS;
-        if (key < p.kv_len) prefetch(row < STEP_KEYS ? p.K : p.V, key, min(rows_at_once, p.kv_len - key));
-      }
-    }
-  }
-
   ptx::griddepcontrol_wait();   // Q, K and V may come from the kernel before this one, and it may still use O and the workspace
   if (tail_at != NO_STEP && fetch_at >= last_step) ask();
   int ahead[PIPELINE_STAGES - 1];   // steps in the ring, the next one first
