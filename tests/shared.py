@@ -126,3 +126,24 @@ def windowed(torch: Any, kind: str, window: int) -> Any:
     name = {"Gemma3": "Gemma3Text"}.get(kind, kind)
     config = getattr(transformers, f"{name}Config")(**sizes, **more[kind])
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+
+
+def right(
+    q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int, int] = (-1, -1), softcap: float = 0.0
+) -> tuple[Any, Any]:
+    """Output (queries, heads, head_dim) and log-sum-exp (heads, queries) of one sequence, by the definition.
+
+    Of torch tensors (queries or keys, heads, head_dim), in float64.
+    """
+    torch = importlib.import_module("torch")
+    group = q.shape[1] // k.shape[1]
+    q, k, v = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
+    scores = q @ k.transpose(1, 2) / q.shape[2] ** 0.5
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    apart = torch.arange(k.shape[1], device=q.device) - torch.arange(q.shape[1], device=q.device)[:, None]
+    apart -= k.shape[1] - q.shape[1]
+    before, after = window[0], 0 if causal else window[1]
+    scores.masked_fill_(((apart < -before) & (before >= 0)) | ((apart > after) & (after >= 0)), -torch.inf)
+    lse = scores.logsumexp(-1)
+    return torch.where(lse.isneginf()[..., None], 0.0, (scores - lse[..., None]).exp() @ v).transpose(0, 1), lse

@@ -24,7 +24,7 @@ def test_stages_without_records_are_named_for_each_kind(tmp_path: Path) -> None:
     assert found.keys() == coverage.KINDS.keys()
     assert found["random"].missing == (SECOND,)
     assert found["sanitizer"].missing == tuple(STAGES)
-    assert f"| `random/` | `{SECOND}` | none | `flashlab check --random 1000 --record` |" in coverage.table(
+    assert f"| `random/` | `{SECOND}` | none | `flashlab check --random 2000 --record` |" in coverage.table(
         "gpu", tmp_path
     )
 

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
+import random_calls
 from shared import needs_compiler
 
 import flashlab
 from flashlab.build import compiler
 from flashlab.core import errors
-from flashlab.core.problem import DTYPES, MASKS, Problem
+from flashlab.core.problem import DTYPES, MASKS, DType, Problem
 from flashlab.kernels import registry
 from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
+from flashlab.verify.verdict import check
 
 GARBAGE = -7
 """In entries of the page table that no key needs."""
@@ -24,19 +28,28 @@ GARBAGE = -7
 class Cache:
     """Sequences in pages, in a random order, of a pool whose other places hold NaN."""
 
-    def __init__(self, lengths: tuple[int, ...], page_size: int, *, kv_heads: int = 2, head_dim: int = 64) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        page_size: int,
+        *,
+        kv_heads: int = 2,
+        head_dim: int = 64,
+        dtype: DType = "float16",
+    ) -> None:
+        kind = np.dtype(dtype) if dtype == "float16" else np.dtype(ml_dtypes.bfloat16)
         rng = np.random.default_rng(page_size)
         width = -(-(max(lengths) + 2) // page_size)
         self.lengths = np.array(lengths, np.int32)
         pages = rng.permutation(len(lengths) * width + 3)
         shape = (len(pages), kv_heads, page_size, head_dim)
-        self.K, self.V = (np.full(shape, np.nan, np.float16) for _ in range(2))
+        self.K, self.V = (np.full(shape, np.nan, kind) for _ in range(2))
         self.table = np.full((len(lengths), width), GARBAGE, np.int32)
         self.keys: list[tuple[Any, Any]] = []
         for row, length in enumerate(lengths):
             used = -(-(length + 2) // page_size)  # room for two more
             self.table[row, :used], pages = pages[:used], pages[used:]
-            k, v = (rng.standard_normal((kv_heads, length, head_dim)).astype(np.float16) for _ in range(2))
+            k, v = (rng.standard_normal((kv_heads, length, head_dim)).astype(kind) for _ in range(2))
             for at in range(length):
                 self.K[self.table[row, at // page_size], :, at % page_size] = k[:, at]
                 self.V[self.table[row, at // page_size], :, at % page_size] = v[:, at]
@@ -97,6 +110,26 @@ def test_a_window_reads_no_page_before_it(page_size: int, q_len: int, left: int,
         of_row = oracle.attention(q[row : row + 1], k, v, causal=True, window=(left, -1), softcap=softcap)
         np.testing.assert_allclose(out[row].astype(float), of_row[0][0], atol=2e-3)
         np.testing.assert_allclose(lse[row], of_row[1][0], atol=2e-3)
+
+
+@needs_compiler
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_gpu_is_asked_at_random(seed: int) -> None:
+    drawn = random_calls.paged(seed, registry.get(STAGE).head_dims, most=300)
+    cache = Cache(drawn.lengths, **drawn.sizes)
+    heads, rows = drawn.queries
+    q = np.random.default_rng(seed).standard_normal((len(drawn.lengths), heads, rows, cache.K.shape[3]))
+    q = q.astype(cache.K.dtype)
+    call = (q, cache.K, cache.V, cache.table, cache.lengths)
+    out, lse = flashlab.paged_attention(*call, return_lse=True, **drawn.how)
+    assert (out[0] == 0).all()
+    assert np.isneginf(lse[0]).all()
+    for row, pair in list(enumerate(cache.keys))[1:]:
+        k, v = (x[None] for x in pair)
+        verdict = check(
+            out[row : row + 1], lse[row : row + 1], q[row : row + 1], k, v, dtype=drawn.sizes["dtype"], **drawn.how
+        )
+        assert verdict.passed, verdict.reason
 
 
 @needs_compiler

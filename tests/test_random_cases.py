@@ -6,17 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shared import needs_compiler
 
-from flashlab.core.errors import MissingPackageError, NoDataError, ParameterError
+from flashlab.cli import kernels
+from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Problem
-from flashlab.kernels.registry import CUDA_STAGES, STAGES
+from flashlab.core.problem import UNLIMITED, Problem
+from flashlab.kernels.registry import CUDA_STAGES, DECODE, STAGES, Stage
 from flashlab.query import select
-from flashlab.record import store
-from flashlab.run import emulator
+from flashlab.record import checks, store
 from flashlab.show import tables
 from flashlab.verify import on_cpu
-from flashlab.verify.cases import CPU_SCORES, GPU_SCORES, TENSORS, laid_out, placement, random_cases
+from flashlab.verify.cases import CPU_SCORES, GPU_SCORES, TENSORS, Case, laid_out, placement, random_cases
 from flashlab.verify.oracle import attention, make_inputs
 from flashlab.verify.verdict import Guarded, Oracle, check
 
@@ -48,8 +49,59 @@ def test_what_is_drawn_is_spread_over_all_that_breaks_kernels() -> None:
         assert len(what) > 20
     for stage in STAGES.values():
         names = [case for case in MANY if stage.id in case.names]
-        assert len(names) >= 200
+        assert len(names) >= 100
         assert all(stage.why_not(case.problem) is None for case in names)
+
+
+FEATURED: dict[str, Stage] = {name: STAGES[name] for name in ("08_swizzle", "16_ones_column")} | dict(DECODE)
+
+
+def test_features_are_drawn_for_the_stages_that_take_them() -> None:
+    drawn = random_cases(FEATURED, 2000, seed=0)
+    problems = [case.problem for case in drawn]
+    for dim in (64, 96, 128, 256):
+        for features in ((), ("window",), ("softcap",), ("window", "softcap")):
+            same = [p for p in problems if (p.head_dim, p.features) == (dim, features)]
+            assert {p.dtype for p in same} == {"float16", "bfloat16"}
+            assert {p.mask for p in same} == {"full", "causal"}
+    windows = [p for p in problems if "window" in p.features]
+    for what in (
+        [p for p in windows if p.window[1] == UNLIMITED],
+        [p for p in windows if p.window[0] == UNLIMITED],
+        [p for p in windows if UNLIMITED not in p.window],
+        [p for p in windows if 0 in p.window],
+        [p for p in windows if p.window[0] > p.kv_len],
+        [p for p in problems if p.q_heads > p.kv_heads == 1],
+        [p for p in problems if p.q_len == 1 and p.kv_len > 2000],
+    ):
+        assert len(what) > 20
+    for stage in FEATURED.values():
+        assert sum(stage.id in case.names for case in drawn) >= 500
+    # A compiler has seconds for each.
+    codes = {(c.launched.head_dim, c.launched.dtype, c.launched.mask, c.launched.features, c.aligned) for c in drawn}
+    assert len(codes) <= 100
+    emulated = [case.problem for case in random_cases(FEATURED, 200, seed=0, max_scores=CPU_SCORES)]
+    assert all(p.kv_len <= 2048 for p in emulated if p.q_heads // p.kv_heads * p.q_len <= 64)
+
+
+def test_a_record_says_what_was_drawn() -> None:
+    for case in random_cases(FEATURED, 50, seed=0):
+        (line,) = checks._expanded(checks.case_line([_failed(case)]))
+        assert Problem(**line["problem"]) == case.problem
+    with pytest.raises(ParameterError, match="--random, which draws them itself"):
+        kernels.check(["08_swizzle"], random=3, window="3:3", on="cpu")
+
+
+def _failed(case: Case) -> checks.CheckRow:
+    return checks.CheckRow(stage=case.names[0], problem=case.problem, layout=case.layout, status="error")
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", ["16_ones_column", "d5_ready_parts"])
+def test_features_pass_random_cases_on_the_cpu(stage: str) -> None:
+    found = on_cpu.check_on_cpu([stage], random=8, seed=2, races=True)
+    assert [f"{row.problem.label} {row.layout}: {row.reason}" for row in found.failures] == []
+    assert {feature for row in found.rows for feature in row.problem.features} == {"window", "softcap"}
 
 
 def test_a_place_is_what_it_says() -> None:
@@ -101,11 +153,8 @@ def test_an_oracle_is_asked_once_and_judges_every_output() -> None:
     assert check(good, lse, 0 * q, 0 * k, 0 * v, causal=True, dtype="float16", oracle=oracle).passed
 
 
+@needs_compiler
 def test_stages_pass_random_cases_on_the_cpu() -> None:
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
     drawn = random_cases(CUDA_STAGES, 20, seed=1, max_scores=CPU_SCORES)
     found = on_cpu.check_on_cpu(list(CUDA_STAGES), random=20, seed=1)
     assert [f"{row.stage} {row.problem.label} {row.layout}: {row.reason}" for row in found.failures] == []

@@ -385,7 +385,7 @@ def test_what_was_not_measured_is_said(pages: Path) -> None:
     snippets = pages / "generated" / "snippets"
     for name, command in (
         ("levers", "flashlab ablate --levers"),
-        ("checks", "flashlab check --random 1000 --record"),
+        ("checks", "flashlab check --random 2000 --record"),
         ("sanitizer", "python scripts/sanitize.py"),
     ):
         assert f"`{command}`" in (snippets / f"{name}.md").read_text(encoding="utf-8")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -178,6 +179,48 @@ def test_a_model_with_windows_says_the_same_as_eager(kind: str) -> None:
     assert torch.equal(tokens["flashlab"], tokens["eager"])
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["Llama", *shared.WINDOWED_MODELS])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_sequences_are_apart_from_each_other(kind: str, use_cache: bool) -> None:
+    """As one model after the other says of them, in windows and with soft caps too."""
+    if kind == "Llama":
+        model = shared.llama(torch, layers=2, heads=4, head_dim=64).to(torch.float16)
+    else:
+        model = shared.windowed(torch, kind, 8).to(torch.float16)
+    transformers = pytest.importorskip("transformers")
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    lengths = (19, 1, 7, 12)
+    batch = collate([{"input_ids": IDS[0, :length]} for length in lengths])
+    model.set_attn_implementation("flashlab")
+    with torch.no_grad():
+        logits = model(**{**batch, "labels": None}, use_cache=use_cache).logits
+        alone = torch.cat([model(IDS[:1, :length]).logits for length in lengths], 1)
+        model.set_attn_implementation("eager")
+        eager = torch.cat([model(IDS[:1, :length]).logits for length in lengths], 1)
+    assert logits.shape == (1, sum(lengths), 128)
+    scale = max(1.0, float(eager.abs().max()))
+    for wanted in (alone, eager):
+        assert float((logits - wanted).abs().max()) <= 4e-3 * scale
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_attention_has_the_bits_of_each_sequence(causal: bool) -> None:
+    q, k, v = (x[:1] for x in qkv(40, 40))
+    ends = torch.tensor([0, 25, 25, 26, 40])
+    options = {"sliding_window": 8, "softcap": 5.0, "scaling": 0.25}
+    attend = partial(flashlab.torch._transformers_attention, SimpleNamespace(is_causal=causal))
+    packed = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 25, "max_length_k": 25}
+    out, _ = attend(q, k, v, None, **options, **packed)
+    assert (out.shape, out.is_contiguous()) == ((1, 40, 4, 64), True)
+    for first, end in ((0, 25), (25, 26), (26, 40)):
+        alone, _ = attend(*(x[:, :, first:end] for x in (q, k, v)), None, **options)
+        assert torch.equal(out[:, first:end], alone)
+
+
 @pytest.mark.usefixtures("compiler_here")
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_layers_window_counts_the_querys_own_key(causal: bool) -> None:
@@ -233,7 +276,7 @@ def test_a_model_refuses_padding_static_caches_and_gradients(llama: Any) -> None
             model(IDS, attention_mask=torch.ones(2, 1, 19, 19, dtype=torch.bool))
         with pytest.raises(errors.UnsupportedError, match="wanted a dynamic cache"):
             model.generate(IDS, max_new_tokens=2, cache_implementation="static")
-        with pytest.raises(errors.UnsupportedError, match="packed sequences"):
+        with pytest.raises(errors.UnsupportedError, match=r"return_flash_attn_kwargs=True.*with position_ids alone"):
             model(IDS, position_ids=torch.arange(19).remainder(10)[None], use_cache=False)
     with pytest.raises(errors.InputError, match="needs no gradient"):
         model(IDS)
@@ -244,7 +287,11 @@ def test_a_model_refuses_padding_static_caches_and_gradients(llama: Any) -> None
     [
         ({"dropout": 0.1}, "wanted dropout 0, got dropout 0.1"),
         ({"position_bias": 1}, "position_bias"),
-        ({"cu_seq_lens_q": [0, 3]}, "cu_seq_lens_q"),
+        ({"cu_seq_lens_q": [0, 3]}, "wanted cu_seq_lens_q, .* got packed sequences with cu_seq_lens_q alone"),
+        (
+            {"cu_seq_lens_q": [0], "cu_seq_lens_k": [0], "max_length_q": 1},
+            "wanted all of them in a batch of 1, got .* 2",
+        ),
         ({"output_attentions": True}, "output_attentions"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import random_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import needs_compiler
@@ -334,6 +335,16 @@ def test_any_lengths(stage: str, lengths: list[tuple[int, int]], causal: bool, k
     packed = Packed(lengths, heads=(2, kv_heads))
     ran = packed.run(stage=stage, causal=causal)
     assert not packed.wrong(ran.out, ran.lse, causal=causal)
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_gpu_is_asked_at_random(stage: str, seed: int) -> None:
+    drawn = random_calls.packed(seed, registry.get(stage).head_dims, most=70)
+    packed = Packed(drawn.lengths, **drawn.sizes)
+    ran = packed.run(stage=stage, **drawn.how)
+    assert not packed.wrong(ran.out, ran.lse, **drawn.how)
 
 
 @needs_compiler

@@ -36,8 +36,11 @@ __all__ = ["attention", "register"]
 NAME = "flashlab"
 """Of the operators' namespace, and of the attention in transformers."""
 _INSTEAD = "attn_implementation='sdpa' takes it"
-_REFUSED = ("position_bias", "s_aux", "cache", "cu_seq_lens_q", "output_attentions")
+_REFUSED = ("position_bias", "s_aux", "cache", "output_attentions")
 """Options of attention in transformers that change its result, or ask for another one."""
+_PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
+"""Those that say where the sequences of a packed batch begin."""
+_PACK = f"{', '.join(_PACKED)}, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them"
 
 
 def _define(name: str, returns: str, *, return_lse: bool) -> None:
@@ -194,8 +197,10 @@ def register() -> None:
     """Make `attn_implementation="flashlab"` known to Hugging Face transformers; a second time changes nothing.
 
     Takes causal prefill, decoding with a dynamic cache, grouped-query heads, sliding windows, soft caps, and encoders,
-    in float16 and bfloat16. Refuses by `UnsupportedError` what the kernels do not compute: padding, packed sequences,
-    custom masks, static caches, dropout, position biases, sinks, and attention weights.
+    in float16 and bfloat16; and sequences packed in a batch of 1, whose places are said as to flash attention, by
+    `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`. Refuses by `UnsupportedError` what the kernels do not compute:
+    padding, packed sequences that position_ids alone tell apart, custom masks, static caches, dropout, position biases,
+    sinks, and attention weights.
 
     Raises:
         MissingPackageError: transformers is not installed, or too old.
@@ -238,9 +243,12 @@ def _transformers_mask(
     allow_is_bidirectional_skip: bool = False,
     local_size: int | None = None,
     config: Any = None,
+    mask_function: Any = None,
+    use_vmap: bool = False,
     **_: Any,
-) -> None:
-    """None, for no mask, which is what transformers wants where the kernel's own mask is the right one.
+) -> Any:
+    """None, for no mask, which is what transformers wants where the kernel's own mask is the right one; an empty one
+    where it is within each sequence of a packed batch.
 
     The window of a layer, `local_size`, comes to the kernel with the layer's `sliding_window`. Chunks have a
     `local_size` too, which no layer hands on.
@@ -258,9 +266,20 @@ def _transformers_mask(
     if allow_is_bidirectional_skip:
         return
     if not allow_is_causal_skip:
-        raise _refuse("a custom mask, packed sequences or a static cache")
+        if torch.compiler.is_compiling():
+            raise _refuse("a custom mask, or positions that cannot be looked at while tracing", "use_cache=True")
+        if use_vmap or not _is_packed(mask_function):
+            raise _refuse("a custom mask or a static cache")
+        return torch.empty(0, dtype=torch.bool)
     if isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_offset + kv_length:
         raise _refuse("more keys than tokens so far, as in a static cache", "a dynamic cache")
+
+
+def _is_packed(mask_function: Any) -> bool:
+    """Whether a mask of transformers is of sequences that it told apart by their position_ids, and of nothing else."""
+    inside = inspect.getclosurevars(mask_function).nonlocals if callable(mask_function) else {}
+    made_by = [part.__qualname__.partition(".")[0] for part in inside.get("mask_functions", ())]
+    return made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
 
 
 def _transformers_attention(
@@ -277,8 +296,11 @@ def _transformers_attention(
     **options: Any,
 ) -> tuple[Any, None]:
     """transformers' attention on (batch, heads, length, head_dim): (batch, length, heads, head_dim), and no weights."""
-    if attention_mask is not None:
+    packed: dict[str, Any] = {name: options[name] for name in _PACKED if options.get(name) is not None}
+    if attention_mask is not None and attention_mask.numel():
         raise _refuse("a mask of shape " + str(tuple(attention_mask.shape)))
+    if len(packed) < len(_PACKED) and (packed or attention_mask is not None):
+        raise _refuse(f"packed sequences with {' and '.join(packed) or 'position_ids'} alone", _PACK)
     if dropout:
         raise _refuse(f"dropout {dropout}", "dropout 0")
     for name in _REFUSED:
@@ -287,5 +309,14 @@ def _transformers_attention(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # A query's own key counts in theirs. Encoders look as far ahead as back.
     window = None if sliding_window is None else sliding_window - 1
+    if packed:
+        if len(query) != 1:
+            raise _refuse(f"packed sequences in a batch of {len(query)}", "all of them in a batch of 1")
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        *ends, longest = packed.values()
+        ends = [of.to(torch.int32) for of in ends]
+        sides = None if window is None else (window, window)
+        call = (q, k, v, *ends, int(longest), bool(causal), scaling, None, sides, softcap or 0.0)
+        return torch.ops.flashlab.varlen_attention.default(*call)[0][None], None
     out = attention(query, key, value, causal=bool(causal), window=window, softcap=softcap or 0.0, scale=scaling)
     return out.transpose(1, 2).contiguous(), None

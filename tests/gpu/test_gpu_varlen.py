@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import importlib
-import random
 from typing import Any
 
 import pytest
+import random_calls
+from shared import right
 
 import flashlab
 from flashlab.core.errors import InputError
+from flashlab.core.problem import Problem
 from flashlab.kernels import registry
+from flashlab.measure.bench import compile_ahead, implementations_of
 from flashlab.run import gpu
+from flashlab.run.plan import with_features
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
@@ -69,7 +73,7 @@ class Packed:
         for number, (queries, keys) in enumerate(self.lengths):
             rows, seen = self.rows(number)
             if queries and keys:
-                wanted, wanted_lse = _right(self.q[rows], self.k[seen], self.v[seen], **how)
+                wanted, wanted_lse = right(self.q[rows], self.k[seen], self.v[seen], **how)
                 within = {"atol": TOLERANCE[self.dtype], "rtol": TOLERANCE[self.dtype]}
                 torch.testing.assert_close(out[rows].double(), wanted, **within)
                 torch.testing.assert_close(lse[:, rows].double(), wanted_lse, atol=5e-3, rtol=5e-3)
@@ -78,41 +82,35 @@ class Packed:
                 assert lse[:, rows].isneginf().all()
 
 
-def _right(
-    q: Any, k: Any, v: Any, *, causal: bool = False, window: tuple[int, int] = (-1, -1), softcap: float = 0.0
-) -> tuple[Any, Any]:
-    """Output (queries, heads, head_dim) and log-sum-exp (heads, queries) of one sequence, by the definition."""
-    group = q.shape[1] // k.shape[1]
-    q, k, v = (x.double().transpose(0, 1) for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)))
-    scores = q @ k.transpose(1, 2) / q.shape[2] ** 0.5
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    apart = torch.arange(k.shape[1], device="cuda") - torch.arange(q.shape[1], device="cuda")[:, None]
-    apart -= k.shape[1] - q.shape[1]
-    left, right = window[0], 0 if causal else window[1]
-    scores.masked_fill_(((apart < -left) & (left >= 0)) | ((apart > right) & (right >= 0)), -torch.inf)
-    lse = scores.logsumexp(-1)
-    return torch.where(lse.isneginf()[..., None], 0.0, (scores - lse[..., None]).exp() @ v).transpose(0, 1), lse
+DRAWN = 500
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """What the drawn calls run, on all cores."""
+    problems = []
+    for seed in range(DRAWN):
+        for entry in map(registry.get, STAGES):
+            drawn = random_calls.packed(seed, entry.head_dims)
+            heads, head_dim, dtype = drawn.sizes.values()
+            lengths = [max(1, *of) for of in zip(*drawn.lengths, strict=True)]
+            shape = (
+                f"{len(drawn.lengths)}x{heads[0]}x{heads[1]}x{lengths[0]}x{sum(k for _, k in drawn.lengths)}x{head_dim}"
+            )
+            mask = "causal" if drawn.how["causal"] else "full"
+            problem = Problem.parse(shape, dtype=dtype, mask=mask, varlen=True)
+            window, softcap = drawn.how.get("window"), drawn.how.get("softcap", 0.0)
+            problems.append((with_features(problem, window, softcap), [entry.id]))
+    compile_ahead(implementations_of(STAGES, ()), problems, 0)
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("seed", range(DRAWN))
 def test_any_lengths(stage: str, seed: int) -> None:
-    rng = random.Random(seed)
-    most = rng.choice([3, 70, 300, 2500])
-    lengths = [
-        (rng.choice([0, 1, 64, rng.randint(0, most)]), rng.choice([0, 1, 128, rng.randint(0, most)]))
-        for _ in range(rng.choice([1, 2, 7, 40]))
-    ]
-    how: dict[str, Any] = {"causal": rng.random() < 0.5}
-    if rng.random() < 0.25:
-        how["window"] = (rng.choice([0, 40, 500]), rng.choice([-1, 5, 200]))
-    if rng.random() < 0.25:
-        how["softcap"] = 30.0
-    head_dim = rng.choice(registry.get(stage).head_dims)
-    dtype = rng.choice(["float16", "bfloat16"])
-    packed = Packed([(1, 1), *lengths], heads=(4, rng.choice([1, 2, 4])), head_dim=head_dim, dtype=dtype)
-    out, lse = packed(stage=stage, return_lse=True, check=True, **how)
-    packed.agree(out, lse, **how)
+    drawn = random_calls.packed(seed, registry.get(stage).head_dims)
+    sequences = Packed(drawn.lengths, **drawn.sizes)
+    out, lse = sequences(stage=stage, return_lse=True, check=True, **drawn.how)
+    sequences.agree(out, lse, **drawn.how)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -252,5 +250,5 @@ def test_memory_before_the_tensors_may_be_unmapped(stage: str, head_dim: int, ca
     torch.cuda.synchronize()
     for number in (0, 20, 40, len(lengths) - 1):
         rows = slice(*ends[number : number + 2].tolist())
-        wanted, _ = _right(q[rows], k[rows], v[rows], causal=causal)
+        wanted, _ = right(q[rows], k[rows], v[rows], causal=causal)
         torch.testing.assert_close(out[rows].double(), wanted, atol=3e-2, rtol=3e-2)

@@ -1,4 +1,7 @@
-"""Every stage over 1,000 random problems in random places on a GPU: between guards, into poison, held to the oracle."""
+"""Stages over 2,000 random problems in random places on a GPU, with windows, soft caps and decoding among them.
+
+Between guards, into poison, held to the oracle.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from flashlab.run import gpu
 from flashlab.verify.on_cpu import CheckRun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
-COUNT = 1000
+COUNT = 2000
+STAGES = [*registry.STAGES, *registry.DECODE]
 
 
-ASIDE = {"at_random": lambda _: check_stages(random=COUNT, record=False)}
+ASIDE = {"at_random": lambda _: check_stages(STAGES, random=COUNT, record=False)}
 
 
 @pytest.fixture
@@ -30,6 +34,6 @@ def test_random_shapes_and_strides(at_random: CheckRun) -> None:
     assert not wrong, f"{len(wrong)} of {len(found.rows)}:\n" + "\n".join(wrong[:20])
     assert len({(row.problem, row.layout) for row in found.rows}) == COUNT
     passed = Counter(row.stage for row in found.rows if row.status == "ok")
-    for stage in registry.STAGES.values():
+    for stage in map(registry.get, STAGES):
         if gpu.info().arch in stage.archs:
-            assert passed[stage.id] >= COUNT * len(stage.dtypes) // 4, stage.id
+            assert passed[stage.id] >= COUNT * len(stage.dtypes) // 10, stage.id

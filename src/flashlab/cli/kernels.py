@@ -160,7 +160,7 @@ def check(
         list[str] | None, typer.Option(help="CPU: order of warps, ascending, descending or seeded:N; may be repeated.")
     ] = None,
     races: Annotated[bool, typer.Option("--races", help="CPU: look for races and bad accesses too; slower.")] = False,
-    random: Annotated[int, typer.Option(min=0, help="So many random problems and layouts, instead.")] = 0,
+    random: Annotated[int, typer.Option(min=0, help="So many random problems, features and layouts, instead.")] = 0,
     suite: Annotated[
         str | None, typer.Option(help="flash-attention: the forward cases of its own tests, by its rule, instead.")
     ] = None,
@@ -200,12 +200,16 @@ def check(
     if random and (length or dtype or mask):
         raise ParameterError("--random: wanted no --length, --dtype or --mask beside it, since it draws them itself")
     if (random or suite) and (window or softcap):
-        raise ParameterError("--window, --softcap: wanted no --random or --suite, whose problems have neither")
+        raise ParameterError(
+            "--window, --softcap: wanted no --random, which draws them itself, or --suite, whose problems have neither"
+        )
     if resume and not record:
         raise ParameterError("--resume: wanted --record, whose file it goes on in, got none")
     if on == "cpu" and record:
         raise ParameterError("--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu")
     chosen = _chosen(stage_ids, dead_ends)
+    if random and not (stage_ids or dead_ends):
+        chosen += registry.DECODE
     for name in chosen if stage_ids else ():
         for fault in registry.faults(registry.parse(name)[0]):
             say(f"{name}: {fault}")

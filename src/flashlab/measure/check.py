@@ -97,7 +97,7 @@ def check_stages(
             return CheckRun(None, ())
     with ThreadPoolExecutor(1) as aside:
         built = aside.submit(build_all, implementations(stage_ids, sources), wanted) if emulate else None
-        compile_ahead(named, [(case.problem, case.names) for case in wanted], options.device, aligned=(True, False))
+        compile_ahead(named, [(case.launched, case.names) for case in wanted], options.device, aligned=(True, False))
         if built:
             built.result()
     with tempfile.TemporaryDirectory() as nowhere, Book(options.data if record else Path(nowhere), folder) as book:

@@ -20,7 +20,7 @@ from flashlab.record.schema import RUN
 KINDS: Mapping[str, str] = {
     "runs": "flashlab bench",
     "checks": "flashlab check --record",
-    "random": "flashlab check --random 1000 --record",
+    "random": "flashlab check --random 2000 --record",
     "sanitizer": "python scripts/sanitize.py",
     "tuning": "flashlab tune",
 }

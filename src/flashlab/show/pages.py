@@ -72,7 +72,7 @@ WRITTEN_ABOUT, _ITS_NAME = "nvidia-h200", "H200"
 _CONCLUDING = ("04_roofline", "06_cycle_model")
 """Notebooks whose text draws conclusions from that GPU's numbers."""
 NO_CHECKS = (
-    "*No such comparison is on record yet: `flashlab check --random 1000 --record` and `flashlab check --record` on a "
+    "*No such comparison is on record yet: `flashlab check --random 2000 --record` and `flashlab check --record` on a "
     "GPU make them.*"
 )
 NO_SANITIZER = "*No such run is on record yet: `python scripts/sanitize.py` on a GPU with compute-sanitizer makes one.*"

@@ -21,6 +21,7 @@ from flashlab.core.inputs import NORMAL, SCALE8, drawn
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, UNLIMITED, Problem, Window
 from flashlab.kernels.registry import Stage
 from flashlab.record.schema import Verdict
+from flashlab.run.plan import with_features
 from flashlab.verify.verdict import (
     FLASH_ATTENTION_LENGTHS,
     HOSTILE,
@@ -72,6 +73,11 @@ class Case:
         """Whether every row starts on a 16-byte boundary."""
         steps = re.findall(r"[+@](\d+)", self.layout)  # of a random layout
         return "misaligned" not in self.layout and all(int(n) * BYTES_PER_ELEMENT % 16 == 0 for n in steps)
+
+    @property
+    def launched(self) -> Problem:
+        """The problem as a call runs it, without a window that hides no key: it decides the machine code."""
+        return with_features(self.problem, self.problem.window, self.problem.softcap)
 
     @property
     def detectable(self) -> bool:
@@ -190,8 +196,8 @@ def chosen_cases(
 
     Where lengths, layouts, inputs and schedules are left open, those of `default_cases` or `default_cases_on_cpu`.
     Where one of them is given, every combination: by default of all hostile lengths, every layout (on a CPU for long
-    problems the first alone), normal inputs, and the first schedule. `random` replaces lengths, masks, types, layouts
-    and head dims by so many `random_cases`, `suite` by the cases of one of `SUITES`.
+    problems the first alone), normal inputs, and the first schedule. `random` replaces lengths, masks, types, layouts,
+    head dims and features by so many `random_cases`, `suite` by the cases of one of `SUITES`.
 
     Raises:
         ParameterError: what was asked for does not exist.
@@ -349,8 +355,11 @@ def flash_attention_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) ->
     ]
 
 
-_LONGEST = 1500
-_EDGES = (1, 2, 3, 7, 8, 9, *(n + d for n in (16, 32, 64, 128, 192, 256, 384, 512, 1024) for d in (-1, 0, 1)))
+_LONGEST, _MOST_KEYS = 1500, 1 << 16
+_FEW_ROWS = 16
+"""A tile of queries in a decoder: fewer rows of a K/V head cost as much."""
+_TILES = (16, 32, 64, 128, 192, 256, 384, 512, 1024, 4096, 16384)
+_EDGES = (1, 2, 3, 7, 8, 9, *(n + d for n in _TILES for d in (-1, 0, 1)))
 """Lengths at which tiles begin and end."""
 GPU_SCORES, CPU_SCORES = 1 << 22, 1 << 15
 """Scores of a random problem at most: what a GPU checks in milliseconds, and a CPU emulates in a second."""
@@ -367,8 +376,10 @@ def random_cases(
     """`count` problems drawn with `seed`, each in a layout of its own, of `max_scores` scores at most.
 
     Lengths are 1 to 1500, many of them at the edges of tiles, those of queries and keys independent of one another; so
-    are the places of the four tensors: order of the dimensions, gaps, addresses, heads that share their memory. Kinds
-    of inputs follow one another.
+    are the places of the four tensors: order of the dimensions, gaps, addresses, heads that share their memory. Where
+    stages take few query rows alone, half of the problems have few, and as many keys as `max_scores` leaves them. Where
+    stages take windows and soft caps, half have some: since each is machine code of its own, a seed tries them under
+    one mask a head dim and type, the next seed under the other. Kinds of inputs follow one another.
 
     Raises:
         ParameterError: no stage, or no case asked for, or inputs that are not drawn.
@@ -379,11 +390,21 @@ def random_cases(
     rng = np.random.default_rng(seed)
     dtypes = sorted({dtype for stage in able.values() for dtype in stage.dtypes})
     dims = _head_dims(able)
-    heads = [(b, g * h, h) for b in (1, 2, 3) for g in (1, 2, 3, 4) for h in (1, 2, 3)]
+    limits = sorted({stage.max_rows or 0 for stage in able.values()})
+    features = sorted({feature for stage in able.values() for feature in stage.features} - {"varlen"})
+    sets = [one for size in range(1, len(features) + 1) for one in itertools.combinations(features, size)]
+    heads = [(b, g * h, h) for b in (1, 2, 3) for g in (1, 2, 3, 4, 8) for h in (1, 2, 3)]
     drawn_cases: list[Case] = []
     while len(drawn_cases) < count:
-        q_len, kv_len = (_random_length(rng) for _ in range(2))
-        fitting = [(b, q, kv) for b, q, kv in heads if b * q * q_len * kv_len <= max_scores]
+        rows = limits[int(rng.integers(len(limits)))]
+        q_len = _random_length(rng, rows or _LONGEST)
+        kv_len = _random_length(rng, min(_MOST_KEYS, max_scores // _FEW_ROWS) if rows else _LONGEST)
+        fitting = [
+            (b, q, kv)
+            for b, q, kv in heads
+            if b * max(q * q_len, kv * _FEW_ROWS if rows else 0) * kv_len <= max_scores
+            and (not rows or q // kv * q_len <= rows)
+        ]
         if not fitting:
             continue
         batch, q_heads, kv_heads = fitting[int(rng.integers(len(fitting)))]
@@ -398,16 +419,28 @@ def random_cases(
             mask=rng.choice(MASKS).item(),
             inputs=kinds[len(drawn_cases) % len(kinds)],
         )
+        if sets and rng.random() < 0.5:
+            which = int(rng.integers(len(sets)))
+            turn = seed + which + dims.index(problem.head_dim) + dtypes.index(problem.dtype)
+            window = _random_window(rng, max(q_len, kv_len))
+            values: dict[str, Any] = {"window": window, "softcap": float(rng.choice(SOFTCAPS))}
+            problem = replace(problem, mask=MASKS[turn % len(MASKS)], **{name: values[name] for name in sets[which]})
         names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
         if names:
             drawn_cases.append(Case(problem, _random_layout(rng), names))
     return drawn_cases
 
 
-def _random_length(rng: np.random.Generator) -> int:
+def _random_length(rng: np.random.Generator, longest: int = _LONGEST) -> int:
     if rng.random() < 0.5:
-        return int(rng.choice(_EDGES))
-    return int(math.exp(rng.uniform(0, math.log(_LONGEST + 1))))
+        return int(rng.choice([edge for edge in _EDGES if edge <= longest]))
+    return int(math.exp(rng.uniform(0, math.log(longest + 1))))
+
+
+def _random_window(rng: np.random.Generator, length: int) -> Window:
+    """Open to one side, or closed to both; now and then a side is a query's own key, or wider than the sequence."""
+    left, right = (0 if rng.random() < 0.2 else _random_length(rng, 2 * length) for _ in range(2))
+    return ((left, right), (left, UNLIMITED), (left, UNLIMITED), (UNLIMITED, right))[int(rng.integers(4))]
 
 
 def _random_layout(rng: np.random.Generator) -> str:

@@ -95,7 +95,7 @@ _Build = tuple[str, bool]
 
 def _variant(chosen: Implementation, case: Case) -> Variant:
     how = {"aligned": case.aligned, "overrides": chosen.overrides, "source": chosen.source}
-    return Variant.of(chosen.stage, case.problem, **how)
+    return Variant.of(chosen.stage, case.launched, **how)
 
 
 def build_all(
