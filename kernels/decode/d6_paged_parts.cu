@@ -176,29 +176,34 @@ attention_d6_paged_parts(const __grid_constant__ AttentionParams p, const __grid
   // Each warp adds up the steps of one tile of every sequence for itself, each lane those of some that follow each other.
   const int lane_batch = (p.batch + WARP - 1) / WARP;
   const int lane_first = min(lane * lane_batch, p.batch), lane_last = min(lane_first + lane_batch, p.batch);
-  const int steps_of_first = steps_of(keys_of(0));
-  bool same = keep_whole;
+  int lane_keys = 0, lane_steps_of_first = 0;   // of the lane's first sequence
+  bool same = keep_whole, cut = false;
   unsigned long long lane_steps = 0;
-#pragma unroll 4
+#pragma unroll 1
   for (int batch = lane_first; batch < lane_last; ++batch) {
-    const int length = cache.lengths[batch], steps = steps_of(cut_length(p, length));
-    if (length != cut_length(p, length) && cache.faults) atomicAdd(&cache.faults[1], 1u);
-    same &= steps == steps_of_first;
+    const int length = cache.lengths[batch], keys = cut_length(p, length), steps = steps_of(keys);
+    if (batch == lane_first) lane_keys = keys, lane_steps_of_first = steps;
+    same &= steps == lane_steps_of_first;
+    cut |= length != keys;
     lane_steps += steps;
   }
-  unsigned long long share = 0;
+  if (cut && cache.faults) atomicAdd(&cache.faults[1], 1u);
+  const int steps_of_first = __shfl_sync(FULL_WARP, lane_steps_of_first, 0);
+  same &= lane_first == lane_last || lane_steps_of_first == steps_of_first;
+  unsigned long long share = 0, through = lane_steps;   // from the first sequence to the lane's last
   if (KEEP_TILES_WHOLE && __all_sync(FULL_WARP, same)) {   // steps without keys fill up the last share of a tile
     const int blocks = min(tile_blocks, max(1, steps_of_first / WARPS));
     const int block_steps = (steps_of_first + blocks - 1) / blocks;
     share = static_cast<unsigned long long>(block_steps) * block_tiles;
     whole_steps = block_steps * blocks;
     lane_steps = static_cast<unsigned long long>(lane_last - lane_first) * whole_steps;
-  }
-  unsigned long long through = lane_steps;   // this lane's last sequence, from the first one on
+    through = static_cast<unsigned long long>(lane_last) * whole_steps;
+  } else {
 #pragma unroll
-  for (int distance = 1; distance < WARP; distance *= 2) {
-    const unsigned long long before = __shfl_up_sync(FULL_WARP, through, distance);
-    if (lane >= distance) through += before;
+    for (int distance = 1; distance < WARP; distance *= 2) {
+      const unsigned long long before = __shfl_up_sync(FULL_WARP, through, distance);
+      if (lane >= distance) through += before;
+    }
   }
   const unsigned long long num_steps = __shfl_sync(FULL_WARP, through, WARP - 1) * seq_tiles;
   if (share == 0) share = max((num_steps + num_blocks - 1) / num_blocks, static_cast<unsigned long long>(WARPS));
@@ -207,7 +212,7 @@ attention_d6_paged_parts(const __grid_constant__ AttentionParams p, const __grid
   if (block_steps == 0) return;   // shares are rounded up
   const int owner = __ffs(__ballot_sync(FULL_WARP, through * seq_tiles > first)) - 1;
   unsigned long long rest = first - __shfl_sync(FULL_WARP, through - lane_steps, owner) * seq_tiles;
-  int first_batch = owner * lane_batch, first_keys = keys_of(first_batch);
+  int first_batch = owner * lane_batch, first_keys = __shfl_sync(FULL_WARP, lane_keys, owner);
   while (rest >= seq_steps_of(first_keys)) {
     rest -= seq_steps_of(first_keys);
     first_keys = keys_of(++first_batch);
