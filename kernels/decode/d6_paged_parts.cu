@@ -29,7 +29,6 @@ constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // that a warp has looked u
 constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
 constexpr int PARTS_AT_ONCE = 16;                    // of a tile, whose loads are under way together
-constexpr bool KEEP_TILES_WHOLE = WHOLE_TILES && HEAD_DIM < 256;   // there no register is left for it
 constexpr unsigned KEY_COUNTS = 64;                  // more than there are keys in a step, and so numbers of them
 constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
@@ -159,7 +158,7 @@ attention_d6_paged_parts(const __grid_constant__ AttentionParams p, const __grid
   const int block_tiles = (num_tiles + num_blocks - 1) / num_blocks;
   const int tile_blocks = max(1, num_blocks / num_tiles);
   const bool keep_whole =
-      KEEP_TILES_WHOLE && num_tiles % block_tiles == 0 && num_tiles / block_tiles * tile_blocks * 16 >= num_blocks * 15;
+      WHOLE_TILES && num_tiles % block_tiles == 0 && num_tiles / block_tiles * tile_blocks * 16 >= num_blocks * 15;
 
   ptx::griddepcontrol_wait();   // all inputs may come from the kernel before this one, and it may still use O and the workspace
 
@@ -168,7 +167,7 @@ attention_d6_paged_parts(const __grid_constant__ AttentionParams p, const __grid
   // A tile without keys has a step for the sake of the block that writes its zeros.
   int whole_steps = 0;   // of every tile, where shares keep to tiles
   const auto steps_of = [&](int keys) {
-    if (KEEP_TILES_WHOLE && whole_steps > 0) return whole_steps;
+    if (WHOLE_TILES && whole_steps > 0) return whole_steps;
     return max(1, (keys + STEP_KEYS - 1) / STEP_KEYS - first_key(of_length(p, keys), 0) / STEP_KEYS);
   };
   const auto keys_of = [&](int batch) { return cut_length(p, cache.lengths[batch]); };
@@ -191,7 +190,7 @@ attention_d6_paged_parts(const __grid_constant__ AttentionParams p, const __grid
   const int steps_of_first = __shfl_sync(FULL_WARP, lane_steps_of_first, 0);
   same &= lane_first == lane_last || lane_steps_of_first == steps_of_first;
   unsigned long long share = 0, through = lane_steps;   // from the first sequence to the lane's last
-  if (KEEP_TILES_WHOLE && __all_sync(FULL_WARP, same)) {   // steps without keys fill up the last share of a tile
+  if (WHOLE_TILES && __all_sync(FULL_WARP, same)) {   // steps without keys fill up the last share of a tile
     const int blocks = min(tile_blocks, max(1, steps_of_first / WARPS));
     const int block_steps = (steps_of_first + blocks - 1) / blocks;
     share = static_cast<unsigned long long>(block_steps) * block_tiles;
