@@ -16,11 +16,15 @@ from flashlab.build import compiler
 from flashlab.core import errors
 from flashlab.core.problem import DTYPES, MASKS, DType, Problem
 from flashlab.kernels import registry
+from flashlab.run import emulator, paged
 from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
 from flashlab.verify.verdict import check
 
+SHARES = "d6_paged_parts"
+READY = "d5_ready_parts"
+every_stage = pytest.mark.parametrize("stage", [STAGE, SHARES])
 GARBAGE = -7
 """In entries of the page table that no key needs."""
 
@@ -71,28 +75,81 @@ def _right(q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
         return np.where(total > 0, weights @ v / total, 0.0), (np.log(total) + np.where(total > 0, top, 0))[..., 0]
 
 
-@needs_compiler
-@pytest.mark.parametrize(
-    ("page_size", "q_len", "causal", "head_dim"),
-    [(1, 1, True, 64), (4, 3, True, 64), (16, 2, False, 64), (128, 5, True, 64), (4, 3, True, 256)],
-)
-def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool, head_dim: int) -> None:
-    cache = Cache((0, 37, 290, 1), page_size, head_dim=head_dim)
-    q = np.random.default_rng(q_len).standard_normal((4, 8, q_len, head_dim)).astype(np.float16)
-    out, lse = flashlab.paged_attention(q, cache.K, cache.V, cache.table, cache.lengths, causal=causal, return_lse=True)
+def _refuse_wrong(cache: Cache, q: Any, stage: str, causal: bool = True) -> None:
+    out, lse = flashlab.paged_attention(
+        q, cache.K, cache.V, cache.table, cache.lengths, causal=causal, return_lse=True, stage=stage
+    )
     for row, (k, v) in enumerate(cache.keys):
         expected, expected_lse = _right(q[row], k, v, causal)
         assert np.abs(out[row] - expected).max() < 2e-3
         assert np.array_equal(np.isneginf(lse[row]), np.isneginf(expected_lse))
         assert np.allclose(lse[row], expected_lse, atol=1e-3)
-    assert (out[0] == 0).all()
+    assert (out[cache.lengths == 0] == 0).all()
 
 
 @needs_compiler
+@every_stage
+@pytest.mark.parametrize(
+    ("page_size", "q_len", "causal", "head_dim"),
+    [(1, 1, True, 64), (4, 3, True, 64), (16, 2, False, 64), (128, 5, True, 64), (4, 3, True, 256)],
+)
+def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool, head_dim: int, stage: str) -> None:
+    cache = Cache((0, 37, 290, 1), page_size, head_dim=head_dim)
+    q = np.random.default_rng(q_len).standard_normal((4, 8, q_len, head_dim)).astype(np.float16)
+    _refuse_wrong(cache, q, stage, causal)
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 3, 8, 13, 40])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        (300, 300, 300, 300),  # as many steps each: shares keep to tiles, but with 3 and 13 blocks
+        (289, 304, 300, 290),  # likewise, of other lengths
+        (40, 40),  # fewer steps than warps in a share
+        (0, 0, 0),
+        (1000, *(5,) * 20),
+        (*range(70), 400),  # more sequences than a warp has lanes, and than there are blocks
+    ],
+    ids=lambda lengths: f"{len(lengths)}x{lengths[-1]}",
+)
+def test_shares_fall_anywhere_on_sequences(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], blocks: int
+) -> None:
+    """Right, without races, and the workspace is back at 0."""
+    works, reports, build, launch = [], [], emulator.build_stage, emulator.launch
+    monkeypatch.setattr(paged, "CPU_RESIDENT_BLOCKS", blocks)
+    monkeypatch.setattr(emulator, "build_stage", lambda variant, hooks: build(variant, hooks=True))
+    monkeypatch.setattr(emulator, "launch", lambda *args, **how: reports.append(launch(*args, **how)))
+    monkeypatch.setattr(paged, "_work_on_cpu", lambda *_: works.append(np.zeros(1 << 19, np.uint32)) or works[-1])
+    q = np.random.default_rng(blocks).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
+    _refuse_wrong(Cache(lengths, 16), q, SHARES)
+    assert [report.findings for report in reports] == [()]
+    assert not works[0].any()
+
+
+@needs_compiler
+def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph's replays have it: the grid is fixed, the lengths are not."""
+    work = np.zeros(1 << 19, np.uint32)
+    monkeypatch.setattr(paged, "_work_on_cpu", lambda *_: work)
+    monkeypatch.setattr(paged, "CPU_RESIDENT_BLOCKS", 11)
+    cache = Cache((600, 40, 333), 16)
+    whole = list(cache.keys)
+    q = np.random.default_rng(1).standard_normal((3, 8, 1, 64)).astype(np.float16)
+    for lengths in ((600, 40, 333), (0, 40, 1), (33, 33, 33), (600, 1, 0)):
+        cache.lengths[:] = lengths
+        cache.keys = [tuple(x[:, :n] for x in pair) for pair, n in zip(whole, lengths, strict=True)]
+        _refuse_wrong(cache, q, SHARES)
+        assert not work.any()
+
+
+@needs_compiler
+@every_stage
 @pytest.mark.parametrize(
     ("page_size", "q_len", "left", "softcap"), [(1, 1, 20, 0.0), (4, 3, 15, 5.0), (128, 2, 40, 0.0)]
 )
-def test_a_window_reads_no_page_before_it(page_size: int, q_len: int, left: int, softcap: float) -> None:
+def test_a_window_reads_no_page_before_it(page_size: int, q_len: int, left: int, softcap: float, stage: str) -> None:
     """Engines give such pages away: their numbers are none, and what they hold is somebody else's."""
     cache = Cache((37, 290, 5), page_size)
     q = np.random.default_rng(q_len).standard_normal((3, 4, q_len, 64)).astype(np.float16)
@@ -103,7 +160,7 @@ def test_a_window_reads_no_page_before_it(page_size: int, q_len: int, left: int,
             cache.K[cache.table[row, page]] = cache.V[cache.table[row, page]] = np.nan
             cache.table[row, page] = GARBAGE
     assert given_away
-    how: dict[str, Any] = {"window": (left, None), "softcap": softcap}
+    how: dict[str, Any] = {"window": (left, None), "softcap": softcap, "stage": stage}
     out, lse = flashlab.paged_attention(q, cache.K, cache.V, cache.table, cache.lengths, return_lse=True, **how)
     for row, pair in enumerate(cache.keys):
         k, v = (x[None] for x in pair)
@@ -196,11 +253,17 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
         ({"lengths": np.zeros((2, 1), np.int32)}, errors.ShapeError, r"lengths: wanted \(batch,\)"),
         ({"page_table": np.zeros((4, 2), np.int32).T}, errors.LayoutError, "page_table: wanted a contiguous last"),
         ({"k_cache": np.zeros((9, 2, 12, 64), np.float16)}, errors.ShapeError, "wanted .* of both, got shapes"),
+        (
+            {name: np.zeros((1, 1 << 16, 1, 64), np.float16) for name in ("k_cache", "v_cache")},
+            errors.ShapeError,
+            "at most 65535 K/V heads, got 65536",
+        ),
         ({"q": np.zeros((2, 4, 33, 64), np.float16)}, errors.UnsupportedError, "at most 64 query rows"),
         ({"q": np.zeros((2, 3, 1, 64), np.float16)}, errors.ShapeError, "multiple of kv_heads"),
         ({"q": np.zeros((2, 4, 1, 64), np.float32)}, errors.DTypeError, "wanted float16"),
         ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a finite number"),
         ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
+        ({"stage": READY}, errors.UnknownStageError, f"reads a cache in pages, {STAGE} or {SHARES}, got '{READY}'"),
     ],
 )
 def test_what_is_off_is_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -217,13 +280,16 @@ def test_what_is_off_is_refused(change: dict[str, Any], error: type[Exception], 
         flashlab.paged_attention(**call)
 
 
+@every_stage
 @pytest.mark.parametrize("page_size", registry.get(STAGE).params["PAGE_SIZE"].choices)
-def test_there_is_code_for_every_page_size(page_size: int) -> None:
+def test_there_is_code_for_every_page_size(page_size: int, stage: str) -> None:
     """At one key a page and head dim 256 registers spill."""
     for dtype in DTYPES:
         for mask in MASKS:
             problem = Problem.parse("1x8x1x1x300x256", dtype=dtype, mask=mask)
-            job = job_of(problem, "sm_90a", {"aligned": True, "overrides": {"PAGE_SIZE": page_size}})
+            job = job_of(
+                registry.get(stage), problem, "sm_90a", {"aligned": True, "overrides": {"PAGE_SIZE": page_size}}
+            )
             assert compiler.compile_stage(job).parameters["PAGE_SIZE"] == page_size
 
 
@@ -235,10 +301,11 @@ def test_pages_are_of_a_power_of_two() -> None:
 
 
 @needs_compiler
+@every_stage
 @pytest.mark.parametrize("page_size", [1, 8, 64])
-def test_as_a_stage_it_is_right_and_without_races(page_size: int) -> None:
+def test_as_a_stage_it_is_right_and_without_races(page_size: int, stage: str) -> None:
     checked = on_cpu.check_on_cpu(
-        [f"{STAGE}[PAGE_SIZE={page_size},SPLITS=2]"],
+        [f"{stage}[PAGE_SIZE={page_size}{',SPLITS=2' if stage == STAGE else ''}]"],
         lengths=[(1, 1), (2, 17), (1, 300)],
         layouts=("contiguous", "misaligned"),
         masks=("causal",),

@@ -12,9 +12,12 @@ struct PagedCache {
   unsigned* faults;        // counts [0] page numbers that are none, [1] lengths below 0 or beyond the table; null where nobody asks
 };
 
-// Keys of a sequence: a length beyond the table is cut down to it.
+// A length within the table: one beyond is cut down to it.
+__device__ __forceinline__ int cut_length(const AttentionParams& p, int length) { return max(0, min(length, p.kv_len)); }
+
+// Keys of a sequence.
 __device__ __forceinline__ int cached_keys(const AttentionParams& p, const PagedCache& cache, int batch) {
-  const int length = cache.lengths[batch], most = max(0, min(length, p.kv_len));
+  const int length = cache.lengths[batch], most = cut_length(p, length);
   if (length != most && cache.faults && threadIdx.x == 0) atomicAdd(&cache.faults[1], 1u);
   return most;
 }

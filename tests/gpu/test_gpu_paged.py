@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,16 +15,18 @@ from flashlab.core.errors import InputError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.run import gpu
-from flashlab.run.paged import STAGE, job_of
+from flashlab.run.paged import job_of
 from flashlab.run.plan import with_features
 
+STAGES = ("d1_paged_kv", "d6_paged_parts")
+every_stage = pytest.mark.parametrize("stage", STAGES)
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def able() -> None:
-    stage = registry.get(STAGE)
+    stage = registry.get(STAGES[0])
     if gpu.info().arch not in stage.archs:
         pytest.skip(f"needs {stage.needs}")
 
@@ -52,29 +55,30 @@ DRAWN = 500
 def compiled() -> None:
     """What the drawn calls run, on all cores."""
     jobs = {}
-    for seed in range(DRAWN):
-        drawn = random_calls.paged(seed, registry.get(STAGE).head_dims)
+    for seed, stage in itertools.product(range(DRAWN), map(registry.get, STAGES)):
+        drawn = random_calls.paged(seed, stage.head_dims)
         page_size, kv_heads, head_dim, dtype = drawn.sizes.values()
         width = -(-max(drawn.lengths) // page_size) * page_size
         heads, rows = drawn.queries
         shape = f"{len(drawn.lengths)}x{heads}x{kv_heads}x{rows}x{width}x{head_dim}"
         problem = Problem.parse(shape, dtype=dtype, mask="causal" if drawn.how["causal"] else "full")
         problem = with_features(problem, drawn.how.get("window"), drawn.how.get("softcap", 0.0))
-        job = job_of(problem, gpu.info().arch, {"aligned": True, "overrides": {"PAGE_SIZE": page_size}})
+        job = job_of(stage, problem, gpu.info().arch, {"aligned": True, "overrides": {"PAGE_SIZE": page_size}})
         jobs[job.label] = job
     compiler.compile_many(list(jobs.values()))
 
 
 @pytest.mark.usefixtures("compiled")
+@every_stage
 @pytest.mark.parametrize("seed", range(DRAWN))
-def test_any_page_table_and_lengths(seed: int) -> None:
+def test_any_page_table_and_lengths(seed: int, stage: str) -> None:
     torch.manual_seed(seed)
-    drawn = random_calls.paged(seed, registry.get(STAGE).head_dims)
+    drawn = random_calls.paged(seed, registry.get(stage).head_dims)
     page_size, kv_heads, head_dim, dtype = drawn.sizes.values()
     *cache, keys = _cache(drawn.lengths, page_size, kv_heads, head_dim, getattr(torch, dtype))
     heads, rows = drawn.queries
     q = torch.randn(len(drawn.lengths), heads, rows, head_dim, device="cuda").to(getattr(torch, dtype))
-    out, lse = flashlab.paged_attention(q, *cache, return_lse=True, check=True, **drawn.how)
+    out, lse = flashlab.paged_attention(q, *cache, return_lse=True, check=True, stage=stage, **drawn.how)
     assert (out[0] == 0).all()
     assert torch.isneginf(lse[0]).all()
     within = dict.fromkeys(("atol", "rtol"), 4e-3 if dtype == "float16" else 3e-2)
@@ -85,15 +89,33 @@ def test_any_page_table_and_lengths(seed: int) -> None:
         torch.testing.assert_close(lse[row].double(), expected_lse, atol=5e-3, rtol=5e-3)
 
 
-def test_a_graph_replays_with_other_lengths_and_pages() -> None:
+@every_stage
+@pytest.mark.parametrize("lengths", [[4000], [8192] * 4, [9000] + [20] * 30, [*range(1, 301)]], ids=len)
+def test_shares_of_one_call_after_another(lengths: list[int], stage: str) -> None:
+    """A launch finds the workspace as the one before it, of other lengths, left it, and may begin while that ends."""
+    *cache, keys = _cache(lengths, 16, 2, 128, torch.float16)
+    q = torch.randn(len(lengths), 8, 1, 128, device="cuda").half()
+    least = torch.zeros_like(cache[-1])
+    outs = [flashlab.paged_attention(q, *cache[:3], kept, stage=stage) for kept in (cache[-1], least, cache[-1]) * 8]
+    for out in outs[1::3]:
+        assert (out == 0).all()
+    for out in outs[::3] + outs[2::3]:
+        assert torch.equal(out, outs[0])
+    for row, pair in enumerate(keys):
+        alone = [x[0].transpose(0, 1) for x in (q[row : row + 1], *pair)]
+        assert (outs[0][row].double() - right(*alone, causal=True)[0].transpose(0, 1)).abs().max() < 2e-3
+
+
+@every_stage
+def test_a_graph_replays_with_other_lengths_and_pages(stage: str) -> None:
     *cache, keys = _cache([700, 90], 16, 4, 128, torch.float16)
     q = torch.randn(2, 8, 1, 128, device="cuda").half()
     lengths = cache[-1]
-    flashlab.paged_attention(q, *cache)
+    flashlab.paged_attention(q, *cache, stage=stage)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = flashlab.paged_attention(q, *cache)
+        out = flashlab.paged_attention(q, *cache, stage=stage)
     for shorter in (0, 33, 80):
         lengths.copy_(torch.tensor([700 - shorter, 90 - shorter], dtype=torch.int32))
         graph.replay()
@@ -105,15 +127,16 @@ def test_a_graph_replays_with_other_lengths_and_pages() -> None:
             assert (out[row].double() - expected.transpose(0, 1)).abs().max() < 2e-3
 
 
-def test_faults_are_counted_and_harm_nothing() -> None:
+@every_stage
+def test_faults_are_counted_and_harm_nothing(stage: str) -> None:
     *cache, _ = _cache([700, 90], 16, 4, 128, torch.float16)
     q = torch.randn(2, 8, 1, 128, device="cuda").half()
     table, lengths = cache[2], cache[3]
     kept = table.clone()
     table[0, 3] = 10**9
     with pytest.raises(InputError, match="page numbers of 0 to"):
-        flashlab.paged_attention(q, *cache, check=True)
-    assert not flashlab.paged_attention(q, *cache).isnan().any()
+        flashlab.paged_attention(q, *cache, check=True, stage=stage)
+    assert not flashlab.paged_attention(q, *cache, stage=stage).isnan().any()
     table[0, 700 // 16] = -1  # the page that the next key goes to
     new = torch.ones(2, 4, 1, 128, device="cuda").half()
     pool = cache[0].clone()
@@ -125,4 +148,4 @@ def test_faults_are_counted_and_harm_nothing() -> None:
     with pytest.raises(InputError, match="lengths: wanted 0 to"):
         flashlab.append_kv(*cache[:2], new, new, table, lengths, check=True)
     with pytest.raises(InputError, match="lengths of 0 to"):
-        flashlab.paged_attention(q, *cache, check=True)
+        flashlab.paged_attention(q, *cache, check=True, stage=stage)

@@ -4,8 +4,8 @@ A cache is two pools of pages, K and V, (num_pages, kv_heads, page_size, head_di
 sequence) of page numbers in the order of a sequence's keys; and the lengths, (batch,), keys of each sequence. Table and
 lengths are int32 and stay on the device: a sequence that grows needs no new launch plan, and a CUDA graph replays.
 
-As the runner of d1_paged_kv (`attention._runner`) it also runs that stage on the keys and values of any problem: it
-copies them into pages in a random order. So the stage is checked and measured like all others.
+As the runner of the stages that read such a cache (`attention._runner`) it also runs them on the keys and values of any
+problem: it copies them into pages in a random order. So they are checked and measured like all others.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import DTypeError, InputError, LayoutError, ShapeError
+from flashlab.core.errors import DTypeError, InputError, LayoutError, ShapeError, UnknownStageError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
+from flashlab.kernels.registry import Stage
 from flashlab.run import arrays, emulator, gpu, recipes
 from flashlab.run.arguments import (
     CPU_RESIDENT_BLOCKS,
@@ -28,7 +29,9 @@ from flashlab.run.arguments import (
     AttentionParams,
     grid_for,
     params_for,
+    resident_blocks,
     splits_for,
+    workspace,
 )
 from flashlab.run.arrays import DeviceArray, TorchCopies, contiguous_strides
 from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow, with_features
@@ -37,8 +40,11 @@ if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
 
 STAGE = "d1_paged_kv"
+"""What runs where no stage is named."""
 _FAULTS = 2
 """Counters of a launch: page numbers that are none, lengths below 0 or beyond the page table."""
+_MOST_HEADS = 65535
+"""K/V heads: what a grid has room for, and d6_paged_parts for their numbers."""
 _GARBAGE = 0x7FFF
 """The bits of a NaN in either element type: what a page holds where it holds no key."""
 
@@ -72,6 +78,7 @@ def paged_attention(
     out: Any | None = None,
     return_lse: bool = False,
     stream: Any | None = None,
+    stage: str = STAGE,
     params: Mapping[str, int] | None = None,
     check: bool = False,
 ) -> Any:
@@ -98,7 +105,8 @@ def paged_attention(
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: as `flashlab.attention` takes it.
-        params: tunables of d1_paged_kv, by name.
+        stage: the id of one that reads a cache in pages: d1_paged_kv or d6_paged_parts.
+        params: the stage's tunables, by name.
         check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
             such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
             both are refused always.
@@ -107,13 +115,14 @@ def paged_attention(
         The output, or (output, lse).
 
     Raises:
-        InputError: arguments are off (ShapeError, DTypeError, LayoutError, DeviceError, ParameterError).
+        InputError: arguments are off (ShapeError, DTypeError, LayoutError, DeviceError, UnknownStageError,
+            ParameterError).
         UnsupportedError: the kernel does not run this here.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
     # 1, 1.0 and True are one key, and one of them is no scale.
     kinds = (type(causal), type(window), type(softcap), type(scale))
-    asked = (STAGE, causal, window, softcap, scale, kinds, return_lse, check)
+    asked = (stage, causal, window, softcap, scale, kinds, return_lse, check)
     key, addresses, again = recipes.kept((q, k_cache, v_cache, page_table, lengths), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
@@ -127,6 +136,7 @@ def paged_attention(
     out = here.empty(inputs["q"].shape, inputs["q"].dtype) if out is None else out
     lse = here.empty(inputs["q"].shape[:3], "float32") if return_lse else None
     call = _Call(
+        stage=_stage(stage),
         problem=problem,
         views=dict(zip("QKVO", (*inputs.values(), here.view(out, "out")), strict=True)),
         lse=None if lse is None else here.view(lse, "lse"),
@@ -197,6 +207,14 @@ def append_kv(
         cache[pages, :, at % page_size] = new.swapaxes(1, 2)
 
 
+def _stage(name: str) -> Stage:
+    stage = registry.get(name)
+    if stage.runner != __name__:
+        able = [one.id for one in registry.DECODE.values() if one.runner == __name__]
+        raise UnknownStageError(f"stage: wanted one that reads a cache in pages, {' or '.join(able)}, got {name!r}")
+    return stage
+
+
 def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: DeviceArray, causal: bool) -> Problem:
     """The problem of sequences as long as the page table has room for."""
     q, k, v = inputs.values()
@@ -217,6 +235,8 @@ def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: Dev
     sizes = registry.get(STAGE).params["PAGE_SIZE"].choices
     if page_size not in sizes:
         raise ShapeError(f"k_cache: wanted pages of {', '.join(map(str, sizes))} keys, got {page_size}")
+    if kv_heads > _MOST_HEADS:
+        raise ShapeError(f"k_cache: wanted at most {_MOST_HEADS} K/V heads, got {kv_heads}")
     as_sequences = (q.shape[0], kv_heads, table.shape[1] * page_size, head_dim)
     sequences = {name: replace(array, shape=as_sequences) for name, array in inputs.items() if name != "q"}
     problem = problem_of({"q": q, **sequences}, causal)
@@ -232,6 +252,7 @@ def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: Dev
 class _Call:
     """A sound call."""
 
+    stage: Stage
     problem: Problem
     views: Mapping[str, DeviceArray]
     """Q, O, and the pools K and V."""
@@ -264,7 +285,7 @@ class _Call:
 
 
 def _run_on_cpu(call: _Call) -> None:
-    stage, problem = registry.get(STAGE), call.problem
+    stage, problem = call.stage, call.problem
     stage.require(problem)
     _check_on_cpu(call)
     kernel = emulator.build_stage(Variant.of(stage, problem, **call.options), hooks=False)
@@ -272,12 +293,19 @@ def _run_on_cpu(call: _Call) -> None:
     shape = _split(problem, kernel.launch_shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
     arrays = call.views if call.lse is None else {**call.views, "LSE": call.lse}
     pointers = {getattr(AttentionParams, name).offset: _pointer(name, of.owner) for name, of in arrays.items()}
+    grid = _grid(problem, shape, CPU_RESIDENT_BLOCKS, shape.sm_blocks)
+    if shape.persistent:
+        pointers[AttentionParams.work.offset] = emulator.Pointer(array=_work_on_cpu(shape, grid), name="work")
     emulator.launch(
         kernel,
         _emulated(*call.structures, pointers, call.table.owner, call.lengths.owner),
-        grid=grid_for(problem, shape),
+        grid=grid,
         cluster=(shape.cluster, 1, 1),
     )
+
+
+def _work_on_cpu(shape: LaunchShape, grid: tuple[int, int, int]) -> Any:
+    return _numpy().zeros(workspace(shape, grid)[0], "uint32")
 
 
 def _check_on_cpu(call: _Call) -> None:
@@ -298,7 +326,8 @@ def _run_on_gpu(call: _Call, stream: int, *, check: bool) -> recipes.Recipe:
     views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"], call.lse)
     addresses = [0 if view is None else view.pointer for view in views]
     with gpu.context(device):
-        recipes.Slot(recipe, [*addresses, faults.pointer if faults else 0], stream).launch()
+        work = recipes.streams_work(call.views["Q"].owner, recipe, stream)
+        recipes.Slot(recipe, [*addresses, work, faults.pointer if faults else 0], stream).launch()
     if faults:
         call.refuse(list(memoryview(faults.read()).cast("I")))
     return recipe
@@ -319,18 +348,22 @@ def _split(problem: Problem, shape: LaunchShape, sm_count: int, most: int) -> La
     return shape if shape.cluster else replace(shape, cluster=splits_for(problem, shape, sm_count, most))
 
 
+def _grid(problem: Problem, shape: LaunchShape, sms: int, blocks_per_sm: int) -> tuple[int, int, int]:
+    return grid_for(problem, shape, resident_blocks(shape, sms, blocks_per_sm))
+
+
 def _places(params: AttentionParams) -> tuple[int, ...]:
-    """Words of both arguments that hold the addresses of Q, K, V, page table, lengths, O, LSE and faults."""
+    """Words of both arguments that hold the addresses of Q, K, V, page table, lengths, O, LSE, work and faults."""
     cache_at = ctypes.sizeof(params)
-    in_params = {name: getattr(AttentionParams, name).offset for name in ("Q", "K", "V", "O", "LSE")}
+    in_params = {name: getattr(AttentionParams, name).offset for name in ("Q", "K", "V", "O", "LSE", "work")}
     in_cache = {name: cache_at + getattr(PagedCache, name).offset for name in ("page_table", "lengths", "faults")}
     places = in_params | in_cache
-    return tuple(places[name] // 8 for name in ("Q", "K", "V", "page_table", "lengths", "O", "LSE", "faults"))
+    return tuple(places[name] // 8 for name in ("Q", "K", "V", "page_table", "lengths", "O", "LSE", "work", "faults"))
 
 
-def job_of(problem: Problem, arch: str, options: Mapping[str, Any]) -> compiler.Job:
+def job_of(stage: Stage, problem: Problem, arch: str, options: Mapping[str, Any]) -> compiler.Job:
     """The code of a call. The page size is the cache's, so that a kernel whose registers spill is better than none."""
-    return compiler.Job.of(registry.get(STAGE), problem, arch=arch, may_spill=True, **options)
+    return compiler.Job.of(stage, problem, arch=arch, may_spill=True, **options)
 
 
 def _recipe(call: _Call) -> recipes.Recipe:
@@ -339,10 +372,10 @@ def _recipe(call: _Call) -> recipes.Recipe:
     Raises:
         UnsupportedError: the kernel does not run this here; and what compiling and loading raise.
     """
-    stage, problem, q = registry.get(STAGE), call.problem, call.views["Q"]
+    stage, problem, q = call.stage, call.problem, call.views["Q"]
     info = gpu.info(q.device)
     stage.require(problem, info.arch)
-    code = recipes.loaded(job_of(problem, info.arch, call.options), q.device)
+    code = recipes.loaded(job_of(stage, problem, info.arch, call.options), q.device)
     shape = _split(problem, code.shape, info.sm_count, code.most_splits)
     views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"])
     structures = call.structures
@@ -350,9 +383,10 @@ def _recipe(call: _Call) -> recipes.Recipe:
         **recipes.of_layout(views),
         code=code,
         shape=shape,
-        grid=grid_for(problem, shape),
+        grid=_grid(problem, shape, info.sm_count, code.blocks_per_sm),
         structures=structures,
         places=_places(structures[0]),
+        early=stage.early_launch,
     )
 
 
@@ -409,8 +443,8 @@ def _pool(view: DeviceArray, pool: Any, pointer: int) -> DeviceArray:
 
 
 class Passes:
-    """d1_paged_kv on arrays in any layout: keys and values are copied into pages, by torch; again where a torch tensor
-    was written to since."""
+    """A stage on arrays in any layout: keys and values are copied into pages, by torch; again where a torch tensor was
+    written to since."""
 
     def __init__(
         self,
@@ -437,10 +471,13 @@ class Passes:
         pools = {name: _pool(arrays[name], pool, pool.data_ptr()) for name, (pool,) in self._pools.made.items()}
         table = replace(arrays["K"], strides=(self._table.shape[1], 1))
         own, cache = _structures(problem, planned.scale, {**arrays, **pools}, table)
-        own.LSE = params.LSE
+        own.LSE, own.work = params.LSE, params.work
         cache.page_table, cache.lengths = self._table.data_ptr(), self._lengths.data_ptr()
         function = gpu.load(cubin, planned.device)
-        self._launch = recipes.launch_of(function, shape, grid_for(problem, shape), (own, cache), stream)
+        room = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes)
+        grid = _grid(problem, shape, gpu.info(planned.device).sm_count, room)
+        early = planned.stage.early_launch
+        self._launch = recipes.launch_of(function, shape, grid, (own, cache), stream, early=early)
 
     def __call__(self) -> None:
         """Enqueue the kernel. The device's context must be current."""
@@ -449,7 +486,7 @@ class Passes:
 
 
 class EmulatedPasses:
-    """d1_paged_kv on the CPU on arrays in any layout: `arguments` and `grid` are for the kernel."""
+    """A stage on the CPU on arrays in any layout: `arguments` and `grid` are for the kernel."""
 
     def __init__(
         self,
@@ -476,7 +513,7 @@ class EmulatedPasses:
         lengths = np.full((problem.batch,), problem.kv_len, np.int32)
         in_pages = {getattr(AttentionParams, name).offset: _pointer(name, pool) for name, pool in pools.items()}
         self.arguments = _emulated(paged, cache, {**pointers, **in_pages}, table, lengths)
-        self.grid = grid_for(problem, shape)
+        self.grid = _grid(problem, shape, CPU_RESIDENT_BLOCKS, shape.sm_blocks)
 
     def finish(self) -> None:
         """Nothing is left to be done."""

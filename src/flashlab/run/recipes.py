@@ -166,8 +166,7 @@ class Recipe:
             addresses.append(out.data_ptr())
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
         addresses.append(0 if lse is None else lse.data_ptr())
-        if self.shape.persistent:
-            addresses.append(_streams_work(q, self.device, handle, workspace(self.shape, self.grid)))
+        addresses.append(streams_work(q, self, handle))
         try:
             slot = self._idle.pop()
         except IndexError:
@@ -294,6 +293,13 @@ def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> 
         return made
     zeroed = gpu.Zeroed(device, size * WORD_BYTES, stream, counters * WORD_BYTES)
     return zeroed, zeroed.pointer
+
+
+def streams_work(like: Any, recipe: Recipe, stream: int) -> int:
+    """The address of what a recipe's launches on `stream` count in; 0 where they count nothing."""
+    if not recipe.shape.persistent:
+        return 0
+    return _streams_work(like, recipe.device, stream, workspace(recipe.shape, recipe.grid))
 
 
 def _streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
