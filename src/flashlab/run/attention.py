@@ -344,8 +344,7 @@ def prepare(
         check_lse(lse_view, q_view)
     views = _views(inputs, target)
     device = recipe.plan.device
-    words = workspace(recipe.shape, recipe.grid)
-    work, work_pointer = recipes.work_memory(q, device, handle, words) if recipe.shape.persistent else (None, 0)
+    work, work_pointer = recipes.work_memory(q, device, handle, recipe.words) if recipe.shape.persistent else (None, 0)
     counted = gpu.Zeroed(device, len(Fallbacks._fields) * recipes.WORD_BYTES, handle) if count_fallbacks else None
     others = (lse_view.pointer if lse_view else 0, work_pointer, counted.pointer if counted else 0)
     launch = _launch(recipe, views, others, handle)

@@ -264,11 +264,17 @@ def _is_capturing() -> Any:
     return ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(int(address))
 
 
+_DEFAULT_STREAM = -1
+"""No stream's number."""
+
+
 def stream_id(stream: int) -> int | None:
     """What tells a stream of the current context from every other of the process, earlier ones of its handle included.
 
-    None while it is being captured into a graph.
+    None while it is being captured into a graph, which the default stream, 0, cannot be.
     """
+    if not stream:
+        return _DEFAULT_STREAM
     driver, capturing, number = _bindings(), ctypes.c_int(), 0
     status = _is_capturing()(stream, ctypes.byref(capturing))
     if not status and not capturing.value:

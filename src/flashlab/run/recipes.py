@@ -122,6 +122,8 @@ class Recipe:
     contiguous: bool
     """Whether Q is, as the output will be."""
     lse_shape: tuple[int, ...]
+    words: tuple[int, int] = field(init=False)
+    """Of the workspace: see `workspace`."""
     image: Callable[..., bytes] = field(init=False)
     """From addresses to the structures, one after the other, some kept: allocators hand out the same ones again."""
     _seen: float = field(default_factory=time.monotonic)
@@ -129,6 +131,7 @@ class Recipe:
     """As many as threads were ever in a call at once."""
 
     def __post_init__(self) -> None:
+        self.words = workspace(self.shape, self.grid)
         self.image = lru_cache(maxsize=MAX_IMAGES)(self._made_image)
 
     def _made_image(self, *addresses: int) -> bytes:
@@ -299,7 +302,7 @@ def streams_work(like: Any, recipe: Recipe, stream: int) -> int:
     """The address of what a recipe's launches on `stream` count in; 0 where they count nothing."""
     if not recipe.shape.persistent:
         return 0
-    return _streams_work(like, recipe.device, stream, workspace(recipe.shape, recipe.grid))
+    return _streams_work(like, recipe.device, stream, recipe.words)
 
 
 def _streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
