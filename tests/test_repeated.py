@@ -342,10 +342,12 @@ class PagedLaunch:
     def __call__(self) -> None:
         params, cache = self.params
         views = (params.Q, params.K, params.V, params.O)
-        self.found = (*(view.data for view in views), params.LSE, cache.page_table, cache.lengths, cache.faults)
+        found = (*(view.data for view in views), params.LSE, cache.page_table, cache.lengths, cache.faults)
+        self.found = (*found, params.work)
 
 
-def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("stage", ["d1_paged_kv", "d6_paged_parts"])
+def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     made: list[PagedLaunch] = []
     monkeypatch.setattr(PagedLaunch, "made", made, raising=False)
     monkeypatch.setattr(gpu, "Launch", PagedLaunch)
@@ -361,18 +363,20 @@ def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyP
     there = paged._recipe
     monkeypatch.setattr(paged, "_recipe", lambda made: planned.append(made) or there(made))
     for arguments in [call() for _ in range(3)] * 2:
-        out, lse = paged.paged_attention(*arguments, return_lse=True)
+        out, lse = paged.paged_attention(*arguments, return_lse=True, stage=stage)
         q, k, v, table, lengths = _addresses(*arguments)
-        assert made[-1].found == (q, k, v, *_addresses(out, lse), table, lengths, None)
+        work = driver.counters[0].data_ptr() if stage == "d6_paged_parts" else None  # the stream's
+        assert made[-1].found == (q, k, v, *_addresses(out, lse), table, lengths, None, work)
         assert made[-1].stream == driver.stream
+        assert made[-1].how["early"] == (work is not None)
     assert len(planned) == 1
-    paged.paged_attention(*arguments, out=out)
+    paged.paged_attention(*arguments, out=out, stage=stage)
     with pytest.raises(errors.LayoutError, match="apart from q"):
-        paged.paged_attention(*arguments, out=arguments[0])
+        paged.paged_attention(*arguments, out=arguments[0], stage=stage)
     with pytest.raises(errors.ParameterError, match="finite"):
-        paged.paged_attention(*arguments, return_lse=True, scale=True)
+        paged.paged_attention(*arguments, return_lse=True, scale=True, stage=stage)
     assert len(planned) == 2
-    paged.paged_attention(*call(5), return_lse=True)
+    paged.paged_attention(*call(5), return_lse=True, stage=stage)
     assert len(planned) == 3, "a wider page table is another layout"
 
 
