@@ -400,6 +400,26 @@ def test_explain_says_in_what_the_nearest_problem_is_near(data: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
+def test_explain_predicts_no_less_than_a_launch_takes(data: Path, tmp_path: Path) -> None:
+    found = as_json(data, "1x8x256x64")
+    assert found["predicted_us"] == 6.7
+    assert found["reason"].endswith(
+        " Scaled to this problem that is 5.0 µs, but no launch of 11_pingpong on record took less than 6.7 µs, which "
+        "is predicted."
+    )
+    assert "but no launch" not in as_json(data, "1x8x512x64")["reason"]
+    # A stage that only ever had much to do says nothing of small launches: no launch of any took less.
+    only_large = written(tmp_path / "large", [row(PINGPONG, LARGE, 535.0), row(SWIZZLE, SMALL, 11.9, tile_q=128)])
+    runner_up = as_json(only_large, "1x1x8x64")
+    times = {one["stage"]: one["predicted_us"] for one in (runner_up, *runner_up["runners_up"])}
+    assert times == {"08_swizzle": 11.9, "11_pingpong": 11.9}
+    of_records = as_json(DATA, "1x32x8x1x8192x128", "--gpu", H200, "--window", "1023")
+    table = tuned.table(H200)
+    assert table is not None
+    assert of_records["predicted_us"] >= min(one.time_us for one in table.rows if one.stage == of_records["stage"])
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_explain_says_whose_choice_an_unknown_gpu_gets(data: Path) -> None:
     found = as_json(data, "1x8x512x64", "--gpu", "nvidia-h100-80gb-hbm3")
     assert (found["kin"], found["stage"], found["predicted_us"]) == (H200, "11_pingpong", 6.7)

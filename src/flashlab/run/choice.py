@@ -47,6 +47,8 @@ FARTHER = 1.1
 FIXED_SHARE = 0.5
 """Of the least time in the table. Both numbers are such that a problem left out of the table gets nearly the stage that
 is fastest there (tests/test_tuned.py)."""
+IDLE = 4.0
+"""A stage's least time within so many times the least in the table is of a launch with next to nothing to do."""
 _GROUP_WEIGHT = 0.25
 _OTHER_MASK, _OTHER_DTYPE, _OTHER_TUNABLES = 3.0, 0.5, 0.5
 
@@ -65,6 +67,12 @@ class Table:
     def least_us(self) -> float:
         """The least time of all rows."""
         return min(row.time_us for row in self.rows)
+
+    def floor_us(self, stage: str) -> float:
+        """What a launch of a stage takes at least, by the records: its least time, or that of all where it only ever
+        had much to do."""
+        own_us = min((row.time_us for row in self.rows if row.stage == stage), default=math.inf)
+        return own_us if own_us <= IDLE * self.least_us else self.least_us
 
     @cached_property
     def _places(self) -> Mapping[int, Mapping[tuple[Any, ...], int]]:

@@ -13,7 +13,7 @@ from flashlab.query.kinship import MODELS, model_in, times_carry_over
 from flashlab.record import store
 from flashlab.run import choice
 from flashlab.run import gpu as devices
-from flashlab.run.choice import Choice, Ranking
+from flashlab.run.choice import Choice, Ranking, Table
 
 
 def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None, data: Path = DATA) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None
     carries, differs = times_carry_over(name, kin) if kin else (True, "")
     if ranking.choices:
-        chosen, *others = (flat(taken, carries=carries) for taken in ranking.choices[:3])
+        chosen, *others = (flat(taken, ranking.table, carries=carries) for taken in ranking.choices[:3])
         why = reason(problem, ranking)
     else:
         # What `attention` falls back to; it raises where nothing runs the problem.
@@ -81,12 +81,17 @@ def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, in
     return name, arch or MODELS[str(model)].arch, None
 
 
-def flat(chosen: Choice, *, carries: bool = True) -> dict[str, Any]:
+def predicted_us(chosen: Choice, table: Table | None) -> float:
+    """How long a choice may take: its time scaled from another problem's, and no less than a launch takes."""
+    return max(chosen.time_us, table.floor_us(chosen.stage.id) if table else 0.0)
+
+
+def flat(chosen: Choice, table: Table | None = None, *, carries: bool = True) -> dict[str, Any]:
     """A choice as JSON has it; without its time where that does not carry over."""
     return {
         "stage": chosen.stage.id,
         "parameters": dict(chosen.parameters),
-        "predicted_us": chosen.time_us if carries else None,
+        "predicted_us": predicted_us(chosen, table) if carries else None,
         "on_record": chosen.distance == 0,
         "time_from": chosen.row.problem.label,
         "run": chosen.row.run,
@@ -112,4 +117,8 @@ def reason(problem: Problem, ranking: Ranking) -> str:
     if row.parameters != first.parameters:
         text += " with other tunables"
     measured = sum(other.row.problem == row.problem for other in ranking.choices)
-    return f"{text}; the least of {len(others) + 1} stages, {measured} of them timed there."
+    text += f"; the least of {len(others) + 1} stages, {measured} of them timed there."
+    if (least_us := predicted_us(first, ranking.table)) > first.time_us:
+        text += f" Scaled to this problem that is {first.time_us:.1f} µs, but no launch of {row.stage} on record took "
+        text += f"less than {least_us:.1f} µs, which is predicted."
+    return text
