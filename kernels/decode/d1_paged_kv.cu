@@ -23,10 +23,14 @@ constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);
 constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of K or V
 constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
 constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies by one instruction
+enum : int {   // for head dim 96, whose rows have 12 chunks; no constants, whose names would stand in the others' machine code
+  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // of a row, that change places
+  COPY_LANES = COPY_ROWS * ROW_CHUNKS,                      // lanes of a warp with a chunk to copy
+};
 constexpr int STEP_PAGES = STEP_KEYS > PAGE_SIZE ? STEP_KEYS / PAGE_SIZE : 1;
 constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // whose page numbers a warp holds at a time
 constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
-constexpr int ROW_PARTS = HEAD_DIM / PART;
+constexpr int ROW_PARTS = (HEAD_DIM / PART + MAX_SPLITS - 1) / MAX_SPLITS * MAX_SPLITS;   // that a cluster's blocks share evenly
 constexpr int PARTIAL_STRIDE = HEAD_DIM + 8;         // floats: 4 rows of an accumulator then meet all banks once
 constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
@@ -34,7 +38,6 @@ static_assert(STEP_KEYS <= WARP, "a warp holds a page number for each key of a s
 static_assert((PAGE_SIZE & PAGE_SIZE - 1) == 0, "PAGE_SIZE must be a power of two");
 static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
 static_assert(SPLITS <= MAX_SPLITS && (SPLITS & SPLITS - 1) == 0, "SPLITS is 0, for the launcher to choose, or 1, 2, 4, 8 or 16");
-static_assert(ROW_PARTS % MAX_SPLITS == 0, "the blocks of a cluster must share a tile's columns evenly");
 
 struct alignas(16) Part {
   float x[PART];
@@ -63,11 +66,13 @@ extern "C" __device__ const SplitLaunchShape launch_shape = {
 
 // Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
 // different banks.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return row * HEAD_DIM + (chunk ^ row % MATRIX) * CHUNK; }
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  return row * HEAD_DIM + (chunk ^ row / (MATRIX / SWAPPED_CHUNKS) % SWAPPED_CHUNKS) * CHUNK;
+}
 
 // Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0.
 __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
-  constexpr int SWAPPED = MATRIX * sizeof(Chunk);   // bytes within which chunks change places
+  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // bytes within which chunks change places
   const int distance = 2 * d * sizeof(Chunk);
   return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
 }
@@ -142,6 +147,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
 
   Step* ring = smem.ring[warp];
   const int copy_row = lane / ROW_CHUNKS, copy_chunk_id = lane % ROW_CHUNKS;
+  const bool copies = COPY_LANES == WARP || lane < COPY_LANES;
   // Page numbers come a batch of steps ahead, one to a lane: a load that is used at once would wait in line behind all the keys that
   // are on their way. So they are not looked at before their batch is due.
   const int* page_table = cache.page_table + batch * cache.table_stride;
@@ -173,7 +179,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
         }
         const int key = first_key + row;
         const bool exists = page >= 0 && key < tile_keys && (!WINDOW || key >= tile_first);
-        copy_chunk(target_smem + swizzled(row, copy_chunk_id), exists ? source : page0, exists);
+        if (copies) copy_chunk(target_smem + swizzled(row, copy_chunk_id), exists ? source : page0, exists);
       }
     };
     copy_rows(ring[slot].K, p.K, K_gmem);
@@ -334,6 +340,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
   const int rank_parts = ROW_PARTS >> log2_splits;   // of a row
   for (int i = threadIdx.x; i < num_rows * ROW_PARTS; i += THREADS) {
     const int row = i / ROW_PARTS, part_id = i % ROW_PARTS, rank = part_id * splits / ROW_PARTS;
+    if (HEAD_DIM < ROW_PARTS * PART && part_id * PART >= HEAD_DIM) continue;
     const float max = block_max(row);
     Part sum = {};
 #pragma unroll
@@ -360,6 +367,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
 
   for (int i = threadIdx.x; i < num_rows * rank_parts; i += THREADS) {
     const int row = i * splits / ROW_PARTS, col = (split * rank_parts + i % rank_parts) * PART;
+    if (HEAD_DIM < ROW_PARTS * PART && col >= HEAD_DIM) continue;
     float max = smem.split_max[0][row];
     for (int rank = 1; rank < splits; ++rank) max = fmaxf(max, smem.split_max[rank][row]);
     Part O = {};
