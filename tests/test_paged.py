@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +17,7 @@ from flashlab.build import compiler
 from flashlab.core import errors
 from flashlab.core.problem import DTYPES, MASKS, DType, Problem
 from flashlab.kernels import registry
-from flashlab.run import emulator, paged
+from flashlab.run import emulator, gpu, paged
 from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
@@ -291,6 +292,21 @@ def test_there_is_code_for_every_page_size(page_size: int, stage: str) -> None:
                 registry.get(stage), problem, "sm_90a", {"aligned": True, "overrides": {"PAGE_SIZE": page_size}}
             )
             assert compiler.compile_stage(job).parameters["PAGE_SIZE"] == page_size
+
+
+@pytest.mark.parametrize(
+    ("shape", "arch", "stage"),
+    [
+        ("8x32x8x1x8192x128", "sm_90a", SHARES),  # 64 of 132
+        ("9x32x8x1x8192x128", "sm_90a", STAGE),
+        ("1x32x8x1x8192x96", "sm_90a", STAGE),  # a head dim that the other lacks
+        ("1x32x8x1x8192x128", "sm_80", STAGE),  # which says why it does not run there
+    ],
+)
+def test_few_heads_share_keys_equally(monkeypatch: pytest.MonkeyPatch, shape: str, arch: str, stage: str) -> None:
+    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch=arch, sm_count=132))
+    assert paged._chosen(Problem.parse(shape), 0).id == stage
+    assert paged._chosen(Problem.parse(shape), None).id == STAGE
 
 
 def test_pages_are_of_a_power_of_two() -> None:

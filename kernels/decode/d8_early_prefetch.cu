@@ -22,6 +22,10 @@ constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);
 constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of K or V
 constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
 constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies by one instruction
+enum : int {   // for head dim 96, whose rows have 12 chunks; no constants, whose names would stand in the others' machine code
+  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // of a row, that change places
+  COPY_LANES = COPY_ROWS * ROW_CHUNKS,                      // lanes of a warp with a chunk to copy
+};
 constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
 constexpr int PARTS_AT_ONCE = 16;                    // of a tile, whose loads are under way together
@@ -64,11 +68,13 @@ extern "C" __device__ const ShareLaunchShape launch_shape = {
 
 // Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
 // different banks.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return row * HEAD_DIM + (chunk ^ row % MATRIX) * CHUNK; }
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  return row * HEAD_DIM + (chunk ^ row / (MATRIX / SWAPPED_CHUNKS) % SWAPPED_CHUNKS) * CHUNK;
+}
 
 // Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0.
 __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
-  constexpr int SWAPPED = MATRIX * sizeof(Chunk);   // bytes within which chunks change places
+  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // bytes within which chunks change places
   const int distance = 2 * d * sizeof(Chunk);
   return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
 }
@@ -140,6 +146,7 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
 
   Step* ring = smem.ring[warp];
   const int copy_row = lane / ROW_CHUNKS, copy_chunk_id = lane % ROW_CHUNKS;
+  const bool copies = COPY_LANES == WARP || lane < COPY_LANES;
   int fetch_at = first_step + warp;   // the warp's next step to be copied, counted from the start of the block's first tile
   const int last_step = first_step + steps_left;
   int fetch_step;                       // the same, counted from the start of its own tile
@@ -154,7 +161,7 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
   seek();
   // The warp's next step into its ring's buffer `slot`, of the next tile where this one's are all on their way; past the last nothing.
   const auto fetch = [&](int slot) {
-    if (fetch_at >= last_step) return;
+    if (fetch_at >= last_step || !copies) return;
     if (fetch_step >= tile_steps) seek();
     const int num_keys = p.kv_len - (hidden_steps + fetch_step) * STEP_KEYS;            // from the step's first key on
     const int hidden_keys = first_key(p, 0) - (hidden_steps + fetch_step) * STEP_KEYS;   // before every row's window

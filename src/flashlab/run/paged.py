@@ -40,7 +40,10 @@ if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
 
 STAGE = "d1_paged_kv"
-"""What runs where no stage is named."""
+"""What runs where no stage is named, but for `FEW`."""
+FEW = "d6_paged_parts"
+"""What runs on a GPU that has more than twice as many SMs as the call has K/V heads of sequences: on an H200 it is
+faster at 8 and 32 of them, as fast at 128 and slower at 512 (site/decode/d6_paged_parts.md)."""
 _FAULTS = 2
 """Counters of a launch: page numbers that are none, lengths below 0 or beyond the page table."""
 _MOST_HEADS = 65535
@@ -78,7 +81,7 @@ def paged_attention(
     out: Any | None = None,
     return_lse: bool = False,
     stream: Any | None = None,
-    stage: str = STAGE,
+    stage: str | None = None,
     params: Mapping[str, int] | None = None,
     check: bool = False,
 ) -> Any:
@@ -105,7 +108,8 @@ def paged_attention(
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: as `flashlab.attention` takes it.
-        stage: the id of one that reads a cache in pages: d1_paged_kv or d6_paged_parts.
+        stage: the id of one that reads a cache in pages: d1_paged_kv or d6_paged_parts. None: the latter on a GPU that
+            has more than twice as many SMs as there are K/V heads in the batch, where it was faster, else the former.
         params: the stage's tunables, by name.
         check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
             such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
@@ -136,7 +140,9 @@ def paged_attention(
     out = here.empty(inputs["q"].shape, inputs["q"].dtype) if out is None else out
     lse = here.empty(inputs["q"].shape[:3], "float32") if return_lse else None
     call = _Call(
-        stage=_stage(stage),
+        stage=_chosen(problem, inputs["q"].device if here.stream is not None else None)
+        if stage is None
+        else _stage(stage),
         problem=problem,
         views=dict(zip("QKVO", (*inputs.values(), here.view(out, "out")), strict=True)),
         lse=None if lse is None else here.view(lse, "lse"),
@@ -205,6 +211,14 @@ def append_kv(
         raise InputError(f"page_table: wanted page numbers of 0 to {num_pages - 1}, got others")
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache[pages, :, at % page_size] = new.swapaxes(1, 2)
+
+
+def _chosen(problem: Problem, device: int | None) -> Stage:
+    """What suits a problem on a GPU; None: on the CPU."""
+    few = registry.get(FEW)
+    if device is None or few.why_not(problem, gpu.info(device).arch):
+        return registry.get(STAGE)
+    return few if 2 * problem.batch * problem.kv_heads < gpu.info(device).sm_count else registry.get(STAGE)
 
 
 def _stage(name: str) -> Stage:
