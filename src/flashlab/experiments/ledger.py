@@ -59,20 +59,10 @@ CLAIMS = DATA / "claims.csv"
 VERDICTS = "verdicts.json"
 
 Kind = Literal["confirmed", "undecided", "inaccurate", "refuted", "not_comparable", "needs_hardware", "pending"]
-KINDS: Mapping[Kind, str] = {
-    "confirmed": "our whole interval agrees, by the claim's rule",
-    "undecided": "our interval covers a limit of the claim's rule",
-    "inaccurate": "its size is wrong: by how much is said",
-    "refuted": "the opposite was measured, or the arithmetic is wrong",
-    "not_comparable": "nothing here can tell: the verdict would hang on a kernel, shape, baseline or quantity that is "
-    "ours, or the claim compares what cannot be compared",
-    "needs_hardware": "only a GPU of the model that the claim is about can tell, and it has no such record here; the "
-    "command that makes one is named",
-    "pending": "what would tell is not on record yet; the command that makes it is named",
-}
+KINDS: Mapping[Kind, str] = {kind: said["meaning"] for kind, said in facts()["verdicts"].items()}
+"""Verdicts, and what each means; the least favourable to a claim of several numbers comes last."""
 FEW_STARTS = 3
 """What was measured on fewer starts of a machine says so."""
-"""Verdicts, and what each means; the least favourable to a claim of several numbers comes last."""
 
 
 # --- What is claimed --------------------------------------------------------------------------------------------------
@@ -101,15 +91,7 @@ _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
 Condition = Literal["gpu", "shape", "dtype", "mask", "kernel", "measure", "number"]
-CONDITIONS: Mapping[Condition, str] = {
-    "gpu": "GPU",
-    "shape": "shape",
-    "dtype": "element type",
-    "mask": "mask",
-    "kernel": "kernel",
-    "measure": "what is measured",
-    "number": "number",
-}
+CONDITIONS: Mapping[Condition, str] = facts()["conditions"]
 """What a claim can hold under, and its name for people. A `number` that we add is none that the document gives."""
 _ELLIPSIS = " … "
 
@@ -720,19 +702,9 @@ def changed(verdicts: Sequence[Verdict]) -> str:
     """How many verdicts this revision changed, from what to what, and why, in a paragraph."""
     before = rules_log.read().verdicts_before
     moved = Counter((before[one.id], one.verdict) for one in verdicts if before.get(one.id, one.verdict) != one.verdict)
-    to = Counter({kind: sum(count for (_, now), count in moved.items() if now == kind) for kind in KINDS})
-    why: Mapping[Kind, str] = {
-        "confirmed": "our own records, asked about what the document states, agree with it",
-        "undecided": "the interval over starts covers a limit",
-        "inaccurate": "the document's own numbers, or ours over several starts, put it so",
-        "refuted": "the records, or the document's own numbers, contradict it",
-        "not_comparable": "the verdict hung on a kernel, a shape, a baseline or a quantity that is ours and not the "
-        "document's",
-        "needs_hardware": "only the GPU that the claim is about may judge it now, and it has no such record here",
-        "pending": "the records that decide are not there",
-    }
+    to = {kind: sum(count for (_, now), count in moved.items() if now == kind) for kind in KINDS}
     parts = [
-        f"{count} became {words(kind)}, because {why[kind]} "
+        f"{count} became {words(kind)}, because {facts()['verdicts'][kind]['because']} "
         f"({', '.join(f'{n} {words(old)}' for (old, now), n in sorted(moved.items()) if now == kind)} before)"
         for kind, count in to.items()
         if count
