@@ -302,8 +302,7 @@ def measure(
 
     compiled = on_all_cores(build, chosen)
     if options.resume:
-        known = store.records(info.slug, ChipReading, options.data)
-        done = {(one.name, one.sha256) for one in known if bench.stands_for(one, info)}
+        done = {(one.name, one.sha256) for one in bench.on_record(ChipReading, options)}
         compiled = [one for one in compiled if (one[0].name, one[1].sha256) not in done]
         if not compiled:
             return None

@@ -49,7 +49,7 @@ from flashlab.measure.options import Options
 from flashlab.query.kinship import KINSHIPS, MODELS, kinship
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
-from flashlab.record import schema, store
+from flashlab.record import store
 from flashlab.record.schema import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
@@ -626,9 +626,7 @@ def measure(
     made += [ablation.measure(axes, options=options), ablation.split(whole, options=options)]
     calls = [(name, entry.problem) for entry in _entries() for name in entry.names if entry.quantity == "call_time"]
     if options.resume:
-        here = gpus.info(options.device)
-        known = store.records(here.slug, schema.Call, options.data)
-        timed = {(one.name, one.problem) for one in known if bench.stands_for(one, here, same_commit=True)}
+        timed = {(one.name, one.problem) for one in bench.on_record(Call, options, same_commit=True)}
         calls = [call for call in calls if call not in timed]
     made += [time_calls(name, problem, data=options.data, device=options.device) for name, problem in calls]
     return tuple(path for path in made if path)

@@ -21,7 +21,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flashlab.core.errors import LaunchError, MissingError, MissingPackageError, UnsupportedError
+from flashlab.core.errors import FlashlabError, LaunchError, MissingError, MissingPackageError, UnsupportedError
 from flashlab.core.problem import Problem
 from flashlab.measure.harness import (
     REASON_CHARS,
@@ -283,6 +283,22 @@ class GpuWorker:
             if not isinstance(error, RefusedError):
                 self.survive(error)
             refuse(cell, name, refusal(error))
+
+    @contextmanager
+    def attempt(self, what: str, *, survive: bool = False, **more: Any) -> Iterator[None]:
+        """Say that something is missing, and why, where it raises: a library's own errors have no common class.
+
+        Args:
+            survive: end the process where the CUDA context did not outlive the error.
+            more: what else the message says.
+        """
+        try:
+            yield
+        except Exception as error:
+            if survive:
+                self.survive(error)
+            reason = str(error) if isinstance(error, FlashlabError) else words(error)
+            self.send({"type": "missing", "what": what, "reason": reason[:REASON_CHARS], **more})
 
     def survive(self, error: Exception) -> None:
         """Return when the CUDA context outlived an error."""
