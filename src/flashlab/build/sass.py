@@ -155,17 +155,14 @@ def branches(instructions: Sequence[Instruction]) -> Branches:
     jumps = [i for i in kept if classify(i).startswith("branch")]
     conditional = [i for i in jumps if classify(i) == "branch_predicated"]
     exits = [i for i in conditional if i.opcode == "EXIT"]
-    called = [i for i in conditional if i.address > last_exit and i.opcode != "EXIT"] if _calls(kept) else []
+    calls = any(i.opcode.split(".")[0] == "CALL" for i in kept)
+    called = [i for i in conditional if i.address > last_exit and i.opcode != "EXIT"] if calls else []
     return Branches(
         predicated=len(conditional) - len(exits) - len(called),
         predicated_exits=len(exits),
         in_subroutines=len(called),
         always=len(jumps) - len(conditional),
     )
-
-
-def _calls(instructions: Sequence[Instruction]) -> bool:
-    return any(i.opcode.split(".")[0] == "CALL" for i in instructions)
 
 
 def shared_memory(instructions: Sequence[Instruction]) -> int:

@@ -208,11 +208,6 @@ def loops(readings: Readings) -> str:
     return table(columns, sorted(loops, key=lambda reading: (reading.defines["HEAD_DIM"], reading.value)))
 
 
-def _size(one: Compared) -> str:
-    kernel = one.prediction.kernel
-    return f"{kernel.blocks} × {kernel.groups} × {kernel.group_rows} × {kernel.keys}"
-
-
 def _clock(one: Compared) -> str:
     return f"{number(one.prediction.clock_mhz, 4)}{'' if one.clock_measured else ' (highest)'}"
 
@@ -220,7 +215,12 @@ def _clock(one: Compared) -> str:
 _PREDICTIONS: Sequence[Column] = (
     Column("stage", lambda one: one.prediction.kernel.stage),
     Column("order", lambda one: one.prediction.kernel.order, left=True),
-    Column("blocks × groups × rows × keys", _size, left=True),
+    Column(
+        "blocks × groups × rows × keys",
+        "prediction.kernel",
+        "{0.blocks} × {0.groups} × {0.group_rows} × {0.keys}".format,
+        left=True,
+    ),
     Column("floor set by", lambda one: one.prediction.floor.why, left=True),
     Column("floor, cycles per score", lambda one: one.prediction.floor.value, _clocks),
     Column("predicted, cycles per score", lambda one: one.prediction.cycles_per_score, _clocks),

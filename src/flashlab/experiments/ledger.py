@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Literal
@@ -615,7 +615,7 @@ def measure(
             list(plan),
             stages=[name for name in (*registry.STAGES, *registry.DEAD_ENDS) if name in names],
             peers=[name for name in peers.PEERS if name in names],
-            only=partial(_is_in, plan),
+            only=lambda problem, name, plan=plan: name in plan[problem],  # type: ignore[misc]
             plan=bench.plan_of("claims"),
             ceilings=of_gpu,
             options=options,
@@ -630,10 +630,6 @@ def measure(
         calls = [call for call in calls if call not in timed]
     made += [time_calls(name, problem, data=options.data, device=options.device) for name, problem in calls]
     return tuple(path for path in made if path)
-
-
-def _is_in(plan: Plan, problem: Problem, name: str) -> bool:
-    return name in plan[problem]
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:

@@ -25,7 +25,7 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers
 from flashlab.measure.cells import GpuWorker, need, record_rows
-from flashlab.measure.harness import Message, Send, serve
+from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import ModelRun
@@ -230,11 +230,6 @@ def _library(name: str) -> Callable[..., tuple[Any, None]]:
     return attention
 
 
-def _work(job: Message, send: Send) -> None:
-    """The worker of `measure`."""
-    _Worker(job, send).work()
-
-
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
@@ -320,4 +315,4 @@ RECORDS = (ModelRun,)
 
 
 if __name__ == "__main__":
-    sys.exit(serve(_work))
+    sys.exit(serve(lambda job, send: _Worker(job, send).work()))

@@ -28,7 +28,7 @@ from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import GpuWorker, record_rows
-from flashlab.measure.harness import Message, Send, serve
+from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
@@ -218,11 +218,6 @@ class _Worker(GpuWorker):
         return verdict
 
 
-def _work(job: Message, send: Send) -> None:
-    """The worker of `measure`."""
-    _Worker(job, send).work()
-
-
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
@@ -291,4 +286,4 @@ RECORDS = (PackedRun,)
 
 
 if __name__ == "__main__":
-    sys.exit(serve(_work))
+    sys.exit(serve(lambda job, send: _Worker(job, send).work()))

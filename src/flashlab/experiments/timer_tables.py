@@ -231,7 +231,8 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
     for rows in grouped.values():
         newest: list[Measurement] = []
         for row in reversed(rows):
-            if _code(row) == _code(rows[-1]) and not any(_same_start(row, other) for other in newest):
+            met = any(other.start and row.start and row.start.same_as(other.start) for other in newest)
+            if _code(row) == _code(rows[-1]) and not met:
                 newest.append(row)
         if len(newest) > 1:
             found.append(Spread(rows=tuple(reversed(newest))))
@@ -241,10 +242,6 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
 
 def _code(row: Measurement) -> object:
     return row.cubin.sha256 if row.cubin else row.software
-
-
-def _same_start(row: Measurement, other: Measurement) -> bool:
-    return row.start is not None and other.start is not None and row.start.same_as(other.start)
 
 
 def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:

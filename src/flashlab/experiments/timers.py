@@ -597,10 +597,5 @@ def _floats(summary: Mapping[str, Any] | None, beside: Path) -> list[float]:
     return list(struct.unpack(f"<{len(content) // 4}f", content))
 
 
-def _work(job: Message, send: Send) -> None:
-    """The worker of `measure`."""
-    _Worker(job, send).work()
-
-
 if __name__ == "__main__":
-    sys.exit(serve(_work))
+    sys.exit(serve(lambda job, send: _Worker(job, send).work()))

@@ -411,10 +411,5 @@ def _cubin_fields(prepared: Prepared) -> CubinFields:
     )
 
 
-def work(job: Message, send: Send) -> None:
-    """Do a job of `bench`."""
-    BenchWorker(job, send).work()
-
-
 if __name__ == "__main__":
-    sys.exit(harness.serve(work))
+    sys.exit(harness.serve(lambda job, send: BenchWorker(job, send).work()))
