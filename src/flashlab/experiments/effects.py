@@ -200,21 +200,21 @@ def effects(records: Iterable[Ablation], problem: Problem | None = None) -> list
     return _beside_first(records, groups, lambda one: (one.axis, one.level), problem)
 
 
-def shares(records: Iterable[Part], problem: Problem | None = None) -> list[Effect]:
+def shares(records: Iterable[Part]) -> list[Effect]:
     """Every part of every stage, of the newest run that has the stage: its time without the part over its whole time.
 
     A part's share of the time is one minus the ratio.
     """
     every = list(records)
     groups = {stage: list(PARTS) for stage in sorted({one.stage for one in every})}
-    return _beside_first(every, groups, lambda one: (one.stage, one.left_out), problem)
+    return _beside_first(every, groups, lambda one: (one.stage, one.left_out))
 
 
 def _beside_first(
     records: Iterable[T],
     groups: Mapping[str, Sequence[str]],
     place: Callable[[T], tuple[str, str]],
-    problem: Problem | None,
+    problem: Problem | None = None,
 ) -> list[Effect]:
     """The names of each group beside its first one, at each problem, of the newest run there that has any.
 

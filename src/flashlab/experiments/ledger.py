@@ -495,7 +495,6 @@ def _without(claim: Claim, finding: Finding | None, would: Kind, command: str, r
 def verdicts(
     gpu: str,
     data: Path = DATA,
-    claims: Path = CLAIMS,
     follow: Callable[[Collection[str]], Iterable[str]] = iter,
 ) -> tuple[Verdict, ...]:
     """The verdict on every claim from a GPU's records, in the claims' order; `follow` sees their ids go by.
@@ -506,7 +505,7 @@ def verdicts(
     """
     store.require_runs(gpu, data)
     on_record = Records(gpu, data)
-    by_id = {claim.id: claim for claim in read(claims)}
+    by_id = {claim.id: claim for claim in read()}
     return tuple(evaluate(by_id[claim_id], on_record) for claim_id in follow(by_id))
 
 

@@ -56,7 +56,7 @@ LENGTHS: Mapping[str, str] = {
 TIMEOUT_S = 180.0
 
 
-def lengths(name: str, seed: int = 0) -> tuple[int, ...]:
+def lengths(name: str) -> tuple[int, ...]:
     """The lengths of a distribution, the same at each call; they add up to `TOKENS`.
 
     Raises:
@@ -64,7 +64,7 @@ def lengths(name: str, seed: int = 0) -> tuple[int, ...]:
     """
     if name not in LENGTHS:
         raise ParameterError(f"lengths: wanted one of {', '.join(LENGTHS)}, got {name!r}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = {"uniform": (1, 4096), "one_long": (64, 1024), "short": (16, 512)}
     found = [8192] if name == "one_long" else []
     while (left := TOKENS - sum(found)) > 0:

@@ -232,9 +232,9 @@ class _Reader:
             self.readings += 1
 
 
-def recorded(data: Path = DATA, device: int = 0) -> bool:
+def recorded(data: Path = DATA) -> bool:
     """Whether this very commit has readings of every stage and library of `measure` on this GPU, by our own timer."""
-    known = on_record(Reading, Options(data=data, device=device), same_commit=True)
+    known = on_record(Reading, Options(data=data), same_commit=True)
     return {one.name for one in known if one.timer == "events"} >= {*STAGES, *PEERS}
 
 
