@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter_ns
 from typing import Literal
@@ -614,7 +614,7 @@ def measure(
             list(plan),
             stages=[name for name in (*registry.STAGES, *registry.DEAD_ENDS) if name in names],
             peers=[name for name in peers.PEERS if name in names],
-            only=lambda problem, name, plan=plan: name in plan[problem],  # type: ignore[misc]
+            only=partial(lambda of, problem, name: name in of[problem], plan),
             plan=bench.plan_of("claims"),
             ceilings=of_gpu,
             options=options,
