@@ -476,7 +476,7 @@ class PackedRun(Base):
 
 
 class ChipReading(Base):
-    """One micro-benchmark of an SM's units, on one GPU; the cases are in experiments/chip.py."""
+    """One micro-benchmark of an SM's units, on one GPU; the cases are in experiments/chip.toml."""
 
     kind: Literal["chip"] = "chip"
     name: Label
