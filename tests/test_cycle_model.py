@@ -158,7 +158,7 @@ def test_uneven_lengths_cost_whole_tiles() -> None:
 
 
 @pytest.mark.parametrize("stage_id", cycle_model.described())
-@pytest.mark.parametrize("problem", cycle_model.first_problems(), ids=str)
+@pytest.mark.parametrize("problem", cycle_model.PROBLEMS, ids=str)
 def test_every_rung_is_described_with_its_own_tunables(stage_id: str, problem: Problem) -> None:
     kernel = cycle_model.kernel_of(stage_id, problem.head_dim, registry.get(stage_id).parameters(problem.head_dim))
     assert kernel is not None

@@ -339,31 +339,24 @@ def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
             "wanted the constant that says how to launch it, got a file without one. Define: "
             'extern "C" __device__ const LaunchShape launch_shape = {THREADS, SMEM_BYTES, TILE_Q};'
         )
-    if not (0 < shape.threads <= _MAX_THREADS and shape.smem_bytes >= 0 and shape.tile_q > 0):
-        return (
-            f"wanted launch_shape with 1 to {_MAX_THREADS} threads, a size of shared memory and a positive tile_q, "
-            f"got {shape}"
-        )
     shares = (shape.sm_blocks, shape.tile_blocks, shape.part_words)
-    if any(shares) and not (all(n > 0 for n in shares) and shape.persistent and shape.split_keys > 0):
-        return (
-            "wanted launch_shape with sm_blocks, tile_blocks and part_words of a persistent kernel that splits keys, "
-            f"all positive, or none of them, got {shape}"
-        )
-    most = LARGEST_CLUSTER if shape.split_keys else PORTABLE_CLUSTER
-    if not 0 <= shape.cluster <= most:
-        return f"wanted launch_shape with a cluster of 0 to {most} blocks, got {shape}"
     boxes = (shape.box_q, shape.box_kv)
-    if stage.tensor_maps and not all(0 < rows <= _MAX_BOX for rows in boxes):
-        return f"wanted launch_shape with a box_q and a box_kv of 1 to {_MAX_BOX} rows for its tensor maps, got {shape}"
-    if not 0 <= shape.panels_kv <= _MAX_BOX:
-        return f"wanted launch_shape with a panels_kv of 0, for all, to {_MAX_BOX}, got {shape}"
-    if not stage.tensor_maps and any((*boxes, shape.panels_kv)):
-        return (
-            f"wanted launch_shape without box_q, box_kv and panels_kv, got {shape}: the stage takes no tensor maps "
-            "(`Stage.tensor_maps`)"
-        )
-    return None
+    most = LARGEST_CLUSTER if shape.split_keys else PORTABLE_CLUSTER
+    faults = {
+        f"with 1 to {_MAX_THREADS} threads, a size of shared memory and a positive tile_q": not (
+            0 < shape.threads <= _MAX_THREADS and shape.smem_bytes >= 0 and shape.tile_q > 0
+        ),
+        "with sm_blocks, tile_blocks and part_words of a persistent kernel that splits keys, all positive, or none of "
+        "them": any(shares) and not (all(n > 0 for n in shares) and shape.persistent and shape.split_keys > 0),
+        f"with a cluster of 0 to {most} blocks": not 0 <= shape.cluster <= most,
+        f"with a box_q and a box_kv of 1 to {_MAX_BOX} rows for its tensor maps": stage.tensor_maps
+        and not all(0 < rows <= _MAX_BOX for rows in boxes),
+        f"with a panels_kv of 0, for all, to {_MAX_BOX}": not 0 <= shape.panels_kv <= _MAX_BOX,
+        "without box_q, box_kv and panels_kv, as the stage takes no tensor maps (`Stage.tensor_maps`)": not (
+            stage.tensor_maps or not any((*boxes, shape.panels_kv))
+        ),
+    }
+    return next((f"wanted launch_shape {wanted}, got {shape}" for wanted, is_so in faults.items() if is_so), None)
 
 
 def compile_file(

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -20,60 +21,10 @@ from typing import NamedTuple
 
 from flashlab.core.errors import MissingPackageError, ParameterError
 
-CLASSES: Mapping[str, str] = {
-    "tensor": "matrix multiply-accumulates on the tensor cores: HMMA, IMMA, HGMMA, QGMMA, UTCHMMA",
-    "mufu": "the special-function unit: ex2, rcp, rsqrt, lg2",
-    "fma": "FP32 (and FP64) arithmetic: multiply-add, add, multiply, min/max, compare, select",
-    "half": "packed 16-bit arithmetic: HFMA2, HADD2, HMUL2, HMNMX2, HSETP2",
-    "convert": "conversions between number formats, HADD2.F32 (half to float) included",
-    "integer": "integer and bit arithmetic, comparisons, selects, addresses",
-    "move": "register moves, constants, special registers; also those written as IMAD.MOV or as HFMA2 of zeros",
-    "shuffle": "exchange between the threads of a warp: SHFL, VOTE, MATCH, REDUX",
-    "shared_load": "loads from shared memory, LDSM (ldmatrix) included",
-    "shared_store": "stores to and atomics on shared memory",
-    "global_load": "loads from global memory, generic loads included",
-    "global_store": "stores to, and atomics and reductions on, global memory",
-    "async_copy": "copies past the registers: LDGSTS (cp.async), UBLKCP, UTMALDG, UTMASTG (TMA)",
-    "branch": "jumps that are always taken: BRA, CALL, RET, EXIT",
-    "branch_predicated": "the same under a predicate",
-    "converge": "bookkeeping of diverged threads: BSSY, BSYNC, BREAK, YIELD",
-    "barrier": "waits and fences: BAR, WARPSYNC, SYNCS (mbarrier), MEMBAR, DEPBAR (cp.async), WARPGROUP (wgmma)",
-    "local": "local memory, where spilled registers and indexed arrays live: LDL, STL",
-    "other": "everything else: NANOSLEEP, USETMAXREG, unknown opcodes",
-    "total": "the sum of the above; NOPs, and the branch to itself that ends a function, are not counted",
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CLASSES: Mapping[str, str] = _TABLES["holds"]
 """Class of instruction: what it holds."""
-
-_PATTERNS: tuple[tuple[str, str], ...] = (
-    # The first pattern that matches the opcode from its start decides; one dot-separated word is matched up to its end.
-    ("move", r"IMAD\.MOV|U?(MOV|MOV32I|MOVM|CS2R|S2R|S2UR|CS2UR|R2UR|P2R|R2P|P2UR|UR2UP|R2B|B2R|LDC|LDCU|LEPC)"),
-    ("convert", r"HADD2\.F32|U?(F2F|F2FP|F2I|F2IP|I2F|I2FP|I2I|I2IP|FRND)"),
-    ("tensor", r"[HIBDQO]G?MMA|UTC[A-Z]*MMA"),
-    ("mufu", r"MUFU"),
-    ("half", r"H(ADD2|FMA2|MUL2|MNMX2|SET2|SETP2)(_32I)?"),
-    ("fma", r"U?F(ADD|FMA|MUL)2?(32I)?|U?F(MNMX3?|SEL|SET|SETP)|FCHK|FSWZADD|FHADD|FHFMA|D(ADD|FMA|MUL|MNMX|SETP)"),
-    ("shuffle", r"SHFL|U?VOTE|VOTEU|MATCH|C?REDUX|ELECT"),
-    ("shared_load", r"LDSM?|U?LDS"),
-    ("shared_store", r"STSM?|STAS|ATOMS|REDS"),
-    ("local", r"LDL|STL"),
-    ("async_copy", r"LDGSTS|UBLK(CP|RED|PF)|UTMA(LDG|STG|REDG|PF|CCTL)"),
-    ("global_load", r"LDG?|LDGMC"),
-    ("global_store", r"STG?|ATOMG?|REDG?"),
-    ("branch", r"BRA|BRXU?|JMP|JMXU?|CALL|RET|EXIT|KILL"),
-    ("converge", r"BSSY|BSYNC|BREAK|BMOV|YIELD|RPCMOV"),
-    (
-        "barrier",
-        r"BAR|WARPSYNC|SYNCS|U?MEMBAR|FENCE|ERRBAR|DEPBAR|LDGDEPBAR|ARRIVES|WARPGROUP|WARPGROUPSET|UCGABAR_\w+|CGAERRBAR"
-        r"|UTMACMDFLUSH|ACQBULK|UTCBAR|CCTL",
-    ),
-    (
-        "integer",
-        r"U?(IABS|IADD|IADD3|IADD32I|IADD64|IMAD|IMAD32I|IMUL|IMUL32I|IMNMX|IDP|IDP4A|ISCADD|ISCADD32I|ISET|ISETP|LEA|LOP|LOP3"
-        r"|LOP32I|PLOP3|PSET|PSETP|PRMT|SEL|SGXT|SHF|SHL|SHR|BMSK|BREV|FLO|POPC|VABSDIFF4?|VIADD|VIADDMNMX|VIMNMX3?|VHMNMX"
-        r"|VIMNMX16|QSPC|SEL64|MNMX)",
-    ),
-)
-_CLASS_OF = re.compile("|".join(f"(?P<{name}>{pattern})(?=\\.|$)" for name, pattern in _PATTERNS))
+_CLASS_OF = re.compile("|".join(f"(?P<{name}>{pattern})(?=\\.|$)" for name, pattern in _TABLES["patterns"].items()))
 _ZEROING_HFMA2 = re.compile(r"U?R\d+,-RZ,RZ,")
 _CONDITION = re.compile(r"!?U?P\d\b|~?U?R")
 BYTES_PER_INSTRUCTION = 16
@@ -204,17 +155,14 @@ def branches(instructions: Sequence[Instruction]) -> Branches:
     jumps = [i for i in kept if classify(i).startswith("branch")]
     conditional = [i for i in jumps if classify(i) == "branch_predicated"]
     exits = [i for i in conditional if i.opcode == "EXIT"]
-    called = [i for i in conditional if i.address > last_exit and i.opcode != "EXIT"] if _calls(kept) else []
+    calls = any(i.opcode.split(".")[0] == "CALL" for i in kept)
+    called = [i for i in conditional if i.address > last_exit and i.opcode != "EXIT"] if calls else []
     return Branches(
         predicated=len(conditional) - len(exits) - len(called),
         predicated_exits=len(exits),
         in_subroutines=len(called),
         always=len(jumps) - len(conditional),
     )
-
-
-def _calls(instructions: Sequence[Instruction]) -> bool:
-    return any(i.opcode.split(".")[0] == "CALL" for i in instructions)
 
 
 def shared_memory(instructions: Sequence[Instruction]) -> int:

@@ -16,7 +16,7 @@ What the records of all three say is in effects.py.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -116,26 +116,45 @@ def measure(
     """
     options = options or Options()
     problem = problem or Problem.parse(FIRST_SHAPE)
-    levels: dict[str, Implementation] = {}
-    cells = []
+    groups = []
     for axis in choose(names):
         stage = registry.get(axis.stage)
         of_axis = {
-            f"{axis.name}: {level.name}": Implementation(
-                kind="stage",
-                id=stage.id,
-                params=stage.parameters(problem.head_dim, level.params),
-                may_spill=True,
-                record={"axis": axis.name, "level": level.name, "stage": stage.id},
+            f"{axis.name}: {level.name}": _stage(
+                {"axis": axis.name, "level": level.name, "stage": stage.id},
+                stage.parameters(problem.head_dim, level.params),
             )
             for level in axis.levels
         }
-        levels |= of_axis
-        cells.append((problem, list(of_axis)))
+        groups.append((problem, of_axis))
+    return _compared(Ablation, groups, plan=plan, options=options, slug=None)
+
+
+def _stage(record: Mapping[str, str], params: Mapping[str, int], **others: Any) -> Implementation:
+    """The stage that its records name."""
+    return Implementation(kind="stage", id=record["stage"], params=params, may_spill=True, record=record, **others)
+
+
+def _compared(
+    kind: type[Ablation] | type[Part],
+    groups: Iterable[tuple[Problem, Mapping[str, Implementation]]],
+    *,
+    plan: Plan,
+    options: Options,
+    slug: str | None,
+) -> Path | None:
+    """Measure what a group has at its problem, interleaved; None where the options say `resume` and nothing is left.
+
+    Args:
+        slug: the GPU whose table completes tunables; None for the stages' defaults.
+    """
+    groups = list(groups)
+    named = {name: one for _, group in groups for name, one in group.items()}
+    cells = [(problem, list(group)) for problem, group in groups]
     arch = gpu.info(options.device).arch
-    code = bench.compile_for(levels, cells, arch=arch, slug=None, progress=options.progress)
-    left = bench.not_recorded(Ablation, cells, levels, code, options)
-    return bench.measure(Ablation, levels, left, plan=plan, options=options) if left else None
+    code = bench.compile_for(named, cells, arch=arch, slug=slug, progress=options.progress)
+    left = bench.not_recorded(kind, cells, named, code, options)
+    return bench.measure(kind, named, left, plan=plan, options=options) if left else None
 
 
 def split(
@@ -163,27 +182,19 @@ def split(
         if stage_id not in SPLIT_STAGES:
             raise ParameterError(f"stage: wanted one of {', '.join(SPLIT_STAGES)}, got {stage_id!r}")
     problems = problems or [Problem.parse(shape) for shape in SPLIT_SHAPES]
-    here = gpu.info(options.device)
     parts = {
-        f"{stage_id} without {part}": Implementation(
-            kind="stage",
-            id=stage_id,
-            params={} if part == "nothing" else {"LEAVE_OUT": value},
-            may_spill=True,
-            judged=part == "nothing",
-            record={"stage": stage_id, "left_out": part},
-        )
+        stage_id: {
+            f"{stage_id} without {part}": _stage(
+                {"stage": stage_id, "left_out": part},
+                {} if part == "nothing" else {"LEAVE_OUT": value},
+                judged=part == "nothing",
+            )
+            for part, value in PARTS.items()
+        }
         for stage_id in chosen
-        for part, value in PARTS.items()
     }
-    cells = [
-        (problem, [name for name, one in parts.items() if one.id == stage_id])
-        for problem in problems
-        for stage_id in chosen
-    ]
-    code = bench.compile_for(parts, cells, arch=here.arch, slug=here.slug, progress=options.progress)
-    left = bench.not_recorded(Part, cells, parts, code, options)
-    return bench.measure(Part, parts, left, plan=plan, options=options) if left else None
+    groups = [(problem, of_stage) for problem in problems for of_stage in parts.values()]
+    return _compared(Part, groups, plan=plan, options=options, slug=gpu.info(options.device).slug)
 
 
 def measure_levers(
@@ -216,16 +227,7 @@ def measure_levers(
             title = " ".join([stage.id, problem.label, *(f"{name}={value}" for name, value in params.items())])
             group = groups.setdefault((stage.id, problem, tuple(params.items())), {})
             for level, source in ((levers.AS_IT_IS, None), (lever.name, files[lever.name])):
-                group[f"{title}: {level}"] = Implementation(
-                    kind="stage",
-                    id=stage.id,
-                    params=params,
-                    source=None if source is None else str(source.resolve()),
-                    may_spill=True,
-                    record={"axis": levers.AXIS, "level": level, "stage": stage.id},
-                )
-    every = {name: one for group in groups.values() for name, one in group.items()}
-    cells = [(problem, list(group)) for (_, problem, _), group in groups.items()]
-    code = bench.compile_for(every, cells, arch=here.arch, slug=here.slug, progress=options.progress)
-    left = bench.not_recorded(Ablation, cells, every, code, options)
-    return bench.measure(Ablation, every, left, plan=plan, options=options) if left else None
+                record = {"axis": levers.AXIS, "level": level, "stage": stage.id}
+                group[f"{title}: {level}"] = _stage(record, params, source=source and str(source.resolve()))
+    of_problems = ((problem, group) for (_, problem, _), group in groups.items())
+    return _compared(Ablation, of_problems, plan=plan, options=options, slug=here.slug)

@@ -1,8 +1,8 @@
 """What one SM of a Hopper GPU does in a clock: micro-benchmarks that read the SM's own clock, and their records.
 
-A case is one kernel of kernels/chip with its macros. It runs in one block on one SM, several times, then in one block
-on every SM at once; each warp reports the clock before and after and how often it went round its loop, so that neither
-launches nor the clock's frequency take part. A reading is the median of the launches.
+A case (chip.toml) is one kernel of kernels/chip with its macros. It runs in one block on one SM, several times, then in
+one block on every SM at once; each warp reports the clock before and after and how often it went round its loop, so
+that neither launches nor the clock's frequency take part. A reading is the median of the launches.
 
     data/<gpu>/chip/<run>.jsonl     one line a case; never rewritten
 
@@ -13,16 +13,18 @@ and how many, and they are counted in the machine code before it runs.
 from __future__ import annotations
 
 import ctypes
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flashlab.build import sass
 from flashlab.build.parallel import on_all_cores
+from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA, KERNELS
 from flashlab.measure import bench
@@ -47,10 +49,6 @@ Unit = Literal["ops/clk/SM", "FLOP/clk/SM", "clk", "clk/score"]
 
 _WORDS = 3
 """Words that every warp reports before its stamps: clock before, clock after, times round the loop."""
-_ROWS = 64
-_STEPS = 8
-_SMEM_BYTES = 200 * 1024
-"""So much that a second block does not fit beside it."""
 _INPUT_BYTES = 1 << 20
 
 
@@ -74,6 +72,7 @@ class Case:
     positive, at least as many where negative, any number where 0."""
     defines: Mapping[str, int] = field(default_factory=dict)
     smem_bytes: int = 0
+    """So much where it is asked for that a second block does not fit beside it."""
     count: int = 0
     """`MicroParams.count`, whose meaning is the kernel's."""
     first_warps: int | None = None
@@ -105,356 +104,41 @@ class Case:
 
 # --- The cases --------------------------------------------------------------------------------------------------------
 
-_CHAINS, _UNROLL = 8, 16
-_UNITS: Mapping[str, tuple[int, str]] = {
-    # macro OP, beginning of the opcode
-    "ex2": (0, "MUFU.EX2"),
-    "ffma": (1, "FFMA"),
-    "fadd": (2, "FADD"),
-    "fmul": (3, "FMUL"),
-    "fmnmx": (4, "FMNMX"),
-    "pack": (5, "F2FP.F16"),
-    "hfma2": (6, "HFMA2"),
-    "shuffle": (7, "SHFL"),
-    "hmnmx2": (9, "HMNMX2"),
-    "imad": (10, "IMAD"),
-    "shf": (11, "SHF"),
-}
 
+def _cases(family: dict[str, Any], rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Case]:
+    """The cases of a family of chip.toml."""
+    axes, skip, numbers = family.pop("axes"), family.pop("skip", 0), family.pop("numbers", {})
+    each = [
+        [row if isinstance(row, Mapping) else {name: row} for row in (rows[axis] if isinstance(axis, str) else axis)]
+        for name, axis in axes.items()
+    ]
+    for combination in product(*each):
+        values = {name: value for row in combination for name, value in row.items()} | numbers
+        values["by"] = f"{values.get('groups')} warpgroup{'s' * (values.get('groups') != 1)}"
 
-def _units() -> Iterator[Case]:
-    chains = Case(name="", group="unit", kernel="unit", threads=0, unit="ops/clk/SM", how="", repeats=40)
-    per_pass = _CHAINS * _UNROLL
-    for name, (op, opcode) in _UNITS.items():
-        for warps in (4, 8, 16):
-            yield replace(
-                chains,
-                name=f"{name}_{warps}_warps",
-                threads=32 * warps,
-                how=f"independent chains of one instruction, {warps} warps",
-                per_pass=32.0 * per_pass,
-                defines={"OP": op, "CHAINS": _CHAINS, "UNROLL": _UNROLL},
-                # Starting the chains takes some FADD and HFMA2 (which moves constants).
-                opcodes={opcode: -per_pass},
-            )
-        yield replace(
-            chains,
-            name=f"{name}_latency",
-            group="latency",
-            threads=32,
-            unit="clk",
-            how="one warp, one chain: from an instruction to the next that needs its result",
-            per_pass=4.0 * _UNROLL,
-            defines={"OP": op, "CHAINS": 1, "UNROLL": 4 * _UNROLL},
-            opcodes={opcode: -4 * _UNROLL},
-        )
-    for warps in (4, 8, 16):
-        yield replace(
-            chains,
-            name=f"ex2_polynomial_{warps}_warps",
-            threads=32 * warps,
-            how=f"2^x by a polynomial of degree 3, independent chains, {warps} warps",
-            per_pass=32.0 * per_pass,
-            repeats=10,
-            defines={"OP": 8, "CHAINS": _CHAINS, "UNROLL": _UNROLL},
-            opcodes={"FFMA": 3 * per_pass, "LEA": -per_pass},
-        )
+        def text(template: str, values: Mapping[str, Any] = values) -> str:
+            return template.format_map(values).format_map(values)  # a row's text may be a template
 
+        def number(formula: str | int, values: Mapping[str, Any] = values) -> Any:
+            return calculated(str(formula).format_map(values), values)
 
-def _latencies() -> Iterator[Case]:
-    steps = (
-        # name, macro WHAT, threads, steps a pass, bytes, opcode, how
-        ("mbarrier_arrive_wait", 0, 32, 1, 0, "SYNCS", "a thread arrives at an mbarrier of one and waits for it"),
-        ("mbarrier_try_wait", 1, 32, 1, 0, "SYNCS", "a thread asks for a phase that is long complete"),
-        ("mbarrier_handover", 2, 64, 2, 0, "SYNCS", "two warps take turns by two mbarriers: from one to the other"),
-        ("bar_sync_1_warpgroup", 3, 128, 1, 0, "BAR", "a warpgroup at a named barrier, again and again"),
-        ("bar_sync_2_warpgroups", 3, 256, 1, 0, "BAR", "two warpgroups at a named barrier, again and again"),
-        ("bar_sync_3_warpgroups", 3, 384, 1, 0, "BAR", "three warpgroups at a named barrier, again and again"),
-        ("named_barrier_handover", 4, 256, 2, 0, "BAR", "two warpgroups take turns by bar.sync and bar.arrive"),
-        ("bulk_copy_1_kib", 5, 32, 1, 1 << 10, "UBLKCP", "1 KiB from L2 by the copy engine, issue to arrival"),
-        ("bulk_copy_8_kib", 5, 32, 1, 1 << 13, "UBLKCP", "8 KiB from L2 by the copy engine, issue to arrival"),
-        ("bulk_copy_16_kib", 5, 32, 1, 1 << 14, "UBLKCP", "16 KiB from L2 by the copy engine, issue to arrival"),
-        ("bulk_copy_32_kib", 5, 32, 1, 1 << 15, "UBLKCP", "32 KiB from L2 by the copy engine, issue to arrival"),
-        ("shared_load_latency", 6, 32, 1, 0, "LDS", "a load from shared memory whose address the one before it loaded"),
-    )
-    for name, what, threads, per_pass, size, opcode, how in steps:
-        yield Case(
-            name=name,
-            group="latency",
-            kernel="latency",
-            threads=threads,
-            unit="clk",
-            how=how,
-            per_pass=float(per_pass),
-            repeats=200,
-            defines={"WHAT": what},
-            smem_bytes=_SMEM_BYTES if size else 0,
-            count=size,
-            opcodes={opcode: -1},
-        )
-
-
-def _warpgroups(number: int) -> str:
-    return f"{number} warpgroup{'s' if number > 1 else ''}"
-
-
-def _flops(width: int, steps: int) -> float:
-    """Of one warp: a quarter of what its warpgroup does."""
-    return 2.0 * _ROWS * width * 16 * steps / 4
-
-
-def _where(registers: int) -> str:
-    return "registers" if registers else "shared memory"
-
-
-def _products() -> Iterator[Case]:
-    for groups, width, registers, in_flight, transposed in product(
-        (1, 2, 3), (64, 128, 192, 256), (0, 1), (0, 1), (0, 1)
-    ):
-        if groups == 3 and width == 256 and registers:
-            continue  # does not fit into 168 registers a thread
-        if transposed and (width > 128 or in_flight == 0):
+        if number(skip):
             continue
-        order = "B as V lies (MN-major)" if transposed else "B as K lies (K-major)"
-        yield Case(
-            name=f"wgmma_n{width}_{groups}wg_{'rs' if registers else 'ss'}"
-            f"{'_v' if transposed else ''}{'' if in_flight else '_drained'}",
-            group="wgmma",
-            kernel="wgmma_rate",
-            threads=128 * groups,
-            unit="FLOP/clk/SM",
-            how=f"m64n{width}k16, {_warpgroups(groups)}, A in {_where(registers)}, {order}, "
-            + ("a group of 8 under way while the next is issued" if in_flight else "waited for by 8"),
-            per_pass=_flops(width, _STEPS),
-            repeats=30,
-            defines={
-                "WIDTH": width,
-                "A_IN_REGISTERS": registers,
-                "B_TRANSPOSED": transposed,
-                "IN_FLIGHT": in_flight,
-                "STEPS": _STEPS,
-            },
-            smem_bytes=_SMEM_BYTES,
-            opcodes={"HGMMA": _STEPS},
-        )
+        fields: dict[str, Any] = {
+            name: text(value) if name in _TEXTS else number(value)
+            for name, value in family.items()
+            if not isinstance(value, dict)
+        }
+        fields |= {name: {text(key): number(of) for key, of in family[name].items()} for name in ("defines", "opcodes")}
+        fields["opcodes"].pop("", None)
+        fields["first_warps"] = fields.get("first_warps") or None
+        yield Case(**{**fields, "name": fields["name"].lower()})
 
 
-def _issues() -> Iterator[Case]:
-    many = [(16, *macros) for macros in product((64, 128, 192), (0, 1), (0, 1))]
-    for groups, (issues, width, registers, each) in product((1, 2), [*many, *((few, 64, 1, 0) for few in (1, 4, 8))]):
-        operand = "rs" if registers else "ss"
-        if issues == 16:
-            name = f"issue_n{width}_{groups}wg_{operand}{'_each' if each else ''}"
-            how = f"issued in a row by {_warpgroups(groups)}, A in {_where(registers)}"
-        else:
-            name = f"issue_{issues}_n{width}_{groups}wg_{operand}"
-            how = f"issued in a row, A in {_where(registers)}"
-        yield Case(
-            name=name,
-            group="issue",
-            kernel="wgmma_issue",
-            threads=128 * groups,
-            unit="clk",
-            how=f"{issues} products m64n{width}k16 {how}: the clock {'after each' if each else 'after the last'}, "
-            "and after the wait",
-            repeats=4,
-            defines={"WIDTH": width, "A_IN_REGISTERS": registers, "EACH": each},
-            smem_bytes=_SMEM_BYTES,
-            opcodes={"HGMMA": issues},
-            stamps=issues + 1,
-        )
-
-
-_MIXES: Mapping[str, tuple[int, int, int]] = {
-    # maxima, sums, every how manieth exponential is a polynomial
-    "softmax": (1, 1, 0),
-    "softmax_without_max": (0, 1, 0),
-    "softmax_without_sum": (1, 0, 0),
-    "softmax_without_max_and_sum": (0, 0, 0),
-    "softmax_polynomial_4": (1, 1, 4),
-    "softmax_polynomial_8": (1, 1, 8),
-    "softmax_without_sum_polynomial_4": (1, 0, 4),
-    "softmax_without_max_and_sum_polynomial_4": (0, 0, 4),
-}
-_HELD = 32
-
-
-def _mixes() -> Iterator[Case]:
-    for (name, (take_max, take_sum, every)), warps in product(_MIXES.items(), (4, 8, 12, 16)):
-        yield Case(
-            name=f"{name}_{warps // 4}_warps",
-            group="softmax",
-            kernel="mix",
-            threads=32 * warps,
-            unit="clk/score",
-            how=f"softmax of scores in registers, {warps // 4} warps a scheduler: scale and subtract, exponential, "
-            "half a pack"
-            + (", maximum" if take_max else "")
-            + (", sum" if take_sum else "")
-            + (f"; every {every}th exponential a polynomial" if every else ""),
-            per_pass=32.0 * _HELD,
-            repeats=60,
-            defines={
-                "HELD": _HELD,
-                "TAKE_MAX": take_max,
-                "TAKE_SUM": take_sum,
-                "POLYNOMIAL_EVERY": every,
-                "SHUFFLES": 0,
-            },
-            opcodes={
-                "MUFU.EX2": _HELD - (_HELD // every if every else 0),
-                "F2FP.F16": _HELD // 2,
-                "FMNMX": -_HELD * take_max,
-                "FADD": -_HELD * take_sum,
-            },
-        )
-
-
-_OPS: Mapping[str, tuple[int, str, float]] = {
-    # macro OP, beginning of the opcode, operations of a thread a pass
-    "nothing": (13, "HGMMA", 0.0),
-    **{name: (op, opcode, _CHAINS * _UNROLL) for name, (op, opcode) in _UNITS.items() if name != "fmul"},
-    "softmax": (12, "MUFU.EX2", _HELD),
-    "softmax_without_max": (12, "MUFU.EX2", _HELD),
-}
-
-
-def _overlaps() -> Iterator[Case]:
-    for (name, (op, opcode, amount)), tensor, scalar, width, registers in product(
-        _OPS.items(), (0, 1, 2), (1, 2), (64, 128), (0, 1)
-    ):
-        if name == "nothing" and (tensor == 0 or scalar > 1):
-            continue
-        if tensor == 0 and (width, registers) != (64, 1):
-            continue
-        beside = name.replace("_", " ")
-        alone = Case(
-            name=f"{name}_{scalar}wg_alone",
-            group="overlap",
-            kernel="overlap",
-            threads=128 * (tensor + scalar),
-            unit="ops/clk/SM",
-            how=f"{beside} by {_warpgroups(scalar)}, nothing beside it",
-            per_pass=32.0 * amount,
-            repeats=60,
-            count=1 << 40,
-            defines={
-                "OP": op,
-                "TENSOR_GROUPS": tensor,
-                "WIDTH": width,
-                "A_IN_REGISTERS": registers,
-                "TAKE_MAX": int(name == "softmax"),
-            },
-            smem_bytes=_SMEM_BYTES,
-            opcodes={opcode: -int(amount)},
-        )
-        if tensor == 0:
-            yield alone
-            continue
-        wgmma = f"m64n{width}k16 by {_warpgroups(tensor)}, A in {_where(registers)}"
-        yield replace(
-            alone,
-            name=f"wgmma_n{width}_{tensor}wg_{'rs' if registers else 'ss'}_beside_{name}_{scalar}wg",
-            unit="FLOP/clk/SM",
-            how=f"{wgmma}; beside it {beside} by {scalar}",
-            per_pass=_flops(width, 8),
-            first_warps=4 * tensor,
-            beside_per_pass=32.0 * amount,
-            opcodes={**alone.opcodes, "HGMMA": 8},
-        )
-
-
-_ORDERS: Mapping[str, int] = {"serial": 0, "across": 1, "subtiles": 2, "halves": 3}
-_LOOPS: Sequence[tuple[str, int, int, int]] = (
-    # order, warpgroups, keys per tile, head dim: as far as 65,536 registers go
-    *(("serial", groups, keys, 64) for groups in (1, 2, 3) for keys in (64, 128, 192)),
-    *(("across", groups, keys, 64) for groups in (1, 2, 3) for keys in (64, 128)),
-    ("across", 2, 192, 64),
-    *((order, groups, 64, 64) for order in ("subtiles", "halves") for groups in (1, 2)),
-    ("subtiles", 2, 32, 64),
-    ("halves", 2, 32, 64),
-    ("halves", 3, 32, 64),
-    *(("serial", groups, keys, 128) for groups in (1, 2) for keys in (64, 128)),
-    *(("across", groups, keys, 128) for groups in (1, 2) for keys in (64, 128)),
-    ("across", 3, 64, 128),
-)
-_LOOP_MIXES: Mapping[str, tuple[int, int, int, int]] = {
-    # maxima, sums (2: by the tensor cores), every how manieth exponential is a polynomial, the output rescaled
-    "softmax": (1, 1, 0, 0),
-    "rescaled": (1, 1, 0, 1),
-    "without_max": (0, 1, 0, 0),
-    "without_sum": (1, 0, 0, 0),
-    "sum_by_product": (1, 2, 0, 0),
-    "without_max_sum_by_product": (0, 2, 0, 0),
-    "polynomial_4": (1, 1, 4, 0),
-}
-_LOOPS_OF_ALL_MIXES = (
-    ("serial", 3, 128, 64),
-    ("across", 2, 128, 64),
-    ("across", 3, 128, 64),
-    ("subtiles", 2, 64, 64),
-    ("halves", 2, 64, 64),
-    ("across", 2, 128, 128),
-)
-
-
-_DETAILS: Mapping[str, int] = {"in_turns": 1, "asks": 2, "votes": 4, "in_turns_asks_votes": 7}
-_LOOPS_OF_ALL_DETAILS = (("across", 3, 128, 64), ("across", 2, 128, 128))
-
-
-def _loops() -> Iterator[Case]:
-    for loop in _LOOPS:
-        order, *_ = loop
-        for anchored in (0, 1) if order != "serial" else (0,):
-            for mix in _LOOP_MIXES if loop in _LOOPS_OF_ALL_MIXES else ("softmax",):
-                if order == "halves" and anchored and _LOOP_MIXES[mix][1] == 2:
-                    continue  # does not fit into the registers
-                yield _loop(loop, anchored, mix)
-    for loop in _LOOPS_OF_ALL_DETAILS:
-        for detail in _DETAILS:
-            yield _loop(loop, 1, "without_max", detail)
-
-
-def _loop(loop: tuple[str, int, int, int], anchored: int, mix: str, detail: str = "") -> Case:
-    order, groups, keys, head_dim = loop
-    tiles = 2 if order in ("subtiles", "halves") else 1
-    take_max, take_sum, every, rescale = _LOOP_MIXES[mix]
-    extra = [part for part in ("" if mix == "softmax" else mix, detail) if part]
-    return Case(
-        name="_".join(
-            ["loop", order, *(["anchored"] if anchored else []), f"d{head_dim}", f"{groups}wg", f"n{keys}", *extra]
-        ),
-        group="loop",
-        kernel="attention_loop",
-        threads=128 * groups,
-        unit="clk/score",
-        how=f"products and softmax alone, order {order.upper()}"
-        + (" forced upon the compiler" if anchored else "")
-        + f", {_warpgroups(groups)}, tiles of {keys} keys, D={head_dim}"
-        + "".join(f", {part.replace('_', ' ')}" for part in extra),
-        per_pass=float(_ROWS * keys * tiles) / 4,
-        repeats=40,
-        defines={
-            "ORDER": _ORDERS[order],
-            "KEYS": keys,
-            "HEAD_DIM": head_dim,
-            "TAKE_MAX": take_max,
-            "TAKE_SUM": take_sum,
-            "POLYNOMIAL_EVERY": every,
-            "RESCALE": rescale,
-            "ANCHORED": anchored,
-            "DETAILS": _DETAILS[detail] if detail else 0,
-        },
-        smem_bytes=_SMEM_BYTES,
-        opcodes={
-            "HGMMA": tiles * (head_dim // 16 + keys // 16),
-            "MUFU.EX2": tiles * (keys // 2 - (keys // 2 // every if every else 0)),
-        },
-    )
-
-
+_TEXTS = ("name", "group", "kernel", "unit", "how")
+_FAMILIES = tomllib.loads(Path(__file__).with_name("chip.toml").read_text(encoding="utf-8"))
 CASES: Mapping[str, Case] = {
-    case.name: case for case in (*_units(), *_latencies(), *_products(), *_issues(), *_mixes(), *_overlaps(), *_loops())
+    case.name: case for family in _FAMILIES["family"] for case in _cases(family, _FAMILIES["rows"])
 }
 """Every case, by name, in the order in which they run."""
 
@@ -618,8 +302,7 @@ def measure(
 
     compiled = on_all_cores(build, chosen)
     if options.resume:
-        known = store.records(info.slug, ChipReading, options.data)
-        done = {(one.name, one.sha256) for one in known if bench.stands_for(one, info)}
+        done = {(one.name, one.sha256) for one in bench.on_record(ChipReading, options)}
         compiled = [one for one in compiled if (one[0].name, one[1].sha256) not in done]
         if not compiled:
             return None

@@ -16,7 +16,7 @@ structure. Nothing is fitted to a kernel's time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Mask, Problem
+from flashlab.core.problem import MASKS, Problem
 from flashlab.experiments import chip
 from flashlab.kernels import registry
 from flashlab.measure.options import Options
@@ -611,11 +611,8 @@ def described() -> tuple[str, ...]:
     return tuple(sorted((name for name in registry.RUNGS if _described(name)), key=lambda name: name[:2]))
 
 
-def first_problems(
-    head_dims: Iterable[int] = (64, 128), masks: Iterable[Mask] = ("full", "causal")
-) -> tuple[Problem, ...]:
-    """The problems that the pages predict: the first shape, float16, by head dim and mask."""
-    return tuple(Problem.parse(f"16x16x2048x{d}", mask=mask) for d in head_dims for mask in masks)
+PROBLEMS = tuple(Problem.parse(f"16x16x2048x{head_dim}", mask=mask) for head_dim in (64, 128) for mask in MASKS)
+"""The problems that the pages predict: the first shape, float16, by head dim and mask."""
 
 
 def parameters_of(stage_id: str, problem: Problem, gpu: str | None = None, data: Path = DATA) -> dict[str, int]:
@@ -698,7 +695,7 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
         ceilings, rows = {}, []
     rates = rates_of(readings, ceilings)
     compared: list[Compared] = []
-    for problem in problems or first_problems():
+    for problem in problems or PROBLEMS:
         measured = {row.name: row for row in rows if row.status == "ok" and row.problem == problem}
         for stage_id in described():
             row = measured.get(stage_id)

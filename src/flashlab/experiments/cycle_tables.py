@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from statistics import median
@@ -44,8 +44,18 @@ def source(readings: Iterable[ChipReading]) -> str:
     return f"{newest.gpu.name} · {newest.time[:10]} · commit {commit}"
 
 
-def _value(readings: Readings, name: str) -> float | None:
-    return readings[name].value if name in readings else None
+def _grid(
+    readings: Readings, rows: Iterable[Mapping[str, str]], text: Sequence[Column], values: Mapping[str, str], **how: Any
+) -> str:
+    """A table whose cells are readings: `values` has a column's header, and its readings' name as a template of a row.
+
+    `text` are the columns before them, `how` is for those of `values`.
+    """
+
+    def reading(name: str) -> Callable[[Mapping[str, str]], float | None]:
+        return lambda row: one.value if (one := readings.get(name.format_map(row))) else None
+
+    return table([*text, *(Column(header, reading(name), **how) for header, name in values.items())], list(rows))
 
 
 def _spoken(name: str) -> str:
@@ -67,41 +77,23 @@ def _difference(predicted: float | None, measured: float | None) -> str | None:
 @_page
 def units(readings: Readings) -> str:
     """What each unit does per cycle, by warps, and its latency, as a Markdown table."""
-    names = [name.removesuffix("_16_warps") for name in readings if name.endswith("_16_warps")]
-
-    def by_warps(warps: int) -> Callable[[str], float | None]:
-        return lambda name: _value(readings, f"{name}_{warps}_warps")
-
-    columns = [
-        Column("instruction", _spoken),
-        Column("per cycle, 4 warps", by_warps(4)),
-        Column("8 warps", by_warps(8)),
-        Column("16 warps", by_warps(16)),
-        Column("latency, cycles", lambda name: _value(readings, f"{name}_latency")),
-    ]
-    return table(columns, names)
+    rows = [{"name": name.removesuffix("_16_warps")} for name in readings if name.endswith("_16_warps")]
+    by_warps = {"per cycle, 4 warps": "{name}_4_warps", "8 warps": "{name}_8_warps", "16 warps": "{name}_16_warps"}
+    columns = [Column("instruction", "name", _spoken)]
+    return _grid(readings, rows, columns, {**by_warps, "latency, cycles": "{name}_latency"})
 
 
 @_page
 def _wgmma(readings: Readings) -> str:
     """FLOP per cycle and SM of wgmma, by width and warpgroups."""
     rows = [
-        {"from": source, "how": how, "groups": str(groups), "name": f"wgmma_n{{}}_{groups}wg_{where}{suffix}"}
+        {"from": source, "how": how, "groups": groups, "end": f"{groups}wg_{where}{suffix}"}
         for where, source in (("ss", "shared memory"), ("rs", "registers"))
         for suffix, how in (("_drained", "waited for by eight"), ("", "the next eight issued before the wait"))
-        for groups in (1, 2, 3)
+        for groups in "123"
     ]
-
-    def by_width(width: int) -> Callable[[Any], float | None]:
-        return lambda row: _value(readings, row["name"].format(width))
-
-    columns = [
-        Column("A from", "from"),
-        Column("wgmma", "how", left=True),
-        Column("warpgroups", "groups"),
-        *(Column(f"n{width}", by_width(width)) for width in (64, 128, 192, 256)),
-    ]
-    return table(columns, rows)
+    columns = [Column("A from", "from"), Column("wgmma", "how", left=True), Column("warpgroups", "groups")]
+    return _grid(readings, rows, columns, {f"n{width}": f"wgmma_n{width}_{{end}}" for width in (64, 128, 192, 256)})
 
 
 def wgmma(gpu: str | None, data: Path = DATA) -> str:
@@ -176,19 +168,11 @@ def beside(readings: Readings) -> str:
 def softmaxes(readings: Readings) -> str:
     """Cycles per score of softmax mixes alone, by warps a scheduler, as a Markdown table."""
     ending = "_1_warps"
-    names = [
-        name.removesuffix(ending) for name, r in readings.items() if r.group == "softmax" and name.endswith(ending)
-    ]
-
-    def by_warps(warps: int) -> Callable[[str], float | None]:
-        return lambda name: _value(readings, f"{name}_{warps}_warps")
-
-    columns = [
-        Column("cycles per score", _spoken),
-        Column("1 warp a scheduler", by_warps(1), _clocks),
-        *(Column(str(warps), by_warps(warps), _clocks) for warps in (2, 3, 4)),
-    ]
-    return table(columns, names)
+    names = [name for name, one in readings.items() if one.group == "softmax" and name.endswith(ending)]
+    rows = [{"name": name.removesuffix(ending)} for name in names]
+    headers = ("1 warp a scheduler", "2", "3", "4")
+    by_warps = {header: f"{{name}}_{header[0]}_warps" for header in headers}
+    return _grid(readings, rows, [Column("cycles per score", "name", _spoken)], by_warps, form=_clocks)
 
 
 @_page
@@ -224,11 +208,6 @@ def loops(readings: Readings) -> str:
     return table(columns, sorted(loops, key=lambda reading: (reading.defines["HEAD_DIM"], reading.value)))
 
 
-def _size(one: Compared) -> str:
-    kernel = one.prediction.kernel
-    return f"{kernel.blocks} × {kernel.groups} × {kernel.group_rows} × {kernel.keys}"
-
-
 def _clock(one: Compared) -> str:
     return f"{number(one.prediction.clock_mhz, 4)}{'' if one.clock_measured else ' (highest)'}"
 
@@ -236,7 +215,12 @@ def _clock(one: Compared) -> str:
 _PREDICTIONS: Sequence[Column] = (
     Column("stage", lambda one: one.prediction.kernel.stage),
     Column("order", lambda one: one.prediction.kernel.order, left=True),
-    Column("blocks × groups × rows × keys", _size, left=True),
+    Column(
+        "blocks × groups × rows × keys",
+        "prediction.kernel",
+        "{0.blocks} × {0.groups} × {0.group_rows} × {0.keys}".format,
+        left=True,
+    ),
     Column("floor set by", lambda one: one.prediction.floor.why, left=True),
     Column("floor, cycles per score", lambda one: one.prediction.floor.value, _clocks),
     Column("predicted, cycles per score", lambda one: one.prediction.cycles_per_score, _clocks),

@@ -44,7 +44,6 @@ NOTHING_YET = (
     "them."
 )
 LEVER_NOT_MEASURED = "Not measured yet: `flashlab ablate --levers` on a Hopper GPU does it."
-_WHOLE = "nothing"
 _PART_TITLES = {"qk": "Q·K", "softmax": "softmax", "pv": "P·V", "memory": "memory"}
 _REASON_CHARS = 160
 T = TypeVar("T", Ablation, Part)
@@ -63,8 +62,8 @@ class Effect:
     """What it is compared with; None where that is not on record."""
     starts: tuple[tuple[Ablation | Part, Ablation | Part], ...] = ()
     """It and the first on each start of a machine that timed both with the same code, the newest last."""
-    family: Family = field(default_factory=lambda: Family(), compare=False, repr=False)
-    """What it is shown together with."""
+    family: Sequence[Effect] = field(default=(), compare=False, repr=False)
+    """What it is shown together with, itself among them: comparisons whose p-values are raised together (Holm)."""
 
     @property
     def is_first(self) -> bool:
@@ -137,7 +136,9 @@ class Effect:
         change = self.change
         if change is None or self.interval is None:
             return ""
-        if self.family.p_value(self) > 1 - CONFIDENCE:
+        compared = [one for one in self.family or (self,) if one.p_value is not None]
+        raised = holm([one.p_value or 0.0 for one in compared])
+        if next(value for one, value in zip(compared, raised, strict=True) if one is self) > 1 - CONFIDENCE:
             return "no difference shown"
         return "slower" if change.value > 1 else "faster"
 
@@ -163,28 +164,11 @@ class Effect:
         }
 
 
-class Family:
-    """Comparisons that are shown together, whose p-values are raised together (Holm)."""
-
-    def __init__(self) -> None:
-        self.members: list[Effect] = []
-
-    @cached_property
-    def _raised(self) -> dict[int, float]:
-        compared = [(one, one.p_value) for one in self.members]
-        sure = [(one, value) for one, value in compared if value is not None]
-        return {id(one): value for (one, _), value in zip(sure, holm([value for _, value in sure]), strict=True)}
-
-    def p_value(self, one: Effect) -> float:
-        """That of a member, raised; its own where it is none."""
-        return self._raised.get(id(one), one.p_value or 0.0)
-
-
 def _together(found: Sequence[Effect]) -> list[Effect]:
     """The same effects as one family."""
-    family = Family()
-    family.members = [replace(one, family=family) for one in found]
-    return family.members
+    family: list[Effect] = []
+    family += (replace(one, family=family) for one in found)
+    return family
 
 
 def _on_starts(
@@ -204,21 +188,6 @@ def _samples(record: Ablation | Part | None) -> Samples | None:
     return record.samples if isinstance(record, Part) else record.samples_of() if record else None
 
 
-def _newest(
-    records: Iterable[T], of: str, name: str, problem: Problem | None
-) -> dict[tuple[str, Problem], dict[str, T]]:
-    """Records by group (their field `of`) and problem, and by their field `name`: of the newest run that has any."""
-    newest: dict[tuple[str, Problem], dict[str, T]] = {}
-    for record in sorted(records, key=lambda record: record.run):
-        key = (getattr(record, of), record.problem)
-        if problem not in (None, key[1]):
-            continue
-        if any(other.run != record.run for other in newest.get(key, {}).values()):
-            del newest[key]
-        newest.setdefault(key, {})[getattr(record, name)] = record
-    return newest
-
-
 def effects(records: Iterable[Ablation], problem: Problem | None = None) -> list[Effect]:
     """Every level of every axis, of the newest run that has the axis, in the registry's order.
 
@@ -227,36 +196,46 @@ def effects(records: Iterable[Ablation], problem: Problem | None = None) -> list
     Args:
         problem: of it alone; of every problem on record where None.
     """
-    every = list(records)
-    newest = _newest(every, "axis", "level", problem)
-    found = []
-    for axis in AXES.values():
-        for (name, of), levels in newest.items():
-            if name != axis.name:
-                continue
-            first = levels.get(axis.levels[0].name)
-            alike = [one for one in every if (one.axis, one.problem) == (name, of)]
-            for level in axis.levels:
-                if record := levels.get(level.name):
-                    starts = _on_starts(record, first, alike, lambda one: one.level)
-                    found.append(Effect(group=name, name=level.name, record=record, first=first, starts=starts))
-    return _together(found)
+    groups = {axis.name: [level.name for level in axis.levels] for axis in AXES.values()}
+    return _beside_first(records, groups, lambda one: (one.axis, one.level), problem)
 
 
-def shares(records: Iterable[Part], problem: Problem | None = None) -> list[Effect]:
+def shares(records: Iterable[Part]) -> list[Effect]:
     """Every part of every stage, of the newest run that has the stage: its time without the part over its whole time.
 
     A part's share of the time is one minus the ratio.
     """
     every = list(records)
-    newest = sorted(_newest(every, "stage", "left_out", problem).items(), key=lambda item: item[0][0])
+    groups = {stage: list(PARTS) for stage in sorted({one.stage for one in every})}
+    return _beside_first(every, groups, lambda one: (one.stage, one.left_out))
+
+
+def _beside_first(
+    records: Iterable[T],
+    groups: Mapping[str, Sequence[str]],
+    place: Callable[[T], tuple[str, str]],
+    problem: Problem | None = None,
+) -> list[Effect]:
+    """The names of each group beside its first one, at each problem, of the newest run there that has any.
+
+    Args:
+        place: a record's group and name.
+    """
+    wanted = [one for one in records if problem in (None, one.problem)]
+    newest: dict[tuple[str, Problem], dict[str, T]] = {}
+    for record in sorted(wanted, key=lambda record: record.run):
+        (group, name), of = place(record), record.problem
+        if any(other.run != record.run for other in newest.get((group, of), {}).values()):
+            del newest[group, of]
+        newest.setdefault((group, of), {})[name] = record
     found = []
-    for (stage, of), parts in newest:
-        alike = [one for one in every if (one.stage, one.problem) == (stage, of)]
-        for name in PARTS:
-            if record := parts.get(name):
-                starts = _on_starts(record, parts.get(_WHOLE), alike, lambda one: one.left_out)
-                found.append(Effect(group=stage, name=name, record=record, first=parts.get(_WHOLE), starts=starts))
+    for group, of in (key for group in groups for key in newest if key[0] == group):
+        names, here = groups[group], newest[group, of]
+        first = here.get(names[0])
+        alike = [one for one in wanted if (place(one)[0], one.problem) == (group, of)]
+        for name, record in ((name, here[name]) for name in names if name in here):
+            starts = _on_starts(record, first, alike, lambda one: place(one)[1])
+            found.append(Effect(group=group, name=name, record=record, first=first, starts=starts))
     return _together(found)
 
 
@@ -325,13 +304,13 @@ def chart(shown: Sequence[Effect]) -> Chart | str:
     if not timed:
         return NOTHING_YET
     values = "; ".join(f"{one.group}, {one.name}: {one.ratio:.3f}" for one in timed if not one.is_first)
-    return _ratio_chart(
-        [(f"{one.group} ({AXES[one.group].stage[:2]})", one.name, one) for one in timed],
+    return _chart(
+        [(f"{one.group} ({AXES[one.group].stage[:2]})", one.name, one, one.change) for one in timed],
         name="ablations",
-        first="the first level",
+        xlabel="time over that of the first level; less is better",
         alt=f"Time of every level over that of the first level of its axis. {values}.",
-        caption="What one change does to a stage's time: each level beside the first of its axis (in brackets the "
-        "stage)",
+        caption=f"What one change does to a stage's time: each level beside the first of its axis (in brackets the "
+        f"stage), {_OVER_STARTS}",
     )
 
 
@@ -342,35 +321,16 @@ def lever_chart(shown: Sequence[Effect]) -> Chart | str:
         return LEVER_NOT_MEASURED
     values = "; ".join(f"{one.name}, {_problem(one)}: {one.ratio:.3f}" for one in timed)
     ordered = sorted(timed, key=lambda one: (one.name, one.problem.head_dim, one.problem.mask != "full"))
-    return _ratio_chart(
-        [(one.name, _problem(one), one) for one in ordered],
+    return _chart(
+        [(one.name, _problem(one), one, one.change) for one in ordered],
         name="levers",
-        first="the stage as it is",
+        xlabel="time over that of the stage as it is; less is better",
         alt=f"Time of every lever over that of its stage as it is. {values}.",
-        caption="What a change of the source does to a stage's time, each beside the stage as it is",
+        caption="What a change of the source does to a stage's time, each beside the stage as it is, " + _OVER_STARTS,
     )
 
 
-def _ratio_chart(rows: Sequence[tuple[str, str, Effect]], *, name: str, first: str, alt: str, caption: str) -> Chart:
-    """Time over that of the first, by group: rows are group, title and effect, each of which has a ratio."""
-    groups: dict[str, list[Interval]] = {}
-    for group, title, one in rows:
-        assert one.change is not None
-        look = {"slower": "worse", "faster": "better"}.get(one.verdict, "first" if one.is_first else "plain")
-        row = Interval(name=title, value=one.change.value, low=one.change.low, high=one.change.high, look=look)  # type: ignore[arg-type]
-        groups.setdefault(group, []).append(row)
-    shown = [one for _, _, one in rows]
-    return intervals(
-        groups,
-        name=name,
-        xlabel=f"time over that of {first}; less is better",
-        reference=1.0,
-        ratio=True,
-        alt=alt,
-        caption=f"{caption}, with the 95 % interval of the ratio over starts, which is often narrower than the mark.",
-        provenance=_caption(shown),
-        data_files=_files(shown, "ablations"),
-    )
+_OVER_STARTS = "with the 95 % interval of the ratio over starts, which is often narrower than the mark."
 
 
 def split_chart(shown: Sequence[Effect]) -> Chart | str:
@@ -378,24 +338,38 @@ def split_chart(shown: Sequence[Effect]) -> Chart | str:
     timed = [(one, share) for one in shown if (share := _share(one)) is not None]
     if not timed:
         return NOTHING_YET
-    groups: dict[str, list[Interval]] = {}
-    for one, share in timed:
-        row = Interval(name=_PART_TITLES[one.name], value=share.value, low=share.low, high=share.high)
-        groups.setdefault(f"{one.group}, {one.problem.sizes}", []).append(row)
     values = "; ".join(
         f"{one.group}, {one.problem.sizes} {_PART_TITLES[one.name]} {share.value:.1f} %" for one, share in timed
     )
-    return intervals(
-        groups,
+    return _chart(
+        [(f"{one.group}, {one.problem.sizes}", _PART_TITLES[one.name], one, share) for one, share in timed],
         name="time-split",
         xlabel="percent of the stage's time that goes with the part",
-        reference=0.0,
-        ratio=False,
         alt=f"Share of a stage's time that goes when a part of its work is left out. {values}.",
         caption="How much of a stage's time goes with each part of its work, with 95 % intervals. The shares need not "
         "add up to 100 %: what overlaps is counted in none, what stands in another's way in both.",
-        provenance=_caption([one for one, _ in timed]),
-        data_files=_files([one for one, _ in timed], "parts"),
+    )
+
+
+def _chart(rows: Sequence[tuple[str, str, Effect, Estimate | None]], *, name: str, **text: str) -> Chart:
+    """Intervals by group: rows are group, title, effect, and what is drawn of it: its ratio, or of a part its share."""
+    ratio = name != "time-split"
+    looks: Mapping[str, Any] = {"slower": "worse", "faster": "better"} if ratio else {}
+    groups: dict[str, list[Interval]] = {}
+    for group, title, one, drawn in rows:
+        assert drawn is not None
+        look: Any = looks.get(one.verdict, "first" if one.is_first else "plain") if ratio else "plain"
+        row = Interval(name=title, value=drawn.value, low=drawn.low, high=drawn.high, look=look)
+        groups.setdefault(group, []).append(row)
+    shown = [one for _, _, one, _ in rows]
+    return intervals(
+        groups,
+        name=name,
+        reference=1.0 if ratio else 0.0,
+        ratio=ratio,
+        provenance=_caption(shown),
+        data_files=_files(shown, "ablations" if ratio else "parts"),
+        **text,
     )
 
 

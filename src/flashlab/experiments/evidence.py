@@ -441,10 +441,8 @@ def time(records: Records, entry: Entry) -> Finding:
     return Finding(tuple(_over(median, starts).scaled(1 / entry.per) for starts in each), _rows(groups))
 
 
-@_quantity("time")
-def call_time(records: Records, entry: Entry) -> Finding:
-    """Microseconds of a single call by the host's clock, launch and wait included."""
-    return time(records, entry)
+QUANTITIES["call_time"] = ("time", "", time)
+"""Microseconds of a single call by the host's clock, launch and wait included: `Records.named` takes other records."""
 
 
 @_quantity("ratio", "{1} over {slower} at {problem}")
@@ -527,29 +525,26 @@ def _sheet(gpu: str) -> roofline.Datasheet:
     return roofline.DATASHEETS[gpu]
 
 
-def _profiles(records: Records, problem: Problem, names: Sequence[str], *metrics: str) -> Sequence[Row]:
-    """The newest profile of each stage that has those metrics."""
+def _profiles(records: Records, problem: Problem, names: Sequence[str], *fields: str) -> Sequence[Row]:
+    """The newest profile of each stage that has those fields."""
     at_problem = (row for row in records.rows("profiles") if row.problem == problem)
-    rows = [row for row in at_problem if all(row.record.metrics.get(metric) for metric in metrics)]
+    rows = [row for row in at_problem if all(getattr(row.record, field) for field in fields)]
     return newest(rows, names, f"flashlab profile {names[0]}")
 
 
 @_quantity("ratio")
 def sectors_per_request(records: Records, entry: Entry) -> Finding:
     """Sectors that a request to load from global memory takes, of each stage."""
-    sectors, requests = (f"l1tex__t_{what}_pipe_lsu_mem_global_op_ld.sum" for what in ("sectors", "requests"))
-    rows = _profiles(records, entry.problem, entry.operands, sectors, requests)
-    return Finding(_exact(*(row.record.metrics[sectors] / row.record.metrics[requests] for row in rows)), rows)
+    rows = _profiles(records, entry.problem, entry.operands, "load_sectors")
+    return Finding(_exact(*(row.record.load_sectors for row in rows)), rows)
 
 
 @_quantity("ratio")
 def utilization(records: Records, entry: Entry) -> Finding:
     """Percent of the tensor cores' and of device memory's peak, as Nsight Compute saw the fastest stage."""
-    tensor, time_ns = "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active", "gpu__time_duration.sum"
-    dram = ("dram__bytes_read.sum", "dram__bytes_write.sum")
     name = records.fastest(entry.problem).name
-    (row,) = _profiles(records, entry.problem, (name,), tensor, *dram, time_ns)
-    tb_s = sum(row.record.metrics[metric] for metric in dram) / row.record.metrics[time_ns] / 1e3
+    (row,) = _profiles(records, entry.problem, (name,), "tensor_percent", "dram_bytes", "time_us")
+    tb_s = row.record.dram_bytes / row.record.metrics["gpu__time_duration.sum"] / 1e3
     shares = _exact(row.record.tensor_percent, 100 * tb_s / _sheet(records.gpu).memory_tb_s)
     return Finding(shares, (row,), {"tb_s": tb_s})
 
@@ -557,10 +552,15 @@ def utilization(records: Records, entry: Entry) -> Finding:
 @_quantity("numbers")
 def absolute_error(records: Records, entry: Entry) -> Finding:
     """The largest error of the newest result that was compared, right or wrong."""
-    judged = (row for row in records.measurements if row.problem == entry.problem and row.record.verdict)
-    rows = [row for row in judged if row.record.verdict.max_abs_error is not None]
+    rows = _judged(records, entry.problem)
     (row,) = newest(rows, entry.operands, _bench(entry.problem, entry.operands))
     return Finding(_exact(row.record.verdict.max_abs_error), (row,))
+
+
+def _judged(records: Records, problem: Problem) -> list[Row]:
+    """What was compared with the oracle at a problem, right or wrong."""
+    compared = (row for row in records.measurements if row.problem == problem and row.record.verdict)
+    return [row for row in compared if row.record.verdict.max_abs_error is not None]
 
 
 @_quantity("numbers")
@@ -569,12 +569,7 @@ def largest_error(records: Records, entry: Entry) -> Finding:
 
     Each is an error against float64, so that their sum bounds the difference between the two.
     """
-    judged = [row for row in records.measurements if row.problem == entry.problem and row.status == "ok"]
-    errors = [
-        (row.record.verdict.max_abs_error, row)
-        for row in judged
-        if row.record.verdict and row.record.verdict.max_abs_error is not None
-    ]
+    errors = [(row.record.verdict.max_abs_error, row) for row in _judged(records, entry.problem) if row.status == "ok"]
     ours = [one for one in errors if one[1].name in registry.RUNGS]
     theirs = [one for one in errors if one[1].name in entry.names]
     if not ours or not theirs:

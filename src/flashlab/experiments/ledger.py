@@ -49,7 +49,7 @@ from flashlab.measure.options import Options
 from flashlab.query.kinship import KINSHIPS, MODELS, kinship
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
-from flashlab.record import schema, store
+from flashlab.record import store
 from flashlab.record.schema import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
@@ -59,20 +59,10 @@ CLAIMS = DATA / "claims.csv"
 VERDICTS = "verdicts.json"
 
 Kind = Literal["confirmed", "undecided", "inaccurate", "refuted", "not_comparable", "needs_hardware", "pending"]
-KINDS: Mapping[Kind, str] = {
-    "confirmed": "our whole interval agrees, by the claim's rule",
-    "undecided": "our interval covers a limit of the claim's rule",
-    "inaccurate": "its size is wrong: by how much is said",
-    "refuted": "the opposite was measured, or the arithmetic is wrong",
-    "not_comparable": "nothing here can tell: the verdict would hang on a kernel, shape, baseline or quantity that is "
-    "ours, or the claim compares what cannot be compared",
-    "needs_hardware": "only a GPU of the model that the claim is about can tell, and it has no such record here; the "
-    "command that makes one is named",
-    "pending": "what would tell is not on record yet; the command that makes it is named",
-}
+KINDS: Mapping[Kind, str] = {kind: said["meaning"] for kind, said in facts()["verdicts"].items()}
+"""Verdicts, and what each means; the least favourable to a claim of several numbers comes last."""
 FEW_STARTS = 3
 """What was measured on fewer starts of a machine says so."""
-"""Verdicts, and what each means; the least favourable to a claim of several numbers comes last."""
 
 
 # --- What is claimed --------------------------------------------------------------------------------------------------
@@ -101,15 +91,7 @@ _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 
 
 Condition = Literal["gpu", "shape", "dtype", "mask", "kernel", "measure", "number"]
-CONDITIONS: Mapping[Condition, str] = {
-    "gpu": "GPU",
-    "shape": "shape",
-    "dtype": "element type",
-    "mask": "mask",
-    "kernel": "kernel",
-    "measure": "what is measured",
-    "number": "number",
-}
+CONDITIONS: Mapping[Condition, str] = facts()["conditions"]
 """What a claim can hold under, and its name for people. A `number` that we add is none that the document gives."""
 _ELLIPSIS = " … "
 
@@ -513,7 +495,6 @@ def _without(claim: Claim, finding: Finding | None, would: Kind, command: str, r
 def verdicts(
     gpu: str,
     data: Path = DATA,
-    claims: Path = CLAIMS,
     follow: Callable[[Collection[str]], Iterable[str]] = iter,
 ) -> tuple[Verdict, ...]:
     """The verdict on every claim from a GPU's records, in the claims' order; `follow` sees their ids go by.
@@ -524,7 +505,7 @@ def verdicts(
     """
     store.require_runs(gpu, data)
     on_record = Records(gpu, data)
-    by_id = {claim.id: claim for claim in read(claims)}
+    by_id = {claim.id: claim for claim in read()}
     return tuple(evaluate(by_id[claim_id], on_record) for claim_id in follow(by_id))
 
 
@@ -633,7 +614,7 @@ def measure(
             list(plan),
             stages=[name for name in (*registry.STAGES, *registry.DEAD_ENDS) if name in names],
             peers=[name for name in peers.PEERS if name in names],
-            only=partial(_is_in, plan),
+            only=partial(lambda of, problem, name: name in of[problem], plan),
             plan=bench.plan_of("claims"),
             ceilings=of_gpu,
             options=options,
@@ -644,16 +625,10 @@ def measure(
     made += [ablation.measure(axes, options=options), ablation.split(whole, options=options)]
     calls = [(name, entry.problem) for entry in _entries() for name in entry.names if entry.quantity == "call_time"]
     if options.resume:
-        here = gpus.info(options.device)
-        known = store.records(here.slug, schema.Call, options.data)
-        timed = {(one.name, one.problem) for one in known if bench.stands_for(one, here, same_commit=True)}
+        timed = {(one.name, one.problem) for one in bench.on_record(Call, options, same_commit=True)}
         calls = [call for call in calls if call not in timed]
     made += [time_calls(name, problem, data=options.data, device=options.device) for name, problem in calls]
     return tuple(path for path in made if path)
-
-
-def _is_in(plan: Plan, problem: Problem, name: str) -> bool:
-    return name in plan[problem]
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:
@@ -720,19 +695,9 @@ def changed(verdicts: Sequence[Verdict]) -> str:
     """How many verdicts this revision changed, from what to what, and why, in a paragraph."""
     before = rules_log.read().verdicts_before
     moved = Counter((before[one.id], one.verdict) for one in verdicts if before.get(one.id, one.verdict) != one.verdict)
-    to = Counter({kind: sum(count for (_, now), count in moved.items() if now == kind) for kind in KINDS})
-    why: Mapping[Kind, str] = {
-        "confirmed": "our own records, asked about what the document states, agree with it",
-        "undecided": "the interval over starts covers a limit",
-        "inaccurate": "the document's own numbers, or ours over several starts, put it so",
-        "refuted": "the records, or the document's own numbers, contradict it",
-        "not_comparable": "the verdict hung on a kernel, a shape, a baseline or a quantity that is ours and not the "
-        "document's",
-        "needs_hardware": "only the GPU that the claim is about may judge it now, and it has no such record here",
-        "pending": "the records that decide are not there",
-    }
+    to = {kind: sum(count for (_, now), count in moved.items() if now == kind) for kind in KINDS}
     parts = [
-        f"{count} became {words(kind)}, because {why[kind]} "
+        f"{count} became {words(kind)}, because {facts()['verdicts'][kind]['because']} "
         f"({', '.join(f'{n} {words(old)}' for (old, now), n in sorted(moved.items()) if now == kind)} before)"
         for kind, count in to.items()
         if count

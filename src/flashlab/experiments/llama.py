@@ -20,12 +20,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flashlab.core.errors import FlashlabError, ParameterError
+from flashlab.core.errors import ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers
 from flashlab.measure.cells import GpuWorker, need, record_rows
-from flashlab.measure.harness import REASON_CHARS, Message, Send, serve
+from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import ModelRun
@@ -150,14 +150,11 @@ class _Worker(GpuWorker):
         able = []
         for name, registered in names.items():  # the first run compiles, and shows what comes out
             self._say(f"{phase}, {name}")
-            try:
+            with self.attempt(f"{phase} by {name}"):
                 self.model.set_attn_implementation(registered)
                 logits[name] = run()
                 self._wait()
                 able.append(name)
-            except Exception as error:  # a library's own errors have no common class
-                reason = str(error) if isinstance(error, FlashlabError) else f"{type(error).__name__}: {error}"
-                self.send({"type": "missing", "what": f"{phase} by {name}", "reason": reason[:REASON_CHARS]})
         for _ in range(self.job["repeats"]):
             self._random.shuffle(able)
             for name in able:
@@ -231,11 +228,6 @@ def _library(name: str) -> Callable[..., tuple[Any, None]]:
         return peers.bhsd_view(peer.layout, out).transpose(1, 2).contiguous(), None
 
     return attention
-
-
-def _work(job: Message, send: Send) -> None:
-    """The worker of `measure`."""
-    _Worker(job, send).work()
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -323,4 +315,4 @@ RECORDS = (ModelRun,)
 
 
 if __name__ == "__main__":
-    sys.exit(serve(_work))
+    sys.exit(serve(lambda job, send: _Worker(job, send).work()))

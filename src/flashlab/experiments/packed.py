@@ -22,13 +22,13 @@ from typing import Any
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from flashlab.core.errors import CheckFailedError, FlashlabError, ParameterError, UnsupportedError
+from flashlab.core.errors import CheckFailedError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import GpuWorker, record_rows
-from flashlab.measure.harness import REASON_CHARS, Message, Send, serve
+from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
@@ -56,7 +56,7 @@ LENGTHS: Mapping[str, str] = {
 TIMEOUT_S = 180.0
 
 
-def lengths(name: str, seed: int = 0) -> tuple[int, ...]:
+def lengths(name: str) -> tuple[int, ...]:
     """The lengths of a distribution, the same at each call; they add up to `TOKENS`.
 
     Raises:
@@ -64,7 +64,7 @@ def lengths(name: str, seed: int = 0) -> tuple[int, ...]:
     """
     if name not in LENGTHS:
         raise ParameterError(f"lengths: wanted one of {', '.join(LENGTHS)}, got {name!r}")
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = {"uniform": (1, 4096), "one_long": (64, 1024), "short": (16, 512)}
     found = [8192] if name == "one_long" else []
     while (left := TOKENS - sum(found)) > 0:
@@ -196,14 +196,10 @@ class _Worker(GpuWorker):
         verdicts: dict[str, Verdict | None] = {}
         for name in self.job["names"]:
             self.send({"type": "step", "what": f"{label}, {name}"})
-            try:
+            with self.attempt(f"{name} at {label}", survive=True):
                 run, result = packed.build(name, self.torch, stream)
                 verdicts[name] = None if name == PADDED and not packed.causal else self._checked(packed, result())
                 runs[name] = run
-            except Exception as error:  # a library's own errors have no common class
-                self.survive(error)
-                reason = str(error) if isinstance(error, FlashlabError) else f"{type(error).__name__}: {error}"
-                self.send({"type": "missing", "what": f"{name} at {label}", "reason": reason[:REASON_CHARS]})
         for name, samples in timer.burst(runs, samples=20).items():
             distribution, head_dim, dtype, mask = case
             row = {"name": name, "distribution": distribution, "lengths": chosen, "heads": HEADS, "mask": mask}
@@ -220,11 +216,6 @@ class _Worker(GpuWorker):
                 raise CheckFailedError(f"sequence {index} of {len(packed.chosen)}: {verdict.reason}")
         assert verdict is not None
         return verdict
-
-
-def _work(job: Message, send: Send) -> None:
-    """The worker of `measure`."""
-    _Worker(job, send).work()
 
 
 # --- The page ---------------------------------------------------------------------------------------------------------
@@ -295,4 +286,4 @@ RECORDS = (PackedRun,)
 
 
 if __name__ == "__main__":
-    sys.exit(serve(_work))
+    sys.exit(serve(lambda job, send: _Worker(job, send).work()))

@@ -104,7 +104,9 @@ def tables_of(rows: Sequence[Source]) -> str:
     for title, what in documents().items():
         of_document = [row for row in rows if row.document == title]
         columns = (
-            tables.Column("lines", lambda row: ", ".join(_passage(*ends) for ends in row.lines), left=True),
+            tables.Column(
+                "lines", lambda row: ", ".join(f"{a}" if a == b else f"{a}–{b}" for a, b in row.lines), left=True
+            ),
             tables.Column("what it has", lambda row: html.escape(row.what), left=True),
             tables.Column("ours", _ours, left=True),
             tables.Column("claims", lambda row: ", ".join(row.claims) or None, left=True),
@@ -114,10 +116,6 @@ def tables_of(rows: Sequence[Source]) -> str:
         summary = f"{html.escape(title)}: {len(of_document)} rows"
         parts.append(f"**{title}.** {what}\n\n{tables.folded(summary, table)}\n")
     return "\n".join(parts)
-
-
-def _passage(first: int, last: int) -> str:
-    return f"{first}" if first == last else f"{first}–{last}"
 
 
 def _ours(row: Source) -> str | None:

@@ -231,7 +231,8 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
     for rows in grouped.values():
         newest: list[Measurement] = []
         for row in reversed(rows):
-            if _code(row) == _code(rows[-1]) and not any(_same_start(row, other) for other in newest):
+            met = any(other.start and row.start and row.start.same_as(other.start) for other in newest)
+            if _code(row) == _code(rows[-1]) and not met:
                 newest.append(row)
         if len(newest) > 1:
             found.append(Spread(rows=tuple(reversed(newest))))
@@ -241,10 +242,6 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
 
 def _code(row: Measurement) -> object:
     return row.cubin.sha256 if row.cubin else row.software
-
-
-def _same_start(row: Measurement, other: Measurement) -> bool:
-    return row.start is not None and other.start is not None and row.start.same_as(other.start)
 
 
 def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
@@ -274,16 +271,21 @@ def _title(name: str) -> str:
 
 def _page(
     found: Sequence[Reading],
-    rows: Sequence[Any],
-    problem: Callable[[Any], Problem],
     columns: Sequence[Column],
-    **text: Any,
+    rows: Sequence[tuple[Problem, Any, Any]],
+    above: Callable[[Sequence[Any]], str] = lambda rows: "",
 ) -> str:
-    """A table for each problem of the pools, the largest first, and which runs they are of."""
-    above: Callable[[Sequence[Any]], str] = text.get("above", lambda rows: "")
+    """A table for each problem of the pools, the largest first, and which runs they are of.
+
+    Args:
+        rows: each with its problem and what it is sorted by there.
+        above: what stands above a table of rows.
+    """
+    if not rows:
+        return NOTHING_YET
     parts = []
     for one in sorted(dict.fromkeys(pool.problem for pool in found), key=lambda one: -one.flops):
-        mine = [row for row in rows if problem(row) == one]
+        mine = [row for _, _, row in sorted((row for row in rows if row[0] == one), key=lambda row: row[1])]
         parts.append(f"### {one.label}\n\n{above(mine)}{table(columns, mine)}")
     runs = sorted({pool.run for pool in found})
     source = "; ".join(f"{select.date(run)}, commit {select.commit_label(run)}" for run in runs)
@@ -300,8 +302,6 @@ def missing_timers(gpu_slug: str | None, data: Path = DATA) -> str:
 def timers_table(gpu_slug: str | None, data: Path = DATA) -> str:
     """Other timers beside CUDA events on random inputs, a table a problem, each difference with what explains it."""
     found = _bursts(gpu_slug, data)
-    if not found:
-        return NOTHING_YET
 
     def above(rows: Sequence[Comparison]) -> str:
         agreeing = sum(one.agrees for one in rows)
@@ -316,8 +316,8 @@ def timers_table(gpu_slug: str | None, data: Path = DATA) -> str:
         Column("other, µs", "other.samples.median_us", mhz),
         Column("other / events (95 %)", "ratio", with_interval),
     ]
-    compared = sorted(comparisons(found), key=lambda one: (one.other.timer, one.other.samples.cache == "cold"))
-    return _page(found, compared, lambda one: one.ours.problem, columns, above=above)
+    rows = [(one.ours.problem, (one.other.timer, one.other.samples.cache == "cold"), one) for one in comparisons(found)]
+    return _page(found, columns, rows, above)
 
 
 def timers_chart(gpu_slug: str | None, data: Path = DATA) -> Chart | str:
@@ -348,8 +348,6 @@ def zeros_table(gpu_slug: str | None, data: Path = DATA) -> str:
     """Zeros beside random normal inputs, by CUDA events: time, clock and power."""
     found = [pool for pool in _pools(gpu_slug, data, None) if pool.timer == "events"]
     pairs = _against(found, lambda pool: (pool.name, pool.problem, state(pool)), lambda pool: pool.inputs == "normal")
-    if not pairs:
-        return NOTHING_YET
     columns = [
         Column("", "0.name", _title),
         Column("state", "0", state, left=True),
@@ -362,8 +360,7 @@ def zeros_table(gpu_slug: str | None, data: Path = DATA) -> str:
         Column("zeros", lambda pair: schema.power_w(pair[0].samples), number),
     ]
     states = ("burst, hot L2", "burst, cold L2", "sustained")
-    pairs = sorted(pairs, key=lambda pair: states.index(state(pair[0])))
-    return _page(found, pairs, lambda pair: pair[0].problem, columns)
+    return _page(found, columns, [(pair[0].problem, states.index(state(pair[0])), pair) for pair in pairs])
 
 
 def cache_table(gpu_slug: str | None, data: Path = DATA) -> str:
@@ -372,8 +369,6 @@ def cache_table(gpu_slug: str | None, data: Path = DATA) -> str:
     pairs = _against(
         found, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.samples.cache == "hot"
     )
-    if not pairs:
-        return NOTHING_YET
     columns = [
         Column("", "0.name", _title),
         Column("timer", "0.timer", TIMERS.get, left=True),
@@ -381,8 +376,7 @@ def cache_table(gpu_slug: str | None, data: Path = DATA) -> str:
         Column("cold, µs", "0.samples.median_us", mhz),
         Column("cold / hot (95 %)", lambda pair: with_interval(ratio(*pair))),
     ]
-    pairs = sorted(pairs, key=lambda pair: list(TIMERS).index(pair[0].timer))
-    return _page(found, pairs, lambda pair: pair[0].problem, columns)
+    return _page(found, columns, [(pair[0].problem, list(TIMERS).index(pair[0].timer), pair) for pair in pairs])
 
 
 def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:

@@ -47,10 +47,9 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Cache, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
-from flashlab.measure.bench import stands_for
+from flashlab.measure.bench import on_record
 from flashlab.measure.cells import GpuWorker
 from flashlab.measure.harness import (
-    REASON_CHARS,
     Book,
     Message,
     Progress,
@@ -233,12 +232,10 @@ class _Reader:
             self.readings += 1
 
 
-def recorded(data: Path = DATA, device: int = 0) -> bool:
+def recorded(data: Path = DATA) -> bool:
     """Whether this very commit has readings of every stage and library of `measure` on this GPU, by our own timer."""
-    here = gpu.info(device)
-    known = store.records(here.slug, Reading, data)
-    read = {one.name for one in known if one.timer == "events" and stands_for(one, here, same_commit=True)}
-    return read >= {*STAGES, *PEERS}
+    known = on_record(Reading, Options(data=data), same_commit=True)
+    return {one.name for one in known if one.timer == "events"} >= {*STAGES, *PEERS}
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -302,12 +299,10 @@ class _Worker(GpuWorker):
 
     def _read(self) -> None:
         for what, step in [step for timer in self.job["timers"] for step in self._steps(timer)]:
-            try:
+            with self.attempt(what):  # whatever it raises, the others still have their turn
                 if self._left_s() <= 0:
                     raise LaunchError(f"the {self.job['seconds']:.3g} s for this were over")
                 step()
-            except Exception as error:  # whatever it is, the others still have their turn
-                self._missing(what, _words(error))
 
     def _steps(self, timer: str) -> list[tuple[str, Callable[[], None]]]:
         """What a timer reads, one after the other, each by itself: what one of them loses is not the next one's."""
@@ -317,9 +312,6 @@ class _Worker(GpuWorker):
             return [(timer, self._cuda_bench)]
         read = self._events if timer == "events" else self._profiler
         return [(f"{timer} at {problem.label}", partial(read, problem)) for problem in self._problems]
-
-    def _missing(self, what: str, reason: str, name: str | None = None) -> None:
-        self.send({"type": "missing", "what": what, "reason": reason[:REASON_CHARS], "name": name})
 
     # -- implementations
 
@@ -332,7 +324,7 @@ class _Worker(GpuWorker):
             "zeros": [torch.zeros(shape, device="cuda", dtype=torch.float16) for _ in range(3)],
         }
         for name in self.job["names"]:
-            try:
+            with self.attempt(f"{name} at {problem.label}", name=name):
                 for inputs in INPUTS:
                     run, output = self._made(name, problem, *tensors[inputs])
                     if self.job["check"] and inputs == "normal":
@@ -348,8 +340,6 @@ class _Worker(GpuWorker):
                         enqueue_us=first.enqueue_us / 5,
                     )
                     self._cases[case.label] = case
-            except Exception as error:  # a library's own errors have no common class
-                self._missing(f"{name} at {problem.label}", _words(error), name)
 
     def _made(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> tuple[timing.Run, Callable[[], Any]]:
         """What enqueues one call on the stream, and what does and returns its output."""
@@ -532,11 +522,6 @@ class _Worker(GpuWorker):
             self._keep(self._cases[label], "cuda-bench", samples)
 
 
-def _words(error: Exception) -> str:
-    """An error for people: ours say what they are."""
-    return str(error) if isinstance(error, FlashlabError) else f"{type(error).__name__}: {error}"
-
-
 def kernel_times(trace: Mapping[str, Any], calls: Sequence[int]) -> list[float]:
     """Time of one call in each sample, from the kernels between its two spins, microseconds.
 
@@ -612,10 +597,5 @@ def _floats(summary: Mapping[str, Any] | None, beside: Path) -> list[float]:
     return list(struct.unpack(f"<{len(content) // 4}f", content))
 
 
-def _work(job: Message, send: Send) -> None:
-    """The worker of `measure`."""
-    _Worker(job, send).work()
-
-
 if __name__ == "__main__":
-    sys.exit(serve(_work))
+    sys.exit(serve(lambda job, send: _Worker(job, send).work()))

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from flashlab.build import compiler, triton_code
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
@@ -32,6 +33,7 @@ from flashlab.record.schema import Ablation, Ceiling, Measurement, Part, Tuning
 from flashlab.run import choice, gpu
 from flashlab.verify import on_cpu
 
+T = TypeVar("T", bound=schema.Base)
 Schema = type[Measurement] | type[Tuning] | type[Ablation] | type[Part]
 _WITH_LSE = "+lse"
 """Ends the name, among a run's implementations, of a stage's second row: the one with the log-sum-exp on."""
@@ -301,7 +303,7 @@ def _left(
     gpu.require()
     here, cells = gpu.info(options.device), list(names.items())
     code = compile_for(named, cells, arch=here.arch, slug=here.slug)
-    known = [row for row in store.measurements(here.slug, options.data) if stands_for(row, here)]
+    known = [row for row in on_record(Measurement, options) if not row.with_lse]
     todo = not_on_record(cells, named, known, code, plan)
     return {at: [name for name in some if name in todo[at]] for at, some in cells if at in todo}
 
@@ -317,6 +319,13 @@ def stands_for(record: schema.Base | Header, here: gpu.GpuInfo, *, same_commit: 
     return not same_commit or (record.source == provenance.source() and record.gpu.fingerprint == here.fingerprint)
 
 
+def on_record(kind: type[T], options: Options, *, same_commit: bool = False) -> tuple[T, ...]:
+    """The records of this GPU that `stands_for` holds for: what need not be measured again."""
+    here = gpu.info(options.device)
+    known = store.records(here.slug, kind, options.data)
+    return tuple(one for one in known if stands_for(one, here, same_commit=same_commit))
+
+
 def not_recorded(
     kind: type[Ablation] | type[Part] | type[Tuning],
     cells: Sequence[tuple[Problem, Sequence[str]]],
@@ -330,15 +339,11 @@ def not_recorded(
     """
     if not options.resume:
         return list(cells)
-    here = gpu.info(options.device)
+    named_by = [name for name in sorted(kind.model_fields) if name in _NAMING]
     done = {
-        (
-            record.problem,
-            record.cubin.sha256,
-            *(getattr(record, name) for name in sorted(type(record).model_fields) if name in _NAMING),
-        )
-        for record in store.records(here.slug, kind, options.data)
-        if stands_for(record, here) and record.cubin is not None
+        (one.problem, one.cubin.sha256, *(getattr(one, name) for name in named_by))
+        for one in on_record(kind, options)
+        if one.cubin is not None
     }
 
     def stands(problem: Problem, name: str) -> bool:
@@ -353,9 +358,7 @@ def not_recorded(
 
 def ceilings_left(names: Sequence[str], options: Options) -> list[str]:
     """The ceilings among `names` that no record of this very commit has for this GPU."""
-    here = gpu.info(options.device)
-    known = store.records(here.slug, Ceiling, options.data)
-    done = {one.name for one in known if stands_for(one, here, same_commit=True)}
+    done = {one.name for one in on_record(Ceiling, options, same_commit=True)}
     return [name for name in names if name not in done]
 
 

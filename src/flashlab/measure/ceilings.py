@@ -6,13 +6,14 @@ A ceiling is the median of burst samples of a micro-benchmark (kernels/micro) or
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from flashlab.build.compiler import ELEMENTS
 from flashlab.core.errors import ParameterError
-from flashlab.core.problem import DType
+from flashlab.core.problem import DTYPES, DType
 from flashlab.measure import timer as timing
 from flashlab.measure.timer import MicroParams, Run, Timer
 from flashlab.query.roofline import Unit
@@ -120,48 +121,6 @@ def _l2_read(device: int, stream: int) -> Workload:
     )
 
 
-def _smem_read(device: int, stream: int) -> Workload:
-    return _micro(
-        "smem_read",
-        device,
-        stream,
-        unit="TB/s",
-        how="conflict-free 16-byte reads of shared memory on every SM",
-        per_thread=16.0 * _UNROLL,
-        repeats=2000,
-        count=512,
-        defines={"UNROLL": _UNROLL},
-    )
-
-
-def _scalar(name: str, per_result: float, unit: Unit, repeats: int, how: str, device: int, stream: int) -> Workload:
-    return _micro(
-        name,
-        device,
-        stream,
-        unit=unit,
-        how=f"independent {how} chains on every SM",
-        per_thread=per_result * _CHAINS * _UNROLL,
-        repeats=repeats,
-        defines={"CHAINS": _CHAINS, "UNROLL": _UNROLL},
-    )
-
-
-def _mma_sync(dtype: DType, device: int, stream: int) -> Workload:
-    element = {"float16": "__half", "bfloat16": "__nv_bfloat16"}[dtype]
-    return _micro(
-        "tensor",
-        device,
-        stream,
-        unit="TFLOP/s",
-        how=f"16x16x16 warp-level MMAs of zeros (wmma, that is mma.sync), {dtype} in, float32 out, from registers",
-        per_thread=2.0 * _TENSOR_TILE**3 / 32 * _CHAINS * _UNROLL,
-        repeats=500,
-        threads=256,
-        defines={"CHAINS": _CHAINS, "UNROLL": _UNROLL, "ELEMENT": element},
-    )
-
-
 def _matmul(dtype: DType, device: int, stream: int) -> Workload:
     torch = importlib.import_module("torch")
     edge = _MATMUL
@@ -179,18 +138,55 @@ def _matmul(dtype: DType, device: int, stream: int) -> Workload:
     return Workload(run=run, amount=2.0 * edge**3, unit="TFLOP/s", how=how)
 
 
+_SCALARS: Sequence[tuple[str, float, Unit, int, str]] = (
+    # kernel, operations per result, their unit, repeats, instruction
+    ("fp32_fma", 2.0, "TFLOP/s", 400, "FFMA"),
+    ("half2_fma", 4.0, "TFLOP/s", 400, "HFMA2"),
+    ("exp2", 1.0, "Tex2/s", 60, "ex2.approx.ftz.f32"),
+)
+_SCALAR = partial(_micro, defines={"CHAINS": _CHAINS, "UNROLL": _UNROLL})
+_MMA = partial(
+    _micro,
+    "tensor",
+    unit="TFLOP/s",
+    per_thread=2.0 * _TENSOR_TILE**3 / 32 * _CHAINS * _UNROLL,
+    repeats=500,
+    threads=256,
+)
 CEILINGS: Mapping[str, Callable[[int, int], Workload]] = {
     "launch": _empty,
     "copy": _copy,
     "l2_read": _l2_read,
-    "smem_read": _smem_read,
-    "fp32_fma": partial(_scalar, "fp32_fma", 2.0, "TFLOP/s", 400, "FFMA"),
-    "half2_fma": partial(_scalar, "half2_fma", 4.0, "TFLOP/s", 400, "HFMA2"),
-    "exp2": partial(_scalar, "exp2", 1.0, "Tex2/s", 60, "ex2.approx.ftz.f32"),
-    "mma_sync_float16": partial(_mma_sync, "float16"),
-    "mma_sync_bfloat16": partial(_mma_sync, "bfloat16"),
-    "tensor_float16": partial(_matmul, "float16"),
-    "tensor_bfloat16": partial(_matmul, "bfloat16"),
+    "smem_read": partial(
+        _micro,
+        "smem_read",
+        unit="TB/s",
+        how="conflict-free 16-byte reads of shared memory on every SM",
+        per_thread=16.0 * _UNROLL,
+        repeats=2000,
+        count=512,
+        defines={"UNROLL": _UNROLL},
+    ),
+    **{
+        name: partial(
+            _SCALAR,
+            name,
+            unit=unit,
+            how=f"independent {instruction} chains on every SM",
+            per_thread=per_result * _CHAINS * _UNROLL,
+            repeats=repeats,
+        )
+        for name, per_result, unit, repeats, instruction in _SCALARS
+    },
+    **{
+        f"mma_sync_{dtype}": partial(
+            _MMA,
+            how=f"16x16x16 warp-level MMAs of zeros (wmma, that is mma.sync), {dtype} in, float32 out, from registers",
+            defines={"CHAINS": _CHAINS, "UNROLL": _UNROLL, "ELEMENT": ELEMENTS[dtype]},
+        )
+        for dtype in DTYPES
+    },
+    **{f"tensor_{dtype}": partial(_matmul, dtype) for dtype in DTYPES},
 }
 """Every ceiling: (device, stream) -> workload. `tensor_*` is the compute roof of the newest tensor-core instructions
 (cuBLAS uses them); `mma_sync_*` that of the warp-level ones, which is all that the stages before wgmma can reach."""

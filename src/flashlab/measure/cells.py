@@ -13,15 +13,16 @@ import gc
 import importlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import to_jsonable_python
 
-from flashlab.core.errors import LaunchError, MissingError, MissingPackageError, UnsupportedError
+from flashlab.core.errors import FlashlabError, LaunchError, MissingError, MissingPackageError, UnsupportedError
 from flashlab.core.problem import Problem
 from flashlab.measure.harness import (
     REASON_CHARS,
@@ -270,19 +271,40 @@ class GpuWorker:
         """Say what comes next: should this process die of it, the parent knows."""
         self.send({"type": "step", "cell": cell, "name": name, "what": what, "extra_s": extra_s})
 
-    def row(self, cell: int, name: str, row: Message) -> None:
-        """Say what came of an implementation; `row` is JSON."""
-        self.send({"type": "row", "cell": cell, "name": name, "row": row})
+    def row(self, cell: int, name: str, row: Mapping[str, Any]) -> None:
+        """Say what came of an implementation; it is `ok` unless it says otherwise."""
+        said = {"status": "ok", **row, "reason": row.get("reason", "")[:REASON_CHARS]}
+        self.send({"type": "row", "cell": cell, "name": name, "row": to_jsonable_python(said)})
+
+    def refuse(self, cell: int, name: str, refused: RefusedError) -> None:
+        """Say of an implementation why it has no time."""
+        self.row(cell, name, {"status": refused.status, "reason": refused.reason, **refused.fields})
 
     @contextmanager
-    def surviving(self, cell: int, name: str, refuse: Callable[[int, str, RefusedError], None]) -> Iterator[None]:
+    def surviving(self, cell: int, name: str) -> Iterator[None]:
         """Turn an error into a row, where the CUDA context outlived it; else end the process: it never recovers."""
         try:
             yield
         except Exception as error:
             if not isinstance(error, RefusedError):
                 self.survive(error)
-            refuse(cell, name, refusal(error))
+            self.refuse(cell, name, refusal(error))
+
+    @contextmanager
+    def attempt(self, what: str, *, survive: bool = False, **more: Any) -> Iterator[None]:
+        """Say that something is missing, and why, where it raises: a library's own errors have no common class.
+
+        Args:
+            survive: end the process where the CUDA context did not outlive the error.
+            more: what else the message says.
+        """
+        try:
+            yield
+        except Exception as error:
+            if survive:
+                self.survive(error)
+            reason = str(error) if isinstance(error, FlashlabError) else words(error)
+            self.send({"type": "missing", "what": what, "reason": reason[:REASON_CHARS], **more})
 
     def survive(self, error: Exception) -> None:
         """Return when the CUDA context outlived an error."""

@@ -18,15 +18,14 @@ from typing import Any, Unpack
 
 import ml_dtypes
 from pydantic import TypeAdapter
-from pydantic_core import to_jsonable_python
 
 from flashlab.core.errors import DamagedRecordError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry as stages
 from flashlab.measure import bench, harness
 from flashlab.measure.bench import compile_ahead, implementations_of
-from flashlab.measure.cells import Cell, GpuWorker, RefusedError, Supervisor, need, refusal
-from flashlab.measure.harness import REASON_CHARS, Book, Message, Send
+from flashlab.measure.cells import Cell, GpuWorker, Supervisor, need, refusal
+from flashlab.measure.harness import Book, Message, Send
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, Header, case_line, header_line, read_lines
@@ -205,7 +204,7 @@ class CheckWorker(GpuWorker):
         except Exception as error:  # rows far apart take gigabytes
             self.survive(error)
             for name in names:
-                self._refuse(cell, name, refusal(error))
+                self.refuse(cell, name, refusal(error))
         else:
             self._check_each(cell, problem, names, layout, values, inputs)
         self._unfinished[cell] = sum(of_cell == cell for of_cell, *_ in self._emulating.values())
@@ -230,7 +229,7 @@ class CheckWorker(GpuWorker):
             one = self.implementations[name]
             how: dict[str, Any] = {"layout": layout, "params": one.params}
             how["source"] = None if one.source is None else Path(one.source)
-            with self.surviving(cell, name, self._refuse):
+            with self.surviving(cell, name):
                 stages.get(one.id).require(problem, self.info.arch)
                 verdict, out, lse, fallbacks = _guarded_run(one.id, problem, values, inputs, judge=judge, **how)
                 row: Message = {"status": "ok", "reason": "", "verdict": verdict, "fallbacks": fallbacks}
@@ -243,7 +242,7 @@ class CheckWorker(GpuWorker):
                     future = self._pool.submit(emulate_beside, one.id, problem, host, *made, threads=1, **how)
                     self._emulating[future] = (cell, name, row)
                     continue
-                self._say(cell, name, row)
+                self.row(cell, name, row)
 
     def _collect(self, most: int) -> None:
         """Send what the emulator has said, and wait until no more than `most` of its runs are left."""
@@ -257,21 +256,15 @@ class CheckWorker(GpuWorker):
                 try:
                     beside = future.result()
                     reason = beside.reason and f"emulator: {beside.reason}"
-                    self._say(cell, name, {**row, "status": beside.status, "reason": reason, "emulator": beside})
+                    self.row(cell, name, {**row, "status": beside.status, "reason": reason, "emulator": beside})
                 except Exception as error:
                     refused = refusal(error)
-                    self._say(cell, name, {**row, "status": refused.status, "reason": refused.reason})
+                    self.row(cell, name, {**row, "status": refused.status, "reason": refused.reason})
                 self._unfinished[cell] -= 1
                 if not self._unfinished[cell]:
                     self.send({"type": "cell_done", "cell": cell})
             if not late:
                 return
-
-    def _refuse(self, cell: int, name: str, refused: RefusedError) -> None:
-        self._say(cell, name, {"status": refused.status, "reason": refused.reason})
-
-    def _say(self, cell: int, name: str, row: Message) -> None:
-        self.row(cell, name, to_jsonable_python({**row, "reason": row["reason"][:REASON_CHARS]}))
 
     def on_host(self, array: Any) -> Any:
         """A CuPy array as NumPy's; bits of bfloat16 as ml_dtypes'."""

@@ -295,14 +295,14 @@ class Worker:
 # --- The worker's side ------------------------------------------------------------------------------------------------
 
 
-def serve(work: Callable[[Message, Send], None], arguments: Sequence[str] | None = None) -> int:
+def serve(work: Callable[[Message, Send], None]) -> int:
     """What a worker's module does when it is run: takes a job from its parent, works on it and says how that ended.
 
     An error of ours before its `hello` is a refusal; any other ends the worker and is its last word.
     """
     parser = argparse.ArgumentParser(description="Internal: a worker of flashlab, which its parent starts.")
     parser.add_argument("--connect", required=True, help="the socket of the parent")
-    path = parser.parse_args(arguments).connect
+    path = parser.parse_args().connect
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     # Not inherited: a compiler's process, say, must not keep the connection open when the worker dies.
     with socket.socket(socket.AF_UNIX) as connection:

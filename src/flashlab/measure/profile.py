@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,31 +38,8 @@ from flashlab.record.schema import LineStalls, StageProfile
 from flashlab.run import choice, gpu
 from flashlab.run.attention import prepare
 
-METRICS = (
-    "gpu__time_duration.sum",
-    "sm__cycles_active.avg",
-    "smsp__inst_executed.sum",
-    # wgmma runs on the same pipe as mma.sync; ncu counts the cycles of both here.
-    "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
-    "sm__inst_executed_pipe_tensor.sum",
-    *(f"sm__inst_executed_pipe_{pipe}.avg.pct_of_peak_sustained_active" for pipe in ("alu", "fma", "xu", "lsu")),
-    "smsp__issue_active.avg.pct_of_peak_sustained_active",
-    "sm__warps_active.avg.pct_of_peak_sustained_active",
-    "sm__warps_active.avg.peak_sustained",
-    *(f"launch__occupancy_limit_{what}" for what in ("barriers", "blocks", "registers", "shared_mem", "warps")),
-    "launch__block_size",
-    "launch__registers_per_thread",
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum",
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared.avg.pct_of_peak_sustained_elapsed",
-    "l1tex__data_pipe_lsu_wavefronts_mem_shared_op_gmma.sum",
-    "l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum",
-    *(f"l1tex__t_{what}_pipe_lsu_mem_global_op_{op}.sum" for what in ("requests", "sectors") for op in ("ld", "st")),
-    "lts__t_sectors_srcunit_tex.sum",
-    "lts__t_sectors_srcunit_tex_lookup_miss.sum",
-    "lts__t_sectors.avg.pct_of_peak_sustained_elapsed",
-    "dram__bytes_read.sum",
-    "dram__bytes_write.sum",
-)
+_ASKED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+METRICS: Sequence[str] = _ASKED["metrics"]
 """What is asked of Nsight Compute; which of it there is depends on the GPU and on its version."""
 SAMPLES = ("--section", "SourceCounters")
 """Asked beside them: each warp's state at regular times, with the instruction that it was at."""
@@ -179,19 +157,7 @@ class Launch:
 
 
 _STATE_COLUMN = re.compile(r"stall_(\w+)")
-_STATES = {
-    "branch_resolve": "branch_resolving",
-    "dispatch": "dispatch_stall",
-    "imc": "imc_miss",
-    "lg": "lg_throttle",
-    "long_sb": "long_scoreboard",
-    "math": "math_pipe_throttle",
-    "mio": "mio_throttle",
-    "no_inst": "no_instruction",
-    "short_sb": "short_scoreboard",
-    "sleep": "sleeping",
-    "tex": "tex_throttle",
-}
+_STATES: Mapping[str, str] = _ASKED["states"]
 """Warp states whose names the source page shortens, and what the counters call them."""
 
 

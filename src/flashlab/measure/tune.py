@@ -209,12 +209,15 @@ def _unique(variants: Iterable[Variant]) -> list[Variant]:
     return list({items(variant): variant for variant in variants}.values())
 
 
+Refused = tuple[tuple[Variant, str], ...]
+"""Variants that did not compile, each with the reason."""
+
+
 class Compiled(NamedTuple):
     """The variants that can be timed, and those that cannot."""
 
     good: tuple[Variant, ...]
-    refused: tuple[tuple[Variant, str], ...]
-    """With the reason."""
+    refused: Refused
     twins: tuple[Variant, ...]
     """Same machine code as one of the good."""
 
@@ -225,6 +228,11 @@ class Compiled(NamedTuple):
             tuple(one for one in self.refused if one[0] in variants),
             tuple(variant for variant in self.twins if variant in variants),
         )
+
+    def tuned(self, stage_id: str, problems: tuple[Problem, ...], rounds: Sequence[Path]) -> Tuned:
+        """What came of it on some problems."""
+        refused, twins = len(self.refused), len(self.twins)
+        return Tuned(stage=stage_id, problems=problems, refused=refused, twins=twins, rounds=tuple(rounds))
 
 
 def compile_variants(
@@ -330,19 +338,16 @@ def tune(
         samples = _SAMPLES[-1] if last else _SAMPLES[min(len(rounds), len(_SAMPLES) - 2)]
         options.note(f"round {len(rounds) + 1}: {len(left)} variants, {samples} samples each")
         tasks = [Task(Key(stage_id, problem), tuple(left)) for problem in problems]
-        path = time(tasks, plan=replace(_PLAN, samples=samples, min_samples=min(3, samples)), options=options)
-        timed, _ = store.read(path, schema.Tuning)
-        if not rounds:
-            _record_refused(path, timed, compiled.refused, problems)
-            store.write_checksums(slug, options.data)
+        plan = replace(_PLAN, samples=samples, min_samples=min(3, samples))
+        refused = () if rounds else compiled.refused
+        path, timed = _round([(task, refused) for task in tasks], plan, options)
         rounds.append(path)
         ranked = rank(timed, problems)
         if last or not ranked:
             break
         kept = max(_FINALISTS, len(left) // _KEPT)
         left = _unique([*ranked[:kept], *(variant for variant in ranked if variant in stay)])
-    refused, twins = len(compiled.refused), len(compiled.twins)
-    return Tuned(stage=stage_id, problems=problems, refused=refused, twins=twins, rounds=tuple(rounds))
+    return compiled.tuned(stage_id, problems, rounds)
 
 
 def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
@@ -448,17 +453,25 @@ def tune_all(
         if not able:
             options.note("all of it is on record; nothing was measured")
             return []
-    path = time([task for task, _ in able], plan=replace(_PLAN, cap_s=_PLAN_CAP_S), options=options)
+    plan = replace(_PLAN, cap_s=_PLAN_CAP_S)
+    path, _ = _round([(task, compiled.refused) for task, compiled in able], plan, options)
+    return [compiled.tuned(task.key.stage, (task.key.problem,), [path]) for task, compiled in able]
+
+
+def _round(tasks: Sequence[tuple[Task, Refused]], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
+    """Time the variants of tasks, and add to the file what of each did not compile; the file, and what was timed."""
+    path = time([task for task, _ in tasks], plan=plan, options=options)
     timed, _ = store.read(path, schema.Tuning)
-    done = []
-    for task, compiled in able:
-        stage_id, problem = task.key
-        own_rows = [row for row in timed if (row.stage, row.problem) == task.key]
-        _record_refused(path, own_rows, compiled.refused, (problem,))
-        refused, twins = len(compiled.refused), len(compiled.twins)
-        done.append(Tuned(stage=stage_id, problems=(problem,), refused=refused, twins=twins, rounds=(path,)))
-    store.write_checksums(slug, options.data)
-    return done
+    for task, refused in tasks:
+        like = next((row for row in timed if (row.stage, row.problem) == task.key), None)
+        if like is None:
+            continue
+        for variant, reason in refused:
+            nothing = {"verdict": None, "samples": (), "cubin": None, "status": "error", "reason": reason}
+            line = like.model_dump() | nothing | {"problem": asdict(like.problem), "parameters": variant}
+            store.append(path, Tuning.model_validate(line))
+    store.write_checksums(path.parents[1].name, options.data)
+    return path, timed
 
 
 def estimate_s(tasks: Sequence[Task]) -> float:
@@ -468,26 +481,6 @@ def estimate_s(tasks: Sequence[Task]) -> float:
     timed += [problem for problem, _ in libraries]
     scores = (min(_CHECKED_SCORES, problem.batch * problem.q_heads * problem.visible_scores) for problem in timed)
     return _START_S + sum(_EACH_S + _CHECK_S * one / _CHECKED_SCORES for one in scores)
-
-
-def _record_refused(
-    path: Path, found: Sequence[Tuning], refused: Sequence[tuple[Variant, str]], problems: Sequence[Problem]
-) -> None:
-    """Add the variants that did not compile to a round's records."""
-    if not found:
-        return
-    for variant, reason in refused:
-        for problem in problems:
-            line = found[0].model_dump() | {
-                "problem": asdict(problem),
-                "parameters": variant,
-                "status": "error",
-                "reason": reason,
-                "verdict": None,
-                "samples": (),
-                "cubin": None,
-            }
-            store.append(path, Tuning.model_validate(line))
 
 
 def times_us(found: Iterable[Tuning], problems: Sequence[Problem]) -> dict[Items, float]:

@@ -143,8 +143,8 @@ class Held:
         return self.peer_us / self.time_us if self.peer_us and self.time_us else None
 
 
-def held_against(gpu_slug: str, peer: str = BESIDE, data: Path = DATA) -> list[Held]:
-    """What `flashlab.attention` chooses on a GPU for every problem that a library was timed on, the worst ratio first.
+def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
+    """What `flashlab.attention` chooses on a GPU for every problem that `BESIDE` was timed on, the worst ratio first.
 
     Raises:
         DamagedRecordError: the table cannot be read.
@@ -165,7 +165,7 @@ def held_against(gpu_slug: str, peer: str = BESIDE, data: Path = DATA) -> list[H
             of_run[row.name, items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us
     found = []
     for problem, by_run in times.items():
-        library = (peer, items({}))
+        library = (BESIDE, items({}))
         choices = choice.rank(problem, gpu_slug, table.arch, data=data).choices
         if not (_plain(problem) and choices and any(library in of_run for of_run in by_run.values())):
             continue

@@ -15,8 +15,6 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic_core import to_jsonable_python
-
 from flashlab.build import sass
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.problem import Precision, Problem
@@ -24,7 +22,7 @@ from flashlab.kernels import peers
 from flashlab.kernels import registry as stages
 from flashlab.measure import ceilings, harness
 from flashlab.measure.cells import GpuWorker, RefusedError
-from flashlab.measure.harness import REASON_CHARS, Message, Send
+from flashlab.measure.harness import Message, Send
 from flashlab.measure.options import Implementation, Plan
 from flashlab.measure.timer import CudaBackend, Run, Timer
 from flashlab.record.checks import Fallbacks
@@ -90,26 +88,23 @@ class BenchWorker(GpuWorker):
                 self.bench(index, problem, names)
             self.send({"type": "cell_done", "cell": index})
 
-    def _say(self, cell: int, name: str, row: Mapping[str, Any]) -> None:
-        model = {"trained": self._model} if self._model else {}
-        self.row(cell, name, to_jsonable_python({"status": "ok", "reason": "", **row, **model}))
-
-    def _refuse(self, cell: int, name: str, refused: RefusedError) -> None:
-        self._say(cell, name, {"status": refused.status, "reason": refused.reason[:REASON_CHARS], **refused.fields})
+    def row(self, cell: int, name: str, row: Mapping[str, Any]) -> None:
+        """Say what came of an implementation, and of which model its inputs are."""
+        super().row(cell, name, {**row, "trained": self._model} if self._model else row)
 
     def _each(self, cell: int, names: Sequence[str], what: str, act: Callable[[str], T]) -> dict[str, T]:
         """What comes of each implementation; the row of one that gives none is sent."""
         made: dict[str, T] = {}
         for name in names:
             self.step(cell, name, what)
-            with self.surviving(cell, name, self._refuse):
+            with self.surviving(cell, name):
                 made[name] = act(name)
         return made
 
     def _ceilings(self, cell: int, names: Sequence[str], stream: int) -> None:
         def measure(name: str) -> None:
             timer = Timer(self._backend, seed=self.job["seed"])
-            self._say(cell, name, ceilings.measure(name, timer, self.device, stream))
+            self.row(cell, name, ceilings.measure(name, timer, self.device, stream))
             self.free()
 
         self._each(cell, names, "measure", measure)
@@ -128,7 +123,7 @@ class BenchWorker(GpuWorker):
             model = importlib.import_module("flashlab.measure.trained")
             if why_not := model.why_not(problem):
                 for name in names:
-                    self._refuse(cell, name, RefusedError("unsupported", f"{TRAINED} inputs: {why_not}"))
+                    self.refuse(cell, name, RefusedError("unsupported", f"{TRAINED} inputs: {why_not}"))
                 return
             layers = [model.activations(problem, layer) for layer in range(model.layers(problem))]
             self._model = model.describe(problem.head_dim)
@@ -317,7 +312,7 @@ class BenchWorker(GpuWorker):
         for name, one in ready.items():
             counted = one.fallbacks()
             fallbacks = {"fallbacks": counted} if counted else {}
-            self._say(cell, name, {"verdict": one.verdict, "samples": taken[name], **one.fields, **fallbacks})
+            self.row(cell, name, {"verdict": one.verdict, "samples": taken[name], **one.fields, **fallbacks})
 
     def _burst(
         self, timer: Timer, runs: Mapping[str, Run], cell: int, cache: str, samples: int, least: int, cap_s: float
@@ -411,10 +406,5 @@ def _cubin_fields(prepared: Prepared) -> CubinFields:
     )
 
 
-def work(job: Message, send: Send) -> None:
-    """Do a job of `bench`."""
-    BenchWorker(job, send).work()
-
-
 if __name__ == "__main__":
-    sys.exit(harness.serve(work))
+    sys.exit(harness.serve(lambda job, send: BenchWorker(job, send).work()))

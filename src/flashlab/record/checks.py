@@ -8,7 +8,7 @@ digits.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,7 +113,7 @@ def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
     fallbacks = {row.stage: row.fallbacks for row in rows if row.fallbacks and any(row.fallbacks)}
     if fallbacks:
         line["fallbacks"] = fallbacks
-    other = [_other_line(row) for row in rows if not _passed(row)]
+    other = [_compact(row, ("stage", "status", "reason", "verdict", "emulator")) for row in rows if not _passed(row)]
     if other:
         line["other"] = other
     emulated = [row.emulator.shape for row in rows if row.emulator is not None and _passed(row)]
@@ -132,21 +132,17 @@ def _numbers(row: CheckRow) -> list[float | None]:
     return [number for short in shorts for side in _SIDES for number in short[side]]
 
 
-def _other_line(row: CheckRow) -> dict[str, Any]:
-    line: dict[str, Any] = {"stage": row.stage, "status": row.status}
-    if row.reason:
-        line["reason"] = row.reason
-    if row.verdict is not None:
-        line["verdict"] = _short(row.verdict)
-    if row.emulator is not None:
-        beside: dict[str, Any] = {"status": row.emulator.status, "shape": row.emulator.shape}
-        if row.emulator.reason:
-            beside["reason"] = row.emulator.reason
-        for name in ("verdict", "agreement"):
-            verdict = getattr(row.emulator, name)
-            if verdict is not None:
-                beside[name] = _short(verdict)
-        line["emulator"] = beside
+def _compact(said: CheckRow | EmulatorVerdict, names: Sequence[str]) -> dict[str, Any]:
+    """Those fields of it that say something, verdicts short."""
+    line: dict[str, Any] = {}
+    for name in names:
+        value = getattr(said, name)
+        if isinstance(value, Verdict):
+            line[name] = _short(value)
+        elif isinstance(value, EmulatorVerdict):
+            line[name] = {"shape": None, **_compact(value, tuple(vars(value)))}
+        elif value:
+            line[name] = value
     return line
 
 
@@ -158,11 +154,15 @@ def _short(verdict: Verdict) -> dict[str, Any]:
     return short if verdict.passed else {"failed": verdict.reason, **short}
 
 
-def _long(short: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if short is None:
-        return None
-    numbers = {f"{name}_{side}": value for side in _SIDES for name, value in zip(_ERRORS, short[side], strict=True)}
-    return {"passed": "failed" not in short, "reason": short.get("failed", ""), **numbers}
+def _expanded(line: Mapping[str, Any]) -> dict[str, Any]:
+    """What `_compact` made short, with every field."""
+    full = {"reason": "", **line}
+    for name in ("verdict", *(("agreement",) if "shape" in line else ())):
+        short = full.setdefault(name, None)
+        if short is not None:
+            numbers = ((f"{of}_{side}", n) for side in _SIDES for of, n in zip(_ERRORS, short[side], strict=True))
+            full[name] = {"passed": "failed" not in short, "reason": short.get("failed", ""), **dict(numbers)}
+    return full
 
 
 def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
@@ -186,7 +186,7 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
                 header = {key: value for key, value in line.items() if key != "format"}
                 Header.model_validate(header)
             else:
-                rows = [{**header, **one} for one in _expanded(line)] if header else [_first_format(line)]
+                rows = [{**header, **one} for one in _compared(line)] if header else [_first_format(line)]
                 _COMPARED.validate_python(rows)
                 found.extend({**row, "line": number} for row in rows)
         except ValidationError as error:
@@ -202,48 +202,31 @@ def _first_format(line: Mapping[str, Any]) -> dict[str, Any]:
     return {**line, "problem": vars(Problem(**line["problem"]))}
 
 
-def _expanded(line: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _compared(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The comparisons of a line of `case_line`, or the one of a line of format 2."""
     what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
     what |= {name: line[name] for name in FEATURES if name in line}
-    problem = vars(Problem.parse(line["shape"], **what))
-    if "stage" in line:
-        return [_full(line, problem, line["layout"])]
-    rows = [_passed_line(stage, numbers, line.get("emulated")) for stage, numbers in line["ok"].items()]
-    found = [_full(row, problem, line["layout"]) for row in (*rows, *line.get("other", ()))]
+    of = {"problem": vars(Problem.parse(line["shape"], **what)), "layout": line["layout"]}
+    rows = [line] if "stage" in line else [*_passed_lines(line), *line.get("other", ())]
     counted = line.get("fallbacks", {})
-    return [one | ({"fallbacks": counted[one["stage"]]} if one["stage"] in counted else {}) for one in found]
+    found = []
+    for row in rows:
+        full = _expanded({name: row[name] for name in ("stage", "status", "reason", "verdict") if name in row}) | of
+        full |= {"emulator": _expanded(row["emulator"])} if "emulator" in row else {}
+        found.append(full | ({"fallbacks": counted[row["stage"]]} if row["stage"] in counted else {}))
+    return found
 
 
-def _passed_line(stage: str, numbers: Sequence[float | None], emulated: str | None) -> dict[str, Any]:
-    """As `_other_line` has it."""
+def _passed_lines(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Those that passed, as `_compact` has the others."""
     per_side, per_verdict = len(_ERRORS), len(_ERRORS) * len(_SIDES)
-    verdicts = [
-        {side: numbers[at + i * per_side : at + (i + 1) * per_side] for i, side in enumerate(_SIDES)}
-        for at in range(0, len(numbers), per_verdict)
-    ]
-    row: dict[str, Any] = {"stage": stage, "status": "ok", "verdict": verdicts[0]}
-    if len(verdicts) > 1:
-        row["emulator"] = {"status": "ok", "shape": emulated, "verdict": verdicts[1], "agreement": verdicts[2]}
-    return row
-
-
-def _full(row: Mapping[str, Any], problem: Mapping[str, Any], layout: str) -> dict[str, Any]:
-    full = {
-        "stage": row["stage"],
-        "problem": problem,
-        "layout": layout,
-        "status": row["status"],
-        "reason": row.get("reason", ""),
-        "verdict": _long(row.get("verdict")),
-    }
-    beside = row.get("emulator")
-    if beside is not None:
-        full["emulator"] = {
-            "status": beside["status"],
-            "reason": beside.get("reason", ""),
-            "shape": beside["shape"],
-            "verdict": _long(beside.get("verdict")),
-            "agreement": _long(beside.get("agreement")),
-        }
-    return full
+    for stage, numbers in line["ok"].items():
+        verdicts = [
+            {side: numbers[at + i * per_side : at + (i + 1) * per_side] for i, side in enumerate(_SIDES)}
+            for at in range(0, len(numbers), per_verdict)
+        ]
+        row: dict[str, Any] = {"stage": stage, "status": "ok", "verdict": verdicts[0]}
+        if len(verdicts) > 1:
+            beside = {"verdict": verdicts[1], "agreement": verdicts[2]}
+            row["emulator"] = {"status": "ok", "shape": line.get("emulated"), **beside}
+        yield row

@@ -476,7 +476,7 @@ class PackedRun(Base):
 
 
 class ChipReading(Base):
-    """One micro-benchmark of an SM's units, on one GPU; the cases are in experiments/chip.py."""
+    """One micro-benchmark of an SM's units, on one GPU; the cases are in experiments/chip.toml."""
 
     kind: Literal["chip"] = "chip"
     name: Label
@@ -682,8 +682,6 @@ class StageProfile(_Counted):
     """Occupancy achieved: warps that were resident, percent of what an SM holds."""
     shared_wavefronts = _metric("l1tex__data_pipe_lsu_wavefronts_mem_shared.sum")
     """Cycles of shared memory's pipe, summed over SMs: for loads, stores, copies, and operands of wgmma."""
-    bank_conflicts = _metric("l1tex__data_bank_conflicts_pipe_lsu_mem_shared.sum")
-    """Those of them that bank conflicts added."""
 
     def _per(self, name: str, other: str) -> float | None:
         """None where one of them is missing, or nothing was counted to divide by."""
