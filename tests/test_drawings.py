@@ -223,10 +223,10 @@ def test_a_drawing_is_whole_in_every_layout_and_theme(name: str) -> None:
 
 
 def test_a_drawing_follows_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = drawings.tiles().alt
+    before = drawings.DRAWINGS["tiles"]().alt
     real = text.constants
     monkeypatch.setattr(text, "constants", lambda *what, **macros: real(*what, **macros) | {"TILE_KV": 32})
-    assert "For each tile of 32 keys" in drawings.tiles().alt != before
+    assert "For each tile of 32 keys" in drawings.DRAWINGS["tiles"]().alt != before
 
 
 def test_fragments_lie_as_the_header_of_the_instruction_says() -> None:
