@@ -90,8 +90,8 @@ def _box(
     """A filled rectangle whose upper left corner is (x, y), with words in its middle."""
     from matplotlib.patches import Rectangle
 
-    edge: dict[str, Any] = {name: look.pop(name) for name in ("linewidth", "alpha") if name in look}
-    edge = {"edgecolor": SURFACE, "linewidth": 1, "clip_on": False} | edge
+    edge: dict[str, Any] = {"edgecolor": SURFACE, "linewidth": 1, "clip_on": False}
+    edge |= {name: look.pop(name) for name in ("linewidth", "alpha") if name in look}
     axes.add_artist(Rectangle((x, y), width, height, facecolor=colour, **edge))
     if words != "":
         _in(axes, x + width / 2, y + height / 2, words, **{"color": PAPER, **look})
