@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import tempfile
+import tomllib
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -58,56 +59,8 @@ EDITS = BUILD / "edits"
 """Where edited kernels are written; kernels/ stays as it is."""
 QUERY_ROWS = 16
 """Query rows whose errors are shown as one."""
-EXPLAINED: Mapping[str, tuple[str, str]] = {
-    "race": (
-        "two threads touch the same bytes, one of them writes, and no barrier orders the two: which comes first is "
-        "luck, on this run as on every one.",
-        "emulation.md#races",
-    ),
-    "uninitialised": (
-        "bytes are read that nobody has written. On a GPU they hold what an earlier kernel left there.",
-        "emulation.md#uninitialised",
-    ),
-    "out of bounds": (
-        "an address lies outside its array: an index or a guard is off. A GPU may touch somebody else's bytes there "
-        "and say nothing.",
-        "emulation.md#out-of-bounds",
-    ),
-    "in flight": (
-        "bytes are touched that still belong to an asynchronous copy: its wait is missing, or waits for an older copy.",
-        "emulation.md#in-flight",
-    ),
-    "missing fence": (
-        "what plain stores wrote, a TMA copy or wgmma may not see without fence.proxy.async in between.",
-        "emulation.md#in-flight",
-    ),
-    "divergent barrier": (
-        "threads of a block wait at different barriers in the code, which CUDA leaves undefined.",
-        "emulation.md#misuse",
-    ),
-    "deadlock": (
-        "no warp can go on: a barrier expects more than arrives, or a wait is for the wrong phase.",
-        "emulation.md#deadlock",
-    ),
-    "misuse": (
-        "an instruction got what PTX does not allow, such as a misaligned address or one arrival too many.",
-        "emulation.md#misuse",
-    ),
-    "crash": (
-        "the kernel touched memory that is nobody's, and its process was ended.",
-        "emulation.md#out-of-bounds",
-    ),
-    "timeout": (
-        "it was still running when its time was over, most often in a loop that does not advance.",
-        "emulation.md#deadlock",
-    ),
-    "wrong values": (
-        "the output is farther from the float64 oracle than rounding at this precision explains.",
-        "method.md#right-first-then-timed",
-    ),
-    "does not compile": ("the compiler refused the file; its message names the line.", "emulation.md#how-it-works"),
-}
-"""What may be wrong with a run, by kind of finding or how it ended: what that means, and where the site says more."""
+EXPLAINED: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_name("wrong.toml").read_text("utf-8"))
+"""What may be wrong with a run, by kind of finding or how it ended: what that `means`, and the site's `page` on it."""
 NO_REPORT = "*There is nothing to say of its accesses: it did not run.*"
 _CUDA_ALIGNMENT = 256
 """Bytes: where CUDA's allocators put arrays, and so what sectors are counted from."""
@@ -383,8 +336,9 @@ def _where(at: Place) -> str:
 
 def explained(trial: Trial) -> str:
     """What each kind of thing that is wrong with a run means, as a Markdown list; empty where nothing is."""
-    said = ((kind, *EXPLAINED[kind]) for kind in trial.wrong)
-    return "".join(f"- **{kind}**: {words} [More](../site/{page})\n" for kind, words, page in said)
+    return "".join(
+        f"- **{kind}**: {EXPLAINED[kind]['means']} [More](../site/{EXPLAINED[kind]['page']})\n" for kind in trial.wrong
+    )
 
 
 def findings(report: Report | None) -> str:
