@@ -29,7 +29,7 @@ implementations.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -438,11 +438,6 @@ def profile_provenance(found: Sequence[StageProfile]) -> str:
     return " · ".join(parts)
 
 
-def profile_files(found: Iterable[StageProfile]) -> tuple[str, ...]:
-    """The raw-data files of profiles, relative to data/: `nvidia-h200/profiles/….jsonl`."""
-    return tuple(sorted({f"{slug(one.gpu)}/profiles/{one.run}.jsonl" for one in found}))
-
-
 def rate(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
     """TFLOP/s at the median time; None where the row has no such time."""
     samples = row.samples_of(regime, cache)
@@ -729,6 +724,12 @@ def date(run: str) -> str:
     return f"{run[:4]}-{run[4:6]}-{run[6:8]}"
 
 
+def days(runs: Iterable[str]) -> str:
+    """The dates of runs: the first, or the first and the last."""
+    dates = sorted(map(date, runs))
+    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
+
+
 def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:
     """Where rows come from, for a caption: GPU, clocks, problem, regime, date, commit."""
     if not rows:
@@ -736,19 +737,25 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
     labels = {row.problem.label for row in rows}
     runs = {origin(row, regime, cache)[0]: row for row in rows}
     commits = sorted({commit_label(run, run == row.run and row.source.dirty) for run, row in runs.items()})
-    dates = sorted({date(run) for run in runs})
     parts = [
         rows[0].gpu.name,
         f"SM {clocks(rows, regime, cache)}",
         labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
         on_inputs(row.problem for row in rows),
         f"{regime}, {cache} L2" if regime == "burst" else regime,
-        dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
+        days(runs),
         f"commit {', '.join(commits)}",
     ]
     return " · ".join(parts)
 
 
-def run_files(rows: Iterable[Measurement | Ceiling]) -> tuple[str, ...]:
-    """The raw-data files of rows, relative to data/: `nvidia-h200/runs/….jsonl`."""
-    return tuple(sorted({f"{row.gpu.slug}/runs/{run}.jsonl" for row in rows for run in _runs_of(row)}))
+def run_files(records: Iterable[Measurement | Ceiling | StageProfile]) -> tuple[str, ...]:
+    """The raw-data files of records, relative to data/: `nvidia-h200/runs/….jsonl`."""
+
+    def files(record: Measurement | Ceiling | StageProfile) -> Iterator[str]:
+        if isinstance(record, StageProfile):
+            yield f"{slug(record.gpu)}/profiles/{record.run}.jsonl"
+            return
+        yield from (f"{record.gpu.slug}/runs/{run}.jsonl" for run in _runs_of(record))
+
+    return tuple(sorted({file for record in records for file in files(record)}))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import NORMAL, TRAINED
@@ -19,7 +19,7 @@ from flashlab.kernels.registry import Stage
 from flashlab.query import contests, predictions, select
 from flashlab.query.select import Results
 from flashlab.show import charts, drawings, tables
-from flashlab.show.tables import code, markdown, number, percent, times
+from flashlab.show.tables import markdown, number, times
 
 if TYPE_CHECKING:
     from flashlab.record.schema import Measurement
@@ -59,15 +59,6 @@ def drawings_of(stage: Stage) -> list[Callable[[], charts.Chart]]:
 # --- What was measured ------------------------------------------------------------------------------------------------
 
 
-def _neighbours(stage: Stage) -> str:
-    """Links to a rung's own page and to the rungs before and after it on the journey."""
-    place = RUNGS.index(stage.id)
-    links = [f"[All measurements of {code(stage.id)}](stages/{stage.id}.md)"]
-    links += [f"before: [{code(one)}](#{one})" for one in RUNGS[max(place - 1, 0) : place]]
-    links += [f"after: [{code(one)}](#{one})" for one in RUNGS[place + 1 : place + 2]]
-    return f'<small markdown="span">{" · ".join(links)}</small>'
-
-
 def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float | None]]:
     """A stage's rows at the main shape, both head dims and masks, each with its title and its rate over its parent's.
 
@@ -91,27 +82,22 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
     return cells
 
 
-def score(shown: Results | None, stage: Stage) -> str:
-    """What was predicted of a stage and what was measured, with its rates beside its parent's."""
-    predicted = f"**Predicted:** {stage.prediction.strip()}"
+def _rung(shown: Results | None, stage: Stage) -> dict[str, Any]:
+    """What a rung's section says: its lines, neighbours and, where it is on record, its rates beside its parent's."""
+    place = RUNGS.index(stage.id)
+    neighbours = [("before", RUNGS[place - 1])] if place else []
+    neighbours += [("after", one) for one in RUNGS[place + 1 : place + 2]]
+    facts = {"stage": stage, "lines": key_lines(stage), "neighbours": neighbours}
     cells = _cells(shown, stage) if shown and shown.first else []
-    if not cells:
-        return f"{predicted}\n\n**Measured:** not on record for this GPU."
+    if shown is None or not cells:
+        return facts | {"row": None}
     _, row, gain = cells[0]
-    said = f"**Measured:** {number(select.rate(row))} TFLOP/s"
-    if gain and stage.parent:
-        said += f", {times(gain)} over {code(stage.parent)}"
-    share = contests.percent_of_peak(row)
-    if share:
-        said += f", {percent(share)} of the tensor cores' peak"
-    scored = tables.scored(predictions.scores(shown, [stage])) if shown else ""
-    if scored:
-        said += f".\n\n**Predicted → measured:** {scored}"
     lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(one)) for _, one, _ in cells))]
     if stage.parent:
         lines.append(("over parent", *(_gain(one) for _, _, one in cells)))
+    scored = tables.scored(predictions.scores(shown, [stage]))
     rates = markdown(("", *(title for title, _, _ in cells)), lines)
-    return f'{predicted}\n\n{said}.\n\n<div class="rung" markdown>\n\n{rates}\n</div>'
+    return facts | {"row": row, "gain": gain, "share": contests.percent_of_peak(row), "scored": scored, "rates": rates}
 
 
 def _gain(ratio: float | None) -> str | None:
@@ -121,19 +107,6 @@ def _gain(ratio: float | None) -> str | None:
 
 
 # --- The page's pieces ------------------------------------------------------------------------------------------------
-
-
-def conditions(shown: Results | None) -> str:
-    """On what the numbers of the page were measured."""
-    if shown is None or shown.first is None:
-        return "*Nothing is on record yet: `flashlab bench` measures the ladder.*"
-    first = shown.first
-    return (
-        f"Unless a sentence says otherwise, numbers are of one {shown.name} at {first.label}: batch {first.batch}, "
-        f"{first.q_heads} heads, {first.q_len:,} tokens, head dim {first.head_dim}, no mask, {first.dtype}, "
-        f"{select.on_inputs([first])}, in bursts with a hot L2 cache "
-        f"({select.date(shown.newest)})."
-    )
 
 
 def on_trained(shown: Results, data: Path) -> charts.Chart:
@@ -186,16 +159,10 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
 
 def write(out: Output, shown: Results | None, data: Path) -> None:
     """Everything the journey takes in, a file a rung with the sections `heading`, `lines`, `score` and `links`."""
-    out.snippet("journey/conditions.md", conditions(shown))
+    out.snippet("journey/conditions.md", out.rendered("conditions.md", PAGE, shown=shown))
     for stage_id in RUNGS:
-        stage = registry.get(stage_id)
-        out.sections(
-            f"journey/{stage_id}.md",
-            heading=f"## {stage_id[:2]}. {stage.title} {{ #{stage_id} }}\n\n*{stage.question.strip()}*",
-            lines=key_lines(stage),
-            score=score(shown, stage),
-            links=_neighbours(stage),
-        )
+        facts = _rung(shown, registry.get(stage_id))
+        out.snippet(f"journey/{stage_id}.md", out.rendered("rung.md", PAGE, **facts))
     for name, draw in drawings.DRAWINGS.items():
         out.snippet(f"journey/drawing-{name}.md", out.chart(draw(), PAGE))
     out.snippet("journey/barriers.md", drawings.barriers())

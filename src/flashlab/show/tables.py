@@ -27,7 +27,17 @@ from flashlab.query.frame import headline
 from flashlab.query.predictions import Scored
 from flashlab.query.select import Results
 from flashlab.record import store
-from flashlab.record.schema import Ceiling, CubinFields, Measurement, Samples, Sanitized, StageProfile, Start, Status
+from flashlab.record.schema import (
+    Ceiling,
+    CubinFields,
+    Gpu,
+    Measurement,
+    Samples,
+    Sanitized,
+    StageProfile,
+    Start,
+    Status,
+)
 
 Cell = str | int | float | None
 Row = Any
@@ -820,6 +830,15 @@ def inputs() -> str:
     return table((Column("kind", "name", code), Column("Q, K and V", "title", left=True)), KINDS.values())
 
 
+_GPU_FACTS: Mapping[str, Callable[[Gpu], str]] = {
+    "SMs": lambda gpu: str(gpu.sm_count),
+    "highest SM clock": lambda gpu: f"{number(gpu.max_sm_clock_mhz, 4)} MHz",
+    "memory": lambda gpu: f"{number(gpu.memory_bytes / 2**30)} GiB",
+    "L2 cache": lambda gpu: f"{number(gpu.l2_bytes / 2**20)} MiB",
+    "power limit": lambda gpu: f"{number(gpu.power_limit_w)} W",
+}
+
+
 def machine(shown: Results) -> str:
     """The GPU that was measured, and its host.
 
@@ -829,14 +848,11 @@ def machine(shown: Results) -> str:
     if shown.machine is None:
         raise NoDataError(f"wanted data/{shown.gpu}/machine.json, found none that can be read")
     gpu = shown.machine.gpu
+    said: Mapping[str, object] = {name[0].upper() + name[1:]: of(gpu) for name, of in _GPU_FACTS.items()}
     facts: dict[str, object] = {
         "GPU": gpu.name,
         "Compute capability": ".".join(map(str, gpu.compute_capability)),
-        "SMs": gpu.sm_count,
-        "Highest SM clock": f"{number(gpu.max_sm_clock_mhz, 4)} MHz",
-        "Memory": f"{number(gpu.memory_bytes / 2**30)} GiB",
-        "L2 cache": f"{number(gpu.l2_bytes / 2**20)} MiB",
-        "Power limit": f"{number(gpu.power_limit_w)} W",
+        **said,
         "Driver": gpu.driver,
         "Fingerprint of this one": code(gpu.fingerprint),
     } | {
@@ -846,12 +862,6 @@ def machine(shown: Results) -> str:
     return markdown(("measured on", ""), [(name, str(value)) for name, value in facts.items()], left=2)
 
 
-def days(runs: Iterable[str]) -> str:
-    """The dates of runs: the first, or the first and the last."""
-    dates = sorted(map(select.date, runs))
-    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
-
-
 def chips(shown: Results, data: Path = DATA) -> str:
     """Every GPU that runs were made on: fingerprint, dates, rented machine, what is shown of it, runs, rows and cost.
 
@@ -859,9 +869,8 @@ def chips(shown: Results, data: Path = DATA) -> str:
         NoDataError: there are no runs.
     """
     found: dict[str, list[Measurement | Ceiling]] = {}
-    for run in store.runs(shown.gpu, data):
-        for row in run.records:
-            found.setdefault(row.gpu.fingerprint, []).append(row)
+    for row in (row for run in store.runs(shown.gpu, data) for row in run.records):
+        found.setdefault(row.gpu.fingerprint, []).append(row)
     problems = {problem: {row.gpu.fingerprint for row in rows} for problem, rows in shown.problems.items()}
 
     def on_pages(fingerprint: str) -> str | None:
@@ -871,16 +880,12 @@ def chips(shown: Results, data: Path = DATA) -> str:
             parts.append(f"{others} {'other ' if parts else ''}problem{'' if others == 1 else 's'}")
         return " and ".join(parts) or None
 
-    def runs(item: Row) -> list[str]:
-        return sorted({row.run for row in item[1]})
+    def runs(item: Row) -> set[str]:
+        return {row.run for row in item[1]}
 
     columns = (
         Column("GPU", "0", code),
-        Column(
-            "date",
-            lambda item: " to ".join(dict.fromkeys(map(select.date, runs(item)[:1] + runs(item)[-1:]))),
-            left=True,
-        ),
+        Column("date", lambda item: select.days(runs(item)), left=True),
         Column("rented as", lambda item: _rented(item[1]), left=True),
         Column("shown on these pages", "0", on_pages, left=True),
         Column("runs", lambda item: len(runs(item))),
@@ -950,15 +955,9 @@ def gpu_title(shown: Results) -> str:
 
 def machines(everything: Sequence[Results]) -> str:
     """The GPUs side by side: what each is, what was measured of it, and its limits where they were measured."""
-    facts: tuple[tuple[str, Callable[[Any], str]], ...] = (
-        ("SMs", lambda gpu: str(gpu.sm_count)),
-        ("highest SM clock", lambda gpu: f"{mhz(gpu.max_sm_clock_mhz)} MHz"),
-        ("memory", lambda gpu: f"{number(gpu.memory_bytes / 2**30)} GiB"),
-        ("L2 cache", lambda gpu: f"{number(gpu.l2_bytes / 2**20)} MiB"),
-        ("power limit", lambda gpu: f"{number(gpu.power_limit_w)} W"),
-    )
     lines: list[list[Cell]] = [
-        [what, *(said(shown.hardware) if shown.hardware else None for shown in everything)] for what, said in facts
+        [what, *(said(shown.hardware) if shown.hardware else None for shown in everything)]
+        for what, said in _GPU_FACTS.items()
     ]
     for name in dict.fromkeys(name for shown in everything for name in shown.ceilings):
         limits = [shown.ceilings.get(name) for shown in everything]
