@@ -102,20 +102,6 @@ class AgainstPeers:
         """The runs that the best of both are of: in bursts and, where there is one, under continuous work."""
         return (self.run, self.sustained.run) if self.sustained else (self.run,)
 
-    @property
-    def ratios(self) -> tuple[float | None, ...]:
-        """For tables: in bursts, the same with the log-sum-exp alike, over the named libraries; so under load."""
-        pairs = ((self.burst, self.named), (self.sustained, self.named_sustained))
-        return tuple(
-            ratio
-            for best, named in pairs
-            for ratio in (
-                best.ratio if best else None,
-                best.adjusted_ratio if best else None,
-                named.ratio if named else None,
-            )
-        )
-
     def flat(self) -> dict[str, object]:
         """As `flashlab results --against-peers --json` prints it: None where there is nothing to say."""
         problem = self.problem

@@ -425,11 +425,11 @@ def costs(rows: Sequence[Measurement], *, titled: bool = False) -> str:
     return heading + table(COSTS, lines)
 
 
-def _with_worst(ratio: float | None, contest: contests.Contest | None) -> str | None:
-    """A ratio, with that of the worst layer where the inputs have layers."""
-    if ratio is None or contest is None or contest.worst_ratio is None:
-        return None if ratio is None else times(ratio)
-    return f"{times(ratio)}, {times(contest.worst_ratio)} on layer {contest.worst_layer}"
+def _with_worst(contest: contests.Contest | None) -> str | None:
+    """A contest's ratio, with that of the worst layer where the inputs have layers."""
+    if contest is None or contest.worst_ratio is None:
+        return times(contest.ratio) if contest else None
+    return f"{times(contest.ratio)}, {times(contest.worst_ratio)} on layer {contest.worst_layer}"
 
 
 def _narrow(text: str | None) -> str | None:
@@ -454,12 +454,12 @@ def _side(which: str) -> tuple[Column, Column]:
 _NAMED = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for name in contests.NAMED_PEERS)}"
 AGAINST = (
     Column("problem", "problem.label"),
-    Column("burst, over the best library", lambda one: _with_worst(one.ratios[0], one.burst)),
-    Column("log-sum-exp alike", "ratios.1", times),
-    Column(_NAMED, "ratios.2", times),
-    Column("sustained, over the best library", lambda one: _with_worst(one.ratios[3], one.sustained)),
-    Column("log-sum-exp alike", "ratios.4", times),
-    Column(_NAMED, "ratios.5", times),
+    Column("burst, over the best library", "burst", _with_worst),
+    Column("log-sum-exp alike", "burst.adjusted_ratio", times),
+    Column(_NAMED, "named.ratio", times),
+    Column("sustained, over the best library", "sustained", _with_worst),
+    Column("log-sum-exp alike", "sustained.adjusted_ratio", times),
+    Column(_NAMED, "named_sustained.ratio", times),
     *_side("stage"),
     *_side("peer"),
 )
@@ -499,7 +499,7 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     def column(label: str) -> Column:
         def said(kind: str) -> str | None:
             contest = by_kind[kind].get(label)
-            text = _narrow(_with_worst(contest.ratio, contest)) if contest else None
+            text = _narrow(_with_worst(contest))
             return f"**{text}**" if contest and lowest(contest) < 1 else text
 
         return Column(" ".join(word for word in label.split() if word not in common), said)
