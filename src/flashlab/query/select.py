@@ -172,7 +172,11 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
     chosen: list[dict[str, Any]] = []
     for problem in sorted(candidates, key=problem_order):
         merged = {key: _merged(list(runs.values())) for key, runs in candidates[problem].items()}
-        fit = {key: by_name for key, by_name in merged.items() if _has(by_name, policy.needs)}
+        fit = {
+            key: by_name
+            for key, by_name in merged.items()
+            if all(name in by_name and by_name[name]["record"].samples_of() for name in policy.needs)
+        }
         if not fit:
             continue
         fill = policy.within == "session" and policy.fill
@@ -186,10 +190,6 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
         names = [record.name for record in ordered(row["record"] for row in by_name.values())]
         chosen += [by_name[name] for name in names]
     return pd.DataFrame(chosen, columns=list(rows.columns))
-
-
-def _has(by_name: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> bool:
-    return all(name in by_name and by_name[name]["record"].samples_of() for name in names)
 
 
 def _tried(by_name: Mapping[str, Mapping[str, Any]], names: Collection[str]) -> int:

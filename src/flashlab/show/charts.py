@@ -564,6 +564,31 @@ def card(rows: Sequence[Measurement], *, title: str, said: Sequence[str]) -> byt
     return buffer.getvalue()
 
 
+def side_by_side(
+    series: Mapping[str, Sequence[Measurement]], looks: Mapping[str, tuple[str, str]], **what: Any
+) -> Chart:
+    """What the same stages and libraries reach on several GPUs or inputs: a row each, a mark a series.
+
+    Args:
+        series: rows of one problem, by the name of their GPU or inputs.
+        looks: the shape and colour of each.
+    """
+    every = [(title, row) for title, rows in series.items() for row in rows]
+    rates = {(row.name, title): rate for title, row in every if (rate := select.rate(row)) is not None}
+    names = {row.name: row_title(row) for _, row in every}
+    said = "; ".join(f"{names[of]} on {title} {number(rate)}" for (of, title), rate in rates.items())
+    return marks(
+        rates,
+        looks,
+        rows=names,
+        origin=0.0,
+        xlabel="TFLOP/s",
+        alt=f"Throughput in TFLOP/s: {said}.",
+        data_files=select.run_files(row for _, row in every),
+        **what,
+    )
+
+
 def across(found: Sequence[Across], everything: Sequence[Results]) -> Chart:
     """What each GPU reaches at one problem: a row a stage or library, a mark a GPU.
 
@@ -573,29 +598,16 @@ def across(found: Sequence[Across], everything: Sequence[Results]) -> Chart:
     if not found:
         raise NoDataError("wanted one stage or library with a time on two GPUs at one problem, found none")
     titles = {shown.gpu: shown.name.removeprefix("NVIDIA ") for shown in everything}
-    looks = {title: ("oDs^v"[i % 5], _CATEGORIES[i % len(_CATEGORIES)]) for i, title in enumerate(titles.values())}
-    values = {
-        (one.name, titles[gpu]): rate
-        for one in found
-        for gpu, row in one.rows.items()
-        if (rate := select.rate(row)) is not None
-    }
-    rows = {one.name: row_title(next(iter(one.rows.values()))) for one in found}
-    every = [row for one in found for row in one.rows.values()]
-    said = (f"{rows[of]} on {title} {number(rate)}" for (of, title), rate in values.items())
-    clocks = (f"{titles[gpu]} {select.clocks([one.rows[gpu] for one in found if gpu in one.rows])}" for gpu in titles)
-    return marks(
-        values,
-        looks,
-        rows=rows,
-        origin=0.0,
-        xlabel="TFLOP/s",
+    series = {title: [one.rows[gpu] for one in found if gpu in one.rows] for gpu, title in titles.items()}
+    clocks = ", ".join(f"{title} {select.clocks(rows)}" for title, rows in series.items())
+    days = sorted({select.date(row.run) for rows in series.values() for row in rows})
+    return side_by_side(
+        series,
+        {title: ("oDs^v"[i % 5], _CATEGORIES[i % len(_CATEGORIES)]) for i, title in enumerate(series)},
         name="across-gpus",
-        alt=f"Throughput in TFLOP/s on each GPU: {'; '.join(said)}.",
         caption=f"The same versions and libraries on each GPU at {found[0].problem.label}, burst, median. "
-        f"SM clock inside the calls: {', '.join(clocks)}.",
-        provenance=f"{' and '.join(titles.values())} · {', '.join(sorted({select.date(row.run) for row in every}))}",
-        data_files=select.run_files(every),
+        f"SM clock inside the calls: {clocks}.",
+        provenance=f"{' and '.join(series)} · {', '.join(days)}",
     )
 
 
@@ -1324,12 +1336,6 @@ _NAMED_PROBLEMS = 8
 _ROOF_COLOURS = ("#009e73", "#cc79a7", "#8a6fd1", "#a89f2c", "#8c6d4f")
 
 
-def _at_clock(ceiling: Ceiling, clock_mhz: float | None) -> float:
-    """A unit's ceiling at another SM clock than it was measured at; as measured where either is not known."""
-    taken = ceiling.samples.call_clock_mhz
-    return ceiling.value * clock_mhz / median(taken) if taken and clock_mhz else ceiling.value
-
-
 def _roofs(
     shown: Results, problem: Problem, bandwidth: Literal["copy", "l2_read"], clock_mhz: float | None
 ) -> list[_Roof]:
@@ -1338,6 +1344,11 @@ def _roofs(
     Those of an SM's units are at `clock_mhz`.
     """
     dtype, sheet = problem.dtype, limits.DATASHEETS.get(shown.gpu)
+
+    def at_clock(ceiling: Ceiling) -> float:
+        taken = ceiling.samples.call_clock_mhz
+        return ceiling.value * clock_mhz / median(taken) if taken and clock_mhz else ceiling.value
+
     # Operations a result: an exponential is of one score.
     flat = {
         f"tensor_{dtype}": ("a large GEMM by cuBLAS", 1),
@@ -1347,7 +1358,7 @@ def _roofs(
         "exp2": (f"exponentials at D{problem.head_dim}", 4 * problem.head_dim),
     }
     roofs = [
-        _Roof(label=label, value=_at_clock(shown.ceilings[name], clock_mhz) * scale, is_slope=False)
+        _Roof(label=label, value=at_clock(shown.ceilings[name]) * scale, is_slope=False)
         for name, (label, scale) in flat.items()
         if name in shown.ceilings
     ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashlab.core.errors import NoDataError
-from flashlab.core.inputs import NORMAL, TRAINED
+from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import SITE
 from flashlab.core.problem import MASKS
 from flashlab.kernels import registry, text
@@ -94,16 +94,12 @@ def _rung(shown: Results | None, stage: Stage) -> dict[str, Any]:
     _, row, gain = cells[0]
     lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(one)) for _, one, _ in cells))]
     if stage.parent:
-        lines.append(("over parent", *(_gain(one) for _, _, one in cells)))
+        # In bold where the stage is slower.
+        said = {one: f"**{times(one)}**" if one < 1 else times(one) for _, _, one in cells if one}
+        lines.append(("over parent", *(said[one] if one else None for _, _, one in cells)))
     scored = tables.scored(predictions.scores(shown, [stage]))
     rates = markdown(("", *(title for title, _, _ in cells)), lines)
     return facts | {"row": row, "gain": gain, "share": contests.percent_of_peak(row), "scored": scored, "rates": rates}
-
-
-def _gain(ratio: float | None) -> str | None:
-    """A ratio over the parent, bold where the stage is slower."""
-    text = times(ratio) if ratio else None
-    return f"**{text}**" if text and ratio and ratio < 1 else text
 
 
 # --- The page's pieces ------------------------------------------------------------------------------------------------
@@ -116,44 +112,19 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
         NoDataError: no row has a time on both.
     """
     assert shown.first is not None
-    looks = {"normal numbers": ("o", charts.STAGE), "trained activations": ("D", charts.PEER)}
-    rates: dict[tuple[str, str], float] = {}
-    kept: list[Measurement] = []
-    results = select.load(shown.gpu, data, (TRAINED,))
-    other = next(
-        (
-            rows
-            for problem, rows in results.problems.items()
-            if problem.inputs == TRAINED and replace(problem, inputs=NORMAL) == shown.first
-        ),
-        (),
-    )
-    for row in shown.rows():
-        twin = next((one for one in other if one.name == row.name), None)
-        if twin and (usual := select.rate(row)) and (trained := select.rate(twin)):
-            rates[row.name, "normal numbers"], rates[row.name, "trained activations"] = usual, trained
-            kept.append(row)
+    others = select.load(shown.gpu, data, (TRAINED,)).problems.get(replace(shown.first, inputs=TRAINED), ())
+    twins = {row.name: row for row in others if select.rate(row)}
+    kept = [row for row in shown.rows() if row.name in twins and select.rate(row)]
     if not kept:
         raise NoDataError(f"wanted rows on trained inputs at {shown.first.label}, found none")
-    worst = min(kept, key=lambda row: rates[row.name, "trained activations"] / rates[row.name, "normal numbers"])
-    return charts.marks(
-        rates,
-        looks,
-        rows={row.name: charts.row_title(row) for row in kept},
-        origin=0.0,
-        xlabel="TFLOP/s",
+    worst = min(kept, key=lambda row: (select.rate(twins[row.name]) or 0.0) / (select.rate(row) or 1.0))
+    return charts.side_by_side(
+        {"normal numbers": kept, "trained activations": [twins[row.name] for row in kept]},
+        {"normal numbers": ("o", charts.STAGE), "trained activations": ("D", charts.PEER)},
         name="journey-trained",
-        alt="Rates on normal numbers and on trained activations. "
-        + "; ".join(
-            f"{charts.row_title(row)} {number(rates[row.name, 'normal numbers'])} and "
-            f"{number(rates[row.name, 'trained activations'])} TFLOP/s"
-            for row in kept
-        )
-        + ".",
         caption="The same kernels on normal random numbers and on Q, K and V of a trained language model, median over "
         f"its layers. {charts.row_title(worst)} loses the most.",
         provenance=select.provenance(kept),
-        data_files=select.run_files([*kept, *other]),
     )
 
 

@@ -7,7 +7,6 @@ of experiments come from the experiments themselves, which register what they ne
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import difflib
 import gzip
@@ -15,7 +14,6 @@ import hashlib
 import html
 import importlib
 import inspect
-import io
 import json
 import lzma
 import os
@@ -34,6 +32,7 @@ from typing import Any, get_args
 from urllib.parse import urlencode
 
 import jinja2
+import pandas as pd
 
 from flashlab.build import compiler, sass
 from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
@@ -787,8 +786,12 @@ def _compared(out: Output, everything: Sequence[Results]) -> str:
         return f"*{have} A second folder under `data/` fills this page.*"
     main, found = everything[0], contests.across_gpus(everything)
     ladder = [one for one in found if one.problem == found[0].problem]
-    chosen = contests.fastest_across(found, main.gpu)
-    return out.rendered("compare.md", "compare.md", everything=everything, found=found, ladder=ladder, chosen=chosen)
+    return out.rendered(
+        "compare.md",
+        "compare.md",
+        **{"everything": everything, "ladder": ladder, "chosen": contests.fastest_across(found, main.gpu)},
+        orders=[(one, *contests.order_across(found, one.gpu, main.gpu)) for one in everything[1:]],
+    )
 
 
 def check_records(out: Output, everything: Sequence[Results], data: Path) -> None:
@@ -869,13 +872,10 @@ def _type_name(annotation: object) -> str:
     return re.sub(r"(?:\w+\.)+(?=\w)", "", text)
 
 
-def _write_csv(path: Path, columns: Mapping[str, str], lines: Iterable[Mapping[str, object]]) -> None:
+def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[str, object]]) -> None:
     """Write a table, compressed; the same lines give the same bytes."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, fieldnames=list(columns))
-    writer.writeheader()
-    writer.writerows(lines)
-    path.write_bytes(lzma.compress(text.getvalue().encode()))
+    table = pd.DataFrame(lines, columns=list(columns), dtype=object)
+    table.to_csv(path, index=False, lineterminator="\r\n", compression="xz")
 
 
 _TEMPLATES.globals |= {

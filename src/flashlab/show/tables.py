@@ -356,16 +356,13 @@ def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
         base = rate_of.get(stage.parent or "") if stage else None
         return row["tflops"] / base if row["tflops"] and base else None
 
-    def terabytes(row: Row) -> float | None:
-        return rows[0].problem.compulsory_bytes / row["median_us"] / 1e6 if row["tflops"] and decodes else None
-
     decodes = any(name.partition("[")[0] in registry.DECODE for name in names)
-
+    tera = rows[0].problem.compulsory_bytes / 1e6
     columns = (
         Column("", lambda row: f"**{row['title']}**" if row["name"] in names else row["title"]),
         Column("median, µs", lambda row: row["median_us"] if row["tflops"] else _rate_or_why(row)),
         Column("TFLOP/s", "tflops"),
-        Column("TB/s of Q, K, V and O", terabytes),
+        Column("TB/s of Q, K, V and O", lambda row: tera / row["median_us"] if row["tflops"] and decodes else None),
         Column("× parent", over_parent, number),
         Column("largest error", "max_abs_error", tiny),
     )
@@ -375,18 +372,17 @@ def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
 _STATE_NAMES = ("burst, hot L2, TFLOP/s", "burst, cold L2, TFLOP/s", "sustained, TFLOP/s")
 
 
-def _throttled(row: Measurement) -> str | None:
-    sustained = row.samples_of("sustained")
-    return held_back(sustained.conditions.throttle_reasons) if sustained and sustained.conditions else None
-
-
 STATES = (
     Column("", title),
     *(
         Column(name, partial(select.rate, regime=regime, cache=cache))
         for name, (regime, cache) in zip(_STATE_NAMES, select.STATES, strict=True)
     ),
-    Column("sustained: clock held back by", _throttled),
+    Column(
+        "sustained: clock held back by",
+        lambda row: row.samples_of("sustained") and row.samples_of("sustained").conditions,
+        lambda conditions: held_back(conditions.throttle_reasons),
+    ),
 )
 
 
@@ -430,11 +426,6 @@ def _with_worst(contest: contests.Contest | None) -> str | None:
     if contest is None or contest.worst_ratio is None:
         return times(contest.ratio) if contest else None
     return f"{times(contest.ratio)}, {times(contest.worst_ratio)} on layer {contest.worst_layer}"
-
-
-def _narrow(text: str | None) -> str | None:
-    """Such a ratio in lines of its own, for a table of many columns."""
-    return text and text.replace(", ", ",<br>").replace(" on ", " on<br>")
 
 
 def _side(which: str) -> tuple[Column, Column]:
@@ -499,8 +490,8 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     def column(label: str) -> Column:
         def said(kind: str) -> str | None:
             contest = by_kind[kind].get(label)
-            text = _narrow(_with_worst(contest))
-            return f"**{text}**" if contest and lowest(contest) < 1 else text
+            text = (_with_worst(contest) or "").replace(", ", ",<br>").replace(" on ", " on<br>")
+            return f"**{text}**" if contest and lowest(contest) < 1 else text or None
 
         return Column(" ".join(word for word in label.split() if word not in common), said)
 
@@ -783,16 +774,14 @@ def untimed(rows: Iterable[Measurement]) -> str:
     return table(UNTIMED, counts.items()) if counts else ""
 
 
-def _smem_bytes(cubin: CubinFields) -> int:
-    return cubin.dynamic_smem_bytes + cubin.static_smem_bytes
-
-
 RESOURCES = (
     stage("0"),
     Column("registers per thread", "1.registers"),
     Column("spilled bytes, stored / loaded", lambda item: f"{item[1].spill_store_bytes} / {item[1].spill_load_bytes}"),
     Column("threads per block", "1.threads"),
-    Column("shared memory per block, B", lambda item: _smem_bytes(item[1]), thousands),
+    Column(
+        "shared memory per block, B", lambda item: item[1].dynamic_smem_bytes + item[1].static_smem_bytes, thousands
+    ),
     Column("blocks per SM", "1.blocks_per_sm"),
 )
 
@@ -966,8 +955,7 @@ def machines(everything: Sequence[Results]) -> str:
         )
     lines.append(["problems on record", *(str(len(shown.problems)) for shown in everything)])
     lines.append(["records", *("partial" if shown.lacking else "whole" for shown in everything)])
-    lacking = (f"The {gpu_title(shown)} is partial: it lacks {shown.lacking}." for shown in everything if shown.lacking)
-    return "\n".join((markdown(("", *map(gpu_title, everything)), lines), *lacking))
+    return markdown(("", *map(gpu_title, everything)), lines)
 
 
 def across(found: Iterable[contests.Across], everything: Sequence[Results], regime: Regime = "burst") -> str:
@@ -999,23 +987,6 @@ def across(found: Iterable[contests.Across], everything: Sequence[Results], regi
         *map(ratio, others),
     )
     return table(columns, lines, drop_empty=True)
-
-
-def order(found: Sequence[contests.Across], everything: Sequence[Results]) -> str:
-    """A sentence a GPU: how far the order of the versions on it is that on the first."""
-    base, *others = everything
-    said = []
-    for shown in others:
-        count, turned = contests.order_across(found, shown.gpu, base.gpu)
-        if not count:
-            continue
-        names = (f"{code(one.name)} and {code(other.name)} at {one.problem.label}" for one, other in turned)
-        apart = f"all but {len(turned)}: {'; '.join(names)}" if turned else "all"
-        said.append(
-            f"Which of two versions is the faster was compared on the {gpu_title(base)} and the {gpu_title(shown)} for "
-            f"{count:,} pairs, each at one problem. It is the same on both for {apart}."
-        )
-    return "\n".join(said)
 
 
 def placement(shown: Results) -> str:
