@@ -289,22 +289,16 @@ def _notebook_page(
             if MIME in output.get("data", {}):
                 output["data"] = {"text/markdown": out.chart(Chart.from_mime(output["data"][MIME]), page)}
     text, _ = MarkdownExporter().from_notebook_node(notebook)  # type: ignore[no-untyped-call]
-    text = _linked(text, page)
+    title, _, rest = _linked(text, page).strip().partition("\n")
     _notebook_copy(source, out.root / "notebooks" / source.name)
-    said = _elsewhere(shown, "The text of this page") if name in _CONCLUDING else ""
-    if failure:
-        why = html.escape(failure.splitlines()[0])
-        said += f'\n!!! failure "Not complete"\n    The notebook of this page did not come to its end. {why}\n'
-    if said:
-        title, _, rest = text.strip().partition("\n")
-        text = f"{title}\n\n{said}\n{rest}"
-    state = "executed for this page" if executed else "not executed for this page, so it shows no results"
-    note = (
-        f'<p class="source" markdown="span">This {"section" if "#" in page else "page"} is the notebook '
-        f"[`notebooks/{name}.ipynb`]({up(page)}generated/notebooks/{name}.ipynb), {state}. "
-        "The notebook holds the code of every figure and table.</p>\n"
+    said = out.rendered(
+        "notebook.md",
+        page,
+        **{"name": name, "title": title, "text": rest.strip("\n"), "executed": executed, "section": "#" in page},
+        elsewhere=_elsewhere(shown, "The text of this page") if name in _CONCLUDING else "",
+        failure=html.escape(failure.partition("\n")[0]),
     )
-    out.snippet(f"notebooks/{name}.md", f"{text.strip()}\n\n{note}")
+    out.snippet(f"notebooks/{name}.md", said)
 
 
 def _linked(text: str, page: str) -> str:
@@ -880,6 +874,6 @@ def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[s
 
 _TEMPLATES.globals |= {
     **{"charts": charts, "journey": journey, "machine_code": machine_code, "select": select, "tables": tables},
-    **{one.__name__: one for one in (code, data_links, indent, number, percent, stage_link, table, times)},
+    **{one.__name__: one for one in (code, data_links, indent, number, percent, stage_link, table, times, up)},
     "NOTHING_YET": NOTHING_YET,
 }
