@@ -48,8 +48,12 @@ from flashlab.record.checks import read_lines
 from flashlab.record.schema import RUN, Ceiling, Gpu, Machine, Measurement, StageProfile
 from flashlab.record.store import Damage
 
-STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
-"""The ways a time is taken, as the report shows them: the headline first."""
+STATES: Mapping[tuple[Regime, Cache], str] = {
+    ("burst", "hot"): "burst, hot L2",
+    ("burst", "cold"): "burst, cold L2",
+    ("sustained", "hot"): "sustained",
+}
+"""The ways a time is taken, as the report shows and names them: the headline first."""
 _LADDER: Mapping[str, int] = {stage_id: position for position, stage_id in enumerate(registry.RUNGS)}
 _OFF_LADDER = tuple(name for stage in registry.OFF_LADDER.values() for name in (stage.id, *stage.variant_names))
 

@@ -658,11 +658,12 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         NoDataError: no row has a burst time, or none has another.
     """
     timed = _timed(rows)
-    looks = {"burst, cold L2": ("s", STAGE), "sustained": ("D", PEER)}
+    states = {name: state for state, name in select.STATES.items() if state != ("burst", "hot")}
+    looks = dict(zip(states, (("s", STAGE), ("D", PEER)), strict=True))
     shares = {
         (row.name, series): 100 * rate / (select.rate(row) or rate)
         for row in timed
-        for series, state in zip(looks, select.STATES[1:], strict=True)
+        for series, state in states.items()
         if (rate := select.rate(row, *state))
     }
     if not shares:
@@ -695,11 +696,7 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
     Raises:
         NoDataError: the row has no samples.
     """
-    states = {
-        (f"{regime}, {cache} L2" if regime == "burst" else regime): taken
-        for regime, cache in select.STATES
-        if (taken := row.samples_of(regime, cache))
-    }
+    states = {name: taken for state, name in select.STATES.items() if (taken := row.samples_of(*state))}
     if not states:
         raise NoDataError(f"wanted samples of {row.name}, its status is {row.status}: {row.reason}")
     over = any(taken.call_clock_mhz for taken in states.values())

@@ -369,14 +369,11 @@ def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
     return table(columns, timed(rows), drop_empty=True)
 
 
-_STATE_NAMES = ("burst, hot L2, TFLOP/s", "burst, cold L2, TFLOP/s", "sustained, TFLOP/s")
-
-
 STATES = (
     Column("", title),
     *(
-        Column(name, partial(select.rate, regime=regime, cache=cache))
-        for name, (regime, cache) in zip(_STATE_NAMES, select.STATES, strict=True)
+        Column(f"{name}, TFLOP/s", partial(select.rate, regime=regime, cache=cache))
+        for (regime, cache), name in select.STATES.items()
     ),
     Column(
         "sustained: clock held back by",

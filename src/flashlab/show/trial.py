@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import tempfile
 import tomllib
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from flashlab.core.errors import (
 from flashlab.core.paths import BUILD, ROOT, writable_dir
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
+from flashlab.record import store
 from flashlab.record.checks import CheckRow
 from flashlab.record.schema import StageCounters, Verdict
 from flashlab.run import emulator
@@ -92,7 +92,7 @@ def own_copy(stage_id: str) -> Path:
     untouched = path.is_file() and made_from.is_file() and path.read_bytes() == made_from.read_bytes()
     if untouched or not path.exists():
         for copy in (made_from, path):
-            _write(copy, original.read_text(encoding="utf-8"))
+            store.write_at_once(copy, original.read_text(encoding="utf-8"))
     return path
 
 
@@ -117,16 +117,8 @@ def edited(stage_id: str, old: str, new: str) -> Path:
     text = text.replace(old, new)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     path = writable_dir(EDITS, "edited kernels") / f"{original.stem}-{digest}{original.suffix}"
-    _write(path, text)
+    store.write_at_once(path, text)  # another notebook may be compiling the file
     return path
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: another notebook may be compiling the file."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
-        whole = Path(folder) / path.name
-        whole.write_text(text, encoding="utf-8")
-        whole.replace(path)
 
 
 def diff(before: Path, after: Path) -> str:
