@@ -42,7 +42,7 @@ from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Cache, Problem, Regime, suite
 from flashlab.kernels import registry
-from flashlab.query.frame import frame, row_of, rows_of
+from flashlab.query.frame import frame, grouped, row_of, rows_of
 from flashlab.record import store
 from flashlab.record.checks import read_lines
 from flashlab.record.schema import RUN, Ceiling, Gpu, Machine, Measurement, StageProfile
@@ -579,10 +579,8 @@ def off_ladder(
 
 def _by_problem(rows: pd.DataFrame) -> dict[Problem, tuple[Measurement, ...]]:
     """The records of a frame, in its order."""
-    problems: dict[Problem, list[Measurement]] = {}
-    for problem, record in zip(rows["problem"], rows["record"], strict=True) if len(rows) else ():
-        problems.setdefault(problem, []).append(record)
-    return {problem: tuple(records) for problem, records in problems.items()}
+    records: Iterable[Measurement] = rows["record"] if len(rows) else ()
+    return {problem: tuple(of) for problem, of in grouped(records, lambda record: record.problem).items()}
 
 
 def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Results:
@@ -652,12 +650,12 @@ def newest_checks(
     """
     runs: dict[str, list[Comparisons]] = {}
     for lines in _check_files(gpu, data, folder, inputs).values():
-        for stage in dict.fromkeys(line["stage"] for line in lines):
-            runs.setdefault(stage, []).append(tuple(line for line in lines if line["stage"] == stage))
-    most = {stage: max(map(len, of_stage)) for stage, of_stage in runs.items()}
+        for stage, of_stage in grouped(lines, lambda line: str(line["stage"])).items():
+            runs.setdefault(stage, []).append(tuple(of_stage))
+    most = {stage: max(map(len, several)) for stage, several in runs.items()}
     return {
-        stage: next(lines for lines in reversed(of_stage) if 2 * len(lines) >= most[stage])
-        for stage, of_stage in runs.items()
+        stage: next(lines for lines in reversed(several) if 2 * len(lines) >= most[stage])
+        for stage, several in runs.items()
     }
 
 

@@ -42,6 +42,7 @@ from flashlab.core.problem import DTYPES, MASKS, Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, coverage, predictions, select
+from flashlab.query.frame import grouped
 from flashlab.query.select import Results
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement
@@ -595,8 +596,7 @@ def _sets(of: Mapping[Any, Iterable[str]]) -> str:
 
 def _profiles(out: Output, found: Sequence[schema.StageProfile], page: str) -> str:
     """What the SM's units did, a table a problem, with where it comes from; empty where no profile is on record."""
-    problems = dict.fromkeys(one.problem for one in found)
-    groups = [[one for one in found if one.problem == problem] for problem in problems]
+    groups = list(grouped(found, lambda one: one.problem).values())
     return out.rendered("profiles.md", page, groups=groups)
 
 

@@ -23,7 +23,7 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Cache, Problem, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
-from flashlab.query.frame import headline
+from flashlab.query.frame import grouped, headline
 from flashlab.query.predictions import Scored
 from flashlab.query.select import Results
 from flashlab.record import store
@@ -519,9 +519,10 @@ def accuracy(found: Iterable[contests.Accuracy]) -> str:
     Raises:
         NoDataError: there are none on inputs that are not normal.
     """
-    by_dtype: dict[str, dict[str, list[contests.Accuracy]]] = {}
-    for one in found:
-        by_dtype.setdefault(one.problem.dtype, {}).setdefault(one.problem.inputs, []).append(one)
+    by_dtype = {
+        dtype: grouped(of_dtype, lambda one: one.problem.inputs)
+        for dtype, of_dtype in grouped(found, lambda one: one.problem.dtype).items()
+    }
     parts = [_accuracy_of(dtype, kinds) for dtype, kinds in by_dtype.items() if kinds.keys() != {NORMAL}]
     if not parts:
         raise NoDataError(
@@ -854,9 +855,8 @@ def chips(shown: Results, data: Path = DATA) -> str:
     Raises:
         NoDataError: there are no runs.
     """
-    found: dict[str, list[Measurement | Ceiling]] = {}
-    for row in (row for run in store.runs(shown.gpu, data) for row in run.records):
-        found.setdefault(row.gpu.fingerprint, []).append(row)
+    records: Iterator[Measurement | Ceiling] = (row for run in store.runs(shown.gpu, data) for row in run.records)
+    found = grouped(records, lambda row: row.gpu.fingerprint)
     problems = {problem: {row.gpu.fingerprint for row in rows} for problem, rows in shown.problems.items()}
 
     def on_pages(fingerprint: str) -> str | None:

@@ -12,7 +12,7 @@ import difflib
 import hashlib
 import tomllib
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
@@ -30,6 +30,7 @@ from flashlab.core.errors import (
 from flashlab.core.paths import BUILD, ROOT, writable_dir
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
+from flashlab.query.frame import grouped
 from flashlab.record import store
 from flashlab.record.checks import CheckRow
 from flashlab.record.schema import StageCounters, Verdict
@@ -522,13 +523,6 @@ class Counted:
 _REASON_CHARS = 400
 
 
-def _by_stage(items: Iterable[Any], stage_of: Callable[[Any], str]) -> dict[str, list[Any]]:
-    grouped: dict[str, list[Any]] = {}
-    for item in items:
-        grouped.setdefault(stage_of(item), []).append(item)
-    return grouped
-
-
 @dataclass(frozen=True, kw_only=True)
 class CpuCheck:
     """What the stages did on this machine's CPU, against the oracle."""
@@ -569,7 +563,7 @@ class CpuCheck:
             failed.setdefault(
                 (code(row.stage), row.problem.label, row.schedule), prose(shorten(row.reason, _REASON_CHARS))
             )
-        said = [table(columns, _by_stage(self.rows, lambda row: row.stage).items())]
+        said = [table(columns, grouped(self.rows, lambda row: row.stage).items())]
         if failed:
             rows = [(*what, why) for what, why in failed.items()]
             said.append(markdown(("what failed", "problem", "schedule", "why"), rows, left=4))
@@ -578,7 +572,7 @@ class CpuCheck:
 
 def agreement(lines: Iterable[Mapping[str, Any]]) -> str:
     """GPU and emulator on the same inputs (`select.emulated_checks`), a row a stage, as a Markdown table."""
-    by_stage = _by_stage(lines, lambda line: line["stage"])
+    by_stage = grouped(lines, lambda line: str(line["stage"]))
 
     def shares(of_stage: Sequence[Mapping[str, Any]]) -> list[float]:
         apart = [line["emulator"]["agreement"] for line in of_stage]
