@@ -395,6 +395,11 @@ _INPUTS: Mapping[str, str] = {
 }
 
 
+def bench(suite: str, regime: Regime) -> str:
+    """The command that measures a suite in a regime."""
+    return f"flashlab bench --suite {suite}{' --sustained 5' if regime == 'sustained' else ''}"
+
+
 def of_lengths(
     shown: Results, *, head_dim: int, mask: str, dtype: str, regime: Regime = "burst"
 ) -> tuple[Problem, ...]:
@@ -410,11 +415,8 @@ def of_lengths(
         and any(row.samples_of(regime) for row in shown.problems.get(problem, ()))
     )
     if len(found) < 2:
-        raise NoDataError(
-            f"wanted {regime} times at several sequence lengths, D{head_dim} {mask} {dtype}, on {shown.gpu}, found "
-            f"{len(found)}. `flashlab bench --suite lengths{' --sustained 5' if regime == 'sustained' else ''}` "
-            "on such a GPU makes some"
-        )
+        wanted = f"{regime} times at several sequence lengths, D{head_dim} {mask} {dtype}, on {shown.gpu}"
+        raise NoDataError.of(wanted, bench("lengths", regime), len(found))
     return found
 
 
@@ -634,9 +636,7 @@ def checks(
     }
     most = max(map(len, stages.values()), default=0)
     if not most:
-        raise NoDataError(
-            f"wanted checks of {gpu}, found none in data/{gpu}/{folder}. `flashlab check` on such a GPU makes some"
-        )
+        raise NoDataError.of(f"checks of {gpu} in data/{gpu}/{folder}", "flashlab check --record")
     newest = max(path for path, ids in stages.items() if len(ids) == most)
     return newest, files[newest]
 
@@ -670,10 +670,7 @@ def emulated_checks(gpu: str, data: Path = DATA) -> Comparisons:
     for lines in reversed(_check_files(gpu, data, "checks", (NORMAL,)).values()):
         if emulated := tuple(line for line in lines if line.get("emulator")):
             return emulated
-    raise NoDataError(
-        f"wanted checks of {gpu} beside the emulator, found none in data/{gpu}/checks. "
-        "`flashlab check --on both --record` on such a GPU makes some"
-    )
+    raise NoDataError.of(f"checks of {gpu} beside the emulator", "flashlab check --on both --record")
 
 
 def counters_file(gpu: str, data: Path = DATA) -> Path:
@@ -684,10 +681,7 @@ def counters_file(gpu: str, data: Path = DATA) -> Path:
     """
     files = store.files(data / gpu / "counters")
     if not files:
-        raise NoDataError(
-            f"wanted Nsight Compute's counters of {gpu}, found none in data/{gpu}/counters. "
-            "`scripts/counters_ncu.py` on such a GPU makes some"
-        )
+        raise NoDataError.of(f"Nsight Compute's counters of {gpu}", "scripts/counters_ncu.py")
     return files[-1]
 
 

@@ -667,10 +667,8 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         if (rate := select.rate(row, *state))
     }
     if not shares:
-        raise NoDataError(
-            f"wanted times with a cold L2 or under sustained load at {timed[0].problem.label}, found bursts "
-            "with a hot L2 alone. `flashlab bench --suite first` makes all of them"
-        )
+        wanted = f"times with a cold L2 or under sustained load at {timed[0].problem.label}"
+        raise NoDataError.of(wanted, "flashlab bench --suite first", "bursts with a hot L2 alone")
     under_load = [
         f"{row_title(r)} {number(shares[r.name, 'sustained'])} %" for r in timed if (r.name, "sustained") in shares
     ]
@@ -985,9 +983,8 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     """
     lines = _contests_over_lengths(found, regime)
     if not lines:
-        raise NoDataError(
-            f"wanted {regime} ratios at several sequence lengths on {shown.gpu}, found none. `flashlab bench --suite "
-            f"lengths{' --sustained 5' if regime == 'sustained' else ''}` on such a GPU makes some"
+        raise NoDataError.of(
+            f"{regime} ratios at several sequence lengths on {shown.gpu}", select.bench("lengths", regime)
         )
     contests = [contest for at in lines.values() for contest in at.values()]
     runs = sorted({contest.run for contest in contests})
@@ -1211,7 +1208,7 @@ def stalls(profiles: Sequence[StageProfile]) -> Chart:
         if one.states:
             shares[one.stage] = grouped | {"Other": max(0.0, 100 - sum(grouped.values()))}
     if not shares:
-        raise NoDataError("wanted a profile that says what warps waited for, found none. `flashlab profile` makes them")
+        raise NoDataError.of("a profile that says what warps waited for", "flashlab profile")
 
     def largest(groups: Mapping[str, float]) -> str:
         most = sorted(groups.items(), key=lambda item: -item[1])[:2]
@@ -1243,7 +1240,7 @@ def busy(profiles: Sequence[StageProfile]) -> Chart:
         if (value := getattr(one, field)) is not None
     }
     if not shares:
-        raise NoDataError("wanted a profile that says how busy units were, found none. `flashlab profile` makes them")
+        raise NoDataError.of("a profile that says how busy units were", "flashlab profile")
     said = "; ".join(f"{stage} {unit} {number(share, 2)} %" for (stage, unit), share in shares.items())
     return marks(
         shares,
@@ -1444,15 +1441,10 @@ def roofline(
     clock_mhz = select.call_clock(fastest.row) if fastest else None
     roofs = _roofs(shown, first, "copy" if level == "dram" else "l2_read", clock_mhz)
     if {roof.is_slope for roof in roofs if roof.measured} != {True, False}:
-        raise NoDataError(
-            f"wanted a measured bandwidth and compute ceiling of {shown.gpu}, found none. "
-            "`flashlab bench --ceilings` makes them"
-        )
+        raise NoDataError.of(f"a measured bandwidth and compute ceiling of {shown.gpu}", "flashlab bench --ceilings")
     measured = [one for one in profiles or () if any(point.row.name == one.stage for point in points)]
     if profiles is not None and level == "dram" and not any(point.solid for point in points):
-        raise NoDataError(
-            f"wanted a profile of a stage at {first.label} on {shown.gpu}, found none. `flashlab profile` makes them"
-        )
+        raise NoDataError.of(f"a profile of a stage at {first.label} on {shown.gpu}", "flashlab profile")
     if not points:
         raise NoDataError(f"wanted a stage with a time at {first.label} on {shown.gpu}, found none")
     rows = [point.row for point in points]

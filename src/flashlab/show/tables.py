@@ -472,7 +472,7 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     if not by_kind.keys() - {NORMAL}:
         raise NoDataError(
             f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
-            f"`flashlab bench --suite inputs{' --sustained 5' if regime == 'sustained' else ''}` makes them."
+            f"`{select.bench('inputs', regime)}` makes them."
         )
 
     def lowest(contest: contests.Contest) -> float:
@@ -928,9 +928,7 @@ def ceilings(shown: Results) -> str:
         NoDataError: none was measured.
     """
     if not shown.ceilings:
-        raise NoDataError(
-            f"wanted measured ceilings of {shown.gpu}, found none. `flashlab bench --ceilings` makes them"
-        )
+        raise NoDataError.of(f"measured ceilings of {shown.gpu}", "flashlab bench --ceilings")
     return table(CEILINGS, shown.ceilings.values())
 
 
@@ -997,10 +995,8 @@ def placement(shown: Results) -> str:
     """
     copy, first = shown.ceilings.get("copy"), shown.first
     if copy is None or first is None:
-        raise NoDataError(
-            f"wanted the ceiling copy of {shown.gpu}, found {', '.join(shown.ceilings) or 'none'}. "
-            "`flashlab bench --ceilings` makes it"
-        )
+        known = ", ".join(shown.ceilings) or "none"
+        raise NoDataError.of(f"the ceiling copy of {shown.gpu}", "flashlab bench --ceilings", known)
     lines = []
     for problem, rows in shown.problems.items():
         if problem.dtype != first.dtype or problem.mask != "full":
