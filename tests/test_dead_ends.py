@@ -400,7 +400,9 @@ def test_a_run_of_the_ladder_may_hold_a_rung_that_was_retired(tmp_path: Path) ->
     assert against.burst.stage == best.name
     assert select.off_ladder("nvidia-h200", tmp_path) == {}
     assert registry.best(FIRST, "sm_90a").id != retired
-    page = pages.off_ladder_result(DEAD_ENDS[retired], {FIRST: shown.rows()})
+    out = pages.Output(root=tmp_path / "generated")
+    pages.off_ladder_page(out, DEAD_ENDS[retired], {FIRST: shown.rows()})
+    page = (out.root / "snippets" / "dead_ends" / f"{retired}.md").read_text(encoding="utf-8")
     assert f"**{retired}**" in page or f"**`{retired}`**" in page
     assert "| `12_persistent`" in page or "| 12_persistent" in page
 

@@ -115,8 +115,10 @@ def test_what_a_rung_shows_is_its_prediction_and_its_record(tmp_path: Path, show
     assert "<figure" in (tmp_path / "snippets" / "journey" / "trained.md").read_text(encoding="utf-8")
 
 
-def test_without_records_a_rung_says_so() -> None:
-    assert "**Measured:** not on record" in journey.score(None, STAGES["05_wmma"])
+def test_without_records_a_rung_says_so(tmp_path: Path) -> None:
+    journey.write(pages.Output(root=tmp_path), None, tmp_path)
+    for name, said in (("05_wmma", "**Measured:** not on record"), ("conditions", "Nothing is on record yet")):
+        assert said in (tmp_path / "snippets" / "journey" / f"{name}.md").read_text(encoding="utf-8")
 
 
 # --- Timelines --------------------------------------------------------------------------------------------------------
@@ -223,10 +225,10 @@ def test_a_drawing_is_whole_in_every_layout_and_theme(name: str) -> None:
 
 
 def test_a_drawing_follows_its_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = drawings.tiles().alt
+    before = drawings.DRAWINGS["tiles"]().alt
     real = text.constants
     monkeypatch.setattr(text, "constants", lambda *what, **macros: real(*what, **macros) | {"TILE_KV": 32})
-    assert "For each tile of 32 keys" in drawings.tiles().alt != before
+    assert "For each tile of 32 keys" in drawings.DRAWINGS["tiles"]().alt != before
 
 
 def test_fragments_lie_as_the_header_of_the_instruction_says() -> None:

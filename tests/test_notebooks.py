@@ -516,8 +516,8 @@ def test_what_may_be_wrong_is_explained_where_the_site_says_more() -> None:
     kinds = set(re.findall(r'(?:report\(by, |findings\.add\(\{)"([a-z ]+)"', runtime))
     assert len(kinds) > 4
     assert kinds | {*get_args(emulator.Status)} - {"ok"} <= trial.EXPLAINED.keys()
-    for _, page in trial.EXPLAINED.values():
-        name, _, anchor = page.partition("#")
+    for explanation in trial.EXPLAINED.values():
+        name, _, anchor = (page := explanation["page"]).partition("#")
         text = (SITE / name).read_text(encoding="utf-8")
         headings = {re.sub(r"\W+", "-", one.lower()) for one in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
         assert f"{{ #{anchor} }}" in text or anchor in headings, page

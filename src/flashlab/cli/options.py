@@ -31,7 +31,8 @@ def stages_in(text: str | None) -> list[str] | None:
     Raises:
         UnknownStageError: no stage begins so, or several do.
     """
-    return _resolve_all(names_in(text))
+    found: list[str] | None = _resolve(names_in(text))
+    return found
 
 
 def sources(texts: Sequence[str] | None) -> dict[str, Path]:
@@ -70,26 +71,20 @@ def _complete(incomplete: str) -> list[str]:
     return [before + comma + stage_id for stage_id in names.known() if stage_id.startswith(last)]
 
 
-def _resolve(value: str | None) -> str | None:
+def _resolve(value: Any) -> Any:
+    """The full id of a stage, or of each of several; None where none is given."""
     from flashlab.kernels import names
 
-    return value and names.resolve(value)
+    return list(map(names.resolve, value)) if isinstance(value, list | tuple) else value and names.resolve(value)
 
 
-def _resolve_all(values: Sequence[str] | None) -> list[str] | None:
-    return None if values is None else [str(_resolve(value)) for value in values]
-
-
-def _known_arch(value: str | None) -> str | None:
+def _known_arch(value: Any) -> Any:
     from flashlab.kernels.registry import ARCHS
 
-    if value not in (None, *ARCHS):
-        raise ParameterError(f"arch: wanted one of {', '.join(ARCHS)}, got {value!r}")
+    for one in value if isinstance(value, list | tuple) else (value,):
+        if one not in (None, *ARCHS):
+            raise ParameterError(f"arch: wanted one of {', '.join(ARCHS)}, got {one!r}")
     return value
-
-
-def _known_archs(values: Sequence[str] | None) -> list[str]:
-    return [str(_known_arch(value)) for value in values or ()]
 
 
 STAGE = typer.Argument(
@@ -102,7 +97,7 @@ StageIds = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="STAGE",
-        callback=_resolve_all,
+        callback=_resolve,
         autocompletion=_complete,
         help="Stage ids, or unique prefixes of them; all where none is given.",
     ),
@@ -143,7 +138,7 @@ Samples = Annotated[int | None, typer.Option(help="Samples of each to aim for; t
 Gpu = Annotated[str | None, typer.Option(help="Folder under data/, such as nvidia-h200; chosen if not given.")]
 Arch = Annotated[str | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a.")]
 Archs = Annotated[
-    list[str] | None, typer.Option(callback=_known_archs, help="Architecture, such as sm_90a; may be repeated.")
+    list[str] | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a; may be repeated.")
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, and measure nothing.")]
 Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]

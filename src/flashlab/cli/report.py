@@ -60,8 +60,8 @@ def report(
     where = {"data": data.resolve(), "out": out.resolve()}
     planned = site.plan(source=source, gpu=gpu, stages=chosen, full=full, **where)
     if dry_run:
-        _show_plan(planned, as_json)
-        say("nothing was run")
+        answer(planned, COLUMNS, as_json=as_json)
+        say(f"{_needed(planned)}\nnothing was run")
         return
     say(_needed(planned))
     with live() as follow:
@@ -74,11 +74,6 @@ def report(
         typer.echo(
             f"The report is in {index.parent}: open {index}. Its search works only when it is served: `make serve`."
         )
-
-
-def _show_plan(planned: Plan, as_json: bool) -> None:
-    answer(planned, COLUMNS, as_json=as_json)
-    say(_needed(planned))
 
 
 def _needed(planned: Plan, gpus: int = 1) -> str:

@@ -139,6 +139,11 @@ class DataError(FlashlabError):
 class NoDataError(DataError):
     """Nothing is recorded for that GPU, shape or run."""
 
+    @classmethod
+    def of(cls, wanted: str, command: str, found: object = "none") -> NoDataError:
+        """That what is wanted is not on record, with the command that makes some."""
+        return cls(f"wanted {wanted}, found {found}. `{command}` makes some")
+
 
 class DamagedRecordError(DataError):
     """A line that is not a record, or a file that is not what CHECKSUMS says."""

@@ -18,7 +18,7 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.query import select, statistics
-from flashlab.query.frame import frame
+from flashlab.query.frame import frame, grouped
 from flashlab.record import store
 
 NOISE_PERCENTILE = 95.0
@@ -113,10 +113,7 @@ Key = tuple[Problem, str]
 
 def _grouped(rows: pd.DataFrame) -> dict[Key, list[Any]]:
     """By problem and name a row of each start of a machine, the newest last, all of the code of the newest."""
-    by_key: dict[Key, list[Any]] = {}
-    row: Any
-    for row in rows.itertuples():
-        by_key.setdefault((row.problem, row.name), []).append(row)
+    by_key: dict[Key, list[Any]] = grouped(rows.itertuples(), lambda row: (row.problem, row.name))
     return {
         key: [start[0] for start in select.by_start(some, lambda row: row.name, [key[1]])]
         for key, some in by_key.items()

@@ -16,7 +16,7 @@ from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import WITHOUT_FEATURES, Problem, Regime, suite
 from flashlab.kernels import registry
-from flashlab.query.frame import frame, rows_of
+from flashlab.query.frame import frame, grouped, rows_of
 from flashlab.query.select import (
     Policy,
     Results,
@@ -101,20 +101,6 @@ class AgainstPeers:
     def runs(self) -> tuple[str, ...]:
         """The runs that the best of both are of: in bursts and, where there is one, under continuous work."""
         return (self.run, self.sustained.run) if self.sustained else (self.run,)
-
-    @property
-    def ratios(self) -> tuple[float | None, ...]:
-        """For tables: in bursts, the same with the log-sum-exp alike, over the named libraries; so under load."""
-        pairs = ((self.burst, self.named), (self.sustained, self.named_sustained))
-        return tuple(
-            ratio
-            for best, named in pairs
-            for ratio in (
-                best.ratio if best else None,
-                best.adjusted_ratio if best else None,
-                named.ratio if named else None,
-            )
-        )
 
     def flat(self) -> dict[str, object]:
         """As `flashlab results --against-peers --json` prints it: None where there is nothing to say."""
@@ -306,11 +292,9 @@ def featured(records: pd.DataFrame) -> tuple[Featured, ...]:
         records: as `frame` gives them; may be empty.
     """
     found = []
-    rows: dict[Problem, list[Measurement]] = {}
-    for row in rows_of(select(records, Policy(within="run", off_ladder="with", features=True))):
-        if row["features"]:
-            rows.setdefault(row["problem"], []).append(row["record"])
-    for problem, of_problem in rows.items():
+    shown = rows_of(select(records, Policy(within="run", off_ladder="with", features=True)))
+    rows = (row["record"] for row in shown if row["features"])
+    for problem, of_problem in grouped(rows, lambda row: row.problem).items():
         stage, plain = fastest_stage(of_problem), replace(problem, **WITHOUT_FEATURES)
         if stage is None:
             continue
@@ -349,24 +333,22 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
     """
     store.require_runs(gpu, data)
     shapes = {problem.shape for problem in MAIN}
-    by_run: dict[str, dict[Problem, list[Measurement]]] = {}
-    for row in rows_of(frame(gpu, data)):
-        ours = row["kind"] == "peer" or (row["name"] in registry.STAGES and not row["second"])
-        if row["kind"] != "ceiling" and ours and row["shape"] in shapes:
-            by_run.setdefault(row["run"], {}).setdefault(row["problem"], []).append(row["record"])
+    rows = [
+        row["record"]
+        for row in rows_of(frame(gpu, data))
+        if row["kind"] == "peer" or (row["kind"] == "stage" and row["name"] in registry.STAGES and not row["second"])
+    ]
     found: dict[Problem, Accuracy] = {}
-    for run, problems in by_run.items():
-        for problem, rows in problems.items():
-            errors = {
-                row.name: (row.verdict.overall_rms_error, row.verdict.overall_max_error)
-                for row in ordered(rows)
-                if row.verdict
-                and row.verdict.overall_rms_error is not None
-                and row.verdict.overall_max_error is not None
-            }
-            reference = next((name for name in REFERENCES if name in errors), None)
-            if reference and not errors.keys().isdisjoint(registry.STAGES):
-                found[problem] = Accuracy(problem=problem, run=run, reference=reference, errors=errors)
+    by_run = grouped((row for row in rows if row.problem.shape in shapes), lambda row: (row.run, row.problem))
+    for (run, problem), of_run in by_run.items():
+        errors = {
+            row.name: (row.verdict.overall_rms_error, row.verdict.overall_max_error)
+            for row in ordered(of_run)
+            if row.verdict and row.verdict.overall_rms_error is not None and row.verdict.overall_max_error is not None
+        }
+        reference = next((name for name in REFERENCES if name in errors), None)
+        if reference and not errors.keys().isdisjoint(registry.STAGES):
+            found[problem] = Accuracy(problem=problem, run=run, reference=reference, errors=errors)
     return tuple(found[problem] for problem in sorted(found, key=problem_order))
 
 
@@ -463,12 +445,8 @@ def order_across(found: Iterable[Across], gpu: str, base: str) -> tuple[int, tup
 
 def fastest_across(found: Iterable[Across], base: str) -> tuple[Across, ...]:
     """Of each problem the stage and the library that are the fastest on `base`, of those that run by default."""
-    by_problem: dict[Problem, list[Across]] = {}
-    for one in found:
-        if base in one.rows:
-            by_problem.setdefault(one.problem, []).append(one)
     chosen = []
-    for several in by_problem.values():
+    for several in grouped((one for one in found if base in one.rows), lambda one: one.problem).values():
         rows = [one.rows[base] for one in several]
         kept = {row.name for row in (fastest_stage(rows), fastest_peer(rows)) if row}
         chosen += [one for one in several if one.name in kept]

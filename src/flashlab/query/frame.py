@@ -7,11 +7,11 @@ A row of `runs` is one stage or library on one problem in one run. What is shown
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -20,6 +20,8 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Regime
 from flashlab.record import schema, store
 
+Item = TypeVar("Item")
+Key = TypeVar("Key")
 SESSION_GAP = timedelta(hours=6)
 """Between the starts of two runs of one session, at most."""
 
@@ -182,3 +184,11 @@ def rows_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
 def of_problem(rows: pd.DataFrame, problem: object) -> pd.DataFrame:
     """The rows of one problem; none where the frame is empty."""
     return rows[[one == problem for one in rows["problem"]]] if len(rows) else rows
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items of each key, in their order; the keys in that of their first items."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

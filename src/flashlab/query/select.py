@@ -29,7 +29,7 @@ implementations.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -42,14 +42,18 @@ from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Cache, Problem, Regime, suite
 from flashlab.kernels import registry
-from flashlab.query.frame import frame, row_of, rows_of
+from flashlab.query.frame import frame, grouped, row_of, rows_of
 from flashlab.record import store
 from flashlab.record.checks import read_lines
 from flashlab.record.schema import RUN, Ceiling, Gpu, Machine, Measurement, StageProfile
 from flashlab.record.store import Damage
 
-STATES: tuple[tuple[Regime, Cache], ...] = (("burst", "hot"), ("burst", "cold"), ("sustained", "hot"))
-"""The ways a time is taken, as the report shows them: the headline first."""
+STATES: Mapping[tuple[Regime, Cache], str] = {
+    ("burst", "hot"): "burst, hot L2",
+    ("burst", "cold"): "burst, cold L2",
+    ("sustained", "hot"): "sustained",
+}
+"""The ways a time is taken, as the report shows and names them: the headline first."""
 _LADDER: Mapping[str, int] = {stage_id: position for position, stage_id in enumerate(registry.RUNGS)}
 _OFF_LADDER = tuple(name for stage in registry.OFF_LADDER.values() for name in (stage.id, *stage.variant_names))
 
@@ -172,7 +176,11 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
     chosen: list[dict[str, Any]] = []
     for problem in sorted(candidates, key=problem_order):
         merged = {key: _merged(list(runs.values())) for key, runs in candidates[problem].items()}
-        fit = {key: by_name for key, by_name in merged.items() if _has(by_name, policy.needs)}
+        fit = {
+            key: by_name
+            for key, by_name in merged.items()
+            if all(name in by_name and by_name[name]["record"].samples_of() for name in policy.needs)
+        }
         if not fit:
             continue
         fill = policy.within == "session" and policy.fill
@@ -186,10 +194,6 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
         names = [record.name for record in ordered(row["record"] for row in by_name.values())]
         chosen += [by_name[name] for name in names]
     return pd.DataFrame(chosen, columns=list(rows.columns))
-
-
-def _has(by_name: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> bool:
-    return all(name in by_name and by_name[name]["record"].samples_of() for name in names)
 
 
 def _tried(by_name: Mapping[str, Mapping[str, Any]], names: Collection[str]) -> int:
@@ -391,6 +395,11 @@ _INPUTS: Mapping[str, str] = {
 }
 
 
+def bench(suite: str, regime: Regime) -> str:
+    """The command that measures a suite in a regime."""
+    return f"flashlab bench --suite {suite}{' --sustained 5' if regime == 'sustained' else ''}"
+
+
 def of_lengths(
     shown: Results, *, head_dim: int, mask: str, dtype: str, regime: Regime = "burst"
 ) -> tuple[Problem, ...]:
@@ -406,11 +415,8 @@ def of_lengths(
         and any(row.samples_of(regime) for row in shown.problems.get(problem, ()))
     )
     if len(found) < 2:
-        raise NoDataError(
-            f"wanted {regime} times at several sequence lengths, D{head_dim} {mask} {dtype}, on {shown.gpu}, found "
-            f"{len(found)}. `flashlab bench --suite lengths{' --sustained 5' if regime == 'sustained' else ''}` "
-            "on such a GPU makes some"
-        )
+        wanted = f"{regime} times at several sequence lengths, D{head_dim} {mask} {dtype}, on {shown.gpu}"
+        raise NoDataError.of(wanted, bench("lengths", regime), len(found))
     return found
 
 
@@ -436,11 +442,6 @@ def profile_provenance(found: Sequence[StageProfile]) -> str:
         f"commit {', '.join(sorted({commit_label(one.run, one.dirty) for one in found}))}",
     ]
     return " · ".join(parts)
-
-
-def profile_files(found: Iterable[StageProfile]) -> tuple[str, ...]:
-    """The raw-data files of profiles, relative to data/: `nvidia-h200/profiles/….jsonl`."""
-    return tuple(sorted({f"{slug(one.gpu)}/profiles/{one.run}.jsonl" for one in found}))
 
 
 def rate(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
@@ -580,10 +581,8 @@ def off_ladder(
 
 def _by_problem(rows: pd.DataFrame) -> dict[Problem, tuple[Measurement, ...]]:
     """The records of a frame, in its order."""
-    problems: dict[Problem, list[Measurement]] = {}
-    for problem, record in zip(rows["problem"], rows["record"], strict=True) if len(rows) else ():
-        problems.setdefault(problem, []).append(record)
-    return {problem: tuple(records) for problem, records in problems.items()}
+    records: Iterable[Measurement] = rows["record"] if len(rows) else ()
+    return {problem: tuple(of) for problem, of in grouped(records, lambda record: record.problem).items()}
 
 
 def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Results:
@@ -637,9 +636,7 @@ def checks(
     }
     most = max(map(len, stages.values()), default=0)
     if not most:
-        raise NoDataError(
-            f"wanted checks of {gpu}, found none in data/{gpu}/{folder}. `flashlab check` on such a GPU makes some"
-        )
+        raise NoDataError.of(f"checks of {gpu} in data/{gpu}/{folder}", "flashlab check --record")
     newest = max(path for path, ids in stages.items() if len(ids) == most)
     return newest, files[newest]
 
@@ -653,12 +650,12 @@ def newest_checks(
     """
     runs: dict[str, list[Comparisons]] = {}
     for lines in _check_files(gpu, data, folder, inputs).values():
-        for stage in dict.fromkeys(line["stage"] for line in lines):
-            runs.setdefault(stage, []).append(tuple(line for line in lines if line["stage"] == stage))
-    most = {stage: max(map(len, of_stage)) for stage, of_stage in runs.items()}
+        for stage, of_stage in grouped(lines, lambda line: str(line["stage"])).items():
+            runs.setdefault(stage, []).append(tuple(of_stage))
+    most = {stage: max(map(len, several)) for stage, several in runs.items()}
     return {
-        stage: next(lines for lines in reversed(of_stage) if 2 * len(lines) >= most[stage])
-        for stage, of_stage in runs.items()
+        stage: next(lines for lines in reversed(several) if 2 * len(lines) >= most[stage])
+        for stage, several in runs.items()
     }
 
 
@@ -673,10 +670,7 @@ def emulated_checks(gpu: str, data: Path = DATA) -> Comparisons:
     for lines in reversed(_check_files(gpu, data, "checks", (NORMAL,)).values()):
         if emulated := tuple(line for line in lines if line.get("emulator")):
             return emulated
-    raise NoDataError(
-        f"wanted checks of {gpu} beside the emulator, found none in data/{gpu}/checks. "
-        "`flashlab check --on both --record` on such a GPU makes some"
-    )
+    raise NoDataError.of(f"checks of {gpu} beside the emulator", "flashlab check --on both --record")
 
 
 def counters_file(gpu: str, data: Path = DATA) -> Path:
@@ -687,10 +681,7 @@ def counters_file(gpu: str, data: Path = DATA) -> Path:
     """
     files = store.files(data / gpu / "counters")
     if not files:
-        raise NoDataError(
-            f"wanted Nsight Compute's counters of {gpu}, found none in data/{gpu}/counters. "
-            "`scripts/counters_ncu.py` on such a GPU makes some"
-        )
+        raise NoDataError.of(f"Nsight Compute's counters of {gpu}", "scripts/counters_ncu.py")
     return files[-1]
 
 
@@ -729,6 +720,12 @@ def date(run: str) -> str:
     return f"{run[:4]}-{run[4:6]}-{run[6:8]}"
 
 
+def days(runs: Iterable[str]) -> str:
+    """The dates of runs: the first, or the first and the last."""
+    dates = sorted(map(date, runs))
+    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
+
+
 def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:
     """Where rows come from, for a caption: GPU, clocks, problem, regime, date, commit."""
     if not rows:
@@ -736,19 +733,25 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
     labels = {row.problem.label for row in rows}
     runs = {origin(row, regime, cache)[0]: row for row in rows}
     commits = sorted({commit_label(run, run == row.run and row.source.dirty) for run, row in runs.items()})
-    dates = sorted({date(run) for run in runs})
     parts = [
         rows[0].gpu.name,
         f"SM {clocks(rows, regime, cache)}",
         labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
         on_inputs(row.problem for row in rows),
         f"{regime}, {cache} L2" if regime == "burst" else regime,
-        dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}",
+        days(runs),
         f"commit {', '.join(commits)}",
     ]
     return " · ".join(parts)
 
 
-def run_files(rows: Iterable[Measurement | Ceiling]) -> tuple[str, ...]:
-    """The raw-data files of rows, relative to data/: `nvidia-h200/runs/….jsonl`."""
-    return tuple(sorted({f"{row.gpu.slug}/runs/{run}.jsonl" for row in rows for run in _runs_of(row)}))
+def run_files(records: Iterable[Measurement | Ceiling | StageProfile]) -> tuple[str, ...]:
+    """The raw-data files of records, relative to data/: `nvidia-h200/runs/….jsonl`."""
+
+    def files(record: Measurement | Ceiling | StageProfile) -> Iterator[str]:
+        if isinstance(record, StageProfile):
+            yield f"{slug(record.gpu)}/profiles/{record.run}.jsonl"
+            return
+        yield from (f"{record.gpu.slug}/runs/{run}.jsonl" for run in _runs_of(record))
+
+    return tuple(sorted({file for record in records for file in files(record)}))

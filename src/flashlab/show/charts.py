@@ -22,7 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from flashlab.core.errors import NoDataError
-from flashlab.core.problem import STANDARD_SHAPES, Cache, Problem, Regime, suite
+from flashlab.core.problem import STANDARD_SHAPES, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
 from flashlab.query import select
@@ -210,13 +210,13 @@ def size_px(svg: str) -> tuple[int, int]:
     return round(width * 4 / 3), round(height * 4 / 3)
 
 
-def _of_rows(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> dict[str, Any]:
+def _of_rows(rows: Sequence[Measurement], regime: Regime = "burst") -> dict[str, Any]:
     """Provenance and data files of a chart of such rows."""
-    return {"provenance": select.provenance(rows, regime, cache), "data_files": select.run_files(rows)}
+    return {"provenance": select.provenance(rows, regime), "data_files": select.run_files(rows)}
 
 
 def _of_profiles(profiles: Sequence[StageProfile]) -> dict[str, Any]:
-    return {"provenance": select.profile_provenance(profiles), "data_files": select.profile_files(profiles)}
+    return {"provenance": select.profile_provenance(profiles), "data_files": select.run_files(profiles)}
 
 
 def row_title(row: Measurement) -> str:
@@ -413,7 +413,6 @@ def ladder(
     *,
     name: str = "ladder",
     beside: Sequence[Measurement] = (),
-    highlight: str | None = None,
 ) -> Chart:
     """Every stage and every library at one problem, TFLOP/s on a logarithmic axis, with the 5th to 95th percentile.
 
@@ -439,7 +438,7 @@ def ladder(
     first_peer = next((index for index, row in enumerate(lines) if index and row.kind == "peer"), len(lines))
 
     def each(axes: Axes, y: float, row: Measurement, layout: Layout) -> None:
-        colour = PEER if row.kind == "peer" else ACCENT if row.name == highlight else STAGE
+        colour = PEER if row.kind == "peer" else STAGE
         if row.name not in rates:
             axes.text(left * 1.06, y, f"{row.status}", va="center", color=MUTED, style="italic")
             return
@@ -450,8 +449,7 @@ def ladder(
         look = {"markeredgewidth": 1.4, "zorder": 3, "linestyle": "-"}
         face = PAPER if row.name in hollow else colour
         _mark(axes, mid, y, "D" if row.kind == "peer" else "o", colour, markerfacecolor=face, **look)
-        bold = "bold" if row.name == highlight else "normal"
-        _text(axes, number(mid), (max(mid, fast), y), (7, 0), va="center", weight=bold)
+        _text(axes, number(mid), (max(mid, fast), y), (7, 0), va="center", weight="normal")
         parent = select.parent_of(row, rows)
         if parent is not None and parent.name in rates:
             gain = f"×{number(mid / rates[parent.name][1])}"
@@ -469,7 +467,6 @@ def ladder(
         else None,
         log=True,
         positions=[index + (0.6 if index >= first_peer else 0.0) for index in range(len(lines))],
-        bold=[highlight] if highlight else [],
         corner="× parent",
         alt=f"Throughput of {len(timed)} stages and libraries on a logarithmic axis. "
         f"{best or 'No stage has a time'}; {library or 'no library has a time'}." + (f" {note}" if note else ""),
@@ -481,20 +478,21 @@ def ladder(
     )
 
 
+_FRONT_LIBRARIES = 4
+"""So many of the fastest stand on the front page."""
+
+
 def climb(
     rows: Sequence[Measurement],
     *,
     shares: Mapping[str, float],
     highlight: str = "",
-    libraries: int = 4,
-    name: str = "front",
 ) -> Chart:
     """The whole ladder and the fastest libraries at one problem, TFLOP/s as bars from 0, so that its top can be read.
 
     Args:
         shares: percent of the tensor cores' peak, by name; a row without one has its rate alone.
         highlight: the stage that stands out.
-        libraries: so many of the fastest are shown.
 
     Raises:
         NoDataError: no row has a time.
@@ -504,7 +502,7 @@ def climb(
     stages = [row for row in timed if row.kind == "stage"]
     others = sorted((row for row in timed if row.kind == "peer"), key=lambda row: -rates[row.name])
     # One library by two names is shown once: dispatch by PyTorch to cuDNN is cuDNN.
-    kept = [row for row in others if row.name != "sdpa"][:libraries]
+    kept = [row for row in others if row.name != "sdpa"][:_FRONT_LIBRARIES]
     peer = select.fastest_peer(rows)
     lines = [*stages, *kept]
 
@@ -521,7 +519,7 @@ def climb(
     return _row_chart(
         [(row_title(row), row) for row in lines],
         each,
-        name=name,
+        name="front",
         xlabel="TFLOP/s (percent of the tensor cores' peak)",
         heights=(0.7 + 0.27 * (len(lines) + 1), 0.7 + 0.37 * (len(lines) + 1)),
         xlim={"wide": (0, top * 1.2), "narrow": (0, top * 1.36)},
@@ -566,7 +564,32 @@ def card(rows: Sequence[Measurement], *, title: str, said: Sequence[str]) -> byt
     return buffer.getvalue()
 
 
-def across(found: Sequence[Across], everything: Sequence[Results], *, name: str = "across-gpus") -> Chart:
+def side_by_side(
+    series: Mapping[str, Sequence[Measurement]], looks: Mapping[str, tuple[str, str]], **what: Any
+) -> Chart:
+    """What the same stages and libraries reach on several GPUs or inputs: a row each, a mark a series.
+
+    Args:
+        series: rows of one problem, by the name of their GPU or inputs.
+        looks: the shape and colour of each.
+    """
+    every = [(title, row) for title, rows in series.items() for row in rows]
+    rates = {(row.name, title): rate for title, row in every if (rate := select.rate(row)) is not None}
+    names = {row.name: row_title(row) for _, row in every}
+    said = "; ".join(f"{names[of]} on {title} {number(rate)}" for (of, title), rate in rates.items())
+    return marks(
+        rates,
+        looks,
+        rows=names,
+        origin=0.0,
+        xlabel="TFLOP/s",
+        alt=f"Throughput in TFLOP/s: {said}.",
+        data_files=select.run_files(row for _, row in every),
+        **what,
+    )
+
+
+def across(found: Sequence[Across], everything: Sequence[Results]) -> Chart:
     """What each GPU reaches at one problem: a row a stage or library, a mark a GPU.
 
     Raises:
@@ -575,33 +598,20 @@ def across(found: Sequence[Across], everything: Sequence[Results], *, name: str 
     if not found:
         raise NoDataError("wanted one stage or library with a time on two GPUs at one problem, found none")
     titles = {shown.gpu: shown.name.removeprefix("NVIDIA ") for shown in everything}
-    looks = {title: ("oDs^v"[i % 5], _CATEGORIES[i % len(_CATEGORIES)]) for i, title in enumerate(titles.values())}
-    values = {
-        (one.name, titles[gpu]): rate
-        for one in found
-        for gpu, row in one.rows.items()
-        if (rate := select.rate(row)) is not None
-    }
-    rows = {one.name: row_title(next(iter(one.rows.values()))) for one in found}
-    every = [row for one in found for row in one.rows.values()]
-    said = (f"{rows[of]} on {title} {number(rate)}" for (of, title), rate in values.items())
-    clocks = (f"{titles[gpu]} {select.clocks([one.rows[gpu] for one in found if gpu in one.rows])}" for gpu in titles)
-    return marks(
-        values,
-        looks,
-        rows=rows,
-        origin=0.0,
-        xlabel="TFLOP/s",
-        name=name,
-        alt=f"Throughput in TFLOP/s on each GPU: {'; '.join(said)}.",
+    series = {title: [one.rows[gpu] for one in found if gpu in one.rows] for gpu, title in titles.items()}
+    clocks = ", ".join(f"{title} {select.clocks(rows)}" for title, rows in series.items())
+    days = sorted({select.date(row.run) for rows in series.values() for row in rows})
+    return side_by_side(
+        series,
+        {title: ("oDs^v"[i % 5], _CATEGORIES[i % len(_CATEGORIES)]) for i, title in enumerate(series)},
+        name="across-gpus",
         caption=f"The same versions and libraries on each GPU at {found[0].problem.label}, burst, median. "
-        f"SM clock inside the calls: {', '.join(clocks)}.",
-        provenance=f"{' and '.join(titles.values())} · {', '.join(sorted({select.date(row.run) for row in every}))}",
-        data_files=select.run_files(every),
+        f"SM clock inside the calls: {clocks}.",
+        provenance=f"{' and '.join(series)} · {', '.join(days)}",
     )
 
 
-def waterfall(rows: Sequence[Measurement], *, name: str = "waterfall") -> Chart:
+def waterfall(rows: Sequence[Measurement]) -> Chart:
     """What each step multiplied: a bar from the parent's rate to the child's on a logarithmic axis.
 
     Raises:
@@ -630,7 +640,7 @@ def waterfall(rows: Sequence[Measurement], *, name: str = "waterfall") -> Chart:
     return _row_chart(
         list(steps.items()),
         each,
-        name=name,
+        name="waterfall",
         xlabel="TFLOP/s, logarithmic",
         xlim={"wide": (min(ends) / 1.6, max(ends) * 1.9), "narrow": (min(ends) / 1.6, max(ends) * 3.0)},
         bars=True,
@@ -648,18 +658,17 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         NoDataError: no row has a burst time, or none has another.
     """
     timed = _timed(rows)
-    looks = {"burst, cold L2": ("s", STAGE), "sustained": ("D", PEER)}
+    states = {name: state for state, name in select.STATES.items() if state != ("burst", "hot")}
+    looks = dict(zip(states, (("s", STAGE), ("D", PEER)), strict=True))
     shares = {
         (row.name, series): 100 * rate / (select.rate(row) or rate)
         for row in timed
-        for series, state in zip(looks, select.STATES[1:], strict=True)
+        for series, state in states.items()
         if (rate := select.rate(row, *state))
     }
     if not shares:
-        raise NoDataError(
-            f"wanted times with a cold L2 or under sustained load at {timed[0].problem.label}, found bursts "
-            "with a hot L2 alone. `flashlab bench --suite first` makes all of them"
-        )
+        wanted = f"times with a cold L2 or under sustained load at {timed[0].problem.label}"
+        raise NoDataError.of(wanted, "flashlab bench --suite first", "bursts with a hot L2 alone")
     under_load = [
         f"{row_title(r)} {number(shares[r.name, 'sustained'])} %" for r in timed if (r.name, "sustained") in shares
     ]
@@ -685,11 +694,7 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
     Raises:
         NoDataError: the row has no samples.
     """
-    states = {
-        (f"{regime}, {cache} L2" if regime == "burst" else regime): taken
-        for regime, cache in select.STATES
-        if (taken := row.samples_of(regime, cache))
-    }
+    states = {name: taken for state, name in select.STATES.items() if (taken := row.samples_of(*state))}
     if not states:
         raise NoDataError(f"wanted samples of {row.name}, its status is {row.status}: {row.reason}")
     over = any(taken.call_clock_mhz for taken in states.values())
@@ -967,7 +972,7 @@ def _contests_over_lengths(
     return {kind: dict(sorted(at.items())) for kind, at in sorted(points.items()) if len(at) > 1}
 
 
-def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "burst", name: str = "") -> Chart:
+def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "burst") -> Chart:
     """How many times as fast the best stage is as the best library, over sequence length at constant tokens.
 
     One panel an element type, one line a head dim and mask; a point's shape is the library. `found` is
@@ -978,9 +983,8 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     """
     lines = _contests_over_lengths(found, regime)
     if not lines:
-        raise NoDataError(
-            f"wanted {regime} ratios at several sequence lengths on {shown.gpu}, found none. `flashlab bench --suite "
-            f"lengths{' --sustained 5' if regime == 'sustained' else ''}` on such a GPU makes some"
+        raise NoDataError.of(
+            f"{regime} ratios at several sequence lengths on {shown.gpu}", select.bench("lengths", regime)
         )
     contests = [contest for at in lines.values() for contest in at.values()]
     runs = sorted({contest.run for contest in contests})
@@ -1019,7 +1023,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
         + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer)}" for count, one in at.items())
         for (dtype, head_dim, mask), at in lines.items()
     )
-    days, commits = (sorted({of(run) for run in runs}) for of in (select.date, select.commit_label))
+    commits = sorted(set(map(select.commit_label, runs)))
     clocks = sorted(clock for one in contests for clock in (one.stage_clock_mhz, one.peer_clock_mhz) if clock)
     inputs = select.on_inputs(_OF_LENGTHS)
     facts = (
@@ -1027,12 +1031,12 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
         f"SM {clocks[0]:.0f}–{clocks[-1]:.0f} MHz in the calls" if clocks else "clock not recorded",
         inputs,
         regime,
-        " to ".join(dict.fromkeys((days[0], days[-1]))),
+        select.days(runs),
         f"commit {', '.join(commits)}",
     )
     return compose(
         draw,
-        name=name or f"ratios-{regime}",
+        name=f"ratios-{regime}",
         heights=(3.2 + 0.19 * math.ceil(entries / 4), 2.4 * len(dtypes) + 0.17 * entries),
         alt=f"The best stage's rate over the best library's, {regime}, over sequence length. {said}.",
         caption=f"How many times as fast the best stage is as the best library of the same element type, {regime}, "
@@ -1060,8 +1064,6 @@ def lengths(
     mask: str,
     dtype: str = "float16",
     regime: Regime = "burst",
-    name: str = "",
-    stage_ids: Sequence[str] | None = None,
 ) -> Chart:
     """Rate over sequence length at a constant number of tokens, stages beside libraries; right, percent of the peak.
 
@@ -1074,7 +1076,7 @@ def lengths(
     """
     problems = select.of_lengths(shown, head_dim=head_dim, mask=mask, dtype=dtype, regime=regime)
     ceiling = shown.ceilings.get(f"tensor_{dtype}")
-    rows = (row for one in problems for row in (*shown.rows(one, stage_ids=stage_ids), *shown.beside(one)))
+    rows = (row for one in problems for row in (*shown.rows(one), *shown.beside(one)))
     used = [row for row in rows if select.rate(row, regime)]
     lines: dict[str, dict[int, Measurement]] = {}
     for row in used:
@@ -1119,7 +1121,7 @@ def lengths(
     tokens = problems[0].batch * problems[0].q_len
     return compose(
         draw,
-        name=name or f"lengths-D{head_dim}-{mask}-{dtype}-{regime}",
+        name=f"lengths-D{head_dim}-{mask}-{dtype}-{regime}",
         heights=(3.3 + 0.19 * math.ceil(len(order) / 3), 2.7 + 0.17 * len(order)),
         alt=f"Throughput in TFLOP/s over sequence length at {tokens:,} tokens, D{head_dim} {mask} {dtype}, {regime}. "
         f"{fastest}.",
@@ -1148,7 +1150,7 @@ SASS_GROUPS: Mapping[str, tuple[str, ...]] = {
 """Instruction classes as a chart shows them: few enough to tell apart."""
 
 
-def sass_mix(mixes: Mapping[str, Mapping[str, int]], *, name: str = "sass-mix", note: str = "") -> Chart:
+def sass_mix(mixes: Mapping[str, Mapping[str, int]], *, note: str = "") -> Chart:
     """The instruction mix of each kernel's machine code: static counts, each bar one kernel's whole.
 
     Args:
@@ -1173,7 +1175,7 @@ def sass_mix(mixes: Mapping[str, Mapping[str, int]], *, name: str = "sass-mix", 
         },
         totals=totals,
         xlabel="percent of the kernel's instructions",
-        name=name,
+        name="sass-mix",
         alt=f"Instruction mix of {len(mixes)} kernels. With tensor-core instructions: "
         f"{', '.join(with_tensor) or 'none'}.",
         caption="Static instruction mix of the machine code: what is in the kernel, not how often it runs.",
@@ -1194,7 +1196,7 @@ STATE_GROUPS: Mapping[str, tuple[str, ...]] = {
 """Warp states as a chart shows them, by Nsight Compute's names; the others are one more group."""
 
 
-def stalls(profiles: Sequence[StageProfile], *, name: str = "stalls") -> Chart:
+def stalls(profiles: Sequence[StageProfile]) -> Chart:
     """What the warps of each stage spent their time on, each bar one launch's whole.
 
     Raises:
@@ -1206,7 +1208,7 @@ def stalls(profiles: Sequence[StageProfile], *, name: str = "stalls") -> Chart:
         if one.states:
             shares[one.stage] = grouped | {"Other": max(0.0, 100 - sum(grouped.values()))}
     if not shares:
-        raise NoDataError("wanted a profile that says what warps waited for, found none. `flashlab profile` makes them")
+        raise NoDataError.of("a profile that says what warps waited for", "flashlab profile")
 
     def largest(groups: Mapping[str, float]) -> str:
         most = sorted(groups.items(), key=lambda item: -item[1])[:2]
@@ -1216,7 +1218,7 @@ def stalls(profiles: Sequence[StageProfile], *, name: str = "stalls") -> Chart:
     return _stacked(
         shares,
         xlabel="percent of the warps' time",
-        name=name,
+        name="stalls",
         alt=f"Warp states, the most frequent of each stage: {said}.",
         caption="Warp states of each stage: the share of its resident warps' time in which they issued (Selected), "
         "could have (Not Selected), or stalled, by reason.",
@@ -1224,7 +1226,7 @@ def stalls(profiles: Sequence[StageProfile], *, name: str = "stalls") -> Chart:
     )
 
 
-def busy(profiles: Sequence[StageProfile], *, name: str = "busy") -> Chart:
+def busy(profiles: Sequence[StageProfile]) -> Chart:
     """How busy the tensor pipe, the exponential unit and the issue slots were in one launch of each stage.
 
     Raises:
@@ -1238,7 +1240,7 @@ def busy(profiles: Sequence[StageProfile], *, name: str = "busy") -> Chart:
         if (value := getattr(one, field)) is not None
     }
     if not shares:
-        raise NoDataError("wanted a profile that says how busy units were, found none. `flashlab profile` makes them")
+        raise NoDataError.of("a profile that says how busy units were", "flashlab profile")
     said = "; ".join(f"{stage} {unit} {number(share, 2)} %" for (stage, unit), share in shares.items())
     return marks(
         shares,
@@ -1246,7 +1248,7 @@ def busy(profiles: Sequence[StageProfile], *, name: str = "busy") -> Chart:
         rows={one.stage: one.stage for one in profiles},
         origin=(0.0, 100.0),
         xlabel="percent of the cycles in which the SM was busy",
-        name=name,
+        name="busy",
         alt=f"How busy units were: {said}.",
         caption="How busy the tensor pipe, the unit for exponentials and conversions, and the issue slots were.",
         **_of_profiles(profiles),
@@ -1256,7 +1258,7 @@ def busy(profiles: Sequence[StageProfile], *, name: str = "busy") -> Chart:
 # --- Under the roof ---------------------------------------------------------------------------------------------------
 
 
-def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
+def ceilings(shown: Results) -> Chart:
     """Measured ceilings as a percentage of the data sheet's.
 
     Raises:
@@ -1279,7 +1281,7 @@ def ceilings(shown: Results, *, name: str = "ceilings") -> Chart:
     return _row_chart(
         [(pair[0].name, pair) for pair in pairs],
         each,
-        name=name,
+        name="ceilings",
         xlabel="percent of the data sheet's peak",
         xlim={"wide": (0, 165), "narrow": (0, 165)},
         xticks=_PERCENT,
@@ -1328,12 +1330,6 @@ _NAMED_PROBLEMS = 8
 _ROOF_COLOURS = ("#009e73", "#cc79a7", "#8a6fd1", "#a89f2c", "#8c6d4f")
 
 
-def _at_clock(ceiling: Ceiling, clock_mhz: float | None) -> float:
-    """A unit's ceiling at another SM clock than it was measured at; as measured where either is not known."""
-    taken = ceiling.samples.call_clock_mhz
-    return ceiling.value * clock_mhz / median(taken) if taken and clock_mhz else ceiling.value
-
-
 def _roofs(
     shown: Results, problem: Problem, bandwidth: Literal["copy", "l2_read"], clock_mhz: float | None
 ) -> list[_Roof]:
@@ -1342,6 +1338,11 @@ def _roofs(
     Those of an SM's units are at `clock_mhz`.
     """
     dtype, sheet = problem.dtype, limits.DATASHEETS.get(shown.gpu)
+
+    def at_clock(ceiling: Ceiling) -> float:
+        taken = ceiling.samples.call_clock_mhz
+        return ceiling.value * clock_mhz / median(taken) if taken and clock_mhz else ceiling.value
+
     # Operations a result: an exponential is of one score.
     flat = {
         f"tensor_{dtype}": ("a large GEMM by cuBLAS", 1),
@@ -1351,7 +1352,7 @@ def _roofs(
         "exp2": (f"exponentials at D{problem.head_dim}", 4 * problem.head_dim),
     }
     roofs = [
-        _Roof(label=label, value=_at_clock(shown.ceilings[name], clock_mhz) * scale, is_slope=False)
+        _Roof(label=label, value=at_clock(shown.ceilings[name]) * scale, is_slope=False)
         for name, (label, scale) in flat.items()
         if name in shown.ceilings
     ]
@@ -1419,7 +1420,6 @@ def roofline(
     *,
     level: Literal["dram", "l2"] = "dram",
     profiles: Sequence[StageProfile] | None = None,
-    name: str = "",
 ) -> Chart:
     """Rates against arithmetic intensity under the GPU's ceilings.
 
@@ -1441,15 +1441,10 @@ def roofline(
     clock_mhz = select.call_clock(fastest.row) if fastest else None
     roofs = _roofs(shown, first, "copy" if level == "dram" else "l2_read", clock_mhz)
     if {roof.is_slope for roof in roofs if roof.measured} != {True, False}:
-        raise NoDataError(
-            f"wanted a measured bandwidth and compute ceiling of {shown.gpu}, found none. "
-            "`flashlab bench --ceilings` makes them"
-        )
+        raise NoDataError.of(f"a measured bandwidth and compute ceiling of {shown.gpu}", "flashlab bench --ceilings")
     measured = [one for one in profiles or () if any(point.row.name == one.stage for point in points)]
     if profiles is not None and level == "dram" and not any(point.solid for point in points):
-        raise NoDataError(
-            f"wanted a profile of a stage at {first.label} on {shown.gpu}, found none. `flashlab profile` makes them"
-        )
+        raise NoDataError.of(f"a profile of a stage at {first.label} on {shown.gpu}", "flashlab profile")
     if not points:
         raise NoDataError(f"wanted a stage with a time at {first.label} on {shown.gpu}, found none")
     rows = [point.row for point in points]
@@ -1464,12 +1459,12 @@ def roofline(
     caption = _roofline_caption(points, first, level=level, by_problem=by_problem, crowded=crowded)
     return compose(
         partial(_draw_roofline, level=level, roofs=roofs, points=points, by_problem=by_problem, crowded=crowded),
-        name=name or f"roofline-{level}{'' if by_problem or level == 'l2' else '-measured'}",
+        name=f"roofline-{level}{'' if by_problem or level == 'l2' else '-measured'}",
         heights=(6.2, 7.0),
         alt=f"Roofline. Compute ceilings, TFLOP/s: {flat}. Marks, TFLOP/s: {said}.",
         caption=f"{caption} Solid ceilings were measured here, dashed ones are the data sheet's{at_clock}.",
         provenance=select.provenance(rows),
-        data_files=(*select.run_files([*rows, *shown.ceilings.values()]), *select.profile_files(measured)),
+        data_files=select.run_files([*rows, *shown.ceilings.values(), *measured]),
     )
 
 
@@ -1677,7 +1672,7 @@ def intervals(
     return _row_chart(lines, each, xlabel=xlabel, reference=(reference, {}), log=log, bold=bold, **what)
 
 
-def changes(comparison: Comparison, shown: Sequence[Change], *, name: str = "compare") -> Chart:
+def changes(comparison: Comparison, shown: Sequence[Change]) -> Chart:
     """How many times as fast the second side of a comparison is, with intervals, a group a problem.
 
     Raises:
@@ -1698,11 +1693,10 @@ def changes(comparison: Comparison, shown: Sequence[Change], *, name: str = "com
         xlabel=f"times as fast: {after} over {before}",
         reference=1.0,
         ratio=True,
-        name=name,
+        name="compare",
         alt="; ".join(f"{one.name} at {one.problem.label}: {number(one.ratio)}, {one.verdict}" for one in shown),
         caption=f"How many times as fast {after} is as {before}: ratio of medians with its 95 % interval{noise}.",
-        provenance=select.provenance(records),
-        data_files=select.run_files(records),
+        **_of_rows(records),
     )
 
 

@@ -19,11 +19,6 @@ from flashlab.record.schema import Timed
 FILE = "explorer.json"
 EVERY_KIND = Policy(inputs=tuple(KINDS))
 """As pages choose rows, on each kind of inputs."""
-_STATE_NAMES = {
-    ("burst", "hot"): "burst, hot L2",
-    ("burst", "cold"): "burst, cold L2",
-    ("sustained", "hot"): "sustained",
-}
 _OF_LENGTHS = frozenset(suite("lengths"))
 _WORDS = ("gpu", "run", "kind", "name", "shape", "dtype", "mask", "inputs", "state")
 """Columns of few values, which are written as a list of values and an index a row."""
@@ -62,7 +57,7 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
                     "head_dim": problem.head_dim,
                     "inputs": problem.inputs,
                     "lse": int(bool(record.lse)),
-                    "state": _STATE_NAMES[state],
+                    "state": select.STATES[state],
                     "us": values["median_us"],
                     "tflops": values["tflops"],
                     "clock": values["call_clock_mhz"],

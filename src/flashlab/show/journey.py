@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from flashlab.core.errors import NoDataError
-from flashlab.core.inputs import NORMAL, TRAINED
+from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import SITE
 from flashlab.core.problem import MASKS
 from flashlab.kernels import registry, text
@@ -19,7 +19,7 @@ from flashlab.kernels.registry import Stage
 from flashlab.query import contests, predictions, select
 from flashlab.query.select import Results
 from flashlab.show import charts, drawings, tables
-from flashlab.show.tables import code, markdown, number, percent, times
+from flashlab.show.tables import markdown, number, times
 
 if TYPE_CHECKING:
     from flashlab.record.schema import Measurement
@@ -59,15 +59,6 @@ def drawings_of(stage: Stage) -> list[Callable[[], charts.Chart]]:
 # --- What was measured ------------------------------------------------------------------------------------------------
 
 
-def _neighbours(stage: Stage) -> str:
-    """Links to a rung's own page and to the rungs before and after it on the journey."""
-    place = RUNGS.index(stage.id)
-    links = [f"[All measurements of {code(stage.id)}](stages/{stage.id}.md)"]
-    links += [f"before: [{code(one)}](#{one})" for one in RUNGS[max(place - 1, 0) : place]]
-    links += [f"after: [{code(one)}](#{one})" for one in RUNGS[place + 1 : place + 2]]
-    return f'<small markdown="span">{" · ".join(links)}</small>'
-
-
 def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float | None]]:
     """A stage's rows at the main shape, both head dims and masks, each with its title and its rate over its parent's.
 
@@ -91,49 +82,27 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
     return cells
 
 
-def score(shown: Results | None, stage: Stage) -> str:
-    """What was predicted of a stage and what was measured, with its rates beside its parent's."""
-    predicted = f"**Predicted:** {stage.prediction.strip()}"
+def _rung(shown: Results | None, stage: Stage) -> dict[str, Any]:
+    """What a rung's section says: its lines, neighbours and, where it is on record, its rates beside its parent's."""
+    place = RUNGS.index(stage.id)
+    neighbours = [("before", RUNGS[place - 1])] if place else []
+    neighbours += [("after", one) for one in RUNGS[place + 1 : place + 2]]
+    facts = {"stage": stage, "lines": key_lines(stage), "neighbours": neighbours}
     cells = _cells(shown, stage) if shown and shown.first else []
-    if not cells:
-        return f"{predicted}\n\n**Measured:** not on record for this GPU."
+    if shown is None or not cells:
+        return facts | {"row": None}
     _, row, gain = cells[0]
-    said = f"**Measured:** {number(select.rate(row))} TFLOP/s"
-    if gain and stage.parent:
-        said += f", {times(gain)} over {code(stage.parent)}"
-    share = contests.percent_of_peak(row)
-    if share:
-        said += f", {percent(share)} of the tensor cores' peak"
-    scored = tables.scored(predictions.scores(shown, [stage])) if shown else ""
-    if scored:
-        said += f".\n\n**Predicted → measured:** {scored}"
     lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(one)) for _, one, _ in cells))]
     if stage.parent:
-        lines.append(("over parent", *(_gain(one) for _, _, one in cells)))
+        # In bold where the stage is slower.
+        said = {one: f"**{times(one)}**" if one < 1 else times(one) for _, _, one in cells if one}
+        lines.append(("over parent", *(said[one] if one else None for _, _, one in cells)))
+    scored = tables.scored(predictions.scores(shown, [stage]))
     rates = markdown(("", *(title for title, _, _ in cells)), lines)
-    return f'{predicted}\n\n{said}.\n\n<div class="rung" markdown>\n\n{rates}\n</div>'
-
-
-def _gain(ratio: float | None) -> str | None:
-    """A ratio over the parent, bold where the stage is slower."""
-    text = times(ratio) if ratio else None
-    return f"**{text}**" if text and ratio and ratio < 1 else text
+    return facts | {"row": row, "gain": gain, "share": contests.percent_of_peak(row), "scored": scored, "rates": rates}
 
 
 # --- The page's pieces ------------------------------------------------------------------------------------------------
-
-
-def conditions(shown: Results | None) -> str:
-    """On what the numbers of the page were measured."""
-    if shown is None or shown.first is None:
-        return "*Nothing is on record yet: `flashlab bench` measures the ladder.*"
-    first = shown.first
-    return (
-        f"Unless a sentence says otherwise, numbers are of one {shown.name} at {first.label}: batch {first.batch}, "
-        f"{first.q_heads} heads, {first.q_len:,} tokens, head dim {first.head_dim}, no mask, {first.dtype}, "
-        f"{select.on_inputs([first])}, in bursts with a hot L2 cache "
-        f"({select.date(shown.newest)})."
-    )
 
 
 def on_trained(shown: Results, data: Path) -> charts.Chart:
@@ -143,59 +112,28 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
         NoDataError: no row has a time on both.
     """
     assert shown.first is not None
-    looks = {"normal numbers": ("o", charts.STAGE), "trained activations": ("D", charts.PEER)}
-    rates: dict[tuple[str, str], float] = {}
-    kept: list[Measurement] = []
-    results = select.load(shown.gpu, data, (TRAINED,))
-    other = next(
-        (
-            rows
-            for problem, rows in results.problems.items()
-            if problem.inputs == TRAINED and replace(problem, inputs=NORMAL) == shown.first
-        ),
-        (),
-    )
-    for row in shown.rows():
-        twin = next((one for one in other if one.name == row.name), None)
-        if twin and (usual := select.rate(row)) and (trained := select.rate(twin)):
-            rates[row.name, "normal numbers"], rates[row.name, "trained activations"] = usual, trained
-            kept.append(row)
+    others = select.load(shown.gpu, data, (TRAINED,)).problems.get(replace(shown.first, inputs=TRAINED), ())
+    twins = {row.name: row for row in others if select.rate(row)}
+    kept = [row for row in shown.rows() if row.name in twins and select.rate(row)]
     if not kept:
         raise NoDataError(f"wanted rows on trained inputs at {shown.first.label}, found none")
-    worst = min(kept, key=lambda row: rates[row.name, "trained activations"] / rates[row.name, "normal numbers"])
-    return charts.marks(
-        rates,
-        looks,
-        rows={row.name: charts.row_title(row) for row in kept},
-        origin=0.0,
-        xlabel="TFLOP/s",
+    worst = min(kept, key=lambda row: (select.rate(twins[row.name]) or 0.0) / (select.rate(row) or 1.0))
+    return charts.side_by_side(
+        {"normal numbers": kept, "trained activations": [twins[row.name] for row in kept]},
+        {"normal numbers": ("o", charts.STAGE), "trained activations": ("D", charts.PEER)},
         name="journey-trained",
-        alt="Rates on normal numbers and on trained activations. "
-        + "; ".join(
-            f"{charts.row_title(row)} {number(rates[row.name, 'normal numbers'])} and "
-            f"{number(rates[row.name, 'trained activations'])} TFLOP/s"
-            for row in kept
-        )
-        + ".",
         caption="The same kernels on normal random numbers and on Q, K and V of a trained language model, median over "
         f"its layers. {charts.row_title(worst)} loses the most.",
         provenance=select.provenance(kept),
-        data_files=select.run_files([*kept, *other]),
     )
 
 
 def write(out: Output, shown: Results | None, data: Path) -> None:
     """Everything the journey takes in, a file a rung with the sections `heading`, `lines`, `score` and `links`."""
-    out.snippet("journey/conditions.md", conditions(shown))
+    out.snippet("journey/conditions.md", out.rendered("conditions.md", PAGE, shown=shown))
     for stage_id in RUNGS:
-        stage = registry.get(stage_id)
-        out.sections(
-            f"journey/{stage_id}.md",
-            heading=f"## {stage_id[:2]}. {stage.title} {{ #{stage_id} }}\n\n*{stage.question.strip()}*",
-            lines=key_lines(stage),
-            score=score(shown, stage),
-            links=_neighbours(stage),
-        )
+        facts = _rung(shown, registry.get(stage_id))
+        out.snippet(f"journey/{stage_id}.md", out.rendered("rung.md", PAGE, **facts))
     for name, draw in drawings.DRAWINGS.items():
         out.snippet(f"journey/drawing-{name}.md", out.chart(draw(), PAGE))
     out.snippet("journey/barriers.md", drawings.barriers())

@@ -1,9 +1,9 @@
 """What the notebooks import: their parameters, checked and resolved; how they measure; and how they show what there is.
 
 lab = settings(source=source, gpu=gpu, stages=stages, suite=suite, out=out, data=data)
-lab.measure()                      appends to data/ where the source is `measure`
-lab.show(charts.ladder)            a chart or table of the newest rows, or that there are none yet
-lab.write("02_ladder", numbers)    the result file, which says that the notebook came to its end
+lab.measure()                          appends to data/ where the source is `measure`
+lab.show(charts.ladder, lab.rows())    a chart or table of the newest rows, or that there are none yet
+lab.write("02_ladder", numbers)        the result file, which says that the notebook came to its end
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ NOTHING_YET = (
     "**Nothing has been measured yet.** "
     "`data/` holds no records of this. `make report` on a machine with an NVIDIA GPU measures it and fills this in."
 )
-NO_PROFILES = (
-    "**Nothing has been profiled yet** of these stages at this shape. "
-    "`flashlab profile` on such a GPU, with Nsight Compute, does it."
+NOT_OF_THESE = (
+    "**Nothing of this is on record yet** for these stages at this shape. "
+    "`flashlab bench`, or for profiles `flashlab profile` with Nsight Compute, measures it on such a GPU."
 )
 NO_CHECKS = "Not on record for this GPU yet: `flashlab check --record` on it compares stages with the oracle."
 _REDRAWN_S = 0.2
@@ -311,42 +311,19 @@ class Lab:
         profiles = select.profiles(self.gpu, self.data) if self.gpu else ()
         return tuple(one for one in profiles if one.stage in self.stages and one.problem == first)
 
-    def show(self, draw: Draw, problem: Problem | None = None, **options: Any) -> None:
-        """Show `draw(rows, **options)`, or say that there are no rows to draw."""
-        self._show(draw, self.rows(problem), NOTHING_YET, options)
+    def show(self, draw: Draw, what: Any, **options: Any) -> None:
+        """Show `draw(what, **options)`, or say that there is nothing to draw.
 
-    def show_all(self, draw: Draw, **options: Any) -> None:
-        """Show `draw(results, **options)`, or say that there are no results to draw."""
-        self._show(draw, self.results, NOTHING_YET, options)
-
-    def show_profiles(self, draw: Draw, **options: Any) -> None:
-        """Show `draw(profiles, **options)`, or say that there are none to draw."""
-        self._show(draw, self.profiles, NO_PROFILES if self.results else NOTHING_YET, options)
-
-    def show_ratios(self) -> None:
-        """Show the best stage against the best library on normal inputs, or say that there is nothing to show."""
-        self._show(tables.AGAINST, self.against_peers(), NOTHING_YET, {})
-
-    def _show(self, draw: Draw, what: Any, nothing: str, options: Mapping[str, Any]) -> None:
+        Args:
+            what: `rows()`, `results`, `profiles` or `against_peers()`; what is empty is not drawn.
+        """
         try:
             if not what:
-                show(nothing)
-            elif callable(draw):
-                show(draw(what, **options))
+                show(NOT_OF_THESE if self.results else NOTHING_YET)
             else:
-                show(tables.table(draw, what))
+                show(draw(what, **options) if callable(draw) else tables.table(draw, what))
         except NoDataError as error:
             show(f"*Not in the data of this GPU: {error}*")
-
-    def ratios(self) -> dict[str, dict[str, float | None]]:
-        """How many times faster the best stage is, by problem and regime; None where not measured."""
-        return {
-            one.problem.label: {
-                "burst": one.burst.ratio if one.burst else None,
-                "sustained": one.sustained.ratio if one.sustained else None,
-            }
-            for one in self.against_peers()
-        }
 
     def write(self, name: str, numbers: Mapping[str, Any] | None = None) -> Path:
         """Write the result file `<out>/<name>.json`.

@@ -7,7 +7,6 @@ of experiments come from the experiments themselves, which register what they ne
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import difflib
 import gzip
@@ -15,7 +14,6 @@ import hashlib
 import html
 import importlib
 import inspect
-import io
 import json
 import lzma
 import os
@@ -33,6 +31,9 @@ from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlencode
 
+import jinja2
+import pandas as pd
+
 from flashlab.build import compiler, sass
 from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
@@ -41,6 +42,7 @@ from flashlab.core.problem import DTYPES, MASKS, Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, coverage, predictions, select
+from flashlab.query.frame import grouped
 from flashlab.query.select import Results
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement
@@ -75,6 +77,13 @@ NO_CHECKS = (
     "*No such comparison is on record yet: `flashlab check --random 2000 --record` and `flashlab check --record` on a "
     "GPU make them.*"
 )
+_TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+"""Pages that there are several of, or that depend on what is on record, with what they say."""
 NO_SANITIZER = "*No such run is on record yet: `python scripts/sanitize.py` on a GPU with compute-sanitizer makes one.*"
 
 
@@ -89,6 +98,16 @@ class Output:
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
+
+    def rendered(self, template: str, page: str, **facts: object) -> str:
+        """A template filled in for `page`; `chart` draws one there, or is empty where there is nothing to draw."""
+
+        def chart(draw: Callable[..., Chart], *what: Any, **options: Any) -> str:
+            with contextlib.suppress(NoDataError):
+                return self.chart(draw(*what, **options), page)
+            return ""
+
+        return _TEMPLATES.get_template(template).render(facts, chart=chart, page=page)
 
     def snippet(self, path: str, content: str) -> None:
         """Write what a page takes in by that name."""
@@ -271,22 +290,16 @@ def _notebook_page(
             if MIME in output.get("data", {}):
                 output["data"] = {"text/markdown": out.chart(Chart.from_mime(output["data"][MIME]), page)}
     text, _ = MarkdownExporter().from_notebook_node(notebook)  # type: ignore[no-untyped-call]
-    text = _linked(text, page)
+    title, _, rest = _linked(text, page).strip().partition("\n")
     _notebook_copy(source, out.root / "notebooks" / source.name)
-    said = _elsewhere(shown, "The text of this page") if name in _CONCLUDING else ""
-    if failure:
-        why = html.escape(failure.splitlines()[0])
-        said += f'\n!!! failure "Not complete"\n    The notebook of this page did not come to its end. {why}\n'
-    if said:
-        title, _, rest = text.strip().partition("\n")
-        text = f"{title}\n\n{said}\n{rest}"
-    state = "executed for this page" if executed else "not executed for this page, so it shows no results"
-    note = (
-        f'<p class="source" markdown="span">This {"section" if "#" in page else "page"} is the notebook '
-        f"[`notebooks/{name}.ipynb`]({up(page)}generated/notebooks/{name}.ipynb), {state}. "
-        "The notebook holds the code of every figure and table.</p>\n"
+    said = out.rendered(
+        "notebook.md",
+        page,
+        **{"name": name, "title": title, "text": rest.strip("\n"), "executed": executed, "section": "#" in page},
+        elsewhere=_elsewhere(shown, "The text of this page") if name in _CONCLUDING else "",
+        failure=html.escape(failure.partition("\n")[0]),
     )
-    out.snippet(f"notebooks/{name}.md", f"{text.strip()}\n\n{note}")
+    out.snippet(f"notebooks/{name}.md", said)
 
 
 def _linked(text: str, page: str) -> str:
@@ -325,9 +338,10 @@ def _front_page(out: Output, shown: Results | None, data: Path) -> None:
         return
     rows, beside = shown.rows(), shown.beside()
     contested = contests.against_peers(shown.gpu, data, tuple(KINDS))
+    best = _best(shown, rows, contested)
     try:
         shares = {row.name: share for row in rows if (share := contests.percent_of_peak(row))}
-        chart = out.chart(charts.climb(rows, shares=shares, highlight=_best(shown, rows, contested)), "index.md")
+        chart = out.chart(charts.climb(rows, shares=shares, highlight=best), "index.md")
     except NoDataError as error:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)
@@ -335,7 +349,11 @@ def _front_page(out: Output, shown: Results | None, data: Path) -> None:
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
     where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
-    out.snippet("front-finding.md", _finding(shown, rows, contested))
+    lost = sum(one.burst.ratio < 1 for one in contested if one.burst)
+    compared = sum(bool(one.burst) for one in contested)
+    row, peer = next((one for one in rows if one.name == best), None), select.fastest_peer(rows)
+    said = {"row": row, "share": row and contests.percent_of_peak(row), "peer": peer, "lost": lost}
+    out.snippet("front-finding.md", out.rendered("front.md", "index.md", shown=shown, compared=compared, **said))
     out.snippet("losses.md", _losses(contested))
 
 
@@ -387,31 +405,6 @@ def _losses(contested: Sequence[contests.AgainstPeers]) -> str:
         Column("library", lambda one: tables.peer_title(one.burst.peer), left=True),
     )
     return table(columns, lost)
-
-
-def _finding(shown: Results, rows: Sequence[Measurement], contested: Sequence[contests.AgainstPeers]) -> str:
-    """The result in a sentence or two: how fast, on what, and where not."""
-    name, peer, first = _best(shown, rows, contested), select.fastest_peer(rows), shown.first
-    row = next((one for one in rows if one.name == name), None)
-    if row is None or first is None:
-        return ""
-    share = contests.percent_of_peak(row)
-    said = (
-        f"On one **{shown.name}**, {stage_link(row.name)}, the version that flashlab runs by default, reaches "
-        f"**{number(select.rate(row))} TFLOP/s**"
-        f"{f', **{percent(share)}** of the tensor cores’ peak' if share else ''}"
-    )
-    if peer and (rate := select.rate(row)) and (theirs := select.rate(peer)):
-        said += (
-            f", **{number(rate / theirs)} times** the rate of {tables.peer_title(peer.name)}, the fastest library there"
-        )
-    lost = [one for one in contested if one.burst and one.burst.ratio < 1]
-    said += f". That is at {first.label}, {select.on_inputs([first])}, in bursts."
-    if lost:
-        said += (
-            f" A library is faster at {len(lost)} of the {sum(bool(one.burst) for one in contested)} problems compared."
-        )
-    return said
 
 
 def _about(out: Output) -> None:
@@ -497,7 +490,7 @@ def _accuracy(shown: Results, data: Path) -> str:
 def _from_runs(shown: Results, runs: Iterable[str]) -> str:
     ids = sorted(set(runs))
     commits = sorted({select.commit_label(run) for run in ids})
-    return f"<small>{shown.name} · {tables.days(ids)} · commit {', '.join(commits)}</small>"
+    return f"<small>{shown.name} · {select.days(ids)} · commit {', '.join(commits)}</small>"
 
 
 # --- A stage's page ---------------------------------------------------------------------------------------------------
@@ -510,15 +503,6 @@ def diff_against_parent(stage: Stage) -> str:
     parent = registry.get(stage.parent)
     before, after = (one.source.read_text(encoding="utf-8").splitlines() for one in (parent, stage))
     return "\n".join(difflib.unified_diff(before, after, parent.source.name, stage.source.name, lineterm="", n=3))
-
-
-def _kernel_text(stage: Stage) -> str:
-    source = stage.source.read_text(encoding="utf-8")
-    language = "cuda" if stage.language == "cuda" else "python"
-    return tables.unsearched(
-        f'??? abstract "The whole kernel, {stage.source.name}"\n\n'
-        + indent(f"``` {{ .{language} .kernel }}\n{source.rstrip()}\n```")
-    )
 
 
 def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
@@ -539,41 +523,20 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
     return markdown(("", ""), facts, left=2)
 
 
-def _on_the_journey(stage: Stage) -> str:
-    """A link to where the journey tells of a stage; empty where it does not."""
-    link = f"[{code(stage.id)} in the journey](../{journey.PAGE}#{stage.id}), with a drawing and the lines that matter."
-    return link if stage.id in journey.RUNGS else ""
-
-
 def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) -> None:
-    page, parent = f"stages/{stage.id}.md", "none: the foot of the ladder"
-    if stage.parent:
-        parent = f"[{code(stage.parent)}]({stage.parent}.md)"
-    scored = predictions.scores(shown, [stage]) if shown else []
-    result, measured = _stage_result(out, stage, shown, data)
-    lines = journey.key_lines(stage) if stage.key_lines else ""
-    out.sections(
+    page, diff = f"stages/{stage.id}.md", diff_against_parent(stage)
+    changes = [line[0] for line in diff.splitlines()[2:] if line.startswith(("+", "-"))]
+    parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
+    text = out.rendered(
+        "stage.md",
         page,
-        title=f"# {stage.id}: {stage.title}\n\n{_on_the_journey(stage)}",
-        question=stage.question,
-        result=f"{result}\n\n{_elsewhere(shown, 'What follows')}",
-        change="\n\n".join((stage.change, *(out.chart(draw(), page) for draw in journey.drawings_of(stage)), lines)),
-        prediction=stage.prediction + (f"\n\n{table(tables.PREDICTIONS[1:], scored)}" if scored else ""),
-        measured="\n\n".join(tables.folded(title, text) for title, text in measured.items()) or NOTHING_YET,
-        code="\n\n".join((_needs(stage, ("Parent", parent)), *_stage_diff(stage), _kernel_text(stage))),
+        **{"stage": stage, "shown": shown, "needs": _needs(stage, ("Parent", parent))},
+        **{"diff": diff, "added": changes.count("+"), "removed": changes.count("-")},
+        scored=predictions.scores(shown, [stage]) if shown else [],
+        written_elsewhere=_elsewhere(shown, "What follows"),
+        **_measured(out, stage, shown, data),
     )
-
-
-def _stage_diff(stage: Stage) -> list[str]:
-    """A stage's diff against its parent, to be unfolded; nothing of the foot of the ladder."""
-    diff = diff_against_parent(stage)
-    if not diff:
-        return []
-    added = sum(line.startswith("+") and not line.startswith("+++") for line in diff.splitlines())
-    removed = sum(line.startswith("-") and not line.startswith("---") for line in diff.splitlines())
-    heading = f"{stage.parent} → {stage.id}: {added} lines added, {removed} removed"
-    shown = indent(f'``` {{ .diff .lesson title="{heading}" }}\n{diff}\n```')
-    return [tables.unsearched(f'??? abstract "The whole diff"\n\n{shown}')]
+    out.snippet(page, text)
 
 
 EVERY_PROBLEM = (
@@ -588,19 +551,14 @@ EVERY_PROBLEM = (
 )
 
 
-def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) -> tuple[str, dict[str, str]]:
-    """The result in a sentence, and what was measured by title: every problem, costs, profiles, samples, resources."""
-    if shown is None or shown.first is None:
-        return NOTHING_YET, {}
-    page, rows = f"stages/{stage.id}.md", shown.rows()
+def _measured(out: Output, stage: Stage, shown: Results | None, data: Path) -> dict[str, Any]:
+    """What a stage's page has of its measurements; without a `line` where it has no time at the first problem."""
+    rows = shown.rows() if shown and shown.first else ()
     row = next((one for one in rows if one.name == stage.id), None)
-    if row is None:
-        return f"*This stage was not measured in the run that is shown ({select.date(shown.newest)}).*", {}
-    if row.status != "ok":
-        return f"**No time at {shown.first.label}: {row.status}.** {tables.prose(row.reason)}", {}
+    if shown is None or shown.first is None or row is None or row.status != "ok":
+        return {"row": row, "line": None}
     of = {dtype: shown.libraries(dtype) for dtype in DTYPES}
-    mine_of = of[shown.first.dtype]
-    parent, peer = select.parent_of(row, rows), select.fastest_of(mine_of, rows)
+    parent, peer = select.parent_of(row, rows), select.fastest_of(of[shown.first.dtype], rows)
     items: list[dict[str, Any]] = [
         {
             "problem": problem,
@@ -614,59 +572,21 @@ def _stage_result(out: Output, stage: Stage, shown: Results | None, data: Path) 
         for mine in of_problem
         if mine.name == stage.id
     ]
-    costs = tables.costs([one for one in (row, parent, peer) if one and one.samples])
-    measured = {
-        "Every problem": f"{table(EVERY_PROBLEM, items)}\n\n"
-        "The fastest library is that of the same problem, element type included, also where a later session timed "
-        f"it than the stage; [Against the libraries](../against.md) has both from one run. {_sets(of)} "
-        "A dash: not measured, or not each of these libraries was. "
-        "Energy is that of sustained load, cycles per score are those of bursts.",
-        "Clocks, power and energy": f"{costs}\n\nAt {shown.first.label}; a dash: not recorded. "
-        "[Method](../method.md#how-a-time-is-taken) says how the clock in the calls is read.",
-    }
     profiled = [one for one in select.profiles(shown.gpu, data) if one.stage in (stage.id, stage.parent)]
-    if profiled:
-        measured["In the SM"] = "\n\n".join(_profiles(profiled, page))
-    traced = [one for one in profiled if one.stage == stage.id and one.lines][:1]
-    if traced:
-        measured["Warp-stall sampling"] = (
-            f"{tables.hot_lines(traced, lines=10)}\n"
-            f"Samples at regular times, {select.profile_provenance(traced)}. A line stands for what is inlined there."
-        )
-    measured["Samples"] = out.chart(charts.samples(row, name=f"samples-{stage.id}"), page)
     cubins = {one.name: one.cubin for one in (row, parent) if one and one.cubin}
     for item in items:
         # The same source in another element type is other machine code.
         problem, cubin = item["problem"], item["row"].cubin
         if cubin and problem != shown.first and dataclasses.replace(problem, dtype=shown.first.dtype) == shown.first:
             cubins[f"{stage.id} {problem.dtype}"] = cubin
-    if cubins:
-        mixes = machine_code.mixes({name: cubin.sass for name, cubin in cubins.items()})
-        measured["Resource usage and occupancy"] = tables.resources(cubins)
-        measured["Instruction mix (SASS)"] = (
-            f"{mixes}\n\nInstructions in the machine code by class, counted once each: "
-            "[Machine code and stalls](../anatomy.md) says what the classes hold."
-        )
-    sentence = _stage_sentence(shown, tables.line(row, rows, libraries=mine_of), parent, peer)
-    source = " · ".join((select.provenance([row]), *data_links(select.run_files([row]), page)))
-    return f"{sentence}\n\n{source}\n{{ .source }}", measured
-
-
-def _stage_sentence(
-    shown: Results, line: Mapping[str, Any], parent: Measurement | None, peer: Measurement | None
-) -> str:
-    assert shown.first is not None
-    where = f"{shown.first.label}, {select.on_inputs([shown.first])}, on one {shown.name}"
-    said = f"**{number(line['tflops'])} TFLOP/s** at {where}"
-    if parent and line["over_parent"]:
-        slower = "" if line["over_parent"] >= 1 else ", slower than its parent"
-        said += f": **{times(line['over_parent'])}** over {code(parent.name)}{slower}"
-    if peer and line["percent_of_best"]:
-        said += (
-            f", {percent(line['percent_of_best'])} of {tables.peer_title(peer.name)}, "
-            f"the fastest of {len(shown.libraries(peer.problem.dtype))} libraries in {peer.problem.dtype}"
-        )
-    return said + "."
+    return {
+        **{"row": row, "parent": parent, "peer": peer, "line": tables.line(row, rows, libraries=of[shown.first.dtype])},
+        **{"every_problem": EVERY_PROBLEM, "problems": items, "sets": _sets(of), "cubins": cubins},
+        "costs": tables.costs([one for one in (row, parent, peer) if one and one.samples]),
+        "profiles": _profiles(out, profiled, f"stages/{stage.id}.md"),
+        "traced": [one for one in profiled if one.stage == stage.id and one.lines][:1],
+        "mixes": {name: cubin.sass for name, cubin in cubins.items()},
+    }
 
 
 def _sets(of: Mapping[Any, Iterable[str]]) -> str:
@@ -674,19 +594,10 @@ def _sets(of: Mapping[Any, Iterable[str]]) -> str:
     return " ".join(f"In {dtype} it is the fastest of {tables.set_of(names)}." for dtype, names in of.items() if names)
 
 
-def _profiles(found: Sequence[schema.StageProfile], page: str) -> list[str]:
-    """What the SM's units did, a table a problem, with where it comes from; nothing where no profile is on record."""
-    parts = []
-    for problem in dict.fromkeys(one.problem for one in found):
-        those = [one for one in found if one.problem == problem]
-        links = ", ".join(data_links(select.profile_files(those), page, named=True))
-        parts.append(
-            f"### What the units did: {problem.label}\n\n{table(tables.PROFILES, those)}\n"
-            f"Percent of the cycles in which the SM was busy.\n\n{table(tables.TRAFFIC, those)}\n"
-            "Bytes of one launch. Counted: Q, K and V read and O written once, and from L2 what each tile fetches.\n\n"
-            f"{select.profile_provenance(those)} · {links}"
-        )
-    return parts
+def _profiles(out: Output, found: Sequence[schema.StageProfile], page: str) -> str:
+    """What the SM's units did, a table a problem, with where it comes from; empty where no profile is on record."""
+    groups = list(grouped(found, lambda one: one.problem).values())
+    return out.rendered("profiles.md", page, groups=groups)
 
 
 # --- What did not work, and what is for decoding ----------------------------------------------------------------------
@@ -728,41 +639,21 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
 
 def off_ladder_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
     """The sections of the page of a stage off the ladder; `measured` as `select.off_ladder` gives them."""
-    needs = _needs(stage, ("Made from", code(stage.parent) if stage.parent else None))
-    out.sections(
-        f"{stage.folder}{stage.id}.md",
-        title=f"# {stage.id}: {stage.title}",
-        question=stage.question,
-        built=f"{stage.change}\n\n{needs}\n{_kernel_text(stage)}",
-        prediction=stage.prediction,
-        result=off_ladder_result(stage, measured),
-        code=_off_ladder_code(stage),
-    )
-
-
-def off_ladder_result(stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> str:
-    """A table a problem, with what was measured beside it, and why what has no time has none."""
-    own = {stage.id, *stage.variant_names}
-    parts = []
-    for problem, rows in measured.items():
-        mine = [row for row in rows if row.name in own]
-        if not mine:
-            continue
-        rungs = {*registry.STAGES, stage.parent}
-        beside = [row for row in rows if row.name in own or row.kind == "peer" or row.name in rungs]
-        parts.append(f"### {problem.label}\n\n{tables.off_ladder(beside, own)}")
-        parts += [f"**{row.name}: {row.status}.** {tables.prose(row.reason)}" for row in mine if row.status != "ok"]
-        links = ", ".join(data_links(select.run_files(mine), f"{stage.folder}{stage.id}.md"))
-        parts.append(f"<small>{select.provenance(mine)} · {links}</small>")
-    return "\n\n".join(parts) or NOTHING_YET
-
-
-def _off_ladder_code(stage: Stage) -> str:
-    """Branches and memory accesses of its machine code and its parent's, compiled here."""
+    page, own = f"{stage.folder}{stage.id}.md", {stage.id, *stage.variant_names}
+    rungs = {*registry.STAGES, stage.parent}
+    shown = [
+        (
+            problem,
+            [row for row in rows if row.name in own or row.kind == "peer" or row.name in rungs],
+            [row for row in rows if row.name in own],
+        )
+        for problem, rows in measured.items()
+        if any(row.name in own for row in rows)
+    ]
     kernels: dict[str, Sequence[sass.Instruction]] = {}
-    arch = "sm_90a"
+    arch, refused = "sm_90a", ""
     try:
-        for name in (*([stage.parent] if stage.parent else ()), stage.id, *stage.variant_names):
+        for name in filter(None, (stage.parent, stage.id, *stage.variant_names)):
             one, variant = registry.parse(name)
             cubin = compiler.compile_stage(
                 compiler.Job(
@@ -771,11 +662,14 @@ def _off_ladder_code(stage: Stage) -> str:
             )
             kernels[name] = sass.without_padding(sass.disassemble(cubin.code, cubin.entry))
     except MissingPackageError as error:
-        return f"*Not compiled for this page: {error}*"
-    return (
-        f"{machine_code.branches(kernels)}\nInstructions in the machine code for {arch}, head dim "
-        f"{stage.head_dims[0]}, full mask, counted once each; `flashlab sass` lists them."
+        refused = str(error)
+    text = out.rendered(
+        "off_ladder.md",
+        page,
+        **{"stage": stage, "own": own, "measured": shown, "kernels": kernels, "refused": refused, "arch": arch},
+        needs=_needs(stage, ("Made from", code(stage.parent) if stage.parent else None)),
     )
+    out.snippet(page, text)
 
 
 def dead_end_list(
@@ -806,78 +700,18 @@ def dead_end_list(
 
 def _results_page(out: Output, shown: Results, data: Path) -> None:
     """The page of one GPU: every problem, stage, library, regime, and what has no time."""
-    page = f"generated/results/{shown.gpu}.md"
-    parts = [
-        f"# Results: {shown.name}",
-        *([f'!!! warning "Partial"\n    The records of this GPU lack {shown.lacking}.\n'] if shown.lacking else []),
-        "Every row passed the checker before it was timed; a row without a time says why. "
-        "Rates count 4·B·H·Sq·Sk·D operations, half of that under a square causal mask. "
-        "[How it is measured](../../method.md).",
-        "A percentage of the fastest library keeps to one problem: shape, mask and element type, and is given where "
-        f"each library of its element type was tried. {_sets({dtype: shown.libraries(dtype) for dtype in DTYPES})} "
-        "Rows of another element type are a problem of their own. A library that the session did not time stands there "
-        "from the newest later one that did.",
-    ]
-    beside = [f"{tables.peer_title(row.name)}: {row.problem.dtype}" for row in shown.beside()]
-    if beside:
-        parts.append(
-            "Not every library, or the wheel it is called from, has every type. Measured in one type alone: "
-            f"{', '.join(beside)}; look for it there, and not among the {shown.rows()[0].problem.dtype} percentages."
-        )
-    if shown.damage:
-        listed = "\n".join(f"    - {tables.prose(str(one).replace(str(ROOT), '.'))}" for one in shown.damage)
-        parts.append(f'!!! warning "Not to be trusted, and left out where it could not be read"\n\n{listed}\n')
-    parts.append(
-        "## Against the libraries\n\n"
-        "The best stage and the best library of the same element type, of those that were interleaved in one run: the "
-        "newest whose session has the fastest library on record, or one close to it; on normally distributed inputs of "
-        "unit scale where a problem names no others. Log-sum-exp alike: on for both where the library writes one, else "
-        "off for both. Peak: what the tensor cores can do at the clock inside the calls. Sustained ratios, and those "
-        "over the named libraries alone, may be of other runs; `flashlab results --against-peers --json` names "
-        "each.\n\n"
-        f"{table(tables.AGAINST, contests.against_peers(shown.gpu, data))}"
+    page, rows = f"generated/results/{shown.gpu}.md", [row for of in shown.problems.values() for row in of]
+    text = out.rendered(
+        "results.md",
+        page,
+        **{"shown": shown, "data": data, "root": str(ROOT), "rows": rows, "kinds": list(product(MASKS, DTYPES))},
+        sets=_sets({dtype: shown.libraries(dtype) for dtype in DTYPES}),
+        beside=[f"{tables.peer_title(row.name)}: {row.problem.dtype}" for row in shown.beside()],
+        against=contests.against_peers(shown.gpu, data),
+        profiles=_profiles(out, select.profiles(shown.gpu, data), page),
+        fastest=_fastest(shown, up(page) + "explorer.md"),
     )
-    for mask, dtype in product(MASKS, DTYPES):
-        with contextlib.suppress(NoDataError):
-            chart = charts.scaling(shown, mask=mask, dtype=dtype, name=f"scaling-{shown.gpu}-{mask}-{dtype}")
-            parts.append(f"## All shapes, {mask}, {dtype}\n\n{out.chart(chart, page)}")
-    if shown.first:
-        parts += _first_problem(out, shown, page)
-    profiled = _profiles(select.profiles(shown.gpu, data), page)
-    if profiled:
-        parts.append("## In the SM\n\n" + "\n\n".join(profiled))
-    parts.append(f"## Every problem\n\n{_fastest(shown, up(page) + 'explorer.md')}")
-    everything = [row for rows in shown.problems.values() for row in rows]
-    missing = tables.untimed(everything) or "Every stage and library has a time at every problem."
-    parts.append(f"## Rows without a time\n\n{missing}")
-    if shown.ceilings:
-        parts.append(f"## Ceilings\n\n{tables.ceilings(shown)}")
-    if shown.machine:
-        parts.append(f"## Machine\n\n{tables.machine(shown)}\n{tables.chips(shown, data)}")
-    if everything:
-        parts.append(f"## Software\n\n{tables.software(shown)}")
-    out.text(f"results/{shown.gpu}.md", "\n\n".join(parts))
-
-
-def _first_problem(out: Output, shown: Results, page: str) -> list[str]:
-    """Regimes and costs at the problem of the ladder."""
-    assert shown.first is not None
-    rows, parts = shown.rows(), []
-    with contextlib.suppress(NoDataError):
-        chart = charts.ladder(rows, beside=shown.beside(), name=f"ladder-{shown.gpu}")
-        parts.append(f"## The ladder at {shown.first.label}\n\n{out.chart(chart, page)}")
-    with contextlib.suppress(NoDataError):
-        parts.append(
-            f"## Burst, cold and sustained\n\n{out.chart(charts.regimes(rows, name=f'regimes-{shown.gpu}'), page)}\n\n"
-            "A burst is over before the GPU meets its power limit; kept busy, it does, and slows down. "
-            "Both are true, of different uses. A cold cache means that L2 was overwritten before every call."
-        )
-    parts.append(
-        f"## Clocks, power and energy\n\n{tables.costs(rows)}\n\nAt {shown.first.label}; a dash: not recorded. "
-        "Cycles per score do not depend on the clock and say most about a kernel; under sustained load the "
-        "currency is energy."
-    )
-    return parts
+    out.text(f"results/{shown.gpu}.md", text)
 
 
 def _fastest(shown: Results, explorer: str = "") -> str:
@@ -945,16 +779,13 @@ def _compared(out: Output, everything: Sequence[Results]) -> str:
         have = f"One GPU has records: {everything[0].name}." if everything else NOTHING_YET
         return f"*{have} A second folder under `data/` fills this page.*"
     main, found = everything[0], contests.across_gpus(everything)
-    parts = [f"## The GPUs\n\n{tables.machines(everything)}\n\n{tables.order(found, everything)}"]
-    if first := next((one.problem for one in found), None):
-        ladder = [one for one in found if one.problem == first]
-        chart = out.chart(charts.across(ladder, everything), "compare.md")
-        parts.append(f"## At {first.label}\n\n{chart}\n\n{tables.across(ladder, everything)}")
-    chosen = contests.fastest_across(found, main.gpu)
-    titles: Mapping[Regime, str] = {"burst": "In bursts", "sustained": "Under sustained load"}
-    for regime, title in titles.items():
-        parts.append(f"## {title}\n\n{tables.across(chosen, everything, regime)}")
-    return "\n\n".join(parts)
+    ladder = [one for one in found if one.problem == found[0].problem]
+    return out.rendered(
+        "compare.md",
+        "compare.md",
+        **{"everything": everything, "ladder": ladder, "chosen": contests.fastest_across(found, main.gpu)},
+        orders=[(one, *contests.order_across(found, one.gpu, main.gpu)) for one in everything[1:]],
+    )
 
 
 def check_records(out: Output, everything: Sequence[Results], data: Path) -> None:
@@ -1035,10 +866,14 @@ def _type_name(annotation: object) -> str:
     return re.sub(r"(?:\w+\.)+(?=\w)", "", text)
 
 
-def _write_csv(path: Path, columns: Mapping[str, str], lines: Iterable[Mapping[str, object]]) -> None:
+def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[str, object]]) -> None:
     """Write a table, compressed; the same lines give the same bytes."""
-    text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, fieldnames=list(columns))
-    writer.writeheader()
-    writer.writerows(lines)
-    path.write_bytes(lzma.compress(text.getvalue().encode()))
+    table = pd.DataFrame(lines, columns=list(columns), dtype=object)
+    table.to_csv(path, index=False, lineterminator="\r\n", compression="xz")
+
+
+_TEMPLATES.globals |= {
+    **{"charts": charts, "journey": journey, "machine_code": machine_code, "select": select, "tables": tables},
+    **{one.__name__: one for one in (code, data_links, indent, number, percent, stage_link, table, times, up)},
+    "NOTHING_YET": NOTHING_YET,
+}

@@ -42,9 +42,9 @@ def written_pages() -> tuple[Path, ...]:
 
 
 def quoted_texts() -> tuple[Path, ...]:
-    """What people wrote and pages quote: every TOML file, and the headers of experiments."""
-    folders = (KERNELS, NOTEBOOKS, Path(__file__).parents[1])
-    return tuple(sorted(path for folder in folders for kind in ("toml", "patch") for path in folder.rglob(f"*.{kind}")))
+    """What people wrote and pages quote: every TOML file, the headers of experiments, and templates."""
+    folders, kinds = (KERNELS, NOTEBOOKS, Path(__file__).parents[1]), ("toml", "patch", "md")
+    return tuple(sorted(path for folder in folders for kind in kinds for path in folder.rglob(f"*.{kind}")))
 
 
 def write_pages(

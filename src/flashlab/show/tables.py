@@ -23,11 +23,21 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Cache, Problem, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
-from flashlab.query.frame import headline
+from flashlab.query.frame import grouped, headline
 from flashlab.query.predictions import Scored
 from flashlab.query.select import Results
 from flashlab.record import store
-from flashlab.record.schema import Ceiling, CubinFields, Measurement, Samples, Sanitized, StageProfile, Start, Status
+from flashlab.record.schema import (
+    Ceiling,
+    CubinFields,
+    Gpu,
+    Measurement,
+    Samples,
+    Sanitized,
+    StageProfile,
+    Start,
+    Status,
+)
 
 Cell = str | int | float | None
 Row = Any
@@ -346,37 +356,30 @@ def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
         base = rate_of.get(stage.parent or "") if stage else None
         return row["tflops"] / base if row["tflops"] and base else None
 
-    def terabytes(row: Row) -> float | None:
-        return rows[0].problem.compulsory_bytes / row["median_us"] / 1e6 if row["tflops"] and decodes else None
-
     decodes = any(name.partition("[")[0] in registry.DECODE for name in names)
-
+    tera = rows[0].problem.compulsory_bytes / 1e6
     columns = (
         Column("", lambda row: f"**{row['title']}**" if row["name"] in names else row["title"]),
         Column("median, µs", lambda row: row["median_us"] if row["tflops"] else _rate_or_why(row)),
         Column("TFLOP/s", "tflops"),
-        Column("TB/s of Q, K, V and O", terabytes),
+        Column("TB/s of Q, K, V and O", lambda row: tera / row["median_us"] if row["tflops"] and decodes else None),
         Column("× parent", over_parent, number),
         Column("largest error", "max_abs_error", tiny),
     )
     return table(columns, timed(rows), drop_empty=True)
 
 
-_STATE_NAMES = ("burst, hot L2, TFLOP/s", "burst, cold L2, TFLOP/s", "sustained, TFLOP/s")
-
-
-def _throttled(row: Measurement) -> str | None:
-    sustained = row.samples_of("sustained")
-    return held_back(sustained.conditions.throttle_reasons) if sustained and sustained.conditions else None
-
-
 STATES = (
     Column("", title),
     *(
-        Column(name, partial(select.rate, regime=regime, cache=cache))
-        for name, (regime, cache) in zip(_STATE_NAMES, select.STATES, strict=True)
+        Column(f"{name}, TFLOP/s", partial(select.rate, regime=regime, cache=cache))
+        for (regime, cache), name in select.STATES.items()
     ),
-    Column("sustained: clock held back by", _throttled),
+    Column(
+        "sustained: clock held back by",
+        lambda row: row.samples_of("sustained") and row.samples_of("sustained").conditions,
+        lambda conditions: held_back(conditions.throttle_reasons),
+    ),
 )
 
 
@@ -415,16 +418,11 @@ def costs(rows: Sequence[Measurement], *, titled: bool = False) -> str:
     return heading + table(COSTS, lines)
 
 
-def _with_worst(ratio: float | None, contest: contests.Contest | None) -> str | None:
-    """A ratio, with that of the worst layer where the inputs have layers."""
-    if ratio is None or contest is None or contest.worst_ratio is None:
-        return None if ratio is None else times(ratio)
-    return f"{times(ratio)}, {times(contest.worst_ratio)} on layer {contest.worst_layer}"
-
-
-def _narrow(text: str | None) -> str | None:
-    """Such a ratio in lines of its own, for a table of many columns."""
-    return text and text.replace(", ", ",<br>").replace(" on ", " on<br>")
+def _with_worst(contest: contests.Contest | None) -> str | None:
+    """A contest's ratio, with that of the worst layer where the inputs have layers."""
+    if contest is None or contest.worst_ratio is None:
+        return times(contest.ratio) if contest else None
+    return f"{times(contest.ratio)}, {times(contest.worst_ratio)} on layer {contest.worst_layer}"
 
 
 def _side(which: str) -> tuple[Column, Column]:
@@ -444,12 +442,12 @@ def _side(which: str) -> tuple[Column, Column]:
 _NAMED = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for name in contests.NAMED_PEERS)}"
 AGAINST = (
     Column("problem", "problem.label"),
-    Column("burst, over the best library", lambda one: _with_worst(one.ratios[0], one.burst)),
-    Column("log-sum-exp alike", "ratios.1", times),
-    Column(_NAMED, "ratios.2", times),
-    Column("sustained, over the best library", lambda one: _with_worst(one.ratios[3], one.sustained)),
-    Column("log-sum-exp alike", "ratios.4", times),
-    Column(_NAMED, "ratios.5", times),
+    Column("burst, over the best library", "burst", _with_worst),
+    Column("log-sum-exp alike", "burst.adjusted_ratio", times),
+    Column(_NAMED, "named.ratio", times),
+    Column("sustained, over the best library", "sustained", _with_worst),
+    Column("log-sum-exp alike", "sustained.adjusted_ratio", times),
+    Column(_NAMED, "named_sustained.ratio", times),
     *_side("stage"),
     *_side("peer"),
 )
@@ -474,7 +472,7 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     if not by_kind.keys() - {NORMAL}:
         raise NoDataError(
             f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
-            f"`flashlab bench --suite inputs{' --sustained 5' if regime == 'sustained' else ''}` makes them."
+            f"`{select.bench('inputs', regime)}` makes them."
         )
 
     def lowest(contest: contests.Contest) -> float:
@@ -489,8 +487,8 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     def column(label: str) -> Column:
         def said(kind: str) -> str | None:
             contest = by_kind[kind].get(label)
-            text = _narrow(_with_worst(contest.ratio, contest)) if contest else None
-            return f"**{text}**" if contest and lowest(contest) < 1 else text
+            text = (_with_worst(contest) or "").replace(", ", ",<br>").replace(" on ", " on<br>")
+            return f"**{text}**" if contest and lowest(contest) < 1 else text or None
 
         return Column(" ".join(word for word in label.split() if word not in common), said)
 
@@ -521,9 +519,10 @@ def accuracy(found: Iterable[contests.Accuracy]) -> str:
     Raises:
         NoDataError: there are none on inputs that are not normal.
     """
-    by_dtype: dict[str, dict[str, list[contests.Accuracy]]] = {}
-    for one in found:
-        by_dtype.setdefault(one.problem.dtype, {}).setdefault(one.problem.inputs, []).append(one)
+    by_dtype = {
+        dtype: grouped(of_dtype, lambda one: one.problem.inputs)
+        for dtype, of_dtype in grouped(found, lambda one: one.problem.dtype).items()
+    }
     parts = [_accuracy_of(dtype, kinds) for dtype, kinds in by_dtype.items() if kinds.keys() != {NORMAL}]
     if not parts:
         raise NoDataError(
@@ -773,16 +772,14 @@ def untimed(rows: Iterable[Measurement]) -> str:
     return table(UNTIMED, counts.items()) if counts else ""
 
 
-def _smem_bytes(cubin: CubinFields) -> int:
-    return cubin.dynamic_smem_bytes + cubin.static_smem_bytes
-
-
 RESOURCES = (
     stage("0"),
     Column("registers per thread", "1.registers"),
     Column("spilled bytes, stored / loaded", lambda item: f"{item[1].spill_store_bytes} / {item[1].spill_load_bytes}"),
     Column("threads per block", "1.threads"),
-    Column("shared memory per block, B", lambda item: _smem_bytes(item[1]), thousands),
+    Column(
+        "shared memory per block, B", lambda item: item[1].dynamic_smem_bytes + item[1].static_smem_bytes, thousands
+    ),
     Column("blocks per SM", "1.blocks_per_sm"),
 )
 
@@ -820,6 +817,15 @@ def inputs() -> str:
     return table((Column("kind", "name", code), Column("Q, K and V", "title", left=True)), KINDS.values())
 
 
+_GPU_FACTS: Mapping[str, Callable[[Gpu], str]] = {
+    "SMs": lambda gpu: str(gpu.sm_count),
+    "highest SM clock": lambda gpu: f"{number(gpu.max_sm_clock_mhz, 4)} MHz",
+    "memory": lambda gpu: f"{number(gpu.memory_bytes / 2**30)} GiB",
+    "L2 cache": lambda gpu: f"{number(gpu.l2_bytes / 2**20)} MiB",
+    "power limit": lambda gpu: f"{number(gpu.power_limit_w)} W",
+}
+
+
 def machine(shown: Results) -> str:
     """The GPU that was measured, and its host.
 
@@ -829,14 +835,11 @@ def machine(shown: Results) -> str:
     if shown.machine is None:
         raise NoDataError(f"wanted data/{shown.gpu}/machine.json, found none that can be read")
     gpu = shown.machine.gpu
+    said: Mapping[str, object] = {name[0].upper() + name[1:]: of(gpu) for name, of in _GPU_FACTS.items()}
     facts: dict[str, object] = {
         "GPU": gpu.name,
         "Compute capability": ".".join(map(str, gpu.compute_capability)),
-        "SMs": gpu.sm_count,
-        "Highest SM clock": f"{number(gpu.max_sm_clock_mhz, 4)} MHz",
-        "Memory": f"{number(gpu.memory_bytes / 2**30)} GiB",
-        "L2 cache": f"{number(gpu.l2_bytes / 2**20)} MiB",
-        "Power limit": f"{number(gpu.power_limit_w)} W",
+        **said,
         "Driver": gpu.driver,
         "Fingerprint of this one": code(gpu.fingerprint),
     } | {
@@ -846,22 +849,14 @@ def machine(shown: Results) -> str:
     return markdown(("measured on", ""), [(name, str(value)) for name, value in facts.items()], left=2)
 
 
-def days(runs: Iterable[str]) -> str:
-    """The dates of runs: the first, or the first and the last."""
-    dates = sorted(map(select.date, runs))
-    return " to ".join(dict.fromkeys((dates[0], dates[-1])))
-
-
 def chips(shown: Results, data: Path = DATA) -> str:
     """Every GPU that runs were made on: fingerprint, dates, rented machine, what is shown of it, runs, rows and cost.
 
     Raises:
         NoDataError: there are no runs.
     """
-    found: dict[str, list[Measurement | Ceiling]] = {}
-    for run in store.runs(shown.gpu, data):
-        for row in run.records:
-            found.setdefault(row.gpu.fingerprint, []).append(row)
+    records: Iterator[Measurement | Ceiling] = (row for run in store.runs(shown.gpu, data) for row in run.records)
+    found = grouped(records, lambda row: row.gpu.fingerprint)
     problems = {problem: {row.gpu.fingerprint for row in rows} for problem, rows in shown.problems.items()}
 
     def on_pages(fingerprint: str) -> str | None:
@@ -871,16 +866,12 @@ def chips(shown: Results, data: Path = DATA) -> str:
             parts.append(f"{others} {'other ' if parts else ''}problem{'' if others == 1 else 's'}")
         return " and ".join(parts) or None
 
-    def runs(item: Row) -> list[str]:
-        return sorted({row.run for row in item[1]})
+    def runs(item: Row) -> set[str]:
+        return {row.run for row in item[1]}
 
     columns = (
         Column("GPU", "0", code),
-        Column(
-            "date",
-            lambda item: " to ".join(dict.fromkeys(map(select.date, runs(item)[:1] + runs(item)[-1:]))),
-            left=True,
-        ),
+        Column("date", lambda item: select.days(runs(item)), left=True),
         Column("rented as", lambda item: _rented(item[1]), left=True),
         Column("shown on these pages", "0", on_pages, left=True),
         Column("runs", lambda item: len(runs(item))),
@@ -937,9 +928,7 @@ def ceilings(shown: Results) -> str:
         NoDataError: none was measured.
     """
     if not shown.ceilings:
-        raise NoDataError(
-            f"wanted measured ceilings of {shown.gpu}, found none. `flashlab bench --ceilings` makes them"
-        )
+        raise NoDataError.of(f"measured ceilings of {shown.gpu}", "flashlab bench --ceilings")
     return table(CEILINGS, shown.ceilings.values())
 
 
@@ -950,15 +939,9 @@ def gpu_title(shown: Results) -> str:
 
 def machines(everything: Sequence[Results]) -> str:
     """The GPUs side by side: what each is, what was measured of it, and its limits where they were measured."""
-    facts: tuple[tuple[str, Callable[[Any], str]], ...] = (
-        ("SMs", lambda gpu: str(gpu.sm_count)),
-        ("highest SM clock", lambda gpu: f"{mhz(gpu.max_sm_clock_mhz)} MHz"),
-        ("memory", lambda gpu: f"{number(gpu.memory_bytes / 2**30)} GiB"),
-        ("L2 cache", lambda gpu: f"{number(gpu.l2_bytes / 2**20)} MiB"),
-        ("power limit", lambda gpu: f"{number(gpu.power_limit_w)} W"),
-    )
     lines: list[list[Cell]] = [
-        [what, *(said(shown.hardware) if shown.hardware else None for shown in everything)] for what, said in facts
+        [what, *(said(shown.hardware) if shown.hardware else None for shown in everything)]
+        for what, said in _GPU_FACTS.items()
     ]
     for name in dict.fromkeys(name for shown in everything for name in shown.ceilings):
         limits = [shown.ceilings.get(name) for shown in everything]
@@ -967,8 +950,7 @@ def machines(everything: Sequence[Results]) -> str:
         )
     lines.append(["problems on record", *(str(len(shown.problems)) for shown in everything)])
     lines.append(["records", *("partial" if shown.lacking else "whole" for shown in everything)])
-    lacking = (f"The {gpu_title(shown)} is partial: it lacks {shown.lacking}." for shown in everything if shown.lacking)
-    return "\n".join((markdown(("", *map(gpu_title, everything)), lines), *lacking))
+    return markdown(("", *map(gpu_title, everything)), lines)
 
 
 def across(found: Iterable[contests.Across], everything: Sequence[Results], regime: Regime = "burst") -> str:
@@ -1002,23 +984,6 @@ def across(found: Iterable[contests.Across], everything: Sequence[Results], regi
     return table(columns, lines, drop_empty=True)
 
 
-def order(found: Sequence[contests.Across], everything: Sequence[Results]) -> str:
-    """A sentence a GPU: how far the order of the versions on it is that on the first."""
-    base, *others = everything
-    said = []
-    for shown in others:
-        count, turned = contests.order_across(found, shown.gpu, base.gpu)
-        if not count:
-            continue
-        names = (f"{code(one.name)} and {code(other.name)} at {one.problem.label}" for one, other in turned)
-        apart = f"all but {len(turned)}: {'; '.join(names)}" if turned else "all"
-        said.append(
-            f"Which of two versions is the faster was compared on the {gpu_title(base)} and the {gpu_title(shown)} for "
-            f"{count:,} pairs, each at one problem. It is the same on both for {apart}."
-        )
-    return "\n".join(said)
-
-
 def placement(shown: Results) -> str:
     """Where each full problem's fastest stage and library stand under the roof that bounds them.
 
@@ -1030,10 +995,8 @@ def placement(shown: Results) -> str:
     """
     copy, first = shown.ceilings.get("copy"), shown.first
     if copy is None or first is None:
-        raise NoDataError(
-            f"wanted the ceiling copy of {shown.gpu}, found {', '.join(shown.ceilings) or 'none'}. "
-            "`flashlab bench --ceilings` makes it"
-        )
+        known = ", ".join(shown.ceilings) or "none"
+        raise NoDataError.of(f"the ceiling copy of {shown.gpu}", "flashlab bench --ceilings", known)
     lines = []
     for problem, rows in shown.problems.items():
         if problem.dtype != first.dtype or problem.mask != "full":

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import tempfile
+import tomllib
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import shorten
@@ -30,6 +30,8 @@ from flashlab.core.errors import (
 from flashlab.core.paths import BUILD, ROOT, writable_dir
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
+from flashlab.query.frame import grouped
+from flashlab.record import store
 from flashlab.record.checks import CheckRow
 from flashlab.record.schema import StageCounters, Verdict
 from flashlab.run import emulator
@@ -58,56 +60,8 @@ EDITS = BUILD / "edits"
 """Where edited kernels are written; kernels/ stays as it is."""
 QUERY_ROWS = 16
 """Query rows whose errors are shown as one."""
-EXPLAINED: Mapping[str, tuple[str, str]] = {
-    "race": (
-        "two threads touch the same bytes, one of them writes, and no barrier orders the two: which comes first is "
-        "luck, on this run as on every one.",
-        "emulation.md#races",
-    ),
-    "uninitialised": (
-        "bytes are read that nobody has written. On a GPU they hold what an earlier kernel left there.",
-        "emulation.md#uninitialised",
-    ),
-    "out of bounds": (
-        "an address lies outside its array: an index or a guard is off. A GPU may touch somebody else's bytes there "
-        "and say nothing.",
-        "emulation.md#out-of-bounds",
-    ),
-    "in flight": (
-        "bytes are touched that still belong to an asynchronous copy: its wait is missing, or waits for an older copy.",
-        "emulation.md#in-flight",
-    ),
-    "missing fence": (
-        "what plain stores wrote, a TMA copy or wgmma may not see without fence.proxy.async in between.",
-        "emulation.md#in-flight",
-    ),
-    "divergent barrier": (
-        "threads of a block wait at different barriers in the code, which CUDA leaves undefined.",
-        "emulation.md#misuse",
-    ),
-    "deadlock": (
-        "no warp can go on: a barrier expects more than arrives, or a wait is for the wrong phase.",
-        "emulation.md#deadlock",
-    ),
-    "misuse": (
-        "an instruction got what PTX does not allow, such as a misaligned address or one arrival too many.",
-        "emulation.md#misuse",
-    ),
-    "crash": (
-        "the kernel touched memory that is nobody's, and its process was ended.",
-        "emulation.md#out-of-bounds",
-    ),
-    "timeout": (
-        "it was still running when its time was over, most often in a loop that does not advance.",
-        "emulation.md#deadlock",
-    ),
-    "wrong values": (
-        "the output is farther from the float64 oracle than rounding at this precision explains.",
-        "method.md#right-first-then-timed",
-    ),
-    "does not compile": ("the compiler refused the file; its message names the line.", "emulation.md#how-it-works"),
-}
-"""What may be wrong with a run, by kind of finding or how it ended: what that means, and where the site says more."""
+EXPLAINED: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_name("wrong.toml").read_text("utf-8"))
+"""What may be wrong with a run, by kind of finding or how it ended: what that `means`, and the site's `page` on it."""
 NO_REPORT = "*There is nothing to say of its accesses: it did not run.*"
 _CUDA_ALIGNMENT = 256
 """Bytes: where CUDA's allocators put arrays, and so what sectors are counted from."""
@@ -139,7 +93,7 @@ def own_copy(stage_id: str) -> Path:
     untouched = path.is_file() and made_from.is_file() and path.read_bytes() == made_from.read_bytes()
     if untouched or not path.exists():
         for copy in (made_from, path):
-            _write(copy, original.read_text(encoding="utf-8"))
+            store.write_at_once(copy, original.read_text(encoding="utf-8"))
     return path
 
 
@@ -164,16 +118,8 @@ def edited(stage_id: str, old: str, new: str) -> Path:
     text = text.replace(old, new)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     path = writable_dir(EDITS, "edited kernels") / f"{original.stem}-{digest}{original.suffix}"
-    _write(path, text)
+    store.write_at_once(path, text)  # another notebook may be compiling the file
     return path
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: another notebook may be compiling the file."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
-        whole = Path(folder) / path.name
-        whole.write_text(text, encoding="utf-8")
-        whole.replace(path)
 
 
 def diff(before: Path, after: Path) -> str:
@@ -383,8 +329,9 @@ def _where(at: Place) -> str:
 
 def explained(trial: Trial) -> str:
     """What each kind of thing that is wrong with a run means, as a Markdown list; empty where nothing is."""
-    said = ((kind, *EXPLAINED[kind]) for kind in trial.wrong)
-    return "".join(f"- **{kind}**: {words} [More](../site/{page})\n" for kind, words, page in said)
+    return "".join(
+        f"- **{kind}**: {EXPLAINED[kind]['means']} [More](../site/{EXPLAINED[kind]['page']})\n" for kind in trial.wrong
+    )
 
 
 def findings(report: Report | None) -> str:
@@ -576,13 +523,6 @@ class Counted:
 _REASON_CHARS = 400
 
 
-def _by_stage(items: Iterable[Any], stage_of: Callable[[Any], str]) -> dict[str, list[Any]]:
-    grouped: dict[str, list[Any]] = {}
-    for item in items:
-        grouped.setdefault(stage_of(item), []).append(item)
-    return grouped
-
-
 @dataclass(frozen=True, kw_only=True)
 class CpuCheck:
     """What the stages did on this machine's CPU, against the oracle."""
@@ -623,7 +563,7 @@ class CpuCheck:
             failed.setdefault(
                 (code(row.stage), row.problem.label, row.schedule), prose(shorten(row.reason, _REASON_CHARS))
             )
-        said = [table(columns, _by_stage(self.rows, lambda row: row.stage).items())]
+        said = [table(columns, grouped(self.rows, lambda row: row.stage).items())]
         if failed:
             rows = [(*what, why) for what, why in failed.items()]
             said.append(markdown(("what failed", "problem", "schedule", "why"), rows, left=4))
@@ -632,7 +572,7 @@ class CpuCheck:
 
 def agreement(lines: Iterable[Mapping[str, Any]]) -> str:
     """GPU and emulator on the same inputs (`select.emulated_checks`), a row a stage, as a Markdown table."""
-    by_stage = _by_stage(lines, lambda line: line["stage"])
+    by_stage = grouped(lines, lambda line: str(line["stage"]))
 
     def shares(of_stage: Sequence[Mapping[str, Any]]) -> list[float]:
         apart = [line["emulator"]["agreement"] for line in of_stage]

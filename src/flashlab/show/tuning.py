@@ -11,6 +11,7 @@ from flashlab.core.paths import DATA
 from flashlab.kernels import peers, registry
 from flashlab.measure import tuned
 from flashlab.measure.tune import Items, Key, items
+from flashlab.query.frame import grouped
 from flashlab.record import schema, store
 from flashlab.record.schema import Tuning
 from flashlab.show import tables
@@ -39,10 +40,8 @@ class Trial:
 
 def trials(records: Iterable[Tuning]) -> list[Trial]:
     """Every variant on record, once a problem: where it got most samples, and of those the newest."""
-    by_run: dict[tuple[str, Key], list[Tuning]] = {}
-    for record in records:
-        if record.stage not in peers.PEERS:
-            by_run.setdefault((record.run, Key(record.stage, record.problem)), []).append(record)
+    of_stages = (record for record in records if record.stage not in peers.PEERS)
+    by_run = grouped(of_stages, lambda record: (record.run, Key(record.stage, record.problem)))
     best: dict[tuple[Key, Items], Trial] = {}
     for (run, key), of_run in sorted(by_run.items(), key=lambda item: item[0][0]):
         stage = registry.RUNGS.get(key.stage)
@@ -86,9 +85,7 @@ def worth(of_key: Sequence[Trial]) -> dict[str, dict[int, float | None]]:
 
 
 def _by_key(gpu_slug: str | None, data: Path) -> dict[Key, list[Trial]]:
-    found: dict[Key, list[Trial]] = {}
-    for trial in trials(store.records(gpu_slug or "", schema.Tuning, data)):
-        found.setdefault(trial.key, []).append(trial)
+    found = grouped(trials(store.records(gpu_slug or "", schema.Tuning, data)), lambda trial: trial.key)
     return {key: found[key] for key in sorted(found)}
 
 
