@@ -46,7 +46,7 @@ FARTHER = 1.1
 """What a time counts for each unit of distance of the problem that it is from."""
 FIXED_SHARE = 0.5
 """Of the least time in the table. Both numbers are such that a problem left out of the table gets nearly the stage that
-is fastest there (tests/test_tuned.py)."""
+is fastest there (tests/test_choice.py)."""
 IDLE = 4.0
 """A stage's least time within so many times the least in the table is of a launch with next to nothing to do."""
 _GROUP_WEIGHT = 0.25
