@@ -302,14 +302,15 @@ def test_a_run_of_it_is_no_run_of_the_ladder(tmp_path: Path) -> None:
     assert f"**{SPLIT}**" in page.replace("`", "")
 
 
-def test_the_newest_session_with_all_stages_is_shown_and_a_stages_page_has_its_variants(tmp_path: Path) -> None:
+def test_the_session_with_the_last_stage_is_shown_and_a_stages_page_has_its_variants(tmp_path: Path) -> None:
     problem = Problem.parse("4x32x8x1x8192x128")
     folder = tmp_path / "nvidia-h200" / "runs"
     folder.mkdir(parents=True)
     sessions = {
         "20260102T030405Z-0123abc": (SPLIT, f"{SPLIT}[SPLITS=4]", "sdpa"),
-        "20260103T030405Z-4567def": (*DECODE, "sdpa"),
-        "20260104T030405Z-89abcde": (SPLIT, "sdpa"),
+        "20260103T030405Z-4567def": (*list(DECODE)[:-1], "sdpa"),
+        "20260104T030405Z-89abcde": (list(DECODE)[-1], "sdpa"),
+        "20260105T030405Z-0246ace": (SPLIT, "sdpa"),
     }
     for run, timed in sessions.items():
         for name in timed:
@@ -317,9 +318,9 @@ def test_the_newest_session_with_all_stages_is_shown_and_a_stages_page_has_its_v
             source = row.source.model_copy(update={"commit": run[-7:] + row.source.commit[7:]})
             store.append(folder / f"{run}.jsonl", row.model_copy(update={"name": name, "source": source}))
     store.write_checksums("nvidia-h200", tmp_path)
-    old, newest, _ = sessions
+    old, _, last, _ = sessions
     found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.DECODING)
-    assert {row.run for row in found[problem]} == {newest}
+    assert {row.run for row in found[problem]} == {last}
     found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.of_stage(DECODE[SPLIT]))
     assert {row.run for row in found[problem]} == {old}
 
@@ -345,5 +346,5 @@ def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> N
     (ours, library) = (row.samples_of() for row in found[problem] if row.name in ("d0_split_kv", "sdpa"))
     assert ours is not None
     assert library is not None
-    assert "| B4 H32/8 Sq1 Sk8192 D128 float16 | `d0_split_kv` |" in text
+    assert "| B4 H32/8 Sk8192 D128 float16 | `d0_split_kv` |" in text
     assert f"×{tables.number(library.median_us / ours.median_us)} |" in text

@@ -73,6 +73,8 @@ class Policy:
     """Whether problems with a window or a soft cap count too; most pages name neither."""
     off_ladder: Literal["without", "with", "only"] = "without"
     """Of runs that measured stages off the ladder: none, any, or no others."""
+    last: bool = True
+    """Of sessions: whether those alone are candidates that timed the last of `covers` that any of them timed."""
     fill: bool = True
     """Of sessions: whether what one lacks is filled in from others."""
 
@@ -90,7 +92,7 @@ def together(*names: str) -> Policy:
 
 def of_stage(stage: registry.Stage) -> Policy:
     """A stage for decoding or FP8, on any inputs: the newest session that tried most of it and its variants."""
-    return replace(DECODING, covers=(stage.id, *stage.variant_names), inputs=tuple(KINDS))
+    return replace(DECODING, last=False, covers=(stage.id, *stage.variant_names), inputs=tuple(KINDS))
 
 
 def by_start(rows: Iterable[Any], key: Callable[[Any], Any], wanted: Sequence[Any]) -> list[list[Any]]:
@@ -183,9 +185,10 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
         }
         if not fit:
             continue
-        fill = policy.within == "session" and policy.fill
+        sessions = policy.within == "session"
+        fill = sessions and policy.fill
         best = max(
-            _of_the_last_rung(fit, policy.covers) if fill else fit,
+            _of_the_last(fit, policy.covers) if sessions and policy.last else fit,
             key=lambda key: (_tried(fit[key], policy.covers), key),
         )
         by_name = dict(fit[best])
@@ -219,21 +222,21 @@ def _merged(runs: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str,
     return by_name
 
 
-def _of_the_last_rung(sessions: Mapping[str, Mapping[str, Mapping[str, Any]]], names: Collection[str]) -> list[str]:
-    """The sessions that timed the highest rung which any of them timed, as it was compiled in the newest of them.
+def _of_the_last(sessions: Mapping[str, Mapping[str, Mapping[str, Any]]], names: Sequence[str]) -> list[str]:
+    """The sessions that timed the last stage which any of them timed, as it was compiled in the newest of them.
 
     All of them where none timed one of the stages `names`.
     """
 
     def code(key: str) -> object:
-        cubin = sessions[key][rung]["record"].cubin
+        cubin = sessions[key][last]["record"].cubin
         return cubin and cubin.sha256
 
     timed = {name for by_name in sessions.values() for name, row in by_name.items() if name in names and row["samples"]}
     if not timed:
         return list(sessions)
-    rung = max(timed, key=_LADDER.__getitem__)
-    able = [key for key, by_name in sessions.items() if rung in by_name and by_name[rung]["samples"]]
+    last = max(timed, key=names.index)
+    able = [key for key, by_name in sessions.items() if last in by_name and by_name[last]["samples"]]
     newest = code(max(able))
     return [key for key in able if code(key) == newest]
 

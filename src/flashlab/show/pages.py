@@ -623,7 +623,7 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         return samples.median_us
 
     columns = (
-        Column("problem", lambda pair: pair[0].problem.label.replace(" full ", " ")),
+        Column("problem", lambda pair: pair[0].problem.label.replace(" full ", " ").replace(" Sq1 ", " ")),
         Column("stage", "0.name", code, left=True),
         Column("µs", lambda pair: median_us(pair[0])),
         Column("TB/s", lambda pair: pair[0].problem.compulsory_bytes / median_us(pair[0]) / 1e6),
