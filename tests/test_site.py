@@ -408,8 +408,13 @@ def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
     out = content.Output(root=tmp_path / "generated")
+    later = path.with_name("20260109T030405Z-0123abc.jsonl")  # of one stage
+    later.write_text(json.dumps(lines[-1] | {"reason": "fails since"}) + "\n", encoding="utf-8")
     content.check_records(out, select.load_all(tmp_path / "data"), tmp_path / "data")
     text = (out.root / "snippets" / "checks.md").read_text(encoding="utf-8")
+    assert f"1 of `{lines[-1]['stage']}`, such as {Problem.parse(FIRST_SHAPE).label}: made up." in text
+    assert "1 comparisons of 1 stage, " in text
+    assert "fails since" in text
     assert f"{len(lines)} comparisons of {len(STAGES)} stages, over 1 problems" in text
     assert f"{len(lines) - 1} passed, 1 failed" in text
     assert f"generated/data/nvidia-h200/checks/{RUN}.jsonl.xz" in text

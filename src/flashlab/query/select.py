@@ -644,6 +644,13 @@ def checks(
     return newest, files[newest]
 
 
+def later_checks(
+    gpu: str, after: Path, data: Path = DATA, folder: CheckFolder = "checks", inputs: Collection[str] = (NORMAL,)
+) -> dict[Path, Comparisons]:
+    """The comparisons that came after the one that `checks` gives, of fewer stages, by file."""
+    return {path: lines for path, lines in _check_files(gpu, data, folder, inputs).items() if path > after and lines}
+
+
 def newest_checks(
     gpu: str, data: Path = DATA, folder: CheckFolder = "checks", inputs: Collection[str] = (NORMAL,)
 ) -> dict[str, Comparisons]:

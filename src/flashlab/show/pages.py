@@ -789,7 +789,7 @@ def _compared(out: Output, everything: Sequence[Results]) -> str:
 
 
 def check_records(out: Output, everything: Sequence[Results], data: Path) -> None:
-    """The newest comparisons on record of each GPU, and what compute-sanitizer found there."""
+    """The newest comparisons of most stages on record of each GPU, those after it, and what compute-sanitizer found."""
     said, sanitized = [], []
     for shown in everything:
         kinds: tuple[tuple[select.CheckFolder, tuple[str, ...], str], ...] = (
@@ -799,10 +799,11 @@ def check_records(out: Output, everything: Sequence[Results], data: Path) -> Non
         )
         for kind, inputs, what in kinds:
             with contextlib.suppress(NoDataError):
-                path, lines = select.checks(shown.gpu, data, kind, inputs)
-                said.append(
-                    f"- {what}{tables.check_record(lines)} [Data]({published(path.relative_to(data).as_posix())})"
-                )
+                newest, lines = select.checks(shown.gpu, data, kind, inputs)
+                later = select.later_checks(shown.gpu, newest, data, kind, inputs)
+                for path, of_it in {newest: lines, **later}.items():
+                    file = published(path.relative_to(data).as_posix())
+                    said.append(f"- {what}{tables.check_record(of_it)} [Data]({file})")
         found = store.sanitized(shown.gpu, data)
         if found:
             file = published(f"{shown.gpu}/sanitizer/{found[0].run}.jsonl")

@@ -1029,17 +1029,25 @@ def best(row: Measurement | None) -> tuple[str | None, float | None]:
 
 
 def check_record(lines: Sequence[Mapping[str, Any]]) -> str:
-    """What a comparison on record holds, as a sentence."""
+    """What a comparison on record holds, as sentences; with the first failure of each stage."""
     statuses = Tally(line["status"] for line in lines)
     problems = len({str(line["problem"]) for line in lines})
     layouts = sorted({str(line["layout"]) for line in lines})
     drawn = any("/" in layout for layout in layouts)
     through = f"{len(layouts)} random layouts" if drawn else f"the layouts {', '.join(layouts)}"
-    failed = len(lines) - statuses["ok"] - statuses["unsupported"]
+    failures = [line for line in lines if line["status"] not in ("ok", "unsupported")]
+    first = {str(line["stage"]): line for line in reversed(failures)}
+    count = Tally(str(line["stage"]) for line in failures)
+    said = "".join(
+        f" {count[stage_id]} of {code(stage_id)}, such as {Problem(**line['problem']).label}: {prose(line['reason'])}."
+        for stage_id, line in sorted(first.items())
+    )
+    stages = len({line["stage"] for line in lines})
     return (
         f"{lines[0]['gpu']['name']}, {lines[0]['time'][:10]}: {len(lines):,} comparisons of "
-        f"{len({line['stage'] for line in lines})} stages, over {problems:,} problems in {through}. "
-        f"{statuses['ok']:,} passed, {failed:,} failed, {statuses['unsupported']:,} were not for the stage."
+        f"{stages} stage{'s' if stages > 1 else ''}, over {problems:,} problems in {through}. "
+        f"{statuses['ok']:,} passed, {len(failures):,} failed, {statuses['unsupported']:,} were not for the stage."
+        f"{said}"
     )
 
 
