@@ -330,7 +330,7 @@ def test_as_a_stage_it_is_right_and_without_races(page_size: int, stage: str) ->
         timeout_s=600,
     )
     assert [f"{row.problem.label}: {row.reason}" for row in checked.failures] == []
-    assert len(checked.rows) == 3 * 2 * len(registry.get(STAGE).head_dims)
+    assert len(checked.rows) == 3 * 2 * len(registry.get(stage).head_dims)
 
 
 def test_copies_are_made_anew_in_place_where_their_tensors_were_written_to() -> None:

@@ -86,7 +86,7 @@ def test_features_are_drawn_for_the_stages_that_take_them() -> None:
 
 def test_a_record_says_what_was_drawn() -> None:
     for case in random_cases(FEATURED, 50, seed=0):
-        (line,) = checks._expanded(checks.case_line([_failed(case)]))
+        (line,) = checks._compared(checks.case_line([_failed(case)]))
         assert Problem(**line["problem"]) == case.problem
     with pytest.raises(ParameterError, match="--random, which draws them itself"):
         kernels.check(["08_swizzle"], random=3, window="3:3", on="cpu")

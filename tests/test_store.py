@@ -7,6 +7,7 @@ import math
 import os
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from multiprocessing import get_context
@@ -920,3 +921,11 @@ def test_checksums_cover_counters(data: Path) -> None:
     _seal_anew(data / SLUG)
     (damage,) = store.verify(SLUG, data)
     assert (damage.path, damage.line) == (path, 1)
+
+
+def test_threads_may_write_one_file_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "edited.cu"
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: store.write_at_once(path, "text"), range(200)))
+    assert path.read_text(encoding="utf-8") == "text"
+    assert [one.name for one in tmp_path.iterdir()] == [path.name]

@@ -35,6 +35,7 @@ import json
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -401,7 +402,7 @@ _PART = ".*.[0-9]*"
 
 def write_at_once(path: Path, text: str) -> None:
     """Write a file whole: whoever reads meanwhile, or after a crash, sees the old content or the new."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
+    part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # several threads may write it
     try:
         with part.open("w", encoding="utf-8") as file:
             file.write(text)
