@@ -392,7 +392,7 @@ def wgmma(figure: Figure, layout: Layout) -> Facts:
     for warp in range(warps):
         words = f"warp {warp}: {rows // warps} rows of S"
         _box(axes, 4.4, 2.2 + warp * 4.6 / warps, 8.8, 4.6 / warps, ACCENT, words)
-    _in(axes, 8.8, 7.3, f"registers: {rows * keys // 128} scores a thread", color=MUTED)
+    _in(axes, 8.8, 7.3, f"registers: {rows * keys // 128} scores per thread", color=MUTED)
     _in(axes, 6.6, -0.7, f"one QK GEMM: {HEAD_DIM // step} instructions m{rows}n{keys}k{step}", color=MUTED)
     return one | {"steps": HEAD_DIM // step, "warp_rows": rows // warps}
 
