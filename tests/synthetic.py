@@ -41,6 +41,7 @@ MISSING_PEER_REASON = f"made up: its package is not installed {HOSTILE}"
 
 _STAGE_TFLOPS = (2.6, 7.4, 13.1, 21.0, 17.5, 64.0, 118.0, 205.0, 230.0, 380.0, 440.0, 470.0, 490.0, 510.0)
 _PEER_TFLOPS = (441.0, 457.0, 289.0, 124.0, 41.0, 61.0, 378.0, 489.0)
+_LIBRARIES = [name for name in peers.PEERS if peers.is_rival(name)]
 _SOFTWARE = {"flashlab": "0.1.0", "numpy": "2.4.6", "torch": "2.11.0"}
 
 
@@ -68,7 +69,7 @@ def _tflops(name: str, problem: Problem) -> float:
     if name in registry.RUNGS:
         peak = _STAGE_TFLOPS[list(registry.RUNGS).index(name) % len(_STAGE_TFLOPS)]
     else:
-        peak = _PEER_TFLOPS[list(peers.PEERS).index(name) % len(_PEER_TFLOPS)]
+        peak = _PEER_TFLOPS[_LIBRARIES.index(name) % len(_PEER_TFLOPS)] if name in _LIBRARIES else 900.0
     size = problem.flops / (problem.flops + 2e10)
     return peak * size * (0.8 if problem.causal else 1.0) * (1.25 if problem.head_dim == 128 else 1.0)
 
@@ -263,7 +264,7 @@ def write_synthetic(data: Path, slug: str = "nvidia-h200", *, problems: Iterable
     rows = [
         measurement(name, problem, slug=slug)
         for problem in (suite("standard") if problems is None else problems)
-        for name in (*registry.STAGES, *peers.PEERS)
+        for name in (*registry.STAGES, *_LIBRARIES)
     ]
     # One write rather than records.append for each: that flushes every line to disk.
     path.write_text("".join(map(schema.to_line, [*rows, *_ceilings(slug)])), encoding="utf-8")

@@ -14,11 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import synthetic
 
 from flashlab.build import triton_code
 from flashlab.core import errors
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers
+from flashlab.query import select
 
 FULL = Problem.parse("1x2x64x64")
 BFLOAT16 = Problem.parse("1x2x64x64", dtype="bfloat16")
@@ -140,7 +142,39 @@ def test_what_a_peer_can_do_is_not_refused(name: str, problem: Problem, options:
 def test_a_library_for_decoding_is_measured_where_something_decodes() -> None:
     decoding = Problem.parse("4x32x8x1x8192x128")
     assert "flashinfer" not in peers.default_names([FULL, BFLOAT16])
-    assert set(peers.default_names([FULL, decoding])) == peers.PEERS.keys()
+    assert set(peers.default_names([FULL, decoding])) == peers.PEERS.keys() - {"fa3_fp8"}
+
+
+def test_a_library_in_fp8_is_measured_by_name_alone_and_no_ratio_is_of_it() -> None:
+    assert peers.get("fa3_fp8").precision == "e4m3_scaled"
+    assert "fa3_fp8" not in peers.default_names([BFLOAT16])
+    fp8, sound = (synthetic.measurement(name, BFLOAT16) for name in ("fa3_fp8", "sdpa_math"))
+    assert select.rate(fp8) > select.rate(sound)
+    assert select.fastest_peer([sound, fp8]) is sound
+    assert select.fastest_peer([fp8]) is None
+
+
+def test_fp8_inputs_are_rounded_once_for_the_tensors_they_were_made_of() -> None:
+    torch = pytest.importorskip("torch")
+    calls: list[Any] = []
+
+    def attention(**given: Any) -> Any:
+        calls.append(given)
+        return given["q"]
+
+    attend = peers._Fp8(attention, Problem.parse("2x4x2x3x5x128", dtype="bfloat16"))
+    q, k, v = (torch.randn(2, length, heads, 128) for length, heads in ((3, 4), (5, 2), (5, 2)))
+    attend(q, k, v)
+    attend(q, k, v)
+    attend(q + 1, k, v)
+    first, again, other = calls
+    assert first["q"].dtype == torch.float8_e4m3fn
+    assert [first[f"{name}_descale"].shape for name in "qkv"] == [(2, 2)] * 3
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        scale = first[f"{name}_descale"].repeat_interleave(x.shape[2] // 2, dim=1)[:, None, :, None]
+        torch.testing.assert_close(first[name].float() * scale, x, rtol=2**-4, atol=2**-9 * float(x.abs().max()))
+    assert again["q"] is first["q"]
+    assert not torch.equal(other["q"].float(), first["q"].float())
 
 
 def test_every_peer_says_its_layout_and_whether_it_writes_a_log_sum_exp() -> None:

@@ -23,8 +23,9 @@ from functools import cache
 from typing import Any, Literal
 
 from flashlab.core.errors import ParameterError
+from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import KERNELS
-from flashlab.core.problem import UNLIMITED, Feature, Problem
+from flashlab.core.problem import UNLIMITED, Feature, Precision, Problem
 
 Attention = Callable[[Any, Any, Any], Any]
 """(q, k, v) -> out, torch tensors; enqueues on torch's current stream."""
@@ -67,6 +68,9 @@ class Peer(ABC):
     """About how long it compiles at a new shape, seconds."""
     wheel: str = ""
     """A third party's build that it is called from, which lacks element types that the library's source has."""
+    precision: Precision = "input"
+    """What it rounds the inputs to. One in FP8 is measured only where it is named, judged against the same computation
+    in FP8, and never the fastest library that a ratio is of."""
 
     @abstractmethod
     def build(self, problem: Problem) -> Attention:
@@ -493,6 +497,49 @@ class FlashAttention3(_FlashAttention):
         return None
 
 
+class FlashAttention3Fp8(FlashAttention3):
+    """FlashAttention-3 on inputs in e4m3 with a scale a K/V head, rounded before it is called."""
+
+    name = "fa3_fp8"
+    title = "FlashAttention-3 in FP8"
+    precision = "e4m3_scaled"
+
+    def limits(self, problem: Problem) -> str | None:
+        """See `Peer`."""
+        if problem.inputs == TRAINED:
+            return f"its inputs are rounded once, and those of the kind {TRAINED} change from layer to layer"
+        return super().limits(problem)
+
+    def build(self, problem: Problem) -> Attention:
+        """See `Peer`."""
+        return _Fp8(importlib.import_module(self.module).flash_attn_func, problem)
+
+
+class _Fp8:
+    """FlashAttention-3 on one problem and one set of tensors, which its first call rounds."""
+
+    def __init__(self, attention: Callable[..., Any], problem: Problem) -> None:
+        self._attention, self._problem = attention, problem
+        self._given: dict[str, Any] = {}
+        self._stored: dict[str, Any] = {}
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        given = {"q": q, "k": k, "v": v}
+        if any(self._given.get(name) is not x for name, x in given.items()):
+            self._given = given
+            for name, x in given.items():
+                self._stored[name], self._stored[f"{name}_descale"] = self._rounded(x)
+        out = self._attention(**self._stored, causal=self._problem.causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    def _rounded(self, x: Any) -> tuple[Any, Any]:
+        """(batch, length, heads, head_dim) in e4m3 and float32 (batch, kv_heads): the largest number becomes 448."""
+        torch = importlib.import_module("torch")
+        by_head = x.float().unflatten(2, (self._problem.kv_heads, -1))
+        scale = by_head.abs().amax(dim=(1, 3, 4)).clamp(min=torch.finfo(torch.float32).tiny) / 448
+        return (by_head / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
+
+
 class FlashAttention4(_FlashAttention):
     """FlashAttention-4; it compiles at its first call of a head dim, type and mask: some seconds."""
 
@@ -611,6 +658,7 @@ PEERS: Mapping[str, Peer] = {
         Flex(),
         TritonFA2(),
         FlashAttention3(),
+        FlashAttention3Fp8(),
         FlashAttention4(),
         FlashInfer(),
     )
@@ -618,9 +666,14 @@ PEERS: Mapping[str, Peer] = {
 
 
 def default_names(problems: Sequence[Problem]) -> list[str]:
-    """The libraries that are measured on problems where none are named: all but those for fewer query rows."""
+    """The libraries that are measured on problems where none are named: no FP8, and none for fewer query rows."""
     rows = min((problem.q_len for problem in problems), default=1)
-    return [name for name, peer in PEERS.items() if peer.max_q_len is None or rows <= peer.max_q_len]
+    return [name for name in PEERS if is_rival(name) and (PEERS[name].max_q_len or rows) >= rows]
+
+
+def is_rival(name: str) -> bool:
+    """Whether a ratio to the fastest library may be of it: it computes in the type of its inputs."""
+    return name not in PEERS or PEERS[name].precision == "input"
 
 
 DISTRIBUTIONS = tuple(

@@ -251,7 +251,7 @@ class BenchWorker(GpuWorker):
             with self.torch.no_grad():
                 out = peers.bhsd_view(peer.layout, attend(*given))
                 gpu.synchronize(self.device)
-                return self._judge(out, None, problem, q, k, v)
+                return self._judge(out, None, problem, q, k, v, peer.precision)
 
         def run() -> None:
             attend(*given)

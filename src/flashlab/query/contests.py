@@ -22,6 +22,7 @@ from flashlab.query.select import (
     Results,
     fastest_peer,
     fastest_stage,
+    is_library,
     is_off_ladder,
     ordered,
     problem_order,
@@ -167,7 +168,7 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
         return None
     worst_ratio, worst_layer = None, None
     if stage.problem.inputs == TRAINED:
-        libraries = [taken.time_us for row in rows if row.kind == "peer" and (taken := row.samples_of(regime))]
+        libraries = [taken.time_us for row in rows if is_library(row) and (taken := row.samples_of(regime))]
         fastest_us = [min(of_layer) for of_layer in zip(*libraries, strict=True)]
         worst_ratio, worst_layer = min(
             (peer_us / our_us, layer)
@@ -356,7 +357,7 @@ def _best_peers(rows: Iterable[Measurement]) -> set[str]:
     """Libraries within a percent of the fastest in bursts."""
     times: dict[str, float] = {}
     for row in rows:
-        if row.kind == "peer" and (taken := row.samples_of()):
+        if is_library(row) and (taken := row.samples_of()):
             times[row.name] = min(taken.median_us, times.get(row.name, taken.median_us))
     best = min(times.values(), default=0.0)
     return {name for name, time_us in times.items() if time_us <= 1.01 * best}
@@ -385,7 +386,7 @@ def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[st
     best_us: dict[str, float] = {}
     for rows in able:
         session = sessions[rows[0].run]
-        times_us = (taken.median_us for row in rows if row.kind == "peer" and (taken := row.samples_of()))
+        times_us = (taken.median_us for row in rows if is_library(row) and (taken := row.samples_of()))
         best_us[session] = min(*times_us, best_us.get(session, math.inf))
     newest = max(one for one, time_us in best_us.items() if time_us <= _NEAR * min(best_us.values()))
     able = [rows for rows in able if sessions[rows[0].run] == newest]

@@ -41,7 +41,7 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Cache, Problem, Regime, suite
-from flashlab.kernels import registry
+from flashlab.kernels import peers, registry
 from flashlab.query.frame import frame, grouped, row_of, rows_of
 from flashlab.record import store
 from flashlab.record.checks import read_lines
@@ -347,7 +347,7 @@ class Results:
     def libraries(self, dtype: str) -> frozenset[str]:
         """The libraries that have a burst time in an element type at any problem: the set that percentages are of."""
         rows = (row for problem, of in self.problems.items() if problem.dtype == dtype for row in of)
-        return frozenset(row.name for row in rows if row.kind == "peer" and rate(row) is not None)
+        return frozenset(row.name for row in rows if is_library(row) and rate(row) is not None)
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that do not take the element type of `problem` (of `first`, where None), timed in another.
@@ -381,7 +381,7 @@ def fastest_of(
     So that a percentage of it means the same at every problem and in every state: of the fastest of the same set. A
     library that cannot do the problem was tried.
     """
-    found = [row for row in rows if row.kind == "peer" and row.status != "missing"]
+    found = [row for row in rows if is_library(row) and row.status != "missing"]
     tried = {row.name for row in found if row.status != "ok" or rate(row, regime, cache) is not None}
     return fastest_peer(found, regime, cache) if tried.issuperset(libraries) else None
 
@@ -470,9 +470,14 @@ def with_beside(rows: Iterable[Measurement], beside: Iterable[Measurement]) -> t
     return ordered(others.get(row.name, row) if row.kind == "peer" else row for row in rows)
 
 
+def is_library(row: Measurement) -> bool:
+    """Whether a row is of a library that stages are compared with."""
+    return row.kind == "peer" and peers.is_rival(row.name)
+
+
 def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
-    """The peer with the highest rate; None where no peer has a time."""
-    return _fastest((row for row in rows if row.kind == "peer"), regime, cache)
+    """The peer with the highest rate, of those in the inputs' own type; None where none has a time."""
+    return _fastest(filter(is_library, rows), regime, cache)
 
 
 def fastest_stage(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
