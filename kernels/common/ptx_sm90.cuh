@@ -231,6 +231,12 @@ __device__ __forceinline__ CachePolicy createpolicy_evict_last() {
   return policy;
 }
 
+// 9.7.9.25.3.1 cp.async by such a policy: else cp_async_cg_16.
+__device__ __forceinline__ void cp_async_cg_16_hint(void* target_smem, const void* source_gmem, int valid_bytes, CachePolicy policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
+               ::"r"(smem_address(target_smem)), "l"(source_gmem), "r"(valid_bytes), "l"(policy) : "memory");
+}
+
 // For each number of dimensions: the parameters, the coordinates' places in the assembly, which come after 5 operands or as
 // many as there are, and the operands themselves.
 #define FLASHLAB_COORDINATES_2 int x0, int x1

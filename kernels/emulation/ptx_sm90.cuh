@@ -113,6 +113,9 @@ __forceinline__ void prefetch_tensormap(const TensorMap* map) { emu::tensor_map_
 // 9.7.9.18 createpolicy: there are no caches here, a policy is nothing.
 __forceinline__ CachePolicy createpolicy_evict_first() { return 0; }
 __forceinline__ CachePolicy createpolicy_evict_last() { return 0; }
+__forceinline__ void cp_async_cg_16_hint(void* target_smem, const void* source_gmem, int valid_bytes, CachePolicy) {
+  cp_async_cg_16(target_smem, source_gmem, valid_bytes);
+}
 
 #define FLASHLAB_COORDINATES_2 int x0, int x1
 #define FLASHLAB_COORDINATES_3 int x0, int x1, int x2

@@ -37,7 +37,11 @@ def results(
         Regime | None, typer.Option(help="burst: short samples with gaps (if not given); sustained: power-limited.")
     ] = None,
     cache: Annotated[
-        Cache | None, typer.Option(help="hot: calls back to back (if not given); cold: L2 overwritten before each.")
+        Cache | None,
+        typer.Option(
+            help="hot: calls back to back (if not given); cold: L2 overwritten before each; rotating: back to back, "
+            "each on other keys and values."
+        ),
     ] = None,
     against_peers: Annotated[
         bool,

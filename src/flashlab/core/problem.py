@@ -32,7 +32,7 @@ and the output is of the inputs' type, always."""
 Regime = Literal["burst", "sustained"]
 """burst: short samples with idle gaps, the SM clock between them at its maximum. sustained: continuous work,
 power-limited."""
-Cache = Literal["hot", "cold"]
+Cache = Literal["hot", "cold", "rotating"]
 """hot: calls back to back. cold: L2 overwritten before every call."""
 DTYPES: tuple[DType, ...] = get_args(DType)
 MASKS: tuple[Mask, ...] = get_args(Mask)

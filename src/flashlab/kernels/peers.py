@@ -442,7 +442,7 @@ def _triton_fa2_module() -> Any:
 # --- flash-attention --------------------------------------------------------------------------------------------------
 
 
-_FEW_ROWS = 64
+FEW_ROWS = 64
 """Query rows below which a library that can split keys is let: decoding."""
 
 
@@ -465,7 +465,7 @@ class _FlashAttention(Peer):
         attention = importlib.import_module(self.module).flash_attn_func
         # It splits no keys by default; 0 leaves the number of splits to it, as its own function for a cache does.
         can_split = "num_splits" in inspect.signature(attention).parameters
-        options: dict[str, Any] = {"num_splits": 0} if can_split and problem.q_len < _FEW_ROWS else {}
+        options: dict[str, Any] = {"num_splits": 0} if can_split and problem.q_len < FEW_ROWS else {}
         if "window" in problem.features:
             sides = (problem.window[0], 0) if problem.causal else problem.window
             options["window_size"] = tuple(self.unlimited if side == UNLIMITED else side for side in sides)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flashlab.core.errors import ParameterError
-from flashlab.core.inputs import NORMAL
+from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.kernels.peers import FEW_ROWS
 from flashlab.measure.harness import Report
 
 _CHECKED_SCORES = 1 << 27
@@ -135,6 +136,10 @@ class Plan:
             sustained_seconds=min(self.sustained_seconds, max(_LAYER_SUSTAINED_S, self.sustained_seconds / layers)),
             checked_scores=max(1, min(self.checked_scores, _CHECKED_SCORES) // layers),
         )
+
+    def rotates(self, problem: Problem) -> bool:
+        """Whether bursts are taken on rotating K and V too: of a few query rows, which read a cache and little else."""
+        return problem.q_len < FEW_ROWS and problem.inputs != TRAINED
 
     def sustains(self, problem: Problem, name: str) -> bool:
         """Whether that implementation is called for seconds at that problem."""

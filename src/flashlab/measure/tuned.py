@@ -31,7 +31,8 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
 
     Of each stage and problem the winner of the newest round that tuned it, and the newest run's measurement of it. What
     a shape, a mask and an element type do not tell apart (records on other inputs) is left out, and so is what names
-    other tunables than the stage has.
+    other tunables than the stage has. Where a problem was timed on rotating keys and values, as a model's layers have
+    them, those times count, and records without one are left out.
 
     Raises:
         NoDataError: no tuning of that GPU is on record.
@@ -42,9 +43,16 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
             f"wanted tuning records of GPU {gpu_slug!r} under {data / gpu_slug / 'tuning'}, found none. "
             "`flashlab tune` on such a GPU makes some."
         )
+    measured = store.measurements(gpu_slug, data)
+    rotating = {one.problem for one in (*found, *measured) if one.samples_of("burst", "rotating")}
+
+    def counts(record: Tuning | Measurement) -> bool:
+        stands = record.problem not in rotating or record.samples_of("burst", "rotating") is not None
+        return stands and _plain(record.problem)
+
     rounds: dict[Key, dict[str, list[Tuning]]] = {}
     for record in found:
-        if _plain(record.problem) and _fits(record.stage, record.parameters):
+        if counts(record) and _fits(record.stage, record.parameters):
             rounds.setdefault(Key(record.stage, record.problem), {}).setdefault(record.run, []).append(record)
     made = []
     for key, by_run in rounds.items():
@@ -55,13 +63,10 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
                 made.append(_row(key, best.parameters, best, variants=len(timed)))
                 break
     newest: dict[Key, ChoiceRow] = {}
-    for measured in store.measurements(gpu_slug, data):
-        cubin = measured.cubin
-        if measured.status != "ok" or cubin is None or not _plain(measured.problem):
-            continue
-        if _fits(measured.name, cubin.parameters):
-            key = Key(measured.name, measured.problem)
-            newest[key] = _row(key, cubin.parameters, measured, variants=0)
+    for one in measured:
+        if one.status == "ok" and one.cubin is not None and counts(one) and _fits(one.name, one.cubin.parameters):
+            key = Key(one.name, one.problem)
+            newest[key] = _row(key, one.cubin.parameters, one, variants=0)
     made += newest.values()
     return sorted(made, key=lambda row: (row.stage, row.problem, row.variants))
 
@@ -78,7 +83,7 @@ def _plain(problem: Problem) -> bool:
 
 
 def _taken(record: Tuning | Measurement) -> Samples:
-    samples = record.samples_of()
+    samples = record.samples_of("burst", "rotating") or record.samples_of()
     assert samples is not None, "a record that is ok has burst samples"
     return samples
 

@@ -7,9 +7,10 @@ beforehand, and time those that passed, interleaved.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from flashlab.build import sass
 from flashlab.core.inputs import NORMAL, TRAINED
-from flashlab.core.problem import Precision, Problem
+from flashlab.core.problem import Cache, Precision, Problem
 from flashlab.kernels import peers
 from flashlab.kernels import registry as stages
 from flashlab.measure import ceilings, harness
@@ -37,6 +38,8 @@ such measurement takes."""
 _NEAR = 1.1
 """Of the rows with the log-sum-exp on, those are kept busy that are slower by no more than this factor than the fastest
 of them in bursts."""
+_L2_SIZES, _MOST_COPIES = 3, 64
+"""Copies of K and V that calls rotate over: so many times what L2 holds beside the one in hand, and at most so many."""
 _MODEL_S = 300.0
 """What making `trained` inputs may take longer than a step of anything else."""
 T = TypeVar("T")
@@ -55,6 +58,8 @@ class Candidate:
     """What else its row says."""
     fallbacks: Callable[[], Fallbacks | None] = lambda: None
     """Of all checks so far."""
+    on: Callable[..., Run] | None = None
+    """The same on other Q, K and V; None where that is not timed."""
 
 
 class BenchWorker(GpuWorker):
@@ -185,11 +190,8 @@ class BenchWorker(GpuWorker):
         if reason:
             raise RefusedError("unsupported", reason)
         out = self.torch.empty_like(q)
-        prepared = partial(
+        on = partial(
             prepare,
-            q,
-            k,
-            v,
             **problem.options,
             stage=one.id,
             out=out,
@@ -197,6 +199,7 @@ class BenchWorker(GpuWorker):
             params=one.params,
             may_spill=one.may_spill,
         )
+        prepared = partial(on, q, k, v)
         if not one.judged:
             timed = prepared()
             timed()
@@ -224,7 +227,7 @@ class BenchWorker(GpuWorker):
                 self._judge(out, None, problem, q, k, v, stage.precision)
             return verdict
 
-        return Candidate(timed, judge(), judge, {"cubin": _cubin_fields(timed)}, with_lse.fallbacks)
+        return Candidate(timed, judge(), judge, {"cubin": _cubin_fields(timed)}, with_lse.fallbacks, on)
 
     def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
         peer = peers.get(name)
@@ -259,7 +262,11 @@ class BenchWorker(GpuWorker):
         verdict = judge()  # Only then has one that tunes itself chosen.
         choice = getattr(attend, "choice", "")
         fields = {"choice": choice, "layout": peer.layout, "lse": peer.wrote_lse(choice)}
-        return Candidate(run, verdict, judge, fields)
+
+        def on(*tensors: Any) -> Run:
+            return partial(attend, *peers.in_layout(peer.layout, *tensors))
+
+        return Candidate(run, verdict, judge, fields, on=on)
 
     # -- times
 
@@ -295,6 +302,11 @@ class BenchWorker(GpuWorker):
                 bursts = [hot[-1]]
                 if plan.cold_samples:
                     bursts.append(self._burst(timer, once, cell, "cold", plan.cold_samples, 3, plan.cap_s / 2))
+                if plan.rotates(problem):
+                    turned = self._rotating({name: ready[name] for name in once}, tensors)
+                    bursts.append(
+                        self._burst(timer, turned, cell, "rotating", plan.samples, plan.min_samples, plan.cap_s)
+                    )
             for burst in bursts:
                 for name, samples in burst.items():
                     keep(name, samples, number)
@@ -314,10 +326,25 @@ class BenchWorker(GpuWorker):
             fallbacks = {"fallbacks": counted} if counted else {}
             self.row(cell, name, {"verdict": one.verdict, "samples": taken[name], **one.fields, **fallbacks})
 
+    def _rotating(self, ready: Mapping[str, Candidate], tensors: Sequence[Any]) -> dict[str, Run]:
+        """What calls each on copies of the tensors in turn: as many as L2 has forgotten when their turn comes again."""
+        size = sum(x.numel() * x.element_size() for x in tensors[1:])
+        copies = min(_MOST_COPIES, 1 + -(-_L2_SIZES * self.info.l2_bytes // size))
+        others = [tuple(x.clone() for x in tensors) for _ in range(copies - 1)]
+
+        def turning(runs: Iterator[Run]) -> Run:
+            return lambda: next(runs)()
+
+        return {
+            name: turning(itertools.cycle([one.run, *(one.on(*other) for other in others)]))
+            for name, one in ready.items()
+            if one.on is not None
+        }
+
     def _burst(
-        self, timer: Timer, runs: Mapping[str, Run], cell: int, cache: str, samples: int, least: int, cap_s: float
+        self, timer: Timer, runs: Mapping[str, Run], cell: int, cache: Cache, samples: int, least: int, cap_s: float
     ) -> dict[str, Samples]:
-        return timer.burst(
+        taken = timer.burst(
             runs,
             cold=cache == "cold",
             samples=samples,
@@ -325,6 +352,7 @@ class BenchWorker(GpuWorker):
             cap_s=cap_s,
             announce=lambda name: self.step(cell, name, f"time, {cache}"),
         )
+        return {name: samples.model_copy(update={"cache": cache}) for name, samples in taken.items()}
 
     def _sustained_names(
         self, problem: Problem, ready: Mapping[str, Candidate], plan: Plan, hot: Mapping[str, Samples]

@@ -34,7 +34,11 @@ RESULT = (
     *(*_OF_STATE, "regime", "cache", "run", "commit", "dirty"),
 )
 """The columns of `flashlab results`: see `headline`."""
-_STATES: Mapping[str, tuple[Regime, Cache]] = {"cold": ("burst", "cold"), "sustained": ("sustained", "hot")}
+_STATES: Mapping[str, tuple[Regime, Cache]] = {
+    "cold": ("burst", "cold"),
+    "rotating": ("burst", "rotating"),
+    "sustained": ("sustained", "hot"),
+}
 _CACHE: dict[Path, tuple[tuple[Any, ...], pd.DataFrame]] = {}
 
 
@@ -51,7 +55,7 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
     `head_dim`, `dtype`, `mask`, `inputs`, `window`, `softcap`; `features`, both in words, empty where there are none;
     `layout`, `lse`, `second` (a stage's row with the log-sum-exp on, beside its own), `status`, `reason`, `samples` (a
     tuple of `schema.Samples`), `cubin`, `verdict`, `registers`, `spill_bytes`, `smem_bytes`, `blocks_per_sm`; the
-    columns of `state_of`; `cold_us`, `sustained_us`, `cold_tflops` and `sustained_tflops`. None or NaN where there is
+    columns of `state_of`; `cold_us`, `rotating_us`, `sustained_us`, and so for `_tflops`. None or NaN where there is
     none.
 
     Of ceilings: `unit` and `value`.

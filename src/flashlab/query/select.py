@@ -51,6 +51,7 @@ from flashlab.record.store import Damage
 STATES: Mapping[tuple[Regime, Cache], str] = {
     ("burst", "hot"): "burst, hot L2",
     ("burst", "cold"): "burst, cold L2",
+    ("burst", "rotating"): "burst, rotating K and V",
     ("sustained", "hot"): "sustained",
 }
 """The ways a time is taken, as the report shows and names them: the headline first."""

@@ -38,7 +38,7 @@ from flashlab.build import compiler, sass
 from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
-from flashlab.core.problem import DTYPES, MASKS, Problem, Regime, suite
+from flashlab.core.problem import DTYPES, MASKS, Cache, Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, coverage, predictions, select
@@ -606,34 +606,46 @@ def _profiles(out: Output, found: Sequence[schema.StageProfile], page: str) -> s
 def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
     """The best stage for decoding beside the fastest library, and beside FlashInfer, which is made for it.
 
+    On rotating keys and values, as a model's layers have them; where one row has no such time, on the same ones.
     `measured` is as `select.off_ladder` gives it.
     """
-    pairs = []
+    pairs: list[tuple[Cache, tuple[Measurement, ...]]] = []
     for rows in measured.values():
-        library = select.fastest_of((), rows)
+        cache: Cache = "rotating" if any(row.samples_of("burst", "rotating") for row in rows) else "hot"
+        rate = partial(select.rate, cache=cache)
+        library = select.fastest_of((), rows, cache=cache)
         ours = [row for row in rows if row.name in registry.DECODE and library and row.run == library.run]
-        best = max(ours, key=lambda row: select.rate(row) or 0.0, default=None)
-        if library and best and select.rate(best):
-            serving = [row for row in rows if row.name == "flashinfer" and row.run == best.run and select.rate(row)]
-            pairs.append((best, library, *serving))
+        best = max(ours, key=lambda row: rate(row) or 0.0, default=None)
+        if library and best and rate(best):
+            serving = [row for row in rows if row.name == "flashinfer" and row.run == best.run and rate(row)]
+            pairs.append((cache, (best, library, *serving)))
 
-    def median_us(row: Measurement) -> float:
-        samples = row.samples_of()
-        assert samples is not None, "what has a rate has samples"
-        return samples.median_us
+    def median_us(row: Measurement, cache: Cache) -> float | None:
+        samples = row.samples_of("burst", cache)
+        return samples.median_us if samples else None
+
+    def over(cache: Cache, ours: Measurement, theirs: Measurement) -> float | None:
+        our_us, their_us = median_us(ours, cache), median_us(theirs, cache)
+        return their_us / our_us if our_us and their_us else None
 
     columns = (
-        Column("problem", lambda pair: pair[0].problem.label.replace(" full ", " ").replace(" Sq1 ", " ")),
-        Column("stage", "0.name", code, left=True),
-        Column("µs", lambda pair: median_us(pair[0])),
-        Column("TB/s", lambda pair: pair[0].problem.compulsory_bytes / median_us(pair[0]) / 1e6),
-        Column("library", "1.name", code, left=True),
-        Column("its µs", lambda pair: median_us(pair[1])),
-        Column("over it", lambda pair: median_us(pair[1]) / median_us(pair[0]), times),
-        Column("over FlashInfer", lambda pair: median_us(pair[2]) / median_us(pair[0]) if pair[2:] else None, times),
+        Column("problem", lambda at: at[1][0].problem.label.replace(" full ", " ").replace(" Sq1 ", " ")),
+        Column("stage", "1.0.name", code, left=True),
+        Column("µs", lambda at: median_us(at[1][0], at[0])),
+        Column("TB/s", lambda at: at[1][0].problem.compulsory_bytes / median_us(at[1][0], at[0]) / 1e6),
+        Column("library", "1.1.name", code, left=True),
+        Column("its µs", lambda at: median_us(at[1][1], at[0])),
+        Column("over it", lambda at: over(at[0], *at[1][:2]), times),
+        Column("over FlashInfer", lambda at: over(at[0], at[1][0], at[1][2]) if at[1][2:] else None, times),
+        Column("on the same K and V, µs", lambda at: median_us(at[1][0], "hot") if at[0] != "hot" else None),
+        Column("over it there", lambda at: over("hot", *at[1][:2]) if at[0] != "hot" else None, times),
     )
-    every = [row for pair in pairs for row in pair]
-    said = f"{table(columns, pairs)}\n\n<small>{select.provenance(every)}</small>" if pairs else NOTHING_YET
+    every = [row for _, pair in pairs for row in pair]
+    said = (
+        f"{table(columns, pairs, drop_empty=True)}\n\n<small>{select.provenance(every)}</small>"
+        if pairs
+        else NOTHING_YET
+    )
     out.snippet("decode.md", said)
 
 

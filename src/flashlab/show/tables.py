@@ -358,9 +358,11 @@ def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
 
     decodes = any(name.partition("[")[0] in registry.DECODE for name in names)
     tera = rows[0].problem.compulsory_bytes / 1e6
+    rotating = {row.name: taken.median_us for row in rows if (taken := row.samples_of("burst", "rotating"))}
     columns = (
         Column("", lambda row: f"**{row['title']}**" if row["name"] in names else row["title"]),
         Column("median, µs", lambda row: row["median_us"] if row["tflops"] else _rate_or_why(row)),
+        Column("on rotating K and V, µs", lambda row: rotating.get(row["name"])),
         Column("TFLOP/s", "tflops"),
         Column("TB/s of Q, K, V and O", lambda row: tera / row["median_us"] if row["tflops"] and decodes else None),
         Column("× parent", over_parent, number),
