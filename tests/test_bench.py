@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
 from collections import Counter
@@ -399,6 +400,49 @@ def test_the_worker_times_what_passed_and_sustains_from_the_slowest_to_the_faste
             assert one.continuous_s >= 5
             assert one.conditions is not None
             assert one.conditions.energy_j_per_call == pytest.approx(500.0 * one.median_us / 1e6, rel=0.05)
+
+
+def test_calls_of_few_query_rows_are_timed_on_copies_in_turn_as_many_as_l2_forgets() -> None:
+    decoding = Problem.parse("1x2x2x1x64x64")
+    seen: list[str] = []
+    numbers = itertools.count(1)
+
+    class Array:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def numel(self) -> int:
+            return 100
+
+        def element_size(self) -> int:
+            return 2
+
+        def clone(self) -> Array:
+            return Array(f"copy {next(numbers)}")
+
+    fake = FakeGpu({"stage": 100.0, "library": 110.0})
+    sent: list[Any] = []
+    worker = BenchWorker(_job(Plan(samples=4, min_samples=3, cold_samples=0, sustained_seconds=0)), sent.append)
+    worker._backend = fake  # type: ignore[assignment]
+    worker.info = SimpleNamespace(sm_count=4, l2_bytes=400)  # type: ignore[assignment]
+    worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext)
+
+    def candidate(name: str, run: Any) -> Candidate:
+        def on(q: Array, k: Array, v: Array) -> Any:
+            return lambda: (seen.append(f"{name} {v.name}"), run())
+
+        return Candidate(run, PASSED, lambda: None, on=on)
+
+    ready = {name: candidate(name, run) for name, run in fake.runs().items()}
+    worker.time(0, decoding, ready, worker._plan, tuple(map(Array, "qkv")), [()])
+    rows = {m["name"]: m["row"] for m in sent if m["type"] == "row"}
+    for row in rows.values():
+        assert [(one["regime"], one["cache"]) for one in row["samples"]] == [("burst", "hot"), ("burst", "rotating")]
+    # K and V are 400 bytes: three copies are as much as L2 holds three times over, beside the one in hand.
+    of_stage = [one for one in seen if one.startswith("stage")]
+    assert set(of_stage) == {"stage copy 3", "stage copy 6", "stage copy 9"}
+    assert len(set(of_stage[:3])) == 3, "one after the other"
+    assert not worker._plan.rotates(PROBLEMS[0])
 
 
 def test_second_rows_take_turns_in_hot_bursts_and_the_fastest_is_kept_busy() -> None:

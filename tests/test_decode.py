@@ -325,6 +325,27 @@ def test_the_session_with_the_last_stage_is_shown_and_a_stages_page_has_its_vari
     assert {row.run for row in found[problem]} == {old}
 
 
+def test_the_page_for_decoding_shows_times_on_rotating_keys_first(tmp_path: Path) -> None:
+    problem = Problem.parse("4x32x8x1x8192x128")
+    folder = tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    run = "20260102T030405Z-0123abc"
+    # On the same keys the first is the fastest, on others the second.
+    for name, factor in (("d0_split_kv", 9.0), ("d2_early_launch", 2.0), ("sdpa", 3.0)):
+        row = measurement("08_swizzle" if name[0] == "d" else name, problem, run=run)
+        hot, turned = (
+            row.samples[0].model_copy(update={"cache": cache, "time_us": (time_us,) * len(row.samples[0].time_us)})
+            for cache, time_us in (("hot", 40.0 - factor), ("rotating", 40.0 + factor))
+        )
+        store.append(folder / f"{run}.jsonl", row.model_copy(update={"name": name, "samples": (hot, turned)}))
+    store.write_checksums("nvidia-h200", tmp_path)
+    found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.DECODING)
+    pages.decode_page(pages.Output(root=tmp_path), found)
+    text = (tmp_path / "snippets" / "decode.md").read_text(encoding="utf-8")
+    assert "| `d2_early_launch` | 42 |" in text
+    assert f"| `sdpa` | 43 | ×{tables.number(43 / 42)} | 38 | ×{tables.number(37 / 38)} |" in text
+
+
 def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> None:
     problem = Problem.parse("4x32x8x1x8192x128")
     folder = tmp_path / "nvidia-h200" / "runs"

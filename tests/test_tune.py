@@ -229,7 +229,7 @@ def test_the_committed_table_is_what_the_records_say(slug: str | None) -> None:
         (row.run, row.name, row.problem): (row.cubin.parameters, round(samples.median_us, 3))
         for run in store.runs(slug)
         for row in run.measurements
-        if row.cubin is not None and (samples := row.samples_of()) is not None
+        if row.cubin is not None and (samples := row.samples_of("burst", "rotating") or row.samples_of()) is not None
     }
     for row in found.rows:
         if not row.variants:
@@ -326,6 +326,24 @@ def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:
     measured = [row for row in made if row.problem == problem]
     assert {row.stage for row in measured} == set(registry.STAGES), "no library, and each stage once"
     assert {row.variants for row in measured} == {0}
+
+
+def test_times_on_rotating_keys_count_where_there_are_some(tmp_path: Path) -> None:
+    problem = Problem.parse("1x2x130x64")
+    folder = tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    (tmp_path / "nvidia-h200" / "tuning").mkdir()
+    store.append(tmp_path / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
+    for name in ("01_coalesced", "08_swizzle"):
+        row = synthetic.measurement(name, problem)
+        if name == "01_coalesced":
+            hot = row.samples[0]
+            turned = hot.model_copy(update={"cache": "rotating", "time_us": tuple(2 * x for x in hot.time_us)})
+            row = row.model_copy(update={"samples": (*row.samples, turned)})
+        store.append(folder / f"{synthetic.RUN}.jsonl", row)
+    made = [row for row in tuned.rows("nvidia-h200", tmp_path) if row.problem == problem]
+    assert [row.stage for row in made] == ["01_coalesced"], "what has no such time is not compared with one"
+    assert made[0].time_us == pytest.approx(turned.median_us, abs=1e-3)
 
 
 def test_times_on_other_inputs_are_not_in_the_table(tmp_path: Path) -> None:

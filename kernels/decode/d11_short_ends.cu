@@ -2,7 +2,7 @@
 // Question: between the last key of a call and the first of the next there are some microseconds in which the memory idles. How many of
 //           them are instructions, which one warp a scheduler issues one after the other?
 // Change: what a block is to do is worked out by short divisions, before it waits for the call before; and a tile's parts are added up by
-//         a loop for as many as there are, 4 or 16 at once, whose missing parts are asked for together.
+//         code for as many as there are, 4 or 16 at once.
 // Layout: as the parent's.
 // Requires: as the parent.
 #include "attention.cuh"
@@ -78,31 +78,24 @@ __device__ __forceinline__ Sum add_up(TilePart* parts, int first_block, int num_
     uint4 part[COUNT];
     uint2 max_sum[COUNT];
     const auto of_block = [&](int k) -> TilePart& { return parts[2 * (first_block + from + k) + (from + k == 0)]; };
+    const auto read = [&](int k) {
+      part[k] = ptx::ld_relaxed_gpu(&of_block(k).O[i]);
+      max_sum[k] = ptx::ld_relaxed_gpu(&of_block(k).max_sum[i]);
+    };
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
-      part[k] = make_uint4(~0u, ~0u, ~0u, ~0u), max_sum[k] = make_uint2(~__float_as_uint(LOWEST), ~0u);   // past the last: zeros
-    }
-    bool missing = true;
-    while (missing) {
-#pragma unroll
-      for (int k = 0; k < COUNT; ++k) {   // all of them again, where one is missing: they are under way together
-        if (from + k >= num_parts) continue;
-        part[k] = ptx::ld_relaxed_gpu(&of_block(k).O[i]);
-        max_sum[k] = ptx::ld_relaxed_gpu(&of_block(k).max_sum[i]);
-      }
-      missing = false;
-#pragma unroll
-      for (int k = 0; k < COUNT; ++k) {
-        missing |= !part[k].x || !part[k].y || !part[k].z || !part[k].w || !max_sum[k].x || !max_sum[k].y;
-      }
+      if (from + k < num_parts) read(k);
     }
     float new_max = max;
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
-      if (from + k < num_parts) {
-        ptx::st_relaxed_gpu(&of_block(k).O[i], make_uint4(0, 0, 0, 0));
-        ptx::st_relaxed_gpu(&of_block(k).max_sum[i], make_uint2(0, 0));
+      if (from + k >= num_parts) {
+        part[k] = make_uint4(~0u, ~0u, ~0u, ~0u), max_sum[k] = make_uint2(~__float_as_uint(LOWEST), ~0u);   // nothing: zeros
+        continue;
       }
+      while (!part[k].x || !part[k].y || !part[k].z || !part[k].w || !max_sum[k].x || !max_sum[k].y) read(k);   // not there yet
+      ptx::st_relaxed_gpu(&of_block(k).O[i], make_uint4(0, 0, 0, 0));
+      ptx::st_relaxed_gpu(&of_block(k).max_sum[i], make_uint2(0, 0));
       new_max = fmaxf(new_max, __uint_as_float(~max_sum[k].x));
     }
     const float rescale = ptx::ex2_approx_ftz(max - new_max);
