@@ -25,7 +25,7 @@ from flashlab.verify.verdict import check
 
 SHARES = "d6_paged_parts"
 READY = "d5_ready_parts"
-every_stage = pytest.mark.parametrize("stage", [STAGE, SHARES])
+every_stage = pytest.mark.parametrize("stage", [STAGE, SHARES, "d12_paged_ends"])
 GARBAGE = -7
 """In entries of the page table that no key needs."""
 

@@ -38,8 +38,10 @@ such measurement takes."""
 _NEAR = 1.1
 """Of the rows with the log-sum-exp on, those are kept busy that are slower by no more than this factor than the fastest
 of them in bursts."""
-_L2_SIZES, _MOST_COPIES = 3, 64
-"""Copies of K and V that calls rotate over: so many times what L2 holds beside the one in hand, and at most so many."""
+_L2_SIZES, _COPIES, _MEMORY_SHARE = 3, (12, 64), 8
+"""Copies of Q, K and V that calls rotate over: so many times what L2 holds beside the one in hand, not fewer and not
+more than so many, in at most that part of the memory. A few are not enough, however large: a kernel that prefetches
+for the next call and drives out what it has read keeps what it prefetched of each."""
 _MODEL_S = 300.0
 """What making `trained` inputs may take longer than a step of anything else."""
 T = TypeVar("T")
@@ -329,7 +331,9 @@ class BenchWorker(GpuWorker):
     def _rotating(self, ready: Mapping[str, Candidate], tensors: Sequence[Any]) -> dict[str, Run]:
         """What calls each on copies of the tensors in turn: as many as L2 has forgotten when their turn comes again."""
         size = sum(x.numel() * x.element_size() for x in tensors[1:])
-        copies = min(_MOST_COPIES, 1 + -(-_L2_SIZES * self.info.l2_bytes // size))
+        least, most = _COPIES
+        copies = min(most, max(least, 1 + -(-_L2_SIZES * self.info.l2_bytes // size)))
+        copies = max(2, min(copies, self.info.memory_bytes // (_MEMORY_SHARE * size)))
         others = [tuple(x.clone() for x in tensors) for _ in range(copies - 1)]
 
         def turning(runs: Iterator[Run]) -> Run:

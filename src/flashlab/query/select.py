@@ -754,7 +754,7 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
         f"SM {clocks(rows, regime, cache)}",
         labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
         on_inputs(row.problem for row in rows),
-        f"{regime}, {cache} L2" if regime == "burst" else regime,
+        STATES[regime, cache],
         days(runs),
         f"commit {', '.join(commits)}",
     ]

@@ -641,8 +641,9 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         Column("over it there", lambda at: over("hot", *at[1][:2]) if at[0] != "hot" else None, times),
     )
     every = [row for _, pair in pairs for row in pair]
+    shown_in: Cache = "rotating" if any(cache == "rotating" for cache, _ in pairs) else "hot"
     said = (
-        f"{table(columns, pairs, drop_empty=True)}\n\n<small>{select.provenance(every)}</small>"
+        f"{table(columns, pairs, drop_empty=True)}\n\n<small>{select.provenance(every, cache=shown_in)}</small>"
         if pairs
         else NOTHING_YET
     )
