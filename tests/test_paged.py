@@ -23,9 +23,9 @@ from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
 from flashlab.verify.verdict import check
 
-SHARES = "d6_paged_parts"
+SHARES, ENDS = "d6_paged_parts", "d12_paged_ends"
 READY = "d5_ready_parts"
-every_stage = pytest.mark.parametrize("stage", [STAGE, SHARES, "d12_paged_ends"])
+every_stage = pytest.mark.parametrize("stage", [STAGE, SHARES, ENDS])
 GARBAGE = -7
 """In entries of the page table that no key needs."""
 
@@ -264,7 +264,11 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
         ({"q": np.zeros((2, 4, 1, 64), np.float32)}, errors.DTypeError, "wanted float16"),
         ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a finite number"),
         ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
-        ({"stage": READY}, errors.UnknownStageError, f"reads a cache in pages, {STAGE} or {SHARES}, got '{READY}'"),
+        (
+            {"stage": READY},
+            errors.UnknownStageError,
+            f"reads a cache in pages, {STAGE} or {SHARES} or {ENDS}, got '{READY}'",
+        ),
     ],
 )
 def test_what_is_off_is_refused(change: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -297,7 +301,7 @@ def test_there_is_code_for_every_page_size(page_size: int, stage: str) -> None:
 @pytest.mark.parametrize(
     ("shape", "arch", "stage"),
     [
-        ("8x32x8x1x8192x128", "sm_90a", SHARES),  # 64 of 132
+        ("8x32x8x1x8192x128", "sm_90a", ENDS),  # 64 of 132
         ("9x32x8x1x8192x128", "sm_90a", STAGE),
         ("1x32x8x1x8192x96", "sm_90a", STAGE),  # a head dim that the other lacks
         ("1x32x8x1x8192x128", "sm_80", STAGE),  # which says why it does not run there

@@ -346,7 +346,7 @@ class PagedLaunch:
         self.found = (*found, params.work)
 
 
-@pytest.mark.parametrize("stage", ["d1_paged_kv", "d6_paged_parts"])
+@pytest.mark.parametrize("stage", ["d1_paged_kv", "d6_paged_parts", "d12_paged_ends"])
 def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     made: list[PagedLaunch] = []
     monkeypatch.setattr(PagedLaunch, "made", made, raising=False)
@@ -365,7 +365,7 @@ def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyP
     for arguments in [call() for _ in range(3)] * 2:
         out, lse = paged.paged_attention(*arguments, return_lse=True, stage=stage)
         q, k, v, table, lengths = _addresses(*arguments)
-        work = driver.counters[0].data_ptr() if stage == "d6_paged_parts" else None  # the stream's
+        work = driver.counters[0].data_ptr() if stage != "d1_paged_kv" else None  # the stream's
         assert made[-1].found == (q, k, v, *_addresses(out, lse), table, lengths, None, work)
         assert made[-1].stream == driver.stream
         assert made[-1].how["early"] == (work is not None)

@@ -18,7 +18,7 @@ from flashlab.run import gpu
 from flashlab.run.paged import job_of
 from flashlab.run.plan import with_features
 
-STAGES = ("d1_paged_kv", "d6_paged_parts")
+STAGES = ("d1_paged_kv", "d6_paged_parts", "d12_paged_ends")
 every_stage = pytest.mark.parametrize("stage", STAGES)
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")

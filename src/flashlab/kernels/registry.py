@@ -37,8 +37,8 @@ PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 """Blocks a cluster: what every GPU with clusters takes, and what some do where a kernel allows it."""
 RUNG_ID = re.compile(r"(\d\d|t\d)(_[a-z0-9]+)+")
 """Ids of the ladder: a number, or `t` and a digit for one in Triton, and words."""
-DECODE_ID = re.compile(r"d\d(_[a-z0-9]+)+")
-"""Ids of stages for decoding: `d` and a digit, and words."""
+DECODE_ID = re.compile(r"d\d+(_[a-z0-9]+)+")
+"""Ids of stages for decoding: `d` and a number, and words."""
 FP8_ID = re.compile(r"f\d(_[a-z0-9]+)+")
 """Ids of stages for FP8: `f` and a digit, and words."""
 DEAD_END_ID = re.compile(rf"[a-z][a-z0-9]*(_[a-z0-9]+)*|{RUNG_ID.pattern}")

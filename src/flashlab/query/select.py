@@ -8,7 +8,7 @@ most readers compare is the last kernel with the libraries. Sessions in which th
 the newest are out. Of those that are left, the one that tried most of what the policy covers wins; of several, the
 newest. So a later run of one stage does not hide the ladder.
 
-In a session a problem's rows come from the run that tried most of the ladder there, then from the one that took
+In a session a problem's rows come from the run that tried most of the ladder there, then of what the policy covers, then took
 samples in most states, then from the newest; what that run did not try is filled in from the session's other runs: rows
 of other implementations, and samples of the same machine code in other states. Rungs and libraries that the session did
 not time come from the newest other session that did, and libraries' samples in states that it lacks likewise
@@ -178,7 +178,7 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
         groups.setdefault(row[policy.within], {}).setdefault(row["run"], {})[row["name"]] = row
     chosen: list[dict[str, Any]] = []
     for problem in sorted(candidates, key=problem_order):
-        merged = {key: _merged(list(runs.values())) for key, runs in candidates[problem].items()}
+        merged = {key: _merged(list(runs.values()), policy.covers) for key, runs in candidates[problem].items()}
         fit = {
             key: by_name
             for key, by_name in merged.items()
@@ -204,12 +204,15 @@ def _tried(by_name: Mapping[str, Mapping[str, Any]], names: Collection[str]) -> 
     return sum(name in names and row["status"] != "unsupported" for name, row in by_name.items())
 
 
-def _merged(runs: Sequence[Mapping[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Rows of one problem from the runs of a session, by name; `runs` oldest first."""
+def _merged(runs: Sequence[Mapping[str, dict[str, Any]]], covers: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Rows of one problem from the runs of a session, by name; `runs` oldest first.
 
-    def rank(index: int) -> tuple[int, int, int]:
+    Of what several measured, that of the run which tried most of the ladder, and then of `covers`.
+    """
+
+    def rank(index: int) -> tuple[int, int, int, int]:
         states = {(one.regime, one.cache) for row in runs[index].values() for one in row["samples"]}
-        return _tried(runs[index], registry.STAGES), len(states), index
+        return _tried(runs[index], registry.STAGES), _tried(runs[index], covers), len(states), index
 
     by_name: dict[str, dict[str, Any]] = {}
     for index in sorted(range(len(runs)), key=rank):

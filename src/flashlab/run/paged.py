@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 STAGE = "d1_paged_kv"
 """What runs where no stage is named, but for `FEW`."""
-FEW = "d6_paged_parts"
+FEW = "d12_paged_ends"
 """What runs on a GPU that has more than twice as many SMs as the call has K/V heads of sequences: on an H200 it is
-faster at 8 and 32 of them, as fast at 128 and slower at 512 (site/decode/d6_paged_parts.md)."""
+faster at 8 and 32 of them, as fast at 128 and slower at 512 (site/decode/d12_paged_ends.md)."""
 _FAULTS = 2
 """Counters of a launch: page numbers that are none, lengths below 0 or beyond the page table."""
 _MOST_HEADS = 65535
-"""K/V heads: what a grid has room for, and d6_paged_parts for their numbers."""
+"""K/V heads: what a grid has room for, and d6_paged_parts and d12_paged_ends for their numbers."""
 _GARBAGE = 0x7FFF
 """The bits of a NaN in either element type: what a page holds where it holds no key."""
 
@@ -108,8 +108,9 @@ def paged_attention(
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: as `flashlab.attention` takes it.
-        stage: the id of one that reads a cache in pages: d1_paged_kv or d6_paged_parts. None: the latter on a GPU that
-            has more than twice as many SMs as there are K/V heads in the batch, where it was faster, else the former.
+        stage: the id of one that reads a cache in pages: d1_paged_kv, d6_paged_parts or d12_paged_ends. None: the last
+            on a GPU that has more than twice as many SMs as there are K/V heads in the batch, where it was faster, else
+            the first.
         params: the stage's tunables, by name.
         check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
             such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
