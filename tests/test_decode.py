@@ -342,8 +342,27 @@ def test_the_page_for_decoding_shows_times_on_rotating_keys_first(tmp_path: Path
     found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.DECODING)
     pages.decode_page(pages.Output(root=tmp_path), found)
     text = (tmp_path / "snippets" / "decode.md").read_text(encoding="utf-8")
-    assert "| `d2_early_launch` | 42 |" in text
-    assert f"| `sdpa` | 43 | ×{tables.number(43 / 42)} | 38 | ×{tables.number(37 / 38)} |" in text
+    assert "| `d2_early_launch` | 42.0 |" in text
+    assert f"| `sdpa` | 43.0 | ×{tables.number(43 / 42)} | 38.0 | ×{tables.number(37 / 38)} |" in text
+
+
+def test_a_sessions_rows_come_from_the_run_that_tried_most_of_what_is_shown(tmp_path: Path) -> None:
+    problem = Problem.parse("4x32x8x1x8192x128")
+    folder = tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    runs = ("20260102T030405Z-0123abc", "20260102T040405Z-0123abc")
+    for run, timed in zip(
+        runs,
+        (("d0_split_kv", "d2_early_launch", "sdpa"), ("d2_early_launch", "d2_early_launch[SPLITS=4]")),
+        strict=True,
+    ):
+        for name in timed:
+            row = measurement("08_swizzle" if name[0] == "d" else name, problem, run=run)
+            store.append(folder / f"{run}.jsonl", row.model_copy(update={"name": name}))
+    store.write_checksums("nvidia-h200", tmp_path)
+    found = {row.name: row.run for row in select.off_ladder("nvidia-h200", tmp_path, DECODE, select.DECODING)[problem]}
+    assert found["d2_early_launch"] == runs[0], "the ratio to the library is of one run"
+    assert found["d2_early_launch[SPLITS=4]"] == runs[1]
 
 
 def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ most readers compare is the last kernel with the libraries. Sessions in which th
 the newest are out. Of those that are left, the one that tried most of what the policy covers wins; of several, the
 newest. So a later run of one stage does not hide the ladder.
 
-In a session a problem's rows come from the run that tried most of the ladder there, then of what the policy covers, then took
-samples in most states, then from the newest; what that run did not try is filled in from the session's other runs: rows
-of other implementations, and samples of the same machine code in other states. Rungs and libraries that the session did
-not time come from the newest other session that did, and libraries' samples in states that it lacks likewise
-(`elsewhere` finds them); a rate over a parent's is given only where both are of one session (`parent_of`).
+In a session a problem's rows come from the run that tried most of the ladder there, then of what the policy covers,
+then from the one that took samples in most states, then from the newest; what that run did not try is filled in from
+the session's other runs: rows of other implementations, and samples of the same machine code in other states. Rungs and
+libraries that the session did not time come from the newest other session that did, and libraries' samples in states
+that it lacks likewise (`elsewhere` finds them); a rate over a parent's is given only where both are of one session
+(`parent_of`).
 
 A run that measured a stage off the ladder takes part only where the policy says so: the rungs in it are there to be
 compared with.
