@@ -659,7 +659,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
     """
     timed = _timed(rows)
     states = {name: state for state, name in select.STATES.items() if state != ("burst", "hot")}
-    looks = dict(zip(states, (("s", STAGE), ("D", PEER)), strict=True))
+    looks = dict(zip(states, (("s", STAGE), ("^", ACCENT), ("D", PEER)), strict=True))
     shares = {
         (row.name, series): 100 * rate / (select.rate(row) or rate)
         for row in timed
@@ -672,7 +672,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
     under_load = [
         f"{row_title(r)} {number(shares[r.name, 'sustained'])} %" for r in timed if (r.name, "sustained") in shares
     ]
-    clocks = [select.clocks(timed, *state) for state in select.STATES]
+    clocks = [select.clocks(timed, regime) for regime in ("burst", "sustained")]
     return marks(
         shares,
         {series: look for series, look in looks.items() if any(of == series for _, of in shares)},
@@ -682,7 +682,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         name=name,
         alt=f"Rate under sustained load as a percentage of the burst rate: {'; '.join(under_load) or 'not measured'}.",
         caption="What a cold cache and sustained load leave of the burst rate. "
-        f"SM clock: burst {clocks[0]}, sustained {clocks[2]}.",
+        f"SM clock: burst {clocks[0]}, sustained {clocks[1]}.",
         provenance=select.provenance(timed).replace("burst, hot L2", "all regimes"),
         data_files=select.run_files(timed),
     )
