@@ -343,7 +343,7 @@ def test_the_page_for_decoding_shows_times_on_rotating_keys_first(tmp_path: Path
     pages.decode_page(pages.Output(root=tmp_path), found)
     text = (tmp_path / "snippets" / "decode.md").read_text(encoding="utf-8")
     assert "| `d2_early_launch` | 42.0 |" in text
-    assert f"| `sdpa` | 43.0 | ×{tables.number(43 / 42)} | 38.0 | ×{tables.number(37 / 38)} |" in text
+    assert f"| `sdpa` | 43.0 | ×{tables.number(43 / 42)} | ×{tables.number(37 / 38)} |" in text
 
 
 def test_a_sessions_rows_come_from_the_run_that_tried_most_of_what_is_shown(tmp_path: Path) -> None:
@@ -386,5 +386,5 @@ def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> N
     (ours, library) = (row.samples_of() for row in found[problem] if row.name in ("d0_split_kv", "sdpa"))
     assert ours is not None
     assert library is not None
-    assert "| B4 H32/8 Sk8192 D128 float16 | `d0_split_kv` |" in text
+    assert "| B4 H32/8 Sk8192 D128 fp16 | `d0_split_kv` |" in text
     assert f"×{tables.number(library.median_us / ours.median_us)} |" in text

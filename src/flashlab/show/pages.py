@@ -620,6 +620,9 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
             serving = [row for row in rows if row.name == "flashinfer" and row.run == best.run and rate(row)]
             pairs.append((cache, (best, library, *serving)))
 
+    def short(problem: Problem) -> str:
+        return re.sub(" full| Sq1", "", problem.label).replace("bfloat", "bf").replace("float", "fp")
+
     def median_us(row: Measurement, cache: Cache) -> float | None:
         samples = row.samples_of("burst", cache)
         return samples.median_us if samples else None
@@ -629,7 +632,7 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         return their_us / our_us if our_us and their_us else None
 
     columns = (
-        Column("problem", lambda at: at[1][0].problem.label.replace(" full ", " ").replace(" Sq1 ", " ")),
+        Column("problem", lambda at: short(at[1][0].problem)),
         Column("stage", "1.0.name", code, left=True),
         Column("µs", lambda at: median_us(at[1][0], at[0])),
         Column("TB/s", lambda at: at[1][0].problem.compulsory_bytes / median_us(at[1][0], at[0]) / 1e6),
@@ -637,8 +640,7 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         Column("its µs", lambda at: median_us(at[1][1], at[0])),
         Column("over it", lambda at: over(at[0], *at[1][:2]), times),
         Column("over FlashInfer", lambda at: over(at[0], at[1][0], at[1][2]) if at[1][2:] else None, times),
-        Column("on the same K and V, µs", lambda at: median_us(at[1][0], "hot") if at[0] != "hot" else None),
-        Column("over it there", lambda at: over("hot", *at[1][:2]) if at[0] != "hot" else None, times),
+        Column("same K, V: over it", lambda at: over("hot", *at[1][:2]) if at[0] != "hot" else None, times),
     )
     every = [row for _, pair in pairs for row in pair]
     shown_in: Cache = "rotating" if any(cache == "rotating" for cache, _ in pairs) else "hot"
