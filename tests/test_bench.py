@@ -657,7 +657,13 @@ def test_a_library_is_built_once_for_all_kinds_of_inputs(monkeypatch: pytest.Mon
         built.append(problem.label)
         return lambda q, k, v: q
 
-    library = SimpleNamespace(why_not=lambda *_, **__: None, build=build, layout="bhsd", wrote_lse=lambda choice: False)
+    library = SimpleNamespace(
+        why_not=lambda *_, **__: None,
+        build=build,
+        layout="bhsd",
+        precision="input",
+        wrote_lse=lambda choice: False,
+    )
     monkeypatch.setattr(peers, "get", lambda name: library)
     monkeypatch.setattr(gpu, "memory_free_bytes", lambda device: 0)
     monkeypatch.setattr(gpu, "synchronize", lambda device: None)
