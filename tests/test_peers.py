@@ -148,6 +148,14 @@ def test_a_library_for_decoding_is_measured_where_something_decodes() -> None:
 def test_a_library_in_fp8_is_measured_by_name_alone_and_no_ratio_is_of_it() -> None:
     assert peers.get("fa3_fp8").precision == "e4m3_scaled"
     assert "fa3_fp8" not in peers.default_names([BFLOAT16])
+    for refused in (
+        Problem.parse("4x32x8x1x8192x128", dtype="bfloat16"),
+        Problem.parse("1x16x2048x128", dtype="bfloat16", inputs="trained"),
+    ):
+        limit = peers.get("fa3_fp8").limits(refused)
+        assert limit is not None, "it would be timed with the rounding in it"
+        assert "rounded once" in limit
+    assert peers.get("fa3_fp8").limits(BFLOAT16) is None
     fp8, sound = (synthetic.measurement(name, BFLOAT16) for name in ("fa3_fp8", "sdpa_math"))
     assert select.rate(fp8) > select.rate(sound)
     assert select.fastest_peer([sound, fp8]) is sound

@@ -2,7 +2,7 @@
 // Question: where lengths and page numbers are the GPU's, nothing can be prefetched before the call before has ended. How much of the
 //           gain of d10_evict_first and d11_short_ends is left?
 // Change: copies of K and V carry the hint L2::evict_first; a tile's parts are added up by code for as many as there are, 4 or 16 at once;
-//         the first of them is known before the last keys; and short divisions where numbers are small.
+//         and the block that wrote the first of them is known before the last keys.
 // Layout: as the parent's. K and V are pools of pages, in any order (paged.cuh).
 // Requires: as the parent. Pages of a power of two keys, at most 65,536 K/V heads.
 #include "attention.cuh"

@@ -83,8 +83,7 @@ def pools(readings: Iterable[Reading]) -> tuple[Reading, ...]:
 
 def state(pool: Reading) -> str:
     """`burst, hot L2`, `burst, cold L2` or `sustained`."""
-    samples = pool.samples
-    return "sustained" if samples.regime == "sustained" else f"burst, {samples.cache} L2"
+    return select.STATES[pool.samples.regime, pool.samples.cache]
 
 
 def clock_mhz(pool: Reading) -> float | None:

@@ -508,6 +508,8 @@ class FlashAttention3Fp8(FlashAttention3):
         """See `Peer`."""
         if problem.inputs == TRAINED:
             return f"its inputs are rounded once, and those of the kind {TRAINED} change from layer to layer"
+        if problem.q_len < FEW_ROWS:
+            return f"its inputs are rounded once, and calls of fewer than {FEW_ROWS} query rows rotate over several"
         return super().limits(problem)
 
     def build(self, problem: Problem) -> Attention:

@@ -329,7 +329,7 @@ class BenchWorker(GpuWorker):
             self.row(cell, name, {"verdict": one.verdict, "samples": taken[name], **one.fields, **fallbacks})
 
     def _rotating(self, ready: Mapping[str, Candidate], tensors: Sequence[Any]) -> dict[str, Run]:
-        """What calls each on copies of the tensors in turn: as many as L2 has forgotten when their turn comes again."""
+        """Each as a call on the next of several copies of the tensors, which L2 has lost when they come again."""
         size = sum(x.numel() * x.element_size() for x in tensors[1:])
         least, most = _COPIES
         copies = min(most, max(least, 1 + -(-_L2_SIZES * self.info.l2_bytes // size)))
