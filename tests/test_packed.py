@@ -79,6 +79,74 @@ def test_every_implementation_computes_the_same_sequences(monkeypatch: pytest.Mo
         torch.testing.assert_close(out, outs["fa3"], atol=2e-3, rtol=2e-3)
 
 
+@needs_compiler
+def test_every_implementation_decodes_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+
+    class Library:
+        """Sequence by sequence, from what FlashInfer is given."""
+
+        def __init__(self, problem: Problem, ends: Any, order: Any, last: Any) -> None:
+            assert (problem.q_heads, problem.kv_heads, problem.q_len) == (4, 2, 1)
+            self.given = ends, order, last
+
+        def __call__(self, q: Any, cache: Any) -> Any:
+            ends, order, last = self.given
+            outs = []
+            for index in range(len(q)):
+                pages = order[ends[index] : ends[index + 1]].long()
+                count = (len(pages) - 1) * packed.PAGE_SIZE + int(last[index])
+                k, v = (pool[pages].flatten(0, 1)[:count].transpose(0, 1).repeat_interleave(2, 0) for pool in cache)
+                weights = (q[index].float()[:, None] @ k.float().transpose(1, 2) / 128**0.5).softmax(-1)
+                outs.append((weights @ v.float())[:, 0])
+            return torch.stack(outs).to(q.dtype)
+
+    monkeypatch.setattr(packed, "Q_HEADS", 4)
+    monkeypatch.setattr(packed, "KV_HEADS", 2)
+    monkeypatch.setattr(packed.peers, "get", lambda _: SimpleNamespace(why_not=lambda _: None))
+    monkeypatch.setattr(packed.peers, "FlashInferPages", Library)
+    monkeypatch.setattr(packed, "copies_beyond_l2", lambda *_: 2)
+    case = packed._Paged(torch, (5, 40, 16), ("short", 128, "float16", "full"), seed=0, device="cpu", info=None)
+    assert case.of_sequence(case.tensors[1], 1).shape == (1, 2, 40, 128)
+    wanted = case.build("flashinfer", torch, 0)[1]()
+    assert case.of_sequence(wanted, 1).shape == (1, 4, 1, 128)
+    for name in packed.DECODE_NAMES:
+        run, result = case.build(name, torch, None)
+        torch.testing.assert_close(result(), wanted, atol=2e-3, rtol=2e-3)
+        run()
+        assert not torch.equal(run(), wanted)  # the second call is on the other copy
+
+
+def test_lengths_in_decoding_are_those_of_the_batch() -> None:
+    for name in packed.DECODE_LENGTHS:
+        assert packed.decode_lengths(name, 16) == packed.decode_lengths(name, 16)
+        assert len(packed.decode_lengths(name, 16)) == 16
+    assert max(packed.decode_lengths("one_long", 4)) == 65_536
+    with pytest.raises(ParameterError, match="lengths: wanted one of equal, "):
+        packed.decode_lengths("long", 4)
+
+
+def test_decoding_has_a_table_of_its_own(tmp_path: Path) -> None:
+    of = {"heads": 32, "kv_heads": 8, "head_dim": 128, "mask": "full", "lengths": (16, 984)}
+    records = [
+        _record("d1_paged_kv", 50.0, **of),
+        _record("d12_paged_ends", 40.0, **of),
+        _record("flashinfer", 44.0, **of),
+    ]
+    (row,) = packed.shown([*records, _record("fa3", 60.0)])
+    assert (row["stage"], row["over"]["flashinfer"], row["keys"]) == ("d12_paged_ends", pytest.approx(1.1), 1000)
+    assert row["gb_per_s"] == pytest.approx(2 * 2 * 1000 * 8 * 128 / 40e-6 / 1e9)
+    path = tmp_path / "nvidia-h200" / "packed" / f"{records[0].run}.jsonl"
+    path.parent.mkdir(parents=True)
+    for record in records:
+        store.append(path, record)
+    out = pages.Output(root=tmp_path / "generated")
+    packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)
+    text = (out.root / "snippets" / "ragged.md").read_text(encoding="utf-8")
+    assert "| 2 | `short` | bfloat16 | 1,000 | `d12_paged_ends` |" in text
+    assert "flashlab packed" in (out.root / "snippets" / "packed.md").read_text(encoding="utf-8")  # nothing of it there
+
+
 def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path) -> None:
     out = pages.Output(root=tmp_path / "generated")
     packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)

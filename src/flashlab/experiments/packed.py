@@ -1,11 +1,13 @@
-"""Sequences of different lengths, packed: `flashlab.varlen_attention` beside the libraries that take them, and padding.
+"""Sequences of different lengths: packed ones, and decoding over a cache in pages, beside the libraries that take them.
 
-    flashlab packed          every distribution of lengths, mask, type and head dim
+    flashlab packed            prefill: every distribution of lengths, mask, type and head dim
+    flashlab packed --decode   one query row a sequence: every distribution of lengths, batch and type
 
 `Problem` has one length for all sequences of a batch, so this has records of its own. What is timed is a burst of the
-timer that stages and libraries share (measure/timer.py), interleaved; `padded` is `flashlab.attention` on a batch in
-which every sequence is as long as the longest, what a program without packed sequences does. Rates count the scores
-that the sequences need, whoever computes more.
+timer that stages and libraries share (measure/timer.py), interleaved. In prefill, `padded` is `flashlab.attention` on a
+batch in which every sequence is as long as the longest, what a program without packed sequences does; rates count the
+scores that the sequences need, whoever computes more. Decoding reads rotating copies of the cache, as a model's layers
+have them, through `flashlab.paged_attention`; its rates are of the keys and values that the sequences have.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,13 +28,15 @@ from pydantic_core import to_jsonable_python
 from flashlab.core.errors import CheckFailedError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
-from flashlab.kernels import peers
+from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import GpuWorker, record_rows
 from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
+from flashlab.measure.worker import copies_beyond_l2
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
+from flashlab.run import gpu, paged
 from flashlab.run.attention import prepare
 from flashlab.run.plan import Sequences
 from flashlab.show.tables import Column, code, mhz, number, short_title, table, times
@@ -54,16 +59,47 @@ LENGTHS: Mapping[str, str] = {
 }
 """Distributions, each of `TOKENS` tokens in all."""
 TIMEOUT_S = 180.0
+Q_HEADS, KV_HEADS, DECODE_HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
+"""In decoding."""
+FLASHINFER = "flashinfer"
+DECODE_NAMES = (*(stage.id for stage in registry.DECODE.values() if stage.runner == paged.__name__), FLASHINFER)
+BATCHES = (4, 16, 64)
+"""Sequences in decoding."""
+DECODE_LENGTHS: Mapping[str, str] = {
+    "equal": "8,192 keys each",
+    "uniform": "drawn evenly from 1 to 16,384",
+    "one_long": "one of 65,536, others of 64 to 4,096",
+    "short": "drawn evenly from 16 to 2,048",
+}
+"""Distributions of keys in decoding, of as many sequences as the batch has."""
 
 
-def lengths(name: str) -> tuple[int, ...]:
-    """The lengths of a distribution, the same at each call; they add up to `TOKENS`.
+def _known(name: str, distributions: Mapping[str, str]) -> None:
+    if name not in distributions:
+        raise ParameterError(f"lengths: wanted one of {', '.join(distributions)}, got {name!r}")
+
+
+def decode_lengths(name: str, batch: int) -> tuple[int, ...]:
+    """Keys of each sequence of a batch, the same at each call.
 
     Raises:
         ParameterError: no such distribution.
     """
-    if name not in LENGTHS:
-        raise ParameterError(f"lengths: wanted one of {', '.join(LENGTHS)}, got {name!r}")
+    _known(name, DECODE_LENGTHS)
+    low, high = {"uniform": (1, 16_384), "one_long": (64, 4_096), "short": (16, 2_048)}.get(name, (8_192, 8_192))
+    found = np.random.default_rng(0).integers(low, high + 1, batch).tolist()
+    if name == "one_long":
+        found[batch // 2] = 65_536
+    return tuple(found)
+
+
+def lengths(name: str) -> tuple[int, ...]:
+    """The lengths of a distribution of prefill, the same at each call; they add up to `TOKENS`.
+
+    Raises:
+        ParameterError: no such distribution.
+    """
+    _known(name, LENGTHS)
     rng = np.random.default_rng(0)
     drawn = {"uniform": (1, 4096), "one_long": (64, 1024), "short": (16, 512)}
     found = [8192] if name == "one_long" else []
@@ -91,13 +127,34 @@ def measure(
         ParameterError: no such implementation or distribution.
         NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
     """
-    for name in names:
-        if name not in NAMES:
-            raise ParameterError(f"name: wanted one of {', '.join(NAMES)}, got {name!r}")
     cases = itertools.product(distributions, head_dims, dtypes, masks)
-    given = [{"lengths": lengths(case[0]), "case": case} for case in cases]
-    job: Message = {"names": list(names), "cases": given}
-    return record_rows("packed", PackedRun, job, options, total=len(given) * len(names), step_s=TIMEOUT_S)
+    return _record([{"lengths": lengths(case[0]), "case": case} for case in cases], names, NAMES, options)
+
+
+def measure_decoding(
+    names: Sequence[str] = DECODE_NAMES,
+    *,
+    distributions: Sequence[str] = tuple(DECODE_LENGTHS),
+    batches: Sequence[int] = BATCHES,
+    dtypes: Sequence[DType] = DTYPES,
+    options: Options = OPTIONS,
+) -> tuple[Path, tuple[str, ...]]:
+    """`measure` of one query row a sequence, over a cache in pages: see there."""
+    given = [
+        {"lengths": decode_lengths(name, batch), "case": (name, DECODE_HEAD_DIM, dtype, "full"), "kv_heads": KV_HEADS}
+        for name, batch, dtype in itertools.product(distributions, batches, dtypes)
+    ]
+    return _record(given, names, DECODE_NAMES, options)
+
+
+def _record(
+    cases: Sequence[Message], names: Sequence[str], known: Sequence[str], options: Options
+) -> tuple[Path, tuple[str, ...]]:
+    for name in names:
+        if name not in known:
+            raise ParameterError(f"name: wanted one of {', '.join(known)}, got {name!r}")
+    job: Message = {"names": list(names), "cases": cases}
+    return record_rows("packed", PackedRun, job, options, total=len(cases) * len(names), step_s=TIMEOUT_S)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -176,6 +233,69 @@ class _Packed:
         )
 
 
+class _Paged:
+    """One query row a sequence, and a cache in pages, in copies that calls rotate over; its implementations as
+    `_Packed` has them."""
+
+    def __init__(
+        self, torch: Any, chosen: Sequence[int], case: Sequence[Any], *, seed: int, device: str, info: gpu.GpuInfo
+    ) -> None:
+        _, head_dim, self.dtype, _ = case
+        self.chosen, self.causal = chosen, False
+        made = torch.Generator(device=device).manual_seed(seed)
+        pages = [-(-length // PAGE_SIZE) for length in chosen]
+        self.ends = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
+        """Of each sequence's pages in `order`."""
+        self.order = torch.randperm(sum(pages), generator=made, device=device).int()
+        self.table = torch.zeros(len(chosen), max(pages), dtype=torch.int32, device=device)
+        for index, count in enumerate(pages):
+            self.table[index, :count] = self.order[int(self.ends[index]) :][:count]
+        self.lengths = torch.tensor(chosen, dtype=torch.int32, device=device)
+        pool = (sum(pages), PAGE_SIZE, KV_HEADS, head_dim)  # FlashInfer's default layout
+        size = 4 * sum(pages) * PAGE_SIZE * KV_HEADS * head_dim
+        self.copies = [
+            tuple(
+                torch.randn(shape, generator=made, device=device).to(getattr(torch, self.dtype))
+                for shape in ((len(chosen), Q_HEADS, head_dim), pool, pool)
+            )
+            for _ in range(copies_beyond_l2(size, info))
+        ]
+
+    @property
+    def tensors(self) -> tuple[Any, Any, Any]:
+        """Of the first call: Q (batch, q_heads, head_dim), K and V (pages, page size, kv_heads, head_dim)."""
+        return self.copies[0]
+
+    def of_sequence(self, packed: Any, index: int) -> Any:
+        """(1, heads, length, head_dim) of Q or the output, or of a pool."""
+        if packed.dim() == 3:
+            return packed[index][None, :, None]
+        begin, end = self.ends[index : index + 2]
+        pages = packed[self.order[begin:end].long()]
+        return pages.flatten(0, 1)[: self.chosen[index]].transpose(0, 1)[None]
+
+    def build(self, name: str, torch: Any, stream: int) -> tuple[timing.Run, Callable[[], Any]]:
+        """What enqueues a call on the next copy, and what does one on the first and returns its output."""
+        call = self._library() if name == FLASHINFER else partial(self._stage, name, stream)
+        runs = itertools.cycle([partial(call, *tensors) for tensors in self.copies])
+        return lambda: next(runs)(), partial(call, *self.tensors)
+
+    def _stage(self, name: str, stream: int, q: Any, k: Any, v: Any) -> Any:
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        out = paged.paged_attention(q[:, :, None], k, v, self.table, self.lengths, stage=name, stream=stream)
+        return out[:, :, 0]
+
+    def _library(self) -> Callable[..., Any]:
+        problem = replace(
+            Problem.parse(f"{len(self.chosen)}x{Q_HEADS}x{KV_HEADS}x1x{PAGE_SIZE}x{DECODE_HEAD_DIM}"), dtype=self.dtype
+        )
+        if why := peers.get(FLASHINFER).why_not(problem):
+            raise UnsupportedError(why.reason)
+        last = (self.lengths - 1) % PAGE_SIZE + 1
+        run = peers.FlashInferPages(problem, self.ends, self.order, last)
+        return lambda q, k, v: run(q, (k, v))
+
+
 class _Worker(GpuWorker):
     """Checks and times the cases of the job."""
 
@@ -186,12 +306,18 @@ class _Worker(GpuWorker):
         backend = timing.CudaBackend(self.device, stream)
         with self.torch.no_grad():
             for one in self.job["cases"]:
-                self._case(one["lengths"], one["case"], timing.Timer(backend, seed=self.job["seed"]), stream)
+                self._case(one, timing.Timer(backend, seed=self.job["seed"]), stream)
                 self.free()
 
-    def _case(self, chosen: Sequence[int], case: Sequence[Any], timer: timing.Timer, stream: int) -> None:
-        label = " ".join(map(str, case))
-        packed = _Packed(self.torch, chosen, case, seed=self.job["seed"], device="cuda")
+    def _case(self, given: Message, timer: timing.Timer, stream: int) -> None:
+        chosen, case, kv_heads = given["lengths"], given["case"], given.get("kv_heads")
+        label = " ".join(map(str, (len(chosen), *case)))
+        how = {"seed": self.job["seed"], "device": "cuda"}
+        packed: _Packed | _Paged
+        if kv_heads:
+            packed = _Paged(self.torch, chosen, case, **how, info=self.info)
+        else:
+            packed = _Packed(self.torch, chosen, case, **how)
         runs: dict[str, timing.Run] = {}
         verdicts: dict[str, Verdict | None] = {}
         for name in self.job["names"]:
@@ -202,11 +328,14 @@ class _Worker(GpuWorker):
                 runs[name] = run
         for name, samples in timer.burst(runs, samples=20).items():
             distribution, head_dim, dtype, mask = case
-            row = {"name": name, "distribution": distribution, "lengths": chosen, "heads": HEADS, "mask": mask}
+            row = {"name": name, "distribution": distribution, "lengths": chosen, "mask": mask}
+            row |= {"heads": Q_HEADS, "kv_heads": kv_heads} if kv_heads else {"heads": HEADS}
+            if kv_heads:
+                samples = samples.model_copy(update={"cache": "rotating"})
             row |= {"head_dim": head_dim, "dtype": dtype, "samples": samples, "verdict": verdicts[name]}
             self.send({"type": "row", "row": to_jsonable_python(row)})
 
-    def _checked(self, packed: _Packed, out: Any) -> Verdict:
+    def _checked(self, packed: _Packed | _Paged, out: Any) -> Verdict:
         """The verdict on the longest sequence; raises `CheckFailedError` where it or the last one is wrong."""
         verdict = None
         for index in (len(packed.chosen) - 1, packed.chosen.index(max(packed.chosen))):
@@ -223,10 +352,17 @@ class _Worker(GpuWorker):
 
 def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     """A row for each case, of the newest run that has it: ours, with its rate, and how many times faster it is than the
-    others."""
+    others. In decoding ours is the fastest stage."""
 
     def case(one: PackedRun) -> tuple[Any, ...]:
-        return (one.head_dim, one.dtype, one.mask, one.distribution)
+        return (
+            one.kv_heads or 0,
+            one.head_dim,
+            one.dtype,
+            one.mask,
+            one.distribution,
+            one.kv_heads and len(one.lengths),
+        )
 
     newest = {case(one): one.run for one in sorted(records, key=lambda one: one.run)}
     cases: dict[tuple[Any, ...], dict[str, PackedRun]] = {}
@@ -234,19 +370,33 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
         if one.run == newest[case(one)]:
             cases.setdefault(case(one), {})[one.name] = one
     rows = []
-    for (head_dim, dtype, mask, distribution), by_name in cases.items():
-        if STAGE not in by_name:
+    for (kv_heads, head_dim, dtype, mask, distribution, _), by_name in cases.items():
+        stages = [one for name, one in by_name.items() if name == STAGE or name in DECODE_NAMES[:-1]]
+        if not stages:
             continue
-        ours = by_name[STAGE]
+        ours = min(stages, key=lambda one: one.samples.median_us)
         time_us = ours.samples.median_us
-        over = {name: one.samples.median_us / time_us for name, one in by_name.items()}
+        problem = dtype if kv_heads else f"D{head_dim} {mask} {dtype}"
         rows.append(
             {
-                **{"distribution": distribution, "problem": f"D{head_dim} {mask} {dtype}", "over": over},
-                **{"median_us": time_us, "tflops": ours.tflops(time_us), "sequences": len(ours.lengths)},
+                **{
+                    "distribution": distribution,
+                    "problem": problem,
+                    "sequences": len(ours.lengths),
+                    "stage": ours.name,
+                },
+                **{"median_us": time_us, "keys": sum(ours.lengths), "decoding": bool(kv_heads)},
+                **{"over": {name: one.samples.median_us / time_us for name, one in by_name.items()}},
+                **({"gb_per_s": ours.gb_per_s(time_us)} if kv_heads else {"tflops": ours.tflops(time_us)}),
             }
         )
     return rows
+
+
+def _over(names: Sequence[str]) -> tuple[Column, ...]:
+    return tuple(
+        Column(f"over {PADDED if name == PADDED else short_title(name)}", f"over.{name}", times) for name in names
+    )
 
 
 COLUMNS = (
@@ -255,30 +405,53 @@ COLUMNS = (
     Column("problem", "problem", left=True),
     Column("µs", "median_us", mhz),
     Column("TFLOP/s", "tflops", number),
-    *(
-        Column(f"over {PADDED if name == PADDED else short_title(name)}", f"over.{name}", times)
-        for name in NAMES
-        if name != STAGE
-    ),
+    *_over([name for name in NAMES if name != STAGE]),
+)
+DECODE_COLUMNS = (
+    Column("sequences", "sequences"),
+    Column("lengths", "distribution", code),
+    Column("type", "problem", left=True),
+    Column("keys", "keys", "{:,}".format),
+    Column("fastest", "stage", code, left=True),
+    Column("µs", "median_us", number),
+    Column("GB/s", "gb_per_s", mhz),
+    *_over(DECODE_NAMES),
 )
 
 
-def page(out: Any, results: Any, data: Path = DATA) -> None:
+def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
     """The table of the main GPU's newest run, or that there is none."""
-    records = store.records(results.gpu, PackedRun, data) if results is not None else []
+    snippet, flag = ("ragged.md", " --decode") if decoding else ("packed.md", "")
+    of = store.records(results.gpu, PackedRun, data) if results is not None else []
+    records = [one for one in of if bool(one.kv_heads) == decoding]
     rows = shown(records)
     if not rows:
-        out.snippet("packed.md", "*No packed sequences are on record yet: `flashlab packed` on a GPU makes them.*")
+        out.snippet(snippet, f"*No such sequences are on record yet: `flashlab packed{flag}` on a GPU makes them.*")
         return
     newest = max(records, key=lambda one: one.run)
-    what = "; ".join(f"{name}: {LENGTHS[name]}" for name in dict.fromkeys(row["distribution"] for row in rows))
+    meaning = DECODE_LENGTHS if decoding else LENGTHS
+    what = "; ".join(f"{name}: {meaning[name]}" for name in dict.fromkeys(row["distribution"] for row in rows))
+    how = (
+        f"one query row a sequence, H{Q_HEADS}/{KV_HEADS} D{DECODE_HEAD_DIM}, pages of {PAGE_SIZE} keys"
+        if decoding
+        else f"{TOKENS:,} tokens in all, {HEADS} heads"
+    )
     facts = (
         newest.gpu.name,
-        f"{TOKENS:,} tokens in all, {HEADS} heads, {what}",
-        "burst, interleaved, each problem in one start",
+        f"{how}, {what}",
+        f"burst, interleaved, each problem in one start{', rotating K and V' * decoding}",
         f"{newest.time[:10]} · commit {newest.source.commit[:7]}",
     )
-    out.snippet("packed.md", f"{table(COLUMNS, rows)}\n\n<small>{' · '.join(facts)}</small>")
+    if decoding:
+        rows.sort(key=lambda row: (row["problem"], row["sequences"], list(meaning).index(row["distribution"])))
+    columns = DECODE_COLUMNS if decoding else COLUMNS
+    out.snippet(snippet, f"{table(columns, rows)}\n\n<small>{' · '.join(facts)}</small>")
+
+
+def page(out: Any, results: Any, data: Path = DATA) -> None:
+    """Both tables."""
+    for decoding in (False, True):
+        _page(out, results, data, decoding=decoding)
 
 
 PAGES = {"packed": page}

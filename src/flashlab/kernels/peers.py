@@ -591,27 +591,30 @@ _PAGE = 16
 """Keys a page: what vLLM and SGLang have by default."""
 
 
-class _FlashInfer:
-    """FlashInfer on one problem: by CUDA cores and by tensor cores, of which its first call takes the faster.
+class FlashInferPages:
+    """FlashInfer's decoding over a cache in pages: by CUDA cores and by tensor cores, of which its first call takes the
+    faster.
 
-    A contiguous cache is one of pages that follow each other. What plans a call (how the keys are split) is done once
-    and not timed, as a model does it once for all its layers.
+    What plans a call (how the keys are split) is done once and not timed, as a model does it once for all its layers.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: Problem, ends: Any, order: Any, last: Any) -> None:
+        """Plan, by the heads, head dim and type of `problem`.
+
+        Args:
+            ends: int32 (batch + 1,), where each sequence's pages begin and end in `order`.
+            order: int32, page numbers of one sequence after the other.
+            last: int32 (batch,), keys in each sequence's last page.
+        """
         self._torch = torch = importlib.import_module("torch")
         flashinfer = importlib.import_module("flashinfer")
         dtype = getattr(torch, problem.dtype)
-        pages = problem.kv_len // _PAGE
-        self._cache = (-1, _PAGE, problem.kv_heads, problem.head_dim)
 
         def planned(use_tensor_cores: bool) -> Any:
             workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
             wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, use_tensor_cores=use_tensor_cores)
             wrapper.plan(
-                torch.arange(problem.batch + 1, dtype=torch.int32, device="cuda") * pages,
-                torch.arange(problem.batch * pages, dtype=torch.int32, device="cuda"),
-                torch.full((problem.batch,), _PAGE, dtype=torch.int32, device="cuda"),
+                *(torch.as_tensor(x, dtype=torch.int32, device="cuda") for x in (ends, order, last)),
                 *(problem.q_heads, problem.kv_heads, problem.head_dim, _PAGE),
                 q_data_type=dtype,
                 kv_data_type=dtype,
@@ -622,11 +625,11 @@ class _FlashInfer:
         self.choice = ""
         """The way, for people; empty before the first call."""
 
-    def __call__(self, q: Any, k: Any, v: Any) -> Any:
-        rows, cache = q.squeeze(1), (k.view(self._cache), v.view(self._cache))
+    def __call__(self, q: Any, cache: tuple[Any, Any]) -> Any:
+        """Of q (batch, q_heads, head_dim) and pools (pages, page size, kv_heads, head_dim): the output, like q."""
         if not self.choice:
-            self.choice = min(self._ways, key=lambda way: self._gpu_ms(self._ways[way], rows, cache))
-        return self._ways[self.choice].run(rows, cache).unsqueeze(1)
+            self.choice = min(self._ways, key=lambda way: self._gpu_ms(self._ways[way], q, cache))
+        return self._ways[self.choice].run(q, cache)
 
     def _gpu_ms(self, wrapper: Any, rows: Any, cache: tuple[Any, Any]) -> float:
         """GPU time of ten calls, queued behind a wait, so that the host's part of a call does not count."""
@@ -640,6 +643,24 @@ class _FlashInfer:
         ended.record()
         ended.synchronize()
         return float(began.elapsed_time(ended))
+
+
+class _FlashInfer:
+    """FlashInfer on one problem: a contiguous cache is one of pages that follow each other."""
+
+    def __init__(self, problem: Problem) -> None:
+        pages = problem.kv_len // _PAGE
+        numbers = importlib.import_module("torch").arange(problem.batch * pages + 1)
+        self._cache = (-1, _PAGE, problem.kv_heads, problem.head_dim)
+        self._run = FlashInferPages(problem, numbers[::pages], numbers[:-1], [_PAGE] * problem.batch)
+
+    @property
+    def choice(self) -> str:
+        """The way, for people; empty before the first call."""
+        return self._run.choice
+
+    def __call__(self, q: Any, k: Any, v: Any) -> Any:
+        return self._run(q.squeeze(1), (k.view(self._cache), v.view(self._cache))).unsqueeze(1)
 
 
 _WAIT_CYCLES = 20_000_000

@@ -47,6 +47,13 @@ _MODEL_S = 300.0
 T = TypeVar("T")
 
 
+def copies_beyond_l2(size_bytes: int, info: gpu.GpuInfo) -> int:
+    """Copies of K and V, `size_bytes` together, to rotate over, so that L2 has lost one when its turn comes again."""
+    least, most = _COPIES
+    copies = min(most, max(least, 1 + -(-_L2_SIZES * info.l2_bytes // size_bytes)))
+    return max(2, min(copies, info.memory_bytes // (_MEMORY_SHARE * size_bytes)))
+
+
 @dataclass
 class Candidate:
     """An implementation that is ready to be timed: it passed its check, or is not judged."""
@@ -330,10 +337,7 @@ class BenchWorker(GpuWorker):
 
     def _rotating(self, ready: Mapping[str, Candidate], tensors: Sequence[Any]) -> dict[str, Run]:
         """Each as a call on the next of several copies of the tensors, which L2 has lost when they come again."""
-        size = sum(x.numel() * x.element_size() for x in tensors[1:])
-        least, most = _COPIES
-        copies = min(most, max(least, 1 + -(-_L2_SIZES * self.info.l2_bytes // size)))
-        copies = max(2, min(copies, self.info.memory_bytes // (_MEMORY_SHARE * size)))
+        copies = copies_beyond_l2(sum(x.numel() * x.element_size() for x in tensors[1:]), self.info)
         others = [tuple(x.clone() for x in tensors) for _ in range(copies - 1)]
 
         def turning(runs: Iterator[Run]) -> Run:

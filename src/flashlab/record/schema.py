@@ -82,8 +82,9 @@ RecordedProblem = Annotated[Problem, WrapSerializer(_without_what_is_not_asked_f
 
 
 class _Model(BaseModel):
-    # JSON has no NaN or infinity; pydantic would write null and the line would not read back.
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    # JSON has no NaN or infinity; pydantic would write null and the line would not read back. Models are built when
+    # they are first used: a first call of `attention` imports all of them and reads one table.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
 
 
 class Conditions(_Model):
@@ -452,7 +453,7 @@ class ModelRun(Base):
 
 
 class PackedRun(Base):
-    """Sequences of different lengths, packed, by one implementation: see experiments/packed.py."""
+    """Sequences of different lengths, packed or in pages, by one implementation: see experiments/packed.py."""
 
     kind: Literal["packed"] = "packed"
     name: Label
@@ -460,8 +461,10 @@ class PackedRun(Base):
     distribution: Label
     """Of the lengths."""
     lengths: tuple[int, ...] = Field(min_length=1)
-    """Queries of each sequence, and as many keys."""
+    """Queries of each sequence, and as many keys; in decoding its keys."""
     heads: int = Field(ge=1)
+    kv_heads: int | None = None
+    """In decoding, one query row a sequence over a cache in pages; None of packed sequences."""
     head_dim: int = Field(ge=1)
     dtype: DType
     mask: Mask
@@ -473,6 +476,11 @@ class PackedRun(Base):
         """Rate in TFLOP/s of the scores that the sequences need, in a call that takes `time_us` microseconds."""
         shapes = (f"1x{self.heads}x{length}x{self.head_dim}" for length in self.lengths)
         return sum(Problem.parse(shape, mask=self.mask).tflops(time_us) for shape in shapes)
+
+    def gb_per_s(self, time_us: float) -> float:
+        """Keys and values read in GB/s, in a decoding call that takes `time_us` microseconds."""
+        assert self.kv_heads is not None
+        return 2 * 2 * sum(self.lengths) * self.kv_heads * self.head_dim / time_us / 1e3
 
 
 class ChipReading(Base):

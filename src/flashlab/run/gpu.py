@@ -60,8 +60,8 @@ class Function:
     device: int
     handle: Any
     """cuda.bindings `CUfunction`."""
-    kernel: Any
-    """cuda.core `Kernel`: keeps the machine code loaded."""
+    library: _Library
+    """Keeps the machine code loaded."""
     smem_bytes: int
     """Dynamic shared memory it may be launched with."""
 
@@ -301,9 +301,21 @@ def memory_free_bytes(device: int) -> int:
     return int(free)
 
 
-def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
-    from cuda.core import ObjectCode
+class _Library:
+    """Machine code in the driver, on every device that asks for it, until this is collected."""
 
+    __slots__ = ("handle",)
+
+    def __init__(self, code: bytes) -> None:
+        self.handle = call("cuLibraryLoadData", code, [], [], 0, [], [], 0)
+
+    def __del__(self) -> None:
+        # As with `Zeroed`.
+        with suppress(Exception):
+            call("cuLibraryUnload", self.handle)
+
+
+def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
     driver = _bindings()
     gpu = info(device)
     if smem_bytes > gpu.max_smem_bytes:
@@ -313,15 +325,14 @@ def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
         )
     with context(device):
         try:
-            kernel = ObjectCode.from_cubin(cubin.code, name=cubin.name).get_kernel(cubin.entry)
-        except Exception as error:  # cuda.core's own CUDAError has no public name
+            library = _Library(cubin.code)
+            kernel = call("cuLibraryGetKernel", library.handle, cubin.entry.encode())
+        except LaunchError as error:
             raise LaunchError(f"loading {cubin.name} for {cubin.arch} on {gpu.name} ({gpu.arch}): {error}") from error
-        # cuda.core shows the attribute read-only; the driver takes more than 48 KiB only after it is raised.
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        raw = driver.CUkernel(int(kernel.handle))
-        call("cuKernelSetAttribute", attribute, smem_bytes, raw, call("cuDeviceGet", device))
-        function = call("cuKernelGetFunction", raw)
-    return Function(cubin=cubin, device=device, handle=function, kernel=kernel, smem_bytes=smem_bytes)
+        call("cuKernelSetAttribute", attribute, smem_bytes, kernel, call("cuDeviceGet", device))
+        function = call("cuKernelGetFunction", kernel)
+    return Function(cubin=cubin, device=device, handle=function, library=library, smem_bytes=smem_bytes)
 
 
 _loaded: Kept[Function] = Kept(512)

@@ -1,4 +1,4 @@
-"""`flashlab packed`: sequences of different lengths, packed, beside libraries and padding."""
+"""`flashlab packed`: sequences of different lengths, packed or decoding over pages, beside libraries and padding."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, following, say
+from flashlab.core.errors import ParameterError
 from flashlab.core.paths import DATA
 
 
@@ -18,28 +19,42 @@ def packed(
         str | None, typer.Option(metavar="NAME[,NAME]...", help="equal, uniform, one_long, short; all if not given.")
     ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated; 64 and 128 if not given.")] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="One query row a sequence, over a cache in pages.")] = False,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Sequences, with --decode; may be repeated; 4, 16 and 64 if not given."),
+    ] = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
     device: opt.Device = 0,
     data: opt.Data = DATA,
     as_json: opt.Json = False,
 ) -> None:
-    """Time packed sequences of different lengths beside the libraries that take them, and beside padding.
+    """Time sequences of different lengths, packed or decoding, beside the libraries that take them, and beside padding.
 
     Times go to data/<gpu>/packed/.
     """
     from flashlab.experiments import packed as module
     from flashlab.record import schema, store
 
-    given: dict[str, Any] = {"distributions": opt.names_in(lengths), "head_dims": head_dim}
-    given |= {"dtypes": [dtype] if dtype else None, "masks": [mask] if mask else None}
+    for name, value, fits in (
+        ("--batch", batch, decode),
+        ("--mask", mask, not decode),
+        ("--head-dim", head_dim, not decode),
+    ):
+        if value and not fits:
+            raise ParameterError(f"{name}: wanted {'with' if name == '--batch' else 'without'} --decode")
+    given: dict[str, Any] = {"distributions": opt.names_in(lengths), "dtypes": [dtype] if dtype else None}
+    given |= {"batches": batch, "head_dims": head_dim, "masks": [mask] if mask else None}
+    measure = module.measure_decoding if decode else module.measure
     with following("measuring") as follow:
-        path, missing = module.measure(
+        path, missing = measure(
             **{name: value for name, value in given.items() if value},
             options=replace(module.OPTIONS, data=data, device=device, progress=follow),
         )
     rows = module.shown(store.read(path, schema.PackedRun)[0])
-    answer(rows, ("distribution", "problem", "median_us", "tflops", "over"), as_json=as_json)
+    rate = ("sequences", "stage", "gb_per_s") if decode else ("tflops",)
+    answer(rows, ("distribution", "problem", "median_us", *rate, "over"), as_json=as_json)
     for line in missing:
         say(f"no time: {line}")
     say(f"Recorded in {path}")
