@@ -93,6 +93,10 @@ def test_a_cache_in_pages_is_an_operator_too() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(torch.ops.flashlab.paged_attention, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(*call), flashlab.paged_attention(*call))
+    named = torch.ops.flashlab.paged_attention(*call, stage="d12_paged_ends")
+    assert torch.equal(named, flashlab.paged_attention(*call, stage="d12_paged_ends"))
+    with pytest.raises(errors.UnknownStageError, match="wanted one that reads a cache in pages"):
+        torch.ops.flashlab.paged_attention(*call, stage="16_ones_column")
     with pytest.raises(errors.InputError, match="q: wanted a tensor that needs no gradient"):
         torch.ops.flashlab.paged_attention(q.requires_grad_(), *call[1:])
 

@@ -23,6 +23,10 @@ constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);
 constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of K or V
 constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
 constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies by one instruction
+enum : int {   // for head dim 96, whose rows have 12 chunks; no constants, whose names would stand in the others' machine code
+  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // of a row, that change places
+  COPY_LANES = COPY_ROWS * ROW_CHUNKS,                      // lanes of a warp with a chunk to copy
+};
 constexpr int STEP_PAGES = STEP_KEYS > PAGE_SIZE ? STEP_KEYS / PAGE_SIZE : 1;
 constexpr int PAGE_STEPS = PAGE_SIZE > STEP_KEYS ? PAGE_SIZE / STEP_KEYS : 1;
 constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // that a warp has looked up at a time
@@ -140,11 +144,13 @@ extern "C" __device__ const ShareLaunchShape launch_shape = {
 
 // Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
 // different banks.
-__device__ __forceinline__ int swizzled(int row, int chunk) { return row * HEAD_DIM + (chunk ^ row % MATRIX) * CHUNK; }
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  return row * HEAD_DIM + (chunk ^ row / (MATRIX / SWAPPED_CHUNKS) % SWAPPED_CHUNKS) * CHUNK;
+}
 
 // Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0.
 __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
-  constexpr int SWAPPED = MATRIX * sizeof(Chunk);   // bytes within which chunks change places
+  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // bytes within which chunks change places
   const int distance = 2 * d * sizeof(Chunk);
   return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
 }
@@ -274,6 +280,7 @@ attention_d12_paged_ends(const __grid_constant__ AttentionParams p, const __grid
 
   Step* ring = smem.ring[warp];
   const int copy_row = lane / ROW_CHUNKS, copy_chunk_id = lane % ROW_CHUNKS;
+  const bool copies = COPY_LANES == WARP || lane < COPY_LANES;
   const int warp_steps = max(0, (block_steps - warp + WARPS - 1) / WARPS);
   // Steps are looked up a batch ahead, a lane one of them or one page of it: a load that is used at once would wait in line behind all
   // the keys that are on their way. So page numbers are not looked at before their batch is due.
@@ -336,7 +343,7 @@ attention_d12_paged_ends(const __grid_constant__ AttentionParams p, const __grid
           source += COPY_ROWS * tensor.row_stride;   // in the same page
         }
         const bool exists = row_page >= 0 && row < num_keys && (!WINDOW || row >= hidden_keys);
-        copy_chunk(target_smem + swizzled(row, copy_chunk_id), exists ? source : page0, exists);
+        if (copies) copy_chunk(target_smem + swizzled(row, copy_chunk_id), exists ? source : page0, exists);
       }
     };
     copy_rows(ring[slot].K, p.K);

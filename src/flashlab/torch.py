@@ -3,10 +3,10 @@
 Importing this registers `torch.ops.flashlab.attention(q, k, v, causal=False, scale=None, stage=None, window=None,
 softcap=0.0) -> out` and `torch.ops.flashlab.attention_lse`, the same with `(out, lse)`. On CUDA tensors they are
 `flashlab.attention` on torch's current stream; on CPU tensors the kernel is emulated, for problems of a test's size.
-`torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None, window=None,
-softcap=0.0) -> out` is `flashlab.paged_attention` likewise, and `torch.ops.flashlab.varlen_attention(q, k, v,
-cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal=False, scale=None, stage=None, window=None, softcap=0.0) -> (out, lse)`
-is `flashlab.varlen_attention`. There is no backward pass: inputs that want a gradient are refused. `register()` makes
+`torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None, stage=None,
+window=None, softcap=0.0) -> out` is `flashlab.paged_attention` likewise, and `torch.ops.flashlab.varlen_attention(q, k,
+v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal=False, scale=None, stage=None, window=None, softcap=0.0)
+-> (out, lse)` is `flashlab.varlen_attention`. There is no backward pass: inputs that want a gradient are refused. `register()` makes
 `attn_implementation="flashlab"` known to transformers.
 """
 
@@ -91,11 +91,12 @@ def _paged(
     lengths: Any,
     causal: bool = True,
     scale: float | None = None,
+    stage: str | None = None,
     window: Sequence[int] | None = None,
     softcap: float = 0.0,
 ) -> Any:
     sides: Any = None if window is None else tuple(window)
-    how: dict[str, Any] = {"causal": causal, "scale": scale, "window": sides, "softcap": softcap}
+    how: dict[str, Any] = {"causal": causal, "scale": scale, "stage": stage, "window": sides, "softcap": softcap}
     return paged.paged_attention(q, k_cache, v_cache, page_table, lengths, **how)
 
 
@@ -106,7 +107,7 @@ def _paged_fake(q: Any, k_cache: Any, v_cache: Any, *_: Any, **__: Any) -> Any:
 
 _library.define(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, bool causal=True, "
-    "float? scale=None, SymInt[]? window=None, float softcap=0.0) -> Tensor",
+    "float? scale=None, str? stage=None, SymInt[]? window=None, float softcap=0.0) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 for _key in ("CPU", "CUDA"):
