@@ -23,9 +23,11 @@ from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
 from flashlab.verify.verdict import check
 
-SHARES, ENDS = "d6_paged_parts", "d12_paged_ends"
 READY = "d5_ready_parts"
-every_stage = pytest.mark.parametrize("stage", [STAGE, SHARES, ENDS])
+STAGES = [stage.id for stage in registry.DECODE.values() if stage.runner == paged.__name__]
+every_stage = pytest.mark.parametrize("stage", STAGES)
+every_sharing_stage = pytest.mark.parametrize("stage", [name for name in STAGES if name != STAGE])
+ENDS = "d12_paged_ends"
 GARBAGE = -7
 """In entries of the page table that no key needs."""
 
@@ -101,6 +103,7 @@ def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool, he
 
 
 @needs_compiler
+@every_sharing_stage
 @pytest.mark.parametrize("blocks", [1, 3, 8, 13, 40])
 @pytest.mark.parametrize(
     "lengths",
@@ -115,7 +118,7 @@ def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool, he
     ids=lambda lengths: f"{len(lengths)}x{lengths[-1]}",
 )
 def test_shares_fall_anywhere_on_sequences(
-    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], blocks: int
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], blocks: int, stage: str
 ) -> None:
     """Right, without races, and the workspace is back at 0."""
     works, reports, build, launch = [], [], emulator.build_stage, emulator.launch
@@ -124,13 +127,14 @@ def test_shares_fall_anywhere_on_sequences(
     monkeypatch.setattr(emulator, "launch", lambda *args, **how: reports.append(launch(*args, **how)))
     monkeypatch.setattr(paged, "_work_on_cpu", lambda *_: works.append(np.zeros(1 << 19, np.uint32)) or works[-1])
     q = np.random.default_rng(blocks).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
-    _refuse_wrong(Cache(lengths, 16), q, SHARES)
+    _refuse_wrong(Cache(lengths, 16), q, stage)
     assert [report.findings for report in reports] == [()]
     assert not works[0].any()
 
 
 @needs_compiler
-def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+@every_sharing_stage
+def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """As a graph's replays have it: the grid is fixed, the lengths are not."""
     work = np.zeros(1 << 19, np.uint32)
     monkeypatch.setattr(paged, "_work_on_cpu", lambda *_: work)
@@ -141,7 +145,7 @@ def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.
     for lengths in ((600, 40, 333), (0, 40, 1), (33, 33, 33), (600, 1, 0)):
         cache.lengths[:] = lengths
         cache.keys = [tuple(x[:, :n] for x in pair) for pair, n in zip(whole, lengths, strict=True)]
-        _refuse_wrong(cache, q, SHARES)
+        _refuse_wrong(cache, q, stage)
         assert not work.any()
 
 
@@ -267,7 +271,7 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
         (
             {"stage": READY},
             errors.UnknownStageError,
-            f"reads a cache in pages, {STAGE} or {SHARES} or {ENDS}, got '{READY}'",
+            f"reads a cache in pages, {' or '.join(STAGES)}, got '{READY}'",
         ),
     ],
 )

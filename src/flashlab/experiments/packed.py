@@ -151,7 +151,7 @@ def _record(
     cases: Sequence[Message], names: Sequence[str], known: Sequence[str], options: Options
 ) -> tuple[Path, tuple[str, ...]]:
     for name in names:
-        if name not in known:
+        if name.partition("[")[0] not in known:
             raise ParameterError(f"name: wanted one of {', '.join(known)}, got {name!r}")
     job: Message = {"names": list(names), "cases": cases}
     return record_rows("packed", PackedRun, job, options, total=len(cases) * len(names), step_s=TIMEOUT_S)
@@ -281,8 +281,10 @@ class _Paged:
         return lambda: next(runs)(), partial(call, *self.tensors)
 
     def _stage(self, name: str, stream: int, q: Any, k: Any, v: Any) -> Any:
+        stage, params = registry.parse(name)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        out = paged.paged_attention(q[:, :, None], k, v, self.table, self.lengths, stage=name, stream=stream)
+        how = {"stage": stage.id, "params": params, "stream": stream}
+        out = paged.paged_attention(q[:, :, None], k, v, self.table, self.lengths, **how)
         return out[:, :, 0]
 
     def _library(self) -> Callable[..., Any]:
