@@ -4,10 +4,10 @@ Importing this registers `torch.ops.flashlab.attention(q, k, v, causal=False, sc
 softcap=0.0) -> out` and `torch.ops.flashlab.attention_lse`, the same with `(out, lse)`. On CUDA tensors they are
 `flashlab.attention` on torch's current stream; on CPU tensors the kernel is emulated, for problems of a test's size.
 `torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None, stage=None,
-window=None, softcap=0.0) -> out` is `flashlab.paged_attention` likewise, and `torch.ops.flashlab.varlen_attention(q, k,
-v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal=False, scale=None, stage=None, window=None, softcap=0.0)
--> (out, lse)` is `flashlab.varlen_attention`. There is no backward pass: inputs that want a gradient are refused. `register()` makes
-`attn_implementation="flashlab"` known to transformers.
+window=None, softcap=0.0) -> out` is `flashlab.paged_attention` likewise, and `torch.ops.flashlab.varlen_attention(q,
+k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal=False, scale=None, stage=None, window=None, softcap=0.0) ->
+(out, lse)` is `flashlab.varlen_attention`. There is no backward pass: inputs that want a gradient are refused.
+`register()` makes `attn_implementation="flashlab"` known to transformers.
 """
 
 from __future__ import annotations

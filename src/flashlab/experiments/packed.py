@@ -283,8 +283,8 @@ class _Paged:
     def _stage(self, name: str, stream: int, q: Any, k: Any, v: Any) -> Any:
         stage, params = registry.parse(name)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-        how = {"stage": stage.id, "params": params, "stream": stream}
-        out = paged.paged_attention(q[:, :, None], k, v, self.table, self.lengths, **how)
+        call = partial(paged.paged_attention, stage=stage.id, params=params, stream=stream)
+        out = call(q[:, :, None], k, v, self.table, self.lengths)
         return out[:, :, 0]
 
     def _library(self) -> Callable[..., Any]:
