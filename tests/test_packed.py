@@ -136,6 +136,7 @@ def test_decoding_has_a_table_of_its_own(tmp_path: Path) -> None:
     (row,) = packed.shown([*records, _record("fa3", 60.0)])
     assert (row["stage"], row["over"]["flashinfer"], row["keys"]) == ("d12_paged_ends", pytest.approx(1.1), 1000)
     assert row["gb_per_s"] == pytest.approx(2 * 2 * 1000 * 8 * 128 / 40e-6 / 1e9)
+    assert records[1].tflops(40.0) == pytest.approx(2 * 2 * 1000 * 32 * 128 / 40e-6 / 1e12)  # what `verify` bounds
     path = tmp_path / "nvidia-h200" / "packed" / f"{records[0].run}.jsonl"
     path.parent.mkdir(parents=True)
     for record in records:

@@ -474,6 +474,8 @@ class PackedRun(Base):
 
     def tflops(self, time_us: float) -> float:
         """Rate in TFLOP/s of the scores that the sequences need, in a call that takes `time_us` microseconds."""
+        if self.kv_heads is not None:
+            return 4 * self.heads * sum(self.lengths) * self.head_dim / time_us / 1e6
         shapes = (f"1x{self.heads}x{length}x{self.head_dim}" for length in self.lengths)
         return sum(Problem.parse(shape, mask=self.mask).tflops(time_us) for shape in shapes)
 
