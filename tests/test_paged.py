@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +16,7 @@ from flashlab.build import compiler
 from flashlab.core import errors
 from flashlab.core.problem import DTYPES, MASKS, DType, Problem
 from flashlab.kernels import registry
-from flashlab.run import emulator, gpu, paged
+from flashlab.run import emulator, paged
 from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
@@ -26,8 +25,8 @@ from flashlab.verify.verdict import check
 READY = "d5_ready_parts"
 STAGES = [stage.id for stage in registry.DECODE.values() if stage.runner == paged.__name__]
 every_stage = pytest.mark.parametrize("stage", STAGES)
-every_sharing_stage = pytest.mark.parametrize("stage", [name for name in STAGES if name != STAGE])
-ENDS = "d12_paged_ends"
+CLUSTERS = "d1_paged_kv"
+every_sharing_stage = pytest.mark.parametrize("stage", [name for name in STAGES if name != CLUSTERS])
 GARBAGE = -7
 """In entries of the page table that no key needs."""
 
@@ -302,21 +301,6 @@ def test_there_is_code_for_every_page_size(page_size: int, stage: str) -> None:
             assert compiler.compile_stage(job).parameters["PAGE_SIZE"] == page_size
 
 
-@pytest.mark.parametrize(
-    ("shape", "arch", "stage"),
-    [
-        ("8x32x8x1x8192x128", "sm_90a", ENDS),  # 64 of 132
-        ("9x32x8x1x8192x128", "sm_90a", STAGE),
-        ("1x32x8x1x8192x96", "sm_90a", STAGE),  # a head dim that the other lacks
-        ("1x32x8x1x8192x128", "sm_80", STAGE),  # which says why it does not run there
-    ],
-)
-def test_few_heads_share_keys_equally(monkeypatch: pytest.MonkeyPatch, shape: str, arch: str, stage: str) -> None:
-    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch=arch, sm_count=132))
-    assert paged._chosen(Problem.parse(shape), 0).id == stage
-    assert paged._chosen(Problem.parse(shape), None).id == STAGE
-
-
 def test_pages_are_of_a_power_of_two() -> None:
     pools = [np.zeros((9, 2, 12, 64), np.float16) for _ in range(2)]
     table, lengths = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
@@ -329,7 +313,7 @@ def test_pages_are_of_a_power_of_two() -> None:
 @pytest.mark.parametrize("page_size", [1, 8, 64])
 def test_as_a_stage_it_is_right_and_without_races(page_size: int, stage: str) -> None:
     checked = on_cpu.check_on_cpu(
-        [f"{stage}[PAGE_SIZE={page_size}{',SPLITS=2' if stage == STAGE else ''}]"],
+        [f"{stage}[PAGE_SIZE={page_size}{',SPLITS=2' if stage == CLUSTERS else ''}]"],
         lengths=[(1, 1), (2, 17), (1, 300)],
         layouts=("contiguous", "misaligned"),
         masks=("causal",),

@@ -14,11 +14,11 @@ from flashlab.build import compiler
 from flashlab.core.errors import InputError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.run import gpu
+from flashlab.run import gpu, paged
 from flashlab.run.paged import job_of
 from flashlab.run.plan import with_features
 
-STAGES = ("d1_paged_kv", "d6_paged_parts", "d12_paged_ends")
+STAGES = tuple(stage.id for stage in registry.DECODE.values() if stage.runner == paged.__name__)
 every_stage = pytest.mark.parametrize("stage", STAGES)
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")

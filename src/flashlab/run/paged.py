@@ -39,15 +39,12 @@ from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_o
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
 
-STAGE = "d1_paged_kv"
-"""What runs where no stage is named, but for `FEW`."""
-FEW = "d12_paged_ends"
-"""What runs on a GPU that has more than twice as many SMs as the call has K/V heads of sequences: on an H200 it is
-faster at 8 and 32 of them, as fast at 128 and slower at 512 (site/decode/d12_paged_ends.md)."""
+STAGE = "d13_shares_of_time"
+"""What runs where no stage is named."""
 _FAULTS = 2
 """Counters of a launch: page numbers that are none, lengths below 0 or beyond the page table."""
 _MOST_HEADS = 65535
-"""K/V heads: what a grid has room for, and d6_paged_parts and d12_paged_ends for their numbers."""
+"""K/V heads: what a grid has room for, and stages with equal shares for their numbers."""
 _GARBAGE = 0x7FFF
 """The bits of a NaN in either element type: what a page holds where it holds no key."""
 
@@ -108,9 +105,8 @@ def paged_attention(
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: as `flashlab.attention` takes it.
-        stage: the id of one that reads a cache in pages: d1_paged_kv, d6_paged_parts or d12_paged_ends. None: the last
-            on a GPU that has more than twice as many SMs as there are K/V heads in the batch, where it was faster, else
-            the first.
+        stage: the id of one that reads a cache in pages: d1_paged_kv, d6_paged_parts, d12_paged_ends or, where None,
+            d13_shares_of_time.
         params: the stage's tunables, by name.
         check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
             such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
@@ -141,9 +137,7 @@ def paged_attention(
     out = here.empty(inputs["q"].shape, inputs["q"].dtype) if out is None else out
     lse = here.empty(inputs["q"].shape[:3], "float32") if return_lse else None
     call = _Call(
-        stage=_chosen(problem, inputs["q"].device if here.stream is not None else None)
-        if stage is None
-        else _stage(stage),
+        stage=_stage(stage or STAGE),
         problem=problem,
         views=dict(zip("QKVO", (*inputs.values(), here.view(out, "out")), strict=True)),
         lse=None if lse is None else here.view(lse, "lse"),
@@ -212,14 +206,6 @@ def append_kv(
         raise InputError(f"page_table: wanted page numbers of 0 to {num_pages - 1}, got others")
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache[pages, :, at % page_size] = new.swapaxes(1, 2)
-
-
-def _chosen(problem: Problem, device: int | None) -> Stage:
-    """What suits a problem on a GPU; None: on the CPU."""
-    few = registry.get(FEW)
-    if device is None or few.why_not(problem, gpu.info(device).arch):
-        return registry.get(STAGE)
-    return few if 2 * problem.batch * problem.kv_heads < gpu.info(device).sm_count else registry.get(STAGE)
 
 
 def _stage(name: str) -> Stage:
