@@ -5,6 +5,7 @@ Counts are static: an instruction in a loop counts once. nvdisasm does the readi
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -19,6 +20,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from flashlab.build.cache import entry
+from flashlab.build.sources import digest
 from flashlab.core.errors import MissingPackageError, ParameterError
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -194,8 +197,17 @@ def _functions(code: bytes) -> dict[str, tuple[Instruction, ...]]:
 
 
 def _disassembled(code: bytes, option: str) -> str:
-    """What nvdisasm prints of the code."""
+    """What nvdisasm prints of the code: half a second for a large kernel, and so kept in the compile cache."""
     program = _nvdisasm()
+    key = (digest(code), option, program, Path(program).stat().st_size)
+    made = entry("sass", key, [_TEXT], lambda folder: _disassemble(code, option, program, folder / _TEXT))
+    return gzip.decompress((made.folder / _TEXT).read_bytes()).decode()
+
+
+_TEXT = "text.gz"
+
+
+def _disassemble(code: bytes, option: str, program: str, target: Path) -> dict[str, str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
@@ -204,7 +216,8 @@ def _disassembled(code: bytes, option: str) -> str:
         raise MissingPackageError(f"wanted an nvdisasm that knows {option}, {program} is too old. {_INSTALL}")
     if run.returncode:
         raise ParameterError(f"code: wanted a cubin, nvdisasm refused it: {(run.stderr or run.stdout).strip()}")
-    return run.stdout
+    target.write_bytes(gzip.compress(run.stdout.encode(), 1, mtime=0))
+    return {}
 
 
 @cache

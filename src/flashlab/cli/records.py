@@ -76,7 +76,7 @@ def results(
         _against_peers(name, data, wanted, kinds, as_json)
         return
     shown = select.load(name, data, kinds)
-    for damage in shown.damage:
+    for damage in store.verify(name, data):
         say(f"damaged, left out: {damage}")
     rows = [row for problem in matching(shown.problems, **wanted) for row in shown.problems[problem]]
     if not rows:

@@ -58,3 +58,9 @@ def writable_dir(path: Path, purpose: str) -> Path:
 def slug(gpu_name: str) -> str:
     """Folder name under data/ for a GPU's product name: `NVIDIA H200` is `nvidia-h200`."""
     return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
+
+
+def signature(path: Path) -> tuple[int, ...]:
+    """What changes whenever a file's content does: inode, size, and times of change in nanoseconds."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

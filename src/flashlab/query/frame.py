@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import pandas as pd
 
 from flashlab.core.inputs import TRAINED
-from flashlab.core.paths import DATA
+from flashlab.core.paths import DATA, signature
 from flashlab.core.problem import Cache, Regime
 from flashlab.record import schema, store
 
@@ -62,7 +62,7 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
     """
     where = data / gpu / folder
     paths = store.files(where)
-    content = tuple((path.name, *store.signature(path)) for path in paths)
+    content = tuple((path.name, *signature(path)) for path in paths)
     known = _CACHE.get(where)
     if known is None or known[0] != content:
         lines = store.lines(gpu, folder, data)

@@ -47,7 +47,6 @@ from flashlab.query.frame import frame, grouped, row_of, rows_of
 from flashlab.record import store
 from flashlab.record.checks import read_lines
 from flashlab.record.schema import RUN, Ceiling, Gpu, Machine, Measurement, StageProfile
-from flashlab.record.store import Damage
 
 STATES: Mapping[tuple[Regime, Cache], str] = {
     ("burst", "hot"): "burst, hot L2",
@@ -289,8 +288,6 @@ class Results:
     ceilings: Mapping[str, Ceiling]
     records: pd.DataFrame = field(default_factory=pd.DataFrame, compare=False, repr=False)
     """`frame` of the GPU, which `problems` were chosen from."""
-    damage: tuple[Damage, ...]
-    """Files that differ from CHECKSUMS and lines that could not be read; what could is unharmed."""
 
     @property
     def name(self) -> str:
@@ -616,7 +613,6 @@ def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Re
         problems=_by_problem(select(records, replace(SHOWN, inputs=tuple(inputs)))),
         ceilings=store.newest_ceilings(gpu, data),
         records=records,
-        damage=store.verify(gpu, data),
     )
 
 

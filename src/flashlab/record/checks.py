@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, FlashlabError
 from flashlab.core.inputs import NORMAL
+from flashlab.core.paths import signature
 from flashlab.core.problem import FEATURES, Problem
 from flashlab.record.schema import Gpu, Label, Moment, Prose, RunId, Source, Status, Verdict
 
@@ -170,11 +172,16 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
 
     Each has line (its number in the file, from 1), run, time, gpu, source, software, stage, problem (its fields),
     layout, status, reason, verdict and, where the emulator was asked, emulator, and where the kernel left its fast
-    path, fallbacks.
+    path, fallbacks. They belong to everybody, for a file is read once while its content stays.
 
     Raises:
         DamagedRecordError: a line that is none.
     """
+    return _read(path, signature(path))
+
+
+@lru_cache(maxsize=64)
+def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
     found: list[dict[str, Any]] = []
     header: dict[str, Any] = {}
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

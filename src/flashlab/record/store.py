@@ -47,7 +47,7 @@ from xml.etree import ElementTree
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
-from flashlab.core.paths import DATA, writable_dir
+from flashlab.core.paths import DATA, signature, writable_dir
 from flashlab.kernels import registry
 from flashlab.record import checks, provenance, schema
 from flashlab.record.schema import COUNTERS, Ceiling, Choices, Judged, Machine, Measurement, Record, Samples, Sanitized
@@ -158,12 +158,6 @@ class Line:
     path: Path
     number: int
     """From 1."""
-
-
-def signature(path: Path) -> tuple[int, ...]:
-    """What changes whenever a file's content does: inode, size, and times of change in nanoseconds."""
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 @lru_cache(maxsize=256)

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise, product
 from multiprocessing import get_context
 from pathlib import Path
@@ -197,25 +197,16 @@ def generate(
         store.require_runs(gpu, data)
     shutil.rmtree(root, ignore_errors=True)
     out = Output(root=writable_dir(root, "generated pages"))
-    everything = select.load_all(data)
-    everything = tuple(sorted(everything, key=lambda one: one.gpu != gpu))  # the others keep their order
+    everything = _everything(data, gpu)
     shown = everything[0] if everything else None
-    dead_ends = select.off_ladder(shown.gpu, data) if shown else {}
-    decode = select.off_ladder(shown.gpu, data, registry.DECODE, select.DECODING) if shown else {}
-    # A rung that was retired was measured with the ladder, at every problem.
-    ladder = {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
     # Drawing is most of the work, and independent from page to page.
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        jobs = [pool.submit(_stage_page, out, stage, shown, data) for stage in registry.STAGES.values()]
-        jobs += [pool.submit(_results_page, out, one, data) for one in everything]
-        jobs += [
-            pool.submit(off_ladder_page, out, stage, ladder if stage.retired else dead_ends)
-            for stage in registry.DEAD_ENDS.values()
-        ]
-        for stage in (*registry.DECODE.values(), *registry.FP8.values()):
-            of_it = select.off_ladder(shown.gpu, data, {stage.id: stage}, select.of_stage(stage)) if shown else {}
-            jobs.append(pool.submit(off_ladder_page, out, stage, of_it))
-        decode_page(out, decode)
+        main = shown.gpu if shown else ""
+        jobs = [pool.submit(_downloads, out, data, gpu), pool.submit(_apart, data, main, journey.write, out)]
+        jobs += [pool.submit(_apart, data, main, _stage_page, out, stage) for stage in registry.STAGES.values()]
+        jobs += [pool.submit(_apart, data, one.gpu, _results_page, out) for one in everything]
+        jobs += [pool.submit(_apart, data, main, _off_ladder, out, stage) for stage in registry.OFF_LADDER.values()]
+        decode_page(out, select.off_ladder(shown.gpu, data, registry.DECODE, select.DECODING) if shown else {})
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))
         _notebook_list(out)
@@ -223,20 +214,52 @@ def generate(
         scored = tables.predictions(predictions.scores(shown)) if shown else NOTHING_YET
         out.snippet("predictions.md", f"{_elsewhere(shown, 'What was predicted')}\n\n{scored}")
         _inputs_and_errors(out, shown, data)
-        journey.write(out, shown, data)
         _lists(out, everything)
         out.snippet("compare.md", _compared(out, everything))
-        dead_end_list(out, dead_ends, ladder)
+        dead_end_list(out, _dead_ends(shown, data), _of_retired(shown))
         check_records(out, everything, data)
         _commands(out)
         for pages in _registered("PAGES"):
             for write in pages.values():
                 write(out, shown, data)
-        _downloads(out, everything, data)
         for job in jobs:
             job.result()
     out.text("nav.json", json.dumps(_gpus(shown, everything)))
     return out.root
+
+
+def _everything(data: Path, gpu: str) -> tuple[Results, ...]:
+    """All that is on record, that of `gpu` first; the others keep their order."""
+    return tuple(sorted(select.load_all(data), key=lambda one: one.gpu != gpu))
+
+
+def _apart(data: Path, gpu: str, write: Callable[..., None], *args: Any) -> None:
+    """Write a page in a process that reads a GPU's records once; sending them takes longer."""
+    write(*args, _read(gpu, data), data)
+
+
+@lru_cache(maxsize=2)
+def _read(gpu: str, data: Path) -> Results | None:
+    return select.load(gpu, data) if gpu else None
+
+
+def _dead_ends(shown: Results | None, data: Path) -> Mapping[Problem, Sequence[Measurement]]:
+    return select.off_ladder(shown.gpu, data) if shown else {}
+
+
+def _of_retired(shown: Results | None) -> Mapping[Problem, Sequence[Measurement]]:
+    """A rung that was retired was measured with the ladder, at every problem."""
+    return {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
+
+
+def _off_ladder(out: Output, stage: Stage, shown: Results | None, data: Path) -> None:
+    if shown is None:
+        measured: Mapping[Problem, Sequence[Measurement]] = {}
+    elif stage.dead_end:
+        measured = _of_retired(shown) if stage.retired else _dead_ends(shown, data)
+    else:
+        measured = select.off_ladder(shown.gpu, data, {stage.id: stage}, select.of_stage(stage))
+    off_ladder_page(out, stage, measured)
 
 
 def _gpus(main: Results | None, everything: Sequence[Results]) -> list[dict[str, Any]]:
@@ -721,6 +744,7 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
         "results.md",
         page,
         **{"shown": shown, "data": data, "root": str(ROOT), "rows": rows, "kinds": list(product(MASKS, DTYPES))},
+        damage=store.verify(shown.gpu, data),
         sets=_sets({dtype: shown.libraries(dtype) for dtype in DTYPES}),
         beside=[f"{tables.peer_title(row.name)}: {row.problem.dtype}" for row in shown.beside()],
         against=contests.against_peers(shown.gpu, data),
@@ -831,8 +855,9 @@ def check_records(out: Output, everything: Sequence[Results], data: Path) -> Non
 _PACKED: Mapping[str, Callable[[bytes], bytes]] = {".gz": partial(gzip.compress, mtime=0), ".xz": lzma.compress}
 
 
-def _downloads(out: Output, everything: Sequence[Results], data: Path) -> None:
+def _downloads(out: Output, data: Path, gpu: str) -> None:
     """Copies of the raw data, the flattened tables, the explorer's table, and what every field means."""
+    everything = _everything(data, gpu)
     out.text(explorer.FILE, explorer.text(everything, data))
     listed = []
     for shown in everything:
