@@ -135,6 +135,8 @@ def test_decoding_has_a_table_of_its_own(tmp_path: Path) -> None:
     ]
     (row,) = packed.shown([*records, _record("fa3", 60.0)])
     assert (row["stage"], row["over"]["flashinfer"], row["keys"]) == ("d12_paged_ends", pytest.approx(1.1), 1000)
+    (taken,) = packed.shown([*records, _record("d13_shares_of_time", 42.0, **of)])
+    assert (taken["stage"], taken["us"]["d12_paged_ends"]) == ("d13_shares_of_time", 40.0)  # what a call takes
     assert row["gb_per_s"] == pytest.approx(2 * 2 * 1000 * 8 * 128 / 40e-6 / 1e9)
     assert records[1].tflops(40.0) == pytest.approx(2 * 2 * 1000 * 32 * 128 / 40e-6 / 1e12)  # what `verify` bounds
     path = tmp_path / "nvidia-h200" / "packed" / f"{records[0].run}.jsonl"
@@ -144,7 +146,8 @@ def test_decoding_has_a_table_of_its_own(tmp_path: Path) -> None:
     out = pages.Output(root=tmp_path / "generated")
     packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)
     text = (out.root / "snippets" / "ragged.md").read_text(encoding="utf-8")
-    assert "| 2 | `short` | bfloat16 | 1,000 | `d12_paged_ends` |" in text
+    assert "| 2 | `short` | 1,000 | 50.0 | – | 40.0 | – | 44.0 |" in text
+    assert "NVIDIA H200 · bfloat16" in text
     assert "flashlab packed" in (out.root / "snippets" / "packed.md").read_text(encoding="utf-8")  # nothing of it there
 
 
