@@ -319,10 +319,10 @@ def lever_chart(shown: Sequence[Effect]) -> Chart | str:
     timed = [one for one in shown if one.ratio is not None and not one.is_first]
     if not timed:
         return LEVER_NOT_MEASURED
-    values = "; ".join(f"{one.name}, {_problem(one)}: {one.ratio:.3f}" for one in timed)
+    values = "; ".join(f"{one.name}, {one.problem.label}: {one.ratio:.3f}" for one in timed)
     ordered = sorted(timed, key=lambda one: (one.name, one.problem.head_dim, one.problem.mask != "full"))
     return _chart(
-        [(one.name, _problem(one), one, one.change) for one in ordered],
+        [(one.name, one.problem.label, one, one.change) for one in ordered],
         name="levers",
         xlabel="time over that of the stage as it is; less is better",
         alt=f"Time of every lever over that of its stage as it is. {values}.",
@@ -384,10 +384,6 @@ def _share(one: Effect) -> Estimate | None:
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def _problem(one: Effect) -> str:
-    return f"{one.problem.sizes} {one.problem.mask} {one.problem.dtype}"
-
-
 def _result(one: Effect) -> str:
     """What can be said of its time, or why there is none."""
     if one.median_us is None:
@@ -427,7 +423,7 @@ _LEVELS = (
     *_RESOURCES,
 )
 _LEVERS = (
-    Column("problem", "1", _problem),
+    Column("problem", "1.problem.label"),
     Column("", "1", _result, left=True),
     Column("as it is, µs", "0.median_us", _MICROSECONDS),
     Column("with it, µs", "1.median_us", _MICROSECONDS),
@@ -458,7 +454,7 @@ def levels_table(shown: Sequence[Effect]) -> str:
         levels = [one for one in shown if (one.group, one.problem) == (name, problem)]
         claims = f" Claims: {', '.join(axis.claims)}." if axis.claims else ""
         text.append(
-            f"### {name}: `{axis.stage}`, {_problem(levels[0])}\n\n"
+            f"### {name}: `{axis.stage}`, {levels[0].problem.label}\n\n"
             f"{axis.question}{claims}\n\n*Expected:* {axis.prediction}\n\n{table(_LEVELS, levels)}"
         )
     return "\n".join(text)
