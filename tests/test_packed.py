@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -175,6 +176,20 @@ def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path)
     assert "| 2 | D64 causal bfloat16 | 50.00 |" in line
     assert line.rstrip().endswith("| ×2.40 | ×1.20 | – |")
     assert "16,384 tokens in all" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--batch", "4"], "--batch: wanted with --decode"),
+        (["--decode", "--mask", "full"], "--mask: wanted without --decode"),
+        (["--decode", "--head-dim", "64"], "--head-dim: wanted without --decode"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(options: list[str], words: str) -> None:
+    run = subprocess.run([sys.executable, "-m", "flashlab", "packed", *options], capture_output=True, text=True)
+    assert run.returncode
+    assert words in " ".join(run.stderr.split())
 
 
 def test_what_makes_no_sense_is_refused() -> None:

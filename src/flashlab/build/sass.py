@@ -196,15 +196,15 @@ def _functions(code: bytes) -> dict[str, tuple[Instruction, ...]]:
     }
 
 
+_TEXT = "text.gz"
+
+
 def _disassembled(code: bytes, option: str) -> str:
     """What nvdisasm prints of the code: half a second for a large kernel, and so kept in the compile cache."""
     program = _nvdisasm()
     key = (digest(code), option, program, Path(program).stat().st_size)
     made = entry("sass", key, [_TEXT], lambda folder: _disassemble(code, option, program, folder / _TEXT))
     return gzip.decompress((made.folder / _TEXT).read_bytes()).decode()
-
-
-_TEXT = "text.gz"
 
 
 def _disassemble(code: bytes, option: str, program: str, target: Path) -> dict[str, str]:

@@ -387,7 +387,7 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
                     "sequences": len(ours.lengths),
                     "stage": ours.name,
                 },
-                **{"median_us": time_us, "keys": sum(ours.lengths), "decoding": bool(kv_heads)},
+                **{"median_us": time_us, "keys": sum(ours.lengths)},
                 **{"over": {name: one.samples.median_us / time_us for name, one in by_name.items()}},
                 **{"us": {name: one.samples.median_us for name, one in by_name.items()}, "dtype": dtype},
                 **({"gb_per_s": ours.gb_per_s(time_us)} if kv_heads else {"tflops": ours.tflops(time_us)}),
@@ -396,19 +396,17 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     return rows
 
 
-def _over(names: Sequence[str]) -> tuple[Column, ...]:
-    return tuple(
-        Column(f"over {PADDED if name == PADDED else short_title(name)}", f"over.{name}", times) for name in names
-    )
-
-
 COLUMNS = (
     Column("lengths", "distribution", code),
     Column("sequences", "sequences"),
     Column("problem", "problem", left=True),
     Column("µs", "median_us", mhz),
     Column("TFLOP/s", "tflops", number),
-    *_over([name for name in NAMES if name != STAGE]),
+    *(
+        Column(f"over {PADDED if name == PADDED else short_title(name)}", f"over.{name}", times)
+        for name in NAMES
+        if name != STAGE
+    ),
 )
 DECODE_COLUMNS = (
     Column("sequences", "sequences"),
@@ -445,7 +443,7 @@ def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
         f"{newest.time[:10]} · commit {newest.source.commit[:7]}",
     )
     if decoding:  # in one type: both read as many bytes, and the records have both
-        shown_in = max((row["dtype"] for row in rows), key=DTYPES[::-1].index)
+        shown_in = next(dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows))
         facts = (f"{facts[0]} · {shown_in}", *facts[1:])
         rows = [row for row in rows if row["dtype"] == shown_in]
         rows.sort(key=lambda row: (row["sequences"], list(meaning).index(row["distribution"])))
