@@ -169,6 +169,26 @@ def test_a_race_is_told_with_both_lines(tmp_path: Path) -> None:
 
 
 @needs_compiler
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two blocks that wait for each other need two cores")
+def test_blocks_that_update_a_word_at_the_same_moment_do_not_race(tmp_path: Path) -> None:
+    built = kernel(
+        tmp_path,
+        """
+  for (unsigned i = 1; i < count; ++i) {
+    atomicAdd(&out[0], 1u);
+    while (atomicAdd(&out[0], 0u) < gridDim.x * i) {}  // until the other block is here too
+    atomicAdd(&out[i], 1u);
+  }""",
+        parameters="unsigned* out, unsigned count",
+        hooks=True,
+    )
+    for _ in range(5):
+        out = np.zeros(10_000, np.uint32)
+        assert launch(built, [out, len(out)], grid=[2], block=[1], timeout_s=60).findings == ()
+        assert (out[1:] == 2).all()
+
+
+@needs_compiler
 def test_what_lies_out_of_bounds_and_what_was_never_written_is_told(tmp_path: Path) -> None:
     built = kernel(
         tmp_path, "  out[threadIdx.x] = in[threadIdx.x + 1] + out[0];", parameters="float* out, float* in", hooks=True

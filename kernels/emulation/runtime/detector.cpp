@@ -2,6 +2,7 @@
 #include "detector.h"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <mutex>
 
@@ -60,6 +61,9 @@ std::uint64_t cluster_of(const Block& block, std::uint64_t linear) { return line
 // runs one launch.
 std::mutex published_mutex;
 std::map<const void*, Pasts> published;
+
+// Blocks run side by side, so that several may ask at once who wrote a granule of global memory last.
+std::array<std::mutex, 64> owner_mutexes;
 
 }  // namespace
 
@@ -366,6 +370,7 @@ void global_access(const By& by, std::uint64_t offset, unsigned bytes, Act act) 
   // Blocks of a launch are ordered by a cluster's barriers, or by fences around atomics.
   const std::uint32_t me = static_cast<std::uint32_t>(by.block.linear + 1);
   for (std::uint64_t index = offset / Shadow::GRANULE; index <= (offset + bytes - 1) / Shadow::GRANULE; ++index) {
+    const std::lock_guard lock(owner_mutexes[index % owner_mutexes.size()]);
     GlobalMemory::Owner& owner = memory.owners[index];
     if (owner.block && owner.block != me && bytes >= Shadow::GRANULE && !(owner.atomic && act == Act::atomic) && !ordered(by, owner)) {
       report(by, "race", "global", by.block, name, offset - region->offset, bytes, {owner.thread, 0, owner.atomic ? Act::atomic : Act::write, owner.place}, act);
