@@ -432,6 +432,33 @@ def test_headers_may_lie_in_several_folders(tmp_path: Path, monkeypatch: pytest.
     assert home in found
 
 
+def test_what_is_in_the_cache_needs_no_compiler_loaded() -> None:
+    """Loading NVRTC and what finds it took half of a process's first call."""
+    naive()
+    text = (
+        "import sys; from flashlab.build import compiler; from flashlab.kernels.registry import STAGES; "
+        "job = compiler.Job(stage=STAGES['00_naive'], head_dim=64, causal=True, dtype='float16', arch='sm_90a'); "
+        "assert compiler.compile_stage(job).cached; "
+        "print(sorted(sys.modules.keys() & {'cuda.pathfinder', 'cuda.bindings', 'cuda.core'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+def test_the_wheels_nvrtc_is_the_one_that_a_process_loads() -> None:
+    assert compiler._nvrtc_of_wheel() in (None, compiler._loaded_nvrtc())
+
+
+@pytest.mark.usefixtures("_fresh_toolchain")
+def test_another_nvrtc_than_the_installed_one_compiles_nothing(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_nvrtc_of_wheel", lambda: (*compiler._loaded_nvrtc()[:1], 99, 1))
+    monkeypatch.setattr(compiler, "_HEADER_WHEELS", {})
+    with pytest.raises(CompileError, match=r"wanted NVRTC \d+\.99, which is installed, .* got NVRTC \d+\.\d+\n"):
+        build(tmp_path)
+
+
 # --- the cache ---
 
 

@@ -258,32 +258,18 @@ def toolchain() -> Toolchain:
         MissingPackageError: a package is missing; the message has the pip command.
     """
     try:
-        from cuda import pathfinder
-        from cuda.bindings import nvrtc
-
-        core = metadata.version("cuda-core")
+        core, _ = metadata.version("cuda-core"), metadata.version("cuda-bindings")
     except ImportError as error:  # PackageNotFoundError is one
         raise MissingPackageError(
             f"wanted cuda-core and cuda-bindings to compile kernels, got: {error}. "
             "Install them: pip install cuda-core 'cuda-bindings>=13,<14'"
         ) from error
-    try:
-        library = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
-        status, major, minor = nvrtc.nvrtcVersion()
-    except RuntimeError as error:
-        raise MissingPackageError(
-            f"wanted the NVRTC library to compile kernels, got: {str(error).splitlines()[0]}. "
-            "Install it: pip install 'nvidia-cuda-nvrtc>=13,<14'"
-        ) from error
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise MissingPackageError(
-            f"wanted a working NVRTC, got {status!s}. Install it anew: pip install -I nvidia-cuda-nvrtc"
-        )
+    major, minor, size = _nvrtc_of_wheel() or _loaded_nvrtc()
 
     roots = [Path(folder).absolute() / "nvidia" / f"cu{major}" / "include" for folder in sys.path]
     include_dirs: list[Path] = []
     missing: list[str] = []
-    identity = [f"nvrtc {major}.{minor} {Path(library).stat().st_size if library else 0}", f"cuda-core {core}"]
+    identity = [f"nvrtc {major}.{minor} {size}", f"cuda-core {core}"]
     for wheel, (folder, header) in _HEADER_WHEELS.items():
         include_dir = next((root / folder for root in roots if (root / folder / header).is_file()), None)
         if include_dir is None:
@@ -299,6 +285,37 @@ def toolchain() -> Toolchain:
             f"Install them: pip install {' '.join(missing)}"
         )
     return Toolchain(nvrtc_version=f"{major}.{minor}", include_dirs=tuple(include_dirs), identity=tuple(identity))
+
+
+def _nvrtc_of_wheel() -> tuple[int, int, int] | None:
+    """Major and minor version of the installed wheel's NVRTC, and its library's size, without loading it: a call whose
+    kernel is in the cache needs no compiler. None where there is no such wheel."""
+    try:
+        wheel = metadata.distribution("nvidia-cuda-nvrtc")
+        major, minor, *_ = map(int, wheel.version.split("."))
+        return major, minor, Path(str(wheel.locate_file(f"nvidia/cu{major}/lib/libnvrtc.so.{major}"))).stat().st_size
+    except (metadata.PackageNotFoundError, ValueError, OSError):
+        return None
+
+
+def _loaded_nvrtc() -> tuple[int, int, int]:
+    """The same of the NVRTC that this process loads."""
+    from cuda import pathfinder
+    from cuda.bindings import nvrtc
+
+    try:
+        library = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
+        status, major, minor = nvrtc.nvrtcVersion()
+    except RuntimeError as error:
+        raise MissingPackageError(
+            f"wanted the NVRTC library to compile kernels, got: {str(error).splitlines()[0]}. "
+            "Install it: pip install 'nvidia-cuda-nvrtc>=13,<14'"
+        ) from error
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise MissingPackageError(
+            f"wanted a working NVRTC, got {status!s}. Install it anew: pip install -I nvidia-cuda-nvrtc"
+        )
+    return major, minor, Path(library).stat().st_size if library else 0
 
 
 def compile_stage(job: Job) -> Cubin:
@@ -677,6 +694,9 @@ def _serve(request: _NvrtcRequest) -> None:
 def _run_here(request: _NvrtcRequest) -> tuple[bytes | None, str]:
     with _IMPORTING:
         from cuda.core import Program, ProgramOptions
+    loaded = f"NVRTC {'.'.join(map(str, _loaded_nvrtc()[:2]))}"
+    if loaded != request.compiler:
+        raise request.error(f"wanted {request.compiler}, which is installed, to compile it, got {loaded}", "")
 
     options = ProgramOptions(
         name=str(request.source),  # absolute: NVRTC searches its folder, and the current one where it names none
