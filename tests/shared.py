@@ -52,6 +52,18 @@ def one_type_a_head_dim(jobs: Iterable[Job]) -> tuple[Job, ...]:
     return tuple(job for job in jobs if job.dtype == taken(job.stage, job.head_dim))
 
 
+def a_variant_elsewhere(jobs: Iterable[Job]) -> tuple[Job, ...]:
+    """The jobs for Hopper, and of each other architecture and head dim one, of types and masks in turn."""
+
+    def taken(job: Job) -> bool:
+        number = job.stage.head_dims.index(job.head_dim) + job.stage.archs.index(job.arch)
+        types = job.stage.dtypes
+        causal = bool(number // len(types) % 2)
+        return job.arch == "sm_90a" or (job.dtype, job.causal) == (types[number % len(types)], causal)
+
+    return tuple(filter(taken, jobs))
+
+
 def live_things(page: str) -> list[str]:
     """What of a page of the report would run, or lead to a script, and is not the report's own."""
     found: list[str] = []
