@@ -156,11 +156,7 @@ def split(
 def _show(effects: Sequence[Effect], path: Path, as_json: bool) -> None:
     """Levels or parts beside the first of their group."""
     columns = ("group", "name", "shape", "mask", "median_us", "ratio", "interval", "verdict", "samples")
-    try:
-        rows = [one.flat() for one in effects]
-    except ImportError as error:  # The records are written: what is missing here can be drawn elsewhere.
-        say(f"without intervals: {error}")
-        rows = [one.flat(intervals=False) for one in effects]
+    rows = [one.flat() for one in effects]
     answer(rows, (*columns, "registers", "spill_store_bytes", "blocks_per_sm", "reason"), as_json=as_json)
     say(f"Recorded in {path}")
 
