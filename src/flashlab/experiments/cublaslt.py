@@ -16,7 +16,7 @@ import ctypes
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -264,24 +264,13 @@ def _set(function: str, target: Any, attribute: int, value: ctypes._SimpleCData[
     _call(function, target, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
 
-class Handle:
-    """cuBLASLt's state on the current device."""
-
-    def __init__(self) -> None:
-        self.value = _made("cublasLtCreate")
-
-    def close(self) -> None:
-        """Give it back."""
-        _call("cublasLtDestroy", self.value)
-
-
 class Matmul:
-    """A product described to cuBLASLt, with an algorithm chosen."""
+    """A product described to cuBLASLt on the current device, with an algorithm chosen and a handle of its own."""
 
-    def __init__(self, handle: Handle, product: Product) -> None:
-        self._handle = handle
+    def __init__(self, product: Product) -> None:
         self._made: list[tuple[str, ctypes.c_void_p]] = []
         try:
+            self._handle = self._keep("", _made("cublasLtCreate"))
             self._describe(product)
             self.algorithm = self._choose(product)
         except BaseException:
@@ -337,7 +326,7 @@ class Matmul:
         try:
             _call(
                 "cublasLtMatmulAlgoGetHeuristic",
-                self._handle.value,
+                self._handle,
                 *self._layouts(),
                 self._preference,
                 wanted,
@@ -362,7 +351,7 @@ class Matmul:
             try:
                 _set(configure, pointer, _CONFIG_SPLIT_K, ctypes.c_int32(parts))
                 _set(configure, pointer, _CONFIG_REDUCTION, ctypes.c_uint32(reduction))
-                _call("cublasLtMatmulAlgoCheck", self._handle.value, *self._layouts(), pointer, ctypes.byref(checked))
+                _call("cublasLtMatmulAlgoCheck", self._handle, *self._layouts(), pointer, ctypes.byref(checked))
             except LaunchError:
                 continue  # Not this one: cuBLASLt says so by an error.
             if checked.workspace_bytes <= WORKSPACE_BYTES:
@@ -374,7 +363,7 @@ class Matmul:
         out = ctypes.c_void_p(d)
         _call(
             "cublasLtMatmul",
-            self._handle.value,
+            self._handle,
             self._operation,
             ctypes.byref(self._alpha),
             ctypes.c_void_p(a),
@@ -393,7 +382,7 @@ class Matmul:
         )
 
     def close(self) -> None:
-        """Give its descriptions back."""
+        """Give its descriptions and its handle back."""
         while self._made:
             function, made = self._made.pop()
             _call(function, made)
@@ -402,17 +391,12 @@ class Matmul:
 @contextmanager
 def _set_up(product: Product) -> Iterator[tuple[Matmul, int]]:
     """A product with a handle, descriptions and workspace of its own, and the workspace's address."""
-    handle = Handle()
-    try:
-        matmul = Matmul(handle, product)
+    with closing(Matmul(product)) as matmul:
         workspace = int(gpu.call("cuMemAlloc", WORKSPACE_BYTES))
         try:
             yield matmul, workspace
         finally:
             gpu.call("cuMemFree", workspace)  # waits until the device is done
-            matmul.close()
-    finally:
-        handle.close()
 
 
 # --- the three passes, on a GPU ---------------------------------------------------------------------------------------
@@ -486,21 +470,18 @@ class Passes:
                 stream=stream,
             )
             self._steps.append(_Step(heads, qk, pv, softmax))
-        self._each_call = bool(parameters["SETUP_EACH_CALL"])
+        wanted_products = {one for step in self._steps for one in (step.qk, step.pv)}
         self._matmuls: dict[Product, Matmul] = {}
         self._workspace: gpu.Zeroed | None = None
         with gpu.context(device):
-            if self._each_call:
-                for product in {one for step in self._steps for one in (step.qk, step.pv)}:
+            if parameters["SETUP_EACH_CALL"]:
+                for product in wanted_products:
                     with _set_up(product):  # so that a product that cannot be done is refused now
                         pass
             else:
-                self._handle = Handle()
                 self._workspace = gpu.Zeroed(device, WORKSPACE_BYTES, stream)
-                for step in self._steps:
-                    for product in (step.qk, step.pv):
-                        if product not in self._matmuls:
-                            self._matmuls[product] = Matmul(self._handle, product)
+                for product in wanted_products:
+                    self._matmuls[product] = Matmul(product)
 
     def _multiply(self, product: Product, a: int, b: int, d: int) -> None:
         if self._workspace is None:
@@ -522,7 +503,6 @@ class Passes:
         with suppress(Exception):
             for matmul in self._matmuls.values():
                 matmul.close()
-            self._handle.close()
 
 
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
