@@ -615,12 +615,6 @@ PROBLEMS = tuple(Problem.parse(f"16x16x2048x{head_dim}", mask=mask) for head_dim
 """The problems that the pages predict: the first shape, float16, by head dim and mask."""
 
 
-def parameters_of(stage_id: str, problem: Problem, gpu: str | None = None, data: Path = DATA) -> dict[str, int]:
-    """The tunables that a stage runs a problem with: the GPU's table over the stage's defaults."""
-    stage = registry.get(stage_id)
-    return stage.parameters(problem.head_dim, choice.parameters(stage, gpu, problem, data=data))
-
-
 def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
     """The time of a loop that was measured (group `loop`) by the model, cycles per score; None where it cannot tell."""
     case = reading.defines
@@ -675,7 +669,7 @@ class Compared:
     measured_tflops: float | None
 
 
-def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | None = None) -> list[Compared]:
+def compare(gpu: str | None, data: Path = DATA) -> list[Compared]:
     """The prediction for every stage on the first shape, beside its measurement.
 
     The measurement is the one that the other pages show; of a stage that they do not show there, the newest one. It
@@ -695,7 +689,7 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
         ceilings, rows = {}, []
     rates = rates_of(readings, ceilings)
     compared: list[Compared] = []
-    for problem in problems or PROBLEMS:
+    for problem in PROBLEMS:
         measured = {row.name: row for row in rows if row.status == "ok" and row.problem == problem}
         for stage_id in described():
             row = measured.get(stage_id)
@@ -703,7 +697,9 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
             if row is not None and row.cubin is not None:
                 parameters, blocks_per_sm = row.cubin.parameters, row.cubin.blocks_per_sm
             else:
-                parameters, blocks_per_sm = parameters_of(stage_id, problem, gpu, data), None
+                stage = registry.get(stage_id)
+                tuned = choice.parameters(stage, gpu, problem, data=data)
+                parameters, blocks_per_sm = stage.parameters(problem.head_dim, tuned), None
             kernel = kernel_of(stage_id, problem.head_dim, parameters, blocks_per_sm)
             if kernel is None or (not kernel.uses_wgmma and rates.mma_sync is None):
                 continue

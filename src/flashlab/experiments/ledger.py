@@ -54,6 +54,7 @@ from flashlab.record.schema import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
 from flashlab.show.pages import Output, stage_link
+from flashlab.verify.oracle import make_torch_inputs
 
 CLAIMS = DATA / "claims.csv"
 VERDICTS = "verdicts.json"
@@ -648,13 +649,7 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
         raise UnsupportedError(why_not.reason)
     torch = importlib.import_module("torch")
     torch.cuda.set_device(device)
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
-    kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
-    q, k, v = (
-        torch.randn(one, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
-        for one in (shape, kv_shape, kv_shape)
-    )
+    q, k, v = make_torch_inputs(problem)
     times_us = []
     with harness.Book(data, "calls") as book, torch.no_grad():
         book.hello(harness.greeting(info))
