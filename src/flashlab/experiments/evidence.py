@@ -32,7 +32,6 @@ from flashlab.measure import ceilings
 from flashlab.query import roofline, select
 from flashlab.query.frame import frame, of_problem
 from flashlab.query.kinship import MODELS
-from flashlab.query.select import Policy
 from flashlab.query.statistics import Estimate, Statistic, median, over_starts, ratio_of_medians
 from flashlab.record.schema import Call, Measurement
 from flashlab.show import tables
@@ -218,12 +217,6 @@ class Records:
         """Stages, dead ends and libraries, oldest first; not a stage's second row, with the log-sum-exp on."""
         return [row for row in self.rows("runs") if row.kind != "ceiling" and row.second is not True]
 
-    def chosen(self, problem: Problem, policy: Policy) -> dict[str, Row]:
-        """The timed rows that a policy chooses at a problem, by name."""
-        table = select.select(of_problem(frame(self.gpu, self.data), problem), policy)
-        rows: Iterable[Row] = table.itertuples(index=False)
-        return {row.name: row for row in rows if row.status == "ok" and times_us(row)}
-
     def of(self, problem: Problem, names: Sequence[str]) -> Starts:
         """Stages or libraries at a problem, each start's of one run."""
         rows = (row for row in self.measurements if row.problem == problem and row.status == "ok" and times_us(row))
@@ -246,8 +239,9 @@ class Records:
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
         """The fastest stage of the ladder that a condition holds for."""
-        ladder = self.chosen(problem, select.LADDER).values()
-        able = [row for row in ladder if row.name in registry.RUNGS and CONDITIONS[condition](row.record)]
+        table = select.select(of_problem(frame(self.gpu, self.data), problem), select.LADDER)
+        timed: Iterable[Row] = (row for row in table.itertuples(index=False) if row.status == "ok" and times_us(row))
+        able = [row for row in timed if row.name in registry.RUNGS and CONDITIONS[condition](row.record)]
         if not able:
             raise PendingError(f"flashlab bench --shape {problem.shape}")
         return min(able, key=lambda row: row.median_us)

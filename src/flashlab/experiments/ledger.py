@@ -143,19 +143,17 @@ class Claim(BaseModel):
 
     @field_validator("lines", mode="before")
     @classmethod
-    def _lines(cls, text: object) -> object:
-        return tuple(text.split()) if isinstance(text, str) else text
+    def _lines(cls, text: str) -> list[str]:
+        return text.split()
 
     @field_validator("quote", mode="before")
     @classmethod
-    def _quote(cls, text: object) -> object:
-        return tuple(filter(None, text.split(_ELLIPSIS))) if isinstance(text, str) else text
+    def _quote(cls, text: str) -> list[str]:
+        return list(filter(None, text.split(_ELLIPSIS)))
 
     @field_validator("states", "adds", mode="before")
     @classmethod
-    def _conditions(cls, text: object, info: ValidationInfo) -> object:
-        if not isinstance(text, str):
-            return text
+    def _conditions(cls, text: str, info: ValidationInfo) -> dict[str, object]:
         conditions: dict[str, object] = {}
         for part in filter(None, text.split("; ")):
             name, separator, what = part.partition(": ")
@@ -412,14 +410,14 @@ def _against(number: Number, claimed: Range | None) -> str:
 def _numbers(claim: Claim, unit: str, finding: Finding) -> tuple[Number, ...]:
     """Our numbers, judged by the claim's rule one by one; held against nothing where it is not comparable."""
     found = finding.numbers[: len(claim.numbers)]
-    if claim.not_comparable:
-        units = claim.units if len(claim.units) == len(found) and not unit else (unit or claim.unit,) * len(found)
-        return tuple(
-            Number(claimed="", unit=of, verdict="not_comparable", **vars(ours))
-            for ours, of in zip(found, units, strict=True)
-        )
+    units = claim.units
+    if claim.not_comparable and (unit or len(units) != len(found)):
+        units = (unit or claim.unit,) * len(found)
     numbers = []
-    for ours, claimed, of in zip(found, claim.numbers, claim.units, strict=True):
+    for ours, claimed, of in zip(found, claim.numbers, units, strict=not claim.not_comparable):
+        if claim.not_comparable:
+            numbers.append(Number(claimed="", unit=of, verdict="not_comparable", **vars(ours)))
+            continue
         factor = claimed
         if claim.rule == "gain" and of == "%":  # A gain in percent is judged as the factor that it is.
             factor = claimed and Range(low=1 + claimed.low / 100, high=1 + claimed.high / 100)
