@@ -21,11 +21,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flashlab.core.errors import LaunchError, MissingPackageError, UnsupportedError
-from flashlab.core.problem import BYTES_PER_ELEMENT, DType, Problem
+from flashlab.core.problem import BYTES_PER_ELEMENT, Problem
 from flashlab.run import emulator, gpu
 from flashlab.run.arguments import AttentionParams
 from flashlab.run.arrays import DeviceArray
+from flashlab.verify.oracle import pack, to_float
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -523,24 +526,20 @@ class EmulatedPasses:
     ) -> None:
         """Multiply Q by K. `arrays` are Q, K, V and O in host memory; `params` and `pointers` make the argument that a
         fused kernel would get."""
-        import numpy as np
-
         problem, parameters, scale_log2 = planned.problem, kernel.parameters, params.scale_log2
         self._problem, self._arrays = problem, {name: array.owner for name, array in arrays.items()}
-        q, k = (_floats(self._arrays[name], problem.dtype) for name in "QK")
+        q, k = (to_float(self._arrays[name]) for name in "QK")
         group = problem.q_heads // problem.kv_heads
-        scores = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(scale_log2)
         heads, pitch = problem.batch * problem.q_heads, pitch_of(problem)
-        narrow = _narrow(problem.dtype)
-        self._probs = np.full((heads, problem.q_len, pitch), np.nan, dtype=narrow)
+        scores = np.full((heads, problem.q_len, pitch), np.nan, dtype=np.float32)
+        products = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(scale_log2)
+        self._probs = pack(scores, problem.dtype)
+        scores[..., : problem.kv_len] = products.reshape(heads, problem.q_len, problem.kv_len)
         of_softmax = {}
-        flat = scores.reshape(heads, problem.q_len, problem.kv_len)
         if parameters["SCORES_FP32"]:
-            wide = np.full(self._probs.shape, np.nan, dtype=np.float32)
-            wide[..., : problem.kv_len] = flat
-            of_softmax[SoftmaxParams.scores.offset] = emulator.Pointer(array=wide, access="r", name="scores")
+            of_softmax[SoftmaxParams.scores.offset] = emulator.Pointer(array=scores, access="r", name="scores")
         else:
-            self._probs[..., : problem.kv_len] = flat.astype(narrow)
+            self._probs = pack(scores, problem.dtype)
         of_softmax[SoftmaxParams.probs.offset] = emulator.Pointer(array=self._probs, access="rw", name="probs")
         if AttentionParams.LSE.offset in pointers:
             of_softmax[SoftmaxParams.LSE.offset] = pointers[AttentionParams.LSE.offset]
@@ -550,26 +549,9 @@ class EmulatedPasses:
 
     def finish(self) -> None:
         """Multiply what the kernel made of the scores by V, into O."""
-        import numpy as np
-
         problem = self._problem
         shape = (problem.batch, problem.q_heads, problem.q_len, -1)
-        probs = self._probs[..., : problem.kv_len].astype(np.float32).reshape(shape)
+        probs = to_float(self._probs[..., : problem.kv_len]).reshape(shape)
         group = problem.q_heads // problem.kv_heads
-        out = probs @ np.repeat(_floats(self._arrays["V"], problem.dtype), group, axis=1)
-        target = self._arrays["O"]
-        target.view(_narrow(problem.dtype))[...] = out.astype(_narrow(problem.dtype))
-
-
-def _narrow(dtype: DType) -> Any:
-    import ml_dtypes
-    import numpy as np
-
-    return np.float16 if dtype == "float16" else ml_dtypes.bfloat16
-
-
-def _floats(array: Any, dtype: DType) -> Any:
-    """float32 values of a NumPy array; bfloat16 may come as its bits."""
-    import numpy as np
-
-    return array.view(_narrow(dtype)).astype(np.float32)
+        out = pack(probs @ np.repeat(to_float(self._arrays["V"]), group, axis=1), problem.dtype)
+        self._arrays["O"].view(out.dtype)[...] = out
