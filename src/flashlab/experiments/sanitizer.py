@@ -19,13 +19,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flashlab.build import compiler
 from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
-from flashlab.core.problem import DTYPES, MASKS, Problem
+from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.measure import profile
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, greeting, serve
@@ -34,7 +34,9 @@ from flashlab.record import store
 from flashlab.record.schema import Sanitized
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
+from flashlab.verify.cases import cases
 from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import strides_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LENGTHS: tuple[tuple[int, int], ...] = ((1, 1), (65, 130), (203, 113), (130, 257))
@@ -205,16 +207,8 @@ def _run(command: str, tool: str, job: Message, options: Options) -> tuple[Found
 
 def problems(stage_id: str) -> list[Problem]:
     """What a stage is launched on: grouped heads, every head dim, type, mask and pair of lengths it takes."""
-    stage = registry.get(stage_id)
-    whole = Problem(batch=1, q_heads=2, kv_heads=1, q_len=1, kv_len=1, head_dim=stage.head_dims[0])
-    return [
-        replace(whole, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype, mask=mask)
-        for head_dim in stage.head_dims
-        for dtype in DTYPES
-        if dtype in stage.dtypes
-        for mask in MASKS
-        for q_len, kv_len in LENGTHS
-    ]
+    able = {stage_id: registry.get(stage_id)}
+    return [case.problem for case in cases(able, lengths=LENGTHS, heads=(1, 2, 1), layouts=("contiguous",))]
 
 
 def _launch(job: Message, send: Send) -> None:
@@ -238,10 +232,8 @@ def _launch_once(torch: Any, stage_id: str, problem: Problem, odd: int) -> None:
     """One launch. Arrays come from the host, so that no kernel but the stage's runs; `odd` elements part the rows."""
 
     def on_gpu(shape: Sequence[int], values: Any | None) -> Any:
-        batch, heads, length, head_dim = shape
-        step = head_dim + odd
-        strides = (heads * length * step, length * step, step, 1)
-        size = batch * heads * length * step
+        strides = strides_of(shape, row_padding=odd)
+        size = shape[0] * strides[0]
         if values is None:
             flat = torch.empty(size, dtype=getattr(torch, problem.dtype), device="cuda")
         else:
