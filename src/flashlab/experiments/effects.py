@@ -23,6 +23,7 @@ from flashlab.core.problem import Problem
 from flashlab.experiments import levers
 from flashlab.experiments.ablation import AXES, PARTS
 from flashlab.query import select
+from flashlab.query.frame import grouped
 from flashlab.query.statistics import (
     CONFIDENCE,
     Estimate,
@@ -432,12 +433,11 @@ def levels_table(shown: Sequence[Effect]) -> str:
     if not shown:
         return NOTHING_YET
     text: list[str] = []
-    for name, problem in dict.fromkeys((one.group, one.problem) for one in shown):
+    for (name, problem), levels in grouped(shown, lambda one: (one.group, one.problem)).items():
         axis = AXES[name]
-        levels = [one for one in shown if (one.group, one.problem) == (name, problem)]
         claims = f" Claims: {', '.join(axis.claims)}." if axis.claims else ""
         text.append(
-            f"### {name}: `{axis.stage}`, {levels[0].problem.label}\n\n"
+            f"### {name}: `{axis.stage}`, {problem.label}\n\n"
             f"{axis.question}{claims}\n\n*Expected:* {axis.prediction}\n\n{table(_LEVELS, levels)}"
         )
     return "\n".join(text)
@@ -458,8 +458,7 @@ def split_table(shown: Sequence[Effect]) -> str:
     if not shown:
         return NOTHING_YET
     rows: list[dict[str, object]] = []
-    for stage, problem in dict.fromkeys((one.group, one.problem) for one in shown):
-        parts = [one for one in shown if (one.group, one.problem) == (stage, problem)]
+    for (stage, problem), parts in grouped(shown, lambda one: (one.group, one.problem)).items():
         row: dict[str, object] = {"stage": stage, "problem": problem.sizes}
         for one in parts:
             cells = {"part": _PART_TITLES.get(one.name, one.name), "time_us": one.median_us}

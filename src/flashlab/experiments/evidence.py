@@ -217,9 +217,14 @@ class Records:
         """Stages, dead ends and libraries, oldest first; not a stage's second row, with the log-sum-exp on."""
         return [row for row in self.rows("runs") if row.kind != "ceiling" and row.second is not True]
 
+    @cached_property
+    def timed(self) -> list[Row]:
+        """Those of `measurements` that are right and have a time."""
+        return [row for row in self.measurements if row.status == "ok" and times_us(row)]
+
     def of(self, problem: Problem, names: Sequence[str]) -> Starts:
         """Stages or libraries at a problem, each start's of one run."""
-        rows = (row for row in self.measurements if row.problem == problem and row.status == "ok" and times_us(row))
+        rows = (row for row in self.timed if row.problem == problem)
         return by_start(rows, lambda row: row.name, names, _bench(problem, names))
 
     def levels(self, axis: str, operands: Sequence[str]) -> Starts:
@@ -455,8 +460,7 @@ def speedup_across(records: Records, entry: Entry) -> Finding:
         fast = records.named(entry, (other,))
     except PendingError as error:
         raise PendingError(command) from error
-    timed = (row for row in records.measurements if row.problem == entry.problem and row.status == "ok")
-    slow = [[row] for row in timed if row.name == stage and times_us(row)]
+    slow = [[row] for row in records.timed if (row.name, row.problem) == (stage, entry.problem)]
     pairs = list({rows[1].place: rows for rows in select.same_starts(slow, fast)}.values())
     if not pairs:
         raise PendingError(command)
@@ -467,8 +471,7 @@ def speedup_across(records: Records, entry: Entry) -> Finding:
 def causal_speedup(records: Records, entry: Entry) -> Finding:
     """A stage without a mask over the same under a causal one."""
     problems = [Problem.parse(entry.shape, mask=mask) for mask in MASKS]
-    timed = (row for row in records.measurements if row.status == "ok" and times_us(row))
-    ours = [row for row in timed if row.name in entry.operands and row.problem in problems]
+    ours = [row for row in records.timed if row.name in entry.operands and row.problem in problems]
     starts = by_start(ours, lambda row: row.problem, problems, _bench(entry.problem, entry.operands))
     return Finding((_over(ratio_of_medians, starts),), _rows([starts]))
 

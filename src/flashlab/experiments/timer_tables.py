@@ -254,10 +254,6 @@ def _bursts(gpu_slug: str | None, data: Path) -> list[Reading]:
     return [pool for pool in _pools(gpu_slug, data) if state(pool) != "sustained"]
 
 
-def _label(name: str) -> str:
-    return name if name in registry.RUNGS else tables.peer_title(name)
-
-
 def _title(name: str) -> str:
     return tables.code(name) if name in registry.RUNGS else tables.peer_title(name)
 
@@ -322,7 +318,7 @@ def timers_chart(gpu_slug: str | None, data: Path = DATA) -> Chart | str:
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for one in sorted(compared, key=lambda one: (-one.ours.problem.flops, one.other.timer)):
         gain = one.ratio.percent_gain()
-        row = series.setdefault(f"{_label(one.ours.name)}, {one.ours.problem.shape}", {})
+        row = series.setdefault(f"{tables.peer_title(one.ours.name)}, {one.ours.problem.shape}", {})
         row[f"{TIMERS[one.other.timer]}, {one.ours.samples.cache} L2"] = (gain.low, gain.value, gain.high)
     runs = sorted({pool.run for pool in found})
     return charts.differences(
@@ -410,8 +406,7 @@ def spread_table(gpu_slug: str | None, data: Path = DATA) -> str:
         return lambda one: one.medians_us[index] if index < len(one.medians_us) else None
 
     text = []
-    for problem in dict.fromkeys(one.problem for one in found):
-        mine = [one for one in found if one.problem == problem]
+    for problem, mine in grouped(found, lambda one: one.problem).items():
         starts = max(len(one.rows) for one in mine)
         columns = [
             Column("", "name", _title),
@@ -450,7 +445,7 @@ def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: str = "full")
         middle = fmean(one.medians_us)
         for start, samples in enumerate(one.samples, start=1):
             low, mid, high = (100 * (float(t) / middle - 1) for t in np.percentile(samples.time_us, (5, 50, 95)))
-            series.setdefault(_label(one.name), {})[f"start {start}"] = (low, mid, high)
+            series.setdefault(tables.peer_title(one.name), {})[f"start {start}"] = (low, mid, high)
     rows = [row for one in found for row in one.rows]
     return charts.differences(
         series,

@@ -23,7 +23,6 @@ from __future__ import annotations
 import importlib
 import json
 import random
-import struct
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import ValidationError
 
 from flashlab.core.errors import (
@@ -538,8 +538,7 @@ def _floats(summary: Mapping[str, Any] | None, beside: Path) -> list[float]:
     file = next((path for path in (name, beside.parent / name, beside.parent.parent / name) if path.is_file()), None)
     if file is None:
         return []
-    content = file.read_bytes()
-    return list(struct.unpack(f"<{len(content) // 4}f", content))
+    return list(map(float, np.fromfile(file, "<f4")))
 
 
 if __name__ == "__main__":
