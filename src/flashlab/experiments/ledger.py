@@ -46,6 +46,7 @@ from flashlab.experiments.evidence import (
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, harness
 from flashlab.measure.options import Options
+from flashlab.query.frame import grouped
 from flashlab.query.kinship import KINSHIPS, MODELS, kinship
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
@@ -675,9 +676,7 @@ NOTHING_YET = (
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """How many claims of each document got each verdict, as a Markdown table."""
-    by_document: dict[str, list[Verdict]] = {}
-    for one in verdicts:
-        by_document.setdefault(one.source.partition(" § ")[0], []).append(one)
+    by_document = grouped(verdicts, lambda one: one.source.partition(" § ")[0])
     counts = {title: Counter(one.verdict for one in of) for title, of in (*by_document.items(), ("all", verdicts))}
     kinds = [kind for kind in KINDS if counts["all"][kind]]
     rows: list[list[tables.Cell]] = [[title, *(of[kind] for kind in kinds), of.total()] for title, of in counts.items()]

@@ -34,6 +34,7 @@ from flashlab.measure.cells import GpuWorker, record_rows
 from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.measure.worker import copies_beyond_l2
+from flashlab.query.frame import grouped
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
 from flashlab.run import gpu, paged
@@ -342,13 +343,10 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
         decoding = one.kv_heads or 0
         return decoding, one.head_dim, one.dtype, one.mask, one.distribution, decoding and len(one.lengths)
 
-    newest = {case(one): one.run for one in sorted(records, key=lambda one: one.run)}
-    cases: dict[tuple[Any, ...], dict[str, PackedRun]] = {}
-    for one in records:
-        if one.run == newest[case(one)]:
-            cases.setdefault(case(one), {})[one.name] = one
     rows = []
-    for (kv_heads, head_dim, dtype, mask, distribution, _), by_name in cases.items():
+    for (kv_heads, head_dim, dtype, mask, distribution, _), same in grouped(records, case).items():
+        newest = max(one.run for one in same)
+        by_name = {one.name: one for one in same if one.run == newest}
         stages = [one for name, one in by_name.items() if name == STAGE or name in DECODE_NAMES[:-1]]
         if not stages:
             continue
