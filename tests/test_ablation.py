@@ -516,26 +516,26 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     problems = [Problem.parse("16x16x2048x64", dtype="bfloat16", mask=mask) for mask in ("full", "causal")]
     steps: list[Progress] = []
     path = ablate.measure_levers(
-        {first: problems, second: problems[:1]},
+        [first, second],
+        problems=problems,
         options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path), progress=steps.append),
     )
     found, damage = store.read(path, schema.Ablation)
     assert not damage
     assert not store.verify(path.parent.parent.name, tmp_path / "data")
     assert [(one.axis, one.level, one.problem.mask) for one in found] == [
-        *(("levers", level, "full") for level in ("as it is", first, second)),
-        *(("levers", level, "causal") for level in ("as it is", first)),
+        *(("levers", level, mask) for mask in ("full", "causal") for level in ("as it is", first, second)),
     ]
     stage = registry.get("13_overlap")
     problem = found[-1].problem
     assert found[-1].parameters == stage.parameters(64, choice.parameters(stage, "nvidia-h200", problem))
     (job,) = jobs_of(tmp_path)
-    assert [len(cell["pending"]) for cell in job["cells"]] == [3, 2]
+    assert [len(cell["pending"]) for cell in job["cells"]] == [3, 3]
     sources = [one["source"] and Path(one["source"]) for one in job["implementations"].values()]
-    assert [one and one.stem for one in sources] == [None, first, second, None, first]
+    assert [one and one.stem for one in sources] == [None, first, second] * 2
     assert sources[1].read_text(encoding="utf-8") == levers.get(first).text()
     compiled = [one.text for one in steps if one.text.startswith("compiled")]
-    assert len(compiled) == 5
+    assert len(compiled) == 6
     assert sum(f"{first}.cu" in line for line in compiled) == 2
     shown = analysis.lever_effects(found)
     assert [(one.name, one.is_first) for one in shown[:3]] == [("as it is", True), (first, False), (second, False)]

@@ -280,17 +280,17 @@ def test_a_stage_is_predicted_as_it_was_recorded(slug: str) -> None:
     for problem, rows in select.load(slug).problems.items():
         newest |= {(row.name, problem): row for row in rows if row.status == "ok"}
     for one in cycle_model.compare(slug):
-        row = newest.get((one.prediction.kernel.stage, one.prediction.problem))
+        row = newest.get((one.kernel.stage, one.problem))
         if row is None:
             assert not one.clock_measured
             continue
         assert row.cubin is not None
-        assert one.prediction.kernel.blocks == row.cubin.blocks_per_sm
+        assert one.kernel.blocks == row.cubin.blocks_per_sm
         samples = row.samples_of()
         assert samples is not None
         assert one.clock_measured == bool(samples.call_clock_mhz)
         if samples.call_clock_mhz:
-            assert one.prediction.clock_mhz == median(samples.call_clock_mhz)
+            assert one.clock_mhz == median(samples.call_clock_mhz)
 
 
 @pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")

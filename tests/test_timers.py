@@ -214,17 +214,17 @@ def options(data: Path, command: list[str], **others: Any) -> Options:
 
 def test_readings_outlive_a_worker_that_dies(tmp_path: Path) -> None:
     said: list[str] = []
-    found = timers.measure(
+    path, missing = timers.measure(
         ["00_naive", "16_ones_column"], [], [FIRST_SHAPE], options=options(tmp_path, worker(tmp_path), note=said.append)
     )
-    (one,) = store.read(found.path, schema.Reading)[0]
+    (one,) = store.read(path, schema.Reading)[0]
     assert (one.name, one.timer, one.start is None) == ("16_ones_column", "events", provenance.start() is None)
-    assert found.path.parent == tmp_path / GPU / "readings"
-    assert found.missing[0] == "00_naive at it: made up"
-    assert "cuda-bench, events: the worker ended: exit status 5; its last words: its last words" in found.missing[1]
+    assert path.parent == tmp_path / GPU / "readings"
+    assert missing[0] == "00_naive at it: made up"
+    assert "cuda-bench, events: the worker ended: exit status 5; its last words: its last words" in missing[1]
     assert len(said) == 2
     checksums = (tmp_path / GPU / "CHECKSUMS").read_text()
-    assert f"readings/{found.path.name}" in checksums
+    assert f"readings/{path.name}" in checksums
 
 
 def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
@@ -234,30 +234,36 @@ def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
         f"    while not glob.glob({str(tmp_path)!r} + '/*/readings/*.jsonl'): time.sleep(0.05)\n"
         "    say(type='done'); os._exit(0)"
     )
-    found = timers.measure(["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=wait)), limit_s=20)
-    assert found.missing == ()
-    assert len(store.read(found.path, schema.Reading)[0]) == 2
+    path, missing = timers.measure(
+        ["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=wait)), limit_s=20
+    )
+    assert missing == ()
+    assert len(store.read(path, schema.Reading)[0]) == 2
 
 
 def test_what_both_workers_take_has_one_limit(tmp_path: Path) -> None:
     hang = "say(type='reading', reading=reading)\n    import time\n    time.sleep(60)"
-    found = timers.measure(["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=hang)), limit_s=4)
-    assert len(store.read(found.path, schema.Reading)[0]) == 2
-    assert [": no answer within " in reason for reason in found.missing] == [True, True]
+    path, missing = timers.measure(
+        ["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=hang)), limit_s=4
+    )
+    assert len(store.read(path, schema.Reading)[0]) == 2
+    assert [": no answer within " in reason for reason in missing] == [True, True]
 
 
 def test_a_second_worker_that_cannot_work_costs_its_own_readings(tmp_path: Path) -> None:
     no = "if second: say(type='refused', error='MissingPackageError', message='no CuPy any more'); os._exit(0)"
-    found = timers.measure(["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=no)))
-    assert len(store.read(found.path, schema.Reading)[0]) == 1
-    assert "cuda-bench, events: no CuPy any more" in found.missing
+    path, missing = timers.measure(["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=no)))
+    assert len(store.read(path, schema.Reading)[0]) == 1
+    assert "cuda-bench, events: no CuPy any more" in missing
 
 
 def test_an_unsound_reading_costs_itself(tmp_path: Path) -> None:
     bad = "say(type='reading', reading={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
-    found = timers.measure(["00_naive", "16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=bad)))
-    assert len(store.read(found.path, schema.Reading)[0]) == 1
-    assert found.missing[0].startswith("16_ones_column by events: no sound reading: ")
+    path, missing = timers.measure(
+        ["00_naive", "16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=bad))
+    )
+    assert len(store.read(path, schema.Reading)[0]) == 1
+    assert missing[0].startswith("16_ones_column by events: no sound reading: ")
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
@@ -307,8 +313,8 @@ def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
         "from flashlab.measure.options import Options\n"
         "from flashlab.record import schema, store\n"
         f"options = Options(data=Path({str(tmp_path)!r}), worker={worker(tmp_path)!r})\n"
-        "found = timers.measure(['08_swizzle'], [], options=options)\n"
-        "print(len(store.read(found.path, schema.Reading)[0]))\n"
+        "path, _ = timers.measure(['08_swizzle'], [], options=options)\n"
+        "print(len(store.read(path, schema.Reading)[0]))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, "1"), done.stderr

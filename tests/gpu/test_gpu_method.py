@@ -15,7 +15,7 @@ from flashlab.record import schema, store
 def test_timers_read_a_small_problem(quiet: None, tmp_path: Path) -> None:
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("cupy") is None:
         pytest.skip("needs torch and CuPy: `pip install 'flashlab[gpu]'`")
-    found = timers.measure(
+    path, missing = timers.measure(
         ["05_wmma"],
         ["sdpa"],
         ["1x2x256x64"],
@@ -25,8 +25,8 @@ def test_timers_read_a_small_problem(quiet: None, tmp_path: Path) -> None:
         limit_s=120,
         options=replace(timers.OPTIONS, data=tmp_path),
     )
-    readings = store.read(found.path, schema.Reading)[0]
-    wanted = {timer for timer in timers.TIMERS if not any(timer in reason for reason in found.missing)}
+    readings = store.read(path, schema.Reading)[0]
+    wanted = {timer for timer in timers.TIMERS if not any(timer in reason for reason in missing)}
     assert {one.timer for one in readings} == wanted
     assert {"events", "torch-profiler"} <= wanted
     for timer in wanted:

@@ -198,8 +198,9 @@ def split(
 
 
 def measure_levers(
-    problems: Mapping[str, Sequence[Problem]] | None = None,
+    names: Sequence[str] | None = None,
     *,
+    problems: Sequence[Problem] = levers.PROBLEMS,
     plan: Plan = LEVER_PLAN,
     options: Options | None = None,
 ) -> Path | None:
@@ -208,20 +209,21 @@ def measure_levers(
     Levers that share a stage, a problem and its tunables are interleaved with one copy of the stage. None as `measure`.
 
     Args:
-        problems: levers, and what is computed with each; all, on `levers.PROBLEMS`, where None.
+        names: levers; all where None or empty.
+        problems: what is computed with each.
 
     Raises:
         ParameterError: no such lever, or one that does not fit its stage's source.
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
     options = options or Options()
-    chosen = levers.choose(None if problems is None else tuple(problems))
+    chosen = levers.choose(names)
     files = {lever.name: lever.write() for lever in chosen}
     here = gpu.info(options.device)
     groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, Implementation]] = {}
     for lever in chosen:
         stage = registry.get(lever.stage)
-        for problem in levers.PROBLEMS if problems is None else problems[lever.name]:
+        for problem in problems:
             values = choice.parameters(stage, here.slug, problem, arch=here.arch)
             params = stage.parameters(problem.head_dim, values)
             title = " ".join([stage.id, problem.label, *(f"{name}={value}" for name, value in params.items())])

@@ -16,16 +16,19 @@ import ctypes
 import importlib
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flashlab.core.errors import LaunchError, MissingPackageError, UnsupportedError
-from flashlab.core.problem import BYTES_PER_ELEMENT, DType, Problem
+from flashlab.core.problem import BYTES_PER_ELEMENT, Problem
 from flashlab.run import emulator, gpu
 from flashlab.run.arguments import AttentionParams
 from flashlab.run.arrays import DeviceArray
+from flashlab.verify.oracle import pack, to_float
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -264,24 +267,13 @@ def _set(function: str, target: Any, attribute: int, value: ctypes._SimpleCData[
     _call(function, target, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
 
-class Handle:
-    """cuBLASLt's state on the current device."""
-
-    def __init__(self) -> None:
-        self.value = _made("cublasLtCreate")
-
-    def close(self) -> None:
-        """Give it back."""
-        _call("cublasLtDestroy", self.value)
-
-
 class Matmul:
-    """A product described to cuBLASLt, with an algorithm chosen."""
+    """A product described to cuBLASLt on the current device, with an algorithm chosen and a handle of its own."""
 
-    def __init__(self, handle: Handle, product: Product) -> None:
-        self._handle = handle
+    def __init__(self, product: Product) -> None:
         self._made: list[tuple[str, ctypes.c_void_p]] = []
         try:
+            self._handle = self._keep("", _made("cublasLtCreate"))
             self._describe(product)
             self.algorithm = self._choose(product)
         except BaseException:
@@ -337,7 +329,7 @@ class Matmul:
         try:
             _call(
                 "cublasLtMatmulAlgoGetHeuristic",
-                self._handle.value,
+                self._handle,
                 *self._layouts(),
                 self._preference,
                 wanted,
@@ -362,7 +354,7 @@ class Matmul:
             try:
                 _set(configure, pointer, _CONFIG_SPLIT_K, ctypes.c_int32(parts))
                 _set(configure, pointer, _CONFIG_REDUCTION, ctypes.c_uint32(reduction))
-                _call("cublasLtMatmulAlgoCheck", self._handle.value, *self._layouts(), pointer, ctypes.byref(checked))
+                _call("cublasLtMatmulAlgoCheck", self._handle, *self._layouts(), pointer, ctypes.byref(checked))
             except LaunchError:
                 continue  # Not this one: cuBLASLt says so by an error.
             if checked.workspace_bytes <= WORKSPACE_BYTES:
@@ -374,7 +366,7 @@ class Matmul:
         out = ctypes.c_void_p(d)
         _call(
             "cublasLtMatmul",
-            self._handle.value,
+            self._handle,
             self._operation,
             ctypes.byref(self._alpha),
             ctypes.c_void_p(a),
@@ -393,7 +385,7 @@ class Matmul:
         )
 
     def close(self) -> None:
-        """Give its descriptions back."""
+        """Give its descriptions and its handle back."""
         while self._made:
             function, made = self._made.pop()
             _call(function, made)
@@ -402,17 +394,12 @@ class Matmul:
 @contextmanager
 def _set_up(product: Product) -> Iterator[tuple[Matmul, int]]:
     """A product with a handle, descriptions and workspace of its own, and the workspace's address."""
-    handle = Handle()
-    try:
-        matmul = Matmul(handle, product)
+    with closing(Matmul(product)) as matmul:
         workspace = int(gpu.call("cuMemAlloc", WORKSPACE_BYTES))
         try:
             yield matmul, workspace
         finally:
             gpu.call("cuMemFree", workspace)  # waits until the device is done
-            matmul.close()
-    finally:
-        handle.close()
 
 
 # --- the three passes, on a GPU ---------------------------------------------------------------------------------------
@@ -486,21 +473,18 @@ class Passes:
                 stream=stream,
             )
             self._steps.append(_Step(heads, qk, pv, softmax))
-        self._each_call = bool(parameters["SETUP_EACH_CALL"])
+        wanted_products = {one for step in self._steps for one in (step.qk, step.pv)}
         self._matmuls: dict[Product, Matmul] = {}
         self._workspace: gpu.Zeroed | None = None
         with gpu.context(device):
-            if self._each_call:
-                for product in {one for step in self._steps for one in (step.qk, step.pv)}:
+            if parameters["SETUP_EACH_CALL"]:
+                for product in wanted_products:
                     with _set_up(product):  # so that a product that cannot be done is refused now
                         pass
             else:
-                self._handle = Handle()
                 self._workspace = gpu.Zeroed(device, WORKSPACE_BYTES, stream)
-                for step in self._steps:
-                    for product in (step.qk, step.pv):
-                        if product not in self._matmuls:
-                            self._matmuls[product] = Matmul(self._handle, product)
+                for product in wanted_products:
+                    self._matmuls[product] = Matmul(product)
 
     def _multiply(self, product: Product, a: int, b: int, d: int) -> None:
         if self._workspace is None:
@@ -522,7 +506,6 @@ class Passes:
         with suppress(Exception):
             for matmul in self._matmuls.values():
                 matmul.close()
-            self._handle.close()
 
 
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
@@ -543,24 +526,20 @@ class EmulatedPasses:
     ) -> None:
         """Multiply Q by K. `arrays` are Q, K, V and O in host memory; `params` and `pointers` make the argument that a
         fused kernel would get."""
-        import numpy as np
-
         problem, parameters, scale_log2 = planned.problem, kernel.parameters, params.scale_log2
         self._problem, self._arrays = problem, {name: array.owner for name, array in arrays.items()}
-        q, k = (_floats(self._arrays[name], problem.dtype) for name in "QK")
+        q, k = (to_float(self._arrays[name]) for name in "QK")
         group = problem.q_heads // problem.kv_heads
-        scores = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(scale_log2)
         heads, pitch = problem.batch * problem.q_heads, pitch_of(problem)
-        narrow = _narrow(problem.dtype)
-        self._probs = np.full((heads, problem.q_len, pitch), np.nan, dtype=narrow)
+        scores = np.full((heads, problem.q_len, pitch), np.nan, dtype=np.float32)
+        products = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(scale_log2)
+        self._probs = pack(scores, problem.dtype)
+        scores[..., : problem.kv_len] = products.reshape(heads, problem.q_len, problem.kv_len)
         of_softmax = {}
-        flat = scores.reshape(heads, problem.q_len, problem.kv_len)
         if parameters["SCORES_FP32"]:
-            wide = np.full(self._probs.shape, np.nan, dtype=np.float32)
-            wide[..., : problem.kv_len] = flat
-            of_softmax[SoftmaxParams.scores.offset] = emulator.Pointer(array=wide, access="r", name="scores")
+            of_softmax[SoftmaxParams.scores.offset] = emulator.Pointer(array=scores, access="r", name="scores")
         else:
-            self._probs[..., : problem.kv_len] = flat.astype(narrow)
+            self._probs = pack(scores, problem.dtype)
         of_softmax[SoftmaxParams.probs.offset] = emulator.Pointer(array=self._probs, access="rw", name="probs")
         if AttentionParams.LSE.offset in pointers:
             of_softmax[SoftmaxParams.LSE.offset] = pointers[AttentionParams.LSE.offset]
@@ -570,26 +549,9 @@ class EmulatedPasses:
 
     def finish(self) -> None:
         """Multiply what the kernel made of the scores by V, into O."""
-        import numpy as np
-
         problem = self._problem
         shape = (problem.batch, problem.q_heads, problem.q_len, -1)
-        probs = self._probs[..., : problem.kv_len].astype(np.float32).reshape(shape)
+        probs = to_float(self._probs[..., : problem.kv_len]).reshape(shape)
         group = problem.q_heads // problem.kv_heads
-        out = probs @ np.repeat(_floats(self._arrays["V"], problem.dtype), group, axis=1)
-        target = self._arrays["O"]
-        target.view(_narrow(problem.dtype))[...] = out.astype(_narrow(problem.dtype))
-
-
-def _narrow(dtype: DType) -> Any:
-    import ml_dtypes
-    import numpy as np
-
-    return np.float16 if dtype == "float16" else ml_dtypes.bfloat16
-
-
-def _floats(array: Any, dtype: DType) -> Any:
-    """float32 values of a NumPy array; bfloat16 may come as its bits."""
-    import numpy as np
-
-    return array.view(_narrow(dtype)).astype(np.float32)
+        out = pack(probs @ np.repeat(to_float(self._arrays["V"]), group, axis=1), problem.dtype)
+        self._arrays["O"].view(out.dtype)[...] = out

@@ -507,6 +507,11 @@ class Prediction:
     clock_mhz: float
     """That the rate is given at."""
     tflops: float
+    clock_measured: bool = False
+    """Whether `clock_mhz` is that of the measurement that it is compared with."""
+    measured_cycles: float | None = None
+    """Cycles per score of that measurement; None where there is none."""
+    measured_tflops: float | None = None
 
 
 def predict(kernel: Kernel, problem: Problem, rates: Rates, clock_mhz: float | None = None) -> Prediction:
@@ -615,12 +620,6 @@ PROBLEMS = tuple(Problem.parse(f"16x16x2048x{head_dim}", mask=mask) for head_dim
 """The problems that the pages predict: the first shape, float16, by head dim and mask."""
 
 
-def parameters_of(stage_id: str, problem: Problem, gpu: str | None = None, data: Path = DATA) -> dict[str, int]:
-    """The tunables that a stage runs a problem with: the GPU's table over the stage's defaults."""
-    stage = registry.get(stage_id)
-    return stage.parameters(problem.head_dim, choice.parameters(stage, gpu, problem, data=data))
-
-
 def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
     """The time of a loop that was measured (group `loop`) by the model, cycles per score; None where it cannot tell."""
     case = reading.defines
@@ -662,20 +661,7 @@ def measure(source: str, options: Options) -> Path | None:
     return chip.measure(options=replace(options, resume=True))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compared:
-    """A prediction and what was measured."""
-
-    prediction: Prediction
-    """At the clock of the record, where it has one."""
-    clock_measured: bool
-    """Whether it has one."""
-    measured_cycles: float | None
-    """Cycles per score of the measurement that is shown; None where there is none."""
-    measured_tflops: float | None
-
-
-def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | None = None) -> list[Compared]:
+def compare(gpu: str | None, data: Path = DATA) -> list[Prediction]:
     """The prediction for every stage on the first shape, beside its measurement.
 
     The measurement is the one that the other pages show; of a stage that they do not show there, the newest one. It
@@ -694,8 +680,8 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
     except NoDataError:
         ceilings, rows = {}, []
     rates = rates_of(readings, ceilings)
-    compared: list[Compared] = []
-    for problem in problems or PROBLEMS:
+    compared: list[Prediction] = []
+    for problem in PROBLEMS:
         measured = {row.name: row for row in rows if row.status == "ok" and row.problem == problem}
         for stage_id in described():
             row = measured.get(stage_id)
@@ -703,17 +689,20 @@ def compare(gpu: str | None, data: Path = DATA, problems: Sequence[Problem] | No
             if row is not None and row.cubin is not None:
                 parameters, blocks_per_sm = row.cubin.parameters, row.cubin.blocks_per_sm
             else:
-                parameters, blocks_per_sm = parameters_of(stage_id, problem, gpu, data), None
+                stage = registry.get(stage_id)
+                tuned = choice.parameters(stage, gpu, problem, data=data)
+                parameters, blocks_per_sm = stage.parameters(problem.head_dim, tuned), None
             kernel = kernel_of(stage_id, problem.head_dim, parameters, blocks_per_sm)
             if kernel is None or (not kernel.uses_wgmma and rates.mma_sync is None):
                 continue
             clocks = samples.call_clock_mhz if samples else ()
-            compared.append(
-                Compared(
-                    prediction=predict(kernel, problem, rates, median(clocks) if clocks else None),
+            predicted = predict(kernel, problem, rates, median(clocks) if clocks else None)
+            if samples:
+                predicted = replace(
+                    predicted,
                     clock_measured=bool(clocks),
-                    measured_cycles=schema.cycles_per_score(samples, problem, rates.sm_count) if samples else None,
-                    measured_tflops=problem.tflops(samples.median_us) if samples else None,
+                    measured_cycles=schema.cycles_per_score(samples, problem, rates.sm_count),
+                    measured_tflops=problem.tflops(samples.median_us),
                 )
-            )
+            compared.append(predicted)
     return compared

@@ -11,7 +11,8 @@ from typing import Any
 from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
 from flashlab.experiments import chip
-from flashlab.experiments.cycle_model import GROUP_THREADS, Compared, Rates, compare, predict_loop, rates_of
+from flashlab.experiments.cycle_model import GROUP_THREADS, Prediction, Rates, compare, predict_loop, rates_of
+from flashlab.query.frame import grouped
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
 from flashlab.show.tables import Column, number, table
@@ -208,26 +209,26 @@ def loops(readings: Readings) -> str:
     return table(columns, sorted(loops, key=lambda reading: (reading.defines["HEAD_DIM"], reading.value)))
 
 
-def _clock(one: Compared) -> str:
-    return f"{number(one.prediction.clock_mhz, 4)}{'' if one.clock_measured else ' (highest)'}"
+def _clock(one: Prediction) -> str:
+    return f"{number(one.clock_mhz, 4)}{'' if one.clock_measured else ' (highest)'}"
 
 
 _PREDICTIONS: Sequence[Column] = (
-    Column("stage", lambda one: one.prediction.kernel.stage),
-    Column("order", lambda one: one.prediction.kernel.order, left=True),
+    Column("stage", "kernel.stage"),
+    Column("order", "kernel.order", left=True),
     Column(
         "blocks × groups × rows × keys",
-        "prediction.kernel",
+        "kernel",
         "{0.blocks} × {0.groups} × {0.group_rows} × {0.keys}".format,
         left=True,
     ),
-    Column("floor set by", lambda one: one.prediction.floor.why, left=True),
-    Column("floor, cycles per score", lambda one: one.prediction.floor.value, _clocks),
-    Column("predicted, cycles per score", lambda one: one.prediction.cycles_per_score, _clocks),
+    Column("floor set by", "floor.why", left=True),
+    Column("floor, cycles per score", "floor.value", _clocks),
+    Column("predicted, cycles per score", "cycles_per_score", _clocks),
     Column("measured", "measured_cycles", _clocks),
-    Column("difference", lambda one: _difference(one.prediction.cycles_per_score, one.measured_cycles)),
+    Column("difference", lambda one: _difference(one.cycles_per_score, one.measured_cycles)),
     Column("SM clock, MHz", _clock),
-    Column("predicted, TFLOP/s at this clock", lambda one: one.prediction.tflops),
+    Column("predicted, TFLOP/s at this clock", "tflops"),
     Column("measured, TFLOP/s", "measured_tflops"),
 )
 
@@ -243,7 +244,6 @@ def predictions(gpu: str | None, data: Path = DATA) -> str:
     except NoDataError as error:
         return f"*{error}*"
     text: list[str] = []
-    for problem in dict.fromkeys(one.prediction.problem for one in compared):
-        rows = [one for one in compared if one.prediction.problem == problem]
+    for problem, rows in grouped(compared, lambda one: one.problem).items():
         text.append(f"### D={problem.head_dim}, {problem.mask}\n\n{table(_PREDICTIONS, rows)}")
     return "\n".join(text)

@@ -11,7 +11,7 @@ What is shown together is one family of comparisons: its verdicts err together a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
 from pathlib import Path
@@ -23,6 +23,7 @@ from flashlab.core.problem import Problem
 from flashlab.experiments import levers
 from flashlab.experiments.ablation import AXES, PARTS
 from flashlab.query import select
+from flashlab.query.frame import grouped
 from flashlab.query.statistics import (
     CONFIDENCE,
     Estimate,
@@ -142,8 +143,8 @@ class Effect:
             return "no difference shown"
         return "slower" if change.value > 1 else "faster"
 
-    def flat(self, *, intervals: bool = True) -> dict[str, object]:
-        """For `--json`; `intervals`, and the verdict with them, need SciPy."""
+    def flat(self) -> dict[str, object]:
+        """For `--json`."""
         return {
             "group": self.group,
             "name": self.name,
@@ -152,8 +153,8 @@ class Effect:
             "mask": self.problem.mask,
             "median_us": self.median_us,
             "ratio": self.ratio,
-            "interval": self.interval if intervals else None,
-            "verdict": (self.verdict or None) if intervals else None,
+            "interval": self.interval,
+            "verdict": self.verdict or None,
             "starts": len(self._times) or None,
             "samples": len(self.samples.time_us) if self.samples else 0,
             "registers": self.cubin.registers if self.cubin else None,
@@ -162,26 +163,6 @@ class Effect:
             "reason": self.reason,
             "run": self.record.run,
         }
-
-
-def _together(found: Sequence[Effect]) -> list[Effect]:
-    """The same effects as one family."""
-    family: list[Effect] = []
-    family += (replace(one, family=family) for one in found)
-    return family
-
-
-def _on_starts(
-    record: T, first: T | None, records: Iterable[T], name: Callable[[T], str]
-) -> tuple[tuple[Ablation | Part, Ablation | Part], ...]:
-    """A record and its first on every start that timed both with this code; `records` differ in `name` alone."""
-    if first is None or record is first:
-        return ()
-    rows = [
-        SimpleNamespace(run=one.run, record=one, fingerprint=one.gpu.fingerprint) for one in records if _samples(one)
-    ]
-    starts = select.by_start(rows, lambda row: name(row.record), (name(record), name(first)))
-    return tuple((ours.record, theirs.record) for ours, theirs in starts)
 
 
 def _samples(record: Ablation | Part | None) -> Samples | None:
@@ -196,8 +177,9 @@ def effects(records: Iterable[Ablation], problem: Problem | None = None) -> list
     Args:
         problem: of it alone; of every problem on record where None.
     """
+    every = [one for one in records if problem in (None, one.problem)]
     groups = {axis.name: [level.name for level in axis.levels] for axis in AXES.values()}
-    return _beside_first(records, groups, lambda one: (one.axis, one.level), problem)
+    return _of_groups(every, groups, lambda one: (one.run, one.axis, one.problem), lambda one: one.level)
 
 
 def shares(records: Iterable[Part]) -> list[Effect]:
@@ -207,36 +189,7 @@ def shares(records: Iterable[Part]) -> list[Effect]:
     """
     every = list(records)
     groups = {stage: list(PARTS) for stage in sorted({one.stage for one in every})}
-    return _beside_first(every, groups, lambda one: (one.stage, one.left_out))
-
-
-def _beside_first(
-    records: Iterable[T],
-    groups: Mapping[str, Sequence[str]],
-    place: Callable[[T], tuple[str, str]],
-    problem: Problem | None = None,
-) -> list[Effect]:
-    """The names of each group beside its first one, at each problem, of the newest run there that has any.
-
-    Args:
-        place: a record's group and name.
-    """
-    wanted = [one for one in records if problem in (None, one.problem)]
-    newest: dict[tuple[str, Problem], dict[str, T]] = {}
-    for record in sorted(wanted, key=lambda record: record.run):
-        (group, name), of = place(record), record.problem
-        if any(other.run != record.run for other in newest.get((group, of), {}).values()):
-            del newest[group, of]
-        newest.setdefault((group, of), {})[name] = record
-    found = []
-    for group, of in (key for group in groups for key in newest if key[0] == group):
-        names, here = groups[group], newest[group, of]
-        first = here.get(names[0])
-        alike = [one for one in wanted if (place(one)[0], one.problem) == (group, of)]
-        for name, record in ((name, here[name]) for name in names if name in here):
-            starts = _on_starts(record, first, alike, lambda one: place(one)[1])
-            found.append(Effect(group=group, name=name, record=record, first=first, starts=starts))
-    return _together(found)
+    return _of_groups(every, groups, lambda one: (one.run, one.stage, one.problem), lambda one: one.left_out)
 
 
 def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[Effect]:
@@ -244,29 +197,60 @@ def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[
 
     Levers that are no longer there are left out.
     """
-    plain: dict[tuple[Any, ...], Ablation] = {}
-    newest: dict[tuple[str, Problem], Ablation] = {}
-    of_levers = sorted((one for one in records if one.axis == levers.AXIS), key=lambda record: record.run)
-    for record in of_levers:
-        if record.level == levers.AS_IT_IS:
-            plain[_beside(record)] = record
-        elif record.level in levers.names() and name in (None, record.level):
-            newest[record.level, record.problem] = record
-    result: list[Effect] = []
-    for place in dict.fromkeys(_beside(record) for record in newest.values()):
-        first = plain.get(place)
-        here = [first] if first else []
-        here += [r for _, r in sorted(newest.items(), key=lambda item: item[0][0]) if _beside(r) == place]
-        alike = [one for one in of_levers if _beside(one)[1:] == place[1:]]
-        for record in here:
-            starts = _on_starts(record, first, alike, lambda one: one.level)
-            result.append(Effect(group=record.stage, name=record.level, record=record, first=first, starts=starts))
-    return _together(result)
+
+    def place(one: Ablation) -> Place:
+        return one.run, one.stage, one.problem, tuple(sorted(one.parameters.items()))
+
+    every = sorted((one for one in records if one.axis == levers.AXIS), key=lambda record: record.run)
+    plain = {place(one): one for one in every if one.level == levers.AS_IT_IS}
+    known = [one for one in every if one.level in levers.names() and name in (None, one.level)]
+    newest = {(one.level, one.problem): one for one in known}.values()
+    measured = sorted(newest, key=lambda record: record.level)
+    shown: list[Ablation] = []
+    for at in dict.fromkeys(map(place, newest)):
+        shown += [plain[at]] if at in plain else []
+        shown += [one for one in measured if place(one) == at]
+    return _beside(shown, every, place, lambda one: one.level, plain)
 
 
-def _beside(record: Ablation) -> tuple[Any, ...]:
-    """What a lever's record and that of its stage as it is have in common."""
-    return record.run, record.stage, record.problem, tuple(sorted(record.parameters.items()))
+Place = tuple[Any, ...]
+"""What a record has in common with the first that it is compared with: run, group, problem, and whatever else."""
+
+
+def _of_groups(
+    every: Sequence[T], groups: Mapping[str, Sequence[str]], place: Callable[[T], Place], name: Callable[[T], str]
+) -> list[Effect]:
+    """The names of each group beside its first one, at each problem, of the newest run there that has any."""
+    by_run = sorted(every, key=lambda record: record.run)
+    newest = {place(one)[1:]: one.run for one in by_run}
+    named = {(place(one)[1:], name(one)): one for one in by_run if one.run == newest[place(one)[1:]]}
+    places = [at for group in groups for at in dict.fromkeys(at for at, _ in named) if at[0] == group]
+    shown = [named[at, one] for at in places for one in groups[at[0]] if (at, one) in named]
+    first = {place(one): one for one in shown if name(one) == groups[place(one)[1]][0]}
+    return _beside(shown, every, place, name, first)
+
+
+def _beside(
+    shown: Iterable[T],
+    every: Sequence[T],
+    place: Callable[[T], Place],
+    name: Callable[[T], str],
+    firsts: Mapping[Place, T],
+) -> list[Effect]:
+    """Records beside the first at their place, each over the starts that timed both with its code, as one family."""
+    family: list[Effect] = []
+    for record in shown:
+        first = firsts.get(place(record))
+        starts: list[Any] = []
+        if first is not None and record is not first:
+            alike = [one for one in every if place(one)[1:] == place(record)[1:] and _samples(one)]
+            rows = [SimpleNamespace(run=one.run, record=one, fingerprint=one.gpu.fingerprint) for one in alike]
+            starts = select.by_start(rows, lambda row: name(row.record), (name(record), name(first)))
+        pairs = tuple((ours.record, theirs.record) for ours, theirs in starts)
+        group = place(record)[1]
+        one = Effect(group=group, name=name(record), record=record, first=first, starts=pairs, family=family)
+        family.append(one)
+    return family
 
 
 # --- Charts -----------------------------------------------------------------------------------------------------------
@@ -449,12 +433,11 @@ def levels_table(shown: Sequence[Effect]) -> str:
     if not shown:
         return NOTHING_YET
     text: list[str] = []
-    for name, problem in dict.fromkeys((one.group, one.problem) for one in shown):
+    for (name, problem), levels in grouped(shown, lambda one: (one.group, one.problem)).items():
         axis = AXES[name]
-        levels = [one for one in shown if (one.group, one.problem) == (name, problem)]
         claims = f" Claims: {', '.join(axis.claims)}." if axis.claims else ""
         text.append(
-            f"### {name}: `{axis.stage}`, {levels[0].problem.label}\n\n"
+            f"### {name}: `{axis.stage}`, {problem.label}\n\n"
             f"{axis.question}{claims}\n\n*Expected:* {axis.prediction}\n\n{table(_LEVELS, levels)}"
         )
     return "\n".join(text)
@@ -475,8 +458,7 @@ def split_table(shown: Sequence[Effect]) -> str:
     if not shown:
         return NOTHING_YET
     rows: list[dict[str, object]] = []
-    for stage, problem in dict.fromkeys((one.group, one.problem) for one in shown):
-        parts = [one for one in shown if (one.group, one.problem) == (stage, problem)]
+    for (stage, problem), parts in grouped(shown, lambda one: (one.group, one.problem)).items():
         row: dict[str, object] = {"stage": stage, "problem": problem.sizes}
         for one in parts:
             cells = {"part": _PART_TITLES.get(one.name, one.name), "time_us": one.median_us}

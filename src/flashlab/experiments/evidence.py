@@ -32,7 +32,6 @@ from flashlab.measure import ceilings
 from flashlab.query import roofline, select
 from flashlab.query.frame import frame, of_problem
 from flashlab.query.kinship import MODELS
-from flashlab.query.select import Policy
 from flashlab.query.statistics import Estimate, Statistic, median, over_starts, ratio_of_medians
 from flashlab.record.schema import Call, Measurement
 from flashlab.show import tables
@@ -218,15 +217,14 @@ class Records:
         """Stages, dead ends and libraries, oldest first; not a stage's second row, with the log-sum-exp on."""
         return [row for row in self.rows("runs") if row.kind != "ceiling" and row.second is not True]
 
-    def chosen(self, problem: Problem, policy: Policy) -> dict[str, Row]:
-        """The timed rows that a policy chooses at a problem, by name."""
-        table = select.select(of_problem(frame(self.gpu, self.data), problem), policy)
-        rows: Iterable[Row] = table.itertuples(index=False)
-        return {row.name: row for row in rows if row.status == "ok" and times_us(row)}
+    @cached_property
+    def timed(self) -> list[Row]:
+        """Those of `measurements` that are right and have a time."""
+        return [row for row in self.measurements if row.status == "ok" and times_us(row)]
 
     def of(self, problem: Problem, names: Sequence[str]) -> Starts:
         """Stages or libraries at a problem, each start's of one run."""
-        rows = (row for row in self.measurements if row.problem == problem and row.status == "ok" and times_us(row))
+        rows = (row for row in self.timed if row.problem == problem)
         return by_start(rows, lambda row: row.name, names, _bench(problem, names))
 
     def levels(self, axis: str, operands: Sequence[str]) -> Starts:
@@ -246,8 +244,9 @@ class Records:
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
         """The fastest stage of the ladder that a condition holds for."""
-        ladder = self.chosen(problem, select.LADDER).values()
-        able = [row for row in ladder if row.name in registry.RUNGS and CONDITIONS[condition](row.record)]
+        table = select.select(of_problem(frame(self.gpu, self.data), problem), select.LADDER)
+        timed: Iterable[Row] = (row for row in table.itertuples(index=False) if row.status == "ok" and times_us(row))
+        able = [row for row in timed if row.name in registry.RUNGS and CONDITIONS[condition](row.record)]
         if not able:
             raise PendingError(f"flashlab bench --shape {problem.shape}")
         return min(able, key=lambda row: row.median_us)
@@ -461,8 +460,7 @@ def speedup_across(records: Records, entry: Entry) -> Finding:
         fast = records.named(entry, (other,))
     except PendingError as error:
         raise PendingError(command) from error
-    timed = (row for row in records.measurements if row.problem == entry.problem and row.status == "ok")
-    slow = [[row] for row in timed if row.name == stage and times_us(row)]
+    slow = [[row] for row in records.timed if (row.name, row.problem) == (stage, entry.problem)]
     pairs = list({rows[1].place: rows for rows in select.same_starts(slow, fast)}.values())
     if not pairs:
         raise PendingError(command)
@@ -473,8 +471,7 @@ def speedup_across(records: Records, entry: Entry) -> Finding:
 def causal_speedup(records: Records, entry: Entry) -> Finding:
     """A stage without a mask over the same under a causal one."""
     problems = [Problem.parse(entry.shape, mask=mask) for mask in MASKS]
-    timed = (row for row in records.measurements if row.status == "ok" and times_us(row))
-    ours = [row for row in timed if row.name in entry.operands and row.problem in problems]
+    ours = [row for row in records.timed if row.name in entry.operands and row.problem in problems]
     starts = by_start(ours, lambda row: row.problem, problems, _bench(entry.problem, entry.operands))
     return Finding((_over(ratio_of_medians, starts),), _rows([starts]))
 

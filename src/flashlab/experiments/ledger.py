@@ -46,6 +46,7 @@ from flashlab.experiments.evidence import (
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, harness
 from flashlab.measure.options import Options
+from flashlab.query.frame import grouped
 from flashlab.query.kinship import KINSHIPS, MODELS, kinship
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
@@ -54,6 +55,7 @@ from flashlab.record.schema import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
 from flashlab.show.pages import Output, stage_link
+from flashlab.verify.oracle import make_torch_inputs
 
 CLAIMS = DATA / "claims.csv"
 VERDICTS = "verdicts.json"
@@ -142,19 +144,17 @@ class Claim(BaseModel):
 
     @field_validator("lines", mode="before")
     @classmethod
-    def _lines(cls, text: object) -> object:
-        return tuple(text.split()) if isinstance(text, str) else text
+    def _lines(cls, text: str) -> list[str]:
+        return text.split()
 
     @field_validator("quote", mode="before")
     @classmethod
-    def _quote(cls, text: object) -> object:
-        return tuple(filter(None, text.split(_ELLIPSIS))) if isinstance(text, str) else text
+    def _quote(cls, text: str) -> list[str]:
+        return list(filter(None, text.split(_ELLIPSIS)))
 
     @field_validator("states", "adds", mode="before")
     @classmethod
-    def _conditions(cls, text: object, info: ValidationInfo) -> object:
-        if not isinstance(text, str):
-            return text
+    def _conditions(cls, text: str, info: ValidationInfo) -> dict[str, object]:
         conditions: dict[str, object] = {}
         for part in filter(None, text.split("; ")):
             name, separator, what = part.partition(": ")
@@ -411,14 +411,14 @@ def _against(number: Number, claimed: Range | None) -> str:
 def _numbers(claim: Claim, unit: str, finding: Finding) -> tuple[Number, ...]:
     """Our numbers, judged by the claim's rule one by one; held against nothing where it is not comparable."""
     found = finding.numbers[: len(claim.numbers)]
-    if claim.not_comparable:
-        units = claim.units if len(claim.units) == len(found) and not unit else (unit or claim.unit,) * len(found)
-        return tuple(
-            Number(claimed="", unit=of, verdict="not_comparable", **vars(ours))
-            for ours, of in zip(found, units, strict=True)
-        )
+    units = claim.units
+    if claim.not_comparable and (unit or len(units) != len(found)):
+        units = (unit or claim.unit,) * len(found)
     numbers = []
-    for ours, claimed, of in zip(found, claim.numbers, claim.units, strict=True):
+    for ours, claimed, of in zip(found, claim.numbers, units, strict=not claim.not_comparable):
+        if claim.not_comparable:
+            numbers.append(Number(claimed="", unit=of, verdict="not_comparable", **vars(ours)))
+            continue
         factor = claimed
         if claim.rule == "gain" and of == "%":  # A gain in percent is judged as the factor that it is.
             factor = claimed and Range(low=1 + claimed.low / 100, high=1 + claimed.high / 100)
@@ -648,13 +648,7 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
         raise UnsupportedError(why_not.reason)
     torch = importlib.import_module("torch")
     torch.cuda.set_device(device)
-    generator = torch.Generator(device="cuda").manual_seed(0)
-    shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
-    kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
-    q, k, v = (
-        torch.randn(one, generator=generator, device="cuda").to(getattr(torch, problem.dtype))
-        for one in (shape, kv_shape, kv_shape)
-    )
+    q, k, v = make_torch_inputs(problem)
     times_us = []
     with harness.Book(data, "calls") as book, torch.no_grad():
         book.hello(harness.greeting(info))
@@ -682,9 +676,7 @@ NOTHING_YET = (
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """How many claims of each document got each verdict, as a Markdown table."""
-    by_document: dict[str, list[Verdict]] = {}
-    for one in verdicts:
-        by_document.setdefault(one.source.partition(" § ")[0], []).append(one)
+    by_document = grouped(verdicts, lambda one: one.source.partition(" § ")[0])
     counts = {title: Counter(one.verdict for one in of) for title, of in (*by_document.items(), ("all", verdicts))}
     kinds = [kind for kind in KINDS if counts["all"][kind]]
     rows: list[list[tables.Cell]] = [[title, *(of[kind] for kind in kinds), of.total()] for title, of in counts.items()]

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from flashlab.core.errors import ParameterError
@@ -41,10 +41,6 @@ PROBLEMS = tuple(
     Problem.parse(shape, dtype="bfloat16", mask=mask) for shape in ("16x16x2048x64", "16x16x2048x128") for mask in MASKS
 )
 """What a lever is measured on."""
-REFRESH = (
-    "git diff --no-index {stage} build/levers/{name}.cu | sed '1,2d; s|^+++ .*|+++ b/{stage}|', below the header of "
-    "{patch}"
-)
 AXIS = "levers"
 """The axis of levers' records (`records.Ablation`). Its levels are `AS_IT_IS` and the levers' names."""
 AS_IT_IS = "as it is"
@@ -71,8 +67,8 @@ class Lever:
 
     def changed_lines(self) -> tuple[int, int]:
         """How many lines it adds, and how many it takes away."""
-        hunks = list(_hunks(self.diff, self.name))
-        return sum(hunk.added for hunk in hunks), sum(hunk.removed for hunk in hunks)
+        signs = [line[:1] for line in self.diff.splitlines()[2:]]
+        return signs.count("+"), signs.count("-")
 
     def shown_diff(self) -> str:
         """The diff with the line numbers that its hunks have in the stage's file as it is now.
@@ -143,7 +139,7 @@ def parse(name: str, text: str) -> Lever:
     header, _, diff = text.partition("\n--- a/")
     try:
         fields = tomllib.loads(header) | {"name": name, "diff": f"--- a/{diff}".strip("\n") + "\n"}
-        lever = _LEVER.validate_python(fields)
+        lever = Lever(**fields)
     except tomllib.TOMLDecodeError as error:
         raise ParameterError(f"lever {name}: wanted a header in TOML above its diff, got: {error}") from None
     except ValidationError as error:
@@ -158,9 +154,6 @@ def parse(name: str, text: str) -> Lever:
     return lever
 
 
-_LEVER = TypeAdapter(Lever)
-
-
 def _shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
@@ -173,8 +166,6 @@ class _Hunk(NamedTuple):
     """Where it says that it stands, from 1."""
     old: list[str]
     new: list[str]
-    added: int
-    removed: int
 
 
 def _hunks(diff: str, name: str) -> Iterator[_Hunk]:
@@ -193,8 +184,7 @@ def _hunks(diff: str, name: str) -> Iterator[_Hunk]:
                 f"lever {name}, hunk at line {head[1]}: wanted {num_old} lines before and {num_new} after, as it says, "
                 f"got {len(old)} and {len(new)}"
             )
-        signs = [line[0] for line in body]
-        yield _Hunk(int(head[1]), old, new, signs.count("+"), signs.count("-"))
+        yield _Hunk(int(head[1]), old, new)
 
 
 def apply(diff: str, source: Path, *, name: str) -> str:
@@ -210,10 +200,11 @@ def apply(diff: str, source: Path, *, name: str) -> str:
         places = [i for i in range(len(text) - size + 1) if text[i : i + size] == hunk.old]
         if len(places) != 1:
             stage = _shown(source) if source.is_relative_to(ROOT) else str(source)
-            how = REFRESH.format(stage=stage, name=name, patch=f"kernels/levers/{name}.patch")
             raise ParameterError(
                 f"lever {name}, hunk at line {hunk.line}: {_mismatch(hunk, text, len(places), stage)}. What works: a "
-                f"copy of {stage} as it is now in build/levers/{name}.cu, the change made in it, and {how}"
+                f"copy of {stage} as it is now in build/levers/{name}.cu, the change made in it, and "
+                f"git diff --no-index {stage} build/levers/{name}.cu | sed '1,2d; s|^+++ .*|+++ b/{stage}|', below the "
+                f"header of kernels/levers/{name}.patch"
             )
         done += text[: places[0]] + hunk.new
         text = text[places[0] + size :]

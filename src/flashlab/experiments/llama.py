@@ -15,7 +15,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,7 +58,6 @@ def measure(
     attentions: Sequence[str] = ATTENTIONS,
     *,
     batches: Sequence[int] = BATCHES,
-    geometry: Mapping[str, int] | None = None,
     prompt: int = PROMPT,
     new: int = NEW,
     repeats: int = REPEATS,
@@ -70,7 +68,6 @@ def measure(
     Args:
         attentions: names among `ATTENTIONS`, or libraries of `flashlab.kernels.peers`; those are for prefill alone.
         batches: sequences at once; the first is also what is prefilled.
-        geometry: of LlamaConfig; `GEOMETRY` where None.
         prompt, new: tokens before the first time, and tokens decoded after them.
         repeats: of each.
 
@@ -87,7 +84,7 @@ def measure(
     if min((prompt, new, repeats, *batches), default=0) < 1:
         raise ParameterError("wanted a prompt, new tokens, repeats and batches of at least 1, got less")
     job: Message = {"attentions": list(attentions), "new": new, "batches": list(batches), "prompt": prompt}
-    job |= {"repeats": repeats, "geometry": dict(geometry or GEOMETRY)}
+    job |= {"repeats": repeats, "geometry": dict(GEOMETRY)}
     return record_rows("models", ModelRun, job, options, step_s=TIMEOUT_S, total_s=TIMEOUT_S)
 
 
@@ -233,51 +230,35 @@ def _library(name: str) -> Callable[..., tuple[Any, None]]:
 # --- The page ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shown:
-    """A record beside those of the same run, phase and batch."""
+def shown(records: Sequence[ModelRun]) -> list[dict[str, Any]]:
+    """The newest run's rows, prefill first, then by batch, the fastest first; `nothing` only as what is taken off.
 
-    record: ModelRun
-    tokens_per_s: float
-    attention_share: float | None
-    """Of the time, what the model takes longer than with `nothing`; None where that is not on record."""
-    usd_per_million: float
-    assumed: bool
-    """Whether the price is `USD_PER_GPU_HOUR`."""
-
-
-def shown(records: Sequence[ModelRun]) -> list[Shown]:
-    """The newest run's rows, prefill first, then by batch, the fastest first; `nothing` only as what is taken off."""
+    Each has its `record`, `tokens_per_s`, `attention_share` (of the time, what the model takes longer than with
+    `nothing`; None where that is not on record), `usd_per_million`, and whether that price is `assumed`.
+    """
     newest = max((one.run for one in records), default="")
     rows = [one for one in records if one.run == newest]
     without = {(one.phase, one.batch): median(one.time_s) for one in rows if one.attention == NOTHING}
-    found = []
-    for one in rows:
+    found: list[dict[str, Any]] = []
+    for one in (one for one in rows if one.attention != NOTHING):
         seconds, bare = median(one.time_s), without.get((one.phase, one.batch))
         rate = one.batch * (one.new_tokens or one.prompt_tokens) / seconds
         price = one.start.usd_per_gpu_hour if one.start else None
-        found.append(
-            Shown(
-                record=one,
-                tokens_per_s=rate,
-                attention_share=None if bare is None else 1 - bare / seconds,
-                usd_per_million=(price or USD_PER_GPU_HOUR) / 3600 / rate * 1e6,
-                assumed=price is None,
-            )
-        )
-    order = {"prefill": 0, "decode": 1}
-    found.sort(key=lambda one: (order[one.record.phase], one.record.batch, -one.tokens_per_s))
-    return [one for one in found if one.record.attention != NOTHING]
+        row = {"record": one, "tokens_per_s": rate, "attention_share": None if bare is None else 1 - bare / seconds}
+        row |= {"usd_per_million": (price or USD_PER_GPU_HOUR) / 3600 / rate * 1e6, "assumed": price is None}
+        found.append(row)
+    order = ("prefill", "decode")
+    return sorted(found, key=lambda row: (order.index(row["record"].phase), row["record"].batch, -row["tokens_per_s"]))
 
 
 COLUMNS = (
     Column("phase", "record.phase"),
     Column("batch", "record.batch"),
     Column("attention", "record.attention", code, left=True),
-    Column("ms", lambda one: 1e3 * median(one.record.time_s) / (one.record.new_tokens or 1)),
-    Column("least to most", lambda one: _range(one.record)),
+    Column("ms", lambda row: 1e3 * median(row["record"].time_s) / (row["record"].new_tokens or 1)),
+    Column("least to most", lambda row: _range(row["record"])),
     Column("tokens a second", "tokens_per_s"),
-    Column("attention, % of the time", lambda one: one.attention_share and 100 * one.attention_share),
+    Column("attention, % of the time", lambda row: row["attention_share"] and 100 * row["attention_share"]),
     Column("US$ a million tokens", "usd_per_million"),
     Column("largest difference of logits from SDPA's", "record.logit_error"),
 )
@@ -296,8 +277,8 @@ def page(out: Any, results: Any, data: Path = DATA) -> None:
             "llama.md", "*No whole model is on record yet: `flashlab llama` on a machine with a GPU makes one.*"
         )
         return
-    one = rows[0].record
-    price = f"at {number(USD_PER_GPU_HOUR)} US$ a GPU-hour, which is assumed" if rows[0].assumed else "at its price"
+    one = rows[0]["record"]
+    price = f"at {number(USD_PER_GPU_HOUR)} US$ a GPU-hour, which is assumed" if rows[0]["assumed"] else "at its price"
     facts = (
         one.gpu.name,
         f"{one.layers} layers, {one.heads} heads of {one.head_dim}, {number(one.parameters / 1e9)} billion parameters",

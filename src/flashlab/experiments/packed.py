@@ -15,12 +15,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import itertools
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic_core import to_jsonable_python
@@ -34,6 +34,7 @@ from flashlab.measure.cells import GpuWorker, record_rows
 from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.measure.worker import copies_beyond_l2
+from flashlab.query.frame import grouped
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
 from flashlab.run import gpu, paged
@@ -51,13 +52,24 @@ PADDED = "padded"
 LIBRARIES: Mapping[str, str] = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}
 """Libraries to the module that has `flash_attn_varlen_func`."""
 NAMES = (STAGE, PADDED, *LIBRARIES)
-LENGTHS: Mapping[str, str] = {
-    "equal": "sequences of one length, 2,048",
-    "uniform": "drawn evenly from 1 to 4,096",
-    "one_long": "one of 8,192, and others of 64 to 1,024",
-    "short": "drawn evenly from 16 to 512",
+
+
+class Distribution(NamedTuple):
+    """Lengths drawn evenly from `low` to `high`, and one of `longest` where that is not 0."""
+
+    says: str
+    low: int
+    high: int
+    longest: int = 0
+
+
+LENGTHS: Mapping[str, Distribution] = {
+    "equal": Distribution("sequences of one length, 2,048", 2048, 2048),
+    "uniform": Distribution("drawn evenly from 1 to 4,096", 1, 4096),
+    "one_long": Distribution("one of 8,192, and others of 64 to 1,024", 64, 1024, 8192),
+    "short": Distribution("drawn evenly from 16 to 512", 16, 512),
 }
-"""Distributions, each of `TOKENS` tokens in all."""
+"""Of prefill, each of `TOKENS` tokens in all."""
 TIMEOUT_S = 180.0
 Q_HEADS, KV_HEADS, DECODE_HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
 """In decoding."""
@@ -65,54 +77,41 @@ FLASHINFER = "flashinfer"
 DECODE_NAMES = (*(stage.id for stage in registry.DECODE.values() if stage.runner == paged.__name__), FLASHINFER)
 BATCHES = (4, 16, 64)
 """Sequences in decoding."""
-DECODE_LENGTHS: Mapping[str, str] = {
-    "equal": "8,192 keys each",
-    "uniform": "drawn evenly from 1 to 16,384",
-    "one_long": "one of 65,536, others of 64 to 4,096",
-    "short": "drawn evenly from 16 to 2,048",
+DECODE_LENGTHS: Mapping[str, Distribution] = {
+    "equal": Distribution("8,192 keys each", 8192, 8192),
+    "uniform": Distribution("drawn evenly from 1 to 16,384", 1, 16_384),
+    "one_long": Distribution("one of 65,536, others of 64 to 4,096", 64, 4096, 65_536),
+    "short": Distribution("drawn evenly from 16 to 2,048", 16, 2048),
 }
-"""Distributions of keys in decoding, of as many sequences as the batch has."""
+"""Of keys in decoding, of as many sequences as the batch has."""
 
 
-def _known(name: str, distributions: Mapping[str, str]) -> None:
-    if name not in distributions:
-        raise ParameterError(f"lengths: wanted one of {', '.join(distributions)}, got {name!r}")
-
-
-def decode_lengths(name: str, batch: int) -> tuple[int, ...]:
-    """Keys of each sequence of a batch, the same at each call.
+def lengths(name: str, batch: int | None = None) -> tuple[int, ...]:
+    """The lengths of a distribution, the same at each call: of prefill, `TOKENS` together; of a batch in decoding.
 
     Raises:
         ParameterError: no such distribution.
     """
-    _known(name, DECODE_LENGTHS)
-    low, high = {"uniform": (1, 16_384), "one_long": (64, 4_096), "short": (16, 2_048)}.get(name, (8_192, 8_192))
-    found = np.random.default_rng(0).integers(low, high + 1, batch).tolist()
-    if name == "one_long":
-        found[batch // 2] = 65_536
-    return tuple(found)
-
-
-def lengths(name: str) -> tuple[int, ...]:
-    """The lengths of a distribution of prefill, the same at each call; they add up to `TOKENS`.
-
-    Raises:
-        ParameterError: no such distribution.
-    """
-    _known(name, LENGTHS)
+    known = LENGTHS if batch is None else DECODE_LENGTHS
+    if name not in known:
+        raise ParameterError(f"lengths: wanted one of {', '.join(known)}, got {name!r}")
+    _, low, high, longest = known[name]
     rng = np.random.default_rng(0)
-    drawn = {"uniform": (1, 4096), "one_long": (64, 1024), "short": (16, 512)}
-    found = [8192] if name == "one_long" else []
+    if batch is not None:
+        found = rng.integers(low, high + 1, batch).tolist()
+        found[batch // 2] = longest or found[batch // 2]
+        return tuple(found)
+    found = [longest] if longest else []
     while (left := TOKENS - sum(found)) > 0:
-        low, high = drawn.get(name, (2048, 2048))
         found.append(min(left, int(rng.integers(low, high + 1))))
     return tuple(rng.permutation(found).tolist())
 
 
 def measure(
-    names: Sequence[str] = NAMES,
     *,
+    decode: bool = False,
     distributions: Sequence[str] = tuple(LENGTHS),
+    batches: Sequence[int] = BATCHES,
     head_dims: Sequence[int] = HEAD_DIMS,
     dtypes: Sequence[DType] = DTYPES,
     masks: Sequence[Mask] = MASKS,
@@ -120,41 +119,33 @@ def measure(
 ) -> tuple[Path, tuple[str, ...]]:
     """Time packed sequences, and append a `schema.PackedRun` each to data/<gpu>/packed/.
 
+    Args:
+        decode: one query row a sequence instead, over a cache in pages, without a mask.
+        batches: sequences in decoding.
+        head_dims, masks: of prefill.
+
     Returns:
         The file, and what has no time, with the reason.
 
     Raises:
-        ParameterError: no such implementation or distribution.
+        ParameterError: no such distribution.
         NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
     """
-    cases = itertools.product(distributions, head_dims, dtypes, masks)
-    return _record([{"lengths": lengths(case[0]), "case": case} for case in cases], names, NAMES, options)
-
-
-def measure_decoding(
-    names: Sequence[str] = DECODE_NAMES,
-    *,
-    distributions: Sequence[str] = tuple(DECODE_LENGTHS),
-    batches: Sequence[int] = BATCHES,
-    dtypes: Sequence[DType] = DTYPES,
-    options: Options = OPTIONS,
-) -> tuple[Path, tuple[str, ...]]:
-    """`measure` of one query row a sequence, over a cache in pages: see there."""
-    given = [
-        {"lengths": decode_lengths(name, batch), "case": (name, DECODE_HEAD_DIM, dtype, "full"), "kv_heads": KV_HEADS}
-        for name, batch, dtype in itertools.product(distributions, batches, dtypes)
-    ]
-    return _record(given, names, DECODE_NAMES, options)
-
-
-def _record(
-    cases: Sequence[Message], names: Sequence[str], known: Sequence[str], options: Options
-) -> tuple[Path, tuple[str, ...]]:
-    for name in names:
-        if name.partition("[")[0] not in known:
-            raise ParameterError(f"name: wanted one of {', '.join(known)}, got {name!r}")
-    job: Message = {"names": list(names), "cases": cases}
-    return record_rows("packed", PackedRun, job, options, total=len(cases) * len(names), step_s=TIMEOUT_S)
+    cases: list[Message]
+    if decode:
+        fixed = {"heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": DECODE_HEAD_DIM, "mask": "full"}
+        cases = [
+            {"distribution": name, "lengths": lengths(name, batch), "dtype": dtype, **fixed}
+            for name, batch, dtype in itertools.product(distributions, batches, dtypes)
+        ]
+    else:
+        cases = [
+            {"distribution": name, "lengths": lengths(name), "heads": HEADS}
+            | {"head_dim": head_dim, "dtype": dtype, "mask": mask}
+            for name, head_dim, dtype, mask in itertools.product(distributions, head_dims, dtypes, masks)
+        ]
+    job: Message = {"names": DECODE_NAMES if decode else NAMES, "cases": cases}
+    return record_rows("packed", PackedRun, job, options, total=len(cases) * len(job["names"]), step_s=TIMEOUT_S)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -163,11 +154,11 @@ def _record(
 class _Packed:
     """Q, K and V of a case, packed; and its implementations, each a call that returns (total, heads, head_dim)."""
 
-    def __init__(self, torch: Any, chosen: Sequence[int], case: Sequence[Any], *, seed: int, device: str) -> None:
-        _, head_dim, self.dtype, mask = case
-        self.chosen, self.causal = chosen, mask == "causal"
+    def __init__(self, torch: Any, case: Message, *, seed: int, device: str) -> None:
+        chosen = self.chosen = case["lengths"]
+        self.dtype, self.causal = case["dtype"], case["mask"] == "causal"
         made = torch.Generator(device=device).manual_seed(seed)
-        shape = (sum(chosen), HEADS, head_dim)
+        shape = (sum(chosen), case["heads"], case["head_dim"])
         self.tensors = [
             torch.randn(shape, generator=made, device=device).to(getattr(torch, self.dtype)) for _ in range(3)
         ]
@@ -206,7 +197,7 @@ class _Packed:
         longest = max(self.chosen)
         wide = []
         for packed in self.tensors:
-            wide.append(packed.new_zeros(len(self.chosen), HEADS, longest, packed.shape[2]))
+            wide.append(packed.new_zeros(len(self.chosen), packed.shape[1], longest, packed.shape[2]))
             for index, length in enumerate(self.chosen):
                 wide[-1][index, :, :length] = self.of_sequence(packed, index)[0]
         launch = prepare(*wide, causal=self.causal, stage=STAGE, stream=stream)
@@ -221,7 +212,8 @@ class _Packed:
         return launch, result
 
     def _library(self, name: str) -> timing.Run:
-        problem = Problem.parse(f"1x{HEADS}x{max(self.chosen)}x{self.tensors[0].shape[2]}", dtype=self.dtype)
+        _, heads, head_dim = self.tensors[0].shape
+        problem = Problem.parse(f"1x{heads}x{max(self.chosen)}x{head_dim}", dtype=self.dtype)
         if why := peers.get(name).why_not(problem):
             raise UnsupportedError(why.reason)
         function = importlib.import_module(LIBRARIES[name]).flash_attn_varlen_func
@@ -237,11 +229,11 @@ class _Paged:
     """One query row a sequence, and a cache in pages, in copies that calls rotate over; its implementations as
     `_Packed` has them."""
 
-    def __init__(
-        self, torch: Any, chosen: Sequence[int], case: Sequence[Any], *, seed: int, device: str, info: gpu.GpuInfo
-    ) -> None:
-        _, head_dim, self.dtype, _ = case
-        self.chosen, self.causal = chosen, False
+    def __init__(self, torch: Any, case: Message, *, seed: int, device: str, info: gpu.GpuInfo) -> None:
+        chosen = self.chosen = case["lengths"]
+        self.dtype, self.causal = case["dtype"], False
+        q_heads, kv_heads, head_dim = case["heads"], case["kv_heads"], case["head_dim"]
+        self.shape = f"{len(chosen)}x{q_heads}x{kv_heads}x1x{PAGE_SIZE}x{head_dim}"
         made = torch.Generator(device=device).manual_seed(seed)
         pages = [-(-length // PAGE_SIZE) for length in chosen]
         self.ends = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
@@ -251,12 +243,12 @@ class _Paged:
         for index, count in enumerate(pages):
             self.table[index, :count] = self.order[int(self.ends[index]) :][:count]
         self.lengths = torch.tensor(chosen, dtype=torch.int32, device=device)
-        pool = (sum(pages), PAGE_SIZE, KV_HEADS, head_dim)  # FlashInfer's default layout
-        size = 4 * sum(pages) * PAGE_SIZE * KV_HEADS * head_dim
+        pool = (sum(pages), PAGE_SIZE, kv_heads, head_dim)  # FlashInfer's default layout
+        size = 4 * math.prod(pool)
         self.copies = [
             tuple(
                 torch.randn(shape, generator=made, device=device).to(getattr(torch, self.dtype))
-                for shape in ((len(chosen), Q_HEADS, head_dim), pool, pool)
+                for shape in ((len(chosen), q_heads, head_dim), pool, pool)
             )
             for _ in range(copies_beyond_l2(size, info))
         ]
@@ -288,9 +280,7 @@ class _Paged:
         return out[:, :, 0]
 
     def _library(self) -> Callable[..., Any]:
-        problem = replace(
-            Problem.parse(f"{len(self.chosen)}x{Q_HEADS}x{KV_HEADS}x1x{PAGE_SIZE}x{DECODE_HEAD_DIM}"), dtype=self.dtype
-        )
+        problem = Problem.parse(self.shape, dtype=self.dtype)
         if why := peers.get(FLASHINFER).why_not(problem):
             raise UnsupportedError(why.reason)
         last = (self.lengths - 1) % PAGE_SIZE + 1
@@ -311,15 +301,11 @@ class _Worker(GpuWorker):
                 self._case(one, timing.Timer(backend, seed=self.job["seed"]), stream)
                 self.free()
 
-    def _case(self, given: Message, timer: timing.Timer, stream: int) -> None:
-        chosen, case, kv_heads = given["lengths"], given["case"], given.get("kv_heads")
-        label = " ".join(map(str, (len(chosen), *case)))
+    def _case(self, case: Message, timer: timing.Timer, stream: int) -> None:
+        chosen, decoding = case["lengths"], "kv_heads" in case
+        label = " ".join(map(str, (len(chosen), *(case[key] for key in ("distribution", "head_dim", "dtype", "mask")))))
         how = {"seed": self.job["seed"], "device": "cuda"}
-        packed: _Packed | _Paged
-        if kv_heads:
-            packed = _Paged(self.torch, chosen, case, **how, info=self.info)
-        else:
-            packed = _Packed(self.torch, chosen, case, **how)
+        packed = _Paged(self.torch, case, **how, info=self.info) if decoding else _Packed(self.torch, case, **how)
         runs: dict[str, timing.Run] = {}
         verdicts: dict[str, Verdict | None] = {}
         for name in self.job["names"]:
@@ -329,12 +315,9 @@ class _Worker(GpuWorker):
                 verdicts[name] = None if name == PADDED and not packed.causal else self._checked(packed, result())
                 runs[name] = run
         for name, samples in timer.burst(runs, samples=20).items():
-            distribution, head_dim, dtype, mask = case
-            row = {"name": name, "distribution": distribution, "lengths": chosen, "mask": mask}
-            row |= {"heads": Q_HEADS, "kv_heads": kv_heads} if kv_heads else {"heads": HEADS}
-            if kv_heads:
+            if decoding:
                 samples = samples.model_copy(update={"cache": "rotating"})
-            row |= {"head_dim": head_dim, "dtype": dtype, "samples": samples, "verdict": verdicts[name]}
+            row = {**case, "name": name, "samples": samples, "verdict": verdicts[name]}
             self.send({"type": "row", "row": to_jsonable_python(row)})
 
     def _checked(self, packed: _Packed | _Paged, out: Any) -> Verdict:
@@ -357,42 +340,25 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     others. In decoding ours is what `flashlab.paged_attention` takes, or the fastest of a run without it."""
 
     def case(one: PackedRun) -> tuple[Any, ...]:
-        return (
-            one.kv_heads or 0,
-            one.head_dim,
-            one.dtype,
-            one.mask,
-            one.distribution,
-            one.kv_heads and len(one.lengths),
-        )
+        decoding = one.kv_heads or 0
+        return decoding, one.head_dim, one.dtype, one.mask, one.distribution, decoding and len(one.lengths)
 
-    newest = {case(one): one.run for one in sorted(records, key=lambda one: one.run)}
-    cases: dict[tuple[Any, ...], dict[str, PackedRun]] = {}
-    for one in records:
-        if one.run == newest[case(one)]:
-            cases.setdefault(case(one), {})[one.name] = one
     rows = []
-    for (kv_heads, head_dim, dtype, mask, distribution, _), by_name in cases.items():
+    for (kv_heads, head_dim, dtype, mask, distribution, _), same in grouped(records, case).items():
+        newest = max(one.run for one in same)
+        by_name = {one.name: one for one in same if one.run == newest}
         stages = [one for name, one in by_name.items() if name == STAGE or name in DECODE_NAMES[:-1]]
         if not stages:
             continue
         ours = by_name.get(paged.STAGE) or min(stages, key=lambda one: one.samples.median_us)
         time_us = ours.samples.median_us
         problem = dtype if kv_heads else f"D{head_dim} {mask} {dtype}"
-        rows.append(
-            {
-                **{
-                    "distribution": distribution,
-                    "problem": problem,
-                    "sequences": len(ours.lengths),
-                    "stage": ours.name,
-                },
-                **{"median_us": time_us, "keys": sum(ours.lengths)},
-                **{"over": {name: one.samples.median_us / time_us for name, one in by_name.items()}},
-                **{"us": {name: one.samples.median_us for name, one in by_name.items()}, "dtype": dtype},
-                **({"gb_per_s": ours.gb_per_s(time_us)} if kv_heads else {"tflops": ours.tflops(time_us)}),
-            }
-        )
+        row = {"distribution": distribution, "problem": problem, "dtype": dtype}
+        row |= {"sequences": len(ours.lengths), "keys": sum(ours.lengths), "stage": ours.name, "median_us": time_us}
+        row |= {"us": {name: one.samples.median_us for name, one in by_name.items()}}
+        row |= {"over": {name: us / time_us for name, us in row["us"].items()}}
+        row |= {"gb_per_s": ours.gb_per_s(time_us)} if kv_heads else {"tflops": ours.tflops(time_us)}
+        rows.append(row)
     return rows
 
 
@@ -430,7 +396,7 @@ def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
         return
     newest = max(records, key=lambda one: one.run)
     meaning = DECODE_LENGTHS if decoding else LENGTHS
-    what = "; ".join(f"{name}: {meaning[name]}" for name in dict.fromkeys(row["distribution"] for row in rows))
+    what = "; ".join(f"{name}: {meaning[name].says}" for name in dict.fromkeys(row["distribution"] for row in rows))
     how = (
         f"one query row a sequence, H{Q_HEADS}/{KV_HEADS} D{DECODE_HEAD_DIM}, pages of {PAGE_SIZE} keys"
         if decoding

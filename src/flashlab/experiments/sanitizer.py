@@ -17,15 +17,15 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flashlab.build import compiler
 from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
-from flashlab.core.problem import DTYPES, MASKS, Problem
+from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.measure import profile
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, greeting, serve
@@ -34,7 +34,9 @@ from flashlab.record import store
 from flashlab.record.schema import Sanitized
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
+from flashlab.verify.cases import cases
 from flashlab.verify.oracle import make_inputs
+from flashlab.verify.verdict import strides_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LENGTHS: tuple[tuple[int, int], ...] = ((1, 1), (65, 130), (203, 113), (130, 257))
@@ -42,7 +44,8 @@ LENGTHS: tuple[tuple[int, int], ...] = ((1, 1), (65, 130), (203, 113), (130, 257
 _FLAGS = ("--report-api-errors", "no", "--print-limit", "1000")
 """No API errors: asking the driver for a function that it lacks is one, and no error of a kernel."""
 OPTIONS = Options(timeout_s=540.0, worker=(sys.executable, "-m", "flashlab.experiments.sanitizer"))
-_SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard")
+_SIGN = "========="
+_SUMMARY = re.compile(r"^.*(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard).*$", re.MULTILINE)
 _ENTRY = re.compile(r"\battention_(\w+?)(?=\+0x|\(|\s|$)")
 _KEPT = 5
 
@@ -84,39 +87,18 @@ def parse(text: str) -> Found:
 
     Each report is a paragraph, ended by a line of its own sign; the first kernel that it names is its.
     """
+    lines = (line.removeprefix(_SIGN).strip() for line in text.splitlines() if line.startswith(_SIGN))
+    said = "\n".join(line for line in lines if not line.startswith("COMPUTE-SANITIZER"))
+    totals = [int(one[1] or one[2]) for one in _SUMMARY.finditer(said)]
     counts: Counter[str] = Counter()
     words: dict[str, list[str]] = {}
-    total: int | None = None
-    for paragraph in _paragraphs(text):
-        summary = _SUMMARY.search(paragraph[0])
-        if summary:
-            total = (total or 0) + int(summary[1] or summary[2])
-            continue
-        named = _ENTRY.search(" ".join(paragraph))
-        stage = named[1] if named else ""
+    for report in filter(None, map(str.strip, _SUMMARY.sub("", said).split("\n\n"))):
+        named = _ENTRY.search(report)
         if named:
-            counts[stage] += 1
-        words.setdefault(stage, []).append(paragraph[0])
-    return Found(total=total, of_stage=counts, words={name: tuple(lines[:_KEPT]) for name, lines in words.items()})
-
-
-def _paragraphs(log: str) -> Iterator[list[str]]:
-    """The reports and summaries in a log, a list of lines each; what the tool says of itself is left out."""
-    lines: list[str] = []
-    for line in (*log.splitlines(), "========="):
-        if not line.startswith("========="):
-            continue
-        text = line.removeprefix("=========").strip()
-        if text.startswith("COMPUTE-SANITIZER"):
-            continue
-        if text and not _SUMMARY.search(text):
-            lines.append(text)
-            continue
-        if lines:
-            yield lines
-        lines = []
-        if text:
-            yield [text]
+            counts[named[1]] += 1
+        words.setdefault(named[1] if named else "", []).append(report.partition("\n")[0])
+    kept = {name: tuple(lines[:_KEPT]) for name, lines in words.items()}
+    return Found(total=sum(totals) if totals else None, of_stage=counts, words=kept)
 
 
 _GET = "wanted `compute-sanitizer` on PATH, found none; the CUDA toolkit has it"
@@ -133,13 +115,11 @@ def sanitize(
     stage_ids: Sequence[str] | None = None,
     *,
     tools: Sequence[str] = TOOLS,
-    lengths: Sequence[tuple[int, int]] = LENGTHS,
     options: Options = OPTIONS,
 ) -> tuple[Path, tuple[Sanitized, ...]]:
     """Run every tool over the stages that this GPU runs, all tools at once, and append to data/<gpu>/sanitizer/.
 
     Args:
-        lengths: (q_len, kv_len) of the launches.
         options: `timeout_s` is for each tool.
 
     Returns:
@@ -166,7 +146,7 @@ def sanitize(
         options.note("compiling")
         cuda = [stage for stage in able if stage.language == "cuda"]
         compiler.compile_many(compiler.jobs(cuda, [device_info.arch], aligned=(True, False)))
-        job = {"stages": [stage.id for stage in able], "lengths": lengths, "device": options.device}
+        job = {"stages": [stage.id for stage in able], "device": options.device}
 
         def under(tool: str) -> tuple[Found, _Watched]:
             options.note(f"{tool}: started")
@@ -225,18 +205,10 @@ def _run(command: str, tool: str, job: Message, options: Options) -> tuple[Found
 # --- Under the tool ---------------------------------------------------------------------------------------------------
 
 
-def problems(stage_id: str, lengths: Sequence[Sequence[int]]) -> list[Problem]:
+def problems(stage_id: str) -> list[Problem]:
     """What a stage is launched on: grouped heads, every head dim, type, mask and pair of lengths it takes."""
-    stage = registry.get(stage_id)
-    whole = Problem(batch=1, q_heads=2, kv_heads=1, q_len=1, kv_len=1, head_dim=stage.head_dims[0])
-    return [
-        replace(whole, q_len=q_len, kv_len=kv_len, head_dim=head_dim, dtype=dtype, mask=mask)
-        for head_dim in stage.head_dims
-        for dtype in DTYPES
-        if dtype in stage.dtypes
-        for mask in MASKS
-        for q_len, kv_len in lengths
-    ]
+    able = {stage_id: registry.get(stage_id)}
+    return [case.problem for case in cases(able, lengths=LENGTHS, heads=(1, 2, 1), layouts=("contiguous",))]
 
 
 def _launch(job: Message, send: Send) -> None:
@@ -245,7 +217,7 @@ def _launch(job: Message, send: Send) -> None:
     torch.cuda.set_device(job["device"])
     send({"type": "hello"})
     for stage_id in job["stages"]:
-        for problem in problems(stage_id, job["lengths"]):
+        for problem in problems(stage_id):
             for odd in (0, 1):
                 try:
                     _launch_once(torch, stage_id, problem, odd)
@@ -260,10 +232,8 @@ def _launch_once(torch: Any, stage_id: str, problem: Problem, odd: int) -> None:
     """One launch. Arrays come from the host, so that no kernel but the stage's runs; `odd` elements part the rows."""
 
     def on_gpu(shape: Sequence[int], values: Any | None) -> Any:
-        batch, heads, length, head_dim = shape
-        step = head_dim + odd
-        strides = (heads * length * step, length * step, step, 1)
-        size = batch * heads * length * step
+        strides = strides_of(shape, row_padding=odd)
+        size = shape[0] * strides[0]
         if values is None:
             flat = torch.empty(size, dtype=getattr(torch, problem.dtype), device="cuda")
         else:

@@ -7,7 +7,7 @@ import html
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import DATA, SITE
@@ -46,26 +46,20 @@ class Source(BaseModel):
 
     @field_validator("lines", mode="before")
     @classmethod
-    def _passages(cls, text: object) -> object:
-        if not isinstance(text, str):
-            return text
+    def _passages(cls, text: str) -> list[tuple[int, int]]:
         ends = [passage.partition("-") for passage in text.split()]
-        return tuple((int(first), int(last or first)) for first, _, last in ends)
-
-    @field_validator("lines")
-    @classmethod
-    def _ordered(cls, lines: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        lines = [(int(first), int(last or first)) for first, _, last in ends]
         if not lines or any(not 0 < first <= last for first, last in lines):
             raise ValueError(f"wanted lines of the document, `12` or `12-14`, got {lines}")
         return lines
 
     @field_validator("claims", mode="before")
     @classmethod
-    def _ids(cls, text: object) -> object:
-        return tuple(text.split()) if isinstance(text, str) else text
+    def _ids(cls, text: str) -> list[str]:
+        return text.split()
 
     @model_validator(mode="after")
-    def _placed(self, _: ValidationInfo) -> Source:
+    def _placed(self) -> Source:
         if not (self.ours or self.why_not):
             raise ValueError(f"{self.what}: wanted what is ours, or why there is nothing, got neither")
         if bool(self.ours) != bool(self.link):

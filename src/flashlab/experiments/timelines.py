@@ -6,7 +6,6 @@ free and last as long as a copy of their size alone.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +16,7 @@ from flashlab.experiments import chip, cycle_model, cycle_tables
 from flashlab.experiments.cycle_model import Kernel, Moment, Rates
 from flashlab.kernels import registry
 from flashlab.query import select
+from flashlab.query.frame import grouped
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
 from flashlab.show import drawings, journey
@@ -65,10 +65,7 @@ def uses_of(moments: Iterable[Moment]) -> Uses:
         for one in moments
         for group, name in (*one.gemms, *((group, "softmax") for group in one.softmaxes))
     )
-    found: dict[tuple[int, str], list[Span]] = defaultdict(list)
-    for span in sorted(_merged(parts), key=lambda span: span.start):
-        found[span.row, span.words].append(span)
-    return found
+    return grouped(sorted(_merged(parts), key=lambda span: span.start), lambda span: (span.row, span.words))
 
 
 def copies_of(kernel: Kernel, uses: Uses, readings: Mapping[str, ChipReading]) -> list[Span]:

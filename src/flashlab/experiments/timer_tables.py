@@ -21,6 +21,7 @@ from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments.timers import INSTALLS, TIMERS
 from flashlab.kernels import peers, registry
 from flashlab.query import select
+from flashlab.query.frame import grouped
 from flashlab.query.statistics import Estimate, interval, ratio_of_medians
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement, Reading, Samples
@@ -64,13 +65,9 @@ def pools(readings: Iterable[Reading]) -> tuple[Reading, ...]:
     """
     every = list(readings)
     newest = {reading.problem: reading.run for reading in sorted(every, key=lambda reading: reading.run)}
-    grouped: dict[tuple[Any, ...], list[Reading]] = {}
-    for one in every:
-        if one.run == newest[one.problem]:
-            key = (one.name, one.problem, one.timer, one.inputs, one.samples.regime, one.samples.cache)
-            grouped.setdefault(key, []).append(one)
+    taken = (one for one in every if one.run == newest[one.problem])
     merged = []
-    for same in grouped.values():
+    for same in grouped(taken, lambda one: (one.name, one.problem, one.timer, one.inputs, state(one))).values():
         times = tuple(value for one in same for value in one.samples.time_us)
         clocks = tuple(clock for one in same for clock in one.samples.call_clock_mhz)
         enqueues = [one.enqueue_us for one in same if one.enqueue_us is not None]
@@ -221,17 +218,14 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
     A row counts when it names its start, has burst samples with a hot L2, and is of the same code as the newest such
     row: the same machine code of a stage, the same versions of all software of a library.
     """
-    grouped: dict[tuple[Problem, str], list[Measurement]] = {}
-    for row in sorted(measurements, key=lambda row: row.time):
-        known = row.kind == "peer" or row.name in registry.RUNGS
-        if known and row.start is not None and row.samples_of():
-            grouped.setdefault((row.problem, row.name), []).append(row)
+    known = [row for row in measurements if row.kind == "peer" or row.name in registry.RUNGS]
+    rows = sorted((row for row in known if row.start and row.samples_of()), key=lambda row: row.time)
     found: list[Spread] = []
-    for rows in grouped.values():
+    for same in grouped(rows, lambda row: (row.problem, row.name)).values():
         newest: list[Measurement] = []
-        for row in reversed(rows):
+        for row in reversed(same):
             met = any(other.start and row.start and row.start.same_as(other.start) for other in newest)
-            if _code(row) == _code(rows[-1]) and not met:
+            if _code(row) == _code(same[-1]) and not met:
                 newest.append(row)
         if len(newest) > 1:
             found.append(Spread(rows=tuple(reversed(newest))))
@@ -258,10 +252,6 @@ def _pools(gpu_slug: str | None, data: Path, inputs: str | None = "normal") -> l
 
 def _bursts(gpu_slug: str | None, data: Path) -> list[Reading]:
     return [pool for pool in _pools(gpu_slug, data) if state(pool) != "sustained"]
-
-
-def _label(name: str) -> str:
-    return name if name in registry.RUNGS else tables.peer_title(name)
 
 
 def _title(name: str) -> str:
@@ -328,7 +318,7 @@ def timers_chart(gpu_slug: str | None, data: Path = DATA) -> Chart | str:
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for one in sorted(compared, key=lambda one: (-one.ours.problem.flops, one.other.timer)):
         gain = one.ratio.percent_gain()
-        row = series.setdefault(f"{_label(one.ours.name)}, {one.ours.problem.shape}", {})
+        row = series.setdefault(f"{tables.peer_title(one.ours.name)}, {one.ours.problem.shape}", {})
         row[f"{TIMERS[one.other.timer]}, {one.ours.samples.cache} L2"] = (gain.low, gain.value, gain.high)
     runs = sorted({pool.run for pool in found})
     return charts.differences(
@@ -416,8 +406,7 @@ def spread_table(gpu_slug: str | None, data: Path = DATA) -> str:
         return lambda one: one.medians_us[index] if index < len(one.medians_us) else None
 
     text = []
-    for problem in dict.fromkeys(one.problem for one in found):
-        mine = [one for one in found if one.problem == problem]
+    for problem, mine in grouped(found, lambda one: one.problem).items():
         starts = max(len(one.rows) for one in mine)
         columns = [
             Column("", "name", _title),
@@ -456,7 +445,7 @@ def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: str = "full")
         middle = fmean(one.medians_us)
         for start, samples in enumerate(one.samples, start=1):
             low, mid, high = (100 * (float(t) / middle - 1) for t in np.percentile(samples.time_us, (5, 50, 95)))
-            series.setdefault(_label(one.name), {})[f"start {start}"] = (low, mid, high)
+            series.setdefault(tables.peer_title(one.name), {})[f"start {start}"] = (low, mid, high)
     rows = [row for one in found for row in one.rows]
     return charts.differences(
         series,

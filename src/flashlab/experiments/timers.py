@@ -23,7 +23,6 @@ from __future__ import annotations
 import importlib
 import json
 import random
-import struct
 import sys
 import tempfile
 import time
@@ -33,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import ValidationError
 
 from flashlab.core.errors import (
@@ -49,15 +49,7 @@ from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
 from flashlab.measure.bench import on_record
 from flashlab.measure.cells import GpuWorker
-from flashlab.measure.harness import (
-    Book,
-    Message,
-    Progress,
-    Send,
-    Worker,
-    WorkerDiedError,
-    serve,
-)
+from flashlab.measure.harness import Book, Message, Progress, Send, Worker, WorkerDiedError, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import Reading
@@ -116,16 +108,6 @@ _CHECKED_SCORES = 1 << 27
 # --- The parent -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What came of `measure`."""
-
-    path: Path
-    """The file of readings."""
-    missing: tuple[str, ...]
-    """What gave no reading, and why, a sentence each."""
-
-
 def measure(
     stage_ids: Sequence[str] | None = None,
     peer_names: Sequence[str] | None = None,
@@ -135,8 +117,8 @@ def measure(
     rounds: int = 4,
     sustained_s: float = 1.5,
     limit_s: float = LIMIT_S,
-    options: Options | None = None,
-) -> Measured:
+    options: Options = OPTIONS,
+) -> tuple[Path, tuple[str, ...]]:
     """Read implementations with every timer that is installed and append the readings to data/<gpu>/readings.
 
     A reading is on disk as soon as it is made: what ends this process early costs what was still to come. Progress is
@@ -149,14 +131,16 @@ def measure(
         samples: of each implementation and cache state, by events; half as many by CUPTI.
         rounds: how often NVBench measures each.
         sustained_s: seconds of continuous calls, on normal inputs and on zeros; none where 0.
-        limit_s: for all of it; what does not fit is left out, and is in `Measured.missing`.
+        limit_s: for all of it; what does not fit is left out.
+
+    Returns:
+        The file of readings, and what gave none, and why, a sentence each.
 
     Raises:
         OutputError, ParameterError, UnknownStageError, ShapeError: before any GPU work.
         NoGpuError, MissingPackageError: the worker cannot work here.
         LaunchError: no timer gave a reading.
     """
-    options = options or OPTIONS
     names = [registry.get(name).id for name in (STAGES if stage_ids is None else stage_ids)]
     names += [peers.get(name).name for name in (PEERS if peer_names is None else peer_names)]
     problems = [Problem.parse(shape) for shape in (SHAPES if shapes is None else shapes)]
@@ -176,60 +160,42 @@ def measure(
         "rounds": rounds,
         "sustained_s": sustained_s,
     }
-    with Book(options.data, "readings") as book:
-        reader = _Reader(book, job, limit_s, options)
-        for timers in _WORKERS:
-            options.note(f"{', '.join(timers)}: {len(names)} implementations, {len(problems)} shapes")
-            reader.run(timers, _FIRST_SHARE if timers is _WORKERS[0] else 1)
-        if not reader.readings:
-            raise LaunchError("wanted at least one reading, got none: " + "; ".join(reader.missing))
-        return Measured(path=book.path, missing=tuple(dict.fromkeys(reader.missing)))
+    ends, missing, readings = time.monotonic() + limit_s, [], 0
 
-
-class _Reader:
-    """Runs workers, and appends their readings as they come."""
-
-    def __init__(self, book: Book, job: Message, limit_s: float, options: Options) -> None:
-        self.missing: list[str] = []
-        self.readings = 0
-        self._book, self._job, self._options = book, job, options
-        self._limit_s, self._ends = limit_s, time.monotonic() + limit_s
-
-    def _left_s(self) -> float:
-        return max(0.0, self._ends - time.monotonic())
-
-    def run(self, timers: Sequence[str], share: float) -> None:
-        """Read with some timers, in a worker that has that share of the time left."""
-        limit_s = share * self._left_s()
-        # The second worker's implementations are those of the first: the same code on the same inputs.
-        seconds = max(0.0, limit_s - _STOPPING_S)
-        task = {**self._job, "timers": timers, "check": not self.readings, "seconds": seconds}
-        try:
-            with Worker(self._options.worker) as process:
-                process.run(task, self._act, startup_s=limit_s, step_s=limit_s, total_s=limit_s)
-        except (WorkerDiedError, FlashlabError) as error:
-            if isinstance(error, FlashlabError) and not self.readings:
-                raise
-            self.missing.append(f"{', '.join(timers)}: {error}")
-
-    def _act(self, message: Message) -> None:
-        done_s, limit_s = round(self._limit_s - self._left_s()), round(self._limit_s)
-        self._options.progress(Progress(done_s, limit_s, f"{self.readings} readings, or sooner"))
+    def act(message: Message) -> None:
+        nonlocal readings
+        done_s = round(limit_s - max(0.0, ends - time.monotonic()))
+        options.progress(Progress(done_s, round(limit_s), f"{readings} readings, or sooner"))
         if message["type"] == "hello":
-            self._book.hello(message)
+            book.hello(message)
         elif message["type"] == "missing":
-            self.missing.append(f"{message['what']}: {message['reason']}")
-            self._job["names"] = [name for name in self._job["names"] if name != message.get("name")]
+            missing.append(f"{message['what']}: {message['reason']}")
+            names[:] = [name for name in names if name != message.get("name")]
         else:
             fields = message["reading"]
             try:
-                reading = Reading.model_validate({**self._book.header(), **fields})
+                store.append(book.path, Reading.model_validate({**book.header(), **fields}))
+                readings += 1
             except ValidationError as error:
                 what = f"{fields.get('name')} by {fields.get('timer')}"
-                self.missing.append(f"{what}: no sound reading: {error.errors()[0]['msg']}")
-                return
-            store.append(self._book.path, reading)
-            self.readings += 1
+                missing.append(f"{what}: no sound reading: {error.errors()[0]['msg']}")
+
+    with Book(options.data, "readings") as book:
+        for timers in _WORKERS:
+            options.note(f"{', '.join(timers)}: {len(names)} implementations, {len(problems)} shapes")
+            left_s = max(0.0, ends - time.monotonic()) * (_FIRST_SHARE if timers is _WORKERS[0] else 1)
+            # The second worker's implementations are those of the first: the same code on the same inputs.
+            job |= {"timers": timers, "check": not readings, "seconds": max(0.0, left_s - _STOPPING_S)}
+            try:
+                with Worker(options.worker) as process:
+                    process.run(job, act, startup_s=left_s, step_s=left_s, total_s=left_s)
+            except (WorkerDiedError, FlashlabError) as error:
+                if isinstance(error, FlashlabError) and not readings:
+                    raise
+                missing.append(f"{', '.join(timers)}: {error}")
+        if not readings:
+            raise LaunchError("wanted at least one reading, got none: " + "; ".join(missing))
+        return book.path, tuple(dict.fromkeys(missing))
 
 
 def recorded(data: Path = DATA) -> bool:
@@ -316,13 +282,8 @@ class _Worker(GpuWorker):
     # -- implementations
 
     def _build(self, problem: Problem) -> None:
-        torch = self.torch
-        shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
-        generator = torch.Generator(device="cuda").manual_seed(self.job["seed"])
-        tensors: dict[Inputs, list[Any]] = {
-            "normal": [torch.randn(shape, generator=generator, device="cuda").half() for _ in range(3)],
-            "zeros": [torch.zeros(shape, device="cuda", dtype=torch.float16) for _ in range(3)],
-        }
+        normal = self.inputs(problem)
+        tensors = {"normal": normal, "zeros": tuple(map(self.torch.zeros_like, normal))}
         for name in self.job["names"]:
             with self.attempt(f"{name} at {problem.label}", name=name):
                 for inputs in INPUTS:
@@ -364,8 +325,8 @@ class _Worker(GpuWorker):
         """Raises `CheckFailedError` where the oracle rejects an output."""
         gpu.synchronize(self.device)
         verdict = check(
-            *(self.cupy.from_dlpack(out.contiguous()), None),
-            *(self.cupy.from_dlpack(tensor) for tensor in (q, k, v)),
+            *(self.for_oracle(out.contiguous()), None),
+            *map(self.for_oracle, (q, k, v)),
             causal=problem.causal,
             dtype=problem.dtype,
             sample=Sample.of(problem, max_scores=_CHECKED_SCORES, seed=self.job["seed"]),
@@ -378,15 +339,8 @@ class _Worker(GpuWorker):
         return {label: case for label, case in self._cases.items() if case.problem == problem}
 
     def _keep(self, case: _Case, timer: Timer, samples: Message) -> None:
-        reading = {
-            "name": case.name,
-            "problem": asdict(case.problem),
-            "timer": timer,
-            "inputs": case.inputs,
-            "samples": samples,
-            "enqueue_us": case.enqueue_us,
-        }
-        self.send({"type": "reading", "reading": reading})
+        reading = {"name": case.name, "problem": asdict(case.problem), "timer": timer, "inputs": case.inputs}
+        self.send({"type": "reading", "reading": {**reading, "samples": samples, "enqueue_us": case.enqueue_us}})
 
     # -- timers
 
@@ -447,19 +401,13 @@ class _Worker(GpuWorker):
             file = Path(folder) / "trace.json"
             profile.export_chrome_trace(str(file))
             times = kernel_times(json.loads(file.read_text(encoding="utf-8")), calls)
-        for label, case in cases.items():
+        for case in cases.values():
             for cold in (False, True):
                 mine = [at for at, (other, other_cold) in enumerate(order) if other is case and other_cold is cold]
                 read = [clocks[at] for at in mine]
-                samples = {
-                    "regime": "burst",
-                    "cache": "cold" if cold else "hot",
-                    "calls": calls[mine[0]],
-                    "time_us": [times[at] for at in mine],
-                    "sm_clock_mhz": [],
-                    "call_clock_mhz": [] if None in read else read,
-                }
-                self._keep(cases[label], "torch-profiler", samples)
+                samples: Message = {"regime": "burst", "cache": "cold" if cold else "hot", "calls": calls[mine[0]]}
+                samples |= {"time_us": [times[at] for at in mine], "sm_clock_mhz": []}
+                self._keep(case, "torch-profiler", {**samples, "call_clock_mhz": [] if None in read else read})
 
     def _profiled(self, case: _Case, calls: int, *, cold: bool) -> timing.Reading:
         gap_s = 2e-6 * case.call_us * calls
@@ -509,13 +457,10 @@ class _Worker(GpuWorker):
             raise LaunchError("its time was over before its first measurement")
         merged: dict[tuple[str, Cache, int], Message] = {}
         for step, samples in measured:
-            case = steps[step]
-            key = (case.label, samples["cache"], samples["calls"])
-            if key not in merged:
-                merged[key] = samples
-                continue
-            merged[key]["time_us"] += samples["time_us"]
-            merged[key]["call_clock_mhz"] += samples["call_clock_mhz"]
+            key = (steps[step].label, samples["cache"], samples["calls"])
+            known = merged.setdefault(key, samples | {"time_us": [], "call_clock_mhz": []})
+            known["time_us"] += samples["time_us"]
+            known["call_clock_mhz"] += samples["call_clock_mhz"]
         for (label, _, _), samples in merged.items():
             if len(samples["call_clock_mhz"]) != len(samples["time_us"]):
                 samples["call_clock_mhz"] = []
@@ -593,8 +538,7 @@ def _floats(summary: Mapping[str, Any] | None, beside: Path) -> list[float]:
     file = next((path for path in (name, beside.parent / name, beside.parent.parent / name) if path.is_file()), None)
     if file is None:
         return []
-    content = file.read_bytes()
-    return list(struct.unpack(f"<{len(content) // 4}f", content))
+    return list(map(float, np.fromfile(file, "<f4")))
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ def ablate(
     from flashlab.experiments import ablation, levers
     from flashlab.experiments import effects as analysis
     from flashlab.measure.options import Options
+    from flashlab.record import schema, store
 
     measure: Callable[..., Path | None]
     effects: Callable[..., list[Effect]]
@@ -61,21 +62,14 @@ def ablate(
             for named in (map(Problem.parse, shape) if shape else (of,))
             for kind in kinds
         ]
-        problems = {lever.name: list(dict.fromkeys(instead)) for lever in chosen}
+        problems = list(dict.fromkeys(instead))
         if listed:
-            fields = ("name", "stage", "question", "prediction", "why")
-            rows = [
-                {
-                    **{key: getattr(lever, key) for key in fields},
-                    "problems": [of.label for of in problems[lever.name]],
-                    "diff": lever.diff,
-                }
-                for lever in chosen
-            ]
-            columns: dict[str, Any] = {key: key for key in fields[:3]}
+            rows = [{**asdict(lever), "problems": [of.label for of in problems]} for lever in chosen]
+            columns: dict[str, Any] = {key: key for key in ("name", "stage", "question")}
             answer(rows, columns | {"problems": lambda row: "; ".join(row["problems"])}, as_json=as_json)
             return
-        measure, effects, plan = partial(ablation.measure_levers, problems), analysis.lever_effects, ablation.LEVER_PLAN
+        measure = partial(ablation.measure_levers, [lever.name for lever in chosen], problems=problems)
+        effects, plan = analysis.lever_effects, ablation.LEVER_PLAN
     else:
         levels = ablation.choose(axes)
         if listed:
@@ -93,20 +87,7 @@ def ablate(
     with following("measuring") as follow:
         options = Options(data=data, device=device, progress=follow, resume=resume)
         path = measure(plan=plan, options=options)
-    if path is None:
-        say(_ALL_THERE)
-        return
-    _show_levels(path, effects, as_json)
-
-
-_ALL_THERE = "All of it is on record; nothing was measured."
-
-
-def _show_levels(path: Path, effects: Callable[..., list[Effect]], as_json: bool) -> None:
-    """Levels of axes, or levers, beside the first of their group; an error where one has no time."""
-    from flashlab.record import schema, store
-
-    found = effects(store.read(path, schema.Ablation)[0])
+    found = effects(store.read(path, schema.Ablation)[0]) if path else []
     _show(found, path, as_json)
     failures = [one for one in found if one.median_us is None]
     if failures:
@@ -145,22 +126,18 @@ def split(
             plan=ablation.PLAN if samples is None else replace(ablation.PLAN, samples=samples),
             options=Options(data=data, device=device, progress=follow, note=missing.append, resume=resume),
         )
-    if path is None:
-        say(_ALL_THERE)
-        return
-    _show(shares(store.read(path, schema.Part)[0]) if path.is_file() else [], path, as_json)
+    _show(shares(store.read(path, schema.Part)[0]) if path and path.is_file() else [], path, as_json)
     if missing:
         raise CheckFailedError(f"{len(missing)} parts have no time: {'; '.join(missing)}")
 
 
-def _show(effects: Sequence[Effect], path: Path, as_json: bool) -> None:
-    """Levels or parts beside the first of their group."""
+def _show(effects: Sequence[Effect], path: Path | None, as_json: bool) -> None:
+    """Levels or parts beside the first of their group; that there was nothing to measure, without a file of them."""
+    if path is None:
+        say("All of it is on record; nothing was measured.")
+        return
     columns = ("group", "name", "shape", "mask", "median_us", "ratio", "interval", "verdict", "samples")
-    try:
-        rows = [one.flat() for one in effects]
-    except ImportError as error:  # The records are written: what is missing here can be drawn elsewhere.
-        say(f"without intervals: {error}")
-        rows = [one.flat(intervals=False) for one in effects]
+    rows = [one.flat() for one in effects]
     answer(rows, (*columns, "registers", "spill_store_bytes", "blocks_per_sm", "reason"), as_json=as_json)
     say(f"Recorded in {path}")
 

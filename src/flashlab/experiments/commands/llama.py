@@ -42,11 +42,9 @@ def llama(
         )
     columns = ("phase", "batch", "attention", "tokens_per_s", "attention_share", "usd_per_million", "logit_error")
     rows = [
-        {
-            **{name: getattr(one.record, name) for name in ("phase", "batch", "attention", "logit_error", "time_s")},
-            **{name: getattr(one, name) for name in ("tokens_per_s", "attention_share", "usd_per_million")},
-        }
-        for one in module.shown(store.read(path, schema.ModelRun)[0])
+        {name: getattr(row["record"], name) for name in ("phase", "batch", "attention", "logit_error", "time_s")}
+        | {name: row[name] for name in ("tokens_per_s", "attention_share", "usd_per_million")}
+        for row in module.shown(store.read(path, schema.ModelRun)[0])
     ]
     answer(rows, columns, as_json=as_json)
     for line in missing:

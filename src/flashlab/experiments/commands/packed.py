@@ -46,9 +46,9 @@ def packed(
             raise ParameterError(f"{name}: wanted {'with' if name == '--batch' else 'without'} --decode")
     given: dict[str, Any] = {"distributions": opt.names_in(lengths), "dtypes": [dtype] if dtype else None}
     given |= {"batches": batch, "head_dims": head_dim, "masks": [mask] if mask else None}
-    measure = module.measure_decoding if decode else module.measure
     with following("measuring") as follow:
-        path, missing = measure(
+        path, missing = module.measure(
+            decode=decode,
             **{name: value for name, value in given.items() if value},
             options=replace(module.OPTIONS, data=data, device=device, progress=follow),
         )

@@ -33,7 +33,7 @@ def method(
     from flashlab.experiments import timer_tables, timers
     from flashlab.record import schema, store
 
-    measured = timers.measure(
+    path, missing = timers.measure(
         opt.stages_in(stages),
         opt.names_in(peers),
         shape,
@@ -56,7 +56,7 @@ def method(
             "agrees": comparison.agrees,
             "why": comparison.why,
         }
-        for comparison in timer_tables.comparisons(timer_tables.pools(store.read(measured.path, schema.Reading)[0]))
+        for comparison in timer_tables.comparisons(timer_tables.pools(store.read(path, schema.Reading)[0]))
     ]
     answer(
         rows,
@@ -70,11 +70,11 @@ def method(
             "difference": lambda row: row["why"] or "agrees",
         },
         as_json=as_json,
-        document={"path": str(measured.path), "missing": measured.missing, "comparisons": rows},
+        document={"path": str(path), "missing": missing, "comparisons": rows},
     )
-    for line in measured.missing:
+    for line in missing:
         say(f"no reading: {line}")
-    say(f"Recorded in {measured.path}")
+    say(f"Recorded in {path}")
 
 
 COMMANDS = {"method": method}
