@@ -110,6 +110,7 @@ def lengths(name: str, batch: int | None = None) -> tuple[int, ...]:
 def measure(
     *,
     decode: bool = False,
+    stages: Sequence[str] | None = None,
     distributions: Sequence[str] = tuple(LENGTHS),
     batches: Sequence[int] = BATCHES,
     head_dims: Sequence[int] = HEAD_DIMS,
@@ -121,6 +122,7 @@ def measure(
 
     Args:
         decode: one query row a sequence instead, over a cache in pages, without a mask.
+        stages: with tunables or without, of those that read pages, in decoding; all of them where None.
         batches: sequences in decoding.
         head_dims, masks: of prefill.
 
@@ -128,10 +130,16 @@ def measure(
         The file, and what has no time, with the reason.
 
     Raises:
-        ParameterError: no such distribution.
+        ParameterError: no such distribution, or a stage that reads no pages.
         NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
     """
     cases: list[Message]
+    names: Sequence[str] = DECODE_NAMES if decode else NAMES
+    if decode and stages is not None:
+        for name in stages:
+            if registry.parse(name)[0].id not in DECODE_NAMES:
+                raise ParameterError(f"stages: wanted one of {', '.join(DECODE_NAMES[:-1])}, got {name!r}")
+        names = (*stages, FLASHINFER)
     if decode:
         fixed = {"heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": DECODE_HEAD_DIM, "mask": "full"}
         cases = [
@@ -144,8 +152,8 @@ def measure(
             | {"head_dim": head_dim, "dtype": dtype, "mask": mask}
             for name, head_dim, dtype, mask in itertools.product(distributions, head_dims, dtypes, masks)
         ]
-    job: Message = {"names": DECODE_NAMES if decode else NAMES, "cases": cases}
-    return record_rows("packed", PackedRun, job, options, total=len(cases) * len(job["names"]), step_s=TIMEOUT_S)
+    job: Message = {"names": names, "cases": cases}
+    return record_rows("packed", PackedRun, job, options, total=len(cases) * len(names), step_s=TIMEOUT_S)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------

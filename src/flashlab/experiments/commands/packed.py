@@ -20,6 +20,12 @@ def packed(
     ] = None,
     head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated; 64 and 128 if not given.")] = None,
     decode: Annotated[bool, typer.Option("--decode", help="One query row a sequence, over a cache in pages.")] = False,
+    stages: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STAGE[,STAGE]...", help="With --decode: ids, or ID[NAME=VALUE]; all that read pages if not given."
+        ),
+    ] = None,
     batch: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Sequences, with --decode; may be repeated; 4, 16 and 64 if not given."),
@@ -38,14 +44,20 @@ def packed(
     from flashlab.record import schema, store
 
     for name, value, fits in (
+        ("--stages", stages, decode),
         ("--batch", batch, decode),
         ("--mask", mask, not decode),
         ("--head-dim", head_dim, not decode),
     ):
         if value and not fits:
-            raise ParameterError(f"{name}: wanted {'with' if name == '--batch' else 'without'} --decode")
+            raise ParameterError(f"{name}: wanted {'without' if decode else 'with'} --decode")
     given: dict[str, Any] = {"distributions": opt.names_in(lengths), "dtypes": [dtype] if dtype else None}
-    given |= {"batches": batch, "head_dims": head_dim, "masks": [mask] if mask else None}
+    given |= {
+        "stages": opt.stages_in(stages),
+        "batches": batch,
+        "head_dims": head_dim,
+        "masks": [mask] if mask else None,
+    }
     with following("measuring") as follow:
         path, missing = module.measure(
             decode=decode,
