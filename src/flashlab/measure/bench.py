@@ -247,6 +247,7 @@ def compile_for(
     arch: str,
     slug: str | None,
     aligned: Sequence[bool] = (True,),
+    line_info: bool = False,
     progress: Report = lambda _: None,
 ) -> dict[tuple[Problem, str], compiler.Cubin | CompileError]:
     """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
@@ -268,6 +269,7 @@ def compile_for(
                 "overrides": choice.parameters(stage, slug, problem, arch=arch, overrides=one.params),
                 "source": None if one.source is None else Path(one.source),
                 "may_spill": one.may_spill,
+                "line_info": line_info,
             }
             for rows in aligned:
                 job = compiler.Job.of(stage, problem, arch=arch, aligned=rows, **how)
