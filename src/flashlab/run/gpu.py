@@ -102,24 +102,31 @@ def describe(status: Any) -> str:
 
 
 @cache
-def _init() -> None:
-    """Initialise the driver once. A failure is not cached, so that a later try looks again."""
+def require() -> None:
+    """Initialise the driver, once; a failure is not cached, so that a later try looks again.
+
+    Raises:
+        NoGpuError, MissingPackageError: no GPU can be used, with the reason.
+    """
     driver = _bindings()
     try:
         (status,) = driver.cuInit(0)
+        count = call("cuDeviceGetCount") if status == driver.CUresult.CUDA_SUCCESS else 0
     except RuntimeError as error:  # cuda.bindings could not load libcuda
         raise NoGpuError(f"{_WANTED}no driver: {error}. {WORKS_WITHOUT}") from error
+    except LaunchError as error:
+        raise NoGpuError(f"{_WANTED}{error}. {WORKS_WITHOUT}") from error
     if status != driver.CUresult.CUDA_SUCCESS:
         raise NoGpuError(f"{_WANTED}{describe(status)} from the driver. {WORKS_WITHOUT}")
-    if call("cuDeviceGetCount") < 1:
+    if count < 1:
         raise NoGpuError(f"{_WANTED}a driver that sees none. {WORKS_WITHOUT}")
 
 
 def available() -> str | None:
     """None when a GPU can be used, else the reason. Never raises."""
     try:
-        _init()
-    except (NoGpuError, MissingPackageError, LaunchError) as error:
+        require()
+    except (NoGpuError, MissingPackageError) as error:
         return str(error)
     return None
 
@@ -127,14 +134,6 @@ def available() -> str | None:
 def absence() -> str:
     """Why no GPU can be used, in a few words: `available` without what was wanted and what works; empty with one."""
     return (available() or "").removesuffix(f" {WORKS_WITHOUT}").removeprefix(_WANTED).rstrip(".")
-
-
-def require() -> None:
-    """Raises `NoGpuError` (or `MissingPackageError`) with the reason where no GPU can be used."""
-    try:
-        _init()
-    except LaunchError as error:
-        raise NoGpuError(f"{_WANTED}{error}. {WORKS_WITHOUT}") from error
 
 
 def device_count() -> int:

@@ -123,7 +123,7 @@ class Recipe:
     """Whether Q is, as the output will be."""
     lse_shape: tuple[int, ...]
     words: tuple[int, int] = field(init=False)
-    """Of the workspace: see `workspace`."""
+    """Of the workspace: see `workspace`; none where the kernel counts nothing."""
     image: Callable[..., bytes] = field(init=False)
     """From addresses to the structures, one after the other, some kept: allocators hand out the same ones again."""
     _seen: float = field(default_factory=time.monotonic)
@@ -131,7 +131,7 @@ class Recipe:
     """As many as threads were ever in a call at once."""
 
     def __post_init__(self) -> None:
-        self.words = workspace(self.shape, self.grid)
+        self.words = workspace(self.shape, self.grid) if self.shape.persistent else (0, 0)
         self.image = lru_cache(maxsize=MAX_IMAGES)(self._made_image)
 
     def _made_image(self, *addresses: int) -> bytes:
@@ -169,7 +169,7 @@ class Recipe:
             addresses.append(out.data_ptr())
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
         addresses.append(0 if lse is None else lse.data_ptr())
-        addresses.append(streams_work(q, self, handle))
+        addresses.append(streams_work(q, self.device, handle, self.words))
         try:
             slot = self._idle.pop()
         except IndexError:
@@ -298,19 +298,15 @@ def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> 
     return zeroed, zeroed.pointer
 
 
-def streams_work(like: Any, recipe: Recipe, stream: int) -> int:
-    """The address of what a recipe's launches on `stream` count in; 0 where they count nothing."""
-    if not recipe.shape.persistent:
-        return 0
-    return _streams_work(like, recipe.device, stream, recipe.words)
-
-
-def _streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
-    """The address of memory that launches on a stream share, or of new memory where a graph captures it.
+def streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
+    """The address of memory that launches on a stream share, or of new memory where a graph captures it; 0 where they
+    count nothing, and `words` are none.
 
     A graph may be launched on any stream, beside what runs on the one that it was captured on. Where a launch needs
     more than the stream has, it gets new memory, and the old is given up behind the launches that use it.
     """
+    if not words[0]:
+        return 0
     stream_id = gpu.stream_id(stream)
     if stream_id is None:
         return work_memory(like, device, stream, words)[1]
