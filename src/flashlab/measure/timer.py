@@ -33,11 +33,11 @@ import importlib
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 from flashlab.core.errors import ParameterError
@@ -309,7 +309,7 @@ class Timer:
             call_us = self._sample(self._start(run, cold=False), cold=False).time_us
         calls = max(1, round(CHUNK_S * 1e6 / call_us))
         readings: list[Reading] = []
-        with _Watcher(backend) as watcher:
+        with _watching(backend) as states:
             counting = False
             start = backend.now()
             passed = 0.0
@@ -328,7 +328,7 @@ class Timer:
                         break
                 elif passed >= WARM_UP_SHARE * seconds:
                     counting = True
-                    watcher.states.clear()
+                    states.clear()
                     began_j = backend.energy_j()
             ended_j = backend.energy_j()
             pending()
@@ -338,33 +338,28 @@ class Timer:
             regime="sustained",
             cache="hot",
             calls=calls,
-            conditions=conditions(watcher.states, energy if energy and energy > 0 else None),
+            conditions=conditions(states, energy if energy and energy > 0 else None),
             continuous_s=passed,
         )
 
 
-class _Watcher:
-    """Reads NVML in a thread while the main one keeps the GPU fed."""
+@contextmanager
+def _watching(backend: CudaBackend) -> Iterator[list[State]]:
+    """What NVML says from time to time, read in a thread while the main one keeps the GPU fed."""
+    states: list[State] = []
+    stop = threading.Event()
 
-    def __init__(self, backend: CudaBackend) -> None:
-        self.states: list[State] = []
-        self._backend = backend
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def watch() -> None:
+        while not stop.wait(_MONITOR_PERIOD_S):
+            states.append(backend.state())
 
-    def _watch(self) -> None:
-        while not self._stop.wait(_MONITOR_PERIOD_S):
-            self.states.append(self._backend.state())
-
-    def __enter__(self) -> _Watcher:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield states
+    finally:
+        stop.set()
+        thread.join()
 
 
 _REASON_NAMES = {

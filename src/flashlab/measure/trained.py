@@ -11,7 +11,6 @@ by their digest, and `description.json`, which says what they are.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import json
 import math
@@ -22,12 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from flashlab.core.errors import CheckFailedError, MissingError, MissingPackageError, ParameterError, UnsupportedError
 from flashlab.core.paths import cache_dir, writable_dir
 from flashlab.core.problem import Problem
+from flashlab.measure.cells import need
 from flashlab.record import provenance
 from flashlab.run import gpu
 
@@ -542,12 +543,4 @@ def _bytes(text: bytes, device: str) -> Tensor:
 
 
 _INSTALL = "`pip install 'flashlab[gpu]'` installs it"
-
-
-def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        raise MissingPackageError(
-            f"wanted the Python package torch, for models that are trained, got: {error}. {_INSTALL}."
-        ) from error
+_torch = partial(need, "torch")
