@@ -445,6 +445,16 @@ class CudaBackend:
         gpu.call("cuStreamSynchronize", stream)
         return mark
 
+    def _enqueue(self, run: Run, calls: int, start: Any, end: Any) -> float:
+        """Enqueue calls between two events; the host time that takes, in µs."""
+        gpu.call("cuEventRecord", start, self._stream)
+        before = time.perf_counter()
+        for _ in range(calls):
+            run()
+        enqueue_us = (time.perf_counter() - before) * 1e6
+        gpu.call("cuEventRecord", end, self._stream)
+        return enqueue_us
+
     def sample(self, run: Run, *, calls: int, spin_us: float, cold: bool) -> Reading:
         """Take one sample; returns when the GPU is idle again."""
         start, end = self._events
@@ -452,12 +462,7 @@ class CudaBackend:
         if cold:
             gpu.call("cuMemsetD8Async", self._flush_buffer.pointer, 0, self._flush_bytes, stream)
         self._spin(spin_us * 1e3, -1)
-        gpu.call("cuEventRecord", start, stream)
-        before = time.perf_counter()
-        for _ in range(calls):
-            run()
-        enqueue_us = (time.perf_counter() - before) * 1e6
-        gpu.call("cuEventRecord", end, stream)
+        enqueue_us = self._enqueue(run, calls, start, end)
         (status,) = self._driver.cuEventQuery(start)
         self._spin(_CLOCK_SPIN_NS, 0)
         gpu.call("cuStreamSynchronize", stream)
@@ -478,12 +483,7 @@ class CudaBackend:
         slot = self._next
         self._next = (slot + 1) % len(self._chunk_events)
         start, end, clock_read = self._chunk_events[slot]
-        gpu.call("cuEventRecord", start, self._stream)
-        before = time.perf_counter()
-        for _ in range(calls):
-            run()
-        enqueue_us = (time.perf_counter() - before) * 1e6
-        gpu.call("cuEventRecord", end, self._stream)
+        enqueue_us = self._enqueue(run, calls, start, end)
         self._spin(_CLOCK_SPIN_NS, slot)
         gpu.call("cuEventRecord", clock_read, self._stream)
 
@@ -510,12 +510,9 @@ class CudaBackend:
     def state(self) -> State:
         """Read NVML."""
         handle = self._nvml_handle
-        if handle is None:
-            return State(sm_clock_mhz=None, power_w=None, temperature_c=None, throttle_reasons=())
-        nvml = importlib.import_module("pynvml")
-        clock = gpu.nvml_read("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM)
+        clock = gpu.nvml_read("nvmlDeviceGetClockInfo", handle, gpu.NVML_SM)
         power_mw = gpu.nvml_read("nvmlDeviceGetPowerUsage", handle)
-        temperature = gpu.nvml_read("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
+        temperature = gpu.nvml_read("nvmlDeviceGetTemperature", handle, gpu.NVML_CORE)
         mask = gpu.nvml_read("nvmlDeviceGetCurrentClocksEventReasons", handle)
         return State(
             sm_clock_mhz=None if clock is None else float(clock),
@@ -526,8 +523,6 @@ class CudaBackend:
 
     def energy_j(self) -> float | None:
         """The GPU's energy counter, None where there is none."""
-        if self._nvml_handle is None:
-            return None
         millijoules = gpu.nvml_read("nvmlDeviceGetTotalEnergyConsumption", self._nvml_handle)
         return None if millijoules is None else millijoules / 1e3
 

@@ -34,6 +34,8 @@ WORKS_WITHOUT = (
     "`claims`, `tuned`, `report`, `bench --dry-run`, `tune --dry-run` and `ablate --list`."
 )
 _WANTED = "wanted a CUDA GPU, got "
+NVML_SM, NVML_CORE = 1, 0
+"""nvml.h: the clock of the SMs, and the temperature sensor on the chip."""
 
 
 class GpuInfo(Gpu):
@@ -165,7 +167,9 @@ def nvml_handle(index: int) -> Any | None:
 
 
 def nvml_read(function: str, *args: Any) -> Any | None:
-    """An NVML reading, or None where this GPU, driver or virtual machine does not give it."""
+    """An NVML reading, or None where this GPU, driver or virtual machine does not give it, or an argument is None."""
+    if None in args:
+        return None
     nvml = importlib.import_module("pynvml")
     try:
         return getattr(nvml, function)(*args)
@@ -182,17 +186,10 @@ def _info(index: int) -> GpuInfo:
     name = call("cuDeviceGetName", 256, device).split(b"\0")[0].decode()
     capability = (_attribute(device, "COMPUTE_CAPABILITY_MAJOR"), _attribute(device, "COMPUTE_CAPABILITY_MINOR"))
     uuid = bytes(call("cuDeviceGetUuid", device).bytes)
-    max_clock: float | None = _attribute(device, "CLOCK_RATE") / 1e3 or None
-    power: float | None = None
-    driver = "unknown"
     handle = nvml_handle(index)
-    if handle is not None:
-        nvml = importlib.import_module("pynvml")
-        clock_mhz = nvml_read("nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM)
-        max_clock = float(clock_mhz) if clock_mhz else max_clock
-        limit_mw = nvml_read("nvmlDeviceGetEnforcedPowerLimit", handle)
-        power = limit_mw / 1e3 if limit_mw else None
-        driver = str(nvml_read("nvmlSystemGetDriverVersion") or driver)
+    clock_mhz = nvml_read("nvmlDeviceGetMaxClockInfo", handle, NVML_SM) or _attribute(device, "CLOCK_RATE") / 1e3
+    limit_mw = nvml_read("nvmlDeviceGetEnforcedPowerLimit", handle)
+    driver = None if handle is None else nvml_read("nvmlSystemGetDriverVersion")
     return GpuInfo(
         index=index,
         name=name,
@@ -200,11 +197,11 @@ def _info(index: int) -> GpuInfo:
         compute_capability=capability,
         arch=arch_for(capability),
         sm_count=_attribute(device, "MULTIPROCESSOR_COUNT"),
-        max_sm_clock_mhz=max_clock,
+        max_sm_clock_mhz=float(clock_mhz) or None,
         memory_bytes=int(call("cuDeviceTotalMem", device)),
         l2_bytes=_attribute(device, "L2_CACHE_SIZE"),
-        power_limit_w=power,
-        driver=driver,
+        power_limit_w=limit_mw / 1e3 if limit_mw else None,
+        driver=str(driver or "unknown"),
         fingerprint=hashlib.sha256(uuid).hexdigest()[:12],
         max_smem_bytes=_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
     )
