@@ -82,7 +82,7 @@ class Prepared:
     counters of a persistent kernel.
     """
 
-    recipe: _Recipe
+    recipe: Recipe
     out: Any
     lse: Any
     launch: Callable[[], None]
@@ -119,13 +119,6 @@ class Prepared:
         return gpu.blocks_per_sm(self.recipe.code.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
 
 
-@dataclass(kw_only=True, eq=False)
-class _Recipe(Recipe):
-    """A recipe of `attention`; its first structure is the parameters, and the second one, if any, the tensor maps."""
-
-    plan: Plan
-
-
 def _places(arrays: Iterable[str]) -> tuple[int, ...]:
     """Words of the parameters that hold the addresses of those, of the log-sum-exp and of what is counted."""
     return tuple(getattr(VarlenParams, name).offset // 8 for name in (*arrays, "LSE", "work", "fallbacks"))
@@ -145,7 +138,7 @@ def _encoder(maps: Mapping[str, TensorMap], arrays: Sequence[str], device: int) 
 
 def _recipe(
     inputs: Mapping[str, DeviceArray], out: DeviceArray | None, how: Mapping[str, Any], code: Mapping[str, Any]
-) -> _Recipe:
+) -> Recipe:
     """What `prepare` needs for arrays of that layout, made at the first such call.
 
     `how` is what `plan` takes of the caller's options, and `code` what the compiler does; its overrides are items.
@@ -161,7 +154,7 @@ def _recipe(
         kept = recipes.by_layout.get(key)
     except TypeError:  # an option that cannot be part of a key is one that `plan` refuses
         kept = None
-    if isinstance(kept, _Recipe) and kept.stands():
+    if kept is not None and kept.stands():
         if out is not None:
             refuse_overlap(out, inputs)
         return kept
@@ -176,7 +169,7 @@ def _make_recipe(
     device: gpu.GpuInfo,
     how: Mapping[str, Any],
     code: Mapping[str, Any],
-) -> _Recipe:
+) -> Recipe:
     arch, slug = device.arch, device.slug
     table = (slug, choice.stamp(slug))  # before it is read
     planned = plan(*inputs.values(), arch=arch, out=out, slug=slug, sm_count=device.sm_count, **how)
@@ -202,9 +195,9 @@ def _make_recipe(
     maps = tile_maps(planned, shape, tensors)
     params = params_for(problem, planned.scale, tensors)
     in_triton = stage.language == "triton"
-    return _Recipe(
-        **recipes.of_layout(tuple(views.values())),
+    return Recipe(
         plan=planned,
+        views=tuple(views.values()),
         code=loaded,
         shape=shape,
         grid=grid,
@@ -212,7 +205,6 @@ def _make_recipe(
         places=_places(views),
         maps=_encoder(maps, tuple(views), planned.device) if maps else None,
         parameters=(lambda structures: triton_parameters(structures[0])) if in_triton else tuple,
-        early=stage.early_launch,
         table=table,
     )
 
@@ -329,7 +321,7 @@ def _named(sequences: Sequences | None) -> dict[str, Any]:
 
 
 def _launch(
-    recipe: _Recipe, views: Mapping[str, DeviceArray], others: tuple[int, int, int], stream: int
+    recipe: Recipe, views: Mapping[str, DeviceArray], others: tuple[int, int, int], stream: int
 ) -> Callable[[], None]:
     """`others`: the addresses of the log-sum-exp, of the tile scheduler's counters and of the fallbacks', or 0."""
     planned, addresses = recipe.plan, [*(view.pointer for view in views.values()), *others]

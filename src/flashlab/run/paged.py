@@ -334,13 +334,13 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
     views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"])
     structures = call.structures
     return recipes.Recipe(
-        **recipes.of_layout(views),
+        plan=call.plan,
+        views=views,
         code=code,
         shape=shape,
         grid=grid,
         structures=structures,
         places=_places(structures[0]),
-        early=stage.early_launch,
     )
 
 
