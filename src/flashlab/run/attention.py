@@ -520,7 +520,8 @@ class EmulatedCall:
         tensors = _by_head(views)
         self._params = params_for(planned.problem, planned.scale, tensors)
         self._arguments = [emulator.Structure(value=self._params, pointers=pointers)]
-        self._runner, self.passes = _runner(planned.stage), None
+        self._runner: Any = _runner(planned.stage)
+        self.passes: Any = None
         if passes is None and hasattr(self._runner, "EmulatedPasses"):
             passes = partial(self._runner.EmulatedPasses, planned, views)
         if passes is not None:
@@ -576,7 +577,7 @@ class EmulatedCall:
         Raises:
             EmulationError: it left its counters at other values than it found them.
         """
-        if self.passes is not None:
+        if hasattr(self.passes, "finish"):
             self.passes.finish()
         if self.work.any():
             left = {place: int(self.work[place]) for place in self.work.nonzero()[0].tolist()}

@@ -400,9 +400,6 @@ class _Emulated:
         self.arguments = [first, emulator.Structure(value=value, pointers=addresses), fp8]
         _, self.grid = fitted(call.plan.problem, shape)
 
-    def finish(self) -> None:
-        """Nothing is left to be done."""
-
 
 class EmulatedPasses(_Emulated):
     """f0_e4m3 on the CPU on 16-bit arrays: quantised by NumPy, and V transposed."""

@@ -64,8 +64,6 @@ class Function:
     """cuda.bindings `CUfunction`."""
     library: _Library
     """Keeps the machine code loaded."""
-    smem_bytes: int
-    """Dynamic shared memory it may be launched with."""
 
 
 @cache
@@ -328,7 +326,7 @@ def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuKernelSetAttribute", attribute, smem_bytes, kernel, call("cuDeviceGet", device))
         function = call("cuKernelGetFunction", kernel)
-    return Function(cubin=cubin, device=device, handle=function, library=library, smem_bytes=smem_bytes)
+    return Function(cubin=cubin, device=device, handle=function, library=library)
 
 
 _loaded: Kept[Function] = Kept(512)

@@ -368,9 +368,6 @@ class _Emulated:
         ]
         _, self.grid = fitted(call.plan.problem, shape)
 
-    def finish(self) -> None:
-        """Nothing is left to be done."""
-
 
 # --- any problem, in pages --------------------------------------------------------------------------------------------
 
