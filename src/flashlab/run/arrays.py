@@ -318,19 +318,12 @@ def counters_on_device(like: Any, count: int, stream: int, zeros: int | None = N
     The caller's library allocates them on that stream: it hands the memory on when the stream has done with it, so that
     giving them up waits for nothing.
     """
-    library = library_of(like)
-    if library == "torch":
-        torch = importlib.import_module("torch")
-        with _current(stream, like):
-            counters = torch.empty(count, dtype=torch.int32, device=like.device)
-            counters[:zeros].zero_()
-        return counters, int(counters.data_ptr())
-    if library == "cupy":
-        with _current(stream, like):
-            counters = importlib.import_module("cupy").empty(count, dtype="uint32")
-            counters[:zeros] = 0
-        return counters, int(counters.data.ptr)
-    return None
+    if library_of(like) == "other":
+        return None
+    with _current(stream, like):
+        counters = Place(like, stream).empty((count,), "int32")
+        counters[:zeros] = 0
+    return counters, on_device(counters, "counters").pointer
 
 
 class TorchCopies:
