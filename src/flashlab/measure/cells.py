@@ -121,8 +121,8 @@ class Supervisor:
                 raise KeyError(f"row of {name!r}, which is not pending")
             self._row(cell, name, message["row"])
             cell.pending.remove(name)
-        elif kind == "cell_done":
-            self._close(message["cell"], "error", NO_RESULT)
+            if not cell.pending:
+                self._closed(self._left.pop(message["cell"]))
         else:
             raise KeyError(kind)
 

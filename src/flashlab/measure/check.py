@@ -169,8 +169,6 @@ class CheckWorker(GpuWorker):
         )
         self._emulating: dict[Future[EmulatorVerdict], tuple[int, str, Message]] = {}
         """Runs of the emulator under way: the cell, the name, and the row that it is to complete."""
-        self._unfinished: dict[int, int] = {}
-        """Of each cell, how many of them are its own."""
 
     def work(self) -> None:
         """Do the job."""
@@ -196,9 +194,6 @@ class CheckWorker(GpuWorker):
                 self.refuse(cell, name, refusal(error))
         else:
             self._check_each(cell, problem, names, layout, values, inputs)
-        self._unfinished[cell] = sum(of_cell == cell for of_cell, *_ in self._emulating.values())
-        if not self._unfinished[cell]:
-            self.send({"type": "cell_done", "cell": cell})
         self._collect(most=_WAITING_EMULATIONS)
 
     def _check_each(
@@ -249,9 +244,6 @@ class CheckWorker(GpuWorker):
                 except Exception as error:
                     refused = refusal(error)
                     self.row(cell, name, {**row, "status": refused.status, "reason": refused.reason})
-                self._unfinished[cell] -= 1
-                if not self._unfinished[cell]:
-                    self.send({"type": "cell_done", "cell": cell})
             if not late:
                 return
 

@@ -100,7 +100,6 @@ class BenchWorker(GpuWorker):
                 self._ceilings(index, names, stream)
             else:
                 self.bench(index, problem, names)
-            self.send({"type": "cell_done", "cell": index})
 
     def row(self, cell: int, name: str, row: Mapping[str, Any]) -> None:
         """Say what came of an implementation, and of which model its inputs are."""
