@@ -562,14 +562,13 @@ def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: Plan, why_not: str | None 
     """What a worker says of three implementations on a model of four layers; `odd` is wrong on the third."""
     made: list[int] = []
 
-    def activations(problem: Problem, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    def activations(problem: Problem) -> list[tuple[Tensor, Tensor, Tensor]]:
         assert problem == TRAINED
-        made.append(layer)
-        return Tensor(layer), Tensor(layer), Tensor(layer)
+        made.extend(range(4))
+        return [(Tensor(layer), Tensor(layer), Tensor(layer)) for layer in range(4)]
 
     model = SimpleNamespace(
         why_not=lambda problem: why_not,
-        layers=lambda problem: 4,
         activations=activations,
         describe=lambda head_dim: {"digest": "0123", "head_dim": head_dim, "layers": [{"sd": 2.5}] * 4},
     )
