@@ -195,7 +195,7 @@ def require(names: Iterable[str]) -> list[str]:
     return named
 
 
-def measure(name: str, timer: Timer, device: int, stream: int, *, samples: int = 20) -> dict[str, Any]:
+def measure(name: str, timer: Timer, device: int, stream: int) -> dict[str, Any]:
     """Measure a ceiling in bursts: the fields of a `schema.Ceiling` but its header and kind.
 
     Raises:
@@ -204,6 +204,6 @@ def measure(name: str, timer: Timer, device: int, stream: int, *, samples: int =
     """
     (name,) = require([name])
     workload = CEILINGS[name](device, stream)
-    taken = timer.burst({name: workload.run}, samples=samples, min_samples=min(7, samples))[name]
+    taken = timer.burst({name: workload.run}, samples=20)[name]
     value = value_of(workload.amount, workload.unit, taken.median_us)
     return {"name": name, "unit": workload.unit, "value": value, "how": workload.how, "samples": taken}

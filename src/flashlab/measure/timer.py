@@ -293,11 +293,10 @@ class Timer:
             for name, progress in going.items()
         }
 
-    def sustained(self, run: Run, *, seconds: float = 5.0, call_us: float | None = None) -> Samples:
+    def sustained(self, run: Run, *, seconds: float, call_us: float) -> Samples:
         """Call back to back for at least `seconds`, in chunks of about 50 ms; the samples are the chunks.
 
-        The first fifth brings the chip to its steady state and is not counted. `call_us` is a known time of one call,
-        measured where None.
+        The first fifth brings the chip to its steady state and is not counted. `call_us` is about the time of one call.
 
         Raises:
             ParameterError: `seconds` is no positive number.
@@ -305,8 +304,6 @@ class Timer:
         if not seconds > 0:
             raise ParameterError(f"seconds: wanted a positive number, got {seconds!r}")
         backend = self._backend
-        if call_us is None:
-            call_us = self._sample(self._start(run, cold=False), cold=False).time_us
         calls = max(1, round(CHUNK_S * 1e6 / call_us))
         readings: list[Reading] = []
         with _watching(backend) as states:
