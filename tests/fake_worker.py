@@ -99,5 +99,4 @@ for cell in job["cells"]:
         if name in plan.get("refused", []):
             row = {"status": plan["refused"][name][0], "reason": plan["refused"][name][1], "verdict": None}
         send({"type": "row", "cell": cell["index"], "name": name, "row": row})
-    send({"type": "cell_done", "cell": cell["index"]})
 send({"type": "done"})

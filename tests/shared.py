@@ -16,7 +16,9 @@ import pytest
 from flashlab.build.compiler import Job
 from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import BUILD
+from flashlab.core.problem import Problem
 from flashlab.kernels.registry import Stage
+from flashlab.record.schema import Verdict
 from flashlab.run import emulator
 
 try:
@@ -159,3 +161,18 @@ def right(
     scores.masked_fill_(((apart < -before) & (before >= 0)) | ((apart > after) & (after >= 0)), -torch.inf)
     lse = scores.logsumexp(-1)
     return torch.where(lse.isneginf()[..., None], 0.0, (scores - lse[..., None]).exp() @ v).transpose(0, 1), lse
+
+
+def guarded_verdict(
+    stage_id: str,
+    problem: Problem,
+    values: tuple[Any, Any, Any],
+    *,
+    layout: str = "contiguous",
+    source: Path | None = None,
+) -> Verdict:
+    """Run a stage once on the current GPU between guards and say what is wrong with it; q, k, v are CuPy arrays."""
+    from flashlab.measure import check
+
+    inputs = check._guarded_inputs(values, layout)
+    return check._guarded_run(stage_id, problem, values, inputs, layout=layout, source=source)[0]

@@ -431,7 +431,6 @@ for cell in job["cells"]:
             samples = {**rows["samples"], "time_us": times}
             row = {"status": "ok", "reason": "", "verdict": verdict, "samples": [samples], "cubin": cubin}
         send(type="row", cell=cell["index"], name=name, row=row)
-    send(type="cell_done", cell=cell["index"])
 send(type="done")
 """
 

@@ -97,7 +97,7 @@ def test_a_streams_memory_grows_and_its_counters_alone_are_zeroed(monkeypatch: p
     small, large = workspace(SHAPE, (4, 1, 1)), workspace(SHAPE, (264, 1, 1))
     asked = ((7, (2, 2)), (7, large), (7, small), (7, (2, 2)), (8, small), (7, large), (0, small), (0, small))
     #                                                                     a graph captures stream 0
-    got = [recipes._streams_work(None, 0, stream, words) for stream, words in asked]
+    got = [recipes.streams_work(None, 0, stream, words) for stream, words in asked]
     assert got == [1, 2, 2, 1, 3, 2, 4, 5]  # what is all 0 is never what anything is left in
     assert made == [(2, 2), large, small, small, small]
 
@@ -113,7 +113,7 @@ def _random(heads: int, kv_heads: int, q_len: int, kv_len: int, batch: int = 1, 
 
 def _blocks(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
     """Launch that many, where there are keys for them."""
-    monkeypatch.setattr(attention_module, "CPU_RESIDENT_BLOCKS", blocks)
+    monkeypatch.setattr(arguments, "CPU_RESIDENT_BLOCKS", blocks)
 
 
 @needs_compiler

@@ -181,10 +181,10 @@ class _Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Any:
     def use(fake: Any) -> None:
         monkeypatch.setattr(gpu, "_bindings", lambda: fake)
-        gpu._init.cache_clear()
+        gpu.require.cache_clear()
 
     yield use
-    gpu._init.cache_clear()
+    gpu.require.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,13 @@ from flashlab.build import compiler
 from flashlab.core import errors
 from flashlab.core.problem import DTYPES, MASKS, DType, Problem
 from flashlab.kernels import registry
-from flashlab.run import emulator, paged
+from flashlab.run import arguments, emulator, paged
 from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
 from flashlab.verify.verdict import check
 
+attention_module = sys.modules["flashlab.run.attention"]
 READY = "d5_ready_parts"
 STAGES = [stage.id for stage in registry.DECODE.values() if stage.runner == paged.__name__]
 every_stage = pytest.mark.parametrize("stage", STAGES)
@@ -120,15 +122,16 @@ def test_shares_fall_anywhere_on_sequences(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], blocks: int, stage: str
 ) -> None:
     """Right, without races, and the workspace is back at 0."""
-    works, reports, build, launch = [], [], emulator.build_stage, emulator.launch
-    monkeypatch.setattr(paged, "CPU_RESIDENT_BLOCKS", blocks)
+    reports, build, launch = [], emulator.build_stage, emulator.launch
+    monkeypatch.setattr(arguments, "CPU_RESIDENT_BLOCKS", blocks)
     monkeypatch.setattr(emulator, "build_stage", lambda variant, hooks: build(variant, hooks=True))
     monkeypatch.setattr(emulator, "launch", lambda *args, **how: reports.append(launch(*args, **how)))
-    monkeypatch.setattr(paged, "_work_on_cpu", lambda *_: works.append(np.zeros(1 << 19, np.uint32)) or works[-1])
+    work = np.zeros(1 << 19, np.uint32)
+    monkeypatch.setattr(attention_module, "_workspace_on_cpu", lambda *_: work)
     q = np.random.default_rng(blocks).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
     _refuse_wrong(Cache(lengths, 16), q, stage)
     assert [report.findings for report in reports] == [()]
-    assert not works[0].any()
+    assert not work.any()
 
 
 @needs_compiler
@@ -136,8 +139,8 @@ def test_shares_fall_anywhere_on_sequences(
 def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """As a graph's replays have it: the grid is fixed, the lengths are not."""
     work = np.zeros(1 << 19, np.uint32)
-    monkeypatch.setattr(paged, "_work_on_cpu", lambda *_: work)
-    monkeypatch.setattr(paged, "CPU_RESIDENT_BLOCKS", 11)
+    monkeypatch.setattr(attention_module, "_workspace_on_cpu", lambda *_: work)
+    monkeypatch.setattr(arguments, "CPU_RESIDENT_BLOCKS", 11)
     cache = Cache((600, 40, 333), 16)
     whole = list(cache.keys)
     q = np.random.default_rng(1).standard_normal((3, 8, 1, 64)).astype(np.float16)

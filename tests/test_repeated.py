@@ -361,7 +361,7 @@ def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyP
 
     planned: list[Any] = []
     there = paged._recipe
-    monkeypatch.setattr(paged, "_recipe", lambda made: planned.append(made) or there(made))
+    monkeypatch.setattr(paged, "_recipe", lambda made, how: planned.append(made) or there(made, how))
     for arguments in [call() for _ in range(3)] * 2:
         out, lse = paged.paged_attention(*arguments, return_lse=True, stage=stage)
         q, k, v, table, lengths = _addresses(*arguments)

@@ -248,7 +248,7 @@ def test_counts_that_make_no_sense(samples: int, least: int, cap: float) -> None
 
 def test_sustained_runs_for_as_long_as_asked_after_its_warm_up() -> None:
     fake = Fake({"a": 100.0})
-    found = Timer(fake).sustained(fake.run("a"), seconds=2.0)
+    found = Timer(fake).sustained(fake.run("a"), seconds=2.0, call_us=fake.call_us["a"])
     assert found.regime == "sustained"
     assert found.calls == 500
     counted = sum(t * found.calls for t in found.time_us) / 1e6
@@ -262,7 +262,7 @@ def test_sustained_runs_for_as_long_as_asked_after_its_warm_up() -> None:
     assert found.conditions is not None
     assert found.conditions.energy_j_per_call == pytest.approx(500.0 * 100e-6, rel=0.05)
     with pytest.raises(errors.ParameterError, match="seconds"):
-        Timer(fake).sustained(fake.run("a"), seconds=0)
+        Timer(fake).sustained(fake.run("a"), seconds=0, call_us=100.0)
 
 
 def test_what_nvml_said_is_summed_up() -> None:

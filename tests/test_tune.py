@@ -114,8 +114,9 @@ def test_a_grid_that_is_none_is_refused(text: str) -> None:
 def test_refused_and_twin_variants_cost_no_gpu_time() -> None:
     start = STAGE.parameters(64)
     crooked = {**start, "TILE_KV": 60}
-    found = tune.compile_variants(STAGE, [start, crooked, dict(start)], PROBLEM, arch="sm_90a")
-    assert found.good == (start,)
+    task = tune.Task(tune.Key(STAGE.id, PROBLEM), (start, crooked, dict(start)))
+    (found,) = tune.compile_tasks([task], arch="sm_90a")
+    assert found.task.variants == (start,)
     assert found.twins == (start,)
     ((variant, reason),) = found.refused
     assert variant == crooked
@@ -152,9 +153,14 @@ def test_a_stage_of_which_nothing_compiles_is_an_error(tmp_path: Path) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("nothing was to be timed")
 
-    bad = [{**STAGE.parameters(64), "TILE_KV": 60}]
+    def refused(tasks: Sequence[tune.Task], **_: Any) -> list[tune.Compiled]:
+        reason = "static assertion"
+        return [
+            tune.Compiled(one._replace(variants=()), tuple((bad, reason) for bad in one.variants), ()) for one in tasks
+        ]
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tune, "compile_variants", lambda *_, **__: tune.Compiled((), ((bad[0], "static assertion"),), ()))
+        patch.setattr(tune, "compile_tasks", refused)
         with pytest.raises(CompileError, match="static assertion"):
             tune_fake(tmp_path, refuse, grid={"TILE_KV": (60,)})  # type: ignore[arg-type]
 

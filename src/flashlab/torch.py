@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 from flashlab.core.errors import DTypeError, MissingPackageError, ShapeError, UnsupportedError
 from flashlab.run import arrays, paged, varlen
 from flashlab.run import attention as run
-from flashlab.run.plan import window_of
+from flashlab.run.plan import lse_shape, window_of
 
 try:
     import torch
@@ -43,114 +43,77 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
 _PACK = f"{', '.join(_PACKED)}, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them"
 
 
-def _define(name: str, returns: str, *, return_lse: bool) -> None:
-    def real(
-        q: Any,
-        k: Any,
-        v: Any,
-        causal: bool = False,
-        scale: float | None = None,
-        stage: str | None = None,
-        window: Sequence[int] | None = None,
-        softcap: float = 0.0,
-    ) -> Any:
-        sides: Any = None if window is None else tuple(window)
-        how: dict[str, Any] = {"scale": scale, "stage": stage, "window": sides, "softcap": softcap}
-        return run.attention(q, k, v, causal=causal, **how, return_lse=return_lse)
+_OPTIONS = ("causal", "scale", "stage", "window", "softcap")
+"""Of every operator, in this order, behind its inputs."""
 
-    def fake(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
-        arrays.refuse_gradients(q=q, k=k, v=v)
-        for of, array in (("q", q), ("k", k), ("v", v)):
-            if array.dim() != 4:
-                shape = tuple(array.shape)
-                raise ShapeError(f"{of}: wanted 4 dimensions (batch, heads, length, head_dim), got shape {shape}")
+
+def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, dims: str, return_lse: bool) -> None:
+    """Register an operator: `call` of its `inputs`, as a schema names them, and the options.
+
+    While it is traced, the first three inputs are looked at: `dims` says what their dimensions are.
+    """
+    names = [one.split()[-1] for one in inputs.split(", ")]
+
+    def real(*args: Any) -> Any:
+        how = dict(zip(_OPTIONS, args[len(names) :], strict=False))
+        if how.get("window") is not None:
+            how["window"] = tuple(how["window"])
+        return call(*args[: len(names)], **how)
+
+    def traced(*args: Any, **_: Any) -> Any:
+        tensors = dict(zip(names[:3], args, strict=False))
+        arrays.refuse_gradients(**tensors)
+        for of, array in tensors.items():
+            wanted = dims.count(",") + 1
+            if array.dim() != wanted:
+                raise ShapeError(f"{of}: wanted {wanted} dimensions {dims}, got shape {tuple(array.shape)}")
             if array.dtype not in (torch.float16, torch.bfloat16):
                 raise DTypeError(f"{of}: wanted float16 or bfloat16, got {array.dtype}. `{of}.half()` works.")
+        q = args[0]
         out = q.new_empty(q.shape)
-        return (out, q.new_empty(q.shape[:3], dtype=torch.float32)) if return_lse else out
+        return (out, q.new_empty(lse_shape(q), dtype=torch.float32)) if return_lse else out
 
-    inputs = "Tensor q, Tensor k, Tensor v, bool causal=False, float? scale=None, str? stage=None"
-    features = "SymInt[]? window=None, float softcap=0.0"
-    _library.define(f"{name}({inputs}, {features}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
+    options = f"bool causal={causal}, float? scale=None, str? stage=None, SymInt[]? window=None, float softcap=0.0"
+    returns = "(Tensor, Tensor)" if return_lse else "Tensor"
+    _library.define(f"{name}({inputs}, {options}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         _library.impl(name, real, key)
-    torch.library.register_fake(f"{NAME}::{name}", fake, lib=_library)
+    torch.library.register_fake(f"{NAME}::{name}", traced, lib=_library)
+
+
+def _varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, **how: Any) -> Any:
+    lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
+    return varlen.varlen_attention(q, k, v, **lengths, **how, return_lse=True)
 
 
 # Not `torch.library.custom_op`, whose Python costs the host more than the rest of a call.
 _library = torch.library.Library(NAME, "DEF")
-_define("attention", "Tensor", return_lse=False)
-_define("attention_lse", "(Tensor, Tensor)", return_lse=True)
-
-
-def _paged(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_table: Any,
-    lengths: Any,
-    causal: bool = True,
-    scale: float | None = None,
-    stage: str | None = None,
-    window: Sequence[int] | None = None,
-    softcap: float = 0.0,
-) -> Any:
-    sides: Any = None if window is None else tuple(window)
-    how: dict[str, Any] = {"causal": causal, "scale": scale, "stage": stage, "window": sides, "softcap": softcap}
-    return paged.paged_attention(q, k_cache, v_cache, page_table, lengths, **how)
-
-
-def _paged_fake(q: Any, k_cache: Any, v_cache: Any, *_: Any, **__: Any) -> Any:
-    arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache)
-    return q.new_empty(q.shape)
-
-
-_library.define(
-    "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths, bool causal=True, "
-    "float? scale=None, str? stage=None, SymInt[]? window=None, float softcap=0.0) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+_PADDED, _INPUTS = "(batch, heads, length, head_dim)", "Tensor q, Tensor k, Tensor v"
+_define("attention", run.attention, _INPUTS, causal=False, dims=_PADDED, return_lse=False)
+_define(
+    "attention_lse",
+    functools.partial(run.attention, return_lse=True),
+    _INPUTS,
+    causal=False,
+    dims=_PADDED,
+    return_lse=True,
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("paged_attention", _paged, _key)
-torch.library.register_fake(f"{NAME}::paged_attention", _paged_fake, lib=_library)
-
-
-def _varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: int,
-    causal: bool = False,
-    scale: float | None = None,
-    stage: str | None = None,
-    window: Sequence[int] | None = None,
-    softcap: float = 0.0,
-) -> Any:
-    how: dict[str, Any] = {"causal": causal, "scale": scale, "stage": stage, "softcap": softcap}
-    how |= {"window": None if window is None else tuple(window), "max_seqlen_q": max_seqlen_q}
-    return varlen.varlen_attention(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **how, return_lse=True
-    )
-
-
-def _varlen_fake(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> Any:
-    arrays.refuse_gradients(q=q, k=k, v=v)
-    if q.dim() != 3:
-        raise ShapeError(f"q: wanted 3 dimensions (total, heads, head_dim), got shape {tuple(q.shape)}")
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-
-
-_library.define(
-    "varlen_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
-    "bool causal=False, float? scale=None, str? stage=None, SymInt[]? window=None, float softcap=0.0) "
-    "-> (Tensor, Tensor)",
-    tags=(torch.Tag.pt2_compliant_tag,),
+_define(
+    "paged_attention",
+    paged.paged_attention,
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths",
+    causal=True,
+    dims="(batch or pages, heads, length, head_dim)",
+    return_lse=False,
 )
-for _key in ("CPU", "CUDA"):
-    _library.impl("varlen_attention", _varlen, _key)
-torch.library.register_fake(f"{NAME}::varlen_attention", _varlen_fake, lib=_library)
+_define(
+    "varlen_attention",
+    _varlen,
+    f"{_INPUTS}, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q",
+    causal=False,
+    dims="(total, heads, head_dim)",
+    return_lse=True,
+)
 
 
 def attention(

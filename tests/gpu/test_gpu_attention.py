@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from emulation import hopper_sum
+from shared import guarded_verdict
 from wrong.cuda import PATCHES, Patch
 
 import flashlab
@@ -84,7 +85,7 @@ def test_wrong_kernels_are_rejected_for_the_right_reason(
 ) -> None:
     q, k, v = make_inputs(patch.problem, xp=cupy)
     q, k = (x * cupy.float16(patch.amplitude) for x in (q, k))
-    verdict = check.guarded_verdict(patch.stage, patch.problem, (q, k, v), source=wrong_sources[patch.name])
+    verdict = guarded_verdict(patch.stage, patch.problem, (q, k, v), source=wrong_sources[patch.name])
     assert not verdict.passed
     assert re.match(patch.reason, verdict.reason), verdict.reason
 
@@ -92,7 +93,7 @@ def test_wrong_kernels_are_rejected_for_the_right_reason(
 def test_the_kernels_those_were_made_from_pass(cupy: Any) -> None:
     for patch in PATCHES:
         values = make_inputs(patch.problem, xp=cupy)
-        assert check.guarded_verdict(patch.stage, patch.problem, values).reason == ""
+        assert guarded_verdict(patch.stage, patch.problem, values).reason == ""
 
 
 def _close(torch: Any, got: Any, q: Any, k: Any, v: Any, **options: Any) -> None:

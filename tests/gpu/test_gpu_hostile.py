@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shared import guarded_verdict
 from wrong.cuda import MISTAKES, Mistake
 
 from flashlab.core.inputs import HOSTILE
@@ -156,7 +157,7 @@ def test_the_check_finds_mistakes_on_a_gpu_too(mistake: Mistake, tmp_path: Path,
     # Hostile inputs first: there it shows, where it does not everywhere.
     for case in sorted(found, key=lambda case: case.problem.inputs == "normal"):
         made = make_inputs(case.problem, xp=cupy)
-        verdict = check.guarded_verdict(stage.id, case.problem, made, layout=case.layout, source=source)
+        verdict = guarded_verdict(stage.id, case.problem, made, layout=case.layout, source=source)
         if not verdict.passed:
             return
     raise AssertionError(f"{len(found)} cases passed")

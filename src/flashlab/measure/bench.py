@@ -77,39 +77,22 @@ def measure(
         )
     with Book(options.data, store.FOLDERS[kind]) as book:
         before()
+
+        def append(cell: Cell, name: str, row: Message) -> None:
+            record: schema.AnyRecord | None = None
+            if cell.problem is not None:
+                record = _record(kind, book.header(), implementations[name], cell.problem, row)
+            elif row["status"] == "ok":
+                fields = {key: row[key] for key in ("name", "unit", "value", "how", "samples")}
+                record = Ceiling.model_validate({**book.header(), "kind": "ceiling", **fields})
+            if record is None:
+                options.note(f"{cell.label}: {name} not measured: {row['status']}: {row['reason']}")
+            else:
+                store.append(book.path, record)
+
         wanted = [Cell(None, list(ceilings)), *(Cell(problem, list(names)) for problem, names in cells)]
-        recorder = _Recorder(wanted, book, options, kind, implementations)
-        recorder.run({"plan": asdict(plan)}, implementations)
+        Supervisor(wanted, book, options, append).run({"plan": asdict(plan)}, implementations)
         return book.path
-
-
-class _Recorder(Supervisor):
-    """Appends a record of each row."""
-
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        book: Book,
-        options: Options,
-        schema: Schema,
-        implementations: Mapping[str, Implementation],
-    ) -> None:
-        super().__init__(cells, book, options)
-        self._note = options.note
-        self._schema = schema
-        self._implementations = implementations
-
-    def row(self, cell: Cell, name: str, row: Message) -> None:
-        record: schema.AnyRecord | None = None
-        if cell.problem is not None:
-            record = _record(self._schema, self.book.header(), self._implementations[name], cell.problem, row)
-        elif row["status"] == "ok":
-            fields = {key: row[key] for key in ("name", "unit", "value", "how", "samples")}
-            record = Ceiling.model_validate({**self.book.header(), "kind": "ceiling", **fields})
-        if record is None:
-            self._note(f"{cell.label}: {name} not measured: {row['status']}: {row['reason']}")
-        else:
-            store.append(self.book.path, record)
 
 
 def _record(
@@ -247,6 +230,7 @@ def compile_for(
     arch: str,
     slug: str | None,
     aligned: Sequence[bool] = (True,),
+    line_info: bool = False,
     progress: Report = lambda _: None,
 ) -> dict[tuple[Problem, str], compiler.Cubin | CompileError]:
     """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
@@ -268,6 +252,7 @@ def compile_for(
                 "overrides": choice.parameters(stage, slug, problem, arch=arch, overrides=one.params),
                 "source": None if one.source is None else Path(one.source),
                 "may_spill": one.may_spill,
+                "line_info": line_info,
             }
             for rows in aligned:
                 job = compiler.Job.of(stage, problem, arch=arch, aligned=rows, **how)

@@ -34,20 +34,13 @@ class Workload:
     """Bytes, operations or results a call; 1 where the time itself is the reading."""
     unit: Unit
     how: str
+    keep: tuple[object, ...] = ()
+    """The buffers of which `run` knows the addresses."""
 
 
 def value_of(amount: float, unit: Unit, time_us: float) -> float:
     """A rate in `unit` from the amount done in one call of `time_us`; for `us` the time itself."""
     return time_us if unit == "us" else amount / time_us / 1e6
-
-
-def _holding(run: Run, *buffers: gpu.Zeroed) -> Run:
-    """`run`, which knows addresses alone, with the buffers that they belong to."""
-
-    def held(_: tuple[gpu.Zeroed, ...] = buffers) -> object:
-        return run()
-
-    return held
 
 
 def _micro(
@@ -60,12 +53,14 @@ def _micro(
     per_thread: float,
     repeats: int = 1,
     threads: int = 512,
+    blocks: int | None = None,
     count: int = 0,
     input_bytes: int = 1 << 20,
     defines: Mapping[str, int | str] | None = None,
 ) -> Workload:
-    """A micro-benchmark of kernels/micro with four blocks an SM, each thread doing `per_thread` in every repeat."""
-    blocks = _BLOCKS_PER_SM * gpu.info(device).sm_count
+    """A micro-benchmark of kernels/micro, each thread doing `per_thread` in every repeat; four blocks an SM where
+    `blocks` is None."""
+    blocks = blocks or _BLOCKS_PER_SM * gpu.info(device).sm_count
     out, values = gpu.Zeroed(device, 1 << 20, stream), gpu.Zeroed(device, input_bytes, stream)
     launch = gpu.Launch(
         timing.micro(name, device, tuple(sorted((defines or {}).items()))),
@@ -76,19 +71,7 @@ def _micro(
         stream=stream,
     )
     amount = per_thread * threads * blocks * repeats
-    return Workload(run=_holding(launch, out, values), amount=amount, unit=unit, how=how)
-
-
-def _empty(device: int, stream: int) -> Workload:
-    launch = gpu.Launch(
-        timing.micro("empty", device),
-        grid=(1, 1, 1),
-        block=(1, 1, 1),
-        smem_bytes=0,
-        params=[MicroParams(None, None, 0, 1)],
-        stream=stream,
-    )
-    return Workload(run=launch, amount=1, unit="us", how="an empty kernel between the two events, a hundred in a row")
+    return Workload(run=launch, amount=amount, unit=unit, how=how, keep=(out, values))
 
 
 def _copy(device: int, stream: int) -> Workload:
@@ -98,7 +81,7 @@ def _copy(device: int, stream: int) -> Workload:
     source, target = (gpu.Zeroed(device, size, stream) for _ in range(2))
     run = partial(gpu.call, "cuMemcpyDtoDAsync", target.pointer, source.pointer, size, stream)
     how = f"the driver's copy of {size} bytes of device memory; bytes read plus bytes written"
-    return Workload(run=_holding(run, source, target), amount=2.0 * size, unit="TB/s", how=how)
+    return Workload(run=run, amount=2.0 * size, unit="TB/s", how=how, keep=(source, target))
 
 
 def _l2_read(device: int, stream: int) -> Workload:
@@ -154,7 +137,15 @@ _MMA = partial(
     threads=256,
 )
 CEILINGS: Mapping[str, Callable[[int, int], Workload]] = {
-    "launch": _empty,
+    "launch": partial(
+        _micro,
+        "empty",
+        unit="us",
+        how="an empty kernel between the two events, a hundred in a row",
+        per_thread=1.0,
+        threads=1,
+        blocks=1,
+    ),
     "copy": _copy,
     "l2_read": _l2_read,
     "smem_read": partial(
@@ -204,7 +195,7 @@ def require(names: Iterable[str]) -> list[str]:
     return named
 
 
-def measure(name: str, timer: Timer, device: int, stream: int, *, samples: int = 20) -> dict[str, Any]:
+def measure(name: str, timer: Timer, device: int, stream: int) -> dict[str, Any]:
     """Measure a ceiling in bursts: the fields of a `schema.Ceiling` but its header and kind.
 
     Raises:
@@ -213,6 +204,6 @@ def measure(name: str, timer: Timer, device: int, stream: int, *, samples: int =
     """
     (name,) = require([name])
     workload = CEILINGS[name](device, stream)
-    taken = timer.burst({name: workload.run}, samples=samples, min_samples=min(7, samples))[name]
+    taken = timer.burst({name: workload.run}, samples=20)[name]
     value = value_of(workload.amount, workload.unit, taken.median_us)
     return {"name": name, "unit": workload.unit, "value": value, "how": workload.how, "samples": taken}

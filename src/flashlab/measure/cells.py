@@ -12,8 +12,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,25 +61,27 @@ class Cell:
         return " ".join(filter(None, (self.problem.label if self.problem else "ceilings", self.layout)))
 
 
-class Supervisor(ABC):
-    """Runs a job to its end, however many workers that takes; `row` says what to do with what comes of it."""
+class Supervisor:
+    """Runs a job to its end, however many workers that takes.
 
-    def __init__(self, cells: Sequence[Cell], book: Book, options: Options) -> None:
-        self.book = book
+    Args:
+        row: takes what a worker says of an implementation, its `status` and `reason` alone where that is lost;
+            ValidationError, KeyError or TypeError where it makes no sense.
+        closed: told that nothing more will come of a cell.
+    """
+
+    def __init__(
+        self,
+        cells: Sequence[Cell],
+        book: Book,
+        options: Options,
+        row: Callable[[Cell, str, Message], None],
+        closed: Callable[[Cell], None] = lambda _: None,
+    ) -> None:
+        self._book, self._row, self._closed = book, row, closed
         self._left = {index: cell for index, cell in enumerate(cells) if cell.pending}
         self._total = sum(len(cell.pending) for cell in cells)
         self._options = options
-
-    @abstractmethod
-    def row(self, cell: Cell, name: str, row: Message) -> None:
-        """Take what a worker says of an implementation; its `status` and `reason` alone where that is lost.
-
-        Raises:
-            ValidationError, KeyError, TypeError: it makes no sense.
-        """
-
-    def closed(self, cell: Cell) -> None:  # noqa: B027
-        """Nothing more will come of a cell."""
 
     def run(self, job: Message, implementations: Mapping[str, Implementation]) -> None:
         """Until every row is there.
@@ -111,17 +112,17 @@ class Supervisor(ABC):
         """KeyError, TypeError or ValueError where the message makes no sense."""
         kind = message["type"]
         if kind == "hello":
-            self.book.hello(message)
+            self._book.hello(message)
         elif kind == "step":
             self._step(message)
         elif kind == "row":
             cell, name = self._left[message["cell"]], message["name"]
             if name not in cell.pending:
                 raise KeyError(f"row of {name!r}, which is not pending")
-            self.row(cell, name, message["row"])
+            self._row(cell, name, message["row"])
             cell.pending.remove(name)
-        elif kind == "cell_done":
-            self._close(message["cell"], "error", NO_RESULT)
+            if not cell.pending:
+                self._closed(self._left.pop(message["cell"]))
         else:
             raise KeyError(kind)
 
@@ -136,8 +137,8 @@ class Supervisor(ABC):
     def _close(self, index: int, status: Status, reason: str) -> None:
         cell = self._left.pop(index)
         for name in cell.pending:
-            self.row(cell, name, {"status": status, "reason": reason})
-        self.closed(cell)
+            self._row(cell, name, {"status": status, "reason": reason})
+        self._closed(cell)
 
     def _bury(self, death: WorkerDiedError) -> None:
         """Charge a death to what was in hand, so that the next worker leaves it out."""
@@ -151,7 +152,7 @@ class Supervisor(ABC):
             return  # It died between two problems, and there is nobody to charge.
         if name in cell.pending:
             cell.pending.remove(name)
-            self.row(cell, name, {"status": death.status, "reason": reason})
+            self._row(cell, name, {"status": death.status, "reason": reason})
         if not name or not cell.pending:
             self._close(index, death.status, reason)
 

@@ -102,12 +102,24 @@ def check_stages(
     with tempfile.TemporaryDirectory() as nowhere, Book(options.data if record else Path(nowhere), folder) as book:
         book.run = begun or book.run
         cells = [Cell(case.problem, list(case.names), case.layout) for case in wanted]
-        recorder = _Recorder(cells, book, options)
+        rows: list[CheckRow] = []
+        of_case: dict[int, list[CheckRow]] = {}
+
+        def take(cell: Cell, name: str, row: Message) -> None:
+            whole = {"stage": name, "problem": cell.problem, "layout": cell.layout, "verdict": None, **row}
+            rows.append(_ROW.validate_python(whole))
+            of_case.setdefault(id(cell), []).append(rows[-1])
+
+        def append(cell: Cell) -> None:
+            if id(cell) in of_case:
+                _append(book, of_case.pop(id(cell)))
+
         try:
-            recorder.run({"emulate": emulate, "suite": suite}, named)
-        finally:
-            recorder.broken_off()
-        return CheckRun(book.path if record else None, tuple(recorder.rows))
+            Supervisor(cells, book, options, take, append).run({"emulate": emulate, "suite": suite}, named)
+        finally:  # what there is of cases that were broken off
+            for cell in cells:
+                append(cell)
+        return CheckRun(book.path if record else None, tuple(rows))
 
 
 def _left(wanted: list[Case], folder: str, emulate: bool, options: Options) -> tuple[str | None, list[Case]]:
@@ -130,38 +142,15 @@ def _left(wanted: list[Case], folder: str, emulate: bool, options: Options) -> t
     return None, wanted
 
 
-class _Recorder(Supervisor):
-    """Keeps comparisons as they come; those of a case are appended to the run's file together."""
-
-    def __init__(self, cells: Sequence[Cell], book: Book, options: Options) -> None:
-        super().__init__(cells, book, options)
-        self.rows: list[CheckRow] = []
-        self._of_case: dict[int, list[CheckRow]] = {}
-
-    def row(self, cell: Cell, name: str, row: Message) -> None:
-        whole = {"stage": name, "problem": cell.problem, "layout": cell.layout, "verdict": None, **row}
-        self.rows.append(_ROW.validate_python(whole))
-        self._of_case.setdefault(id(cell), []).append(self.rows[-1])
-
-    def closed(self, cell: Cell) -> None:
-        """Append a case; the file begins with what holds for all of them."""
-        rows = self._of_case.pop(id(cell), None)
-        if rows:
-            self._append(rows)
-
-    def broken_off(self) -> None:
-        """Append what there is of the others."""
-        for rows in self._of_case.values():
-            self._append(rows)
-
-    def _append(self, rows: Sequence[CheckRow]) -> None:
-        book, lines = self.book, [case_line(rows)]
-        if not book.path.exists():
-            header = book.header()
-            sources = {name: header[name].model_dump(mode="json") for name in ("gpu", "source")}
-            lines.insert(0, header_line(run=book.run, time=header["time"], software=book.software, **sources))
-        with book.path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+def _append(book: Book, rows: Sequence[CheckRow]) -> None:
+    """Append a case to the run's file, which begins with what holds for all of them."""
+    lines = [case_line(rows)]
+    if not book.path.exists():
+        header = book.header()
+        sources = {name: header[name].model_dump(mode="json") for name in ("gpu", "source")}
+        lines.insert(0, header_line(run=book.run, time=header["time"], software=book.software, **sources))
+    with book.path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -180,8 +169,6 @@ class CheckWorker(GpuWorker):
         )
         self._emulating: dict[Future[EmulatorVerdict], tuple[int, str, Message]] = {}
         """Runs of the emulator under way: the cell, the name, and the row that it is to complete."""
-        self._unfinished: dict[int, int] = {}
-        """Of each cell, how many of them are its own."""
 
     def work(self) -> None:
         """Do the job."""
@@ -207,9 +194,6 @@ class CheckWorker(GpuWorker):
                 self.refuse(cell, name, refusal(error))
         else:
             self._check_each(cell, problem, names, layout, values, inputs)
-        self._unfinished[cell] = sum(of_cell == cell for of_cell, *_ in self._emulating.values())
-        if not self._unfinished[cell]:
-            self.send({"type": "cell_done", "cell": cell})
         self._collect(most=_WAITING_EMULATIONS)
 
     def _check_each(
@@ -260,9 +244,6 @@ class CheckWorker(GpuWorker):
                 except Exception as error:
                     refused = refusal(error)
                     self.row(cell, name, {**row, "status": refused.status, "reason": refused.reason})
-                self._unfinished[cell] -= 1
-                if not self._unfinished[cell]:
-                    self.send({"type": "cell_done", "cell": cell})
             if not late:
                 return
 
@@ -270,25 +251,6 @@ class CheckWorker(GpuWorker):
         """A CuPy array as NumPy's; bits of bfloat16 as ml_dtypes'."""
         host = array.get()
         return host.view(ml_dtypes.bfloat16) if str(host.dtype) == "uint16" else host
-
-
-def guarded_verdict(
-    stage_id: str,
-    problem: Problem,
-    values: tuple[Any, Any, Any],
-    *,
-    layout: str = "contiguous",
-    source: Path | None = None,
-) -> Verdict:
-    """Run a stage once on the current GPU between guards and say what is wrong with it.
-
-    `values` are q, k, v as `reference.make_inputs(problem, xp=cupy)` gives them, `layout` is one of `LAYOUTS`.
-
-    Raises:
-        What `attention.prepare` raises; LaunchError where the kernel breaks off.
-    """
-    inputs = _guarded_inputs(values, layout)
-    return _guarded_run(stage_id, problem, values, inputs, layout=layout, source=source)[0]
 
 
 def _guarded_inputs(values: tuple[Any, Any, Any], layout: str) -> list[Guarded]:

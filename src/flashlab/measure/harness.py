@@ -24,7 +24,6 @@ import json
 import math
 import os
 import platform
-import selectors
 import signal
 import socket
 import subprocess
@@ -34,6 +33,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from operator import methodcaller
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
@@ -156,11 +156,8 @@ class Worker:
         ends = time.monotonic() + limit_s
         left = memoryview(json.dumps(message).encode() + b"\n")
         while left:
-            connection = self._ready(selectors.EVENT_WRITE, ends, limit_s)
-            try:
-                left = left[connection.send(left) :]
-            except OSError as error:
-                raise WorkerDiedError("crashed", self._how_it_ended()) from error
+            sent = self._once(methodcaller("send", left), "it did not take its job", ends, limit_s)
+            left = left[sent:]
 
     def receive(self, limit_s: float) -> Message:
         """Its next message.
@@ -170,10 +167,7 @@ class Worker:
         """
         ends = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
-            try:
-                data = self._ready(selectors.EVENT_READ, ends, limit_s).recv(1 << 16)
-            except OSError as error:
-                raise WorkerDiedError("crashed", self._how_it_ended()) from error
+            data = self._once(methodcaller("recv", 1 << 16), "no answer", ends, limit_s)
             if not data:
                 raise WorkerDiedError("crashed", self._how_it_ended())
             self._buffer += data
@@ -255,30 +249,24 @@ class Worker:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
-    def _ready(self, event: int, ends: float, limit_s: float) -> socket.socket:
-        """The connection, once it can be written to or read from."""
-        with selectors.DefaultSelector() as selector:
-            while True:
+    def _once(self, use: Callable[[socket.socket], Any], missed: str, ends: float, limit_s: float) -> Any:
+        """What comes of using the connection, once that goes: it may not be there yet, or not be ready."""
+        while True:
+            left_s = ends - time.monotonic()
+            ended = self._process.poll() is not None
+            try:
                 if self._connection is None:
-                    selector.register(self._listener, selectors.EVENT_READ)
-                else:
-                    selector.register(self._connection, event)
-                left_s = ends - time.monotonic()
-                ended = self._process.poll() is not None
-                ready = selector.select(max(0.0, min(left_s, _POLL_S)))
-                if ready and self._connection is not None:
-                    return self._connection
-                if ready:
-                    selector.unregister(self._listener)
+                    self._listener.settimeout(max(0.0, min(left_s, _POLL_S)))
                     self._connection = self._stack.enter_context(self._listener.accept()[0])
-                    self._connection.setblocking(False)
-                    continue
+                self._connection.settimeout(max(0.0, min(left_s, _POLL_S)))
+                return use(self._connection)
+            except (TimeoutError, BlockingIOError):
                 if ended:  # A process that it started may still hold the connection open.
-                    raise WorkerDiedError("crashed", self._how_it_ended())
+                    raise WorkerDiedError("crashed", self._how_it_ended()) from None
                 if left_s <= 0:
-                    what = "it did not take its job" if event == selectors.EVENT_WRITE else "no answer"
-                    raise WorkerDiedError("timeout", f"{what} within {limit_s:g} s; stopped")
-                selector.unregister(self._listener if self._connection is None else self._connection)
+                    raise WorkerDiedError("timeout", f"{missed} within {limit_s:g} s; stopped") from None
+            except OSError as error:
+                raise WorkerDiedError("crashed", self._how_it_ended()) from error
 
     def _how_it_ended(self) -> str:
         try:

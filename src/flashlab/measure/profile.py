@@ -25,17 +25,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from flashlab.build import compiler, sass
-from flashlab.build.compiler import Cubin, Job
+from flashlab.build.compiler import Cubin
 from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
+from flashlab.measure import bench
 from flashlab.measure.cells import GpuWorker
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import LineStalls, StageProfile
-from flashlab.run import choice, gpu
+from flashlab.run import gpu
 from flashlab.run.attention import prepare
 
 _ASKED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -116,21 +117,14 @@ def _said(command: Sequence[str]) -> str:
 
 
 def parse(text: str) -> list[tuple[str, dict[str, float]]]:
-    """Kernel name and metrics of each profiled launch, in order, from what `ncu --csv` wrote, whichever its page."""
-    lines = [line for line in text.splitlines() if line.startswith('"')]
-    if not lines:
-        return []
-    launches: dict[int, tuple[str, dict[str, float]]] = {}
-    for row in csv.DictReader(lines):
-        if not row["ID"].isdigit():
-            continue  # the row of units of a wide table
-        metrics = launches.setdefault(int(row["ID"]), (row["Kernel Name"].split("(")[0], {}))[1]
-        pairs = [(row["Metric Name"], row["Metric Value"])] if "Metric Name" in row else row.items()
-        for name, value in pairs:
-            number = _number(value)
-            if name is not None and "__" in name and number is not None:
-                metrics[name] = number
-    return [launches[number] for number in sorted(launches)]
+    """Kernel name and metrics of each profiled launch, in order, from what `ncu --page raw --csv` wrote."""
+    table = csv.DictReader(line for line in text.splitlines() if line.startswith('"'))
+    launches = []
+    for row in sorted((row for row in table if row["ID"].isdigit()), key=lambda row: int(row["ID"])):  # one is of units
+        numbers = {name: _number(value) for name, value in row.items() if "__" in name}
+        metrics = {name: number for name, number in numbers.items() if number is not None}
+        launches.append((row["Kernel Name"].split("(")[0], metrics))
+    return launches
 
 
 def _number(text: str | None) -> float | None:
@@ -358,7 +352,7 @@ def profile(
     here = gpu.info(options.device)
     chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
     able = {stage.id: stage for stage in chosen if stage.why_not(problem, here.arch) is None}
-    if not able or here.arch is None:
+    if not able:
         raise ParameterError(f"wanted a stage that takes {problem.label} on {here.arch}, got none")
     if options.resume:
         done = {
@@ -366,7 +360,7 @@ def profile(
             for one in store.records(here.slug, StageProfile, options.data)
             if one.device is not None and one.device.driver == here.driver
         }
-        made = _compiled(able.values(), problem, here.arch, here.slug, line_info=False)
+        made = _compiled(able, problem, options)
         able = {name: of for name, of in able.items() if name not in made or (problem, made[name].sha256) not in done}
         if not able:
             say("all of it is on record; nothing was profiled")
@@ -398,10 +392,8 @@ class _Profiler:
         self._tool = tool
         self._options = options
         options.note(f"compiling {len(stages)} stages")
-        here = gpu.info(options.device)
-        self._plain, self._lined = (
-            _compiled(stages.values(), problem, here.arch or "", here.slug, line_info) for line_info in (False, True)
-        )
+        self._plain = _compiled(stages, problem, options)
+        self._lined = _compiled(stages, problem, options, line_info=True)
         known = available()
         self._metrics = [name for name in METRICS if not known or name.split(".")[0] in known]
         if len(self._metrics) < len(METRICS):
@@ -482,20 +474,13 @@ class _Profiler:
         self.profiles[stage_id] = record
 
 
-def _compiled(chosen: Iterable[Stage], problem: Problem, arch: str, slug: str, line_info: bool) -> dict[str, Cubin]:
+def _compiled(
+    stage_ids: Iterable[str], problem: Problem, options: Options, *, line_info: bool = False
+) -> dict[str, Cubin]:
     """The kernels of stages as `prepare` takes them; those that do not compile are left out, `prepare` says why."""
-    work = [
-        Job.of(
-            stage,
-            problem,
-            arch=arch,
-            overrides=choice.parameters(stage, slug, problem, arch=arch),
-            line_info=line_info,
-        )
-        for stage in chosen
-    ]
-    made = compiler.compile_many(work)
-    return {job.stage.id: cubin for job, cubin in zip(work, made, strict=True) if isinstance(cubin, Cubin)}
+    here, named = gpu.info(options.device), bench.implementations_of(list(stage_ids), ())
+    code = bench.compile_for(named, [(problem, list(named))], arch=here.arch, slug=here.slug, line_info=line_info)
+    return {name: cubin for (_, name), cubin in code.items() if isinstance(cubin, Cubin)}
 
 
 def work(job: Message, send: Send) -> None:

@@ -33,11 +33,11 @@ import importlib
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 from flashlab.core.errors import ParameterError
@@ -293,11 +293,10 @@ class Timer:
             for name, progress in going.items()
         }
 
-    def sustained(self, run: Run, *, seconds: float = 5.0, call_us: float | None = None) -> Samples:
+    def sustained(self, run: Run, *, seconds: float, call_us: float) -> Samples:
         """Call back to back for at least `seconds`, in chunks of about 50 ms; the samples are the chunks.
 
-        The first fifth brings the chip to its steady state and is not counted. `call_us` is a known time of one call,
-        measured where None.
+        The first fifth brings the chip to its steady state and is not counted. `call_us` is about the time of one call.
 
         Raises:
             ParameterError: `seconds` is no positive number.
@@ -305,11 +304,9 @@ class Timer:
         if not seconds > 0:
             raise ParameterError(f"seconds: wanted a positive number, got {seconds!r}")
         backend = self._backend
-        if call_us is None:
-            call_us = self._sample(self._start(run, cold=False), cold=False).time_us
         calls = max(1, round(CHUNK_S * 1e6 / call_us))
         readings: list[Reading] = []
-        with _Watcher(backend) as watcher:
+        with _watching(backend) as states:
             counting = False
             start = backend.now()
             passed = 0.0
@@ -328,7 +325,7 @@ class Timer:
                         break
                 elif passed >= WARM_UP_SHARE * seconds:
                     counting = True
-                    watcher.states.clear()
+                    states.clear()
                     began_j = backend.energy_j()
             ended_j = backend.energy_j()
             pending()
@@ -338,33 +335,28 @@ class Timer:
             regime="sustained",
             cache="hot",
             calls=calls,
-            conditions=conditions(watcher.states, energy if energy and energy > 0 else None),
+            conditions=conditions(states, energy if energy and energy > 0 else None),
             continuous_s=passed,
         )
 
 
-class _Watcher:
-    """Reads NVML in a thread while the main one keeps the GPU fed."""
+@contextmanager
+def _watching(backend: CudaBackend) -> Iterator[list[State]]:
+    """What NVML says from time to time, read in a thread while the main one keeps the GPU fed."""
+    states: list[State] = []
+    stop = threading.Event()
 
-    def __init__(self, backend: CudaBackend) -> None:
-        self.states: list[State] = []
-        self._backend = backend
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+    def watch() -> None:
+        while not stop.wait(_MONITOR_PERIOD_S):
+            states.append(backend.state())
 
-    def _watch(self) -> None:
-        while not self._stop.wait(_MONITOR_PERIOD_S):
-            self.states.append(self._backend.state())
-
-    def __enter__(self) -> _Watcher:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._thread.join()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield states
+    finally:
+        stop.set()
+        thread.join()
 
 
 _REASON_NAMES = {
@@ -450,6 +442,16 @@ class CudaBackend:
         gpu.call("cuStreamSynchronize", stream)
         return mark
 
+    def _enqueue(self, run: Run, calls: int, start: Any, end: Any) -> float:
+        """Enqueue calls between two events; the host time that takes, in µs."""
+        gpu.call("cuEventRecord", start, self._stream)
+        before = time.perf_counter()
+        for _ in range(calls):
+            run()
+        enqueue_us = (time.perf_counter() - before) * 1e6
+        gpu.call("cuEventRecord", end, self._stream)
+        return enqueue_us
+
     def sample(self, run: Run, *, calls: int, spin_us: float, cold: bool) -> Reading:
         """Take one sample; returns when the GPU is idle again."""
         start, end = self._events
@@ -457,12 +459,7 @@ class CudaBackend:
         if cold:
             gpu.call("cuMemsetD8Async", self._flush_buffer.pointer, 0, self._flush_bytes, stream)
         self._spin(spin_us * 1e3, -1)
-        gpu.call("cuEventRecord", start, stream)
-        before = time.perf_counter()
-        for _ in range(calls):
-            run()
-        enqueue_us = (time.perf_counter() - before) * 1e6
-        gpu.call("cuEventRecord", end, stream)
+        enqueue_us = self._enqueue(run, calls, start, end)
         (status,) = self._driver.cuEventQuery(start)
         self._spin(_CLOCK_SPIN_NS, 0)
         gpu.call("cuStreamSynchronize", stream)
@@ -483,12 +480,7 @@ class CudaBackend:
         slot = self._next
         self._next = (slot + 1) % len(self._chunk_events)
         start, end, clock_read = self._chunk_events[slot]
-        gpu.call("cuEventRecord", start, self._stream)
-        before = time.perf_counter()
-        for _ in range(calls):
-            run()
-        enqueue_us = (time.perf_counter() - before) * 1e6
-        gpu.call("cuEventRecord", end, self._stream)
+        enqueue_us = self._enqueue(run, calls, start, end)
         self._spin(_CLOCK_SPIN_NS, slot)
         gpu.call("cuEventRecord", clock_read, self._stream)
 
@@ -515,12 +507,9 @@ class CudaBackend:
     def state(self) -> State:
         """Read NVML."""
         handle = self._nvml_handle
-        if handle is None:
-            return State(sm_clock_mhz=None, power_w=None, temperature_c=None, throttle_reasons=())
-        nvml = importlib.import_module("pynvml")
-        clock = gpu.nvml_read("nvmlDeviceGetClockInfo", handle, nvml.NVML_CLOCK_SM)
+        clock = gpu.nvml_read("nvmlDeviceGetClockInfo", handle, gpu.NVML_SM)
         power_mw = gpu.nvml_read("nvmlDeviceGetPowerUsage", handle)
-        temperature = gpu.nvml_read("nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU)
+        temperature = gpu.nvml_read("nvmlDeviceGetTemperature", handle, gpu.NVML_CORE)
         mask = gpu.nvml_read("nvmlDeviceGetCurrentClocksEventReasons", handle)
         return State(
             sm_clock_mhz=None if clock is None else float(clock),
@@ -531,8 +520,6 @@ class CudaBackend:
 
     def energy_j(self) -> float | None:
         """The GPU's energy counter, None where there is none."""
-        if self._nvml_handle is None:
-            return None
         millijoules = gpu.nvml_read("nvmlDeviceGetTotalEnergyConsumption", self._nvml_handle)
         return None if millijoules is None else millijoules / 1e3
 

@@ -11,7 +11,6 @@ by their digest, and `description.json`, which says what they are.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import importlib.util
 import json
 import math
@@ -22,12 +21,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flashlab.core.errors import CheckFailedError, MissingError, MissingPackageError, ParameterError, UnsupportedError
+from flashlab.core.errors import CheckFailedError, MissingError, MissingPackageError, UnsupportedError
 from flashlab.core.paths import cache_dir, writable_dir
 from flashlab.core.problem import Problem
+from flashlab.measure.cells import need
 from flashlab.record import provenance
 from flashlab.run import gpu
 
@@ -380,15 +381,6 @@ def why_not(problem: Problem) -> str | None:
     return None
 
 
-def layers(problem: Problem) -> int:
-    """Layers of the model of the problem's head dim.
-
-    Raises:
-        MissingError: no weights are here.
-    """
-    return int(describe(problem.head_dim)["config"]["layers"])
-
-
 def describe(head_dim: int) -> dict[str, Any]:
     """What the weights in the cache are; JSON holds it.
 
@@ -408,52 +400,32 @@ def describe(head_dim: int) -> dict[str, Any]:
     return description
 
 
-def activations(problem: Problem, layer: int, *, device: str = "cuda") -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K and V of a layer on held-out text, after RoPE, as attention takes them.
-
-    The model runs once for a shape; the last shape's activations stay in memory until `forget`.
+def activations(problem: Problem, *, device: str = "cuda") -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Q, K and V of every layer on held-out text, after RoPE, as attention takes them.
 
     Returns:
-        Three contiguous tensors (batch, heads, length, head_dim) of the problem's element type, which the caller may
-        write to.
+        For each layer three contiguous tensors (batch, heads, length, head_dim) of the problem's element type.
 
     Raises:
         UnsupportedError: `why_not`, or a value beyond the element type's range.
-        ParameterError: no such layer.
         MissingError: the weights are damaged.
     """
     if reason := why_not(problem):
         raise UnsupportedError(f"inputs trained: {reason}")
-    if not 0 <= layer < layers(problem):
-        raise ParameterError(f"layer: wanted 0 to {layers(problem) - 1}, got {layer}")
     torch = _torch()
     description = describe(problem.head_dim)
-    key = (description["digest"], problem.batch, problem.q_len, device)
-    if key not in _shown:
-        forget()
-        config = Config(**description["config"])
-        stored = _load(_folder(problem.head_dim) / f"{description['digest']}.pt")
-        _shown[key] = _extract(_on(stored, device), config, problem.batch, problem.q_len)
-    for name, x in zip("QKV", _shown[key][layer], strict=True):
-        largest = x.abs().max().item()
-        if not largest <= torch.finfo(getattr(torch, problem.dtype)).max:
-            raise UnsupportedError(
-                f"inputs trained: wanted {name} of layer {layer} within the range of {problem.dtype}, got {largest:.4g}"
-            )
-    q, k, v = (x.to(getattr(torch, problem.dtype), copy=True) for x in _shown[key][layer])
-    return q, k, v
-
-
-_shown: dict[tuple[str, int, int, str], list[tuple[Tensor, Tensor, Tensor]]] = {}
-"""Q, K and V of every layer, of one shape at most."""
-
-
-def forget() -> None:
-    """Free the memory of `activations`."""
-    _shown.clear()
-    torch = _torch()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    stored = _load(_folder(problem.head_dim) / f"{description['digest']}.pt")
+    found = _extract(_on(stored, device), Config(**description["config"]), problem.batch, problem.q_len)
+    dtype = getattr(torch, problem.dtype)
+    for layer, tensors in enumerate(found):
+        for name, x in zip("QKV", tensors, strict=True):
+            largest = x.abs().max().item()
+            if not largest <= torch.finfo(dtype).max:
+                raise UnsupportedError(
+                    f"inputs trained: wanted {name} of layer {layer} within the range of {problem.dtype}, got "
+                    f"{largest:.4g}"
+                )
+    return [(q.to(dtype), k.to(dtype), v.to(dtype)) for q, k, v in found]
 
 
 def _extract(stored: Weights, config: Config, batch: int, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -542,12 +514,4 @@ def _bytes(text: bytes, device: str) -> Tensor:
 
 
 _INSTALL = "`pip install 'flashlab[gpu]'` installs it"
-
-
-def _torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        raise MissingPackageError(
-            f"wanted the Python package torch, for models that are trained, got: {error}. {_INSTALL}."
-        ) from error
+_torch = partial(need, "torch")

@@ -19,15 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from itertools import count, product
+from itertools import product
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
-from flashlab.build import compiler
 from flashlab.core.errors import CompileError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA
@@ -35,7 +34,7 @@ from flashlab.core.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Stage
 from flashlab.measure import bench
-from flashlab.measure.harness import Progress, Report
+from flashlab.measure.harness import Report
 from flashlab.measure.options import BURSTS, Implementation, Options, Plan
 from flashlab.record import schema, store
 from flashlab.record.schema import Tuning
@@ -62,8 +61,6 @@ _CHECKED_SCORES = 1 << 26
 _PLAN = replace(BURSTS, samples=_SAMPLES[-1], checked_scores=_CHECKED_SCORES)
 _START_S, _EACH_S, _CHECK_S = 25.0, 0.2, 0.25
 """Assumptions of `estimate_s`: start and compilers, a variant without its check, a check of as many scores as are."""
-_TASKS_AT_ONCE = 4
-"""Tasks of a plan that are compiled at once, so that the last variant of one leaves no core idle."""
 
 
 class Key(NamedTuple):
@@ -209,61 +206,46 @@ def _unique(variants: Iterable[Variant]) -> list[Variant]:
     return list({items(variant): variant for variant in variants}.values())
 
 
-Refused = tuple[tuple[Variant, str], ...]
-"""Variants that did not compile, each with the reason."""
-
-
 class Compiled(NamedTuple):
-    """The variants that can be timed, and those that cannot."""
+    """The variants of a task that can be timed, and those that cannot."""
 
-    good: tuple[Variant, ...]
-    refused: Refused
+    task: Task
+    """With these alone."""
+    refused: tuple[tuple[Variant, str], ...]
+    """Variants that did not compile, each with the reason."""
     twins: tuple[Variant, ...]
-    """Same machine code as one of the good."""
+    """Same machine code as one of the others."""
 
-    def of(self, variants: Sequence[Variant]) -> Compiled:
-        """Those that are among `variants`."""
-        return Compiled(
-            tuple(variant for variant in self.good if variant in variants),
-            tuple(one for one in self.refused if one[0] in variants),
-            tuple(variant for variant in self.twins if variant in variants),
-        )
-
-    def tuned(self, stage_id: str, problems: tuple[Problem, ...], rounds: Sequence[Path]) -> Tuned:
+    def tuned(self, problems: tuple[Problem, ...], rounds: Sequence[Path]) -> Tuned:
         """What came of it on some problems."""
         refused, twins = len(self.refused), len(self.twins)
-        return Tuned(stage=stage_id, problems=problems, refused=refused, twins=twins, rounds=tuple(rounds))
+        return Tuned(stage=self.task.key.stage, problems=problems, refused=refused, twins=twins, rounds=tuple(rounds))
 
 
-def compile_variants(
-    stage: Stage,
-    variants: Sequence[Variant],
-    problem: Problem,
-    *,
-    arch: str,
-    progress: Report = lambda _: None,
-) -> Compiled:
-    """Compile them all for a problem, several at once, so that the timing finds them in the cache.
+def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Report = lambda _: None) -> list[Compiled]:
+    """Compile every variant of every task on all cores, so that the timing finds them in the cache.
 
     Raises:
-        As `compiler.compile_many`: UnsupportedError, ParameterError, MissingPackageError, OutputError.
+        As `bench.compile_for`.
     """
-    jobs = [compiler.Job.of(stage, problem, arch=arch, overrides=variant) for variant in variants]
-    done = count(1)
-    outcomes = compiler.compile_many(
-        jobs, progress=lambda job, _: progress(Progress(next(done), len(jobs), f"compiled: {job.label}"))
-    )
-    good: dict[str, Variant] = {}
-    refused: list[tuple[Variant, str]] = []
-    twins: list[Variant] = []
-    for variant, outcome in zip(variants, outcomes, strict=True):
-        if isinstance(outcome, CompileError):
-            refused.append((variant, _why(outcome)))
-        elif outcome.sha256 in good:
-            twins.append(variant)
-        else:
-            good[outcome.sha256] = variant
-    return Compiled(tuple(good.values()), tuple(refused), tuple(twins))
+    code = bench.compile_for(*_interleaved(tasks), arch=arch, slug=None, progress=progress)
+    compiled = []
+    for task in tasks:
+        good: dict[str, Variant] = {}
+        refused: list[tuple[Variant, str]] = []
+        twins: list[Variant] = []
+        for variant in task.variants:
+            name = registry.variant_name(task.key.stage, variant)
+            outcome = code.get((task.key.problem, name))
+            digest = name if outcome is None or isinstance(outcome, CompileError) else outcome.sha256
+            if isinstance(outcome, CompileError):
+                refused.append((variant, _why(outcome)))
+            elif digest in good:
+                twins.append(variant)
+            else:  # also what cannot be compiled here: the worker says why
+                good[digest] = variant
+        compiled.append(Compiled(task._replace(variants=tuple(good.values())), tuple(refused), tuple(twins)))
+    return compiled
 
 
 def _why(error: CompileError) -> str:
@@ -324,30 +306,35 @@ def tune(
         stage.require(problem, arch)
     stay = _staying(Key(stage_id, problems[0]), arch, slug, options.data)
     variants = variants_of(stage, head_dim, grid, each=each, base=stay[-1], limit=limit)
-    compiled = compile_variants(stage, _unique([*stay, *variants]), problems[0], arch=arch, progress=options.progress)
-    if not compiled.good:
+    tried = tuple(_unique([*stay, *variants]))
+    compiled = compile_tasks(
+        [Task(Key(stage_id, problem), tried) for problem in problems], arch=arch, progress=options.progress
+    )
+    # The same of every problem: a kernel knows no lengths.
+    left, refused = compiled[0].task.variants, compiled[0].refused
+    if not left:
         raise CompileError(
-            f"{stage_id}: no variant of {len(variants)} compiles, the first because of {compiled.refused[0][1]}",
+            f"{stage_id}: no variant of {len(variants)} compiles, the first because of {refused[0][1]}",
             command="",
             log="",
         )
-    left = list(compiled.good)
     rounds: list[Path] = []
     while True:
         last = len(left) <= _FINALISTS + len(stay)
         samples = _SAMPLES[-1] if last else _SAMPLES[min(len(rounds), len(_SAMPLES) - 2)]
         options.note(f"round {len(rounds) + 1}: {len(left)} variants, {samples} samples each")
-        tasks = [Task(Key(stage_id, problem), tuple(left)) for problem in problems]
         plan = replace(_PLAN, samples=samples, min_samples=min(3, samples))
-        refused = () if rounds else compiled.refused
-        path, timed = _round([(task, refused) for task in tasks], plan, options)
+        of_round = [
+            one._replace(task=one.task._replace(variants=left), refused=() if rounds else refused) for one in compiled
+        ]
+        path, timed = _round(of_round, plan, options)
         rounds.append(path)
         ranked = rank(timed, problems)
         if last or not ranked:
             break
         kept = max(_FINALISTS, len(left) // _KEPT)
-        left = _unique([*ranked[:kept], *(variant for variant in ranked if variant in stay)])
-    return compiled.tuned(stage_id, problems, rounds)
+        left = tuple(_unique([*ranked[:kept], *(variant for variant in ranked if variant in stay)]))
+    return compiled[0].tuned(problems, rounds)
 
 
 def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
@@ -381,14 +368,6 @@ def _interleaved(tasks: Sequence[Task]) -> tuple[dict[str, Implementation], list
     return implementations, [(problem, list(names)) for problem, names in wanted.items()]
 
 
-def _left(tasks: Sequence[Task], options: Options) -> set[Problem]:
-    """The problems of which a variant is not on record with its machine code."""
-    named, cells = _interleaved([task._replace(peers=()) for task in tasks])
-    here = gpu.info(options.device)
-    code = bench.compile_for(named, cells, arch=here.arch, slug=None)
-    return {problem for problem, _ in bench.not_recorded(Tuning, cells, named, code, options)}
-
-
 def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
     """What takes part in every round: the defaults and the table's present choice, which comes last."""
     stage, head_dim = registry.get(key.stage), key.problem.head_dim
@@ -413,56 +392,39 @@ def tune_all(
     """
     options = options or Options()
     here = gpu.info(options.device)
-    arch, slug = here.arch, here.slug
-    kinds: dict[tuple[str, int, Mask, DType], list[Task]] = {}
+    able = []
     for task in tasks:
         stage, problem = registry.get(task.key.stage), task.key.problem
         stage.require(problem)
-        if arch in stage.archs:
-            kinds.setdefault((stage.id, problem.head_dim, problem.mask, problem.dtype), []).append(task)
+        if here.arch in stage.archs:
+            staying = _staying(task.key, here.arch, here.slug, options.data)
+            able.append(task._replace(variants=tuple(_unique([*staying, *task.variants]))))
         else:
-            left_out = f"left out, {stage.id} needs {stage.needs} and this GPU is {arch}"
-            options.note(f"{stage.id}, {problem.label}: {left_out}")
-    if not kinds:
-        raise ParameterError(f"wanted a stage to tune that runs on {arch}, got none")
-    tried = {
-        task.key: _unique([*_staying(task.key, arch, slug, options.data), *task.variants])
-        for of_kind in kinds.values()
-        for task in of_kind
-    }
-
-    def build(kind: tuple[str, int, Mask, DType]) -> Compiled:
-        key = kinds[kind][0].key
-        every = _unique(variant for task in kinds[kind] for variant in tried[task.key])
-        return compile_variants(registry.get(key.stage), every, key.problem, arch=arch)
-
-    able: list[tuple[Task, Compiled]] = []
-    with ThreadPoolExecutor(_TASKS_AT_ONCE) as pool:
-        for (stage_id, head_dim, mask, dtype), compiled in zip(kinds, pool.map(build, kinds), strict=True):
-            name = f"{stage_id}, D={head_dim}, {mask}, {dtype}"
-            options.note(f"{name}: {len(compiled.good)} variants, {len(compiled.refused)} refused")
-            for task in kinds[stage_id, head_dim, mask, dtype]:
-                own = compiled.of(tried[task.key])
-                if own.good:
-                    able.append((task._replace(variants=own.good), own))
+            options.note(
+                f"{stage.id}, {problem.label}: left out, {stage.id} needs {stage.needs} and this GPU is {here.arch}"
+            )
     if not able:
+        raise ParameterError(f"wanted a stage to tune that runs on {here.arch}, got none")
+    compiled = [one for one in compile_tasks(able, arch=here.arch, progress=options.progress) if one.task.variants]
+    if not compiled:
         raise ParameterError("wanted at least one variant that compiles, got none")
     if options.resume:
-        left = _left([task for task, _ in able], options)
-        able = [one for one in able if one[0].key.problem in left]
-        if not able:
+        named, cells = _interleaved([one.task._replace(peers=()) for one in compiled])
+        code = bench.compile_for(named, cells, arch=here.arch, slug=None)
+        left = {problem for problem, _ in bench.not_recorded(Tuning, cells, named, code, options)}
+        compiled = [one for one in compiled if one.task.key.problem in left]
+        if not compiled:
             options.note("all of it is on record; nothing was measured")
             return []
-    plan = replace(_PLAN, cap_s=_PLAN_CAP_S)
-    path, _ = _round([(task, compiled.refused) for task, compiled in able], plan, options)
-    return [compiled.tuned(task.key.stage, (task.key.problem,), [path]) for task, compiled in able]
+    path, _ = _round(compiled, replace(_PLAN, cap_s=_PLAN_CAP_S), options)
+    return [one.tuned((one.task.key.problem,), [path]) for one in compiled]
 
 
-def _round(tasks: Sequence[tuple[Task, Refused]], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
+def _round(compiled: Sequence[Compiled], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
     """Time the variants of tasks, and add to the file what of each did not compile; the file, and what was timed."""
-    path = time([task for task, _ in tasks], plan=plan, options=options)
+    path = time([one.task for one in compiled], plan=plan, options=options)
     timed, _ = store.read(path, schema.Tuning)
-    for task, refused in tasks:
+    for task, refused, _ in compiled:
         like = next((row for row in timed if (row.stage, row.problem) == task.key), None)
         if like is None:
             continue
@@ -483,21 +445,12 @@ def estimate_s(tasks: Sequence[Task]) -> float:
     return _START_S + sum(_EACH_S + _CHECK_S * one / _CHECKED_SCORES for one in scores)
 
 
-def times_us(found: Iterable[Tuning], problems: Sequence[Problem]) -> dict[Items, float]:
-    """Geometric mean over the problems of the median times, by variant (its sorted items) that is right on all."""
+def rank(found: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:
+    """The variants that are right on all problems, by the geometric mean of their median times, fastest first."""
     medians: dict[Items, dict[Problem, float]] = {}
     for record in found:
         samples = record.samples_of()
         if record.status == "ok" and samples is not None:
             medians.setdefault(items(record.parameters), {})[record.problem] = samples.median_us
-    return {
-        key: math.exp(math.fsum(math.log(times[problem]) for problem in problems) / len(problems))
-        for key, times in medians.items()
-        if all(problem in times for problem in problems)
-    }
-
-
-def rank(found: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:
-    """The variants that are right, fastest first."""
-    times = times_us(found, problems)
+    times = {key: geometric_mean(of.values()) for key, of in medians.items() if of.keys() >= set(problems)}
     return [dict(key) for key in sorted(times, key=lambda key: times[key])]

@@ -52,16 +52,14 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
 
     rounds: dict[Key, dict[str, list[Tuning]]] = {}
     for record in found:
-        if counts(record) and _fits(record.stage, record.parameters):
+        timed = record.status == "ok" and record.cubin is not None
+        if timed and counts(record) and _fits(record.stage, record.parameters):
             rounds.setdefault(Key(record.stage, record.problem), {}).setdefault(record.run, []).append(record)
     made = []
     for key, by_run in rounds.items():
-        for run in sorted(by_run, reverse=True):
-            timed = [one for one in by_run[run] if one.status == "ok" and one.cubin is not None]
-            if timed:
-                best = min(timed, key=lambda one: _taken(one).median_us)
-                made.append(_row(key, best.parameters, best, variants=len(timed)))
-                break
+        of_round = by_run[max(by_run)]
+        best = min(of_round, key=lambda one: _taken(one).median_us)
+        made.append(_row(key, best.parameters, best, variants=len(of_round)))
     newest: dict[Key, ChoiceRow] = {}
     for one in measured:
         if one.status == "ok" and one.cubin is not None and counts(one) and _fits(one.name, one.cubin.parameters):

@@ -100,7 +100,6 @@ class BenchWorker(GpuWorker):
                 self._ceilings(index, names, stream)
             else:
                 self.bench(index, problem, names)
-            self.send({"type": "cell_done", "cell": index})
 
     def row(self, cell: int, name: str, row: Mapping[str, Any]) -> None:
         """Say what came of an implementation, and of which model its inputs are."""
@@ -139,7 +138,7 @@ class BenchWorker(GpuWorker):
                 for name in names:
                     self.refuse(cell, name, RefusedError("unsupported", f"{TRAINED} inputs: {why_not}"))
                 return
-            layers = [model.activations(problem, layer) for layer in range(model.layers(problem))]
+            layers = model.activations(problem)
             self._model = model.describe(problem.head_dim)
             plan = plan.shared(len(layers))
             # Kernels are made ready once, for these addresses, and every layer goes through them.

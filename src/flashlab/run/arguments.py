@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flashlab.build import triton_code
@@ -241,6 +242,26 @@ def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RE
 def resident_blocks(shape: LaunchShape, sms: int, blocks_per_sm: int) -> int:
     """Blocks of a persistent kernel that are resident at once; `blocks_per_sm`: what an SM has room for."""
     return sms * max(1, min(blocks_per_sm, shape.sm_blocks or blocks_per_sm))
+
+
+def fitted(
+    problem: Problem,
+    shape: LaunchShape,
+    *,
+    sms: int | None = None,
+    blocks_per_sm: int | None = None,
+    most_splits: int = max(SPLITS),
+) -> tuple[LaunchShape, tuple[int, int, int]]:
+    """A problem's launch, with the blocks of a cluster chosen where the kernel leaves them to it, and its grid.
+
+    `blocks_per_sm` and `most_splits` are what a GPU of so many SMs has room for. On a CPU, where none are given, an SM
+    has as many blocks as the kernel wants.
+    """
+    sms = CPU_RESIDENT_BLOCKS if sms is None else sms
+    if shape.split_keys and not shape.cluster:
+        shape = replace(shape, cluster=splits_for(problem, shape, sms, most_splits))
+    room = max(1, shape.sm_blocks) if blocks_per_sm is None else blocks_per_sm
+    return shape, grid_for(problem, shape, resident_blocks(shape, sms, room))
 
 
 def workspace(shape: LaunchShape, grid: tuple[int, int, int]) -> tuple[int, int]:

@@ -311,26 +311,6 @@ def _current(stream: int, like: Any) -> Iterator[None]:
             yield
 
 
-def empty_on_device(like: Any, shape: tuple[int, ...], dtype: str, stream: int) -> Any:
-    """A new array of the caller's library beside `like`.
-
-    Raises:
-        ParameterError: neither torch nor CuPy.
-    """
-    library = library_of(like)
-    if library == "torch":
-        torch = importlib.import_module("torch")
-        return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
-    if library == "cupy":
-        cupy = importlib.import_module("cupy")
-        with _current(stream, like):  # CuPy's pool hands memory back to the stream that allocated it
-            return cupy.empty(shape, dtype=like.dtype if like.dtype.name == dtype else dtype)
-    raise ParameterError(
-        "out and return_lse: wanted torch or CuPy arrays, whose library can make a new one, got "
-        f"{type(like).__name__}. Pass `out=`, and leave return_lse False."
-    )
-
-
 def counters_on_device(like: Any, count: int, stream: int, zeros: int | None = None) -> tuple[Any, int] | None:
     """So many 32-bit words, the first `zeros` of them, or all, 0 to whatever runs on `stream` after this, and their
     address; None where `like` is no torch tensor or CuPy array.
@@ -338,19 +318,12 @@ def counters_on_device(like: Any, count: int, stream: int, zeros: int | None = N
     The caller's library allocates them on that stream: it hands the memory on when the stream has done with it, so that
     giving them up waits for nothing.
     """
-    library = library_of(like)
-    if library == "torch":
-        torch = importlib.import_module("torch")
-        with _current(stream, like):
-            counters = torch.empty(count, dtype=torch.int32, device=like.device)
-            counters[:zeros].zero_()
-        return counters, int(counters.data_ptr())
-    if library == "cupy":
-        with _current(stream, like):
-            counters = importlib.import_module("cupy").empty(count, dtype="uint32")
-            counters[:zeros] = 0
-        return counters, int(counters.data.ptr)
-    return None
+    if library_of(like) == "other":
+        return None
+    with _current(stream, like):
+        counters = Place(like, stream).empty((count,), "int32")
+        counters[:zeros] = 0
+    return counters, on_device(counters, "counters").pointer
 
 
 class TorchCopies:
@@ -431,17 +404,6 @@ def on_host(obj: Any, name: str) -> DeviceArray:
     )
 
 
-def empty_on_host(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
-    """A new array of the caller's library, NumPy's where it is neither that nor torch."""
-    if library_of(like) == "torch":
-        torch = importlib.import_module("torch")
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    import ml_dtypes
-    import numpy as np
-
-    return np.empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
-
-
 # --- in either --------------------------------------------------------------------------------------------------------
 
 
@@ -463,49 +425,44 @@ class Place:
         return on_host(array, name) if self.stream is None else on_device(array, name, self.stream)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """A new array there.
+        """A new array there, of the caller's library; in host memory NumPy's where it is neither that nor torch.
 
         Raises:
             ParameterError: on a GPU, of neither torch nor CuPy.
         """
+        library = library_of(self.like)
+        if library == "torch":
+            torch = importlib.import_module("torch")
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=self.like.device)
         if self.stream is None:
-            return empty_on_host(self.like, shape, dtype)
-        return empty_on_device(self.like, shape, dtype, self.stream)
+            import ml_dtypes
+            import numpy as np
+
+            return np.empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        if library == "cupy":
+            cupy = importlib.import_module("cupy")
+            with _current(self.stream, self.like):  # CuPy's pool hands memory back to the stream that allocated it
+                return cupy.empty(shape, dtype=self.like.dtype if self.like.dtype.name == dtype else dtype)
+        raise ParameterError(
+            "out and return_lse: wanted torch or CuPy arrays, whose library can make a new one, got "
+            f"{type(self.like).__name__}. Pass `out=`, and leave return_lse False."
+        )
 
 
-def place_of(q: Any, stream: Any | None) -> Place:
-    """Where Q is; without a stream, the current one of its library.
+def place_of(q: Any, stream: Any | None, device: str | None = None) -> Place:
+    """Where Q is, or `device`, `cpu` or `gpu`; without a stream, the current one of its library.
 
     Raises:
-        ParameterError: a stream for arrays in host memory, or none that can be read.
+        ParameterError: a stream for a run on the CPU, none that can be read, or no such device.
         DeviceError, DTypeError: Q is no array.
     """
-    if runs_on(q, None) == "cpu":
-        refuse_stream(stream)
+    if runs_on(q, device) == "cpu":
+        if stream is not None:
+            raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
         return Place(q, None)
-    return place_on_gpu(q, stream)
-
-
-def place_on_gpu(q: Any, stream: Any | None) -> Place:
-    """The same of Q that must be on a GPU.
-
-    Raises:
-        ParameterError: no stream.
-        DeviceError, DTypeError: Q is no array, or not on a GPU.
-    """
     if stream is not None:
         return Place(q, stream_handle(stream))
     library = library_of(q)
     # Only torch and CuPy have a current stream, which depends on the device; any other library's arrays are ordered
     # before the default stream.
     return Place(q, 0 if library == "other" else current_stream(library, on_device(q, "q").device))
-
-
-def refuse_stream(stream: Any | None) -> None:
-    """Refuse a stream for a run on the CPU.
-
-    Raises:
-        ParameterError: there is one.
-    """
-    if stream is not None:
-        raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")

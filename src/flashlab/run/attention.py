@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import itemgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
@@ -28,23 +28,19 @@ from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
 from flashlab.run import arrays, choice, emulator, gpu, recipes
 from flashlab.run.arguments import (
-    CPU_RESIDENT_BLOCKS,
-    SPLITS,
     AttentionMaps,
     AttentionParams,
     VarlenParams,
-    grid_for,
+    fitted,
     maps_for,
     params_for,
-    resident_blocks,
-    splits_for,
     tile_maps,
     triton_arguments,
     triton_parameters,
     workspace,
 )
 from flashlab.run.arrays import DeviceArray
-from flashlab.run.plan import Plan, Sequences, by_head, check_lengths, check_lse, lse_shape, plan, refuse_overlap
+from flashlab.run.plan import Plan, Sequences, by_head, check_lengths, outputs_of, plan, refuse_overlap
 from flashlab.run.recipes import Recipe
 from flashlab.run.tensor_map import TensorMap
 
@@ -86,7 +82,7 @@ class Prepared:
     counters of a persistent kernel.
     """
 
-    recipe: _Recipe
+    recipe: Recipe
     out: Any
     lse: Any
     launch: Callable[[], None]
@@ -106,11 +102,6 @@ class Prepared:
         return self.recipe.code.cubin
 
     @property
-    def function(self) -> gpu.Function:
-        """The kernel as it is loaded."""
-        return self.recipe.code.function
-
-    @property
     def launch_shape(self) -> LaunchShape:
         """Threads, shared memory and tiles of the kernel."""
         return self.recipe.shape
@@ -125,14 +116,7 @@ class Prepared:
 
     def blocks_per_sm(self) -> int:
         """Blocks resident on an SM."""
-        return gpu.blocks_per_sm(self.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
-
-
-@dataclass(kw_only=True, eq=False)
-class _Recipe(Recipe):
-    """A recipe of `attention`; its first structure is the parameters, and the second one, if any, the tensor maps."""
-
-    plan: Plan
+        return gpu.blocks_per_sm(self.recipe.code.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
 
 
 def _places(arrays: Iterable[str]) -> tuple[int, ...]:
@@ -152,96 +136,75 @@ def _encoder(maps: Mapping[str, TensorMap], arrays: Sequence[str], device: int) 
     return lambda *addresses: b"".join(map(encoded, "QKVO", chosen(addresses)))
 
 
-class _Asked(NamedTuple):
-    """What the caller of `prepare` asks for beside the arrays."""
-
-    causal: bool
-    window: Any
-    softcap: float
-    scale: float | None
-    stage: str | None
-    params: tuple[tuple[str, int], ...]
-    source: Path | None
-    may_spill: bool
-    max_seqlen_q: Any
-
-
-def _recipe(inputs: Mapping[str, DeviceArray], out: DeviceArray | None, asked: _Asked) -> _Recipe:
+def _recipe(
+    inputs: Mapping[str, DeviceArray], out: DeviceArray | None, how: Mapping[str, Any], code: Mapping[str, Any]
+) -> Recipe:
     """What `prepare` needs for arrays of that layout, made at the first such call.
+
+    `how` is what `plan` takes of the caller's options, and `code` what the compiler does; its overrides are items.
 
     Raises:
         What `plan` raises, and what compiling and loading do.
     """
     device = gpu.info(inputs["q"].device)
     # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = tuple(map(type, (asked.causal, asked.window, asked.softcap, asked.scale, asked.max_seqlen_q)))
-    key = (*map(recipes.layout, (*inputs.values(), out)), asked, *kinds, device.slug)
+    asked = (*how.values(), *map(type, how.values()), *code.values())
+    key = (*map(recipes.layout, (*inputs.values(), out)), asked, device.slug)
     try:
         kept = recipes.by_layout.get(key)
     except TypeError:  # an option that cannot be part of a key is one that `plan` refuses
         kept = None
-    if isinstance(kept, _Recipe) and kept.stands():
+    if kept is not None and kept.stands():
         if out is not None:
             refuse_overlap(out, inputs)
         return kept
-    made = _make_recipe(inputs, out, device, asked)
+    made = _make_recipe(inputs, out, device, how, code)
     recipes.by_layout.put(key, made)
     return made
 
 
 def _make_recipe(
-    inputs: Mapping[str, DeviceArray], out: DeviceArray | None, device: gpu.GpuInfo, asked: _Asked
-) -> _Recipe:
-    table = (device.slug, choice.stamp(device.slug))  # before it is read
-    planned = plan(
-        *inputs.values(),
-        arch=device.arch,
-        max_seqlen_q=asked.max_seqlen_q,
-        out=out,
-        causal=asked.causal,
-        window=asked.window,
-        softcap=asked.softcap,
-        scale=asked.scale,
-        stage=asked.stage,
-        slug=device.slug,
-        sm_count=device.sm_count,
+    inputs: Mapping[str, DeviceArray],
+    out: DeviceArray | None,
+    device: gpu.GpuInfo,
+    how: Mapping[str, Any],
+    code: Mapping[str, Any],
+) -> Recipe:
+    arch, slug = device.arch, device.slug
+    table = (slug, choice.stamp(slug))  # before it is read
+    planned = plan(*inputs.values(), arch=arch, out=out, slug=slug, sm_count=device.sm_count, **how)
+    if how["stage"] is None:
+        _warn_of_kin(slug, arch)
+    stage, problem = planned.stage, planned.problem
+    overrides = choice.parameters(stage, slug, problem, arch=arch, overrides=dict(code["overrides"]))
+    asked = {**code, "overrides": overrides}
+    loaded = recipes.loaded(
+        compiler.Job.of(stage, problem, arch=arch, aligned=planned.aligned, **asked), planned.device
     )
-    if asked.stage is None:
-        _warn_of_kin(device.slug, device.arch)
-    job = compiler.Job.of(
-        planned.stage,
-        planned.problem,
-        arch=device.arch,
-        aligned=planned.aligned,
-        overrides=choice.parameters(
-            planned.stage, device.slug, planned.problem, arch=device.arch, overrides=dict(asked.params)
-        ),
-        source=asked.source,
-        may_spill=asked.may_spill,
+    shape, grid = fitted(
+        problem,
+        loaded.shape,
+        sms=device.sm_count,
+        blocks_per_sm=loaded.blocks_per_sm,
+        most_splits=loaded.most_splits,
     )
-    code = recipes.loaded(job, planned.device)
-    shape = code.shape
-    resident = resident_blocks(shape, device.sm_count, code.blocks_per_sm) if shape.persistent else 1
-    if shape.split_keys and not shape.cluster:
-        shape = replace(shape, cluster=splits_for(planned.problem, shape, device.sm_count, code.most_splits))
     q = inputs["q"]
     # A new output is contiguous.
     views = _views(inputs, out or replace(q, strides=arrays.contiguous_strides(q.shape)))
     tensors = _by_head(views)
     maps = tile_maps(planned, shape, tensors)
-    params = params_for(planned.problem, planned.scale, tensors)
-    in_triton = planned.stage.language == "triton"
-    return _Recipe(
-        **recipes.of_layout(tuple(views.values())),
+    params = params_for(problem, planned.scale, tensors)
+    in_triton = stage.language == "triton"
+    return Recipe(
         plan=planned,
-        code=code,
+        views=tuple(views.values()),
+        code=loaded,
         shape=shape,
-        grid=grid_for(planned.problem, shape, resident),
-        structures=(params, AttentionMaps()) if planned.stage.tensor_maps else (params,),
+        grid=grid,
+        structures=(params, AttentionMaps()) if stage.tensor_maps else (params,),
         places=_places(views),
         maps=_encoder(maps, tuple(views), planned.device) if maps else None,
         parameters=(lambda structures: triton_parameters(structures[0])) if in_triton else tuple,
-        early=planned.stage.early_launch,
         table=table,
     )
 
@@ -326,34 +289,27 @@ def prepare(
     """
     gpu.require()
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
-    place = arrays.place_on_gpu(q, stream)
+    place = arrays.place_of(q, stream, "gpu")
     inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
     target = None if out is None else place.view(out, "out")
-    q_view, handle = inputs["q"], place.stream
+    handle = place.stream
     assert handle is not None
-    named = tuple(sorted((params or {}).items()))
-    longest = None if sequences is None else sequences.max_seqlen_q
-    recipe = _recipe(inputs, target, _Asked(causal, window, softcap, scale, stage, named, source, may_spill, longest))
-    if target is None:
-        out = place.empty(q_view.shape, q_view.dtype)
-        target = place.view(out, "out")
-    if lse is None and return_lse:
-        lse = place.empty(lse_shape(q_view), "float32")
-    lse_view = None if lse is None else place.view(lse, "lse")
-    if lse_view is not None:
-        check_lse(lse_view, q_view)
-    views = _views(inputs, target)
+    how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
+    how["max_seqlen_q"] = None if sequences is None else sequences.max_seqlen_q
+    code = {"overrides": tuple(sorted((params or {}).items())), "source": source, "may_spill": may_spill}
+    recipe = _recipe(inputs, target, how, code)
+    made = outputs_of(place, inputs["q"], out, lse, return_lse=return_lse)
+    views = _views(inputs, made.out_view)
     device = recipe.plan.device
-    work, work_pointer = recipes.work_memory(q, device, handle, recipe.words) if recipe.shape.persistent else (None, 0)
+    work, work_pointer = recipes.work_memory(q, device, handle, recipe.words) if recipe.words[0] else (None, 0)
     counted = gpu.Zeroed(device, len(Fallbacks._fields) * recipes.WORD_BYTES, handle) if count_fallbacks else None
-    others = (lse_view.pointer if lse_view else 0, work_pointer, counted.pointer if counted else 0)
-    launch = _launch(recipe, views, others, handle)
+    others = (made.lse_view.pointer if made.lse_view else 0, work_pointer, counted.pointer if counted else 0)
     return Prepared(
         recipe=recipe,
-        launch=launch,
-        out=out,
-        lse=lse,
-        keep=(*views.values(), lse_view, work, stream),
+        launch=_launch(recipe, views, others, handle),
+        out=made.out,
+        lse=made.lse,
+        keep=(*views.values(), made.lse_view, work, stream),
         counted=counted,
     )
 
@@ -365,7 +321,7 @@ def _named(sequences: Sequences | None) -> dict[str, Any]:
 
 
 def _launch(
-    recipe: _Recipe, views: Mapping[str, DeviceArray], others: tuple[int, int, int], stream: int
+    recipe: Recipe, views: Mapping[str, DeviceArray], others: tuple[int, int, int], stream: int
 ) -> Callable[[], None]:
     """`others`: the addresses of the log-sum-exp, of the tile scheduler's counters and of the fallbacks', or 0."""
     planned, addresses = recipe.plan, [*(view.pointer for view in views.values()), *others]
@@ -464,38 +420,36 @@ def emulate(
     """
     emulator.schedule_item(schedule)
     arrays.refuse_gradients(q=q, k=k, v=v, out=out)
-    given = {"q": q, "k": k, "v": v, **_named(sequences)}
-    inputs = {name: arrays.on_host(array, name) for name, array in given.items()}
-    target = None if out is None else arrays.on_host(out, "out")
+    place = arrays.place_of(q, None, "cpu")
+    inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
+    target = None if out is None else place.view(out, "out")
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
     if sequences is not None:
         how["max_seqlen_q"] = sequences.max_seqlen_q
     planned = plan(*inputs.values(), arch=None, out=target, **how)
-    q_view = inputs["q"]
     if sequences is not None:
         totals = {f"total_{name}": inputs[name].shape[0] for name in "qk"}
         check_lengths(
             *(inputs[name].owner for name in _named(sequences)), **totals, max_seqlen_q=sequences.max_seqlen_q
         )
-    if target is None:
-        out = arrays.empty_on_host(q, q_view.shape, q_view.dtype)
-        target = arrays.on_host(out, "out")
-    if lse is None and return_lse:
-        lse = arrays.empty_on_host(q, lse_shape(q_view), "float32")
-    lse_view = None if lse is None else arrays.on_host(lse, "lse")
-    if lse_view is not None:
-        check_lse(lse_view, q_view)
-    views = _views(inputs, target)
+    made = outputs_of(place, inputs["q"], out, lse, return_lse=return_lse)
     variant = Variant.of(planned.stage, planned.problem, aligned=planned.aligned, overrides=params, source=source)
     kernel = _kernel_on_cpu(variant, schedule=schedule, races=races)
-    call = _EmulatedCall(planned, kernel, views, lse_view, surroundings or {}, count_fallbacks)
+    call = EmulatedCall(
+        planned,
+        kernel,
+        _views(inputs, made.out_view),
+        made.lse_view,
+        surroundings=surroundings or {},
+        count_fallbacks=count_fallbacks,
+    )
     launch = partial(call.launch, schedule=schedule, threads=threads, cancel=cancel)
     if timeout_s is not None and call.passes is None and sequences is None:
         _refuse_too_large(planned, call.shape, launch, timeout_s=timeout_s, races=races, threads=threads)
     report = launch(timeout_s)
     call.finish(report)
     fallbacks = Fallbacks(*call.fallbacks.tolist()) if count_fallbacks else None
-    return Emulation(out=out, lse=lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)
+    return Emulation(out=made.out, lse=made.lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)
 
 
 def _kernel_on_cpu(variant: Variant, *, schedule: str, races: bool) -> emulator.Emulated:
@@ -519,8 +473,12 @@ def _workspace_on_cpu(words: int, counters: int) -> Any:
     return work
 
 
-class _EmulatedCall:
-    """The arguments of a kernel on the CPU, ready to be launched."""
+class EmulatedCall:
+    """The arguments of a kernel on the CPU, ready to be launched.
+
+    `passes` makes them where they are others than `params_for` and `tile_maps` say; it takes and gives what a runner's
+    `EmulatedPasses` does, which stands in its place where there is one.
+    """
 
     def __init__(
         self,
@@ -528,18 +486,16 @@ class _EmulatedCall:
         kernel: emulator.Emulated,
         views: Mapping[str, DeviceArray],
         lse: DeviceArray | None,
-        surroundings: Mapping[str, Any],
-        count_fallbacks: bool,
+        *,
+        passes: Callable[..., Any] | None = None,
+        surroundings: Mapping[str, Any] | None = None,
+        count_fallbacks: bool = False,
     ) -> None:
         import numpy as np
 
         assert kernel.launch_shape is not None
-        self._planned, self._kernel, self.shape = planned, kernel, kernel.launch_shape
-        if self.shape.split_keys and not self.shape.cluster:
-            splits = splits_for(planned.problem, self.shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
-            self.shape = replace(self.shape, cluster=splits)
-        resident = resident_blocks(self.shape, CPU_RESIDENT_BLOCKS, max(1, self.shape.sm_blocks))
-        self._grid = grid_for(planned.problem, self.shape, resident)
+        self._planned, self._kernel = planned, kernel
+        self.shape, self._grid = fitted(planned.problem, kernel.launch_shape)
         words, counters = workspace(self.shape, self._grid)
         work = _workspace_on_cpu(words, counters)
         self.work = work[:counters]
@@ -552,7 +508,7 @@ class _EmulatedCall:
                 array=view.owner,
                 access=written if name in ("O", "LSE") else "r",
                 name=name,
-                surroundings=surroundings.get(names.get(name, name)),
+                surroundings=(surroundings or {}).get(names.get(name, name)),
             )
             for name, view in {**views, **({} if lse is None else {"LSE": lse})}.items()
         }
@@ -564,7 +520,14 @@ class _EmulatedCall:
         tensors = _by_head(views)
         self._params = params_for(planned.problem, planned.scale, tensors)
         self._arguments = [emulator.Structure(value=self._params, pointers=pointers)]
-        if planned.stage.tensor_maps:
+        self._runner: Any = _runner(planned.stage)
+        self.passes: Any = None
+        if passes is None and hasattr(self._runner, "EmulatedPasses"):
+            passes = partial(self._runner.EmulatedPasses, planned, views)
+        if passes is not None:
+            self.passes = passes(params=self._params, pointers=pointers, kernel=kernel, shape=self.shape)
+            self._arguments, self._grid = list(self.passes.arguments), self.passes.grid
+        elif planned.stage.tensor_maps:
             maps = tile_maps(planned, self.shape, tensors)
             value = maps_for({name: tensor_map.emulated() for name, tensor_map in maps.items()})
             addresses = {
@@ -572,21 +535,15 @@ class _EmulatedCall:
                 for name, tensor_map in maps.items()
             }
             self._arguments.append(emulator.Structure(value=value, pointers=addresses))
-        self._runner, self.passes = _runner(planned.stage), None
-        if hasattr(self._runner, "EmulatedPasses"):
-            self.passes = self._runner.EmulatedPasses(
-                planned, views, params=self._params, pointers=pointers, kernel=kernel, shape=self.shape
-            )
-            self._arguments, self._grid = list(self.passes.arguments), self.passes.grid
 
     def launch(
         self,
-        timeout_s: float | None,
+        timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
         blocks: int | None = None,
         *,
-        schedule: str,
-        threads: int | None,
-        cancel: threading.Event | None,
+        schedule: str = "ascending",
+        threads: int | None = None,
+        cancel: threading.Event | None = None,
     ) -> emulator.Report:
         """Run the kernel; `blocks`: only the first so many."""
         problem = self._planned.problem
@@ -620,7 +577,7 @@ class _EmulatedCall:
         Raises:
             EmulationError: it left its counters at other values than it found them.
         """
-        if self.passes is not None:
+        if hasattr(self.passes, "finish"):
             self.passes.finish()
         if self.work.any():
             left = {place: int(self.work[place]) for place in self.work.nonzero()[0].tolist()}
@@ -769,8 +726,7 @@ def first_call(
 
     `how`: what both `prepare` and `emulate` take.
     """
-    if arrays.runs_on(q, device) == "cpu":
-        arrays.refuse_stream(stream)
+    if arrays.place_of(q, stream, device).stream is None:
         ran = emulate(q, k, v, **how)
         return (ran.out, ran.lse) if return_lse else ran.out
     prepared = prepare(q, k, v, **how, return_lse=return_lse, stream=stream)

@@ -156,28 +156,20 @@ def _argument_bytes(value: Any, size: int, index: int) -> bytes:
     import numpy as np
 
     what = f"argument {index}"
-    if value is None and size == ctypes.sizeof(ctypes.c_void_p):
-        return bytes(size)
-    if isinstance(value, (ctypes.Structure, ctypes.Array, ctypes.Union)) or type(value).__module__ == "ctypes":
-        raw = bytes(value)
-    elif isinstance(value, np.generic):
-        raw = value.tobytes()
-    elif isinstance(value, bool):
-        raw = int(value).to_bytes(size, sys.byteorder)
-    elif isinstance(value, int):
-        try:
+    try:
+        if isinstance(value, int):
             raw = value.to_bytes(size, sys.byteorder, signed=value < 0)
-        except OverflowError as error:
-            raise ParameterError(f"{what}: wanted an integer of {size} bytes, got {value}") from error
-    elif isinstance(value, float) and size in (4, 8):
-        raw = np.dtype(f"f{size}").type(value).tobytes()
-    elif isinstance(value, bytes):
-        raw = value
-    else:
+        elif isinstance(value, float):
+            raw = np.dtype(f"f{size}").type(value).tobytes()
+        elif isinstance(value, np.generic):
+            raw = value.tobytes()
+        else:  # ctypes or bytes; a null pointer where None
+            raw = bytes(memoryview(ctypes.c_void_p() if value is None else value))
+    except (OverflowError, TypeError) as error:
         raise ParameterError(
             f"{what}: wanted a NumPy array or scalar, a number, a ctypes structure or value, emulator.Pointer, "
-            f"emulator.Structure or bytes, got {type(value).__name__}"
-        )
+            f"emulator.Structure or bytes, of {size} bytes, got {value!r} ({type(value).__name__}): {error}"
+        ) from error
     if len(raw) != size:
         raise ParameterError(f"{what}: the kernel takes {size} bytes, got {len(raw)} ({type(value).__name__})")
     return raw

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, get_args
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Variant
 from flashlab.core.errors import DTypeError, EmulationError, LayoutError, ShapeError
-from flashlab.core.problem import DType, Problem
+from flashlab.core.problem import DType
 from flashlab.kernels import registry
 from flashlab.run import arrays, emulator, gpu, recipes
 from flashlab.run.arguments import (
@@ -25,13 +26,14 @@ from flashlab.run.arguments import (
     AttentionMaps,
     AttentionParams,
     TensorView,
-    grid_for,
+    fitted,
     maps_for,
     params_for,
     tile_map,
 )
-from flashlab.run.arrays import DeviceArray, Place, TorchCopies, contiguous_strides
-from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow
+from flashlab.run.arrays import DeviceArray, Place, TorchCopies, contiguous_strides, on_device, on_host
+from flashlab.run.attention import EmulatedCall
+from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, problem_of, scale_of, why_slow
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
@@ -157,19 +159,20 @@ def fp8_attention(
     if out is not None:
         check_out(here.view(out, "out"), inputs, dtype)
         check_layout("out", here.view(out, "out"), inputs["q"])
-    out = here.empty(inputs["q"].shape, dtype) if out is None else out
-    lse = here.empty(inputs["q"].shape[:3], "float32") if return_lse else None
-    views = dict(zip("QKVO", (*inputs.values(), here.view(out, "out")), strict=True))
-    call = _Call(
+    made = outputs_of(here, inputs["q"], out, return_lse=return_lse, dtype=dtype)
+    planned = Plan(
         problem=problem,
-        views=views,
-        scales=scales,
-        params=params_for(problem, scale_of(scale, problem.head_dim), views),
-        aligned=not why_slow("out", views["O"], tensor_maps=True),
+        stage=registry.get(STAGE),
+        scale=scale_of(scale, problem.head_dim),
+        why_slow=why_slow("out", made.out_view, tensor_maps=True),
+        device=inputs["q"].device,
     )
-    run = _run_on_cpu if here.stream is None else _run_on_gpu
-    run(call, here, None if lse is None else here.view(lse, "lse"), params or {})
-    return (out, lse) if return_lse else out
+    call = _Call(planned, dict(zip("QKVO", (*inputs.values(), made.out_view), strict=True)), scales)
+    if here.stream is None:
+        _run_on_cpu(call, made.lse_view, params or {})
+    else:
+        _run_on_gpu(call, here, made.lse_view, params or {})
+    return (made.out, made.lse) if return_lse else made.out
 
 
 def _ones(here: Place, shape: tuple[int, ...]) -> Any:
@@ -205,29 +208,31 @@ def _scale(view: DeviceArray, wanted: tuple[int, int], q: DeviceArray) -> Device
 # --- a call -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
+class _Call(NamedTuple):
     """What both kernels get, but for what is allocated for them."""
 
-    problem: Problem
+    plan: Plan
+    """Slow where the output has no rows on 16-byte boundaries."""
     views: Mapping[str, DeviceArray]
     """Q, K and V in e4m3, and O."""
     scales: Mapping[str, DeviceArray]
     """`Q_scale`, `K_scale` and `V_scale`."""
-    params: AttentionParams
-    aligned: bool
-    """Whether the output has rows on 16-byte boundaries, as far as the code knows."""
+
+    @property
+    def params(self) -> AttentionParams:
+        """The first argument, without the addresses that `params_for` does not set."""
+        return params_for(self.plan.problem, self.plan.scale, self.views)
 
     @property
     def blocks_shape(self) -> tuple[int, int, int, int]:
         """Of V as the attention reads it: 128-byte rows of (batch, kv_heads), as 16-bit numbers."""
-        rows = -(-self.problem.kv_len // _STEP_KEYS) * _COPY_ROWS
-        return (self.problem.batch, self.problem.kv_heads, rows, _ROW_BYTES // 2)
+        rows = -(-self.plan.problem.kv_len // _STEP_KEYS) * _COPY_ROWS
+        return (self.plan.problem.batch, self.plan.problem.kv_heads, rows, _ROW_BYTES // 2)
 
     @property
     def transpose_grid(self) -> tuple[int, int, int]:
         """Of the first kernel: a block makes 32 keys."""
-        return (-(-self.problem.kv_len // _STEP_KEYS), self.problem.kv_heads, self.problem.batch)
+        return (-(-self.plan.problem.kv_len // _STEP_KEYS), self.plan.problem.kv_heads, self.plan.problem.batch)
 
     @property
     def of_fp8(self) -> Fp8Params:
@@ -236,14 +241,14 @@ class _Call:
 
     def maps(self, tile_kv: int) -> dict[str, TensorMap]:
         """The tensor maps: two numbers of e4m3 go as one of 16 bits."""
-        dtype = self.problem.dtype
+        dtype = self.plan.problem.dtype
         made = {
             name: tile_map(_in_pairs(self.views[name]), dtype, rows)
             for name, rows in (("Q", _WGMMA_ROWS), ("K", tile_kv))
         }
         blocks = replace(self.views["V"], shape=self.blocks_shape, strides=contiguous_strides(self.blocks_shape))
         made["V"] = replace(tile_map(blocks, dtype, tile_kv // _STEP_KEYS * _COPY_ROWS), swizzle=0)
-        if self.aligned:
+        if self.plan.aligned:
             made["O"] = tile_map(self.views["O"], dtype, WARP_ROWS)
         return made
 
@@ -260,22 +265,23 @@ def _run_on_gpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mappi
     if arrays.library_of(here.like) != "torch":  # no other library has e4m3 there
         raise DTypeError(f"q: wanted a torch tensor of float8_e4m3fn on a GPU, got {type(here.like).__name__}")
     gpu.require()
-    stage, device, stream = registry.get(STAGE), call.views["Q"].device, here.stream
+    planned, device, stream = call.plan, call.plan.device, here.stream
     assert stream is not None
     info = gpu.info(device)
-    stage.require(call.problem, info.arch)
-    job = compiler.Job.of(stage, call.problem, arch=info.arch, aligned=call.aligned, overrides=params)
+    planned.stage.require(planned.problem, info.arch)
+    job = compiler.Job.of(planned.stage, planned.problem, arch=info.arch, aligned=planned.aligned, overrides=params)
     code = recipes.loaded(job, device)
     counters = arrays.counters_on_device(here.like, WORK_COUNTERS, stream)
     assert counters is not None
-    call.params.LSE, call.params.work = None if lse is None else lse.pointer, counters[1]
+    own = call.params
+    own.LSE, own.work = None if lse is None else lse.pointer, counters[1]
     blocks = here.empty(call.blocks_shape, "int16")
     with gpu.context(device):
-        _launches(call, code.cubin, code.shape, blocks.data_ptr(), device, stream)()
+        _launches(call, own, code.cubin, code.shape, blocks.data_ptr(), device, stream)()
 
 
 def _launches(
-    call: _Call, cubin: Cubin, shape: LaunchShape, blocks: int, device: int, stream: int
+    call: _Call, params: AttentionParams, cubin: Cubin, shape: LaunchShape, blocks: int, device: int, stream: int
 ) -> Callable[[], None]:
     """Both kernels, one after the other; `blocks`: the address of V as the attention reads it."""
     of_fp8 = call.of_fp8
@@ -287,17 +293,17 @@ def _launches(
         of_maps = call.maps(cubin.parameters["TILE_KV"])
         maps = {name: one.encoded(addresses[name]) for name, one in of_maps.items()}
     function = gpu.load(cubin, device)
-    resident = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes) * gpu.info(device).sm_count
     transpose = gpu.Launch(
         gpu.load(replace(cubin, entry=TRANSPOSE), device, smem_bytes=0),
         grid=call.transpose_grid,
         block=(_TRANSPOSE_THREADS, 1, 1),
         smem_bytes=0,
-        params=[call.params, of_fp8],
+        params=[params, of_fp8],
         stream=stream,
     )
-    grid = grid_for(call.problem, shape, max(1, resident))
-    attention = recipes.launch_of(function, shape, grid, [call.params, maps_for(maps), of_fp8], stream)
+    room = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes)
+    shape, grid = fitted(call.plan.problem, shape, sms=gpu.info(device).sm_count, blocks_per_sm=room)
+    attention = recipes.launch_of(function, shape, grid, [params, maps_for(maps), of_fp8], stream)
 
     def launch() -> None:
         transpose()
@@ -321,12 +327,15 @@ class Passes:
     ) -> None:
         """Quantise, and make the launches. `arrays` are Q, K, V and O; `params` what a 16-bit kernel would get."""
         self._stored = TorchCopies({name: arrays[name].owner for name in "QKV"}, quantize_e4m3)
-        addresses = {name: (x.data_ptr(), one.data_ptr()) for name, (x, one) in self._stored.made.items()}
-        call = _call(planned, arrays, params, addresses)
+        views = {name: on_device(x, name) for name, (x, _) in self._stored.made.items()}
+        scales = {f"{name}_scale": on_device(scale, name) for name, (_, scale) in self._stored.made.items()}
+        call = _Call(planned, {**arrays, **views}, scales)
+        own = call.params
+        own.LSE, own.work, own.fallbacks = params.LSE, params.work, params.fallbacks
         self._blocks = self._stored.made["V"][0].new_empty(
             call.blocks_shape, dtype=importlib.import_module("torch").int16
         )
-        self._launch = _launches(call, cubin, shape, self._blocks.data_ptr(), planned.device, stream)
+        self._launch = _launches(call, own, cubin, shape, self._blocks.data_ptr(), planned.device, stream)
 
     def __call__(self) -> None:
         """Enqueue both kernels. The device's context must be current."""
@@ -334,36 +343,17 @@ class Passes:
         self._launch()
 
 
-def _call(
-    planned: Plan, arrays: Mapping[str, DeviceArray], params: AttentionParams, stored: Mapping[str, tuple[int, int]]
-) -> _Call:
-    """A call on contiguous quantised copies; `stored`: the addresses of Q, K and V in e4m3, and of their scales."""
-    views, scales = dict(arrays), {}
-    for name, (pointer, scale) in stored.items():
-        view = arrays[name]
-        views[name] = replace(view, pointer=pointer, strides=contiguous_strides(view.shape), dtype="float8_e4m3fn")
-        scales[f"{name}_scale"] = replace(view, pointer=scale, shape=view.shape[:2])
-    own = params_for(planned.problem, planned.scale, views)
-    own.LSE, own.work, own.fallbacks = params.LSE, params.work, params.fallbacks
-    return _Call(problem=planned.problem, views=views, scales=scales, params=own, aligned=planned.aligned)
-
-
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _run_on_cpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
-    import numpy as np
-
-    stage = registry.get(STAGE)
-    stage.require(call.problem)
-    kernel = emulator.build_stage(Variant.of(stage, call.problem, aligned=call.aligned, overrides=params))
-    work = np.zeros(WORK_COUNTERS, np.uint32)
-    pointers = {AttentionParams.work.offset: emulator.Pointer(array=work, name="work")}
-    for name, view in {"O": call.views["O"], **({} if lse is None else {"LSE": lse})}.items():
-        pointers[getattr(AttentionParams, name).offset] = emulator.Pointer(array=view.owner, access="w", name=name)
-    assert kernel.launch_shape is not None
-    passes = _Emulated(call, kernel, pointers, kernel.launch_shape)
-    emulator.launch(kernel, passes.arguments, grid=passes.grid)
+def _run_on_cpu(call: _Call, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
+    planned = call.plan
+    planned.stage.require(planned.problem)
+    kernel = emulator.build_stage(
+        Variant.of(planned.stage, planned.problem, aligned=planned.aligned, overrides=params), hooks=False
+    )
+    run = EmulatedCall(planned, kernel, call.views, lse, passes=partial(_Emulated, call))
+    run.finish(run.launch())
 
 
 class _Emulated:
@@ -372,10 +362,13 @@ class _Emulated:
     def __init__(
         self,
         call: _Call,
-        kernel: emulator.Emulated,
+        *,
+        params: AttentionParams,
         pointers: Mapping[int, emulator.Pointer],
+        kernel: emulator.Emulated,
         shape: LaunchShape,
     ) -> None:
+        """Transpose V. `params` and `pointers` make the argument of a 16-bit kernel."""
         import numpy as np
 
         blocks = emulator.Pointer(array=np.zeros(call.blocks_shape, np.uint16), name="V_blocks")
@@ -388,20 +381,24 @@ class _Emulated:
             of_fp8[getattr(Fp8Params, name).offset] = scale
         fp8 = emulator.Structure(value=call.of_fp8, pointers=of_fp8)
         inputs = {getattr(AttentionParams, name).offset: place for name, place in stored.items()}
-        params = emulator.Structure(value=call.params, pointers={**pointers, **inputs})
+        first = emulator.Structure(value=params, pointers={**pointers, **inputs})
         variant = Variant.of(
-            registry.get(STAGE), call.problem, aligned=call.aligned, overrides=kernel.parameters, source=kernel.source
+            call.plan.stage,
+            call.plan.problem,
+            aligned=call.plan.aligned,
+            overrides=kernel.parameters,
+            source=kernel.source,
         )
         transpose = emulator.build_file(kernel.source, entry=TRANSPOSE, defines=variant.macros, hooks=kernel.hooks)
-        report = emulator.launch(transpose, [params, fp8], grid=call.transpose_grid, block=(_TRANSPOSE_THREADS, 1, 1))
+        report = emulator.launch(transpose, [first, fp8], grid=call.transpose_grid, block=(_TRANSPOSE_THREADS, 1, 1))
         if report.findings:
             raise EmulationError(f"{TRANSPOSE} on the CPU: {report.findings[0]}", report=report)
         maps = call.maps(kernel.parameters["TILE_KV"])
         of_maps = {**stored, "V": blocks, "O": pointers[AttentionParams.O.offset]}
         value = maps_for({name: one.emulated() for name, one in maps.items()})
         addresses = {getattr(AttentionMaps, name).offset: of_maps[name] for name in maps}
-        self.arguments = [params, emulator.Structure(value=value, pointers=addresses), fp8]
-        self.grid = grid_for(call.problem, shape)
+        self.arguments = [first, emulator.Structure(value=value, pointers=addresses), fp8]
+        _, self.grid = fitted(call.plan.problem, shape)
 
 
 class EmulatedPasses(_Emulated):
@@ -423,13 +420,7 @@ class EmulatedPasses(_Emulated):
 
         narrow = np.float16 if planned.problem.dtype == "float16" else ml_dtypes.bfloat16
         stored = {name: quantize_e4m3(arrays[name].owner.view(narrow)) for name in "QKV"}
-        call = _call(planned, arrays, params, dict.fromkeys("QKV", (0, 0)))
-        views = {name: replace(call.views[name], owner=x) for name, (x, _) in stored.items()}
-        scales = {
-            f"{name}_scale": replace(call.scales[f"{name}_scale"], owner=one) for name, (_, one) in stored.items()
-        }
-        call = replace(call, views={**call.views, **views}, scales=scales)
-        super().__init__(call, kernel, pointers, shape)
-
-    def finish(self) -> None:
-        """Nothing is left to be done."""
+        views = {name: on_host(x, name) for name, (x, _) in stored.items()}
+        scales = {f"{name}_scale": on_host(scale, name) for name, (_, scale) in stored.items()}
+        call = _Call(planned, {**arrays, **views}, scales)
+        super().__init__(call, params=call.params, pointers=pointers, kernel=kernel, shape=shape)

@@ -34,6 +34,8 @@ WORKS_WITHOUT = (
     "`claims`, `tuned`, `report`, `bench --dry-run`, `tune --dry-run` and `ablate --list`."
 )
 _WANTED = "wanted a CUDA GPU, got "
+NVML_SM, NVML_CORE = 1, 0
+"""nvml.h: the clock of the SMs, and the temperature sensor on the chip."""
 
 
 class GpuInfo(Gpu):
@@ -62,8 +64,6 @@ class Function:
     """cuda.bindings `CUfunction`."""
     library: _Library
     """Keeps the machine code loaded."""
-    smem_bytes: int
-    """Dynamic shared memory it may be launched with."""
 
 
 @cache
@@ -102,24 +102,31 @@ def describe(status: Any) -> str:
 
 
 @cache
-def _init() -> None:
-    """Initialise the driver once. A failure is not cached, so that a later try looks again."""
+def require() -> None:
+    """Initialise the driver, once; a failure is not cached, so that a later try looks again.
+
+    Raises:
+        NoGpuError, MissingPackageError: no GPU can be used, with the reason.
+    """
     driver = _bindings()
     try:
         (status,) = driver.cuInit(0)
+        count = call("cuDeviceGetCount") if status == driver.CUresult.CUDA_SUCCESS else 0
     except RuntimeError as error:  # cuda.bindings could not load libcuda
         raise NoGpuError(f"{_WANTED}no driver: {error}. {WORKS_WITHOUT}") from error
+    except LaunchError as error:
+        raise NoGpuError(f"{_WANTED}{error}. {WORKS_WITHOUT}") from error
     if status != driver.CUresult.CUDA_SUCCESS:
         raise NoGpuError(f"{_WANTED}{describe(status)} from the driver. {WORKS_WITHOUT}")
-    if call("cuDeviceGetCount") < 1:
+    if count < 1:
         raise NoGpuError(f"{_WANTED}a driver that sees none. {WORKS_WITHOUT}")
 
 
 def available() -> str | None:
     """None when a GPU can be used, else the reason. Never raises."""
     try:
-        _init()
-    except (NoGpuError, MissingPackageError, LaunchError) as error:
+        require()
+    except (NoGpuError, MissingPackageError) as error:
         return str(error)
     return None
 
@@ -127,14 +134,6 @@ def available() -> str | None:
 def absence() -> str:
     """Why no GPU can be used, in a few words: `available` without what was wanted and what works; empty with one."""
     return (available() or "").removesuffix(f" {WORKS_WITHOUT}").removeprefix(_WANTED).rstrip(".")
-
-
-def require() -> None:
-    """Raises `NoGpuError` (or `MissingPackageError`) with the reason where no GPU can be used."""
-    try:
-        _init()
-    except LaunchError as error:
-        raise NoGpuError(f"{_WANTED}{error}. {WORKS_WITHOUT}") from error
 
 
 def device_count() -> int:
@@ -166,7 +165,9 @@ def nvml_handle(index: int) -> Any | None:
 
 
 def nvml_read(function: str, *args: Any) -> Any | None:
-    """An NVML reading, or None where this GPU, driver or virtual machine does not give it."""
+    """An NVML reading, or None where this GPU, driver or virtual machine does not give it, or an argument is None."""
+    if None in args:
+        return None
     nvml = importlib.import_module("pynvml")
     try:
         return getattr(nvml, function)(*args)
@@ -183,17 +184,10 @@ def _info(index: int) -> GpuInfo:
     name = call("cuDeviceGetName", 256, device).split(b"\0")[0].decode()
     capability = (_attribute(device, "COMPUTE_CAPABILITY_MAJOR"), _attribute(device, "COMPUTE_CAPABILITY_MINOR"))
     uuid = bytes(call("cuDeviceGetUuid", device).bytes)
-    max_clock: float | None = _attribute(device, "CLOCK_RATE") / 1e3 or None
-    power: float | None = None
-    driver = "unknown"
     handle = nvml_handle(index)
-    if handle is not None:
-        nvml = importlib.import_module("pynvml")
-        clock_mhz = nvml_read("nvmlDeviceGetMaxClockInfo", handle, nvml.NVML_CLOCK_SM)
-        max_clock = float(clock_mhz) if clock_mhz else max_clock
-        limit_mw = nvml_read("nvmlDeviceGetEnforcedPowerLimit", handle)
-        power = limit_mw / 1e3 if limit_mw else None
-        driver = str(nvml_read("nvmlSystemGetDriverVersion") or driver)
+    clock_mhz = nvml_read("nvmlDeviceGetMaxClockInfo", handle, NVML_SM) or _attribute(device, "CLOCK_RATE") / 1e3
+    limit_mw = nvml_read("nvmlDeviceGetEnforcedPowerLimit", handle)
+    driver = None if handle is None else nvml_read("nvmlSystemGetDriverVersion")
     return GpuInfo(
         index=index,
         name=name,
@@ -201,11 +195,11 @@ def _info(index: int) -> GpuInfo:
         compute_capability=capability,
         arch=arch_for(capability),
         sm_count=_attribute(device, "MULTIPROCESSOR_COUNT"),
-        max_sm_clock_mhz=max_clock,
+        max_sm_clock_mhz=float(clock_mhz) or None,
         memory_bytes=int(call("cuDeviceTotalMem", device)),
         l2_bytes=_attribute(device, "L2_CACHE_SIZE"),
-        power_limit_w=power,
-        driver=driver,
+        power_limit_w=limit_mw / 1e3 if limit_mw else None,
+        driver=str(driver or "unknown"),
         fingerprint=hashlib.sha256(uuid).hexdigest()[:12],
         max_smem_bytes=_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
     )
@@ -332,7 +326,7 @@ def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         call("cuKernelSetAttribute", attribute, smem_bytes, kernel, call("cuDeviceGet", device))
         function = call("cuKernelGetFunction", kernel)
-    return Function(cubin=cubin, device=device, handle=function, library=library, smem_bytes=smem_bytes)
+    return Function(cubin=cubin, device=device, handle=function, library=library)
 
 
 _loaded: Kept[Function] = Kept(512)

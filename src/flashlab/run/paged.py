@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Variant
@@ -23,18 +24,10 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import arrays, emulator, gpu, recipes
-from flashlab.run.arguments import (
-    CPU_RESIDENT_BLOCKS,
-    SPLITS,
-    AttentionParams,
-    grid_for,
-    params_for,
-    resident_blocks,
-    splits_for,
-    workspace,
-)
-from flashlab.run.arrays import DeviceArray, TorchCopies, contiguous_strides
-from flashlab.run.plan import Plan, check_layout, check_out, problem_of, scale_of, why_slow, with_features
+from flashlab.run.arguments import AttentionParams, fitted, params_for
+from flashlab.run.arrays import DeviceArray, TorchCopies, on_device, on_host
+from flashlab.run.attention import EmulatedCall
+from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, problem_of, scale_of, why_slow, with_features
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
@@ -134,25 +127,25 @@ def paged_attention(
     problem = with_features(_problem(inputs, table, keys, causal), window, softcap)
     if out is not None:
         check_out(here.view(out, "out"), inputs)
-    out = here.empty(inputs["q"].shape, inputs["q"].dtype) if out is None else out
-    lse = here.empty(inputs["q"].shape[:3], "float32") if return_lse else None
-    call = _Call(
-        stage=_stage(stage or STAGE),
+    made = outputs_of(here, inputs["q"], out, return_lse=return_lse)
+    views = dict(zip("QKVO", (*inputs.values(), made.out_view), strict=True))
+    slow = (why_slow(name, array, tensor_maps=False) for name, array in views.items())
+    planned = Plan(
         problem=problem,
-        views=dict(zip("QKVO", (*inputs.values(), here.view(out, "out")), strict=True)),
-        lse=None if lse is None else here.view(lse, "lse"),
-        table=table,
-        lengths=keys,
+        stage=_stage(stage or STAGE),
         scale=scale_of(scale, problem.head_dim),
-        params={**(params or {}), "PAGE_SIZE": inputs["k_cache"].shape[2]},
+        why_slow=next(filter(None, slow), ""),
+        device=inputs["q"].device,
     )
+    call = _Call(planned, views, table, keys)
+    options = {"aligned": planned.aligned, "overrides": {**(params or {}), "PAGE_SIZE": inputs["k_cache"].shape[2]}}
     if here.stream is None:
-        _run_on_cpu(call)
-        return (out, lse) if return_lse else out
-    recipe = _run_on_gpu(call, here.stream, check=check)
-    if key is not None and not check:
-        recipes.by_layout.put(key, recipe)
-    return (out, lse) if return_lse else out
+        _run_on_cpu(call, options, made.lse_view)
+    else:
+        recipe = _run_on_gpu(call, options, made.lse_view, here.stream, check=check)
+        if key is not None and not check:
+            recipes.by_layout.put(key, recipe)
+    return (made.out, made.lse) if return_lse else made.out
 
 
 def append_kv(
@@ -249,30 +242,20 @@ def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: Dev
 # --- a call -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Call:
+class _Call(NamedTuple):
     """A sound call."""
 
-    stage: Stage
-    problem: Problem
+    plan: Plan
     views: Mapping[str, DeviceArray]
     """Q, O, and the pools K and V."""
-    lse: DeviceArray | None
     table: DeviceArray
     lengths: DeviceArray
-    scale: float
-    params: Mapping[str, int]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the code to compile."""
-        slow = (why_slow(name, array, tensor_maps=False) for name, array in self.views.items())
-        return {"aligned": not any(slow), "overrides": self.params}
 
     @property
     def structures(self) -> tuple[AttentionParams, PagedCache]:
         """The kernel's arguments, without the pointers that `params_for` does not set."""
-        return _structures(self.problem, self.scale, self.views, self.table)
+        cache = PagedCache(table_stride=self.table.strides[0], num_pages=self.views["K"].shape[0])
+        return params_for(self.plan.problem, self.plan.scale, self.views), cache
 
     def refuse(self, faults: Sequence[int]) -> None:
         """Raise what is wrong with the page table and the lengths, as it was counted."""
@@ -285,72 +268,40 @@ class _Call:
             raise InputError(f"page_table, lengths: wanted {' and '.join(off)}, got others")
 
 
-def _run_on_cpu(call: _Call) -> None:
-    stage, problem = call.stage, call.problem
-    stage.require(problem)
+def _run_on_cpu(call: _Call, options: Mapping[str, Any], lse: DeviceArray | None) -> None:
+    planned = call.plan
+    planned.stage.require(planned.problem)
     _check_on_cpu(call)
-    kernel = emulator.build_stage(Variant.of(stage, problem, **call.options), hooks=False)
-    assert kernel.launch_shape is not None
-    shape = _split(problem, kernel.launch_shape, CPU_RESIDENT_BLOCKS, max(SPLITS))
-    arrays = call.views if call.lse is None else {**call.views, "LSE": call.lse}
-    pointers = {getattr(AttentionParams, name).offset: _pointer(name, of.owner) for name, of in arrays.items()}
-    grid = _grid(problem, shape, CPU_RESIDENT_BLOCKS, shape.sm_blocks)
-    if shape.persistent:
-        pointers[AttentionParams.work.offset] = emulator.Pointer(array=_work_on_cpu(shape, grid), name="work")
-    emulator.launch(
-        kernel,
-        _emulated(*call.structures, pointers, call.table.owner, call.lengths.owner),
-        grid=grid,
-        cluster=(shape.cluster, 1, 1),
-    )
-
-
-def _work_on_cpu(shape: LaunchShape, grid: tuple[int, int, int]) -> Any:
-    return _numpy().zeros(workspace(shape, grid)[0], "uint32")
+    kernel = emulator.build_stage(Variant.of(planned.stage, planned.problem, **options), hooks=False)
+    run = EmulatedCall(planned, kernel, call.views, lse, passes=partial(_Emulated, call))
+    run.finish(run.launch())
 
 
 def _check_on_cpu(call: _Call) -> None:
     """Count faults as the kernel does; here they are there to be seen."""
     table, lengths, pool = call.table.owner, call.lengths.owner, call.views["K"]
-    kept, (left, _) = lengths.clip(0)[:, None], call.problem.reach
+    kept, (left, _) = lengths.clip(0)[:, None], call.plan.problem.reach
     first_keys = pool.shape[2] * _numpy().arange(table.shape[1])
-    named = table[(first_keys < kept) & (first_keys + pool.shape[2] > kept - call.problem.q_len - left)]
+    named = table[(first_keys < kept) & (first_keys + pool.shape[2] > kept - call.plan.problem.q_len - left)]
     none = int(((named < 0) | (named >= pool.shape[0])).sum())
     beyond = int(((lengths < 0) | (kept > pool.shape[2] * table.shape[1])).sum())
     call.refuse([none, beyond])
 
 
-def _run_on_gpu(call: _Call, stream: int, *, check: bool) -> recipes.Recipe:
+def _run_on_gpu(
+    call: _Call, options: Mapping[str, Any], lse: DeviceArray | None, stream: int, *, check: bool
+) -> recipes.Recipe:
     gpu.require()
-    recipe, device = _recipe(call), call.table.device
+    recipe, device = _recipe(call, options), call.table.device
     faults = gpu.Zeroed(device, _FAULTS * recipes.WORD_BYTES, stream) if check else None
-    views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"], call.lse)
+    views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"], lse)
     addresses = [0 if view is None else view.pointer for view in views]
     with gpu.context(device):
-        work = recipes.streams_work(call.views["Q"].owner, recipe, stream)
+        work = recipes.streams_work(call.views["Q"].owner, device, stream, recipe.words)
         recipes.Slot(recipe, [*addresses, work, faults.pointer if faults else 0], stream).launch()
     if faults:
         call.refuse(list(memoryview(faults.read()).cast("I")))
     return recipe
-
-
-# --- launching --------------------------------------------------------------------------------------------------------
-
-
-def _structures(
-    problem: Problem, scale: float, views: Mapping[str, DeviceArray], table: DeviceArray
-) -> tuple[AttentionParams, PagedCache]:
-    """Both arguments; of K and V in `views` the first dimension is that of pages. Pointers beside theirs are null."""
-    cache = PagedCache(table_stride=table.strides[0], num_pages=views["K"].shape[0])
-    return params_for(problem, scale, views), cache
-
-
-def _split(problem: Problem, shape: LaunchShape, sm_count: int, most: int) -> LaunchShape:
-    return shape if shape.cluster else replace(shape, cluster=splits_for(problem, shape, sm_count, most))
-
-
-def _grid(problem: Problem, shape: LaunchShape, sms: int, blocks_per_sm: int) -> tuple[int, int, int]:
-    return grid_for(problem, shape, resident_blocks(shape, sms, blocks_per_sm))
 
 
 def _places(params: AttentionParams) -> tuple[int, ...]:
@@ -367,46 +318,55 @@ def job_of(stage: Stage, problem: Problem, arch: str, options: Mapping[str, Any]
     return compiler.Job.of(stage, problem, arch=arch, may_spill=True, **options)
 
 
-def _recipe(call: _Call) -> recipes.Recipe:
+def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
     """What the call and those like it launch.
 
     Raises:
         UnsupportedError: the kernel does not run this here; and what compiling and loading raise.
     """
-    stage, problem, q = call.stage, call.problem, call.views["Q"]
-    info = gpu.info(q.device)
+    stage, problem, device = call.plan.stage, call.plan.problem, call.plan.device
+    info = gpu.info(device)
     stage.require(problem, info.arch)
-    code = recipes.loaded(job_of(stage, problem, info.arch, call.options), q.device)
-    shape = _split(problem, code.shape, info.sm_count, code.most_splits)
+    code = recipes.loaded(job_of(stage, problem, info.arch, options), device)
+    shape, grid = fitted(
+        problem, code.shape, sms=info.sm_count, blocks_per_sm=code.blocks_per_sm, most_splits=code.most_splits
+    )
     views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"])
     structures = call.structures
     return recipes.Recipe(
-        **recipes.of_layout(views),
+        plan=call.plan,
+        views=views,
         code=code,
         shape=shape,
-        grid=_grid(problem, shape, info.sm_count, code.blocks_per_sm),
+        grid=grid,
         structures=structures,
         places=_places(structures[0]),
-        early=stage.early_launch,
     )
 
 
-def _pointer(name: str, array: Any) -> emulator.Pointer:
-    return emulator.Pointer(array=array, access="r" if name in "QKV" else "w", name=name)
+class _Emulated:
+    """A call on the CPU: `arguments` and `grid` are for the kernel."""
 
-
-def _emulated(
-    params: AttentionParams, cache: PagedCache, pointers: Mapping[int, emulator.Pointer], table: Any, lengths: Any
-) -> list[emulator.Structure]:
-    """The arguments on a CPU; `pointers` by their offset in `params`."""
-    of_cache = {
-        PagedCache.page_table.offset: emulator.Pointer(array=table, access="r", name="page_table"),
-        PagedCache.lengths.offset: emulator.Pointer(array=lengths, access="r", name="lengths"),
-    }
-    return [
-        emulator.Structure(value=params, pointers=pointers),
-        emulator.Structure(value=cache, pointers=of_cache),
-    ]
+    def __init__(
+        self,
+        call: _Call,
+        *,
+        params: AttentionParams,
+        pointers: Mapping[int, emulator.Pointer],
+        kernel: emulator.Emulated,
+        shape: LaunchShape,
+    ) -> None:
+        """`params` and `pointers` make the first argument."""
+        _, cache = call.structures
+        of_cache = {
+            getattr(PagedCache, name).offset: emulator.Pointer(array=view.owner, access="r", name=name)
+            for name, view in (("page_table", call.table), ("lengths", call.lengths))
+        }
+        self.arguments = [
+            emulator.Structure(value=params, pointers=pointers),
+            emulator.Structure(value=cache, pointers=of_cache),
+        ]
+        _, self.grid = fitted(call.plan.problem, shape)
 
 
 # --- any problem, in pages --------------------------------------------------------------------------------------------
@@ -438,11 +398,6 @@ def _in_pages(bits: Any, table: Any, page_size: int, full: Callable[..., Any]) -
     return pool
 
 
-def _pool(view: DeviceArray, pool: Any, pointer: int) -> DeviceArray:
-    shape = tuple(pool.shape)
-    return replace(view, pointer=pointer, shape=shape, strides=contiguous_strides(shape), owner=pool)
-
-
 class Passes:
     """A stage on arrays in any layout: keys and values are copied into pages, by torch; again where a torch tensor was
     written to since."""
@@ -461,22 +416,23 @@ class Passes:
         problem, page_size = planned.problem, cubin.parameters["PAGE_SIZE"]
         torch = importlib.import_module("torch")
         there = {"dtype": torch.int32, "device": f"cuda:{planned.device}"}
-        self._table = torch.as_tensor(_table(problem, page_size), **there)
-        self._lengths = torch.full((problem.batch,), problem.kv_len, **there)
+        table = torch.as_tensor(_table(problem, page_size), **there)
+        lengths = torch.full((problem.batch,), problem.kv_len, **there)
 
         def paged(source: Any) -> tuple[Any]:
             bits = source.view(torch.int16)
-            return (_in_pages(bits, self._table.long(), page_size, bits.new_full),)
+            return (_in_pages(bits, table.long(), page_size, bits.new_full),)
 
         self._pools = TorchCopies({name: arrays[name].owner for name in "KV"}, paged)
-        pools = {name: _pool(arrays[name], pool, pool.data_ptr()) for name, (pool,) in self._pools.made.items()}
-        table = replace(arrays["K"], strides=(self._table.shape[1], 1))
-        own, cache = _structures(problem, planned.scale, {**arrays, **pools}, table)
+        pools = {name: on_device(pool, name) for name, (pool,) in self._pools.made.items()}
+        call = _Call(planned, {**arrays, **pools}, on_device(table, "page_table"), on_device(lengths, "lengths"))
+        own, cache = call.structures
         own.LSE, own.work = params.LSE, params.work
-        cache.page_table, cache.lengths = self._table.data_ptr(), self._lengths.data_ptr()
+        cache.page_table, cache.lengths = call.table.pointer, call.lengths.pointer
+        self._keep = call
         function = gpu.load(cubin, planned.device)
         room = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes)
-        grid = _grid(problem, shape, gpu.info(planned.device).sm_count, room)
+        _, grid = fitted(problem, shape, sms=gpu.info(planned.device).sm_count, blocks_per_sm=room)
         early = planned.stage.early_launch
         self._launch = recipes.launch_of(function, shape, grid, (own, cache), stream, early=early)
 
@@ -486,8 +442,8 @@ class Passes:
         self._launch()
 
 
-class EmulatedPasses:
-    """A stage on the CPU on arrays in any layout: `arguments` and `grid` are for the kernel."""
+class EmulatedPasses(_Emulated):
+    """A stage on the CPU on arrays in any layout."""
 
     def __init__(
         self,
@@ -503,18 +459,16 @@ class EmulatedPasses:
         the kernel would get without pages."""
         problem, np, page_size = planned.problem, _numpy(), kernel.parameters["PAGE_SIZE"]
         table = _table(problem, page_size)
+        lengths = np.full((problem.batch,), problem.kv_len, np.int32)
         pools = {}
         for name in "KV":
             bits = arrays[name].owner.view(np.uint16)
             pool = _in_pages(bits, table, page_size, lambda shape, value: np.full(shape, value, np.uint16))
-            pools[name] = pool.view(arrays[name].owner.dtype)
-        views = {name: _pool(arrays[name], pool, 0) for name, pool in pools.items()}
-        as_table = replace(arrays["K"], strides=(table.shape[1], 1))
-        paged, cache = _structures(problem, planned.scale, {**arrays, **views}, as_table)
-        lengths = np.full((problem.batch,), problem.kv_len, np.int32)
-        in_pages = {getattr(AttentionParams, name).offset: _pointer(name, pool) for name, pool in pools.items()}
-        self.arguments = _emulated(paged, cache, {**pointers, **in_pages}, table, lengths)
-        self.grid = _grid(problem, shape, CPU_RESIDENT_BLOCKS, shape.sm_blocks)
-
-    def finish(self) -> None:
-        """Nothing is left to be done."""
+            pools[name] = on_host(pool, name)
+        call = _Call(planned, {**arrays, **pools}, on_host(table, "page_table"), on_host(lengths, "lengths"))
+        in_pages = {
+            getattr(AttentionParams, name).offset: emulator.Pointer(array=pool.owner, access="r", name=name)
+            for name, pool in pools.items()
+        }
+        pointers = {**pointers, **in_pages}
+        super().__init__(call, params=call.structures[0], pointers=pointers, kernel=kernel, shape=shape)

@@ -14,7 +14,7 @@ from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, NO_WINDOW, UNLIMITE
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import choice
-from flashlab.run.arrays import DeviceArray, contiguous_strides
+from flashlab.run.arrays import DeviceArray, Place, contiguous_strides
 from flashlab.run.tensor_map import MAX_STRIDE_BYTES
 
 ROW_ALIGNMENT_BYTES = 16
@@ -167,24 +167,20 @@ def check_cu_seqlens(array: DeviceArray, name: str) -> None:
 
 def check_lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, *, total_q: int, total_k: int, max_seqlen_q: int) -> None:
     """Raise what is wrong with the numbers in both, NumPy arrays; q has `total_q` rows and k `total_k`: InputError."""
+    shown = 12
     for name, cu_seqlens, total in (("q", cu_seqlens_q, total_q), ("k", cu_seqlens_k, total_k)):
         lengths = cu_seqlens[1:].astype("int64") - cu_seqlens[:-1]
         if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > total:
+            got = ", ".join(map(str, cu_seqlens[:shown].tolist())) + (", …" if len(cu_seqlens) > shown else "")
             raise InputError(
                 f"cu_seqlens_{name}: wanted numbers from 0 to at most {total}, the rows of {name}, none below the one "
-                f"before, got {_shortened(cu_seqlens)}"
+                f"before, got {got}"
             )
         if name == "q" and lengths.max() > max_seqlen_q:
             raise InputError(
                 f"max_seqlen_q: wanted at least the longest sequence of cu_seqlens_q, {lengths.max()} rows, got "
                 f"{max_seqlen_q}"
             )
-
-
-def _shortened(numbers_: Any) -> str:
-    """Of an array, the first numbers."""
-    most = 12
-    return ", ".join(map(str, numbers_[:most].tolist())) + (", …" if len(numbers_) > most else "")
 
 
 def window_of(window: Any) -> Window:
@@ -353,6 +349,32 @@ def check_lse(lse: DeviceArray, q: DeviceArray) -> None:
     expected = contiguous_strides(lse.shape)
     if any(n > 1 and a != b for n, a, b in zip(lse.shape, lse.strides, expected, strict=True)):
         raise LayoutError(f"lse: wanted a contiguous array, got strides {lse.strides} over shape {lse.shape}")
+
+
+class Outputs(NamedTuple):
+    """What a call writes: the arrays of the caller's library, and views of them; no log-sum-exp where none is asked."""
+
+    out: Any
+    lse: Any
+    out_view: DeviceArray
+    lse_view: DeviceArray | None
+
+
+def outputs_of(
+    place: Place, q: DeviceArray, out: Any | None, lse: Any | None = None, *, return_lse: bool, dtype: str | None = None
+) -> Outputs:
+    """Both arrays, made where the caller gives none; `out`, once `check_out` took it, of `dtype` or the type of q.
+
+    Raises:
+        ShapeError, DTypeError, DeviceError, LayoutError: the caller's `lse` is none such.
+        ParameterError: of a library that makes no arrays.
+    """
+    out = place.empty(q.shape, dtype or q.dtype) if out is None else out
+    lse = place.empty(lse_shape(q), "float32") if lse is None and return_lse else lse
+    lse_view = None if lse is None else place.view(lse, "lse")
+    if lse_view is not None:
+        check_lse(lse_view, q)
+    return Outputs(out, lse, place.view(out, "out"), lse_view)
 
 
 def why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:

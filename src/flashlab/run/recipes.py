@@ -12,7 +12,7 @@ import ctypes
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from flashlab.run import arrays, choice, gpu
 from flashlab.run.arguments import workspace
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.run.kept import Kept
-from flashlab.run.plan import ROW_ALIGNMENT_BYTES, lse_shape
+from flashlab.run.plan import ROW_ALIGNMENT_BYTES, Plan, lse_shape
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
@@ -100,11 +100,13 @@ def loaded(job: compiler.Job, device: int) -> Loaded:
 class Recipe:
     """All of a call that the addresses of its arrays do not decide."""
 
-    device: int
+    plan: Plan
     code: Loaded
     shape: LaunchShape
     """The code's, with the blocks of a cluster where those are the launch's to choose."""
     grid: tuple[int, int, int]
+    views: InitVar[Sequence[DeviceArray]]
+    """Q, the other inputs and the output."""
     structures: tuple[ctypes.Structure, ...]
     """The kernel's arguments, whose addresses count for nothing."""
     places: tuple[int, ...]
@@ -113,25 +115,26 @@ class Recipe:
     """From all addresses to the tensor maps, the second structure; None: there are none."""
     parameters: Callable[[Sequence[Any]], Sequence[Any]] = tuple
     """From the structures, addresses filled in, to what the kernel takes."""
-    early: bool = False
-    """Whether the kernel may begin while the one before it ends."""
     table: tuple[str, int] | None = None
     """The GPU whose table of choices had a say, and when the table was written."""
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[int, ...], ...] = field(init=False)
     """Bytes that the inputs and the output touch, from their addresses on."""
-    contiguous: bool
+    contiguous: bool = field(init=False)
     """Whether Q is, as the output will be."""
-    lse_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...] = field(init=False)
     words: tuple[int, int] = field(init=False)
-    """Of the workspace: see `workspace`."""
+    """Of the workspace: see `workspace`; none where the kernel counts nothing."""
     image: Callable[..., bytes] = field(init=False)
     """From addresses to the structures, one after the other, some kept: allocators hand out the same ones again."""
     _seen: float = field(default_factory=time.monotonic)
     _idle: list[Slot] = field(default_factory=list)
     """As many as threads were ever in a call at once."""
 
-    def __post_init__(self) -> None:
-        self.words = workspace(self.shape, self.grid)
+    def __post_init__(self, views: Sequence[DeviceArray]) -> None:
+        q, *_ = views
+        self.spans = tuple(tuple(edge - view.pointer for edge in view.extent) for view in views)
+        self.contiguous, self.lse_shape = q.strides == contiguous_strides(q.shape), lse_shape(q)
+        self.words = workspace(self.shape, self.grid) if self.shape.persistent else (0, 0)
         self.image = lru_cache(maxsize=MAX_IMAGES)(self._made_image)
 
     def _made_image(self, *addresses: int) -> bytes:
@@ -159,17 +162,18 @@ class Recipe:
 
         `addresses`: of the inputs, and of `out` where there is one.
         """
-        if not gpu.is_current(self.device):
-            with gpu.context(self.device):
+        device = self.plan.device
+        if not gpu.is_current(device):
+            with gpu.context(device):
                 return self(q, addresses, out, return_lse, stream)
         torch = sys.modules["torch"]
-        handle = arrays.current_stream("torch", self.device) if stream is None else arrays.stream_handle(stream)
+        handle = arrays.current_stream("torch", device) if stream is None else arrays.stream_handle(stream)
         if out is None:
             out = torch.empty_like(q) if self.contiguous else torch.empty_like(q, memory_format=torch.contiguous_format)
             addresses.append(out.data_ptr())
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
         addresses.append(0 if lse is None else lse.data_ptr())
-        addresses.append(streams_work(q, self, handle))
+        addresses.append(streams_work(q, device, handle, self.words))
         try:
             slot = self._idle.pop()
         except IndexError:
@@ -197,7 +201,9 @@ class Slot:
         self._memory = memoryview(memory)
         arguments = recipe.parameters(structures)
         self.stream = stream
-        self.launch = launch_of(recipe.code.function, recipe.shape, recipe.grid, arguments, stream, early=recipe.early)
+        self.launch = launch_of(
+            recipe.code.function, recipe.shape, recipe.grid, arguments, stream, early=recipe.plan.stage.early_launch
+        )
 
     def fill(self, addresses: Sequence[int]) -> None:
         """Set them, in the order of the recipe's `places`; those that are left out are 0."""
@@ -224,14 +230,6 @@ def launch_of(
         cluster=shape.cluster if shape.split_keys else 0,
         early=early,
     )
-
-
-def of_layout(views: Sequence[DeviceArray]) -> dict[str, Any]:
-    """What a recipe takes from `views`: Q, the other inputs and the output."""
-    q, *_ = views
-    spans = tuple(tuple(edge - view.pointer for edge in view.extent) for view in views)
-    contiguous = q.strides == contiguous_strides(q.shape)
-    return {"device": q.device, "spans": spans, "contiguous": contiguous, "lse_shape": lse_shape(q)}
 
 
 # --- again ------------------------------------------------------------------------------------------------------------
@@ -280,7 +278,7 @@ def kept(
     return key, addresses, recipe
 
 
-def _overlap(spans: Sequence[tuple[int, int]], addresses: Sequence[int]) -> bool:
+def _overlap(spans: Sequence[tuple[int, ...]], addresses: Sequence[int]) -> bool:
     """Whether the last array overlaps one of those before it."""
     places = ((address + low, address + high) for address, (low, high) in zip(addresses, spans, strict=True))
     *others, (low, high) = places
@@ -298,19 +296,15 @@ def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> 
     return zeroed, zeroed.pointer
 
 
-def streams_work(like: Any, recipe: Recipe, stream: int) -> int:
-    """The address of what a recipe's launches on `stream` count in; 0 where they count nothing."""
-    if not recipe.shape.persistent:
-        return 0
-    return _streams_work(like, recipe.device, stream, recipe.words)
-
-
-def _streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
-    """The address of memory that launches on a stream share, or of new memory where a graph captures it.
+def streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
+    """The address of memory that launches on a stream share, or of new memory where a graph captures it; 0 where they
+    count nothing, and `words` are none.
 
     A graph may be launched on any stream, beside what runs on the one that it was captured on. Where a launch needs
     more than the stream has, it gets new memory, and the old is given up behind the launches that use it.
     """
+    if not words[0]:
+        return 0
     stream_id = gpu.stream_id(stream)
     if stream_id is None:
         return work_memory(like, device, stream, words)[1]
