@@ -793,7 +793,7 @@ def test_a_check_that_was_cut_off_goes_on_in_its_file(
     there = {**json.loads(options.worker[2]), "arch": "sm_90a"}
     monkeypatch.setattr(provenance, "source", lambda: source)
     monkeypatch.setattr(provenance, "software", lambda: {"python": "3"})
-    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(**there))
+    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(**there, record=SimpleNamespace(**there)))
     monkeypatch.setattr(gpu, "available", lambda: "no compiling ahead")
     said: list[str] = []
     how: dict[str, Any] = {"masks": ["causal"], "dtypes": ["float16"], "head_dims": [64]}
@@ -1007,9 +1007,9 @@ def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_ablations_with_the_same_machine_code_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell is measured whole, and what differs in driver, software or machine code is measured again."""
-    here = SimpleNamespace(slug="nvidia-h200", driver="580.95.05", fingerprint="0123456789ab")
+    here = SimpleNamespace(slug="nvidia-h200", record=SimpleNamespace(), fingerprint="0123456789ab")
     row = measurement("03_warp_rows", PROBLEMS[0])
-    here.driver = row.gpu.driver
+    here.record.driver = row.gpu.driver
     monkeypatch.setattr(gpu, "info", lambda _: here)
     monkeypatch.setattr(bench.provenance, "software", lambda: row.software)
     names = {"padding: 0": 0, "padding: 8": 8}
@@ -1036,7 +1036,7 @@ def test_ablations_with_the_same_machine_code_are_left_out(tmp_path: Path, monke
         store.append(path, schema.Ablation.model_validate({**base, **one.record, "cubin": cubin}))
     assert bench.not_recorded(schema.Ablation, cells, named, made, resumed) == cells[1:]
     assert bench.not_recorded(schema.Ablation, cells, named, made, replace(resumed, resume=False)) == cells
-    here.driver = "590.1"
+    here.record.driver = "590.1"
     assert bench.not_recorded(schema.Ablation, cells, named, made, resumed) == cells
 
 

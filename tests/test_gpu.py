@@ -210,15 +210,28 @@ def test_no_gpu_says_why_and_what_works(fake: Any, words: str, driver: Any) -> N
         gpu.info()
 
 
-def test_a_gpu_has_the_identity_that_records_have() -> None:
-    fields = {
+def test_a_gpus_record_has_what_nvml_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields: dict[str, Any] = {
         **{"slug": "nvidia-h200", "name": "NVIDIA H200", "compute_capability": (9, 0), "sm_count": 132},
-        **{"max_sm_clock_mhz": 1980.0, "memory_bytes": 1 << 37, "l2_bytes": 60 << 20, "power_limit_w": None},
-        **{"driver": "unknown", "fingerprint": "0123456789ab"},
+        **{"memory_bytes": 1 << 37, "l2_bytes": 60 << 20, "fingerprint": "0123456789ab"},
     }
     info = gpu.GpuInfo(index=0, arch="sm_90a", max_smem_bytes=227 << 10, **fields)
-    assert Gpu.model_validate(json.loads(json.dumps(info.identity))) == Gpu.model_validate(fields)
-    assert info.model_dump()["max_smem_bytes"] == 227 << 10
+    said = {
+        "nvmlDeviceGetMaxClockInfo": 1980,
+        "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+        "nvmlSystemGetDriverVersion": "580.1",
+    }
+    monkeypatch.setattr(gpu, "nvml_handle", lambda _: object())
+    monkeypatch.setattr(gpu, "nvml_read", lambda function, *_: said[function])
+    monkeypatch.setattr(gpu, "call", lambda *_: 0)
+    monkeypatch.setattr(gpu, "_attribute", lambda *_: 1_500_000)
+    assert info.record == Gpu(**fields, max_sm_clock_mhz=1980.0, power_limit_w=700.0, driver="580.1")
+    assert Gpu.model_validate(json.loads(json.dumps(info.record.model_dump(mode="json")))) == info.record
+
+    without = gpu.GpuInfo(index=0, arch="sm_90a", max_smem_bytes=227 << 10, **fields)
+    monkeypatch.setattr(gpu, "nvml_handle", lambda _: None)
+    monkeypatch.setattr(gpu, "nvml_read", lambda *_: None)
+    assert without.record == Gpu(**fields, max_sm_clock_mhz=1500.0, power_limit_w=None, driver="unknown")
 
 
 def test_a_driver_error_keeps_its_name_and_text(driver: Any) -> None:

@@ -100,7 +100,7 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     program.write_text(FAKE.format(python=sys.executable, plan=str(plan_file)), encoding="utf-8")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
-    info = SimpleNamespace(name="Made-Up GPU", slug=SLUG, arch="sm_90a", driver="1")
+    info = SimpleNamespace(name="Made-Up GPU", slug=SLUG, arch="sm_90a", record=SimpleNamespace(driver="1"))
     monkeypatch.setattr(gpu, "info", lambda device=0: info)
 
     def set_up(**plan: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,10 @@ def test_a_log_without_a_summary_has_no_total() -> None:
 
 
 def _here(arch: str) -> gpu.GpuInfo:
-    return gpu.GpuInfo(**synthetic.gpu(SLUG).model_dump(), index=0, arch=arch, max_smem_bytes=0)
+    record = synthetic.gpu(SLUG)
+    info = gpu.GpuInfo(**{field.name: getattr(record, field.name, 0) for field in fields(gpu.GpuInfo)} | {"arch": arch})
+    vars(info)["record"] = record  # NVML would say it
+    return info
 
 
 @pytest.fixture

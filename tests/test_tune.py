@@ -520,7 +520,7 @@ def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(
 def test_a_plan_goes_on_with_the_problems_that_lack_a_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[tune.Task]] = []
     made = record(STAGE.parameters(64), 1.0)
-    here = SimpleNamespace(arch="sm_90a", slug="nvidia-h200", driver=made.gpu.driver)
+    here = SimpleNamespace(arch="sm_90a", slug="nvidia-h200", record=made.gpu)
     monkeypatch.setattr(gpu, "info", lambda _: here)
     monkeypatch.setattr(provenance, "software", lambda: made.software)
     variants = (STAGE.parameters(64), STAGE.parameters(64, {"WARPS": 8}))

@@ -213,7 +213,7 @@ def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
     cold = row.samples_of("burst", "cold")
     assert cold is not None
     assert cold.median_us > 0.9 * hot.median_us
-    top = gpu.info().max_sm_clock_mhz
+    top = gpu.info().record.max_sm_clock_mhz
     assert top is not None
     assert median(hot.sm_clock_mhz) > timer.FULL_CLOCK * top, "a burst is measured at the highest clock"
     assert sustained.continuous_s is not None
@@ -236,14 +236,14 @@ def test_variants_are_tuning_records(variants: Path) -> None:
 
 def test_the_clock_on_the_chip(backend: timer.CudaBackend) -> None:
     reading = backend.sample(lambda: None, calls=1, spin_us=500, cold=False)
-    limit = gpu.info().max_sm_clock_mhz
+    limit = gpu.info().record.max_sm_clock_mhz
     assert limit is not None
     assert 100 < reading.sm_clock_mhz <= 1.05 * limit
     assert not reading.starved
 
 
 def test_the_clock_of_the_calls_is_read_between_two_spins(backend: timer.CudaBackend) -> None:
-    limit = gpu.info().max_sm_clock_mhz
+    limit = gpu.info().record.max_sm_clock_mhz
     assert limit is not None
     readings = [backend.sample(lambda: None, calls=1, spin_us=500, cold=False) for _ in range(5)]
     for reading in readings:

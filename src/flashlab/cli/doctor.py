@@ -121,7 +121,7 @@ def _gpu() -> Iterator[Finding]:
     if here is None:
         yield Finding("gpu", "absent", f"{reason} The report replays the committed data.")
     else:
-        yield Finding("gpu", "ok", f"{here.name}, {here.arch}, driver {here.driver}")
+        yield Finding("gpu", "ok", f"{here.name}, {here.arch}, driver {here.record.driver}")
     on_cpu = f"and without a GPU of use for the stages in Triton alone: {triton_code.INTERPRETER_NEEDS}"
     for name, module, lost, without_gpu in (
         ("torch", "torch", "no measuring", on_cpu),

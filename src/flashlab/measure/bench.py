@@ -299,7 +299,7 @@ def stands_for(record: schema.Base | Header, here: gpu.GpuInfo, *, same_commit: 
     Args:
         same_commit: and by the very commit that is here, on this very GPU: for what names no machine code.
     """
-    if record.source.dirty or record.gpu.driver != here.driver or record.software != provenance.software():
+    if record.source.dirty or record.gpu.driver != here.record.driver or record.software != provenance.software():
         return False
     return not same_commit or (record.source == provenance.source() and record.gpu.fingerprint == here.fingerprint)
 

@@ -329,7 +329,7 @@ def _serve(work: Callable[[Message, Send], None], pipe: IO[str]) -> int:
 
 def greeting(info: GpuInfo) -> Message:
     """What a worker says once it holds that GPU, `Book.hello` takes it."""
-    return {"type": "hello", "gpu": info.identity, "software": provenance.software()}
+    return {"type": "hello", "gpu": info.record.model_dump(mode="json"), "software": provenance.software()}
 
 
 # --- The header of what is measured -----------------------------------------------------------------------------------

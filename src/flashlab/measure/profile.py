@@ -358,7 +358,7 @@ def profile(
         done = {
             (one.problem, one.cubin_sha256)
             for one in store.records(here.slug, StageProfile, options.data)
-            if one.device is not None and one.device.driver == here.driver
+            if one.device is not None and one.device.driver == here.record.driver
         }
         made = _compiled(able, problem, options)
         able = {name: of for name, of in able.items() if name not in made or (problem, made[name].sha256) not in done}

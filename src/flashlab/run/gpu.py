@@ -11,8 +11,8 @@ import hashlib
 import importlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from flashlab.core.errors import (
@@ -38,20 +38,41 @@ NVML_SM, NVML_CORE = 1, 0
 """nvml.h: the clock of the SMs, and the temperature sensor on the chip."""
 
 
-class GpuInfo(Gpu):
-    """One GPU of this machine: its identity, as records have it, and what else a launch needs."""
+@dataclass(frozen=True, kw_only=True)
+class GpuInfo:
+    """One GPU of this machine: what the driver says of it, which is all that a launch needs."""
 
     index: int
     """As CUDA counts the devices this process sees."""
+    slug: str
+    """Folder name under data/: `nvidia-h200`."""
+    name: str
+    compute_capability: tuple[int, int]
     arch: str
     """The architecture stages are compiled for on it."""
+    sm_count: int
+    memory_bytes: int
+    l2_bytes: int
     max_smem_bytes: int
     """Most dynamic shared memory a block may ask for."""
+    fingerprint: str
+    """As `schema.Gpu` has it."""
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The fields of `schema.Gpu` alone; JSON holds them."""
-        return self.model_dump(mode="json", include=set(Gpu.model_fields))
+    @cached_property
+    def record(self) -> Gpu:
+        """It as records have it, with what NVML says beside. A launch needs none of that, and loading NVML would delay
+        a process's first call."""
+        handle = nvml_handle(self.index)
+        clock_mhz = nvml_read("nvmlDeviceGetMaxClockInfo", handle, NVML_SM)
+        clock_mhz = clock_mhz or _attribute(call("cuDeviceGet", self.index), "CLOCK_RATE") / 1e3
+        limit_mw = nvml_read("nvmlDeviceGetEnforcedPowerLimit", handle)
+        driver = None if handle is None else nvml_read("nvmlSystemGetDriverVersion")
+        return Gpu(
+            **{name: value for name, value in asdict(self).items() if name in Gpu.model_fields},
+            max_sm_clock_mhz=float(clock_mhz) or None,
+            power_limit_w=limit_mw / 1e3 if limit_mw else None,
+            driver=str(driver or "unknown"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +205,6 @@ def _info(index: int) -> GpuInfo:
     name = call("cuDeviceGetName", 256, device).split(b"\0")[0].decode()
     capability = (_attribute(device, "COMPUTE_CAPABILITY_MAJOR"), _attribute(device, "COMPUTE_CAPABILITY_MINOR"))
     uuid = bytes(call("cuDeviceGetUuid", device).bytes)
-    handle = nvml_handle(index)
-    clock_mhz = nvml_read("nvmlDeviceGetMaxClockInfo", handle, NVML_SM) or _attribute(device, "CLOCK_RATE") / 1e3
-    limit_mw = nvml_read("nvmlDeviceGetEnforcedPowerLimit", handle)
-    driver = None if handle is None else nvml_read("nvmlSystemGetDriverVersion")
     return GpuInfo(
         index=index,
         name=name,
@@ -195,11 +212,8 @@ def _info(index: int) -> GpuInfo:
         compute_capability=capability,
         arch=arch_for(capability),
         sm_count=_attribute(device, "MULTIPROCESSOR_COUNT"),
-        max_sm_clock_mhz=float(clock_mhz) or None,
         memory_bytes=int(call("cuDeviceTotalMem", device)),
         l2_bytes=_attribute(device, "L2_CACHE_SIZE"),
-        power_limit_w=limit_mw / 1e3 if limit_mw else None,
-        driver=str(driver or "unknown"),
         fingerprint=hashlib.sha256(uuid).hexdigest()[:12],
         max_smem_bytes=_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN"),
     )

@@ -491,7 +491,7 @@ def machine_here() -> str:
     why_not = gpus.available()
     if why_not:
         return f"*This machine has no GPU to use: {why_not}*"
-    facts = gpus.info().model_dump()
+    facts = gpus.info().record.model_dump()
     return markdown(("this machine", ""), [(key.replace("_", " "), str(value)) for key, value in facts.items()], left=2)
 
 
