@@ -146,12 +146,11 @@ def measuring(gpu: str, *, full: bool = False, stages: str = "") -> tuple[sweep.
 def showing(gpu: str, *, stages: str = "") -> tuple[sweep.Cell, ...]:
     """The cells that show what is on record: every notebook that has a page."""
     found = []
-    for name in PAGE_OF:
-        notebook = NOTEBOOKS / f"{name}.ipynb"
-        known = sweep.parameters_of(notebook)
+    for notebook in (NOTEBOOKS / f"{name}.ipynb" for name in PAGE_OF):
         given = {"source": "replay", "stages": stages}
+        known = sweep.parameters_of(notebook)
         chosen = {key: value for key, value in given.items() if key in known and value}
-        found.append(sweep.cell(notebook, gpu, chosen, minutes=_SHOWN_MIN, known=known))
+        found.append(sweep.cell(notebook, gpu, chosen, minutes=_SHOWN_MIN))
     return tuple(found)
 
 
