@@ -205,6 +205,7 @@ def attempt(
             causal=problem.causal,
             stage=kernel.id,
             out=_aligned_like_cuda(np.zeros_like(q)),
+            lse=_aligned_like_cuda(np.zeros(q.shape[:3], np.float32)),
             params=params,
             source=source,
             schedule=schedule,
