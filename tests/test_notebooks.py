@@ -584,6 +584,20 @@ def test_sectors_do_not_depend_on_where_numpy_puts_an_array() -> None:
 
 
 @needs_compiler
+def test_a_trial_places_every_array_as_cuda_would(monkeypatch: pytest.MonkeyPatch) -> None:
+    placed: list[int] = []
+
+    def emulate(*inputs: Any, **options: Any) -> Any:
+        placed.extend(array.ctypes.data % 256 for array in (*inputs, options["out"], options["lse"]))
+        return trial_emulate(*inputs, **options)
+
+    trial_emulate = trial.emulate
+    monkeypatch.setattr(trial, "emulate", emulate)
+    assert attempt("05_wmma", shape="1x1x64x64").passed
+    assert placed == [0] * 5
+
+
+@needs_compiler
 def test_counters_are_compared_where_some_are_on_record(tmp_path: Path) -> None:
     write_synthetic(tmp_path / "data", problems=suite("first"))
     lab = settings(source="replay", data=tmp_path / "data", out=tmp_path, stages="00_naive,01_coalesced")

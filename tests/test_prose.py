@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prose import markdown_of, quoted_texts, typed_numbers, written_pages
 
 from flashlab.core.paths import ROOT
 from flashlab.experiments import levers
 from flashlab.kernels import registry
-from flashlab.show import site
-from flashlab.show.typed import markdown_of
 
 INSTEAD = {
     r"\b(?:a|next|each|another|every) work\b(?! tile)|\b(?:equal|longest) works|\bworks (?:is|are) taken": "work tile",
@@ -47,7 +46,7 @@ def prose(text: str) -> str:
 
 
 def _texts() -> Iterator[tuple[str, str]]:
-    for path in site.written_pages():
+    for path in written_pages():
         yield path.relative_to(ROOT).as_posix(), markdown_of(path)
     for stage in (*registry.STAGES.values(), *registry.OFF_LADDER.values()):
         # A prediction stays as it was written.
@@ -87,8 +86,65 @@ def test_code_and_addresses_are_not_prose(text: str) -> None:
 
 def test_every_page_has_a_title_of_its_own() -> None:
     titles: dict[str, Path] = {}
-    for path in site.written_pages():
+    for path in written_pages():
         found = re.search(r"^title: (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         if path.suffix == ".md" and found:
             assert found[1] not in titles, f"{path} and {titles[found[1]]}"
             titles[found[1]] = path
+
+
+# --- Numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_no_measured_number_is_written_by_hand() -> None:
+    found = "\n".join(map(str, typed_numbers((*written_pages(), *quoted_texts()))))
+    assert not found, (
+        f"measured numbers that were typed:\n{found}\nA snippet draws them from data/; a constant, arithmetic, a "
+        "quotation or a prediction says so: <!-- fixed: why -->, in TOML # fixed: why"
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "at 514 TFLOP/s", "12.5 µs", "3–5 ms", "1 to 2 %", "4.8 TB/s", "2 GB/s", "1,400 cycles", "700 W", "1.2 us",
+        "it is ×1.3 of", "gains 1.3× there", "10 times", "ten times as long", "twice the rate", "Twice as long",
+        "a tenth slower", "half as often", "two thirds of", "costs a quarter, which", "it halves the traffic",
+        "it doubled", "more than half of the time", "95 percent", "several times slower", "by a third.",
+        "less than half a", "within a few percent", "an order of magnitude", "cost a fiftieth of",
+    ],
+)  # fmt: skip
+def test_a_typed_number_is_found(words: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"A line.\n\nThe kernel is {words} or so.\n", encoding="utf-8")
+    (found,) = typed_numbers([page])
+    assert str(found).startswith(f"{page}:3: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Tiles of 64 × 64, 4 × 2 warps, 128 keys.", "A third buffer, double buffering, the second time.",
+        "`514 TFLOP/s` and\n\n```\n12 µs\n```\n", "[here](x.md#a-50-%)", "in two halves",
+        "Peak is 989 TFLOP/s. <!-- fixed: data sheet -->",
+        "<!-- fixed: predicted before measuring -->\nIt takes 5 µs.\nOr 6 µs.",
+        "<!-- fixed: the source's words -->\n\n| a | b |\n|---|---|\n| 5 µs | 6 µs |",
+    ],
+)  # fmt: skip
+def test_what_is_no_measurement_may_be_typed(text: str, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text, encoding="utf-8")
+    assert not list(typed_numbers([page]))
+    page.write_text(f"{text}\n\nIt takes 5 µs. <!-- fixed: -->\n", encoding="utf-8")
+    assert [one.words for one in typed_numbers([page])] == ["5 µs"]
+
+
+@pytest.mark.parametrize("name", ["rung.toml", "experiment.patch"])
+def test_a_typed_number_is_found_in_a_text_that_pages_quote(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(
+        'prediction = """\n5 \\\nµs."""\n\nwhy = """\nOf no \\\nuse: 6 \\\nµs."""\n\n'
+        '# fixed: a data sheet\nsame = "7 W"\n\none = "8 W" # fixed: too\nother = "9 W"\n\n--- a/x\n+10 W\n',
+        encoding="utf-8",
+    )
+    assert [(one.line, one.words) for one in typed_numbers([path])] == [(6, "6 µs"), (14, "9 W")]

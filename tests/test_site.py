@@ -31,7 +31,6 @@ from flashlab.record.schema import Status
 from flashlab.show import pages as content
 from flashlab.show import site, tables
 from flashlab.show.notebook import NOTHING_YET
-from flashlab.show.typed import typed_numbers
 
 SECTIONS = ("Question", "Result", "Change", "Why", "Prediction", "Next", "Every measurement", "The code")
 
@@ -63,60 +62,6 @@ def test_every_stage_has_one_page_with_every_section() -> None:
         assert tuple(re.findall(r"^## (.+)$", text, re.MULTILINE)) == SECTIONS
         for section in ("title", "question", "result", "change", "prediction", "measured", "code"):
             assert f'--8<-- "stages/{stage_id}.md:{section}"' in text
-
-
-def test_no_measured_number_is_written_by_hand() -> None:
-    assert list(map(str, typed_numbers((*site.written_pages(), *site.quoted_texts())))) == []
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "at 514 TFLOP/s", "12.5 µs", "3–5 ms", "1 to 2 %", "4.8 TB/s", "2 GB/s", "1,400 cycles", "700 W", "1.2 us",
-        "it is ×1.3 of", "gains 1.3× there", "10 times", "ten times as long", "twice the rate", "Twice as long",
-        "a tenth slower", "half as often", "two thirds of", "costs a quarter, which", "it halves the traffic",
-        "it doubled", "more than half of the time", "95 percent", "several times slower", "by a third.",
-        "less than half a", "within a few percent", "an order of magnitude", "cost a fiftieth of",
-    ],
-)  # fmt: skip
-def test_a_typed_number_is_found_and_stops_the_build(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(f"A line.\n\nThe kernel is {words} or so.\n", encoding="utf-8")
-    monkeypatch.setattr(site, "written_pages", lambda: (page,))
-    with pytest.raises(ReportError, match=r"page\.md:3: .*\n.*<!-- fixed: why -->"):
-        site.write_pages(tmp_path / "out", data=tmp_path / "data")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Tiles of 64 × 64, 4 × 2 warps, 128 keys.", "A third buffer, double buffering, the second time.",
-        "`514 TFLOP/s` and\n\n```\n12 µs\n```\n", "[here](x.md#a-50-%)", "in two halves",
-        "Peak is 989 TFLOP/s. <!-- fixed: data sheet -->",
-        "<!-- fixed: predicted before measuring -->\nIt takes 5 µs.\nOr 6 µs.",
-        "<!-- fixed: the source's words -->\n\n| a | b |\n|---|---|\n| 5 µs | 6 µs |",
-    ],
-)  # fmt: skip
-def test_what_is_no_measurement_may_be_typed(text: str, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(text, encoding="utf-8")
-    assert not list(typed_numbers([page]))
-    page.write_text(f"{text}\n\nIt takes 5 µs. <!-- fixed: -->\n", encoding="utf-8")
-    assert [one.words for one in typed_numbers([page])] == ["5 µs"]
-
-
-@pytest.mark.parametrize("name", ["rung.toml", "experiment.patch"])
-def test_a_typed_number_is_found_in_a_text_that_pages_quote(name: str, tmp_path: Path) -> None:
-    path = tmp_path / name
-    path.write_text(
-        'prediction = """\n5 \\\nµs."""\n\nwhy = """\nOf no \\\nuse: 6 \\\nµs."""\n\n'
-        '# fixed: a data sheet\nsame = "7 W"\n\none = "8 W" # fixed: too\nother = "9 W"\n\n--- a/x\n+10 W\n',
-        encoding="utf-8",
-    )
-    assert [(one.line, one.words) for one in typed_numbers([path])] == [(6, "6 µs"), (14, "9 W")]
 
 
 def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_type_too(tmp_path: Path) -> None:

@@ -349,7 +349,6 @@ def _chart(rows: Sequence[tuple[str, str, Effect, Estimate | None]], *, name: st
     return intervals(
         groups,
         name=name,
-        reference=1.0 if ratio else 0.0,
         ratio=ratio,
         provenance=_caption(shown),
         data_files=_files(shown, "ablations" if ratio else "parts"),

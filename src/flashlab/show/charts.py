@@ -16,7 +16,6 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from io import BytesIO, StringIO
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -408,12 +407,16 @@ def _spread(row: Measurement) -> tuple[float, float, float]:
     return slow, mid, fast
 
 
-def ladder(
-    rows: Sequence[Measurement],
-    *,
-    name: str = "ladder",
-    beside: Sequence[Measurement] = (),
-) -> Chart:
+def _stages_then_libraries(lines: Sequence[Measurement], best: float | None) -> dict[str, Any]:
+    """Where the rows of a ladder stand, libraries a little apart, and the line of the fastest library."""
+    look = {"color": PEER, "linestyle": (0, (3, 3)), "alpha": 0.8, "zorder": 0}
+    return {
+        "positions": [index + (0.6 if row.kind == "peer" else 0.0) for index, row in enumerate(lines)],
+        "reference": None if best is None else (best, look),
+    }
+
+
+def ladder(rows: Sequence[Measurement], *, name: str = "ladder", beside: Sequence[Measurement] = ()) -> Chart:
     """Every stage and every library at one problem, TFLOP/s on a logarithmic axis, with the 5th to 95th percentile.
 
     A logarithmic axis, because rates span orders of magnitude and equal steps then mean equal factors; marks rather
@@ -435,7 +438,6 @@ def ladder(
     hollow, lines = {row.name for row in beside}, select.with_beside(rows, beside)
     left, top = min(low for low, _, _ in rates.values()) / 1.7, max(high for _, _, high in rates.values())
     right: dict[Layout, float] = {"wide": top * 3.0, "narrow": top * 4.5}
-    first_peer = next((index for index, row in enumerate(lines) if index and row.kind == "peer"), len(lines))
 
     def each(axes: Axes, y: float, row: Measurement, layout: Layout) -> None:
         colour = PEER if row.kind == "peer" else STAGE
@@ -462,11 +464,8 @@ def ladder(
         xlabel="TFLOP/s, logarithmic",
         heights=(0.65 + 0.27 * (len(rows) + 1), 0.65 + 0.37 * (len(rows) + 1)),
         xlim={layout: (left, end) for layout, end in right.items()},
-        reference=(rates[peer.name][1], {"color": PEER, "linestyle": (0, (3, 3)), "alpha": 0.8, "zorder": 0})
-        if peer
-        else None,
         log=True,
-        positions=[index + (0.6 if index >= first_peer else 0.0) for index in range(len(lines))],
+        **_stages_then_libraries(lines, rates[peer.name][1] if peer else None),
         corner="× parent",
         alt=f"Throughput of {len(timed)} stages and libraries on a logarithmic axis. "
         f"{best or 'No stage has a time'}; {library or 'no library has a time'}." + (f" {note}" if note else ""),
@@ -482,12 +481,7 @@ _FRONT_LIBRARIES = 4
 """So many of the fastest stand on the front page."""
 
 
-def climb(
-    rows: Sequence[Measurement],
-    *,
-    shares: Mapping[str, float],
-    highlight: str = "",
-) -> Chart:
+def climb(rows: Sequence[Measurement], *, shares: Mapping[str, float], highlight: str = "") -> Chart:
     """The whole ladder and the fastest libraries at one problem, TFLOP/s as bars from 0, so that its top can be read.
 
     Args:
@@ -498,7 +492,7 @@ def climb(
         NoDataError: no row has a time.
     """
     timed = _timed(rows)
-    rates = {row.name: _spread(row)[1] for row in timed}
+    rates = {row.name: select.rate(row) or 0.0 for row in timed}
     stages = [row for row in timed if row.kind == "stage"]
     others = sorted((row for row in timed if row.kind == "peer"), key=lambda row: -rates[row.name])
     # One library by two names is shown once: dispatch by PyTorch to cuDNN is cuDNN.
@@ -523,10 +517,7 @@ def climb(
         xlabel="TFLOP/s (percent of the tensor cores' peak)",
         heights=(0.7 + 0.27 * (len(lines) + 1), 0.7 + 0.37 * (len(lines) + 1)),
         xlim={"wide": (0, top * 1.2), "narrow": (0, top * 1.36)},
-        positions=[index + (0.6 if row.kind == "peer" else 0.0) for index, row in enumerate(lines)],
-        reference=(rates[peer.name], {"color": PEER, "linestyle": (0, (3, 3)), "alpha": 0.8, "zorder": 0})
-        if peer
-        else None,
+        **_stages_then_libraries(lines, rates[peer.name] if peer else None),
         bars=True,
         bold=[highlight] if highlight else [],
         alt=f"Throughput in TFLOP/s from 0. {'; '.join(said)}.",
@@ -733,7 +724,7 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
     )
 
 
-def errors(rows: Sequence[Measurement], *, name: str = "errors") -> Chart:
+def errors(rows: Sequence[Measurement]) -> Chart:
     """Largest error of each row as a fraction of its limit: left of one passes.
 
     Raises:
@@ -755,7 +746,7 @@ def errors(rows: Sequence[Measurement], *, name: str = "errors") -> Chart:
     return _row_chart(
         [(row_title(row), (row, verdict)) for row, verdict in judged],
         each,
-        name=name,
+        name="errors",
         xlabel="error ÷ limit, logarithmic",
         extra=0.65,
         reference=(1.0, {"color": LOSS, "linewidth": 1.2}),
@@ -1057,14 +1048,7 @@ def _line_style(row: Measurement, *, hollow: bool) -> dict[str, Any]:
     }
 
 
-def lengths(
-    shown: Results,
-    *,
-    head_dim: int,
-    mask: str,
-    dtype: str = "float16",
-    regime: Regime = "burst",
-) -> Chart:
+def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16", regime: Regime = "burst") -> Chart:
     """Rate over sequence length at a constant number of tokens, stages beside libraries; right, percent of the peak.
 
     A line needs two lengths, and a rate that is not tiny beside the fastest: others are left out.
@@ -1416,10 +1400,7 @@ def _spread_labels(points: Sequence[_Point], *, points_per_decade: float) -> lis
 
 
 def roofline(
-    shown: Results,
-    *,
-    level: Literal["dram", "l2"] = "dram",
-    profiles: Sequence[StageProfile] | None = None,
+    shown: Results, *, level: Literal["dram", "l2"] = "dram", profiles: Sequence[StageProfile] | None = None
 ) -> Chart:
     """Rates against arithmetic intensity under the GPU's ceilings.
 
@@ -1456,9 +1437,75 @@ def roofline(
         if clock_mhz
         else "; the clock inside the calls was not recorded"
     )
-    caption = _roofline_caption(points, first, level=level, by_problem=by_problem, crowded=crowded)
+    if by_problem:
+        stages = {point.row.name for point in points if point.is_stage}
+        which = f", {stages.pop()} at each" if len(stages) == 1 else ""
+        caption = (
+            f"Each full {first.dtype} problem's fastest stage (circles{which}) and fastest library (diamonds), over "
+            "the bytes that must cross device memory. A column is one sequence length S"
+            f"{'' if crowded else ', a label names batch and head dim'}. "
+            f"Filled: head dim {first.head_dim}, hollow: another."
+        )
+    else:
+        counted = (
+            "must cross device memory" if level == "dram" else "its tiles fetch from L2, counted from its tile size"
+        )
+        filled = " Filled: over those that Nsight Compute measured." if any(point.solid for point in points) else ""
+        caption = f"Each stage at {first.label}. Hollow: over the bytes that {counted}.{filled}"
+
+    def draw(figure: Figure, layout: Layout) -> None:
+        axes: Axes = figure.subplots()
+        top = max(roof.value for roof in roofs if not roof.is_slope)
+        slope = max(roof.value for roof in roofs if roof.is_slope)
+        places = [*(point.intensity for point in points), top / slope]
+        left, right = min(places) / (3 if by_problem else 8), max(places) * 4
+        low = min([*(point.tflops for point in points), *(roof.value for roof in roofs if not roof.is_slope)]) / 3
+        axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, top * 1.6))
+        colours = iter(_ROOF_COLOURS)
+        for roof in sorted(roofs, key=lambda roof: (not roof.is_slope, not roof.measured, -roof.value)):
+            label = f"{roof.label}, {number(roof.value)} {'TB/s' if roof.is_slope else 'TFLOP/s'}"
+            axes.plot(
+                [left, top / roof.value] if roof.is_slope else [roof.value / slope, right],
+                [left * roof.value, top] if roof.is_slope else [roof.value] * 2,
+                color=MUTED if roof.is_slope or not roof.measured else next(colours),
+                linewidth=1.8 if roof.measured else 1.2,
+                linestyle="-" if roof.measured else (0, (4, 3)),
+                label=f"{label}{'' if roof.measured else ' (data sheet)'}",
+            )
+        for point in points:
+            colour = STAGE if point.is_stage else PEER
+            marker, face = "o" if point.is_stage else "D", colour if point.solid else PAPER
+            look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "markersize": 6, "markeredgewidth": 1.6}
+            axes.plot([point.intensity], [point.tflops], marker, **look)
+        if by_problem:
+            _name_lengths(axes, layout, points)
+        decade = axes.get_window_extent().height / figure.dpi * 72 / math.log10(top * 1.6 / low)
+        for point, shift in _spread_labels([p for p in points if p.label and not crowded], points_per_decade=decade):
+            # Towards the side where no other mark's label begins.
+            leftwards = any(0.1 < math.log10(other.intensity / point.intensity) < 0.58 for other in points)
+            _text(
+                axes,
+                point.label,
+                (point.intensity, point.tflops),
+                (-7 if leftwards else 7, shift),
+                ha="right" if leftwards else "left",
+                va="center",
+                size=8 if layout == "wide" else 7,
+                color=STAGE if point.is_stage else PEER,
+                bbox={"facecolor": PAPER, "alpha": 0.8, "pad": 0.6},
+                # Far from its mark a label needs a line to it.
+                arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7} if shift > _LABEL_POINTS else None,
+            )
+        for axis in (axes.xaxis, axes.yaxis):
+            _plain_log_ticks(axis, "narrow")
+        axes.tick_params(axis="y", labelcolor=MUTED)
+        axes.grid()
+        memory = "device memory" if level == "dram" else "L2"
+        axes.set(xlabel=f"operations per byte of {memory}", ylabel="TFLOP/s")
+        figure.legend(loc="outside lower left", ncols=2 if layout == "wide" else 1)
+
     return compose(
-        partial(_draw_roofline, level=level, roofs=roofs, points=points, by_problem=by_problem, crowded=crowded),
+        draw,
         name=f"roofline-{level}{'' if by_problem or level == 'l2' else '-measured'}",
         heights=(6.2, 7.0),
         alt=f"Roofline. Compute ceilings, TFLOP/s: {flat}. Marks, TFLOP/s: {said}.",
@@ -1466,82 +1513,6 @@ def roofline(
         provenance=select.provenance(rows),
         data_files=select.run_files([*rows, *shown.ceilings.values(), *measured]),
     )
-
-
-def _roofline_caption(points: Sequence[_Point], first: Problem, *, level: str, by_problem: bool, crowded: bool) -> str:
-    if by_problem:
-        stages = {point.row.name for point in points if point.is_stage}
-        which = f", {next(iter(stages))} at each" if len(stages) == 1 else ""
-        return (
-            f"Each full {first.dtype} problem's fastest stage (circles{which}) and fastest library (diamonds), over "
-            "the bytes that must cross device memory. A column is one sequence length S"
-            f"{'' if crowded else ', a label names batch and head dim'}. "
-            f"Filled: head dim {first.head_dim}, hollow: another."
-        )
-    counted = "must cross device memory" if level == "dram" else "its tiles fetch from L2, counted from its tile size"
-    filled = " Filled: over those that Nsight Compute measured." if any(point.solid for point in points) else ""
-    return f"Each stage at {first.label}. Hollow: over the bytes that {counted}.{filled}"
-
-
-def _draw_roofline(
-    figure: Figure,
-    layout: Layout,
-    *,
-    level: str,
-    roofs: Sequence[_Roof],
-    points: Sequence[_Point],
-    by_problem: bool,
-    crowded: bool,
-) -> None:
-    axes: Axes = figure.subplots()
-    top = max(roof.value for roof in roofs if not roof.is_slope)
-    slope = max(roof.value for roof in roofs if roof.is_slope)
-    places = [*(point.intensity for point in points), top / slope]
-    left, right = min(places) / (3 if by_problem else 8), max(places) * 4
-    low = min([*(point.tflops for point in points), *(roof.value for roof in roofs if not roof.is_slope)]) / 3
-    axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, top * 1.6))
-    colours = iter(_ROOF_COLOURS)
-    for roof in sorted(roofs, key=lambda roof: (not roof.is_slope, not roof.measured, -roof.value)):
-        label = f"{roof.label}, {number(roof.value)} {'TB/s' if roof.is_slope else 'TFLOP/s'}"
-        axes.plot(
-            [left, top / roof.value] if roof.is_slope else [roof.value / slope, right],
-            [left * roof.value, top] if roof.is_slope else [roof.value] * 2,
-            color=MUTED if roof.is_slope or not roof.measured else next(colours),
-            linewidth=1.8 if roof.measured else 1.2,
-            linestyle="-" if roof.measured else (0, (4, 3)),
-            label=f"{label}{'' if roof.measured else ' (data sheet)'}",
-        )
-    for point in points:
-        colour = STAGE if point.is_stage else PEER
-        marker, face = "o" if point.is_stage else "D", colour if point.solid else PAPER
-        look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "markersize": 6, "markeredgewidth": 1.6}
-        axes.plot([point.intensity], [point.tflops], marker, **look)
-    if by_problem:
-        _name_lengths(axes, layout, points)
-    decade = axes.get_window_extent().height / figure.dpi * 72 / math.log10(top * 1.6 / low)
-    for point, shift in _spread_labels([p for p in points if p.label and not crowded], points_per_decade=decade):
-        # Towards the side where no other mark's label begins.
-        leftwards = any(0.1 < math.log10(other.intensity / point.intensity) < 0.58 for other in points)
-        _text(
-            axes,
-            point.label,
-            (point.intensity, point.tflops),
-            (-7 if leftwards else 7, shift),
-            ha="right" if leftwards else "left",
-            va="center",
-            size=8 if layout == "wide" else 7,
-            color=STAGE if point.is_stage else PEER,
-            bbox={"facecolor": PAPER, "alpha": 0.8, "pad": 0.6},
-            # Far from its mark a label needs a line to it.
-            arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7} if shift > _LABEL_POINTS else None,
-        )
-    for axis in (axes.xaxis, axes.yaxis):
-        _plain_log_ticks(axis, "narrow")
-    axes.tick_params(axis="y", labelcolor=MUTED)
-    axes.grid()
-    memory = "device memory" if level == "dram" else "L2"
-    axes.set(xlabel=f"operations per byte of {memory}", ylabel="TFLOP/s")
-    figure.legend(loc="outside lower left", ncols=2 if layout == "wide" else 1)
 
 
 def _name_lengths(axes: Axes, layout: Layout, points: Sequence[_Point]) -> None:
@@ -1562,11 +1533,7 @@ _FARTHEST_PERCENT = 12.0
 
 
 def differences(
-    series: Mapping[str, Mapping[str, tuple[float, float, float]]],
-    *,
-    axis: str,
-    within: float | None,
-    **what: Any,
+    series: Mapping[str, Mapping[str, tuple[float, float, float]]], *, axis: str, within: float | None, **what: Any
 ) -> Chart:
     """Percent away from zero, with an interval, of several series in each row.
 
@@ -1641,16 +1608,13 @@ class Interval:
 _LOOKS = {"plain": ("o", MUTED), "better": ("o", ACCENT), "worse": ("o", LOSS), "first": ("|", INK)}
 
 
-def intervals(
-    groups: Mapping[str, Sequence[Interval]], *, xlabel: str, reference: float, ratio: bool, **what: Any
-) -> Chart:
-    """A forest plot: a value with its interval a row, in named groups, beside a line of reference.
+def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: bool, **what: Any) -> Chart:
+    """A forest plot: a value with its interval a row, in named groups, beside the line of no difference.
 
     Args:
         groups: rows by the name that stands above them.
         xlabel: what the values are.
-        reference: where the line is.
-        ratio: whether values are ratios, drawn on a logarithmic axis.
+        ratio: whether values are ratios, drawn on a logarithmic axis; else differences.
         what: name, alt, caption, provenance and data files, as `Chart` has them.
 
     Raises:
@@ -1668,8 +1632,8 @@ def intervals(
             axes.plot([one.low, one.high], [y, y], color=colour, linewidth=1.6, zorder=2)
             _mark(axes, one.value, y, shape, colour, markersize=5, zorder=3)
 
-    log, bold = _ratio_ticks if ratio else False, list(groups)
-    return _row_chart(lines, each, xlabel=xlabel, reference=(reference, {}), log=log, bold=bold, **what)
+    same, log = (1.0, _ratio_ticks) if ratio else (0.0, False)
+    return _row_chart(lines, each, xlabel=xlabel, reference=(same, {}), log=log, bold=list(groups), **what)
 
 
 def changes(comparison: Comparison, shown: Sequence[Change]) -> Chart:
@@ -1691,7 +1655,6 @@ def changes(comparison: Comparison, shown: Sequence[Change]) -> Chart:
     return intervals(
         groups,
         xlabel=f"times as fast: {after} over {before}",
-        reference=1.0,
         ratio=True,
         name="compare",
         alt="; ".join(f"{one.name} at {one.problem.label}: {number(one.ratio)}, {one.verdict}" for one in shown),

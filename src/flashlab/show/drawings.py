@@ -251,16 +251,9 @@ def factors(figure: Figure, layout: Layout) -> Facts:
     return {"size": size}
 
 
-def _lanes(
-    axes: Axes,
-    rows: Sequence[str],
-    spans: Iterable[Span],
-    *,
-    end: float,
-    height: float = 0.62,
-    letter: float = 0.0,
-) -> None:
+def _lanes(axes: Axes, rows: Sequence[str], spans: Iterable[Span], *, end: float, letter: float = 0.0) -> None:
     """A timeline: named rows, and spans. Words that would not fit at `letter` of time for each letter are left out."""
+    height = 0.62
     _bare(axes, (0, end), (-0.6, len(rows) - 0.1))
     for row, name in enumerate(rows):
         axes.text(0, row - 0.33, name, ha="left", va="bottom", color=MUTED, fontsize="small")

@@ -56,9 +56,13 @@ def branches(kernels: Mapping[str, Sequence[Instruction]]) -> str:
     return table(columns, kernels.items())
 
 
-def excerpt(instructions: Sequence[Instruction], opcode: str, *, lines: int = 16) -> str:
+_EXCERPT = 16
+"""Lines of an excerpt."""
+
+
+def excerpt(instructions: Sequence[Instruction], opcode: str) -> str:
     """Machine code from the densest stretch of instructions whose opcode starts with `opcode`, as a code block."""
-    starts = range(max(1, len(instructions) - lines + 1))
-    best = max(starts, key=lambda i: sum(one.opcode.startswith(opcode) for one in instructions[i : i + lines]))
-    text = "\n".join(f"{one.address:06x}  {one.text}" for one in instructions[best : best + lines])
+    starts = range(max(1, len(instructions) - _EXCERPT + 1))
+    best = max(starts, key=lambda i: sum(one.opcode.startswith(opcode) for one in instructions[i : i + _EXCERPT]))
+    text = "\n".join(f"{one.address:06x}  {one.text}" for one in instructions[best : best + _EXCERPT])
     return f"```text\n{text}\n```\n"

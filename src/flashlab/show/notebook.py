@@ -113,24 +113,23 @@ class Lab:
         """Those of the chosen stages that are CUDA C++: what compiles, and what the CPU emulation runs."""
         return tuple(stage_id for stage_id in self.stages if stage_id in registry.CUDA_STAGES)
 
-    def measure(self, of: str = "", *, suite: bool = True, ceilings: bool = False) -> Path | None:
+    def measure(self, *, suite: bool = True, ceilings: bool = False) -> Path | None:
         """Measure the suite, the ceilings or both on this GPU and append a run to data/; None when replaying.
 
         What is on record for the same machine code and software is left out (`bench.run`), so that a notebook which was
-        cut off goes on. None too where that is all. `of` names another suite than the notebook's.
+        cut off goes on. None too where that is all.
 
         Raises:
-            ParameterError: no suite of that name.
             NoGpuError: there is no GPU.
             OutputError: data/ cannot be written.
         """
-        problems = problems_of(of or self.suite)
         if self.source == "replay":
             return None
         from flashlab.measure import bench
 
-        wanted = [replace(problem, inputs=kind) for problem in problems for kind in self.inputs] if suite else []
-        plan = bench.plan_of(of or self.suite)
+        problems = problems_of(self.suite) if suite else ()
+        wanted = [replace(problem, inputs=kind) for problem in problems for kind in self.inputs]
+        plan = bench.plan_of(self.suite)
         with progress_bar() as progress:
             options = bench.Options(data=self.data, progress=progress, note=print, resume=True)
             run = bench.run(wanted, stages=self.stages, plan=plan, ceilings=ceilings, options=options)
@@ -169,9 +168,8 @@ class Lab:
         Raises:
             OutputError: the compile cache cannot be written.
         """
-        missing = trial.no_compiler()
-        if missing:
-            return trial.CpuCheck(missing=missing)
+        if trial.no_compiler():
+            return trial.CpuCheck()
         options: dict[str, Any] = {"lengths": LENGTHS, "head_dims": (HEAD_DIM,), "dtypes": ("float16",)}
         options |= {"layouts": ("contiguous",)}
         stages = {stage_id: registry.get(stage_id) for stage_id in self.cuda_stages}
@@ -196,9 +194,8 @@ class Lab:
             UnknownStageError, ParameterError: no such stage or file.
             OutputError: the compile cache cannot be written.
         """
-        missing = trial.no_compiler()
-        if missing:
-            return trial.CpuCheck(missing=missing)
+        if trial.no_compiler():
+            return trial.CpuCheck()
         kernel = registry.get(stage_id)
         began = time.perf_counter()
         with progress_bar() as progress:

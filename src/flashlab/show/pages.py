@@ -353,42 +353,39 @@ def _notebook_copy(source: Path, target: Path) -> None:
 
 def _front_page(out: Output, shown: Results | None, data: Path) -> None:
     _about(out)
-    _card(out, shown)
+    rows = shown.rows() if shown and shown.first else ()
+    stage, peer = select.fastest_stage(rows), select.fastest_peer(rows)
+    share = contests.percent_of_peak(stage) if stage else None
+    _card(out, stage, rows, share)
     if shown is None or shown.first is None:
         out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
         out.snippet("front-numbers.md", "")
         out.snippet("front-finding.md", "")
         out.snippet("losses.md", NOTHING_YET)
         return
-    rows, beside = shown.rows(), shown.beside()
     contested = contests.against_peers(shown.gpu, data, tuple(KINDS))
-    best = _best(shown, rows, contested)
     try:
-        shares = {row.name: share for row in rows if (share := contests.percent_of_peak(row))}
-        chart = out.chart(charts.climb(rows, shares=shares, highlight=best), "index.md")
+        shares = {row.name: peak for row in rows if (peak := contests.percent_of_peak(row))}
+        chart = out.chart(charts.climb(rows, shares=shares, highlight=stage.name if stage else ""), "index.md")
     except NoDataError as error:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)
-    cards = [*_front_cards(shown, rows, beside, data), *_extremes(contested)]
+    cards = [*_front_cards(shown, stage, peer, data), *_extremes(contested)]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
     where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
-    lost = sum(one.burst.ratio < 1 for one in contested if one.burst)
-    compared = sum(bool(one.burst) for one in contested)
-    row, peer = next((one for one in rows if one.name == best), None), select.fastest_peer(rows)
-    said = {"row": row, "share": row and contests.percent_of_peak(row), "peer": peer, "lost": lost}
-    out.snippet("front-finding.md", out.rendered("front.md", "index.md", shown=shown, compared=compared, **said))
+    ratios = [one.burst.ratio for one in contested if one.burst]
+    said = {"row": stage, "share": share, "peer": peer, "lost": sum(ratio < 1 for ratio in ratios)}
+    out.snippet("front-finding.md", out.rendered("front.md", "index.md", shown=shown, compared=len(ratios), **said))
     out.snippet("losses.md", _losses(contested))
 
 
-def _card(out: Output, shown: Results | None) -> None:
+def _card(out: Output, stage: Measurement | None, rows: Sequence[Measurement], share: float | None) -> None:
     """The picture of the report for links to it: overrides/main.html names it."""
-    rows = shown.rows() if shown and shown.first else ()
-    stage, said = select.fastest_stage(rows), ["flashlab: one idea at a time, measured"]
-    if shown and shown.first and stage and (rate := select.rate(stage)):
-        share = contests.percent_of_peak(stage)
+    said = ["flashlab: one idea at a time, measured"]
+    if stage:
         peak = f", {percent(share)} of the tensor cores’ peak" if share else ""
-        said = [f"{number(rate)} TFLOP/s{peak}", f"{shown.name}, {shown.first.label}"]
+        said = [f"{number(select.rate(stage))} TFLOP/s{peak}", f"{stage.gpu.name}, {stage.problem.label}"]
     (out.root / "card.png").write_bytes(charts.card(rows, title="How an attention kernel gets fast", said=said))
 
 
@@ -407,13 +404,6 @@ def _extremes(contested: Sequence[contests.AgainstPeers]) -> list[tuple[str, str
         for which, (ratio, one) in ends
         if one.burst
     ]
-
-
-def _best(shown: Results, rows: Sequence[Measurement], contested: Sequence[contests.AgainstPeers]) -> str:
-    """The stage that the first problem's comparison with the libraries is about; else the fastest, else nothing."""
-    contest = next((one.burst for one in contested if one.problem == shown.first and one.burst), None)
-    stage = select.fastest_stage(rows)
-    return contest.stage if contest else stage.name if stage else ""
 
 
 def _losses(contested: Sequence[contests.AgainstPeers]) -> str:
@@ -445,24 +435,23 @@ def _about(out: Output) -> None:
 
 
 def _front_cards(
-    shown: Results, rows: Sequence[Measurement], beside: Sequence[Measurement], data: Path
+    shown: Results, stage: Measurement | None, peer: Measurement | None, data: Path
 ) -> list[tuple[str, str]]:
     """The fastest stage: its rate, over the first stage and over the libraries."""
-    stage, peer = select.fastest_stage(rows), select.fastest_peer(rows)
-    rate, first = (select.rate(stage) if stage else None), shown.first
-    if stage is None or rate is None or first is None:
+    rows, rate = shown.rows(), select.rate(stage) if stage else None
+    if stage is None or rate is None:
         return []
     cards = [(f"{number(rate)} TFLOP/s", f"the default version, {stage.name}")]
-    foot = next((row for row in rows if row.kind == "stage" and select.rate(row)), stage)
+    foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
         cards.append((times(rate / (select.rate(foot) or rate)), f"over {foot.name}"))
     if peer is None:
         return cards
     said = f"of the fastest library in {peer.problem.dtype}, {tables.peer_title(peer.name)} ({_timed_there(rows)})"
-    faster = select.fastest_peer([peer, *beside])
+    faster = select.fastest_peer([peer, *shown.beside()])
     if faster is not None and faster is not peer:
         # The library to pass lacks this type: what counts first is the ratio in the type that it has.
-        other = dataclasses.replace(first, dtype=faster.problem.dtype)
+        other = dataclasses.replace(stage.problem, dtype=faster.problem.dtype)
         contest = next((one.burst for one in contests.against_peers(shown.gpu, data) if one.problem == other), None)
         if contest:
             named = _timed_there(shown.problems.get(other, ()))
@@ -893,7 +882,7 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
 
 def _dictionary(model: Any) -> str:
     """What the fields of a record mean."""
-    meanings = {name: text for base in reversed(model.__mro__[:-1]) for name, text in _docstrings(base).items()}
+    meanings = _docstrings(model)
     columns = (
         Column("field", "0", code),
         Column("type", lambda item: code(_type_name(item[1].annotation)), left=True),

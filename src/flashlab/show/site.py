@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from flashlab.core.errors import ReportError
-from flashlab.core.paths import BUILD, DATA, KERNELS, NOTEBOOKS, ROOT, SITE, writable_dir
+from flashlab.core.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
 from flashlab.kernels import registry
 from flashlab.record import store, upload
 from flashlab.show import pages, sweep
 from flashlab.show.notebook import settings
 from flashlab.show.pages import PAGE_OF
 from flashlab.show.sweep import Say, run_program, tail
-from flashlab.show.typed import typed_numbers
 
 _SITE_TIMEOUT_S = 180.0
 _SHOWN_MIN = 0.3
@@ -33,18 +32,6 @@ _SHOWN_MIN = 0.3
 
 
 # --- The site ---------------------------------------------------------------------------------------------------------
-
-
-def written_pages() -> tuple[Path, ...]:
-    """What people wrote: the pages under site/, the notebooks and the README."""
-    pages = (path for path in SITE.rglob("*.md") if "generated" not in path.relative_to(SITE).parts)
-    return (*sorted(pages), *sorted(NOTEBOOKS.glob("*.ipynb")), ROOT / "README.md")
-
-
-def quoted_texts() -> tuple[Path, ...]:
-    """What people wrote and pages quote: every TOML file, the headers of experiments, and templates."""
-    folders, kinds = (KERNELS, NOTEBOOKS, Path(__file__).parents[1]), ("toml", "patch", "md")
-    return tuple(sorted(path for folder in folders for kind in kinds for path in folder.rglob(f"*.{kind}")))
 
 
 def write_pages(
@@ -62,16 +49,8 @@ def write_pages(
 
     Raises:
         NoDataError: `gpu` has no records.
-        ReportError: somebody typed a measured number into a page, a notebook, the README or a text that pages quote.
         OutputError: `out` cannot be written.
     """
-    if found := list(typed_numbers((*written_pages(), *quoted_texts()))):
-        listed = "\n".join(f"  {one}" for one in found)
-        raise ReportError(
-            f"wanted measured numbers to come from records, found some that were typed:\n{listed}\nA snippet draws "
-            "them from data/; a constant, arithmetic, a quotation or a prediction says so: <!-- fixed: why -->, "
-            "in TOML # fixed: why"
-        )
     folder = writable_dir(out, "the pages") / "pages"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(SITE, folder, ignore=shutil.ignore_patterns("generated"))
@@ -167,12 +146,11 @@ def measuring(gpu: str, *, full: bool = False, stages: str = "") -> tuple[sweep.
 def showing(gpu: str, *, stages: str = "") -> tuple[sweep.Cell, ...]:
     """The cells that show what is on record: every notebook that has a page."""
     found = []
-    for name in PAGE_OF:
-        notebook = NOTEBOOKS / f"{name}.ipynb"
-        known = sweep.parameters_of(notebook)
+    for notebook in (NOTEBOOKS / f"{name}.ipynb" for name in PAGE_OF):
         given = {"source": "replay", "stages": stages}
+        known = sweep.parameters_of(notebook)
         chosen = {key: value for key, value in given.items() if key in known and value}
-        found.append(sweep.cell(notebook, gpu, chosen, minutes=_SHOWN_MIN, known=known))
+        found.append(sweep.cell(notebook, gpu, chosen, minutes=_SHOWN_MIN))
     return tuple(found)
 
 

@@ -53,10 +53,6 @@ _POLL_S = 0.5
 Say = Callable[[str], None]
 
 
-def _ignore(_: str) -> None:
-    return
-
-
 # --- One notebook -----------------------------------------------------------------------------------------------------
 
 
@@ -71,8 +67,8 @@ def execute(
     """Execute a notebook through papermill into `out`, and read its result file.
 
     papermill's exit status alone does not prove success: a cell that exits and a mistyped parameter leave it at 0, and
-    a killed kernel leaves no trace in the notebook. So parameters are checked by name first, and afterwards no cell may
-    be pending and the result file must be there and valid.
+    a killed kernel leaves no trace in the notebook. So parameters are checked by name first, and afterwards the result
+    file, which the last cell writes, must be there and valid.
 
     Args:
         out: folder for the executed notebook and its result file.
@@ -122,21 +118,15 @@ def parameters_of(notebook: Path) -> tuple[str, ...]:
 
 
 def _failure(executed: Path) -> str:
-    """What went wrong according to an executed notebook; empty where nothing did."""
+    """The first error in an executed notebook, with its cell; empty where there is none, or no notebook."""
     import nbformat
 
-    try:
-        cells = nbformat.read(executed, as_version=4).cells if executed.is_file() else []  # type: ignore[no-untyped-call]
-    except (ValueError, OSError) as error:
-        return f"{executed} cannot be read: {error}"
-    for number, cell in enumerate(cells, start=1):
-        if cell.cell_type != "code":
-            continue
-        for output in cell.get("outputs", []):
-            if output.output_type == "error":
-                return f"cell {number}: {output.ename}: {output.evalue}"
-        if cell.metadata.get("papermill", {}).get("status") == "pending":
-            return f"cell {number} never ran"
+    with contextlib.suppress(OSError, ValueError):
+        cells = nbformat.read(executed, as_version=4).cells  # type: ignore[no-untyped-call]
+        for number, cell in enumerate(cells, start=1):
+            for output in cell.get("outputs", []):
+                if output.output_type == "error":
+                    return f"cell {number}: {output.ename}: {output.evalue}"
     return ""
 
 
@@ -188,9 +178,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def tail(log: str, lines: int = 30) -> str:
+def tail(log: str) -> str:
     """The last lines of a log."""
-    return "\n".join(log.strip().splitlines()[-lines:])
+    return "\n".join(log.strip().splitlines()[-30:])
 
 
 # --- Cells ------------------------------------------------------------------------------------------------------------
@@ -277,15 +267,13 @@ def cells_of(
             raise ParameterError(f"cells: {notebook.stem} has {', '.join(known)}, got {', '.join(unknown)}")
         for gpu, *chosen in itertools.product(entry.gpu or tuple(available), *values.values()):
             parameters = dict(zip(values, chosen, strict=True))
-            cells.append(cell(notebook, gpu, parameters, minutes=entry.minutes, known=known))
+            cells.append(cell(notebook, gpu, parameters, minutes=entry.minutes))
     return tuple(cells)
 
 
-def cell(
-    notebook: Path, gpu: str, parameters: Mapping[str, str], *, minutes: float = 1.0, known: Sequence[str] = ()
-) -> Cell:
-    """One cell, with the digests of what it is made of; `known` are the notebook's parameters, read where empty."""
-    known = known or parameters_of(notebook)
+def cell(notebook: Path, gpu: str, parameters: Mapping[str, str], *, minutes: float = 1.0) -> Cell:
+    """One cell, with the digests of what it is made of."""
+    known = parameters_of(notebook)
     parameters = ({"source": "measure"} if "source" in known else {}) | dict(parameters)
     chosen = [name for name in parameters.get("stages", "").split(",") if name]
     files = {notebook.name: notebook, "package": None}
@@ -343,7 +331,7 @@ class State:
 def state(cell: Cell, folder: Path, data: Path = DATA) -> State:
     """How it stands with a cell whose files are in `folder`.
 
-    Done is what came to its end, with every cell run and a valid result file, of the same notebook, kernels, version
+    Done is what came to its end, with a valid result file, of the same notebook, kernels, version
     and parameters, and whose records are still in `data`.
     """
     name = cell.notebook.stem
@@ -363,14 +351,14 @@ def state(cell: Cell, folder: Path, data: Path = DATA) -> State:
         for key in cell.digests.keys() | ran.cell.digests.keys()
         if cell.digests.get(key) != ran.cell.digests.get(key)
     )
-    why = f"changed since it ran: {', '.join(changed)}" if changed else ""
     try:
-        why = why or _failure(folder / cell.notebook.name)
         outcome = read_outcome(folder / f"{name}.json", name)
     except ReportError as error:
         return State(state="left", why=str(error), seconds=ran.seconds)
     gone = [run for run in outcome.runs if not (data / (outcome.gpu or "") / "runs" / f"{run}.jsonl").is_file()]
-    why = why or (f"its records are not in {data}: {gone[0]}" if gone else "")
+    why = f"its records are not in {data}: {gone[0]}" if gone else ""
+    if changed:
+        why = f"changed since it ran: {', '.join(changed)}"
     return State(state="left" if why else "done", why=why, seconds=ran.seconds)
 
 
@@ -513,8 +501,8 @@ def run(
     fresh: bool = False,
     ray: Any = None,
     available: Mapping[str, int] | None = None,
-    say: Say = _ignore,
-    live: Say = _ignore,
+    say: Say = lambda _: None,
+    live: Say = lambda _: None,
 ) -> dict[str, State]:
     """Run cells: those that measure each alone on a GPU, then the others, two at a time; how each ended, by its id.
 

@@ -20,7 +20,7 @@ from typing import Any
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA
-from flashlab.core.problem import FIRST_SHAPE, Cache, Problem, Regime
+from flashlab.core.problem import FIRST_SHAPE, Problem, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
 from flashlab.query.frame import grouped, headline
@@ -248,19 +248,18 @@ def line(
     beside: Sequence[Measurement] = (),
     libraries: Collection[str] = (),
     regime: Regime = "burst",
-    cache: Cache = "hot",
 ) -> dict[str, Any]:
-    """A row as a line of the frame, in one state, and relative to `rows`: `over_parent`, `percent_of_best`.
+    """A row as a line of the frame, with a hot L2, and relative to `rows`: `over_parent`, `percent_of_best`.
 
     Args:
         beside: rows of another element type, as `Results.beside` gives them; they have no share of the best.
         libraries: those that must have been tried for there to be a share, as `Results.libraries` gives them.
     """
-    rate, parent, peer = select.rate(row, regime, cache), select.parent_of(row, rows), None
+    rate, parent, peer = select.rate(row, regime), select.parent_of(row, rows), None
     if row not in beside:
-        peer = select.fastest_of(libraries, rows, regime, cache)
-    base, best = (select.rate(one, regime, cache) if one else None for one in (parent, peer))
-    return headline(row, regime, cache) | {
+        peer = select.fastest_of(libraries, rows, regime)
+    base, best = (select.rate(one, regime) if one else None for one in (parent, peer))
+    return headline(row, regime) | {
         "title": beside_title(row) if row in beside else title(row),
         "over_parent": rate / base if rate and base else None,
         "percent_of_best": 100 * rate / best if rate and best else None,
@@ -336,9 +335,9 @@ def lacks(name: str, dtype: str) -> str:
     return f"the wheel ({peer.wheel}) lacks {dtype}" if peer and peer.wheel else f"it does not take {dtype}"
 
 
-def elsewhere_note(rows: Sequence[Measurement], regime: Regime = "burst") -> str:
+def elsewhere_note(rows: Sequence[Measurement]) -> str:
     """What must be said where rows of another session stand among `rows`; empty where there are none."""
-    late = select.elsewhere(rows, regime)
+    late = select.elsewhere(rows)
     names = ", ".join(title(row) for row in late)
     return f"Of another session than the last stage, perhaps on another GPU: {names}." if late else ""
 

@@ -205,6 +205,7 @@ def attempt(
             causal=problem.causal,
             stage=kernel.id,
             out=_aligned_like_cuda(np.zeros_like(q)),
+            lse=_aligned_like_cuda(np.zeros(q.shape[:3], np.float32)),
             params=params,
             source=source,
             schedule=schedule,
@@ -525,13 +526,11 @@ _REASON_CHARS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class CpuCheck:
-    """What the stages did on this machine's CPU, against the oracle."""
+    """What the stages did on this machine's CPU, against the oracle; without rows where there is no compiler."""
 
     rows: tuple[CheckRow, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """How long each stage's runs took."""
-    missing: str = ""
-    """Why nothing ran, for people; empty where it did."""
     left_out: str = ""
     """What was tried and what was not, as Markdown; empty where nobody asked."""
 
@@ -546,8 +545,8 @@ class CpuCheck:
         return {stage: all(row.status == "ok" for row in self.rows if row.stage == stage) for stage in self.seconds}
 
     def __str__(self) -> str:
-        if self.missing:
-            return self.missing
+        if not self.rows:
+            return no_compiler()
         columns = (
             stage("0"),
             Column("schedules", lambda item: ", ".join(dict.fromkeys(row.schedule for row in item[1])), left=True),

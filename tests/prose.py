@@ -1,4 +1,4 @@
-"""Finds measured numbers that somebody typed into a hand-written page: the report is not built with one.
+"""What people wrote, and the measured numbers that somebody typed there: `make test` lets none pass.
 
 A number that was measured comes from a record, through a snippet. What may stand there as it is, a constant of the
 hardware, arithmetic, a source's words or a prediction, says so with its reason in a comment: `<!-- fixed: why -->` at
@@ -13,6 +13,9 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import flashlab
+from flashlab.core.paths import KERNELS, NOTEBOOKS, ROOT, SITE
 
 _UNIT = r"(?:[TG]?FLOP/s|[TG]B/s|µs|us|ms|ns|[MG]Hz|m?J|W|%|percent|per\ cent|cycles?|clocks?|times|fold)(?!\w)"
 _COUNT = (
@@ -48,6 +51,18 @@ class Typed(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line}: {self.words}"
+
+
+def written_pages() -> tuple[Path, ...]:
+    """The pages under site/, the notebooks and the README."""
+    pages = (path for path in SITE.rglob("*.md") if "generated" not in path.relative_to(SITE).parts)
+    return (*sorted(pages), *sorted(NOTEBOOKS.glob("*.ipynb")), ROOT / "README.md")
+
+
+def quoted_texts() -> tuple[Path, ...]:
+    """What pages quote: every TOML file, the headers of experiments, and templates."""
+    folders, kinds = (KERNELS, NOTEBOOKS, Path(flashlab.__file__).parent), ("toml", "patch", "md")
+    return tuple(sorted(path for folder in folders for kind in kinds for path in folder.rglob(f"*.{kind}")))
 
 
 def typed_numbers(paths: Iterable[Path]) -> Iterator[Typed]:
