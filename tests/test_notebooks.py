@@ -563,7 +563,7 @@ def test_what_goes_wrong_comes_back_as_text(old: str, new: str, words: str) -> N
     run = attempt("05_wmma", copy, timeout_s=1)
     assert words in run.error
     assert f"{copy.name}:" in run.error
-    assert "Command:" not in run.error
+    assert "command:" not in run.error
     assert not run.passed
     assert "no result" in compare({"edited": run})
     assert isinstance(compare_rows({"edited": run}, name="rows"), str)

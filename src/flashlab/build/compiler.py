@@ -498,13 +498,7 @@ class _Request(ABC):
         self, message: str, log: str, *, kind: type[CompileError] = CompileError, source_line: str | None = None
     ) -> CompileError:
         """An error with the command, the log and the line of source where one is known."""
-        parts = [
-            f"{self.display}: {message}",
-            *([f"  {source_line}"] if source_line else []),
-            f"Equivalent command: {self.command}",
-            f"Log:\n{log or '(empty)'}",
-        ]
-        return kind("\n".join(parts), command=self.command, log=log, source_line=source_line)
+        return kind(f"{self.display}: {message}", command=self.command, log=log, source_line=source_line)
 
 
 def _cubin(request: _Request, *, name: str, entry: str, parameters: dict[str, int], may_spill: bool) -> Cubin:

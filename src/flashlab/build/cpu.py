@@ -406,9 +406,7 @@ def _refusal(request: _Request, log: str) -> CompileError:
         if own:
             where, text = quote(own[0][0], int(own[0][1])), error["text"]
             break
-    place = f"\n  {where}" if where else ""
-    message = f"wanted code for the CPU, got an error: {text}{place}\nCommand: {request.command}\nLog:\n{log}"
-    return request.error(message, log, where)
+    return request.error(f"wanted code for the CPU, got an error: {text}", log, where)
 
 
 def _emulations(file: str) -> bool:

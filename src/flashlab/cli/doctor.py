@@ -23,7 +23,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, say
-from flashlab.core.errors import DamagedRecordError, FlashlabError, MissingError, NoDataError
+from flashlab.core.errors import CompileError, DamagedRecordError, FlashlabError, MissingError, NoDataError
 from flashlab.core.paths import BUILD, DATA, INSTALLED, ROOT, cache_dir, writable_dir
 
 State = Literal["ok", "absent", "broken"]
@@ -69,7 +69,7 @@ def _look(name: str, look: Callable[[], str], *, fix: str = "", lost: str = "") 
     except FlashlabError as error:
         if lost and isinstance(error, MissingError):
             return Finding(name, "absent", f"{lost}: {error}", fix)
-        return Finding(name, "broken", str(error).partition("\nCommand:")[0], fix)
+        return Finding(name, "broken", error.summary if isinstance(error, CompileError) else str(error), fix)
 
 
 def _toolchain() -> Iterator[Finding]:

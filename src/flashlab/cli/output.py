@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from flashlab.core.errors import CompileError, FlashlabError
+from flashlab.core.errors import FlashlabError
 
 PIPED_WIDTH = 200
 """Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
@@ -94,11 +94,8 @@ def say(line: str, *, style: str = "") -> None:
 
 
 def complain(error: FlashlabError) -> None:
-    """What went wrong, in one message on stderr; of the compiler, its source line, command and log too."""
-    text = str(error)
-    if isinstance(error, CompileError):
-        text += f"\n{error.source_line or ''}\ncommand: {error.command}\n{error.log}".rstrip()
-    say(f"flashlab: {text}", style="red")
+    """What went wrong, in one message on stderr."""
+    say(f"flashlab: {error}", style="red")
 
 
 @contextmanager

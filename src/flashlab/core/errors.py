@@ -96,13 +96,17 @@ class CompileError(FlashlabError):
     """NVRTC, ptxas or, for a run on the CPU, the C++ compiler refused the source.
 
     Attributes:
+        summary: what was refused, and the line of source where one is known; the whole text has command and log too.
         command: the equivalent command line.
         log: the compiler's whole log.
         source_line: `file:line: text` of the first error, or None where the log names none.
     """
 
     def __init__(self, message: str, *, command: str, log: str, source_line: str | None = None) -> None:
-        super().__init__(message)
+        self.summary = f"{message}\n  {source_line}" if source_line else message
+        super().__init__(
+            f"{self.summary}\nEquivalent command: {command}\nLog:\n{log or '(empty)'}" if command else self.summary
+        )
         self.command = command
         self.log = log
         self.source_line = source_line

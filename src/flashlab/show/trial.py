@@ -215,7 +215,7 @@ def attempt(
     except (ParameterError, OutputError):
         raise
     except CompileError as error:
-        return Trial(**what, error=str(error).partition("\nCommand:")[0], ended="does not compile")
+        return Trial(**what, error=error.summary, ended="does not compile")
     except EmulationError as error:
         ended = error.report.status if error.report else "crash"
         return Trial(**what, error=str(error), report=error.report, ended=ended)

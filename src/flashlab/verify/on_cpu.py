@@ -330,9 +330,7 @@ def status_of(error: FlashlabError) -> tuple[Status, str]:
     if isinstance(error, EmulationError):
         late = error.report is not None and error.report.status == "timeout"
         return "timeout" if late else "crashed", str(error)
-    if isinstance(error, CompileError):
-        return "error", str(error).partition("\nCommand:")[0]
-    return "error", str(error)
+    return "error", error.summary if isinstance(error, CompileError) else str(error)
 
 
 # --- beside a GPU -----------------------------------------------------------------------------------------------------
