@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from flashlab.core.errors import CompileError, MissingPackageError
 from flashlab.core.paths import ROOT
 
 RUNTIME = EMULATION / "runtime"
-_COMPILERS = ("clang++", "g++", "c++") if sys.platform == "darwin" else ("g++", "clang++", "c++")
+_COMPILERS = ("g++", "clang++", "c++")
 _OLDEST = {"g++": 12, "clang++": 14}
 """What compiles the emulation's C++20."""
 _LANGUAGE = ("-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-finite-loops", "-fPIE", "-pthread")
@@ -61,8 +60,6 @@ class Cxx:
 
 def install_command() -> str:
     """The command that installs a C++ compiler here."""
-    if sys.platform == "darwin":
-        return "xcode-select --install"
     sudo = "" if os.geteuid() == 0 else "sudo "
     if shutil.which("dnf"):
         return f"{sudo}dnf install gcc-c++"
@@ -199,8 +196,7 @@ class _Request:
         return (
             *_LANGUAGE,
             *how,
-            # A frame larger than a page touches each, so that a stack that runs over meets the guard page below it.
-            *(("-fstack-clash-protection",) if sys.platform == "linux" else ()),
+            "-fstack-clash-protection",  # a frame larger than a page touches each: none jumps over the guard page
             "-fno-optimize-sibling-calls",  # a call in last place would leave no return address in the kernel
             "-g1",
             "-w",
@@ -295,13 +291,11 @@ def _compile_kernel(request: _Request, work: Path) -> dict[str, Any]:
     log = readable(done.stderr)
     if done.returncode:
         raise _refusal(request, log)
-    pie, dl = ("", "") if sys.platform == "darwin" else ("-pie", "-ldl")
     objects = [str(work / "unit.o"), *map(str, runtime)]
-    link = [request.compiler.path, "-pthread", pie, *objects, "-o", str(work / "kernel"), dl]
-    linked = _compile([word for word in link if word])
+    linked = _compile([request.compiler.path, "-pthread", "-pie", *objects, "-o", str(work / "kernel"), "-ldl"])
     if linked.returncode:
-        missing = re.search(r"undefined reference to [`'‘](.*?)['’]|\"(_\S+)\", referenced from", linked.stderr)
-        what = f": {missing[1] or missing[2]} is not part of the emulation" if missing else ""
+        missing = re.search(r"undefined reference to [`'‘](.*?)['’]", linked.stderr)
+        what = f": {missing[1]} is not part of the emulation" if missing else ""
         raise request.error(f"it compiled for the CPU but did not link{what}", readable(linked.stderr))
     (work / "unit.o").unlink()
     said = subprocess.run([str(work / "kernel"), "--describe"], capture_output=True, text=True, timeout=60)
