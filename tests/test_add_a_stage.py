@@ -43,10 +43,10 @@ def test_it_is_listed_whole_and_has_its_page(checkout: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from flashlab.kernels import names, registry
+from flashlab.kernels import registry
 from flashlab.query.coverage import coverage
 from flashlab.show import pages
-stage = registry.get(names.resolve("17"))
+stage = registry.get(registry.resolve("17"))
 assert registry.faults(stage) == (), registry.faults(stage)
 assert list(registry.STAGES)[-1] == list(registry.CUDA_STAGES)[-1] == stage.id
 assert all(stage.id in one.missing for one in coverage("nvidia-none"))

@@ -19,7 +19,7 @@ from flashlab.cli import app, doctor
 from flashlab.core.errors import CompileError, MissingPackageError, UnknownStageError
 from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
-from flashlab.kernels import names
+from flashlab.kernels import registry
 from flashlab.kernels.registry import ARCHS, STAGES
 from flashlab.measure import bench, check
 from flashlab.measure.harness import Progress
@@ -692,7 +692,7 @@ def test_reading_records_imports_no_compiler() -> None:
     [("16", "16_ones_column"), ("00_n", "00_naive"), ("t0", "t0_triton"), ("09[STAGES=3]", "09_wgmma[STAGES=3]")],
 )
 def test_a_unique_prefix_names_a_stage(given: str, full: str) -> None:
-    assert names.resolve(given) == full
+    assert registry.resolve(given) == full
 
 
 @pytest.mark.parametrize(
@@ -706,7 +706,7 @@ def test_a_unique_prefix_names_a_stage(given: str, full: str) -> None:
 )
 def test_a_name_that_is_none_is_answered_with_what_was_meant(given: str, words: str) -> None:
     with pytest.raises(UnknownStageError, match=re.escape(words)):
-        names.resolve(given)
+        registry.resolve(given)
 
 
 def test_commands_take_prefixes(run: Run, tmp_path: Path) -> None:

@@ -65,17 +65,17 @@ def features(window: str | None, softcap: float) -> dict[str, Any]:
 
 def _complete(incomplete: str) -> list[str]:
     """The stages that a shell offers for the beginning of an id, or of the last of several joined by commas."""
-    from flashlab.kernels import names
+    from flashlab.kernels.registry import OFF_LADDER, STAGES
 
     before, comma, last = incomplete.rpartition(",")
-    return [before + comma + stage_id for stage_id in names.known() if stage_id.startswith(last)]
+    return [before + comma + stage_id for stage_id in (*STAGES, *OFF_LADDER) if stage_id.startswith(last)]
 
 
 def _resolve(value: Any) -> Any:
     """The full id of a stage, or of each of several; None where none is given."""
-    from flashlab.kernels import names
+    from flashlab.kernels.registry import resolve
 
-    return list(map(names.resolve, value)) if isinstance(value, list | tuple) else value and names.resolve(value)
+    return list(map(resolve, value)) if isinstance(value, list | tuple) else value and resolve(value)
 
 
 def _known_arch(value: Any) -> Any:

@@ -12,10 +12,12 @@ problems that no rung is made for, `fp8/` those for inputs in FP8, `dead_ends/` 
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import field, replace
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -35,14 +37,14 @@ rung is made for; it is compared with rungs and replaces none. `fp8`: for inputs
 Arch = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
 """Blocks a cluster: what every GPU with clusters takes, and what some do where a kernel allows it."""
-RUNG_ID = re.compile(r"(\d\d|t\d)(_[a-z0-9]+)+")
-"""Ids of the ladder: a number, or `t` and a digit for one in Triton, and words."""
-DECODE_ID = re.compile(r"d\d+(_[a-z0-9]+)+")
-"""Ids of stages for decoding: `d` and a number, and words."""
-FP8_ID = re.compile(r"f\d(_[a-z0-9]+)+")
-"""Ids of stages for FP8: `f` and a digit, and words."""
-DEAD_END_ID = re.compile(rf"[a-z][a-z0-9]*(_[a-z0-9]+)*|{RUNG_ID.pattern}")
-"""Ids of dead ends: words, or the id that it had on the ladder."""
+_RUNG_ID = r"(\d\d|t\d)(_[a-z0-9]+)+"
+_IDS: Mapping[Place, tuple[str, str]] = {
+    "ladder": (_RUNG_ID, "17_words or t1_words"),
+    "decode": (r"d\d+(_[a-z0-9]+)+", "d1_words"),
+    "fp8": (r"f\d(_[a-z0-9]+)+", "f0_words"),
+    "dead_ends": (rf"[a-z][a-z0-9]*(_[a-z0-9]+)*|{_RUNG_ID}", "words in lower case"),
+}
+"""What ids look like, and that for people. A dead end that was a rung keeps the id that it had."""
 ARCHS: tuple[Arch, ...] = get_args(Arch)
 """The architectures flashlab compiles for, oldest first."""
 
@@ -240,7 +242,7 @@ class Stage:
     def retired(self) -> bool:
         """Whether a dead end once stood on the ladder, as its numbered id says. Runs that measured it then are runs of
         the ladder as it was."""
-        return self.dead_end and RUNG_ID.fullmatch(self.id) is not None
+        return self.dead_end and re.fullmatch(_RUNG_ID, self.id) is not None
 
     @property
     def folder(self) -> str:
@@ -346,10 +348,40 @@ def get(stage_id: str) -> Stage:
     """
     found = STAGES.get(stage_id) or OFF_LADDER.get(stage_id)
     if found is None:
-        raise UnknownStageError(
-            f"stage: wanted one of {', '.join(STAGES)}, got {stage_id!r}. Off the ladder: {', '.join(OFF_LADDER)}"
-        )
+        raise _unknown(stage_id)
     return found
+
+
+def resolve(name: str) -> str:
+    """The full id for an id or a unique prefix of one: `16` is `16_ones_column`. What stands in brackets is kept.
+
+    Raises:
+        UnknownStageError: no id begins so, or several do.
+    """
+    prefix, bracket, tunables = name.partition("[")
+    ids = (*STAGES, *OFF_LADDER)
+    matches = [prefix] if prefix in ids else [stage_id for stage_id in ids if prefix and stage_id.startswith(prefix)]
+    if not matches:
+        raise _unknown(prefix)
+    if len(matches) > 1:
+        raise UnknownStageError(f"stage: wanted a unique prefix, got {prefix!r}, which begins {', '.join(matches)}")
+    return matches[0] + bracket + tunables
+
+
+def _unknown(name: str) -> UnknownStageError:
+    """That no stage has that id, with what was probably meant."""
+    for folder, suffix in product(_FOLDERS.values(), (".cu", ".py")):
+        if name and (KERNELS / f"{folder}{name}{suffix}").is_file():
+            return UnknownStageError(f"stage: wanted an entry kernels/{folder}{name}.toml beside its source, got none")
+    # Without its number too, which is what people misremember.
+    titles = {stage_id.partition("_")[2]: stage_id for stage_id in STAGES}
+    near = difflib.get_close_matches(name, [*STAGES, *OFF_LADDER, *titles], n=3)
+    meant = dict.fromkeys(titles.get(match, match) for match in near)
+    return UnknownStageError(
+        f"stage: wanted one of {', '.join(STAGES)}, got {name!r}."
+        + (f" Did you mean {' or '.join(meant)}?" if meant else "")
+        + f" Off the ladder: {', '.join(OFF_LADDER)}"
+    )
 
 
 def variant_name(stage_id: str, variant: Mapping[str, int]) -> str:
@@ -505,13 +537,8 @@ def faults(stage: Stage) -> tuple[str, ...]:
     An entry that does not load is an error at import; this is what loads and is not done yet.
     """
     found = []
-    rule, pattern = {
-        "ladder": ("17_words or t1_words", RUNG_ID),
-        "decode": ("d1_words", DECODE_ID),
-        "fp8": ("f0_words", FP8_ID),
-        "dead_ends": ("words in lower case", DEAD_END_ID),
-    }[stage.place]
-    if not pattern.fullmatch(stage.id):
+    pattern, rule = _IDS[stage.place]
+    if not re.fullmatch(pattern, stage.id):
         found.append(f"id: wanted {rule}, joined by _, got {stage.id!r}")
     twins = [name for name, other in STAGES.items() if other.order == stage.order and name != stage.id]
     if twins and stage.place == "ladder":
