@@ -60,9 +60,9 @@ def results(
 
     if verify:
         folders = store.folders(data) if gpu is None else ()
-        _verify(folders or (gpu_with_data(gpu, data),), data, as_json)
+        _verify(folders or (store.require_runs(gpu, data),), data, as_json)
         return
-    name = gpu_with_data(gpu, data)
+    name = store.require_runs(gpu, data)
     kinds = kinds_in(inputs or NORMAL)
     if against_peers and (regime or cache):
         given = " ".join(f"--{key} {value}" for key, value in (("regime", regime), ("cache", cache)) if value)
@@ -121,23 +121,6 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
         "normally distributed inputs of unit scale where a problem names no others",
         document=[pair.flat() for pair in pairs],
     )
-
-
-def gpu_with_data(gpu: str | None, data: Path) -> str:
-    """The GPU named, else the one with most recorded runs.
-
-    Raises:
-        NoDataError: it has none.
-    """
-    from flashlab.record import store
-
-    known = store.gpus(data)
-    if not known or gpu not in (None, *known):
-        raise NoDataError(
-            f"gpu: wanted one with recorded runs under {data}, got {repr(gpu) if gpu else 'none named'}. GPUs with "
-            f"data: {', '.join(known) or 'none yet'}. `flashlab bench` on a machine with an NVIDIA GPU makes some."
-        )
-    return gpu or known[0]
 
 
 def _verify(gpus: Sequence[str], data: Path, as_json: bool) -> None:

@@ -70,8 +70,8 @@ class CheckRow:
 
 FORMAT = 3
 """Of a file of comparisons: a first line with what holds for all of them, then a line for each case, a problem in a
-layout. In format 2 a line is a comparison; a file whose first line names no format is of the first one, in which each
-of them holds everything, too. `read_lines` reads all alike."""
+layout. In a file whose first line names no format, the first one's, a line is a comparison and holds everything.
+`read_lines` reads both alike."""
 _DIGITS = 3
 _ERRORS = ("max_abs", "rms", "lse")
 _SIDES = ("error", "limit")
@@ -210,14 +210,13 @@ def _first_format(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compared(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The comparisons of a line of `case_line`, or the one of a line of format 2."""
+    """The comparisons of a line of `case_line`."""
     what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
     what |= {name: line[name] for name in FEATURES if name in line}
     of = {"problem": vars(Problem.parse(line["shape"], **what)), "layout": line["layout"]}
-    rows = [line] if "stage" in line else [*_passed_lines(line), *line.get("other", ())]
     counted = line.get("fallbacks", {})
     found = []
-    for row in rows:
+    for row in (*_passed_lines(line), *line.get("other", ())):
         full = _expanded({name: row[name] for name in ("stage", "status", "reason", "verdict") if name in row}) | of
         full |= {"emulator": _expanded(row["emulator"])} if "emulator" in row else {}
         found.append(full | ({"fallbacks": counted[row["stage"]]} if row["stage"] in counted else {}))

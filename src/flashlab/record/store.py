@@ -307,20 +307,20 @@ def folders(data: Path = DATA) -> tuple[str, ...]:
     return tuple(sorted(p.name for p in data.iterdir() if p.is_dir())) if data.is_dir() else ()
 
 
-def require_runs(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
-    """The run files of a GPU, oldest first.
+def require_runs(gpu: str | None, data: Path = DATA) -> str:
+    """The GPU named, else the main one.
 
     Raises:
-        NoDataError: there is none.
+        NoDataError: it has no run.
     """
-    found = files(data / gpu / "runs")
-    if not found:
-        known = ", ".join(gpus(data)) or "none yet"
+    known = gpus(data)
+    name = gpu or next(iter(known), None)
+    if name not in known:
         raise NoDataError(
-            f"wanted recorded runs of GPU {gpu!r} under {data}, found none. GPUs with data: {known}. "
-            "`flashlab bench` on such a GPU makes some."
+            f"wanted recorded runs of {f'GPU {gpu!r}' if gpu else 'a GPU'} under {data}, found none. "
+            f"GPUs with data: {', '.join(known) or 'none yet'}. `flashlab bench` on such a GPU makes some."
         )
-    return found
+    return str(name)
 
 
 def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
@@ -329,7 +329,7 @@ def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
     Raises:
         NoDataError: there is none.
     """
-    return tuple(map(read_run, require_runs(gpu, data)))
+    return tuple(map(read_run, files(data / require_runs(gpu, data) / "runs")))
 
 
 def measurements(gpu: str, data: Path = DATA) -> tuple[Measurement, ...]:

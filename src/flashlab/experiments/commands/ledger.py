@@ -10,7 +10,6 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, following, say
-from flashlab.cli.records import gpu_with_data
 from flashlab.core.errors import CheckFailedError
 from flashlab.core.paths import DATA
 
@@ -32,6 +31,7 @@ def claims(
     """Judge the claims of data/claims.csv by a GPU's records: verdict, our number, its interval, record and reason."""
     from flashlab.experiments import ledger, rules_log
     from flashlab.measure.options import Options
+    from flashlab.record import store
 
     if measure:
         with following("measuring") as follow:
@@ -39,7 +39,7 @@ def claims(
                 options=Options(data=data, device=device, progress=follow, note=say, resume=True)
             ):
                 say(f"recorded in {path}")
-    name = gpu_with_data(gpu, data)
+    name = store.require_runs(gpu, data)
     verdicts = ledger.verdicts(name, data)
     if write:
         say(f"written to {ledger.write(verdicts, name, data)}")
