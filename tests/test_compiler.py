@@ -18,6 +18,7 @@ from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job, LaunchShape
 from flashlab.core.errors import (
     CompileError,
+    DTypeError,
     MissingPackageError,
     OutputError,
     ParameterError,
@@ -393,7 +394,7 @@ def test_what_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
         compiler.compile_stage(compiler.Job(stage=newer, head_dim=64, dtype="float16", causal=True, arch="sm_80"))
     with pytest.raises(ParameterError, match=f"arch: wanted one of {', '.join(ARCHS)}, got 'sm_42'"):
         compiler.compile_stage(compiler.Job(stage=NAIVE, head_dim=64, dtype="float16", causal=True, arch="sm_42"))
-    with pytest.raises(ParameterError, match="dtype: wanted one of float16, bfloat16, got 'float8'"):
+    with pytest.raises(DTypeError, match="dtype: wanted one of float16, bfloat16, got 'float8'"):
         compiler.compile_stage(compiler.Job(stage=NAIVE, head_dim=64, dtype="float8", causal=True, arch="sm_90a"))  # type: ignore[arg-type]
     with pytest.raises(ParameterError, match="no parameter 'TILE_Z'; it has THREADS"):
         naive(overrides={"TILE_Z": 3})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import synthetic
 
-from flashlab.core import errors
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.query.roofline import DATASHEETS, l2_bytes, percent_of_peak, place
 
@@ -45,20 +44,6 @@ def test_l2_traffic_of_odd_lengths() -> None:
     blind = Problem.parse("1x1x1x7x2x64", mask="causal")
     # Rows 0 to 4 see nothing.
     assert l2_bytes(blind, 1) == 2 * 64 * (2 * 7 + 2 * (1 + 2))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"compute_tflops": 0.0, "bandwidth_tb_s": 1.0}, "positive ceilings"),
-        ({"compute_tflops": 1.0, "bandwidth_tb_s": float("nan")}, "positive ceilings"),
-    ],
-)
-def test_placing_without_what_it_takes(options: dict[str, float], words: str) -> None:
-    with pytest.raises(errors.ParameterError, match=words):
-        place(FULL, **options)
-    with pytest.raises(errors.ParameterError, match="tile_q"):
-        l2_bytes(FULL, 0)
 
 
 def test_an_unknown_gpu_has_no_percentage() -> None:

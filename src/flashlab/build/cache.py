@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashlab.build.sources import digest
 from flashlab.core.errors import OutputError
-from flashlab.core.paths import cache_dir, writable_dir
+from flashlab.core.paths import cache_dir, digest, writable_dir
 
 _FORMAT = 3
 _FACTS = "facts.json"

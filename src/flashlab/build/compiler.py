@@ -28,10 +28,10 @@ from typing import Any, Self
 
 from flashlab.build import cache, triton_code
 from flashlab.build.parallel import on_all_cores
-from flashlab.build.sources import contents, digest, quote, read, readable, shown
+from flashlab.build.sources import contents, quote, read, readable, shown
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, PerformanceWarningError
-from flashlab.core.paths import KERNELS, ROOT
-from flashlab.core.problem import DTYPES, DType, Feature, Mask, Problem
+from flashlab.core.paths import KERNELS, ROOT, digest
+from flashlab.core.problem import DType, Feature, Mask, Problem
 from flashlab.kernels.registry import (
     ARCHS,
     CUDA_STAGES,
@@ -222,10 +222,7 @@ class Variant:
         return " ".join([self.stage.id, f"D{self.head_dim}", mask, self.dtype, *where, *extra])
 
     def require(self, arch: str | None = None) -> None:
-        """Raises what is wrong with asking for it: UnsupportedError as `Stage.require`, ParameterError for a type that
-        no stage takes."""
-        if self.dtype not in ELEMENTS:
-            raise ParameterError(f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        """Raises what is wrong with asking for it: UnsupportedError as `Stage.require`, or DTypeError."""
         mask: Mask = "causal" if self.causal else "full"
         least = Problem(
             batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=self.head_dim, dtype=self.dtype, mask=mask

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flashlab.build.cache import entry
-from flashlab.build.sources import digest
 from flashlab.core.errors import MissingPackageError, ParameterError
+from flashlab.core.paths import digest
 
 _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 CLASSES: Mapping[str, str] = _TABLES["holds"]

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from flashlab.core.errors import ParameterError
-from flashlab.core.paths import ROOT
-
-
-def digest(content: bytes) -> str:
-    """Its sha256, in hex."""
-    return hashlib.sha256(content).hexdigest()
+from flashlab.core.paths import ROOT, digest, signature
 
 
 def shown(path: Path) -> str:
@@ -78,13 +73,9 @@ def _named_digest(path: str, *_: int) -> tuple[str, str]:
     return shown(Path(path)), digest(Path(path).read_bytes())
 
 
-Stamps = tuple[tuple[str, int, int, int], ...]
+Stamps = tuple[tuple[Any, ...], ...]
 
 
 def stamps(paths: Iterable[str | Path]) -> Stamps:
-    """What changes in the file system when a file's content does: cheap to compare, so that every call may."""
-    return tuple(
-        (os.fspath(path), status.st_mtime_ns, status.st_ctime_ns, status.st_size)
-        for path in paths
-        for status in (os.stat(path),)  # noqa: PTH116 - a Path object would cost more than the call
-    )
+    """Each path with its `signature`: cheap to compare, so that every call may."""
+    return tuple((os.fspath(path), *signature(path)) for path in paths)

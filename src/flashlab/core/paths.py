@@ -8,6 +8,7 @@ the site need the checkout.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import tempfile
@@ -60,7 +61,12 @@ def slug(gpu_name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu_name.lower()).strip("-")
 
 
-def signature(path: Path) -> tuple[int, ...]:
+def signature(path: str | Path) -> tuple[int, ...]:
     """What changes whenever a file's content does: inode, size, and times of change in nanoseconds."""
-    status = path.stat()
+    status = os.stat(path)  # noqa: PTH116 - a Path object would cost more than the call
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def digest(content: bytes) -> str:
+    """Its sha256, in hex."""
+    return hashlib.sha256(content).hexdigest()

@@ -15,7 +15,6 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from flashlab.core.errors import ParameterError
 from flashlab.core.problem import BYTES_PER_ELEMENT, Problem
 
 Unit = Literal["TB/s", "TFLOP/s", "Tex2/s", "us"]
@@ -60,12 +59,7 @@ def l2_bytes(problem: Problem, tile_q: int) -> float:
     """Bytes that cross from L2 to the SMs, counted: Q and O once, K and V once for every tile of `tile_q` query rows.
 
     Under a causal mask a tile reads the keys up to its last row's diagonal.
-
-    Raises:
-        ParameterError: `tile_q` is not positive.
     """
-    if tile_q < 1:
-        raise ParameterError(f"tile_q: wanted a positive number of query rows, got {tile_q}")
     rows = 0
     for tile in range(math.ceil(problem.q_len / tile_q)):
         last = min((tile + 1) * tile_q, problem.q_len)
@@ -87,13 +81,7 @@ class Place:
 
 
 def place(problem: Problem, *, compute_tflops: float, bandwidth_tb_s: float) -> Place:
-    """Place a problem under a compute roof and a bandwidth.
-
-    Raises:
-        ParameterError: a ceiling that is no positive number.
-    """
-    if not (compute_tflops > 0 and bandwidth_tb_s > 0):
-        raise ParameterError(f"wanted positive ceilings, got {compute_tflops} TFLOP/s and {bandwidth_tb_s} TB/s")
+    """Place a problem under a compute roof and a bandwidth."""
     intensity = problem.flops / problem.compulsory_bytes
     slope = intensity * bandwidth_tb_s
     return Place(

@@ -47,7 +47,7 @@ from xml.etree import ElementTree
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
-from flashlab.core.paths import DATA, signature, writable_dir
+from flashlab.core.paths import DATA, digest, signature, writable_dir
 from flashlab.kernels import registry
 from flashlab.record import checks, provenance, schema
 from flashlab.record.schema import COUNTERS, Ceiling, Choices, Judged, Machine, Measurement, Record, Samples, Sanitized
@@ -347,10 +347,6 @@ def _data_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.rglob("*") if (p.is_file() or p.is_symlink()) and p.name != CHECKSUMS)
 
 
-def _sum(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()
-
-
 def _listed(folder: Path) -> tuple[dict[str, str], tuple[Damage, ...]]:
     """The sums in CHECKSUMS, by file; none where it is missing."""
     path = folder / CHECKSUMS
@@ -439,8 +435,8 @@ def write_checksums(gpu: str, data: Path = DATA, *, written: Path | None = None)
             content = file.read_bytes()
             grown = name not in sums or (file.suffix == ".jsonl" and _has_grown(content, sums[name]))
             if grown:
-                sums[name] = _sum(content)
-            elif _sum(content) != sums[name]:
+                sums[name] = digest(content)
+            elif digest(content) != sums[name]:
                 damage.append(Damage(file, None, "differs from CHECKSUMS"))
     if damage:
         raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {one}" for one in damage))
@@ -457,14 +453,14 @@ def rewrite(gpu: str, name: str, text: str, data: Path = DATA) -> Path:
     folder = writable_dir(data / gpu, "records")
     path = folder / name
     with _sealing(folder) as sums:
-        if path.is_symlink() or (path.is_file() and name in sums and _sum(path.read_bytes()) != sums[name]):
+        if path.is_symlink() or (path.is_file() and name in sums and digest(path.read_bytes()) != sums[name]):
             raise DamagedRecordError(
                 f"wanted {path} as CHECKSUMS lists it before writing a new one, got another. Restore it with git, or "
                 "delete it to have it made anew."
             )
         path.parent.mkdir(exist_ok=True)
         write_at_once(path, text)
-        sums[name] = _sum(path.read_bytes())
+        sums[name] = digest(path.read_bytes())
     return path
 
 
@@ -490,7 +486,7 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
         else:
             if name not in sums:
                 damage.append(Damage(path, None, "not listed in CHECKSUMS"))
-            elif _sum(path.read_bytes()) != sums[name]:
+            elif digest(path.read_bytes()) != sums[name]:
                 damage.append(Damage(path, None, "differs from CHECKSUMS"))
             damage.extend(_damage_within(name, path, signature(path)))
     return (*damage, *_doubled(gpu, data), *_changed_since_added(gpu, data))
@@ -588,7 +584,7 @@ def _changed_since_added(gpu: str, data: Path) -> Iterator[Damage]:
         path = data / gpu / name
         if not path.is_file():
             yield Damage(path, None, f"added by commit {commit[:7]}, missing")
-        elif f"{_sum(path.read_bytes())}  {name}\n" not in sealed[commit]:
+        elif f"{digest(path.read_bytes())}  {name}\n" not in sealed[commit]:
             yield Damage(path, None, f"changed since commit {commit[:7]}, which added it")
 
 
@@ -627,11 +623,11 @@ def mends(gpu: str, data: Path = DATA) -> tuple[Mend, ...]:
         listed = sums.get(name)
         if re.fullmatch(r"\.\S+\.\d+", path.name):
             found.append(Mend(path=path, action="remove"))
-        elif path.is_symlink() or not (listed in (None, _sum(content)) or _has_grown(content, listed or "")):
+        elif path.is_symlink() or not (listed in (None, digest(content)) or _has_grown(content, listed or "")):
             continue
         elif name not in committed and (torn := _torn(path, content)):
             found.append(Mend(path=path, action="set aside", torn=torn))
-        elif listed != _sum(content) and not _damage_within(name, path, signature(path)):
+        elif listed != digest(content) and not _damage_within(name, path, signature(path)):
             found.append(Mend(path=path, action="list"))
     if not (folder / "machine.json").is_file() and _newest_gpu(gpu, data):
         found.append(Mend(path=folder / "machine.json", action="make"))
@@ -670,7 +666,7 @@ def repair(gpu: str, data: Path = DATA, *, host: Mapping[str, str] | None = None
                 and mend.path.name != CHECKSUMS
                 and not _damage_within(name, mend.path, signature(mend.path))
             ):
-                sums[name] = _sum(mend.path.read_bytes())
+                sums[name] = digest(mend.path.read_bytes())
     here = _newest_gpu(gpu, data)
     if here and any(mend.path == folder / "machine.json" for mend in todo):
         write_machine(Machine(gpu=here, host=dict(host or {})), data)
@@ -696,7 +692,7 @@ def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
     for number, raw in mend.torn.items():
         text = raw.decode("utf-8", errors="replace").replace("\0", "")
         _append(aside, schema.Aside(file=name, line=number, text=text))
-    sums[aside.relative_to(folder).as_posix()] = _sum(aside.read_bytes())
+    sums[aside.relative_to(folder).as_posix()] = digest(aside.read_bytes())
     lines = mend.path.read_bytes().split(b"\n")
     kept = [raw for number, raw in enumerate(lines, start=1) if raw and number not in mend.torn]
     write_at_once(mend.path, b"".join(raw + b"\n" for raw in kept).decode("utf-8"))
