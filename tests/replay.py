@@ -53,7 +53,7 @@ def forked(notebook: Path, out: Path, parameters: Mapping[str, str]) -> int:
 
 def main(jobs: Sequence[Mapping[str, Any]], at_once: int = 2) -> None:
     for slug in store.gpus(DATA):
-        store.runs(slug, DATA)
+        store.lines(slug, "runs", DATA)
     running: set[int] = set()
     for job in jobs:
         if len(running) == at_once:

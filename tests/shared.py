@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import os
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import BUILD
 from flashlab.core.problem import Problem
 from flashlab.kernels.registry import Stage
-from flashlab.record.schema import Verdict
+from flashlab.record import store
+from flashlab.record.schema import Ceiling, Measurement, Verdict
 from flashlab.run import emulator
 
 try:
@@ -176,3 +178,31 @@ def guarded_verdict(
 
     inputs = check._guarded_inputs(values, layout)
     return check._guarded_run(stage_id, problem, values, inputs, layout=layout, source=source)[0]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of one run file, by kind, and what could not be read."""
+
+    path: Path
+    records: tuple[Measurement | Ceiling, ...]
+    damage: tuple[store.Damage, ...]
+
+    @property
+    def measurements(self) -> tuple[Measurement, ...]:
+        """Stages and libraries; no row `with_lse`."""
+        return tuple(row for row in self.records if isinstance(row, Measurement) and not row.with_lse)
+
+    @property
+    def with_lse(self) -> tuple[Measurement, ...]:
+        return tuple(row for row in self.records if isinstance(row, Measurement) and row.with_lse)
+
+    @property
+    def ceilings(self) -> tuple[Ceiling, ...]:
+        return tuple(row for row in self.records if isinstance(row, Ceiling))
+
+
+def read_run(path: Path) -> Run:
+    rows, damage = store.read(path, Measurement)
+    ceilings, _ = store.read(path, Ceiling)
+    return Run(path, (*rows, *ceilings), damage)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
+from shared import Run, read_run
 from synthetic import measurement
 from test_timer import Fake as FakeGpu
 
@@ -60,16 +61,16 @@ def _options(tmp_path: Path, worker: list[str], **reports: Any) -> Options:
     return Options(data=tmp_path / "data", worker=worker, timeout_s=2.0, startup_s=20.0, **reports)
 
 
-def _run(tmp_path: Path, worker: list[str], **options: Any) -> store.Run:
+def _run(tmp_path: Path, worker: list[str], **options: Any) -> Run:
     options = {"stages": ["00_naive", "01_coalesced"], "peers": ["sdpa"], "ceilings": ["launch"], **options}
     reports = {name: options.pop(name) for name in ("progress", "note") if name in options}
     path = bench.run(PROBLEMS, options=_options(tmp_path, worker, **reports), **options)
     assert path is not None
     assert store.verify("test-gpu", tmp_path / "data") == ()
-    return store.read_run(path)
+    return read_run(path)
 
 
-def _statuses(run: store.Run) -> dict[tuple[str, str], str]:
+def _statuses(run: Run) -> dict[tuple[str, str], str]:
     return {(row.problem.mask, row.name): row.status for row in run.measurements}
 
 
@@ -127,7 +128,7 @@ def test_a_resumed_run_takes_what_is_left(tmp_path: Path, fake: Any, monkeypatch
     only = {"only": lambda problem, name: name != "sdpa", "ceilings": ["launch", "copy"]}
     path = bench.run(PROBLEMS, **how, **only)
     assert path is not None
-    found = store.read_run(path)
+    found = read_run(path)
     assert set(_statuses(found)) == {("full", "01_coalesced"), ("causal", "00_naive")}
     assert [one.name for one in found.ceilings] == ["launch"]
     assert "no record of this code and software has 01_coalesced, 00_naive at 2 problems" in said[0]

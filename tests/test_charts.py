@@ -201,7 +201,7 @@ def two_types(tmp_path_factory: pytest.TempPathFactory) -> Results:
     half, other = Problem.parse(FIRST_SHAPE), Problem.parse(FIRST_SHAPE, dtype="bfloat16")
     causal = Problem.parse(FIRST_SHAPE, mask="causal")
     path = write_synthetic(data, problems=[half, other, causal])
-    rows = [row for run in store.runs("nvidia-h200", data) for row in run.measurements]
+    rows = store.measurements("nvidia-h200", data)
     lacking = {"status": "unsupported", "reason": "bfloat16 alone", "verdict": None, "samples": ()}
     changed = [
         row.model_copy(update=lacking) if row.name == "sdpa_cudnn" and row.problem.dtype == "float16" else row

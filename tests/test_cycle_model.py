@@ -274,9 +274,7 @@ def test_products_of_warps_stand_below_those_of_warpgroups(slug: str, tmp_path: 
 @pytest.mark.parametrize("slug", COMMITTED)
 def test_a_stage_is_predicted_as_it_was_recorded(slug: str) -> None:
     """With the blocks that were resident, and at the clock that it ran at."""
-    newest: dict[tuple[str, Problem], schema.Measurement] = {}
-    for run in store.runs(slug):
-        newest |= {(row.name, row.problem): row for row in run.measurements if row.status == "ok"}
+    newest = {(row.name, row.problem): row for row in store.measurements(slug) if row.status == "ok"}
     for problem, rows in select.load(slug).problems.items():
         newest |= {(row.name, problem): row for row in rows if row.status == "ok"}
     for one in cycle_model.compare(slug):

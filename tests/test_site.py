@@ -466,20 +466,20 @@ def test_downloads_are_the_data(pages: Path) -> None:
 
 
 def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) -> None:
-    (run,) = store.runs("nvidia-h200", pages.parent / "data")
+    rows = store.measurements("nvidia-h200", pages.parent / "data")
     folder = pages / "generated" / "data" / "nvidia-h200"
     with lzma.open(folder / "measurements.csv.xz", "rt", encoding="utf-8", newline="") as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == sum(max(1, len(row.samples)) for row in run.measurements)
+    assert len(lines) == sum(max(1, len(row.samples)) for row in rows)
     assert {line["status"] for line in lines} == {"ok", "missing", "unsupported"}
-    first = next(row for row in run.measurements if row.name == "00_naive")
+    first = next(row for row in rows if row.name == "00_naive")
     line = next(x for x in lines if x["name"] == "00_naive" and x["regime"] == "burst" and x["cache"] == "hot")
     assert float(line["median_us"]) == first.samples[0].median_us
     with lzma.open(folder / "samples.csv.xz", "rt", encoding="utf-8", newline="") as file:
         samples = list(csv.DictReader(file))
-    assert len(samples) == sum(len(s.time_us) for row in run.measurements for s in row.samples)
+    assert len(samples) == sum(len(s.time_us) for row in rows for s in row.samples)
     assert list(samples[0]) == list(tables.SAMPLE_COLUMNS)
-    assert samples[0]["sm_clock_mhz"] == str(round(run.measurements[0].samples[0].sm_clock_mhz[0]))
+    assert samples[0]["sm_clock_mhz"] == str(round(rows[0].samples[0].sm_clock_mhz[0]))
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
         text = (pages / "generated" / "snippets" / f"dictionary-{name}.md").read_text(encoding="utf-8")
         assert all(f"| `{column}` |" in text for column in columns)

@@ -16,6 +16,7 @@ from typing import Any, get_type_hints
 
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
+from shared import read_run
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
 from flashlab.core.paths import DATA, slug
@@ -38,7 +39,7 @@ from flashlab.record.schema import (
     Verdict,
     to_line,
 )
-from flashlab.record.store import Damage, append, read_run
+from flashlab.record.store import Damage, append
 
 parse_line = TypeAdapter(Record).validate_json
 
@@ -335,7 +336,6 @@ def test_a_gpu_name_makes_a_folder_name(name: str, expected: str) -> None:
 
 def test_a_run_reads_back_in_order(data: Path) -> None:
     run = read_run(data / SLUG / "runs" / f"{EARLY}.jsonl")
-    assert run.id == EARLY
     assert run.measurements == (measurement(),)
     assert run.ceilings == (ceiling(),)
     assert run.damage == ()
@@ -383,7 +383,7 @@ def test_an_empty_run_has_no_records_and_no_damage(tmp_path: Path) -> None:
 
 
 def test_runs_are_oldest_first_and_the_newest_ceiling_wins(data: Path) -> None:
-    assert [run.id for run in store.runs(SLUG, data)] == [EARLY, LATE]
+    assert [row.run for row in store.measurements(SLUG, data)] == [EARLY, LATE]
     later = "20260103T000000Z-0123abc"
     append(data / SLUG / "runs" / f"{later}.jsonl", ceiling(run=later, value=2.0))
     assert store.newest_ceilings(SLUG, data)["copy"].value == 2.0
@@ -416,9 +416,9 @@ def test_the_main_gpu_of_the_repository_has_records_and_is_whole() -> None:
 
 def test_a_gpu_without_data_is_refused_with_those_that_have_some(data: Path) -> None:
     with pytest.raises(NoDataError, match=f"GPU 'other-gpu' .* GPUs with data: {SLUG}"):
-        store.runs("other-gpu", data)
+        store.require_runs("other-gpu", data)
     with pytest.raises(NoDataError, match="GPUs with data: none yet"):
-        store.runs("other-gpu", data / "nowhere")
+        store.require_runs("other-gpu", data / "nowhere")
 
 
 def test_a_run_of_ceilings_alone_has_no_rows(tmp_path: Path) -> None:
@@ -756,9 +756,7 @@ def test_deceit_is_found_though_the_sums_are_right(data: Path, harm: Any, place:
 
 def test_a_line_of_another_run_is_not_read(data: Path) -> None:
     _move_line(data / SLUG)
-    assert [run.measurements for run in store.runs(SLUG, data)] == [
-        (measurement(),), (measurement(run=LATE, name="01_coalesced"),),
-    ]  # fmt: skip
+    assert store.measurements(SLUG, data) == (measurement(), measurement(run=LATE, name="01_coalesced"))
     assert store.newest_ceilings(SLUG, data) == {}
 
 

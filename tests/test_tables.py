@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from shared import read_run
 from synthetic import RUN, measurement, profile, write_synthetic
 
 from flashlab.build.symbols import Frame
@@ -56,7 +57,7 @@ def test_rates_give_each_stage_its_gain_over_its_parent() -> None:
 
 def test_every_gpu_that_runs_were_made_on_is_listed(tmp_path: Path) -> None:
     path = write_synthetic(tmp_path, problems=[FIRST])
-    one = store.read_run(path).measurements[0]
+    one = read_run(path).measurements[0]
     other = one.model_copy(
         update={"gpu": one.gpu.model_copy(update={"fingerprint": "0ther0ther00"}), "run": "20260109T030405Z-0123abc"}
     )
@@ -64,7 +65,7 @@ def test_every_gpu_that_runs_were_made_on_is_listed(tmp_path: Path) -> None:
     store.write_checksums(one.gpu.slug, tmp_path)
     table = tables.chips(select.load(one.gpu.slug, tmp_path), tmp_path)
     first, second = table.strip().splitlines()[2:]
-    num_rows = len(store.read_run(path).records)
+    num_rows = len(read_run(path).records)
     assert first.startswith(f"| `{one.gpu.fingerprint}` | {select.date(one.run)} | ")
     assert "**the ladder**" in first
     assert first.endswith(f" | 1 | {num_rows} |")
@@ -78,7 +79,7 @@ def test_what_was_rented_and_its_cost_stand_beside_the_gpu(tmp_path: Path) -> No
     assert "US$" not in before
     run = "20260109T030405Z-0123abc"
     start = Start(boot="0123abcd", at="2026-01-09T03:00:00Z", instance="p5.48xlarge", usd_per_gpu_hour=3.0)
-    one = store.read_run(path).measurements[0].model_copy(update={"run": run, "start": start})
+    one = read_run(path).measurements[0].model_copy(update={"run": run, "start": start})
     for time in ("2026-01-09T03:14:05Z", "2026-01-09T03:34:05Z"):  # 10 and 30 minutes after the run began
         store.append(path.with_name(f"{run}.jsonl"), one.model_copy(update={"time": time}))
     store.write_checksums(path.parents[1].name, tmp_path)

@@ -461,7 +461,7 @@ def test_enough_raw_samples_are_committed() -> None:
 
 def test_samples_are_counted_where_they_lie(data: Path) -> None:
     counts = store.count_samples(GPU, data)
-    rows = [row for run in store.runs(GPU, data) for row in run.measurements]
+    rows = store.measurements(GPU, data)
     assert counts["runs"] == sum(len(samples.time_us) for row in rows for samples in row.samples)
     assert counts["readings"] == 12 * len(store.records(GPU, schema.Reading, data))
     assert "20,000 are wanted" in timer_tables.samples_line(GPU, data)

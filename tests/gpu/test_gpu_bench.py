@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+from shared import Run, read_run
 
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import peers, registry
@@ -38,7 +39,7 @@ def _broken(folder: Path, name: str, replacement: str) -> Path:
     return path
 
 
-def _crash(folder: Path) -> store.Run:
+def _crash(folder: Path) -> Run:
     """A kernel that crashes, among some that do not."""
     first = bench.run(
         [SMALL],
@@ -49,10 +50,10 @@ def _crash(folder: Path) -> store.Run:
         ceilings=["launch"],
         options=Options(data=folder / "data", timeout_s=60),
     )
-    return store.read_run(first)
+    return read_run(first)
 
 
-def _hang(folder: Path) -> store.Run:
+def _hang(folder: Path) -> Run:
     """A kernel that never ends, beside one that does."""
     path = bench.run(
         [SMALL],
@@ -63,10 +64,10 @@ def _hang(folder: Path) -> store.Run:
         ceilings=False,
         options=Options(data=folder / "data", timeout_s=30),
     )
-    return store.read_run(path)
+    return read_run(path)
 
 
-def _with_lse(folder: Path) -> store.Run:
+def _with_lse(folder: Path) -> Run:
     """Stages with second rows, beside libraries of either layout."""
     path = bench.run(
         [Problem.parse("2x4x2x256x256x64", dtype="bfloat16", mask="causal")],
@@ -76,7 +77,7 @@ def _with_lse(folder: Path) -> store.Run:
         ceilings=False,
         options=Options(data=folder / "data", timeout_s=120),
     )
-    return store.read_run(path)
+    return read_run(path)
 
 
 TUNED = next(stage for stage in registry.STAGES.values() if stage.params)
@@ -94,17 +95,17 @@ ASIDE = {
 
 
 @pytest.fixture(scope="module")
-def broken_run(aside: Callable[[str], store.Run]) -> store.Run:
+def broken_run(aside: Callable[[str], Run]) -> Run:
     return aside("broken_run")
 
 
 @pytest.fixture
-def endless_run(aside: Callable[[str], store.Run]) -> store.Run:
+def endless_run(aside: Callable[[str], Run]) -> Run:
     return aside("endless_run")
 
 
 @pytest.fixture
-def lse_run(aside: Callable[[str], store.Run]) -> store.Run:
+def lse_run(aside: Callable[[str], Run]) -> Run:
     return aside("lse_run")
 
 
@@ -113,7 +114,7 @@ def variants(aside: Callable[[str], Path]) -> Path:
     return aside("variants")
 
 
-def test_an_illegal_address_costs_its_own_row_only(broken_run: store.Run) -> None:
+def test_an_illegal_address_costs_its_own_row_only(broken_run: Run) -> None:
     rows = {row.name: row for row in broken_run.measurements}
     assert rows["00_naive@illegal"].status == "crashed"
     assert "ILLEGAL_ADDRESS" in rows["00_naive@illegal"].reason
@@ -123,13 +124,13 @@ def test_an_illegal_address_costs_its_own_row_only(broken_run: store.Run) -> Non
     assert not broken_run.damage
 
 
-def test_a_missing_or_unfit_peer_is_named(broken_run: store.Run) -> None:
+def test_a_missing_or_unfit_peer_is_named(broken_run: Run) -> None:
     row = {row.name: row for row in broken_run.measurements}["fa3"]
     assert row.status in ("missing", "unsupported")
     assert "fa3" in row.reason
 
 
-def test_a_run_carries_what_it_takes_to_judge_it(broken_run: store.Run) -> None:
+def test_a_run_carries_what_it_takes_to_judge_it(broken_run: Run) -> None:
     row = {row.name: row for row in broken_run.measurements}["00_naive"]
     assert row.cubin is not None
     assert row.cubin.registers > 0
@@ -143,13 +144,13 @@ def test_a_run_carries_what_it_takes_to_judge_it(broken_run: store.Run) -> None:
     assert store.verify(row.gpu.slug, data) == ()
 
 
-def test_an_endless_kernel_costs_its_own_row_only(endless_run: store.Run) -> None:
+def test_an_endless_kernel_costs_its_own_row_only(endless_run: Run) -> None:
     rows = {row.name: row for row in endless_run.measurements}
     assert rows["00_naive@endless"].status == "timeout"
     assert rows["00_naive"].status == "ok", rows["00_naive"].reason
 
 
-def test_stages_have_second_rows_and_libraries_say_layout_and_log_sum_exp(lse_run: store.Run) -> None:
+def test_stages_have_second_rows_and_libraries_say_layout_and_log_sum_exp(lse_run: Run) -> None:
     assert not lse_run.damage
     rows = {row.name: row for row in lse_run.measurements}
     second = {row.name: row for row in lse_run.with_lse}
@@ -202,7 +203,7 @@ def test_spread_at_the_first_shape(quiet: None, tmp_path: Path) -> None:
     fastest = registry.best(problem, gpu.info().arch).id
     plan, options = Plan(sustained_seconds=1.0), Options(data=tmp_path)
     path = bench.run([problem], stages=[fastest], peers=["sdpa"], ceilings=False, plan=plan, options=options)
-    rows = {row.name: row for row in store.read_run(path).measurements}
+    rows = {row.name: row for row in read_run(path).measurements}
     row = rows[fastest]
     assert row.status == "ok", row.reason
     hot, sustained = row.samples_of(), row.samples_of("sustained")

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from shared import read_run
 
 from flashlab.core.problem import Problem
 from flashlab.kernels.registry import DEAD_ENDS
 from flashlab.measure import bench
 from flashlab.measure.check import check_stages
 from flashlab.measure.options import Options, Plan
-from flashlab.record import store
 from flashlab.run import gpu
 from flashlab.verify.on_cpu import CheckRun
 
@@ -73,8 +73,7 @@ def test_48_rows_are_wrong_by_the_split_alone(split: CheckRun) -> None:
 
 def test_what_is_wrong_is_recorded_without_a_time(timed: Path) -> None:
     wrong, right = (
-        {row.name: row for row in store.read_run(timed).measurements}[n]
-        for n in ("tile48", "tile48[SPLIT_FROM_TILE=1]")
+        {row.name: row for row in read_run(timed).measurements}[n] for n in ("tile48", "tile48[SPLIT_FROM_TILE=1]")
     )
     assert (wrong.status, wrong.samples) == ("wrong", ())
     assert right.status == "ok"

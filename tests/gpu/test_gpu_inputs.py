@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from shared import Run, read_run
 
 from flashlab.core import inputs
 from flashlab.core.problem import DTYPES, MASKS, Problem
@@ -16,7 +17,6 @@ from flashlab.kernels import peers, registry
 from flashlab.measure import bench
 from flashlab.measure.check import check_stages
 from flashlab.measure.options import Options, Plan
-from flashlab.record import store
 from flashlab.verify.oracle import make_torch_inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -26,7 +26,7 @@ SMALL = Problem.parse("2x4x2x130x300x64", mask="causal")
 STAGES = [stage_id for stage_id in registry.STAGES if stage_id in ("00_naive", "12_persistent", "13_overlap")]
 
 
-def _run(folder: Path) -> store.Run:
+def _run(folder: Path) -> Run:
     path = bench.run(
         [replace(SMALL, inputs=name) for name in inputs.KINDS],
         stages=STAGES,
@@ -35,14 +35,14 @@ def _run(folder: Path) -> store.Run:
         ceilings=False,
         options=Options(data=folder, timeout_s=120),
     )
-    return store.read_run(path)
+    return read_run(path)
 
 
 ASIDE = {"run": _run}
 
 
 @pytest.fixture(scope="module")
-def run(aside: Callable[[str], store.Run]) -> store.Run:
+def run(aside: Callable[[str], Run]) -> Run:
     return aside("run")
 
 
@@ -79,7 +79,7 @@ def test_normal_inputs_are_torchs_own_numbers() -> None:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_a_run_checks_and_times_every_kind(name: str, run: store.Run) -> None:
+def test_a_run_checks_and_times_every_kind(name: str, run: Run) -> None:
     rows = [row for row in run.measurements if row.problem.inputs == name]
     assert {row.name for row in rows} == {*STAGES, "sdpa", "sdpa_math", "flex"}
     for row in rows:
@@ -91,7 +91,7 @@ def test_a_run_checks_and_times_every_kind(name: str, run: store.Run) -> None:
         assert row.trained is None
 
 
-def test_trained_inputs_that_cannot_be_made_are_named(run: store.Run) -> None:
+def test_trained_inputs_that_cannot_be_made_are_named(run: Run) -> None:
     rows = [row for row in run.measurements if row.problem.inputs == inputs.TRAINED]
     assert {row.name for row in rows} == {*STAGES, "sdpa", "sdpa_math", "flex"}
     assert {row.status for row in rows} == {"unsupported"}  # four heads, two of them shared

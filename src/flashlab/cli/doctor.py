@@ -172,18 +172,16 @@ def _data(data: Path) -> Iterator[Finding]:
         tables = ", ".join(store.folders(data))
         yield Finding("data", "ok", f"tables of choices of {tables}; records, notebooks and the site need the checkout")
         return
-    gpus = store.gpus(data)
-    if not gpus:
+    if not store.gpus(data):
         lost = f"no recorded runs under {data}: there is nothing to replay"
         yield Finding("data", "absent", lost, "flashlab bench, on a machine with an NVIDIA GPU")
     for name in store.folders(data):
-        damage, runs = store.verify(name, data), store.runs(name, data) if name in gpus else ()
-        sound = f"{sum(len(run.records) for run in runs)} sound records in {len(runs)} runs"
+        damage = store.verify(name, data)
         where = shlex.quote(str(data / name))
         fix = "" if data == DATA else f" --data {shlex.quote(str(data))}"
         # What a run left unfinished git does not know; what git knows was changed.
         fix = f"flashlab repair {name}{fix}" if store.mends(name, data) else f"git checkout -- {where}"
-        detail = "; ".join(map(str, damage)) or sound
+        detail = "; ".join(map(str, damage)) or f"sound: {store.extent(name, data)}"
         yield Finding(f"data/{name}", "broken" if damage else "ok", detail, fix if damage else "")
 
 

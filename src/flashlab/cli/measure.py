@@ -115,10 +115,9 @@ def bench(
 def _show_run(path: Path, as_json: bool) -> None:
     """The rows of a run; an error where one has no time and might have one."""
     from flashlab.query.frame import headline
-    from flashlab.record import store
+    from flashlab.record import schema, store
 
-    run = store.read_run(path)
-    rows = (*run.measurements, *run.with_lse)
+    rows = sorted(store.read(path, schema.Measurement)[0], key=lambda row: row.with_lse)
     answer([headline(row) for row in rows], RUN_COLUMNS, as_json=as_json, title=f"{path.stem}, burst, hot L2")
     say(f"recorded in {path}")
     failures = [

@@ -134,8 +134,7 @@ def _verify(gpus: Sequence[str], data: Path, as_json: bool) -> None:
         lines = "\n  ".join(map(str, damage))
         raise DamagedRecordError(f"wanted sound records, found:\n  {lines}")
     for gpu in () if as_json else gpus:
-        runs = store.runs(gpu, data) if gpu in store.gpus(data) else ()
-        typer.echo(f"data/{gpu} is sound: {sum(len(run.records) for run in runs)} records in {len(runs)} runs")
+        typer.echo(f"data/{gpu} is sound: {store.extent(gpu, data)}")
 
 
 def collect(

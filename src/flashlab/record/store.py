@@ -100,35 +100,6 @@ class Damage:
         return f"{where}: {self.reason}"
 
 
-@dataclass(frozen=True)
-class Run:
-    """The records of one run file, with what could not be read."""
-
-    path: Path
-    records: tuple[Measurement | Ceiling, ...]
-    damage: tuple[Damage, ...]
-
-    @property
-    def id(self) -> str:
-        """The run's name: the file's, without its suffix."""
-        return self.path.stem
-
-    @property
-    def measurements(self) -> tuple[Measurement, ...]:
-        """Its stages and peers; no row `with_lse`."""
-        return tuple(r for r in self.records if isinstance(r, Measurement) and not r.with_lse)
-
-    @property
-    def with_lse(self) -> tuple[Measurement, ...]:
-        """Stages timed with the log-sum-exp on, beside their rows without."""
-        return tuple(r for r in self.records if isinstance(r, Measurement) and r.with_lse)
-
-    @property
-    def ceilings(self) -> tuple[Ceiling, ...]:
-        """Its readings of the GPU's limits."""
-        return tuple(r for r in self.records if isinstance(r, Ceiling))
-
-
 def append(path: Path, record: schema.AnyRecord) -> None:
     """Append one record to a file of its kind and flush it to disk, so that a crash later loses nothing.
 
@@ -263,15 +234,14 @@ def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]
     return tuple(line for path in paths for line in _parsed(path, _PARSERS[folder], signature(path))[0])
 
 
-def read_run(path: Path) -> Run:
-    """A run file; damaged lines are reported in `damage` and every sound one is kept."""
-    lines, damage = _parsed(path, _PARSERS["runs"], signature(path))
-    return Run(path, tuple(line.record for line in lines), damage)
-
-
 def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
     """The newest record of each of compute-sanitizer's tools and stage on a GPU; empty where there is none."""
     return tuple({(one.tool, one.stage): one for one in records(gpu, Sanitized, data)}.values())
+
+
+def extent(gpu: str, data: Path = DATA) -> str:
+    """How many sound records of runs there are of a GPU, for people: `812 records in 4 runs`."""
+    return f"{len(lines(gpu, 'runs', data))} records in {len(files(data / gpu / 'runs'))} runs"
 
 
 def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
@@ -323,17 +293,8 @@ def require_runs(gpu: str | None, data: Path = DATA) -> str:
     return str(name)
 
 
-def runs(gpu: str, data: Path = DATA) -> tuple[Run, ...]:
-    """Every run of a GPU, oldest first.
-
-    Raises:
-        NoDataError: there is none.
-    """
-    return tuple(map(read_run, files(data / require_runs(gpu, data) / "runs")))
-
-
 def measurements(gpu: str, data: Path = DATA) -> tuple[Measurement, ...]:
-    """Stages and libraries of every run of a GPU, oldest first; no row `with_lse`. Empty where there is none."""
+    """Stages and libraries on record of a GPU, oldest file first; no row `with_lse`. Empty where there is none."""
     return tuple(row for row in records(gpu, Measurement, data) if not row.with_lse)
 
 

@@ -856,7 +856,7 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             pack = _PACKED.get(target.suffix, bytes)
             target.write_bytes(pack(path.read_bytes()))
-        rows = [row for run in store.runs(shown.gpu, data) for row in (*run.measurements, *run.with_lse)]
+        rows = sorted(store.records(shown.gpu, Measurement, data), key=lambda row: (row.run, row.with_lse))
         _write_csv(folder / "measurements.csv.xz", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
         _write_csv(folder / "samples.csv.xz", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
         for path in sorted(one for one in folder.rglob("*") if one.is_file()):

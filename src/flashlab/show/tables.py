@@ -856,7 +856,7 @@ def chips(shown: Results, data: Path = DATA) -> str:
     Raises:
         NoDataError: there are no runs.
     """
-    records: Iterator[Measurement | Ceiling] = (row for run in store.runs(shown.gpu, data) for row in run.records)
+    records: Iterator[Measurement | Ceiling] = (line.record for line in store.lines(shown.gpu, "runs", data))
     found = grouped(records, lambda row: row.gpu.fingerprint)
     problems = {problem: {row.gpu.fingerprint for row in rows} for problem, rows in shown.problems.items()}
 
