@@ -222,10 +222,17 @@ class _PinnedSdpa(Peer):
     """torch's SDPA with one of its backends."""
 
     backend: str
+    square_only: str = ""
+    """Why its causal masks are of square problems alone; empty where they are not."""
 
     def __init__(self) -> None:
         self.how = f"SDPBackend.{self.backend}"
         self.writes_lse = _BACKENDS_WRITE_LSE[self.backend]
+
+    def limits(self, problem: Problem) -> str | None:
+        """See `Peer`."""
+        offset = problem.causal and problem.q_len != problem.kv_len
+        return self.square_only if self.square_only and offset else super().limits(problem)
 
     def build(self, problem: Problem) -> Attention:
         """See `Peer`."""
@@ -247,12 +254,7 @@ class SdpaCudnn(_PinnedSdpa):
     title = "cuDNN (SDPA)"
     backend = "CUDNN_ATTENTION"
     min_capability = (8, 0)
-
-    def limits(self, problem: Problem) -> str | None:
-        """See `Peer`."""
-        if problem.causal and problem.q_len != problem.kv_len:
-            return "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len"
-        return None
+    square_only = "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len"
 
 
 class SdpaFlash(_PinnedSdpa):
@@ -262,12 +264,7 @@ class SdpaFlash(_PinnedSdpa):
     title = "FlashAttention-2 (SDPA)"
     backend = "FLASH_ATTENTION"
     min_capability = (8, 0)
-
-    def limits(self, problem: Problem) -> str | None:
-        """See `Peer`."""
-        if problem.causal and problem.q_len != problem.kv_len:
-            return "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left"
-        return None
+    square_only = "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left"
 
 
 class SdpaEfficient(_PinnedSdpa):

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from statistics import median
 
 import pandas as pd
 
@@ -20,6 +19,7 @@ from flashlab.query.frame import frame, grouped, rows_of
 from flashlab.query.select import (
     Policy,
     Results,
+    call_clock,
     fastest_peer,
     fastest_stage,
     is_library,
@@ -155,10 +155,8 @@ _Second = Mapping[tuple[str, Problem, str], Measurement]
 
 def percent_of_peak(row: Measurement, regime: Regime = "burst") -> float | None:
     """A row's rate, percent of what the tensor cores do at the clock inside its calls; None where that is not known."""
-    samples = row.samples_of(regime)
-    if samples is None or not samples.call_clock_mhz:
-        return None
-    return row.gpu.tensor_percent(row.problem.tflops(samples.median_us), median(samples.call_clock_mhz))
+    tflops = rate(row, regime)
+    return row.gpu.tensor_percent(tflops, call_clock(row, regime)) if tflops else None
 
 
 def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None = None) -> Contest | None:
@@ -176,19 +174,17 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
         )
     twin = (second or {}).get((stage.run, stage.problem, stage.name))
     with_lse = twin.samples_of(regime) if twin else None
-    clocks = [median(samples.call_clock_mhz) if samples.call_clock_mhz else None for samples in (ours, theirs)]
-    shares = [percent_of_peak(row, regime) for row in (stage, peer)]
     return Contest(
         run=stage.run,
         stage=stage.name,
         stage_us=ours.median_us,
-        stage_clock_mhz=clocks[0],
-        stage_percent_of_peak=shares[0],
+        stage_clock_mhz=call_clock(stage, regime),
+        stage_percent_of_peak=percent_of_peak(stage, regime),
         stage_lse_us=with_lse.median_us if with_lse else None,
         peer=peer.name,
         peer_us=theirs.median_us,
-        peer_clock_mhz=clocks[1],
-        peer_percent_of_peak=shares[1],
+        peer_clock_mhz=call_clock(peer, regime),
+        peer_percent_of_peak=percent_of_peak(peer, regime),
         peer_lse=peer.lse,
         worst_ratio=worst_ratio,
         worst_layer=worst_layer,

@@ -482,10 +482,10 @@ def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: C
     return _fastest(filter(is_library, rows), regime, cache)
 
 
-def fastest_stage(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
+def fastest_stage(rows: Iterable[Measurement], regime: Regime = "burst") -> Measurement | None:
     """The stage with the highest rate, of those on the ladder that may be chosen; None where none has a time."""
     able = {stage.id for stage in registry.STAGES.values() if not stage.by_name_only}
-    return _fastest((row for row in rows if row.kind == "stage" and row.name in able), regime, cache)
+    return _fastest((row for row in rows if row.kind == "stage" and row.name in able), regime, "hot")
 
 
 def _fastest(rows: Iterable[Measurement], regime: Regime, cache: Cache) -> Measurement | None:
