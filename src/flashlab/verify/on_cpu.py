@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -168,7 +167,6 @@ def check_on_cpu(
     refused = build_all(by_name, chosen, hooks=races, follow=follow)
     suite = selection.get("suite")
     rule = SUITES[suite] if suite else check
-    checker = _Checker(by_name, refused, rule=rule, seed=seed, races=races, timeout_s=timeout_s)
     todo = [(name, case) for case in chosen for name in case.names]
     # The long ones first, so that none is left alone at the end.
     order = sorted(range(len(todo)), key=lambda index: -todo[index][1].problem.flops)
@@ -177,7 +175,43 @@ def check_on_cpu(
         if follow:
             follow(done, len(todo), f"{row.stage} {row.problem.label} {row.layout} {row.schedule}")
 
-    rows = on_all_cores(lambda index: checker(*todo[index]), order, progress=report, cancel=checker.cancel)
+    cancel = threading.Event()
+
+    def check_one(index: int) -> CheckRow:
+        name, case = todo[index]
+        implementation, detect = by_name[name], races and case.detectable
+        row = CheckRow(stage=name, problem=case.problem, layout=case.layout, status="ok", schedule=case.schedule)
+        try:
+            if error := refused.get((_variant(implementation, case).label, detect)):
+                raise error
+            shared_heads = case.layout if "=" in case.layout else ""  # other numbers
+            verdict, ran = emulated_verdict(
+                implementation.stage.id,
+                case.problem,
+                laid_out(_inputs(case.problem, seed), case.layout),
+                layout=case.layout,
+                source=implementation.source,
+                params=implementation.overrides,
+                schedule=case.schedule,
+                races=detect,
+                threads=1,
+                timeout_s=timeout_s,
+                cancel=cancel,
+                judge=partial(rule, oracle=_oracle(case.problem, seed, shared_heads)),
+            )
+        except FlashlabError as error:
+            status, reason = status_of(error)
+            return replace(row, status=status, reason=reason)
+        return replace(
+            row,
+            status="ok" if verdict.passed else "wrong",
+            reason=verdict.reason,
+            verdict=verdict,
+            findings=tuple(str(finding) for finding in ran.report.findings),
+            fallbacks=ran.fallbacks,
+        )
+
+    rows = on_all_cores(check_one, order, progress=report, cancel=cancel)
     return CheckRun(None, tuple(row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])))
 
 
@@ -194,77 +228,6 @@ def _inputs(problem: Problem, seed: int) -> tuple[Any, Any, Any]:
 def _oracle(problem: Problem, seed: int, shared_heads: str) -> Oracle:
     """What is known of those inputs, whichever stage is checked on them."""
     return Oracle()
-
-
-class _Checker:
-    """Checks a case; threads share what it has made: inputs, and verdicts on outputs of the same bits."""
-
-    def __init__(
-        self,
-        by_name: Mapping[str, Implementation],
-        refused: Mapping[_Build, CompileError],
-        *,
-        rule: Rule,
-        seed: int,
-        races: bool,
-        timeout_s: float | None,
-    ) -> None:
-        self.cancel = threading.Event()
-        self._by_name, self._refused = by_name, refused
-        self._rule, self._races, self._timeout_s = rule, races, timeout_s
-        self._seed = seed
-        self._verdicts: dict[tuple[Problem, str, str, bytes, bytes], Verdict] = {}
-
-    def _judge(self, case: Case, out: Any, lse: Any, *values: Any, **options: Any) -> Verdict:
-        """The rule's verdict, once for the same bits: another schedule or layout rarely changes any."""
-        layout = case.layout if "=" in case.layout else ""  # shared heads are other numbers
-        digests = (sha256(out.tobytes()).digest(), sha256(lse.tobytes()).digest())
-        key = (case.problem, layout, options["precision"], *digests)
-        if key not in self._verdicts:
-            oracle = _oracle(case.problem, self._seed, layout)
-            self._verdicts[key] = self._rule(out, lse, *values, oracle=oracle, **options)
-        return self._verdicts[key]
-
-    def __call__(self, name: str, case: Case) -> CheckRow:
-        chosen = self._by_name[name]
-        row = CheckRow(
-            stage=name,
-            problem=case.problem,
-            layout=case.layout,
-            status="ok",
-            reason="",
-            verdict=None,
-            schedule=case.schedule,
-        )
-        try:
-            error = self._refused.get((_variant(chosen, case).label, self._races and case.detectable))
-            if error is not None:
-                raise error
-            verdict, ran = emulated_verdict(
-                chosen.stage.id,
-                case.problem,
-                laid_out(_inputs(case.problem, self._seed), case.layout),
-                layout=case.layout,
-                source=chosen.source,
-                params=chosen.overrides,
-                schedule=case.schedule,
-                races=self._races and case.detectable,
-                threads=1,
-                timeout_s=self._timeout_s,
-                cancel=self.cancel,
-                judge=partial(self._judge, case),
-            )
-        except FlashlabError as error:
-            status, reason = status_of(error)
-            return replace(row, status=status, reason=reason)
-        return replace(
-            row,
-            status="ok" if verdict.passed else "wrong",
-            reason=verdict.reason,
-            verdict=verdict,
-            findings=tuple(str(finding) for finding in ran.report.findings),
-            fallbacks=ran.fallbacks,
-        )
 
 
 def emulated_verdict(
