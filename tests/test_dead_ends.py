@@ -81,7 +81,9 @@ def test_a_name_may_carry_values_of_tunables() -> None:
     assert (stage.id, variant) == ("wmma_no_smem", {"COLUMN_LANES": 32, "WARP_A_HEAD": 1})
     assert variant_name(stage.id, variant) == "wmma_no_smem[COLUMN_LANES=32,WARP_A_HEAD=1]"
     assert registry.parse("05_wmma") == (STAGES["05_wmma"], {})
-    with pytest.raises(UnknownStageError, match=r"got 'wmma'\. Off the ladder: d0_split_kv, .*branch_free, "):
+    with pytest.raises(
+        UnknownStageError, match=r"got 'wmma'\. Did you mean .*Off the ladder: d0_split_kv, .*branch_free, "
+    ):
         registry.parse("wmma[COLUMN_LANES=32]")
     with pytest.raises(ParameterError, match="has no parameter 'LANES'"):
         registry.parse("wmma_no_smem[LANES=32]")
@@ -424,12 +426,13 @@ def test_a_comparison_of_few_stages_does_not_stand_in_for_that_of_many(tmp_path:
     path = tmp_path / "nvidia-h200" / folder
     path.mkdir(parents=True)
     row = measurement("00_naive", FIRST).model_dump(mode="json")
-    header = {"format": 2} | {name: row[name] for name in ("run", "time", "gpu", "source", "software")}
-    line = {"shape": "1x1x1x64", "dtype": "float16", "mask": "full", "layout": "contiguous", "status": "ok"}
+    header = {"format": 3} | {name: row[name] for name in ("run", "time", "gpu", "source", "software")}
+    case = {"shape": "1x1x1x64", "dtype": "float16", "mask": "full", "layout": "contiguous"}
     runs = [f"2026010{day}T030405Z-0123abc" for day in (1, 2, 3)]
     of_runs = (("00_naive", "03_warp_rows"), ("03_warp_rows",), ("tile48[TILE_Q=32]",))
     for run, ids in zip(runs, of_runs, strict=True):
-        text = "".join(json.dumps(one) + "\n" for one in (header, *({"stage": stage, **line} for stage in ids)))
+        line = case | {"ok": {stage: [0.0] * 6 for stage in ids}}  # errors, then limits
+        text = "".join(json.dumps(one) + "\n" for one in (header, line))
         (path / f"{run}.jsonl").write_text(text, encoding="utf-8")
     assert select.checks("nvidia-h200", tmp_path, folder)[0].stem == runs[0]
 

@@ -685,7 +685,9 @@ def _serve(request: _NvrtcRequest) -> None:
 def _run_here(request: _NvrtcRequest) -> tuple[bytes | None, str]:
     with _IMPORTING:
         from cuda.core import Program, ProgramOptions
-    loaded = f"NVRTC {'.'.join(map(str, _loaded_nvrtc()[:2]))}"
+
+        major, minor, _ = _loaded_nvrtc()
+    loaded = f"NVRTC {major}.{minor}"
     if loaded != request.compiler:
         raise request.error(f"wanted {request.compiler}, which is installed, to compile it, got {loaded}", "")
 
