@@ -57,7 +57,7 @@ def one_type_a_head_dim(jobs: Iterable[Job]) -> tuple[Job, ...]:
 
 
 def a_variant_elsewhere(jobs: Iterable[Job]) -> tuple[Job, ...]:
-    """The jobs for Hopper, and of each other architecture and head dim one, of types and masks in turn."""
+    """The jobs for Hopper, and one for each head dim on each other architecture, element types and masks alternating."""
 
     def taken(job: Job) -> bool:
         number = job.stage.head_dims.index(job.head_dim) + job.stage.archs.index(job.arch)

@@ -67,7 +67,7 @@ class Supervisor:
     Args:
         row: takes what a worker says of an implementation, its `status` and `reason` alone where that is lost;
             ValidationError, KeyError or TypeError where it makes no sense.
-        closed: told that nothing more will come of a cell.
+        closed: called when nothing more will come of a cell.
     """
 
     def __init__(
