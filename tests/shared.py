@@ -57,7 +57,7 @@ def one_type_a_head_dim(jobs: Iterable[Job]) -> tuple[Job, ...]:
 
 
 def a_variant_elsewhere(jobs: Iterable[Job]) -> tuple[Job, ...]:
-    """The jobs for Hopper, and one for each head dim on each other architecture, element types and masks alternating."""
+    """The jobs for Hopper, and one per head dim on each other architecture, element types and masks alternating."""
 
     def taken(job: Job) -> bool:
         number = job.stage.head_dims.index(job.head_dim) + job.stage.archs.index(job.arch)
