@@ -16,9 +16,9 @@ import pytest
 
 import flashlab
 from flashlab.core import errors
-from flashlab.run import arrays, choice, gpu, paged, recipes
+from flashlab.run import arrays, choice, fp8, gpu, paged, recipes
 from flashlab.run.arguments import AttentionMaps, AttentionParams, VarlenParams
-from flashlab.run.attention import attention
+from flashlab.run.attention import attention, prepare
 from flashlab.run.kept import Kept
 from flashlab.run.tensor_map import TensorMap
 
@@ -378,6 +378,51 @@ def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyP
     assert len(planned) == 2
     paged.paged_attention(*call(5), return_lse=True, stage=stage)
     assert len(planned) == 3, "a wider page table is another layout"
+
+
+@pytest.fixture
+def launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What is launched, in order: kernel, grid, types of its arguments, whether it may begin early."""
+    found: list[tuple[Any, ...]] = []
+
+    class Noted:
+        def __init__(self, function: Any, *, params: Any, grid: Any, early: bool = False, **_: Any) -> None:
+            self.what = (function.cubin.entry, grid, [type(one).__name__ for one in params], early)
+
+        def __call__(self) -> None:
+            found.append(self.what)
+
+    monkeypatch.setattr(gpu, "Launch", Noted)
+    monkeypatch.setattr(gpu, "load", lambda cubin, device, smem_bytes=0: SimpleNamespace(device=device, cubin=cubin))
+    monkeypatch.setattr(gpu, "most_splits", lambda *_: 8)
+    monkeypatch.setattr(arrays, "runs_on", lambda *_: "gpu")
+    for module in (paged, fp8):
+        monkeypatch.setattr(module, "on_device", arrays.on_device)
+    for name in ("as_tensor", "full"):  # which a stage puts on its GPU
+        made = getattr(torch, name)
+        monkeypatch.setattr(torch, name, lambda *args, made=made, device=None, **how: made(*args, **how))
+    return found
+
+
+def test_both_kernels_of_fp8_are_launched_on_stored_and_on_16_bit_inputs(launches: list[tuple[Any, ...]]) -> None:
+    x = torch.zeros(2, 4, 130, 128, dtype=torch.bfloat16)
+    flashlab.fp8_attention(*(x.to(torch.float8_e4m3fn) for _ in range(3)), return_lse=True)
+    prepare(x, x.clone(), x.clone(), stage="f0_e4m3")()
+    transpose = ("transpose_f0_e4m3", (5, 4, 2), ["AttentionParams", "Fp8Params"], False)
+    both = [transpose, ("attention_f0_e4m3", (8, 1, 1), ["AttentionParams", "AttentionMaps", "Fp8Params"], False)]
+    assert launches == 2 * both
+
+
+@pytest.mark.parametrize(("stage", "grid"), [("d1_paged_kv", (1, 2, 2)), ("d13_shares_of_time", (4, 1, 1))])
+def test_a_stage_that_reads_pages_takes_keys_without_pages_too(
+    launches: list[tuple[Any, ...]], stage: str, grid: tuple[int, int, int]
+) -> None:
+    q, k, v = (
+        torch.zeros(2, heads, length, 128, dtype=torch.float16) for heads, length in ((8, 1), (2, 300), (2, 300))
+    )
+    prepare(q, k, v, stage=stage, causal=True)()
+    early = stage != "d1_paged_kv"
+    assert launches == [(f"attention_{stage}", grid, ["AttentionParams", "PagedCache"], early)]
 
 
 def test_an_edit_is_noticed_before_long(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
