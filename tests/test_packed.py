@@ -181,6 +181,8 @@ def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path)
     ("options", "words"),
     [
         (["--batch", "4"], "--batch: wanted with --decode"),
+        (["--stages", "d13"], "--stages: wanted with --decode"),
+        (["--decode", "--stages", "d13_shares_of_time[END_STEPS=8],16"], "stages: wanted one of d1_paged_kv, "),
         (["--decode", "--mask", "full"], "--mask: wanted without --decode"),
         (["--decode", "--head-dim", "64"], "--head-dim: wanted without --decode"),
     ],
