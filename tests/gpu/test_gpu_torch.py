@@ -134,3 +134,30 @@ def test_a_model_with_windows_says_the_same_as_eager(torch: Any, kind: str) -> N
             logits[name] = model(ids).logits.float()
             assert model.generate(ids, max_new_tokens=8, do_sample=False).shape == (2, 785)
     torch.testing.assert_close(logits["flashlab"], logits["eager"], atol=6e-2, rtol=6e-2)
+
+
+@pytest.mark.parametrize("kind", ["Llama", *shared.WINDOWED_MODELS])
+def test_packed_sequences_are_apart_from_each_other(torch: Any, kind: str) -> None:
+    """As the model says of one sequence after the other, with this operator and with eager attention."""
+    transformers = pytest.importorskip("transformers")
+    if kind == "Llama":
+        model = shared.llama(torch, layers=2, heads=8, head_dim=128)
+    else:
+        model = shared.windowed(torch, kind, 100)
+    model = model.to("cuda", torch.float16)
+    lengths = (1, 300, 777, 64)
+    sequences = [torch.randint(1, 128, (length,)).tolist() for length in lengths]
+    collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    batch = collate([{"input_ids": sequence} for sequence in sequences])
+    batch = {name: value.cuda() if torch.is_tensor(value) else value for name, value in batch.items()}
+    wanted = []
+    with torch.no_grad():
+        for name in ("eager", "flashlab"):
+            model.set_attn_implementation(name)
+            ids = [torch.tensor([sequence], device="cuda") for sequence in sequences]
+            wanted.append(torch.cat([model(one, use_cache=False).logits for one in ids], 1))
+        packed = model(**{**batch, "labels": None}, use_cache=False).logits
+    assert packed.shape == (1, sum(lengths), 128)
+    scale = max(1.0, float(wanted[0].abs().max()))
+    for logits in wanted:
+        assert float((packed - logits).abs().max()) <= 5e-3 * scale
