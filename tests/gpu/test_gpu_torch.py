@@ -139,7 +139,7 @@ def test_a_model_with_windows_says_the_same_as_eager(torch: Any, kind: str) -> N
 @pytest.mark.parametrize("kind", ["Llama", *shared.WINDOWED_MODELS])
 def test_packed_sequences_are_apart_from_each_other(torch: Any, kind: str) -> None:
     """As the model says of one sequence after the other, with this operator and with eager attention."""
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", minversion="5.23")
     if kind == "Llama":
         model = shared.llama(torch, layers=2, heads=8, head_dim=128)
     else:
