@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from shared import a_variant_elsewhere, needs_compiler
 from synthetic import measurement, write_synthetic
 
 import flashlab
-from flashlab.build import compiler
+from flashlab.build import compiler, sass
 from flashlab.build.compiler import LaunchShape
 from flashlab.core.errors import UnsupportedError
 from flashlab.core.paths import KERNELS, SITE
@@ -86,6 +87,27 @@ def test_it_compiles_everywhere_without_spills(stage: Stage) -> None:
             assert result.resources.spill_store_bytes == result.resources.stack_bytes == 0, job.label
         assert result.launch_shape is not None
         assert result.launch_shape.split_keys > 0
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [stage for stage in DECODE.values() if "cp_async_cg_16_hint" in stage.source.read_text(encoding="utf-8")],
+    ids=lambda stage: stage.id,
+)
+def test_every_copy_with_a_hint_reads_uniform_registers_that_are_set(stage: Stage) -> None:
+    """ptxas 13.0 makes copies by registers that nothing sets (UR0 and UR1 in d11_short_ends at a head dim of 256,
+    causal), and a GPU stops at them: CUDA_ERROR_ILLEGAL_INSTRUCTION."""
+    work = compiler.jobs([stage], ["sm_90a"])
+    for job, result in zip(work, compiler.compile_many(work), strict=True):
+        assert not isinstance(result, Exception), job.label
+        code = sass.disassemble(result.code)
+        copies = [one.operands for one in code if one.opcode.startswith("LDGSTS")]
+        assert copies, job.label
+        read = {int(number) for operands in copies for number in re.findall(r"UR(\d+)", operands)}
+        targets = [re.match(r"(?:!?U?P[T\d],)*UR(\d+)", one.operands) for one in code if one.operands not in copies]
+        # An instruction on 64 bits sets the next register too.
+        set_somewhere = {int(match[1]) + more for match in targets if match for more in (0, 1)}
+        assert read <= set_somewhere, f"{job.label}: {sorted(read - set_somewhere)}"
 
 
 # --- how many splits --------------------------------------------------------------------------------------------------

@@ -137,7 +137,14 @@ __device__ __forceinline__ int swizzled_output(int row, int col) { return row * 
 // NaN. cp.async returns at once, the caller commits the group and waits for it.
 __device__ __forceinline__ void copy_chunk(element* target_smem, const element* source_gmem, bool exists) {
   if constexpr (ALIGNED) {
-    ptx::cp_async_cg_16_hint(target_smem, source_gmem, exists ? sizeof(Chunk) : 0, ptx::createpolicy_evict_first());
+    // Without the hint at a head dim of 256: ptxas 13.0 makes of some hinted copies of the causal kernel there LDGSTS by uniform registers
+    // that nothing sets, UR0 and UR1, and the GPU refuses them as illegal instructions (tests/test_decode.py looks for such).
+    const int bytes = exists ? sizeof(Chunk) : 0;
+    if constexpr (HEAD_DIM < 256) {
+      ptx::cp_async_cg_16_hint(target_smem, source_gmem, bytes, ptx::createpolicy_evict_first());
+    } else {
+      ptx::cp_async_cg_16(target_smem, source_gmem, bytes);
+    }
   } else {
     Chunk chunk = {};
     if (exists) chunk = read_chunk(source_gmem);
