@@ -22,6 +22,7 @@ from flashlab.kernels import registry
 from flashlab.measure.tuned import table_text
 from flashlab.run import choice as tuned
 from flashlab.run import gpu
+from flashlab.run.explain import explain as flashlab_explain
 
 H200, ARCH, SMS = "nvidia-h200", "sm_90a", 132
 SMALL, LARGE = Problem.parse("1x8x512x64"), Problem.parse("16x16x2048x64")
@@ -231,6 +232,18 @@ def test_an_unknown_gpu_gets_its_nearest_kins_choice(data: Path) -> None:
     assert ranking.table.gpu == H200
     assert ranking.choices[0].stage is PINGPONG
     assert ranking.choices[0].parameters["NUM_CONSUMERS"] == 1
+
+
+def test_a_stage_that_a_gpu_never_timed_wins_where_its_kin_takes_it(data: Path) -> None:
+    written(data, [row(PINGPONG, LARGE, 600.0), row(SWIZZLE, SMALL, 5.0, tile_q=128)], slug="nvidia-h100-pcie")
+    taken = first(LARGE, data, "nvidia-h100-pcie")
+    assert (taken.stage, taken.time_us) == (PERSISTENT, 513.0)
+    taken = first(SMALL, data, "nvidia-h100-pcie")
+    assert (taken.stage, taken.time_us) == (SWIZZLE, 5.0), "it has timed what its kin takes, 11_pingpong"
+    assert tuned.parameters(PERSISTENT, "nvidia-h100-pcie", SMALL, arch=ARCH, data=data)["NUM_CONSUMERS"] == 1
+    explained = flashlab_explain(LARGE, gpu="nvidia-h100-pcie", data=data)
+    assert explained["kin"] == H200
+    assert explained["lent"].startswith("nvidia-h100-pcie has no records of that stage at that head dim")
 
 
 def test_an_architecture_that_cannot_run_that_stage_gets_the_best_that_it_can(data: Path) -> None:

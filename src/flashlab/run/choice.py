@@ -21,13 +21,16 @@ must agree: they are other kernels.
 
 A GPU without a table gets that of its nearest kin: the same architecture, then the nearest compute capability, then the
 nearest number of SMs. Tunables are taken over within an architecture alone; on another one a stage has its defaults.
+
+A table may lack a stage, which then cannot win there. Where the nearest kin of the same architecture would take such a
+stage, its choice and its tunables count.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -205,17 +208,19 @@ def table_for(gpu: str, arch: str, sm_count: int | None = None, data: Path = DAT
     Raises:
         DamagedRecordError: a table cannot be read.
     """
-    own = table(gpu, data)
-    if own is not None:
-        return own
+    return table(gpu, data) or _kin(gpu, arch, sm_count, data)
+
+
+def _kin(gpu: str, arch: str, sm_count: int | None, data: Path) -> Table | None:
+    """The table of a GPU's nearest kin."""
 
     def far(other: Table) -> tuple[bool, int, int, int, str]:
         (major, minor), (other_major, other_minor) = registry.capability(arch), registry.capability(other.arch)
         sms = abs(other.sm_count - (sm_count or other.sm_count))
         return (other.arch != arch, abs(major - other_major), abs(minor - other_minor), sms, other.gpu)
 
-    others = [found for path in data.glob(f"*/{FILE}") if (found := table(path.parent.name, data)) is not None]
-    return min(others, key=far, default=None)
+    names = {path.parent.name for path in data.glob(f"*/{FILE}")} - {gpu}
+    return min((found for name in names if (found := table(name, data)) is not None), key=far, default=None)
 
 
 def tiles(problem: Problem, tile_q: int) -> int:
@@ -272,7 +277,9 @@ def parameters(
     """
     found: Mapping[str, int] = {}
     if gpu is not None and stage.params:
-        taken = table(gpu, data) if arch is None else table_for(gpu, arch, data=data)
+        taken = table(gpu, data)
+        if arch is not None and (taken is None or not taken.rows_of(stage, problem.head_dim)):
+            taken = _kin(gpu, arch, None, data) or taken
         if taken is not None and arch in (None, taken.arch):
             row = _tuned_on(taken.rows_of(stage, problem.head_dim), taken.distances(problem, 1.0), problem)
             found = {} if row is None else row.parameters
@@ -292,7 +299,26 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     found = table_for(gpu, arch, sm_count, data)
     if found is None:
         return Ranking(None, ())
-    return Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count))
+    own = Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count))
+    if found.gpu != gpu or not _lacking(problem, found, arch):
+        return own
+    kin = _kin(gpu, arch, sm_count, data)
+    if kin is None or kin.arch != arch:
+        return own
+    theirs = Ranking(kin, _choices(problem, kin, arch, sm_count or found.sm_count))
+    return theirs if theirs.choices and theirs.choices[0].stage in _lacking(problem, found, arch) else own
+
+
+def _able(problem: Problem, arch: str) -> Iterator[Stage]:
+    """The stages to choose from."""
+    for stage in (*registry.CUDA_STAGES.values(), *registry.DECODE.values()):
+        if not stage.by_name_only and stage.why_not(problem, arch) is None:
+            yield stage
+
+
+def _lacking(problem: Problem, found: Table, arch: str) -> list[Stage]:
+    """Those of which a table has no row of the head dim."""
+    return [stage for stage in _able(problem, arch) if not found.rows_of(stage, problem.head_dim)]
 
 
 @lru_cache(maxsize=256)
@@ -306,10 +332,9 @@ def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[
     # Tunables are what won at the nearest problem, on however many SMs.
     for_tunables = found.distances(problem, 1.0)
     choices = []
-    every = (*registry.CUDA_STAGES.values(), *registry.DECODE.values())
-    for stage in (one for one in every if not one.by_name_only):
+    for stage in _able(problem, arch):
         rows = found.rows_of(stage, problem.head_dim)
-        if not rows or stage.why_not(problem, arch) is not None:
+        if not rows:
             continue
         tuned_on = _tuned_on(rows, for_tunables, problem) if found.arch == arch else None
         taken = _defaults(stage.id, problem.head_dim) if tuned_on is None else tuned_on.parameters
