@@ -89,17 +89,6 @@ class Entry(BaseModel):
     def _grouped(cls, value: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
         return (tuple(value),) if value and isinstance(value[0], str) else tuple(map(tuple, value))
 
-    @model_validator(mode="after")
-    def _known(self) -> Entry:
-        for place, given, known in (
-            ("quantity", [self.quantity], [*QUANTITIES]),
-            ("of", self.names, [*registry.STAGES, *registry.DEAD_ENDS, *peers.PEERS, *ceilings.CEILINGS, FASTEST]),
-            ("axis", [self.axis], ["", *ablation.AXES]),
-        ):
-            if unknown := set(given) - set(known):
-                raise ValueError(f"{place}: wanted {', '.join(filter(None, known))}, got {', '.join(sorted(unknown))}")
-        return self
-
     @property
     def problem(self) -> Problem:
         """The problem that it is of; ablations are of the first shape whatever it is."""
