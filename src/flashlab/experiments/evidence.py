@@ -309,7 +309,6 @@ class Finding:
     values: Mapping[str, Any] = field(default_factory=dict)
     """What else stands in braces in an entry's text and note."""
     _: KW_ONLY
-    about: About = "arithmetic"
     text: str = ""
     """What was measured or computed, for people."""
     beside: str = ""
@@ -343,7 +342,7 @@ class _Text(string.Formatter):
 
 def find(records: Records, entry: Entry) -> Finding:
     """What the records say: an entry's numbers, and whatever stands beside it that is on record."""
-    about, text, evaluate = QUANTITIES[entry.quantity]
+    _, text, evaluate = QUANTITIES[entry.quantity]
     finding = evaluate(records, entry)
     stages = [
         finding.rows[index].name if operand.startswith(FASTEST) else split(operand)[0]
@@ -372,7 +371,6 @@ def find(records: Records, entry: Entry) -> Finding:
     return replace(
         finding,
         rows=[*finding.rows, *(row for place, row in cited.items() if place not in own)],
-        about=about,
         text=_Text().format(entry.text or text, *names, **values),
         beside="; ".join(filter(None, sentences)),
         stages=tuple(filter(is_stage, dict.fromkeys(entry.stages or stages or theirs))),

@@ -114,14 +114,6 @@ class Output:
         """Write what a page takes in by that name."""
         self.text(f"snippets/{path}", content)
 
-    def sections(self, path: str, **sections: str) -> None:
-        """Write what a page takes in piece by piece."""
-        marked = (
-            f"<!-- --8<-- [start:{name}] -->\n{content.strip()}\n<!-- --8<-- [end:{name}] -->\n"
-            for name, content in sections.items()
-        )
-        self.snippet(path, "".join(marked))
-
     def chart(self, chart: Chart, page: str) -> str:
         """Write a chart's variants; the Markdown that shows the fitting one on `page` (relative to docs_dir)."""
         alt = chart.alt.replace("[", "(").replace("]", ")").replace("\n", " ")
