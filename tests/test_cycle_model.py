@@ -10,11 +10,11 @@ from statistics import median
 import pytest
 import synthetic
 
-from flashlab.core.errors import NoDataError, ParameterError
+from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.experiments import chip, cycle_model, cycle_tables
-from flashlab.experiments.cycle_model import Kernel, Rates, Speeds, Step
+from flashlab.experiments.cycle_model import Kernel, Rates, Speeds
 from flashlab.kernels import registry
 from flashlab.query import select
 from flashlab.record import schema, store
@@ -104,13 +104,6 @@ def test_waiting_costs_what_was_measured() -> None:
 def test_a_rescale_is_work_of_the_fp32_pipe() -> None:
     # At D=64 and 128 keys half a multiplication a score: 1/256 clock, beside 1/8 of a softmax alone.
     assert loop(replace(KERNEL, rescales=True)) - loop(KERNEL) == pytest.approx(1024 * 0.5 / 128 * 16)
-
-
-def test_steps_without_an_end_are_refused() -> None:
-    with pytest.raises(ParameterError, match="come to an end"):
-        cycle_model.simulate(
-            [Step("take turn"), Step("issue", 10.0, "QK"), Step("wait", name="QK")], 2, RATES.softmax, 1.0
-        )
 
 
 def test_the_floor_is_the_slowest_unit() -> None:

@@ -597,11 +597,6 @@ def test_named_stages_alone_leave_dead_ends_their_parent(measuring: dict[str, An
     assert "00_naive" in dead[FIRST]
 
 
-def test_no_calls_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="calls: wanted a positive number, got 0"):
-        ledger.time_calls("sdpa", SINGLE, data=tmp_path, calls=0)
-
-
 # --- The rules' history -----------------------------------------------------------------------------------------------
 
 

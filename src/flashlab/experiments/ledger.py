@@ -578,16 +578,14 @@ def measure(
     return tuple(path for path in made if path)
 
 
-def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0, calls: int = SINGLE_CALLS) -> Path:
+def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0) -> Path:
     """Time single calls of a library by the host's clock, launch and wait included; the file of data/<gpu>/calls.
 
     Raises:
-        ParameterError: no such library, or no calls.
+        ParameterError: no such library.
         UnsupportedError: it cannot do the problem here.
         NoGpuError, MissingPackageError, OutputError: as they say.
     """
-    if calls < 1:
-        raise ParameterError(f"calls: wanted a positive number, got {calls}")
     info = gpus.info(device)
     peer = peers.get(name)
     why_not = peer.why_not(problem, compute_capability=info.compute_capability)
@@ -601,7 +599,7 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
         book.hello(harness.greeting(info))
         attend = peer.build(problem)
         given = peers.in_layout(peer.layout, q, k, v)
-        for index in range(_WARM_UP_CALLS + calls):
+        for index in range(_WARM_UP_CALLS + SINGLE_CALLS):
             torch.cuda.synchronize()
             began = perf_counter_ns()
             attend(*given)

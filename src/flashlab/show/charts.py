@@ -582,13 +582,7 @@ def side_by_side(
 
 
 def across(found: Sequence[Across], everything: Sequence[Results]) -> Chart:
-    """What each GPU reaches at one problem: a row a stage or library, a mark a GPU.
-
-    Raises:
-        NoDataError: nothing has a time on two GPUs.
-    """
-    if not found:
-        raise NoDataError("wanted one stage or library with a time on two GPUs at one problem, found none")
+    """What each GPU reaches at one problem: a row a stage or library, a mark a GPU."""
     titles = {shown.gpu: shown.name.removeprefix("NVIDIA ") for shown in everything}
     series = {title: [one.rows[gpu] for one in found if gpu in one.rows] for gpu, title in titles.items()}
     clocks = ", ".join(f"{title} {select.clocks(rows)}" for title, rows in series.items())
@@ -1545,12 +1539,7 @@ def differences(
         axis: what the percentages are of.
         within: half width of a band around zero, percent; none where None.
         what: name, caption, provenance and data files, as `Chart` has them.
-
-    Raises:
-        NoDataError: there is no row.
     """
-    if not any(series.values()):
-        raise NoDataError("wanted at least one difference to draw, found none")
     names = list(dict.fromkeys(title for row in series.values() for title in row))
     looks: dict[str, dict[str, Any]] = {
         title: {"marker": "oDsv^P"[index % 6], "color": _CATEGORIES[index % len(_CATEGORIES)], "markersize": 5}
