@@ -393,16 +393,6 @@ def scratch_bytes(problem: Problem, heads: int, parameters: Mapping[str, int]) -
     return elements * (BYTES_PER_ELEMENT + (4 if parameters["SCORES_FP32"] else 0))
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What one group of heads needs."""
-
-    heads: Heads
-    qk: Product
-    pv: Product
-    softmax: gpu.Launch
-
-
 class Passes:
     """All three passes over all heads, ready: calling it enqueues them."""
 
@@ -439,7 +429,7 @@ class Passes:
         self._wide = gpu.Zeroed(device, rows * 4, stream) if parameters["SCORES_FP32"] else None
         self._scores = (self._wide or self._probs).pointer
         self._stream = stream
-        self._steps: list[_Step] = []
+        self._steps: list[tuple[Heads, Product, gpu.Launch, Product]] = []
         for heads in found:
             qk, pv = products(problem, arrays, heads, scale_log2=params.scale_log2, parameters=parameters)
             lse = None if params.LSE is None else params.LSE + 4 * heads.first * problem.q_len
@@ -454,8 +444,8 @@ class Passes:
                 params=[of_softmax],
                 stream=stream,
             )
-            self._steps.append(_Step(heads, qk, pv, softmax))
-        wanted_products = {one for step in self._steps for one in (step.qk, step.pv)}
+            self._steps.append((heads, qk, softmax, pv))
+        wanted_products = {one for _, qk, _, pv in self._steps for one in (qk, pv)}
         self._matmuls: dict[Product, Matmul] = {}
         self._workspace: gpu.Zeroed | None = None
         with gpu.context(device):
@@ -477,11 +467,11 @@ class Passes:
 
     def __call__(self) -> None:
         """Enqueue everything, a group of heads after the other. The device's context must be current."""
-        for step in self._steps:
-            pointers = step.heads.pointers
-            self._multiply(step.qk, pointers["K"], pointers["Q"], self._scores)
-            step.softmax()
-            self._multiply(step.pv, pointers["V"], self._probs.pointer, pointers["O"])
+        for heads, qk, softmax, pv in self._steps:
+            pointers = heads.pointers
+            self._multiply(qk, pointers["K"], pointers["Q"], self._scores)
+            softmax()
+            self._multiply(pv, pointers["V"], self._probs.pointer, pointers["O"])
 
     def __del__(self) -> None:
         # At exit, or after a kernel broke the context, the process's end frees it; there is nobody to tell.

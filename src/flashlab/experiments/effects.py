@@ -258,11 +258,6 @@ def _caption(shown: Sequence[Effect]) -> str:
     )
 
 
-def _files(shown: Iterable[Effect], folder: str) -> tuple[str, ...]:
-    records = [record for effect in shown for record in _records(effect)]
-    return tuple(sorted({f"{record.gpu.slug}/{folder}/{record.run}.jsonl" for record in records}))
-
-
 def _records(one: Effect) -> list[Ablation | Part]:
     """Those that it is of, on every start."""
     return [one.record, *(record for record, _ in one.starts)]
@@ -330,15 +325,10 @@ def _chart(rows: Sequence[tuple[str, str, Effect, Estimate | None]], *, name: st
         assert drawn is not None
         look = looks.get(one.verdict, "first" if one.is_first else "plain") if ratio else "plain"
         groups.setdefault(group, []).append((title, drawn, look))
-    shown = [one for _, _, one, _ in rows]
-    return intervals(
-        groups,
-        name=name,
-        ratio=ratio,
-        provenance=_caption(shown),
-        data_files=_files(shown, "ablations" if ratio else "parts"),
-        **text,
-    )
+    shown, folder = [one for _, _, one, _ in rows], "ablations" if ratio else "parts"
+    files = {f"{record.gpu.slug}/{folder}/{record.run}.jsonl" for one in shown for record in _records(one)}
+    text |= {"provenance": _caption(shown)}
+    return intervals(groups, name=name, ratio=ratio, data_files=tuple(sorted(files)), **text)
 
 
 def _share(one: Effect) -> Estimate | None:

@@ -1287,10 +1287,6 @@ class _Point:
     solid: bool = True
     """False: another head dim than the first problem's; of a stage, bytes that were counted, not measured."""
 
-    @property
-    def is_stage(self) -> bool:
-        return self.row.kind == "stage"
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Roof:
@@ -1434,7 +1430,7 @@ def roofline(
         else "; the clock inside the calls was not recorded"
     )
     if by_problem:
-        stages = {point.row.name for point in points if point.is_stage}
+        stages = {point.row.name for point in points if point.row.kind == "stage"}
         which = f", {stages.pop()} at each" if len(stages) == 1 else ""
         caption = (
             f"Each full {first.dtype} problem's fastest stage (circles{which}) and fastest library (diamonds), over "
@@ -1469,8 +1465,8 @@ def roofline(
                 label=f"{label}{'' if roof.measured else ' (data sheet)'}",
             )
         for point in points:
-            colour = STAGE if point.is_stage else PEER
-            marker, face = "o" if point.is_stage else "D", colour if point.solid else PAPER
+            colour = STAGE if point.row.kind == "stage" else PEER
+            marker, face = "o" if point.row.kind == "stage" else "D", colour if point.solid else PAPER
             look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "markersize": 6, "markeredgewidth": 1.6}
             axes.plot([point.intensity], [point.tflops], marker, **look)
         if by_problem:
@@ -1487,7 +1483,7 @@ def roofline(
                 ha="right" if leftwards else "left",
                 va="center",
                 size=8 if layout == "wide" else 7,
-                color=STAGE if point.is_stage else PEER,
+                color=STAGE if point.row.kind == "stage" else PEER,
                 bbox={"facecolor": PAPER, "alpha": 0.8, "pad": 0.6},
                 # Far from its mark a label needs a line to it.
                 arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7} if shift > _LABEL_POINTS else None,
