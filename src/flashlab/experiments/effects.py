@@ -459,17 +459,14 @@ def agreement(gpu: str, data: Path) -> str:
     rows = [_agreed(title, [one for one in found if len(one.starts) > 1]) for title, found in kinds.items()]
     if not any(row[1] for row in rows):
         return "*No effect was measured with the same code on several starts of a machine yet.*"
-    said = ["as intervals of 95 % say, were starts alike", "", "", *_AS_SAID]
-    return markdown(_AGREEMENT, [*rows, said], left=1)
-
-
-_AGREEMENT = (
-    *("", "effects measured again", "pairs of starts"),
-    *("interval of a start holds the other's ratio", "intervals of two starts are disjoint"),
-    "interval over all starts but the newest holds the newest's ratio",
-)
-_AS_SAID = ("83 %", "0.6 %", "at most 95 %")
-"""Of two independent estimates with the same normal error: 1.96 and 2 · 1.96 standard errors of one, over √2."""
+    # Of two independent estimates with the same normal error: 1.96 and 2 · 1.96 standard errors of one, over √2.
+    said = ("as intervals of 95 % say, were starts alike", "", "", "83 %", "0.6 %", "at most 95 %")
+    header = (
+        *("", "effects measured again", "pairs of starts"),
+        *("interval of a start holds the other's ratio", "intervals of two starts are disjoint"),
+        "interval over all starts but the newest holds the newest's ratio",
+    )
+    return markdown(header, [*rows, said])
 
 
 def _agreed(title: str, found: Sequence[Effect]) -> list[str | int]:

@@ -737,11 +737,10 @@ def table(
     known = {claim.id: claim for claim in read()}
 
     def what(one: Verdict) -> str:
-        title = f"{one.claim}<br><small>{one.source}</small>"
-        return title + _whose(known[one.id]) if one.id in known else title
+        return f"{one.claim}<br><small>{one.source}</small>{_whose(known[one.id])}"
 
     def number(one: Verdict) -> str | None:
-        ours = known[one.id].adds.get("number") if one.id in known else None
+        ours = known[one.id].adds.get("number")
         return f"{one.claimed}<br><small>Ours: {_literal(ours)}</small>" if ours else one.claimed or None
 
     def where(one: Verdict) -> str:
