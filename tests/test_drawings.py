@@ -93,7 +93,7 @@ def test_the_page_goes_through_every_rung_in_order() -> None:
     for stage_id in journey.RUNGS:
         for section in ("heading", "lines", "score", "links"):
             assert PAGE.count(f'--8<-- "journey/{stage_id}.md:{section}"') == 1
-        timeline = f'--8<-- "timelines/{stage_id}.md:journey"' in PAGE
+        timeline = f'--8<-- "timelines/journey/{stage_id}.md"' in PAGE
         assert timeline or journey.drawings_of(STAGES[stage_id]), f"{stage_id} has no drawing"
     for name in drawings.DRAWINGS:
         assert f'--8<-- "journey/drawing-{name}.md"' in PAGE
@@ -205,10 +205,11 @@ def test_a_timeline_is_to_scale(stage_id: str) -> None:
 def test_without_readings_a_timeline_says_so(tmp_path: Path) -> None:
     timelines.page(pages.Output(root=tmp_path / "site"), None, tmp_path)
     for stage_id in timelines.NOTES:
-        said = (tmp_path / "site" / "snippets" / "timelines" / f"{stage_id}.md").read_text(encoding="utf-8")
-        assert said.count(cycle_tables.NOTHING_YET) == 2
+        for folder in ("stages", "journey"):
+            said = tmp_path / "site" / "snippets" / "timelines" / folder / f"{stage_id}.md"
+            assert said.read_text(encoding="utf-8").strip() == cycle_tables.NOTHING_YET
         stage_page = (SITE / "stages" / f"{stage_id}.md").read_text(encoding="utf-8")
-        assert f'--8<-- "timelines/{stage_id}.md:stage"' in stage_page
+        assert f'--8<-- "timelines/stages/{stage_id}.md"' in stage_page
 
 
 # --- Drawings ---------------------------------------------------------------------------------------------------------

@@ -244,12 +244,6 @@ def test_replay_of_the_committed_data(name: str, replayed: Path) -> None:
     assert "Nothing has been measured yet" not in text
 
 
-def test_a_mistyped_parameter_is_refused_by_name_before_anything_runs(tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match=r"suite.*got sutie"):
-        sweep.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path / "out", {"sutie": "first"})
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_wrong_value_ends_the_notebook_with_its_error(data: Path, tmp_path: Path) -> None:
     with pytest.raises(ReportError, match="ParameterError: source: wanted one of auto, measure, replay, got 'later'"):
         sweep.execute(NOTEBOOKS / "02_ladder.ipynb", tmp_path, {"source": "later", "data": str(data)})

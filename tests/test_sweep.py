@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import nbformat
 import pytest
 
 from flashlab.core.errors import NoGpuError, ParameterError
+from flashlab.core.paths import NOTEBOOKS
 from flashlab.core.problem import suite
 from flashlab.kernels import registry
 from flashlab.measure import bench
@@ -233,6 +235,14 @@ def test_a_gpu_that_nobody_has_is_refused_at_once_with_what_is_there(make: Make,
     with pytest.raises(NoGpuError, match=r"wanted test-gpu, found 2 nvidia-h200"):
         sweep.run(cells, tmp_path / "sweep", tmp_path / "data", available={"nvidia-h200": 2})
     assert not (tmp_path / "sweep").exists()
+
+
+def test_a_mistyped_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    shutil.copy(NOTEBOOKS / "02_ladder.ipynb", tmp_path)
+    text = "[[made_up]]\nnotebook = '02_ladder'\nminutes = 1\nparameters = {sutie = 'first'}"
+    (tmp_path / "cells.toml").write_text(text, encoding="utf-8")
+    with pytest.raises(ParameterError, match=r"suite.*got sutie"):
+        sweep.cells_of("made_up", tmp_path / "cells.toml", available=["x"])
 
 
 @pytest.mark.parametrize(

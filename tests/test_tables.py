@@ -370,7 +370,7 @@ def test_counters_beside_nsight_computes_tell_equal_from_near(folder: Path) -> N
     )
     counted = trial.counted(report, line)
     assert counted == {"shared loads": (2, 2, 8, 4)}  # no metric for global sectors, and no stores at all
-    assert "| 2 | 2 | equal | wavefronts | 8 | 4 | ×2.00 |" in trial.counters({"00_naive": counted})
+    assert "| 2 | 2 | equal | wavefronts | 8 | 4 | ×2.00 |" in str(trial.Counted(compared={"00_naive": counted}))
 
 
 def test_runs_on_the_cpu_are_summed_up_a_stage() -> None:

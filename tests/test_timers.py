@@ -336,8 +336,6 @@ def test_nonsense_is_refused_before_any_work(tmp_path: Path) -> None:
         timers.measure(["99_nothing"], options=options(tmp_path, ["false"]))
     with pytest.raises(ParameterError, match="peer"):
         timers.measure([], ["nobody"], options=options(tmp_path, ["false"]))
-    with pytest.raises(ParameterError, match="samples"):
-        timers.measure(samples=1, options=options(tmp_path, ["false"]))
     with pytest.raises(ParameterError, match="at least one"):
         timers.measure([], [], options=options(tmp_path, ["false"]))
 
@@ -415,10 +413,11 @@ BOOTS = (
 def test_spread_between_starts_takes_the_newest_row_of_each() -> None:
     rows = [started("16_ones_column", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
     (found,) = timer_tables.spreads(rows)
-    assert [row.run for row in found.rows] == [BOOTS[0][0], BOOTS[1][0], BOOTS[3][0]]
-    assert found.between_percent == pytest.approx(3.0)
-    assert found.between_clocks_percent == pytest.approx(0.0)
-    assert 0 < found.within_percent < 2
+    assert [row.run for row in found] == [BOOTS[0][0], BOOTS[1][0], BOOTS[3][0]]
+    of_starts = timer_tables.samples(found)
+    assert timer_tables.between_percent([one.median_us for one in of_starts]) == pytest.approx(3.0)
+    assert timer_tables.between_percent([one.cycles_per_score for one in of_starts]) == pytest.approx(0.0)
+    assert timer_tables.between_percent([1.0, None]) is None
 
 
 def test_other_code_and_rows_without_a_start_do_not_count() -> None:
@@ -426,12 +425,12 @@ def test_other_code_and_rows_without_a_start_do_not_count() -> None:
     cubin = rows[1].cubin
     assert cubin is not None
     other = rows[1].model_copy(update={"cubin": cubin.model_copy(update={"sha256": "f" * 64})})
-    assert [len(found.rows) for found in timer_tables.spreads([rows[0], other, rows[3]])] == [2]
+    assert [len(found) for found in timer_tables.spreads([rows[0], other, rows[3]])] == [2]
     unknown = rows[1].model_copy(update={"start": None})
-    assert [len(found.rows) for found in timer_tables.spreads([rows[0], unknown, rows[3]])] == [2]
+    assert [len(found) for found in timer_tables.spreads([rows[0], unknown, rows[3]])] == [2]
     peer = [started("sdpa", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
     newer = [row.model_copy(update={"software": {"torch": "3"}}) for row in peer[1:]]
-    assert [len(found.rows) for found in timer_tables.spreads([peer[0], *newer])] == [2]
+    assert [len(found) for found in timer_tables.spreads([peer[0], *newer])] == [2]
     assert timer_tables.spreads([*rows[2:]]) == ()
 
 

@@ -212,11 +212,11 @@ def test_trials_are_compared_within_their_round() -> None:
             record(other, 60.0, run=later, samples=25),
         ]
     )
-    by_variant = {tuple(sorted(trial.parameters.items())): trial for trial in found}
-    assert by_variant[tuple(sorted(other.items()))].speedup == pytest.approx(90 / 60)
-    assert by_variant[tuple(sorted(start.items()))].speedup == 1.0
+    by_variant = {tuple(sorted(trial["parameters"].items())): trial for trial in found}
+    assert by_variant[tuple(sorted(other.items()))]["speedup"] == pytest.approx(90 / 60)
+    assert by_variant[tuple(sorted(start.items()))]["speedup"] == 1.0
     refused = by_variant[tuple(sorted({**start, "TILE_KV": 60}.items()))]
-    assert (refused.status, refused.speedup, refused.reason) == ("error", None, "static_assert")
+    assert (refused["status"], refused["speedup"], refused["reason"]) == ("error", None, "static_assert")
     assert tuning.worth(found) == {"WARPS": {4: 1.0, 8: pytest.approx(1.5)}, "TILE_KV": {60: None, 64: 1.5}}
 
 

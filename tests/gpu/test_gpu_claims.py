@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 def test_single_calls_take_longer_than_their_kernel(tmp_path: Path) -> None:
     problem = Problem.parse("1x2x130x64")
-    path = ledger.time_calls("sdpa", problem, data=tmp_path, calls=20)
+    path = ledger.time_calls("sdpa", problem, data=tmp_path)
     assert path.parent == tmp_path / gpu.info().slug / "calls"
     assert store.verify(gpu.info().slug, tmp_path) == ()
     (found,) = Records(gpu.info().slug, tmp_path).rows("calls")
-    assert len(found.record.time_us) == 20
+    assert len(found.record.time_us) == ledger.SINGLE_CALLS
     assert min(found.record.time_us) > 1.0

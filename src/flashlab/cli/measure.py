@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -194,15 +194,15 @@ def _show_tuned(tunings: Sequence[Tuned], as_json: bool) -> None:
         (trial, tuning.rounds[-1])
         for tuning in tunings
         for trial in module.trials(store.read(tuning.rounds[-1], schema.Tuning)[0])
-        if trial.key.stage == tuning.stage and trial.key.problem in tuning.problems
+        if trial["key"].stage == tuning.stage and trial["key"].problem in tuning.problems
     ]
-    lines.sort(key=lambda line: (line[0].key, line[0].median_us or float("inf")))
+    lines.sort(key=lambda line: (line[0]["key"], line[0]["median_us"] or float("inf")))
     columns = {"stage": "key.stage", "problem": "key.problem.label", "variant": "parameters", "median_us": "median_us"}
     answer(
         [trial for trial, _ in lines],
-        {**columns, "speedup": "speedup", "reason": lambda trial: trial.reason[:80]},
+        {**columns, "speedup": "speedup", "reason": lambda trial: trial["reason"][:80]},
         as_json=as_json,
-        document=[{**asdict(trial), "path": path} for trial, path in lines],
+        document=[{**trial, "path": path} for trial, path in lines],
     )
     for tuning in () if as_json else tunings:
         say(

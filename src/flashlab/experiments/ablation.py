@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from pydantic.dataclasses import dataclass
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.problem import FIRST_SHAPE, Problem
@@ -65,17 +67,9 @@ class Axis:
     claims: tuple[str, ...] = ()
     """Ids in data/claims.csv that it answers, wholly or in part."""
 
-    @classmethod
-    def _of(cls, name: str, entry: Mapping[str, Any]) -> Axis:
-        levels = tuple(
-            Level(level["name"], {key: value for key, value in level.items() if key != "name"})
-            for level in entry["levels"]
-        )
-        return cls(**{**entry, "name": name, "levels": levels, "claims": tuple(entry.get("claims", ()))})
-
 
 AXES: Mapping[str, Axis] = {
-    name: Axis._of(name, entry)
+    name: Axis(name=name, **entry)
     for name, entry in tomllib.loads(Path(__file__).with_name("axes.toml").read_text(encoding="utf-8")).items()
 }
 """Every axis by name."""

@@ -140,7 +140,7 @@ def groups(problem: Problem, arrays: Mapping[str, DeviceArray], most: int) -> tu
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Matrix:
     """A column-major matrix, and how many of it lie how far apart."""
 
@@ -169,10 +169,6 @@ class Product:
     """Parts that the sum is split into."""
 
 
-def _alignment(pointer: int, pitch: int, stride: int, itemsize: int) -> int:
-    return math.gcd(pointer or _MAX_ALIGNMENT_BYTES, pitch * itemsize, stride * itemsize, _MAX_ALIGNMENT_BYTES)
-
-
 def products(
     problem: Problem,
     arrays: Mapping[str, DeviceArray],
@@ -183,34 +179,20 @@ def products(
 ) -> tuple[Product, Product]:
     """Q·K and P·V of some heads. The scores come out scaled, in units of log2."""
     pitch = pitch_of(problem)
-    head_stride = problem.q_len * pitch
+
+    def matrix(rows: int, columns: int, pitch: int, stride: int, pointer: int = 0, *, wide: bool = False) -> Matrix:
+        dtype, itemsize = ("float32", 4) if wide else (problem.dtype, BYTES_PER_ELEMENT)
+        alignment = math.gcd(pointer or _MAX_ALIGNMENT_BYTES, pitch * itemsize, stride * itemsize, _MAX_ALIGNMENT_BYTES)
+        return Matrix(dtype, rows, columns, pitch, stride, alignment)
 
     def of_tensor(name: str, length: int) -> Matrix:
         row_stride = arrays[name].strides[2] if length > 1 else problem.head_dim
-        return Matrix(
-            dtype=problem.dtype,
-            rows=problem.head_dim,
-            columns=length,
-            pitch=row_stride,
-            stride=heads.strides[name],
-            alignment_bytes=_alignment(heads.pointers[name], row_stride, heads.strides[name], BYTES_PER_ELEMENT),
-        )
+        return matrix(problem.head_dim, length, row_stride, heads.strides[name], heads.pointers[name])
 
-    def of_scores(dtype: str, itemsize: int) -> Matrix:
-        return Matrix(
-            dtype=dtype,
-            rows=problem.kv_len,
-            columns=problem.q_len,
-            pitch=pitch,
-            stride=head_stride,
-            alignment_bytes=_alignment(0, pitch, head_stride, itemsize),
-        )
-
-    wide = bool(parameters["SCORES_FP32"])
+    of_scores = (problem.kv_len, problem.q_len, pitch, problem.q_len * pitch)
     q, out = of_tensor("Q", problem.q_len), of_tensor("O", problem.q_len)
     k, v = of_tensor("K", problem.kv_len), of_tensor("V", problem.kv_len)
-    scores = of_scores("float32", 4) if wide else of_scores(problem.dtype, BYTES_PER_ELEMENT)
-    probs = of_scores(problem.dtype, BYTES_PER_ELEMENT)
+    scores, probs = matrix(*of_scores, wide=bool(parameters["SCORES_FP32"])), matrix(*of_scores)
     return (
         Product(a=k, b=q, d=scores, transpose_a=True, alpha=scale_log2, count=heads.count),
         Product(
@@ -411,16 +393,6 @@ def scratch_bytes(problem: Problem, heads: int, parameters: Mapping[str, int]) -
     return elements * (BYTES_PER_ELEMENT + (4 if parameters["SCORES_FP32"] else 0))
 
 
-@dataclass(frozen=True)
-class _Step:
-    """What one group of heads needs."""
-
-    heads: Heads
-    qk: Product
-    pv: Product
-    softmax: gpu.Launch
-
-
 class Passes:
     """All three passes over all heads, ready: calling it enqueues them."""
 
@@ -457,7 +429,7 @@ class Passes:
         self._wide = gpu.Zeroed(device, rows * 4, stream) if parameters["SCORES_FP32"] else None
         self._scores = (self._wide or self._probs).pointer
         self._stream = stream
-        self._steps: list[_Step] = []
+        self._steps: list[tuple[Heads, Product, gpu.Launch, Product]] = []
         for heads in found:
             qk, pv = products(problem, arrays, heads, scale_log2=params.scale_log2, parameters=parameters)
             lse = None if params.LSE is None else params.LSE + 4 * heads.first * problem.q_len
@@ -472,8 +444,8 @@ class Passes:
                 params=[of_softmax],
                 stream=stream,
             )
-            self._steps.append(_Step(heads, qk, pv, softmax))
-        wanted_products = {one for step in self._steps for one in (step.qk, step.pv)}
+            self._steps.append((heads, qk, softmax, pv))
+        wanted_products = {one for _, qk, _, pv in self._steps for one in (qk, pv)}
         self._matmuls: dict[Product, Matmul] = {}
         self._workspace: gpu.Zeroed | None = None
         with gpu.context(device):
@@ -495,11 +467,11 @@ class Passes:
 
     def __call__(self) -> None:
         """Enqueue everything, a group of heads after the other. The device's context must be current."""
-        for step in self._steps:
-            pointers = step.heads.pointers
-            self._multiply(step.qk, pointers["K"], pointers["Q"], self._scores)
-            step.softmax()
-            self._multiply(step.pv, pointers["V"], self._probs.pointer, pointers["O"])
+        for heads, qk, softmax, pv in self._steps:
+            pointers = heads.pointers
+            self._multiply(qk, pointers["K"], pointers["Q"], self._scores)
+            softmax()
+            self._multiply(pv, pointers["V"], self._probs.pointer, pointers["O"])
 
     def __del__(self) -> None:
         # At exit, or after a kernel broke the context, the process's end frees it; there is nobody to tell.

@@ -2,7 +2,7 @@
 
 Everything is in cycles per score of one SM, so that the clock's frequency does not matter. There are two answers:
 
-- a floor, `Floor`: the cycles that each unit needs for its share of a score, as if the order of things did not matter.
+- a floor, `floor`: the cycles that each unit needs for its share of a score, as if the order of things did not matter.
   GEMMs and the FP32 pipe share what an SM can do; exponentials and the ALU pipe are slower while GEMMs run.
 - a loop, `simulate`: groups of four warps on one SM go through their steps, tile after tile. GEMMs queue for the
   tensor cores. Softmaxes share the other units: how fast they are together, by how many there are and whether GEMMs
@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from flashlab.core.errors import NoDataError, ParameterError
+from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import MASKS, Problem
 from flashlab.experiments import chip
@@ -30,7 +30,7 @@ from flashlab.kernels import registry
 from flashlab.measure.options import Options
 from flashlab.query import select
 from flashlab.record import schema, store
-from flashlab.record.schema import ChipReading
+from flashlab.record.schema import ChipReading, Samples
 from flashlab.run import choice
 from flashlab.run import gpu as gpus
 
@@ -230,24 +230,6 @@ class Kernel:
         return own + 32 * (4.0 * self.head_dim / _MMA_SYNC_FLOP + self.smem_bytes / _LDMATRIX_BYTES)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Floor:
-    """Cycles per score of one SM that each limit asks for, whatever the order."""
-
-    limits: Mapping[str, float]
-    """By name, for people."""
-
-    @property
-    def value(self) -> float:
-        """With every unit at work all the time."""
-        return max(self.limits.values())
-
-    @property
-    def why(self) -> str:
-        """What sets it."""
-        return max(self.limits, key=lambda name: self.limits[name])
-
-
 def _gemm_rate(kernel: Kernel, rates: Rates) -> float:
     rate = rates.wgmma if kernel.uses_wgmma else rates.mma_sync
     if rate is None:
@@ -255,21 +237,20 @@ def _gemm_rate(kernel: Kernel, rates: Rates) -> float:
     return rate
 
 
-def floor(kernel: Kernel, rates: Rates) -> Floor:
-    """What no order of a kernel's steps can pass.
+def floor(kernel: Kernel, rates: Rates) -> dict[str, float]:
+    """Cycles per score of one SM that each unit asks for, by its name for people: no order of steps passes the largest.
 
     Raises:
         NoDataError: it uses mma.sync, of whose rate there is no ceiling on record.
     """
     gemms = kernel.flops / _gemm_rate(kernel, rates)
-    limits = {
+    return {
         "GEMMs and FP32 pipe": max(gemms, (gemms + kernel.fma / rates.fma) / rates.shared),
         "exponentials": _beside(1.0, rates.exp2, rates.exp2_beside, gemms),
         "ALU pipe": _beside(kernel.alu, rates.alu, rates.alu_beside, gemms),
         "issue slots": kernel.issued / LANES,
         "shared memory": kernel.smem_bytes / SMEM_BYTES,
     }
-    return Floor(limits=limits)
 
 
 def _beside(amount: float, rate: float, rate_beside: float, gemms: float) -> float:
@@ -400,11 +381,7 @@ class _Sm:
         return True
 
     def go_on(self) -> None:
-        """Until the first of what is under way ends.
-
-        Raises:
-            ParameterError: nothing is.
-        """
+        """Until the first of what is under way ends."""
         exponentiating = [group for group in self.groups if self._steps[group.at].kind == "softmax"]
         pausing = [group for group in self.groups if self._steps[group.at].kind == "pause"]
         multiplying = [group.gemms for group in self.groups if group.gemms]
@@ -414,8 +391,6 @@ class _Sm:
         ends = [group.left / softmax_rate for group in exponentiating]
         ends += [group.left for group in pausing]
         ends += [gemms[0][1] * len(multiplying) for gemms in multiplying]
-        if not ends:
-            raise ParameterError(f"steps: wanted some that come to an end, got {[*self._steps]} of {len(self.groups)}")
         passed = min(ends)
         groups = tuple(enumerate(self.groups))
         gemms_of = tuple((index, group.gemms[0][0]) for index, group in groups if group.gemms)
@@ -438,9 +413,6 @@ def simulate(steps: Sequence[Step], groups: int, speeds: Speeds, scores: float) 
     """Cycles per score of an SM on which so many groups of four warps go through the steps of a tile again and again.
 
     `speeds` are those of their softmaxes, `scores` those of a tile of one group.
-
-    Raises:
-        ParameterError: steps that never end: a wait for what nobody issues, or a turn that nobody passes.
     """
     sm = _Sm(steps, groups, speeds)
     began, warm = 0.0, 0
@@ -493,40 +465,32 @@ class Prediction:
 
     kernel: Kernel
     problem: Problem
-    floor: Floor
-    loop: float
-    """Cycles per score of the inner loop."""
-    computed: float
-    """Scores computed over scores wanted: a mask's edge costs whole tiles."""
-    waves: float
-    """Blocks that the SMs have room for over those that there are, in whole waves."""
-    begin: float
-    """A block's time over that of its inner loop."""
+    floor: Mapping[str, float]
     cycles_per_score: float
     """Of the whole call, as `records.cycles_per_score` counts them."""
     clock_mhz: float
     """That the rate is given at."""
     tflops: float
-    clock_measured: bool = False
+    clock_measured: bool
     """Whether `clock_mhz` is that of the measurement that it is compared with."""
-    measured_cycles: float | None = None
+    measured_cycles: float | None
     """Cycles per score of that measurement; None where there is none."""
-    measured_tflops: float | None = None
+    measured_tflops: float | None
 
 
-def predict(kernel: Kernel, problem: Problem, rates: Rates, clock_mhz: float | None = None) -> Prediction:
+def predict(kernel: Kernel, problem: Problem, rates: Rates, measured: Samples | None = None) -> Prediction:
     """Predict a kernel on a problem.
 
     Args:
-        clock_mhz: SM clock that the rate is given at; the GPU's highest where None. No other number depends on it.
+        measured: what it is compared with. The rate is given at the SM clock in these calls, else at the GPU's highest;
+            no other number depends on it.
 
     Raises:
         NoDataError: as `floor`.
     """
-    found = floor(kernel, rates)
-    loop = max(found.value, loop_of(kernel, rates))
+    limits = floor(kernel, rates)
+    loop = max(*limits.values(), loop_of(kernel, rates))
     rows = GROUP_ROWS if kernel.persistent else kernel.tile_rows  # that stop at the mask together
-    computed = _computed(problem, rows, kernel.keys)
     blocks = problem.batch * problem.q_heads * math.ceil(problem.q_len / kernel.tile_rows)
     room = rates.sm_count * kernel.blocks
     # Blocks under a causal mask differ in length, and short ones fill the last wave: it is as if they were small.
@@ -535,20 +499,20 @@ def predict(kernel: Kernel, problem: Problem, rates: Rates, clock_mhz: float | N
     fill = rates.copy + 2 * rates.wait + rates.gemm_latency
     hidden = kernel.persistent or kernel.blocks > 1
     begin = 1.0 if hidden else 1.0 + fill / (loop * scores)
-    cycles = loop * computed * waves * begin
-    clock_mhz = rates.clock_mhz if clock_mhz is None else clock_mhz
+    cycles = loop * _computed(problem, rows, kernel.keys) * waves * begin
+    clocks = measured.call_clock_mhz if measured else ()
+    clock_mhz = median(clocks) if clocks else rates.clock_mhz
     seconds = cycles * problem.batch * problem.q_heads * problem.visible_scores / (rates.sm_count * clock_mhz * 1e6)
     return Prediction(
         kernel=kernel,
         problem=problem,
-        floor=found,
-        loop=loop,
-        computed=computed,
-        waves=waves,
-        begin=begin,
+        floor=limits,
         cycles_per_score=cycles,
         clock_mhz=clock_mhz,
         tflops=problem.flops / seconds / 1e12,
+        clock_measured=bool(clocks),
+        measured_cycles=schema.cycles_per_score(measured, problem, rates.sm_count) if measured else None,
+        measured_tflops=problem.tflops(measured.median_us) if measured else None,
     )
 
 
@@ -685,7 +649,6 @@ def compare(gpu: str | None, data: Path = DATA) -> list[Prediction]:
         measured = {row.name: row for row in rows if row.status == "ok" and row.problem == problem}
         for stage_id in described():
             row = measured.get(stage_id)
-            samples = row.samples_of() if row else None
             if row is not None and row.cubin is not None:
                 parameters, blocks_per_sm = row.cubin.parameters, row.cubin.blocks_per_sm
             else:
@@ -695,14 +658,5 @@ def compare(gpu: str | None, data: Path = DATA) -> list[Prediction]:
             kernel = kernel_of(stage_id, problem.head_dim, parameters, blocks_per_sm)
             if kernel is None or (not kernel.uses_wgmma and rates.mma_sync is None):
                 continue
-            clocks = samples.call_clock_mhz if samples else ()
-            predicted = predict(kernel, problem, rates, median(clocks) if clocks else None)
-            if samples:
-                predicted = replace(
-                    predicted,
-                    clock_measured=bool(clocks),
-                    measured_cycles=schema.cycles_per_score(samples, problem, rates.sm_count),
-                    measured_tflops=problem.tflops(samples.median_us),
-                )
-            compared.append(predicted)
+            compared.append(predict(kernel, problem, rates, row.samples_of() if row else None))
     return compared

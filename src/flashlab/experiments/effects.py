@@ -32,11 +32,10 @@ from flashlab.query.statistics import (
     over_starts,
     p_value,
     ratio_of_medians,
-    statistic_over,
 )
 from flashlab.record import schema, store
-from flashlab.record.schema import Ablation, CubinFields, Part, Samples
-from flashlab.show.charts import Chart, Interval, intervals
+from flashlab.record.schema import Ablation, Part, Samples
+from flashlab.show.charts import Chart, Interval, Look, intervals
 from flashlab.show.pages import Output, data_links, indent, stage_link
 from flashlab.show.tables import Column, code, markdown, prose, table
 
@@ -47,6 +46,7 @@ NOTHING_YET = (
 LEVER_NOT_MEASURED = "Not measured yet: `flashlab ablate --levers` on a Hopper GPU does it."
 _PART_TITLES = {"qk": "Q·K", "softmax": "softmax", "pv": "P·V", "memory": "memory"}
 _REASON_CHARS = 160
+_OF_CUBIN = ("registers", "spill_store_bytes", "blocks_per_sm")
 T = TypeVar("T", Ablation, Part)
 
 
@@ -72,11 +72,6 @@ class Effect:
         return self.record is self.first
 
     @property
-    def problem(self) -> Problem:
-        """What was computed."""
-        return self.record.problem
-
-    @property
     def samples(self) -> Samples | None:
         """None where there is no time."""
         return _samples(self.record)
@@ -89,17 +84,12 @@ class Effect:
     @property
     def reason(self) -> str:
         """Why there is no time."""
-        return "" if isinstance(self.record, Part) else self.record.reason
-
-    @property
-    def cubin(self) -> CubinFields | None:
-        """Its machine code; None where it did not compile."""
-        return self.record.cubin
+        return getattr(self.record, "reason", "")
 
     @property
     def ratio(self) -> float | None:
         """Median time over the first's, of the rounds that both were in, over starts; None where either has no time."""
-        return statistic_over(ratio_of_medians, self._times, paired=True) if self._times else None
+        return self.change.value if self.change else None
 
     @property
     def _times(self) -> list[tuple[Sequence[float], Sequence[float]]]:
@@ -148,18 +138,14 @@ class Effect:
         return {
             "group": self.group,
             "name": self.name,
-            "shape": self.problem.shape,
-            "dtype": self.problem.dtype,
-            "mask": self.problem.mask,
+            **{name: getattr(self.record.problem, name) for name in ("shape", "dtype", "mask")},
             "median_us": self.median_us,
             "ratio": self.ratio,
             "interval": self.interval,
             "verdict": self.verdict or None,
             "starts": len(self._times) or None,
             "samples": len(self.samples.time_us) if self.samples else 0,
-            "registers": self.cubin.registers if self.cubin else None,
-            "spill_store_bytes": self.cubin.spill_store_bytes if self.cubin else None,
-            "blocks_per_sm": self.cubin.blocks_per_sm if self.cubin else None,
+            **{name: getattr(self.record.cubin, name, None) for name in _OF_CUBIN},
             "reason": self.reason,
             "run": self.record.run,
         }
@@ -258,7 +244,7 @@ def _beside(
 
 def _caption(shown: Sequence[Effect]) -> str:
     """GPU, problem, regime, date and commit."""
-    labels = sorted({effect.problem.label for effect in shown})
+    labels = sorted({effect.record.problem.label for effect in shown})
     records = {record.run: record for effect in shown for record in _records(effect)}
     commits = sorted({select.commit_label(run, record.source.dirty) for run, record in records.items()})
     return " · ".join(
@@ -270,11 +256,6 @@ def _caption(shown: Sequence[Effect]) -> str:
             f"commit {', '.join(commits)}",
         ]
     )
-
-
-def _files(shown: Iterable[Effect], folder: str) -> tuple[str, ...]:
-    records = [record for effect in shown for record in _records(effect)]
-    return tuple(sorted({f"{record.gpu.slug}/{folder}/{record.run}.jsonl" for record in records}))
 
 
 def _records(one: Effect) -> list[Ablation | Part]:
@@ -303,10 +284,10 @@ def lever_chart(shown: Sequence[Effect]) -> Chart | str:
     timed = [one for one in shown if one.ratio is not None and not one.is_first]
     if not timed:
         return LEVER_NOT_MEASURED
-    values = "; ".join(f"{one.name}, {one.problem.label}: {one.ratio:.3f}" for one in timed)
-    ordered = sorted(timed, key=lambda one: (one.name, one.problem.head_dim, one.problem.mask != "full"))
+    values = "; ".join(f"{one.name}, {one.record.problem.label}: {one.ratio:.3f}" for one in timed)
+    ordered = sorted(timed, key=lambda one: (one.name, one.record.problem.head_dim, one.record.problem.mask != "full"))
     return _chart(
-        [(one.name, one.problem.label, one, one.change) for one in ordered],
+        [(one.name, one.record.problem.label, one, one.change) for one in ordered],
         name="levers",
         xlabel="time over that of the stage as it is; less is better",
         alt=f"Time of every lever over that of its stage as it is. {values}.",
@@ -323,10 +304,10 @@ def split_chart(shown: Sequence[Effect]) -> Chart | str:
     if not timed:
         return NOTHING_YET
     values = "; ".join(
-        f"{one.group}, {one.problem.sizes} {_PART_TITLES[one.name]} {share.value:.1f} %" for one, share in timed
+        f"{one.group}, {one.record.problem.sizes} {_PART_TITLES[one.name]} {share.value:.1f} %" for one, share in timed
     )
     return _chart(
-        [(f"{one.group}, {one.problem.sizes}", _PART_TITLES[one.name], one, share) for one, share in timed],
+        [(f"{one.group}, {one.record.problem.sizes}", _PART_TITLES[one.name], one, share) for one, share in timed],
         name="time-split",
         xlabel="percent of the stage's time that goes with the part",
         alt=f"Share of a stage's time that goes when a part of its work is left out. {values}.",
@@ -338,22 +319,16 @@ def split_chart(shown: Sequence[Effect]) -> Chart | str:
 def _chart(rows: Sequence[tuple[str, str, Effect, Estimate | None]], *, name: str, **text: str) -> Chart:
     """Intervals by group: rows are group, title, effect, and what is drawn of it: its ratio, or of a part its share."""
     ratio = name != "time-split"
-    looks: Mapping[str, Any] = {"slower": "worse", "faster": "better"} if ratio else {}
+    looks: Mapping[str, Look] = {"slower": "worse", "faster": "better"} if ratio else {}
     groups: dict[str, list[Interval]] = {}
     for group, title, one, drawn in rows:
         assert drawn is not None
-        look: Any = looks.get(one.verdict, "first" if one.is_first else "plain") if ratio else "plain"
-        row = Interval(name=title, value=drawn.value, low=drawn.low, high=drawn.high, look=look)
-        groups.setdefault(group, []).append(row)
-    shown = [one for _, _, one, _ in rows]
-    return intervals(
-        groups,
-        name=name,
-        ratio=ratio,
-        provenance=_caption(shown),
-        data_files=_files(shown, "ablations" if ratio else "parts"),
-        **text,
-    )
+        look = looks.get(one.verdict, "first" if one.is_first else "plain") if ratio else "plain"
+        groups.setdefault(group, []).append((title, drawn, look))
+    shown, folder = [one for _, _, one, _ in rows], "ablations" if ratio else "parts"
+    files = {f"{record.gpu.slug}/{folder}/{record.run}.jsonl" for one in shown for record in _records(one)}
+    text |= {"provenance": _caption(shown)}
+    return intervals(groups, name=name, ratio=ratio, data_files=tuple(sorted(files)), **text)
 
 
 def _share(one: Effect) -> Estimate | None:
@@ -393,9 +368,9 @@ def _instructions(sass: Mapping[str, int]) -> str:
 
 _MICROSECONDS = "{:.1f}".format
 _RESOURCES = (
-    Column("registers", "cubin.registers"),
-    Column("spilled B", "cubin.spill_store_bytes"),
-    Column("blocks/SM", "cubin.blocks_per_sm"),
+    Column("registers", "record.cubin.registers"),
+    Column("spilled B", "record.cubin.spill_store_bytes"),
+    Column("blocks/SM", "record.cubin.blocks_per_sm"),
 )
 _LEVELS = (
     Column("level", "name"),
@@ -406,15 +381,15 @@ _LEVELS = (
     *_RESOURCES,
 )
 _LEVERS = (
-    Column("problem", "1.problem.label"),
+    Column("problem", "1.record.problem.label"),
     Column("", "1", _result, left=True),
     Column("as it is, µs", "0.median_us", _MICROSECONDS),
     Column("with it, µs", "1.median_us", _MICROSECONDS),
     Column("time with it over as it is (95 %)", "1.change", _with_interval),
     Column("starts", "1", _starts),
-    Column("instructions as it is", "0.cubin.sass", _instructions),
-    Column("with it", "1.cubin.sass", _instructions),
-    Column("spilled B", "1.cubin.spill_store_bytes"),
+    Column("instructions as it is", "0.record.cubin.sass", _instructions),
+    Column("with it", "1.record.cubin.sass", _instructions),
+    Column("spilled B", "1.record.cubin.spill_store_bytes"),
 )
 _PARTS = (
     Column("stage", "stage", code),
@@ -432,7 +407,7 @@ def levels_table(shown: Sequence[Effect]) -> str:
     if not shown:
         return NOTHING_YET
     text: list[str] = []
-    for (name, problem), levels in grouped(shown, lambda one: (one.group, one.problem)).items():
+    for (name, problem), levels in grouped(shown, lambda one: (one.group, one.record.problem)).items():
         axis = AXES[name]
         claims = f" Claims: {', '.join(axis.claims)}." if axis.claims else ""
         text.append(
@@ -457,7 +432,7 @@ def split_table(shown: Sequence[Effect]) -> str:
     if not shown:
         return NOTHING_YET
     rows: list[dict[str, object]] = []
-    for (stage, problem), parts in grouped(shown, lambda one: (one.group, one.problem)).items():
+    for (stage, problem), parts in grouped(shown, lambda one: (one.group, one.record.problem)).items():
         row: dict[str, object] = {"stage": stage, "problem": problem.sizes}
         for one in parts:
             cells = {"part": _PART_TITLES.get(one.name, one.name), "time_us": one.median_us}
@@ -484,17 +459,14 @@ def agreement(gpu: str, data: Path) -> str:
     rows = [_agreed(title, [one for one in found if len(one.starts) > 1]) for title, found in kinds.items()]
     if not any(row[1] for row in rows):
         return "*No effect was measured with the same code on several starts of a machine yet.*"
-    said = ["as intervals of 95 % say, were starts alike", "", "", *_AS_SAID]
-    return markdown(_AGREEMENT, [*rows, said], left=1)
-
-
-_AGREEMENT = (
-    *("", "effects measured again", "pairs of starts"),
-    *("interval of a start holds the other's ratio", "intervals of two starts are disjoint"),
-    "interval over all starts but the newest holds the newest's ratio",
-)
-_AS_SAID = ("83 %", "0.6 %", "at most 95 %")
-"""Of two independent estimates with the same normal error: 1.96 and 2 · 1.96 standard errors of one, over √2."""
+    # Of two independent estimates with the same normal error: 1.96 and 2 · 1.96 standard errors of one, over √2.
+    said = ("as intervals of 95 % say, were starts alike", "", "", "83 %", "0.6 %", "at most 95 %")
+    header = (
+        *("", "effects measured again", "pairs of starts"),
+        *("interval of a start holds the other's ratio", "intervals of two starts are disjoint"),
+        "interval over all starts but the newest holds the newest's ratio",
+    )
+    return markdown(header, [*rows, said])
 
 
 def _agreed(title: str, found: Sequence[Effect]) -> list[str | int]:

@@ -89,17 +89,6 @@ class Entry(BaseModel):
     def _grouped(cls, value: Sequence[Any]) -> tuple[tuple[str, ...], ...]:
         return (tuple(value),) if value and isinstance(value[0], str) else tuple(map(tuple, value))
 
-    @model_validator(mode="after")
-    def _known(self) -> Entry:
-        for place, given, known in (
-            ("quantity", [self.quantity], [*QUANTITIES]),
-            ("of", self.names, [*registry.STAGES, *registry.DEAD_ENDS, *peers.PEERS, *ceilings.CEILINGS, FASTEST]),
-            ("axis", [self.axis], ["", *ablation.AXES]),
-        ):
-            if unknown := set(given) - set(known):
-                raise ValueError(f"{place}: wanted {', '.join(filter(None, known))}, got {', '.join(sorted(unknown))}")
-        return self
-
     @property
     def problem(self) -> Problem:
         """The problem that it is of; ablations are of the first shape whatever it is."""
@@ -320,7 +309,6 @@ class Finding:
     values: Mapping[str, Any] = field(default_factory=dict)
     """What else stands in braces in an entry's text and note."""
     _: KW_ONLY
-    about: About = "arithmetic"
     text: str = ""
     """What was measured or computed, for people."""
     beside: str = ""
@@ -354,7 +342,7 @@ class _Text(string.Formatter):
 
 def find(records: Records, entry: Entry) -> Finding:
     """What the records say: an entry's numbers, and whatever stands beside it that is on record."""
-    about, text, evaluate = QUANTITIES[entry.quantity]
+    _, text, evaluate = QUANTITIES[entry.quantity]
     finding = evaluate(records, entry)
     stages = [
         finding.rows[index].name if operand.startswith(FASTEST) else split(operand)[0]
@@ -383,7 +371,6 @@ def find(records: Records, entry: Entry) -> Finding:
     return replace(
         finding,
         rows=[*finding.rows, *(row for place, row in cited.items() if place not in own)],
-        about=about,
         text=_Text().format(entry.text or text, *names, **values),
         beside="; ".join(filter(None, sentences)),
         stages=tuple(filter(is_stage, dict.fromkeys(entry.stages or stages or theirs))),

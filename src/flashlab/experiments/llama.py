@@ -75,14 +75,12 @@ def measure(
         The file, and what has no time, with the reason.
 
     Raises:
-        ParameterError: no such attention, or a number that makes no sense.
+        ParameterError: no such attention.
         NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
     """
     for name in attentions:
         if name not in (*ATTENTIONS, *peers.PEERS):
             raise ParameterError(f"attention: wanted one of {', '.join((*ATTENTIONS, *peers.PEERS))}, got {name!r}")
-    if min((prompt, new, repeats, *batches), default=0) < 1:
-        raise ParameterError("wanted a prompt, new tokens, repeats and batches of at least 1, got less")
     job: Message = {"attentions": list(attentions), "new": new, "batches": list(batches), "prompt": prompt}
     job |= {"repeats": repeats, "geometry": dict(GEOMETRY)}
     return record_rows("models", ModelRun, job, options, step_s=TIMEOUT_S, total_s=TIMEOUT_S)

@@ -7,6 +7,7 @@ free and last as long as a copy of their size alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,13 +154,12 @@ def page(out: Output, shown: Results | None, data: Path) -> None:
     """Every timeline, for its stage's page and the journey: of the GPU that is shown, where its units were read."""
     slugs = sorted(store.gpus(data, "chip"), key=lambda slug: shown is None or slug != shown.gpu)
     for stage_id in NOTES:
-        pages = {"stage": f"stages/{stage_id}.md", "journey": journey.PAGE}
-        try:
+        chart = None
+        with suppress(NoDataError):
             chart = draw(stage_id, chip.newest(slugs[0] if slugs else "", data), data)
-            drawn = {name: out.chart(chart, page) for name, page in pages.items()}
-        except NoDataError:
-            drawn = dict.fromkeys(pages, cycle_tables.NOTHING_YET)
-        out.sections(f"timelines/{stage_id}.md", **drawn)
+        for folder, page in (("stages", f"stages/{stage_id}.md"), ("journey", journey.PAGE)):
+            drawn = out.chart(chart, page) if chart else cycle_tables.NOTHING_YET
+            out.snippet(f"timelines/{folder}/{stage_id}.md", drawn)
 
 
 PAGES = {"timelines": page}

@@ -17,7 +17,7 @@ import numpy as np
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA
-from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.core.problem import FIRST_SHAPE, Mask, Problem
 from flashlab.experiments.timers import INSTALLS, TIMERS
 from flashlab.kernels import peers, registry
 from flashlab.query import select
@@ -168,48 +168,19 @@ def comparisons(found: Iterable[Reading]) -> tuple[Comparison, ...]:
 # --- Starts of the machine --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spread:
-    """One stage or library at one problem on separate starts of a machine."""
+Spread = tuple[Measurement, ...]
+"""One stage or library at one problem, a row for each start of a machine, in time's order: the newest of each."""
 
-    rows: tuple[Measurement, ...]
-    """One a start, in time's order: the newest of each."""
 
-    @property
-    def name(self) -> str:
-        """A stage id, or a peer's name."""
-        return self.rows[0].name
+def samples(rows: Spread) -> list[Samples]:
+    """The burst samples with a hot L2 of each start."""
+    return [taken for row in rows if (taken := row.samples_of())]
 
-    @property
-    def problem(self) -> Problem:
-        """What was computed."""
-        return self.rows[0].problem
 
-    @property
-    def samples(self) -> tuple[Samples, ...]:
-        """The burst samples with a hot L2 of each start."""
-        return tuple(samples for row in self.rows if (samples := row.samples_of()))
-
-    @property
-    def medians_us(self) -> tuple[float, ...]:
-        """Median of each start."""
-        return tuple(samples.median_us for samples in self.samples)
-
-    @property
-    def within_percent(self) -> float:
-        """Mean over the starts of what a start's own samples spread: standard deviation over mean."""
-        return fmean(samples.cv_percent for samples in self.samples)
-
-    @property
-    def between_percent(self) -> float:
-        """The slowest start's median over the fastest's, less one."""
-        return 100 * (max(self.medians_us) / min(self.medians_us) - 1)
-
-    @property
-    def between_clocks_percent(self) -> float | None:
-        """The same in cycles per score, which do not depend on the clock; None where it was not read on each start."""
-        cycles = [samples.cycles_per_score for samples in self.samples if samples.cycles_per_score is not None]
-        return 100 * (max(cycles) / min(cycles) - 1) if len(cycles) == len(self.samples) else None
+def between_percent(of_starts: Sequence[float | None]) -> float | None:
+    """The largest of a number of each start over the smallest, less one; None where one is not known."""
+    known = [one for one in of_starts if one is not None]
+    return 100 * (max(known) / min(known) - 1) if len(known) == len(of_starts) else None
 
 
 def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
@@ -228,9 +199,9 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
             if _code(row) == _code(same[-1]) and not met:
                 newest.append(row)
         if len(newest) > 1:
-            found.append(Spread(rows=tuple(reversed(newest))))
+            found.append(tuple(reversed(newest)))
     ladder = {name: at for at, name in enumerate([*registry.RUNGS, *peers.PEERS])}
-    return tuple(sorted(found, key=lambda one: (one.problem, ladder.get(one.name, len(ladder)))))
+    return tuple(sorted(found, key=lambda one: (one[0].problem, ladder.get(one[0].name, len(ladder)))))
 
 
 def _code(row: Measurement) -> object:
@@ -403,24 +374,28 @@ def spread_table(gpu_slug: str | None, data: Path = DATA) -> str:
         return _NO_STARTS
 
     def start(index: int) -> Callable[[Spread], float | None]:
-        return lambda one: one.medians_us[index] if index < len(one.medians_us) else None
+        return lambda rows: samples(rows)[index].median_us if index < len(rows) else None
 
-    text = []
-    for problem, mine in grouped(found, lambda one: one.problem).items():
-        starts = max(len(one.rows) for one in mine)
+    text, form = [], "{:.2f}".format
+    for problem, mine in grouped(found, lambda rows: rows[0].problem).items():
+        starts = max(map(len, mine))
         columns = [
-            Column("", "name", _title),
+            Column("", "0.name", _title),
             *(Column(f"start {index + 1}, µs", start(index), mhz) for index in range(starts)),
-            Column("within a start, std dev, %", "within_percent", "{:.2f}".format),
-            Column("between starts, %", "between_percent", "{:.2f}".format),
-            Column("between starts in SM clocks, %", "between_clocks_percent", "{:.2f}".format),
+            Column("within a start, std dev, %", lambda rows: fmean(one.cv_percent for one in samples(rows)), form),
+            Column("between starts, %", lambda rows: between_percent([one.median_us for one in samples(rows)]), form),
+            Column(
+                "between starts in SM clocks, %",
+                lambda rows: between_percent([one.cycles_per_score for one in samples(rows)]),
+                form,
+            ),
         ]
         text.append(f"### {problem.label}\n\n{table(columns, mine)}\n{_starts_line(mine, starts)}")
     return "\n".join(text)
 
 
 def _starts_line(found: Sequence[Spread], columns: int) -> str:
-    every = {row.run: row for one in found for row in one.rows}
+    every = {row.run: row for rows in found for row in rows}
     begun = [f"{row.start.at[:16].replace('T', ' ')} UTC" for row in every.values() if row.start]
     chips = len({row.gpu.fingerprint for row in every.values()})
     short = f" {STARTS} are wanted." if columns < STARTS else ""
@@ -431,30 +406,27 @@ def _starts_line(found: Sequence[Spread], columns: int) -> str:
     )
 
 
-def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: str = "full") -> Chart | str:
+def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: Mask = "full") -> Chart | str:
     """Each start's median and 5th to 95th percentile beside the mean of the starts; a sentence where there is none."""
-    found = [
-        one
-        for one in recorded_spreads(gpu_slug, data)
-        if (one.problem.shape, one.problem.mask, one.problem.dtype) == (FIRST_SHAPE, mask, "float16")
-    ]
+    problem = Problem.parse(FIRST_SHAPE, mask=mask)
+    found = [rows for rows in recorded_spreads(gpu_slug, data) if rows[0].problem == problem]
     if not found:
         return _NO_STARTS
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for one in found:
-        middle = fmean(one.medians_us)
-        for start, samples in enumerate(one.samples, start=1):
-            low, mid, high = (100 * (float(t) / middle - 1) for t in np.percentile(samples.time_us, (5, 50, 95)))
-            series.setdefault(tables.peer_title(one.name), {})[f"start {start}"] = (low, mid, high)
-    rows = [row for one in found for row in one.rows]
+        middle = fmean(taken.median_us for taken in samples(one))
+        for start, taken in enumerate(samples(one), start=1):
+            low, mid, high = (100 * (float(t) / middle - 1) for t in np.percentile(taken.time_us, (5, 50, 95)))
+            series.setdefault(tables.peer_title(one[0].name), {})[f"start {start}"] = (low, mid, high)
+    every = [row for rows in found for row in rows]
     return charts.differences(
         series,
         name=f"starts-{mask}",
         axis="percent over the mean of the starts",
         within=None,
         caption="The same code on separate starts of the machine: median, and 5th to 95th percentile of the samples.",
-        provenance=select.provenance(rows),
-        data_files=select.run_files(rows),
+        provenance=select.provenance(every),
+        data_files=select.run_files(every),
     )
 
 
@@ -489,6 +461,7 @@ def summary(gpu_slug: str | None, data: Path = DATA) -> dict[str, Any]:
         "compared": len(compared),
         "agreeing": sum(one.agrees for one in compared),
         "between_starts_percent": {
-            f"{one.name} {one.problem.label}": one.between_percent for one in recorded_spreads(gpu_slug, data)
+            f"{rows[0].name} {rows[0].problem.label}": between_percent([one.median_us for one in samples(rows)])
+            for rows in recorded_spreads(gpu_slug, data)
         },
     }

@@ -146,11 +146,6 @@ def measure(
     problems = [Problem.parse(shape) for shape in (SHAPES if shapes is None else shapes)]
     if not names or not problems:
         raise ParameterError(f"wanted at least one implementation and shape, got {len(names)} and {len(problems)}")
-    if samples < 4 or rounds < 1 or sustained_s < 0 or limit_s <= 0:
-        raise ParameterError(
-            "wanted samples ≥ 4, rounds ≥ 1, sustained ≥ 0 and a positive limit, "
-            f"got {samples}, {rounds}, {sustained_s} and {limit_s}"
-        )
     job: Message = {
         "device": options.device,
         "seed": options.seed,

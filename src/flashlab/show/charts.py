@@ -28,6 +28,7 @@ from flashlab.query import select
 from flashlab.query.compare import Change, Comparison
 from flashlab.query.contests import Across, AgainstPeers, Contest
 from flashlab.query.select import Results
+from flashlab.query.statistics import Estimate
 from flashlab.record.schema import Ceiling, Measurement, StageProfile, Verdict
 from flashlab.show.tables import beside_note, beside_title, elsewhere_note, number, peer_title, set_of, short_title
 
@@ -581,13 +582,7 @@ def side_by_side(
 
 
 def across(found: Sequence[Across], everything: Sequence[Results]) -> Chart:
-    """What each GPU reaches at one problem: a row a stage or library, a mark a GPU.
-
-    Raises:
-        NoDataError: nothing has a time on two GPUs.
-    """
-    if not found:
-        raise NoDataError("wanted one stage or library with a time on two GPUs at one problem, found none")
+    """What each GPU reaches at one problem: a row a stage or library, a mark a GPU."""
     titles = {shown.gpu: shown.name.removeprefix("NVIDIA ") for shown in everything}
     series = {title: [one.rows[gpu] for one in found if gpu in one.rows] for gpu, title in titles.items()}
     clocks = ", ".join(f"{title} {select.clocks(rows)}" for title, rows in series.items())
@@ -1039,15 +1034,6 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     )
 
 
-def _line_style(row: Measurement, *, hollow: bool) -> dict[str, Any]:
-    """Of a stage's line, solid, or a library's, dashed; its markers `hollow` or filled."""
-    is_stage, (colour, shape) = row.kind == "stage", mark(row.name)
-    return {
-        **{"color": colour, "linewidth": 1.8 if is_stage else 1.2, "linestyle": "-" if is_stage else (0, (4, 2))},
-        **{"marker": shape, "markersize": 5, "markerfacecolor": PAPER if hollow else colour},
-    }
-
-
 def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16", regime: Regime = "burst") -> Chart:
     """Rate over sequence length at a constant number of tokens, stages beside libraries; right, percent of the peak.
 
@@ -1082,8 +1068,18 @@ def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16",
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
         for label in order:
-            style = _line_style(any_of[label], hollow=any_of[label].problem.dtype != dtype)
-            axes.plot(list(map(counts.index, rates[label])), list(rates[label].values()), label=label, **style)
+            row, (colour, shape) = any_of[label], mark(any_of[label].name)
+            axes.plot(
+                list(map(counts.index, rates[label])),
+                list(rates[label].values()),
+                label=label,
+                color=colour,
+                marker=shape,
+                markersize=5,
+                markerfacecolor=colour if row.problem.dtype == dtype else PAPER,
+                linewidth=1.8 if row.kind == "stage" else 1.2,
+                linestyle="-" if row.kind == "stage" else (0, (4, 2)),
+            )
         _columns(axes, counts, "sequence length", "TFLOP/s")
         axes.set_ylim(0, top * 1.08)
         if ceiling is not None:
@@ -1291,10 +1287,6 @@ class _Point:
     solid: bool = True
     """False: another head dim than the first problem's; of a stage, bytes that were counted, not measured."""
 
-    @property
-    def is_stage(self) -> bool:
-        return self.row.kind == "stage"
-
 
 @dataclass(frozen=True, kw_only=True)
 class _Roof:
@@ -1438,7 +1430,7 @@ def roofline(
         else "; the clock inside the calls was not recorded"
     )
     if by_problem:
-        stages = {point.row.name for point in points if point.is_stage}
+        stages = {point.row.name for point in points if point.row.kind == "stage"}
         which = f", {stages.pop()} at each" if len(stages) == 1 else ""
         caption = (
             f"Each full {first.dtype} problem's fastest stage (circles{which}) and fastest library (diamonds), over "
@@ -1473,8 +1465,8 @@ def roofline(
                 label=f"{label}{'' if roof.measured else ' (data sheet)'}",
             )
         for point in points:
-            colour = STAGE if point.is_stage else PEER
-            marker, face = "o" if point.is_stage else "D", colour if point.solid else PAPER
+            colour = STAGE if point.row.kind == "stage" else PEER
+            marker, face = "o" if point.row.kind == "stage" else "D", colour if point.solid else PAPER
             look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "markersize": 6, "markeredgewidth": 1.6}
             axes.plot([point.intensity], [point.tflops], marker, **look)
         if by_problem:
@@ -1491,7 +1483,7 @@ def roofline(
                 ha="right" if leftwards else "left",
                 va="center",
                 size=8 if layout == "wide" else 7,
-                color=STAGE if point.is_stage else PEER,
+                color=STAGE if point.row.kind == "stage" else PEER,
                 bbox={"facecolor": PAPER, "alpha": 0.8, "pad": 0.6},
                 # Far from its mark a label needs a line to it.
                 arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7} if shift > _LABEL_POINTS else None,
@@ -1543,12 +1535,7 @@ def differences(
         axis: what the percentages are of.
         within: half width of a band around zero, percent; none where None.
         what: name, caption, provenance and data files, as `Chart` has them.
-
-    Raises:
-        NoDataError: there is no row.
     """
-    if not any(series.values()):
-        raise NoDataError("wanted at least one difference to draw, found none")
     names = list(dict.fromkeys(title for row in series.values() for title in row))
     looks: dict[str, dict[str, Any]] = {
         title: {"marker": "oDsv^P"[index % 6], "color": _CATEGORIES[index % len(_CATEGORIES)], "markersize": 5}
@@ -1593,19 +1580,15 @@ def differences(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Interval:
-    """One row of `intervals`."""
-
-    name: str
-    value: float
-    low: float
-    high: float
-    """Ends of its interval; both the value where it has none."""
-    look: Literal["plain", "better", "worse", "first"] = "plain"
-
-
-_LOOKS = {"plain": ("o", MUTED), "better": ("o", ACCENT), "worse": ("o", LOSS), "first": ("|", INK)}
+Look = Literal["plain", "better", "worse", "first"]
+_LOOKS: Mapping[Look, tuple[str, str]] = {
+    "plain": ("o", MUTED),
+    "better": ("o", ACCENT),
+    "worse": ("o", LOSS),
+    "first": ("|", INK),
+}
+Interval = tuple[str, Estimate, Look]
+"""One row of `intervals`: its name, its value with both ends, and how it looks."""
 
 
 def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: bool, **what: Any) -> Chart:
@@ -1622,13 +1605,14 @@ def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: b
     """
     lines: list[tuple[str, Interval | None]] = []
     for heading, rows in groups.items():
-        lines += [(heading, None), *((one.name, one) for one in rows)] if rows else []
+        lines += [(heading, None), *((row[0], row) for row in rows)] if rows else []
     if not lines:
         raise NoDataError(f"wanted at least one effect to draw, found none in {len(groups)} groups")
 
-    def each(axes: Axes, y: float, one: Interval | None, layout: Layout) -> None:
-        if one:
-            shape, colour = _LOOKS[one.look]
+    def each(axes: Axes, y: float, row: Interval | None, layout: Layout) -> None:
+        if row:
+            _, one, look = row
+            shape, colour = _LOOKS[look]
             axes.plot([one.low, one.high], [y, y], color=colour, linewidth=1.6, zorder=2)
             _mark(axes, one.value, y, shape, colour, markersize=5, zorder=3)
 
@@ -1642,11 +1626,11 @@ def changes(comparison: Comparison, shown: Sequence[Change]) -> Chart:
     Raises:
         NoDataError: there is nothing to draw.
     """
-    looks: dict[str, Literal["better", "worse"]] = {"faster": "better", "slower": "worse"}
+    looks: Mapping[str, Look] = {"faster": "better", "slower": "worse"}
     groups: dict[str, list[Interval]] = {}
     for one in shown:
-        ends = {"value": one.ratio, "low": one.low, "high": one.high}
-        row = Interval(name=row_title(one.rows[0]), look=looks.get(one.verdict, "plain"), **ends)
+        ratio = Estimate(value=one.ratio, low=one.low, high=one.high)
+        row = (row_title(one.rows[0]), ratio, looks.get(one.verdict, "plain"))
         groups.setdefault(one.problem.label, []).append(row)
     records = [record for one in shown for record in one.rows]
     before, after = comparison.sides

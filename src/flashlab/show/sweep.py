@@ -66,28 +66,20 @@ def execute(
 ) -> Outcome:
     """Execute a notebook through papermill into `out`, and read its result file.
 
-    papermill's exit status alone does not prove success: a cell that exits and a mistyped parameter leave it at 0, and
-    a killed kernel leaves no trace in the notebook. So parameters are checked by name first, and afterwards the result
-    file, which the last cell writes, must be there and valid.
+    papermill's exit status alone does not prove success: a cell that exits leaves it at 0, and a killed kernel leaves
+    no trace in the notebook. So the result file, which the last cell writes, must be there and valid afterwards.
 
     Args:
         out: folder for the executed notebook and its result file.
-        parameters: values by name; `out` is set here.
+        parameters: values by names that it has, which `cells_of` sees to; `out` is set here.
         timeout_s: for the whole notebook; the kernel is stopped when it is over.
         held: open files that papermill holds as long as it lives: a lock.
 
     Raises:
-        ParameterError: a name that the notebook has no parameter for.
         ReportError: it failed, ran out of time or did not come to its end.
         OutputError: `out` cannot be written.
     """
-    name, known = notebook.stem, parameters_of(notebook)
-    unknown = [p for p in parameters if p not in known]
-    if unknown or not known:
-        raise ParameterError(
-            f"notebook {name}: wanted parameters among {', '.join(known) or 'none (it has no parameters cell)'}, "
-            f"got {', '.join(unknown) or 'none'}"
-        )
+    name = notebook.stem
     folder = writable_dir(out, "executed notebooks")
     executed, result = folder / notebook.name, folder / f"{name}.json"
     for old in (executed, result):

@@ -739,9 +739,7 @@ def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | Non
         Column("", name),
         Column(
             "line",
-            lambda item: (
-                f'<code class="place">{html.escape(item[2].file)}:{item[2].line}</code><br>{source(item[2].text)}'
-            ),
+            lambda item: f"{place(item[2].file, item[2].line)}<br>{source(item[2].text)}",
             left=True,
         ),
         Column(
@@ -759,18 +757,12 @@ def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | Non
 
 # --- What ran, and where ----------------------------------------------------------------------------------------------
 
-UNTIMED = (
-    Column("", "0.0"),
-    Column("status", "0.1", left=True),
-    Column("reason", "0.2", left=True),
-    Column("problems", "1"),
-)
-
 
 def untimed(rows: Iterable[Measurement]) -> str:
     """Rows without a time and why; empty where every row has one."""
     counts = Tally((title(row), _STATUS_WORDS[row.status], prose(row.reason)) for row in rows if row.status != "ok")
-    return table(UNTIMED, counts.items()) if counts else ""
+    lines = [(*what, count) for what, count in counts.items()]
+    return markdown(("", "status", "reason", "problems"), lines, left=3) if lines else ""
 
 
 RESOURCES = (

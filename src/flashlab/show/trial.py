@@ -480,13 +480,6 @@ COUNTERS = (
 )
 
 
-def counters(compared: Mapping[str, Mapping[str, Counts]]) -> str:
-    """The emulator's counters beside Nsight Compute's, as a Markdown table; `compared` by stage, from `counted`."""
-    return table(
-        COUNTERS, [(name, what, counts) for name, of_stage in compared.items() for what, counts in of_stage.items()]
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Counted:
     """The emulator's counters beside Nsight Compute's of the same launches."""
@@ -518,7 +511,8 @@ class Counted:
                 f" On record beside the stages are {self.patterns} single accesses to shared memory, which tests hold "
                 "the model of bank conflicts against."
             )
-        return f"{counters(self.compared)}\n{said.strip()}\n\n*{self.source}*\n"
+        rows = [(name, what, counts) for name, of in self.compared.items() for what, counts in of.items()]
+        return f"{table(COUNTERS, rows)}\n{said.strip()}\n\n*{self.source}*\n"
 
 
 _REASON_CHARS = 400

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashlab.core.paths import DATA
 from flashlab.kernels import peers, registry
@@ -21,49 +21,34 @@ NOTHING_YET = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One variant on one key: how it did beside the stage's defaults in the same round."""
-
-    key: Key
-    parameters: Mapping[str, int]
-    status: schema.Status
-    reason: str
-    median_us: float | None
-    speedup: float | None
-    """Time of the defaults over its own, in the round that gave it most samples; None without either."""
-    samples: int
-    run: str
-    commit: str
-    dirty: bool
+Trial = Mapping[str, Any]
+"""One variant on one key, as `trials` has it."""
 
 
 def trials(records: Iterable[Tuning]) -> list[Trial]:
-    """Every variant on record, once a problem: where it got most samples, and of those the newest."""
+    """Every variant on record, once a problem: where it got most samples, and of those the newest.
+
+    Of each its `key`, `parameters`, `status`, `reason`, `median_us`, `speedup` (time of the stage's defaults over its
+    own, in the round that gave it most samples; None without either), `samples`, `run`, `commit` and `dirty`.
+    """
     of_stages = (record for record in records if record.stage not in peers.PEERS)
     by_run = grouped(of_stages, lambda record: (record.run, Key(record.stage, record.problem)))
     best: dict[tuple[Key, Items], Trial] = {}
-    for (run, key), of_run in sorted(by_run.items(), key=lambda item: item[0][0]):
+    for (_, key), of_run in sorted(by_run.items(), key=lambda item: item[0][0]):
         stage = registry.RUNGS.get(key.stage)
         defaults = None if stage is None else stage.parameters(key.problem.head_dim)
         start = next((r.samples_of() for r in of_run if r.parameters == defaults and r.status == "ok"), None)
         for record in of_run:
-            samples = record.samples_of()
-            trial = Trial(
-                key=key,
-                parameters=record.parameters,
-                status=record.status,
-                reason=record.reason,
-                median_us=samples.median_us if samples else None,
-                speedup=start.median_us / samples.median_us if start and samples else None,
-                samples=len(samples.time_us) if samples else 0,
-                run=run,
-                commit=record.source.commit,
-                dirty=record.source.dirty,
-            )
-            place = (key, items(record.parameters))
-            if place not in best or trial.samples >= best[place].samples:
-                best[place] = trial
+            samples, place = record.samples_of(), (key, items(record.parameters))
+            count = len(samples.time_us) if samples else 0
+            if place not in best or count >= best[place]["samples"]:
+                best[place] = {
+                    "key": key,
+                    **{name: getattr(record, name) for name in ("parameters", "status", "reason")},
+                    "median_us": samples.median_us if samples else None,
+                    "speedup": start.median_us / samples.median_us if start and samples else None,
+                    **{"samples": count, "run": record.run, **record.source.model_dump()},
+                }
     return list(best.values())
 
 
@@ -74,18 +59,18 @@ def worth(of_key: Sequence[Trial]) -> dict[str, dict[int, float | None]]:
     value alone was tried is left out.
     """
     found: dict[str, dict[int, float | None]] = {}
-    for name in dict.fromkeys(name for trial in of_key for name in trial.parameters):
+    for name in dict.fromkeys(name for trial in of_key for name in trial["parameters"]):
         speeds: dict[int, list[float]] = {}
         for trial in of_key:
-            if name in trial.parameters:
-                speeds.setdefault(trial.parameters[name], []).extend(filter(None, [trial.speedup]))
+            if name in trial["parameters"]:
+                speeds.setdefault(trial["parameters"][name], []).extend(filter(None, [trial["speedup"]]))
         if len(speeds) > 1:
             found[name] = {value: max(speeds[value], default=None) for value in sorted(speeds)}
     return found
 
 
 def _by_key(gpu_slug: str | None, data: Path) -> dict[Key, list[Trial]]:
-    found = grouped(trials(store.records(gpu_slug or "", schema.Tuning, data)), lambda trial: trial.key)
+    found = grouped(trials(store.records(gpu_slug or "", schema.Tuning, data)), lambda trial: trial["key"])
     return {key: found[key] for key in sorted(found)}
 
 
@@ -105,7 +90,11 @@ def winners_table(gpu_slug: str | None, data: Path = DATA) -> str:
         if not row.variants:
             continue
         of_key = by_key.get(Key(row.stage, row.problem), [])
-        gains = [trial.speedup for trial in of_key if trial.parameters == row.parameters and trial.speedup is not None]
+        gains = [
+            trial["speedup"]
+            for trial in of_key
+            if trial["parameters"] == row.parameters and trial["speedup"] is not None
+        ]
         stage = registry.RUNGS.get(row.stage)
         differs = _text(row.parameters, stage.parameters(row.problem.head_dim) if stage else None)
         gain = f"{gains[0]:.3f}" if gains else None
@@ -163,15 +152,17 @@ def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
         return NOTHING_YET
     text: list[str] = []
     for key, of_key in by_key.items():
-        of_key.sort(key=lambda trial: (-(trial.speedup or 0.0), trial.median_us or math.inf))
+        of_key.sort(key=lambda trial: (-(trial["speedup"] or 0.0), trial["median_us"] or math.inf))
         lines: list[list[tables.Cell]] = [
             [
-                _text(trial.parameters),
-                None if trial.median_us is None else f"{trial.median_us:.1f}",
-                None if trial.speedup is None else f"{trial.speedup:.3f}",
-                str(trial.samples),
-                trial.status if trial.status == "ok" else f"{trial.status}: {tables.prose(trial.reason[:160])}",
-                trial.run,
+                _text(trial["parameters"]),
+                None if trial["median_us"] is None else f"{trial['median_us']:.1f}",
+                None if trial["speedup"] is None else f"{trial['speedup']:.3f}",
+                str(trial["samples"]),
+                trial["status"]
+                if trial["status"] == "ok"
+                else f"{trial['status']}: {tables.prose(trial['reason'][:160])}",
+                trial["run"],
             ]
             for trial in of_key
         ]
