@@ -28,11 +28,13 @@ help: ## list the targets
 report: $(BASE) ## run every notebook, build the site into build/site; with an NVIDIA GPU, measure: FULL=1 everything
 	@$(PYTHON) -m flashlab report $(if $(FULL),--full) $(ARGS)
 
+# Each worker computes with one thread: two that want all cores spin while they wait for each other. Files begin in the
+# order of tests/conftest.py, the longest first; pytest-xdist would begin those with the most tests first.
 test: $(STAMPS)/dev ## every test this machine can run; GPU tests where there is a GPU
-	@$(PYTHON) -m pytest -n $(if $(GPU),0,auto) --dist loadfile $(ARGS)
+	@$(if $(GPU),,OPENBLAS_NUM_THREADS=1) $(PYTHON) -m pytest -n $(if $(GPU),0,auto) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(STAMPS)/dev ## the tests that take seconds, for while you work
-	@$(PYTHON) -m pytest -n auto --dist loadfile -m 'not slow and not gpu' $(ARGS)
+	@OPENBLAS_NUM_THREADS=1 $(PYTHON) -m pytest -n auto --dist loadfile -m 'not slow and not gpu' $(ARGS)
 
 lint: $(STAMPS)/dev ## format, style, types, import layers, notebooks without outputs, Dockerfile
 	$(PYTHON) -m ruff check

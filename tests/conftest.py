@@ -67,13 +67,15 @@ SLOW = (
 )
 """Files that compile or emulate many kernels, run notebooks or open the site, longest first: each is one worker's, and
 what begins last should be short. `make test-fast` leaves them out."""
+NEXT = ("test_tune.py",)
+"""Files of which one test compiles many kernels: they begin after those, and before all others."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {HERE / name: i for i, name in enumerate(SLOW)}
+    order = {HERE / name: i for i, name in enumerate((*SLOW, *NEXT))}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     for item in items:
-        if item.path in order:
+        if order.get(item.path, len(SLOW)) < len(SLOW):
             item.add_marker(pytest.mark.slow)
     wanting = [item for item in items if item.get_closest_marker("gpu") or "gpu" in item.path.parent.parts[-1:]]
     reason = gpu.available() if wanting else None

@@ -135,25 +135,29 @@ def test_it_is_right_and_without_races_by_default(stage: str, schedule: str) -> 
     assert len(checked.rows) == 2 * 4 * len(registry.get(stage).head_dims)
 
 
-@needs_compiler
-@pytest.mark.parametrize("blocks", [1, 2, 5, 13, 40])
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "q_len", "kv_len"),
-    [
-        (8, 2, 1, 300),  # shares cross tiles
-        (32, 2, 1, 77),  # all rows of a tile, and more blocks than steps
-        (3, 1, 11, 200),  # 33 rows: three tiles, of which one has a row
-        (1, 1, 64, 40),  # rows that see no key
-        (4, 4, 1, 1),  # a step a tile
-        (4, 1, 1, 1203),  # one tile of many blocks
-    ],
+TILES = (
+    (8, 2, 1, 300),  # shares cross tiles
+    (32, 2, 1, 77),  # all rows of a tile, and more blocks than steps
+    (3, 1, 11, 200),  # 33 rows: three tiles, of which one has a row
+    (1, 1, 64, 40),  # rows that see no key
+    (4, 4, 1, 1),  # a step a tile
+    (4, 1, 1, 1203),  # one tile of many blocks
 )
+"""Query heads, K/V heads, query rows and keys."""
+BLOCKS = (1, 2, 5, 13, 40)
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("shape", TILES, ids=str)
 def test_shares_fall_anywhere_on_tiles(
-    monkeypatch: pytest.MonkeyPatch, heads: int, kv_heads: int, q_len: int, kv_len: int, blocks: int
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int], blocks: int
 ) -> None:
+    """By turns, the first stage without a mask and one that prefetches, or with one and that whose parts signal."""
     _blocks(monkeypatch, blocks)
-    q, k, v = _random(heads, kv_heads, q_len, kv_len, batch=3)
-    for causal, stage in ((False, STAGE), (True, STAGE), (True, "d4_prefetch"), (True, READY)):
+    q, k, v = _random(*shape, batch=3)
+    turns = (((False, STAGE), (True, "d4_prefetch")), ((True, STAGE), (True, READY)))
+    for causal, stage in turns[(TILES.index(shape) + BLOCKS.index(blocks)) % 2]:
         ran = flashlab.emulate(
             q, k, v, causal=causal, stage=stage, params={"MIN_BLOCKS": 1}, races=True, return_lse=True
         )
@@ -208,6 +212,12 @@ def test_any_scale_and_magnitude(scale: float) -> None:
     assert np.allclose(ran.lse, plain.lse, rtol=1e-5, atol=1e-3)
 
 
+def _awaited(source: Path | None) -> Any:
+    """The report on a kernel whose shares cross tiles, in the order of warps that shows what is missing."""
+    how: Any = {"params": {"MIN_BLOCKS": 1}, "source": source, "races": True, "schedule": "seeded:1"}
+    return flashlab.emulate(*_random(8, 2, 1, 1203), stage=STAGE, **how).report
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -235,14 +245,17 @@ def test_what_it_waits_for_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert text.count(old) == 1
     edited = tmp_path / "edited.cu"
     edited.write_text(text.replace(old, new), encoding="utf-8")
-    q, k, v = _random(8, 2, 1, 1203)
-    for source in (None, edited):
-        how: Any = {"params": {"MIN_BLOCKS": 1}, "source": source, "races": True, "schedule": "seeded:1"}
-        try:
-            report: Any = flashlab.emulate(q, k, v, stage=STAGE, **how).report
-        except EmulationError as error:
-            report = error.report
-        assert bool(report.findings) is (source is not None)
+    try:
+        report: Any = _awaited(edited)
+    except EmulationError as error:
+        report = error.report
+    assert report.findings
+
+
+@needs_compiler
+def test_nothing_is_found_where_it_waits_for_all_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    _blocks(monkeypatch, 3)
+    assert _awaited(None).findings == ()
 
 
 @needs_compiler

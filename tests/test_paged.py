@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -103,21 +104,26 @@ def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool, he
     _refuse_wrong(cache, q, stage, causal)
 
 
-@needs_compiler
-@every_sharing_stage
-@pytest.mark.parametrize("blocks", [1, 3, 8, 13, 40])
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        (300, 300, 300, 300),  # as many steps each: shares keep to tiles, but with 3 and 13 blocks
-        (289, 304, 300, 290),  # likewise, of other lengths
-        (40, 40),  # fewer steps than warps in a share
-        (0, 0, 0),
-        (1000, *(5,) * 20),
-        (*range(70), 400),  # more sequences than a warp has lanes, and than there are blocks
-    ],
-    ids=lambda lengths: f"{len(lengths)}x{lengths[-1]}",
+BLOCKS = (1, 3, 8, 13, 40)
+LENGTHS = (
+    (300, 300, 300, 300),  # as many steps each: shares keep to tiles, but with 3 and 13 blocks
+    (289, 304, 300, 290),  # likewise, of other lengths
+    (40, 40),  # fewer steps than warps in a share
+    (0, 0, 0),
+    (1000, *(5,) * 20),
+    (*range(70), 400),  # more sequences than a warp has lanes, and than there are blocks
 )
+SHARED = [
+    pytest.param(stage, blocks, lengths, id=f"{stage}-{blocks}-{len(lengths)}x{lengths[-1]}")
+    for turn, stage in enumerate(name for name in STAGES if name != CLUSTERS)
+    for (i, blocks), (j, lengths) in itertools.product(enumerate(BLOCKS), enumerate(LENGTHS))
+    if stage == STAGE or (turn + i + j) % 2
+]
+"""All of the stage that a call takes; every second of the others, which share its code."""
+
+
+@needs_compiler
+@pytest.mark.parametrize(("stage", "blocks", "lengths"), SHARED)
 def test_shares_fall_anywhere_on_sequences(
     monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], blocks: int, stage: str
 ) -> None:
