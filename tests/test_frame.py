@@ -59,7 +59,7 @@ def test_other_kinds_have_a_frame_too(tmp_path: Path) -> None:
     (row,) = frame(GPU, tmp_path, "profiles").to_dict("records")
     assert (row["name"], row["problem"]) == ("00_naive", FIRST)
     assert frame(GPU, tmp_path, "calls").empty
-    assert select.select(frame(GPU, tmp_path)).empty
+    assert not select.select(frame(GPU, tmp_path))
 
 
 def test_a_ratio_is_of_the_newest_run_that_timed_both(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_a_ratio_is_of_the_newest_run_that_timed_both(tmp_path: Path) -> None:
     write(tmp_path, NEW, *(measurement(name, FIRST, run=NEW) for name in ("00_naive", "sdpa")))
     rows = of_problem(frame(GPU, tmp_path), FIRST)
     for names, run in ((("00_naive", "sdpa"), NEW), (("01_coalesced", "sdpa"), OLD)):
-        assert set(select.select(rows, select.together(*names))["run"]) == {run}
-    assert select.select(rows, select.together("02_half2")).empty
+        assert {row.run for row in select.select(rows, select.together(*names))} == {run}
+    assert not select.select(rows, select.together("02_half2"))
     # The ladder is of the run that tried most of it.
-    assert set(select.select(rows, select.LADDER)["run"]) == {OLD}
+    assert {row.run for row in select.select(rows, select.LADDER)} == {OLD}
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -78,7 +78,7 @@ def test_what_is_selected_is_what_is_loaded(tmp_path: Path, mask: str) -> None:
     write_synthetic(tmp_path, GPU, problems=[Problem.parse(FIRST_SHAPE, mask=mask)])
     rows = select.select(frame(GPU, tmp_path))
     (loaded,) = select.load(GPU, tmp_path).problems.values()
-    assert tuple(rows["record"]) == loaded
+    assert rows == loaded
 
 
 def test_the_explorer_has_every_time_and_says_which_the_pages_show(tmp_path: Path) -> None:

@@ -233,8 +233,10 @@ class Records:
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
         """The fastest stage of the ladder that a condition holds for."""
-        table = select.select(of_problem(frame(self.gpu, self.data), problem), select.LADDER)
-        timed: Iterable[Row] = (row for row in table.itertuples(index=False) if row.status == "ok" and times_us(row))
+        table = of_problem(frame(self.gpu, self.data), problem)
+        chosen = {id(record) for record in select.select(table, select.LADDER)}  # of one run, so that none is filled in
+        rows: Iterable[Row] = (row for row in table.itertuples(index=False) if id(row.record) in chosen)
+        timed = (row for row in rows if row.status == "ok" and times_us(row))
         able = [row for row in timed if row.name in registry.RUNGS and CONDITIONS[condition](row.record)]
         if not able:
             raise PendingError(f"flashlab bench --shape {problem.shape}")

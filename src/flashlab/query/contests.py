@@ -15,7 +15,7 @@ from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import WITHOUT_FEATURES, Problem, Regime, suite
 from flashlab.kernels import registry
-from flashlab.query.frame import frame, grouped, rows_of
+from flashlab.query.frame import frame, grouped, measured
 from flashlab.query.select import (
     Policy,
     Results,
@@ -206,29 +206,25 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
         NoDataError: the GPU has no measurement.
     """
     store.require_runs(gpu, data)
-    rows = [row for row in rows_of(frame(gpu, data)) if row["kind"] in ("stage", "peer")]
-    if not rows:
+    table = frame(gpu, data)
+    if not (rows := measured(table)):
         raise NoDataError(f"wanted a run of GPU {gpu!r} with measurements, found none under {data / gpu / 'runs'}")
-    off_ladder = {row["run"] for row in rows if is_off_ladder(row["record"])}
-    rows = [row for row in rows if row["run"] not in off_ladder]
-    second = {
-        (row["run"], row["problem"], row["name"]): row["record"]
-        for row in rows
-        if row["second"] and row["status"] == "ok"
-    }
-    rows = [row for row in rows if not row["second"]]
-    sessions = {row["run"]: row["session"] for row in rows}
+    sessions = dict(zip(table["run"], table["session"], strict=True))
+    off_ladder = {row.run for row in rows if is_off_ladder(row)}
+    rows = [row for row in rows if row.run not in off_ladder]
+    second = {(row.run, row.problem, row.name): row for row in rows if row.with_lse and row.status == "ok"}
+    rows = [row for row in rows if not row.with_lse]
     by_session: dict[str, set[str]] = {}
     for row in rows:
-        by_session.setdefault(row["session"], set()).update({row["name"]} if row["samples"] else ())
+        by_session.setdefault(sessions[row.run], set()).update({row.name} if row.samples else ())
     timed = set().union(*by_session.values())
     last_rung = next((stage for stage in reversed(list(registry.STAGES)) if stage in timed), None)
     by_run: dict[Problem, dict[str, dict[str, Measurement]]] = {}
     for row in rows:
-        newer = last_rung is None or last_rung in by_session[row["session"]]
-        plain = row["inputs"] in inputs and not row["features"]
-        if newer and plain and (row["kind"] == "peer" or row["name"] in registry.STAGES):
-            by_run.setdefault(row["problem"], {}).setdefault(row["run"], {})[row["name"]] = row["record"]
+        newer = last_rung is None or last_rung in by_session[sessions[row.run]]
+        plain = row.problem.inputs in inputs and not row.problem.features
+        if newer and plain and (row.kind == "peer" or row.name in registry.STAGES):
+            by_run.setdefault(row.problem, {}).setdefault(row.run, {})[row.name] = row
     parts = {problem: [list(rows.values()) for rows in runs.values()] for problem, runs in by_run.items()}
     found = []
     for problem in sorted(parts, key=problem_order):
@@ -289,14 +285,14 @@ def featured(records: pd.DataFrame) -> tuple[Featured, ...]:
         records: as `frame` gives them; may be empty.
     """
     found = []
-    shown = rows_of(select(records, Policy(within="run", off_ladder="with", features=True)))
-    rows = (row["record"] for row in shown if row["features"])
+    shown = select(records, Policy(within="run", off_ladder="with", features=True))
+    rows = (row for row in shown if row.problem.features)
     for problem, of_problem in grouped(rows, lambda row: row.problem).items():
         stage, plain = fastest_stage(of_problem), replace(problem, **WITHOUT_FEATURES)
         if stage is None:
             continue
-        same = (records["run"] == stage.run) & (records["name"] == stage.name) & (records["second"] != True)  # noqa: E712
-        twins = [row["record"] for row in rows_of(records[same]) if row["problem"] == plain]
+        same = (row for row in measured(records) if (row.run, row.name, row.problem) == (stage.run, stage.name, plain))
+        twins = [row for row in same if not row.with_lse]
         found.append(Featured(stage=stage, without=next(iter(twins), None), peer=fastest_peer(of_problem)))
     return tuple(found)
 
@@ -330,11 +326,8 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
     """
     store.require_runs(gpu, data)
     shapes = {problem.shape for problem in MAIN}
-    rows = [
-        row["record"]
-        for row in rows_of(frame(gpu, data))
-        if row["kind"] == "peer" or (row["kind"] == "stage" and row["name"] in registry.STAGES and not row["second"])
-    ]
+    every = measured(frame(gpu, data))
+    rows = [row for row in every if row.kind == "peer" or (row.name in registry.STAGES and not row.with_lse)]
     found: dict[Problem, Accuracy] = {}
     by_run = grouped((row for row in rows if row.problem.shape in shapes), lambda row: (row.run, row.problem))
     for (run, problem), of_run in by_run.items():

@@ -69,7 +69,7 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
         session = sessions({line.record.run: line.record.gpu for line in lines})
         rows = [
             {
-                **row_of(line.record),
+                **_row_of(line.record),
                 "session": session[line.record.run],
                 "path": line.path,
                 "line": line.number,
@@ -81,7 +81,7 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
     return known[1]
 
 
-def row_of(record: Any) -> dict[str, Any]:
+def _row_of(record: Any) -> dict[str, Any]:
     """The columns of a record that follow from it alone: see `frame`."""
     row = _described(record)
     if not isinstance(record, schema.Timed):
@@ -180,9 +180,9 @@ def sessions(runs: Mapping[str, Any]) -> dict[str, str]:
     return session_of
 
 
-def rows_of(rows: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows of a frame, each its values by column."""
-    return [{str(name): value for name, value in row.items()} for row in rows.to_dict("records")]
+def measured(rows: pd.DataFrame) -> list[schema.Measurement]:
+    """The records of stages and libraries in a frame, in its order."""
+    return [record for record in rows.get("record", ()) if isinstance(record, schema.Measurement)]
 
 
 def of_problem(rows: pd.DataFrame, problem: object) -> pd.DataFrame:

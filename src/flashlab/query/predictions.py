@@ -15,7 +15,6 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Expected, Stage
 from flashlab.query import select
-from flashlab.query.frame import rows_of
 from flashlab.query.select import Policy, Results
 from flashlab.record.schema import Measurement
 
@@ -88,6 +87,5 @@ def of_one_run(
     found = []
     for one, at in wanted:
         part = records[(records["run"] == run) & (records["problem"] == at)]
-        rows = rows_of(select.select(part, policy(one, at)))
-        found.append(next((row["record"] for row in rows if row["name"] == one), None))
+        found.append(next((row for row in select.select(part, policy(one, at)) if row.name == one), None))
     return found[0], found[1]

@@ -43,7 +43,7 @@ from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
-from flashlab.query.frame import frame, grouped, row_of, rows_of
+from flashlab.query.frame import frame, grouped
 from flashlab.record import store
 from flashlab.record.checks import read_lines
 from flashlab.record.schema import RUN, Ceiling, Gpu, Machine, Measurement, StageProfile
@@ -155,124 +155,116 @@ class Filled(Measurement):
     """
 
 
-def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> pd.DataFrame:
-    """The rows of `frame` that are shown of each of its problems: see the module for the rule.
+def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> tuple[Measurement, ...]:
+    """The records in `frame`'s rows that are shown of each of its problems: see the module for the rule.
 
-    The problems are in the order of pages, and a problem's rows as `ordered`. To choose at one problem, or among some
-    runs, filter the frame before.
+    The problems are in the order of pages, and a problem's records as `ordered`. To choose at one problem, or among
+    some runs, filter the frame before.
 
     Returns:
-        A frame with the columns of `rows`; without rows where no candidate has what the policy needs. A row that was
-        filled in has a `Filled` as its record.
+        None where no candidate has what the policy needs. One that was filled in is a `Filled`.
     """
     if rows.empty or "second" not in rows:
-        return rows.iloc[:0]
+        return ()
     able = rows[rows["kind"].isin(("stage", "peer")) & (rows["second"] != True)]  # noqa: E712
     if policy.off_ladder != "with":
         runs = {*able["run"][[is_off_ladder(record) for record in able["record"]]]}
         able = able[able["run"].isin(runs) == (policy.off_ladder == "only")]
     able = able[able["inputs"].isin(policy.inputs) & (policy.features | (able["features"] == ""))]
-    candidates: dict[Problem, dict[str, dict[str, dict[str, dict[str, Any]]]]] = {}
-    for row in rows_of(able):
-        groups = candidates.setdefault(row["problem"], {})
-        groups.setdefault(row[policy.within], {}).setdefault(row["run"], {})[row["name"]] = row
-    chosen: list[dict[str, Any]] = []
+    candidates: dict[Problem, dict[str, dict[str, dict[str, Measurement]]]] = {}
+    for problem, key, record in zip(able["problem"], able[policy.within], able["record"], strict=True):
+        groups = candidates.setdefault(problem, {})
+        groups.setdefault(key, {}).setdefault(record.run, {})[record.name] = record
+    chosen: list[Measurement] = []
     for problem in sorted(candidates, key=problem_order):
         merged = {key: _merged(list(runs.values()), policy.covers) for key, runs in candidates[problem].items()}
         fit = {
             key: by_name
             for key, by_name in merged.items()
-            if all(name in by_name and by_name[name]["record"].samples_of() for name in policy.needs)
+            if all(name in by_name and by_name[name].samples_of() for name in policy.needs)
         }
         if not fit:
             continue
         sessions = policy.within == "session"
-        fill = sessions and policy.fill
         best = max(
             _of_the_last(fit, policy.covers) if sessions and policy.last else fit,
             key=lambda key: (_tried(fit[key], policy.covers), key),
         )
         by_name = dict(fit[best])
-        if fill:
+        if sessions and policy.fill:
             _fill(by_name, [fit[key] for key in sorted(fit, reverse=True) if key != best], policy.covers)
-        names = [record.name for record in ordered(row["record"] for row in by_name.values())]
-        chosen += [by_name[name] for name in names]
-    return pd.DataFrame(chosen, columns=list(rows.columns))
+        chosen += ordered(by_name.values())
+    return tuple(chosen)
 
 
-def _tried(by_name: Mapping[str, Mapping[str, Any]], names: Collection[str]) -> int:
-    return sum(name in names and row["status"] != "unsupported" for name, row in by_name.items())
+def _tried(by_name: Mapping[str, Measurement], names: Collection[str]) -> int:
+    return sum(name in names and row.status != "unsupported" for name, row in by_name.items())
 
 
-def _merged(runs: Sequence[Mapping[str, dict[str, Any]]], covers: Collection[str]) -> dict[str, dict[str, Any]]:
+def _merged(runs: Sequence[Mapping[str, Measurement]], covers: Collection[str]) -> dict[str, Measurement]:
     """Rows of one problem from the runs of a session, by name; `runs` oldest first.
 
     Of what several measured, that of the run which tried most of the ladder, and then of `covers`.
     """
 
     def rank(index: int) -> tuple[int, int, int, int]:
-        states = {(one.regime, one.cache) for row in runs[index].values() for one in row["samples"]}
+        states = {(one.regime, one.cache) for row in runs[index].values() for one in row.samples}
         return _tried(runs[index], registry.STAGES), _tried(runs[index], covers), len(states), index
 
-    by_name: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, Measurement] = {}
     for index in sorted(range(len(runs)), key=rank):
         for name, row in runs[index].items():
             known = by_name.get(name)
             if known is None:
                 by_name[name] = row
-            elif row["samples"] or row["kind"] == "stage" or not known["samples"]:
+            elif row.samples or row.kind == "stage" or not known.samples:
                 # Else the run lacked a library that another had.
                 by_name[name] = _filled(row, known)
     return by_name
 
 
-def _of_the_last(sessions: Mapping[str, Mapping[str, Mapping[str, Any]]], names: Sequence[str]) -> list[str]:
+def _of_the_last(sessions: Mapping[str, Mapping[str, Measurement]], names: Sequence[str]) -> list[str]:
     """The sessions that timed the last stage which any of them timed, as it was compiled in the newest of them.
 
     All of them where none timed one of the stages `names`.
     """
 
     def code(key: str) -> object:
-        cubin = sessions[key][last]["record"].cubin
+        cubin = sessions[key][last].cubin
         return cubin and cubin.sha256
 
-    timed = {name for by_name in sessions.values() for name, row in by_name.items() if name in names and row["samples"]}
+    timed = {name for by_name in sessions.values() for name, row in by_name.items() if name in names and row.samples}
     if not timed:
         return list(sessions)
     last = max(timed, key=names.index)
-    able = [key for key, by_name in sessions.items() if last in by_name and by_name[last]["samples"]]
+    able = [key for key, by_name in sessions.items() if last in by_name and by_name[last].samples]
     newest = code(max(able))
     return [key for key in able if code(key) == newest]
 
 
-def _fill(
-    by_name: dict[str, dict[str, Any]], others: Iterable[Mapping[str, dict[str, Any]]], names: Collection[str]
-) -> None:
+def _fill(by_name: dict[str, Measurement], others: Iterable[Mapping[str, Measurement]], names: Collection[str]) -> None:
     """The stages `names` and the libraries, or states of libraries, that a session lacks, from others in that order."""
     for session in others:
         for name, row in session.items():
-            if not row["samples"] or not (row["kind"] == "peer" or name in names):
+            if not row.samples or not (row.kind == "peer" or name in names):
                 continue
             known = by_name.get(name)
-            if known is None or not known["samples"]:
+            if known is None or not known.samples:
                 by_name[name] = row
-            elif row["kind"] == "peer":
+            elif row.kind == "peer":
                 by_name[name] = _filled(known, row)
 
 
-def _filled(row: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """`row` with the samples of `other` in states that it has none of, where both are of the same code."""
-    ours: Measurement = row["record"]
-    theirs: Measurement = other["record"]
+def _filled(ours: Measurement, theirs: Measurement) -> Measurement:
+    """`ours` with the samples of `theirs` in states that it has none of, where both are of the same code."""
     states = {(samples.regime, samples.cache) for samples in ours.samples}
     more = tuple(samples for samples in theirs.samples if (samples.regime, samples.cache) not in states)
     changed = any(theirs.software.get(name, version) != version for name, version in ours.software.items())
     if not ours.samples or not more or changed or ours.cubin != theirs.cubin:
-        return row
+        return ours
     added = {f"{one.regime} {one.cache}": origin(theirs, one.regime, one.cache) for one in more}
     fields = {name: getattr(ours, name) for name in Measurement.model_fields} | {"samples": (*ours.samples, *more)}
-    filled = Filled(**fields, origins={**(ours.origins if isinstance(ours, Filled) else {}), **added})
-    return {**row, **row_of(filled)}
+    return Filled(**fields, origins={**(ours.origins if isinstance(ours, Filled) else {}), **added})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,11 +359,10 @@ class Results:
         beside: dict[str, Measurement] = {}
         for run, name in lacking:
             same = self.records[(self.records["session"] == session_of[run]) & (self.records["shape"] == of.shape)]
-            others = select(same, Policy(inputs=(of.inputs,), fill=False))
-            for other in rows_of(others):
-                alike = replace(other["problem"], dtype=of.dtype) == of and other["problem"] != of
-                if alike and other["name"] == name and rate(other["record"]) is not None:
-                    beside.setdefault(name, other["record"])
+            for other in select(same, Policy(inputs=(of.inputs,), fill=False)):
+                alike = replace(other.problem, dtype=of.dtype) == of and other.problem != of
+                if alike and other.name == name and rate(other) is not None:
+                    beside.setdefault(name, other)
         return ordered(beside.values())
 
 
@@ -581,18 +572,15 @@ def off_ladder(
         # Libraries stay in the order of `ordered`, for sorting is stable.
         return (place.get(row.name, len(place)), row.name) if row.kind == "stage" else (len(place) + 1, "")
 
-    problems = _by_problem(select(frame(gpu, data), policy))
     return {
         problem: tuple(sorted(rows, key=position))
-        for problem, rows in problems.items()
+        for problem, rows in _by_problem(select(frame(gpu, data), policy)).items()
         if any(is_off_ladder(row) and row.name.partition("[")[0] in stages for row in rows)
     }
 
 
-def _by_problem(rows: pd.DataFrame) -> dict[Problem, tuple[Measurement, ...]]:
-    """The records of a frame, in its order."""
-    records: Iterable[Measurement] = rows["record"] if len(rows) else ()
-    return {problem: tuple(of) for problem, of in grouped(records, lambda record: record.problem).items()}
+def _by_problem(rows: Iterable[Measurement]) -> dict[Problem, tuple[Measurement, ...]]:
+    return {problem: tuple(of) for problem, of in grouped(rows, lambda row: row.problem).items()}
 
 
 def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Results:

@@ -12,7 +12,7 @@ from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Regime, suite
 from flashlab.query import select
-from flashlab.query.frame import frame, rows_of, state_of
+from flashlab.query.frame import frame, state_of
 from flashlab.query.select import Policy, Results
 from flashlab.record.schema import Timed
 
@@ -39,12 +39,12 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
     """
     records = frame(gpu, data)
     shown = {
-        (select.origin(row["record"], *state)[0], row["name"], row["problem"], *state)
-        for row in rows_of(select.select(records, EVERY_KIND))
-        for state in states(row["record"])
+        (select.origin(row, *state)[0], row.name, row.problem, *state)
+        for row in select.select(records, EVERY_KIND)
+        for state in states(row)
     }
     found = []
-    for row in rows_of(records[records["kind"].isin(("stage", "peer"))] if len(records) else records):
+    for row in records[records["kind"].isin(("stage", "peer"))].to_dict("records") if len(records) else ():
         problem, record = row["problem"], row["record"]
         alike = replace(problem, inputs=NORMAL)
         for state in states(record):
