@@ -16,7 +16,6 @@ import mmap
 import os
 import platform
 import re
-import selectors
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
@@ -545,51 +545,45 @@ def run_worker(
         process_group=0,  # Ctrl-C at a terminal reaches this process alone, which then ends the worker
     )
     assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    kept: dict[Any, bytearray] = {process.stdout: bytearray(), process.stderr: bytearray()}
-    dropped = 0
-    try:
-        with contextlib.suppress(BrokenPipeError):  # it ended early, and will say why
-            process.stdin.write(request.encode())
-            process.stdin.close()
-        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        terminated = False
-        with selectors.DefaultSelector() as selector:
-            for stream in kept:
-                selector.register(stream, selectors.EVENT_READ)
-            while selector.get_map():
-                if cancel is not None and cancel.is_set():
-                    raise KeyboardInterrupt
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    if terminated:
-                        process.kill()
-                        deadline = math.inf
-                        continue
-                    # First a chance to say where everyone is.
-                    process.terminate()
-                    terminated, deadline = True, time.monotonic() + _GRACE_S
-                    continue
-                for key, _ in selector.select(min(left, 0.1) if cancel is not None else min(left, 3600)):
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                    room = _KEPT_OUTPUT_BYTES - len(kept[key.fileobj])
-                    kept[key.fileobj] += data[:room]
-                    dropped += max(0, len(data) - room)
-        code = process.wait()
-    except BaseException:
-        with contextlib.suppress(ProcessLookupError):
+    with process, ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(_kept, pipe) for pipe in (process.stdout, process.stderr)]
+        try:
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it ended early, and will say why
+                process.stdin.write(request.encode())
+            # First a chance to say where everyone is.
+            for limit_s, stop in ((timeout_s, process.terminate), (_GRACE_S, process.kill), (None, process.kill)):
+                if _ended(readers, limit_s, cancel):
+                    break
+                stop()
+        except BaseException:
             process.kill()
-        process.wait()
-        raise
-    finally:
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            with contextlib.suppress(OSError):
-                pipe.close()
-    printed, errors = (bytes(kept[stream]).decode(errors="replace") for stream in (process.stdout, process.stderr))
-    return code, printed + (f"\n… and {dropped} bytes more\n" if dropped else ""), errors
+            process.wait()
+            raise
+    (printed, dropped), (errors, more) = (reader.result() for reader in readers)
+    dropped += more
+    return process.returncode, printed + (f"\n… and {dropped} bytes more\n" if dropped else ""), errors
+
+
+def _kept(pipe: Any) -> tuple[str, int]:
+    """What comes through a pipe until its other end is closed, as far as it is kept, and how many bytes are not."""
+    kept, dropped = bytearray(), 0
+    while data := os.read(pipe.fileno(), 1 << 16):
+        room = _KEPT_OUTPUT_BYTES - len(kept)
+        kept += data[:room]
+        dropped += max(0, len(data) - room)
+    return kept.decode(errors="replace"), dropped
+
+
+def _ended(readers: Sequence[Future[Any]], limit_s: float | None, cancel: threading.Event | None) -> bool:
+    """Whether a worker has closed all its pipes in time; raises KeyboardInterrupt where it is cancelled."""
+    deadline = math.inf if limit_s is None else time.monotonic() + limit_s
+    while not (cancel is not None and cancel.is_set()):
+        left = deadline - time.monotonic()
+        if not wait(readers, max(0.0, min(left, 3600 if cancel is None else 0.1))).not_done:
+            return True
+        if left <= 0:
+            return False
+    raise KeyboardInterrupt
 
 
 def machine() -> str:
