@@ -420,3 +420,15 @@ def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> N
     assert library is not None
     assert "| B4 H32/8 Sk8192 D128 fp16 | `d0_split_kv` |" in text
     assert f"×{tables.number(library.median_us / ours.median_us)} |" in text
+
+
+@needs_compiler
+def test_a_page_begins_with_the_problems_of_the_suite(tmp_path: Path) -> None:
+    """Whatever other head dims were measured."""
+    shapes = ("1x32x8x1x8192x64", "1x32x8x1x8192x96", "4x32x8x1x8192x128", "1x32x8x1x8192x128")
+    row = measurement("08_swizzle", Problem.parse(shapes[0])).model_copy(update={"name": "d0_split_kv"})
+    measured = {Problem.parse(shape): (row,) for shape in shapes}
+    pages.off_ladder_page(pages.Output(root=tmp_path), registry.get("d0_split_kv"), measured)
+    text = (tmp_path / "snippets" / "decode" / "d0_split_kv.md").read_text(encoding="utf-8")
+    titles = re.findall(r"^### (B\d+) .* (D\d+) full float16$", text, re.MULTILINE)
+    assert titles == [("B1", "D128"), ("B4", "D128"), ("B1", "D64"), ("B1", "D96")]

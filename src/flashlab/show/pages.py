@@ -656,16 +656,20 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
 
 
 def off_ladder_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
-    """The sections of the page of a stage off the ladder; `measured` as `select.off_ladder` gives them."""
+    """The sections of the page of a stage off the ladder; `measured` as `select.off_ladder` gives them.
+
+    Problems of the suite for decoding come first, in its order: where readers look for the result.
+    """
     page, own = f"{stage.folder}{stage.id}.md", {stage.id, *stage.variant_names}
     rungs = {*registry.STAGES, stage.parent}
+    place = {problem: position for position, problem in enumerate(suite("decode"))}
     shown = [
         (
             problem,
             [row for row in rows if row.name in own or row.kind == "peer" or row.name in rungs],
             [row for row in rows if row.name in own],
         )
-        for problem, rows in measured.items()
+        for problem, rows in sorted(measured.items(), key=lambda item: place.get(item[0], len(place)))
         if any(row.name in own for row in rows)
     ]
     kernels: dict[str, Sequence[sass.Instruction]] = {}
