@@ -148,7 +148,7 @@ def test_rows_off_a_16_byte_boundary_have_code_too(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
 def test_every_choice_of_a_tunable_compiles_for_some_head_dim(stage: Stage) -> None:
-    """Each beside one of every other tunable, in turn; what does not go together is tried alone, beside the defaults.
+    """Each beside one of every other tunable; what does not go together is tried alone, beside the defaults.
 
     That is as many kernels as the longest list of choices has, not as all lists have. Not every pair is covered.
     """

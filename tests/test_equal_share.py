@@ -153,11 +153,11 @@ BLOCKS = (1, 2, 5, 13, 40)
 def test_shares_fall_anywhere_on_tiles(
     monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int, int, int], blocks: int
 ) -> None:
-    """By turns, the first stage without a mask and one that prefetches, or with one and that whose parts signal."""
+    """The first stage without a mask and one that prefetches, or with one and that whose parts signal: half each."""
     _blocks(monkeypatch, blocks)
     q, k, v = _random(*shape, batch=3)
-    turns = (((False, STAGE), (True, "d4_prefetch")), ((True, STAGE), (True, READY)))
-    for causal, stage in turns[(TILES.index(shape) + BLOCKS.index(blocks)) % 2]:
+    pairs = (((False, STAGE), (True, "d4_prefetch")), ((True, STAGE), (True, READY)))
+    for causal, stage in pairs[(TILES.index(shape) + BLOCKS.index(blocks)) % 2]:
         ran = flashlab.emulate(
             q, k, v, causal=causal, stage=stage, params={"MIN_BLOCKS": 1}, races=True, return_lse=True
         )

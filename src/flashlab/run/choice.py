@@ -300,13 +300,14 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     if found is None:
         return Ranking(None, ())
     own = Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count))
-    if found.gpu != gpu or not _lacking(problem, found, arch):
+    if found.gpu != gpu:
         return own
-    kin = _kin(gpu, arch, sm_count, data)
+    lacking = [stage for stage in _able(problem, arch) if not found.rows_of(stage, problem.head_dim)]
+    kin = _kin(gpu, arch, sm_count, data) if lacking else None
     if kin is None or kin.arch != arch:
         return own
     theirs = Ranking(kin, _choices(problem, kin, arch, sm_count or found.sm_count))
-    return theirs if theirs.choices and theirs.choices[0].stage in _lacking(problem, found, arch) else own
+    return theirs if theirs.choices and theirs.choices[0].stage in lacking else own
 
 
 def _able(problem: Problem, arch: str) -> Iterator[Stage]:
@@ -314,11 +315,6 @@ def _able(problem: Problem, arch: str) -> Iterator[Stage]:
     for stage in (*registry.CUDA_STAGES.values(), *registry.DECODE.values()):
         if not stage.by_name_only and stage.why_not(problem, arch) is None:
             yield stage
-
-
-def _lacking(problem: Problem, found: Table, arch: str) -> list[Stage]:
-    """Those of which a table has no row of the head dim."""
-    return [stage for stage in _able(problem, arch) if not found.rows_of(stage, problem.head_dim)]
 
 
 @lru_cache(maxsize=256)
