@@ -137,8 +137,8 @@ __device__ __forceinline__ int swizzled_output(int row, int col) { return row * 
 // NaN. cp.async returns at once, the caller commits the group and waits for it.
 __device__ __forceinline__ void copy_chunk(element* target_smem, const element* source_gmem, bool exists) {
   if constexpr (ALIGNED) {
-    // Without the hint at a head dim of 256: ptxas 13.0 makes of some hinted copies of the causal kernel there LDGSTS by uniform registers
-    // that nothing sets, UR0 and UR1, and the GPU refuses them as illegal instructions (tests/test_decode.py looks for such).
+    // ptxas 13.0 makes some hinted copies of the causal kernel at a head dim of 256 address memory by UR0 and UR1, which nothing sets;
+    // the GPU stops at them with an illegal instruction (tests/test_decode.py looks for such). So that head dim goes without the hint.
     const int bytes = exists ? sizeof(Chunk) : 0;
     if constexpr (HEAD_DIM < 256) {
       ptx::cp_async_cg_16_hint(target_smem, source_gmem, bytes, ptx::createpolicy_evict_first());
