@@ -231,10 +231,15 @@ __device__ __forceinline__ CachePolicy createpolicy_evict_last() {
   return policy;
 }
 
-// 9.7.9.25.3.1 cp.async by such a policy: else cp_async_cg_16.
+// 9.7.9.25.3.1 cp.async by such a policy: else cp_async_cg_16. Off Hopper without it: for sm_100a and sm_120 ptxas 13.0 makes some of
+// these copies address memory by UR0 and UR1, which nothing sets (tests/test_decode.py looks for such).
 __device__ __forceinline__ void cp_async_cg_16_hint(void* target_smem, const void* source_gmem, int valid_bytes, CachePolicy policy) {
+#if __CUDA_ARCH__ == 900
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
                ::"r"(smem_address(target_smem)), "l"(source_gmem), "r"(valid_bytes), "l"(policy) : "memory");
+#else
+  cp_async_cg_16(target_smem, source_gmem, valid_bytes);
+#endif
 }
 
 // For each number of dimensions: the parameters, the coordinates' places in the assembly, which come after 5 operands or as
