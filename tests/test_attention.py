@@ -287,6 +287,14 @@ def test_the_public_calls_are_documented_and_lazy() -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_a_first_call_need_not_import_the_drivers_bindings() -> None:
+    """They take tens of milliseconds, and a first call without compilation should take less than 50."""
+    pytest.importorskip("cuda.bindings.driver")
+    program = "import sys, flashlab; flashlab.attention; print('cuda.bindings.driver' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
+
+
 def test_a_read_only_output_is_refused() -> None:
     one = np.zeros((1, 1, 1, 64), np.float16)
     out = one.copy()

@@ -15,6 +15,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import itemgetter
@@ -46,6 +47,10 @@ from flashlab.run.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
+
+with suppress(ImportError):  # not installed: gpu.py says so where a GPU is asked for
+    # Tens of milliseconds, which a process's first call would take otherwise. No driver is loaded yet.
+    importlib.import_module("cuda.bindings.driver")
 
 _SMALL_FLOPS = 1e9
 """Up to here nobody asks how long a CPU will take."""
