@@ -421,7 +421,7 @@ def test_a_partial_gpu_is_marked_and_never_takes_over(two_gpus: Path, tmp_path: 
 
 def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_gpus: Path, tmp_path: Path) -> None:
     everything, out = select.load_all(two_gpus), content.Output(root=tmp_path / "generated")
-    text = content._compared(out, everything)
+    text = content._compared(out, everything, two_gpus)
     machines, ladder, burst, sustained = text.split("\n## ")[0:4]
     assert f"The H100 is partial: it lacks {len(STAGES) // 2} of {len(STAGES)} stages" in machines
     assert "| SMs | 132 | 132 |" in machines
@@ -435,10 +435,9 @@ def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_
         assert all(re.search(r"\| ×0\.(79|80)\d* \|$", line) for line in rows)
         assert all(f"| {column} |" in part for column in columns)
     count = len(common) * (len(common) - 1) // 2
-    assert (
-        f"on the H200 and the H100 for {count} pairs, each at one problem. It is the same on both for all." in machines
-    )
-    alone = content._compared(out, everything[:1])
+    said = f"on the H200 and the H100 for {count} pairs, each at one problem and with the same tunables."
+    assert f"{said} It is the same on both for all." in machines
+    alone = content._compared(out, everything[:1], two_gpus)
     assert "A second folder under `data/` fills this page" in alone
 
 

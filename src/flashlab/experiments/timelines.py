@@ -20,6 +20,7 @@ from flashlab.query import select
 from flashlab.query.frame import grouped
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
+from flashlab.run import choice
 from flashlab.show import drawings, journey
 from flashlab.show.charts import ACCENT, MUTED, PEER, STAGE, Chart
 from flashlab.show.drawings import Span
@@ -109,8 +110,12 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
     problem, stage, gpu = Problem.parse(FIRST_SHAPE), registry.get(stage_id), next(iter(readings.values())).gpu
     ceilings = store.newest_ceilings(gpu.slug, data)
     rates = cycle_model.rates_of(readings, ceilings)
-    kernel = cycle_model.kernel_of(stage_id, problem.head_dim, stage.parameters(problem.head_dim))
+    defaults = stage.parameters(problem.head_dim)
+    kernel = cycle_model.kernel_of(stage_id, problem.head_dim, defaults)
     assert kernel is not None
+    tuned = choice.parameters(stage, gpu.slug, problem, data=data)
+    others = ", ".join(f"{name} {value}" for name, value in tuned.items() if defaults[name] != value)
+    drawn = f"Drawn are the defaults; the rates on these pages are of {others}. " if others else ""
     moments = cycle_model.moments_of(kernel, rates)
     uses = uses_of(moments)
     blocks = [f"block {block}" for block in range(kernel.blocks)] if kernel.blocks > 1 else [""]
@@ -141,7 +146,7 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
         caption=f"One SM in the loop of {stage_id} at {problem.label}, with {kernel.blocks} "
         f"block{'s' * (kernel.blocks > 1)} of {kernel.tile_rows} rows and {kernel.keys} keys per tile. To scale, in "
         "cycles that the cycle model computes from readings of the SM's units; the kernel was not traced. GEMMs that "
-        f"run at once share the tensor cores. {NOTES[stage_id]}".strip(),
+        f"run at once share the tensor cores. {drawn}{NOTES[stage_id]}".strip(),
         provenance=cycle_tables.source(readings.values()),
         data_files=(
             *sorted({f"{gpu.slug}/chip/{one.run}.jsonl" for one in readings.values()}),

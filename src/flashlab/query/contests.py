@@ -422,8 +422,14 @@ def across_gpus(everything: Sequence[Results]) -> tuple[Across, ...]:
 
 
 def order_across(found: Iterable[Across], gpu: str, base: str) -> tuple[int, tuple[tuple[Across, Across], ...]]:
-    """How many pairs of stages both GPUs timed at one problem, and those whose order on `gpu` is not that on `base`."""
-    both = [one for one in found if one.name in registry.STAGES and one.ratio(gpu, base)]
+    """How many pairs of stages both GPUs timed at one problem, each with the same tunables, and those whose order on
+    `gpu` is not that on `base`."""
+
+    def same_code(one: Across) -> bool:
+        ours, theirs = (one.rows[where].cubin for where in (gpu, base))
+        return (ours and ours.parameters) == (theirs and theirs.parameters)
+
+    both = [one for one in found if one.name in registry.STAGES and one.ratio(gpu, base) and same_code(one)]
     pairs = [(one, other) for one, other in combinations(both, 2) if one.problem == other.problem]
 
     def first_is_faster(pair: tuple[Across, Across], where: str) -> bool:

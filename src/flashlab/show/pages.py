@@ -207,7 +207,7 @@ def generate(
         out.snippet("predictions.md", f"{_elsewhere(shown, 'What was predicted')}\n\n{scored}")
         _inputs_and_errors(out, shown, data)
         _lists(out, everything)
-        out.snippet("compare.md", _compared(out, everything))
+        out.snippet("compare.md", _compared(out, everything, data))
         dead_end_list(out, _dead_ends(shown, data), _of_retired(shown))
         check_records(out, everything, data)
         _commands(out)
@@ -360,13 +360,16 @@ def _front_page(out: Output, shown: Results | None, data: Path) -> None:
     except NoDataError as error:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)
-    cards = [*_front_cards(shown, stage, peer, data), *_extremes(contested)]
+    bursts = {one.problem: one.burst for one in contested if one.burst}
+    contest = bursts.get(shown.first)
+    if contest is None or stage is None or contest.stage != stage.name:
+        contest = None
+    cards = [*_front_cards(shown, stage, peer, bursts, contest), *_extremes(contested)]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
     where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
-    ratios = [one.burst.ratio for one in contested if one.burst]
-    said = {"row": stage, "share": share, "peer": peer, "lost": sum(ratio < 1 for ratio in ratios)}
-    out.snippet("front-finding.md", out.rendered("front.md", "index.md", shown=shown, compared=len(ratios), **said))
+    said = {"row": stage, "share": share, "contest": contest, "lost": sum(one.ratio < 1 for one in bursts.values())}
+    out.snippet("front-finding.md", out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), **said))
     out.snippet("losses.md", _losses(contested))
 
 
@@ -425,9 +428,13 @@ def _about(out: Output) -> None:
 
 
 def _front_cards(
-    shown: Results, stage: Measurement | None, peer: Measurement | None, data: Path
+    shown: Results,
+    stage: Measurement | None,
+    peer: Measurement | None,
+    bursts: Mapping[Problem, contests.Contest],
+    contest: contests.Contest | None,
 ) -> list[tuple[str, str]]:
-    """The fastest stage: its rate, over the first stage and over the libraries."""
+    """The fastest stage: its rate, over the first stage and over the libraries, those of one run where there is one."""
     rows, rate = shown.rows(), select.rate(stage) if stage else None
     if stage is None or rate is None:
         return []
@@ -437,18 +444,19 @@ def _front_cards(
         cards.append((times(rate / (select.rate(foot) or rate)), f"over {foot.name}"))
     if peer is None:
         return cards
-    said = f"of the fastest library in {peer.problem.dtype}, {tables.peer_title(peer.name)} ({_timed_there(rows)})"
+    library = tables.peer_title(contest.peer if contest else peer.name)
+    said = f"of the fastest library in {peer.problem.dtype}, {library} ({_timed_there(rows)})"
     faster = select.fastest_peer([peer, *shown.beside()])
     if faster is not None and faster is not peer:
         # The library to pass lacks this type: what counts first is the ratio in the type that it has.
         other = dataclasses.replace(stage.problem, dtype=faster.problem.dtype)
-        contest = next((one.burst for one in contests.against_peers(shown.gpu, data) if one.problem == other), None)
-        if contest:
+        if there := bursts.get(other):
             named = _timed_there(shown.problems.get(other, ()))
-            where = f"of the fastest library in {other.dtype}, {tables.peer_title(contest.peer)} ({named})"
-            cards.append((percent(100 * contest.ratio), where))
+            where = f"of the fastest library in {other.dtype}, {tables.peer_title(there.peer)} ({named})"
+            cards.append((percent(100 * there.ratio), where))
         said += f"; {tables.peer_title(faster.name)}: {tables.lacks(faster.name, peer.problem.dtype)}"
-    return [*cards, (percent(100 * rate / (select.rate(peer) or rate)), said)]
+    ratio = contest.ratio if contest else rate / (select.rate(peer) or rate)
+    return [*cards, (percent(100 * ratio), said)]
 
 
 def _timed_there(rows: Iterable[Measurement]) -> str:
@@ -796,18 +804,23 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
     out.snippet("fastest.md", "\n\n".join(parts) if everything else NOTHING_YET)
 
 
-def _compared(out: Output, everything: Sequence[Results]) -> str:
+def _compared(out: Output, everything: Sequence[Results], data: Path) -> str:
     """The GPUs side by side: what they are, the ladder at the first problem, and every problem that two have."""
     if len(everything) < 2:
         have = f"One GPU has records: {everything[0].name}." if everything else NOTHING_YET
         return f"*{have} A second folder under `data/` fills this page.*"
     main, found = everything[0], contests.across_gpus(everything)
+
+    def kinds(shown: Results) -> set[str]:
+        return {path.name for path in (data / shown.gpu).glob("*/")}
+
     ladder = [one for one in found if one.problem == found[0].problem]
     return out.rendered(
         "compare.md",
         "compare.md",
         **{"everything": everything, "ladder": ladder, "chosen": contests.fastest_across(found, main.gpu)},
         orders=[(one, *contests.order_across(found, one.gpu, main.gpu)) for one in everything[1:]],
+        without=[(one, sorted(kinds(main) - kinds(one))) for one in everything[1:]],
     )
 
 

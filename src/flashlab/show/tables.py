@@ -812,7 +812,7 @@ def inputs() -> str:
 
 _GPU_FACTS: Mapping[str, Callable[[Gpu], str]] = {
     "SMs": lambda gpu: str(gpu.sm_count),
-    "highest SM clock": lambda gpu: f"{number(gpu.max_sm_clock_mhz, 4)} MHz",
+    "highest SM clock that NVML names": lambda gpu: f"{number(gpu.max_sm_clock_mhz, 4)} MHz",
     "memory": lambda gpu: f"{number(gpu.memory_bytes / 2**30)} GiB",
     "L2 cache": lambda gpu: f"{number(gpu.l2_bytes / 2**20)} MiB",
     "power limit": lambda gpu: f"{number(gpu.power_limit_w)} W",
