@@ -721,7 +721,7 @@ def test_another_gpus_choice_is_told_once(
         prepared = prepare(q, k, v, out=array(2, 4, length, 64, pointer=OUT), stream=5)
         assert prepared.plan.stage.id == "01_coalesced"
     (message,) = caplog.messages
-    assert message.startswith("nobody has no records of its own: stages are chosen by those of kin")
+    assert message.startswith("nobody has no table of choices of its own: stages are chosen by that of kin")
     attention_module._warn_of_kin.cache_clear()
 
 

@@ -436,7 +436,7 @@ def test_explain_predicts_no_less_than_a_launch_takes(data: Path, tmp_path: Path
 def test_explain_says_whose_choice_an_unknown_gpu_gets(data: Path) -> None:
     found = as_json(data, "1x8x512x64", "--gpu", "nvidia-h100-80gb-hbm3")
     assert (found["kin"], found["stage"], found["predicted_us"]) == (H200, "11_pingpong", 6.7)
-    assert found["lent"].startswith("nvidia-h100-80gb-hbm3 has no records of its own, so its nearest kin, nvidia-h200")
+    assert found["lent"].startswith("nvidia-h100-80gb-hbm3 has no table of choices, so its nearest kin, nvidia-h200")
     assert "device memory" in found["lent"]
     stranger = as_json(data, "1x8x512x64", "--gpu", "nvidia-a100-sxm4-80gb", "--arch", "sm_80")
     assert (stranger["stage"], stranger["predicted_us"]) == ("08_swizzle", None)

@@ -232,8 +232,8 @@ def _warn_of_kin(slug: str, arch: str) -> None:
     table = choice.table_for(slug, arch)
     if table is not None and table.gpu != slug:
         logging.getLogger(__name__).warning(
-            "%s has no records of its own: stages are chosen by those of %s, its nearest kin. `flashlab tune` and "
-            "`flashlab tuned` make some.",
+            "%s has no table of choices of its own: stages are chosen by that of %s, its nearest kin. `flashlab tune` "
+            "and `flashlab tuned` make one.",
             slug,
             table.gpu,
         )

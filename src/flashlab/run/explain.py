@@ -36,7 +36,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     ranking = choice.rank(problem, name, arch, sm_count, data)
     kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None
     carries, differs = times_carry_over(name, kin) if kin else (True, "")
-    whose = "of its own" if choice.table(name, data) is None else "of that stage at that head dim"
+    lacking = "table of choices" if choice.table(name, data) is None else "records of that stage at that head dim"
     if ranking.choices:
         chosen, *others = (flat(taken, ranking.table, carries=carries) for taken in ranking.choices[:3])
         why = reason(problem, ranking)
@@ -53,7 +53,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
         **chosen,
         "reason": why,
         "kin": kin,
-        "lent": f"{name} has no records {whose}, so its nearest kin, {kin}, chooses. {differs}" if kin else "",
+        "lent": f"{name} has no {lacking}, so its nearest kin, {kin}, chooses. {differs}" if kin else "",
         "runners_up": others,
     }
 
