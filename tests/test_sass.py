@@ -219,3 +219,18 @@ def test_a_disassembler_too_old_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sass, "_nvdisasm", lambda: str(old))
     with pytest.raises(MissingPackageError, match="too old"):
         sass.disassemble(b"something else")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.parametrize("pair", ["f16x2", "ftz.bf16x2"])
+def test_a_pair_of_exponentials_is_two_instructions(arch: str, pair: str, tmp_path: Path) -> None:
+    """Why no kernel here takes them (site/levers.md)."""
+    source = tmp_path / "pair.cu"
+    source.write_text(
+        'extern "C" __global__ void pair(unsigned* x) { asm volatile("ex2.approx.'
+        + pair
+        + ' %0, %0;" : "+r"(x[threadIdx.x])); }\n',
+        encoding="utf-8",
+    )
+    code = compiler.compile_file(source, entry="pair", arch=arch, defines={})
+    assert sum(one.opcode.startswith("MUFU.EX2") for one in sass.disassemble(code.code, "pair")) == 2
