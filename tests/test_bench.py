@@ -499,17 +499,8 @@ def test_a_library_gets_its_own_layout_and_says_what_it_wrote(monkeypatch: pytes
 
         return attend
 
-    class Made(peers.Peer):
-        title, how, layout, writes_lse = "made", "", "bshd", True
-        packages = ()
-
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def build(self, problem: Problem) -> Any:
-            return build(problem)
-
-    monkeypatch.setattr(peers, "PEERS", {name: Made(name) for name in ("made", "again")})
+    made = peers.Peer(name="made", title="made", how="", build=build, packages=(), layout="bshd", writes_lse=True)
+    monkeypatch.setattr(peers, "PEERS", {name: replace(made, name=name) for name in ("made", "again")})
     monkeypatch.setattr(gpu, "synchronize", lambda device: None)
     monkeypatch.setattr(gpu, "memory_free_bytes", lambda device: 0)
     worker = BenchWorker(_job(), lambda message: None)
@@ -657,13 +648,7 @@ def test_a_library_is_built_once_for_all_kinds_of_inputs(monkeypatch: pytest.Mon
         built.append(problem.label)
         return lambda q, k, v: q
 
-    library = SimpleNamespace(
-        why_not=lambda *_, **__: None,
-        build=build,
-        layout="bhsd",
-        precision="input",
-        wrote_lse=lambda choice: False,
-    )
+    library = peers.Peer(name="flex", title="", how="", build=build, packages=())
     monkeypatch.setattr(peers, "get", lambda name: library)
     monkeypatch.setattr(gpu, "memory_free_bytes", lambda device: 0)
     monkeypatch.setattr(gpu, "synchronize", lambda device: None)

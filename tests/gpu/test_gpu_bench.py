@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from shared import Run, read_run
 
+from flashlab.core.errors import MissingPackageError, UnsupportedError
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, timer, tune
@@ -178,9 +179,10 @@ def test_a_library_allocates_a_log_sum_exp_where_the_registry_says_so(name: str)
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
     problem = Problem.parse("4x16x1024x64", dtype="bfloat16")
     peer = peers.get(name)
-    why_not = peer.why_not(problem, compute_capability=gpu.info().compute_capability)
-    if why_not:
-        pytest.skip(why_not.reason)
+    try:
+        peer.require(problem, compute_capability=gpu.info().compute_capability)
+    except (MissingPackageError, UnsupportedError) as error:
+        pytest.skip(str(error))
     shape = (problem.batch, problem.q_heads, problem.q_len, problem.head_dim)
     given = peers.in_layout(peer.layout, *(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)))
     with torch.no_grad():
@@ -318,9 +320,10 @@ def test_peers_agree_with_torchs_unfused_answer(name: str, problem: Problem) -> 
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
     peer = peers.get(name)
     capability, free_bytes = gpu.info().compute_capability, gpu.memory_free_bytes(0)
-    why_not = peer.why_not(problem, compute_capability=capability, free_bytes=free_bytes)
-    if why_not:
-        pytest.skip(why_not.reason)
+    try:
+        peer.require(problem, compute_capability=capability, free_bytes=free_bytes)
+    except (MissingPackageError, UnsupportedError) as error:
+        pytest.skip(str(error))
     dtype = getattr(torch, problem.dtype)
     q = torch.randn(problem.batch, problem.q_heads, problem.q_len, problem.head_dim, device="cuda").to(dtype)
     k, v = (

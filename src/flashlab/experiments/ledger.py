@@ -28,7 +28,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
-from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
+from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
 from flashlab.experiments import ablation, rules_log, sources
@@ -588,9 +588,7 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
     """
     info = gpus.info(device)
     peer = peers.get(name)
-    why_not = peer.why_not(problem, compute_capability=info.compute_capability)
-    if why_not:
-        raise UnsupportedError(why_not.reason)
+    peer.require(problem, compute_capability=info.compute_capability)
     torch = importlib.import_module("torch")
     torch.cuda.set_device(device)
     q, k, v = make_torch_inputs(problem)

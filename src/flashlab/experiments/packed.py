@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from flashlab.core.errors import CheckFailedError, ParameterError, UnsupportedError
+from flashlab.core.errors import CheckFailedError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers, registry
@@ -222,8 +222,7 @@ class _Packed:
     def _library(self, name: str) -> timing.Run:
         _, heads, head_dim = self.tensors[0].shape
         problem = Problem.parse(f"1x{heads}x{max(self.chosen)}x{head_dim}", dtype=self.dtype)
-        if why := peers.get(name).why_not(problem):
-            raise UnsupportedError(why.reason)
+        peers.get(name).require(problem)
         function = importlib.import_module(LIBRARIES[name]).flash_attn_varlen_func
         ends, longest = self.cu_seqlens, max(self.chosen)
         how = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
@@ -289,8 +288,7 @@ class _Paged:
 
     def _library(self) -> Callable[..., Any]:
         problem = Problem.parse(self.shape, dtype=self.dtype)
-        if why := peers.get(FLASHINFER).why_not(problem):
-            raise UnsupportedError(why.reason)
+        peers.get(FLASHINFER).require(problem)
         last = (self.lengths - 1) % PAGE_SIZE + 1
         run = peers.FlashInferPages(problem, self.ends, self.order, last)
         return lambda q, k, v: run(q, (k, v))

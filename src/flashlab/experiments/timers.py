@@ -41,7 +41,6 @@ from flashlab.core.errors import (
     LaunchError,
     MissingPackageError,
     ParameterError,
-    UnsupportedError,
 )
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Cache, Problem
@@ -310,9 +309,7 @@ class _Worker(GpuWorker):
 
             return launch, written
         peer = peers.get(name)
-        why_not = peer.why_not(problem, compute_capability=self.info.compute_capability)
-        if why_not:
-            raise UnsupportedError(why_not.reason)
+        peer.require(problem, compute_capability=self.info.compute_capability)
         run = partial(peer.build(problem), *peers.in_layout(peer.layout, q, k, v))
         return run, lambda: peers.bhsd_view(peer.layout, run())
 

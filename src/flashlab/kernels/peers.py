@@ -15,41 +15,49 @@ import importlib.util
 import inspect
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, Literal
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import MissingPackageError, ParameterError, UnsupportedError
 from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import KERNELS
 from flashlab.core.problem import UNLIMITED, Feature, Precision, Problem
 
 Attention = Callable[[Any, Any, Any], Any]
 """(q, k, v) -> out, torch tensors; enqueues on torch's current stream."""
-Kind = Literal["missing", "unsupported"]
+Limit = Callable[[Problem], str | None]
+"""Why a problem is beyond a peer, from the problem alone; None where it is not."""
 Layout = Literal["bhsd", "bshd"]
 """Order of the dimensions in memory: batch, heads, sequence (length), head dim; or length before heads."""
 
 
-@dataclass(frozen=True)
-class WhyNot:
-    """Why a peer is not measured: `missing` (not installed) or `unsupported` (cannot do this problem here)."""
-
-    kind: Kind
-    reason: str
+def _rows_without_keys(problem: Problem) -> str | None:
+    if problem.causal and problem.q_len > problem.kv_len:
+        return "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask"
+    return None
 
 
-class Peer(ABC):
-    """A library's attention: a subclass, and its place in `PEERS`."""
+_TORCH = (("torch", "flashlab[gpu]"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """A library's attention: an entry of `PEERS`."""
 
     name: str
     title: str
     how: str
     """The call, for people."""
-    packages: tuple[tuple[str, str], ...] = (("torch", "flashlab[gpu]"),)
+    build: Callable[[Problem], Attention]
+    """The callable for one problem. May compile, then or at its first call; imports what it needs.
+
+    One that chooses among several ways says which in its attribute `choice`, empty before the first call.
+    """
+    refuses: tuple[Limit, ...] = (_rows_without_keys,)
+    packages: tuple[tuple[str, str], ...] = _TORCH
     """(module, what to `pip install` for it)."""
     min_capability: tuple[int, int] = (7, 5)
     max_capability: tuple[int, int] | None = None
@@ -72,35 +80,29 @@ class Peer(ABC):
     """What it rounds the inputs to. One in FP8 is measured only where it is named, judged against the same computation
     in FP8, and never the fastest library that a ratio is of."""
 
-    @abstractmethod
-    def build(self, problem: Problem) -> Attention:
-        """The callable for one problem. May compile, then or at its first call; imports what it needs.
-
-        One that chooses among several ways says which in its attribute `choice`.
-        """
-
     def limits(self, problem: Problem) -> str | None:
         """Why this problem is beyond it, from the problem alone; None when it is not."""
-        if problem.causal and problem.q_len > problem.kv_len:
-            return "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask"
-        return None
+        return next(filter(None, (limit(problem) for limit in self.refuses)), None)
 
     def wrote_lse(self, choice: str = "") -> bool | None:
         """Whether what was timed wrote a log-sum-exp, given what it chose; None where that is not known."""
-        return self.writes_lse
+        return _BACKENDS_WRITE_LSE.get(choice, self.writes_lse)
 
-    def why_not(
+    def require(
         self, problem: Problem, *, compute_capability: tuple[int, int] | None = None, free_bytes: int | None = None
-    ) -> WhyNot | None:
-        """Why this peer cannot do `problem` here; None when it can.
+    ) -> None:
+        """Raise why this peer cannot do `problem` here.
 
         `compute_capability` and `free_bytes` (device memory) are checked where given.
+
+        Raises:
+            MissingPackageError: it is not installed.
+            UnsupportedError: it cannot do this problem, or not here.
         """
         for module, requirement in self.packages:
             if not _installed(module):
-                return WhyNot(
-                    "missing",
-                    f"{self.name} needs the Python package {module}; `pip install '{requirement}'` installs it",
+                raise MissingPackageError(
+                    f"{self.name} needs the Python package {module}; `pip install '{requirement}'` installs it"
                 )
         if compute_capability is not None:
             have = ".".join(map(str, compute_capability))
@@ -109,24 +111,22 @@ class Peer(ABC):
             ):
                 low = ".".join(map(str, self.min_capability))
                 high = f" to {'.'.join(map(str, self.max_capability))}" if self.max_capability else " or newer"
-                return WhyNot("unsupported", f"{self.name} needs compute capability {low}{high}; this GPU has {have}")
+                raise UnsupportedError(f"{self.name} needs compute capability {low}{high}; this GPU has {have}")
             if problem.dtype == "bfloat16" and compute_capability < (8, 0):
-                return WhyNot("unsupported", f"bfloat16 needs compute capability 8.0 or newer; this GPU has {have}")
+                raise UnsupportedError(f"bfloat16 needs compute capability 8.0 or newer; this GPU has {have}")
         limit = next((f"it is called without a {name}" for name in problem.features if name not in self.features), None)
         limit = limit or self.limits(problem)
         if self.max_q_len is not None and problem.q_len > self.max_q_len:
             limit = f"it is measured with at most {self.max_q_len} query rows a sequence, got {problem.q_len}"
         if limit:
-            return WhyNot("unsupported", f"{self.name}: {limit}")
+            raise UnsupportedError(f"{self.name}: {limit}")
         if self.needs_memory and free_bytes is not None:
             wanted = score_bytes(problem)
             if wanted > free_bytes:
-                return WhyNot(
-                    "unsupported",
+                raise UnsupportedError(
                     f"{self.name} holds all scores in memory: about {wanted / 1e9:.1f} GB for {problem.label}; "
-                    f"{free_bytes / 1e9:.1f} GB are free",
+                    f"{free_bytes / 1e9:.1f} GB are free"
                 )
-        return None
 
 
 def in_layout(layout: Layout, *tensors: Any) -> tuple[Any, ...]:
@@ -177,22 +177,6 @@ _BACKENDS_WRITE_LSE: Mapping[str, bool] = {
 memory-efficient kernel are called with `compute_logsumexp` false, flash has no such switch and allocates it always."""
 
 
-class Sdpa(Peer):
-    """torch's SDPA with its own choice of a backend."""
-
-    name = "sdpa"
-    title = "PyTorch SDPA (its own choice)"
-    how = "torch.nn.functional.scaled_dot_product_attention"
-
-    def build(self, problem: Problem) -> Attention:
-        """See `Peer`."""
-        return _DefaultSdpa(_sdpa_arguments(problem))
-
-    def wrote_lse(self, choice: str = "") -> bool | None:
-        """See `Peer`."""
-        return _BACKENDS_WRITE_LSE.get(choice)
-
-
 def _sdpa_arguments(problem: Problem) -> dict[str, Any]:
     square = problem.q_len == problem.kv_len
     return {
@@ -205,9 +189,9 @@ def _sdpa_arguments(problem: Problem) -> dict[str, Any]:
 class _DefaultSdpa:
     """torch's SDPA by its own choice of a backend, which its first call asks for."""
 
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
+    def __init__(self, problem: Problem) -> None:
         self._torch = importlib.import_module("torch")
-        self._arguments = arguments
+        self._arguments = _sdpa_arguments(problem)
         self.choice = ""
         """The backend's name; empty before the first call."""
 
@@ -218,174 +202,92 @@ class _DefaultSdpa:
         return self._torch.nn.functional.scaled_dot_product_attention(q, k, v, **self._arguments)
 
 
-class _PinnedSdpa(Peer):
-    """torch's SDPA with one of its backends."""
+def _pinned_sdpa(backend: str, **others: Any) -> Peer:
+    """torch's SDPA with one of its backends; `others` are fields of `Peer`."""
 
-    backend: str
-    square_only: str = ""
-    """Why its causal masks are of square problems alone; empty where they are not."""
-
-    def __init__(self) -> None:
-        self.how = f"SDPBackend.{self.backend}"
-        self.writes_lse = _BACKENDS_WRITE_LSE[self.backend]
-
-    def limits(self, problem: Problem) -> str | None:
-        """See `Peer`."""
-        offset = problem.causal and problem.q_len != problem.kv_len
-        return self.square_only if self.square_only and offset else super().limits(problem)
-
-    def build(self, problem: Problem) -> Attention:
-        """See `Peer`."""
+    def build(problem: Problem) -> Attention:
         attend = importlib.import_module("torch").nn.functional.scaled_dot_product_attention
         kernel = importlib.import_module("torch.nn.attention")
-        backend, arguments = getattr(kernel.SDPBackend, self.backend), _sdpa_arguments(problem)
+        chosen, arguments = getattr(kernel.SDPBackend, backend), _sdpa_arguments(problem)
 
         def pinned(q: Any, k: Any, v: Any) -> Any:
-            with kernel.sdpa_kernel(backend):
+            with kernel.sdpa_kernel(chosen):
                 return attend(q, k, v, **arguments)
 
         return pinned
 
-
-class SdpaCudnn(_PinnedSdpa):
-    """cuDNN through torch's SDPA."""
-
-    name = "sdpa_cudnn"
-    title = "cuDNN (SDPA)"
-    backend = "CUDNN_ATTENTION"
-    min_capability = (8, 0)
-    square_only = "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len"
+    return Peer(how=f"SDPBackend.{backend}", writes_lse=_BACKENDS_WRITE_LSE[backend], build=build, **others)
 
 
-class SdpaFlash(_PinnedSdpa):
-    """FlashAttention-2 as torch has it."""
-
-    name = "sdpa_flash"
-    title = "FlashAttention-2 (SDPA)"
-    backend = "FLASH_ATTENTION"
-    min_capability = (8, 0)
-    square_only = "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left"
+def _causal_of_other_lengths(why: str, problem: Problem) -> str | None:
+    return why if problem.causal and problem.q_len != problem.kv_len else None
 
 
-class SdpaEfficient(_PinnedSdpa):
-    """torch's memory-efficient kernel."""
-
-    name = "sdpa_efficient"
-    title = "memory-efficient (SDPA)"
-    backend = "EFFICIENT_ATTENTION"
-
-    def limits(self, problem: Problem) -> str | None:
-        """See `Peer`."""
-        if problem.q_heads != problem.kv_heads:
-            return "torch's memory-efficient kernel takes no grouped-query heads"
-        return super().limits(problem)
+def _grouped_heads(problem: Problem) -> str | None:
+    if problem.q_heads != problem.kv_heads:
+        return "torch's memory-efficient kernel takes no grouped-query heads"
+    return None
 
 
-class SdpaMath(_PinnedSdpa):
-    """torch's unfused way."""
-
-    name = "sdpa_math"
-    title = "unfused (SDPA math)"
-    backend = "MATH"
-    needs_memory = True
-
-
-class CublasUnfused(Peer):
+def _cublas_unfused(problem: Problem) -> Attention:
     """Two GEMMs with a softmax between them."""
+    torch = importlib.import_module("torch")
+    mask = _bottom_right_mask(problem) if problem.causal else None
+    scale = problem.head_dim**-0.5
+    group = problem.q_heads // problem.kv_heads
 
-    name = "cublas_unfused"
-    title = "cuBLAS, unfused"
-    how = "torch.matmul, softmax, torch.matmul"
-    writes_lse = False
-    needs_memory = True
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if group > 1:
+            k = k.repeat_interleave(group, dim=1)
+            v = v.repeat_interleave(group, dim=1)
+        scores = torch.matmul(q * scale, k.transpose(-2, -1))
+        if mask is not None:
+            scores.masked_fill_(~mask, float("-inf"))
+        return torch.matmul(torch.softmax(scores, dim=-1), v)
 
-    def build(self, problem: Problem) -> Attention:
-        """See `Peer`."""
-        torch = importlib.import_module("torch")
-        mask = _bottom_right_mask(problem) if problem.causal else None
-        scale = problem.head_dim**-0.5
-        group = problem.q_heads // problem.kv_heads
-
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            if group > 1:
-                k = k.repeat_interleave(group, dim=1)
-                v = v.repeat_interleave(group, dim=1)
-            scores = torch.matmul(q * scale, k.transpose(-2, -1))
-            if mask is not None:
-                scores.masked_fill_(~mask, float("-inf"))
-            return torch.matmul(torch.softmax(scores, dim=-1), v)
-
-        return attend
+    return attend
 
 
 # --- compilers --------------------------------------------------------------------------------------------------------
 
 
-_TRITON = (*Peer.packages, ("triton", "flashlab[gpu]"))
+_TRITON = (*_TORCH, ("triton", "flashlab[gpu]"))
 
 
-class Flex(Peer):
+def _flex(problem: Problem) -> Attention:
     """torch's FlexAttention."""
+    torch = importlib.import_module("torch")
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+    # Every problem is a compilation of its own; past its limit of them dynamo would run the unfused fallback.
+    torch._dynamo.reset()
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    mask = cap = None
+    if problem.causal or "window" in problem.features:
+        shift = problem.kv_len - problem.q_len
+        left, right = problem.reach
 
-    name = "flex"
-    title = "FlexAttention"
-    how = "torch.compile(flex_attention, dynamic=False)"
-    packages = _TRITON
-    compile_s = 5.0
-    features = ("window", "softcap")
-    writes_lse = False  # its OUTPUT_LOGSUMEXP is torch.is_grad_enabled()
-    min_capability = (8, 0)
+        def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
+            before = query + shift + right >= key
+            return before & (key >= query + shift - left) if "window" in problem.features else before
 
-    def build(self, problem: Problem) -> Attention:
-        """See `Peer`."""
-        torch = importlib.import_module("torch")
-        flex = importlib.import_module("torch.nn.attention.flex_attention")
-        # Every problem is a compilation of its own; past its limit of them dynamo would run the unfused fallback.
-        torch._dynamo.reset()
-        compiled = torch.compile(flex.flex_attention, dynamic=False)
-        mask = cap = None
-        if problem.causal or "window" in problem.features:
-            shift = problem.kv_len - problem.q_len
-            left, right = problem.reach
+        mask = flex.create_block_mask(sees, None, None, problem.q_len, problem.kv_len, device="cuda")
+    if problem.softcap:
 
-            def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-                before = query + shift + right >= key
-                return before & (key >= query + shift - left) if "window" in problem.features else before
+        def cap(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+            return problem.softcap * torch.tanh(score / problem.softcap)
 
-            mask = flex.create_block_mask(sees, None, None, problem.q_len, problem.kv_len, device="cuda")
-        if problem.softcap:
+    grouped = problem.q_heads != problem.kv_heads
 
-            def cap(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
-                return problem.softcap * torch.tanh(score / problem.softcap)
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        return compiled(q, k, v, score_mod=cap, block_mask=mask, enable_gqa=grouped)
 
-        grouped = problem.q_heads != problem.kv_heads
-
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            return compiled(q, k, v, score_mod=cap, block_mask=mask, enable_gqa=grouped)
-
-        return attend
+    return attend
 
 
-class TritonFA2(Peer):
-    """FlashAttention-2's algorithm in Triton, with sizes that its autotuner finds."""
-
-    name = "triton_fa2"
-    title = "FlashAttention-2 in plain Triton"
-    how = "kernels/peers/triton_fa2.py, by triton.autotune"
-    packages = _TRITON
-    compile_s = 5.0
-    writes_lse = False
-    min_capability = (8, 0)
-
-    def limits(self, problem: Problem) -> str | None:
-        """See `Peer`."""
-        if problem.head_dim & problem.head_dim - 1:
-            return "Triton's tiles want a head dim that is a power of two"
-        return super().limits(problem)
-
-    def build(self, problem: Problem) -> Attention:
-        """See `Peer`."""
-        return _TritonFA2(problem)
+def _odd_head_dims(problem: Problem) -> str | None:
+    if problem.head_dim & problem.head_dim - 1:
+        return "Triton's tiles want a head dim that is a power of two"
+    return None
 
 
 class _TritonFA2:
@@ -443,75 +345,40 @@ FEW_ROWS = 64
 """Query rows below which a library that can split keys is let: decoding."""
 
 
-class _FlashAttention(Peer):
-    """One of flash-attention's own packages."""
-
-    module: str
-    distribution: str
-    layout = "bshd"
-    features = ("window", "softcap")
-    unlimited: int | None
-    """A side of a window that hides no key."""
-
-    def __init__(self) -> None:
-        self.how = f"{self.module}.flash_attn_func"
-        self.packages = (*Peer.packages, (self.module, self.distribution))
-
-    def build(self, problem: Problem) -> Attention:
-        """See `Peer`."""
-        attention = importlib.import_module(self.module).flash_attn_func
-        # It splits no keys by default; 0 leaves the number of splits to it, as its own function for a cache does.
-        can_split = "num_splits" in inspect.signature(attention).parameters
-        options: dict[str, Any] = {"num_splits": 0} if can_split and problem.q_len < FEW_ROWS else {}
-        if "window" in problem.features:
-            sides = (problem.window[0], 0) if problem.causal else problem.window
-            options["window_size"] = tuple(self.unlimited if side == UNLIMITED else side for side in sides)
-        if "softcap" in problem.features:
-            options["softcap"] = problem.softcap
-
-        def attend(q: Any, k: Any, v: Any) -> Any:
-            out = attention(q, k, v, causal=problem.causal, **options)
-            return out[0] if isinstance(out, tuple) else out
-
-        return attend
+_FA3, _FA4 = "fa3_fwd_interface", "flash_attn.cute"
 
 
-class FlashAttention3(_FlashAttention):
-    """FlashAttention-3, by the wheel of a third party."""
+def _flash_attention(module: str, unlimited: int | None, problem: Problem) -> Attention:
+    """One of flash-attention's own packages; `unlimited`: a side of a window that hides no key."""
+    attention = importlib.import_module(module).flash_attn_func
+    # It splits no keys by default; 0 leaves the number of splits to it, as its own function for a cache does.
+    can_split = "num_splits" in inspect.signature(attention).parameters
+    options: dict[str, Any] = {"num_splits": 0} if can_split and problem.q_len < FEW_ROWS else {}
+    if "window" in problem.features:
+        sides = (problem.window[0], 0) if problem.causal else problem.window
+        options["window_size"] = tuple(unlimited if side == UNLIMITED else side for side in sides)
+    if "softcap" in problem.features:
+        options["softcap"] = problem.softcap
 
-    name = "fa3"
-    title = "FlashAttention-3"
-    module = "fa3_fwd_interface"
-    unlimited = UNLIMITED
-    distribution = wheel = "fa3-fwd"
-    writes_lse = True  # allocates and fills one in every call
-    min_capability = max_capability = (9, 0)
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        out = attention(q, k, v, causal=problem.causal, **options)
+        return out[0] if isinstance(out, tuple) else out
 
-    def limits(self, problem: Problem) -> str | None:
-        """See `Peer`."""
-        if problem.dtype != "bfloat16":
-            return f"the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16"
-        return None
+    return attend
 
 
-class FlashAttention3Fp8(FlashAttention3):
-    """FlashAttention-3 on inputs in e4m3 with a scale a K/V head, rounded before it is called."""
+def _lacks_dtype(problem: Problem) -> str | None:
+    if problem.dtype != "bfloat16":
+        return f"the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16"
+    return None
 
-    name = "fa3_fp8"
-    title = "FlashAttention-3 in FP8"
-    precision = "e4m3_scaled"
 
-    def limits(self, problem: Problem) -> str | None:
-        """See `Peer`."""
-        if problem.inputs == TRAINED:
-            return f"its inputs are rounded once, and those of the kind {TRAINED} change from layer to layer"
-        if problem.q_len < FEW_ROWS:
-            return f"its inputs are rounded once, and calls of fewer than {FEW_ROWS} query rows rotate over several"
-        return super().limits(problem)
-
-    def build(self, problem: Problem) -> Attention:
-        """See `Peer`."""
-        return _Fp8(importlib.import_module(self.module).flash_attn_func, problem)
+def _changing_inputs(problem: Problem) -> str | None:
+    if problem.inputs == TRAINED:
+        return f"its inputs are rounded once, and those of the kind {TRAINED} change from layer to layer"
+    if problem.q_len < FEW_ROWS:
+        return f"its inputs are rounded once, and calls of fewer than {FEW_ROWS} query rows rotate over several"
+    return None
 
 
 class _Fp8:
@@ -539,49 +406,17 @@ class _Fp8:
         return (by_head / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
 
 
-class FlashAttention4(_FlashAttention):
-    """FlashAttention-4; it compiles at its first call of a head dim, type and mask: some seconds."""
-
-    name = "fa4"
-    title = "FlashAttention-4 (CuTe DSL)"
-    module = "flash_attn.cute"
-    unlimited = None
-    distribution = "flash-attn-4"
-    compile_s = 5.0
-    writes_lse = False  # allocates one where a gradient or return_lse is wanted
-    min_capability = (8, 0)
-
-    def limits(self, problem: Problem) -> str | None:
-        """See `Peer`."""
-        return None
+def _fa3_fp8(problem: Problem) -> Attention:
+    return _Fp8(importlib.import_module(_FA3).flash_attn_func, problem)
 
 
 # --- serving ----------------------------------------------------------------------------------------------------------
 
 
-class FlashInfer(Peer):
-    """FlashInfer's attention of one query row a sequence against a paged cache."""
-
-    name = "flashinfer"
-    title = "FlashInfer"
-    how = "flashinfer.BatchDecodeWithPagedKVCacheWrapper"
-    # Both are imported; of its other requirements it needs none for this.
-    packages = (*Peer.packages, ("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi"))
-    layout = "bshd"
-    compile_s = 60.0
-    writes_lse = False  # allocates one where return_lse is True
-    min_capability = (8, 0)
-    max_q_len = 1
-
-    def limits(self, problem: Problem) -> str | None:
-        """See `Peer`."""
-        if problem.kv_len % _PAGE:
-            return f"it is given whole pages of {_PAGE} keys, got {problem.kv_len} keys"
-        return None
-
-    def build(self, problem: Problem) -> Attention:
-        """See `Peer`."""
-        return _FlashInfer(problem)
+def _part_of_a_page(problem: Problem) -> str | None:
+    if problem.kv_len % _PAGE:
+        return f"it is given whole pages of {_PAGE} keys, got {problem.kv_len} keys"
+    return None
 
 
 _PAGE = 16
@@ -666,21 +501,130 @@ _WORKSPACE_BYTES = 128 << 20
 """What FlashInfer's documentation recommends."""
 
 
+# --- all of them ------------------------------------------------------------------------------------------------------
+
+
+_FLASH_ATTENTION_3 = Peer(
+    name="fa3",
+    title="FlashAttention-3",
+    how=f"{_FA3}.flash_attn_func",
+    build=partial(_flash_attention, _FA3, UNLIMITED),
+    refuses=(_lacks_dtype,),
+    packages=(*_TORCH, (_FA3, "fa3-fwd")),
+    wheel="fa3-fwd",
+    layout="bshd",
+    features=("window", "softcap"),
+    writes_lse=True,  # allocates and fills one in every call
+    min_capability=(9, 0),
+    max_capability=(9, 0),
+)
 PEERS: Mapping[str, Peer] = {
     peer.name: peer
     for peer in (
-        Sdpa(),
-        SdpaCudnn(),
-        SdpaFlash(),
-        SdpaEfficient(),
-        SdpaMath(),
-        CublasUnfused(),
-        Flex(),
-        TritonFA2(),
-        FlashAttention3(),
-        FlashAttention3Fp8(),
-        FlashAttention4(),
-        FlashInfer(),
+        Peer(
+            name="sdpa",
+            title="PyTorch SDPA (its own choice)",
+            how="torch.nn.functional.scaled_dot_product_attention",
+            build=_DefaultSdpa,
+        ),
+        _pinned_sdpa(
+            "CUDNN_ATTENTION",
+            name="sdpa_cudnn",
+            title="cuDNN (SDPA)",
+            refuses=(
+                partial(
+                    _causal_of_other_lengths,
+                    "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals "
+                    "kv_len",
+                ),
+            ),
+            min_capability=(8, 0),
+        ),
+        _pinned_sdpa(
+            "FLASH_ATTENTION",
+            name="sdpa_flash",
+            title="FlashAttention-2 (SDPA)",
+            refuses=(
+                partial(
+                    _causal_of_other_lengths,
+                    "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left",
+                ),
+            ),
+            min_capability=(8, 0),
+        ),
+        _pinned_sdpa(
+            "EFFICIENT_ATTENTION",
+            name="sdpa_efficient",
+            title="memory-efficient (SDPA)",
+            refuses=(_grouped_heads, _rows_without_keys),
+        ),
+        _pinned_sdpa("MATH", name="sdpa_math", title="unfused (SDPA math)", needs_memory=True),
+        Peer(
+            name="cublas_unfused",
+            title="cuBLAS, unfused",
+            how="torch.matmul, softmax, torch.matmul",
+            build=_cublas_unfused,
+            writes_lse=False,
+            needs_memory=True,
+        ),
+        Peer(
+            name="flex",
+            title="FlexAttention",
+            how="torch.compile(flex_attention, dynamic=False)",
+            build=_flex,
+            packages=_TRITON,
+            compile_s=5.0,
+            features=("window", "softcap"),
+            writes_lse=False,  # its OUTPUT_LOGSUMEXP is torch.is_grad_enabled()
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="triton_fa2",
+            title="FlashAttention-2 in plain Triton",
+            how="kernels/peers/triton_fa2.py, by triton.autotune",
+            build=_TritonFA2,
+            refuses=(_odd_head_dims, _rows_without_keys),
+            packages=_TRITON,
+            compile_s=5.0,
+            writes_lse=False,
+            min_capability=(8, 0),
+        ),
+        _FLASH_ATTENTION_3,
+        replace(
+            _FLASH_ATTENTION_3,
+            name="fa3_fp8",
+            title="FlashAttention-3 in FP8",
+            build=_fa3_fp8,
+            refuses=(_changing_inputs, _lacks_dtype),
+            precision="e4m3_scaled",  # with a scale a K/V head, rounded before it is called
+        ),
+        Peer(
+            name="fa4",
+            title="FlashAttention-4 (CuTe DSL)",
+            how=f"{_FA4}.flash_attn_func",
+            build=partial(_flash_attention, _FA4, None),
+            refuses=(),
+            packages=(*_TORCH, (_FA4, "flash-attn-4")),
+            layout="bshd",
+            features=("window", "softcap"),
+            compile_s=5.0,  # at its first call of a head dim, type and mask
+            writes_lse=False,  # allocates one where a gradient or return_lse is wanted
+            min_capability=(8, 0),
+        ),
+        Peer(
+            name="flashinfer",
+            title="FlashInfer",
+            how="flashinfer.BatchDecodeWithPagedKVCacheWrapper",
+            build=_FlashInfer,
+            refuses=(_part_of_a_page,),
+            # Both are imported; of its other requirements it needs none for this.
+            packages=(*_TORCH, ("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi")),
+            layout="bshd",
+            compile_s=60.0,
+            writes_lse=False,  # allocates one where return_lse is True
+            min_capability=(8, 0),
+            max_q_len=1,
+        ),
     )
 }
 

@@ -168,7 +168,8 @@ class BenchWorker(GpuWorker):
         """An implementation, made ready and checked.
 
         Raises:
-            RefusedError: it cannot do the problem, or is wrong.
+            UnsupportedError, MissingPackageError: it cannot do the problem here.
+            RefusedError: it is wrong.
         """
         one = self.implementations[name]
         return self._peer(one.id, problem, q, k, v) if one.kind == "peer" else self._stage(one, problem, q, k, v)
@@ -194,9 +195,7 @@ class BenchWorker(GpuWorker):
 
     def _stage(self, one: Implementation, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
         stage = stages.get(one.id)
-        reason = stage.why_not(problem, self.info.arch)
-        if reason:
-            raise RefusedError("unsupported", reason)
+        stage.require(problem, self.info.arch)
         out = self.torch.empty_like(q)
         on = partial(
             prepare,
@@ -240,13 +239,11 @@ class BenchWorker(GpuWorker):
     def _peer(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
         peer = peers.get(name)
         memory = self.torch.cuda
-        why_not = peer.why_not(
+        peer.require(
             problem,
             compute_capability=self.info.compute_capability,
             free_bytes=gpu.memory_free_bytes(self.device) + memory.memory_reserved() - memory.memory_allocated(),
         )
-        if why_not:
-            raise RefusedError(why_not.kind, why_not.reason)
         # Some compile for seconds, and none of them asks what the inputs hold.
         shape = replace(problem, inputs=NORMAL)
         if self._peers[0] != shape:
