@@ -1000,8 +1000,7 @@ def test_ablations_with_the_same_machine_code_are_left_out(tmp_path: Path, monke
     monkeypatch.setattr(bench.provenance, "software", lambda: row.software)
     names = {"padding: 0": 0, "padding: 8": 8}
     named = {
-        name: bench.Implementation(
-            kind="stage",
+        name: registry.Implementation(
             id="03_warp_rows",
             params={"PADDING": value},
             record={"axis": "padding", "level": name, "stage": "03_warp_rows"},

@@ -27,8 +27,9 @@ from flashlab.core.errors import ParameterError
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import levers
 from flashlab.kernels import registry
+from flashlab.kernels.registry import Implementation
 from flashlab.measure import bench
-from flashlab.measure.options import Implementation, Options, Plan
+from flashlab.measure.options import Options, Plan
 from flashlab.record.schema import Ablation, Part
 from flashlab.run import choice, gpu
 
@@ -126,7 +127,7 @@ def measure(
 
 def _stage(record: Mapping[str, str], params: Mapping[str, int], **others: Any) -> Implementation:
     """The stage that its records name."""
-    return Implementation(kind="stage", id=record["stage"], params=params, may_spill=True, record=record, **others)
+    return Implementation(id=record["stage"], params=params, may_spill=True, record=record, **others)
 
 
 def _compared(
@@ -224,6 +225,6 @@ def measure_levers(
             group = groups.setdefault((stage.id, problem, tuple(params.items())), {})
             for level, source in ((levers.AS_IT_IS, None), (lever.name, files[lever.name])):
                 record = {"axis": levers.AXIS, "level": level, "stage": stage.id}
-                group[f"{title}: {level}"] = _stage(record, params, source=source and str(source.resolve()))
+                group[f"{title}: {level}"] = _stage(record, params, source=source and source.resolve())
     of_problems = ((problem, group) for (_, problem, _), group in groups.items())
     return _compared(Ablation, of_problems, plan=plan, options=options, slug=here.slug)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from itertools import product
 from pathlib import Path
@@ -418,6 +418,54 @@ def parse(name: str) -> tuple[Stage, dict[str, int]]:
     stage = get(_VARIANT.sub("", name))
     stage.parameters(stage.head_dims[0], variant)
     return stage, variant
+
+
+@dataclass(frozen=True, kw_only=True)
+class Implementation:
+    """What is checked or timed under a name: a stage, with values of its tunables, or a library."""
+
+    kind: Literal["stage", "peer"] = "stage"
+    id: str
+    """A stage's id, or a peer's name."""
+    params: Mapping[str, int] = field(default_factory=dict)
+    """Values of tunables by name, those of `Stage.ablations` too; what is not named is what whoever runs it takes."""
+    source: Path | None = None
+    """An edited copy of the stage's file, in place of it."""
+    lse_of: str | None = None
+    """Timed with the log-sum-exp on, as the second row of the implementation of that name."""
+    may_spill: bool = False
+    judged: bool = True
+    """Whether the oracle sees its output; False where that is wrong by construction."""
+    record: Mapping[str, Any] = field(default_factory=dict)
+    """What its records say of it beyond what was measured."""
+
+    @property
+    def stage(self) -> Stage:
+        """The stage, where it is one."""
+        return get(self.id)
+
+
+def implementations(
+    stage_ids: Iterable[str] | None, sources: Mapping[str, Path] | None = None
+) -> dict[str, Implementation]:
+    """Stages by the names that their rows have, each once.
+
+    Args:
+        stage_ids: the ladder where None. With values of tunables as `wmma_no_smem[COLUMN_LANES=32]`.
+        sources: edited copies of a stage's file, by stage id: beside it, as `id@file`.
+
+    Raises:
+        UnknownStageError, ParameterError: a stage, tunable or file that is not there.
+    """
+    named: dict[str, Implementation] = {}
+    for name in STAGES if stage_ids is None else stage_ids:
+        stage, params = parse(name)
+        named[variant_name(stage.id, params) if params else stage.id] = Implementation(id=stage.id, params=params)
+    for stage_id, source in (sources or {}).items():
+        if not source.is_file():
+            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
+        named[f"{get(stage_id).id}@{source.stem}"] = Implementation(id=stage_id, source=source.resolve())
+    return named
 
 
 def best(problem: Problem, arch: str | None) -> Stage:

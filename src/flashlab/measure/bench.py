@@ -19,11 +19,11 @@ from flashlab.core.inputs import NORMAL
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers as libraries
 from flashlab.kernels import registry
+from flashlab.kernels.registry import Implementation
 from flashlab.measure import ceilings as limits
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import Cell, Supervisor
 from flashlab.measure.harness import Book, Message, Progress, Report
-from flashlab.measure.options import Implementation as Implementation
 from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
 from flashlab.measure.options import plan_of as plan_of
@@ -31,7 +31,6 @@ from flashlab.record import provenance, schema, store
 from flashlab.record.checks import Header
 from flashlab.record.schema import Ablation, Ceiling, Measurement, Part, Tuning
 from flashlab.run import choice, gpu
-from flashlab.verify import on_cpu
 
 T = TypeVar("T", bound=schema.Base)
 Schema = type[Measurement] | type[Tuning] | type[Ablation] | type[Part]
@@ -67,10 +66,7 @@ def measure(
     """
     for one in implementations.values():
         if one.kind == "stage":
-            stage = registry.get(one.id)
-            stage.parameters(stage.head_dims[0], one.params)
-            if one.source is not None and not Path(one.source).is_file():
-                raise ParameterError(f"source of {one.id}: wanted a CUDA C++ file, got {one.source}, which is none")
+            one.stage.parameters(one.stage.head_dims[0], one.params)
     if not ceilings and not any(names for _, names in cells):
         raise ParameterError(
             f"wanted at least one implementation and problem, got {len(implementations)} and {len(cells)}"
@@ -105,8 +101,7 @@ def _record(
             return None
         (fields["samples"],), fields["parameters"] = row["samples"], row["cubin"]["parameters"]
     elif schema is not Measurement:
-        stage = registry.get(one.id) if one.kind == "stage" else None
-        fields["parameters"] = stage.parameters(problem.head_dim, one.params) if stage else {}
+        fields["parameters"] = one.stage.parameters(problem.head_dim, one.params) if one.kind == "stage" else {}
     fields |= {**header, **one.record, "problem": problem}
     return schema.model_validate({name: value for name, value in fields.items() if name in schema.model_fields})
 
@@ -117,25 +112,17 @@ def _record(
 def implementations_of(
     stage_ids: Sequence[str] | None, peer_names: Sequence[str] | None, sources: Mapping[str, Path] | None = None
 ) -> dict[str, Implementation]:
-    """Stages and libraries by the name of their records, each once.
+    """Stages and libraries by the name of their records: stages as `registry.implementations` takes them.
 
     Args:
-        stage_ids: the ladder where None. With values of tunables as `wmma_no_smem[COLUMN_LANES=32]`.
         peer_names: all where None.
-        sources: edited copies of a stage's file, by stage id: beside it, as `id@file`.
 
     Raises:
         UnknownStageError, ParameterError: there is none of a name, or no file.
     """
     named = {
-        name: Implementation(
-            kind="stage",
-            id=one.stage.id,
-            params=one.overrides or {},
-            source=None if one.source is None else str(one.source),
-            record={"name": name, "kind": "stage", "lse": False},
-        )
-        for name, one in on_cpu.implementations(stage_ids, sources).items()
+        name: replace(one, record={"name": name, "kind": "stage", "lse": False})
+        for name, one in registry.implementations(stage_ids, sources).items()
     }
     for name in libraries.PEERS if peer_names is None else peer_names:
         named[name] = Implementation(kind="peer", id=libraries.get(name).name, record={"name": name, "kind": "peer"})
@@ -245,12 +232,12 @@ def compile_for(
     labels: dict[tuple[Problem, str], str] = {}
     for problem, names in cells:
         for name, one in ((name, named[name]) for name in names if name in named and named[name].kind == "stage"):
-            stage = registry.get(one.id)
+            stage = one.stage
             if (stage.language == "triton" and triton_code.missing()) or stage.why_not(problem, arch):
                 continue
             how = {
                 "overrides": choice.parameters(stage, slug, problem, arch=arch, overrides=one.params),
-                "source": None if one.source is None else Path(one.source),
+                "source": one.source,
                 "may_spill": one.may_spill,
                 "line_info": line_info,
             }
@@ -455,7 +442,7 @@ def estimate(
 
 def _takes(one: Implementation, problem: Problem) -> bool:
     if one.kind == "stage":
-        return registry.get(one.id).why_not(problem) is None
+        return one.stage.why_not(problem) is None
     return libraries.get(one.id).limits(problem) is None
 
 

@@ -23,6 +23,7 @@ from pydantic_core import to_jsonable_python
 
 from flashlab.core.errors import FlashlabError, LaunchError, MissingError, MissingPackageError, UnsupportedError
 from flashlab.core.problem import Problem
+from flashlab.kernels.registry import Implementation
 from flashlab.measure.harness import (
     REASON_CHARS,
     Book,
@@ -34,7 +35,7 @@ from flashlab.measure.harness import (
     greeting,
     words,
 )
-from flashlab.measure.options import Implementation, Options
+from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import AnyRecord, Status
 from flashlab.run import gpu
@@ -95,7 +96,7 @@ class Supervisor:
             **job,
             "device": options.device,
             "seed": options.seed,
-            "implementations": {name: asdict(one) for name, one in implementations.items()},
+            "implementations": to_jsonable_python(implementations),
         }
         while self._left:
             job["cells"] = [{"index": index, **asdict(cell)} for index, cell in self._left.items()]

@@ -23,7 +23,7 @@ from flashlab.core.errors import DamagedRecordError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry as stages
 from flashlab.measure import bench, harness
-from flashlab.measure.bench import compile_ahead, implementations_of
+from flashlab.measure.bench import compile_ahead
 from flashlab.measure.cells import Cell, GpuWorker, Supervisor, need, refusal
 from flashlab.measure.harness import Book, Message, Send
 from flashlab.measure.options import Options
@@ -43,7 +43,7 @@ from flashlab.verify.cases import (
     laid_out,
     placement,
 )
-from flashlab.verify.on_cpu import CheckRun, build_all, emulate_beside, emulates, implementations
+from flashlab.verify.on_cpu import CheckRun, build_all, emulate_beside, emulates
 from flashlab.verify.verdict import Guarded, Oracle, check, damage
 
 OPTIONS = Options(timeout_s=120.0, worker=(sys.executable, "-m", "flashlab.measure.check"))
@@ -79,9 +79,9 @@ def check_stages(
     Raises:
         As `bench.run`.
     """
-    named = implementations_of(stage_ids, (), sources)
+    named = stages.implementations(stage_ids, sources)
     wanted = chosen_cases(
-        {name: stages.get(one.id) for name, one in named.items()},
+        {name: one.stage for name, one in named.items()},
         seed=options.seed,
         on_cpu=False,
         **selection,
@@ -95,7 +95,7 @@ def check_stages(
             options.note("all of it is on record; nothing was checked")
             return CheckRun(None, ())
     with ThreadPoolExecutor(1) as aside:
-        built = aside.submit(build_all, implementations(stage_ids, sources), wanted) if emulate else None
+        built = aside.submit(build_all, named, wanted) if emulate else None
         compile_ahead(named, [(case.launched, case.names) for case in wanted], options.device, aligned=(True, False))
         if built:
             built.result()
@@ -211,10 +211,9 @@ class CheckWorker(GpuWorker):
         for name in names:
             self.step(cell, name, "check")
             one = self.implementations[name]
-            how: dict[str, Any] = {"layout": layout, "params": one.params}
-            how["source"] = None if one.source is None else Path(one.source)
+            how: dict[str, Any] = {"layout": layout, "params": one.params, "source": one.source}
             with self.surviving(cell, name):
-                stages.get(one.id).require(problem, self.info.arch)
+                one.stage.require(problem, self.info.arch)
                 verdict, out, lse, fallbacks = _guarded_run(one.id, problem, values, inputs, judge=judge, **how)
                 row: Message = {"status": "ok", "reason": "", "verdict": verdict, "fallbacks": fallbacks}
                 if not verdict.passed:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.inputs import NORMAL, TRAINED
@@ -64,26 +63,6 @@ class Options:
     def __post_init__(self) -> None:
         _positive(timeout_s=self.timeout_s, startup_s=self.startup_s)
         _not_negative(device=self.device)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Implementation:
-    """What a worker runs: a stage, with values of its tunables, or a library."""
-
-    kind: Literal["stage", "peer"]
-    id: str
-    """A stage's id, or a peer's name."""
-    params: Mapping[str, int] = field(default_factory=dict)
-    """Values of tunables by name, those of `Stage.ablations` too; what is not named is what `prepare` takes."""
-    source: str | None = None
-    """An edited copy of the stage's file, in place of it."""
-    lse_of: str | None = None
-    """Timed with the log-sum-exp on, as the second row of the implementation of that name."""
-    may_spill: bool = False
-    judged: bool = True
-    """Whether the oracle sees its output; False where that is wrong by construction."""
-    record: Mapping[str, Any] = field(default_factory=dict)
-    """What its records say of it beyond what was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -478,7 +478,7 @@ def _compiled(
     stage_ids: Iterable[str], problem: Problem, options: Options, *, line_info: bool = False
 ) -> dict[str, Cubin]:
     """The kernels of stages as `prepare` takes them; those that do not compile are left out, `prepare` says why."""
-    here, named = gpu.info(options.device), bench.implementations_of(list(stage_ids), ())
+    here, named = gpu.info(options.device), registry.implementations(stage_ids)
     code = bench.compile_for(named, [(problem, list(named))], arch=here.arch, slug=here.slug, line_info=line_info)
     return {name: cubin for (_, name), cubin in code.items() if isinstance(cubin, Cubin)}
 

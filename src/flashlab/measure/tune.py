@@ -32,10 +32,10 @@ from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers, registry
-from flashlab.kernels.registry import Stage
+from flashlab.kernels.registry import Implementation, Stage
 from flashlab.measure import bench
 from flashlab.measure.harness import Report
-from flashlab.measure.options import BURSTS, Implementation, Options, Plan
+from flashlab.measure.options import BURSTS, Options, Plan
 from flashlab.record import schema, store
 from flashlab.record.schema import Tuning
 from flashlab.run import choice, gpu
@@ -357,7 +357,7 @@ def _interleaved(tasks: Sequence[Task]) -> tuple[dict[str, Implementation], list
     for task in tasks:
         of_task = {
             registry.variant_name(task.key.stage, variant): Implementation(
-                kind="stage", id=task.key.stage, params=variant, record={"stage": task.key.stage}
+                id=task.key.stage, params=variant, record={"stage": task.key.stage}
             )
             for variant in task.variants
         }

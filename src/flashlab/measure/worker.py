@@ -13,18 +13,17 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from flashlab.build import sass
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.problem import Cache, Precision, Problem
 from flashlab.kernels import peers
-from flashlab.kernels import registry as stages
+from flashlab.kernels.registry import Implementation
 from flashlab.measure import ceilings, harness
 from flashlab.measure.cells import GpuWorker, RefusedError
 from flashlab.measure.harness import Message, Send
-from flashlab.measure.options import Implementation, Plan
+from flashlab.measure.options import Plan
 from flashlab.measure.timer import CudaBackend, Run, Timer
 from flashlab.record.checks import Fallbacks
 from flashlab.record.schema import CubinFields, Samples, Verdict, cycles_per_score
@@ -194,7 +193,7 @@ class BenchWorker(GpuWorker):
         return verdict
 
     def _stage(self, one: Implementation, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
-        stage = stages.get(one.id)
+        stage = one.stage
         stage.require(problem, self.info.arch)
         out = self.torch.empty_like(q)
         on = partial(
@@ -202,7 +201,7 @@ class BenchWorker(GpuWorker):
             **problem.options,
             stage=one.id,
             out=out,
-            source=None if one.source is None else Path(one.source),
+            source=one.source,
             params=one.params,
             may_spill=one.may_spill,
         )

@@ -174,7 +174,7 @@ class Lab:
         options |= {"layouts": ("contiguous",)}
         stages = {stage_id: registry.get(stage_id) for stage_id in self.cuda_stages}
         # First all of them, side by side, so that the seconds of a stage are those of its runs.
-        by_name, todo = on_cpu.implementations(list(stages), None), cases.cases(stages, **options)
+        by_name, todo = registry.implementations(stages), cases.cases(stages, **options)
         with progress_bar() as progress:
             on_cpu.build_all(by_name, todo, hooks=True, follow=progress)
         rows: list[CheckRow] = []

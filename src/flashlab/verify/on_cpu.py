@@ -14,10 +14,10 @@ from typing import Any, Unpack
 
 from flashlab.build.compiler import Variant
 from flashlab.build.parallel import on_all_cores
-from flashlab.core.errors import CompileError, EmulationError, FlashlabError, ParameterError, UnsupportedError
+from flashlab.core.errors import CompileError, EmulationError, FlashlabError, UnsupportedError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.kernels.registry import Stage
+from flashlab.kernels.registry import Implementation
 from flashlab.record.checks import CheckRow, EmulatorVerdict
 from flashlab.record.schema import Status, Verdict
 from flashlab.run import emulator
@@ -57,43 +57,12 @@ class CheckRun:
         return tuple(row for row in self.rows if row.status not in ("ok", "unsupported"))
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """What stands behind a name in a row."""
-
-    stage: Stage
-    source: Path | None = None
-    """The file that stands in for the stage's own."""
-    overrides: Mapping[str, int] | None = None
-
-
-def implementations(stage_ids: Sequence[str] | None, sources: Mapping[str, Path] | None) -> dict[str, Implementation]:
-    """Stages by the names that their rows have.
-
-    The ladder where `stage_ids` is None. An edited copy is `id@file`, and tunables may follow an id (`registry.parse`).
-
-    Raises:
-        UnknownStageError, ParameterError: a stage or file that is not there.
-    """
-    by_name: dict[str, Implementation] = {}
-    for name in registry.STAGES if stage_ids is None else stage_ids:
-        stage, overrides = registry.parse(name)
-        name = registry.variant_name(stage.id, overrides) if overrides else stage.id
-        by_name[name] = Implementation(stage, overrides=overrides)
-    for stage_id, source in (sources or {}).items():
-        if not source.is_file():
-            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
-        stage = registry.get(stage_id)
-        by_name[f"{stage.id}@{source.stem}"] = Implementation(stage, source.resolve())
-    return by_name
-
-
 _Build = tuple[str, bool]
 """An executable: the label of its variant, and whether it has hooks."""
 
 
 def _variant(chosen: Implementation, case: Case) -> Variant:
-    how = {"aligned": case.aligned, "overrides": chosen.overrides, "source": chosen.source}
+    how = {"aligned": case.aligned, "overrides": chosen.params, "source": chosen.source}
     return Variant.of(chosen.stage, case.launched, **how)
 
 
@@ -156,7 +125,7 @@ def check_on_cpu(
     """
     for schedule in schedules or ():
         emulator.schedule_item(schedule)
-    by_name = implementations(stage_ids, sources)
+    by_name = registry.implementations(stage_ids, sources)
     chosen = chosen_cases(
         {name: implementation.stage for name, implementation in by_name.items()},
         schedules=schedules,
@@ -186,12 +155,12 @@ def check_on_cpu(
                 raise error
             shared_heads = case.layout if "=" in case.layout else ""  # other numbers
             verdict, ran = emulated_verdict(
-                implementation.stage.id,
+                implementation.id,
                 case.problem,
                 laid_out(_inputs(case.problem, seed), case.layout),
                 layout=case.layout,
                 source=implementation.source,
-                params=implementation.overrides,
+                params=implementation.params,
                 schedule=case.schedule,
                 races=detect,
                 threads=1,
