@@ -112,8 +112,8 @@ def test_every_kernel_runs_on_a_cpu_without_a_finding(name: str) -> None:
     structure = emulator.Structure(
         value=MicroParams(0, 0, count, 2),
         pointers={
-            MicroParams.out.offset: emulator.Pointer(array=out, access="w", name="out"),
-            MicroParams.in_.offset: emulator.Pointer(array=numbers, access="r", name="in"),
+            "out": emulator.Pointer(array=out, access="w", name="out"),
+            "in_": emulator.Pointer(array=numbers, access="r", name="in"),
         },
     )
     report = emulator.launch(

@@ -54,7 +54,7 @@ def test_arrays_of_any_strides_scalars_and_structures_reach_the_kernel(tmp_path:
 
     values = np.arange(300, dtype=np.float32)[::-3]
     out = np.full(100, -1, np.float32)
-    view = Structure(value=View(0, values.strides[0] // 4), pointers={0: Pointer(array=values, access="r")})
+    view = Structure(value=View(0, values.strides[0] // 4), pointers={"data": Pointer(array=values, access="r")})
     report = launch(built, [out, view, 97, np.float32(2), 1.0, None], grid=[2], block=[THREADS])
     assert report.status == "ok"
     assert report.findings == ()

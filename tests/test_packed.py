@@ -70,7 +70,7 @@ def test_every_implementation_computes_the_same_sequences(monkeypatch: pytest.Mo
         return out, None
 
     monkeypatch.setattr(packed, "prepare", _Emulated)
-    monkeypatch.setattr(packed.peers, "get", lambda _: SimpleNamespace(why_not=lambda _: None))
+    monkeypatch.setattr(packed.peers, "get", lambda _: SimpleNamespace(require=lambda _: None))
     monkeypatch.setitem(sys.modules, packed.LIBRARIES["fa3"], SimpleNamespace(flash_attn_varlen_func=library))
     of = {"lengths": (5, 40, 1), "heads": 2, "head_dim": 64, "dtype": "float16", "mask": "causal"}
     case = packed._Packed(torch, of, seed=0, device="cpu")
@@ -102,7 +102,7 @@ def test_every_implementation_decodes_the_same_sequences(monkeypatch: pytest.Mon
                 outs.append((weights @ v.float())[:, 0])
             return torch.stack(outs).to(q.dtype)
 
-    monkeypatch.setattr(packed.peers, "get", lambda _: SimpleNamespace(why_not=lambda _: None))
+    monkeypatch.setattr(packed.peers, "get", lambda _: SimpleNamespace(require=lambda _: None))
     monkeypatch.setattr(packed.peers, "FlashInferPages", Library)
     monkeypatch.setattr(packed, "copies_beyond_l2", lambda *_: 2)
     of = {"lengths": (5, 40, 16), "heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": "float16"}

@@ -15,6 +15,10 @@ Array = npt.NDArray[Any]
 MAX_RANK = tensor_map.MAX_RANK
 
 
+class _Bytes(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("others", ctypes.c_ubyte * (tensor_map.MAP_BYTES - 8)))
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorMap(tensor_map.TensorMap):
     """A map, and the array it describes."""
@@ -23,5 +27,4 @@ class TensorMap(tensor_map.TensorMap):
 
     def as_argument(self, pointer: emulator.Pointer) -> emulator.Structure:
         """For the emulator; the address is that of `pointer`."""
-        raw = (ctypes.c_ubyte * tensor_map.MAP_BYTES).from_buffer_copy(self.emulated())
-        return emulator.Structure(value=raw, pointers={0: pointer})
+        return emulator.Structure(value=_Bytes.from_buffer_copy(self.emulated()), pointers={"address": pointer})

@@ -7,7 +7,7 @@ A product's batch is a run of heads whose addresses are evenly spaced, in Q, K, 
 are contiguous, those that share keys under grouped-query attention, one where nothing is regular.
 
 The stage's tunables say how: `HEADS_A_CALL`, `SETUP_EACH_CALL`, `SCORES_FP32`, `SPLIT_K`. On a CPU, NumPy takes
-cuBLASLt's place (`EmulatedPasses`), and the softmax is the kernel's own code.
+cuBLASLt's place (`emulated_passes`), and the softmax is the kernel's own code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
@@ -33,8 +33,8 @@ from flashlab.verify.oracle import pack, to_float
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from flashlab.build.compiler import Cubin, LaunchShape
-    from flashlab.run.plan import Plan
+    from flashlab.run.attention import EmulatedCall
+    from flashlab.run.recipes import Recipe
 
 WORKSPACE_BYTES = 32 << 20
 """What cuBLASLt may use besides its operands: its documentation's advice for Hopper."""
@@ -393,28 +393,19 @@ def scratch_bytes(problem: Problem, heads: int, parameters: Mapping[str, int]) -
     return elements * (BYTES_PER_ELEMENT + (4 if parameters["SCORES_FP32"] else 0))
 
 
-class Passes:
+class _Passes:
     """All three passes over all heads, ready: calling it enqueues them."""
 
-    def __init__(
-        self,
-        planned: Plan,
-        arrays: Mapping[str, DeviceArray],
-        *,
-        params: AttentionParams,
-        cubin: Cubin,
-        shape: LaunchShape,
-        stream: int,
-    ) -> None:
-        """Choose algorithms and allocate memory. `arrays` are Q, K, V and O; `params` what a fused kernel would get.
+    def __init__(self, recipe: Recipe, arrays: Mapping[str, DeviceArray], params: AttentionParams, stream: int) -> None:
+        """Choose algorithms and allocate memory; see `attention._runner`.
 
         Raises:
             UnsupportedError: the scores do not fit in memory, or cuBLASLt has no algorithm for a product.
             MissingPackageError: no cuBLASLt.
             LaunchError: cuBLASLt or the driver refuses.
         """
-        problem, device, parameters = planned.problem, planned.device, cubin.parameters
-        function = gpu.load(cubin, device)
+        problem, device, shape = recipe.plan.problem, recipe.plan.device, recipe.shape
+        parameters = recipe.code.cubin.parameters
         found = groups(problem, arrays, parameters["HEADS_A_CALL"])
         most = max(heads.count for heads in found)
         wanted = scratch_bytes(problem, most, parameters)
@@ -437,7 +428,7 @@ class Passes:
                 self._scores, self._probs.pointer, lse, pitch_of(problem), problem.q_len, problem.kv_len
             )
             softmax = gpu.Launch(
-                function,
+                recipe.code.function,
                 grid=(-(-problem.q_len // shape.tile_q), heads.count, 1),
                 block=(shape.threads, 1, 1),
                 smem_bytes=shape.smem_bytes,
@@ -480,50 +471,37 @@ class Passes:
                 matmul.close()
 
 
+passes = _Passes
+"""For `attention._runner`."""
+
+
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
 
 
-class EmulatedPasses:
-    """The three passes with NumPy's products: `arguments` and `grid` are for the softmax kernel between them."""
+def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
+    """The argument of the softmax kernel between NumPy's products: see `attention._runner`."""
+    problem, parameters = run.planned.problem, run.kernel.parameters
+    q, k, v = (to_float(run.views[name].owner) for name in "QKV")
+    group = problem.q_heads // problem.kv_heads
+    heads, pitch = problem.batch * problem.q_heads, pitch_of(problem)
+    scores = np.full((heads, problem.q_len, pitch), np.nan, dtype=np.float32)
+    products = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(run.params.scale_log2)
+    probs = pack(scores, problem.dtype)
+    scores[..., : problem.kv_len] = products.reshape(heads, problem.q_len, problem.kv_len)
+    pointers = dict(run.pointers)
+    if parameters["SCORES_FP32"]:
+        pointers["scores"] = emulator.Pointer(array=scores, access="r", name="scores")
+    else:
+        probs = pack(scores, problem.dtype)
+    pointers["probs"] = emulator.Pointer(array=probs, access="rw", name="probs")
+    run.grid = (-(-problem.q_len // run.shape.tile_q), heads, 1)
 
-    def __init__(
-        self,
-        planned: Plan,
-        arrays: Mapping[str, DeviceArray],
-        *,
-        params: AttentionParams,
-        pointers: Mapping[int, emulator.Pointer],
-        kernel: emulator.Emulated,
-        shape: LaunchShape,
-    ) -> None:
-        """Multiply Q by K. `arrays` are Q, K, V and O in host memory; `params` and `pointers` make the argument that a
-        fused kernel would get."""
-        problem, parameters, scale_log2 = planned.problem, kernel.parameters, params.scale_log2
-        self._problem, self._arrays = problem, {name: array.owner for name, array in arrays.items()}
-        q, k = (to_float(self._arrays[name]) for name in "QK")
-        group = problem.q_heads // problem.kv_heads
-        heads, pitch = problem.batch * problem.q_heads, pitch_of(problem)
-        scores = np.full((heads, problem.q_len, pitch), np.nan, dtype=np.float32)
-        products = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(scale_log2)
-        self._probs = pack(scores, problem.dtype)
-        scores[..., : problem.kv_len] = products.reshape(heads, problem.q_len, problem.kv_len)
-        of_softmax = {}
-        if parameters["SCORES_FP32"]:
-            of_softmax[SoftmaxParams.scores.offset] = emulator.Pointer(array=scores, access="r", name="scores")
-        else:
-            self._probs = pack(scores, problem.dtype)
-        of_softmax[SoftmaxParams.probs.offset] = emulator.Pointer(array=self._probs, access="rw", name="probs")
-        if AttentionParams.LSE.offset in pointers:
-            of_softmax[SoftmaxParams.LSE.offset] = pointers[AttentionParams.LSE.offset]
-        softmax = SoftmaxParams(None, None, None, pitch, problem.q_len, problem.kv_len)
-        self.arguments: Sequence[emulator.Structure] = [emulator.Structure(value=softmax, pointers=of_softmax)]
-        self.grid = (-(-problem.q_len // shape.tile_q), heads, 1)
+    def multiply() -> None:
+        """What the kernel made of the scores by V, into O."""
+        weights = to_float(probs[..., : problem.kv_len]).reshape(problem.batch, problem.q_heads, problem.q_len, -1)
+        out = pack(weights @ np.repeat(v, group, axis=1), problem.dtype)
+        run.views["O"].owner.view(out.dtype)[...] = out
 
-    def finish(self) -> None:
-        """Multiply what the kernel made of the scores by V, into O."""
-        problem = self._problem
-        shape = (problem.batch, problem.q_heads, problem.q_len, -1)
-        probs = to_float(self._probs[..., : problem.kv_len]).reshape(shape)
-        group = problem.q_heads // problem.kv_heads
-        out = pack(probs @ np.repeat(to_float(self._arrays["V"]), group, axis=1), problem.dtype)
-        self._arrays["O"].view(out.dtype)[...] = out
+    run.after = multiply
+    softmax = SoftmaxParams(None, None, None, pitch, problem.q_len, problem.kv_len)
+    return [emulator.Structure(value=softmax, pointers=pointers)]

@@ -95,11 +95,11 @@ class AttentionMaps(ctypes.Structure):
 
 
 def params_for(problem: Problem, scale: float, views: Mapping[str, DeviceArray]) -> AttentionParams:
-    """The kernel's first argument; `views` are Q, K, V and O. `LSE`, `work`, `fallbacks` and the `cu_seqlens` are
+    """The kernel's first argument; of `views` Q, K, V and O count. `LSE`, `work`, `fallbacks` and the `cu_seqlens` are
     null."""
     kind = VarlenParams if problem.varlen else FeatureParams if problem.features else AttentionParams
     params = kind(
-        **{name: TensorView(view.pointer, *view.strides[:3]) for name, view in views.items()},
+        **{name: TensorView(views[name].pointer, *views[name].strides[:3]) for name in "QKVO"},
         **{name: getattr(problem, name) for name in ("q_heads", "kv_heads", "q_len", "kv_len", "batch")},
         scale_log2=(problem.softcap or scale) * math.log2(math.e),
     )

@@ -349,6 +349,15 @@ class TorchCopies:
             for old, new in zip(self.made[name], self._make(source), strict=True):
                 old.copy_(new)
 
+    def before(self, launch: Callable[[], None], *needs: Any) -> Callable[[], None]:
+        """A launch that finds them as the arrays are; what it `needs` lives as long as it."""
+
+        def refreshed(_: Any = needs) -> None:
+            self.refresh()
+            launch()
+
+        return refreshed
+
 
 # --- in host memory ---------------------------------------------------------------------------------------------------
 

@@ -69,9 +69,12 @@ _TRIAL_S = 5.0
 def _runner(stage: Stage) -> Any:
     """The module of `Stage.runner`; None where the core launches the stage by itself.
 
-    It has one or more of these, whose docstrings say what they take: `Passes` enqueues the stage's kernel among others
-    on a GPU, and `EmulatedPasses` does on a CPU; `interpreted` and `interpret` run the stage on a CPU where the
-    emulator cannot.
+    It has one or more of these:
+
+    - `passes(recipe, views, params, stream)`: what enqueues the stage's kernel among others on a GPU. `views` are Q, K,
+      V and O, and `params` is what a kernel gets that the core launches.
+    - `emulated_passes(call)`: the arguments of an `EmulatedCall`, in place of its own.
+    - `interpreted` and `interpret` run the stage on a CPU where the emulator cannot.
     """
     return None if stage.runner is None else importlib.import_module(stage.runner)
 
@@ -186,13 +189,7 @@ def _make_recipe(
     loaded = recipes.loaded(
         compiler.Job.of(stage, problem, arch=arch, aligned=planned.aligned, **asked), planned.device
     )
-    shape, grid = fitted(
-        problem,
-        loaded.shape,
-        sms=device.sm_count,
-        blocks_per_sm=loaded.blocks_per_sm,
-        most_splits=loaded.most_splits,
-    )
+    shape, grid = loaded.fitted(problem)
     q = inputs["q"]
     # A new output is contiguous.
     views = _views(inputs, out or replace(q, strides=arrays.contiguous_strides(q.shape)))
@@ -331,15 +328,9 @@ def _launch(
     """`others`: the addresses of the log-sum-exp, of the tile scheduler's counters and of the fallbacks', or 0."""
     planned, addresses = recipe.plan, [*(view.pointer for view in views.values()), *others]
     runner = _runner(planned.stage)
-    if hasattr(runner, "Passes"):
-        passes: Callable[[], None] = runner.Passes(
-            planned,
-            views,
-            params=AttentionParams.from_buffer_copy(recipe.image(*addresses)),
-            cubin=recipe.code.cubin,
-            shape=recipe.shape,
-            stream=stream,
-        )
+    if hasattr(runner, "passes"):
+        params = AttentionParams.from_buffer_copy(recipe.image(*addresses))
+        passes: Callable[[], None] = runner.passes(recipe, views, params, stream)
         return passes
     return recipes.Slot(recipe, addresses, stream).launch
 
@@ -449,7 +440,7 @@ def emulate(
         count_fallbacks=count_fallbacks,
     )
     launch = partial(call.launch, schedule=schedule, threads=threads, cancel=cancel)
-    if timeout_s is not None and call.passes is None and sequences is None:
+    if timeout_s is not None and call.alone and sequences is None:
         _refuse_too_large(planned, call.shape, launch, timeout_s=timeout_s, races=races, threads=threads)
     report = launch(timeout_s)
     call.finish(report)
@@ -481,8 +472,8 @@ def _workspace_on_cpu(words: int, counters: int) -> Any:
 class EmulatedCall:
     """The arguments of a kernel on the CPU, ready to be launched.
 
-    `passes` makes them where they are others than `params_for` and `tile_maps` say; it takes and gives what a runner's
-    `EmulatedPasses` does, which stands in its place where there is one.
+    `passes` makes them where they are others than `params_for` and `tile_maps` say, from this call; a runner's
+    `emulated_passes` stands in its place where there is one. It may set `grid` and `after`.
     """
 
     def __init__(
@@ -492,23 +483,25 @@ class EmulatedCall:
         views: Mapping[str, DeviceArray],
         lse: DeviceArray | None,
         *,
-        passes: Callable[..., Any] | None = None,
+        passes: Callable[[EmulatedCall], list[emulator.Structure]] | None = None,
         surroundings: Mapping[str, Any] | None = None,
         count_fallbacks: bool = False,
     ) -> None:
         import numpy as np
 
         assert kernel.launch_shape is not None
-        self._planned, self._kernel = planned, kernel
-        self.shape, self._grid = fitted(planned.problem, kernel.launch_shape)
-        words, counters = workspace(self.shape, self._grid)
+        self.planned, self.kernel, self.views = planned, kernel, views
+        self.shape, self.grid = fitted(planned.problem, kernel.launch_shape)
+        self.after: Callable[[], None] = lambda: None
+        """What is left to do when the kernel is done."""
+        words, counters = workspace(self.shape, self.grid)
         work = _workspace_on_cpu(words, counters)
-        self.work = work[:counters]
+        self._work = work[:counters]
         self.fallbacks = np.zeros(len(Fallbacks._fields), np.uint32)
         names = {"Q": "q", "K": "k", "V": "v", "O": "out", "LSE": "lse"}
         # Rows that belong to no sequence stay as they were.
         written: emulator.Access = "rw" if planned.problem.varlen else "w"
-        self._places = {
+        self.pointers = {
             name: emulator.Pointer(
                 array=view.owner,
                 access=written if name in ("O", "LSE") else "r",
@@ -517,29 +510,25 @@ class EmulatedCall:
             )
             for name, view in {**views, **({} if lse is None else {"LSE": lse})}.items()
         }
-        pointers = {getattr(VarlenParams, name).offset: place for name, place in self._places.items()}
-        if self.shape.persistent:
-            pointers[AttentionParams.work.offset] = emulator.Pointer(array=work, name="work")
-        if count_fallbacks:
-            pointers[AttentionParams.fallbacks.offset] = emulator.Pointer(array=self.fallbacks, name="fallbacks")
+        """By the names of the fields that hold them, of `AttentionParams` and others."""
         tensors = _by_head(views)
-        self._params = params_for(planned.problem, planned.scale, tensors)
-        self._arguments = [emulator.Structure(value=self._params, pointers=pointers)]
+        self.params = params_for(planned.problem, planned.scale, tensors)
+        if self.shape.persistent:
+            self.pointers["work"] = emulator.Pointer(array=work, name="work")
+        if count_fallbacks:
+            self.pointers["fallbacks"] = emulator.Pointer(array=self.fallbacks, name="fallbacks")
         self._runner: Any = _runner(planned.stage)
-        self.passes: Any = None
-        if passes is None and hasattr(self._runner, "EmulatedPasses"):
-            passes = partial(self._runner.EmulatedPasses, planned, views)
+        passes = passes or getattr(self._runner, "emulated_passes", None)
+        self.alone = passes is None
+        """Whether it is all there is to a call."""
+        self._arguments = [emulator.Structure(value=self.params, pointers=self.pointers)]
         if passes is not None:
-            self.passes = passes(params=self._params, pointers=pointers, kernel=kernel, shape=self.shape)
-            self._arguments, self._grid = list(self.passes.arguments), self.passes.grid
+            self._arguments = passes(self)
         elif planned.stage.tensor_maps:
             maps = tile_maps(planned, self.shape, tensors)
             value = maps_for({name: tensor_map.emulated() for name, tensor_map in maps.items()})
-            addresses = {
-                getattr(AttentionMaps, name).offset: replace(self._places[name], displacement=tensor_map.origin)
-                for name, tensor_map in maps.items()
-            }
-            self._arguments.append(emulator.Structure(value=value, pointers=addresses))
+            within = {name: replace(self.pointers[name], displacement=one.origin) for name, one in maps.items()}
+            self._arguments.append(emulator.Structure(value=value, pointers=within))
 
     def launch(
         self,
@@ -551,23 +540,23 @@ class EmulatedCall:
         cancel: threading.Event | None = None,
     ) -> emulator.Report:
         """Run the kernel; `blocks`: only the first so many."""
-        problem = self._planned.problem
+        problem = self.planned.problem
         if hasattr(self._runner, "interpret"):
-            values = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **self._kernel.parameters}
+            values = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **self.kernel.parameters}
             report: emulator.Report = self._runner.interpret(
-                self._kernel,
-                {**triton_arguments(self._params), "wants_lse": int("LSE" in self._places), **self._places},
+                self.kernel,
+                {**triton_arguments(self.params), "wants_lse": int("LSE" in self.pointers), **self.pointers},
                 constants={name: values[name] for name in triton_code.CONSTANTS},
                 dtype=problem.dtype,
-                grid=self._grid,
+                grid=self.grid,
                 timeout_s=timeout_s,
                 cancel=cancel,
             )
             return report
         return emulator.launch(
-            self._kernel,
+            self.kernel,
             self._arguments,
-            grid=self._grid,
+            grid=self.grid,
             cluster=(max(1, self.shape.cluster), 1, 1),
             schedule=schedule,
             threads=threads,
@@ -582,15 +571,32 @@ class EmulatedCall:
         Raises:
             EmulationError: it left its counters at other values than it found them.
         """
-        if hasattr(self.passes, "finish"):
-            self.passes.finish()
-        if self.work.any():
-            left = {place: int(self.work[place]) for place in self.work.nonzero()[0].tolist()}
+        self.after()
+        if self._work.any():
+            left = {place: int(self._work[place]) for place in self._work.nonzero()[0].tolist()}
             raise EmulationError(
-                f"{self._planned.stage.id} on the CPU: wanted its counters back at 0 after the last "
+                f"{self.planned.stage.id} on the CPU: wanted its counters back at 0 after the last "
                 f"block, for the launch after this one, got, by place, {left}",
                 report=report,
             )
+
+
+def run_on_cpu(
+    planned: Plan,
+    views: Mapping[str, DeviceArray],
+    lse: DeviceArray | None,
+    params: Mapping[str, int],
+    passes: Callable[[EmulatedCall], list[emulator.Structure]],
+) -> None:
+    """A sound call that a runner makes of its own kind of arrays, as `EmulatedCall` takes it; `params`: tunables.
+
+    Raises:
+        UnsupportedError, CompileError, MissingPackageError, EmulationError: as `emulate` says.
+    """
+    planned.stage.require(planned.problem)
+    variant = Variant.of(planned.stage, planned.problem, aligned=planned.aligned, overrides=params)
+    call = EmulatedCall(planned, emulator.build_stage(variant, hooks=False), views, lse, passes=passes)
+    call.finish(call.launch())
 
 
 def _refuse_too_large(

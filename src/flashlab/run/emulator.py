@@ -75,11 +75,11 @@ class Pointer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Structure:
-    """A structure passed by value, some of whose fields are pointers to arrays."""
+    """A structure passed by value, some of whose fields are pointers to arrays, or begin with one."""
 
     value: ctypes.Structure
-    pointers: Mapping[int, Pointer] = field(default_factory=dict)
-    """By byte offset in the structure."""
+    pointers: Mapping[str, Pointer] = field(default_factory=dict)
+    """By field. It may hold more: the structures of a launch share what they point to."""
 
 
 class Memory:
@@ -464,13 +464,16 @@ def _argument_lines(emulated: Emulated, arguments: Sequence[Any], memory: Memory
     for index, (value, size) in enumerate(zip(arguments, sizes, strict=True)):
         if hasattr(value, "ctypes") and hasattr(value, "strides"):  # a NumPy array
             value = Pointer(array=value)
+        within: dict[int, Pointer] = {}
         if isinstance(value, Pointer):
-            value = Structure(value=ctypes.c_void_p(), pointers={0: value})  # type: ignore[arg-type]
-        if isinstance(value, Structure):
-            for byte, pointer in value.pointers.items():
-                place = memory.place(pointer, f"argument_{index}") + pointer.displacement
-                pointers.append(f"pointer {index} {byte} {place % 2**64}")
+            within, value = {0: value}, ctypes.c_void_p()
+        elif isinstance(value, Structure):
+            of = type(value.value)
+            within = {getattr(of, name).offset: one for name, one in value.pointers.items() if hasattr(of, name)}
             value = value.value
+        for byte, pointer in within.items():
+            place = memory.place(pointer, f"argument_{index}") + pointer.displacement
+            pointers.append(f"pointer {index} {byte} {place % 2**64}")
         values.append(f"argument {_argument_bytes(value, size, index).hex()}")
     return values + pointers
 

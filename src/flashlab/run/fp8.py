@@ -11,7 +11,6 @@ import ctypes
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from flashlab.build import compiler
@@ -23,20 +22,17 @@ from flashlab.run import arrays, emulator, gpu, recipes
 from flashlab.run.arguments import (
     WARP_ROWS,
     WORK_COUNTERS,
-    AttentionMaps,
     AttentionParams,
     TensorView,
-    fitted,
     maps_for,
     params_for,
     tile_map,
 )
 from flashlab.run.arrays import DeviceArray, Place, TorchCopies, contiguous_strides, on_device, on_host
-from flashlab.run.attention import EmulatedCall
+from flashlab.run.attention import EmulatedCall, run_on_cpu
 from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, problem_of, scale_of, why_slow
 
 if TYPE_CHECKING:
-    from flashlab.build.compiler import Cubin, LaunchShape
     from flashlab.run.tensor_map import TensorMap
 
 STAGE = "f0_e4m3"
@@ -169,7 +165,7 @@ def fp8_attention(
     )
     call = _Call(planned, dict(zip("QKVO", (*inputs.values(), made.out_view), strict=True)), scales)
     if here.stream is None:
-        _run_on_cpu(call, made.lse_view, params or {})
+        run_on_cpu(planned, call.views, made.lse_view, params or {}, call.on_cpu)
     else:
         _run_on_gpu(call, here, made.lse_view, params or {})
     return (made.out, made.lse) if return_lse else made.out
@@ -239,6 +235,29 @@ class _Call(NamedTuple):
         """The third argument, without addresses."""
         return Fp8Params(V=TensorView(self.views["V"].pointer, *self.views["V"].strides[:3]))
 
+    def on_cpu(self, run: EmulatedCall) -> list[emulator.Structure]:
+        """The arguments of the second kernel on a CPU, as `EmulatedCall` takes them; the first is run."""
+        import numpy as np
+
+        stored = {name: self.views[name].owner.view(np.uint8) for name in "QKV"}
+        stored |= {name: scale.owner for name, scale in self.scales.items()}
+        blocks = emulator.Pointer(array=np.zeros(self.blocks_shape, np.uint16), name="V_blocks")
+        of_inputs = {name: emulator.Pointer(array=one, access="r", name=name) for name, one in stored.items()}
+        pointers = {**run.pointers, **of_inputs, "V_blocks": blocks}
+        first, fp8 = (emulator.Structure(value=one, pointers=pointers) for one in (self.params, self.of_fp8))
+        kernel, planned = run.kernel, self.plan
+        variant = Variant.of(
+            planned.stage, planned.problem, aligned=planned.aligned, overrides=kernel.parameters, source=kernel.source
+        )
+        transpose = emulator.build_file(kernel.source, entry=TRANSPOSE, defines=variant.macros, hooks=kernel.hooks)
+        report = emulator.launch(transpose, [first, fp8], grid=self.transpose_grid, block=(_TRANSPOSE_THREADS, 1, 1))
+        if report.findings:
+            raise EmulationError(f"{TRANSPOSE} on the CPU: {report.findings[0]}", report=report)
+        maps = self.maps(kernel.parameters["TILE_KV"])
+        value = maps_for({name: one.emulated() for name, one in maps.items()})
+        within = {name: blocks if name == "V" else pointers[name] for name in maps}
+        return [first, emulator.Structure(value=value, pointers=within), fp8]
+
     def maps(self, tile_kv: int) -> dict[str, TensorMap]:
         """The tensor maps: two numbers of e4m3 go as one of 16 bits."""
         dtype = self.plan.problem.dtype
@@ -277,33 +296,31 @@ def _run_on_gpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mappi
     own.LSE, own.work = None if lse is None else lse.pointer, counters[1]
     blocks = here.empty(call.blocks_shape, "int16")
     with gpu.context(device):
-        _launches(call, own, code.cubin, code.shape, blocks.data_ptr(), device, stream)()
+        _launches(call, own, code, blocks.data_ptr(), stream)()
 
 
 def _launches(
-    call: _Call, params: AttentionParams, cubin: Cubin, shape: LaunchShape, blocks: int, device: int, stream: int
+    call: _Call, params: AttentionParams, code: recipes.Loaded, blocks: int, stream: int
 ) -> Callable[[], None]:
     """Both kernels, one after the other; `blocks`: the address of V as the attention reads it."""
-    of_fp8 = call.of_fp8
+    of_fp8, device = call.of_fp8, call.plan.device
     of_fp8.V_blocks = blocks
     for name, view in call.scales.items():
         setattr(of_fp8, name, view.pointer)
     addresses = {name: view.pointer for name, view in call.views.items()} | {"V": blocks}
     with gpu.context(device):
-        of_maps = call.maps(cubin.parameters["TILE_KV"])
+        of_maps = call.maps(code.cubin.parameters["TILE_KV"])
         maps = {name: one.encoded(addresses[name]) for name, one in of_maps.items()}
-    function = gpu.load(cubin, device)
     transpose = gpu.Launch(
-        gpu.load(replace(cubin, entry=TRANSPOSE), device, smem_bytes=0),
+        gpu.load(replace(code.cubin, entry=TRANSPOSE), device, smem_bytes=0),
         grid=call.transpose_grid,
         block=(_TRANSPOSE_THREADS, 1, 1),
         smem_bytes=0,
         params=[params, of_fp8],
         stream=stream,
     )
-    room = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes)
-    shape, grid = fitted(call.plan.problem, shape, sms=gpu.info(device).sm_count, blocks_per_sm=room)
-    attention = recipes.launch_of(function, shape, grid, [params, maps_for(maps), of_fp8], stream)
+    shape, grid = code.fitted(call.plan.problem)
+    attention = recipes.launch_of(code.function, shape, grid, [params, maps_for(maps), of_fp8], stream)
 
     def launch() -> None:
         transpose()
@@ -312,115 +329,31 @@ def _launches(
     return launch
 
 
-class Passes:
-    """f0_e4m3 on 16-bit arrays: quantised by torch, again where a torch tensor was written to since."""
-
-    def __init__(
-        self,
-        planned: Plan,
-        arrays: Mapping[str, DeviceArray],
-        *,
-        params: AttentionParams,
-        cubin: Cubin,
-        shape: LaunchShape,
-        stream: int,
-    ) -> None:
-        """Quantise, and make the launches. `arrays` are Q, K, V and O; `params` what a 16-bit kernel would get."""
-        self._stored = TorchCopies({name: arrays[name].owner for name in "QKV"}, quantize_e4m3)
-        views = {name: on_device(x, name) for name, (x, _) in self._stored.made.items()}
-        scales = {f"{name}_scale": on_device(scale, name) for name, (_, scale) in self._stored.made.items()}
-        call = _Call(planned, {**arrays, **views}, scales)
-        own = call.params
-        own.LSE, own.work, own.fallbacks = params.LSE, params.work, params.fallbacks
-        self._blocks = self._stored.made["V"][0].new_empty(
-            call.blocks_shape, dtype=importlib.import_module("torch").int16
-        )
-        self._launch = _launches(call, own, cubin, shape, self._blocks.data_ptr(), planned.device, stream)
-
-    def __call__(self) -> None:
-        """Enqueue both kernels. The device's context must be current."""
-        self._stored.refresh()
-        self._launch()
+def passes(
+    recipe: recipes.Recipe, views: Mapping[str, DeviceArray], params: AttentionParams, stream: int
+) -> Callable[[], None]:
+    """f0_e4m3 on 16-bit arrays: quantised by torch, again where a torch tensor was written to since. See
+    `attention._runner`."""
+    stored = TorchCopies({name: views[name].owner for name in "QKV"}, quantize_e4m3)
+    made = {name: on_device(x, name) for name, (x, _) in stored.made.items()}
+    scales = {f"{name}_scale": on_device(scale, name) for name, (_, scale) in stored.made.items()}
+    call = _Call(recipe.plan, {**views, **made}, scales)
+    own = call.params
+    own.LSE, own.work, own.fallbacks = params.LSE, params.work, params.fallbacks
+    blocks = stored.made["V"][0].new_empty(call.blocks_shape, dtype=importlib.import_module("torch").int16)
+    return stored.before(_launches(call, own, recipe.code, blocks.data_ptr(), stream), blocks)
 
 
 # --- on a CPU ---------------------------------------------------------------------------------------------------------
 
 
-def _run_on_cpu(call: _Call, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
-    planned = call.plan
-    planned.stage.require(planned.problem)
-    kernel = emulator.build_stage(
-        Variant.of(planned.stage, planned.problem, aligned=planned.aligned, overrides=params), hooks=False
-    )
-    run = EmulatedCall(planned, kernel, call.views, lse, passes=partial(_Emulated, call))
-    run.finish(run.launch())
+def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
+    """f0_e4m3 on the CPU on 16-bit arrays: quantised by NumPy. See `attention._runner`."""
+    import ml_dtypes
+    import numpy as np
 
-
-class _Emulated:
-    """A call on the CPU: the first kernel is run; `arguments` and `grid` are for the second."""
-
-    def __init__(
-        self,
-        call: _Call,
-        *,
-        params: AttentionParams,
-        pointers: Mapping[int, emulator.Pointer],
-        kernel: emulator.Emulated,
-        shape: LaunchShape,
-    ) -> None:
-        """Transpose V. `params` and `pointers` make the argument of a 16-bit kernel."""
-        import numpy as np
-
-        blocks = emulator.Pointer(array=np.zeros(call.blocks_shape, np.uint16), name="V_blocks")
-        stored = {
-            name: emulator.Pointer(array=call.views[name].owner.view(np.uint8), access="r", name=name) for name in "QKV"
-        }
-        of_fp8 = {Fp8Params.V.offset: stored["V"], Fp8Params.V_blocks.offset: blocks}
-        for name in _SCALES:
-            scale = emulator.Pointer(array=call.scales[name].owner, access="r", name=name)
-            of_fp8[getattr(Fp8Params, name).offset] = scale
-        fp8 = emulator.Structure(value=call.of_fp8, pointers=of_fp8)
-        inputs = {getattr(AttentionParams, name).offset: place for name, place in stored.items()}
-        first = emulator.Structure(value=params, pointers={**pointers, **inputs})
-        variant = Variant.of(
-            call.plan.stage,
-            call.plan.problem,
-            aligned=call.plan.aligned,
-            overrides=kernel.parameters,
-            source=kernel.source,
-        )
-        transpose = emulator.build_file(kernel.source, entry=TRANSPOSE, defines=variant.macros, hooks=kernel.hooks)
-        report = emulator.launch(transpose, [first, fp8], grid=call.transpose_grid, block=(_TRANSPOSE_THREADS, 1, 1))
-        if report.findings:
-            raise EmulationError(f"{TRANSPOSE} on the CPU: {report.findings[0]}", report=report)
-        maps = call.maps(kernel.parameters["TILE_KV"])
-        of_maps = {**stored, "V": blocks, "O": pointers[AttentionParams.O.offset]}
-        value = maps_for({name: one.emulated() for name, one in maps.items()})
-        addresses = {getattr(AttentionMaps, name).offset: of_maps[name] for name in maps}
-        self.arguments = [first, emulator.Structure(value=value, pointers=addresses), fp8]
-        _, self.grid = fitted(call.plan.problem, shape)
-
-
-class EmulatedPasses(_Emulated):
-    """f0_e4m3 on the CPU on 16-bit arrays: quantised by NumPy, and V transposed."""
-
-    def __init__(
-        self,
-        planned: Plan,
-        arrays: Mapping[str, DeviceArray],
-        *,
-        params: AttentionParams,
-        pointers: Mapping[int, emulator.Pointer],
-        kernel: emulator.Emulated,
-        shape: LaunchShape,
-    ) -> None:
-        """Quantise. `arrays` are Q, K, V and O; `params` and `pointers` make the argument of a 16-bit kernel."""
-        import ml_dtypes
-        import numpy as np
-
-        narrow = np.float16 if planned.problem.dtype == "float16" else ml_dtypes.bfloat16
-        stored = {name: quantize_e4m3(arrays[name].owner.view(narrow)) for name in "QKV"}
-        views = {name: on_host(x, name) for name, (x, _) in stored.items()}
-        scales = {f"{name}_scale": on_host(scale, name) for name, (_, scale) in stored.items()}
-        call = _Call(planned, {**arrays, **views}, scales)
-        super().__init__(call, params=call.params, pointers=pointers, kernel=kernel, shape=shape)
+    narrow = np.float16 if run.planned.problem.dtype == "float16" else ml_dtypes.bfloat16
+    stored = {name: quantize_e4m3(run.views[name].owner.view(narrow)) for name in "QKV"}
+    views = {name: on_host(x, name) for name, (x, _) in stored.items()}
+    scales = {f"{name}_scale": on_host(scale, name) for name, (_, scale) in stored.items()}
+    return _Call(run.planned, {**run.views, **views}, scales).on_cpu(run)

@@ -15,25 +15,23 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flashlab.build import compiler
-from flashlab.build.compiler import Variant
 from flashlab.core.errors import DTypeError, InputError, LayoutError, ShapeError, UnknownStageError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import arrays, emulator, gpu, recipes
-from flashlab.run.arguments import AttentionParams, fitted, params_for
+from flashlab.run.arguments import AttentionParams, params_for
 from flashlab.run.arrays import DeviceArray, TorchCopies, on_device, on_host
-from flashlab.run.attention import EmulatedCall
+from flashlab.run.attention import EmulatedCall, run_on_cpu
 from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, problem_of, scale_of, why_slow, with_features
-
-if TYPE_CHECKING:
-    from flashlab.build.compiler import Cubin, LaunchShape
 
 STAGE = "d13_shares_of_time"
 """What runs where no stage is named."""
+_VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
+"""What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
 _FAULTS = 2
 """Counters of a launch: page numbers that are none, lengths below 0 or beyond the page table."""
 _MOST_HEADS = 65535
@@ -128,8 +126,8 @@ def paged_attention(
     if out is not None:
         check_out(here.view(out, "out"), inputs)
     made = outputs_of(here, inputs["q"], out, return_lse=return_lse)
-    views = dict(zip("QKVO", (*inputs.values(), made.out_view), strict=True))
-    slow = (why_slow(name, array, tensor_maps=False) for name, array in views.items())
+    views = dict(zip(_VIEWS, (*inputs.values(), table, keys, made.out_view), strict=True))
+    slow = (why_slow(name, views[name], tensor_maps=False) for name in "QKVO")
     planned = Plan(
         problem=problem,
         stage=_stage(stage or STAGE),
@@ -137,11 +135,13 @@ def paged_attention(
         why_slow=next(filter(None, slow), ""),
         device=inputs["q"].device,
     )
-    call = _Call(planned, views, table, keys)
-    options = {"aligned": planned.aligned, "overrides": {**(params or {}), "PAGE_SIZE": inputs["k_cache"].shape[2]}}
+    call = _Call(planned, views)
+    tunables = {**(params or {}), "PAGE_SIZE": inputs["k_cache"].shape[2]}
     if here.stream is None:
-        _run_on_cpu(call, options, made.lse_view)
+        _check_on_cpu(call)
+        run_on_cpu(planned, views, made.lse_view, tunables, call.on_cpu)
     else:
+        options = {"aligned": planned.aligned, "overrides": tunables}
         recipe = _run_on_gpu(call, options, made.lse_view, here.stream, check=check)
         if key is not None and not check:
             recipes.by_layout.put(key, recipe)
@@ -247,39 +247,33 @@ class _Call(NamedTuple):
 
     plan: Plan
     views: Mapping[str, DeviceArray]
-    """Q, O, and the pools K and V."""
-    table: DeviceArray
-    lengths: DeviceArray
+    """Those of `_VIEWS`; K and V are the pools."""
 
     @property
     def structures(self) -> tuple[AttentionParams, PagedCache]:
         """The kernel's arguments, without the pointers that `params_for` does not set."""
-        cache = PagedCache(table_stride=self.table.strides[0], num_pages=self.views["K"].shape[0])
+        table, pool = self.views["page_table"], self.views["K"]
+        cache = PagedCache(table_stride=table.strides[0], num_pages=pool.shape[0])
         return params_for(self.plan.problem, self.plan.scale, self.views), cache
+
+    def on_cpu(self, run: EmulatedCall) -> list[emulator.Structure]:
+        """The kernel's arguments on a CPU, as `EmulatedCall` takes them."""
+        return [emulator.Structure(value=one, pointers=run.pointers) for one in self.structures]
 
     def refuse(self, faults: Sequence[int]) -> None:
         """Raise what is wrong with the page table and the lengths, as it was counted."""
         wanted = (
             f"page numbers of 0 to {self.views['K'].shape[0] - 1}",
-            f"lengths of 0 to {self.table.shape[1]} pages",
+            f"lengths of 0 to {self.views['page_table'].shape[1]} pages",
         )
         off = [text for text, count in zip(wanted, faults, strict=True) if count]
         if off:
             raise InputError(f"page_table, lengths: wanted {' and '.join(off)}, got others")
 
 
-def _run_on_cpu(call: _Call, options: Mapping[str, Any], lse: DeviceArray | None) -> None:
-    planned = call.plan
-    planned.stage.require(planned.problem)
-    _check_on_cpu(call)
-    kernel = emulator.build_stage(Variant.of(planned.stage, planned.problem, **options), hooks=False)
-    run = EmulatedCall(planned, kernel, call.views, lse, passes=partial(_Emulated, call))
-    run.finish(run.launch())
-
-
 def _check_on_cpu(call: _Call) -> None:
     """Count faults as the kernel does; here they are there to be seen."""
-    table, lengths, pool = call.table.owner, call.lengths.owner, call.views["K"]
+    table, lengths, pool = call.views["page_table"].owner, call.views["lengths"].owner, call.views["K"]
     kept, (left, _) = lengths.clip(0)[:, None], call.plan.problem.reach
     first_keys = pool.shape[2] * _numpy().arange(table.shape[1])
     named = table[(first_keys < kept) & (first_keys + pool.shape[2] > kept - call.plan.problem.q_len - left)]
@@ -292,10 +286,9 @@ def _run_on_gpu(
     call: _Call, options: Mapping[str, Any], lse: DeviceArray | None, stream: int, *, check: bool
 ) -> recipes.Recipe:
     gpu.require()
-    recipe, device = _recipe(call, options), call.table.device
+    recipe, device = _recipe(call, options), call.plan.device
     faults = gpu.Zeroed(device, _FAULTS * recipes.WORD_BYTES, stream) if check else None
-    views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"], lse)
-    addresses = [0 if view is None else view.pointer for view in views]
+    addresses = [*(view.pointer for view in call.views.values()), lse.pointer if lse else 0]
     with gpu.context(device):
         work = recipes.streams_work(call.views["Q"].owner, device, stream, recipe.words)
         recipes.Slot(recipe, [*addresses, work, faults.pointer if faults else 0], stream).launch()
@@ -305,12 +298,11 @@ def _run_on_gpu(
 
 
 def _places(params: AttentionParams) -> tuple[int, ...]:
-    """Words of both arguments that hold the addresses of Q, K, V, page table, lengths, O, LSE, work and faults."""
-    cache_at = ctypes.sizeof(params)
+    """Words of both arguments that hold the addresses of the views, of the LSE, and of work and faults."""
     in_params = {name: getattr(AttentionParams, name).offset for name in ("Q", "K", "V", "O", "LSE", "work")}
-    in_cache = {name: cache_at + getattr(PagedCache, name).offset for name in ("page_table", "lengths", "faults")}
-    places = in_params | in_cache
-    return tuple(places[name] // 8 for name in ("Q", "K", "V", "page_table", "lengths", "O", "LSE", "work", "faults"))
+    in_cache = {name: getattr(PagedCache, name).offset for name in ("page_table", "lengths", "faults")}
+    places = in_params | {name: ctypes.sizeof(params) + at for name, at in in_cache.items()}
+    return tuple(places[name] // 8 for name in (*_VIEWS, "LSE", "work", "faults"))
 
 
 def job_of(stage: Stage, problem: Problem, arch: str, options: Mapping[str, Any]) -> compiler.Job:
@@ -325,48 +317,20 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
         UnsupportedError: the kernel does not run this here; and what compiling and loading raise.
     """
     stage, problem, device = call.plan.stage, call.plan.problem, call.plan.device
-    info = gpu.info(device)
-    stage.require(problem, info.arch)
-    code = recipes.loaded(job_of(stage, problem, info.arch, options), device)
-    shape, grid = fitted(
-        problem, code.shape, sms=info.sm_count, blocks_per_sm=code.blocks_per_sm, most_splits=code.most_splits
-    )
-    views = (*(call.views[name] for name in "QKV"), call.table, call.lengths, call.views["O"])
+    arch = gpu.info(device).arch
+    stage.require(problem, arch)
+    code = recipes.loaded(job_of(stage, problem, arch, options), device)
+    shape, grid = code.fitted(problem)
     structures = call.structures
     return recipes.Recipe(
         plan=call.plan,
-        views=views,
+        views=tuple(call.views.values()),
         code=code,
         shape=shape,
         grid=grid,
         structures=structures,
         places=_places(structures[0]),
     )
-
-
-class _Emulated:
-    """A call on the CPU: `arguments` and `grid` are for the kernel."""
-
-    def __init__(
-        self,
-        call: _Call,
-        *,
-        params: AttentionParams,
-        pointers: Mapping[int, emulator.Pointer],
-        kernel: emulator.Emulated,
-        shape: LaunchShape,
-    ) -> None:
-        """`params` and `pointers` make the first argument."""
-        _, cache = call.structures
-        of_cache = {
-            getattr(PagedCache, name).offset: emulator.Pointer(array=view.owner, access="r", name=name)
-            for name, view in (("page_table", call.table), ("lengths", call.lengths))
-        }
-        self.arguments = [
-            emulator.Structure(value=params, pointers=pointers),
-            emulator.Structure(value=cache, pointers=of_cache),
-        ]
-        _, self.grid = fitted(call.plan.problem, shape)
 
 
 # --- any problem, in pages --------------------------------------------------------------------------------------------
@@ -398,77 +362,39 @@ def _in_pages(bits: Any, table: Any, page_size: int, full: Callable[..., Any]) -
     return pool
 
 
-class Passes:
+def passes(
+    recipe: recipes.Recipe, views: Mapping[str, DeviceArray], params: AttentionParams, stream: int
+) -> Callable[[], None]:
     """A stage on arrays in any layout: keys and values are copied into pages, by torch; again where a torch tensor was
-    written to since."""
+    written to since. See `attention._runner`."""
+    planned, page_size = recipe.plan, recipe.code.cubin.parameters["PAGE_SIZE"]
+    torch = importlib.import_module("torch")
+    there = {"dtype": torch.int32, "device": f"cuda:{planned.device}"}
+    table = torch.as_tensor(_table(planned.problem, page_size), **there)
+    lengths = torch.full((planned.problem.batch,), planned.problem.kv_len, **there)
 
-    def __init__(
-        self,
-        planned: Plan,
-        arrays: Mapping[str, DeviceArray],
-        *,
-        params: AttentionParams,
-        cubin: Cubin,
-        shape: LaunchShape,
-        stream: int,
-    ) -> None:
-        """Copy, and make the launch. `arrays` are Q, K, V and O; `params` what the kernel would get without pages."""
-        problem, page_size = planned.problem, cubin.parameters["PAGE_SIZE"]
-        torch = importlib.import_module("torch")
-        there = {"dtype": torch.int32, "device": f"cuda:{planned.device}"}
-        table = torch.as_tensor(_table(problem, page_size), **there)
-        lengths = torch.full((problem.batch,), problem.kv_len, **there)
+    def paged(source: Any) -> tuple[Any]:
+        bits = source.view(torch.int16)
+        return (_in_pages(bits, table.long(), page_size, bits.new_full),)
 
-        def paged(source: Any) -> tuple[Any]:
-            bits = source.view(torch.int16)
-            return (_in_pages(bits, table.long(), page_size, bits.new_full),)
-
-        self._pools = TorchCopies({name: arrays[name].owner for name in "KV"}, paged)
-        pools = {name: on_device(pool, name) for name, (pool,) in self._pools.made.items()}
-        call = _Call(planned, {**arrays, **pools}, on_device(table, "page_table"), on_device(lengths, "lengths"))
-        own, cache = call.structures
-        own.LSE, own.work = params.LSE, params.work
-        cache.page_table, cache.lengths = call.table.pointer, call.lengths.pointer
-        self._keep = call
-        function = gpu.load(cubin, planned.device)
-        room = gpu.blocks_per_sm(function, shape.threads, shape.smem_bytes)
-        _, grid = fitted(problem, shape, sms=gpu.info(planned.device).sm_count, blocks_per_sm=room)
-        early = planned.stage.early_launch
-        self._launch = recipes.launch_of(function, shape, grid, (own, cache), stream, early=early)
-
-    def __call__(self) -> None:
-        """Enqueue the kernel. The device's context must be current."""
-        self._pools.refresh()
-        self._launch()
+    pools = TorchCopies({name: views[name].owner for name in "KV"}, paged)
+    made = {name: pool for name, (pool,) in pools.made.items()} | {"page_table": table, "lengths": lengths}
+    call = _Call(planned, {**views, **{name: on_device(one, name) for name, one in made.items()}})
+    own, cache = call.structures
+    own.LSE, own.work = params.LSE, params.work
+    cache.page_table, cache.lengths = (call.views[name].pointer for name in ("page_table", "lengths"))
+    early = planned.stage.early_launch
+    launch = recipes.launch_of(recipe.code.function, recipe.shape, recipe.grid, (own, cache), stream, early=early)
+    return pools.before(launch, call)
 
 
-class EmulatedPasses(_Emulated):
-    """A stage on the CPU on arrays in any layout."""
-
-    def __init__(
-        self,
-        planned: Plan,
-        arrays: Mapping[str, DeviceArray],
-        *,
-        params: AttentionParams,
-        pointers: Mapping[int, emulator.Pointer],
-        kernel: emulator.Emulated,
-        shape: LaunchShape,
-    ) -> None:
-        """Copy keys and values into pages. `arrays` are Q, K, V and O; `params` and `pointers` make the argument that
-        the kernel would get without pages."""
-        problem, np, page_size = planned.problem, _numpy(), kernel.parameters["PAGE_SIZE"]
-        table = _table(problem, page_size)
-        lengths = np.full((problem.batch,), problem.kv_len, np.int32)
-        pools = {}
-        for name in "KV":
-            bits = arrays[name].owner.view(np.uint16)
-            pool = _in_pages(bits, table, page_size, lambda shape, value: np.full(shape, value, np.uint16))
-            pools[name] = on_host(pool, name)
-        call = _Call(planned, {**arrays, **pools}, on_host(table, "page_table"), on_host(lengths, "lengths"))
-        in_pages = {
-            getattr(AttentionParams, name).offset: emulator.Pointer(array=pool.owner, access="r", name=name)
-            for name, pool in pools.items()
-        }
-        pointers = {**pointers, **in_pages}
-        super().__init__(call, params=call.structures[0], pointers=pointers, kernel=kernel, shape=shape)
+def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
+    """A stage on the CPU on arrays in any layout: keys and values are copied into pages. See `attention._runner`."""
+    problem, np, page_size = run.planned.problem, _numpy(), run.kernel.parameters["PAGE_SIZE"]
+    made = {"page_table": _table(problem, page_size), "lengths": np.full((problem.batch,), problem.kv_len, np.int32)}
+    for name in "KV":
+        bits = run.views[name].owner.view(np.uint16)
+        full = partial(np.full, dtype=np.uint16)
+        made[name] = _in_pages(bits, made["page_table"], page_size, full)
+    run.pointers |= {name: emulator.Pointer(array=one, access="r", name=name) for name, one in made.items()}
+    return _Call(run.planned, {**run.views, **{name: on_host(one, name) for name, one in made.items()}}).on_cpu(run)

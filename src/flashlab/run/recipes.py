@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 from flashlab.build import compiler
 from flashlab.build.sources import Stamps, included, read, stamps
 from flashlab.run import arrays, choice, gpu
-from flashlab.run.arguments import workspace
+from flashlab.run.arguments import fitted, workspace
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.run.kept import Kept
 from flashlab.run.plan import ROW_ALIGNMENT_BYTES, Plan, lse_shape
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
+    from flashlab.core.problem import Problem
 
 WORD_BYTES = ctypes.sizeof(ctypes.c_uint)
 _TRUSTED_S = 1.0
@@ -46,11 +47,18 @@ class Loaded:
     cubin: Cubin
     shape: LaunchShape
     function: gpu.Function
+    sms: int
+    """Of the device."""
     blocks_per_sm: int
     most_splits: int
     """Blocks a cluster at most, of a kernel that leaves them to the launch; 0 of others."""
     sources: Stamps
     """Of the file that was compiled and the headers that it includes."""
+
+    def fitted(self, problem: Problem) -> tuple[LaunchShape, tuple[int, int, int]]:
+        """A problem's launch and its grid on the device: see `arguments.fitted`."""
+        room = {"sms": self.sms, "blocks_per_sm": self.blocks_per_sm, "most_splits": self.most_splits}
+        return fitted(problem, self.shape, **room)
 
     def stands(self) -> bool:
         """Whether the sources are what they were."""
@@ -85,6 +93,7 @@ def loaded(job: compiler.Job, device: int) -> Loaded:
         cubin=cubin,
         shape=shape,
         function=function,
+        sms=gpu.info(device).sm_count,
         blocks_per_sm=gpu.blocks_per_sm(*how) if shape.persistent else 1,
         most_splits=gpu.most_splits(*how) if shape.split_keys and not shape.cluster else 0,
         sources=sources,
