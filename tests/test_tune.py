@@ -71,7 +71,7 @@ class FakeTiming:
         run = f"20260102T03040{len(self.rounds)}Z-0123abc"
         path = options.data / "nvidia-h200" / "tuning" / f"{run}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        for (_, problem), variants, _ in tasks:
+        for (_, problem), variants, *_ in tasks:
             for variant in variants:
                 row = record(variant, speed_of(variant), run=run, problem=problem, samples=plan.samples)
                 store.append(path, row)
@@ -116,7 +116,7 @@ def test_refused_and_twin_variants_cost_no_gpu_time() -> None:
     crooked = {**start, "TILE_KV": 60}
     task = tune.Task(tune.Key(STAGE.id, PROBLEM), (start, crooked, dict(start)))
     (found,) = tune.compile_tasks([task], arch="sm_90a")
-    assert found.task.variants == (start,)
+    assert found.variants == (start,)
     assert found.twins == (start,)
     ((variant, reason),) = found.refused
     assert variant == crooked
@@ -153,11 +153,9 @@ def test_a_stage_of_which_nothing_compiles_is_an_error(tmp_path: Path) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("nothing was to be timed")
 
-    def refused(tasks: Sequence[tune.Task], **_: Any) -> list[tune.Compiled]:
+    def refused(tasks: Sequence[tune.Task], **_: Any) -> list[tune.Task]:
         reason = "static assertion"
-        return [
-            tune.Compiled(one._replace(variants=()), tuple((bad, reason) for bad in one.variants), ()) for one in tasks
-        ]
+        return [one._replace(variants=(), refused=tuple((bad, reason) for bad in one.variants)) for one in tasks]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune, "compile_tasks", refused)
@@ -435,7 +433,7 @@ def test_a_plan_says_masks_and_type_or_means_all_masks_and_float16(tmp_path: Pat
     path.write_text(json.dumps([short]), encoding="utf-8")
     variants = (STAGE.parameters(64, {"WARPS": 2}), STAGE.parameters(64))
     problems = [Problem.parse("16x16x2048x64", mask=mask) for mask in MASKS]
-    assert tune.read_plan(path) == [(tune.Key(STAGE.id, problem), variants, ()) for problem in problems]
+    assert tune.read_plan(path) == [tune.Task(tune.Key(STAGE.id, problem), variants) for problem in problems]
     hopper = {"stage": "09_wgmma", "head_dim": 128, "masks": ["causal"], "dtype": "bfloat16", "variants": [{}]}
     path.write_text(json.dumps([hopper]), encoding="utf-8")
     wide = Problem.parse("16x16x2048x128", mask="causal", dtype="bfloat16")
@@ -469,7 +467,7 @@ def _timing(slug: str, asked: list[list[tune.Task]]) -> Any:
         asked.append(tasks)
         path = options.data / slug / "tuning" / f"{synthetic.RUN}.jsonl"
         path.parent.mkdir(parents=True)
-        for (stage, problem), variants, _ in tasks:
+        for (stage, problem), variants, *_ in tasks:
             for variant in variants:
                 store.append(path, record(variant, speed_of(variant), problem=problem, stage=stage))
         return path

@@ -111,6 +111,15 @@ class Task(NamedTuple):
     variants: tuple[Variant, ...]
     peers: tuple[str, ...] = ()
     """Libraries, by name."""
+    refused: tuple[tuple[Variant, str], ...] = ()
+    """Once it is compiled: variants that did not compile, each with the reason, which are none of `variants` then."""
+    twins: tuple[Variant, ...] = ()
+    """Likewise: the same machine code as one of the others."""
+
+    def tuned(self, problems: tuple[Problem, ...], rounds: Sequence[Path]) -> Tuned:
+        """What came of it on some problems."""
+        refused, twins = len(self.refused), len(self.twins)
+        return Tuned(stage=self.key.stage, problems=problems, refused=refused, twins=twins, rounds=tuple(rounds))
 
 
 class _Entry(BaseModel):
@@ -206,24 +215,11 @@ def _unique(variants: Iterable[Variant]) -> list[Variant]:
     return list({items(variant): variant for variant in variants}.values())
 
 
-class Compiled(NamedTuple):
-    """The variants of a task that can be timed, and those that cannot."""
-
-    task: Task
-    """With these alone."""
-    refused: tuple[tuple[Variant, str], ...]
-    """Variants that did not compile, each with the reason."""
-    twins: tuple[Variant, ...]
-    """Same machine code as one of the others."""
-
-    def tuned(self, problems: tuple[Problem, ...], rounds: Sequence[Path]) -> Tuned:
-        """What came of it on some problems."""
-        refused, twins = len(self.refused), len(self.twins)
-        return Tuned(stage=self.task.key.stage, problems=problems, refused=refused, twins=twins, rounds=tuple(rounds))
-
-
-def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Report = lambda _: None) -> list[Compiled]:
+def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Report = lambda _: None) -> list[Task]:
     """Compile every variant of every task on all cores, so that the timing finds them in the cache.
+
+    Returns:
+        The tasks with the variants that can be timed, and those that cannot beside them.
 
     Raises:
         As `bench.compile_for`.
@@ -244,7 +240,7 @@ def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Report = lambda
                 twins.append(variant)
             else:  # also what cannot be compiled here: the worker says why
                 good[digest] = variant
-        compiled.append(Compiled(task._replace(variants=tuple(good.values())), tuple(refused), tuple(twins)))
+        compiled.append(task._replace(variants=tuple(good.values()), refused=tuple(refused), twins=tuple(twins)))
     return compiled
 
 
@@ -311,7 +307,7 @@ def tune(
         [Task(Key(stage_id, problem), tried) for problem in problems], arch=arch, progress=options.progress
     )
     # The same of every problem: a kernel knows no lengths.
-    left, refused = compiled[0].task.variants, compiled[0].refused
+    left, refused = compiled[0].variants, compiled[0].refused
     if not left:
         raise CompileError(
             f"{stage_id}: no variant of {len(variants)} compiles, the first because of {refused[0][1]}",
@@ -324,9 +320,7 @@ def tune(
         samples = _SAMPLES[-1] if last else _SAMPLES[min(len(rounds), len(_SAMPLES) - 2)]
         options.note(f"round {len(rounds) + 1}: {len(left)} variants, {samples} samples each")
         plan = replace(_PLAN, samples=samples, min_samples=min(3, samples))
-        of_round = [
-            one._replace(task=one.task._replace(variants=left), refused=() if rounds else refused) for one in compiled
-        ]
+        of_round = [one._replace(variants=left, refused=() if rounds else refused) for one in compiled]
         path, timed = _round(of_round, plan, options)
         rounds.append(path)
         ranked = rank(timed, problems)
@@ -405,30 +399,30 @@ def tune_all(
             )
     if not able:
         raise ParameterError(f"wanted a stage to tune that runs on {here.arch}, got none")
-    compiled = [one for one in compile_tasks(able, arch=here.arch, progress=options.progress) if one.task.variants]
+    compiled = [one for one in compile_tasks(able, arch=here.arch, progress=options.progress) if one.variants]
     if not compiled:
         raise ParameterError("wanted at least one variant that compiles, got none")
     if options.resume:
-        named, cells = _interleaved([one.task._replace(peers=()) for one in compiled])
+        named, cells = _interleaved([one._replace(peers=()) for one in compiled])
         code = bench.compile_for(named, cells, arch=here.arch, slug=None)
         left = {problem for problem, _ in bench.not_recorded(Tuning, cells, named, code, options)}
-        compiled = [one for one in compiled if one.task.key.problem in left]
+        compiled = [one for one in compiled if one.key.problem in left]
         if not compiled:
             options.note("all of it is on record; nothing was measured")
             return []
     path, _ = _round(compiled, replace(_PLAN, cap_s=_PLAN_CAP_S), options)
-    return [one.tuned((one.task.key.problem,), [path]) for one in compiled]
+    return [one.tuned((one.key.problem,), [path]) for one in compiled]
 
 
-def _round(compiled: Sequence[Compiled], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
+def _round(tasks: Sequence[Task], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
     """Time the variants of tasks, and add to the file what of each did not compile; the file, and what was timed."""
-    path = time([one.task for one in compiled], plan=plan, options=options)
+    path = time(tasks, plan=plan, options=options)
     timed, _ = store.read(path, schema.Tuning)
-    for task, refused, _ in compiled:
+    for task in tasks:
         like = next((row for row in timed if (row.stage, row.problem) == task.key), None)
         if like is None:
             continue
-        for variant, reason in refused:
+        for variant, reason in task.refused:
             nothing = {"verdict": None, "samples": (), "cubin": None, "status": "error", "reason": reason}
             line = like.model_dump() | nothing | {"problem": asdict(like.problem), "parameters": variant}
             store.append(path, Tuning.model_validate(line))
