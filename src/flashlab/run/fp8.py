@@ -30,7 +30,7 @@ from flashlab.run.arguments import (
 )
 from flashlab.run.arrays import DeviceArray, Place, TorchCopies, contiguous_strides, on_device, on_host
 from flashlab.run.attention import EmulatedCall, run_on_cpu
-from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, problem_of, scale_of, why_slow
+from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, planned, problem_of
 
 if TYPE_CHECKING:
     from flashlab.run.tensor_map import TensorMap
@@ -156,16 +156,10 @@ def fp8_attention(
         check_out(here.view(out, "out"), inputs, dtype)
         check_layout("out", here.view(out, "out"), inputs["q"])
     made = outputs_of(here, inputs["q"], out, return_lse=return_lse, dtype=dtype)
-    planned = Plan(
-        problem=problem,
-        stage=registry.get(STAGE),
-        scale=scale_of(scale, problem.head_dim),
-        why_slow=why_slow("out", made.out_view, tensor_maps=True),
-        device=inputs["q"].device,
-    )
-    call = _Call(planned, dict(zip("QKVO", (*inputs.values(), made.out_view), strict=True)), scales)
+    plan = planned(problem, registry.get(STAGE), scale, {"out": made.out_view}, tensor_maps=True)
+    call = _Call(plan, dict(zip("QKVO", (*inputs.values(), made.out_view), strict=True)), scales)
     if here.stream is None:
-        run_on_cpu(planned, call.views, made.lse_view, params or {}, call.on_cpu)
+        run_on_cpu(plan, call.views, made.lse_view, params or {}, call.on_cpu)
     else:
         _run_on_gpu(call, here, made.lse_view, params or {})
     return (made.out, made.lse) if return_lse else made.out
@@ -245,9 +239,9 @@ class _Call(NamedTuple):
         of_inputs = {name: emulator.Pointer(array=one, access="r", name=name) for name, one in stored.items()}
         pointers = {**run.pointers, **of_inputs, "V_blocks": blocks}
         first, fp8 = (emulator.Structure(value=one, pointers=pointers) for one in (self.params, self.of_fp8))
-        kernel, planned = run.kernel, self.plan
+        kernel, plan = run.kernel, self.plan
         variant = Variant.of(
-            planned.stage, planned.problem, aligned=planned.aligned, overrides=kernel.parameters, source=kernel.source
+            plan.stage, plan.problem, aligned=plan.aligned, overrides=kernel.parameters, source=kernel.source
         )
         transpose = emulator.build_file(kernel.source, entry=TRANSPOSE, defines=variant.macros, hooks=kernel.hooks)
         report = emulator.launch(transpose, [first, fp8], grid=self.transpose_grid, block=(_TRANSPOSE_THREADS, 1, 1))
@@ -284,11 +278,11 @@ def _run_on_gpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mappi
     if arrays.library_of(here.like) != "torch":  # no other library has e4m3 there
         raise DTypeError(f"q: wanted a torch tensor of float8_e4m3fn on a GPU, got {type(here.like).__name__}")
     gpu.require()
-    planned, device, stream = call.plan, call.plan.device, here.stream
+    plan, device, stream = call.plan, call.plan.device, here.stream
     assert stream is not None
     info = gpu.info(device)
-    planned.stage.require(planned.problem, info.arch)
-    job = compiler.Job.of(planned.stage, planned.problem, arch=info.arch, aligned=planned.aligned, overrides=params)
+    plan.stage.require(plan.problem, info.arch)
+    job = compiler.Job.of(plan.stage, plan.problem, arch=info.arch, aligned=plan.aligned, overrides=params)
     code = recipes.loaded(job, device)
     counters = arrays.counters_on_device(here.like, WORK_COUNTERS, stream)
     assert counters is not None

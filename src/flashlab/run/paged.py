@@ -26,7 +26,7 @@ from flashlab.run import arrays, emulator, gpu, recipes
 from flashlab.run.arguments import AttentionParams, params_for
 from flashlab.run.arrays import DeviceArray, TorchCopies, on_device, on_host
 from flashlab.run.attention import EmulatedCall, run_on_cpu
-from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, problem_of, scale_of, why_slow, with_features
+from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, planned, problem_of, with_features
 
 STAGE = "d13_shares_of_time"
 """What runs where no stage is named."""
@@ -127,21 +127,14 @@ def paged_attention(
         check_out(here.view(out, "out"), inputs)
     made = outputs_of(here, inputs["q"], out, return_lse=return_lse)
     views = dict(zip(_VIEWS, (*inputs.values(), table, keys, made.out_view), strict=True))
-    slow = (why_slow(name, views[name], tensor_maps=False) for name in "QKVO")
-    planned = Plan(
-        problem=problem,
-        stage=_stage(stage or STAGE),
-        scale=scale_of(scale, problem.head_dim),
-        why_slow=next(filter(None, slow), ""),
-        device=inputs["q"].device,
-    )
-    call = _Call(planned, views)
+    rows = {name: views[name] for name in "QKVO"}
+    call = _Call(planned(problem, _stage(stage or STAGE), scale, rows, tensor_maps=False), views)
     tunables = {**(params or {}), "PAGE_SIZE": inputs["k_cache"].shape[2]}
     if here.stream is None:
         _check_on_cpu(call)
-        run_on_cpu(planned, views, made.lse_view, tunables, call.on_cpu)
+        run_on_cpu(call.plan, views, made.lse_view, tunables, call.on_cpu)
     else:
-        options = {"aligned": planned.aligned, "overrides": tunables}
+        options = {"aligned": call.plan.aligned, "overrides": tunables}
         recipe = _run_on_gpu(call, options, made.lse_view, here.stream, check=check)
         if key is not None and not check:
             recipes.by_layout.put(key, recipe)
@@ -367,11 +360,11 @@ def passes(
 ) -> Callable[[], None]:
     """A stage on arrays in any layout: keys and values are copied into pages, by torch; again where a torch tensor was
     written to since. See `attention._runner`."""
-    planned, page_size = recipe.plan, recipe.code.cubin.parameters["PAGE_SIZE"]
+    plan, page_size = recipe.plan, recipe.code.cubin.parameters["PAGE_SIZE"]
     torch = importlib.import_module("torch")
-    there = {"dtype": torch.int32, "device": f"cuda:{planned.device}"}
-    table = torch.as_tensor(_table(planned.problem, page_size), **there)
-    lengths = torch.full((planned.problem.batch,), planned.problem.kv_len, **there)
+    there = {"dtype": torch.int32, "device": f"cuda:{plan.device}"}
+    table = torch.as_tensor(_table(plan.problem, page_size), **there)
+    lengths = torch.full((plan.problem.batch,), plan.problem.kv_len, **there)
 
     def paged(source: Any) -> tuple[Any]:
         bits = source.view(torch.int16)
@@ -379,11 +372,11 @@ def passes(
 
     pools = TorchCopies({name: views[name].owner for name in "KV"}, paged)
     made = {name: pool for name, (pool,) in pools.made.items()} | {"page_table": table, "lengths": lengths}
-    call = _Call(planned, {**views, **{name: on_device(one, name) for name, one in made.items()}})
+    call = _Call(plan, {**views, **{name: on_device(one, name) for name, one in made.items()}})
     own, cache = call.structures
     own.LSE, own.work = params.LSE, params.work
     cache.page_table, cache.lengths = (call.views[name].pointer for name in ("page_table", "lengths"))
-    early = planned.stage.early_launch
+    early = plan.stage.early_launch
     launch = recipes.launch_of(recipe.code.function, recipe.shape, recipe.grid, (own, cache), stream, early=early)
     return pools.before(launch, call)
 

@@ -110,13 +110,22 @@ def plan(
             chosen = choice.stage_for(problem, slug, arch, sm_count)
     chosen.require(problem, arch)
     rows = {name: array for name, array in arrays.items() if len(array.shape) == 4}
-    reasons = (why_slow(name, array, tensor_maps=chosen.tensor_maps) for name, array in rows.items())
+    return planned(problem, chosen, scale, rows, tensor_maps=chosen.tensor_maps)
+
+
+def planned(problem: Problem, stage: Stage, scale: Any, rows: Mapping[str, DeviceArray], *, tensor_maps: bool) -> Plan:
+    """The plan of a problem on a stage; `rows` are the arrays that may make it a slow one: see `why_slow`.
+
+    Raises:
+        ParameterError: the scale is no finite number.
+    """
+    reasons = (why_slow(name, array, tensor_maps=tensor_maps) for name, array in rows.items())
     return Plan(
         problem=problem,
-        stage=chosen,
-        scale=scale,
+        stage=stage,
+        scale=scale_of(scale, problem.head_dim),
         why_slow=next(filter(None, reasons), ""),
-        device=q.device,
+        device=next(iter(rows.values())).device,
     )
 
 
