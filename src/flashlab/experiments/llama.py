@@ -83,7 +83,7 @@ def measure(
             raise ParameterError(f"attention: wanted one of {', '.join((*ATTENTIONS, *peers.PEERS))}, got {name!r}")
     job: Message = {"attentions": list(attentions), "new": new, "batches": list(batches), "prompt": prompt}
     job |= {"repeats": repeats, "geometry": dict(GEOMETRY)}
-    return record_rows("models", ModelRun, job, options, step_s=TIMEOUT_S, total_s=TIMEOUT_S)
+    return record_rows(ModelRun, job, options, step_s=TIMEOUT_S, total_s=TIMEOUT_S)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ def measure(
             for name, head_dim, dtype, mask in itertools.product(distributions, head_dims, dtypes, masks)
         ]
     job: Message = {"names": names, "cases": cases}
-    return record_rows("packed", PackedRun, job, options, total=len(cases) * len(names), step_s=TIMEOUT_S)
+    return record_rows(PackedRun, job, options, total=len(cases) * len(names), step_s=TIMEOUT_S)
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def measure(
         before()
 
         def append(cell: Cell, name: str, row: Message) -> None:
-            record: schema.AnyRecord | None = None
+            record: schema.Base | None = None
             if cell.problem is not None:
                 record = _record(kind, book.header(), implementations[name], cell.problem, row)
             elif row["status"] == "ok":

@@ -37,7 +37,7 @@ from flashlab.measure.harness import (
 )
 from flashlab.measure.options import Options
 from flashlab.record import store
-from flashlab.record.schema import AnyRecord, Status
+from flashlab.record.schema import Base, Status
 from flashlab.run import gpu
 from flashlab.verify.oracle import make_torch_inputs
 
@@ -159,9 +159,9 @@ class Supervisor:
 
 
 def record_rows(
-    folder: str, kind: type[AnyRecord], job: Message, options: Options, *, total: int = 0, **limits_s: float
+    kind: type[Base], job: Message, options: Options, *, total: int = 0, **limits_s: float
 ) -> tuple[Path, tuple[str, ...]]:
-    """Run a job in one worker to its end, and append each row that it sends to data/<gpu>/<folder>/, with the header.
+    """Run a job in one worker to its end, and append each row that it sends to the folder of its kind, with the header.
 
     The worker sends `row`s, `step`s whose `what` says what comes next, and `missing`, a `what` that has no row and the
     `reason`. `total` is how many rows are expected; `limits_s` is what `Worker.run` takes.
@@ -176,7 +176,7 @@ def record_rows(
     """
     missing: list[str] = []
     rows = 0
-    with Book(options.data, folder) as book:
+    with Book(options.data, store.FOLDERS[kind]) as book:
 
         def act(message: Message) -> None:
             nonlocal rows

@@ -800,23 +800,6 @@ class Judged(_Model):
     reason: Prose
 
 
-AnyRecord = (
-    Measurement
-    | Ceiling
-    | Tuning
-    | Ablation
-    | Part
-    | Reading
-    | ModelRun
-    | PackedRun
-    | ChipReading
-    | Call
-    | StageProfile
-    | Sanitized
-    | Aside
-)
-
-
 def run_id(source: Source, start: datetime) -> str:
     """A name for a run that starts then (UTC), `20261121T054500Z-0123abc-4f2a91`: never the same twice.
 
@@ -826,7 +809,7 @@ def run_id(source: Source, start: datetime) -> str:
     return f"{start:%Y%m%dT%H%M%SZ}-{commit}{'-dirty' if source.dirty else ''}-{secrets.token_hex(3)}"
 
 
-def to_line(record: AnyRecord) -> str:
+def to_line(record: BaseModel) -> str:
     """One line of JSON, newline included."""
     return record.model_dump_json() + "\n"
 

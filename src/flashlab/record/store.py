@@ -100,7 +100,7 @@ class Damage:
         return f"{where}: {self.reason}"
 
 
-def append(path: Path, record: schema.AnyRecord) -> None:
+def append(path: Path, record: BaseModel) -> None:
     """Append one record to a file of its kind and flush it to disk, so that a crash later loses nothing.
 
     The folder of the GPU is locked meanwhile, so that no process that writes CHECKSUMS reads a part of the line.
@@ -109,7 +109,7 @@ def append(path: Path, record: schema.AnyRecord) -> None:
         _append(path, record)
 
 
-def _append(path: Path, record: schema.AnyRecord) -> None:
+def _append(path: Path, record: BaseModel) -> None:
     with path.open("a+b") as file:
         # A line cut short by a crash must cost itself only, not the record after it.
         if file.tell():
