@@ -29,7 +29,6 @@ from flashlab.experiments import ablation as ablate
 from flashlab.experiments import effects as analysis
 from flashlab.experiments import levers
 from flashlab.kernels import registry
-from flashlab.measure.harness import Progress
 from flashlab.measure.options import Options
 from flashlab.query.statistics import interval, ratio_of_medians
 from flashlab.record import schema, store
@@ -513,11 +512,13 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     first, second = levers.names()[:2]
     problems = [Problem.parse("16x16x2048x64", dtype="bfloat16", mask=mask) for mask in ("full", "causal")]
-    steps: list[Progress] = []
+    steps: list[tuple[int, int, str]] = []
     path = ablate.measure_levers(
         [first, second],
         problems=problems,
-        options=Options(data=tmp_path / "data", worker=fake_worker(tmp_path), progress=steps.append),
+        options=Options(
+            data=tmp_path / "data", worker=fake_worker(tmp_path), progress=lambda *step: steps.append(step)
+        ),
     )
     found, damage = store.read(path, schema.Ablation)
     assert not damage
@@ -533,7 +534,7 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     sources = [one["source"] and Path(one["source"]) for one in job["implementations"].values()]
     assert [one and one.stem for one in sources] == [None, first, second] * 2
     assert sources[1].read_text(encoding="utf-8") == levers.get(first).text()
-    compiled = [one.text for one in steps if one.text.startswith("compiled")]
+    compiled = [text for *_, text in steps if text.startswith("compiled")]
     assert len(compiled) == 6
     assert sum(f"{first}.cu" in line for line in compiled) == 2
     shown = analysis.lever_effects(found)

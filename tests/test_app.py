@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from synthetic import RUN, measurement, write_synthetic
 
+from flashlab.build.parallel import Follow
 from flashlab.cli import app, doctor
 from flashlab.core.errors import CompileError, MissingPackageError, UnknownStageError
 from flashlab.core.inputs import KINDS
@@ -22,7 +23,6 @@ from flashlab.core.problem import FIRST_SHAPE, Problem, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import ARCHS, STAGES
 from flashlab.measure import bench, check
-from flashlab.measure.harness import Progress
 from flashlab.query import select
 from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
@@ -368,7 +368,7 @@ def test_bench_hands_on_what_was_asked_and_shows_the_run(
 
     def measure(problems: Any, **options: Any) -> Path:
         asked.update(options, problems=list(problems))
-        options["options"].progress(Progress(1, 2, "timing"))
+        options["options"].progress(1, 2, "timing")
         return write_synthetic(options["options"].data, problems=problems)
 
     monkeypatch.setattr(bench, "run", measure)
@@ -763,7 +763,7 @@ def test_train_tells_what_each_model_became(run: Run, monkeypatch: pytest.Monkey
 
     asked: list[tuple[int, int, str]] = []
 
-    def train(config: trained.Config, *, device: str, follow: trained.Follow) -> dict[str, Any]:
+    def train(config: trained.Config, *, device: str, follow: Follow) -> dict[str, Any]:
         asked.append((config.head_dim, config.steps, device))
         follow(0, config.steps, "loss 5.5")
         facts = {"head_dim": config.head_dim, "digest": "abc", "loss": 0.9, "held_out_loss": 1.0, "steps": config.steps}

@@ -175,7 +175,7 @@ def test_every_choice_of_a_tunable_compiles_for_some_head_dim(stage: Stage) -> N
 def test_what_was_compiled_cold_comes_from_the_cache_the_same(empty_cache: Path) -> None:
     work = compiler.jobs(map(STAGES.__getitem__, ("00_naive", "06_cp_async", "16_ones_column")), archs=["sm_90a"])
     seen: list[str] = []
-    results = compiler.compile_many(work, progress=lambda job, _: seen.append(job.label))
+    results = compiler.compile_many(work, progress=lambda _, job, __: seen.append(job.label))
     assert sorted(seen) == sorted(job.label for job in work)
     assert not any(isinstance(r, CompileError) or r.cached for r in results)
     for first, second in zip(results, compiler.compile_many(work), strict=True):

@@ -34,7 +34,6 @@ from flashlab.core.errors import (
 from flashlab.core.paths import DATA, KERNELS, NOTEBOOKS, ROOT, SITE
 from flashlab.core.problem import Problem, suite
 from flashlab.kernels.registry import CUDA_STAGES, STAGES
-from flashlab.measure.harness import Progress
 from flashlab.record import store
 from flashlab.run import emulator, gpu
 from flashlab.show import notebook, pages, saving, site, sweep, trial
@@ -381,7 +380,7 @@ def test_a_progress_bar_says_what_is_left_and_goes(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(notebook.time, "monotonic", lambda: next(clock))
     with notebook.progress_bar() as progress:
         progress(0, 4, "a<b>")
-        progress(Progress(done=1, total=4, text="next"))
+        progress(1, 4, "next")
     assert [re.sub("<progress.*?</progress> ", "", one) for one in drawn] == [
         "0 of 4: a&lt;b&gt;",
         "0:01:30 left, 1 of 4: next",

@@ -52,7 +52,7 @@ def test_cells_join_lists_and_parameters(capsys: pytest.CaptureFixture[str]) -> 
 def test_steps_are_lines_on_stderr_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with following("measuring") as step:
         step(1, 2, "first")
-    with following("compiling", 2) as step:
-        step("quiet")
+    with following("compiling", lines=False) as step:
+        step(1, 2, "quiet")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "[1/2] first\n")

@@ -419,20 +419,19 @@ def jobs(
 def compile_many(
     work: Sequence[Job],
     *,
-    progress: Callable[[Job, Cubin | CompileError], None] | None = None,
+    progress: Callable[[int, Job, Cubin | CompileError], None] | None = None,
 ) -> tuple[Cubin | CompileError, ...]:
     """Compile several variants at once; a refused one is returned in its place, so that the others still come.
 
     Args:
-        progress: called in the caller's thread as each one ends, in the order in which they end.
+        progress: as `on_all_cores` takes it.
 
     Raises:
         As `compile_stage`, but for CompileError and PerformanceWarningError, which are returned.
     """
     if any(job.stage.language == "cuda" for job in work):
         toolchain()
-    report = None if progress is None else lambda _, job, cubin: progress(job, cubin)
-    return tuple(on_all_cores(_compile_job, work, progress=report))
+    return tuple(on_all_cores(_compile_job, work, progress=progress))
 
 
 def _compile_job(job: Job) -> Cubin | CompileError:

@@ -10,6 +10,8 @@ from typing import TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+Follow = Callable[[int, int, str], None]
+"""Told at every step of something long: how many are done, of how many, and what it is."""
 
 
 def cores() -> int:

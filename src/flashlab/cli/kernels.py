@@ -60,8 +60,8 @@ def compile_(
         raise ParameterError(
             f"arch: wanted one that a named stage is compiled for, got {', '.join(arch or ())}. Compiled are {able}"
         )
-    with following("compiling", len(jobs)) as follow:
-        results = compiler.compile_many(jobs, progress=lambda job, _: follow(job.label))
+    with following("compiling", lines=False) as follow:
+        results = compiler.compile_many(jobs, progress=lambda done, job, _: follow(done, len(jobs), job.label))
     rows: list[dict[str, Any]] = []
     for job, result in zip(jobs, results, strict=True):
         rows.append({"stage": job.stage.id, "arch": job.arch, "head_dim": job.head_dim, "dtype": job.dtype})

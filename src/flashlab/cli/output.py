@@ -8,12 +8,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from flashlab.core.errors import FlashlabError
+
+if TYPE_CHECKING:
+    from flashlab.build.parallel import Follow
 
 PIPED_WIDTH = 200
 """Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
@@ -99,27 +102,20 @@ def complain(error: FlashlabError) -> None:
 
 
 @contextmanager
-def following(what: str, total: int | None = None) -> Iterator[Callable[..., None]]:
-    """Shows how far something is: a bar at a terminal, else a line a step.
+def following(what: str, *, lines: bool = True) -> Iterator[Follow]:
+    """Shows how far something is: a bar at a terminal, else a line a step, or none without `lines`.
 
-    Args:
-        what: stands there before the first step.
-        total: steps, where each is called with its text alone; no line is written then. Otherwise they are called with
-            `done, total, text`, or with one object that has these fields.
+    `what` stands there before the first step.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(what, total=None)
 
-        def step(*now: Any) -> None:
-            if total is not None:
-                progress.update(task, advance=1, description=now[0])
-                return
-            done, of, text = now if len(now) == 3 else (now[0].done, now[0].total, now[0].text)
+        def step(done: int, of: int, text: str) -> None:
             progress.update(task, completed=done, total=of, description=text)
-            if progress.disable:
+            if lines and progress.disable:
                 say(f"[{done}/{of}] {text}")
 
         yield step

@@ -28,7 +28,7 @@ from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, UnsupportedError
 from flashlab.core.paths import DATA, KERNELS
 from flashlab.measure import bench
-from flashlab.measure.harness import Book, Progress, greeting
+from flashlab.measure.harness import Book, greeting
 from flashlab.measure.options import Options
 from flashlab.measure.timer import CudaBackend, MicroParams
 from flashlab.record import store
@@ -309,7 +309,7 @@ def measure(
     with Book(options.data, "chip") as book:
         book.hello(greeting(info))
         for done_cases, (case, cubin, opcodes) in enumerate(compiled):
-            options.progress(Progress(done_cases, len(compiled), case.name))
+            options.progress(done_cases, len(compiled), case.name)
             function = gpu.load(cubin, options.device, smem_bytes=case.smem_bytes)
             runner.words(case, function, 1)  # the first launch loads it, and finds the instructions in no cache
             alone = [block_of(case, runner.words(case, function, 1)[0]) for _ in range(launches)]

@@ -48,7 +48,7 @@ from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
 from flashlab.measure.bench import on_record
 from flashlab.measure.cells import GpuWorker
-from flashlab.measure.harness import Book, Message, Progress, Send, Worker, WorkerDiedError, serve
+from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import Reading
@@ -159,7 +159,7 @@ def measure(
     def act(message: Message) -> None:
         nonlocal readings
         done_s = round(limit_s - max(0.0, ends - time.monotonic()))
-        options.progress(Progress(done_s, round(limit_s), f"{readings} readings, or sooner"))
+        options.progress(done_s, round(limit_s), f"{readings} readings, or sooner")
         if message["type"] == "hello":
             book.hello(message)
         elif message["type"] == "missing":

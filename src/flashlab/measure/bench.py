@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flashlab.build import compiler, triton_code
+from flashlab.build.parallel import Follow
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.problem import Problem
@@ -23,7 +23,7 @@ from flashlab.kernels.registry import Implementation
 from flashlab.measure import ceilings as limits
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import Cell, Supervisor
-from flashlab.measure.harness import Book, Message, Progress, Report
+from flashlab.measure.harness import Book, Message
 from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
 from flashlab.measure.options import plan_of as plan_of
@@ -218,7 +218,7 @@ def compile_for(
     slug: str | None,
     aligned: Sequence[bool] = (True,),
     line_info: bool = False,
-    progress: Report = lambda _: None,
+    progress: Follow = lambda *_: None,
 ) -> dict[tuple[Problem, str], compiler.Cubin | CompileError]:
     """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
 
@@ -246,11 +246,9 @@ def compile_for(
                 jobs.setdefault(job.label, job)
                 labels.setdefault((problem, name), job.label)
 
-    done = itertools.count(1)
-
-    def report(job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
+    def report(done: int, job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
         said = "refused" if isinstance(outcome, CompileError) else "compiled"
-        progress(Progress(next(done), len(jobs), f"{said}: {job.label}"))
+        progress(done, len(jobs), f"{said}: {job.label}")
 
     made = dict(zip(jobs, compiler.compile_many(list(jobs.values()), progress=report), strict=True))
     return {what: made[label] for what, label in labels.items()}

@@ -28,7 +28,6 @@ from flashlab.measure.harness import (
     REASON_CHARS,
     Book,
     Message,
-    Progress,
     Send,
     Worker,
     WorkerDiedError,
@@ -133,7 +132,7 @@ class Supervisor:
             raise KeyError(f"step of {name!r}, which is not pending")
         done = self._total - sum(len(one.pending) for one in self._left.values())
         text = " · ".join(filter(None, (cell.label, name, message["what"])))
-        self._options.progress(Progress(done, self._total, text))
+        self._options.progress(done, self._total, text)
 
     def _close(self, index: int, status: Status, reason: str) -> None:
         cell = self._left.pop(index)
@@ -185,7 +184,7 @@ def record_rows(
             elif message["type"] == "missing":
                 missing.append(f"{message['what']}: {message['reason']}")
             elif message["type"] == "step":
-                options.progress(Progress(rows, total, message["what"]))
+                options.progress(rows, total, message["what"])
             else:
                 try:
                     store.append(book.path, kind.model_validate({**book.header(), **message["row"]}))

@@ -31,7 +31,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from operator import methodcaller
 from pathlib import Path
@@ -58,20 +57,6 @@ _REFUSALS = {
         "NoGpuError", "MissingPackageError", "MissingError", "UnsupportedError", "ParameterError", "OutputError",
     )
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a measurement is."""
-
-    done: int
-    total: int
-    """Steps of the whole measurement."""
-    text: str
-    """What happens now."""
-
-
-Report = Callable[[Progress], None]
 
 
 def words(error: BaseException) -> str:

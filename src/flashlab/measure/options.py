@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from flashlab.build.parallel import Follow
 from flashlab.core.errors import ParameterError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels.peers import FEW_ROWS
-from flashlab.measure.harness import Report
 
 _CHECKED_SCORES = 1 << 27
 """Scores that a check of a measurement compares with the oracle where there are many measurements."""
@@ -21,7 +21,7 @@ _LAYER_SUSTAINED_S = 0.2
 """Of each layer of `trained` inputs, where a plan has so many."""
 
 
-def _ignore(_: object) -> None:
+def _ignore(*_: object) -> None:
     return
 
 
@@ -51,7 +51,7 @@ class Options:
     """For one step: a compilation and check, a sample."""
     startup_s: float = 300.0
     """For a worker to start."""
-    progress: Report = _ignore
+    progress: Follow = _ignore
     """Called at every step."""
     note: Callable[[str], None] = _ignore
     """Called with what is worth a line in a log, such as a ceiling that could not be measured."""

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flashlab.build.parallel import Follow
 from flashlab.core.errors import CheckFailedError, MissingError, MissingPackageError, UnsupportedError
 from flashlab.core.paths import cache_dir, writable_dir
 from flashlab.core.problem import Problem
@@ -35,8 +36,6 @@ from flashlab.run import gpu
 Tensor = Any
 """A torch tensor."""
 Weights = dict[str, Tensor]
-Follow = Callable[[int, int, str], None]
-"""Told of steps done, steps in all and what is going on."""
 See = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
 """Shown a layer's index, its Q, K and V as attention takes them, and what attention made of them; each (batch, heads,
 length, head_dim)."""

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from flashlab.build.parallel import Follow
 from flashlab.core.errors import CompileError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA
@@ -34,7 +35,6 @@ from flashlab.core.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Implementation, Stage
 from flashlab.measure import bench
-from flashlab.measure.harness import Report
 from flashlab.measure.options import BURSTS, Options, Plan
 from flashlab.record import schema, store
 from flashlab.record.schema import Tuning
@@ -215,7 +215,7 @@ def _unique(variants: Iterable[Variant]) -> list[Variant]:
     return list({items(variant): variant for variant in variants}.values())
 
 
-def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Report = lambda _: None) -> list[Task]:
+def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Follow = lambda *_: None) -> list[Task]:
     """Compile every variant of every task on all cores, so that the timing finds them in the cache.
 
     Returns:

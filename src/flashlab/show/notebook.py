@@ -18,7 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
-from itertools import count
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job
+from flashlab.build.parallel import Follow
 from flashlab.build.sources import shown
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, ReportError
 from flashlab.core.inputs import NORMAL, TRAINED
@@ -427,11 +427,8 @@ def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str | None]:
 
 
 @contextmanager
-def progress_bar() -> Iterator[Callable[..., None]]:
-    """A bar below the cell with the time left, gone at the end.
-
-    Called with `done, total, text`, or with one object that has these fields, such as a `harness.Progress`.
-    """
+def progress_bar() -> Iterator[Follow]:
+    """A bar below the cell with the time left, gone at the end."""
     began, shown = time.monotonic(), -math.inf
     display_id = ""
     if "IPython" in sys.modules:  # a cell runs in IPython; importing it first here, in several threads, can deadlock
@@ -445,9 +442,8 @@ def progress_bar() -> Iterator[Callable[..., None]]:
             data = {"text/html": text, "text/plain": ""}
             update_display(data, display_id=display_id, raw=True)  # type: ignore[no-untyped-call]
 
-    def report(*now: Any) -> None:
+    def report(done: int, total: int, text: str) -> None:
         nonlocal shown
-        done, total, text = now if len(now) == 3 else (now[0].done, now[0].total, now[0].text)
         gone_s = time.monotonic() - began
         if gone_s - shown < _REDRAWN_S:
             return
@@ -478,9 +474,8 @@ def followed(names: Collection[str]) -> Iterator[str]:
 
 def compile_stages(jobs: Sequence[Job]) -> tuple[Cubin | CompileError, ...]:
     """`compiler.compile_many` with a bar."""
-    done = count(1)
     with progress_bar() as progress:
-        return compiler.compile_many(jobs, progress=lambda job, _: progress(next(done), len(jobs), job.label))
+        return compiler.compile_many(jobs, progress=lambda done, job, _: progress(done, len(jobs), job.label))
 
 
 def machine_here() -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from flashlab.build.compiler import Variant
-from flashlab.build.parallel import on_all_cores
+from flashlab.build.parallel import Follow, on_all_cores
 from flashlab.core.errors import CompileError, EmulationError, FlashlabError, UnsupportedError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
@@ -38,8 +38,6 @@ from flashlab.verify.verdict import Guarded, Oracle, check, damage
 
 MANY_SCORES_IN_ALL = 1 << 17
 """Of a problem with more, a CPU runs beside a GPU the first group of query heads alone."""
-Follow = Callable[[int, int, str], None]
-"""Called at every step: how many are done, of how many, and what it was."""
 Rule = Callable[..., Verdict]
 """`verdict.check`, or what stands in for it."""
 
