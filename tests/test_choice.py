@@ -246,6 +246,19 @@ def test_a_stage_that_a_gpu_never_timed_wins_where_its_kin_takes_it(data: Path) 
     assert explained["lent"].startswith("nvidia-h100-pcie has no records of that stage at that head dim")
 
 
+def test_a_problem_that_its_kin_was_tuned_nearer_to_gets_its_kins_tunables(data: Path) -> None:
+    near = replace(SMALL, batch=2)
+    own = [row(PINGPONG, LARGE, 600.0, TILE_KV=96), row(PINGPONG, near, 8.0, variants=0, tile_q=192)]
+    written(data, own, slug="nvidia-h100-pcie")
+    taken = first(near, data, "nvidia-h100-pcie")
+    assert (taken.stage, taken.row, taken.tuned_on) == (PINGPONG, own[1], ROWS[3])
+    named = tuned.parameters(PINGPONG, "nvidia-h100-pcie", near, arch=ARCH, data=data)
+    assert dict(taken.parameters) == named == ROWS[3].parameters
+    assert first(LARGE, data, "nvidia-h100-pcie").parameters["NUM_CONSUMERS"] == 3
+    assert tuned.parameters(PINGPONG, "nvidia-h100-pcie", LARGE, arch=ARCH, data=data) == own[0].parameters, "its own"
+    assert tuned.parameters(PINGPONG, "nvidia-h100-pcie", near, data=data) == own[0].parameters, "nobody lends"
+
+
 def test_an_architecture_that_cannot_run_that_stage_gets_the_best_that_it_can(data: Path) -> None:
     choice = first(SMALL, data, "nvidia-a100-sxm4-80gb", "sm_80", 108)
     assert choice.stage is SWIZZLE
@@ -298,7 +311,9 @@ def test_a_problem_left_out_of_the_committed_table_gets_nearly_the_best() -> Non
     assert math.exp(math.fsum(wrong) / len(wrong)) < 1.15, "predicted over measured, or the other way round"
 
 
-def plainly(problem: Problem, found: tuned.Table, arch: str, sm_count: int) -> list[tuple[Any, ...]]:
+def plainly(
+    problem: Problem, found: tuned.Table, kin: tuned.Table | None, arch: str, sm_count: int
+) -> list[tuple[Any, ...]]:
     """The three steps as the module says them, row by row."""
     sms = found.sm_count / sm_count
 
@@ -311,11 +326,18 @@ def plainly(problem: Problem, found: tuned.Table, arch: str, sm_count: int) -> l
 
     choices = []
     for stage in (*registry.CUDA_STAGES.values(), *registry.DECODE.values()):
-        rows = [row for row in found.rows if (row.stage, row.problem.head_dim) == (stage.id, problem.head_dim)]
-        rows = [row for row in rows if row.parameters.keys() == stage.params.keys()]
+        rows, lent = (
+            [
+                row
+                for row in (of.rows if of else ())
+                if (row.stage, row.problem.head_dim) == (stage.id, problem.head_dim)
+                and row.parameters.keys() == stage.params.keys()
+            ]
+            for of in (found, kin)
+        )
         if stage.by_name_only or stage.why_not(problem, arch) or not rows:
             continue
-        tried = [row for row in rows if row.variants and found.arch == arch]
+        tried = [row for row in (*rows, *lent) if row.variants and found.arch == arch]
         tuned_on = min(tried, key=distance, default=None)
         values = stage.parameters(problem.head_dim, tuned_on.parameters if tuned_on else None)
         rows.sort(key=lambda row: row.run, reverse=True)
@@ -330,7 +352,7 @@ def plainly(problem: Problem, found: tuned.Table, arch: str, sm_count: int) -> l
 
 
 def test_the_choice_is_what_the_three_steps_say_of_any_problem() -> None:
-    found, rng = tuned.table(H200), random.Random(0)
+    found, kin, rng = tuned.table(H200), tuned._kin(H200, ARCH, SMS, DATA), random.Random(0)
     assert found is not None
     compared = 0
     for _ in range(1500):
@@ -353,7 +375,7 @@ def test_the_choice_is_what_the_three_steps_say_of_any_problem() -> None:
         )
         arch, sm_count = rng.choice(((ARCH, SMS), (ARCH, 114), ("sm_80", 108)))
         choices = tuned.rank(problem, H200, arch, sm_count).choices
-        assert list(map(tuple, choices)) == plainly(problem, found, arch, sm_count), problem.label
+        assert list(map(tuple, choices)) == plainly(problem, found, kin, arch, sm_count), problem.label
         compared += len(choices)
         if choices:
             stage, row = choices[-1].stage, choices[-1].tuned_on

@@ -3,8 +3,8 @@
 A row of the table is one choice of a stage's tunables on one problem, and its time there (tune.py says which records
 become rows). For a problem p, three steps, each the same whether p is on record or not:
 
-1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on, with the same window and soft
-   cap or none: others are other kernels.
+1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on, on this GPU or its nearest kin
+   of the same architecture, with the same window and soft cap or none: others are other kernels.
 2. **Its time**: that of the stage's nearest row r, scaled by what the busiest SM has to do,
 
        time(p) = fixed + (time(r) - fixed) · waves(p) · keys(p) / (waves(r) · keys(r))
@@ -23,7 +23,7 @@ A GPU without a table gets that of its nearest kin: the same architecture, then 
 nearest number of SMs. Tunables are taken over within an architecture alone; on another one a stage has its defaults.
 
 A table may lack a stage, which then cannot win there. Where the nearest kin of the same architecture would take such a
-stage, its choice and its tunables count.
+stage, its choice counts.
 """
 
 from __future__ import annotations
@@ -247,14 +247,18 @@ def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
     }
 
 
-def _tuned_on(rows: Sequence[tuple[int, int, Row]], distances: Sequence[float], problem: Problem) -> Row | None:
-    """The row of the nearest problem that a stage was tuned on; of equally near ones the first in the table."""
+def _tuned_on(stage: Stage, problem: Problem, tables: Iterable[Table]) -> Row | None:
+    """The row of the nearest problem that a stage was tuned on; of equally near ones the first of the first table.
+
+    It is what won there, on however many SMs.
+    """
     tried = [
-        (distances[place], position, row)
-        for place, position, row in rows
+        (of.distances(problem, 1.0)[place], number, position, row)
+        for number, of in enumerate(tables)
+        for place, position, row in of.rows_of(stage, problem.head_dim)
         if row.variants and row.problem.features == problem.features
     ]
-    return min(tried)[2] if tried else None
+    return min(tried)[3] if tried else None
 
 
 def parameters(
@@ -270,19 +274,16 @@ def parameters(
 
     Args:
         gpu: folder name under data/, None for a CPU, where nothing is tuned.
-        arch: of the GPU: where it has no table, a GPU of the same architecture lends its own. None: none does.
+        arch: of the GPU: the nearest kin of the same architecture lends its tunables. None: none does.
 
     Raises:
         DamagedRecordError: the table cannot be read.
     """
     found: Mapping[str, int] = {}
     if gpu is not None and stage.params:
-        taken = table(gpu, data)
-        if arch is not None and (taken is None or not taken.rows_of(stage, problem.head_dim)):
-            taken = _kin(gpu, arch, None, data) or taken
-        if taken is not None and arch in (None, taken.arch):
-            row = _tuned_on(taken.rows_of(stage, problem.head_dim), taken.distances(problem, 1.0), problem)
-            found = {} if row is None else row.parameters
+        tables = (table(gpu, data), None if arch is None else _kin(gpu, arch, None, data))
+        row = _tuned_on(stage, problem, (one for one in tables if one is not None and arch in (None, one.arch)))
+        found = {} if row is None else row.parameters
     return {**found, **(overrides or {})}
 
 
@@ -299,12 +300,10 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     found = table_for(gpu, arch, sm_count, data)
     if found is None:
         return Ranking(None, ())
-    own = Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count))
-    if found.gpu != gpu:
-        return own
+    kin = _kin(gpu, arch, sm_count, data) if found.gpu == gpu else None
+    own = Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count, kin))
     lacking = [stage for stage in _able(problem, arch) if not found.rows_of(stage, problem.head_dim)]
-    kin = _kin(gpu, arch, sm_count, data) if lacking else None
-    if kin is None or kin.arch != arch:
+    if kin is None or kin.arch != arch or not lacking:
         return own
     theirs = Ranking(kin, _choices(problem, kin, arch, sm_count or found.sm_count))
     return theirs if theirs.choices and theirs.choices[0].stage in lacking else own
@@ -323,16 +322,15 @@ def _defaults(stage: str, head_dim: int) -> Mapping[str, int]:
 
 
 @lru_cache(maxsize=1024)
-def _choices(problem: Problem, found: Table, arch: str, sm_count: int) -> tuple[Choice, ...]:
+def _choices(problem: Problem, found: Table, arch: str, sm_count: int, kin: Table | None = None) -> tuple[Choice, ...]:
     distances = found.distances(problem, found.sm_count / sm_count)
-    # Tunables are what won at the nearest problem, on however many SMs.
-    for_tunables = found.distances(problem, 1.0)
+    lenders = [one for one in (found, kin) if one is not None and one.arch == arch]
     choices = []
     for stage in _able(problem, arch):
         rows = found.rows_of(stage, problem.head_dim)
         if not rows:
             continue
-        tuned_on = _tuned_on(rows, for_tunables, problem) if found.arch == arch else None
+        tuned_on = _tuned_on(stage, problem, lenders)
         taken = _defaults(stage.id, problem.head_dim) if tuned_on is None else tuned_on.parameters
         far, row = math.inf, rows[0][2]
         for place, _, other in rows:  # of rows that are equally near, the newest, which is the first
