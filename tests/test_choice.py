@@ -195,6 +195,12 @@ def test_what_was_measured_there_comes_before_what_is_foretold_unless_it_is_far_
     assert near.stage is PINGPONG
 
 
+def test_what_was_measured_a_key_further_is_foretold_all_the_same(tmp_path: Path) -> None:
+    off = replace(LARGE, kv_len=2049)
+    data = written(tmp_path, (row(PERSISTENT, off, 540.0), row(PINGPONG, LARGE, 535.0)))
+    assert first(off, data).stage is PERSISTENT
+
+
 def test_of_two_rows_at_a_problem_the_newer_one_tells_the_time(tmp_path: Path) -> None:
     newer = row(PINGPONG, SMALL, 7.0, variants=0, run=NEW, NUM_CONSUMERS=1)
     data = written(tmp_path, (row(PINGPONG, SMALL, 6.7, run=OLD, NUM_CONSUMERS=1), newer))
@@ -348,7 +354,7 @@ def plainly(
         fixed = tuned.FIXED_SHARE * found.least_us
         time_us = row.time_us if times == 1 else fixed + (row.time_us - fixed) * times
         choices.append((stage, values, time_us, row, tuned_on, far))
-    return sorted(choices, key=lambda one: one[2] * tuned.FARTHER ** one[5])
+    return sorted(choices, key=lambda one: one[2] * tuned.FARTHER ** max(one[5], one[3].problem != problem))
 
 
 def test_the_choice_is_what_the_three_steps_say_of_any_problem() -> None:

@@ -340,4 +340,7 @@ def test_peers_agree_with_torchs_unfused_answer(name: str, problem: Problem) -> 
         seen = torch.ones(problem.q_len, problem.kv_len, dtype=torch.bool, device="cuda")
         scores.masked_fill_(~seen.tril(problem.kv_len - problem.q_len), float("-inf"))
     wanted = torch.softmax(scores, dim=-1) @ values
-    torch.testing.assert_close(got.float(), wanted, atol=3e-2, rtol=3e-2)
+    if peer.precision == "input":
+        torch.testing.assert_close(got.float(), wanted, atol=3e-2, rtol=3e-2)
+    else:  # three bits of a mantissa: single values are off by a sixteenth
+        assert (got.float() - wanted).square().mean() < 0.07**2 * wanted.square().mean()

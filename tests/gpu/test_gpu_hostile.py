@@ -130,7 +130,7 @@ def test_a_rows_bits_do_not_depend_on_other_rows(
     request: pytest.FixtureRequest, stage: str, dtype: DType, torch: Any
 ) -> None:
     _supported(stage)
-    if stage == "13_overlap":
+    if stage in ("13_overlap", "14_stale_max"):
         request.applymarker(pytest.mark.xfail(strict=True, reason=TOGETHER))
     problem = Problem.parse("2x4x2x400x700x64", dtype=dtype)
     q, k, v = _tensors(torch, problem)

@@ -12,8 +12,8 @@ become rows). For a problem p, three steps, each the same whether p is on record
        keys    = FLOPs / (4 · batch · q_heads · q_len · head_dim)  that a query sees on average
        fixed   = `FIXED_SHARE` of the least time in the table      what a call costs whatever its size
 3. **The stage**: of the ladder's stages in CUDA C++ and those for decoding that run p, the one with the least time,
-   where a time from another problem counts `FARTHER` times for each unit of its distance. So what was measured at p
-   comes before what is only foretold there, unless that is a great deal faster.
+   where a time from another problem counts `FARTHER` times for each unit of its distance, and for one at least. So what
+   was measured at p comes before what is only foretold there, unless that is a great deal faster.
 
 The distance of two problems counts factors of two: of work tiles over SMs, kv_len, q_len and, by a quarter, query heads
 a KV head; another mask counts as three of them, another element type and other tunables as half of one each. Head dims
@@ -342,7 +342,11 @@ def _choices(problem: Problem, found: Table, arch: str, sm_count: int, kin: Tabl
         fixed_us = FIXED_SHARE * found.least_us
         time_us = row.time_us if more == 1 else fixed_us + (row.time_us - fixed_us) * more
         choices.append(Choice(stage, taken, time_us, row, tuned_on, far))
-    return tuple(sorted(choices, key=lambda choice: choice.time_us * FARTHER**choice.distance))
+
+    def weighted_us(choice: Choice) -> float:
+        return choice.time_us * FARTHER ** max(choice.distance, float(choice.row.problem != problem))
+
+    return tuple(sorted(choices, key=weighted_us))
 
 
 def stage_for(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Stage:
