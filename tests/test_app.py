@@ -169,8 +169,12 @@ def test_sass_listing(run: Run) -> None:
         (("profile", "--inputs", "trained"), "wanted a kind that is drawn from a seed"),
         (("results", "--gpu", "none-such"), "nvidia-h200"),
         (("results", "--regime", "sustained", "--cache", "cold"), "--regime burst --cache cold"),
-        (("results", "--against-peers", "--cache", "cold"), "no --regime or --cache beside it, got --cache cold"),
+        (
+            ("results", "--against-peers", "--cache", "cold"),
+            "no --regime, --cache, --window or --softcap beside it, got --cache cold",
+        ),
         (("results", "--against-peers", "--regime", "burst"), "got --regime burst"),
+        (("results", "--against-peers", "--window", "3"), "got --window 3"),
     ],
 )
 def test_bad_input_is_named_with_what_works(run: Run, data: Path, arguments: tuple[str, ...], wanted: str) -> None:
@@ -239,11 +243,30 @@ def test_results_are_what_the_report_shows(run: Run) -> None:
     assert {(row["name"], row["shape"], row["dtype"], row["mask"]): row["median_us"] for row in rows} == medians
 
 
-def test_no_matching_rows_lists_what_there_is(run: Run, data: Path) -> None:
-    result = run("results", "--data", data, "--shape", "1x1x7x64")
+def test_no_matching_rows_lists_the_nearest_that_there_are(run: Run, tmp_path: Path) -> None:
+    write_synthetic(tmp_path, problems=(*suite("smoke"), *suite("standard")))
+    result = run("results", "--data", tmp_path, "--shape", "8x16x2048x64", "--softcap", "30", "--mask", "causal")
     assert result.code == 1
-    assert "1x1x7x64" in result.err
-    assert "B16 H16 S2048 D64" in result.err
+    assert "wanted rows of 8x16x2048x64 causal --softcap 30 normal on nvidia-h200, found none" in result.err
+    nearest = result.err.split("recorded problems: ")[1].split("; ")
+    assert nearest[0] == "B16 H16 S2048 D64 causal float16"
+    assert len(nearest) == 5
+
+
+def test_results_of_what_the_ladder_was_not_measured_at(run: Run, data: Path) -> None:
+    decoding, *_ = suite("decode")
+    capped = replace(Problem.parse(FIRST_SHAPE, mask="causal"), softcap=50.0, window=(511, -1))
+    stage, *_ = registry.DECODE
+    for problem, name, later in ((decoding, stage, "20270102T030405Z-0123abc"), (capped, FIRST_STAGE, RUN)):
+        path = data / "nvidia-h200" / "runs" / f"{later}.jsonl"
+        for one in (name, "sdpa"):
+            store.append(path, measurement(one, problem, run=later))
+    shown = ("results", "--data", data, "--json", "--shape")
+    assert [row["name"] for row in run(*shown, decoding.shape).json] == [stage, "sdpa"]
+    features = ("--window", "511", "--softcap", "50")
+    assert [row["name"] for row in run(*shown, FIRST_SHAPE, *features).json] == [FIRST_STAGE, "sdpa"]
+    assert run(*shown, FIRST_SHAPE, *features[:2]).code == 1
+    assert all(row["features"] == "" for row in run(*shown, FIRST_SHAPE).json)
 
 
 def test_no_data_says_how_to_make_some(run: Run, tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +17,11 @@ from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Problem, Regime, matching
 
+if TYPE_CHECKING:
+    from flashlab.record.schema import Measurement
+
+NEAREST = 5
+"""So many recorded problems are named where none is what was asked for."""
 RUN_COLUMNS = {
     "name": lambda row: row["name"] + (", log-sum-exp on" if row["kind"] == "stage" and row["lse"] else ""),
     **{name: name for name in ("kind", "shape", "dtype", "mask", "features", "inputs")},
@@ -32,6 +38,8 @@ def results(
     shape: opt.Shape = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
+    window: opt.TheWindow = None,
+    softcap: opt.TheSoftcap = 0.0,
     inputs: opt.Inputs = NORMAL,
     regime: Annotated[
         Regime | None, typer.Option(help="burst: short samples with gaps (if not given); sustained: power-limited.")
@@ -53,7 +61,10 @@ def results(
     data: opt.Data = DATA,
     as_json: opt.Json = False,
 ) -> None:
-    """Show what the report shows of a GPU: for every problem the newest session that covers most of the ladder."""
+    """Show what the report shows of a GPU: for every problem the newest session that covers most of the ladder.
+
+    Where the ladder was not measured at what is asked for, what was: decoding, dead ends, windows and soft caps.
+    """
     from flashlab.query import select
     from flashlab.query.frame import headline
     from flashlab.record import store
@@ -64,11 +75,11 @@ def results(
         return
     name = store.require_runs(gpu, data)
     kinds = kinds_in(inputs or NORMAL)
-    if against_peers and (regime or cache):
-        given = " ".join(f"--{key} {value}" for key, value in (("regime", regime), ("cache", cache)) if value)
+    others = {"regime": regime, "cache": cache, "window": window, "softcap": softcap or None}
+    if against_peers and (given := " ".join(f"--{key} {value}" for key, value in others.items() if value)):
         raise ParameterError(
-            f"--against-peers: wanted no --regime or --cache beside it, got {given}. It shows bursts and sustained "
-            "load side by side, with a hot L2; --shape, --dtype, --mask and --inputs go with it"
+            f"--against-peers: wanted no --regime, --cache, --window or --softcap beside it, got {given}. It shows "
+            "bursts and sustained load side by side, with a hot L2; --shape, --dtype, --mask and --inputs go with it"
         )
     wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
 
@@ -78,11 +89,22 @@ def results(
     shown = select.load(name, data, kinds)
     for damage in store.verify(name, data):
         say(f"damaged, left out: {damage}")
-    rows = [row for problem in matching(shown.problems, **wanted) for row in shown.problems[problem]]
+    features = opt.features(window, softcap)
+
+    def found(problems: Mapping[Problem, Sequence[Measurement]]) -> list[Measurement]:
+        asked = (one for one in matching(problems, **wanted) if all(getattr(one, k) == v for k, v in features.items()))
+        return [row for problem in asked for row in problems[problem]]
+
+    rows = found(shown.problems) or found(select.beyond(name, data, kinds))
     if not rows:
-        known = "; ".join(problem.label for problem in select.load(name, data, tuple(KINDS)).problems)
-        what = " ".join(filter(None, (*wanted.values(), inputs)))
-        raise NoDataError(f"wanted rows of {what} on {name}, found none. Recorded: {known}")
+        every = {**select.load(name, data, tuple(KINDS)).problems, **select.beyond(name, data, tuple(KINDS))}
+        asked = (f"--window {window}" if window else None, f"--softcap {softcap:g}" if softcap else None)
+        what = " ".join(filter(None, (*wanted.values(), *asked, inputs)))
+        near = sorted(every, key=lambda problem: _apart(problem, {**wanted, **features}, kinds))[:NEAREST]
+        raise NoDataError(
+            f"wanted rows of {what} on {name}, found none. Nearest of {len(every)} recorded problems: "
+            f"{'; '.join(problem.label for problem in near)}"
+        )
     state: tuple[Regime, Cache] = (regime or "burst", cache or "hot")
     if (regime or cache) and not any(row.samples_of(*state) for row in rows):
         states = sorted({(samples.regime, samples.cache) for row in rows for samples in row.samples})
@@ -95,6 +117,16 @@ def results(
     # Samples of a state may be of another run of the session than the row.
     flat = [headline(row, *state) | {"run": select.origin(row, *state)[0]} for row in rows]
     answer(flat, RUN_COLUMNS, as_json=as_json, title=title)
+
+
+def _apart(problem: Problem, wanted: Mapping[str, Any], kinds: Sequence[str]) -> float:
+    """How far a recorded problem is from what is asked for: factors of two in sizes, and one for all else."""
+    asked = {key: value for key, value in wanted.items() if key != "shape" and value is not None}
+    sizes = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")
+    of = Problem.parse(wanted["shape"] or problem.shape)
+    far: float = sum(abs(math.log2(getattr(problem, name) / getattr(of, name))) for name in sizes)
+    unlike: int = sum(getattr(problem, key) != value for key, value in asked.items())
+    return far + unlike + (problem.inputs not in kinds)
 
 
 def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], as_json: bool) -> None:

@@ -17,7 +17,7 @@ from flashlab.core.problem import WITHOUT_FEATURES, Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.query.frame import frame, grouped, measured
 from flashlab.query.select import (
-    Policy,
+    FEATURED,
     Results,
     call_clock,
     fastest_peer,
@@ -285,8 +285,7 @@ def featured(records: pd.DataFrame) -> tuple[Featured, ...]:
         records: as `frame` gives them; may be empty.
     """
     found = []
-    shown = select(records, Policy(within="run", off_ladder="with", features=True))
-    rows = (row for row in shown if row.problem.features)
+    rows = (row for row in select(records, FEATURED) if row.problem.features)
     for problem, of_problem in grouped(rows, lambda row: row.problem).items():
         stage, plain = fastest_stage(of_problem), replace(problem, **WITHOUT_FEATURES)
         if stage is None:

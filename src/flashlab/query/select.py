@@ -22,8 +22,8 @@ second row, with the log-sum-exp on, is never chosen.
 
 `SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `OFF_LADDER` is
 stages off the ladder beside what was interleaved with them, `DECODING` those for decoding beside what a session
-measured with them, `of_stage(...)` one of them and its variants likewise; `together(...)` is for the ratio of some
-implementations.
+measured with them, `of_stage(...)` one of them and its variants likewise; `FEATURED` is the stages of one run, problems
+with a window or a soft cap too; `together(...)` is for the ratio of some implementations.
 `by_start` is for intervals: it finds what other starts of a machine measured with the code of the newest.
 """
 
@@ -84,6 +84,7 @@ SHOWN = Policy()
 LADDER = Policy(within="run", off_ladder="with")
 OFF_LADDER = Policy(within="run", covers=_OFF_LADDER, off_ladder="only")
 DECODING = Policy(covers=tuple(registry.DECODE), off_ladder="only", fill=False)
+FEATURED = Policy(within="run", off_ladder="with", features=True)
 
 
 def together(*names: str) -> Policy:
@@ -576,6 +577,22 @@ def off_ladder(
         problem: tuple(sorted(rows, key=position))
         for problem, rows in _by_problem(select(frame(gpu, data), policy)).items()
         if any(is_off_ladder(row) and row.name.partition("[")[0] in stages for row in rows)
+    }
+
+
+def beyond(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> dict[Problem, tuple[Measurement, ...]]:
+    """What `load` leaves to other pages, by problem: stages off the ladder, and problems with a window or a soft cap.
+
+    Chosen as there, by `OFF_LADDER`, `DECODING` and `FEATURED`; of one problem the last of these counts.
+
+    Raises:
+        NoDataError: the GPU has no run.
+    """
+    beside, decoding, featured = (replace(one, inputs=tuple(inputs)) for one in (OFF_LADDER, DECODING, FEATURED))
+    return {
+        **off_ladder(gpu, data, registry.OFF_LADDER, beside),
+        **off_ladder(gpu, data, registry.DECODE, decoding),
+        **_by_problem(row for row in select(frame(gpu, data), featured) if row.problem.features),
     }
 
 
