@@ -13,7 +13,7 @@ import pytest
 
 from flashlab.core.paths import ROOT
 
-OLD, NEW = "01_coalesced", "17_new"
+OLD, NEW = "01_coalesced", "99_new"
 FILES = ("kernels/{}.cu", "kernels/{}.toml", "site/stages/{}.md")
 
 
@@ -46,7 +46,7 @@ from pathlib import Path
 from flashlab.kernels import registry
 from flashlab.query.coverage import coverage
 from flashlab.show import pages
-stage = registry.get(registry.resolve("17"))
+stage = registry.get(registry.resolve("99"))
 assert registry.faults(stage) == (), registry.faults(stage)
 assert list(registry.STAGES)[-1] == list(registry.CUDA_STAGES)[-1] == stage.id
 assert all(stage.id in one.missing for one in coverage("nvidia-none"))
@@ -71,19 +71,19 @@ def test_a_missing_page_or_entry_is_named(checkout: Path) -> None:
         assert f"{NEW}: page: wanted site/stages/{NEW}.md, got no such file" in checked.stderr
     finally:
         (checkout / "page.md").rename(checkout / "site" / "stages" / f"{NEW}.md")
-    source = checkout / "kernels" / "18_bare.cu"
+    source = checkout / "kernels" / "98_bare.cu"
     source.write_text("", encoding="utf-8")
     checked = _run(checkout, "-m", "flashlab", "check", source.stem)
     source.unlink()
     assert checked.returncode != 0
-    assert "wanted an entry kernels/18_bare.toml beside its source, got none" in checked.stderr
+    assert "wanted an entry kernels/98_bare.toml beside its source, got none" in checked.stderr
 
 
 def test_an_entry_that_does_not_load_is_an_error_of_the_program(checkout: Path) -> None:
-    entry = checkout / "kernels" / "18_bare.toml"
+    entry = checkout / "kernels" / "98_bare.toml"
     entry.write_text('title = "T"\n', encoding="utf-8")
     listed = _run(checkout, "-m", "flashlab", "stages")
     entry.unlink()
     assert listed.returncode == 1
-    assert "kernels/18_bare.toml: question: wanted this field, got none" in listed.stderr
+    assert "kernels/98_bare.toml: question: wanted this field, got none" in listed.stderr
     assert "Traceback" not in listed.stderr

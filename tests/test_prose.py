@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from prose import markdown_of, quoted_texts, typed_numbers, written_pages
 
-from flashlab.core.paths import ROOT
+from flashlab.core.paths import ROOT, SITE
+from flashlab.core.problem import SUITES
 from flashlab.experiments import levers
 from flashlab.kernels import registry
 
@@ -148,3 +149,9 @@ def test_a_typed_number_is_found_in_a_text_that_pages_quote(name: str, tmp_path:
         encoding="utf-8",
     )
     assert [(one.line, one.words) for one in typed_numbers([path])] == [(6, "6 µs"), (14, "9 W")]
+
+
+def test_how_to_reproduce_lists_every_suite_and_how_a_stage_is_added() -> None:
+    page = (SITE / "reproduce.md").read_text(encoding="utf-8")
+    assert f"| `suite` | {', '.join(f'`{name}`' for name in SUITES)} |" in page
+    assert "kernels/NN_name.toml" in page

@@ -197,8 +197,8 @@ def test_a_refusal_names_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_entry_is_a_stage() -> None:
-    stage = parse_entry(ENTRY, "17_new")
-    assert (stage.id, stage.order, stage.parent, stage.dtypes) == ("17_new", 17, None, ("float16", "bfloat16"))
+    stage = parse_entry(ENTRY, "99_new")
+    assert (stage.id, stage.order, stage.parent, stage.dtypes) == ("99_new", 99, None, ("float16", "bfloat16"))
     assert stage.parameters(64) == {"WARPS": 4}
     assert stage.parameters(128) == {"WARPS": 2}
     assert parse_entry(ENTRY, "tried", place="dead_ends").dead_end
@@ -222,13 +222,13 @@ def test_an_entry_is_a_stage() -> None:
         ("dtypes", 'min_arch = "sm_91"\ndtypes', "min_arch: wanted 'sm_75', 'sm_80'"),
         ("dtypes", 'min_arch = "sm_90a"\nmax_arch = "sm_80"\ndtypes', "max_arch: wanted sm_90a or newer"),
         ("[params]", '[spills]\n64 = ["sm_75"]\n96 = []\n[params]', "spills: wanted head dims of [64, 128]"),
-        ("dtypes", "variants = [{ TILES = 3 }]\ndtypes", "Stage 17_new has no parameter 'TILES'"),
+        ("dtypes", "variants = [{ TILES = 3 }]\ndtypes", "Stage 99_new has no parameter 'TILES'"),
     ],
 )
 def test_an_entry_that_is_none_names_file_field_wanted_and_got(old: str, new: str, said: str) -> None:
     with pytest.raises(DataError, match=re.escape(said)) as raised:
-        parse_entry(ENTRY.replace(old, new, 1), "17_new")
-    assert str(raised.value).startswith("kernels/17_new.toml: ")
+        parse_entry(ENTRY.replace(old, new, 1), "99_new")
+    assert str(raised.value).startswith("kernels/99_new.toml: ")
 
 
 def test_entries_are_in_order_and_name_stages_before_them(tmp_path: Path) -> None:
@@ -261,21 +261,21 @@ def test_without_a_checkout_it_says_so(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_faults() -> None:
-    assert faults(parse_entry(ENTRY, "17_new")) == (
-        "source: wanted kernels/17_new.cu, got no such file",
-        "page: wanted site/stages/17_new.md, got no such file",
+    assert faults(parse_entry(ENTRY, "99_new")) == (
+        "source: wanted kernels/99_new.cu, got no such file",
+        "page: wanted site/stages/99_new.md, got no such file",
     )
 
 
 def test_a_source_of_another_stage_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(registry, "KERNELS", tmp_path)
-    (tmp_path / "17_new.cu").write_text(
+    (tmp_path / "99_new.cu").write_text(
         "// 16_old: copied\n#include <x>\nvoid attention_16_old() {}\n", encoding="utf-8"
     )
-    stage = replace(parse_entry(ENTRY, "17_new"), parent="16_ones_column")
+    stage = replace(parse_entry(ENTRY, "99_new"), parent="16_ones_column")
     assert [fault for fault in faults(stage) if fault.startswith("source")] == [
-        "source: wanted a header of at most 8 lines that begins `// 17_new: `",
+        "source: wanted a header of at most 8 lines that begins `// 99_new: `",
         "source: wanted `Parent: 16_ones_column` in its header",
-        "source: wanted a kernel attention_17_new, got none",
+        "source: wanted a kernel attention_99_new, got none",
         "source: wanted the tunable WARPS read, got no mention of it",
     ]
