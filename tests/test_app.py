@@ -30,7 +30,7 @@ from flashlab.run import emulator, gpu
 from flashlab.run.attention import Fallbacks
 from flashlab.show import site
 from flashlab.show.pages import PAGE_OF
-from flashlab.verify import cases
+from flashlab.verify import cases, on_cpu
 from flashlab.verify.on_cpu import CheckRun
 
 FIRST_STAGE = next(iter(STAGES))
@@ -631,6 +631,16 @@ def test_check_on_the_cpu_says_what_is_wrong_with_an_edited_kernel(
     assert f"{FIRST_STAGE}@edited" in result.err
     assert words in result.err
     assert "8 of 16 checks failed" in result.err
+
+
+def test_check_goes_through_an_edited_copy_alone_where_no_stage_is_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(on_cpu, "check_on_cpu", lambda chosen, **how: asked.append(chosen) or CheckRun(None, ()))
+    for named in ((), (FIRST_STAGE,), ("--random", "3")):
+        run("check", *named, "--on", "cpu", "--source", f"{FIRST_STAGE}={STAGES[FIRST_STAGE].source}")
+    assert asked == [[], [FIRST_STAGE], []]
 
 
 def test_check_on_the_cpu_without_a_compiler_names_the_package(

@@ -255,14 +255,21 @@ def test_a_wrong_value_ends_the_notebook_with_its_error(data: Path, tmp_path: Pa
         ({"inputs": "normal,sinks"}, ParameterError, "inputs: wanted one of normal.*; the nearest is"),
         ({"suite": "huge"}, ParameterError, "suite: wanted one of .*standard.*, got 'huge'"),
         ({"stages": "00_naive,99_magic"}, UnknownStageError, "stage: wanted one of 00_naive.*, got '99_magic'"),
+        ({"stages": "0"}, UnknownStageError, "wanted a unique prefix, got '0'"),
+        ({"stages": 6}, ParameterError, "stages: wanted text, got 6.*`-r stages VALUE`"),
         ({"gpu": "nvidia-abacus"}, NoDataError, "'nvidia-abacus'.*GPUs with data: nvidia-h200"),
     ],
 )
 def test_settings_refuse(
-    arguments: dict[str, str], error: type[Exception], message: str, data: Path, tmp_path: Path
+    arguments: dict[str, Any], error: type[Exception], message: str, data: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=message):
-        settings(**{"source": "replay", "data": data, "out": tmp_path, **arguments})  # type: ignore[arg-type]
+        settings(**{"source": "replay", "data": data, "out": tmp_path, **arguments})
+
+
+def test_settings_take_prefixes_of_stages(data: Path, tmp_path: Path) -> None:
+    chosen = settings(source="replay", data=data, out=tmp_path, stages="06, 00_n").stages
+    assert chosen == ("00_naive", "06_cp_async")
 
 
 def test_a_lab_shows_the_first_kind_of_inputs_and_holds_all_against_the_libraries(tmp_path: Path) -> None:
@@ -520,11 +527,12 @@ def test_what_may_be_wrong_is_explained_where_the_site_says_more() -> None:
 def test_a_copy_that_passes_a_small_shape_fails_a_hostile_one_and_is_told_what_was_not_tried(tmp_path: Path) -> None:
     copy = edited("00_naive", "visible_keys(p, q_row)", "(CAUSAL ? min(p.kv_len, q_row + 1) : p.kv_len)")
     assert all(attempt("00_naive", copy, shape="1x1x32x64", mask=mask).passed for mask in ("full", "causal"))
-    found = settings(source="replay", data=tmp_path, out=tmp_path).check_copy("00_naive", copy)
+    found = settings(source="replay", data=tmp_path, out=tmp_path).check_copy("00_naive", copy, "1x2x128x128")
     assert not found.passed
     failed = {(row.problem.mask, row.problem.q_len, row.problem.kv_len) for row in found.rows if row.status != "ok"}
     assert failed == {("causal", 113, 203), ("causal", 239, 1), ("causal", 70, 400)}
-    assert "**Not tried:** head dim 128; " in str(found)
+    assert {row.problem.head_dim for row in found.rows} == {128}
+    assert "**Not tried:** head dim 64; " in str(found)
     assert str(found).count("B1 H2/1 Sq113 Sk203") == 1
 
 

@@ -177,7 +177,7 @@ def check(
     """Compare stages with the float64 oracle, over lengths, layouts, types, masks and inputs that break kernels.
 
     Runs on the GPU, or on the CPU, where every stage runs on any machine. Inputs are normal if not given, and without
-    --length hostile ones too.
+    --length hostile ones too. With --source and no STAGE the edited copies alone are checked.
     """
     from flashlab.kernels import registry
     from flashlab.measure import check as module
@@ -207,8 +207,8 @@ def check(
         raise ParameterError("--resume: wanted --record, whose file it goes on in, got none")
     if on == "cpu" and record:
         raise ParameterError("--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu")
-    chosen = _chosen(stage_ids, dead_ends)
-    if random and not (stage_ids or dead_ends):
+    chosen = [] if source and not (stage_ids or dead_ends) else _chosen(stage_ids, dead_ends)
+    if chosen and random and not (stage_ids or dead_ends):
         chosen += registry.DECODE
     for name in chosen if stage_ids else ():
         for fault in registry.faults(registry.parse(name)[0]):

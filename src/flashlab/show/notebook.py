@@ -185,18 +185,18 @@ class Lab:
             seconds[stage_id] = time.perf_counter() - began
         return trial.CpuCheck(rows=tuple(rows), seconds=seconds)
 
-    def check_copy(self, stage_id: str, source: Path) -> trial.CpuCheck:
+    def check_copy(self, stage_id: str, source: Path, shape: str) -> trial.CpuCheck:
         """Compare an edited copy of a stage with the oracle on this machine's CPU over shapes that break kernels.
 
-        It says what it did not try.
+        Of `shape` it takes the head dim alone. It says what it did not try.
 
         Raises:
-            UnknownStageError, ParameterError: no such stage or file.
+            UnknownStageError, ParameterError, ShapeError: no such stage, file or shape.
             OutputError: the compile cache cannot be written.
         """
         if trial.no_compiler():
             return trial.CpuCheck()
-        kernel = registry.get(stage_id)
+        kernel, head_dim = registry.get(stage_id), Problem.parse(shape).head_dim
         began = time.perf_counter()
         with progress_bar() as progress:
             rows = on_cpu.check_on_cpu(
@@ -205,17 +205,17 @@ class Lab:
                 lengths=COPY_LENGTHS,
                 layouts=("contiguous", "misaligned"),
                 dtypes=kernel.dtypes[:1],
-                head_dims=kernel.head_dims[:1],
+                head_dims=(head_dim,),
                 schedules=(COPY_SCHEDULE,),
                 races=True,
                 timeout_s=COPY_TIMEOUT_S,
                 follow=progress,
             ).rows
         every = cases.default_cases_on_cpu({stage_id: kernel})
-        others = [*kernel.dtypes[1:], *(f"head dim {dim}" for dim in kernel.head_dims[1:])]
+        others = [*kernel.dtypes[1:], *(f"head dim {dim}" for dim in kernel.head_dims if dim != head_dim)]
         left_out = (
-            f"Tried: lengths {', '.join(f'{q} × {k}' for q, k in COPY_LENGTHS)}, both masks, rows that are "
-            f"aligned and rows that are not, warps in the order {COPY_SCHEDULE}. "
+            f"Tried: head dim {head_dim}, lengths {', '.join(f'{q} × {k}' for q, k in COPY_LENGTHS)}, both masks, rows "
+            f"that are aligned and rows that are not, warps in the order {COPY_SCHEDULE}. "
             f"**Not tried:** {', '.join(others)}; scores that grow or jump; more than {COPY_LENGTHS[-1][1]} keys; "
             "other orders of warps; a GPU, whose compiler and memory may reorder what here stays in order. "
             f"`flashlab check --on cpu --races --source {stage_id}={shown(source)}` goes through {len(every):,} "
@@ -365,26 +365,33 @@ def settings(
             `gpu` names no other.
         gpu: folder name under data/, `nvidia-h200`; empty: this machine's when measuring, else the main one, the first
             of `store.gpus`.
-        stages: stage ids joined by commas; empty: all.
+        stages: stage ids, or unique prefixes of them, joined by commas; empty: all.
         suite: `smoke`, `first` or `standard`.
         inputs: kinds of inputs joined by commas, or `all`; see `inputs.KINDS`.
         out: folder of the result file; empty: build/notebooks.
         data: folder of the records; empty: the checkout's data/.
 
     Raises:
-        ParameterError: no such source, suite or kind of inputs, or `gpu` names a GPU that this machine lacks while
-            measuring, or then the environment says of the machine what `provenance.start` refuses.
+        ParameterError: no such source, suite or kind of inputs, a value that is no text, or `gpu` names a GPU that
+            this machine lacks while measuring, or then the environment says of the machine what `provenance.start`
+            refuses.
         UnknownStageError: no such stage.
         NoGpuError: `measure` without a GPU.
         NoDataError: `data` is no folder, or `replay` of a GPU that has no records.
         OutputError: `out` cannot be written, or `data` while measuring.
     """
+    given: dict[str, Any] = {"gpu": gpu, "stages": stages, "inputs": inputs, "out": out, "data": data}
+    for name, value in given.items():
+        if not isinstance(value, str | Sequence | Path):
+            raise ParameterError(
+                f"{name}: wanted text, got {value!r}. papermill's -p reads digits as a number; `-r {name} VALUE` not"
+            )
     if source not in SOURCES:
         raise ParameterError(f"source: wanted one of {', '.join(SOURCES)}, got {source!r}")
     problems_of(suite)
     kinds = kinds_in(inputs)
     names = [name.strip() for name in stages.split(",")] if isinstance(stages, str) else list(stages)
-    chosen = {registry.get(name).id for name in names if name}
+    chosen = {registry.get(registry.resolve(name)).id for name in names if name}
     data_folder = Path(data).resolve() if data else DATA
     if not data_folder.is_dir():
         raise NoDataError(

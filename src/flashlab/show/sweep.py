@@ -267,7 +267,7 @@ def cell(notebook: Path, gpu: str, parameters: Mapping[str, str], *, minutes: fl
     """One cell, with the digests of what it is made of."""
     known = parameters_of(notebook)
     parameters = ({"source": "measure"} if "source" in known else {}) | dict(parameters)
-    chosen = [name for name in parameters.get("stages", "").split(",") if name]
+    chosen = [registry.resolve(name) for name in parameters.get("stages", "").split(",") if name]
     files = {notebook.name: notebook, "package": None}
     if parameters.get("source") == "measure":
         for stage in [registry.get(one) for one in chosen] or [*registry.STAGES.values(), *registry.DEAD_ENDS.values()]:
