@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from flashlab.cli.app import app
-from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, UnsupportedError
+from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError, ShapeError, UnsupportedError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
@@ -441,6 +441,20 @@ def test_explain_says_in_what_the_nearest_problem_is_near(data: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
+def test_explain_says_why_what_is_predicted_to_be_faster_is_not_taken(tmp_path: Path) -> None:
+    far = Problem.parse("1x8x8x1024x1024x64")
+    idle = row(SWIZZLE, Problem.parse("1x1x64x64"), 5.0, tile_q=128)
+    data = written(tmp_path, [row(PINGPONG, SMALL, 9.0), row(SWIZZLE, far, 12.0, tile_q=128), idle])
+    found = as_json(data, SMALL.shape)
+    (second,) = found["runners_up"]
+    assert second["predicted_us"] < found["predicted_us"]
+    assert found["reason"].endswith(
+        "; first of 2 stages, 1 of them timed there. 08_swizzle may take less, but what says so is of problems that "
+        "are farther away."
+    )
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_explain_predicts_no_less_than_a_launch_takes(data: Path, tmp_path: Path) -> None:
     found = as_json(data, "1x8x256x64")
     assert found["predicted_us"] == 6.7
@@ -487,6 +501,10 @@ def test_explain_refuses_what_it_cannot_know(data: Path, tmp_path: Path) -> None
         (("1x8x512x80",), UnsupportedError, "head dim: wanted one of 64"),
         (("1x8x512x64", "--gpu", "nvidia-nobody"), ParameterError, "--arch beside it, got 'nvidia-nobody'"),
         (("1x8x512x64", "--gpu", "nvidia-nobody", "--arch", "sm_1"), ParameterError, "arch: wanted one of"),
+        (("1x8x512x64", "--arch", "sm_80"), ParameterError, "arch: wanted --gpu beside it"),
+        (("1x8x512x64", "--gpu", H200, "--arch", "sm_80"), ParameterError, f"arch: wanted {ARCH}, which {H200} is"),
+        (("1x8x512x64", "--gpu", "nvidia-h100-80gb-hbm3", "--arch", "sm_80"), ParameterError, f"arch: wanted {ARCH}"),
+        (("1x8x99999999999x64",), ShapeError, "q: wanted dimensions of at most 2^29"),
     ):
         refused = explained(data, *arguments)
         assert isinstance(refused.exception, error)

@@ -292,7 +292,7 @@ def explain(
 ) -> None:
     """Say which stage and tunables `flashlab.attention` takes for a problem, why, and how long it may take.
 
-    For this machine's GPU, or one under data/; --arch is that of a --gpu that has no records and is not here.
+    For this machine's GPU, or one under data/; --arch is that of a --gpu that has no table and is not here.
     """
     from flashlab.run import explain as module
 

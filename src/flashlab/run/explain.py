@@ -13,7 +13,9 @@ from flashlab.query.kinship import MODELS, model_in, times_carry_over
 from flashlab.record import store
 from flashlab.run import choice
 from flashlab.run import gpu as devices
+from flashlab.run.arrays import HOST, DeviceArray, contiguous_strides
 from flashlab.run.choice import Choice, Ranking, Table
+from flashlab.run.plan import problem_of
 
 
 def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None, data: Path = DATA) -> dict[str, Any]:
@@ -21,17 +23,23 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
 
     Args:
         gpu: folder name under data/; the GPU at hand where None, else the one with most records.
-        arch: its architecture, of one that has no records and is not here.
+        arch: its architecture, of a `gpu` that has no table and is not here.
 
     Returns:
         As `flashlab explain --json` prints it.
 
     Raises:
+        ShapeError: `flashlab.attention` takes no arrays of those sizes.
         UnsupportedError: no stage runs the problem there.
         NoDataError: no GPU is named or at hand, and none has a table.
-        ParameterError: nothing says the architecture of `gpu`.
+        ParameterError: nothing says the architecture of `gpu`, or `arch` is another one or without a `gpu`.
         DamagedRecordError: a table cannot be read.
     """
+    if arch is not None and gpu is None:
+        raise ParameterError(f"arch: wanted --gpu beside it, whose architecture it is, got {arch} alone")
+    q = _array(problem, problem.q_heads, problem.q_len)
+    kv = _array(problem, problem.kv_heads, problem.kv_len)
+    problem_of({"q": q, "k": kv, "v": kv}, problem.causal)
     name, arch, sm_count = _device(gpu, arch, data)
     ranking = choice.rank(problem, name, arch, sm_count, data)
     kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None
@@ -58,6 +66,13 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     }
 
 
+def _array(problem: Problem, heads: int, length: int) -> DeviceArray:
+    """An array of a problem, without memory."""
+    shape = (problem.batch, heads, length, problem.head_dim)
+    where: dict[str, Any] = {"pointer": 0, "device": HOST, "owner": None, "library": "other"}
+    return DeviceArray(shape=shape, strides=contiguous_strides(shape), dtype=problem.dtype, **where)
+
+
 def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, int | None]:
     """Folder, architecture and SMs of the GPU to explain a choice for; None where its SMs are not known."""
     here = devices.info() if devices.available() is None else None
@@ -69,17 +84,17 @@ def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, in
             f"wanted a GPU, or a table of choices under {data}, found neither. `flashlab tune` and `flashlab tuned` on "
             "a machine with an NVIDIA GPU make one."
         )
-    if here is not None and name == here.slug:
-        return name, here.arch, here.sm_count
-    if (table := choice.table(name, data)) is not None:
-        return name, table.arch, table.sm_count
+    known = here if here is not None and name == here.slug else choice.table(name, data)
     model = model_in(name)
-    if arch is None and model is None:
+    its = known.arch if known else MODELS[model].arch if model else arch
+    if arch not in (None, its):
+        raise ParameterError(f"arch: wanted {its}, which {name} is, or none, got {arch}")
+    if its is None:
         raise ParameterError(
             f"gpu: wanted one with a table under {data} ({', '.join(tables) or 'none yet'}), or --arch beside it, got "
             f"{name!r}. Architectures: {', '.join(registry.ARCHS)}."
         )
-    return name, arch or MODELS[str(model)].arch, None
+    return name, its, known.sm_count if known else None
 
 
 def predicted_us(chosen: Choice, table: Table | None) -> float:
@@ -118,8 +133,13 @@ def reason(problem: Problem, ranking: Ranking) -> str:
     if row.parameters != first.parameters:
         text += " with other tunables"
     measured = sum(other.row.problem == row.problem for other in ranking.choices)
-    text += f"; the least of {len(others) + 1} stages, {measured} of them timed there."
-    if (least_us := predicted_us(first, ranking.table)) > first.time_us:
+    least_us = predicted_us(first, ranking.table)
+    scaled = (other for other in others if other.time_us < first.time_us)
+    faster = [other.stage.id for other in scaled if predicted_us(other, ranking.table) < least_us]
+    text += f"; {'first' if faster else 'the least'} of {len(others) + 1} stages, {measured} of them timed there."
+    if faster:
+        text += f" {', '.join(faster)} may take less, but what says so is of problems that are farther away."
+    if least_us > first.time_us:
         text += f" Scaled to this problem that is {first.time_us:.1f} µs, but no launch of {row.stage} on record took "
         text += f"less than {least_us:.1f} µs, which is predicted."
     return text
