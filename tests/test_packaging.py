@@ -124,6 +124,7 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert not wheel.keys() - {"packages", "shared-data", "hooks"}, "nothing is left out"
 
 
+@pytest.mark.slow
 def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the build hook adds, laid out as pip would."""
     interface = ModuleType("hatchling.builders.hooks.plugin.interface")
@@ -157,6 +158,23 @@ def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytes
     first, second = done.stdout.splitlines()
     assert first == f"{kernels} True {len(STAGES)} True"
     assert "tables of choices of nvidia-h200" in second
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "flashlab", *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+
+    before = sorted((tmp_path / "flashlab" / "installed").rglob("*"))
+    for needs in (
+        *("repair", "results --verify", "results", "report", "report --data .", "claims", "sweep plan", "tuned"),
+        *("collect .", "bench", "check 00 --record"),
+    ):
+        refused = run(*needs.split())
+        assert (refused.returncode, refused.stdout) == (1, ""), needs
+        assert refused.stderr.startswith("flashlab: needs the checkout: wanted its "), (needs, refused.stderr)
+    assert sorted((tmp_path / "flashlab" / "installed").rglob("*")) == before
+    assert run("explain", "16x16x2048x64", "--gpu", "nvidia-h200").returncode == 0
+    checked = run("check", "00", "--on", "cpu", "--length", "1x1", "--dtype", "float16", "--mask", "full")
+    assert "page: wanted" not in checked.stderr
 
 
 def test_environment_installs_the_project_through_the_lock() -> None:

@@ -227,7 +227,7 @@ def repair(
     say(f"{len(done)} {'files to mend' if dry_run else 'files mended; all records are sound'}")
 
 
-def doctor(*, data: opt.Data = DATA, as_json: opt.Json = False) -> None:
+def doctor(*, data: opt.Tables = DATA, as_json: opt.Json = False) -> None:
     """Say what this machine has of what flashlab uses, and the command that puts right what is missing."""
     findings = examine(data)
     answer(findings, ("name", "state", "detail"), as_json=as_json)

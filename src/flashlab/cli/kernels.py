@@ -15,7 +15,7 @@ from flashlab.cli.output import answer, complain, following, say
 from flashlab.core.errors import CheckFailedError, CompileError, ParameterError
 from flashlab.core.inputs import TRAINED
 from flashlab.core.inputs import parse as kinds_in
-from flashlab.core.paths import DATA
+from flashlab.core.paths import DATA, require_checkout
 from flashlab.core.problem import DTYPES, MASKS, Problem
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def check(
         bool, typer.Option("--resume", help="With --record: go on in what this very code began here.")
     ] = False,
     device: opt.Device = 0,
-    data: opt.Data = DATA,
+    data: opt.Tables = DATA,
     as_json: opt.Json = False,
 ) -> None:
     """Compare stages with the float64 oracle, over lengths, layouts, types, masks and inputs that break kernels.
@@ -207,6 +207,8 @@ def check(
         raise ParameterError("--resume: wanted --record, whose file it goes on in, got none")
     if on == "cpu" and record:
         raise ParameterError("--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu")
+    if record and data == DATA:
+        require_checkout("its folder of records, or another one after --data")
     chosen = [] if source and not (stage_ids or dead_ends) else _chosen(stage_ids, dead_ends)
     if chosen and random and not (stage_ids or dead_ends):
         chosen += registry.DECODE
@@ -287,7 +289,7 @@ def explain(
     dtype: opt.TheDType = "float16",
     gpu: opt.Gpu = None,
     arch: opt.Arch = None,
-    data: opt.Data = DATA,
+    data: opt.Tables = DATA,
     as_json: opt.Json = False,
 ) -> None:
     """Say which stage and tunables `flashlab.attention` takes for a problem, why, and how long it may take.

@@ -11,6 +11,7 @@ import typer
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.inputs import ALL, KINDS
+from flashlab.core.paths import DATA, require_checkout
 from flashlab.core.problem import UNLIMITED, DType, Mask
 
 SHAPE_HELP = "BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64"
@@ -87,6 +88,12 @@ def _known_arch(value: Any) -> Any:
     return value
 
 
+def _of_checkout(data: Path) -> Path:
+    if data == DATA:
+        require_checkout("its records, or a folder of others after --data")
+    return data
+
+
 STAGE = typer.Argument(
     metavar="STAGE",
     callback=_resolve,
@@ -142,5 +149,7 @@ Archs = Annotated[
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, and measure nothing.")]
 Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
-Data = Annotated[Path, typer.Option(help="Folder of recorded data.", show_default=False)]
+Data = Annotated[Path, typer.Option(callback=_of_checkout, help="Folder of recorded data.", show_default=False)]
+Tables = Annotated[Path, typer.Option("--data", help="Folder of recorded data.", show_default=False)]
+"""As `Data`, of a command that wants no records: a wheel has the tables of choices."""
 Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]

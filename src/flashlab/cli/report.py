@@ -13,7 +13,7 @@ import typer
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, live, say
 from flashlab.core.errors import ParameterError, ReportError
-from flashlab.core.paths import BUILD, DATA
+from flashlab.core.paths import BUILD, DATA, require_checkout
 
 Plan = Sequence[Mapping[str, Any]]
 """As `sweep.planned` makes it."""
@@ -56,6 +56,7 @@ def report(
     """
     from flashlab.show import site
 
+    require_checkout("its notebooks and pages")
     chosen = ",".join(opt.stages_in(stages) or ())
     where = {"data": data.resolve(), "out": out.resolve()}
     planned = site.plan(source=source, gpu=gpu, stages=chosen, full=full, **where)
@@ -113,6 +114,7 @@ def sweep(
     from flashlab.record import upload
     from flashlab.show import sweep as module
 
+    require_checkout("its notebooks")
     if action == Action.COLLECT:
         from flashlab.cli.records import collect
 

@@ -14,7 +14,7 @@ import re
 import tempfile
 from pathlib import Path
 
-from flashlab.core.errors import OutputError
+from flashlab.core.errors import MissingError, OutputError
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 INSTALLED = (_PACKAGE / "installed").is_dir()
@@ -36,6 +36,12 @@ def cache_dir() -> Path:
 
 
 BUILD = cache_dir() / "build" if INSTALLED else ROOT / "build"
+
+
+def require_checkout(what: str) -> None:
+    """Raises `MissingError` where this is a wheel's package, which does not have `what`."""
+    if INSTALLED:
+        raise MissingError(f"needs the checkout: wanted {what}, got the package of a wheel, {_PACKAGE}, which has none")
 
 
 def writable_dir(path: Path, purpose: str) -> Path:

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 
 from flashlab.core.errors import DataError, ParameterError, UnknownStageError, UnsupportedError
 from flashlab.core.inputs import NORMAL
-from flashlab.core.paths import KERNELS, ROOT, SITE
+from flashlab.core.paths import INSTALLED, KERNELS, ROOT, SITE
 from flashlab.core.problem import FIRST_SHAPE, DType, Feature, Mask, Precision, Problem
 
 Language = Literal["cuda", "triton"]
@@ -591,7 +591,8 @@ def faults(stage: Stage) -> tuple[str, ...]:
     twins = [name for name, other in STAGES.items() if other.order == stage.order and name != stage.id]
     if twins and stage.place == "ladder":
         found.append(f"id: wanted a number, or `order`, of its own, got that of {', '.join(twins)}")
-    for path, what in ((stage.source, "source"), (stage.page, "page")):
+    files = {"source": stage.source} | ({} if INSTALLED else {"page": stage.page})  # a wheel has no pages
+    for what, path in files.items():
         if not path.is_file():
             found.append(f"{what}: wanted {path.relative_to(ROOT)}, got no such file")
     if not stage.source.is_file() or stage.kernel:
