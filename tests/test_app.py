@@ -360,6 +360,9 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("report", "--source", "guess"), "replay"),
         (("sweep", "plan", "--set", "none-such"), "quick, full, got"),
         (("sweep", "plan", "--ray", "local"), "flashlab[sweep]"),
+        (("sweep", "plan", "--gpu", "nope"), "wanted a GPU, got nope. --gpu names one to plan for"),
+        (("sweep", "run", "--gpu", "nope"), "wanted a GPU, got nope"),
+        (("sweep", "collect"), "wanted data folders of other machines after it, got none"),
         (("collect", "/none/such"), "has no records"),
         (("compare", "a", "b"), "wanted records"),
         (("report", "--stages", "99_none"), FIRST_STAGE),
@@ -673,6 +676,19 @@ def test_a_report_says_what_it_would_do_and_does_nothing(run: Run, tmp_path: Pat
         in said.err
     )
     assert not list((tmp_path / "out").rglob("*.ipynb"))
+
+
+def test_a_sweep_without_a_gpu_is_planned_for_one_with_records(
+    run: Run, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "device_count", lambda: 0)
+    for action in ("plan", "run", "resume"):
+        refused = run("sweep", action, "--set", "quick", "--data", data)
+        assert (refused.code, refused.out) == (1, "")
+        assert "got none here. --gpu names one to plan for, of those here or with records: nvidia-h200" in refused.err
+    planned = run("sweep", "plan", "--set", "quick", "--gpu", "nvidia-h200", "--data", data, "--json")
+    assert planned.json
+    assert {row["gpu"] for row in planned.json} == {"nvidia-h200"}
 
 
 def program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, live, say
-from flashlab.core.errors import ParameterError, ReportError
+from flashlab.core.errors import NoGpuError, ParameterError, ReportError
 from flashlab.core.paths import BUILD, DATA, require_checkout
 
 Plan = Sequence[Mapping[str, Any]]
@@ -111,14 +111,16 @@ def sweep(
     as_json: opt.Json = False,
 ) -> None:
     """Run notebooks on GPUs, cell by cell; what is done is not run again, and what was cut off goes on."""
-    from flashlab.record import upload
+    from flashlab.record import store, upload
     from flashlab.show import sweep as module
 
     require_checkout("its notebooks")
     if action == Action.COLLECT:
         from flashlab.cli.records import collect
 
-        collect(folders or [], data=data, as_json=as_json)
+        if not folders:
+            raise ParameterError("collect: wanted data folders of other machines after it, got none")
+        collect(folders, data=data, as_json=as_json)
         return
     if folders:
         raise ParameterError(f"wanted no folders after {action}, got {', '.join(map(str, folders))}")
@@ -128,6 +130,12 @@ def sweep(
         connected = stack.enter_context(module.with_ray(ray)) if ray else None
         available = module.ray_gpus(connected) if connected else module.gpus_here()
         chosen = module.cells_of(cells, file, available=gpu or tuple(available))
+        known = {*available, *store.folders(data)}
+        if not chosen or not known.issuperset(gpu or ()):
+            raise NoGpuError(
+                f"wanted a GPU, got {', '.join(gpu or ()) or 'none here'}. --gpu names one to plan for, of those here "
+                f"or with records: {', '.join(sorted(known)) or 'none yet'}"
+            )
         planned = module.planned(chosen, out, data)
         if action in (Action.PLAN, Action.STATUS):
             answer(planned, COLUMNS, as_json=as_json)
