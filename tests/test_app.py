@@ -351,6 +351,14 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("bench", "--source", f"{FIRST_STAGE}=/none/such.cu"), "a file that exists"),
         (("check", "99_none"), FIRST_STAGE),
         (("check", "--length", "113"), "SQxSK"),
+        (
+            ("check", "05", "--on", "cpu", "--length", "16x16", "--window", "3"),
+            "takes those problems, got none. Stage 05_wmma takes no window. Runnable: 08_swizzle",
+        ),
+        (
+            ("check", "05", "--on", "cpu", "--length", "16x16", "--dtype", "bfloat16"),
+            "got none. Stage 05_wmma takes float16, got bfloat16. Runnable: ",
+        ),
         (("check", "--length", "0x5"), "positive"),
         (("check", "--on", "cpu", "--schedule", "random"), "seeded:7"),
         (("check", "--on", "cpu", "--record"), "--on gpu or both"),
@@ -365,6 +373,9 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("sweep", "collect"), "wanted data folders of other machines after it, got none"),
         (("collect", "/none/such"), "has no records"),
         (("compare", "a", "b"), "wanted records"),
+        (("repair",), "wanted GPUs' folders of records under"),
+        (("tune", "09", "--shape", "bad", "--dry-run"), "shape: wanted BxHxSxD"),
+        (("tune", "09", "--head-dim", "80", "--dry-run"), "Stage 09_wgmma takes head dim"),
         (("report", "--stages", "99_none"), FIRST_STAGE),
         (("report", "--source", "replay", "--gpu", "none-such"), "GPUs with data"),
     ],
@@ -566,8 +577,15 @@ def test_check_counts_and_names_failures(run: Run, monkeypatch: pytest.MonkeyPat
     def found(*rows: CheckRow) -> None:
         monkeypatch.setattr(check, "check_stages", lambda *_, **__: CheckRun(None, rows))
 
-    found(row("ok", ""), row("unsupported", "too old"))
-    assert run("check", "--on", "gpu").code == 0
+    found(row("ok", ""), row("unsupported", "too old"), row("unsupported", "too old"))
+    result = run("check", "--on", "gpu")
+    assert result.code == 0
+    assert result.err.splitlines() == [f"{FIRST_STAGE}: 2 unsupported: too old"]
+    found(*(row("unsupported", f"too old by {years}") for years in range(9)))
+    result = run("check", "--on", "gpu")
+    assert result.code == 1
+    assert "and for 1 other reasons" in result.err
+    assert "nothing was compared: all 9 checks are unsupported" in result.err
     found(row("ok", ""), row("wrong", "output: NaN at (0, 0, 0, 0)"))
     result = run("check", "--on", "gpu")
     assert result.code == 1

@@ -204,6 +204,8 @@ def repair(
     from flashlab.run import gpu as here
 
     known = store.folders(data)
+    if not known:
+        raise NoDataError(f"wanted GPUs' folders of records under {data}, found none")
     if unknown := set(gpus or ()) - set(known):
         raise NoDataError(f"gpu: wanted folders under {data}, got {', '.join(unknown)}. There: {', '.join(known)}")
     this = None if here.available() else here.info().slug

@@ -12,7 +12,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, complain, following, say
-from flashlab.core.errors import CheckFailedError, CompileError, ParameterError
+from flashlab.core.errors import CheckFailedError, CompileError, ParameterError, UnsupportedError
 from flashlab.core.inputs import TRAINED
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA, require_checkout
@@ -237,8 +237,13 @@ def check(
     _show_checks(results, as_json)
 
 
+MOST_REASONS = 8
+"""Why something is unsupported is said at most so many times."""
+
+
 def _show_checks(results: CheckRun, as_json: bool) -> None:
-    """How many comparisons of each stage passed, and which failed; an error where any did that should not."""
+    """How many comparisons of each stage passed, and which failed; an error where any did that should not, or all are
+    unsupported."""
     fields = ("stage", "layout", "status", "reason", "verdict", "findings", "emulator")
     rows = [
         {name: getattr(row, name) for name in fields}
@@ -259,6 +264,13 @@ def _show_checks(results: CheckRun, as_json: bool) -> None:
     for failed in results.failures:
         how = " ".join(filter(None, (failed.layout, failed.schedule)))
         say(f"{failed.stage}, {failed.problem.label}, {how}: {failed.status}: {failed.reason}")
+    reasons = Counter((row.stage, row.reason) for row in results.rows if row.status == "unsupported")
+    for (stage, reason), times in reasons.most_common(MOST_REASONS):
+        say(f"{stage}: {times} unsupported: {reason}")
+    if len(reasons) > MOST_REASONS:
+        say(f"and for {len(reasons) - MOST_REASONS} other reasons, which --json has")
+    if rows and reasons.total() == len(rows):
+        raise UnsupportedError(f"nothing was compared: all {len(rows)} checks are unsupported")
     failures = [failed for failed in results.failures if not kept_wrong(failed.stage, failed.status)]
     if failures:
         raise CheckFailedError(f"{len(failures)} of {len(rows)} checks failed")

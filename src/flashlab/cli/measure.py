@@ -175,6 +175,8 @@ def tune(
         how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each, "limit": limit}
         where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs)}
         for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
+            for problem in module.problems_of(head_dim=dim, mask=of, dtype=dtype, shapes=shape):
+                entry.require(problem)
             if dry_run:
                 say(f"{stage} D{dim} {of} {dtype}: {len(module.variants_of(entry, dim, **how))} variants")
                 continue

@@ -155,6 +155,25 @@ def _some(chosen: list[Case]) -> list[Case]:
     return chosen
 
 
+def _why_none(
+    able: Mapping[str, Stage],
+    lengths: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    head_dims: Sequence[int] | None,
+    features: Mapping[str, Any],
+) -> str:
+    """Why no stage takes those problems: each one's reason, at a type and a head dim that it takes where there are."""
+    (batch, q_heads, kv_heads), (q_len, kv_len) = HEADS, lengths[0]
+    sizes: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
+    reasons = []
+    for stage in able.values():
+        dtype = next((one for one in dtypes if one in stage.dtypes), dtypes[0])
+        dims = stage.head_dims if head_dims is None else head_dims
+        head_dim = next((one for one in dims if one in stage.head_dims), dims[0])
+        reasons.append(stage.why_not(Problem(**sizes, head_dim=head_dim, **{"dtype": dtype, **features})))
+    return " ".join(dict.fromkeys(filter(None, reasons)))
+
+
 def _head_dims(able: Mapping[str, Stage]) -> list[int]:
     return sorted({dim for stage in able.values() for dim in stage.head_dims})
 
@@ -227,6 +246,9 @@ def chosen_cases(
                 through = through[:1]
             heads = _heads_on_cpu(*pair) if on_cpu else HEADS
             chosen += cases(able, lengths=[pair], layouts=through, inputs=kinds, heads=heads, **some, features=features)
+        if not chosen:
+            why = _why_none(able, lengths or HOSTILE, dtypes, some["head_dims"], features or {})
+            raise ParameterError(f"wanted at least one stage that takes those problems, got none. {why}")
     return [replace(case, schedule=schedule) for case in _some(chosen) for schedule in schedules or SCHEDULES[:1]]
 
 
