@@ -344,7 +344,7 @@ def _choices(problem: Problem, found: Table, arch: str, sm_count: int, kin: Tabl
         choices.append(Choice(stage, taken, time_us, row, tuned_on, far))
 
     def weighted_us(choice: Choice) -> float:
-        return choice.time_us * FARTHER ** max(choice.distance, float(choice.row.problem != problem))
+        return choice.time_us * math.pow(FARTHER, max(choice.distance, choice.row.problem != problem))
 
     return tuple(sorted(choices, key=weighted_us))
 
