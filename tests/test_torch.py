@@ -114,6 +114,68 @@ def test_gradients_are_refused_with_what_works() -> None:
         assert torch.equal(compiled(q, k, v), flashlab.attention(q, k, v, stage=STAGE))
 
 
+def _lost(call: Any, x: Any) -> dict[str, Any]:
+    """Ways to ask for a derivative that no tensor of the kernel's would have."""
+    func, forward = torch.func, torch.autograd.forward_ad
+
+    def total(x: Any) -> Any:
+        return call(x).float().sum()
+
+    def dual() -> Any:
+        with forward.dual_level():
+            return call(forward.make_dual(x, x))
+
+    return {
+        "grad": lambda: func.grad(total)(x),
+        "vjp": lambda: func.vjp(call, x),
+        "jacrev": lambda: func.jacrev(total)(x),
+        "jvp": lambda: func.jvp(call, (x,), (x,)),
+        "grad of an outer level": lambda: func.grad(lambda y: func.grad(lambda s: s * total(y))(torch.ones(())))(x),
+        "make_dual": dual,
+    }
+
+
+OF_Q, OF_V = qkv(), qkv()
+PAGED = [torch.zeros(shape, dtype=torch.float16) for shape in ((5, 2, 16, 64), (5, 2, 16, 64))]
+PAGED += [torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)]
+
+
+@pytest.mark.usefixtures("compiler_here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, where it loads jvp
+@pytest.mark.parametrize("way", _lost(None, None))
+@pytest.mark.parametrize(
+    ("call", "x"),
+    [
+        (lambda q: flashlab.attention(q, *OF_Q[1:], stage=STAGE), OF_Q[0]),
+        (lambda q: flashlab.torch.attention(q, *OF_Q[1:], stage=STAGE), OF_Q[0]),
+        (lambda v: flashlab.torch.attention(*OF_V[:2], v, stage=STAGE, return_lse=True)[0], OF_V[2]),
+        (lambda q: torch.ops.flashlab.paged_attention(q, *PAGED), torch.zeros(2, 4, 1, 64).half()),
+    ],
+    ids=["attention", "operator", "of v", "paged"],
+)
+def test_derivatives_of_torch_func_are_refused(call: Any, x: Any, way: str) -> None:
+    """The wrappers of torch.func are gone below autograd: what an operator computes there has no gradient at all."""
+    with pytest.raises(errors.InputError, match=r"[qv]: wanted a tensor that needs no gradient"):
+        _lost(call, x)[way]()
+
+
+@pytest.mark.usefixtures("compiler_here")
+def test_what_wants_no_derivative_works_under_torch_func() -> None:
+    q, k, v = qkv()
+    out = flashlab.torch.attention(q, k, v, stage=STAGE)
+
+    def scaled(x: Any) -> Any:
+        return (x * flashlab.torch.attention(q, k, v, stage=STAGE).float()).sum()
+
+    assert torch.equal(torch.func.grad(scaled)(torch.ones(())), out.float().sum())
+
+    @torch.no_grad()
+    def no_grad(x: Any) -> Any:
+        return flashlab.torch.attention(x, k, v, stage=STAGE)
+
+    assert torch.equal(torch.func.vjp(no_grad, q)[0], out)
+
+
 def test_what_tracing_sees() -> None:
     with torch.device("meta"):
         q, k, v = torch.empty(2, 40, 4, 64, dtype=torch.bfloat16).transpose(1, 2), *torch.empty(2, 2, 2, 50, 64)

@@ -6,7 +6,8 @@ softcap=0.0) -> out` and `torch.ops.flashlab.attention_lse`, the same with `(out
 `torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None, stage=None,
 window=None, softcap=0.0) -> out` is `flashlab.paged_attention` likewise, and `torch.ops.flashlab.varlen_attention(q,
 k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal=False, scale=None, stage=None, window=None, softcap=0.0) ->
-(out, lse)` is `flashlab.varlen_attention`. There is no backward pass: inputs that want a gradient are refused.
+(out, lse)` is `flashlab.varlen_attention`. There are no derivatives: inputs that want a gradient are refused, those of
+torch.func too.
 `register()` makes `attn_implementation="flashlab"` known to transformers.
 """
 
@@ -60,6 +61,16 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
             how["window"] = tuple(how["window"])
         return call(*args[: len(names)], **how)
 
+    def above(*args: Any) -> Any:
+        # Here alone the wrappers of torch.func still say that they want a gradient. What is plain takes no second way
+        # through the dispatcher: `call` refuses its gradients.
+        plain = type(args[0]) is type(args[1]) is type(args[2]) is torch.Tensor
+        if plain and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
+            return real(*args)
+        arrays.refuse_gradients(**dict(zip(names, args, strict=False)))
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.flashlab, name).default(*args)
+
     def traced(*args: Any, **_: Any) -> Any:
         tensors = dict(zip(names[:3], args, strict=False))
         arrays.refuse_gradients(**tensors)
@@ -78,6 +89,7 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
     _library.define(f"{name}({inputs}, {options}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
         _library.impl(name, real, key)
+    _library.impl(name, above, "Autograd")
     torch.library.register_fake(f"{NAME}::{name}", traced, lib=_library)
 
 

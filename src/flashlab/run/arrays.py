@@ -150,18 +150,28 @@ def _no_array(obj: Any, name: str, works: str, module: str) -> DeviceError:
 
 
 def refuse_gradients(**arrays: Any) -> None:
-    """Refuse a torch tensor that wants a gradient, by its name.
+    """Refuse a torch tensor that wants a gradient, or has a tangent of forward mode, by its name.
 
     Raises:
         InputError: there is one.
     """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return
+    forward = torch.autograd.forward_ad
     for name, array in arrays.items():
-        wants = library_of(array) == "torch" and getattr(array, "requires_grad", False)
-        if wants and importlib.import_module("torch").is_grad_enabled():
+        if not isinstance(array, torch.Tensor):
+            continue
+        if array.requires_grad and torch.is_grad_enabled():
             raise InputError(
                 f"{name}: wanted a tensor that needs no gradient, got requires_grad=True: there is no backward pass, "
                 "and the gradient would silently be lost. Under `torch.no_grad()`, or with "
                 f"`{name}.detach()`, it works."
+            )
+        if forward._current_level >= 0 and forward.unpack_dual(array).tangent is not None:
+            raise InputError(
+                f"{name}: wanted a tensor that needs no gradient, got one with a tangent of forward mode (jvp), which "
+                f"would silently be lost. `torch.autograd.forward_ad.unpack_dual({name}).primal` works."
             )
 
 

@@ -290,7 +290,7 @@ def prepare(
         FlashlabError: what `attention` raises.
     """
     gpu.require()
-    arrays.refuse_gradients(q=q, k=k, v=v, out=out)
+    arrays.refuse_gradients(q=q, k=k, v=v, out=out, lse=lse)
     place = arrays.place_of(q, stream, "gpu")
     inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
     target = None if out is None else place.view(out, "out")
@@ -415,7 +415,7 @@ def emulate(
         MissingPackageError: there is no C++ compiler.
     """
     emulator.schedule_item(schedule)
-    arrays.refuse_gradients(q=q, k=k, v=v, out=out)
+    arrays.refuse_gradients(q=q, k=k, v=v, out=out, lse=lse)
     place = arrays.place_of(q, None, "cpu")
     inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
     target = None if out is None else place.view(out, "out")

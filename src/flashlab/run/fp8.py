@@ -138,7 +138,7 @@ def fp8_attention(
         UnsupportedError: the kernel does not run this here.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
-    arrays.refuse_gradients(q=q, k=k, v=v, out=out)
+    arrays.refuse_gradients(q=q, k=k, v=v, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     if dtype not in get_args(DType):
         raise DTypeError(f"dtype: wanted {' or '.join(get_args(DType))} for the output, got {dtype!r}")
     here = arrays.place_of(q, stream)

@@ -267,7 +267,7 @@ def kept(
     since, and where `out` overlaps an input, which is the caller's to refuse.
     """
     torch = sys.modules.get("torch")
-    if torch is None:
+    if torch is None or torch.autograd.forward_ad._current_level >= 0:  # there may be tangents, which are refused
         return None, [], None
     addresses: list[int] = []
     tensor = torch.Tensor
