@@ -145,6 +145,22 @@ def test_quantised_numbers_are_near_and_a_head_of_zeros_stays_one() -> None:
         flashlab.quantize_e4m3(x[0])
 
 
+@pytest.mark.parametrize(
+    ("x", "error", "words"),
+    [
+        (None, errors.DeviceError, "x: wanted a NumPy array.* got None"),
+        ([[[[1.0]]]], errors.DeviceError, "x: wanted a NumPy array.* got list"),
+        (np.full((1, 1, 1, 1), 1e300), errors.DTypeError, "x: wanted float32 or float16 or bfloat16, got float64"),
+        (np.ones((1, 1, 1, 1), np.complex64), errors.DTypeError, "x: wanted .* got complex64"),
+        (np.ones((1, 1, 1, 1), bool), errors.DTypeError, "x: wanted .* got bool"),
+        (np.ones((1, 1, 1, 1), np.int32), errors.DTypeError, "x: wanted .* got int32"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused(x: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        flashlab.quantize_e4m3(x)
+
+
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_call_is_attention_of_what_is_stored(causal: bool) -> None:
@@ -180,8 +196,14 @@ def test_what_is_off_is_refused_with_what_works() -> None:
         flashlab.fp8_attention(x.astype(np.float16), x, x)
     with pytest.raises(errors.DTypeError, match="wanted float16 or bfloat16 for the output, got 'float32'"):
         flashlab.fp8_attention(x, x, x, dtype="float32")  # type: ignore[arg-type]
-    with pytest.raises(errors.ShapeError, match=r"wanted float32 \(batch, heads\) \(1, 2\), got float32 \(2,\)"):
+    with pytest.raises(errors.ShapeError, match=r"k_scale: wanted \(batch, heads\), \(1, 2\), got shape \(2,\)"):
         flashlab.fp8_attention(x, x, x, k_scale=np.ones(2, np.float32))
+    with pytest.raises(errors.DTypeError, match=r'v_scale: wanted float32, got float64. `v_scale.astype\("float32"\)`'):
+        flashlab.fp8_attention(x, x, x, v_scale=np.ones((1, 2)))
+    with pytest.raises(errors.DeviceError, match=r"q_scale: .* `numpy.asarray\(q_scale, dtype=numpy.float32\)` makes"):
+        flashlab.fp8_attention(x, x, x, q_scale=[[1.0, 1.0]])
+    with pytest.raises(errors.DTypeError, match=r"q: wanted .* got float8_e4m3fn. `flashlab.fp8_attention` takes it"):
+        flashlab.attention(x, x, x)
     wide = np.zeros((1, 2, 20, 136), E4M3)[..., :128]
     with pytest.raises(errors.LayoutError, match="k: wanted rows on 16-byte boundaries"):
         flashlab.fp8_attention(x, wide, x)

@@ -94,6 +94,7 @@ def _fake_torch(**fields: Any) -> Any:
     base = {
         "device": SimpleNamespace(type="cuda", index=1),
         "layout": "torch.strided",
+        "is_nested": False,
         "dtype": "torch.bfloat16",
         "shape": (1, 2, 3, 64),
         "stride": lambda: (384, 192, 64, 1),

@@ -214,7 +214,7 @@ def test_new_tokens_are_appended_and_seen() -> None:
         assert np.abs(out[row] - _right(q[row], *both, True)[0]).max() < 2e-3
     with pytest.raises(errors.ShapeError, match=r"k, v: wanted \(batch, 2, new tokens, 64\)"):
         flashlab.append_kv(cache.K, cache.V, k[:, :1], v[:, :1], cache.table, cache.lengths)
-    with pytest.raises(errors.ShapeError, match="wanted 2 sequences"):
+    with pytest.raises(errors.ShapeError, match=r"lengths: wanted \(batch,\) for k of shape \(2, 2, 2, 64\), got"):
         flashlab.append_kv(cache.K, cache.V, k, v, cache.table, cache.lengths[:1])
 
 
@@ -225,16 +225,95 @@ def test_new_tokens_go_to_pages_of_the_cache_or_nowhere(library: str) -> None:
     cache = Cache((17, 31), 16)  # room for 48 keys each; the first new token of both is in the page at 1
     new = make(np.ones((2, 2, 2, 64), np.float16))
     for page, lengths, words in (
-        (-1, (17, 31), "page_table: wanted page numbers of 0 to 8, got others"),
-        (9, (17, 31), "page_table: wanted page numbers of 0 to 8, got others"),
-        (0, (17, 47), r"lengths: wanted 0 to 46 .* before 2 new tokens"),
-        (0, (-1, 31), r"lengths: wanted 0 to 46 .* before 2 new tokens"),
+        (-1, (17, 31), "page_table: wanted page numbers of 0 to 8, got -1 of sequence 0"),
+        (9, (17, 31), "page_table: wanted page numbers of 0 to 8, got 9 of sequence 0"),
+        (0, (17, 47), r"lengths: wanted 0 to 46 .* before 2 new tokens, got 47 of sequence 1"),
+        (0, (-1, 31), r"lengths: wanted 0 to 46 .* before 2 new tokens, got -1 of sequence 0"),
     ):
         pools, table = [make(pool.copy()) for pool in (cache.K, cache.V)], cache.table.copy()
         table[0, 1] = page
         with pytest.raises(errors.InputError, match=words):
             flashlab.append_kv(*pools, new, new, make(table), make(np.array(lengths, np.int32)))
         assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(pools, (cache.K, cache.V), strict=True))
+
+
+def _appended(library: str, **changed: Any) -> dict[str, Any]:
+    """A sound call of `append_kv`, or that with some arrays changed."""
+    cache = Cache((17, 31), 16)
+    call = {"k_cache": cache.K, "v_cache": cache.V, "k": None, "v": None, "page_table": cache.table}
+    call |= {name: np.ones((2, 2, 2, 64), np.float16) for name in "kv"} | {"lengths": cache.lengths}
+    if library == "torch":
+        torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+        call = {name: torch.from_numpy(x) for name, x in call.items()}
+    return call | {name: change(call[name]) for name, change in changed.items()}
+
+
+@pytest.mark.parametrize(
+    ("library", "changed", "error", "words"),
+    [
+        ("numpy", {"v_cache": lambda x: x[:, :, :8]}, errors.ShapeError, "wanted .* of both, .* got shapes"),
+        ("torch", {"v_cache": lambda x: x[:, :1]}, errors.ShapeError, "wanted .* of both, .* got shapes"),
+        ("numpy", {"v_cache": lambda x: x[:1]}, errors.ShapeError, "wanted .* of both, .* got shapes"),
+        ("numpy", {"k_cache": lambda x: x[0], "v_cache": lambda x: x[0]}, errors.ShapeError, "wanted .* of both"),
+        ("numpy", {"k": lambda x: x[0], "v": lambda x: x[0]}, errors.ShapeError, "k, v: wanted"),
+        (
+            "numpy",
+            {"v_cache": lambda x: x.astype(ml_dtypes.bfloat16)},
+            errors.DTypeError,
+            "v_cache: wanted the type of",
+        ),
+        (
+            "numpy",
+            {"k": lambda x: x.astype(np.float32)},
+            errors.DTypeError,
+            "k: wanted the type of k_cache, float16, got",
+        ),
+        (
+            "numpy",
+            {"v": lambda x: x.astype(np.int64)},
+            errors.DTypeError,
+            "v: wanted the type of k_cache, float16, got",
+        ),
+        (
+            "torch",
+            {"v": lambda x: x.bfloat16()},
+            errors.DTypeError,
+            "v: wanted the type of k_cache, float16, got bfloat16",
+        ),
+        ("torch", {"lengths": lambda x: x.long()}, errors.DTypeError, r"lengths: wanted int32, .* `lengths\.int\(\)`"),
+        (
+            "numpy",
+            {"page_table": lambda x: x.astype(float)},
+            errors.DTypeError,
+            "page_table: wanted int32, got float64",
+        ),
+        ("numpy", {"page_table": lambda x: x[0]}, errors.ShapeError, r"page_table: wanted \(batch, pages"),
+        ("numpy", {"k": lambda _: None}, errors.DeviceError, "all of one library, got .* NoneType as k,"),
+        ("numpy", {"lengths": lambda x: x.tolist()}, errors.DeviceError, "all of one library, got .* list as lengths"),
+        (
+            "torch",
+            {"v": lambda x: x.numpy()},
+            errors.DeviceError,
+            "all of one library, got Tensor as k_cache.* ndarray as v",
+        ),
+        ("torch", {"v": lambda x: x.to("meta")}, errors.DeviceError, "^v: wanted .* on meta"),
+        ("torch", {"k": lambda x: x.requires_grad_()}, errors.InputError, "k: wanted a tensor that needs no gradient"),
+        (
+            "numpy",
+            {"v_cache": lambda x: np.broadcast_to(x[:1], x.shape)},
+            errors.LayoutError,
+            "v_cache: wanted memory to write",
+        ),
+    ],
+)
+def test_nothing_is_appended_of_arrays_that_do_not_fit(
+    library: str, changed: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    call = _appended(library, **changed)
+    before = np.from_dlpack(call["k_cache"]).copy()
+    with pytest.raises(error, match=words):
+        flashlab.append_kv(**call)
+    assert np.array_equal(np.from_dlpack(call["k_cache"]), before, equal_nan=True)
 
 
 @needs_compiler
@@ -256,22 +335,41 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
         (
             {"page_table": (1, 0, 99)},
             errors.InputError,
-            "wanted page numbers of 0 to 10, got others",
+            "page_table: wanted page numbers of 0 to 10, got 99 of sequence 1$",
         ),
-        ({"page_table": (1, 0, -1)}, errors.InputError, "page numbers of 0 to 10"),
-        ({"lengths": (1, 81)}, errors.InputError, "lengths of 0 to 4 pages"),
-        ({"lengths": (0, -1)}, errors.InputError, "lengths of 0 to 4 pages"),
-        ({"page_table": np.zeros((2, 4), np.int64)}, errors.DTypeError, "page_table: wanted int32, got int64"),
+        ({"page_table": (1, 0, -1)}, errors.InputError, "page numbers of 0 to 10, got -1 of sequence 1$"),
+        ({"lengths": (1, 81)}, errors.InputError, "^lengths: wanted 0 to 64 keys, .* got 81 of sequence 1$"),
+        ({"lengths": (0, -1)}, errors.InputError, "^lengths: wanted 0 to 64 keys, .* got -1 of sequence 0$"),
+        (
+            {"page_table": np.zeros((2, 4), np.int64)},
+            errors.DTypeError,
+            r'page_table: wanted int32, got int64\. `page_table\.astype\("int32"\)` works',
+        ),
+        ({"lengths": [50, 60]}, errors.DeviceError, r"got list\. `numpy\.asarray\(lengths, dtype=numpy\.int32\)`"),
+        (
+            {name: np.zeros((0, 2, 16, 64), np.float16) for name in ("k_cache", "v_cache")},
+            errors.ShapeError,
+            r"k_cache, v_cache: wanted .* none of them 0, got shapes \(0, 2, 16, 64\)",
+        ),
+        (
+            {"params": {"PAGE_SIZE": 32}},
+            errors.ParameterError,
+            "params: wanted the PAGE_SIZE of k_cache, 16, .* got 32",
+        ),
         ({"page_table": np.zeros((3, 4), np.int32)}, errors.ShapeError, r"page_table: wanted \(batch, pages"),
         ({"lengths": np.zeros((2, 1), np.int32)}, errors.ShapeError, r"lengths: wanted \(batch,\)"),
         ({"page_table": np.zeros((4, 2), np.int32).T}, errors.LayoutError, "page_table: wanted a contiguous last"),
-        ({"k_cache": np.zeros((9, 2, 12, 64), np.float16)}, errors.ShapeError, "wanted .* of both, got shapes"),
+        ({"k_cache": np.zeros((9, 2, 12, 64), np.float16)}, errors.ShapeError, "wanted .* of both, .* got shapes"),
         (
             {name: np.zeros((1, 1 << 16, 1, 64), np.float16) for name in ("k_cache", "v_cache")},
             errors.ShapeError,
             "at most 65535 K/V heads, got 65536",
         ),
-        ({"q": np.zeros((2, 4, 33, 64), np.float16)}, errors.UnsupportedError, "at most 64 query rows"),
+        (
+            {"q": np.zeros((2, 4, 33, 64), np.float16)},
+            errors.UnsupportedError,
+            r"at most 64 query rows .* 66\. Calls of fewer",
+        ),
         ({"q": np.zeros((2, 3, 1, 64), np.float16)}, errors.ShapeError, "multiple of kv_heads"),
         ({"q": np.zeros((2, 4, 1, 64), np.float32)}, errors.DTypeError, "wanted float16"),
         ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a finite number"),

@@ -114,6 +114,26 @@ def test_gradients_are_refused_with_what_works() -> None:
         assert torch.equal(compiled(q, k, v), flashlab.attention(q, k, v, stage=STAGE))
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and sparse tensors
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda x: x.to("meta"), "got a torch tensor on meta, which holds no numbers"),
+        (lambda x: x.to_sparse(), r"got a torch tensor with layout torch.sparse_coo. `[qkx].to_dense\(\)`"),
+        (lambda x: torch.nested.nested_tensor([x[0], x[1]]), "got a nested tensor. `flashlab.varlen_attention` takes"),
+    ],
+)
+def test_tensors_without_strides_in_memory_are_refused_with_what_works(make: Any, words: str) -> None:
+    q, k, v = qkv()
+    for call in (
+        lambda: flashlab.attention(make(q), k, v),
+        lambda: flashlab.attention(q, make(k), v),
+        lambda: flashlab.quantize_e4m3(make(q)),
+    ):
+        with pytest.raises(errors.DeviceError, match=words):
+            call()
+
+
 def _lost(call: Any, x: Any) -> dict[str, Any]:
     """Ways to ask for a derivative that no tensor of the kernel's would have."""
     func, forward = torch.func, torch.autograd.forward_ad

@@ -31,6 +31,11 @@ _ON_GPU = "torch or CuPy tensors on a CUDA GPU, or any array there with DLPack o
 _ON_HOST = "NumPy arrays, torch CPU tensors or anything with DLPack in host memory"
 _BYTES = {"float8_e4m3fn": 1, "float32": 4, "int32": 4}
 """Of an element, where it has no 16 bits."""
+_TYPES = {
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_table", "lengths"), "int32"),
+    **dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "float32"),
+}
+"""Of the elements of a call's arrays, by their names; of the others it is float16 or bfloat16."""
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
 
@@ -110,8 +115,8 @@ def _is_numpy(obj: Any) -> bool:
     return any(cls.__module__ == "numpy" and cls.__name__ == "ndarray" for cls in type(obj).__mro__)
 
 
-def runs_on(q: Any, device: str | None) -> str:
-    """`cpu` or `gpu`: the device that was asked for, or where `q` lies.
+def runs_on(q: Any, device: str | None, name: str = "q") -> str:
+    """`cpu` or `gpu`: the device that was asked for, or where `q` lies, which errors call `name`.
 
     Raises:
         ParameterError: no such device.
@@ -121,7 +126,7 @@ def runs_on(q: Any, device: str | None) -> str:
     if device is None:
         memory = _memory_of(q)
         if memory is None:
-            raise _no_array(q, "q", _ANYWHERE, "numpy")
+            raise _no_array(q, name, _ANYWHERE, "numpy")
         return memory
     if device not in devices:
         raise ParameterError(f"device: wanted {', '.join(devices)}, or None for where the arrays are, got {device!r}")
@@ -145,7 +150,8 @@ def _memory_of(obj: Any) -> str | None:
 def _no_array(obj: Any, name: str, works: str, module: str) -> DeviceError:
     got = "None" if obj is None else type(obj).__name__
     values = isinstance(obj, (list, tuple, int, float))
-    convert = f". `{module}.asarray({name}, dtype={module}.float16)` makes an array of it" if values else ""
+    dtype = _TYPES.get(name, "float16")
+    convert = f". `{module}.asarray({name}, dtype={module}.{dtype})` makes an array of it" if values else ""
     return DeviceError(f"{name}: wanted {works}, got {got}{convert}")
 
 
@@ -173,6 +179,21 @@ def refuse_gradients(**arrays: Any) -> None:
                 f"{name}: wanted a tensor that needs no gradient, got one with a tangent of forward mode (jvp), which "
                 f"would silently be lost. `torch.autograd.forward_ad.unpack_dual({name}).primal` works."
             )
+
+
+def _refuse_no_strides(tensor: Any, name: str, wanted: str) -> None:
+    """Refuse a torch tensor whose numbers do not lie in memory with strides: DeviceError."""
+    if tensor.is_nested:
+        got = (
+            "a nested tensor. `flashlab.varlen_attention` takes sequences of lengths of their own, packed in one tensor"
+        )
+    elif tensor.device.type == "meta":
+        got = "a torch tensor on meta, which holds no numbers. One in host memory or on a GPU works"
+    elif _text(tensor.layout) != "torch.strided":
+        got = f"a torch tensor with layout {tensor.layout}. `{name}.to_dense()` makes one with strides"
+    else:
+        return
+    raise DeviceError(f"{name}: wanted {wanted}, got {got}.")
 
 
 # --- on a GPU ---------------------------------------------------------------------------------------------------------
@@ -223,12 +244,11 @@ def on_device(obj: Any, name: str, stream: int | None = None) -> DeviceArray:
     """
     library = library_of(obj)
     if library == "torch" and hasattr(obj, "data_ptr"):
+        _refuse_no_strides(obj, name, _ON_GPU)
         if obj.device.type != "cuda":
             raise DeviceError(
                 f"{name}: wanted {_ON_GPU}, got a torch tensor on {obj.device}. `{name}.cuda()` moves it."
             )
-        if _text(obj.layout) != "torch.strided":
-            raise DeviceError(f"{name}: wanted {_ON_GPU}, got a torch tensor with layout {obj.layout}")
         return DeviceArray(
             pointer=obj.data_ptr(),
             shape=tuple(obj.shape),
@@ -379,6 +399,8 @@ def on_host(obj: Any, name: str) -> DeviceArray:
         DeviceError: it is no array, or on a GPU.
         DTypeError, LayoutError: NumPy cannot read its elements, or its strides.
     """
+    if library_of(obj) == "torch" and hasattr(obj, "is_nested"):
+        _refuse_no_strides(obj, name, _ON_HOST)
     if _memory_of(obj) == "gpu":
         raise DeviceError(
             f"{name}: wanted {_ON_HOST} for a run on the CPU, got {type(obj).__name__} on a GPU. "
@@ -468,14 +490,16 @@ class Place:
         )
 
 
-def place_of(q: Any, stream: Any | None, device: str | None = None) -> Place:
+def place_of(q: Any, stream: Any | None, device: str | None = None, name: str = "q") -> Place:
     """Where Q is, or `device`, `cpu` or `gpu`; without a stream, the current one of its library.
+
+    `name` is what errors call it.
 
     Raises:
         ParameterError: a stream for a run on the CPU, none that can be read, or no such device.
         DeviceError, DTypeError: Q is no array.
     """
-    if runs_on(q, device) == "cpu":
+    if runs_on(q, device, name) == "cpu":
         if stream is not None:
             raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
         return Place(q, None)
@@ -484,4 +508,4 @@ def place_of(q: Any, stream: Any | None, device: str | None = None) -> Place:
     library = library_of(q)
     # Only torch and CuPy have a current stream, which depends on the device; any other library's arrays are ordered
     # before the default stream.
-    return Place(q, 0 if library == "other" else current_stream(library, on_device(q, "q").device))
+    return Place(q, 0 if library == "other" else current_stream(library, on_device(q, name).device))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import DTypeError, EmulationError, LayoutError, ShapeError
+from flashlab.core.errors import DeviceError, DTypeError, EmulationError, LayoutError, ShapeError
 from flashlab.core.problem import DType
 from flashlab.kernels import registry
 from flashlab.run import arrays, emulator, gpu, recipes
@@ -28,9 +28,9 @@ from flashlab.run.arguments import (
     params_for,
     tile_map,
 )
-from flashlab.run.arrays import DeviceArray, Place, TorchCopies, contiguous_strides, on_device, on_host
+from flashlab.run.arrays import HOST, DeviceArray, Place, TorchCopies, contiguous_strides, on_device, on_host
 from flashlab.run.attention import EmulatedCall, run_on_cpu
-from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, planned, problem_of
+from flashlab.run.plan import Plan, check_dtype, check_layout, check_out, outputs_of, planned, problem_of
 
 if TYPE_CHECKING:
     from flashlab.run.tensor_map import TensorMap
@@ -77,10 +77,15 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
 
     Raises:
         ShapeError: x has other than four dimensions, or none of some kind.
+        DTypeError, DeviceError: its numbers are of another type, or it is no such array.
     """
-    if len(x.shape) != 4 or 0 in x.shape:
-        raise ShapeError(f"x: wanted (batch, heads, length, head_dim), none of them 0, got shape {tuple(x.shape)}")
-    if arrays.library_of(x) == "torch":
+    view = arrays.place_of(x, None, None, "x").view(x, "x")
+    check_dtype("x", view, "float32", *get_args(DType))
+    if view.library != "torch" and view.device != HOST:
+        raise DeviceError(f"x: wanted a torch tensor, or a NumPy array, got {type(x).__name__} on {view.place}")
+    if len(view.shape) != 4 or 0 in view.shape:
+        raise ShapeError(f"x: wanted (batch, heads, length, head_dim), none of them 0, got shape {view.shape}")
+    if view.library == "torch":
         torch = importlib.import_module("torch")
         wide = x.float()
         scale = wide.abs().amax(dim=(-2, -1)) / LARGEST
@@ -89,7 +94,7 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
     import ml_dtypes
     import numpy as np
 
-    wide = np.asarray(x).astype(np.float32, order="C")
+    wide = view.owner.astype(np.float32, order="C")
     scale = np.abs(wide).max(axis=(-2, -1)) / np.float32(LARGEST)
     scale = np.where(scale == 0, np.float32(1), scale)
     return (wide / scale[..., None, None]).astype(ml_dtypes.float8_e4m3fn), scale
@@ -149,9 +154,9 @@ def fp8_attention(
     heads = {"Q": problem.q_heads, "K": problem.kv_heads, "V": problem.kv_heads}
     scales = {}
     for (name, count), given in zip(heads.items(), (q_scale, k_scale, v_scale), strict=True):
-        wanted = (problem.batch, count)
+        wanted, of = (problem.batch, count), f"{name.lower()}_scale"
         made = _ones(here, wanted) if given is None else given
-        scales[f"{name}_scale"] = _scale(here.view(made, f"{name.lower()}_scale"), wanted, inputs["q"])
+        scales[f"{name}_scale"] = _scale(of, here.view(made, of), wanted, inputs["q"])
     if out is not None:
         check_out(here.view(out, "out"), inputs, dtype)
         check_layout("out", here.view(out, "out"), inputs["q"])
@@ -186,12 +191,13 @@ def _stored(view: DeviceArray, name: str) -> DeviceArray:
     return view
 
 
-def _scale(view: DeviceArray, wanted: tuple[int, int], q: DeviceArray) -> DeviceArray:
-    if view.dtype != "float32" or view.shape != wanted:
-        raise ShapeError(f"scales: wanted float32 (batch, heads) {wanted}, got {view.dtype} {view.shape}")
+def _scale(name: str, view: DeviceArray, wanted: tuple[int, int], q: DeviceArray) -> DeviceArray:
+    check_dtype(name, view, "float32")
+    if view.shape != wanted:
+        raise ShapeError(f"{name}: wanted (batch, heads), {wanted}, got shape {view.shape}")
     if view.strides != contiguous_strides(wanted):
-        raise LayoutError(f"scales: wanted contiguous arrays, got strides {view.strides} over shape {view.shape}")
-    check_layout("scales", view, q)
+        raise LayoutError(f"{name}: wanted a contiguous array, got strides {view.strides} over shape {view.shape}")
+    check_layout(name, view, q)
     return view
 
 

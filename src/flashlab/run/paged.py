@@ -12,13 +12,22 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 from flashlab.build import compiler
-from flashlab.core.errors import DTypeError, InputError, LayoutError, ShapeError, UnknownStageError
+from flashlab.core.errors import (
+    DeviceError,
+    DTypeError,
+    InputError,
+    LayoutError,
+    ParameterError,
+    ShapeError,
+    UnknownStageError,
+    UnsupportedError,
+)
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
@@ -26,7 +35,16 @@ from flashlab.run import arrays, emulator, gpu, recipes
 from flashlab.run.arguments import AttentionParams, params_for
 from flashlab.run.arrays import DeviceArray, TorchCopies, on_device, on_host
 from flashlab.run.attention import EmulatedCall, run_on_cpu
-from flashlab.run.plan import Plan, check_layout, check_out, outputs_of, planned, problem_of, with_features
+from flashlab.run.plan import (
+    Plan,
+    check_dtype,
+    check_layout,
+    check_out,
+    outputs_of,
+    planned,
+    problem_of,
+    with_features,
+)
 
 STAGE = "d13_shares_of_time"
 """What runs where no stage is named."""
@@ -128,8 +146,13 @@ def paged_attention(
     made = outputs_of(here, inputs["q"], out, return_lse=return_lse)
     views = dict(zip(_VIEWS, (*inputs.values(), table, keys, made.out_view), strict=True))
     rows = {name: views[name] for name in "QKVO"}
-    call = _Call(planned(problem, _stage(stage or STAGE), scale, rows, tensor_maps=False), views)
-    tunables = {**(params or {}), "PAGE_SIZE": inputs["k_cache"].shape[2]}
+    call = _Call(planned(problem, _stage(stage, problem), scale, rows, tensor_maps=False), views)
+    tunables = {"PAGE_SIZE": inputs["k_cache"].shape[2], **(params or {})}
+    if tunables["PAGE_SIZE"] != inputs["k_cache"].shape[2]:
+        raise ParameterError(
+            f"params: wanted the PAGE_SIZE of k_cache, {inputs['k_cache'].shape[2]}, or none, got "
+            f"{tunables['PAGE_SIZE']!r}"
+        )
     if here.stream is None:
         _check_on_cpu(call)
         run_on_cpu(call.plan, views, made.lse_view, tunables, call.on_cpu)
@@ -161,63 +184,107 @@ def append_kv(
             from the end, and fails of one that is too large. In host memory both are refused always.
 
     Raises:
-        ShapeError: the new tokens do not fit the cache.
-        InputError: a page number or a length is off.
+        InputError: arguments are off, of which nothing is written then (ShapeError, DTypeError, LayoutError,
+            DeviceError), or, with `check`, a page number or a length is.
     """
-    batch, kv_heads, count, head_dim = k.shape
-    if k.shape != v.shape or (kv_heads, head_dim) != (k_cache.shape[1], k_cache.shape[3]):
-        raise ShapeError(
-            f"k, v: wanted (batch, {k_cache.shape[1]}, new tokens, {k_cache.shape[3]}) as the cache has them, got "
-            f"{tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    if page_table.shape[0] != batch or tuple(lengths.shape) != (batch,):
-        raise ShapeError(
-            f"page_table, lengths: wanted {batch} sequences as k has them, got {tuple(page_table.shape)} and "
-            f"{tuple(lengths.shape)}"
-        )
-    library = {"torch": "torch", "cupy": "cupy"}.get(arrays.library_of(k), "numpy")
-    there = {"device": k.device} if library == "torch" else {}
-    arange = importlib.import_module(library).arange
+    given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "page_table": page_table, "lengths": lengths}
+    arrays.refuse_gradients(**given)
+    library = {"torch": "torch", "cupy": "cupy"}.get(arrays.library_of(k_cache), "numpy")
+    module = importlib.import_module(library)
+    if not all(isinstance(x, module.Tensor if library == "torch" else module.ndarray) for x in given.values()):
+        got = ", ".join(f"{type(x).__name__} as {name}" for name, x in given.items())
+        raise DeviceError(f"wanted torch tensors, or CuPy or NumPy arrays, all of one library, got {got}")
+    here = arrays.place_of(k_cache, None, None, "k_cache")
+    views = {name: here.view(x, name) for name, x in given.items()}
+    _check_appended(views)
+    batch, _, count, _ = k.shape
     num_pages, _, page_size, _ = k_cache.shape
-    room = page_table.shape[1] * page_size
-    at = lengths[:, None] + arange(count, **there)[None, :]
-    check = check or arrays.runs_on(k_cache, None) == "cpu"
-    if check and ((at < 0) | (at >= room)).any():
+    there = {"device": k.device} if library == "torch" else {}
+    room = page_table.shape[1] * page_size - count
+    check = check or here.stream is None
+    if check and (off := _first(lengths, (lengths < 0) | (lengths > room))):
         raise InputError(
-            f"lengths: wanted 0 to {room - count} keys, as the page table has room for before {count} new tokens, got "
-            "others"
+            f"lengths: wanted 0 to {room} keys, as the page table has room for before {count} new tokens, got {off}"
         )
-    pages = page_table[arange(batch, **there)[:, None], at // page_size]
-    if check and ((pages < 0) | (pages >= num_pages)).any():
-        raise InputError(f"page_table: wanted page numbers of 0 to {num_pages - 1}, got others")
+    at = lengths[:, None] + module.arange(count, **there)[None, :]
+    pages = page_table[module.arange(batch, **there)[:, None], at // page_size]
+    if check and (off := _first(pages, (pages < 0) | (pages >= num_pages))):
+        raise InputError(f"page_table: wanted page numbers of 0 to {num_pages - 1}, got {off}")
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache[pages, :, at % page_size] = new.swapaxes(1, 2)
 
 
-def _stage(name: str) -> Stage:
-    stage = registry.get(name)
+def _check_appended(views: Mapping[str, DeviceArray]) -> None:
+    """Raise what is wrong with the arrays of `append_kv`, but for their numbers."""
+    k_cache, v_cache, k, v, table, lengths = views.values()
+    _check_cache(k_cache, v_cache)
+    _, kv_heads, _, head_dim = k_cache.shape
+    if k.shape != v.shape or len(k.shape) != 4 or k.shape[1::2] != (kv_heads, head_dim):
+        raise ShapeError(
+            f"k, v: wanted (batch, {kv_heads}, new tokens, {head_dim}) as the cache has them, got {k.shape} and "
+            f"{v.shape}"
+        )
+    _check_pages(table, lengths, k, "k")
+    for name, view in views.items():
+        if name in ("k_cache", "v_cache") and (view.readonly or view.overlaps_itself):
+            raise LayoutError(f"{name}: wanted memory to write to, got a read-only, expanded or overlapping view")
+        if name in ("v_cache", "k", "v") and view.dtype != k_cache.dtype:
+            raise DTypeError(f"{name}: wanted the type of k_cache, {k_cache.dtype}, got {view.dtype}")
+        if view.device != k_cache.device:
+            raise DeviceError(f"{name}: wanted the device of k_cache, {k_cache.place}, got {view.place}")
+
+
+def _check_cache(k: DeviceArray, v: DeviceArray) -> None:
+    """Raise what is wrong with the shapes of both pools: ShapeError."""
+    if k.shape != v.shape or len(k.shape) != 4 or 0 in k.shape:
+        raise ShapeError(
+            "k_cache, v_cache: wanted (num_pages, kv_heads, page_size, head_dim) of both, none of them 0, got shapes "
+            f"{k.shape} and {v.shape}"
+        )
+
+
+def _check_pages(table: DeviceArray, lengths: DeviceArray, of: DeviceArray, name: str) -> None:
+    """Raise what is wrong with both, but for their numbers: DTypeError, ShapeError, LayoutError.
+
+    They are for the sequences of an array that errors call `name`.
+    """
+    for what, array, wanted in (("page_table", table, "(batch, pages a sequence)"), ("lengths", lengths, "(batch,)")):
+        check_dtype(what, array, "int32")
+        dims = 2 if array is table else 1
+        if len(array.shape) != dims or array.shape[:1] != of.shape[:1] or 0 in array.shape[1:]:
+            raise ShapeError(f"{what}: wanted {wanted} for {name} of shape {of.shape}, got shape {array.shape}")
+        if array.strides[-1] != 1 and array.shape[-1] > 1:
+            raise LayoutError(f"{what}: wanted a contiguous last dimension, got strides {array.strides} (elements)")
+
+
+def _first(array: Any, off: Any) -> str:
+    """The first number of an array by sequences that is off, for people; empty where none is."""
+    if not off.any():
+        return ""
+    flat = off.reshape(-1).tolist()
+    place = flat.index(True)
+    return f"{int(array.reshape(-1)[place])} of sequence {place * len(off) // len(flat)}"
+
+
+def _stage(name: str | None, problem: Problem) -> Stage:
+    stage = registry.get(STAGE if name is None else name)
     if stage.runner != __name__:
         able = [one.id for one in registry.DECODE.values() if one.runner == __name__]
         raise UnknownStageError(f"stage: wanted one that reads a cache in pages, {' or '.join(able)}, got {name!r}")
+    rows = problem.q_heads // problem.kv_heads * problem.q_len
+    if stage.max_rows is not None and rows > stage.max_rows:
+        raise UnsupportedError(
+            f"q: wanted at most {stage.max_rows} query rows a K/V head (query heads that share it times q_len), got "
+            f"{rows}. Calls of fewer queries work, and `flashlab.attention` over keys in one tensor."
+        )
     return stage
 
 
 def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: DeviceArray, causal: bool) -> Problem:
     """The problem of sequences as long as the page table has room for."""
     q, k, v = inputs.values()
-    for name, array, dims in (("page_table", table, 2), ("lengths", lengths, 1)):
-        if array.dtype != "int32":
-            raise DTypeError(f"{name}: wanted int32, got {array.dtype}")
-        if len(array.shape) != dims or array.shape[:1] != q.shape[:1] or 0 in array.shape:
-            wanted = "(batch, pages a sequence)" if dims == 2 else "(batch,)"
-            raise ShapeError(f"{name}: wanted {wanted} for q of shape {q.shape}, got shape {array.shape}")
-        if array.strides[-1] != 1 and array.shape[-1] > 1:
-            raise LayoutError(f"{name}: wanted a contiguous last dimension, got strides {array.strides} (elements)")
-    if k.shape != v.shape or len(k.shape) != 4:
-        raise ShapeError(
-            "k_cache, v_cache: wanted (num_pages, kv_heads, page_size, head_dim) of both, got shapes "
-            f"{k.shape} and {v.shape}"
-        )
+    _check_pages(table, lengths, q, "q")
+    _check_cache(k, v)
     _, kv_heads, page_size, head_dim = k.shape
     sizes = registry.get(STAGE).params["PAGE_SIZE"].choices
     if page_size not in sizes:
@@ -253,26 +320,23 @@ class _Call(NamedTuple):
         """The kernel's arguments on a CPU, as `EmulatedCall` takes them."""
         return [emulator.Structure(value=one, pointers=run.pointers) for one in self.structures]
 
-    def refuse(self, faults: Sequence[int]) -> None:
-        """Raise what is wrong with the page table and the lengths, as it was counted."""
-        wanted = (
-            f"page numbers of 0 to {self.views['K'].shape[0] - 1}",
-            f"lengths of 0 to {self.views['page_table'].shape[1]} pages",
-        )
-        off = [text for text, count in zip(wanted, faults, strict=True) if count]
+    def refuse(self, pages: str, lengths: str) -> None:
+        """Raise which page numbers and lengths are off, where some are."""
+        room, numbers = self.plan.problem.kv_len, f"page numbers of 0 to {self.views['K'].shape[0] - 1}"
+        off = [f"page_table: wanted {numbers}, got {pages}"] if pages else []
+        off += [f"lengths: wanted 0 to {room} keys, as the page table has room for, got {lengths}"] if lengths else []
         if off:
-            raise InputError(f"page_table, lengths: wanted {' and '.join(off)}, got others")
+            raise InputError("; ".join(off))
 
 
 def _check_on_cpu(call: _Call) -> None:
-    """Count faults as the kernel does; here they are there to be seen."""
+    """Look for the faults that the kernel counts; here they are there to be seen."""
     table, lengths, pool = call.views["page_table"].owner, call.views["lengths"].owner, call.views["K"]
     kept, (left, _) = lengths.clip(0)[:, None], call.plan.problem.reach
     first_keys = pool.shape[2] * _numpy().arange(table.shape[1])
-    named = table[(first_keys < kept) & (first_keys + pool.shape[2] > kept - call.plan.problem.q_len - left)]
-    none = int(((named < 0) | (named >= pool.shape[0])).sum())
-    beyond = int(((lengths < 0) | (kept > pool.shape[2] * table.shape[1])).sum())
-    call.refuse([none, beyond])
+    read = (first_keys < kept) & (first_keys + pool.shape[2] > kept - call.plan.problem.q_len - left)
+    none = _first(table, read & ((table < 0) | (table >= pool.shape[0])))
+    call.refuse(none, _first(lengths, (lengths < 0) | (lengths > call.plan.problem.kv_len)))
 
 
 def _run_on_gpu(
@@ -286,7 +350,7 @@ def _run_on_gpu(
         work = recipes.streams_work(call.views["Q"].owner, device, stream, recipe.words)
         recipes.Slot(recipe, [*addresses, work, faults.pointer if faults else 0], stream).launch()
     if faults:
-        call.refuse(list(memoryview(faults.read()).cast("I")))
+        call.refuse(*("others" if count else "" for count in memoryview(faults.read()).cast("I")))
     return recipe
 
 

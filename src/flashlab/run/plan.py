@@ -166,8 +166,7 @@ def _varlen(problem: Problem, cu_seqlens_q: DeviceArray, cu_seqlens_k: DeviceArr
 
 def check_cu_seqlens(array: DeviceArray, name: str) -> None:
     """Raise what is wrong with one, but for its numbers: DTypeError, ShapeError, LayoutError."""
-    if array.dtype != "int32":
-        raise DTypeError(f"{name}: wanted int32, got {array.dtype}")
+    check_dtype(name, array, "int32")
     if len(array.shape) != 1 or array.shape[0] < 2:
         raise ShapeError(f"{name}: wanted (batch + 1,), of at least one sequence, got shape {array.shape}")
     if array.strides != (1,):
@@ -266,9 +265,7 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: bool) -> Problem:
     if k.shape[3] != head_dim:
         raise ShapeError(f"k: wanted the head dim of q, {head_dim}, got {k.shape[3]}")
     for name, array in inputs.items():
-        if array.dtype not in DTYPES:
-            convert = f"{name}.half()" if array.library == "torch" else f'{name}.astype("float16")'
-            raise DTypeError(f"{name}: wanted {' or '.join(DTYPES)}, got {array.dtype}. `{convert}` works.")
+        check_dtype(name, array, *DTYPES)
     if not q.dtype == k.dtype == v.dtype:
         raise DTypeError(f"wanted q, k and v of one type, got {q.dtype}, {k.dtype} and {v.dtype}")
     for name, count in (("batch", batch), ("heads", q_heads)):
@@ -291,6 +288,18 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: bool) -> Problem:
         dtype=cast(DType, q.dtype),
         mask="causal" if causal else "full",
     )
+
+
+def check_dtype(name: str, array: DeviceArray, *wanted: str) -> None:
+    """Raise what is wrong with an input's type, with what makes it the first that is wanted: DTypeError."""
+    if array.dtype in wanted:
+        return
+    casts = {"float16": "half()", "float32": "float()", "int32": "int()"}
+    cast_ = casts[wanted[0]] if array.library == "torch" else f'astype("{wanted[0]}")'
+    works = f"`{name}.{cast_}` works."
+    if array.dtype == "float8_e4m3fn" and wanted[0] == "float16":
+        works = "`flashlab.fp8_attention` takes it, with its scale."
+    raise DTypeError(f"{name}: wanted {' or '.join(wanted)}, got {array.dtype}. {works}")
 
 
 def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
