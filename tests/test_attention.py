@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import ml_dtypes
 import numpy as np
 import pytest
 from elftools.elf.elffile import ELFFile
@@ -344,7 +345,17 @@ def test_unsound_arrays_are_refused(arrays: Any, error: type[Exception], words: 
         ({"scale": float("inf")}, errors.ParameterError, "finite"),
         ({"scale": "1"}, errors.ParameterError, "finite"),
         ({"scale": True}, errors.ParameterError, "finite"),
+        ({"scale": 1e39}, errors.ParameterError, r"scale: wanted a finite number of at most 2.36e\+38 .* got 1e\+39"),
+        ({"scale": -3e38}, errors.ParameterError, "finite"),
+        ({"scale": 10**400}, errors.ParameterError, "finite"),
+        ({"softcap": 3e38}, errors.ParameterError, "softcap: wanted a positive finite number"),
+        ({"softcap": 10**400}, errors.ParameterError, "softcap: wanted a positive finite number"),
+        ({"softcap": -1.0}, errors.ParameterError, "softcap: wanted a positive finite number"),
+        ({"softcap": None}, errors.ParameterError, "softcap: wanted a positive finite number"),
+        ({"softcap": 1e-39, "scale": 1.0}, errors.ParameterError, "softcap: wanted one by which the scale, 1, can be"),
         ({"causal": 1}, errors.ParameterError, "True or False"),
+        ({"stage": 5}, errors.UnknownStageError, "stage: wanted a stage's id as text, such as '.*', got 5"),
+        ({"stage": ["05_wmma"]}, errors.UnknownStageError, "stage: wanted a stage's id as text"),
         ({"stage": "06"}, errors.UnknownStageError, "06_cp_async"),
         ({"stage": "06_cp_async", "arch": "sm_75"}, errors.UnsupportedError, "Runnable on sm_75: 00_naive"),
         ({"out": array(2, 4, 8, 128, pointer=OUT)}, errors.ShapeError, "shape of q"),
@@ -361,6 +372,77 @@ def test_unsound_arrays_are_refused(arrays: Any, error: type[Exception], words: 
 def test_unsound_options_are_refused(options: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         plan(*qkv(), **{"arch": ARCH, **options})
+
+
+def test_a_soft_cap_may_be_a_number_of_numpy() -> None:
+    found = plan(*qkv(), arch=ARCH, softcap=np.float32(2))  # type: ignore[arg-type]
+    assert (found.problem.softcap, type(found.problem.softcap)) == (2.0, float)
+
+
+@pytest.mark.parametrize("causal", [1, "no", None])
+def test_every_call_wants_causal_to_be_true_or_false(causal: Any) -> None:
+    one, pool, stored = (np.zeros((1, 1, 1, 128), kind) for kind in (np.float16, np.float16, ml_dtypes.float8_e4m3fn))
+    pages = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    for call in (
+        lambda: flashlab.attention(one, one, one, causal=causal),
+        lambda: flashlab.paged_attention(one, pool, pool, *pages, causal=causal),
+        lambda: flashlab.fp8_attention(stored, stored, stored, causal=causal),
+    ):
+        with pytest.raises(errors.ParameterError, match="causal: wanted True or False"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"params": [("TILE_KV", 64)]}, errors.ParameterError, r"params: wanted values by the names of tunables, as {"),
+        ({"params": "a"}, errors.ParameterError, "params: wanted"),
+        ({"params": {1: 64}}, errors.ParameterError, "params: wanted"),
+        ({"device": ["cpu"]}, errors.ParameterError, r"device: wanted cpu, gpu, cuda, .* got \['cpu'\]"),
+        ({"source": 5}, errors.ParameterError, "source: wanted the path of an edited copy of the stage's file"),
+        ({"source": "no/such.cu"}, errors.ParameterError, r"source: wanted a CUDA C\+\+ file, got .*/no/such\.cu"),
+        ({"sequences": ([0, 1], [0, 1], 1)}, errors.ParameterError, r"got tuple\. `flashlab.Sequences\(\*sequences\)`"),
+        ({"timeout_s": "a"}, errors.ParameterError, "timeout_s: wanted a positive number of seconds"),
+        ({"timeout_s": 0}, errors.ParameterError, "timeout_s: wanted a positive number of seconds, .* got 0"),
+        ({"timeout_s": -1.0}, errors.ParameterError, "timeout_s: wanted"),
+        ({"threads": "a"}, errors.ParameterError, "threads: wanted a positive integer"),
+        ({"threads": 0}, errors.ParameterError, "threads: wanted a positive integer"),
+    ],
+)
+def test_what_is_no_such_argument_is_refused_by_its_name(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    one = np.zeros((1, 1, 1, 64), np.float16)
+    call: Any = flashlab.attention if "device" in change else flashlab.emulate
+    with pytest.raises(error, match=words):
+        call(one, one, one, **change)
+
+
+@pytest.mark.usefixtures("compiler_here")
+def test_an_edited_source_may_be_named_by_text() -> None:
+    one = np.ones((1, 1, 1, 64), np.float16)
+    ran = flashlab.emulate(one, one, one, stage="01_coalesced", source=str(registry.get("01_coalesced").source))
+    assert (ran.out == 1).all()
+
+
+def test_a_log_sum_exp_lies_apart_and_may_be_written() -> None:
+    memory = np.zeros(1 << 12, np.uint8)
+    q, k, v, out = (memory[i << 9 : (i + 1) << 9].view(np.float16).reshape(1, 1, 4, 64) for i in range(4))
+    for i, name in enumerate(("q", "k", "v", "out")):
+        lse = memory[(i << 9) + 496 :][:16].view(np.float32).reshape(1, 1, 4)
+        with pytest.raises(errors.LayoutError, match=f"lse: wanted memory apart from {name}, got memory that overlaps"):
+            flashlab.emulate(q, k, v, out=out, lse=lse)
+    lse = np.zeros((1, 1, 4), np.float32)
+    lse.flags.writeable = False
+    with pytest.raises(errors.LayoutError, match="lse: wanted memory that may be written, got a read-only"):
+        flashlab.emulate(q, k, v, lse=lse)
+    with pytest.raises(errors.DeviceError, match=r"`numpy\.asarray\(lse, dtype=numpy\.float32\)` makes"):
+        flashlab.emulate(q, k, v, lse=[0.0])
+
+
+def test_time_that_a_cpu_takes_is_for_people() -> None:
+    texts = [attention_module._duration(seconds) for seconds in (0.5, 1e-9, 45.2, 840, 7200)]
+    assert texts == ["0.5 seconds", "1e-09 seconds", "45 seconds", "14 minutes", "2 hours"]
 
 
 def test_any_outer_strides_are_taken() -> None:

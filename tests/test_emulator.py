@@ -138,6 +138,13 @@ def test_an_endless_loop_is_stopped_and_says_where(tmp_path: Path) -> None:
 
 
 @needs_compiler
+def test_a_limit_before_the_worker_has_begun_is_said(tmp_path: Path) -> None:
+    loop = kernel(tmp_path, "while (true) out[0] = out[0] + 1;")
+    with pytest.raises(EmulationError, match=r"kernel on the CPU: not done after 1e-09 seconds"):
+        launch(loop, [np.zeros(1, np.float32)], grid=[1], block=[1], timeout_s=1e-9)
+
+
+@needs_compiler
 def test_a_deadlock_says_who_waits_where(tmp_path: Path) -> None:
     built = kernel(
         tmp_path, "  if (threadIdx.x < 32)\n    while (true) __syncwarp(threadIdx.x == 0 ? 3u : 1u);  // here"

@@ -130,11 +130,16 @@ SOUND = Packed(((3, 4), (5, 6)))
     ("changed", "error", "message"),
     [
         ({"q": SOUND.q[None]}, "ShapeError", r"q: wanted 3 dimensions \(total, heads, head_dim\), got shape \(1, 8"),
-        ({"v": SOUND.v[:-1]}, "ShapeError", "v: wanted the shape of k"),
+        ({"v": SOUND.v[:-1]}, "ShapeError", r"v: wanted the shape of k, \(10, 1, 64\), got \(9, 1, 64\)"),
         ({"k": SOUND.k[..., :32], "v": SOUND.v[..., :32]}, "ShapeError", "k: wanted the head dim of q, 64, got 32"),
         ({"q": SOUND.q.astype(np.float32)}, "DTypeError", "q: wanted float16 or bfloat16, got float32"),
-        ({"q": SOUND.q[:0]}, "ShapeError", "q: wanted at least one element in every dimension"),
-        ({"cu_seqlens_q": SOUND.at_q.astype(np.int64)}, "DTypeError", "cu_seqlens_q: wanted int32, got int64"),
+        ({"q": SOUND.q[:0]}, "ShapeError", r"q: wanted at least one element in .* got shape \(0, 2, 64\)"),
+        ({"q": np.zeros((8, 2, 128), NARROW)[..., ::2]}, "LayoutError", r"q: wanted .* got strides \(256, 128, 2\)"),
+        (
+            {"cu_seqlens_q": SOUND.at_q.astype(np.int64)},
+            "DTypeError",
+            r'cu_seqlens_q: wanted int32, got int64\. `cu_seqlens_q\.astype\("int32"\)` works',
+        ),
         (
             {"cu_seqlens_k": SOUND.at_k[:-1]},
             "ShapeError",

@@ -346,6 +346,8 @@ def get(stage_id: str) -> Stage:
     Raises:
         UnknownStageError: there is none.
     """
+    if not isinstance(stage_id, str):
+        raise UnknownStageError(f"stage: wanted a stage's id as text, such as {[*STAGES][-1]!r}, got {stage_id!r}")
     found = STAGES.get(stage_id) or OFF_LADDER.get(stage_id)
     if found is None:
         raise _unknown(stage_id)

@@ -128,7 +128,7 @@ def runs_on(q: Any, device: str | None, name: str = "q") -> str:
         if memory is None:
             raise _no_array(q, name, _ANYWHERE, "numpy")
         return memory
-    if device not in devices:
+    if not isinstance(device, str) or device not in devices:
         raise ParameterError(f"device: wanted {', '.join(devices)}, or None for where the arrays are, got {device!r}")
     return devices[device]
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import EmulationError, TooLargeError, UnsupportedError
+from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
 from flashlab.run import arrays, choice, emulator, gpu, recipes
@@ -41,7 +41,7 @@ from flashlab.run.arguments import (
     workspace,
 )
 from flashlab.run.arrays import DeviceArray
-from flashlab.run.plan import Plan, Sequences, by_head, check_lengths, outputs_of, plan, refuse_overlap
+from flashlab.run.plan import Plan, Sequences, by_head, check_lengths, outputs_of, plan, refuse_overlap, tunables
 from flashlab.run.recipes import Recipe
 from flashlab.run.tensor_map import TensorMap
 
@@ -164,7 +164,7 @@ def _recipe(
         kept = None
     if kept is not None and kept.stands():
         if out is not None:
-            refuse_overlap(out, inputs)
+            refuse_overlap("out", out, inputs)
         return kept
     made = _make_recipe(inputs, out, device, how, code)
     recipes.by_layout.put(key, made)
@@ -251,7 +251,7 @@ def prepare(
     lse: Any | None = None,
     stream: Any | None = None,
     params: Mapping[str, int] | None = None,
-    source: Path | None = None,
+    source: Path | str | None = None,
     may_spill: bool = False,
     count_fallbacks: bool = False,
     sequences: Sequences | None = None,
@@ -298,9 +298,9 @@ def prepare(
     assert handle is not None
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
     how["max_seqlen_q"] = None if sequences is None else sequences.max_seqlen_q
-    code = {"overrides": tuple(sorted((params or {}).items())), "source": source, "may_spill": may_spill}
+    code = {"overrides": tuple(sorted(tunables(params).items())), "source": _file(source), "may_spill": may_spill}
     recipe = _recipe(inputs, target, how, code)
-    made = outputs_of(place, inputs["q"], out, lse, return_lse=return_lse)
+    made = outputs_of(place, inputs, out, lse, return_lse=return_lse)
     views = _views(inputs, made.out_view)
     device = recipe.plan.device
     work, work_pointer = recipes.work_memory(q, device, handle, recipe.words) if recipe.words[0] else (None, 0)
@@ -317,9 +317,29 @@ def prepare(
 
 
 def _named(sequences: Sequences | None) -> dict[str, Any]:
-    """The arrays among what a call is asked for."""
+    """The arrays among what a call is asked for.
+
+    Raises:
+        ParameterError: it is asked for something else.
+    """
+    if not isinstance(sequences, Sequences | None):
+        raise ParameterError(
+            f"sequences: wanted flashlab.Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q), got "
+            f"{type(sequences).__name__}. `flashlab.Sequences(*sequences)` makes one of a tuple."
+        )
     names = ("cu_seqlens_q", "cu_seqlens_k")
     return {} if sequences is None else {name: getattr(sequences, name) for name in names}
+
+
+def _file(source: Any) -> Path | None:
+    """The file to compile in place of the stage's.
+
+    Raises:
+        ParameterError: it is no path.
+    """
+    if not isinstance(source, str | Path | None):
+        raise ParameterError(f"source: wanted the path of an edited copy of the stage's file, got {source!r}")
+    return None if source is None else Path(source)
 
 
 def _launch(
@@ -369,7 +389,7 @@ def emulate(
     lse: Any | None = None,
     return_lse: bool = True,
     params: Mapping[str, int] | None = None,
-    source: Path | None = None,
+    source: Path | str | None = None,
     schedule: str = "ascending",
     races: bool = False,
     timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
@@ -394,7 +414,7 @@ def emulate(
         params: values of the stage's tunables.
         lse: where to write the log-sum-exp; a new array where None and `return_lse`.
         return_lse: False: the kernel is not asked for it, unless `lse` is given.
-        source: compile an edited copy of the stage's file instead.
+        source: compile an edited copy of the stage's file instead, by its path.
         schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
         races: look for races, uninitialised reads and accesses out of bounds, and count bank conflicts and sectors:
             the report's `findings` and `counters`. Many times slower.
@@ -415,6 +435,7 @@ def emulate(
         MissingPackageError: there is no C++ compiler.
     """
     emulator.schedule_item(schedule)
+    emulator.check_limits(timeout_s, threads)
     arrays.refuse_gradients(q=q, k=k, v=v, out=out, lse=lse)
     place = arrays.place_of(q, None, "cpu")
     inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
@@ -428,8 +449,10 @@ def emulate(
         check_lengths(
             *(inputs[name].owner for name in _named(sequences)), **totals, max_seqlen_q=sequences.max_seqlen_q
         )
-    made = outputs_of(place, inputs["q"], out, lse, return_lse=return_lse)
-    variant = Variant.of(planned.stage, planned.problem, aligned=planned.aligned, overrides=params, source=source)
+    made = outputs_of(place, inputs, out, lse, return_lse=return_lse)
+    variant = Variant.of(
+        planned.stage, planned.problem, aligned=planned.aligned, overrides=tunables(params), source=_file(source)
+    )
     kernel = _kernel_on_cpu(variant, schedule=schedule, races=races)
     call = EmulatedCall(
         planned,
@@ -648,7 +671,7 @@ def _duration(seconds: float) -> str:
     for unit, size in (("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} seconds"
+    return f"{seconds:.0f} seconds" if seconds >= 2 else f"{seconds:.2g} seconds"
 
 
 # --- wherever the arrays are ------------------------------------------------------------------------------------------

@@ -363,7 +363,7 @@ def _trouble(result: Mapping[str, Any], report: Report, emulated: Emulated, time
         "deadlock": "deadlock",
         "misuse": "misuse",
         "crash": "crashed",
-        "timeout": f"not done after {timeout_s or 0:g} seconds: an endless loop, or too much work for a CPU",
+        "timeout": _late(timeout_s),
     }[report.status]
     lines = [f"{emulated.name} on the CPU: {opening}: {report.message}"]
     where = result.get("where")
@@ -379,6 +379,10 @@ def _trouble(result: Mapping[str, Any], report: Report, emulated: Emulated, time
         lines.append(f"  … and {len(report.waiting) - _SHOWN_WAITING} more groups of threads")
     lines += [f"  before that: {finding}" for finding in report.findings[:3]]
     return EmulationError("\n".join(lines), report=report)
+
+
+def _late(timeout_s: float | None) -> str:
+    return f"not done after {timeout_s or 0:g} seconds: an endless loop, or too much work for a CPU"
 
 
 _SHOWN_WAITING = 12
@@ -421,6 +425,7 @@ def launch(
             were.
         KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
     """
+    check_limits(timeout_s, threads)
     if block is None and emulated.launch_shape is None:
         raise ParameterError(f"block: wanted the number of threads: {emulated.name} defines no launch_shape")
     numbers = {"smem": smem_bytes, "threads": threads, "blocks": blocks}
@@ -438,11 +443,14 @@ def launch(
         memory.fill(mapping)
         result_path = Path(folder) / "result.json"
         request = [f"result {result_path}", f"memory {path} {memory.bytes}", *lines, *memory.regions, "run"]
+        begun = time.monotonic()
         code, printed, errors = run_worker([str(emulated.executable)], "\n".join(request) + "\n", timeout_s, cancel)
         try:
             result = json.loads(result_path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+            if timeout_s is not None and time.monotonic() - begun >= timeout_s:
+                raise EmulationError(f"{emulated.name} on the CPU: {_late(timeout_s)}; the worker {how}") from None
             raise EmulationError(
                 f"{emulated.name} on the CPU: the worker {how} and left no result"
                 + (f": {errors.strip()}" if errors.strip() else ""),
@@ -476,6 +484,20 @@ def _argument_lines(emulated: Emulated, arguments: Sequence[Any], memory: Memory
             pointers.append(f"pointer {index} {byte} {place % 2**64}")
         values.append(f"argument {_argument_bytes(value, size, index).hex()}")
     return values + pointers
+
+
+def check_limits(timeout_s: Any, threads: Any) -> None:
+    """Raise what is wrong with how long a run may take and on how many threads: ParameterError."""
+    if timeout_s is not None and (
+        isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0
+    ):
+        raise ParameterError(
+            f"timeout_s: wanted a positive number of seconds, or None for as long as it takes, got {timeout_s!r}"
+        )
+    if threads is not None and (
+        isinstance(threads, bool) or not isinstance(threads, SupportsIndex) or int(threads) < 1
+    ):
+        raise ParameterError(f"threads: wanted a positive integer, or None for one for each core, got {threads!r}")
 
 
 def schedule_item(schedule: str) -> str:

@@ -30,7 +30,7 @@ from flashlab.run.arguments import (
 )
 from flashlab.run.arrays import HOST, DeviceArray, Place, TorchCopies, contiguous_strides, on_device, on_host
 from flashlab.run.attention import EmulatedCall, run_on_cpu
-from flashlab.run.plan import Plan, check_dtype, check_layout, check_out, outputs_of, planned, problem_of
+from flashlab.run.plan import Plan, check_dtype, check_layout, check_out, outputs_of, planned, problem_of, tunables
 
 if TYPE_CHECKING:
     from flashlab.run.tensor_map import TensorMap
@@ -160,13 +160,13 @@ def fp8_attention(
     if out is not None:
         check_out(here.view(out, "out"), inputs, dtype)
         check_layout("out", here.view(out, "out"), inputs["q"])
-    made = outputs_of(here, inputs["q"], out, return_lse=return_lse, dtype=dtype)
+    made = outputs_of(here, inputs, out, return_lse=return_lse, dtype=dtype)
     plan = planned(problem, registry.get(STAGE), scale, {"out": made.out_view}, tensor_maps=True)
     call = _Call(plan, dict(zip("QKVO", (*inputs.values(), made.out_view), strict=True)), scales)
     if here.stream is None:
-        run_on_cpu(plan, call.views, made.lse_view, params or {}, call.on_cpu)
+        run_on_cpu(plan, call.views, made.lse_view, tunables(params), call.on_cpu)
     else:
-        _run_on_gpu(call, here, made.lse_view, params or {})
+        _run_on_gpu(call, here, made.lse_view, tunables(params))
     return (made.out, made.lse) if return_lse else made.out
 
 

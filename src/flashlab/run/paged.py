@@ -43,6 +43,7 @@ from flashlab.run.plan import (
     outputs_of,
     planned,
     problem_of,
+    tunables,
     with_features,
 )
 
@@ -143,21 +144,21 @@ def paged_attention(
     problem = with_features(_problem(inputs, table, keys, causal), window, softcap)
     if out is not None:
         check_out(here.view(out, "out"), inputs)
-    made = outputs_of(here, inputs["q"], out, return_lse=return_lse)
+    made = outputs_of(here, inputs, out, return_lse=return_lse)
     views = dict(zip(_VIEWS, (*inputs.values(), table, keys, made.out_view), strict=True))
     rows = {name: views[name] for name in "QKVO"}
     call = _Call(planned(problem, _stage(stage, problem), scale, rows, tensor_maps=False), views)
-    tunables = {"PAGE_SIZE": inputs["k_cache"].shape[2], **(params or {})}
-    if tunables["PAGE_SIZE"] != inputs["k_cache"].shape[2]:
+    overrides = {"PAGE_SIZE": inputs["k_cache"].shape[2], **tunables(params)}
+    if overrides["PAGE_SIZE"] != inputs["k_cache"].shape[2]:
         raise ParameterError(
             f"params: wanted the PAGE_SIZE of k_cache, {inputs['k_cache'].shape[2]}, or none, got "
-            f"{tunables['PAGE_SIZE']!r}"
+            f"{overrides['PAGE_SIZE']!r}"
         )
     if here.stream is None:
         _check_on_cpu(call)
-        run_on_cpu(call.plan, views, made.lse_view, tunables, call.on_cpu)
+        run_on_cpu(call.plan, views, made.lse_view, overrides, call.on_cpu)
     else:
-        options = {"aligned": call.plan.aligned, "overrides": tunables}
+        options = {"aligned": call.plan.aligned, "overrides": overrides}
         recipe = _run_on_gpu(call, options, made.lse_view, here.stream, check=check)
         if key is not None and not check:
             recipes.by_layout.put(key, recipe)

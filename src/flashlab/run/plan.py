@@ -17,6 +17,8 @@ from flashlab.run import choice
 from flashlab.run.arrays import DeviceArray, Place, contiguous_strides
 from flashlab.run.tensor_map import MAX_STRIDE_BYTES
 
+_MAX_FACTOR = (2 - 2**-23) * 2.0**127 / math.log2(math.e)
+"""What scores are multiplied by at most: kernels hold it times log2 e, in float32."""
 ROW_ALIGNMENT_BYTES = 16
 """What ALIGNED=1 promises a kernel of every row's address: its widest access, and what tensor maps want."""
 _MAX_GRID_YZ = 65535
@@ -86,21 +88,17 @@ def plan(
         ShapeError, DTypeError, LayoutError, DeviceError, ParameterError, UnknownStageError: unsound arguments.
         UnsupportedError: no stage, or not the named one, runs this problem on `arch`.
     """
-    if not isinstance(causal, bool):
-        raise ParameterError(f"causal: wanted True or False, got {causal!r}")
     chosen = None if stage is None else registry.get(stage)
     inputs = {"q": q, "k": k, "v": v}
     arrays = inputs if out is None else {**inputs, "out": out}
     if out is not None:
         check_out(out, inputs)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        arrays = {name: by_head(array, name) for name, array in arrays.items()}
-        inputs = {name: arrays[name] for name in inputs}
-    problem = with_features(problem_of(inputs, causal), window, softcap)
+    problem = with_features(problem_of(inputs, causal, packed=cu_seqlens_q is not None), window, softcap)
+    ends: dict[str, DeviceArray] = {}
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         problem = _varlen(problem, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
-        arrays |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    for name, array in arrays.items():
+        ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, array in {**arrays, **ends}.items():
         check_layout(name, array, q)
     scale = scale_of(scale, problem.head_dim)
     if chosen is None:
@@ -109,7 +107,7 @@ def plan(
         else:
             chosen = choice.stage_for(problem, slug, arch, sm_count)
     chosen.require(problem, arch)
-    rows = {name: array for name, array in arrays.items() if len(array.shape) == 4}
+    rows = {name: by_head(array, name) for name, array in arrays.items()} if ends else arrays
     return planned(problem, chosen, scale, rows, tensor_maps=chosen.tensor_maps)
 
 
@@ -117,13 +115,18 @@ def planned(problem: Problem, stage: Stage, scale: Any, rows: Mapping[str, Devic
     """The plan of a problem on a stage; `rows` are the arrays that may make it a slow one: see `why_slow`.
 
     Raises:
-        ParameterError: the scale is no finite number.
+        ParameterError: the scale is no finite number, or not over the soft cap.
     """
+    scale = scale_of(scale, problem.head_dim)
+    if problem.softcap and abs(scale / problem.softcap) > _MAX_FACTOR:
+        raise ParameterError(
+            f"softcap: wanted one by which the scale, {scale:g}, can be divided in float32, got {problem.softcap!r}"
+        )
     reasons = (why_slow(name, array, tensor_maps=tensor_maps) for name, array in rows.items())
     return Plan(
         problem=problem,
         stage=stage,
-        scale=scale_of(scale, problem.head_dim),
+        scale=scale,
         why_slow=next(filter(None, reasons), ""),
         device=next(iter(rows.values())).device,
     )
@@ -217,13 +220,18 @@ def with_features(problem: Problem, window: Any, softcap: Any) -> Problem:
         ParameterError: they are none.
     """
     left, right = window_of(window)
+    factor = _factor(softcap)
+    if factor is None or factor < 0:
+        raise ParameterError(
+            f"softcap: wanted a positive finite number of at most {_MAX_FACTOR:.3g}, or 0 for none, got {softcap!r}"
+        )
     if right == 0 and not problem.causal:
         problem = replace(problem, mask="causal")
     if left >= problem.kv_len - 1:
         left = UNLIMITED
     if problem.causal or right >= problem.q_len - 1:
         right = UNLIMITED
-    return replace(problem, window=(left, right), softcap=softcap)
+    return replace(problem, window=(left, right), softcap=factor)
 
 
 def scale_of(scale: Any, head_dim: int) -> float:
@@ -234,20 +242,49 @@ def scale_of(scale: Any, head_dim: int) -> float:
     """
     if scale is None:
         return float(head_dim**-0.5)
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
-        raise ParameterError(f"scale: wanted a finite number, or None for 1/sqrt(head_dim), got {scale!r}")
-    return float(scale)
+    factor = _factor(scale)
+    if factor is None:
+        raise ParameterError(
+            f"scale: wanted a finite number of at most {_MAX_FACTOR:.3g} either way, or None for 1/sqrt(head_dim), got "
+            f"{scale!r}"
+        )
+    return factor
 
 
-def problem_of(inputs: Mapping[str, DeviceArray], causal: bool) -> Problem:
-    """The problem of q, k and v.
+def _factor(value: Any) -> float | None:
+    """A number that kernels multiply by in float32; None where it is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if abs(number) <= _MAX_FACTOR else None
+
+
+def tunables(params: Any) -> dict[str, Any]:
+    """Values of tunables by name, as a caller gave them; the stage looks at what they are.
 
     Raises:
-        ShapeError, DTypeError: they make none.
+        ParameterError: they have no names.
     """
+    if not isinstance(params or {}, Mapping) or not all(isinstance(name, str) for name in params or {}):
+        raise ParameterError(f"params: wanted values by the names of tunables, as {{'TILE_KV': 64}}, got {params!r}")
+    return dict(params or {})
+
+
+def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool = False) -> Problem:
+    """The problem of q, k and v; `packed`: one sequence of them, (total, heads, head_dim).
+
+    Raises:
+        ShapeError, DTypeError, ParameterError: they make none.
+    """
+    if not isinstance(causal, bool):
+        raise ParameterError(f"causal: wanted True or False, got {causal!r}")
+    dims = ("total", "heads", "head_dim") if packed else ("batch", "heads", "length", "head_dim")
     for name, array in inputs.items():
-        if len(array.shape) != 4:
-            raise ShapeError(f"{name}: wanted 4 dimensions (batch, heads, length, head_dim), got shape {array.shape}")
+        if len(array.shape) != len(dims):
+            raise ShapeError(f"{name}: wanted {len(dims)} dimensions ({', '.join(dims)}), got shape {array.shape}")
         if 0 in array.shape:
             raise ShapeError(
                 f"{name}: wanted at least one element in every dimension, got shape {array.shape}; "
@@ -256,10 +293,12 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: bool) -> Problem:
         if max(array.shape) > _MAX_LENGTH:
             raise ShapeError(f"{name}: wanted dimensions of at most 2^29, got shape {array.shape}; split the call")
     q, k, v = inputs.values()
-    batch, q_heads, q_len, head_dim = q.shape
-    _, kv_heads, kv_len, _ = k.shape
     if k.shape != v.shape:
         raise ShapeError(f"v: wanted the shape of k, {k.shape}, got {v.shape}")
+    if packed:
+        q, k = by_head(q, "q"), by_head(k, "k")
+    batch, q_heads, q_len, head_dim = q.shape
+    _, kv_heads, kv_len, _ = k.shape
     if k.shape[0] != batch:
         raise ShapeError(f"k: wanted the batch of q, {batch}, got {k.shape[0]}")
     if k.shape[3] != head_dim:
@@ -306,7 +345,7 @@ def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
     """Raise what is wrong with where an array lies: DeviceError, LayoutError."""
     if array.device != q.device:
         raise DeviceError(f"{name}: wanted the device of q, {q.place}, got {array.place}. Moving one of them works.")
-    if len(array.shape) == 4 and array.strides[3] != 1 and array.shape[3] > 1:
+    if array.strides[-1] != 1 and array.shape[-1] > 1:
         raise LayoutError(
             f"{name}: wanted a contiguous last dimension, got strides {array.strides} (elements); the others may "
             f"be anything. `{name}.contiguous()` (torch) or `ascontiguousarray({name})` (NumPy, CuPy) makes one."
@@ -332,21 +371,21 @@ def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray], dtype: str | 
             f"out: wanted an address of its own for every element, got strides {out.strides} over shape {out.shape}; "
             "an expanded or overlapping view cannot be written"
         )
-    refuse_overlap(out, inputs)
+    refuse_overlap("out", out, inputs)
 
 
-def refuse_overlap(out: DeviceArray, inputs: Mapping[str, DeviceArray]) -> None:
+def refuse_overlap(name: str, array: DeviceArray, others: Mapping[str, DeviceArray]) -> None:
     """The one check of `plan` that two addresses decide together.
 
     Raises:
-        LayoutError: `out` overlaps an input.
+        LayoutError: an array that is written overlaps another.
     """
-    low, high = out.extent
-    for name, array in inputs.items():
-        other_low, other_high = array.extent
+    low, high = array.extent
+    for other, of in others.items():
+        other_low, other_high = of.extent
         if low < other_high and other_low < high:
             raise LayoutError(
-                f"out: wanted memory apart from {name}, got memory that overlaps it; a separate tensor works"
+                f"{name}: wanted memory apart from {other}, got memory that overlaps it; a separate tensor works"
             )
 
 
@@ -355,8 +394,9 @@ def lse_shape(q: DeviceArray) -> tuple[int, ...]:
     return q.shape[:3] if len(q.shape) == 4 else (q.shape[1], q.shape[0])
 
 
-def check_lse(lse: DeviceArray, q: DeviceArray) -> None:
-    """Raise what is wrong with the caller's array for the log-sum-exp of `q`'s rows."""
+def check_lse(lse: DeviceArray, inputs: Mapping[str, DeviceArray], out: DeviceArray) -> None:
+    """Raise what is wrong with the caller's array for the log-sum-exp of the rows of q."""
+    q = inputs["q"]
     if lse.shape != lse_shape(q):
         names = "(batch, q_heads, q_len)" if len(q.shape) == 4 else "(q_heads, total_q)"
         raise ShapeError(f"lse: wanted {names}, {lse_shape(q)}, got {lse.shape}")
@@ -367,6 +407,9 @@ def check_lse(lse: DeviceArray, q: DeviceArray) -> None:
     expected = contiguous_strides(lse.shape)
     if any(n > 1 and a != b for n, a, b in zip(lse.shape, lse.strides, expected, strict=True)):
         raise LayoutError(f"lse: wanted a contiguous array, got strides {lse.strides} over shape {lse.shape}")
+    if lse.readonly:
+        raise LayoutError("lse: wanted memory that may be written, got a read-only array")
+    refuse_overlap("lse", lse, {**inputs, "out": out})
 
 
 class Outputs(NamedTuple):
@@ -379,7 +422,13 @@ class Outputs(NamedTuple):
 
 
 def outputs_of(
-    place: Place, q: DeviceArray, out: Any | None, lse: Any | None = None, *, return_lse: bool, dtype: str | None = None
+    place: Place,
+    inputs: Mapping[str, DeviceArray],
+    out: Any | None,
+    lse: Any | None = None,
+    *,
+    return_lse: bool,
+    dtype: str | None = None,
 ) -> Outputs:
     """Both arrays, made where the caller gives none; `out`, once `check_out` took it, of `dtype` or the type of q.
 
@@ -387,12 +436,13 @@ def outputs_of(
         ShapeError, DTypeError, DeviceError, LayoutError: the caller's `lse` is none such.
         ParameterError: of a library that makes no arrays.
     """
+    q, given = inputs["q"], lse is not None
     out = place.empty(q.shape, dtype or q.dtype) if out is None else out
     lse = place.empty(lse_shape(q), "float32") if lse is None and return_lse else lse
-    lse_view = None if lse is None else place.view(lse, "lse")
-    if lse_view is not None:
-        check_lse(lse_view, q)
-    return Outputs(out, lse, place.view(out, "out"), lse_view)
+    out_view, lse_view = place.view(out, "out"), None if lse is None else place.view(lse, "lse")
+    if lse_view is not None and given:
+        check_lse(lse_view, inputs, out_view)
+    return Outputs(out, lse, out_view, lse_view)
 
 
 def why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:
