@@ -828,7 +828,7 @@ _OF_LENGTHS = frozenset(suite("lengths"))
 _FAST = 0.15
 """Of the fastest rate of a chart of lengths: what never reaches it has no line, and stands in the table alone."""
 _STAGE_MARKS, _LIBRARY_MARKS = "os^v", "DPX*"
-_RIVAL_MARKS = "oD<>vPX*s^hpd8H"
+_RIVAL_MARKS = "oD<>vPX*sh^pd8H"
 """Where the shape alone says which library: one for each of `PEERS`."""
 
 
