@@ -71,6 +71,11 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) {
 
 // 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: words that other blocks write or read at the same time. Each word is read or written
 // whole, one by one; other accesses are not ordered by it.
+__device__ __forceinline__ int ld_relaxed_gpu(const int* source_gmem) {
+  int r;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(source_gmem) : "memory");
+  return r;
+}
 __device__ __forceinline__ uint4 ld_relaxed_gpu(const uint4* source_gmem) {
   uint4 r;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "l"(source_gmem)

@@ -137,7 +137,8 @@ __forceinline__ void bar_sync(int id, int threads) { emu::barrier_sync(id, threa
 __forceinline__ void bar_arrive(int id, int threads) { emu::barrier_arrive(id, threads, "bar.arrive"); }
 
 // 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: like atomics, a word at a time.
-__forceinline__ unsigned ld_relaxed_gpu(const unsigned* word) { return static_cast<unsigned>(emu::atomic_load(word, sizeof *word)); }
+__forceinline__ unsigned ld_relaxed_gpu(const unsigned* word) { return static_cast<unsigned>(emu::relaxed_load(word, sizeof *word)); }
+__forceinline__ int ld_relaxed_gpu(const int* word) { return static_cast<int>(emu::relaxed_load(word, sizeof *word)); }
 __forceinline__ void st_relaxed_gpu(unsigned* word, unsigned value) {
   unsigned old = ld_relaxed_gpu(word);
   while (!emu::atomic_replace(word, old, value, sizeof *word)) old = ld_relaxed_gpu(word);

@@ -92,6 +92,7 @@ void on_read(const void* pointer, unsigned bytes, Kind kind = Kind::plain);
 void on_write(const void* pointer, unsigned bytes, Kind kind = Kind::plain);
 void atomic_note(const void* pointer, unsigned bytes);
 std::uint64_t atomic_load(const void* pointer, unsigned bytes);
+std::uint64_t relaxed_load(const void* pointer, unsigned bytes);
 bool atomic_replace(void* pointer, std::uint64_t expected, std::uint64_t desired, unsigned bytes);
 void device_fence();   // of other blocks' atomics too: what came before it is released by the thread's next atomics, and what the
                        // last ones found released is acquired

@@ -440,6 +440,16 @@ std::uint64_t atomic_load(const void* pointer, unsigned bytes) {
   return __atomic_load_n(static_cast<const std::uint64_t*>(pointer), __ATOMIC_SEQ_CST);
 }
 
+std::uint64_t relaxed_load(const void* pointer, unsigned bytes) {
+  const GlobalMemory& memory = the_block->launch->memory;
+  const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(memory.base);
+  if (!the_block->detect || offset >= memory.bytes || memory.state[offset] & GlobalMemory::WRITABLE) return atomic_load(pointer, bytes);
+  check_access(pointer, bytes, Act::read, Kind::plain, kernel_place(EMULATION_HERE()));   // an input, which nobody writes
+  std::uint64_t value = 0;
+  std::memcpy(&value, pointer, bytes);
+  return value;
+}
+
 bool atomic_replace(void* pointer, std::uint64_t expected, std::uint64_t desired, unsigned bytes) {
   auto narrow = static_cast<std::uint32_t>(expected);
   const bool done = bytes == 4 ? __atomic_compare_exchange_n(static_cast<std::uint32_t*>(pointer), &narrow, static_cast<std::uint32_t>(desired),
