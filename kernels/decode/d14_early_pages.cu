@@ -33,6 +33,7 @@ constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // that a warp has looked u
 constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
 constexpr int FEW_PARTS = 4, MANY_PARTS = HEAD_DIM < 256 ? 16 : 8;   // of a tile, whose loads are under way together
+constexpr int KEPT_LENGTHS = 256;                    // of so many sequences, to be compared with what they are after the wait
 constexpr unsigned KEY_COUNTS = 64;                  // more than there are keys in a step, and so numbers of them
 constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
@@ -83,6 +84,7 @@ struct SharedStorage {
   float warp_max[WARPS][TILE_Q], warp_sum[WARPS][TILE_Q];
   int warp_slot[WARPS];                // that buffer
   int first_block;                     // of those that have parts of the tile that this block combines
+  int lengths[WARPS][KEPT_LENGTHS];    // as each warp found them before the wait
   LookUp next[THREADS];                // of a thread alone, as `at` is: here they take no registers
   SeqTile at[THREADS];
   Tile last_of;                        // the tile that other blocks began and this one ends: it combines that; num_rows 0: none
@@ -307,14 +309,15 @@ attention_d14_early_pages(const __grid_constant__ AttentionParams p, const __gri
   // made of them that is not in the cache or in the table. Once more by what they are then, if that is something else.
 #pragma unroll 1
   for (bool waited = false;; waited = true) {
-    int lane_length = 0, lane_keys = 0, lane_steps_of_first = 0;   // of the lane's first sequence
+    int lane_keys = 0, lane_steps_of_first = 0;   // of the lane's first sequence
     bool same = keep_whole;
     unsigned long long lane_steps = 0;
     whole_steps = 0, cut = false;
 #pragma unroll 1
     for (int batch = lane_first; batch < lane_last; ++batch) {
       const int length = length_of(batch), keys = cut_length(p, length), steps = steps_of(keys);
-      if (batch == lane_first) lane_length = length, lane_keys = keys, lane_steps_of_first = steps;
+      if (batch == lane_first) lane_keys = keys, lane_steps_of_first = steps;
+      if (batch < KEPT_LENGTHS) smem.lengths[warp][batch] = length;
       same &= steps == lane_steps_of_first;
       cut |= length != keys;
       lane_steps += steps;
@@ -372,9 +375,12 @@ attention_d14_early_pages(const __grid_constant__ AttentionParams p, const __gri
       for (int i = 0; i < PREFETCH_STEPS && i < BATCH_STEPS; ++i) prefetch(i, next_page);
     }
     ptx::griddepcontrol_wait();   // all inputs may come from the kernel before this one, and it may still use O and the workspace
-    const int length = lane_first < lane_last ? length_of(lane_first) : 0;
-    next_page = page_at(smem.next[threadIdx.x].entry);   // under way together with the length
-    if (__all_sync(FULL_WARP, lane_batch == 1 && length == lane_length)) break;
+    next_page = page_at(smem.next[threadIdx.x].entry);   // under way together with the lengths
+    bool as_before = p.batch <= KEPT_LENGTHS;
+    const int to_compare = as_before ? lane_last : lane_first;
+#pragma unroll 4
+    for (int batch = lane_first; batch < to_compare; ++batch) as_before &= length_of(batch) == smem.lengths[warp][batch];
+    if (__all_sync(FULL_WARP, as_before)) break;
   }
   if (cut && cache.faults) atomicAdd(&cache.faults[1], 1u);
   if (block_steps == 0) return;   // shares are rounded up

@@ -106,6 +106,43 @@ def test_shares_of_one_call_after_another(lengths: list[int], stage: str) -> Non
         assert (outs[0][row].double() - right(*alone, causal=True)[0].transpose(0, 1)).abs().max() < 2e-3
 
 
+LATE = r"""
+// The next kernel may start at once; what it reads comes later, a half of it much later.
+extern "C" __global__ void late(int* table, const int* true_table, int entries, int* lengths, const int* true_lengths, int batch) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  const long long begin = clock64();
+  while (clock64() - begin < 30000) {}
+  for (int i = threadIdx.x; i < batch; i += blockDim.x) lengths[i] = true_lengths[i];
+  __syncthreads();
+  while (clock64() - begin < 60000) {}
+  for (int i = threadIdx.x; i < entries; i += blockDim.x) table[i] = true_table[i];
+}
+"""
+
+
+@every_stage
+@pytest.mark.parametrize("lengths", [[8192] * 4, [9000] + [20] * 30, [*range(1, 301)]], ids=len)
+def test_lengths_and_pages_that_the_kernel_before_writes(lengths: list[int], stage: str) -> None:
+    """Whatever a launch reads before that has ended, it attends to what the kernel before has written."""
+    cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
+    late = cupy.RawKernel(LATE, "late")
+    *pools, table, sizes, _ = _cache(lengths, 16, 2, 128, torch.float16)
+    q = torch.randn(len(lengths), 8, 1, 128, device="cuda").half()
+    right_out = flashlab.paged_attention(q, *pools, table, sizes, stage=stage)
+    most = table.shape[1] * 16
+    wrong_tables = (torch.zeros_like(table), torch.full_like(table, -7), torch.full_like(table, 2**31 - 1), table.flip(0, 1))
+    wrong_lengths = (torch.zeros_like(sizes), torch.full_like(sizes, most), torch.full_like(sizes, -1), sizes.flip(0))
+    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
+    for old_table, old_lengths in itertools.product(wrong_tables, (*wrong_lengths, sizes)):
+        its_table, its_lengths = old_table.clone(), old_lengths.clone()
+        arguments = (its_table, table, table.numel(), its_lengths, sizes, len(lengths))
+        torch.cuda.synchronize()
+        with stream:
+            late((1,), (256,), tuple(cupy.asarray(x) if isinstance(x, torch.Tensor) else cupy.int32(x) for x in arguments))
+        out = flashlab.paged_attention(q, *pools, its_table, its_lengths, stage=stage)
+        assert torch.equal(out, right_out)
+
+
 @every_stage
 def test_a_graph_replays_with_other_lengths_and_pages(stage: str) -> None:
     *cache, keys = _cache([700, 90], 16, 4, 128, torch.float16)
