@@ -33,6 +33,7 @@ constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // that a warp has looked u
 constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
 constexpr int FEW_PARTS = 4, MANY_PARTS = HEAD_DIM < 256 ? 16 : 8;   // of a tile, whose loads are under way together
+constexpr int FEW_STEPS = 32;                         // of a warp, of which PREFETCH_STEPS are prefetched
 constexpr int KEPT_LENGTHS = 256;                    // of so many sequences, to be compared with what they are after the wait
 constexpr unsigned KEY_COUNTS = 64;                  // more than there are keys in a step, and so numbers of them
 constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
@@ -272,13 +273,14 @@ attention_d14_early_pages(const __grid_constant__ AttentionParams p, const __gri
   };
   // The warp's step number i into the L2 cache, where the page that was looked up for it is one: a row at a time, or all rows that lie
   // together. Nothing is read yet, so kernels before this one may still write these rows: they do so through the same cache.
+  const bool rows_together = p.K.row_stride == HEAD_DIM && p.V.row_stride == HEAD_DIM;   // those of a head in a page
   const auto prefetch = [&](int i, int page) {
     if (i >= warp_steps) return;
     const unsigned place = __shfl_sync(FULL_WARP, smem.next[threadIdx.x].place, i * STEP_PAGES);
     const int num_keys = place % KEY_COUNTS, hidden_keys = place / KEY_COUNTS % KEY_COUNTS;
     const int page_row = place / (KEY_COUNTS * KEY_COUNTS) % PAGE_STEPS * STEP_KEYS;
     const int kv_head = place / (KEY_COUNTS * KEY_COUNTS * PAGE_STEPS);
-    const int rows_at_once = p.K.row_stride == HEAD_DIM && p.V.row_stride == HEAD_DIM ? STEP_KEYS / STEP_PAGES : 1;
+    const int rows_at_once = rows_together ? STEP_KEYS / STEP_PAGES : 1;
     for (int first = 0; first < 2 * STEP_KEYS; first += WARP * rows_at_once) {   // of K, then of V
       const int row = first + lane * rows_at_once, key = row % STEP_KEYS;
       const int row_page = __shfl_sync(FULL_WARP, page, i * STEP_PAGES + key / PAGE_SIZE % STEP_PAGES);
@@ -372,7 +374,9 @@ attention_d14_early_pages(const __grid_constant__ AttentionParams p, const __gri
     next_page = look_up(0);
     if (waited) break;
     if constexpr (ALIGNED) {
-      for (int i = 0; i < PREFETCH_STEPS && i < BATCH_STEPS; ++i) prefetch(i, next_page);
+      // One step, where a step's prefetch is one for each row, or where so few are no large part of what the warp reads.
+      const int ahead = rows_together && warp_steps <= FEW_STEPS ? PREFETCH_STEPS : min(1, PREFETCH_STEPS);
+      for (int i = 0; i < ahead && i < BATCH_STEPS; ++i) prefetch(i, next_page);
     }
     ptx::griddepcontrol_wait();   // all inputs may come from the kernel before this one, and it may still use O and the workspace
     next_page = page_at(smem.next[threadIdx.x].entry);   // under way together with the lengths
