@@ -211,6 +211,68 @@ def test_what_lies_out_of_bounds_and_what_was_never_written_is_told(tmp_path: Pa
     assert {"out of bounds", "uninitialised"} <= kinds
 
 
+EARLY = """
+#include "ptx_sm90.cuh"
+"""
+
+
+@needs_compiler
+def test_what_is_touched_before_the_kernel_before_has_ended_is_told(tmp_path: Path) -> None:
+    built = kernel(
+        tmp_path,
+        """
+  const int early = given[1];  // too soon
+  ptx::griddepcontrol_wait();
+  out[threadIdx.x] = given[0] + early;""",
+        parameters="int* out, const int* given",
+        before=EARLY,
+        hooks=True,
+    )
+    given = Pointer(array=np.arange(2, dtype=np.int32), access="r", name="given")
+
+    def kinds(**how: Any) -> dict[str, str]:
+        found = launch(built, [np.zeros(32, np.int32), given], grid=[1], block=[32], **how).findings
+        return {finding.kind: str(finding) for finding in found}
+
+    assert kinds() == {}, "nothing else is under way"
+    (said,) = kinds(early=True).items()
+    assert said[0] == "before griddepcontrol.wait"
+    assert f"kernel.cu:{line_of(tmp_path, '// too soon')}" in said[1]
+
+
+@needs_compiler
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_relaxed_load_before_the_kernel_before_has_ended_finds_anything(tmp_path: Path, hooks: bool) -> None:
+    built = kernel(
+        tmp_path,
+        """
+  const int early = ptx::ld_relaxed_gpu(&given[threadIdx.x]);
+  ptx::griddepcontrol_wait();
+  out[threadIdx.x] = early;
+  out[32 + threadIdx.x] = ptx::ld_relaxed_gpu(&given[threadIdx.x]);""",
+        parameters="int* out, const int* given",
+        before=EARLY,
+        hooks=hooks,
+    )
+    values = np.arange(500, 532, dtype=np.int32)
+
+    def found(**how: Any) -> tuple[int, int]:
+        """How many are what they will be, before the wait and after it."""
+        out = np.zeros((2, 32), np.int32)
+        arguments = [out.reshape(-1), Pointer(array=values, access="r", name="given")]
+        report = launch(built, arguments, grid=[1], block=[32], **how)
+        assert report.findings == ()
+        early, late = (out == values).sum(axis=1).tolist()
+        return early, late
+
+    assert found(schedule="seeded:1") == (32, 32), "nothing else is under way"
+    assert found(early=True) == (32, 32)
+    assert found(early=True, schedule="descending") == (0, 32)
+    some, late = found(early=True, schedule="seeded:1")
+    assert 0 < some < 32
+    assert late == 32
+
+
 @needs_compiler
 def test_ctrl_c_ends_the_worker(tmp_path: Path) -> None:
     built = kernel(tmp_path, "  volatile float* spin = out;\n  while (spin[0] == 0) { }")

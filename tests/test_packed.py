@@ -20,7 +20,7 @@ from flashlab.experiments import packed
 from flashlab.measure import cells
 from flashlab.record import store
 from flashlab.record.schema import PackedRun
-from flashlab.run import gpu
+from flashlab.run import gpu, paged
 from flashlab.show import pages
 
 
@@ -135,8 +135,10 @@ def test_decoding_has_a_table_of_its_own(tmp_path: Path) -> None:
     ]
     (row,) = packed.shown([*records, _record("fa3", 60.0)])
     assert (row["stage"], row["over"]["flashinfer"], row["keys"]) == ("d12_paged_ends", pytest.approx(1.1), 1000)
-    (taken,) = packed.shown([*records, _record("d13_shares_of_time", 42.0, **of)])
-    assert (taken["stage"], taken["us"]["d12_paged_ends"]) == ("d13_shares_of_time", 40.0)  # what a call takes
+    (parent,) = packed.shown([*records, _record("d13_shares_of_time", 42.0, **of)])
+    assert (parent["stage"], parent["us"]["d12_paged_ends"]) == ("d13_shares_of_time", 40.0)  # not the fastest
+    (taken,) = packed.shown([*records, *(_record(name, 43.0, **of) for name in ("d13_shares_of_time", paged.STAGE))])
+    assert taken["stage"] == paged.STAGE
     assert row["gb_per_s"] == pytest.approx(2 * 2 * 1000 * 8 * 128 / 40e-6 / 1e9)
     assert records[1].tflops(40.0) == pytest.approx(2 * 2 * 1000 * 32 * 128 / 40e-6 / 1e12)  # what `verify` bounds
     path = tmp_path / "nvidia-h200" / "packed" / f"{records[0].run}.jsonl"
@@ -146,7 +148,7 @@ def test_decoding_has_a_table_of_its_own(tmp_path: Path) -> None:
     out = pages.Output(root=tmp_path / "generated")
     packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)
     text = (out.root / "snippets" / "ragged.md").read_text(encoding="utf-8")
-    assert "| 2 | `short` | 1,000 | 50.0 | – | 40.0 | – | 44.0 |" in text
+    assert "| 2 | `short` | 1,000 | 50.0 | – | 40.0 | – | – | 44.0 | d12 |" in text
     assert "NVIDIA H200 · bfloat16" in text
     assert "flashlab packed" in (out.root / "snippets" / "packed.md").read_text(encoding="utf-8")  # nothing of it there
 

@@ -141,6 +141,28 @@ def test_shares_fall_anywhere_on_sequences(
 
 
 @needs_compiler
+@pytest.mark.parametrize("schedule", ["descending", *(f"seeded:{seed}" for seed in range(4))])
+@pytest.mark.parametrize("lengths", [LENGTHS[0], LENGTHS[4], LENGTHS[5]], ids=len)
+def test_lengths_and_pages_may_change_until_the_kernel_before_has_ended(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], schedule: str
+) -> None:
+    """Before griddepcontrol.wait the emulator finds anything there, under these schedules; nothing else is read."""
+    reports, build, launch = [], emulator.build_stage, emulator.launch
+
+    def scheduled(*args: Any, **how: Any) -> Any:
+        assert how["early"], "as a GPU launches it"
+        reports.append(launch(*args, **{**how, "schedule": schedule}))
+        return reports[-1]
+
+    monkeypatch.setattr(arguments, "CPU_RESIDENT_BLOCKS", 13)
+    monkeypatch.setattr(emulator, "build_stage", lambda variant, hooks: build(variant, hooks=True))
+    monkeypatch.setattr(emulator, "launch", scheduled)
+    q = np.random.default_rng(1).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
+    _refuse_wrong(Cache(lengths, 16), q, STAGE)
+    assert [report.findings for report in reports] == [()]
+
+
+@needs_compiler
 @every_sharing_stage
 def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """As a graph's replays have it: the grid is fixed, the lengths are not."""

@@ -356,9 +356,10 @@ attention_d14_early_pages(const __grid_constant__ AttentionParams p, const __gri
       Begin begin = {__shfl_sync(FULL_WARP, lane_first, owner), __shfl_sync(FULL_WARP, lane_keys, owner), 0, steps_before, 0};
       const unsigned seq_ends = seq_tiles * end_steps;
       unsigned long long rest = place - steps_before - static_cast<unsigned long long>(seq_ends) * begin.batch;
-      for (; rest >= seq_steps_of(begin.keys) + seq_ends && begin.batch + 1 < p.batch; begin.keys = keys_of(++begin.batch)) {
+      while (rest >= seq_steps_of(begin.keys) + seq_ends && begin.batch + 1 < p.batch) {
         rest -= seq_steps_of(begin.keys) + seq_ends;
         begin.step += seq_steps_of(begin.keys);
+        begin.keys = __shfl_sync(FULL_WARP, keys_of(++begin.batch), 0);   // what one lane found, for lanes must stay together
       }
       const unsigned in_seq = rest, tile_steps = steps_of(begin.keys), tile = in_seq / (tile_steps + end_steps);
       const unsigned in_tile = in_seq - tile * (tile_steps + end_steps);

@@ -183,9 +183,9 @@ __forceinline__ void cluster_wait() { emu::cluster_wait(); }
 __forceinline__ unsigned cluster_ctarank() { return emu::cluster_rank(); }
 __forceinline__ unsigned cluster_nctarank() { return emu::cluster_size(); }
 __forceinline__ bool elect_sync(unsigned mask = 0xffffffffu) { return emu::elect(mask); }
-// Grids follow one another here: nothing starts early, nothing is waited for.
+// Grids follow one another here: nothing starts early. What a launch that may must not touch before the wait, the detector says.
 __forceinline__ void griddepcontrol_launch_dependents() {}
-__forceinline__ void griddepcontrol_wait() {}
+__forceinline__ void griddepcontrol_wait() { emu::grid_wait(); }
 template <int REGISTERS>
 __forceinline__ void setmaxnreg_inc() {
   static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "a multiple of 8 from 24 to 256");

@@ -92,7 +92,9 @@ void on_read(const void* pointer, unsigned bytes, Kind kind = Kind::plain);
 void on_write(const void* pointer, unsigned bytes, Kind kind = Kind::plain);
 void atomic_note(const void* pointer, unsigned bytes);
 std::uint64_t atomic_load(const void* pointer, unsigned bytes);
+// ld.relaxed. Where the kernel before may still write, it finds what is there, or anything else: as the schedule has it.
 std::uint64_t relaxed_load(const void* pointer, unsigned bytes);
+void grid_wait();   // griddepcontrol.wait: what the kernel before wrote can be seen
 bool atomic_replace(void* pointer, std::uint64_t expected, std::uint64_t desired, unsigned bytes);
 void device_fence();   // of other blocks' atomics too: what came before it is released by the thread's next atomics, and what the
                        // last ones found released is acquired

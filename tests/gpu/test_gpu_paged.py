@@ -108,7 +108,8 @@ def test_shares_of_one_call_after_another(lengths: list[int], stage: str) -> Non
 
 LATE = r"""
 // The next kernel may start at once; what it reads comes later, a half of it much later.
-extern "C" __global__ void late(int* table, const int* true_table, int entries, int* lengths, const int* true_lengths, int batch) {
+extern "C" __global__ void late(int* table, const int* true_table, int entries, int* lengths, const int* true_lengths,
+                                int batch) {
   asm volatile("griddepcontrol.launch_dependents;");
   const long long begin = clock64();
   while (clock64() - begin < 30000) {}
@@ -130,15 +131,16 @@ def test_lengths_and_pages_that_the_kernel_before_writes(lengths: list[int], sta
     q = torch.randn(len(lengths), 8, 1, 128, device="cuda").half()
     right_out = flashlab.paged_attention(q, *pools, table, sizes, stage=stage)
     most = table.shape[1] * 16
-    wrong_tables = (torch.zeros_like(table), torch.full_like(table, -7), torch.full_like(table, 2**31 - 1), table.flip(0, 1))
-    wrong_lengths = (torch.zeros_like(sizes), torch.full_like(sizes, most), torch.full_like(sizes, -1), sizes.flip(0))
+    wrong_tables = (*(torch.full_like(table, page) for page in (0, -7, 2**31 - 1)), table.flip(0, 1))
+    wrong_lengths = (*(torch.full_like(sizes, length) for length in (0, most, -1)), sizes.flip(0))
     stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
     for old_table, old_lengths in itertools.product(wrong_tables, (*wrong_lengths, sizes)):
         its_table, its_lengths = old_table.clone(), old_lengths.clone()
         arguments = (its_table, table, table.numel(), its_lengths, sizes, len(lengths))
         torch.cuda.synchronize()
+        given = (cupy.asarray(x) if isinstance(x, torch.Tensor) else cupy.int32(x) for x in arguments)
         with stream:
-            late((1,), (256,), tuple(cupy.asarray(x) if isinstance(x, torch.Tensor) else cupy.int32(x) for x in arguments))
+            late((1,), (256,), tuple(given))
         out = flashlab.paged_attention(q, *pools, its_table, its_lengths, stage=stage)
         assert torch.equal(out, right_out)
 

@@ -34,6 +34,7 @@ struct Launch {
   unsigned max_threads = 0;
   std::uint64_t max_blocks = ~std::uint64_t{0};
   bool detect = false;
+  bool early = false;   // the kernel before may still write: a thread sees that it has ended by griddepcontrol.wait
 };
 
 // Thrown where a kernel cannot go on; caught at the bottom of a fiber or in the scheduler.
@@ -61,6 +62,7 @@ struct Thread {
   int waits_id = 0, waits_count = 0; // of the barrier
   char what[120] = {};               // where neither: the caller's words
   Place place = nullptr;             // of the wait
+  bool waited_for_grid = false;
   bool cluster_arrived = false;
   std::uint64_t cluster_generation = 0;
   Clock clock;                       // with hooks

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 #include "block.h"
 
@@ -400,6 +401,10 @@ void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place
       report(by, "out of bounds", "global", *block, "", offset, bytes, {}, act);
       return;
     }
+    if (block->launch->early && !by.thread.waited_for_grid) {
+      const Region* region = memory.region_of(offset);
+      report(by, "before griddepcontrol.wait", "global", *block, region ? region->name : "", offset - (region ? region->offset : 0), bytes, {}, act);
+    }
     global_access(by, offset, bytes, act);
     if (kind != Kind::bulk) block->counters.access(by.thread.id, place, address, bytes, Space::global, is_write, kind);
     return;
@@ -440,14 +445,29 @@ std::uint64_t atomic_load(const void* pointer, unsigned bytes) {
   return __atomic_load_n(static_cast<const std::uint64_t*>(pointer), __ATOMIC_SEQ_CST);
 }
 
+void grid_wait() { the_block->current->waited_for_grid = true; }
+
 std::uint64_t relaxed_load(const void* pointer, unsigned bytes) {
-  const GlobalMemory& memory = the_block->launch->memory;
+  Block& block = *the_block;
+  const GlobalMemory& memory = block.launch->memory;
   const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(memory.base);
-  if (!the_block->detect || offset >= memory.bytes || memory.state[offset] & GlobalMemory::WRITABLE) return atomic_load(pointer, bytes);
-  check_access(pointer, bytes, Act::read, Kind::plain, kernel_place(EMULATION_HERE()));   // an input, which nobody writes
-  std::uint64_t value = 0;
-  std::memcpy(&value, pointer, bytes);
-  return value;
+  const bool known = offset < memory.bytes && bytes <= memory.bytes - offset;
+  if (!known || (block.detect && memory.state[offset] & GlobalMemory::WRITABLE)) return atomic_load(pointer, bytes);
+  const std::uint64_t value = bytes == 4 ? __atomic_load_n(static_cast<const std::uint32_t*>(pointer), __ATOMIC_SEQ_CST)
+                                         : __atomic_load_n(static_cast<const std::uint64_t*>(pointer), __ATOMIC_SEQ_CST);
+  bool& waited = block.current->waited_for_grid;
+  const bool early = block.launch->early && !waited;
+  if (block.detect) {   // an input, which nobody of this launch writes
+    const bool before = std::exchange(waited, true);   // this load may come early
+    check_access(pointer, bytes, Act::read, Kind::plain, kernel_place(EMULATION_HERE()));
+    waited = before;
+  }
+  if (!early || block.draw(2) == 0) return value;
+  switch (block.draw(3)) {   // what was there, or half of what comes
+    case 0: return 0;
+    case 1: return ~std::uint64_t{0} / (1 + block.draw(1u << 16));
+    default: return block.draw(1000);
+  }
 }
 
 bool atomic_replace(void* pointer, std::uint64_t expected, std::uint64_t desired, unsigned bytes) {

@@ -190,6 +190,8 @@ Request read_request(std::istream& input) {
       in >> launch.max_threads;
     } else if (item == "blocks") {
       in >> launch.max_blocks;
+    } else if (item == "early") {
+      launch.early = true;
     } else if (item == "detect") {
       int wanted = 0;
       in >> wanted;

@@ -343,20 +343,21 @@ class _Worker(GpuWorker):
 
 def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     """A row for each case, of the newest run that has it: ours, with its rate, and how many times faster it is than the
-    others. In decoding ours is what `flashlab.paged_attention` takes, or the fastest of a run without it."""
+    others. In decoding ours is what `flashlab.paged_attention` takes or, in a run without it, what that came of."""
 
     def case(one: PackedRun) -> tuple[Any, ...]:
         decoding = one.kv_heads or 0
         return decoding, one.head_dim, one.dtype, one.mask, one.distribution, decoding and len(one.lengths)
 
-    rows = []
+    rows, lineage = [], [paged.STAGE]
+    while parent := registry.get(lineage[-1]).parent:
+        lineage.append(parent)
     for (kv_heads, head_dim, dtype, mask, distribution, _), same in grouped(records, case).items():
         newest = max(one.run for one in same)
         by_name = {one.name: one for one in same if one.run == newest}
-        stages = [one for name, one in by_name.items() if name == STAGE or name in DECODE_NAMES[:-1]]
-        if not stages:
+        ours = next((by_name[name] for name in (lineage if kv_heads else (STAGE,)) if name in by_name), None)
+        if ours is None:
             continue
-        ours = by_name.get(paged.STAGE) or min(stages, key=lambda one: one.samples.median_us)
         time_us = ours.samples.median_us
         problem = dtype if kv_heads else f"D{head_dim} {mask} {dtype}"
         row = {"distribution": distribution, "problem": problem, "dtype": dtype}
@@ -386,7 +387,8 @@ DECODE_COLUMNS = (
     Column("keys", "keys", "{:,}".format),
     *(Column(f"{name.split('_')[0]}, µs", f"us.{name}", number) for name in DECODE_NAMES[:-1]),
     Column(f"{short_title(FLASHINFER)}, µs", f"us.{FLASHINFER}", number),
-    Column(f"{paged.STAGE.split('_')[0]}, GB/s", "gb_per_s", mhz),
+    Column("taken", "stage", lambda name: name.split("_")[0]),
+    Column("GB/s", "gb_per_s", mhz),
     Column(f"over {short_title(FLASHINFER)}", f"over.{FLASHINFER}", times),
 )
 

@@ -584,6 +584,7 @@ class EmulatedCall:
             schedule=schedule,
             threads=threads,
             blocks=blocks,
+            early=self.planned.stage.early_launch,
             timeout_s=timeout_s,
             cancel=cancel,
         )

@@ -402,6 +402,7 @@ def launch(
     schedule: str = "ascending",
     threads: int | None = None,
     blocks: int | None = None,
+    early: bool = False,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     cancel: threading.Event | None = None,
 ) -> Report:
@@ -416,6 +417,9 @@ def launch(
         schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
         threads: operating-system threads, each with one block at a time; one for each core where None.
         blocks: run only so many blocks, the first.
+        early: as a GPU launches a kernel before the one before has ended. With hooks, what a thread reads or writes in
+            global memory before its griddepcontrol.wait is a finding; an ld.relaxed of an input is none, and finds what
+            is there or, as `schedule` has it, anything else.
         timeout_s: after so long the worker is stopped; None for never.
         cancel: set from another thread, it stops the worker as Ctrl-C does.
 
@@ -435,6 +439,7 @@ def launch(
         f"schedule {schedule_item(schedule)}",
         *([] if block is None else [f"block {_dim3(block, 'block')}"]),
         *(f"{name} {number}" for name, number in numbers.items() if number is not None),
+        *(["early"] if early else []),
         "detect 1",
     ]
     memory = Memory()

@@ -47,7 +47,7 @@ from flashlab.run.plan import (
     with_features,
 )
 
-STAGE = "d13_shares_of_time"
+STAGE = "d14_early_pages"
 """What runs where no stage is named."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
 """What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
@@ -115,8 +115,7 @@ def paged_attention(
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: as `flashlab.attention` takes it.
-        stage: the id of one that reads a cache in pages: d1_paged_kv, d6_paged_parts, d12_paged_ends or, where None,
-            d13_shares_of_time.
+        stage: the id of one that reads a cache in pages: d14_early_pages where None, or one that it came of.
         params: the stage's tunables, by name.
         check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
             such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
