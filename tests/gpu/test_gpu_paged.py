@@ -52,10 +52,11 @@ DRAWN = 500
 
 
 @pytest.fixture(scope="module")
-def compiled() -> None:
-    """What the drawn calls run, on all cores."""
+def compiled(request: pytest.FixtureRequest) -> None:
+    """What the drawn calls run of the stages that are asked for, on all cores."""
+    wanted = {item.callspec.params.get("stage") for item in request.session.items if hasattr(item, "callspec")}
     jobs = {}
-    for seed, stage in itertools.product(range(DRAWN), map(registry.get, STAGES)):
+    for seed, stage in itertools.product(range(DRAWN), map(registry.get, wanted & set(STAGES))):
         drawn = random_calls.paged(seed, stage.head_dims)
         page_size, kv_heads, head_dim, dtype = drawn.sizes.values()
         width = -(-max(drawn.lengths) // page_size) * page_size
