@@ -276,11 +276,8 @@ def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None) -> N
 
 
 _FEW_TILES = {Problem.parse("8x16x512x128", dtype=dtype) for dtype in DTYPES}
-SLOWER = {
-    "nvidia-h200": _FEW_TILES,
-    "nvidia-h100-80gb-hbm3": _FEW_TILES | {Problem.parse("64x16x512x128", dtype="bfloat16", mask="causal")},
-}
-"""Where torch's SDPA wins, by 1 to 3 %: 3.9 work tiles of 128 rows for each SM, and short causal rows by 1 %."""
+SLOWER = {"nvidia-h200": _FEW_TILES, "nvidia-h100-80gb-hbm3": _FEW_TILES}
+"""Where torch's SDPA wins, by 1 to 3 %: 3.9 work tiles of 128 rows for each SM."""
 
 
 @pytest.mark.parametrize("slug", GPUS)
