@@ -1,12 +1,14 @@
-"""Folders: where the cache is, what a GPU's folder is called, and what an unwritable one gets."""
+"""Folders: where the cache is, what a GPU's folder is called, and what an unwritable one gets; the environment."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from flashlab.core import paths
+from flashlab.core import environment, paths
 from flashlab.core.errors import OutputError
 
 
@@ -42,3 +44,22 @@ def test_folders_are_named_after_products(product: str, folder: str) -> None:
 
 def test_the_checkout_is_whole() -> None:
     assert all(p.is_dir() for p in (paths.KERNELS, paths.NOTEBOOKS, paths.DATA, paths.SITE))
+
+
+def test_a_copy_of_the_environment_leaves_out_what_another_thread_unsets_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Unset(dict[str, str]):
+        """Names one variable that has no value any more."""
+
+        def __iter__(self) -> Any:
+            return iter(["GONE", *super().__iter__()])
+
+        def keys(self) -> Any:
+            return list(self)
+
+    variables = Unset(HERE="1")
+    with pytest.raises(KeyError):
+        assert {**variables}["HERE"]
+    monkeypatch.setattr(os, "environ", variables)
+    assert environment.environment() == {"HERE": "1"}

@@ -24,6 +24,7 @@ from flashlab.build.compiler import COMMON, Compiled, LaunchShape, Variant, laun
 from flashlab.build.parallel import on_all_cores
 from flashlab.build.sources import contents, quote, read, readable, shown
 from flashlab.build.symbols import EMULATION
+from flashlab.core.environment import environment
 from flashlab.core.errors import CompileError, MissingPackageError
 from flashlab.core.paths import ROOT
 
@@ -363,7 +364,7 @@ def _compile(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         errors="replace",
-        env={**os.environ, "LC_ALL": "C"},  # messages that can be read back
+        env={**environment(), "LC_ALL": "C"},  # messages that can be read back
     )
 
 

@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from flashlab.core.environment import environment
 from flashlab.core.problem import DType
 
 _STRIDES = tuple(f"{tensor}_{step}" for tensor in "QKVO" for step in ("batch", "head", "row"))
@@ -108,13 +109,13 @@ def compile_kernel(
     }
     with tempfile.TemporaryDirectory(prefix="flashlab-triton-") as name:
         folder = Path(name)
-        command, environment = worker(folder, request, __name__)
+        command, variables = worker(folder, request, __name__)
         run = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=variables,
             process_group=0,
             check=False,
         )
@@ -136,14 +137,14 @@ def worker(folder: Path, request: Mapping[str, Any], module: str, **settings: st
     Triton.
     """
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")} | {
+    variables = {name: value for name, value in environment().items() if not name.startswith("TRITON_")} | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "TRITON_CACHE_DIR": str(folder / "cache"),
         "TRITON_DUMP_PTXAS_LOG": "1",
         "TRITON_DEFAULT_FP_FUSION": "1",
         **settings,
     }
-    return [sys.executable, "-c", _ELSEWHERE, module, str(folder)], environment
+    return [sys.executable, "-c", _ELSEWHERE, module, str(folder)], variables
 
 
 # --- in the process of its own ----------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ A record says how often a stage was launched under a tool, and what the tool fou
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flashlab.build import compiler
+from flashlab.core.environment import environment
 from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
@@ -191,8 +191,8 @@ def _run(command: str, tool: str, job: Message, options: Options) -> tuple[Found
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         watch = [command, "--tool", tool, *_FLAGS, "--log-file", str(log)]
-        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each array an allocation of its own
-        with Worker([*watch, *options.worker], environment) as worker:
+        variables = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each array an allocation of its own
+        with Worker([*watch, *options.worker], variables) as worker:
             try:
                 worker.run(job, watched.act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
                 worker.wait(max(0.0, ends - time.monotonic()))  # until the tool has written its summary

@@ -37,6 +37,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from flashlab import __version__
 from flashlab.build import sources
+from flashlab.core.environment import environment
 from flashlab.core.errors import MissingPackageError, NoGpuError, ParameterError, ReportError
 from flashlab.core.paths import BUILD, DATA, KERNELS, NOTEBOOKS, ROOT, writable_dir
 from flashlab.kernels import registry
@@ -140,7 +141,7 @@ def run_program(command: Sequence[str], timeout_s: float, *, held: Sequence[int]
             stderr=subprocess.STDOUT,
             start_new_session=True,
             pass_fds=held,
-            env={**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
+            env={**environment(), "NO_MKDOCS_2_WARNING": "1", "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
         )
         _running.add(process)
         try:
