@@ -20,7 +20,7 @@ LEFTOVERS := metadata.papermill cell.metadata.papermill \
 	$(addprefix metadata.language_info.,version codemirror_mode file_extension mimetype nbconvert_exporter pygments_lexer)
 STRIP := $(PYTHON) -m nbstripout --keep-id --drop-tagged-cells injected-parameters --extra-keys "$(LEFTOVERS)"
 
-.PHONY: help report test test-fast lint strip lab serve lock bundle chart clean
+.PHONY: help report test test-all test-fast lint strip lab serve lock bundle chart clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -30,11 +30,16 @@ report: $(BASE) ## run every notebook, build the site into build/site; with an N
 
 # Each worker computes with one thread: two that want all cores spin while they wait for each other. Files begin in the
 # order of tests/conftest.py, the longest first; pytest-xdist would begin those with the most tests first.
-test: $(STAMPS)/dev ## every test this machine can run; GPU tests where there is a GPU
-	@$(if $(GPU),,OPENBLAS_NUM_THREADS=1) $(PYTHON) -m pytest -n $(if $(GPU),0,auto) --dist loadfile --no-loadscope-reorder $(ARGS)
+PYTEST := $(if $(GPU),,OPENBLAS_NUM_THREADS=1) $(PYTHON) -m pytest -n $(if $(GPU),0,auto) --dist loadfile --no-loadscope-reorder
+
+test: $(STAMPS)/dev ## every test but the whole of large matrices; GPU tests where there is a GPU
+	@$(PYTEST) -m 'not exhaustive' $(ARGS)
+
+test-all: $(STAMPS)/dev ## every test this machine can run
+	@$(PYTEST) $(ARGS)
 
 test-fast: $(STAMPS)/dev ## the tests that take seconds, for while you work
-	@OPENBLAS_NUM_THREADS=1 $(PYTHON) -m pytest -n auto --dist loadfile -m 'not slow and not gpu' $(ARGS)
+	@OPENBLAS_NUM_THREADS=1 $(PYTHON) -m pytest -n auto --dist loadfile -m 'not slow and not gpu and not exhaustive' $(ARGS)
 
 lint: $(STAMPS)/dev ## format, style, types, import layers, notebooks without outputs, Dockerfile
 	$(PYTHON) -m ruff check

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from shared import made_once
+from shared import OF_STAGES, REPORTED, made_once, without_variants
 
 from flashlab.run import gpu
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
+
+    from flashlab.show import sweep
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
@@ -29,44 +32,46 @@ FLAGS = (
 )
 HERE = Path(__file__).parent
 SLOW = (
-    "emulation/test_emulated_stages.py",
     "test_pages.py",
-    "test_notebooks.py",
-    "test_compiler.py",
+    "emulation/test_emulated_stages.py",
     "test_decode.py",
+    "test_compiler.py",
+    "test_sweep.py",
     "test_features.py",
     "test_hopper.py",
     "test_paged.py",
-    "test_ablation.py",
+    "test_notebooks.py",
     "test_hostile.py",
-    "emulation/test_mistakes.py",
-    "emulation/test_bugs.py",
+    "test_ablation.py",
     "test_levers.py",
-    "test_dead_ends.py",
-    "test_random_cases.py",
-    "test_sass.py",
-    "test_sweep.py",
-    "test_site.py",
     "test_varlen.py",
-    "test_equal_share.py",
     "test_fp8.py",
-    "test_exactness.py",
-    "test_mma.py",
-    "test_cases.py",
-    "test_charts.py",
+    "emulation/test_bugs.py",
+    "test_equal_share.py",
     "test_chip.py",
+    "test_dead_ends.py",
+    "test_site.py",
+    "test_sass.py",
     "emulation/test_sm90.py",
+    "test_long.py",
+    "emulation/test_numerics.py",
+    "test_random_cases.py",
+    "emulation/test_mistakes.py",
+    "test_charts.py",
+    "test_mma.py",
     "test_attention.py",
     "emulation/test_portability.py",
-    "emulation/test_numerics.py",
-    "test_emulator.py",
     "test_exercises.py",
+    "test_exactness.py",
+    "test_emulator.py",
+    "test_cases.py",
     "emulation/test_emulated_conformance.py",
     "emulation/test_counters_of_stages.py",
     "test_sanitizer.py",
 )
 """Files that compile or emulate many kernels, run notebooks or open the site, longest first: each is one worker's, and
-what begins last should be short. `make test-fast` leaves them out."""
+what begins last should be short. The first makes the report, for which those after test_hopper.py would have to wait.
+`make test-fast` leaves them out."""
 NEXT = ("test_tune.py",)
 """Files of which one test compiles many kernels: they begin after those, and before all others."""
 
@@ -84,11 +89,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"needs an NVIDIA GPU: {reason}"))
 
 
+def _of_few(showing: Callable[..., tuple[sweep.Cell, ...]], gpu: str, **given: str) -> tuple[sweep.Cell, ...]:
+    """The cells of a report, those that compile or emulate what is named for few stages."""
+    few = {"stages": ",".join(REPORTED)}
+    return tuple(
+        one.model_copy(update={"parameters": one.parameters | (few if one.notebook.stem in OF_STAGES else {})})
+        for one in showing(gpu, **given)
+    )
+
+
 @pytest.fixture(scope="session")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of made-up records of two GPUs, one of them partial, made once a test run.
 
-    It has data/, notebooks/, pages/ and site/, and said.txt.
+    It has data/, notebooks/, pages/ and site/, and said.txt. Its notebooks compile and emulate few stages;
+    test_notebooks.py has them take all, for `make test-all`.
     """
     from synthetic import write_partial, write_synthetic
 
@@ -98,7 +113,10 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_synthetic(folder / "data")
         write_partial(folder / "data")
         said: list[str] = []
-        index = site.run(source="replay", data=folder / "data", out=folder, say=said.append)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(site, "showing", partial(_of_few, site.showing))
+            without_variants(patched)
+            index = site.run(source="replay", data=folder / "data", out=folder, say=said.append)
         assert index == folder / "site" / "index.html"
         (folder / "said.txt").write_text("\n".join(said), encoding="utf-8")
 

@@ -6,8 +6,8 @@ import fcntl
 import hashlib
 import importlib
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ import pytest
 from flashlab.build.compiler import Job
 from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import BUILD
-from flashlab.core.problem import Problem
+from flashlab.core.problem import DType, Problem
+from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.record import store
 from flashlab.record.schema import Ceiling, Measurement, Verdict
@@ -30,6 +31,19 @@ except MissingPackageError as error:
     NO_COMPILER = str(error)
 """Why nothing can be emulated here; empty where it can."""
 needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
+
+tiers = pytest.mark.parametrize(
+    "whole",
+    [pytest.param(False, id="part"), pytest.param(True, id="whole", marks=pytest.mark.exhaustive)],
+)
+"""Of a large matrix, `make test` runs a part, a few cases of each stage, and `make test-all` the whole too."""
+
+
+OF_STAGES = ("01_correctness", "03_anatomy")
+"""Notebooks that emulate every stage they are given, or compile it for every architecture."""
+REPORTED = ("00_naive", "06_cp_async", "16_ones_column")
+"""What the notebooks of the tests' report compile for every architecture and emulate: the first stage, one for warps
+and one for Hopper alone."""
 
 
 def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
@@ -45,6 +59,43 @@ def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(folder)
             done.touch()
     return folder
+
+
+def in_turn(stage: Stage) -> tuple[tuple[int, DType, bool], ...]:
+    """Head dim, element type and whether causal, of as few variants as have each head dim, and each type in each mask.
+
+    Of the variants of `one_type_a_head_dim`, where head dims are more than types.
+    """
+    dims, types = stage.head_dims, stage.dtypes
+    return tuple(
+        (dims[number % len(dims)], types[number % len(types)], bool(number // len(types) % 2))
+        for number in range(max(len(dims), 2 * len(types)))
+    )
+
+
+def part_of(jobs: Iterable[Job]) -> tuple[Job, ...]:
+    """The jobs of the variants `in_turn`, for Hopper; for its newest architecture where a stage does not run there."""
+
+    def taken(job: Job) -> bool:
+        arch = "sm_90a" if "sm_90a" in job.stage.archs else job.stage.archs[-1]
+        return job.arch == arch and (job.head_dim, job.dtype, job.causal) in in_turn(job.stage)
+
+    return tuple(job for job in jobs if taken(job))
+
+
+def ends_of(jobs: Sequence[Job]) -> tuple[Job, ...]:
+    """Of `part_of` the first and the last: another head dim, and where there are as many, another type and mask."""
+    return tuple(jobs[0:1]) + tuple(jobs[-1:])
+
+
+def without_variants(patched: pytest.MonkeyPatch) -> None:
+    """Let pages of stages off the ladder show the machine code of each, and of the variants of dead ends alone.
+
+    There are four times as many with all, and `test_it_compiles_everywhere_without_spills` compiles them.
+    """
+    off = registry.OFF_LADDER.items()
+    kept = {name: one if name in registry.DEAD_ENDS else replace(one, variants=()) for name, one in off}
+    patched.setattr(registry, "OFF_LADDER", kept)
 
 
 def one_type_a_head_dim(jobs: Iterable[Job]) -> tuple[Job, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import synthetic
 from ahead import ahead, chosen
-from shared import needs_compiler
+from shared import needs_compiler, tiers
 
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin, Job
@@ -49,6 +49,14 @@ MACROS = [
 """Every value of every macro that leaves the output right, but for the defaults and what a CPU has none of."""
 NEEDED_BESIDE: Mapping[tuple[str, str], Mapping[str, int]] = {("08_swizzle", "PADDING"): {"SWIZZLE": 0}}
 SPLIT = [registry.STAGES[stage_id] for stage_id in ablate.SPLIT_STAGES]
+every_split_stage = pytest.mark.parametrize(
+    "stage",
+    [
+        pytest.param(one, id=one.id, marks=() if one in (SPLIT[0], SPLIT[-1]) else pytest.mark.exhaustive)
+        for one in SPLIT
+    ],
+)
+"""`make test` takes the first and the last."""
 PROBLEM = Problem.parse("16x16x2048x64")
 ON_A_CPU = (Problem.parse("1x2x1x80x203x64"), Problem.parse("1x1x1x113x70x64", mask="causal"))
 
@@ -72,7 +80,9 @@ def test_an_axis_is_whole(axis: ablate.Axis) -> None:
             assert value in param.choices, f"{axis.name}: {level.name}"
 
 
-def test_every_level_compiles_for_the_sources_shape() -> None:
+@tiers
+def test_every_level_compiles_for_the_sources_shape(whole: bool) -> None:
+    """In part, the last level of each axis."""
     work = [
         Job(
             stage=registry.get(axis.stage),
@@ -84,7 +94,7 @@ def test_every_level_compiles_for_the_sources_shape() -> None:
             may_spill=True,
         )
         for axis in ablate.AXES.values()
-        for level in axis.levels
+        for level in axis.levels[0 if whole else -1 :]
     ]
     found = compiler.compile_many(work)
     assert not [f"{job.label}: {one}" for job, one in zip(work, found, strict=True) if not isinstance(one, Cubin)]
@@ -178,7 +188,7 @@ def loop_counts(cubin: Cubin | CompileError) -> Counter[str]:
     return Counter(one.opcode.split(".")[0] for one in instructions if start <= one.address <= end)
 
 
-@pytest.mark.parametrize("stage", SPLIT, ids=lambda s: s.id)
+@every_split_stage
 def test_what_is_left_out_is_gone_and_the_rest_is_there(stage: registry.Stage) -> None:
     what: dict[str, Any] = {"stage": stage, "head_dim": 64, "dtype": "float16", "causal": False, "arch": "sm_90a"}
     work = [Job(**what, overrides={"LEAVE_OUT": part}, may_spill=True) for part in ablate.PARTS.values()]
@@ -209,7 +219,7 @@ def test_what_is_left_out_is_gone_and_the_rest_is_there(stage: registry.Stage) -
 
 
 @needs_compiler
-@pytest.mark.parametrize("stage", SPLIT, ids=lambda s: s.id)
+@every_split_stage
 def test_a_part_that_is_left_out_does_not_read_its_operands(stage: registry.Stage) -> None:
     problem = Problem.parse("1x1x1x64x512x64")
     q, k, v = make_inputs(problem)

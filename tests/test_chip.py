@@ -50,7 +50,14 @@ SOME = (
 )
 
 
-@pytest.mark.parametrize("name", SOME)
+some = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive if number % 2 else ()) for number, name in enumerate(SOME)],
+)
+"""`make test` takes every second."""
+
+
+@some
 def test_machine_code_holds_what_is_measured(name: str) -> None:
     case = chip.CASES[name]
     cubin = chip.compile_case(case)
@@ -101,7 +108,7 @@ def test_both_halves_run_beside_products() -> None:
     assert runs_of(order_of("loop_halves_anchored_d64_2wg_n64")) == 2 * [("product", 8), ("power", 32), ("wait", 1)]
 
 
-@pytest.mark.parametrize("name", SOME)
+@some
 def test_every_kernel_runs_on_a_cpu_without_a_finding(name: str) -> None:
     case = chip.CASES[name]
     kernel = emulator.build_file(case.source, entry=case.entry, defines=case.macros, hooks=True)

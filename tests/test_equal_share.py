@@ -119,7 +119,12 @@ def _blocks(monkeypatch: pytest.MonkeyPatch, blocks: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("stage", "schedule"),
-    [(STAGE, "ascending"), (STAGE, "seeded:3"), ("d4_prefetch", "seeded:4"), ("d5_ready_parts", "seeded:5")],
+    [
+        (STAGE, "ascending"),
+        pytest.param(STAGE, "seeded:3", marks=pytest.mark.exhaustive),
+        pytest.param("d4_prefetch", "seeded:4", marks=pytest.mark.exhaustive),
+        ("d5_ready_parts", "seeded:5"),
+    ],
 )
 def test_it_is_right_and_without_races_by_default(stage: str, schedule: str) -> None:
     checked = on_cpu.check_on_cpu(

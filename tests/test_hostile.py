@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import synthetic
-from shared import live_things
+from shared import live_things, without_variants
 from synthetic import COMMIT, HOSTILE, RUN, measurement, profile, write_synthetic
 
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
@@ -124,12 +124,16 @@ def test_what_is_hostile_is_refused_or_prose(data: Path) -> None:
 
 @pytest.fixture(scope="module")
 def built(data: Path) -> Path:
+    """A site of hostile records alone; test_pages.py looks at one with a few among others."""
     out = data.parent
-    site.write_pages(out, data=data)
+    with pytest.MonkeyPatch.context() as patched:
+        without_variants(patched)
+        site.write_pages(out, data=data)
     site.build_site(out)
     return out / "site"
 
 
+@pytest.mark.exhaustive
 def test_no_page_holds_anything_alive(built: Path) -> None:
     said = 0
     for path in sorted(built.rglob("*.html")):
@@ -141,6 +145,7 @@ def test_no_page_holds_anything_alive(built: Path) -> None:
     assert not list(built.rglob("20260104*"))
 
 
+@pytest.mark.exhaustive
 def test_hostile_words_break_no_table(built: Path) -> None:
     text = (built / "generated" / "results" / SLUG / "index.html").read_text(encoding="utf-8")
     for row in text.split("<tr>")[1:]:
@@ -149,6 +154,7 @@ def test_hostile_words_break_no_table(built: Path) -> None:
             assert "| table |" in row.replace("&#124;", "|")
 
 
+@pytest.mark.exhaustive
 def test_nothing_of_it_runs(built: Path, browser: Any) -> None:
     page = browser.new_page()
     dialogs: list[str] = []

@@ -22,6 +22,8 @@ from flashlab.verify.verdict import check
 
 LEVERS = levers.choose()
 each = pytest.mark.parametrize("lever", LEVERS, ids=lambda lever: lever.name)
+LAST = {lever.stage: lever for lever in LEVERS}
+"""Of each stage one lever, which `make test` compiles."""
 
 SOURCE = "one\ntwo\nthree\n\nfive\ntwo\nseven\n"
 DIFF = """--- a/x
@@ -60,11 +62,18 @@ def test_a_lever_is_whole_and_fits_its_stage(lever: Lever, tmp_path: Path) -> No
     assert path.stat().st_mtime_ns == before, "another process may be compiling it"
 
 
-@each
-def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever) -> None:
+@pytest.mark.parametrize(
+    ("lever", "whole"),
+    [
+        *(pytest.param(one, False, id=f"{one.name}-part") for one in LAST.values()),
+        *(pytest.param(one, True, id=f"{one.name}-whole", marks=pytest.mark.exhaustive) for one in LEVERS),
+    ],
+)
+def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, whole: bool) -> None:
     """With the tunables of a recorded GPU, without spills or advisories; and to other machine code than its stage.
 
-    Each head dim and each mask once: measuring compiles the others, and refuses the same.
+    Each head dim and each mask once: measuring compiles the others, and refuses the same. In part, of a lever of
+    each stage the first problem.
     """
     stage, source = registry.get(lever.stage), source_file(f"{lever.name}.cu", lever.text())
     problems = (levers.PROBLEMS[0], levers.PROBLEMS[-1])
@@ -82,6 +91,7 @@ def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever) -> None:
             source=source,
         )
 
+    problems = problems if whole else problems[:1]
     found = compiler.compile_many([job(problem, one) for one in (source, None) for problem in problems])
     assert not [str(one) for one in found if not isinstance(one, Cubin)]
     codes = [one.sha256 for one in found if isinstance(one, Cubin)]
@@ -90,7 +100,10 @@ def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever) -> None:
 
 
 @needs_compiler
-@each
+@pytest.mark.parametrize(
+    "lever",
+    [pytest.param(one, id=one.name, marks=() if one in LAST.values() else pytest.mark.exhaustive) for one in LEVERS],
+)
 def test_a_lever_leaves_the_output_right(lever: Lever) -> None:
     problem = Problem.parse("1x2x1x200x333x64", mask="causal")
     q, k, v = make_inputs(problem)

@@ -18,6 +18,8 @@ from flashlab.verify.verdict import Oracle, check
 
 KEYS = (1 << 20) + 3
 
+STAGES = ("d0_split_kv", "16_ones_column", pytest.param("08_swizzle", marks=pytest.mark.exhaustive))
+
 
 @pytest.fixture(scope="module")
 def inputs() -> tuple[Any, ...]:
@@ -33,7 +35,7 @@ def oracle() -> Oracle:
 
 
 @needs_compiler
-@pytest.mark.parametrize("stage", ["d0_split_kv", "08_swizzle", "16_ones_column"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_a_million_keys_are_seen(stage: str, inputs: tuple[Any, ...], oracle: Oracle) -> None:
     found = emulate(*inputs, stage=stage, causal=True)
     out = np.asarray(found.out)

@@ -20,6 +20,7 @@ from typing import Any, get_args
 import nbformat
 import pytest
 from ahead import chosen
+from shared import OF_STAGES, REPORTED, tiers
 from synthetic import write_synthetic
 
 from flashlab.core.errors import (
@@ -47,6 +48,8 @@ EVERY = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 NAMES = [name for name in EVERY if name != INDEX]
 OF_RECORDS = [name for name in NAMES if name not in ("edit_a_kernel", "exercises")]
 """Those that show what is in data/."""
+MUCH_OF_DATA = ("02_ladder", "05_ablations", "07_against_peers", "08_claims")
+"""Those that show the most of it, and that `make test` runs on what is committed; on made-up records it runs all."""
 REPLAY = Path(__file__).with_name("replay.py")
 NO_COMPILER = trial.no_compiler()
 needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
@@ -71,7 +74,7 @@ def replayed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "test_before_anything_was_measured": {"data": str(folder / "none"), "stages": "00_naive"},
         "test_replay_of_the_committed_data": {},
     }
-    few = {name: {"stages": "00_naive"} for name in ("01_correctness", "03_anatomy")}
+    few = {name: {"stages": "00_naive"} for name in OF_STAGES}
     jobs = [
         {
             "notebook": str(NOTEBOOKS / f"{name}.ipynb"),
@@ -213,7 +216,6 @@ def test_replay(name: str, report: Path) -> None:
     assert outcome.numbers
     if name == "01_correctness":
         assert [kind for kind, passed in outcome.numbers["outputs"].items() if passed] == ["sound"]
-        assert outcome.numbers["emulated"] == ({} if NO_COMPILER else dict.fromkeys(CUDA_STAGES, True))
     if name == "edit_a_kernel" and not NO_COMPILER:
         assert outcome.numbers["right"] == {"as it is": True, "edited": True}
         assert (outcome.numbers["before"], outcome.numbers["after"]) == (True, False)
@@ -223,9 +225,23 @@ def test_replay(name: str, report: Path) -> None:
         assert outcome.numbers["early"] == {"ascending": False, "descending": False}
     if name == "exercises":
         assert not any(outcome.numbers["right"].values()), "nothing is filled in"
-    if name == "03_anatomy":
-        assert set(outcome.numbers["sass"]) == set(CUDA_STAGES)
-        assert outcome.numbers["compiled"] == sum(len(stage.archs) for stage in CUDA_STAGES.values())
+
+
+@tiers
+@pytest.mark.parametrize("name", OF_STAGES)
+def test_a_notebook_compiles_and_emulates_its_stages(name: str, whole: bool, report: Path, tmp_path: Path) -> None:
+    if whole:
+        outcome = sweep.execute(
+            NOTEBOOKS / f"{name}.ipynb", tmp_path, {"source": "replay", "data": str(report / "data")}
+        )
+    else:
+        outcome = read_outcome(report / "notebooks" / f"{name}.json", name)
+    stages = {name: CUDA_STAGES[name] for name in (CUDA_STAGES if whole else REPORTED)}
+    if name == "01_correctness":
+        assert outcome.numbers["emulated"] == ({} if NO_COMPILER else dict.fromkeys(stages, True))
+    else:
+        assert set(outcome.numbers["sass"]) == set(stages)
+        assert outcome.numbers["compiled"] == sum(len(stage.archs) for stage in stages.values())
 
 
 @pytest.mark.parametrize("name", OF_RECORDS)
@@ -236,7 +252,10 @@ def test_before_anything_was_measured(name: str, replayed: Path) -> None:
 
 
 @pytest.mark.skipif(not store.gpus(DATA), reason="no GPU's records are committed under data/")
-@pytest.mark.parametrize("name", OF_RECORDS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in MUCH_OF_DATA else pytest.mark.exhaustive) for name in OF_RECORDS],
+)
 def test_replay_of_the_committed_data(name: str, replayed: Path) -> None:
     outcome, text = _replayed(replayed / "test_replay_of_the_committed_data", name)
     assert outcome.gpu in store.gpus(DATA)
@@ -339,21 +358,21 @@ def make_notebook(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "message", "timeout_s"),
     [
-        ("1 / 0", "ZeroDivisionError"),
-        ("import os; os.kill(os.getpid(), 9)", "99_made_up"),
-        ("import sys; sys.exit(0)\n---\nprint('never')", "99_made_up"),
-        ("pass", "did not come to its end"),
-        ("import time; time.sleep(60)", "99_made_up"),
+        ("1 / 0", "ZeroDivisionError", 60),
+        ("import os; os.kill(os.getpid(), 9)", "99_made_up", 60),
+        ("import sys; sys.exit(0)\n---\nprint('never')", "99_made_up", 60),
+        ("pass", "did not come to its end", 60),
+        ("import time; time.sleep(60)", "99_made_up", 2),
     ],
     ids=["error", "kernel killed", "exits", "no result", "too slow"],
 )
 def test_a_notebook_that_does_not_finish_is_not_a_success(
-    source: str, message: str, make_notebook: Callable[[str], Path], tmp_path: Path
+    source: str, message: str, timeout_s: float, make_notebook: Callable[[str], Path], tmp_path: Path
 ) -> None:
     with pytest.raises(ReportError, match=message):
-        sweep.execute(make_notebook(source), tmp_path / "out", {}, timeout_s=8)
+        sweep.execute(make_notebook(source), tmp_path / "out", {}, timeout_s=timeout_s)
 
 
 def test_a_notebook_that_fails_costs_its_own_page_alone(make_notebook: Callable[[str], Path], tmp_path: Path) -> None:

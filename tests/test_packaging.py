@@ -19,6 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from shared import tiers
 
 import flashlab
 from flashlab.core.paths import ROOT
@@ -124,9 +125,10 @@ def test_the_package_says_that_it_is_typed() -> None:
     assert not wheel.keys() - {"packages", "shared-data", "hooks"}, "nothing is left out"
 
 
+@tiers
 @pytest.mark.slow
-def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the build hook adds, laid out as pip would."""
+def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """What the build hook adds, laid out as pip would; in whole, with a stage compiled for the CPU, and its runtime."""
     interface = ModuleType("hatchling.builders.hooks.plugin.interface")
     interface.BuildHookInterface = list  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, interface.__name__, interface)
@@ -173,6 +175,8 @@ def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytes
         assert refused.stderr.startswith("flashlab: needs the checkout: wanted its "), (needs, refused.stderr)
     assert sorted((tmp_path / "flashlab" / "installed").rglob("*")) == before
     assert run("explain", "16x16x2048x64", "--gpu", "nvidia-h200").returncode == 0
+    if not whole:
+        return
     checked = run("check", "00", "--on", "cpu", "--length", "1x1", "--dtype", "float16", "--mask", "full")
     assert "page: wanted" not in checked.stderr
 
@@ -322,6 +326,17 @@ def test_scripts_can_be_run() -> None:
         assert path.stat().st_mode & stat.S_IXUSR, name
         assert path.read_text(encoding="utf-8").startswith("#!")
         subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_ci_runs_every_test_once() -> None:
+    """`make test` by one side of a marker, then `make test-all` by the other."""
+    makefile, ci = ((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", ".ci/run"))
+    ran = re.findall(r"^make (\S+)(?: ARGS='-m (.+?)')?", ci, re.MULTILINE)
+    assert ran == [("lint", ""), ("test", ""), ("test-all", "exhaustive")]
+    recipes = dict(re.findall(r"^([a-z-]+): .*\n\t@(.*pytest|.*PYTEST.*)$", makefile, re.IGNORECASE | re.MULTILINE))
+    assert "-m 'not exhaustive'" in recipes["test"]
+    assert " -m " not in recipes["test-all"]
+    assert "not exhaustive" in recipes["test-fast"]
 
 
 def test_workflow_and_hooks_run_what_there_is() -> None:

@@ -11,12 +11,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import random_calls
-from shared import needs_compiler
+from shared import needs_compiler, tiers
 
 import flashlab
 from flashlab.build import compiler
 from flashlab.core import errors
-from flashlab.core.problem import DTYPES, MASKS, DType, Problem
+from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import registry
 from flashlab.run import arguments, emulator, paged
 from flashlab.run.arrays import TorchCopies
@@ -96,7 +96,13 @@ def _refuse_wrong(cache: Cache, q: Any, stage: str, causal: bool = True) -> None
 @every_stage
 @pytest.mark.parametrize(
     ("page_size", "q_len", "causal", "head_dim"),
-    [(1, 1, True, 64), (4, 3, True, 64), (16, 2, False, 64), (128, 5, True, 64), (4, 3, True, 256)],
+    [
+        (1, 1, True, 64),
+        (4, 3, True, 64),
+        (16, 2, False, 64),
+        (128, 5, True, 64),
+        pytest.param(4, 3, True, 256, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool, head_dim: int, stage: str) -> None:
     cache = Cache((0, 37, 290, 1), page_size, head_dim=head_dim)
@@ -114,12 +120,16 @@ LENGTHS = (
     (*range(70), 400),  # more sequences than a warp has lanes, and than there are blocks
 )
 SHARED = [
-    pytest.param(stage, blocks, lengths, id=f"{stage}-{blocks}-{len(lengths)}x{lengths[-1]}")
+    pytest.param(
+        *(stage, blocks, lengths),
+        id=f"{stage}-{blocks}-{len(lengths)}x{lengths[-1]}",
+        marks=() if stage == STAGE or (turn + i + j) % 4 == 1 else pytest.mark.exhaustive,
+    )
     for turn, stage in enumerate(name for name in STAGES if name != CLUSTERS)
     for (i, blocks), (j, lengths) in itertools.product(enumerate(BLOCKS), enumerate(LENGTHS))
     if stage == STAGE or (turn + i + j) % 2
 ]
-"""All of the stage that a call takes; every second of the others, which share its code."""
+"""All of the stage that a call takes; every second of the others, which share its code, `make test` every fourth."""
 
 
 @needs_compiler
@@ -205,7 +215,7 @@ def test_a_window_reads_no_page_before_it(page_size: int, q_len: int, left: int,
 
 
 @needs_compiler
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(one, marks=pytest.mark.exhaustive) for one in (3, 4, 5))])
 def test_what_a_gpu_is_asked_at_random(seed: int) -> None:
     drawn = random_calls.paged(seed, registry.get(STAGE).head_dims, most=300)
     cache = Cache(drawn.lengths, **drawn.sizes)
@@ -417,12 +427,16 @@ def test_what_is_off_is_refused(change: dict[str, Any], error: type[Exception], 
         flashlab.paged_attention(**call)
 
 
+@tiers
 @every_stage
-def test_there_is_code_for_every_page_size(stage: str) -> None:
-    """At one key a page and head dim 256 registers spill."""
-    kinds = [(dtype, mask) for dtype in DTYPES for mask in MASKS]
+def test_there_is_code_for_every_page_size(stage: str, whole: bool) -> None:
+    """At one key a page and head dim 256 registers spill. In part, that and the size by default."""
+    default = registry.get(stage).parameters(256)["PAGE_SIZE"]
+    kinds: list[tuple[DType, Mask]] = [(dtype, mask) for dtype in DTYPES for mask in MASKS]
     for number, page_size in enumerate(registry.get(stage).params["PAGE_SIZE"].choices):
-        for dtype, mask in kinds if page_size == 1 else [kinds[number % len(kinds)]]:
+        if not whole and page_size not in (1, default):
+            continue
+        for dtype, mask in kinds if whole and page_size == 1 else [kinds[number % len(kinds)]]:
             problem = Problem.parse("1x8x1x1x300x256", dtype=dtype, mask=mask)
             job = job_of(
                 registry.get(stage), problem, "sm_90a", {"aligned": True, "overrides": {"PAGE_SIZE": page_size}}
@@ -439,7 +453,9 @@ def test_pages_are_of_a_power_of_two() -> None:
 
 @needs_compiler
 @every_stage
-@pytest.mark.parametrize(("page_size", "head_dims"), [(1, (64,)), (8, ()), (64, (128,))])
+@pytest.mark.parametrize(
+    ("page_size", "head_dims"), [(1, (64,)), pytest.param(8, (), marks=pytest.mark.exhaustive), (64, (128,))]
+)
 def test_as_a_stage_it_is_right_and_without_races(page_size: int, head_dims: tuple[int, ...], stage: str) -> None:
     head_dims = head_dims or registry.get(stage).head_dims
     checked = on_cpu.check_on_cpu(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from shared import needs_compiler
+from shared import needs_compiler, tiers
 
 from flashlab.cli import kernels
 from flashlab.core.errors import NoDataError, ParameterError
@@ -154,9 +154,11 @@ def test_an_oracle_is_asked_once_and_judges_every_output() -> None:
 
 
 @needs_compiler
-def test_stages_pass_random_cases_on_the_cpu() -> None:
-    drawn = random_cases(CUDA_STAGES, 20, seed=1, max_scores=CPU_SCORES)
-    found = on_cpu.check_on_cpu(list(CUDA_STAGES), random=20, seed=1)
+@tiers
+def test_stages_pass_random_cases_on_the_cpu(whole: bool) -> None:
+    count = 20 if whole else 6
+    drawn = random_cases(CUDA_STAGES, count, seed=1, max_scores=CPU_SCORES)
+    found = on_cpu.check_on_cpu(list(CUDA_STAGES), random=count, seed=1)
     assert [f"{row.stage} {row.problem.label} {row.layout}: {row.reason}" for row in found.failures] == []
     assert len(found.rows) == sum(len(case.names) for case in drawn)
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from shared import without_variants
 from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_partial, write_synthetic
 
 import flashlab
@@ -484,7 +485,8 @@ def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) 
         assert all(f"| `{column}` |" in text for column in columns)
 
 
-def test_before_anything_was_measured_every_page_says_so(tmp_path: Path) -> None:
+def test_before_anything_was_measured_every_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    without_variants(monkeypatch)
     out = content.generate(tmp_path / "generated", tmp_path / "data", executed=NOTEBOOKS)
     for name in ("front-chart.md", "results.md", "downloads.md", "stages/00_naive.md"):
         assert NOTHING_YET in (out / "snippets" / name).read_text(encoding="utf-8")

@@ -170,7 +170,7 @@ def left_of(folder: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.exhaustive)])
 def test_a_sweep_that_is_ended_mid_cell_goes_on(how: signal.Signals, make: Make, tmp_path: Path) -> None:
     cells = make("", pause="1")
     process = start(tmp_path)

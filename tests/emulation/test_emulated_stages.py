@@ -1,8 +1,14 @@
-"""Every stage on the CPU: head dims × masks × hostile lengths, types and schedules alternating, judged as on a GPU."""
+"""Every stage on the CPU: head dims × masks × hostile lengths, types and schedules alternating, judged as on a GPU.
+
+A part of it is of each rung, and goes through every length, by turns at the smallest
+head dim and the largest, which differ in type and mask too, and in schedule. In `make test-all`
+01_correctness.ipynb has all rungs in float16 under every schedule, with the detector of races.
+"""
 
 from __future__ import annotations
 
 import pytest
+from shared import in_turn
 
 from flashlab.core.errors import MissingPackageError
 from flashlab.kernels.registry import CUDA_STAGES, DEAD_ENDS, get
@@ -21,54 +27,82 @@ except MissingPackageError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_is_right_over_everything_that_breaks_kernels(stage: str) -> None:
-    taken = get(stage)
-    rows = 0
-    for i, schedule in enumerate(SCHEDULES):
-        for j, dtype in enumerate(taken.dtypes):
-            checked = on_cpu.check_on_cpu(
-                [stage],
-                layouts=("contiguous",),
-                lengths=LENGTHS[i :: len(SCHEDULES)][j :: len(taken.dtypes)],
-                dtypes=(dtype,),
-                schedules=(schedule,),
-                timeout_s=600,  # on a loaded machine one that is slow by nature takes a minute
-            )
-            assert [f"{row.problem.label}, {row.schedule}: {row.reason}" for row in checked.failures] == []
-            rows += len(checked.rows)
-    assert rows == len(taken.head_dims) * 2 * len(LENGTHS)
+part_and_whole = pytest.mark.parametrize(
+    ("stage", "whole"),
+    [
+        *(pytest.param(stage, False, id=f"{stage}-part") for stage in CUDA_STAGES),
+        *(pytest.param(stage, True, id=f"{stage}-whole", marks=pytest.mark.exhaustive) for stage in STAGES),
+    ],
+)
+"""A part of the matrix of each rung, and the whole one of every stage."""
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_stage_takes_any_layout(stage: str) -> None:
+@part_and_whole
+def test_a_stage_is_right_over_everything_that_breaks_kernels(stage: str, whole: bool) -> None:
+    taken, parts = get(stage), []
+    if whole:
+        for i, schedule in enumerate(SCHEDULES):
+            for j, dtype in enumerate(taken.dtypes):
+                lengths = LENGTHS[i :: len(SCHEDULES)][j :: len(taken.dtypes)]
+                parts.append((lengths, taken.head_dims, dtype, ("full", "causal"), schedule))
+    else:
+        first, *_, last = in_turn(taken)
+        variants = (first, last)
+        for i, (head_dim, dtype, causal) in enumerate(variants):
+            schedule = SCHEDULES[i % len(SCHEDULES)]
+            parts.append((LENGTHS[i :: len(variants)], (head_dim,), dtype, ("causal" if causal else "full",), schedule))
+    for lengths, head_dims, dtype, masks, schedule in parts:
+        checked = on_cpu.check_on_cpu(
+            [stage],
+            layouts=("contiguous",),
+            lengths=lengths,
+            head_dims=head_dims,
+            dtypes=(dtype,),
+            masks=masks,
+            schedules=(schedule,),
+            timeout_s=600,  # on a loaded machine one that is slow by nature takes a minute
+        )
+        assert [f"{row.problem.label}, {row.schedule}: {row.reason}" for row in checked.failures] == []
+        assert len(checked.rows) == len(lengths) * len(head_dims) * len(masks)
+    assert sum(len(lengths) for lengths, *_ in parts) == len(LENGTHS)
+
+
+@part_and_whole
+def test_a_stage_takes_any_layout(stage: str, whole: bool) -> None:
     # Where rows begin does not depend on the type; contiguous ones are above.
     checked = on_cpu.check_on_cpu(
         [stage],
         layouts=[layout for layout in cases.LAYOUTS if layout != "contiguous"],
         masks=("causal",),
         dtypes=get(stage).dtypes[:1],
+        head_dims=get(stage).head_dims[: None if whole else 1],
         lengths=[(65, 66), (113, 203)],
     )
     assert [f"{row.problem.label}, {row.layout}: {row.status}: {row.reason}" for row in checked.failures] == []
 
 
 @pytest.mark.parametrize(
-    ("stage", "dtype"),
+    ("stage", "dtype", "whole"),
     [
-        (stage, dtype)
+        pytest.param(stage, dtype, whole, id=f"{stage}-{dtype}-{name}", marks=marks)
         for stage in STAGES
         for dtype in get(stage).dtypes
-        if stage not in CUDA_STAGES or dtype != "float16"  # 01_correctness.ipynb, which test_notebooks.py runs
+        for name, whole, marks in (("part", False, ()), ("whole", True, pytest.mark.exhaustive))
+        # Of a rung in part one type; the whole of float16 is in 01_correctness.ipynb, which test_notebooks.py runs.
+        if (
+            stage not in CUDA_STAGES or dtype != "float16"
+            if whole
+            else stage in CUDA_STAGES and dtype == get(stage).dtypes[-1]
+        )
     ],
 )
-def test_a_stage_has_no_races(stage: str, dtype: str) -> None:
+def test_a_stage_has_no_races(stage: str, dtype: str, whole: bool) -> None:
     first, *others = get(stage).head_dims
     found = on_cpu.check_on_cpu(
         [stage],
         layouts=("contiguous",),
         lengths=[(65, 130)],
-        head_dims=[first, *(dim for dim in others if dim in (96, 256))],
+        head_dims=[first, *(dim for dim in others if dim in (96, 256))] if whole else [first],
         dtypes=[dtype],
         masks=("causal",),
         races=True,

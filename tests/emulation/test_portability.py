@@ -51,7 +51,9 @@ def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *programs: str) -> Non
     monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("races", [False, True], ids=["fast", "hooks"])
+@pytest.mark.parametrize(
+    "races", [pytest.param(False, id="fast"), pytest.param(True, id="hooks", marks=pytest.mark.exhaustive)]
+)
 def test_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, races: bool) -> None:
     only(tmp_path, monkeypatch, "clang++", "ld", "addr2line")
     assert emulator.cxx().family == "clang++"
@@ -91,6 +93,7 @@ def runs_as(executable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.exhaustive
 def test_ucontext_in_place_of_the_assembly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     executable = build_by_hand(tmp_path, emulator.cxx().path, "-DFLASHLAB_UCONTEXT")
     symbols = subprocess.run(["nm", str(executable)], capture_output=True, text=True, check=True).stdout
@@ -101,6 +104,7 @@ def test_ucontext_in_place_of_the_assembly(tmp_path: Path, monkeypatch: pytest.M
         assert passes(schedule=schedule) == "", schedule
 
 
+@pytest.mark.exhaustive
 def test_aarch64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = [name for name in AARCH64 if shutil.which(name) is None]
     if missing:
