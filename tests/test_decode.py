@@ -379,6 +379,45 @@ def test_the_session_with_the_last_stage_is_shown_and_a_stages_page_has_its_vari
     assert {row.run for row in found[problem]} == {old}
 
 
+def test_a_stages_page_takes_a_run_with_its_tunables_of_today(tmp_path: Path) -> None:
+    problem, stage = Problem.parse("4x32x8x1x8192x128"), DECODE[SPLIT]
+    folder = tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    today, other = stage.parameters(128), stage.parameters(128, {"SPLITS": 4})
+    runs = {
+        "20260102T030405Z-0123abc": {SPLIT: today},
+        # A default and a variant, when the default was another.
+        "20260103T030405Z-4567def": {SPLIT: other, stage.variant_names[0]: other},
+    }
+    for run, timed in runs.items():
+        for name, parameters in timed.items():
+            row = measurement("08_swizzle", problem, run=run)
+            assert row.cubin is not None
+            cubin = row.cubin.model_copy(update={"parameters": parameters})
+            store.append(folder / f"{run}.jsonl", row.model_copy(update={"name": name, "cubin": cubin}))
+    store.write_checksums("nvidia-h200", tmp_path)
+    found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.of_stage(stage))
+    assert {row.run for row in found[problem]} == {next(iter(runs))}
+
+
+def test_a_page_shows_the_gpu_that_measured_its_stage_where_the_main_one_did_not(tmp_path: Path) -> None:
+    problem, last = Problem.parse("4x32x8x1x8192x128"), replace(DECODE["d14_early_pages"], variants=())
+    run = "20260102T030405Z-0123abc"
+    for slug, name in (("nvidia-h200", SPLIT), ("nvidia-h100", last.id)):
+        path = tmp_path / slug / "runs" / f"{run}.jsonl"
+        path.parent.mkdir(parents=True)
+        store.append(path, measurement("08_swizzle", Problem.parse("16x16x2048x64"), run=run))
+        store.append(path, measurement("08_swizzle", problem, run=run).model_copy(update={"name": name}))
+        store.write_checksums(slug, tmp_path)
+    main, other = (select.load(slug, tmp_path) for slug in ("nvidia-h200", "nvidia-h100"))
+    for others, said in (([(other.gpu, "NVIDIA H100")], "this is the NVIDIA H100"), ([], "Nothing has been measured")):
+        out = pages.Output(root=tmp_path / str(len(others)))
+        pages._off_ladder(out, last, others, main, tmp_path)
+        page = (out.root / "snippets" / "decode" / f"{last.id}.md").read_text(encoding="utf-8")
+        assert said in page
+        assert (f"**{last.id}**" in page.replace("`", "")) == bool(others)
+
+
 def test_the_page_for_decoding_shows_times_on_rotating_keys_first(tmp_path: Path) -> None:
     problem = Problem.parse("4x32x8x1x8192x128")
     folder = tmp_path / "nvidia-h200" / "runs"

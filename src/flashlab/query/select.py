@@ -22,7 +22,8 @@ second row, with the log-sum-exp on, is never chosen.
 
 `SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `OFF_LADDER` is
 stages off the ladder beside what was interleaved with them, `DECODING` those for decoding beside what a session
-measured with them, `of_stage(...)` one of them and its variants likewise; `FEATURED` is the stages of one run, problems
+measured with them, `of_stage(...)` one of them and its variants likewise, with the tunables that their names have today
+where some session ran those; `FEATURED` is the stages of one run, problems
 with a window or a soft cap too; `together(...)` is for the ratio of some implementations.
 `by_start` is for intervals: it finds what other starts of a machine measured with the code of the newest.
 """
@@ -69,6 +70,9 @@ class Policy:
     """Stages and libraries that must all have a burst time."""
     covers: tuple[str, ...] = tuple(registry.STAGES)
     """Those of which the candidate that tried most wins; of none, the newest wins."""
+    as_named: bool = False
+    """Whether the candidate wins that tried most of them with the tunables that their names have today, for defaults
+    change."""
     inputs: tuple[str, ...] = (NORMAL,)
     features: bool = False
     """Whether problems with a window or a soft cap count too; most pages name neither."""
@@ -94,7 +98,7 @@ def together(*names: str) -> Policy:
 
 def of_stage(stage: registry.Stage) -> Policy:
     """A stage for decoding or FP8, on any inputs: the newest session that tried most of it and its variants."""
-    return replace(DECODING, last=False, covers=(stage.id, *stage.variant_names), inputs=tuple(KINDS))
+    return replace(DECODING, last=False, covers=(stage.id, *stage.variant_names), as_named=True, inputs=tuple(KINDS))
 
 
 def by_start(rows: Iterable[Any], key: Callable[[Any], Any], wanted: Sequence[Any]) -> list[list[Any]]:
@@ -189,7 +193,11 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> tuple[Measurement, ...
         sessions = policy.within == "session"
         best = max(
             _of_the_last(fit, policy.covers) if sessions and policy.last else fit,
-            key=lambda key: (_tried(fit[key], policy.covers), key),
+            key=lambda key: (
+                policy.as_named and sum(map(_is_as_named, _tried(fit[key], policy.covers))),
+                len(_tried(fit[key], policy.covers)),
+                key,
+            ),
         )
         by_name = dict(fit[best])
         if sessions and policy.fill:
@@ -198,8 +206,14 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> tuple[Measurement, ...
     return tuple(chosen)
 
 
-def _tried(by_name: Mapping[str, Measurement], names: Collection[str]) -> int:
-    return sum(name in names and row.status != "unsupported" for name, row in by_name.items())
+def _tried(by_name: Mapping[str, Measurement], names: Collection[str]) -> list[Measurement]:
+    return [row for name, row in by_name.items() if name in names and row.status != "unsupported"]
+
+
+def _is_as_named(row: Measurement) -> bool:
+    """Whether a stage ran with the tunables that its name has today, as far as the record says."""
+    stage, given = registry.parse(row.name)
+    return row.cubin is None or row.cubin.parameters == stage.parameters(row.problem.head_dim, given)
 
 
 def _merged(runs: Sequence[Mapping[str, Measurement]], covers: Collection[str]) -> dict[str, Measurement]:
@@ -210,7 +224,7 @@ def _merged(runs: Sequence[Mapping[str, Measurement]], covers: Collection[str]) 
 
     def rank(index: int) -> tuple[int, int, int, int]:
         states = {(one.regime, one.cache) for row in runs[index].values() for one in row.samples}
-        return _tried(runs[index], registry.STAGES), _tried(runs[index], covers), len(states), index
+        return len(_tried(runs[index], registry.STAGES)), len(_tried(runs[index], covers)), len(states), index
 
     by_name: dict[str, Measurement] = {}
     for index in sorted(range(len(runs)), key=rank):

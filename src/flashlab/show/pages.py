@@ -197,7 +197,10 @@ def generate(
         jobs = [pool.submit(_downloads, out, data, gpu), pool.submit(_apart, data, main, journey.write, out)]
         jobs += [pool.submit(_apart, data, main, _stage_page, out, stage) for stage in registry.STAGES.values()]
         jobs += [pool.submit(_apart, data, one.gpu, _results_page, out) for one in everything]
-        jobs += [pool.submit(_apart, data, main, _off_ladder, out, stage) for stage in registry.OFF_LADDER.values()]
+        others = [(one.gpu, one.name) for one in everything[1:]]
+        jobs += [
+            pool.submit(_apart, data, main, _off_ladder, out, stage, others) for stage in registry.OFF_LADDER.values()
+        ]
         decode_page(out, select.off_ladder(shown.gpu, data, registry.DECODE, select.DECODING) if shown else {})
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))
@@ -244,14 +247,23 @@ def _of_retired(shown: Results | None) -> Mapping[Problem, Sequence[Measurement]
     return {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
 
 
-def _off_ladder(out: Output, stage: Stage, shown: Results | None, data: Path) -> None:
+def _off_ladder(
+    out: Output, stage: Stage, others: Sequence[tuple[str, str]], shown: Results | None, data: Path
+) -> None:
+    """By what the GPU shown has of the stage or, where it has nothing, the first of `others`, folders and names."""
+    measured: Mapping[Problem, Sequence[Measurement]] = {}
+    note = ""
     if shown is None:
-        measured: Mapping[Problem, Sequence[Measurement]] = {}
+        pass
     elif stage.dead_end:
         measured = _of_retired(shown) if stage.retired else _dead_ends(shown, data)
     else:
-        measured = select.off_ladder(shown.gpu, data, {stage.id: stage}, select.of_stage(stage))
-    off_ladder_page(out, stage, measured)
+        for gpu, name in ((shown.gpu, shown.name), *others):
+            measured = select.off_ladder(gpu, data, {stage.id: stage}, select.of_stage(stage))
+            if measured:
+                note = "" if gpu == shown.gpu else f"*Not on record for the {shown.name} yet: this is the {name}.*"
+                break
+    off_ladder_page(out, stage, measured, note)
 
 
 def _gpus(main: Results | None, everything: Sequence[Results]) -> list[dict[str, Any]]:
@@ -663,8 +675,10 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
     out.snippet("decode.md", said)
 
 
-def off_ladder_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
-    """The sections of the page of a stage off the ladder; `measured` as `select.off_ladder` gives them.
+def off_ladder_page(
+    out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]], note: str = ""
+) -> None:
+    """The sections of the page of a stage off the ladder; `measured` as `select.off_ladder` gives them, `note` above.
 
     Problems of the suite for decoding come first, in its order: where readers look for the result.
     """
@@ -697,6 +711,7 @@ def off_ladder_page(out: Output, stage: Stage, measured: Mapping[Problem, Sequen
         "off_ladder.md",
         page,
         **{"stage": stage, "own": own, "measured": shown, "kernels": kernels, "refused": refused, "arch": arch},
+        note=note,
         needs=_needs(stage, ("Made from", code(stage.parent) if stage.parent else None)),
     )
     out.snippet(page, text)
