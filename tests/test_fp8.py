@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from shared import needs_compiler
+from shared import needs_compiler, tiers
 
 import flashlab
 from flashlab.build import compiler, sass
@@ -46,8 +47,12 @@ def test_every_file_of_the_folder_belongs_to_a_stage() -> None:
 
 
 @every_stage
-def test_it_compiles_without_spills_and_multiplies_fp8(stage: Stage) -> None:
+@tiers
+def test_it_compiles_without_spills_and_multiplies_fp8(stage: Stage, whole: bool) -> None:
+    """The whole: its variants, one kernel each."""
     work = compiler.jobs([stage], stage.archs)
+    if whole:
+        work = tuple(replace(work[0], overrides=variant) for variant in stage.variants)
     for job, result in zip(work, compiler.compile_many(work), strict=True):
         assert not isinstance(result, Exception), job.label
         assert result.resources.spill_store_bytes == result.resources.stack_bytes == 0, job.label

@@ -23,8 +23,8 @@ second row, with the log-sum-exp on, is never chosen.
 `SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `OFF_LADDER` is
 stages off the ladder beside what was interleaved with them, `DECODING` those for decoding beside what a session
 measured with them, `of_stage(...)` one of them and its variants likewise, with the tunables that their names have today
-where some session ran those; `FEATURED` is the stages of one run, problems
-with a window or a soft cap too; `together(...)` is for the ratio of some implementations.
+where some session ran those; `FEATURED` is the stages of one run, problems with a window or a soft cap too;
+`together(...)` is for the ratio of some implementations.
 `by_start` is for intervals: it finds what other starts of a machine measured with the code of the newest.
 """
 
