@@ -159,7 +159,7 @@ def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytes
     kernels = tmp_path / "flashlab" / "installed" / "kernels"
     first, second = done.stdout.splitlines()
     assert first == f"{kernels} True {len(STAGES)} True"
-    assert "tables of choices of nvidia-h200" in second
+    assert "tables of choices of nvidia-h100-80gb-hbm3, nvidia-h200" in second
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "flashlab", *arguments]
