@@ -395,6 +395,9 @@ def test_a_stages_page_takes_a_run_with_its_tunables_of_today(tmp_path: Path) ->
             assert row.cubin is not None
             cubin = row.cubin.model_copy(update={"parameters": parameters})
             store.append(folder / f"{run}.jsonl", row.model_copy(update={"name": name, "cubin": cubin}))
+    # The latter also has a variant that crashed, whose record does not say with which tunables.
+    crashed = {"name": stage.variant_names[1], "cubin": None, "status": "crashed", "reason": "made up", "samples": ()}
+    store.append(folder / f"{run}.jsonl", measurement("08_swizzle", problem, run=run).model_copy(update=crashed))
     store.write_checksums("nvidia-h200", tmp_path)
     found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.of_stage(stage))
     assert {row.run for row in found[problem]} == {next(iter(runs))}

@@ -211,9 +211,9 @@ def _tried(by_name: Mapping[str, Measurement], names: Collection[str]) -> list[M
 
 
 def _is_as_named(row: Measurement) -> bool:
-    """Whether a stage ran with the tunables that its name has today, as far as the record says."""
+    """Whether the record says that a stage ran with the tunables that its name has today."""
     stage, given = registry.parse(row.name)
-    return row.cubin is None or row.cubin.parameters == stage.parameters(row.problem.head_dim, given)
+    return row.cubin is not None and row.cubin.parameters == stage.parameters(row.problem.head_dim, given)
 
 
 def _merged(runs: Sequence[Mapping[str, Measurement]], covers: Collection[str]) -> dict[str, Measurement]:
