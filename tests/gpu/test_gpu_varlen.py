@@ -115,12 +115,14 @@ def test_any_lengths(stage: str, seed: int) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_each_sequence_has_the_bits_of_a_call_of_its_own(stage: str, causal: bool) -> None:
+    """With the same tunables: a GPU's table of choices may name others for a call of its own."""
     packed = Packed([(700, 700), (1, 900), (193, 127), (64, 2000)])
-    out, lse = packed(stage=stage, causal=causal, return_lse=True)
+    how: dict[str, Any] = {"stage": stage, "causal": causal, "params": registry.get(stage).parameters(128)}
+    out, lse = packed(**how, return_lse=True)
     for number in range(len(packed.lengths)):
         rows, seen = packed.rows(number)
         alone = [x[None].transpose(1, 2) for x in (packed.q[rows], packed.k[seen], packed.v[seen])]
-        one, one_lse = flashlab.attention(*alone, stage=stage, causal=causal, return_lse=True)
+        one, one_lse = flashlab.attention(*alone, **how, return_lse=True)
         assert torch.equal(one[0].transpose(0, 1), out[rows])
         assert torch.equal(one_lse[0], lse[:, rows])
 
