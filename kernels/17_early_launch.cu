@@ -1,7 +1,7 @@
 // 17_early_launch: a call's blocks come while the call before it ends. Parent: 16_ones_column.
 // Question: what lies between two calls, and can the next one pay it while the one before still runs?
 // Change: programmatic dependent launch. A block says at its start that the next kernel of the stream may be launched; that one's
-//         blocks come to SMs that have nothing left to do, set up their barriers and ones, and wait for the kernels before them
+//         blocks come to SMs that have nothing left to do, set up barriers, ones and maps, and wait for the kernels before them
 //         before they touch global memory.
 // Layout: as the parent's.
 // Requires: sm_90a.
@@ -593,9 +593,16 @@ attention_17_early_launch(const __grid_constant__ AttentionParams p, const __gri
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
   const int thread = threadIdx.x % WARPGROUP;
 
-  // A block fills its SM, so the next kernel's blocks find room where one of these has ended, and never beside one that multiplies.
+  // The next kernel's blocks find room where one of these has ended; beside one that multiplies, only where blocks are small.
   ptx::griddepcontrol_launch_dependents();
-  if (threadIdx.x == 0) init_barriers(smem);
+  if (threadIdx.x == 0) {
+    if constexpr (ALIGNED) {   // the maps are arguments of the launch: no kernel writes them
+      ptx::prefetch_tensormap(&maps.Q);
+      ptx::prefetch_tensormap(&maps.K);
+      ptx::prefetch_tensormap(&maps.V);
+    }
+    init_barriers(smem);
+  }
   if constexpr (SHARED_ONES) {
     for (int i = threadIdx.x; i < WGMMA_STEP * PANEL; i += THREADS) smem.ones[i] = from_float<element>(1.0f);
   } else {
@@ -605,13 +612,15 @@ attention_17_early_launch(const __grid_constant__ AttentionParams p, const __gri
   }
   ptx::fence_proxy_async_shared();   // the tensor cores will read what was written by plain stores
   __syncthreads();   // the barriers exist, and the ones
-  ptx::griddepcontrol_wait();   // Q, K and V may come from the kernel before this one, which may still use O and the counter
 
+  // Q, K and V may come from the kernel before this one, which may still use O and the counter: from here on global memory is touched.
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+    ptx::griddepcontrol_wait();
     produce(p, maps, smem, thread);
   } else {
     ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+    ptx::griddepcontrol_wait();
     consume(p, maps, smem, warpgroup - 1, thread);
   }
 }
